@@ -1,0 +1,45 @@
+# Every target sets up what it needs: from a plain clone, one command is enough.
+#
+#   make demo        show what the library does
+#   make test        the tests, in a few minutes
+#   make check       format, lint and types
+#   make test-slow   the slow tests, and a longer search for counterexamples
+#   make format      rewrite the sources as `make check` wants them
+#   make clean       remove what the other targets made, .venv included
+
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+
+# Two workers with one thread each: more threads than cores make small tensors slower, not faster.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+
+.PHONY: demo test check test-slow format clean
+
+demo: $(INSTALLED)
+	$(BIN)/python examples/demo.py
+
+test: $(INSTALLED)
+	$(PYTEST)
+
+check: $(INSTALLED)
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+	$(BIN)/mypy
+
+test-slow: $(INSTALLED)
+	HYPOTHESIS_PROFILE=long $(PYTEST) -m "not cuda"
+
+format: $(INSTALLED)
+	$(BIN)/ruff format
+	$(BIN)/ruff check --fix
+
+clean:
+	rm -rf .venv .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The stamp is written last, so that an install that was broken off is done again.
+$(INSTALLED): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@

@@ -1,0 +1,169 @@
+"""What a caller hears when a request cannot be met exactly.
+
+Every error names the argument, says what was asked of it and what arrived, and where it helps, what to do::
+
+    AttnspanError (a ValueError)
+    ├── MaskError          a mask, or lengths it cannot be drawn over
+    ├── LayoutError        a layout, or a sequence it does not describe
+    ├── PlanError          a plan that cannot be made as asked
+    ├── AttentionError     tensors, or a group of ranks, that a plan was not made for
+    ├── KernelError        a kernel that cannot compute what it was asked to
+    ├── ExpressionError    a mask written as text, as on the command line
+    └── TransportError     a group of ranks that cannot be reached, or a rank that did not answer (a RuntimeError too)
+
+The three checks below write such messages, so that the same mistake reads the same everywhere:
+
+>>> whole("ranks", 0, at_least=1, hint="one process is ranks=1")
+Traceback (most recent call last):
+attnspan.errors.AttnspanError: ranks must be a whole number >= 1, got 0; one process is ranks=1
+
+Each takes the error to raise as ``error=``. Knows nothing of masks, layouts or plans.
+"""
+
+import operator
+import reprlib
+from collections.abc import Collection, Iterable
+from difflib import get_close_matches
+
+__all__ = [
+    "AttentionError",
+    "AttnspanError",
+    "ExpressionError",
+    "KernelError",
+    "LayoutError",
+    "MaskError",
+    "PlanError",
+    "TransportError",
+    "one_of",
+    "whole",
+    "whole_list",
+]
+
+
+class AttnspanError(ValueError):
+    """The root: catch it to catch everything this library refuses."""
+
+
+class MaskError(AttnspanError):
+    """A mask was given a size, a length or a partner that it cannot have."""
+
+
+class LayoutError(AttnspanError):
+    """A layout was given a rank count or a sequence that it cannot divide."""
+
+
+class PlanError(AttnspanError):
+    """No plan does exactly what was asked."""
+
+
+class AttentionError(AttnspanError):
+    """Tensors or a group that do not fit the plan, or ranks that do not agree on one."""
+
+
+class KernelError(AttnspanError):
+    """A kernel was asked for by name and cannot compute this exactly."""
+
+
+class ExpressionError(AttnspanError):
+    """A mask written as text cannot be read."""
+
+
+class TransportError(AttnspanError, RuntimeError):
+    """A group cannot be used as asked, or a rank of it did not do its part."""
+
+
+def whole(
+    name: str,
+    value: object,
+    *,
+    at_least: int = 0,
+    hint: str = "",
+    error: type[AttnspanError] = AttnspanError,
+) -> int:
+    """Return ``value`` as an int, or raise ``error`` naming the argument ``name``.
+
+    Whatever Python itself would index with is whole (numpy's ints, an integer tensor of one element). A bool
+    is not, and neither is a float, however round: 4096.0 tells of a division that may not be exact next time.
+
+    >>> whole("seq_len", 4096)
+    4096
+    """
+    number = _index(value)
+    if number is None or number < at_least:
+        raise error(_message(f"{name} must be a whole number >= {at_least}", value, hint))
+    return number
+
+
+def whole_list(
+    name: str,
+    values: object,
+    *,
+    at_least: int = 0,
+    hint: str = "",
+    error: type[AttnspanError] = AttnspanError,
+) -> tuple[int, ...]:
+    """Return ``values`` as a tuple of ints, or raise ``error`` naming the first item that is not whole.
+
+    >>> whole_list("lengths", [3, 5])
+    (3, 5)
+    >>> whole_list("lengths", [3, -5])
+    Traceback (most recent call last):
+    attnspan.errors.AttnspanError: lengths[1] must be a whole number >= 0, got -5
+    """
+    items = _items(values)
+    if items is None:
+        raise error(_message(f"{name} must be a list of whole numbers >= {at_least}", values, hint))
+    return tuple(whole(f"{name}[{i}]", item, at_least=at_least, hint=hint, error=error) for i, item in enumerate(items))
+
+
+def one_of(
+    name: str,
+    value: object,
+    choices: Collection[str],
+    *,
+    hint: str = "",
+    error: type[AttnspanError] = AttnspanError,
+) -> str:
+    """Return ``value`` if it is among ``choices``, or raise ``error`` with the nearest name that is.
+
+    >>> one_of("align", "bottm", ["top", "bottom"])
+    Traceback (most recent call last):
+    attnspan.errors.AttnspanError: align must be one of top, bottom, got 'bottm'; did you mean 'bottom'?
+    """
+    if isinstance(value, str) and value in choices:
+        return value
+    near = get_close_matches(value.lower(), choices, n=1) if isinstance(value, str) else []
+    hint = f"did you mean {near[0]!r}?" if near else hint
+    raise error(_message(f"{name} must be one of {', '.join(choices)}", value, hint))
+
+
+def _index(value: object) -> int | None:
+    """The int that ``value`` stands for, or None."""
+    if type(value) is int:  # nearly always; lists of lengths can be long
+        return value
+    if isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool"):
+        return None
+    try:
+        return operator.index(value)  # type: ignore[arg-type]  # asking is the test
+    except TypeError:
+        return None
+
+
+def _items(values: object) -> list[object] | None:
+    """The items of a list-like thing, or None. Text is not a list: its items would be letters."""
+    if isinstance(values, str | bytes) or not isinstance(values, Iterable):
+        return None
+    try:
+        return list(values)
+    except TypeError:  # a tensor of no dimensions has __iter__ too, and refuses when asked
+        return None
+
+
+def _message(rule: str, value: object, hint: str) -> str:
+    return f"{rule}, got {_shown(value)}" + (f"; {hint}" if hint else "")
+
+
+def _shown(value: object) -> str:
+    """What arrived, on one line; its type too, where the value alone would not say what is wrong with it."""
+    text = " ".join(reprlib.repr(value).split())
+    return text if isinstance(value, int | str | list | tuple | None) else f"{text} ({type(value).__name__})"
