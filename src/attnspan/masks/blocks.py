@@ -1,0 +1,199 @@
+"""A FlexAttention BlockMask from bands: which blocks of the score matrix are partly and which wholly allowed.
+
+`create_block_mask` evaluates every pair. Here a band is cut into strips, one per row of blocks, and within a
+strip the blocks it covers from edge to edge are one interval::
+
+            j0      j1
+    · · ░ ░ █ █ █ █ ░ · ·      ░ the strip's ends: pairs counted in closed form
+                               █ between them: every row of the strip, whole blocks
+
+Intervals and ends go into a table of differences along the key blocks, whose running sum is the number of
+allowed pairs of each block. Bands are disjoint, so a block is full when that number is its size, whichever
+bands it came from.
+
+Cost: O(blocks) time and memory (a BlockMask names every block itself), never S x S.
+Shapes: I blocks of queries, J blocks of keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch.nn.attention.flex_attention import BlockMask
+
+from attnspan.masks.band import Band, ceil_div
+from attnspan.masks.block_sparse import size_pair
+from attnspan.masks.mask import Mask, Space
+
+SLAB = 1 << 20
+"""How many blocks are put in order at a time: temporaries stay in the cache and do not grow with the mask."""
+
+
+def block_mask(mask: Mask, space: Space, block_size: int | tuple[int, int]) -> BlockMask:
+    """The BlockMask of all batch rows of a mask, equal to `create_block_mask` of its `mask_mod`."""
+    q_len, kv_len = space.q_len, space.kv_len
+    assert q_len is not None, "a block mask is made for known lengths"
+    assert kv_len is not None, "a block mask is made for known lengths"
+    size = size_pair("block_size", block_size)
+    shape = mask.rows, ceil_div(q_len, size[0]), ceil_div(kv_len, size[1])
+    partial, full = _Listing(shape, space.device), _Listing(shape, space.device)
+    for row in range(mask.rows):
+        pairs_IJ = _pairs(_strips(mask.bands(q_len, kv_len, row), size, space.device), shape[1:], size)
+        full_IJ = pairs_IJ == size[0] * size[1]
+        full.put(row, full_IJ)
+        partial.put(row, (pairs_IJ > 0) & ~full_IJ)
+    return BlockMask(
+        seq_lengths=(q_len, kv_len),
+        kv_num_blocks=partial.kv_counts,
+        kv_indices=partial.kv_indices,
+        full_kv_num_blocks=full.kv_counts,
+        full_kv_indices=full.kv_indices,
+        q_num_blocks=partial.q_counts,
+        q_indices=partial.q_indices,
+        full_q_num_blocks=full.q_counts,
+        full_q_indices=full.q_indices,
+        BLOCK_SIZE=size,
+        mask_mod=mask.mask_mod(q_len, kv_len, device=space.device),
+    )
+
+
+class _Strips(NamedTuple):
+    """Bands cut at every row of blocks: the columns below, one entry per strip."""
+
+    i: torch.Tensor  # which row of blocks
+    q0: torch.Tensor
+    q1: torch.Tensor
+    k0: torch.Tensor
+    k1: torch.Tensor
+    lo: torch.Tensor
+    hi: torch.Tensor
+
+
+def _strips(bands: Sequence[Band], size: tuple[int, int], device: torch.device) -> _Strips:
+    q0, q1, k0, k1, lo, hi = torch.tensor(bands, dtype=torch.int64, device=device).reshape(-1, 6).unbind(1)
+    first = q0 // size[0]
+    source, nth = _expanded((q1 - 1) // size[0] + 1 - first)
+    i = first[source] + nth
+    q0, q1 = torch.maximum(q0[source], i * size[0]), torch.minimum(q1[source], (i + 1) * size[0])
+    lo, hi = lo[source], hi[source]
+    k0, k1 = torch.maximum(k0[source], q0 + lo), torch.minimum(k1[source], q1 + hi)
+    return _Strips(i, q0, q1, k0, k1, lo, hi)
+
+
+def _pairs(strips: _Strips, shape: tuple[int, int], size: tuple[int, int]) -> torch.Tensor:
+    """The number of allowed pairs in each block, (I, J)."""
+    i, q0, q1, k0, k1, lo, hi = strips
+    k_size = size[1]
+    first, last = (
+        k0 // k_size,
+        (k1 - 1) // k_size + 1,
+    )  # the blocks it touches: all between, a band has no gaps
+    # From the last row's left edge to the first row's right edge, every row of the strip covers every key.
+    j0 = (torch.maximum(k0, q1 - 1 + lo) - 1) // k_size + 1
+    j1 = torch.minimum(k1, q0 + hi + 1) // k_size
+    bare = j1 <= j0
+    j0, j1 = torch.where(bare, last, j0), torch.where(bare, last, j1)
+
+    source, nth = _expanded(torch.cat([j0 - first, last - j1]))  # the left ends, then the right ends
+    j = torch.cat([first, j1])[source] + nth
+    source = source % len(i)
+    ends = _Strips(*(column[source] for column in strips))
+    left, right = torch.maximum(ends.k0, j * k_size), torch.minimum(ends.k1, (j + 1) * k_size)
+    end_pairs = _at_most(ends.hi, ends, left, right) - _at_most(ends.lo - 1, ends, left, right)
+
+    dtype = torch.int32 if size[0] * size[1] < 1 << 31 else torch.int64
+    change = torch.zeros(shape[0] * (shape[1] + 1), dtype=dtype, device=i.device)
+    for row, start, stop, pairs in ((i, j0, j1, (q1 - q0) * k_size), (ends.i, j, j + 1, end_pairs)):
+        for column, sign in ((start, 1), (stop, -1)):
+            change.index_add_(0, row * (shape[1] + 1) + column, (sign * pairs).to(dtype))
+    change = change.view(shape[0], shape[1] + 1)
+    return torch.cumsum(change, 1, dtype=dtype, out=change)[:, :-1]
+
+
+def _at_most(diagonal: torch.Tensor, strip: _Strips, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """The pairs of a strip's rows and the keys [left, right) with k - q <= diagonal.
+
+    Row q holds q + diagonal + 1 - left of them, at least 0 and at most right - left: a ramp, which is the
+    difference of two ramps without an upper end, each with a triangular sum.
+    """
+    above, below = strip.q0 + diagonal - left, strip.q1 + diagonal - left
+    width = right - left
+    return _triangle(below) - _triangle(below - width) - _triangle(above) + _triangle(above - width)
+
+
+def _triangle(n: torch.Tensor) -> torch.Tensor:
+    """1 + 2 + ... + n, and 0 for n < 0."""
+    n = n.clamp(min=0)
+    return n * (n + 1) // 2
+
+
+def _expanded(counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """For each entry, `counts` times: its index, and 0, 1, 2, ...
+
+    >>> [x.tolist() for x in _expanded(torch.tensor([2, 0, 3]))]
+    [[0, 0, 2, 2, 2], [0, 1, 0, 1, 2]]
+    """
+    source = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
+    starts = counts.cumsum(0) - counts
+    return source, torch.arange(len(source), device=counts.device) - starts[source]
+
+
+class _Listing:
+    """The chosen blocks of every row of blocks and of every column, as a BlockMask lists them.
+
+    A row of indices is the chosen blocks in order and then the others in order; counts say where the chosen
+    end.
+    """
+
+    def __init__(self, shape: tuple[int, int, int], device: torch.device):
+        def empty(*shape: int) -> torch.Tensor:
+            return torch.empty(shape, dtype=torch.int32, device=device)
+
+        rows, i, j = shape
+        self.kv_counts, self.kv_indices = empty(rows, 1, i), empty(rows, 1, i, j)
+        self.q_counts, self.q_indices = empty(rows, 1, j), empty(rows, 1, j, i)
+
+    def put(self, row: int, chosen_IJ: torch.Tensor) -> None:
+        _order(chosen_IJ, self.kv_counts[row, 0], self.kv_indices[row, 0])
+        _order(chosen_IJ.T, self.q_counts[row, 0], self.q_indices[row, 0])
+
+
+def _order(chosen: torch.Tensor, counts: torch.Tensor, indices: torch.Tensor) -> None:
+    """Write, for each row, the number of chosen columns, and the columns with the chosen first."""
+    slab = max(1, SLAB // chosen.shape[1])
+    for start in range(0, len(chosen), slab):
+        some = slice(start, start + slab)
+        picked = chosen[some].contiguous()
+        torch.sum(picked, 1, dtype=torch.int32, out=counts[some])
+        indices[some] = _chosen_first(picked, counts[some])
+
+
+def _chosen_first(picked: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """The columns of each row, those picked first, both in order.
+
+    A row is a few runs of columns, picked or not, and a moved run is still a run: so the result rises by one
+    from place to place, but for a jump where a run begins.
+
+    >>> picked = torch.tensor([[False, True, True, False, True]])
+    >>> _chosen_first(picked, picked.sum(1)).tolist()
+    [[1, 2, 4, 0, 3]]
+    """
+    rows, columns = picked.shape
+    begins = torch.ones_like(picked)
+    begins[:, 1:] = picked[:, 1:] != picked[:, :-1]
+    row, column = begins.nonzero(as_tuple=True)
+    flat = row * columns + column
+    length = torch.diff(flat, append=flat.new_tensor([rows * columns]))
+    is_picked = picked[row, column]
+    first = length * is_picked
+    earlier = first.cumsum(0) - first - (counts.cumsum(0) - counts)[row]  # picked columns left of the run
+    place = torch.where(is_picked, earlier, counts[row] + column - earlier)
+
+    step = torch.ones(rows, columns + 1, dtype=torch.int32, device=picked.device)
+    step[:, 0] = 0
+    at = row * (columns + 1) + place
+    step.view(-1).index_add_(0, at, column.to(torch.int32))  # a run begins with its column,
+    step.view(-1).index_add_(0, at + length, -(column + length).to(torch.int32))  # and is not continued after it
+    return torch.cumsum(step, 1, dtype=torch.int32, out=step)[:, :-1]

@@ -1,0 +1,185 @@
+"""Documents packed one after another see only themselves."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import torch
+
+from attnspan.errors import MaskError, whole_list
+from attnspan.masks.band import Band, tight
+from attnspan.masks.mask import Mask, Rule, Space
+from attnspan.masks.rows import listed, of_row, select, shown
+
+Lengths = Sequence[int] | Sequence[Sequence[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Documents(Mask):
+    """A query sees the keys of its own document; training packs are `Causal() & Documents(lengths)`.
+
+    `lengths` is one list, or one list per batch row. `kv_lengths` gives the documents of the keys where they
+    differ (cross-attention of packed pairs): document i of the queries sees document i of the keys.
+
+    >>> print(Documents([1, 3]).draw(4))
+    █ · · ·
+    · █ █ █
+    · █ █ █
+    · █ █ █
+    """
+
+    lengths: Lengths
+    kv_lengths: Lengths | None = None
+
+    def __post_init__(self) -> None:
+        lengths = _per_row("lengths", self.lengths)
+        object.__setattr__(self, "lengths", lengths)
+        if self.kv_lengths is None:
+            return
+        kv_lengths = _per_row("kv_lengths", self.kv_lengths)
+        object.__setattr__(self, "kv_lengths", kv_lengths)
+        counts, kv_counts = [len(row) for row in lengths], [len(row) for row in kv_lengths]
+        if counts != kv_counts:
+            raise MaskError(
+                f"kv_lengths must hold as many documents as lengths, per batch row {counts}, got {kv_counts}"
+            )
+
+    @classmethod
+    def from_cu_seqlens(cls, cu_seqlens: torch.Tensor | Sequence[int]) -> Documents:
+        """From the running sum of lengths that variable-length kernels take.
+
+        >>> Documents.from_cu_seqlens(torch.tensor([0, 3, 8], dtype=torch.int32))
+        Documents([3, 5])
+        """
+        edges = whole_list("cu_seqlens", listed(cu_seqlens), error=MaskError)
+        if len(edges) < 2 or edges[0] != 0:
+            raise MaskError(
+                f"cu_seqlens must start at 0 and hold at least one document, got {reprlib.repr(list(edges))}"
+            )
+        for i, (start, stop) in enumerate(pairwise(edges)):
+            if stop <= start:
+                raise MaskError(
+                    f"cu_seqlens must rise at every document, got {start} and then {stop} at {i + 1}; "
+                    "leave out empty documents"
+                )
+        return cls([stop - start for start, stop in pairwise(edges)])
+
+    @classmethod
+    def from_ids(cls, ids: torch.Tensor | Sequence[int] | Sequence[Sequence[int]]) -> Documents:
+        """From a document id per token, (S,) or (rows, S); a document's tokens must stand together.
+
+        >>> Documents.from_ids(torch.tensor([[7, 7, 7, 9], [1, 2, 2, 2]]))
+        Documents([[3, 1], [1, 3]])
+        """
+        table = _id_table(ids)
+        rows = [_run_lengths(row) for row in (table if table.dim() == 2 else [table])]
+        return cls(rows)
+
+    @property
+    def rows(self) -> int:
+        return len(self._lengths)
+
+    @property
+    def natural_len(self) -> int | None:
+        return sum(self._lengths[0])
+
+    @property
+    def natural_kv_len(self) -> int | None:
+        return sum(self._kv_lengths[0])
+
+    @property
+    def _lengths(self) -> tuple[tuple[int, ...], ...]:
+        return self.lengths  # type: ignore[return-value]  # normalised in __post_init__
+
+    @property
+    def _kv_lengths(self) -> tuple[tuple[int, ...], ...]:
+        return self._lengths if self.kv_lengths is None else self.kv_lengths  # type: ignore[return-value]
+
+    def _check(self, q_len: int, kv_len: int, row: int) -> None:
+        if self.kv_lengths is None and q_len != kv_len:
+            raise MaskError(f"kv_lengths must be given when q_len ({q_len}) and kv_len ({kv_len}) differ")
+        _check_sum("lengths", "q_len", of_row(self._lengths, row), q_len)
+        _check_sum("kv_lengths", "kv_len", of_row(self._kv_lengths, row), kv_len)
+
+    def _bands(self, q_len: int, kv_len: int, row: int) -> Iterable[Band | None]:
+        queries = accumulate(of_row(self._lengths, row), initial=0)
+        keys = accumulate(of_row(self._kv_lengths, row), initial=0)
+        for (q0, q1), (k0, k1) in zip(pairwise(queries), pairwise(keys), strict=True):
+            yield tight(q0, q1, k0, k1)
+
+    def _rule(self, space: Space) -> Rule:
+        queries, keys = _ids(self._lengths, space.device), _ids(self._kv_lengths, space.device)
+        return lambda b, q, k: select(queries, b)[q] == select(keys, b)[k]
+
+    def __repr__(self) -> str:
+        keys = "" if self.kv_lengths is None else f", kv_lengths={_shown(self._kv_lengths)}"
+        return f"Documents({_shown(self._lengths)}{keys})"
+
+
+def _per_row(name: str, lengths: object) -> tuple[tuple[int, ...], ...]:
+    values = listed(lengths)
+    if not isinstance(values, list | tuple) or not values:
+        raise MaskError(
+            f"{name} must be a list of document lengths, or one list per batch row, got {reprlib.repr(lengths)}"
+        )
+    hint = "each document needs at least one token"
+    items = [listed(value) for value in values]
+    if not isinstance(items[0], list | tuple):
+        return (whole_list(name, items, at_least=1, hint=hint, error=MaskError),)
+    rows = tuple(
+        whole_list(f"{name}[{row}]", item, at_least=1, hint=hint, error=MaskError) for row, item in enumerate(items)
+    )
+    totals = [sum(row) for row in rows]
+    if 0 in totals:
+        raise MaskError(f"{name}[{totals.index(0)}] must hold at least one document, got an empty list")
+    if len(set(totals)) != 1:
+        raise MaskError(
+            f"{name} must sum to the same length in every batch row, got sums {reprlib.repr(totals)}; "
+            "give the padding at the end a document of its own"
+        )
+    return rows
+
+
+def _check_sum(name: str, length_name: str, lengths: tuple[int, ...], total: int) -> None:
+    if sum(lengths) != total:
+        raise MaskError(
+            f"{name} must sum to {length_name} ({total}), "
+            f"got {len(lengths)} documents with sum {sum(lengths)}; "
+            "give the padding at the end a document of its own"
+        )
+
+
+def _ids(rows: tuple[tuple[int, ...], ...], device: torch.device) -> torch.Tensor:
+    """A document number per token, (rows, S)."""
+    ids = [torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in rows]
+    return torch.stack(ids).to(device)
+
+
+def _id_table(ids: object) -> torch.Tensor:
+    try:
+        table = torch.as_tensor(ids)
+    except (TypeError, ValueError, RuntimeError) as error:  # text, ragged rows, things that are no table
+        raise MaskError(f"ids must be a whole number per token, (S,) or (rows, S), got {reprlib.repr(ids)}") from error
+    if table.dim() not in (1, 2) or table.numel() == 0:
+        raise MaskError(f"ids must be (S,) or (rows, S), none of them 0, got shape {tuple(table.shape)}")
+    if table.dtype == torch.bool or table.is_floating_point() or table.is_complex():
+        raise MaskError(f"ids must be whole numbers, got {table.dtype}")
+    return table.cpu()
+
+
+def _run_lengths(ids: torch.Tensor) -> list[int]:
+    values, lengths = torch.unique_consecutive(ids, return_counts=True)
+    seen: set[int] = set()
+    for run, i in enumerate(values.tolist()):
+        if i in seen:
+            again = int(lengths[:run].sum())
+            raise MaskError(f"ids must keep each document's tokens together, got id {i} again at {again}")
+        seen.add(i)
+    return lengths.tolist()  # type: ignore[no-any-return]
+
+
+def _shown(rows: tuple[tuple[int, ...], ...]) -> str:
+    return shown([list(row) for row in rows])

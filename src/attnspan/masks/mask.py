@@ -1,0 +1,417 @@
+"""What attends to what, as data: the base of every mask, and how masks combine.
+
+A mask says which (query, key) pairs count, for any lengths, per batch row where rows differ. It says so
+twice, and the two are written independently so that each checks the other:
+
+    _bands   a few disjoint bands        what plans, layouts and block masks are made from, never S x S
+    _rule    a predicate on indices      what `dense` and `mask_mod` evaluate, the oracle
+
+>>> from attnspan.masks import Causal, Documents
+>>> print(Causal() & Documents([3, 5]))
+Causal() & Documents([3, 5])
+█ · · · · · · ·
+█ █ · · · · · ·
+█ █ █ · · · · ·
+· · · █ · · · ·
+· · · █ █ · · ·
+· · · █ █ █ · ·
+· · · █ █ █ █ ·
+· · · █ █ █ █ █
+
+[Note: lengths] Masks that compare a query's position with a key's put both on one axis. Where q_len and
+kv_len differ, somebody must say how the two ends meet: `align="top"` counts both from 0, `align="bottom"`
+makes the last query meet the last key (decoding, chunked prefill). Nothing is assumed: without it, such
+lengths are refused.
+"""
+
+from __future__ import annotations
+
+import functools
+import reprlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from attnspan.errors import MaskError, whole
+from attnspan.masks.algebra import Bands, area, intersect, subtract, union
+from attnspan.masks.band import Band, tight
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+Rule = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""(batch row, query index, key index) -> bool, for one pair; runs under vmap.
+
+It closes over numbers and tensors only, never over a mask, so that compilers can lift them out."""
+
+MaskFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""A FlexAttention mask_mod: (batch row, head, query index, key index) -> bool."""
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """The lengths a mask is asked about (None: not known yet) and the device its tensors live on."""
+
+    q_len: int | None
+    kv_len: int | None
+    device: torch.device
+
+
+class Mask(ABC):
+    """A set of (query, key) pairs. Combine with `&`, `|` and `~`; every answer is exact."""
+
+    __slots__ = ()
+
+    # ---- what a new mask defines -----------------------------------------------------------------------
+
+    @abstractmethod
+    def _bands(self, q_len: int, kv_len: int, row: int) -> Iterable[Band | None]:
+        """Disjoint bands of one batch row; None entries are dropped."""
+
+    @abstractmethod
+    def _rule(self, space: Space) -> Rule:
+        """The predicate, with any tensors it needs already on the device."""
+
+    def _check(self, q_len: int, kv_len: int, row: int) -> None:  # noqa: B027  # most masks take any lengths
+        """Refuse lengths that this mask cannot have."""
+
+    @property
+    def rows(self) -> int:
+        """How many batch rows the mask tells apart; 1 means that all rows are alike."""
+        return 1
+
+    @property
+    def natural_len(self) -> int | None:
+        """The query length the mask was written for, if it fixes one."""
+        return None
+
+    @property
+    def natural_kv_len(self) -> int | None:
+        """The key length the mask was written for, if it fixes one."""
+        return self.natural_len
+
+    @property
+    def _least_len(self) -> int:
+        """The shortest length the mask can be drawn at, where it fixes none."""
+        return 1
+
+    # ---- what everyone asks ----------------------------------------------------------------------------
+
+    def bands(self, q_len: int, kv_len: int | None = None, row: int = 0) -> Bands:
+        """The allowed pairs of one batch row as disjoint bands.
+
+        >>> from attnspan.masks import Causal
+        >>> Causal().bands(4)
+        (Band(q0=0, q1=4, k0=0, k1=4, lo=-3, hi=0),)
+        """
+        q_len, kv_len = _lengths(q_len, kv_len)
+        return _cached_bands(self, q_len, kv_len, self._checked_row(row))
+
+    def work(self, q_len: int, kv_len: int | None = None, row: int = 0) -> int:
+        """The exact number of allowed pairs of one batch row.
+
+        >>> from attnspan.masks import Causal
+        >>> Causal().work(1_000_000)
+        500000500000
+        """
+        return area(self.bands(q_len, kv_len, row))
+
+    def dense(self, q_len: int, kv_len: int | None = None, row: int = 0) -> torch.Tensor:
+        """The mask of one batch row as a bool tensor (q_len, kv_len): the oracle, for tests and small
+        lengths.
+
+        >>> from attnspan.masks import Causal
+        >>> Causal().dense(3).int().tolist()
+        [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
+        """
+        q_len, kv_len = _lengths(q_len, kv_len)
+        row = self._checked_row(row)
+        self._check(q_len, kv_len, row)
+        rule = self._rule(Space(q_len, kv_len, torch.device("cpu")))
+        return evaluated(rule, row, range(q_len), kv_len)
+
+    def mask_mod(
+        self, q_len: int | None = None, kv_len: int | None = None, *, device: torch.device | str = "cpu"
+    ) -> MaskFunction:
+        """The mask as a FlexAttention mask_mod; tensors it captures live on `device`.
+
+        The lengths are needed only by masks that are aligned at the bottom; where given, they are checked.
+
+        >>> from attnspan.masks import Causal
+        >>> Causal().mask_mod()(0, 0, torch.tensor(2), torch.tensor(3)).item()
+        False
+        """
+        if q_len is not None:
+            q_len, kv_len = _lengths(q_len, kv_len)
+            for row in range(self.rows):
+                self._check(q_len, kv_len, row)
+        elif kv_len is not None:
+            raise MaskError(f"q_len must be given with kv_len, got None and {kv_len!r}")
+        rule = self._rule(Space(q_len, kv_len, torch.device(device)))
+
+        def mask_mod(b: torch.Tensor, h: torch.Tensor, q_idx: torch.Tensor, kv_idx: torch.Tensor) -> torch.Tensor:
+            return rule(b, q_idx, kv_idx)
+
+        return mask_mod
+
+    def block_mask(
+        self,
+        q_len: int,
+        kv_len: int | None = None,
+        *,
+        block_size: int | tuple[int, int] = 128,
+        device: torch.device | str = "cpu",
+    ) -> BlockMask:
+        """A FlexAttention BlockMask of all batch rows, made from bands in O(blocks), never S x S.
+
+        >>> from attnspan.masks import Causal
+        >>> Causal().block_mask(512).kv_num_blocks.tolist()  # the partial blocks: one on each diagonal
+        [[[1, 1, 1, 1]]]
+        """
+        from attnspan.masks.blocks import block_mask
+
+        q_len, kv_len = _lengths(q_len, kv_len)
+        return block_mask(self, Space(q_len, kv_len, torch.device(device)), block_size)
+
+    def draw(self, q_len: int, kv_len: int | None = None, row: int = 0) -> str:
+        """One batch row as text: █ allowed, · not, ▒ partly (when a cell stands for several pairs)."""
+        from attnspan.masks.drawing import draw
+
+        return draw(self.bands(q_len, kv_len, row), *_lengths(q_len, kv_len))
+
+    def check_rows(self, batch: int) -> None:
+        """Refuse a batch whose number of rows is not the mask's.
+
+        >>> from attnspan.masks import KeyPadding
+        >>> KeyPadding([3, 4]).check_rows(3)
+        Traceback (most recent call last):
+        attnspan.errors.MaskError: batch must be the mask's 2 batch rows, got 3; give one entry per row
+        """
+        batch = whole("batch", batch, at_least=1, error=MaskError)
+        if self.rows not in (1, batch):
+            raise MaskError(f"batch must be the mask's {self.rows} batch rows, got {batch}; give one entry per row")
+
+    def _checked_row(self, row: int) -> int:
+        row = whole("row", row, error=MaskError)
+        if self.rows == 1:
+            return 0
+        if row >= self.rows:
+            raise MaskError(f"row must be below the mask's {self.rows} batch rows, got {row}")
+        return row
+
+    # ---- from other people's formats -------------------------------------------------------------------
+
+    @staticmethod
+    def from_dense(allowed: torch.Tensor) -> Mask:
+        """The mask of a bool tensor (q_len, kv_len) or (rows, q_len, kv_len); for tests and small masks.
+
+        >>> Mask.from_dense(torch.ones(4, 4).tril().bool()).bands(4)
+        (Band(q0=0, q1=4, k0=0, k1=4, lo=-3, hi=0),)
+        """
+        from attnspan.masks.block_sparse import BlockSparse
+
+        is_bool = isinstance(allowed, torch.Tensor) and allowed.dtype == torch.bool
+        if not is_bool or allowed.dim() not in (2, 3) or allowed.numel() == 0:
+            raise MaskError(
+                f"allowed must be a bool tensor (q_len, kv_len) or (rows, q_len, kv_len), got {_described(allowed)}"
+            )
+        return BlockSparse(allowed, block=1)
+
+    @staticmethod
+    def from_block_mask(block_mask: BlockMask) -> Mask:
+        """The mask that FlexAttention applies when given this BlockMask.
+
+        That is not always its mask_mod: blocks it does not list are skipped, and full blocks are not asked.
+
+        >>> from attnspan.masks import Causal
+        >>> Mask.from_block_mask(Causal().block_mask(5, block_size=2)).bands(5)
+        (Band(q0=0, q1=5, k0=0, k1=5, lo=-4, hi=0),)
+        """
+        from attnspan.masks.mask_mod import from_block_mask
+
+        return from_block_mask(block_mask)
+
+    # ---- combining -------------------------------------------------------------------------------------
+
+    def __and__(self, other: Mask) -> Mask:
+        return And(self, other) if isinstance(other, Mask) else NotImplemented
+
+    def __or__(self, other: Mask) -> Mask:
+        return Or(self, other) if isinstance(other, Mask) else NotImplemented
+
+    def __invert__(self) -> Mask:
+        return self.inner if isinstance(self, Not) else Not(self)
+
+    def __bool__(self) -> bool:
+        raise MaskError(f"a mask is neither true nor false; combine masks with &, | and ~, not with words: {self!r}")
+
+    def __str__(self) -> str:
+        """The expression, and a drawing at the mask's own length (8 or a little more where it has none)."""
+        q_len = self.natural_len or max(8, 2 * self._least_len)
+        try:
+            drawing = self.draw(q_len, self.natural_kv_len)
+        except MaskError as error:
+            drawing = f"(cannot be drawn: {error})"
+        return f"{_shortened(repr(self))}\n{drawing}"
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class _Both(Mask):
+    """Two masks over the same lengths and batch rows."""
+
+    left: Mask
+    right: Mask
+
+    def __post_init__(self) -> None:
+        left, right = self.left.rows, self.right.rows
+        if left != right and 1 not in (left, right):
+            raise MaskError(
+                f"both sides of {self._sign} must describe the same batch rows, got {left} and {right}; "
+                "give one entry per row, or one for all"
+            )
+
+    @property
+    @abstractmethod
+    def _sign(self) -> str:
+        """How the two are written together."""
+
+    @property
+    def rows(self) -> int:
+        return max(self.left.rows, self.right.rows)
+
+    @property
+    def natural_len(self) -> int | None:
+        return self.left.natural_len or self.right.natural_len
+
+    @property
+    def natural_kv_len(self) -> int | None:
+        return self.left.natural_kv_len or self.right.natural_kv_len
+
+    @property
+    def _least_len(self) -> int:
+        return max(self.left._least_len, self.right._least_len)
+
+    def _check(self, q_len: int, kv_len: int, row: int) -> None:
+        self.left._check(q_len, kv_len, row)
+        self.right._check(q_len, kv_len, row)
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class And(_Both):
+    """The pairs in both masks; what `left & right` makes."""
+
+    @property
+    def _sign(self) -> str:
+        return "&"
+
+    def _bands(self, q_len: int, kv_len: int, row: int) -> Bands:
+        left, right = self.left, self.right
+        if isinstance(left, Not):
+            left, right = right, left
+        if isinstance(right, Not):  # a difference is cheaper than meeting a complement
+            return subtract(left.bands(q_len, kv_len, row), right.inner.bands(q_len, kv_len, row))
+        return intersect(left.bands(q_len, kv_len, row), right.bands(q_len, kv_len, row))
+
+    def _rule(self, space: Space) -> Rule:
+        left, right = self.left._rule(space), self.right._rule(space)
+        return lambda b, q, k: left(b, q, k) & right(b, q, k)
+
+    def __repr__(self) -> str:
+        return f"{_grouped(self.left, Or)} & {_grouped(self.right, Or, And)}"
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Or(_Both):
+    """The pairs in either mask; what `left | right` makes."""
+
+    @property
+    def _sign(self) -> str:
+        return "|"
+
+    def _bands(self, q_len: int, kv_len: int, row: int) -> Bands:
+        return union(self.left.bands(q_len, kv_len, row), self.right.bands(q_len, kv_len, row))
+
+    def _rule(self, space: Space) -> Rule:
+        left, right = self.left._rule(space), self.right._rule(space)
+        return lambda b, q, k: left(b, q, k) | right(b, q, k)
+
+    def __repr__(self) -> str:
+        return f"{self.left!r} | {_grouped(self.right, Or)}"
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Not(Mask):
+    """The pairs that are not in the mask; what `~mask` makes."""
+
+    inner: Mask
+
+    @property
+    def rows(self) -> int:
+        return self.inner.rows
+
+    @property
+    def natural_len(self) -> int | None:
+        return self.inner.natural_len
+
+    @property
+    def natural_kv_len(self) -> int | None:
+        return self.inner.natural_kv_len
+
+    @property
+    def _least_len(self) -> int:
+        return self.inner._least_len
+
+    def _check(self, q_len: int, kv_len: int, row: int) -> None:
+        self.inner._check(q_len, kv_len, row)
+
+    def _bands(self, q_len: int, kv_len: int, row: int) -> Bands:
+        everything = tight(0, q_len, 0, kv_len)
+        assert everything is not None, "lengths are at least 1"
+        return subtract([everything], self.inner.bands(q_len, kv_len, row))
+
+    def _rule(self, space: Space) -> Rule:
+        inner = self.inner._rule(space)
+        return lambda b, q, k: ~inner(b, q, k)
+
+    def __repr__(self) -> str:
+        return f"~{_grouped(self.inner, And, Or)}"
+
+
+def evaluated(rule: Rule, row: int, queries: range, kv_len: int, device: torch.device | str = "cpu") -> torch.Tensor:
+    """A rule over a strip of queries, (queries, kv_len): asked as FlexAttention asks, by vmap."""
+    from torch.nn.attention.flex_attention import create_mask
+
+    def mask_mod(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        return rule(b + row, q + queries.start, k)
+
+    return create_mask(mask_mod, 1, 1, len(queries), kv_len, device)[0, 0].cpu()
+
+
+@functools.lru_cache(maxsize=64)
+def _cached_bands(mask: Mask, q_len: int, kv_len: int, row: int) -> Bands:
+    # A memo of a pure function: masks are frozen and compare by value. Small, because a pack of 10,000 documents
+    # is 3 MB of bands, and training brings a new one every step.
+    mask._check(q_len, kv_len, row)
+    return tuple(sorted(band for band in mask._bands(q_len, kv_len, row) if band is not None))
+
+
+def _lengths(q_len: int, kv_len: int | None) -> tuple[int, int]:
+    q_len = whole("q_len", q_len, at_least=1, error=MaskError)
+    return q_len, q_len if kv_len is None else whole("kv_len", kv_len, at_least=1, error=MaskError)
+
+
+def _grouped(mask: Mask, *loose: type[Mask]) -> str:
+    return f"({mask!r})" if isinstance(mask, loose) else repr(mask)
+
+
+def _shortened(text: str, width: int = 100) -> str:
+    return text if len(text) <= width else f"{text[: width - 20]} ... {text[-15:]}"
+
+
+def _described(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a {value.dtype} tensor of shape {tuple(value.shape)}"
+    return reprlib.repr(value)

@@ -1,0 +1,67 @@
+"""A prefix that everyone sees, then causal: prefix language models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from attnspan.errors import MaskError
+from attnspan.masks.alignment import Align, check_align, offset, offset_in
+from attnspan.masks.band import Band, tight
+from attnspan.masks.mask import Mask, Rule, Space
+from attnspan.masks.rows import int_per_row, of_row, select, shown
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixLM(Mask):
+    """Every query sees the first `length` keys, and beyond them the keys up to its own position.
+
+    `length` is one number, or one per batch row; 0 is plain causal.
+
+    >>> print(PrefixLM(2).draw(4))
+    █ █ · ·
+    █ █ · ·
+    █ █ █ ·
+    █ █ █ █
+    """
+
+    length: int | Sequence[int]
+    align: Align = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "length", int_per_row("length", self.length, at_least=0))
+        check_align(self.align)
+
+    @property
+    def _lengths(self) -> tuple[int, ...]:
+        assert isinstance(self.length, tuple), "normalised in __post_init__"
+        return self.length
+
+    @property
+    def rows(self) -> int:
+        return len(self._lengths)
+
+    @property
+    def _least_len(self) -> int:
+        return max(self._lengths)
+
+    def _check(self, q_len: int, kv_len: int, row: int) -> None:
+        length = of_row(self._lengths, row)
+        if length > kv_len:
+            raise MaskError(f"length must be at most kv_len ({kv_len}), got {length} for batch row {row}")
+
+    def _bands(self, q_len: int, kv_len: int, row: int) -> Iterable[Band | None]:
+        length = of_row(self._lengths, row)
+        yield tight(0, q_len, 0, length)
+        yield tight(0, q_len, length, kv_len, hi=offset(self.align, q_len, kv_len))
+
+    def _rule(self, space: Space) -> Rule:
+        start = offset_in(self.align, space)
+        lengths = torch.tensor(self._lengths, device=space.device)
+        return lambda b, q, k: (k < select(lengths, b)) | (k <= q + start)
+
+    def __repr__(self) -> str:
+        align = "" if self.align is None else f", align={self.align!r}"
+        return f"PrefixLM({shown(self._lengths)}{align})"

@@ -1,0 +1,96 @@
+"""A tile: one kernel call, and how bands become tiles.
+
+A tile takes some rows of the query buffer and some columns of the key buffer, and says which pairs count by two
+diagonals, counted from the tile's own corner: lo <= column - row <= hi.
+
+    full       no diagonal bites                       any attention kernel, no mask
+    causal     hi = 0 and nothing bites on the left    is_causal, aligned at the top left
+    general    anything else                           a kernel that knows bands, or block-sized masks
+
+Bands are first joined over the whole buffer, because kernels want few large tiles, then a band that only the upper
+diagonal cuts is parted into a full tile and a causal one: both are the fastest calls there are.
+Knows nothing of ranks, positions or tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Literal, NamedTuple
+
+from attnspan.masks.algebra import joined
+from attnspan.masks.band import Band, tight
+
+Kind = Literal["full", "causal", "general"]
+
+
+class Tile(NamedTuple):
+    """Rows and columns of two buffers, and the diagonals between them.
+
+    >>> tile = Tile(range(4, 8), range(0, 4), lo=-3, hi=3)
+    >>> tile.kind, tile.area
+    ('full', 16)
+    >>> Tile(range(4, 8), range(4, 8), lo=-3, hi=0).kind
+    'causal'
+    """
+
+    rows: range
+    cols: range
+    lo: int
+    hi: int
+
+    @property
+    def kind(self) -> Kind:
+        """What kind of kernel call it is."""
+        if self.lo > 1 - len(self.rows):
+            return "general"
+        return "full" if self.hi >= len(self.cols) - 1 else "causal" if self.hi == 0 else "general"
+
+    @property
+    def band(self) -> Band:
+        """The allowed pairs, counted from the tile's corner."""
+        band = tight(0, len(self.rows), 0, len(self.cols), lo=self.lo, hi=self.hi)
+        assert band is not None, "a tile holds at least one pair"
+        return band
+
+    @property
+    def area(self) -> int:
+        """The number of allowed pairs."""
+        return self.band.area
+
+    def __str__(self) -> str:
+        return f"{self.kind} {_span(self.rows)} x {_span(self.cols)}" + (
+            f" within {self.lo}..{self.hi}" if self.kind == "general" else ""
+        )
+
+
+def tiles_of(bands: Iterable[Band]) -> Iterator[Tile]:
+    """The tiles of disjoint bands over one pair of buffers.
+
+    >>> for tile in tiles_of([tight(4, 8, 0, 8, hi=0)]):
+    ...     print(tile)
+    full [4, 8) x [0, 4)
+    causal [4, 8) x [4, 8)
+    """
+    for band in joined(bands):
+        yield from _parted(band)
+
+
+def _parted(band: Band) -> Iterator[Tile]:
+    """A band as a full tile and a causal one where only the upper diagonal cuts it, else as it is."""
+    q0, q1, k0, k1, lo, hi = band
+    corner = q0 + hi  # the last key of the first row: every row sees the keys before it, and it
+    if lo > k0 - q1 + 1 or hi >= k1 - 1 - q0 or corner == k0:
+        yield _tile(band)
+        return
+    for part in (band.cut(q0, q1, k0, corner), band.cut(q0, q1, corner, k1)):
+        assert part is not None, "the corner lies inside the band"
+        yield _tile(part)
+
+
+def _tile(band: Band) -> Tile:
+    q0, q1, k0, k1, lo, hi = band
+    return Tile(range(q0, q1), range(k0, k1), lo - k0 + q0, hi - k0 + q0)
+
+
+def _span(span: range) -> str:
+    return f"[{span.start}, {span.stop})" + (f" step {span.step}" if span.step > 1 else "")
