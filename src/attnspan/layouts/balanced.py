@@ -1,0 +1,190 @@
+"""Equal tokens, equal work, few bytes, few runs: the layout to use when the mask is known.
+
+It weighs five ways to divide the sequence and takes the simplest that is good enough:
+
+    Contiguous, HeadTail    where they are as fair as anything else (full; causal)
+    a split necklace        fewer than two runs per rank on average, fair for any mask (necklace.py)
+    stretches               a few runs per rank, exactly fair where the work is a few lines (stretches.py)
+    dealt blocks            only if nothing else is as fair (round_robin.py); many runs
+
+[Note: what is minimised] First the largest rank's work: it is no more than under HeadTail or RoundRobinByWork
+wherever few runs can do it, and otherwise above by at most `EQUAL`. Up to there, `TOLERANCE` of drift is
+spent on moving fewer keys, then on fewer runs. If all rows lie on one line the answer is known: Contiguous if
+it is flat, HeadTail if it climbs, up to the rounding of a length that 2 * ranks does not divide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TypeGuard
+
+from attnspan.errors import LayoutError, whole
+from attnspan.layouts.by_work import ByWork
+from attnspan.layouts.contiguous import Contiguous
+from attnspan.layouts.crossing import crossing_pieces
+from attnspan.layouts.evening import evened
+from attnspan.layouts.head_tail import HeadTail
+from attnspan.layouts.layout import Shards
+from attnspan.layouts.necklace import Necklace, Piece, Rules, divided, mended
+from attnspan.layouts.round_robin import dealt
+from attnspan.layouts.run import Run, joined_runs
+from attnspan.layouts.stretches import by_stretch
+from attnspan.masks.profile import Tally
+
+TOLERANCE = 0.004
+"""How far above the mean the largest rank's work may be, if that saves bytes or runs."""
+
+EQUAL = 1e-4
+"""A difference of this much of a rank's work is not worth hundreds of runs."""
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Balanced(ByWork):
+    """Divides the work of a mask, or the weighted sum of several, over ranks with equal token counts.
+
+    `chunk` is the shortest run it makes (where the sequence is long enough for a few of them per rank). One
+    division for the whole batch, or one for each batch row of the mask if `per_row`.
+
+    >>> from attnspan.masks import Causal, Documents, SlidingWindow
+    >>> Balanced(Causal(), ranks=2).shards(1024) == HeadTail(ranks=2).shards(1024)
+    True
+    >>> print(Balanced(Causal() & Documents([512, 1536, 1024, 1024]), ranks=2))
+    Balanced(Causal() & Documents([512, 1536, 1024, 1024]), ranks=2) on 4096 tokens
+    0 0 0 0 0 0 0 0 0 0 0 0 0 0 1 1 1 1 1 1 1 1 1 1 1 1 1 1 1 1 0 0  each cell is 128 tokens
+    rank 0: [0, 1792) [3840, 4096)
+    rank 1: [1792, 3840)
+    >>> Balanced([Causal(), SlidingWindow(1024)], weights=[1, 5], ranks=4).tokens(65536)
+    [16384, 16384, 16384, 16384]
+    """
+
+    chunk: int = field(default=128, kw_only=True)
+
+    def __post_init__(self) -> None:
+        ByWork.__post_init__(self)  # not super(): a slotted dataclass is made twice, and loses itself
+        object.__setattr__(self, "chunk", whole("chunk", self.chunk, at_least=1, error=LayoutError))
+
+    def _shards(self, seq_len: int, row: int) -> Shards:
+        return _Portfolio(
+            seq_len,
+            self.ranks,
+            self.chunk,
+            self.rows > 1,
+            self._work(seq_len, row),
+            self._crossing(seq_len, row),
+        ).best()
+
+    def _crossing(self, seq_len: int, row: int) -> Tally:
+        """The weighted number of keys that a cut at each position parts from their queries."""
+        return Tally(
+            (start, stop, weight * constant, weight * slope)
+            for weight, bands in self._weighted(seq_len, row)
+            for band in bands
+            for start, stop, constant, slope in crossing_pieces(band)
+        )
+
+    def __repr__(self) -> str:
+        return self._shown(chunk=self.chunk if self.chunk != 128 else None)
+
+
+@dataclass(frozen=True)
+class _Portfolio:
+    """The ways to divide one sequence, and the choice between them."""
+
+    seq_len: int
+    ranks: int
+    chunk: int
+    same_counts: bool  # as HeadTail's: the batch rows of one tensor have shards of equal length
+    work: Tally
+    crossing: Tally
+
+    def best(self) -> Shards:
+        """[Note: what is minimised], from the simplest to the last resort."""
+        stretches = by_stretch(self.work, self.seq_len, self.ranks)
+        if stretches in (self.contiguous, self.head_tail):  # a single line: as fair as whole tokens can be
+            return stretches
+        simple = [self.contiguous, self.head_tail]
+        limit = min(self.largest(self.head_tail), self.largest(self.dealt))
+        splits = list(self._splits(limit))
+        split = next((split for split in splits if self.largest(split) <= limit), None)
+        fair = limit if split is None else min(limit, int(self.largest(split) * (1 + TOLERANCE)))
+        for shards in filter(self._allowed, simple):
+            if self.largest(shards) <= fair and self._as_near(shards, split):
+                return shards
+        if split is not None:
+            return split
+        few = [*simple, *splits, *([stretches] if self._long_enough(stretches) else [])]
+        fewest = min(filter(self._allowed, few), key=self.largest)
+        if self.largest(fewest) <= limit + EQUAL * self.fair or not self._allowed(self.dealt):
+            return fewest
+        return self.dealt
+
+    @cached_property
+    def contiguous(self) -> Shards:
+        return Contiguous(self.ranks).shards(self.seq_len)
+
+    @cached_property
+    def head_tail(self) -> Shards:
+        return HeadTail(self.ranks).shards(self.seq_len)
+
+    @cached_property
+    def dealt(self) -> Shards:
+        return tuple(map(joined_runs, dealt(self.work, self.seq_len, self.ranks, self.chunk)))
+
+    @cached_property
+    def fair(self) -> float:
+        """The mean work of a rank."""
+        return self.work.before(self.seq_len) / self.ranks
+
+    @cached_property
+    def counts(self) -> list[int]:
+        """The tokens of every rank, HeadTail's: they differ by two at most."""
+        return _tokens(self.head_tail)
+
+    def largest(self, shards: Shards) -> int:
+        """The work of the rank that has most."""
+        return max(sum(self.work.between(run.start, run.stop) for run in runs) for runs in shards)
+
+    def _splits(self, limit: int) -> Iterator[Shards]:
+        """Split necklaces, each stricter than the one before; none where there are too few chunks."""
+        if self.ranks == 1 or self.seq_len < 2 * self.chunk * self.ranks:
+            return
+        slack = min(TOLERANCE, limit / self.fair - 1) if self.fair else TOLERANCE
+        goal = min(limit, int(self.fair * (1 + TOLERANCE)))
+        depth = (self.ranks - 1).bit_length()
+        for tolerance in (slack, slack / 4, 0.0):
+            rules = Rules(self.work, self.crossing, self.fair, tolerance, self.chunk, depth)
+            shares = divided(Necklace([(0, self.seq_len)], rules), self.counts)
+            if shares is None:
+                return
+            split = self._finished(mended(shares, rules, goal), goal)
+            yield split
+            if self.largest(split) <= limit:
+                return
+            if self.largest(split) > 1.01 * goal:  # the shortest run stands in the way, not the tolerance
+                return
+
+    def _finished(self, shares: list[list[Piece]], goal: int) -> Shards:
+        split = tuple(joined_runs(tuple(Run(*piece) for piece in sorted(share))) for share in shares)
+        if self.same_counts or self.largest(split) <= goal:
+            return split
+        return evened(split, self.work, self.chunk, goal)
+
+    def _long_enough(self, shards: Shards | None) -> TypeGuard[Shards]:
+        runs = (run for runs in shards or () for run in runs)
+        return shards is not None and all(run.stop - run.start >= self.chunk for run in runs)
+
+    def _allowed(self, shards: Shards) -> bool:
+        return not self.same_counts or _tokens(shards) == self.counts
+
+    def _as_near(self, shards: Shards, split: Shards | None) -> bool:
+        """Whether hardly more keys cross its cuts than those of a split necklace."""
+        return split is None or self._crossed(shards) <= 1.05 * self._crossed(split)
+
+    def _crossed(self, shards: Shards) -> int:
+        return sum(self.crossing.at(run.start) for runs in shards for run in runs)
+
+
+def _tokens(shards: Shards) -> list[int]:
+    return [sum(run.stop - run.start for run in runs) for runs in shards]

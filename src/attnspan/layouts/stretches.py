@@ -1,0 +1,42 @@
+"""Exactly fair shares of a mask whose row work is a few straight lines.
+
+On a stretch of the sequence where the work of a row grows or falls by a constant, head and tail chunks pair
+up exactly; where it is flat, any span is as good as another. A sliding window is two such stretches, a mix of
+full and windowed layers too: three or four runs per rank, and the work is equal to the last pair.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from attnspan.layouts.contiguous import Contiguous
+from attnspan.layouts.head_tail import HeadTail
+from attnspan.layouts.layout import Shards
+from attnspan.layouts.run import Run, joined_runs
+from attnspan.masks.profile import Tally
+
+MOST = 4
+"""With more stretches than this a rank would have too many runs."""
+
+
+def by_stretch(work: Tally, seq_len: int, ranks: int) -> Shards | None:
+    """HeadTail on every slope, Contiguous on every flat; None if there are too many of them.
+
+    >>> from attnspan.masks import Causal, SlidingWindow
+    >>> from attnspan.masks.profile import RowWork
+    >>> window = RowWork((Causal() & SlidingWindow(4)).bands(12))  # rows see 1 2 3 4, then 5 keys each
+    >>> for runs in by_stretch(window, 12, 2):
+    ...     print(*runs)
+    [0, 1) [3, 8)
+    [1, 3) [8, 12)
+    """
+    edges = [0, *(edge for edge in work.bends if 0 < edge < seq_len), seq_len]
+    if len(edges) > MOST + 1:
+        return None
+    out: list[list[Run]] = [[] for _ in range(ranks)]
+    for start, stop in pairwise(edges):
+        flat = work.at(start) == work.at(stop - 1)
+        layout = Contiguous(ranks) if flat else HeadTail(ranks)
+        for runs, shard in zip(out, layout.shards(stop - start), strict=True):
+            runs += (Run(start + run.start, start + run.stop) for run in shard)
+    return tuple(joined_runs(tuple(runs)) for runs in out)
