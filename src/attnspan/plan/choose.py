@@ -1,0 +1,190 @@
+"""Which plan should I use? Every strategy that fits, predicted and compared, and why each of the others lost.
+
+>>> from attnspan.masks import Causal, SlidingWindow
+>>> from attnspan.plan import Shape
+>>> choice = choose(SlidingWindow(4095), seq_len=1 << 20, ranks=16, shape=Shape(32, 8), hardware="h100-nvlink")
+>>> choice.plan.strategy
+Needed(stages=2)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from attnspan.errors import PlanError
+from attnspan.layouts.balanced import Balanced
+from attnspan.layouts.contiguous import Contiguous
+from attnspan.layouts.layout import Layout, check_ranks
+from attnspan.masks import Mask
+from attnspan.plan.cost import Hardware, Shape
+from attnspan.plan.drawing import table
+from attnspan.plan.plan import Plan
+from attnspan.plan.strategy import Gather, Needed, Ring, Strategy, Ulysses, name_of
+from attnspan.plan.timeline import Timeline, head_bytes, predict
+
+SAMPLED = 32
+"""The most ranks whose steps are worked out for a prediction; of more, evenly spaced ones and the busiest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One plan, and what the cost model says of it."""
+
+    plan: Plan
+    imbalance: float
+    moved: int
+    peak: int
+    timeline: Timeline
+    refused: str = ""
+
+    @property
+    def seconds(self) -> float:
+        """The predicted time of the slowest rank looked at."""
+        return self.timeline.seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The candidates, fastest first, those refused last; `plan` is the first."""
+
+    candidates: tuple[Candidate, ...]
+    shape: Shape
+    hardware: Hardware
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that was chosen."""
+        return self.candidates[0].plan
+
+    def explain(self) -> str:
+        """The comparison, and for every other candidate why it lost."""
+        best = self.candidates[0]
+        head = ["strategy", "layout", "imbalance", "moved/rank", "peak KV", "predicted", "why"]
+        lines = [
+            [
+                name_of(c.plan.strategy),
+                type(c.plan.layout).__name__,
+                f"{c.imbalance:.3f}",
+                in_bytes(c.moved),
+                in_bytes(c.peak),
+                in_seconds(c.seconds),
+                _why(c, best),
+            ]
+            for c in self.candidates
+        ]
+        return table(head, lines)
+
+    def __str__(self) -> str:
+        return self.explain()
+
+
+def choose(
+    mask: Mask,
+    *,
+    seq_len: int,
+    ranks: int,
+    shape: Shape,
+    hardware: Hardware | str = "h100-nvlink",
+    memory: float | None = None,
+    layouts: Sequence[Layout] | None = None,
+    backward: bool = True,
+) -> Choice:
+    """The fastest plan, as predicted, whose keys fit into `memory` bytes per rank (default: half the machine's).
+
+    `layouts` limits the layouts that are tried; `backward` False plans for inference.
+    """
+    machine, ranks = Hardware.of(hardware), check_ranks(ranks)
+    limit = machine.memory / 2 if memory is None else memory
+    if limit <= 0:
+        raise PlanError(f"memory must be a positive number of bytes, got {memory}")
+    if any(layout.ranks != ranks for layout in layouts or ()):
+        raise PlanError(f"layouts must have {ranks} ranks, got {[layout.ranks for layout in layouts or ()]}")
+    mask.check_rows(max(mask.rows, shape.batch))
+    tried = [
+        _candidate(Plan(mask, layout, seq_len, strategy), shape, machine, limit, backward)
+        for layout, strategy in _pairs(mask, ranks, shape, layouts)
+    ]
+    ordered = tuple(sorted(tried, key=lambda c: (bool(c.refused), c.seconds)))
+    if ordered[0].refused:
+        least = min(ordered, key=lambda c: c.peak)
+        raise PlanError(
+            f"memory: no plan fits into {in_bytes(limit)} of keys per rank; the least, {name_of(least.plan.strategy)}, "
+            f"needs {in_bytes(least.peak)}; use more ranks"
+        )
+    return Choice(ordered, shape, machine)
+
+
+def _pairs(mask: Mask, ranks: int, shape: Shape, layouts: Sequence[Layout] | None) -> Iterator[tuple[Layout, Strategy]]:
+    """Every layout and strategy worth trying."""
+    inner: list[Strategy] = [Gather(), Needed(1), Needed(2), Needed(4), Ring()]
+    for layout in layouts or (Balanced(mask, ranks=ranks), Contiguous(ranks)):
+        yield from ((layout, strategy) for strategy in inner)
+        for degree in (d for d in range(2, ranks) if ranks % d == 0 and d <= shape.heads and d <= 8):
+            yield from ((layout, Ulysses(degree, strategy)) for strategy in (Gather(), Needed(2), Ring()))
+    if 1 < ranks <= shape.heads:
+        yield (layouts[0] if layouts else Contiguous(ranks)), Ulysses()
+
+
+def _candidate(plan: Plan, shape: Shape, machine: Hardware, limit: float, backward: bool) -> Candidate:
+    looked = _sample(plan)
+    key_bytes = shape.kv_bytes / plan.rows * shape.kv_share(plan.degree)
+    peak = int(max(plan.peak_keys(rank) for rank in looked) * key_bytes)
+    timelines = [predict(plan, rank, shape, machine, backward=backward) for rank in looked]
+    return Candidate(
+        plan=plan,
+        imbalance=plan.imbalance(),
+        moved=int(max(sum(plan.received(rank).values()) for rank in looked) * key_bytes + head_bytes(plan, shape)),
+        peak=peak,
+        timeline=max(timelines, key=lambda timeline: timeline.seconds),
+        refused=f"needs {in_bytes(peak)}, the limit is {in_bytes(limit)}" if peak > limit else "",
+    )
+
+
+def _sample(plan: Plan) -> list[int]:
+    """The first rank of each group, or of some groups if there are many: evenly spaced ones and the busiest."""
+    groups = range(plan.groups)
+    if plan.groups > SAMPLED:
+        busiest = max(groups, key=lambda group: plan.work(group * plan.degree))
+        groups_looked = {i * plan.groups // SAMPLED for i in range(SAMPLED)} | {busiest}
+        return [group * plan.degree for group in sorted(groups_looked)]
+    return [group * plan.degree for group in groups]
+
+
+def _why(candidate: Candidate, best: Candidate) -> str:
+    if candidate.refused:
+        return candidate.refused
+    if candidate is best:
+        return "chosen"
+    slower = f"{candidate.seconds / best.seconds:.2f}x"
+    waits = candidate.timeline.exposed - best.timeline.exposed
+    works = candidate.timeline.computing - best.timeline.computing
+    if waits > works:
+        return f"{slower}: waits {in_seconds(candidate.timeline.exposed)} for keys"
+    if candidate.imbalance > best.imbalance * 1.02:
+        return f"{slower}: its busiest rank has {candidate.imbalance:.2f}x the mean work"
+    return f"{slower}: smaller tiles and merges"
+
+
+def in_bytes(size: float) -> str:
+    """A size for people.
+
+    >>> in_bytes(4096), in_bytes(3.2e9)
+    ('4.1 KB', '3.2 GB')
+    """
+    for unit in ("B", "KB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} TB"
+
+
+def in_seconds(seconds: float) -> str:
+    """A time for people.
+
+    >>> in_seconds(0.00123), in_seconds(12.0)
+    ('1.23 ms', '12.00 s')
+    """
+    if seconds >= 1:
+        return f"{seconds:.2f} s"
+    return f"{seconds * 1e3:.2f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.1f} us"

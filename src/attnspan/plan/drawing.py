@@ -1,0 +1,97 @@
+"""Plans as text: a table of ranks, and the same in words."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from attnspan.plan.plan import Plan
+from attnspan.plan.strategy import name_of
+
+MOST_RANKS = 16
+"""The most ranks that are listed; of more, the first and the last."""
+
+
+def table(head: Sequence[str], lines: Iterable[Sequence[object]]) -> str:
+    """Columns of text, right-aligned but the first.
+
+    >>> print(table(["who", "n"], [["a", 1], ["bb", 22]]))
+    who   n
+    a     1
+    bb   22
+    """
+    cells = [list(head), *([str(cell) for cell in line] for line in lines)]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(head))]
+    return "\n".join(
+        "  ".join([line[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(line[1:], widths[1:], strict=True))])
+        for line in cells
+    )
+
+
+def draw(plan: Plan) -> str:
+    """Who does what."""
+    lines = [_line(plan, rank) for rank in _listed(plan.ranks)]
+    head = ["rank", "tokens", "runs", "steps", "full", "causal", "general", "share", "receives", "peak keys"]
+    listed = table(head, lines)
+    left = plan.ranks - len(lines)
+    more = [f"... {left} more ranks"] if left else []
+    return "\n".join([_title(plan), listed, *more, *_summary(plan)])
+
+
+def explain(plan: Plan) -> str:
+    """What the plan does, in sentences."""
+    return "\n".join([_title(plan), *_summary(plan), *_reasons(plan)])
+
+
+def _title(plan: Plan) -> str:
+    length = f"{plan.seq_len} tokens" if plan.kv_len == plan.seq_len else f"{plan.seq_len} x {plan.kv_len} tokens"
+    keys = "" if plan.kv_layout is None else f" (keys {_short(plan.kv_layout)})"
+    return f"{_short(plan.mask)}, {length}, {_short(plan.layout)}{keys}, {name_of(plan.strategy)}"
+
+
+def _short(thing: object, width: int = 60) -> str:
+    text = repr(thing)
+    return text if len(text) <= width else f"{text[: width - 4]} ..."
+
+
+def _line(plan: Plan, rank: int) -> list[object]:
+    steps = [plan.steps(rank, row) for row in range(plan.rows)]
+    kinds = Counter(tile.kind for row in steps for step in row for tile in step.tiles)
+    runs = plan.layout.runs(plan.seq_len, rank)
+    total = sum(plan.work(r) for r in range(plan.ranks)) or 1
+    return [
+        rank,
+        sum(len(run.positions) for run in runs),
+        len(runs),
+        len(steps[0]),
+        kinds["full"],
+        kinds["causal"],
+        kinds["general"],
+        f"{plan.work(rank) / total:.1%}",
+        sum(plan.received(rank).values()),
+        plan.peak_keys(rank),
+    ]
+
+
+def _summary(plan: Plan) -> list[str]:
+    ranks = range(plan.ranks) if plan.ranks <= 64 else _listed(plan.ranks)
+    moved = sum(sum(plan.received(rank).values()) for rank in ranks) * plan.ranks / len(ranks)
+    everything = plan.rows * (plan.kv_len or 0) * (plan.groups - 1) * plan.degree
+    share = f" ({moved / everything:.0%} of an all-gather's)" if everything else ""
+    heads = f"; heads travel inside groups of {plan.degree}" if plan.degree > 1 else ""
+    return [f"imbalance {plan.imbalance():.3f}; {moved:.0f} keys move{share}{heads}"]
+
+
+def _reasons(plan: Plan) -> list[str]:
+    steps = plan.steps(0)
+    largest = max(plan.peak_keys(rank) for rank in _listed(plan.ranks))
+    overlap = "each exchange travels under the step before" if len(steps) > 1 else "one exchange, nothing to merge"
+    return [
+        f"{len(steps)} steps: {overlap}",
+        f"a rank holds at most {largest} keys at once, of {plan.kv_len}",
+    ]
+
+
+def _listed(ranks: int) -> list[int]:
+    half = MOST_RANKS // 2
+    return list(range(ranks)) if ranks <= MOST_RANKS else [*range(half), *range(ranks - half, ranks)]

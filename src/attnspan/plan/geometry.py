@@ -1,0 +1,180 @@
+"""One batch row of a plan, laid out for asking: which pieces of the mask fall on which ranks.
+
+Everything a strategy needs to know about mask and layouts is here; strategies only decide who sends when.
+All answers for one rank cost about (bands + runs), not ranks x ranks.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
+
+from attnspan.layouts.layout import Shards
+from attnspan.layouts.run import Run, Runs
+from attnspan.masks.algebra import Bands, meeting
+from attnspan.masks.band import Band
+from attnspan.masks.profile import RowWork
+from attnspan.masks.restriction import Piece, restrict, row_pieces
+from attnspan.masks.tile import Tile, tiles_of
+
+
+@dataclass(frozen=True, eq=False)
+class Geometry:
+    """The bands of one batch row, and the runs of queries and of keys that each rank holds."""
+
+    bands: Bands
+    q_shards: Shards
+    k_shards: Shards
+    # What was found out about ranks, kept: a ring asks once per hop.
+    _near: dict[int, list[Band]] = field(default_factory=dict, repr=False)
+    _needs: dict[int, dict[int, Runs]] = field(default_factory=dict, repr=False)
+    _serves: dict[int, dict[int, Runs]] = field(default_factory=dict, repr=False)
+
+    @property
+    def ranks(self) -> int:
+        return len(self.q_shards)
+
+    def work(self, rank: int) -> int:
+        """The number of pairs whose query a rank holds."""
+        return sum(self._row_work.over(run.positions) for run in self.q_shards[rank])
+
+    def tiles(self, rank: int, arena: Runs) -> tuple[Tile, ...]:
+        """What the queries of a rank compute over the keys in an arena."""
+        queries = self.q_shards[rank]
+        row_at, col_at = _offsets(queries), _offsets(arena)
+        together: list[Band] = []
+        strided: list[Tile] = []
+        for piece in restrict(self._rows_of(rank), _ranges(queries), _ranges(arena)):
+            row, col = row_at[piece.row_range], col_at[piece.col_range]
+            if piece.rows.step == piece.cols.step == 1:
+                together.append(piece.band.shift(row, col))
+            else:
+                strided.append(_strided(piece, row, col))
+        return (*tiles_of(together), *strided)
+
+    def needs(self, rank: int) -> dict[int, Runs]:
+        """For each rank that owns keys which this rank's queries see: those keys."""
+        if rank not in self._needs:
+            self._needs[rank] = self._found_needs(rank)
+        return self._needs[rank]
+
+    def serves(self, rank: int) -> dict[int, Runs]:
+        """For each rank whose queries see this rank's keys: those keys. The other end of `needs`."""
+        if rank not in self._serves:
+            self._serves[rank] = self._found_serves(rank)
+        return self._serves[rank]
+
+    def _found_needs(self, rank: int) -> dict[int, Runs]:
+        runs, owners = self._keys
+        seen: dict[int, list[Piece]] = defaultdict(list)
+        for piece in restrict(self._rows_of(rank), _ranges(self.q_shards[rank]), _ranges(runs)):
+            seen[piece.col_range].append(piece)
+        return _by_owner((owners[j], _touched(runs[j], pieces)) for j, pieces in seen.items())
+
+    def _found_serves(self, rank: int) -> dict[int, Runs]:
+        mine = self.k_shards[rank]
+        seen: dict[tuple[int, int], list[Piece]] = defaultdict(list)
+        queries, owners = self._queries
+        for piece in restrict(self._cols_of(rank), _ranges(queries), _ranges(mine)):
+            seen[owners[piece.row_range], piece.col_range].append(piece)
+        return _by_owner((target, _touched(mine[j], pieces)) for (target, j), pieces in seen.items())
+
+    @cached_property
+    def shifts(self) -> frozenset[int]:
+        """The distances d > 0 for which some rank r needs keys of rank r - d: the hops a ring must make."""
+        if any(run.step > 1 for runs in (*self.q_shards, *self.k_shards) for run in runs):
+            wanted = (set(self.needs(rank)) for rank in range(self.ranks))
+            return frozenset((r - s) % self.ranks for r, sources in enumerate(wanted) for s in sources) - {0}
+        found: set[int] = set()
+        queries, q_owners = self._queries
+        runs, owners = self._keys
+        starts = [run.start for run in runs]
+        stops = [run.stop for run in runs]
+        for i, piece in row_pieces(self.bands, _ranges(queries)):
+            rank = q_owners[i]
+            near = owners[bisect_right(stops, piece.k0) : bisect_left(starts, piece.k1)]
+            found.update((rank - owner) % self.ranks for owner in near)
+            if len(found) == self.ranks:
+                break
+        return frozenset(found) - {0}
+
+    def _rows_of(self, rank: int) -> list[Band]:
+        """The bands with a row among a rank's queries."""
+        if rank not in self._near:
+            spans = [Band(run.start, run.stop, 0, 1, 0, 0) for run in self.q_shards[rank]]
+            self._near[rank] = [self.bands[i] for i in sorted({i for i, _ in meeting(self.bands, spans)})]
+        return self._near[rank]
+
+    def _cols_of(self, rank: int) -> list[Band]:
+        """The bands with a column near a rank's keys."""
+        runs = self.k_shards[rank]
+        first, last = min((run.start for run in runs), default=0), max((run.stop for run in runs), default=0)
+        return [band for band in self.bands if band.k0 < last and first < band.k1]
+
+    @cached_property
+    def _row_work(self) -> RowWork:
+        return RowWork(self.bands)
+
+    @cached_property
+    def _keys(self) -> tuple[Runs, list[int]]:
+        return _table(self.k_shards)
+
+    @cached_property
+    def _queries(self) -> tuple[Runs, list[int]]:
+        return _table(self.q_shards)
+
+
+def _ranges(runs: Runs) -> list[range]:
+    return [run.positions for run in runs]
+
+
+def _offsets(runs: Runs) -> list[int]:
+    """Where each run begins in a buffer that holds them one after another."""
+    return list(accumulate((len(run.positions) for run in runs), initial=0))[:-1]
+
+
+def _table(shards: Shards) -> tuple[Runs, list[int]]:
+    """All runs of all ranks by position, and the owner of each."""
+    owned = sorted((run, rank) for rank, runs in enumerate(shards) for run in runs)
+    return tuple(run for run, _ in owned), [rank for _, rank in owned]
+
+
+def _strided(piece: Piece, row: int, col: int) -> Tile:
+    """A piece whose rows or columns are every n-th of a run, as a tile of the buffers."""
+    band = piece.band
+    rows, cols = piece.rows[band.q0 : band.q1], piece.cols[band.k0 : band.k1]
+    corner = band.k0 - band.q0
+    return Tile(
+        range(rows.start + row, rows.stop + row, rows.step),
+        range(cols.start + col, cols.stop + col, cols.step),
+        band.lo - corner,
+        band.hi - corner,
+    )
+
+
+def _touched(run: Run, pieces: list[Piece]) -> Runs:
+    """The positions of a run that pieces use, each once."""
+    plain = sorted((piece.band.k0, piece.band.k1) for piece in pieces if piece.cols.step == 1)
+    strided = [piece.cols[piece.band.k0 : piece.band.k1] for piece in pieces if piece.cols.step > 1]
+    if strided:  # strides of several residues overlap and interleave: count the entries themselves
+        used = sorted({j for cols in (*strided, *(range(a, b) for a, b in plain)) for j in cols})
+        plain = [(j, j + 1) for j in used]
+    merged: list[tuple[int, int]] = []
+    for start, stop in plain:
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], stop))
+        else:
+            merged.append((start, stop))
+    return tuple(Run.of(run.positions[start:stop]) for start, stop in merged)
+
+
+def _by_owner(found: Iterable[tuple[int, Runs]]) -> dict[int, Runs]:
+    keys: dict[int, list[Run]] = defaultdict(list)
+    for owner, runs in found:
+        keys[owner].extend(runs)
+    # Not joined: neighbours in the sequence may lie far apart in a striped shard, and a run travels as one piece.
+    return {owner: tuple(sorted(keys[owner])) for owner in sorted(keys)}

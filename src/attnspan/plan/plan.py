@@ -1,0 +1,209 @@
+"""The plan: mask x layout x strategy, decided before any tensor arrives.
+
+For every rank a plan holds a list of steps; a step says which keys arrive from whom and which tiles to compute
+(step.py, tile.py). Running it is a short loop that needs no further decision. Laws, held by tests:
+
+* every allowed pair is covered by exactly one tile of exactly one rank (times its share of the heads, under Ulysses);
+* what one rank receives at a step, another sends at the same step;
+* `needed` moves exactly the keys that the mask uses, none of them twice to the same rank.
+
+A plan is its inputs: frozen, hashable, compared by value. Steps are worked out per rank when asked for, and kept, so
+one rank of a thousand never pays for the others.
+
+>>> from attnspan.layouts import HeadTail
+>>> from attnspan.masks import Causal
+>>> plan = Plan(Causal(), HeadTail(ranks=2), seq_len=8, strategy="gather")
+>>> for tile in plan.steps(rank=0)[0].tiles:
+...     print(tile)
+causal [0, 2) x [0, 2)
+full [2, 4) x [0, 6)
+causal [2, 4) x [6, 8)
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+from attnspan.errors import PlanError, whole
+from attnspan.layouts.grouped import Grouped
+from attnspan.layouts.layout import Layout
+from attnspan.layouts.run import Runs
+from attnspan.masks import Mask
+from attnspan.masks.algebra import Bands
+from attnspan.plan.geometry import Geometry
+from attnspan.plan.step import Step, Transfer, tokens_in
+from attnspan.plan.strategy import Strategy, Ulysses, name_of
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Who computes what, after receiving what from whom.
+
+    `kv_len` and `kv_layout` are for cross-attention; without them keys lie like queries.
+    """
+
+    mask: Mask
+    layout: Layout
+    seq_len: int
+    strategy: Strategy | str = "needed"
+    kv_len: int | None = None
+    kv_layout: Layout | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "strategy", Strategy.of(self.strategy))
+        object.__setattr__(self, "seq_len", whole("seq_len", self.seq_len, at_least=1, error=PlanError))
+        kv_len = self.seq_len if self.kv_len is None else self.kv_len
+        object.__setattr__(self, "kv_len", whole("kv_len", kv_len, at_least=1, error=PlanError))
+        _check_layouts(self)
+
+    # ---- what it is made of ------------------------------------------------------------------------------------
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks."""
+        return self.layout.ranks
+
+    @property
+    def rows(self) -> int:
+        """How many batch rows have steps of their own; 1 means that all rows are alike."""
+        return max(self.mask.rows, self.layout.rows, self.key_layout.rows)
+
+    @property
+    def key_layout(self) -> Layout:
+        """Who owns which keys."""
+        return self.layout if self.kv_layout is None else self.kv_layout
+
+    @property
+    def key_len(self) -> int:
+        """The number of keys."""
+        return self.seq_len if self.kv_len is None else self.kv_len
+
+    @property
+    def degree(self) -> int:
+        """The number of ranks that share one sequence by heads; 1 without Ulysses."""
+        if not isinstance(self.strategy, Ulysses):
+            return 1
+        return self.ranks if self.strategy.degree is None else self.strategy.degree
+
+    @property
+    def groups(self) -> int:
+        """The number of groups between which keys move; the ranks themselves without Ulysses."""
+        return self.ranks // self.degree
+
+    # ---- what to do --------------------------------------------------------------------------------------------
+
+    def steps(self, rank: int, row: int = 0) -> tuple[Step, ...]:
+        """What a rank does, step by step, for one batch row.
+
+        Under Ulysses the ranks of a group do the same steps on different heads; ranks in their transfers are groups.
+        """
+        rank = whole("rank", rank, error=PlanError)
+        if rank >= self.ranks:
+            raise PlanError(f"rank must be below the plan's {self.ranks} ranks, got {rank}")
+        return _steps(self, rank // self.degree, row if self.rows > 1 else 0)
+
+    def queries(self, rank: int, row: int = 0) -> Runs:
+        """The positions in a rank's query buffer: its shard, or under Ulysses what its group holds."""
+        return _geometry(self, row).q_shards[rank // self.degree]
+
+    def keys(self, rank: int, row: int = 0) -> Runs:
+        """The positions in a rank's own key buffer: its shard, or under Ulysses what its group holds."""
+        return _geometry(self, row).k_shards[rank // self.degree]
+
+    def bands(self, row: int = 0) -> Bands:
+        """The allowed pairs of one batch row."""
+        return self.mask.bands(self.seq_len, self.key_len, row if self.mask.rows > 1 else 0)
+
+    # ---- what it amounts to ------------------------------------------------------------------------------------
+
+    def work(self, rank: int) -> float:
+        """The pairs a rank computes over all batch rows; under Ulysses, its share of its group's pairs by heads.
+
+        The sum over ranks is the mask's work.
+        """
+        pairs = sum(_geometry(self, row).work(rank // self.degree) for row in range(self.rows))
+        return pairs / self.degree if self.degree > 1 else pairs
+
+    def imbalance(self) -> float:
+        """The largest rank's work over the mean."""
+        work = [self.work(group * self.degree) for group in range(self.groups)]
+        return max(work) * len(work) / sum(work) if sum(work) else 1.0
+
+    def received(self, rank: int) -> dict[int, int]:
+        """For each rank (or group) that sends keys to this one: how many, over all steps and batch rows."""
+        counts: dict[int, int] = {}
+        for transfer in self._arriving(rank):
+            counts[transfer.source] = counts.get(transfer.source, 0) + transfer.tokens
+        return counts
+
+    def peak_keys(self, rank: int) -> int:
+        """The most keys a rank holds at once: its own, those in use and those arriving, over all batch rows."""
+        return sum(_peak(self.steps(rank, row), tokens_in(self.keys(rank, row))) for row in range(self.rows))
+
+    def explain(self) -> str:
+        """What the plan does, in words: balance, traffic against an all-gather, tiles, memory.
+
+        Why it was chosen over others is `Choice.explain()`, where the others are known.
+        """
+        from attnspan.plan.drawing import explain
+
+        return explain(self)
+
+    def __str__(self) -> str:
+        from attnspan.plan.drawing import draw
+
+        return draw(self)
+
+    # ---- inside ------------------------------------------------------------------------------------------------
+
+    def _arriving(self, rank: int) -> Iterator[Transfer]:
+        for row in range(self.rows):
+            for step in self.steps(rank, row):
+                yield from step.receives
+
+
+@functools.lru_cache(maxsize=64)
+def _geometry(plan: Plan, row: int) -> Geometry:
+    queries, keys = plan.layout, plan.key_layout
+    if plan.degree > 1:
+        queries, keys = Grouped(queries, plan.degree), Grouped(keys, plan.degree)
+    return Geometry(plan.bands(row), queries.shards(plan.seq_len, row), keys.shards(plan.key_len, row))
+
+
+@functools.lru_cache(maxsize=64)
+def _shifts(plan: Plan) -> tuple[int, ...]:
+    """The ring distances that any batch row uses: all ranks must agree on them."""
+    return tuple(sorted(frozenset().union(*(_geometry(plan, row).shifts for row in range(plan.rows)))))
+
+
+@functools.lru_cache(maxsize=4096)
+def _steps(plan: Plan, group: int, row: int) -> tuple[Step, ...]:
+    assert isinstance(plan.strategy, Strategy), "set in __post_init__"
+    return plan.strategy.steps(_geometry(plan, row), group, _shifts(plan))
+
+
+def _peak(steps: tuple[Step, ...], own: int) -> int:
+    """Own keys stay; while a step's arena is in use, the next one's fills."""
+    arriving = [sum(transfer.tokens for transfer in step.receives) for step in steps] + [0]
+    return own + max(now + coming for now, coming in pairwise(arriving))
+
+
+def _check_layouts(plan: Plan) -> None:
+    if not isinstance(plan.mask, Mask):
+        raise PlanError(f"mask must be a mask such as Causal(), got {plan.mask!r}")
+    for name in ("layout", "kv_layout"):
+        layout = getattr(plan, name)
+        if not isinstance(layout, Layout) and not (name == "kv_layout" and layout is None):
+            raise PlanError(f"{name} must be a layout such as HeadTail(ranks=4), got {layout!r}")
+    if plan.kv_layout is None and plan.kv_len != plan.seq_len:
+        raise PlanError(f"kv_layout must be given when kv_len ({plan.kv_len}) is not seq_len ({plan.seq_len})")
+    if plan.key_layout.ranks != plan.ranks:
+        raise PlanError(f"kv_layout must have the layout's {plan.ranks} ranks, got {plan.key_layout.ranks}")
+    rows = {rows for rows in (plan.mask.rows, plan.layout.rows, plan.key_layout.rows) if rows > 1}
+    if len(rows) > 1:
+        raise PlanError(f"mask and layouts must tell apart the same batch rows, got {sorted(rows)}")
+    if plan.ranks % plan.degree:
+        raise PlanError(f"the degree of {name_of(plan.strategy)} must divide the {plan.ranks} ranks, got {plan.degree}")

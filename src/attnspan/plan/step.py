@@ -1,0 +1,68 @@
+"""A step: what arrives at a rank, where it lands, and which tiles are then computed.
+
+The key buffer of a step (its arena) holds runs of positions one after another, in the order of `arena`; the rank's own
+keys are among them where the step uses them. In backward the keys travel the same ways again, and after a step the
+gradients of the keys that it used go straight home to their owners.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from attnspan.layouts.run import Runs
+from attnspan.masks.tile import Tile
+
+
+class Transfer(NamedTuple):
+    """Keys and values of some positions, on their way from one rank to another.
+
+    `origin` is the rank that owns them; it is not the source where shards are handed on, as in a ring.
+    """
+
+    source: int
+    target: int
+    origin: int
+    runs: Runs
+
+    @property
+    def tokens(self) -> int:
+        """The number of positions that travel."""
+        return tokens_in(self.runs)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What one rank does at one step of a plan: `receives` into `arena` while sending, then computes `tiles`.
+
+    `own` are the rank's own keys in the arena; the others are what it receives. In backward, gradients of others' keys
+    leave by `home` and those of its own arrive by `returns`.
+    """
+
+    receives: tuple[Transfer, ...]
+    sends: tuple[Transfer, ...]
+    own: Runs
+    arena: Runs
+    tiles: tuple[Tile, ...]
+    home: tuple[Transfer, ...] = ()
+    returns: tuple[Transfer, ...] = ()
+
+    def between(self, degree: int, place: int) -> Step:
+        """The same step with transfers between ranks instead of groups of `degree`, each at `place` in its group."""
+
+        def ranks(transfers: tuple[Transfer, ...]) -> tuple[Transfer, ...]:
+            return tuple(Transfer(*(g * degree + place for g in t[:3]), t.runs) for t in transfers)
+
+        ways = (ranks(t) for t in (self.receives, self.sends, self.home, self.returns))
+        receives, sends, home, returns = ways
+        return Step(receives, sends, self.own, self.arena, self.tiles, home, returns)
+
+    @property
+    def area(self) -> int:
+        """The number of pairs computed."""
+        return sum(tile.area for tile in self.tiles)
+
+
+def tokens_in(runs: Runs) -> int:
+    """The number of positions in runs."""
+    return sum(len(run.positions) for run in runs)

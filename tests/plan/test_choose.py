@@ -1,0 +1,107 @@
+"""The cost model ranks strategies as it should, and says why."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from attnspan.errors import PlanError
+from attnspan.layouts import Contiguous, HeadTail
+from attnspan.masks import Causal, Documents, KeyPadding, SlidingWindow
+from attnspan.plan import Hardware, Link, Needed, Plan, Shape, choose, predict
+from attnspan.plan.cost import PRESETS
+
+SHAPE = Shape(heads=32, kv_heads=8, head_dim=128)
+H100 = Hardware.of("h100-nvlink")
+
+
+def slow_link(hardware: Hardware, factor: float) -> Hardware:
+    fields = {name: getattr(hardware, name) for name in hardware.__slots__}
+    link = Link(hardware.inside.bandwidth / factor, hardware.inside.latency)
+    return Hardware(**{**fields, "inside": link, "between": link})
+
+
+def test_short_documents_choose_to_move_little():
+    choice = choose(Causal() & Documents([1024] * 256), seq_len=1 << 18, ranks=16, shape=SHAPE, hardware=H100)
+    assert isinstance(choice.plan.strategy, Needed)
+    assert choice.candidates[0].moved < 0.05 * SHAPE.kv_bytes * (1 << 18)
+
+
+def test_a_memory_limit_refuses_what_does_not_fit_and_says_so():
+    free = choose(Causal(), seq_len=1 << 18, ranks=8, shape=SHAPE, hardware=H100)
+    gather = next(c for c in free.candidates if repr(c.plan.strategy) == "Gather()")
+    tight = choose(Causal(), seq_len=1 << 18, ranks=8, shape=SHAPE, hardware=H100, memory=gather.peak - 1)
+    refused = next(c for c in tight.candidates if c.plan == gather.plan)
+    assert refused.refused == "needs 1.1 GB, the limit is 1.1 GB"
+    assert tight.candidates[0].peak < gather.peak
+    assert "chosen" in tight.explain().splitlines()[1]
+
+
+def test_no_plan_that_fits_is_an_error_that_names_the_least():
+    with pytest.raises(PlanError, match=r"memory: no plan fits into 1.0 KB of keys per rank; the least, .* needs"):
+        choose(Causal(), seq_len=1 << 16, ranks=4, shape=SHAPE, memory=1000)
+
+
+def test_every_loser_has_a_reason():
+    choice = choose(SlidingWindow(1023), seq_len=1 << 16, ranks=8, shape=SHAPE, hardware=H100)
+    reasons = [line.split()[-1] for line in choice.explain().splitlines()[1:]]
+    assert len(reasons) == len(choice.candidates)
+    assert all(reasons)
+
+
+def test_candidates_are_ordered_by_predicted_time():
+    seconds = [c.seconds for c in choose(Causal(), seq_len=1 << 16, ranks=8, shape=SHAPE).candidates]
+    assert seconds == sorted(seconds)
+
+
+def test_overlap_hides_transfers_that_are_shorter_than_compute():
+    plan = Plan(Causal(), HeadTail(ranks=8), 1 << 18, "ring")
+    fast, slow = (predict(plan, 3, SHAPE, machine) for machine in (H100, slow_link(H100, 1000)))
+    assert fast.exposed < 0.02 * fast.seconds
+    assert slow.exposed > 0.5 * slow.seconds
+    assert fast.computing == pytest.approx(slow.computing)
+
+
+def test_gather_waits_for_everything_and_needed_in_stages_does_not():
+    gather, staged = (
+        predict(Plan(Causal(), HeadTail(ranks=8), 1 << 16, strategy), 3, SHAPE, slow_link(H100, 4))
+        for strategy in ("gather", "needed(3)")
+    )
+    assert gather.exposed > staged.exposed
+
+
+def test_lanes_never_overlap_themselves():
+    for strategy in ("ring", "gather", "needed(4)", "ulysses", "ulysses(2) x needed(2)"):
+        timeline = predict(Plan(Causal(), HeadTail(ranks=8), 1 << 14, strategy), 5, SHAPE, H100, backward=True)
+        for lane in ("compute", "link"):
+            events = [event for event in timeline.events if event.lane == lane]
+            assert all(a.stop <= b.start + 1e-12 for a, b in pairwise(events))
+
+
+def test_twice_the_batch_is_twice_the_compute():
+    plan = Plan(Causal(), HeadTail(ranks=4), 1 << 18, "gather")
+    one, two = (predict(plan, 0, Shape(32, 8, batch=batch), H100).computing for batch in (1, 2))
+    assert two == pytest.approx(2 * one, rel=0.01)
+
+
+def test_rows_that_differ_share_the_batch():
+    same = Plan(KeyPadding(4096), Contiguous(ranks=2), 4096, "gather")
+    rows = Plan(KeyPadding([4096, 4096]), Contiguous(ranks=2), 4096, "gather")
+    one, two = (predict(plan, 0, Shape(32, 8, batch=2), H100).computing for plan in (same, rows))
+    assert two == pytest.approx(one, rel=0.05)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_are_found_by_name(name: str):
+    assert Hardware.of(name).name == name
+
+
+def test_unknown_hardware_names_the_nearest():
+    with pytest.raises(PlanError, match=r"hardware must be one of .*, got 'h100-nvlnk'; did you mean 'h100-nvlink'\?"):
+        Hardware.of("h100-nvlnk")
+
+
+def test_layouts_of_other_ranks_are_refused():
+    with pytest.raises(PlanError, match=r"layouts must have 4 ranks, got \[2\]"):
+        choose(Causal(), seq_len=64, ranks=4, shape=SHAPE, layouts=[HeadTail(2)])

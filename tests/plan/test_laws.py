@@ -1,0 +1,170 @@
+"""Laws of every plan, against the dense mask."""
+
+from __future__ import annotations
+
+import pickle
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attnspan.plan import Plan, Step
+from attnspan.plan.step import tokens_in
+from tests.masks.strategies import masks
+from tests.plan.strategies import computed, layouts, plans, positions, used_keys
+
+
+@given(plans())
+def test_every_allowed_pair_is_computed_by_exactly_one_tile_and_no_other_pair_is(plan: Plan):
+    for row in range(plan.rows):
+        dense = plan.mask.dense(plan.seq_len, plan.kv_len, row if plan.mask.rows > 1 else 0)
+        assert torch.equal(computed(plan, row), dense.int())
+
+
+@given(plans())
+def test_what_one_rank_sends_at_a_step_the_other_receives_at_that_step(plan: Plan):
+    for row in range(plan.rows):
+        steps = [plan.steps(group * plan.degree, row) for group in range(plan.groups)]
+        assert len({len(mine) for mine in steps}) == 1, "all ranks take part in the same exchanges"
+        for at_once in zip(*steps, strict=True):
+            sent = sorted(transfer for step in at_once for transfer in step.sends)
+            received = sorted(transfer for step in at_once for transfer in step.receives)
+            assert sent == received
+            assert all(transfer.runs for transfer in sent), "nothing empty is sent"
+            assert all(transfer.source != transfer.target for transfer in sent)
+
+
+@given(plans())
+def test_an_arena_holds_what_was_received_and_own_keys_each_once(plan: Plan):
+    layout = plan.layout if plan.kv_layout is None else plan.kv_layout
+    for row in range(plan.rows):
+        shards = layout.positions(plan.kv_len, row)
+        for group in range(plan.groups):
+            own = {p for rank in range(group * plan.degree, (group + 1) * plan.degree) for p in shards[rank]}
+            for step in plan.steps(group * plan.degree, row):
+                arena = positions(step.arena)
+                assert len(arena) == len(set(arena))
+                arrived = {p for transfer in step.receives for p in positions(transfer.runs)}
+                assert set(positions(step.own)) <= own
+                assert set(arena) == arrived | set(positions(step.own))
+                assert not arrived & set(positions(step.own))
+
+
+@given(plans())
+def test_keys_come_from_the_rank_that_owns_them(plan: Plan):
+    layout = plan.layout if plan.kv_layout is None else plan.kv_layout
+    for row in range(plan.rows):
+        shards = layout.positions(plan.kv_len, row)
+        owner = {p: rank // plan.degree for rank, shard in enumerate(shards) for p in shard}
+        for group in range(plan.groups):
+            for step in plan.steps(group * plan.degree, row):
+                for transfer in step.receives:
+                    assert {owner[p] for p in positions(transfer.runs)} == {transfer.origin}
+                    assert transfer.target == group
+                    held = [run.positions for run in plan.keys(transfer.origin * plan.degree, row)]
+                    for run in transfer.runs:
+                        assert any(_inside(run.positions, whole) for whole in held), "a run travels as one piece"
+
+
+def _inside(part: range, whole: range) -> bool:
+    first = whole.index(part[0]) if part[0] in whole else len(whole)
+    return whole[first : first + len(part)] == part
+
+
+@given(plans())
+def test_gradients_of_every_key_used_go_home_once_after_the_step_that_used_it(plan: Plan):
+    layout = plan.layout if plan.kv_layout is None else plan.kv_layout
+    for row in range(plan.rows):
+        shards = layout.positions(plan.kv_len, row)
+        owner = {p: rank // plan.degree for rank, shard in enumerate(shards) for p in shard}
+        steps = [plan.steps(group * plan.degree, row) for group in range(plan.groups)]
+        for at_once in zip(*steps, strict=True):
+            assert sorted(way for step in at_once for way in step.home) == sorted(
+                way for step in at_once for way in step.returns
+            )
+        for group, mine in enumerate(steps):
+            gone = [p for step in mine for way in step.home for p in positions(way.runs)]
+            assert len(gone) == len(set(gone))
+            assert set(gone) == {p for p in used_keys(plan, group, row) if owner[p] != group}
+            for step in mine:
+                for way in step.home:
+                    assert way.source == group
+                    assert {owner[p] for p in positions(way.runs)} == {way.target}
+                    assert set(positions(way.runs)) <= set(positions(step.arena))
+
+
+@given(plans().filter(lambda plan: "Needed" in repr(plan.strategy)))
+def test_needed_moves_exactly_the_keys_the_mask_uses_and_none_twice(plan: Plan):
+    layout = plan.layout if plan.kv_layout is None else plan.kv_layout
+    for row in range(plan.rows):
+        shards = layout.positions(plan.kv_len, row)
+        for group in range(plan.groups):
+            own = {p for rank in range(group * plan.degree, (group + 1) * plan.degree) for p in shards[rank]}
+            steps = plan.steps(group * plan.degree, row)
+            moved = [p for step in steps for transfer in step.receives for p in positions(transfer.runs)]
+            assert len(moved) == len(set(moved))
+            assert set(moved) == used_keys(plan, group, row) - own
+
+
+@given(plans())
+def test_work_and_bytes_are_sums_over_steps(plan: Plan):
+    total = 0.0
+    for rank in range(plan.ranks):
+        steps = [step for row in range(plan.rows) for step in plan.steps(rank, row)]
+        assert plan.work(rank) * plan.degree == sum(step.area for step in steps)
+        moved = sum(transfer.tokens for step in steps for transfer in step.receives)
+        assert sum(plan.received(rank).values()) == moved
+        total += plan.work(rank)
+    rows = range(plan.rows)
+    expected = sum(plan.mask.work(plan.seq_len, plan.kv_len, row if plan.mask.rows > 1 else 0) for row in rows)
+    assert abs(total - expected) < 1e-6 * max(expected, 1)
+    assert plan.imbalance() >= 1.0 - 1e-9
+
+
+@given(plans())
+def test_a_ring_holds_at_most_three_shards(plan: Plan):
+    shards = plan.layout if plan.kv_layout is None else plan.kv_layout
+    if plan.degree == 1 and repr(plan.strategy) == "Ring()":
+        largest = sum(max(shards.tokens(plan.kv_len, row)) for row in range(plan.rows))
+        assert max(plan.peak_keys(rank) for rank in range(plan.ranks)) <= 3 * largest
+
+
+@given(plans())
+def test_tiles_say_their_kind_truly(plan: Plan):
+    for rank in range(plan.ranks):
+        for step in plan.steps(rank):
+            for tile in step.tiles:
+                allowed = torch.zeros(len(tile.rows), len(tile.cols), dtype=torch.bool)
+                distance = torch.arange(len(tile.cols))[None, :] - torch.arange(len(tile.rows))[:, None]
+                allowed |= (distance >= tile.lo) & (distance <= tile.hi)
+                assert tile.area == int(allowed.sum()) > 0
+                assert (tile.kind == "full") == bool(allowed.all())
+                if tile.kind == "causal":
+                    assert torch.equal(allowed, torch.ones_like(allowed).tril())
+
+
+@given(plans(max_ranks=3))
+def test_a_plan_is_a_value(plan: Plan):
+    twin = pickle.loads(pickle.dumps(plan)) if "MaskMod" not in repr(plan.mask) else plan
+    assert twin == plan
+    assert hash(twin) == hash(plan)
+    assert twin.steps(0) == plan.steps(0)
+
+
+@st.composite
+def wide_plans(draw):
+    """Lengths up to 4096 and 16 ranks: too large for counting every pair one by one in pictures, not for areas."""
+    seq_len, ranks = draw(st.integers(1, 4096)), draw(st.integers(1, 16))
+    mask = draw(masks(seq_len, depth=2, rows=1))
+    strategy = draw(st.sampled_from(["ring", "gather", "needed", "needed(3)"]))
+    return Plan(mask, draw(layouts(mask, ranks, True)), seq_len, strategy)
+
+
+@settings(max_examples=10)
+@given(wide_plans())
+def test_the_laws_hold_for_long_sequences_and_many_ranks(plan: Plan):
+    areas = sum(step.area for rank in range(plan.ranks) for step in plan.steps(rank))
+    assert areas == plan.mask.work(plan.seq_len)
+    steps: list[Step] = list(plan.steps(plan.ranks - 1))
+    assert sum(map(len, (step.tiles for step in steps))) <= max(areas, 1)
+    assert all(tokens_in(step.arena) <= plan.seq_len for step in steps)
