@@ -1,0 +1,56 @@
+"""The commands, and how they refuse: one message on stderr, no traceback, exit code 2."""
+
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from attnspan._version import __version__
+from attnspan.cli import plan, show
+from attnspan.errors import AttnspanError
+
+COMMANDS: list[Callable[..., None]] = [
+    show.show,
+    plan.plan,
+]  # a new command: one file with one function, and its entry here
+
+
+class Refusing(TyperGroup):
+    """A group whose commands may raise any error of this library."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except AttnspanError as error:
+            typer.echo(f"attnspan: {error}", err=True)
+            raise typer.Exit(2) from None
+
+
+app = typer.Typer(
+    cls=Refusing,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+for command in COMMANDS:
+    app.command()(command)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def attnspan(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Say which.")] = False,
+) -> None:
+    """Exact context-parallel attention: see what attends, who owns it, and what it costs.
+
+    MASK is an expression such as "causal & documents(4096, 1000, 2904)". Patterns: full, causal, window,
+    documents, prefix, chunked, sinks, padding, tree; operators: & | ~. A file of document lengths is
+    @lengths.txt. In numbers, k is 1024 and M is 1024 * 1024.
+    """

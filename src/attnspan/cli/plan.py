@@ -1,0 +1,138 @@
+"""`attnspan plan`: the strategies compared for a mask, a length and a machine, and which to take.
+
+::
+
+    $ attnspan plan causal --seq-len 1M --ranks 64 --heads 32 --kv-heads 8 --head-dim 128 --hardware h100-nvlink
+
+Prints balance, bytes, peak memory of keys and the predicted time of every candidate, the choice and why the others
+lost. With --strategy it prints that one plan, rank by rank.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import typer
+
+from attnspan.cli.expression import parse, write
+from attnspan.cli.layout import LAYOUTS, Request, named
+from attnspan.cli.tokens import optional_size, size
+from attnspan.errors import PlanError
+from attnspan.plan import Choice, Hardware, Plan, Shape, Timeline, choose, predict
+from attnspan.plan.choose import Candidate, in_bytes, in_seconds
+from attnspan.plan.cost import DTYPES, PRESETS
+from attnspan.plan.strategy import name_of
+
+MaskText = Annotated[str, typer.Argument(metavar="MASK", help='Such as "causal & documents(3, 5)", or @lengths.txt.')]
+
+
+def plan(
+    mask: MaskText,
+    ranks: Annotated[str, typer.Option(metavar="R", help="Over how many ranks.")],
+    seq_len: Annotated[str | None, typer.Option(metavar="N", help="Tokens; else the mask's own length.")] = None,
+    heads: Annotated[str, typer.Option(metavar="N", help="Query heads.")] = "32",
+    kv_heads: Annotated[str | None, typer.Option(metavar="N", help="Key heads; else as many.")] = None,
+    head_dim: Annotated[str, typer.Option(metavar="N", help="Values per head.")] = "128",
+    batch: Annotated[str, typer.Option(metavar="N", help="Batch rows.")] = "1",
+    dtype: Annotated[str, typer.Option(metavar="T", help=f"One of {', '.join(DTYPES)}.")] = "bf16",
+    hardware: Annotated[str, typer.Option(metavar="H", help=f"One of {', '.join(PRESETS)}.")] = "h100-nvlink",
+    memory: Annotated[float | None, typer.Option(metavar="GB", help="The most memory for keys per rank.")] = None,
+    layout: Annotated[str | None, typer.Option(metavar="L", help=f"Only this one: {', '.join(LAYOUTS)}.")] = None,
+    strategy: Annotated[str | None, typer.Option(metavar="S", help="Print this plan: ring, needed(2), ...")] = None,
+    inference: Annotated[bool, typer.Option("--inference", help="Forward only; else a training step.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Data for machines, nothing else.")] = False,
+) -> None:
+    """Compare strategies for a mask on a machine, and choose one."""
+    length = optional_size("--seq-len", seq_len)
+    parsed = parse(mask, seq_len=length)
+    length = length or parsed.natural_len
+    if length is None:
+        raise PlanError(f"--seq-len must be given: {write(parsed)} has no length of its own")
+    key_heads = optional_size("--kv-heads", kv_heads)
+    values = size(head_dim, "--head-dim")
+    rows = max(size(batch, "--batch"), parsed.rows)
+    shape = Shape(size(heads, "--heads"), key_heads, values, batch=rows, dtype=dtype)
+    machine, count = Hardware.of(hardware), size(ranks, "--ranks")
+    layouts = None if layout is None else [named(layout, Request(parsed, length, count))]
+    if strategy is not None:
+        chosen = named(layout or "balanced", Request(parsed, length, count))
+        one(Plan(parsed, chosen, length, strategy), shape, machine, backward=not inference, as_json=as_json)
+        return
+    limit = None if memory is None else memory * 1e9
+    choice = choose(
+        parsed,
+        seq_len=length,
+        ranks=count,
+        shape=shape,
+        hardware=machine,
+        memory=limit,
+        layouts=layouts,
+        backward=not inference,
+    )
+    typer.echo(json.dumps(data(choice), indent=2) if as_json else text(choice, inference))
+
+
+def one(made: Plan, shape: Shape, machine: Hardware, *, backward: bool, as_json: bool) -> None:
+    """Print one plan and the predicted timeline of its slowest rank."""
+    timelines = [predict(made, rank, shape, machine, backward=backward) for rank in range(made.ranks)]
+    slowest = max(timelines, key=lambda timeline: timeline.seconds)
+    if as_json:
+        typer.echo(json.dumps({**plan_data(made), "timeline": timeline_data(slowest)}, indent=2))
+    else:
+        typer.echo(f"{made}\n\npredicted on {machine.name}, the slowest rank:\n{slowest}")
+
+
+def text(choice: Choice, inference: bool) -> str:
+    """The comparison for people."""
+    best, machine = choice.candidates[0], choice.hardware
+    what = "forward" if inference else "forward and backward"
+    return "\n".join(
+        [
+            f"{what} on {machine.name}: {machine.note}",
+            choice.explain(),
+            "",
+            f"take {name_of(best.plan.strategy)} with {type(best.plan.layout).__name__}: "
+            f"{in_seconds(best.seconds)} predicted, {in_bytes(best.peak)} of keys at most, "
+            f"{in_seconds(best.timeline.exposed)} of it waiting",
+            str(best.timeline),
+        ]
+    )
+
+
+def data(choice: Choice) -> dict[str, Any]:
+    """The comparison for machines."""
+    return {
+        "hardware": choice.hardware.name,
+        "chosen": name_of(choice.plan.strategy),
+        "candidates": [candidate_data(candidate) for candidate in choice.candidates],
+    }
+
+
+def candidate_data(candidate: Candidate) -> dict[str, Any]:
+    return {
+        **plan_data(candidate.plan),
+        "imbalance": candidate.imbalance,
+        "moved_bytes_per_rank": candidate.moved,
+        "peak_kv_bytes": candidate.peak,
+        "timeline": timeline_data(candidate.timeline),
+        "refused": candidate.refused or None,
+    }
+
+
+def plan_data(made: Plan) -> dict[str, Any]:
+    return {
+        "strategy": name_of(made.strategy),
+        "layout": type(made.layout).__name__,
+        "ranks": made.ranks,
+        "seq_len": made.seq_len,
+    }
+
+
+def timeline_data(timeline: Timeline) -> dict[str, Any]:
+    return {
+        "rank": timeline.rank,
+        "seconds": timeline.seconds,
+        "computing": timeline.computing,
+        "exposed": timeline.exposed,
+    }
