@@ -51,10 +51,12 @@ class Step:
         """The same step with transfers between ranks instead of groups of `degree`, each at `place` in its group."""
 
         def ranks(transfers: tuple[Transfer, ...]) -> tuple[Transfer, ...]:
-            return tuple(Transfer(*(g * degree + place for g in t[:3]), t.runs) for t in transfers)
+            return tuple(Transfer(rank(t.source), rank(t.target), rank(t.origin), t.runs) for t in transfers)
 
-        ways = (ranks(t) for t in (self.receives, self.sends, self.home, self.returns))
-        receives, sends, home, returns = ways
+        def rank(group: int) -> int:
+            return group * degree + place
+
+        receives, sends, home, returns = map(ranks, (self.receives, self.sends, self.home, self.returns))
         return Step(receives, sends, self.own, self.arena, self.tiles, home, returns)
 
     @property
