@@ -1,0 +1,94 @@
+"""torch's flash attention for CPUs: full and causal tiles in one call, general ones by rows with a mask of one line.
+
+aten takes an additive mask, but not the band that it stands for. Handing it n x m numbers would cost more memory than
+the attention. [Note: a band is one line] But a band's mask depends only on the distance k - q, so all its rows
+are one line of n + m - 1 numbers, read from a different start::
+
+    line  [ -inf  -inf   0   0   0  -inf ]     row 2 starts at 0
+                                               row 1 starts at 1
+                                               row 0 starts at 2
+
+Each row starts one to the left of the row above it. torch knows no negative strides, so the rows are turned upside
+down; then they start one to the RIGHT, and the mask is a view of the line with strides (1, 1).
+
+Scores outside the band are still computed, so a tile is cut into blocks of rows whose keys reach little further.
+Knows grouped key heads by itself. Shapes: kernel.py.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from attnspan.kernels.kernel import Spec, not_among
+from attnspan.kernels.parts import Part, backward_by_parts, cut_rows, forward_by_parts, last_dim_dense
+from attnspan.masks.tile import Tile
+
+name = "cpu_flash"
+
+BLOCK = 256
+"""Rows in one call of a general tile: more waste scores outside the band, fewer waste calls."""
+
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+def supports(spec: Spec, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> str | None:
+    """Every tile on a CPU whose keys and values have the same head dim."""
+    if q.device.type != "cpu":
+        return f"cpu_flash runs on cpu, got tensors on {q.device.type}"
+    if reason := not_among(q.dtype, _DTYPES):
+        return f"cpu_flash {reason}"
+    if q.shape[3] != v.shape[3]:
+        return f"cpu_flash needs one head dim for keys and values, got {q.shape[3]} and {v.shape[3]}"
+    return None
+
+
+def forward(spec: Spec, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
+    """(out, lse)."""
+
+    def call(q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+        if tile.kind != "general":
+            return flash(q, k, v, 0.0, tile.kind == "causal", scale=spec.scale)
+        out, lse = flash(q.flip(2), k, v, attn_mask=_upside_down(tile, q), scale=spec.scale)
+        return out.flip(2), lse.flip(2)
+
+    q, k, v = last_dim_dense(q, k, v)
+    return forward_by_parts(call, q, k, v, _parts(tile))
+
+
+def backward(
+    spec: Spec, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tile: Tile
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv)."""
+
+    def call(
+        grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tile: Tile
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+        if tile.kind != "general":
+            return flash(grad, q, k, v, out, lse, 0.0, tile.kind == "causal", scale=spec.scale)
+        mask = _upside_down(tile, q)
+        grad, q, out, lse = (x.flip(2) for x in (grad, q, out, lse))
+        dq, dk, dv = flash(grad, q, k, v, out, lse, 0.0, False, attn_mask=mask, scale=spec.scale)
+        return dq.flip(2), dk, dv
+
+    grad, q, k, v, out = last_dim_dense(grad, q, k, v, out)
+    return backward_by_parts(call, grad, q, k, v, out, lse, _parts(tile))
+
+
+def _parts(tile: Tile) -> list[Part]:
+    return cut_rows(tile, at=range(BLOCK, len(tile.rows), BLOCK) if tile.kind == "general" else ())
+
+
+def _upside_down(tile: Tile, q: Tensor) -> Tensor:
+    """The additive mask of a tile whose rows are upside down. See [Note: a band is one line].
+
+    >>> _upside_down(Tile(range(2), range(3), lo=0, hi=1), torch.empty(0))
+    tensor([[-inf, 0., 0.],
+            [0., 0., -inf]])
+    """
+    n, m = len(tile.rows), len(tile.cols)
+    line = torch.full((n + m - 1,), -torch.inf, dtype=q.dtype)
+    line[tile.lo + n - 1 : tile.hi + n] = 0.0
+    return line.as_strided((n, m), (1, 1))

@@ -1,0 +1,68 @@
+"""What a kernel is: a module that computes one tile, says what it cannot do, and knows the way back.
+
+A kernel is handed the rows and columns of its tile, already sliced, and computes::
+
+    score = scale * q @ k.T            where the tile allows the pair, else nothing
+    lse   = log(sum(exp(score)))       natural log; -inf for a row that saw no key, whose out is 0
+    out   = exp(score - lse) @ v
+
+[Note: final out and lse] A row's keys are spread over many tiles, and the softmax over all of them is only known
+once they are merged. Backward is therefore given the FINAL out and lse of its rows, not this tile's own: then
+``exp(score - lse)`` is this tile's true share of the probabilities, ``sum(grad * out)`` is the true correction,
+the tiles' gradients simply add up, and no partial result has to be kept.
+
+Shapes: q (B, H, n, D), k (B, Hk, m, D), v (B, Hk, m, Dv) with Hk dividing H, key head h // (H / Hk) serving query
+head h; any strides. out and grad (B, H, n, Dv), lse (B, H, n). Knows nothing of ranks, plans or masks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from attnspan.masks.tile import Tile
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """What all tiles of one attention have in common.
+
+    >>> Spec(scale=0.125)
+    Spec(scale=0.125)
+    """
+
+    scale: float
+
+
+class Kernel(Protocol):
+    """The interface that every kernel module has."""
+
+    name: str
+
+    def supports(self, spec: Spec, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> str | None:
+        """None if the kernel computes this exactly, else the reason why it does not. Reads no values."""
+
+    def forward(self, spec: Spec, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
+        """(out, lse): out in q's dtype or a wider one, lse in float32 (float64 for float64)."""
+        ...
+
+    def backward(
+        self, spec: Spec, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tile: Tile
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(dq, dk, dv) from the final out and lse; dk and dv summed over the query heads of each key head."""
+        ...
+
+
+def not_among(dtype: object, dtypes: tuple[object, ...]) -> str | None:
+    """The reason for refusing a dtype, or None.
+
+    >>> import torch
+    >>> not_among(torch.float64, (torch.float16, torch.bfloat16))
+    'needs float16 or bfloat16, got float64'
+    """
+    if dtype in dtypes:
+        return None
+    *others, last = (str(known).removeprefix("torch.") for known in dtypes)
+    return f"needs {', '.join(others)} or {last}, got {str(dtype).removeprefix('torch.')}"

@@ -1,0 +1,55 @@
+"""The oracle: dense attention in float64, and its gradients by autograd. Shares no code with what it judges.
+
+Shapes: q (B, H, n, D), k (B, Hk, m, D), v (B, Hk, m, Dv); masks (n, m) of bools, True where a pair attends.
+"""
+
+import torch
+
+
+def attention(q, k, v, mask, scale):
+    """(out, lse) in float64; a row that sees no key has out 0 and lse -inf."""
+    q, k, v = double(q), per_query_head(k, q), per_query_head(v, q)
+    return dense(q @ k.mT * scale, mask, [(mask, v)])
+
+
+def gradients(q, k, v, mask, scale, grad):
+    """(dq, dk, dv) in float64."""
+    return share(q, k, v, mask, mask, scale, grad)
+
+
+def share(q, k, v, mask, tile, scale, grad):
+    """What the pairs in `tile` contribute to the gradients of an attention over all pairs in `mask`.
+
+    The pairs inside and outside the tile use different copies of q, k and v. They hold the same numbers, so the
+    attention is the same, but autograd tells their gradients apart.
+    """
+    inside = [double(x).clone().requires_grad_() for x in (q, k, v)]
+    scores, values = 0.0, []
+    for where, (q_w, k_w, v_w) in ((tile, inside), (~tile, [double(x) for x in (q, k, v)])):
+        scores = scores + (q_w @ per_query_head(k_w, q_w).mT * scale) * where
+        values.append((where, per_query_head(v_w, q_w)))
+    out, _ = dense(scores, mask, values)
+    return torch.autograd.grad(out, inside, double(grad))
+
+
+def dense(scores, mask, values):
+    sees = mask.any(-1, keepdim=True)
+    scores = scores.masked_fill(~mask, -torch.inf).masked_fill(~sees, 0.0)  # no NaN, and none in the gradient
+    weights = scores.softmax(-1) * mask
+    out = sum((weights * where) @ v for where, v in values)
+    return out, scores.logsumexp(-1).masked_fill(~sees.squeeze(-1), -torch.inf)
+
+
+def per_query_head(x, q):
+    return double(x).repeat_interleave(q.shape[1] // x.shape[1], dim=1)
+
+
+def double(x):
+    return x if x.dtype == torch.float64 else x.double()
+
+
+def tile_mask(tile, device="cpu"):
+    """The pairs of a tile, counted from its corner, as a dense mask."""
+    rows, cols = torch.arange(len(tile.rows), device=device), torch.arange(len(tile.cols), device=device)
+    distance = cols - rows.unsqueeze(-1)
+    return (tile.lo <= distance) & (distance <= tile.hi)
