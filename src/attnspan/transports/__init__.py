@@ -1,0 +1,20 @@
+"""Transports: how shards move. See transport.py for the idea, loopback.py for virtual ranks."""
+
+from attnspan.transports.counting import Counting, Event
+from attnspan.transports.delayed import Delayed
+from attnspan.transports.distributed import Distributed
+from attnspan.transports.group import transport_of
+from attnspan.transports.loopback import Loopback, World
+from attnspan.transports.transport import Pending, Transport
+
+__all__ = [
+    "Counting",
+    "Delayed",
+    "Distributed",
+    "Event",
+    "Loopback",
+    "Pending",
+    "Transport",
+    "World",
+    "transport_of",
+]

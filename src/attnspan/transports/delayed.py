@@ -1,0 +1,24 @@
+"""A transport on which every message takes a while: a slow link, for showing what overlaps with it.
+
+Wraps any transport. A message is not there before ``seconds`` have passed since it was posted, however fast the wire;
+compute done meanwhile is free, and a `wait` right after the post costs it all. The host sleeps, so this is for the CPU.
+"""
+
+from __future__ import annotations
+
+from time import monotonic, sleep
+
+from attnspan.transports.transport import Messages, Pending, Transport
+
+
+class Delayed(Transport):
+    """A transport whose messages take ``seconds`` or longer."""
+
+    def __init__(self, transport: Transport, seconds: float) -> None:
+        self.transport, self.seconds = transport, seconds
+        self.rank, self.ranks = transport.rank, transport.ranks
+        self.device, self.name = transport.device, transport.name
+
+    def _post(self, sends: Messages, receives: Messages, what: str) -> Pending:
+        due = monotonic() + self.seconds
+        return self.transport._post(sends, receives, what).then(lambda: sleep(max(0.0, due - monotonic())))

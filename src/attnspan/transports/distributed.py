@@ -1,0 +1,182 @@
+"""Messages over torch.distributed: gloo on the CPU, NCCL on CUDA devices.
+
+Stateless: a name for a process group, made when needed and equal to any other of the same group. Ranks are those of
+the group, whatever the processes' global ranks are.
+
+[Note: gloo] Messages travel on gloo's own threads, so compute goes on meanwhile; its handles report completion only
+once waited for. A message larger than the buffer that awaits it aborts the receiving process, and a smaller one leaves
+the end of the buffer unwritten, both without an exception. Therefore the tag of a message is its size: ends that
+disagree do not meet. A receiver in vain, and one whose peer died in the middle of a message, hears of it when the
+group's timeout has passed; a peer that died between messages is noticed at once.
+
+[Note: nccl] The process group has a stream of its own, which waits for the current stream when messages are posted and
+is waited for by the current stream in `Pending.wait`: what is launched between the two overlaps. References to all
+buffers are kept until then, so that the allocator cannot hand them to somebody else. The first operation of a group
+has to be one that every rank takes part in; `agree` is. When a peer dies, NCCL's watchdog ends the process after the
+timeout: its error does not arrive as an exception.
+
+[Note: views] Where the outputs of a gather lie end to end in one buffer, NCCL fills them in place. Otherwise torch
+gathers into a buffer of its own and copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from attnspan.errors import TransportError
+from attnspan.transports.transport import HALVES, Messages, Pending, Transport
+
+Work = tuple[str, Any]  # what is awaited, and torch's handle
+
+TAGS = 2**31  # tags are C ints
+
+
+class Distributed(Transport):
+    """This process's end of a process group."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device | None = None) -> None:
+        self.group = group
+        self.name = _name(group)
+        self.rank, self.ranks = group.rank(), group.size()
+        self.device = device or _device(group)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Distributed) and (self.group, self.device) == (other.group, other.device)
+
+    def __hash__(self) -> int:
+        return hash((self.group, self.device))
+
+    def _post(self, sends: Messages, receives: Messages, what: str) -> Pending:
+        post = self._post_each if self.device.type == "cpu" else self._post_batch
+        return self._pending(post(sends, receives, what), sends, receives)
+
+    def _post_each(self, sends: Messages, receives: Messages, what: str) -> list[Work]:
+        """One operation per message, receives first: a message that finds its buffer waiting is not held up."""
+        arriving = [(f"waiting for {what} from rank {peer}", dist.irecv, peer, tensor) for peer, tensor in receives]
+        leaving = [(f"waiting for rank {peer} to take {what}", dist.isend, peer, tensor) for peer, tensor in sends]
+        return [self._start(*message) for message in [*arriving, *leaving]]
+
+    def _start(self, doing: str, operation: Callable[..., Any], peer: int, tensor: Tensor) -> Work:
+        end = {"group_dst" if operation is dist.isend else "group_src": peer}
+        with self._blaming(doing):
+            tag = tensor.nbytes % TAGS  # [Note: gloo]
+            return doing, operation(_bytes(tensor), group=self.group, tag=tag, **end)
+
+    def _post_batch(self, sends: Messages, receives: Messages, what: str) -> list[Work]:
+        """One operation for all messages, so that no order of them can block."""
+        operation = partial(dist.P2POp, group=self.group)
+        peers = ", ".join(str(peer) for peer in sorted({peer for peer, _ in [*sends, *receives]}))
+        doing = f"waiting for {what} exchanged with rank {peers}"
+        with self._blaming(doing):
+            batch = [operation(dist.irecv, _bytes(tensor), group_peer=peer) for peer, tensor in receives]
+            batch += [operation(dist.isend, _bytes(tensor), group_peer=peer) for peer, tensor in sends]
+            return [(doing, work) for work in dist.batch_isend_irecv(batch)]
+
+    def gather(self, tensor: Tensor, outputs: Sequence[Tensor], what: str = "tensors") -> Pending:
+        """As any transport's; NCCL's own where every rank brings as much."""
+        if not self._native(outputs):
+            return super().gather(tensor, outputs, what)
+        source = self._sent(self.rank, tensor, what).view(-1)
+        targets = [self._filled(peer, output, what).view(-1) for peer, output in enumerate(outputs)]
+        whole = _end_to_end(targets)  # [Note: views]
+        doing = f"waiting for {what} gathered from all"
+        with self._blaming(doing):
+            if whole is None:
+                work = dist.all_gather(targets, source, group=self.group, async_op=True)
+            else:
+                work = _all_gather_single()(whole, source, group=self.group, async_op=True)
+        return self._pending([(doing, work)], source, targets)
+
+    def reduce_scatter(self, inputs: Sequence[Tensor], output: Tensor, what: str = "tensors") -> Pending:
+        """As any transport's; NCCL's own where every rank gets as much and no sum is rounded to half on its way."""
+        exact = output.dtype == inputs[self.rank].dtype and output.dtype not in HALVES
+        if not (exact and self._native(inputs)):
+            return super().reduce_scatter(inputs, output, what)
+        sources = [self._sent(peer, tensor, what).view(-1) for peer, tensor in enumerate(inputs)]
+        target = self._filled(self.rank, output, what).view(-1)
+        whole = _end_to_end(sources)
+        doing = f"waiting for {what} reduced from all"
+        with self._blaming(doing):
+            if whole is None:
+                work = dist.reduce_scatter(target, sources, group=self.group, async_op=True)
+            else:
+                work = _reduce_scatter_single()(target, whole, group=self.group, async_op=True)
+        return self._pending([(doing, work)], sources, target)
+
+    def _native(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether the group's own collective does it. Every rank knows every size, so all answer alike."""
+        even = len(tensors) == self.ranks and len({tensor.numel() for tensor in tensors}) == 1
+        return self.device.type != "cpu" and even and tensors[0].numel() > 0
+
+    def _pending(self, works: Sequence[Work], *kept: object) -> Pending:
+        def finish() -> None:
+            for doing, work in works:
+                with self._blaming(doing):
+                    work.wait()
+            _ = kept  # in use by the group until here
+
+        return Pending(finish)
+
+    @contextmanager
+    def _blaming(self, doing: str) -> Iterator[None]:
+        """Errors of torch.distributed become one that names the group and what was awaited."""
+        if not _alive(self.group):
+            raise self.error(f"{doing}: the process group was destroyed")
+        try:
+            yield
+        except TransportError:
+            raise
+        except (RuntimeError, ValueError) as cause:
+            raise self.error(f"{doing}: {cause}") from cause
+
+
+def _name(group: dist.ProcessGroup) -> str:
+    described = "" if group.group_desc in ("", "undefined") else f" ({group.group_desc})"
+    return f"{group.group_name!r}{described}"
+
+
+def _device(group: dist.ProcessGroup) -> torch.device:
+    """Where the group's tensors live: on this process's CUDA device if NCCL is among its backends."""
+    nccl = "nccl" in str(dist.get_backend_config(group))
+    return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
+
+
+def _alive(group: dist.ProcessGroup) -> bool:
+    """Whether torch.distributed still knows the group; a destroyed one takes messages, which go nowhere."""
+    try:
+        dist.get_backend(group)
+    except (ValueError, AssertionError, KeyError):
+        return False
+    return True
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """The tensor as it travels: bytes are one dtype that every backend has."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+def _end_to_end(tensors: Sequence[Tensor]) -> Tensor | None:
+    """One flat view of equally long flat tensors that follow each other in one storage; None if they do not."""
+    first = tensors[0]
+    storage = first.untyped_storage().data_ptr()
+    for i, tensor in enumerate(tensors):
+        here = tensor.untyped_storage().data_ptr(), tensor.storage_offset()
+        if here != (storage, first.storage_offset() + i * first.numel()):
+            return None
+    return first.as_strided((len(tensors) * first.numel(),), (1,))
+
+
+def _all_gather_single() -> Callable[..., Any]:
+    # torch 2.13 deprecates the name that 2.11 knows.
+    return getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def _reduce_scatter_single() -> Callable[..., Any]:
+    return getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

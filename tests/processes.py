@@ -1,0 +1,100 @@
+"""Real processes: ``spawn(ranks, fn, *args)`` calls ``fn(rank, *args)`` in each of a group, gloo's or NCCL's.
+
+``fn`` and its results travel by pickle, so ``fn`` stands at the top of a module. Processes start afresh, which costs
+two or three seconds: a spawn runs many checks. A child that raises is reported with its traceback; when one is silent
+for too long all are killed. Nothing outlives a spawn.
+"""
+
+import os
+import signal
+import tempfile
+import time
+import traceback
+import warnings
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+class ChildError(AssertionError):
+    """A process raised, died or did not end."""
+
+
+class Died:
+    """Stands for the result of a process that ended by a signal."""
+
+    def __init__(self, by):
+        self.by = by
+
+    def __eq__(self, other):
+        return isinstance(other, Died) and self.by == other.by
+
+    def __repr__(self):
+        return f"Died(by={self.by})"
+
+
+def spawn(ranks, fn, *args, backend="gloo", timeout=60, group_timeout=30, may_die=False):
+    """What ``fn(rank, *args)`` returned in each of ``ranks`` processes of one group.
+
+    With ``may_die`` a process that was killed has `Died` for its result; otherwise that too is an error.
+    """
+    context = mp.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        joining = {
+            "backend": backend,
+            "init_method": f"file://{Path(folder) / 'store'}",
+            "world_size": ranks,
+            "timeout": timedelta(seconds=group_timeout),
+        }
+        pipes = [context.Pipe(duplex=False) for _ in range(ranks)]
+        children = [
+            context.Process(target=_live, args=(joining, rank, pipe, fn, args), daemon=True)
+            for rank, (_, pipe) in enumerate(pipes)
+        ]
+        try:
+            for child, (_, pipe) in zip(children, pipes, strict=True):
+                child.start()
+                pipe.close()  # the child's end: so that its death reads as the end of the pipe
+            deadline = time.monotonic() + timeout
+            told = [
+                _told(rank, child, pipe, deadline)
+                for rank, (child, (pipe, _)) in enumerate(zip(children, pipes, strict=True))
+            ]
+        finally:
+            for child in children:
+                if child.pid is not None:
+                    child.kill()
+                    child.join()
+    failures = [said for kind, said in told if kind == "raised" or (kind == "died" and not may_die)]
+    if failures:
+        raise ChildError("\n".join(map(str, failures)))
+    return [said for _, said in told]
+
+
+def _told(rank, child, pipe, deadline):
+    """What became of a child: ("returned", result), ("raised", text) or ("died", signal)."""
+    if not pipe.poll(max(0.0, deadline - time.monotonic())):
+        return "raised", f"rank {rank} did not end in time"
+    try:
+        return pipe.recv()
+    except EOFError:
+        child.join()
+        return "died", Died(signal.Signals(-child.exitcode).name if child.exitcode < 0 else child.exitcode)
+
+
+def _live(joining, rank, pipe, fn, args):
+    warnings.simplefilter("error")
+    torch.set_num_threads(1)
+    if joining["backend"] == "nccl":
+        torch.cuda.set_device(rank)
+    try:
+        dist.init_process_group(rank=rank, **joining)
+        pipe.send(("returned", fn(rank, *args)))
+    except BaseException:
+        pipe.send(("raised", f"rank {rank}:\n{traceback.format_exc()}"))
+    # Leaving by the front door waits for peers that may be dead.
+    pipe.close()
+    os._exit(0)
