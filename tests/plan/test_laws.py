@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -160,9 +161,20 @@ def wide_plans(draw):
     return Plan(mask, draw(layouts(mask, ranks, True)), seq_len, strategy)
 
 
-@settings(max_examples=10)
+@settings(max_examples=4)
 @given(wide_plans())
 def test_the_laws_hold_for_long_sequences_and_many_ranks(plan: Plan):
+    check_areas(plan)
+
+
+@pytest.mark.slow
+@settings(max_examples=60)
+@given(wide_plans())
+def test_the_laws_hold_for_many_long_sequences(plan: Plan):
+    check_areas(plan)
+
+
+def check_areas(plan: Plan) -> None:
     areas = sum(step.area for rank in range(plan.ranks) for step in plan.steps(rank))
     assert areas == plan.mask.work(plan.seq_len)
     steps: list[Step] = list(plan.steps(plan.ranks - 1))

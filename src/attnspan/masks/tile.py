@@ -15,10 +15,14 @@ Knows nothing of ranks, positions or tensors.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import pairwise
 from typing import Literal, NamedTuple
 
 from attnspan.masks.algebra import joined
 from attnspan.masks.band import Band, tight
+
+MOST_STACKED = 32
+"""The most full tiles of one buffer that are looked at for a better cut: few and large ones gain by it."""
 
 Kind = Literal["full", "causal", "general"]
 
@@ -71,20 +75,54 @@ def tiles_of(bands: Iterable[Band]) -> Iterator[Tile]:
     full [4, 8) x [0, 4)
     causal [4, 8) x [4, 8)
     """
-    for band in joined(bands):
-        yield from _parted(band)
+    parts = [part for band in joined(bands) for part in _parted(band)]
+    full = [part for part in parts if part.is_rectangle]
+    yield from map(_tile, _stacked(full))
+    yield from (_tile(part) for part in parts if not part.is_rectangle)
 
 
-def _parted(band: Band) -> Iterator[Tile]:
-    """A band as a full tile and a causal one where only the upper diagonal cuts it, else as it is."""
+def _parted(band: Band) -> Iterator[Band]:
+    """A band as a rectangle and a triangle where only the upper diagonal cuts it, else as it is."""
     q0, q1, k0, k1, lo, hi = band
     corner = q0 + hi  # the last key of the first row: every row sees the keys before it, and it
     if lo > k0 - q1 + 1 or hi >= k1 - 1 - q0 or corner == k0:
-        yield _tile(band)
+        yield band
         return
     for part in (band.cut(q0, q1, k0, corner), band.cut(q0, q1, corner, k1)):
         assert part is not None, "the corner lies inside the band"
-        yield _tile(part)
+        yield part
+
+
+def _stacked(full: list[Band]) -> list[Band]:
+    """The same rectangles, cut so that every column is in as few as can be, if that makes no more of them.
+
+    Two query chunks over key prefixes of different length share the shorter prefix: as one tile over both chunks it is
+    one kernel call with more rows, and in backward its keys get one gradient, not two to be added.
+
+    >>> _stacked([tight(0, 2, 0, 4), tight(2, 4, 0, 8)])
+    [Band(q0=0, q1=4, k0=0, k1=4, lo=-3, hi=3), Band(q0=2, q1=4, k0=4, k1=8, lo=1, hi=5)]
+    """
+    if not 2 <= len(full) <= MOST_STACKED:
+        return full
+    edges = sorted({edge for band in full for edge in (band.k0, band.k1)})
+    columns = (
+        tight(q0, q1, k0, k1)
+        for k0, k1 in pairwise(edges)
+        for q0, q1 in _row_spans([band for band in full if band.k0 <= k0 and k1 <= band.k1])
+    )
+    stacked = joined(column for column in columns if column is not None)
+    return list(stacked) if len(stacked) <= len(full) else full
+
+
+def _row_spans(bands: list[Band]) -> list[tuple[int, int]]:
+    """The rows of rectangles, neighbours as one."""
+    spans: list[tuple[int, int]] = []
+    for band in sorted(bands):
+        if spans and spans[-1][1] == band.q0:
+            spans[-1] = (spans[-1][0], band.q1)
+        else:
+            spans.append((band.q0, band.q1))
+    return spans
 
 
 def _tile(band: Band) -> Tile:

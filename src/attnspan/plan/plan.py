@@ -15,8 +15,8 @@ one rank of a thousand never pays for the others.
 >>> plan = Plan(Causal(), HeadTail(ranks=2), seq_len=8, strategy="gather")
 >>> for tile in plan.steps(rank=0)[0].tiles:
 ...     print(tile)
-causal [0, 2) x [0, 2)
 full [2, 4) x [0, 6)
+causal [0, 2) x [0, 2)
 causal [2, 4) x [6, 8)
 """
 
