@@ -1,13 +1,25 @@
 """Every kernel, every case: the cell is exact against the oracle, or refused with the kernel's reason.
 
 Tolerances. float64: rounding of sums of some hundred terms, 1e-13. float32: 2e-6 of the largest magnitude, the bar of
-the whole library. Half precision rounds its scores' exponentials by design, so the yardstick is torch's own
-attention on the same numbers: an error no more than 1.1 times its error, as root mean square, because the largest
+the whole library, or, where large scores make that more than float32 holds, what torch's own attention attains (see
+[Note: float32]). Half precision rounds its scores' exponentials by design, so there torch's own attention on the same
+numbers is the only yardstick: an error no more than 1.1 times its error, as root mean square, because the largest
 single error is a matter of luck.
+
+[Note: whose error] SDPA is several kernels, and they are not equally exact. A kernel of ours is measured by the one
+that it is made of: what differs then is our doing. Where that one cannot do the problem (flash takes no mask), or the
+kernel is ours alone (reference), SDPA promises its user no more than the least exact that can.
+
+[Note: float32] e^(score - lse) is off by as much as score and lse are, and those of 20 are rounded by up to 1e-6
+each time they are written down. torch writes lse once; ours is written by the tile, by the other tile and by their
+join. Hence 1.5 times torch's error, where the 2e-6 cannot be had; TF32 would be a thousand times.
 
 [Note: lse in half precision] aten's CPU kernel is coarser there: over 16 keys and more its lse is off by up to 6e-5,
 and by 1e-6 for the same numbers in float32. Half a rounding step of bfloat16 is 2e-3.
 """
+
+import functools
+import warnings
 
 import pytest
 import torch
@@ -20,6 +32,15 @@ from tests import oracle
 from tests.kernels.cases import CASES, DTYPES, TILES, Case, Problem
 
 HALF = ("bfloat16", "float16")
+
+# See [Note: whose error].
+MADE_OF = {
+    "cpu_flash": SDPBackend.FLASH_ATTENTION,
+    "cuda_flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
+SDPA = [*dict.fromkeys(MADE_OF.values()), SDPBackend.MATH]
 
 
 def refuses(kernel, case):
@@ -87,28 +108,35 @@ def check_forward(kernel, problem):
     assert lse.dtype == torch.promote_types(problem.q.dtype, torch.float32)
     assert (lse == -torch.inf).equal(empty)
     assert not out[empty].any()
-    if problem.case.dtype in HALF:
-        assert rms(out - true_out) <= 1.1 * torch_error(problem, problem.k, problem.v, problem.mask)[0]
-        assert largest(lse[~empty] - true_lse[~empty]) <= 1e-4  # [Note: lse in half precision]
-    else:
-        assert largest(out - true_out) <= bound(problem) * largest(true_out)
-        assert largest(lse[~empty] - true_lse[~empty]) <= bound(problem) * max(1, largest(true_lse[~empty]))
+    torchs = functools.partial(torch_errors, problem, problem.k, problem.v, problem.mask)
+    exact(kernel, problem, "out", out, true_out, torchs)
+    lse_bound = 1e-4 if problem.case.dtype in HALF else bound(problem)  # [Note: lse in half precision]
+    assert largest(lse[~empty] - true_lse[~empty]) <= lse_bound * max(1, largest(true_lse[~empty]))
 
 
 def check_backward(kernel, problem):
     final = problem.final(kernel)
     grads = kernel.backward(problem.spec, problem.grad, *problem.inputs, *final, problem.tile)
-    errors = [found - true for found, true in zip(grads, problem.share, strict=True)]
     assert [x.shape for x in grads] == [x.shape for x in problem.inputs]
-    if problem.case.dtype in HALF:
-        # The tile's keys are seen by no other pair, so torch's dk and dv are the same sums as the tile's share, and
-        # its dq is a longer one.
-        _, *torchs = torch_error(problem, *problem.both)
-        for name, off, allowed in zip(("dq", "dk", "dv"), errors, torchs, strict=True):
-            assert rms(off) <= 1.1 * allowed, name
-    else:
-        for name, off, true in zip(("dq", "dk", "dv"), errors, problem.share, strict=True):
-            assert largest(off) <= bound(problem) * largest(true), name
+    # The tile's keys are seen by no other pair, so torch's dk and dv are the same sums as the tile's share, and its
+    # dq is a longer one.
+    torchs = functools.cache(lambda: torch_errors(problem, *problem.both))
+    for name, found, true in zip(("dq", "dk", "dv"), grads, problem.share, strict=True):
+        exact(kernel, problem, name, found, true, torchs)
+
+
+def exact(kernel, problem, name, found, true, torchs):
+    """Assert that what was found is true; `torchs` gives torch's errors, where they are the yardstick."""
+    off, dtype = found - true, problem.case.dtype
+    if dtype not in HALF and largest(off) <= bound(problem) * largest(true):
+        return
+    assert dtype != "float64", f"{name} is off by {largest(off) / largest(true):.1e} of the largest"
+    errors = {backend: found[name] for backend, found in torchs().items()}
+    allowed = errors.get(MADE_OF.get(kernel.name)) or max(errors.values())  # [Note: whose error]
+    # Writing the true values down is no error of anyone's: where a row sees one key, torch makes no other.
+    allowed = max(allowed, rms(true.to(DTYPES[dtype]) - true))
+    slack = 1.1 if dtype in HALF else 1.5  # [Note: float32]
+    assert rms(off) <= slack * allowed, f"{name} is off by {rms(off) / allowed:.2f} times torch's error"
 
 
 def bound(problem):
@@ -123,38 +151,44 @@ def rms(x):
     return float(x.square().mean().sqrt())
 
 
-def torch_error(problem, k, v, mask):
-    """The errors of torch's own attention in out, dq, and the dk and dv of the tile's keys."""
-    case, m = problem.case, problem.mask.shape[1]
+def torch_errors(problem, k, v, mask):
+    """By backend of SDPA that can do the problem: its errors in out, dq, and the dk and dv of the tile's keys."""
+    m, sees = problem.mask.shape[1], mask.any(1)
+    true_out, _ = oracle.attention(problem.q, k, v, mask, problem.case.scale)
+    grads = oracle.gradients(problem.q, k, v, mask, problem.case.scale, problem.grad)
+    true = cut([true_out[:, :, sees], *grads], m)
+    errors = {}
+    for backend in SDPA:
+        if found := by_torch(backend, problem, k, v, mask):
+            errors[backend] = {name: rms(x - true[name]) for name, x in cut(found, m).items()}
+    return errors
+
+
+def cut(results, m):
+    out, dq, dk, dv = results
+    return {"out": out, "dq": dq, "dk": dk[:, :, :m], "dv": dv[:, :, :m]}
+
+
+def by_torch(backend, problem, k, v, mask):
+    """(out, dq, dk, dv) by one backend of SDPA, or None where it cannot; out without the rows that see nothing."""
     q, k, v = (x.detach().contiguous().clone().requires_grad_() for x in (problem.q, k, v))
     sees = mask.any(1)
     bias = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill(~mask, -torch.inf)[sees]
-    # On CUDA only the slow kernel takes grouped heads together with a bias, and it is more exact than any fast one.
-    fast = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
-    on_cuda, group = case.device == "cuda", case.heads // case.key_heads
-    with sdpa_kernel(fast if on_cuda else [*fast, SDPBackend.MATH]):
-        out = scaled_dot_product_attention(
-            q[:, :, sees],
-            k.repeat_interleave(group, 1) if on_cuda else k,
-            v.repeat_interleave(group, 1) if on_cuda else v,
-            attn_mask=None if mask.all() else bias,
-            scale=case.scale,
-            enable_gqa=not on_cuda,
-        )
-    dq, dk, dv = torch.autograd.grad(out, (q, k, v), problem.grad[:, :, sees])
-    true_out, _ = oracle.attention(q.detach(), k.detach(), v.detach(), mask, case.scale)
-    true_dq, true_dk, true_dv = oracle.gradients(q.detach(), k.detach(), v.detach(), mask, case.scale, problem.grad)
-    return [
-        max(rms(found - true), rounding(problem, true))
-        for found, true in (
-            (out.detach(), true_out[:, :, sees]),
-            (dq, true_dq),
-            (dk[:, :, :m], true_dk[:, :, :m]),
-            (dv[:, :, :m], true_dv[:, :, :m]),
-        )
-    ]
-
-
-def rounding(problem, true):
-    """The error of writing the true values down: where a row sees one key, torch makes no other."""
-    return rms(true.to(DTYPES[problem.case.dtype]) - true)
+    # On CUDA only the slow backend takes grouped heads together with a bias.
+    on_cuda, group = q.is_cuda, q.shape[1] // k.shape[1]
+    try:
+        with sdpa_kernel(backend), warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # why a backend cannot: that it cannot is all we ask
+            out = scaled_dot_product_attention(
+                q[:, :, sees],
+                k.repeat_interleave(group, 1) if on_cuda else k,
+                v.repeat_interleave(group, 1) if on_cuda else v,
+                attn_mask=None if mask.all() else bias,
+                scale=problem.case.scale,
+                enable_gqa=not on_cuda,
+            )
+            return out.detach(), *torch.autograd.grad(out, (q, k, v), problem.grad[:, :, sees])
+    except RuntimeError as refused:
+        if any(words in str(refused) for words in ("No available kernel", "No viable backend", "cuDNN")):
+            return None
+        raise

@@ -1,7 +1,8 @@
 """Kernels: one tile in, (out, lse) out, and its backward. kernel.py has the contract."""
 
+from attnspan.kernels.accumulator import Accumulator
 from attnspan.kernels.kernel import Kernel, Spec
-from attnspan.kernels.merge import Accumulator, merge_into
+from attnspan.kernels.merge import merge_into
 from attnspan.kernels.registry import KERNELS, choose, refusals
 
 __all__ = ["KERNELS", "Accumulator", "Kernel", "Spec", "choose", "merge_into", "refusals"]
