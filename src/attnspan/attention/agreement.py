@@ -1,0 +1,159 @@
+"""Agreement: before the first key travels, all ranks go on or all raise.
+
+Ranks that run different plans, or tensors of other shapes, would wait for messages that never come or, worse, take
+them for something else. So when a call first sees tensors of some shapes, every rank checks its own, asks the kernel
+about every tile that it will compute, and then tells the others a hash of plan and shapes, or what is wrong. All ranks
+raise if any does, and name the odd one. Later calls with the same shapes say nothing.
+
+Not known here: whether a rank that agreed before comes with other shapes alone. It would ask and not be answered,
+which the transport reports.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnspan.attention.call import Call
+from attnspan.errors import AttentionError, KernelError
+from attnspan.kernels import choose
+from attnspan.plan.step import tokens_in
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+class Inputs(NamedTuple):
+    """The tensors of a call on this rank."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    sinks: Tensor | None = None
+
+
+def agree(call: Call, inputs: Inputs) -> None:
+    """Refuse tensors that the plan was not made for, on every rank."""
+    seen = tuple(None if x is None else (x.shape, x.dtype, x.device) for x in inputs)
+    if seen in call.agreed:
+        return
+    wrong = refusal(call, inputs)
+    said = _fingerprint(call, inputs) if wrong is None else f"{type(wrong).__name__}: {wrong}"
+    _raise_if_odd(call.transport.agree(said.encode(), "a plan that all ranks share"))
+    call.agreed.add(seen)
+
+
+def refusal(call: Call, inputs: Inputs) -> AttentionError | KernelError | None:
+    """What is wrong on this rank, or None."""
+    misfit = _misfit(call, inputs) or _wrong_length(call, inputs) or _wrong_sinks(inputs)
+    if misfit:
+        return AttentionError(misfit)
+    try:
+        _ask_kernel(call, inputs)
+    except KernelError as refused:
+        return refused
+    return None
+
+
+def _misfit(call: Call, inputs: Inputs) -> str:
+    """How query, key and value do not fit one another, the group or the plan's batch rows; or nothing."""
+    query, key, value, _ = inputs
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if tensor.dim() != 4:
+            return f"{name} must be (batch, heads, tokens, head dim), got shape {tuple(tensor.shape)}"
+        if tensor.dtype != query.dtype or tensor.device != query.device:
+            return f"{name} must be {query.dtype} on {query.device} like query, got {tensor.dtype} on {tensor.device}"
+    shapes = f"{tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}"
+    if query.dtype not in DTYPES:
+        return f"query must be float32, bfloat16, float16 or float64, got {_named(query.dtype)}"
+    if query.device != call.transport.device:
+        return f"query must be on {call.transport.device}, where the group's tensors are, got {query.device}"
+    if key.shape[:3] != value.shape[:3] or key.shape[0] != query.shape[0] or key.shape[3] != query.shape[3]:
+        return f"query, key and value must fit one another, got shapes {shapes}"
+    if 0 in (*query.shape[:2], key.shape[1], query.shape[3], value.shape[3]):
+        return f"query, key and value must have a batch, heads and a head dim, got shapes {shapes}"
+    if query.shape[1] % key.shape[1]:
+        return f"query heads must be a multiple of key heads, got {query.shape[1]} and {key.shape[1]}"
+    if call.plan.rows not in (1, query.shape[0]):
+        return f"query must have the plan's {call.plan.rows} batch rows, got {query.shape[0]}"
+    return ""
+
+
+def _wrong_length(call: Call, inputs: Inputs) -> str:
+    plan = call.plan
+    for name, got, layout, length in (
+        ("query", inputs.query.shape[2], plan.layout, plan.seq_len),
+        ("key", inputs.key.shape[2], plan.key_layout, plan.key_len),
+    ):
+        for row in range(plan.rows):
+            expected = tokens_in(layout.runs(length, call.rank, row))
+            if got != expected:
+                return f"{name} must hold this rank's {expected} of {length} tokens, got {got}; shard it first"
+    return ""
+
+
+def _wrong_sinks(inputs: Inputs) -> str:
+    query, _, _, sinks = inputs
+    if sinks is None:
+        return ""
+    if sinks.shape != query.shape[1:2]:
+        return f"sinks must be one logit per query head, ({query.shape[1]},), got shape {tuple(sinks.shape)}"
+    if not sinks.dtype.is_floating_point or sinks.device != query.device:
+        return f"sinks must be floating point on {query.device}, got {_named(sinks.dtype)} on {sinks.device}"
+    return ""
+
+
+def _ask_kernel(call: Call, inputs: Inputs) -> None:
+    """Raise what the kernel would at any tile of this rank. It reads shapes alone: one number stands for a tensor."""
+    query, key, value, _ = inputs
+    spec, number = call.spec(query), query.new_empty(1)
+    tiles = [tile for row in range(call.plan.rows) for step in call.plan.steps(call.rank, row) for tile in step.tiles]
+    for tile in {(tile.kind, len(tile.rows), len(tile.cols)): tile for tile in tiles}.values():
+        q, k, v = (
+            number.expand(*tensor.shape[:2], len(span), tensor.shape[3])
+            for tensor, span in ((query, tile.rows), (key, tile.cols), (value, tile.cols))
+        )
+        choose(call.kernel, spec, q, k, v, tile)
+
+
+def _fingerprint(call: Call, inputs: Inputs) -> str:
+    """The same text on every rank that runs the same plan on the same shapes."""
+    (query, key, value, sinks), plan = inputs, call.plan
+    shape = (*query.shape[:2], query.shape[3], key.shape[1], value.shape[3], query.dtype, sinks is None)
+    parts = [repr(shape), repr(plan.strategy), call.kernel, repr(call.scale), f"{plan.seq_len} x {plan.key_len}"]
+    for row in range(plan.rows):
+        parts += [repr(plan.bands(row)), repr(plan.layout.shards(plan.seq_len, row))]
+        parts += [repr(plan.key_layout.shards(plan.key_len, row))]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
+
+
+def _raise_if_odd(said: list[bytes]) -> None:
+    """Raise the same on every rank, if any refused or they do not say the same."""
+    by_text: dict[str, list[int]] = {}
+    for rank, text in enumerate(said):
+        by_text.setdefault(text.decode(), []).append(rank)
+    refused = {text: ranks for text, ranks in by_text.items() if ": " in text}
+    if refused:
+        kind = KernelError if all(text.startswith("KernelError") for text in refused) else AttentionError
+        raise kind("; ".join(_told(text.partition(": ")[2], ranks, len(said)) for text, ranks in refused.items()))
+    if len(by_text) > 1:
+        usual = max(by_text.values(), key=len)  # of equals the first
+        odd = [rank for ranks in by_text.values() if ranks is not usual for rank in ranks]
+        raise AttentionError(
+            "all ranks must run the same plan, kernel, scale and shapes; "
+            f"{_ranks(sorted(odd))} differ{'s' if len(odd) == 1 else ''} from {_ranks(usual)}"
+        )
+
+
+def _told(complaint: str, ranks: list[int], among: int) -> str:
+    return complaint if len(ranks) == among else f"on {_ranks(ranks)}: {complaint}"
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def _named(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,102 @@
+"""A plan bound to a group, ready to be called: what forward and backward share.
+
+[Note: handles] Custom ops take tensors, and torch.compile would compile anew for every plan if a plan's parts were
+numbers or strings. So a call is known by a handle: a CPU tensor with its number in `_CALLS`. Tensors are not
+specialised on, hence another plan of the same shapes is only another number. The handle carries the call, and the
+autograd graph saves the handle: a call lives as long as anything that may still run it, and no longer.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+from functools import cached_property
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from attnspan.attention.heads import Side, Trade
+from attnspan.attention.lane import Route
+from attnspan.errors import AttentionError
+from attnspan.kernels import Spec
+from attnspan.layouts.run import Runs
+from attnspan.plan import Plan, Ring, Strategy, Ulysses
+from attnspan.plan.heads import split_heads
+from attnspan.transports import Transport
+
+_CALLS: WeakValueDictionary[int, Call] = WeakValueDictionary()
+_NUMBERS = itertools.count(1)
+
+
+@dataclass(eq=False)
+class Call:
+    """One attention: a plan, this rank's end of the group, the kernel and scale asked for."""
+
+    plan: Plan
+    transport: Transport
+    kernel: str = "auto"
+    scale: float | None = None
+    agreed: set[tuple[object, ...]] = field(default_factory=set, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.transport.ranks != self.plan.ranks:
+            raise AttentionError(f"group must have the plan's {self.plan.ranks} ranks, got {self.transport.ranks}")
+
+    def handle(self) -> Tensor:
+        """A tensor that stands for this call, and keeps it alive. See [Note: handles]."""
+        number = next(_NUMBERS)
+        with torch.inference_mode(False):  # made during evaluation, it may be saved for backward later
+            handle = torch.tensor(number, device="cpu")
+        handle.call = self  # type: ignore[attr-defined]  # torch keeps attributes for as long as the tensor lives
+        _CALLS[number] = self
+        return handle
+
+    @staticmethod
+    def of(handle: Tensor) -> Call:
+        """The call that a handle stands for. See [Note: handles]."""
+        call = _CALLS.get(int(handle))
+        if call is None:
+            raise AttentionError("handle is a copy whose original is gone; keep the Attention that it belongs to")
+        return call
+
+    @property
+    def rank(self) -> int:
+        return self.transport.rank
+
+    def spec(self, query: Tensor) -> Spec:
+        """What all tiles have in common."""
+        return Spec(query.shape[-1] ** -0.5 if self.scale is None else self.scale)
+
+    # ---- one batch row -----------------------------------------------------------------------------------------
+
+    def rows(self, batch: int) -> list[tuple[int, slice]]:
+        """(row of the plan, the batch rows it stands for)."""
+        if self.plan.rows == 1:
+            return [(0, slice(0, batch))]
+        return [(row, slice(row, row + 1)) for row in range(batch)]
+
+    def route(self, row: int) -> Route:
+        """The steps of this rank, and its own keys."""
+        degree = self.plan.degree
+        steps = self.plan.steps(self.rank, row)
+        if degree > 1:  # transfers name groups; the peer in another group has this rank's place in its own
+            steps = tuple(step.between(degree, self.rank % degree) for step in steps)
+        return Route(self.plan.keys(self.rank, row), steps, self._hands_on)
+
+    def trade(self, row: int, heads: int, kv_heads: int) -> Trade:
+        """The exchange of heads inside this rank's group."""
+        plan, degree = self.plan, self.plan.degree
+        first = self.rank - self.rank % degree
+        members = range(first, first + degree)
+        shards: dict[Side, tuple[Runs, ...]] = {
+            "query": plan.layout.shards(plan.seq_len, row)[first : first + degree],
+            "key": plan.key_layout.shards(plan.key_len, row)[first : first + degree],
+        }
+        arenas: dict[Side, Runs] = {"query": plan.queries(self.rank, row), "key": plan.keys(self.rank, row)}
+        return Trade(self.transport, members, split_heads(heads, kv_heads, degree), shards, arenas)
+
+    @cached_property
+    def _hands_on(self) -> bool:
+        strategy = Strategy.of(self.plan.strategy)
+        return isinstance(strategy.inner if isinstance(strategy, Ulysses) else strategy, Ring)

@@ -1,0 +1,138 @@
+"""The function: attention over ranks, as a call or as an object that is made once and called often.
+
+>>> import torch
+>>> from attnspan.layouts import HeadTail
+>>> from attnspan.masks import Causal
+>>> from attnspan.testing import loopback
+>>> layout = HeadTail(ranks=2)
+>>> def rank(world):
+...     query, key, value = torch.ones(3, 1, 2, 4, 8).unbind()  # 4 of 8 tokens: this rank's shard
+...     return attention(query, key, value, mask=Causal(), layout=layout, group=world, seq_len=8)
+>>> [tuple(out.shape) for out in loopback(ranks=2).run(rank)]
+[(1, 2, 4, 8), (1, 2, 4, 8)]
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from attnspan.attention import ops
+from attnspan.attention.call import Call
+from attnspan.errors import AttentionError, PlanError
+from attnspan.layouts import Layout
+from attnspan.masks import Mask
+from attnspan.plan import Plan, Shape, choose
+from attnspan.plan.strategy import Strategy
+from attnspan.transports import Transport
+from attnspan.transports.group import Group, transport_of
+
+
+class Attention:
+    """A plan on a group of ranks, callable with this rank's shards.
+
+    Make it outside of torch.compile and call it inside: another plan for the same shapes does not compile anew.
+    """
+
+    def __init__(self, plan: Plan, group: Group = None, *, kernel: str = "auto", scale: float | None = None):
+        self.call = Call(plan, transport_of(group), kernel, scale)
+        self.handle = self.call.handle()
+
+    @property
+    def plan(self) -> Plan:
+        """What it does."""
+        return self.call.plan
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, *, sinks: Tensor | None = None) -> Tensor:
+        """The output for this rank's queries (B, H, S, Dv)."""
+        return self.with_lse(query, key, value, sinks=sinks)[0]
+
+    def with_lse(
+        self, query: Tensor, key: Tensor, value: Tensor, *, sinks: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The output, and the log-sum-exp of every row (B, H, S), differentiable too."""
+        query, key, value = (_as_autocast(x) for x in (query, key, value))
+        out, lse = ops.attention(query, key, value, sinks, self.handle)
+        return out, lse
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mask: Mask | None = None,
+    layout: Layout | None = None,
+    seq_len: int | None = None,
+    kv_layout: Layout | None = None,
+    kv_len: int | None = None,
+    strategy: Strategy | str = "auto",
+    plan: Plan | None = None,
+    group: Group = None,
+    kernel: str = "auto",
+    scale: float | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of this rank's queries over the keys of all ranks, exactly as if on one device.
+
+    query (B, H, S, D), key (B, Hk, Sk, D) and value (B, Hk, Sk, Dv) are this rank's shards in the order of `layout`.
+    Give `mask`, `layout` and `seq_len` (and `kv_layout`, `kv_len` for cross-attention), or a ready `plan`. `group` is
+    a DeviceMesh, a process group, a virtual world, or None for the default group. `sinks` (H,) is a learned logit per
+    head.
+    """
+    if dropout_p:
+        raise AttentionError(
+            f"dropout_p must be 0, got {dropout_p}: dropout over ranks is not served; drop it elsewhere"
+        )
+    if torch.compiler.is_compiling():
+        raise AttentionError("under torch.compile, make an Attention(plan, group) outside and call it inside")
+    if plan is None:
+        if mask is None or layout is None or seq_len is None:
+            raise AttentionError("give mask, layout and seq_len, or a plan")
+        plan = Plan(mask, layout, seq_len, "needed" if strategy == "auto" else strategy, kv_len, kv_layout)
+        shape = _shape(query, key, value)
+        if strategy == "auto" and shape is not None and (plan.key_len, plan.key_layout) == (plan.seq_len, plan.layout):
+            plan = _chosen(plan, shape, query.device.type)
+    elif any(given is not None for given in (mask, layout, seq_len, kv_layout, kv_len)):
+        raise AttentionError("give a plan, or what one is made of, not both")
+    attend = _memo(transport_of(group))(plan, kernel=kernel, scale=scale)
+    out, lse = attend.with_lse(query, key, value, sinks=sinks)
+    return (out, lse) if return_lse else out
+
+
+@functools.lru_cache(maxsize=1024)
+def _memo(transport: Transport) -> Callable[..., Attention]:
+    """Attention on a group, made once for each plan: ranks agree on it once, and a group's ranks forget alike."""
+    return functools.lru_cache(maxsize=256)(functools.partial(Attention, group=transport))
+
+
+@functools.lru_cache(maxsize=256)
+def _chosen(plan: Plan, shape: Shape, device: str) -> Plan:
+    """The plan with the strategy that the cost model finds best. Pure, so that all ranks choose alike."""
+    hardware = "h100-nvlink" if device == "cuda" else "cpu-gloo"
+    return choose(
+        plan.mask, seq_len=plan.seq_len, ranks=plan.ranks, shape=shape, hardware=hardware, layouts=[plan.layout]
+    ).plan
+
+
+def _shape(query: Tensor, key: Tensor, value: Tensor) -> Shape | None:
+    """What a choice of strategy depends on; None for tensors that will be refused, by all ranks together."""
+    dtype = str(query.dtype).removeprefix("torch.")
+    try:
+        return Shape(query.shape[1], key.shape[1], query.shape[3], value.shape[3], query.shape[0], dtype)
+    except (IndexError, PlanError):
+        return None
+
+
+def _as_autocast(tensor: Tensor) -> Tensor:
+    """What SDPA does under autocast: compute in its dtype, but for float64."""
+    device = tensor.device.type
+    on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    if on and tensor.is_floating_point() and tensor.dtype != torch.float64:
+        return tensor.to(torch.get_autocast_dtype(device))
+    return tensor

@@ -1,0 +1,241 @@
+"""One batch row on one rank (or all rows, where they are alike): its tensors, its steps, and what they come to.
+
+A lane knows how to send and receive the keys of a step, compute the step's tiles, and in backward send gradients
+home. It decides nothing: every question was answered by the plan. The loop over steps is in loop.py.
+
+[Note: gradients of lse] Where lse itself is used in a loss, d lse / d score is the probability p, so that dq gains
+scale * grad_lse * (p @ k) and dk gains scale * p.T @ (grad_lse * q). The first is what a kernel computes forward with
+keys in place of values, the second what it gives as dv for the gradient scale * grad_lse * q: no new kernel is
+needed.
+
+Shapes: query (B, H, Sq, D), key (B, Hk, Sk, D), value (B, Hk, Sk, Dv); packed buffers as in wire.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnspan.attention.sums import Sum
+from attnspan.attention.wire import Arrivals, Places, Staged, arriving, empty, leaving, packed, unpacked
+from attnspan.kernels import Accumulator, Kernel, Spec, choose
+from attnspan.layouts.run import Runs
+from attnspan.masks.tile import Tile
+from attnspan.plan.step import Step, Transfer
+
+Message = tuple[int, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """What a lane needs to know of the plan: its own keys, its steps, and whether buffers are handed on whole."""
+
+    own: Runs
+    steps: tuple[Step, ...]
+    whole: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Computing:
+    """How tiles are computed: the kernel asked for and what all tiles have in common."""
+
+    kernel: str
+    spec: Spec
+
+    def of(self, query: Tensor, key: Tensor, value: Tensor, tile: Tile) -> Kernel:
+        return choose(self.kernel, self.spec, query, key, value, tile)
+
+
+class Arena(NamedTuple):
+    """The keys and values of one step; `is_own` where they are the rank's own tensors as they lie."""
+
+    key: Tensor
+    value: Tensor
+    is_own: bool
+
+
+class KeySum(Sum):
+    """Gradients of keys and values, side by side in one packed buffer, ready to travel."""
+
+    __slots__ = ("packed",)
+
+    def __init__(self, packed: Tensor, head_dim: int):
+        super().__init__(*unpacked(packed, head_dim))
+        self.packed = packed
+
+
+class Lane:
+    """The keys of one batch row on their way through the steps of one rank."""
+
+    def __init__(self, route: Route, computing: Computing, query: Tensor, key: Tensor, value: Tensor):
+        self.route, self.computing = route, computing
+        self.query, self.key, self.value = query, key, value
+        self._own_places = Places(route.own)
+        self._own_packed: Tensor | None = None
+        self._held: Tensor | None = None  # by a ring: the buffer to hand on
+
+    # ---- keys travel -------------------------------------------------------------------------------------------
+
+    def post(self, step: Step) -> tuple[list[Message], list[Message], Arena, list[Staged]]:
+        """The messages of a step, the arena they fill, and what is to be laid out when they have arrived."""
+        if not step.receives and step.arena == self.route.own:
+            sends = [(t.target, part) for t in step.sends for part in self._leaving(t)]
+            return sends, [], Arena(self.key, self.value, is_own=True), []
+        places = Places(step.arena)
+        buffer = empty(self.key, self.value, len(places))
+        arena = Arena(*unpacked(buffer, self.key.shape[3]), is_own=False)
+        self._lay_own(arena, places, step)
+        if step.own and step.own == self.route.own:  # own keys are all in the arena: not packed again to be sent
+            sends = [(t.target, part) for t in step.sends for part in leaving(buffer, places, t, whole=False)]
+        else:
+            sends = [(t.target, part) for t in step.sends for part in self._leaving(t)]
+        receives, staged = [], []
+        for transfer in step.receives:
+            parts, late = arriving(buffer, places, transfer, self.route.whole)
+            receives += [(transfer.source, part) for part in parts]
+            staged += [late] if late else []
+        self._held = buffer
+        return sends, receives, arena, staged
+
+    def _leaving(self, transfer: Transfer) -> list[Tensor]:
+        if self.route.whole:
+            held = self._held if self._held is not None else self._packed()
+            return leaving(held, self._own_places, transfer, whole=True)
+        return leaving(self._packed(), self._own_places, transfer, whole=False)
+
+    def _packed(self) -> Tensor:
+        if self._own_packed is None:
+            self._own_packed = packed(self.key, self.value)
+        return self._own_packed
+
+    def _lay_own(self, arena: Arena, places: Places, step: Step) -> None:
+        """The rank's own keys among those of others."""
+        for to, source in zip(places.slices(step.own), self._own_places.slices(step.own), strict=True):
+            arena.key[:, :, to] = self.key[:, :, source]
+            arena.value[:, :, to] = self.value[:, :, source]
+
+    # ---- forward -----------------------------------------------------------------------------------------------
+
+    def key_sum(self, rows: int) -> KeySum:
+        """A sum for the gradients of `rows` keys and values."""
+        return KeySum(empty(self.key, self.value, rows, wide(self.key.dtype)), self.key.shape[3])
+
+    def accumulator(self) -> Accumulator:
+        batch, heads, rows, _ = self.query.shape
+        shape = (batch, heads, rows, self.value.shape[-1])
+        return Accumulator(shape, wide(self.query.dtype), self.query.device)
+
+    def compute(self, step: Step, arena: Arena, total: Accumulator) -> None:
+        """Every tile of a step, joined into the total."""
+        for tile in step.tiles:
+            query, key, value = self._sliced(tile, arena)
+            kernel = self.computing.of(query, key, value, tile)
+            total.add(tile.rows, *kernel.forward(self.computing.spec, query, key, value, tile))
+
+    def _sliced(self, tile: Tile, arena: Arena) -> tuple[Tensor, Tensor, Tensor]:
+        rows, cols = _slice(tile.rows), _slice(tile.cols)
+        return self.query[:, :, rows], arena.key[:, :, cols], arena.value[:, :, cols]
+
+    # ---- backward ----------------------------------------------------------------------------------------------
+
+    def differentiate(self, step: Step, arena: Arena, final: Final, grads: Grads) -> KeySum:
+        """The gradients of every tile of a step, from the final out and lse: see [Note: final out and lse].
+
+        Returns those of the arena's keys and values.
+        """
+        keys = grads.keys if arena.is_own else self.key_sum(arena.key.shape[2])
+        for tile in step.tiles:
+            query, key, value = self._sliced(tile, arena)
+            kernel, spec = self.computing.of(query, key, value, tile), self.computing.spec
+            rows = _slice(tile.rows)
+            out, lse, grad = final.out[:, :, rows], final.lse[:, :, rows], final.grad[:, :, rows]
+            dq, dk, dv = kernel.backward(spec, grad, query, key, value, out, lse, tile)
+            grads.query.add(tile.rows, dq)
+            keys.add(tile.cols, dk, dv)
+            if final.grad_lse is not None:
+                more_dq, more_dk = self._through_lse(tile, arena, final)
+                grads.query.add(tile.rows, more_dq)
+                keys.views[0][:, :, _slice(tile.cols)] += more_dk
+        return keys
+
+    def _through_lse(self, tile: Tile, arena: Arena, final: Final) -> tuple[Tensor, Tensor]:
+        """What a gradient of lse adds to dq and dk. See [Note: gradients of lse]."""
+        assert final.grad_lse is not None, "asked only where lse has a gradient"
+        rows = _slice(tile.rows)
+        query, key, _ = self._sliced(tile, arena)
+        kernel, spec = self.computing.of(query, key, key, tile), self.computing.spec
+        weight = (final.grad_lse[:, :, rows] * spec.scale).unsqueeze(-1)
+        mean_key, part_lse = kernel.forward(spec, query, key, key, tile)
+        share = (part_lse - final.lse[:, :, rows]).exp().unsqueeze(-1)
+        seed = (weight * query).to(query.dtype)
+        _, _, dk = kernel.backward(spec, seed, query, key, key, torch.zeros_like(query), final.lse[:, :, rows], tile)
+        return weight * share * mean_key, dk
+
+    def send_home(self, step: Step, keys: KeySum, grads: Grads) -> tuple[list[Message], Arrivals]:
+        """Gradients of others' keys leave, those of own keys will arrive."""
+        if keys is not grads.keys:
+            self._keep_own(step, keys, grads)
+        places = Places(step.arena)
+        sends = [(t.target, part) for t in step.home for part in leaving(keys.packed, places, t, whole=False)]
+        dtype = keys.packed.dtype
+        return sends, Arrivals(step.returns, lambda rows: empty(self.key, self.value, rows, dtype))
+
+    def _keep_own(self, step: Step, keys: KeySum, grads: Grads) -> None:
+        """Gradients of own keys that lay among those of others."""
+        used = Places(step.arena).slices(step.own)
+        for source, to in zip(used, self._own_places.slices(step.own), strict=True):
+            grads.keys.add(range(to.start, to.stop), *keys.result(source))
+
+    def take_home(self, arrivals: Arrivals, grads: Grads) -> None:
+        """Add what arrived."""
+        for run, part in arrivals.sums():
+            (rows,) = self._own_places.slices((run,))
+            grads.keys.add(range(rows.start, rows.stop), *unpacked(part, self.key.shape[3]))
+
+
+@dataclass(frozen=True, slots=True)
+class Final:
+    """What backward is given: the merged out and lse of all rows, and the gradients that arrived for them."""
+
+    grad: Tensor
+    grad_lse: Tensor | None
+    out: Tensor
+    lse: Tensor
+
+    def of(self, rows: slice) -> Final:
+        """Some batch rows."""
+        return Final(self.grad[rows], _part(self.grad_lse, rows), self.out[rows], self.lse[rows])
+
+    def heads(self, heads: slice) -> Final:
+        """Some heads."""
+        at = (slice(None), heads)
+        return Final(self.grad[at], _part(self.grad_lse, at), self.out[at], self.lse[at])
+
+
+@dataclass(frozen=True, slots=True)
+class Grads:
+    """Sums of gradients: of the queries, and of own keys and values."""
+
+    query: Sum
+    keys: KeySum
+
+    @classmethod
+    def of(cls, lane: Lane) -> Grads:
+        """Nothing yet, in the precision that sums are kept in."""
+        return cls(Sum(torch.empty_like(lane.query, dtype=wide(lane.query.dtype))), lane.key_sum(lane.key.shape[2]))
+
+
+def _part(x: Tensor | None, at: slice | tuple[slice, slice]) -> Tensor | None:
+    return None if x is None else x[at]
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The precision that sums are kept in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _slice(rows: range) -> slice:
+    return slice(rows.start, rows.stop, rows.step)

@@ -1,0 +1,99 @@
+"""Forward and backward: two short loops over the steps of a plan.
+
+At every step: wait for its keys, start the next step's exchange, compute. So an exchange travels under the compute of
+the step before it, and at most two arenas are alive. In backward the gradients of a step's keys go home under the
+compute of the next.
+
+Batch rows whose steps differ are lanes of their own; their messages travel together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from attnspan.attention.lane import Arena, Final, Grads, KeySum, Lane, Message
+from attnspan.transports import Pending, Transport
+
+
+def forward(transport: Transport, lanes: Sequence[Lane]) -> list[tuple[Tensor, Tensor]]:
+    """(out, lse) of every lane."""
+    totals = [lane.accumulator() for lane in lanes]
+    coming = Exchange(transport, lanes, 0)
+    for index in range(_steps(lanes)):
+        arenas = coming.wait()
+        coming = Exchange(transport, lanes, index + 1)
+        for lane, arena, total in zip(lanes, arenas, totals, strict=True):
+            lane.compute(lane.route.steps[index], arena, total)
+    return [total.result(lane.query.dtype) for lane, total in zip(lanes, totals, strict=True)]
+
+
+def backward(transport: Transport, lanes: Sequence[Lane], finals: Sequence[Final]) -> list[Grads]:
+    """The gradients of every lane."""
+    grads = [Grads.of(lane) for lane in lanes]
+    coming = Exchange(transport, lanes, 0)
+    going: Homeward | None = None
+    for index in range(_steps(lanes)):
+        arenas = coming.wait()
+        coming = Exchange(transport, lanes, index + 1)
+        keys = [
+            lane.differentiate(lane.route.steps[index], arena, final, grad)
+            for lane, arena, final, grad in zip(lanes, arenas, finals, grads, strict=True)
+        ]
+        if going is not None:
+            going.wait()
+        going = Homeward(transport, lanes, keys, grads, index)
+    if going is not None:
+        going.wait()
+    return grads
+
+
+class Exchange:
+    """The keys of one step, on their way; past the last step, nothing."""
+
+    def __init__(self, transport: Transport, lanes: Sequence[Lane], index: int):
+        sends: list[Message] = []
+        receives: list[Message] = []
+        self._arenas: list[Arena] = []
+        self._staged = []
+        for lane in lanes if index < _steps(lanes) else []:
+            out, into, arena, staged = lane.post(lane.route.steps[index])
+            sends += out
+            receives += into
+            self._arenas.append(arena)
+            self._staged += staged
+        self._pending = transport.exchange(sends, receives, "keys") if sends or receives else Pending()
+
+    def wait(self) -> list[Arena]:
+        """The arenas, filled."""
+        self._pending.wait()
+        for staged in self._staged:
+            staged.land()
+        return self._arenas
+
+
+class Homeward:
+    """The gradients of one step's keys, on their way to their owners."""
+
+    def __init__(self, transport: Transport, lanes: Sequence[Lane], keys: list[KeySum], grads: list[Grads], index: int):
+        sends: list[Message] = []
+        receives: list[Message] = []
+        self._landing = []
+        for lane, key, grad in zip(lanes, keys, grads, strict=True):
+            step = lane.route.steps[index]
+            out, arrivals = lane.send_home(step, key, grad)
+            sends += out
+            receives += arrivals.receives
+            self._landing.append((lane, arrivals, grad))
+        self._pending = transport.exchange(sends, receives, "gradients") if sends or receives else Pending()
+
+    def wait(self) -> None:
+        """Add what arrived."""
+        self._pending.wait()
+        for lane, arrivals, grad in self._landing:
+            lane.take_home(arrivals, grad)
+
+
+def _steps(lanes: Sequence[Lane]) -> int:
+    return len(lanes[0].route.steps) if lanes else 0  # a rank of a large Ulysses group may have no heads

@@ -1,0 +1,123 @@
+"""The custom ops: one node in the autograd graph, opaque to torch.compile, replayable by checkpointing.
+
+`attnspan::attention` takes tensors only (see [Note: handles] in call.py), so everything that backward needs is in its
+node: queries, keys, values, out, lse and the handle. No context manager has to be alive when activation checkpointing
+replays it, and a selective policy can save `torch.ops.attnspan.attention.default` so that its collectives are not
+replayed.
+
+[Note: layouts] torch.compile is told the strides of results before anything runs. They are contiguous always, in
+memory of their own, whatever the layout of queries or of a kernel's output.
+
+[Note: sinks] A sink is a learned logit per head that takes part in every row's softmax and has no value. It is folded
+in once, after everything is merged: lse' = log(e^lse + e^sink), out' = out * e^(lse - lse'). Backward with the folded
+out and lse is then right as it stands, and the sink's own gradient is -sum of its probability times sum(grad * out),
+over rows and over ranks. A row that saw no key keeps out 0; its lse becomes the sink. A sink of -inf is none at all.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from attnspan.attention import execute
+from attnspan.attention.agreement import Inputs, agree
+from attnspan.attention.call import Call
+from attnspan.attention.lane import Final, wide
+from attnspan.attention.unbroken import unbroken
+from attnspan.errors import AttentionError, KernelError
+
+
+@torch.library.custom_op("attnspan::attention", mutates_args=())
+def attention(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, handle: Tensor) -> tuple[Tensor, Tensor]:
+    call = Call.of(handle)
+    with unbroken(call.transport, but=(AttentionError, KernelError)):
+        agree(call, Inputs(query, key, value, sinks))
+    with unbroken(call.transport), _as_given(query):
+        out, lse = _with_sinks(*execute.forward(call, query, key, value), sinks)
+    return out.contiguous(), lse.contiguous()
+
+
+@attention.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, handle: Tensor) -> tuple[Tensor, Tensor]:
+    devices = {x.device for x in (query, key, value, sinks) if x is not None}
+    if len(devices) > 1:  # of real tensors too: torch calls this for any that are on the meta device
+        raise AttentionError(f"query, key, value and sinks must be on one device, got {sorted(map(str, devices))}")
+    batch, heads, rows, _ = query.shape
+    out = query.new_empty(batch, heads, rows, value.shape[-1])
+    return out, query.new_empty(batch, heads, rows, dtype=wide(query.dtype))
+
+
+@torch.library.custom_op("attnspan::attention_backward", mutates_args=())
+def attention_backward(
+    grad: Tensor,
+    grad_lse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    sinks: Tensor | None,
+    handle: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    call, final = Call.of(handle), Final(grad, grad_lse, out, lse)
+    with unbroken(call.transport), _as_given(query):
+        d_sinks = query.new_empty(0) if sinks is None else _sink_gradient(call, final, sinks)
+        dq, dk, dv = execute.backward(call, query, key, value, final)
+    return dq.contiguous(), dk, dv, d_sinks
+
+
+@attention_backward.register_fake
+def _(grad, grad_lse, query, key, value, out, lse, sinks, handle):
+    d_sinks = query.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
+    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape), d_sinks
+
+
+def _save(ctx, inputs, output) -> None:
+    query, key, value, sinks, handle = inputs
+    ctx.save_for_backward(query, key, value, sinks, handle, *output)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, grad, grad_lse):
+    query, key, value, sinks, handle, out, lse = ctx.saved_tensors
+    grad = torch.zeros_like(out) if grad is None else grad
+    dq, dk, dv, d_sinks = attention_backward(grad, grad_lse, query, key, value, out, lse, sinks, handle)
+    return dq, dk, dv, None if sinks is None else d_sinks, None
+
+
+def _second(ctx, *grads):
+    raise AttentionError("attention has no second derivatives; take gradients without create_graph=True")
+
+
+attention.register_autograd(_backward, setup_context=_save)
+attention_backward.register_autograd(_second)
+
+
+def _as_given(query: Tensor) -> torch.autocast:
+    """Inside, autocast is off: inputs were cast on their way in, and float32 sums must stay what they are."""
+    return torch.autocast(query.device.type, enabled=False)
+
+
+def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """See [Note: sinks]."""
+    if sinks is None:
+        return out, lse
+    logits = sinks.to(lse.dtype)[None, :, None].expand_as(lse)
+    folded = torch.logaddexp(lse, logits)
+    return (out * _share(lse, folded).unsqueeze(-1)).to(out.dtype), folded
+
+
+def _sink_gradient(call: Call, final: Final, sinks: Tensor) -> Tensor:
+    lse = final.lse
+    weight = _share(sinks.to(lse.dtype)[None, :, None].expand_as(lse), lse)
+    slope = -(final.grad.to(lse.dtype) * final.out.to(lse.dtype)).sum(-1)
+    if final.grad_lse is not None:
+        slope = slope + final.grad_lse
+    total = (weight * slope).sum(dim=(0, 2))
+    call.transport.all_reduce(total, "gradients of sinks").wait()
+    return total.to(sinks.dtype)
+
+
+def _share(part: Tensor, whole: Tensor) -> Tensor:
+    """e^part / e^whole; nothing of nothing is nothing."""
+    return (part - whole).exp().masked_fill(part == -torch.inf, 0.0)

@@ -1,0 +1,44 @@
+"""All or nothing: a group on which a call broke off is not used again.
+
+A rank that raises in the middle of a call, because memory ran out or it was interrupted, owes the others messages and
+is owed some. If it caught the error and went on with its next call, its new keys would be taken for those it owes:
+they look alike, and on every rank the result would be wrong with nobody the wiser. So from then on it refuses every
+call on that group; the others wait in vain, hear so after the group's timeout, and refuse in their turn.
+
+What all ranks refuse together, before the first key travels, breaks nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from weakref import WeakKeyDictionary
+
+from attnspan.transports import Transport
+
+_BROKEN: WeakKeyDictionary[object, str] = WeakKeyDictionary()  # by group, for as long as it lives: what was raised
+
+
+@contextmanager
+def unbroken(transport: Transport, *, but: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+    """Inside, a call is under way; whatever it raises `but` these breaks the group."""
+    group = _group(transport)
+    if group in _BROKEN:
+        raise transport.error(
+            f"an earlier attention broke off here with {_BROKEN[group]}; its messages may still be under way, and "
+            "would be taken for those of this one; make a new group, as by torch.distributed.new_group()"
+        )
+    try:
+        yield
+    except but:
+        raise
+    except BaseException as error:
+        _BROKEN[group] = f"{type(error).__name__}: {error}"
+        raise
+
+
+def _group(transport: Transport) -> object:
+    """What all transports of one group have in common."""
+    while hasattr(transport, "transport"):  # one that wraps another
+        transport = transport.transport
+    return getattr(transport, "group", transport)
