@@ -10,8 +10,19 @@ rank  tokens  runs  steps  full  causal  general  share  receives  peak keys
 imbalance 1.048; 4 keys move (50% of an all-gather's)
 """
 
+from attnspan import testing
 from attnspan._version import __version__
-from attnspan.errors import AttnspanError, ExpressionError, LayoutError, MaskError, PlanError
+from attnspan.attention import Attention, attention
+from attnspan.errors import (
+    AttentionError,
+    AttnspanError,
+    ExpressionError,
+    KernelError,
+    LayoutError,
+    MaskError,
+    PlanError,
+    TransportError,
+)
 from attnspan.layouts import (
     Balanced,
     Contiguous,
@@ -38,6 +49,8 @@ from attnspan.masks import (
 from attnspan.plan import Hardware, Plan, Shape, choose
 
 __all__ = [
+    "Attention",
+    "AttentionError",
     "AttnspanError",
     "Balanced",
     "BlockSparse",
@@ -49,6 +62,7 @@ __all__ = [
     "Full",
     "Hardware",
     "HeadTail",
+    "KernelError",
     "KeyPadding",
     "Layout",
     "LayoutError",
@@ -64,7 +78,10 @@ __all__ = [
     "SinkTokens",
     "SlidingWindow",
     "Striped",
+    "TransportError",
     "Tree",
     "__version__",
+    "attention",
     "choose",
+    "testing",
 ]

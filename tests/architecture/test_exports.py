@@ -7,6 +7,8 @@ from types import SimpleNamespace
 import attnspan
 
 PUBLIC = [
+    "Attention",
+    "AttentionError",
     "AttnspanError",
     "Balanced",
     "BlockSparse",
@@ -18,6 +20,7 @@ PUBLIC = [
     "Full",
     "Hardware",
     "HeadTail",
+    "KernelError",
     "KeyPadding",
     "Layout",
     "LayoutError",
@@ -33,9 +36,12 @@ PUBLIC = [
     "SinkTokens",
     "SlidingWindow",
     "Striped",
+    "TransportError",
     "Tree",
     "__version__",
+    "attention",
     "choose",
+    "testing",
 ]
 
 

@@ -98,7 +98,7 @@ def attention(
         shape = _shape(query, key, value)
         if strategy == "auto" and shape is not None and (plan.key_len, plan.key_layout) == (plan.seq_len, plan.layout):
             plan = _chosen(plan, shape, query.device.type)
-    elif any(given is not None for given in (mask, layout, seq_len, kv_layout, kv_len)):
+    elif strategy != "auto" or any(part is not None for part in (mask, layout, seq_len, kv_layout, kv_len)):
         raise AttentionError("give a plan, or what one is made of, not both")
     attend = _memo(transport_of(group))(plan, kernel=kernel, scale=scale)
     out, lse = attend.with_lse(query, key, value, sinks=sinks)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from attnspan.attention.sums import Sum
 from attnspan.attention.wire import Arrivals, Places, Staged, arriving, empty, leaving, packed, unpacked
-from attnspan.kernels import Accumulator, Kernel, Spec, choose
+from attnspan.kernels import Accumulator, Kernel, Spec, choose, write_into
 from attnspan.layouts.run import Runs
 from attnspan.masks.tile import Tile
 from attnspan.plan.step import Step, Transfer
@@ -114,8 +114,8 @@ class Lane:
     def _lay_own(self, arena: Arena, places: Places, step: Step) -> None:
         """The rank's own keys among those of others."""
         for to, source in zip(places.slices(step.own), self._own_places.slices(step.own), strict=True):
-            arena.key[:, :, to] = self.key[:, :, source]
-            arena.value[:, :, to] = self.value[:, :, source]
+            write_into(arena.key[:, :, to], self.key[:, :, source])
+            write_into(arena.value[:, :, to], self.value[:, :, source])
 
     # ---- forward -----------------------------------------------------------------------------------------------
 

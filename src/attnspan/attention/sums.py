@@ -13,6 +13,8 @@ from itertools import groupby
 
 from torch import Tensor
 
+from attnspan.kernels import add_into, write_into
+
 
 class Sum:
     """Sums over the same rows of several views, held in uninitialised memory until written.
@@ -36,10 +38,7 @@ class Sum:
         for first, last, seen in self._stretches(rows):
             at = slice(*_bounds(rows[first:last]))
             for view, part in zip(self.views, parts, strict=True):
-                if seen:
-                    view[:, :, at] += part[:, :, first:last]
-                else:
-                    view[:, :, at] = part[:, :, first:last]
+                (add_into if seen else write_into)(view[:, :, at], part[:, :, first:last])
         self._seen[slice(*_bounds(rows))] = b"\1" * len(rows)
 
     def result(self, rows: slice = slice(None)) -> tuple[Tensor, ...]:

@@ -22,6 +22,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from attnspan.kernels import write_into
 from attnspan.layouts.run import Run, Runs
 from attnspan.plan.step import Transfer, tokens_in
 
@@ -33,7 +34,7 @@ def packed(key: Tensor, value: Tensor) -> Tensor:
     """K (B, Hk, S, D) and V (B, Hk, S, Dv) as one buffer (S, B, Hk, D + Dv)."""
     buffer = empty(key, value, key.shape[2])
     for view, tensor in zip(unpacked(buffer, key.shape[3]), (key, value), strict=True):
-        view.copy_(tensor)
+        write_into(view, tensor)
     return buffer
 
 

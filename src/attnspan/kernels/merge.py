@@ -46,7 +46,7 @@ def merge(into: Part, a: Part, b: Part) -> None:
 
     What is read is widened to lse's dtype, joined there and rounded once.
     """
-    if into.out.is_cuda and _has_triton():
+    if into.out.is_cuda and has_triton():
         _merge_fused(into, a, b)
     else:
         _merge_plain(into, a, b)
@@ -77,7 +77,8 @@ def _merge_fused(into: Part, a: Part, b: Part) -> None:
 
 
 @cache
-def _has_triton() -> bool:
+def has_triton() -> bool:
+    """Whether Triton is installed."""
     try:
         import triton  # noqa: F401
     except ImportError:
