@@ -2,8 +2,9 @@
 
 import pytest
 
-from attnspan.layouts import Balanced, Contiguous, HeadTail, PerDocument, Striped
-from attnspan.masks import Causal
+from attnspan.layouts import Balanced, Contiguous, HeadTail, PerDocument, RoundRobinByWork, Striped
+from attnspan.layouts.grouped import Grouped
+from attnspan.masks import Causal, Documents, KeyPadding, PrefixLM
 
 
 def test_each_token_shows_its_owner():
@@ -47,3 +48,19 @@ def test_long_lists_are_shortened():
     drawn = str(PerDocument([5] * 1000, ranks=2))
     assert max(map(len, drawn.splitlines())) < 400
     assert "more runs" in drawn
+
+
+@pytest.mark.parametrize("build", [Balanced, RoundRobinByWork])
+@pytest.mark.parametrize("mask", [KeyPadding(1000), PrefixLM(100) & Causal(), KeyPadding([5, 300])], ids=repr)
+def test_a_layout_is_drawn_at_a_length_that_its_mask_accepts(build, mask):
+    assert f"on {mask.least_len} tokens" in str(build(mask, ranks=2)).splitlines()[0]
+
+
+def test_a_layout_of_masks_that_contradict_each_other_says_that_it_cannot_be_drawn():
+    lines = str(Balanced([Documents([3, 4]), Documents([5])], ranks=2)).splitlines()
+    assert lines[0] == "Balanced([Documents([3, 4]), Documents([5])], ranks=2) on 7 tokens"
+    assert lines[1].startswith("(cannot be drawn: lengths must sum to q_len (7)")
+
+
+def test_a_grouped_layout_is_drawn_at_the_length_of_what_it_groups():
+    assert "on 7 tokens" in str(Grouped(PerDocument([3, 4], ranks=4), size=2))

@@ -6,10 +6,12 @@ from itertools import pairwise
 
 import pytest
 
-from attnspan.errors import PlanError
-from attnspan.layouts import Contiguous, HeadTail
-from attnspan.masks import Causal, Documents, KeyPadding, SlidingWindow
+from attnspan.errors import MaskError, PlanError
+from attnspan.layouts import Balanced, Contiguous, HeadTail
+from attnspan.layouts.balanced import fitting_chunk
+from attnspan.masks import Causal, Documents, Full, KeyPadding, SlidingWindow
 from attnspan.plan import Hardware, Link, Needed, Plan, Shape, choose, predict
+from attnspan.plan.choose import SAMPLED, sampled_ranks
 from attnspan.plan.cost import PRESETS
 
 SHAPE = Shape(heads=32, kv_heads=8, head_dim=128)
@@ -105,3 +107,66 @@ def test_unknown_hardware_names_the_nearest():
 def test_layouts_of_other_ranks_are_refused():
     with pytest.raises(PlanError, match=r"layouts must have 4 ranks, got \[2\]"):
         choose(Causal(), seq_len=64, ranks=4, shape=SHAPE, layouts=[HeadTail(2)])
+
+
+def test_a_batch_that_contradicts_the_mask_is_refused():
+    rows = KeyPadding([64, 32])
+    assert choose(rows, seq_len=64, ranks=2, shape=Shape(4, batch=2)).plan.rows == 2
+    for batch in (1, 3):
+        with pytest.raises(MaskError, match=f"batch must be the mask's 2 batch rows, got {batch}"):
+            choose(rows, seq_len=64, ranks=2, shape=Shape(4, batch=batch))
+    assert choose(KeyPadding(64), seq_len=64, ranks=2, shape=Shape(4, batch=3)).plan.rows == 1
+
+
+@pytest.mark.parametrize("memory", [0, -1, float("nan"), float("inf"), "80GB", True])
+def test_memory_is_a_positive_number(memory: object):
+    with pytest.raises(PlanError, match=r"memory must be a positive number of bytes, got"):
+        choose(Causal(), seq_len=64, ranks=2, shape=SHAPE, memory=memory)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"mask": "causal"}, r"mask must be a mask such as Causal\(\), got 'causal'"),
+        ({"shape": 32}, r"shape must be a Shape such as Shape\(heads=32, kv_heads=8\), got 32"),
+        ({"layouts": ["balanced"]}, r"layouts must hold layouts such as HeadTail\(ranks=2\), got 'balanced'"),
+        ({"seq_len": "64"}, r"seq_len must be a whole number >= 1, got '64'"),
+    ],
+)
+def test_what_choose_is_given_is_checked(wrong: dict[str, object], message: str):
+    asked = {"mask": Causal(), "seq_len": 64, "ranks": 2, "shape": SHAPE, **wrong}
+    with pytest.raises(PlanError, match=message):
+        choose(asked.pop("mask"), **asked)
+
+
+@pytest.mark.parametrize("mask", [~Full(), KeyPadding(0)], ids=repr)
+@pytest.mark.parametrize("ranks", [1, 2, 40])
+def test_a_mask_that_allows_nothing_is_planned_all_the_same(mask, ranks: int):
+    choice = choose(mask, seq_len=256, ranks=ranks, shape=SHAPE)
+    assert choice.candidates[0].seconds == 0
+    assert "chosen" in choice.explain()
+    assert "imbalance 1.000" in choice.plan.explain()
+    assert str(choice.plan)
+
+
+def test_what_is_as_fast_says_so():
+    choice = choose(Causal() & Documents([1024] * 16), seq_len=1 << 14, ranks=4, shape=SHAPE)
+    first = choice.candidates[0].seconds
+    for candidate, line in zip(choice.candidates, choice.explain().splitlines()[1:], strict=True):
+        close = candidate.seconds <= first * 1.005
+        assert close == (line.endswith("as fast") or line.endswith("chosen"))
+        assert "1.00x" not in line
+    assert "as fast" in choice.explain(), "needed in one stage or in two: nothing moves"
+
+
+def test_balanced_is_tried_with_the_chunk_that_fits():
+    choice = choose(Causal(), seq_len=4096, ranks=4, shape=SHAPE)
+    assert {c.plan.layout for c in choice.candidates if isinstance(c.plan.layout, Balanced)} == {
+        Balanced(Causal(), ranks=4, chunk=fitting_chunk(4096, 4))
+    }
+
+
+def test_the_busiest_of_many_ranks_is_looked_at():
+    plan = Plan(Causal(), Contiguous(ranks=100), 1000, "needed")
+    assert len(sampled_ranks(plan)) == SAMPLED + 1
+    assert 99 in sampled_ranks(plan)

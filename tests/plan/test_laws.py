@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from attnspan.layouts.run import tokens_in
 from attnspan.plan import Plan, Step
-from attnspan.plan.step import tokens_in
 from tests.masks.strategies import masks
 from tests.plan.strategies import computed, layouts, plans, positions, used_keys
 

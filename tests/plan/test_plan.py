@@ -162,6 +162,14 @@ REFUSALS = {
     "seq_len must be a whole number >= 1, got 0": lambda: Plan(Causal(), HeadTail(2), 0),
     "kv_layout must be given when kv_len (9) is not seq_len (8)": lambda: Plan(Full(), HeadTail(2), 8, kv_len=9),
     "kv_layout must have the layout's 2 ranks, got 3": lambda: Plan(Full(), HeadTail(2), 8, kv_layout=HeadTail(3)),
+    "strategy: needed takes stages, got 'degree' in 'needed(degree=2)'; write needed(stages=2)": lambda: Strategy.of(
+        "needed(degree=2)"
+    ),
+    "strategy: ulysses takes degree, got 'stages' in 'ulysses(stages=2)'; write ulysses(degree=2)": lambda: Strategy.of(
+        "ulysses(stages=2)"
+    ),
+    "strategy must name ring, gather or needed after x, got 'ulysses(2) x '": lambda: Strategy.of("ulysses(2) x "),
+    "strategy must name ring, gather or needed after x, got 'ulysses(2) x'": lambda: Strategy.of("ulysses(2) x"),
     "rank must be below the plan's 2 ranks, got 2": lambda: Plan(Causal(), HeadTail(2), 8).steps(2),
     "mask must be a mask such as Causal(), got 'causal'": lambda: Plan("causal", HeadTail(2), 8),
     "layout must be a layout such as HeadTail(ranks=4), got 4": lambda: Plan(Causal(), 4, 8),
@@ -177,6 +185,47 @@ def test_bad_input_is_refused_with_its_reason(message: str):
     with pytest.raises(PlanError) as refused:
         REFUSALS[message]()
     assert str(refused.value) == message
+
+
+ASKED = {
+    "steps": lambda plan, rank, row: plan.steps(rank, row),
+    "queries": lambda plan, rank, row: plan.queries(rank, row),
+    "keys": lambda plan, rank, row: plan.keys(rank, row),
+    "work": lambda plan, rank, row: plan.work(rank),
+    "received": lambda plan, rank, row: plan.received(rank),
+    "peak_keys": lambda plan, rank, row: plan.peak_keys(rank),
+}
+PER_ROW = Causal() & Documents([[4, 4], [2, 6]])
+
+
+@pytest.mark.parametrize("ask", ASKED)
+@pytest.mark.parametrize("strategy", ["needed", "ulysses(2) x gather"])
+def test_a_rank_that_the_plan_has_not_is_refused_by_everyone(ask: str, strategy: str):
+    plan = Plan(Causal(), HeadTail(ranks=4), 8, strategy)
+    ASKED[ask](plan, 3, 7)  # rows that are alike: any row
+    for rank in (-1, 1.5, "0", True, None):
+        with pytest.raises(PlanError, match="rank must be a whole number >= 0, got"):
+            ASKED[ask](plan, rank, 0)
+    with pytest.raises(PlanError, match="rank must be below the plan's 4 ranks, got 4"):
+        ASKED[ask](plan, 4, 0)
+
+
+@pytest.mark.parametrize("ask", ["steps", "queries", "keys"])
+def test_a_row_that_the_plan_has_not_is_refused_by_everyone(ask: str):
+    for mask in (Causal(), PER_ROW):
+        for row in (-1, 0.5):
+            with pytest.raises(PlanError, match="row must be a whole number >= 0, got"):
+                ASKED[ask](Plan(mask, HeadTail(ranks=2), 8), 0, row)
+    with pytest.raises(PlanError, match="row must be below the plan's 2 batch rows, got 2"):
+        ASKED[ask](Plan(PER_ROW, HeadTail(ranks=2), 8), 0, 2)
+
+
+def test_long_expressions_keep_both_ends_in_a_title():
+    title = str(Plan(Documents([2] * 100), HeadTail(ranks=2), 200)).splitlines()[0]
+    assert (
+        title
+        == "Documents([2, 2, 2, 2, 2, 2, 2, 2,  ... , 2, 2, 2, 2, 2, 2]), 200 tokens, HeadTail(ranks=2), needed(1)"
+    )
 
 
 def test_a_mask_of_another_length_is_refused_when_its_steps_are_asked_for():

@@ -1,7 +1,7 @@
 """Layouts by name, made for a mask and a length.
 
 `chunk` is the smallest piece a layout deals. Where it is not given, striped takes 1, and those that follow
-the mask's work take 128, or less where a sequence is so short that 128 would leave ranks without a share.
+the mask's work take 128, or less where a rank would otherwise have fewer than 64 chunks (`fitting_chunk`).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from attnspan.layouts import (
     RoundRobinByWork,
     Striped,
 )
+from attnspan.layouts.balanced import fitting_chunk
 from attnspan.masks import Documents, Mask
 from attnspan.masks.documents import Lengths
 from attnspan.masks.mask import And, Not, Or
@@ -35,7 +36,7 @@ class Request:
 
     @property
     def fitting_chunk(self) -> int:
-        return self.chunk or min(128, max(1, self.seq_len // (16 * self.ranks)))
+        return self.chunk or fitting_chunk(self.seq_len, self.ranks)
 
 
 LAYOUTS: dict[str, Callable[[Request], Layout]] = {

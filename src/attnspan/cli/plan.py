@@ -5,12 +5,13 @@
     $ attnspan plan causal --seq-len 1M --ranks 64 --heads 32 --kv-heads 8 --head-dim 128 --hardware h100-nvlink
 
 Prints balance, bytes, peak memory of keys and the predicted time of every candidate, the choice and why the others
-lost. With --strategy it prints that one plan, rank by rank.
+lost. With --strategy it prints that one plan, rank by rank, or refuses it if its keys need more than --memory.
 """
 
 from __future__ import annotations
 
 import json
+from math import inf
 from typing import Annotated, Any
 
 import typer
@@ -19,8 +20,9 @@ from attnspan.cli.expression import parse, write
 from attnspan.cli.layout import LAYOUTS, Request, named
 from attnspan.cli.tokens import optional_size, size
 from attnspan.errors import PlanError
-from attnspan.plan import Choice, Hardware, Plan, Shape, Timeline, choose, predict
-from attnspan.plan.choose import Candidate, in_bytes, in_seconds
+from attnspan.layouts.run import tokens_in
+from attnspan.plan import Choice, Hardware, Plan, Shape, Timeline, choose
+from attnspan.plan.choose import Candidate, checked_memory, in_bytes, in_seconds, predicted, sampled_ranks
 from attnspan.plan.cost import DTYPES, PRESETS
 from attnspan.plan.strategy import name_of
 
@@ -34,7 +36,7 @@ def plan(
     heads: Annotated[str, typer.Option(metavar="N", help="Query heads.")] = "32",
     kv_heads: Annotated[str | None, typer.Option(metavar="N", help="Key heads; else as many.")] = None,
     head_dim: Annotated[str, typer.Option(metavar="N", help="Values per head.")] = "128",
-    batch: Annotated[str, typer.Option(metavar="N", help="Batch rows.")] = "1",
+    batch: Annotated[str | None, typer.Option(metavar="N", help="Batch rows; else the mask's.")] = None,
     dtype: Annotated[str, typer.Option(metavar="T", help=f"One of {', '.join(DTYPES)}.")] = "bf16",
     hardware: Annotated[str, typer.Option(metavar="H", help=f"One of {', '.join(PRESETS)}.")] = "h100-nvlink",
     memory: Annotated[float | None, typer.Option(metavar="GB", help="The most memory for keys per rank.")] = None,
@@ -51,15 +53,19 @@ def plan(
         raise PlanError(f"--seq-len must be given: {write(parsed)} has no length of its own")
     key_heads = optional_size("--kv-heads", kv_heads)
     values = size(head_dim, "--head-dim")
-    rows = max(size(batch, "--batch"), parsed.rows)
+    rows = optional_size("--batch", batch) or parsed.rows
+    parsed.check_rows(rows)
     shape = Shape(size(heads, "--heads"), key_heads, values, batch=rows, dtype=dtype)
     machine, count = Hardware.of(hardware), size(ranks, "--ranks")
+    limit = None if memory is None else checked_memory(memory * 1e9)
     layouts = None if layout is None else [named(layout, Request(parsed, length, count))]
     if strategy is not None:
-        chosen = named(layout or "balanced", Request(parsed, length, count))
-        one(Plan(parsed, chosen, length, strategy), shape, machine, backward=not inference, as_json=as_json)
+        made = Plan(parsed, named(layout or "balanced", Request(parsed, length, count)), length, strategy)
+        found = predicted(made, shape, machine, limit=limit or inf, backward=not inference)
+        if found.refused:
+            raise PlanError(f"--memory: {name_of(made.strategy)} {found.refused}; use more ranks or another strategy")
+        typer.echo(json.dumps(one_data(found), indent=2) if as_json else one_text(found, machine))
         return
-    limit = None if memory is None else memory * 1e9
     choice = choose(
         parsed,
         seq_len=length,
@@ -73,14 +79,29 @@ def plan(
     typer.echo(json.dumps(data(choice), indent=2) if as_json else text(choice, inference))
 
 
-def one(made: Plan, shape: Shape, machine: Hardware, *, backward: bool, as_json: bool) -> None:
-    """Print one plan and the predicted timeline of its slowest rank."""
-    timelines = [predict(made, rank, shape, machine, backward=backward) for rank in range(made.ranks)]
-    slowest = max(timelines, key=lambda timeline: timeline.seconds)
-    if as_json:
-        typer.echo(json.dumps({**plan_data(made), "timeline": timeline_data(slowest)}, indent=2))
-    else:
-        typer.echo(f"{made}\n\npredicted on {machine.name}, the slowest rank:\n{slowest}")
+def one_text(found: Candidate, machine: Hardware) -> str:
+    """One plan and the predicted timeline of the slowest rank looked at."""
+    return f"{found.plan}\n\npredicted on {machine.name}, the slowest rank:\n{found.timeline}"
+
+
+def one_data(found: Candidate) -> dict[str, Any]:
+    """One plan for machines, with the ranks that were looked at: all, or a sample of many."""
+    looked = sampled_ranks(found.plan)
+    return {**candidate_data(found), "per_rank": [rank_data(found.plan, rank) for rank in looked]}
+
+
+def rank_data(made: Plan, rank: int) -> dict[str, Any]:
+    """What one rank does, over all batch rows."""
+    rows = [made.steps(rank, row) for row in range(made.rows)]
+    return {
+        "rank": rank,
+        "tokens": tokens_in(made.layout.runs(made.seq_len, rank)),
+        "work": made.work(rank),
+        "received_keys": sum(made.received(rank).values()),
+        "peak_keys": made.peak_keys(rank),
+        "steps": len(rows[0]),
+        "tiles": sum(len(step.tiles) for steps in rows for step in steps),
+    }
 
 
 def text(choice: Choice, inference: bool) -> str:

@@ -29,7 +29,7 @@ from attnspan.layouts.head_tail import HeadTail
 from attnspan.layouts.layout import Shards
 from attnspan.layouts.necklace import Necklace, Piece, Rules, divided, mended
 from attnspan.layouts.round_robin import dealt
-from attnspan.layouts.run import Run, joined_runs
+from attnspan.layouts.run import Run, joined_runs, tokens_in
 from attnspan.layouts.stretches import by_stretch
 from attnspan.masks.profile import Tally
 
@@ -88,6 +88,15 @@ class Balanced(ByWork):
         return self._shown(chunk=self.chunk if self.chunk != 128 else None)
 
 
+def fitting_chunk(seq_len: int, ranks: int) -> int:
+    """A chunk with which Balanced keeps its promise: 128, or so many that each rank has 64 of them.
+
+    >>> fitting_chunk(1 << 20, 64), fitting_chunk(1 << 20, 1024), fitting_chunk(100, 2)
+    (128, 16, 1)
+    """
+    return min(128, max(1, seq_len // (64 * ranks)))
+
+
 @dataclass(frozen=True)
 class _Portfolio:
     """The ways to divide one sequence, and the choice between them."""
@@ -102,7 +111,8 @@ class _Portfolio:
     def best(self) -> Shards:
         """[Note: what is minimised], from the simplest to the last resort."""
         stretches = by_stretch(self.work, self.seq_len, self.ranks)
-        if stretches in (self.contiguous, self.head_tail):  # a single line: as fair as whole tokens can be
+        # A single line: as fair as whole tokens can be.
+        if stretches in (self.contiguous, self.head_tail) and self._allowed(stretches):
             return stretches
         simple = [self.contiguous, self.head_tail]
         limit = min(self.largest(self.head_tail), self.largest(self.dealt))
@@ -140,7 +150,7 @@ class _Portfolio:
     @cached_property
     def counts(self) -> list[int]:
         """The tokens of every rank, HeadTail's: they differ by two at most."""
-        return _tokens(self.head_tail)
+        return list(map(tokens_in, self.head_tail))
 
     def largest(self, shards: Shards) -> int:
         """The work of the rank that has most."""
@@ -176,7 +186,7 @@ class _Portfolio:
         return shards is not None and all(run.stop - run.start >= self.chunk for run in runs)
 
     def _allowed(self, shards: Shards) -> bool:
-        return not self.same_counts or _tokens(shards) == self.counts
+        return not self.same_counts or list(map(tokens_in, shards)) == self.counts
 
     def _as_near(self, shards: Shards, split: Shards | None) -> bool:
         """Whether hardly more keys cross its cuts than those of a split necklace."""
@@ -184,7 +194,3 @@ class _Portfolio:
 
     def _crossed(self, shards: Shards) -> int:
         return sum(self.crossing.at(run.start) for runs in shards for run in runs)
-
-
-def _tokens(shards: Shards) -> list[int]:
-    return [sum(run.stop - run.start for run in runs) for runs in shards]

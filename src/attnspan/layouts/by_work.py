@@ -47,6 +47,10 @@ class ByWork(Layout):
         return next((mask.natural_len for mask in self._masks if mask.natural_len), None)
 
     @property
+    def least_len(self) -> int:
+        return max(mask.least_len for mask in self._masks)
+
+    @property
     def _masks(self) -> tuple[Mask, ...]:
         return self.masks  # type: ignore[return-value]  # normalised in __post_init__
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from attnspan.errors import AttnspanError
 from attnspan.layouts.layout import Layout, Shards
 from attnspan.layouts.run import Run, Runs
 from attnspan.masks.band import ceil_div
+from attnspan.masks.drawing import shortened
 
 WIDTH = 64
 """The most columns of the line of owners; longer sequences share cells, `*` where owners differ."""
@@ -16,7 +18,7 @@ LINES = 16
 
 
 def draw(layout: Layout) -> str:
-    """The layout at its own length, or 4 tokens a rank where it has none.
+    """The layout at its own length, or 4 tokens a rank where it has none; or why there is nothing to draw.
 
     >>> from attnspan.layouts import Striped
     >>> print(draw(Striped(ranks=2, chunk=3)))
@@ -25,10 +27,14 @@ def draw(layout: Layout) -> str:
     rank 0: [0, 3) [6, 8)
     rank 1: [3, 6)
     """
-    seq_len = layout.natural_len or 4 * layout.ranks
-    shards = layout.shards(seq_len)
+    seq_len = layout.natural_len or max(4 * layout.ranks, layout.least_len)
     row = f", row 0 of {layout.rows}" if layout.rows > 1 else ""
-    lines = [f"{_shortened(repr(layout))} on {seq_len} tokens{row}", owners(shards, seq_len)]
+    title = f"{shortened(repr(layout))} on {seq_len} tokens{row}"
+    try:
+        shards = layout.shards(seq_len)
+    except AttnspanError as error:
+        return f"{title}\n(cannot be drawn: {error})"
+    lines = [title, owners(shards, seq_len)]
     lines += [f"rank {rank}: {_listed(runs)}" for rank, runs in enumerate(shards[:LINES])]
     if layout.ranks > LINES:
         lines.append(f"... {layout.ranks - LINES} more ranks")
@@ -63,7 +69,3 @@ def _touched(run: Run, size: int) -> Iterable[int]:
 def _listed(runs: Runs) -> str:
     more = f" ... {len(runs) - LINES} more runs" if len(runs) > LINES else ""
     return (" ".join(str(run) for run in runs[:LINES]) or "nothing") + more
-
-
-def _shortened(text: str, width: int = 100) -> str:
-    return text if len(text) <= width else f"{text[: width - 25]} ... {text[-20:]}"

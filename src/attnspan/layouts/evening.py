@@ -11,7 +11,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 from attnspan.layouts.layout import Shards
-from attnspan.layouts.run import Run
+from attnspan.layouts.run import Run, tokens_in
 from attnspan.masks.profile import Tally
 
 SWEEPS = 32
@@ -43,7 +43,7 @@ class _Borders:
         self.owner = [rank for _, _, rank in pieces]
         self.tally, self.chunk, self.goal = work, chunk, goal
         self.work = [sum(work.between(run.start, run.stop) for run in runs) for runs in shards]
-        self.tokens = [sum(run.stop - run.start for run in runs) for runs in shards]
+        self.tokens = list(map(tokens_in, shards))
         mean = self.cuts[-1] / len(shards)
         self.fewest, self.most = mean - chunk / 2, mean + chunk / 2
         self.sides: list[list[int]] = [[] for _ in shards]

@@ -34,6 +34,14 @@ class Grouped(Layout):
     def rows(self) -> int:
         return self.layout.rows
 
+    @property
+    def natural_len(self) -> int | None:
+        return self.layout.natural_len
+
+    @property
+    def least_len(self) -> int:
+        return self.layout.least_len
+
     def _shards(self, seq_len: int, row: int) -> Shards:
         shards = self.layout.shards(seq_len, row)
         groups = (shards[g * self.size : (g + 1) * self.size] for g in range(self.ranks))

@@ -24,7 +24,7 @@ from itertools import pairwise
 import torch
 
 from attnspan.errors import LayoutError, whole
-from attnspan.layouts.run import Run, Runs, joined_runs
+from attnspan.layouts.run import Run, Runs, joined_runs, tokens_in
 from attnspan.masks import Mask
 from attnspan.masks.profile import RowWork
 
@@ -55,6 +55,11 @@ class Layout(ABC):
         """The sequence length the layout was written for, if it fixes one."""
         return None
 
+    @property
+    def least_len(self) -> int:
+        """The shortest sequence that its masks can be laid over, where it fixes none."""
+        return 1
+
     # ---- what everyone asks --------------------------------------------------------------------------------
 
     def shards(self, seq_len: int, row: int = 0) -> Shards:
@@ -83,7 +88,7 @@ class Layout(ABC):
 
     def tokens(self, seq_len: int, row: int = 0) -> list[int]:
         """The number of positions on each rank."""
-        return [sum(len(run.positions) for run in runs) for runs in self.shards(seq_len, row)]
+        return list(map(tokens_in, self.shards(seq_len, row)))
 
     def owner(self, seq_len: int, position: int, row: int = 0) -> int:
         """The rank that holds a position."""

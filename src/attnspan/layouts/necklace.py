@@ -32,6 +32,7 @@ from heapq import nsmallest
 from itertools import accumulate, pairwise
 
 from attnspan.masks.profile import Tally
+from attnspan.masks.spans import merged
 
 Piece = tuple[int, int]
 """Positions [start, stop)."""
@@ -169,7 +170,7 @@ def mended(shares: list[list[Piece]], rules: Rules, goal: int) -> list[list[Piec
 
 def _shared(heavy: list[Piece], light: list[Piece], rules: Rules) -> list[Necklace] | None:
     """Two ranks' pieces as one circle, divided anew; each keeps its number of tokens."""
-    both = Necklace(_joined(heavy + light), rules)
+    both = Necklace(merged(heavy + light), rules)
     return _parted(both, sum(stop - start for start, stop in heavy), 1, 1, rules.depth)
 
 
@@ -180,21 +181,6 @@ def _parted(necklace: Necklace, length: int, inner: int, outer: int, level: int)
         return None
     rest = (point + length) % necklace.tokens, necklace.tokens - length
     return [Necklace(necklace.arc(*window), necklace.rules) for window in ((point, length), rest)]
-
-
-def _joined(pieces: list[Piece]) -> list[Piece]:
-    """The pieces in the order of the sequence, neighbours as one.
-
-    >>> _joined([(4, 8), (0, 4), (9, 12)])
-    [(0, 8), (9, 12)]
-    """
-    out: list[Piece] = []
-    for start, stop in sorted(pieces):
-        if out and out[-1][1] == start:
-            out[-1] = (out[-1][0], stop)
-        else:
-            out.append((start, stop))
-    return out
 
 
 class _Search:

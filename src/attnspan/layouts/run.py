@@ -54,3 +54,12 @@ def joined_runs(runs: Runs) -> Runs:
         else:
             out.append(run)
     return tuple(out)
+
+
+def tokens_in(runs: Runs) -> int:
+    """The number of positions in runs.
+
+    >>> tokens_in((Run(0, 4), Run(5, 10, 2)))
+    7
+    """
+    return sum(len(run.positions) for run in runs)

@@ -7,15 +7,14 @@ need is the union of such intervals, less the positions it owns. Nothing here is
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator
-from itertools import accumulate
+from collections.abc import Iterator
 
 from attnspan.layouts.layout import Layout
 from attnspan.layouts.run import Run, Runs
 from attnspan.masks import Band, Mask
 from attnspan.masks.algebra import Bands
-
-Span = tuple[int, int]
+from attnspan.masks.finding import Near
+from attnspan.masks.spans import Span, merged
 
 
 def moved(mask: Mask, layout: Layout, seq_len: int) -> list[int]:
@@ -31,43 +30,20 @@ def moved(mask: Mask, layout: Layout, seq_len: int) -> list[int]:
     layout.check_rows(mask.rows)
     received = [0] * layout.ranks
     for row in range(max(mask.rows, layout.rows)):
-        rows = _Rows(mask.bands(seq_len, row=row))
+        bands = mask.bands(seq_len, row=row)
+        near = Near.rows(bands)
         for rank, runs in enumerate(layout.shards(seq_len, row)):
-            needed = merged(span for run in runs for span in rows.keys(run))
+            needed = merged(span for run in runs for span in _keys(bands, near, run))
             received[rank] += sum(stop - start for start, stop in needed) - _owned(needed, runs)
     return received
 
 
-def merged(spans: Iterable[Span]) -> list[Span]:
-    """The union as disjoint spans in order.
-
-    >>> merged([(4, 6), (0, 2), (1, 3), (6, 7)])
-    [(0, 3), (4, 7)]
-    """
-    out: list[Span] = []
-    for start, stop in sorted(spans):
-        if out and start <= out[-1][1]:
-            out[-1] = (out[-1][0], max(out[-1][1], stop))
-        else:
-            out.append((start, stop))
-    return out
-
-
-class _Rows:
-    """Bands, findable by the rows they cover."""
-
-    def __init__(self, bands: Bands):
-        self.bands = bands  # sorted by q0
-        self.starts = [band.q0 for band in bands]
-        self.reach = list(accumulate((band.q1 for band in bands), max))  # of this band or any before
-
-    def keys(self, run: Run) -> Iterator[Span]:
-        """Spans of the keys that a run of queries sees; they may overlap."""
-        first, last = bisect_right(self.reach, run.start), bisect_left(self.starts, run.stop)
-        for band in self.bands[first:last]:
-            part = band.cut(run.start, run.stop, band.k0, band.k1)
-            if part is not None:
-                yield from _seen(part, run)
+def _keys(bands: Bands, near: Near, run: Run) -> Iterator[Span]:
+    """Spans of the keys that a run of queries sees; they may overlap."""
+    for i in near.meeting(run.start, run.stop):
+        part = bands[i].cut(run.start, run.stop, bands[i].k0, bands[i].k1)
+        if part is not None:
+            yield from _seen(part, run)
 
 
 def _seen(band: Band, run: Run) -> Iterator[Span]:

@@ -38,3 +38,12 @@ def draw(bands: Sequence[Band], q_len: int, kv_len: int) -> str:
 
 def _glyph(count: int, whole: int) -> str:
     return "·" if count == 0 else "█" if count == whole else "▒"
+
+
+def shortened(text: str, width: int = 100) -> str:
+    """The text, or its beginning and its end: how masks, layouts and plans name themselves in a title.
+
+    >>> shortened("Documents([1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12])", width=40)
+    'Documents([1, 2 ... , 8, 9, 10, 11, 12])'
+    """
+    return text if len(text) <= width else f"{text[: width - 25]} ... {text[-20:]}"

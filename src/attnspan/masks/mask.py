@@ -38,6 +38,7 @@ import torch
 from attnspan.errors import MaskError, whole
 from attnspan.masks.algebra import Bands, area, intersect, subtract, union
 from attnspan.masks.band import Band, tight
+from attnspan.masks.drawing import shortened
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -94,7 +95,7 @@ class Mask(ABC):
         return self.natural_len
 
     @property
-    def _least_len(self) -> int:
+    def least_len(self) -> int:
         """The shortest length the mask can be drawn at, where it fixes none."""
         return 1
 
@@ -250,12 +251,12 @@ class Mask(ABC):
 
     def __str__(self) -> str:
         """The expression, and a drawing at the mask's own length (8 or a little more where it has none)."""
-        q_len = self.natural_len or max(8, 2 * self._least_len)
+        q_len = self.natural_len or max(8, 2 * self.least_len)
         try:
             drawing = self.draw(q_len, self.natural_kv_len)
         except MaskError as error:
             drawing = f"(cannot be drawn: {error})"
-        return f"{_shortened(repr(self))}\n{drawing}"
+        return f"{shortened(repr(self))}\n{drawing}"
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -291,8 +292,8 @@ class _Both(Mask):
         return self.left.natural_kv_len or self.right.natural_kv_len
 
     @property
-    def _least_len(self) -> int:
-        return max(self.left._least_len, self.right._least_len)
+    def least_len(self) -> int:
+        return max(self.left.least_len, self.right.least_len)
 
     def _check(self, q_len: int, kv_len: int, row: int) -> None:
         self.left._check(q_len, kv_len, row)
@@ -361,8 +362,8 @@ class Not(Mask):
         return self.inner.natural_kv_len
 
     @property
-    def _least_len(self) -> int:
-        return self.inner._least_len
+    def least_len(self) -> int:
+        return self.inner.least_len
 
     def _check(self, q_len: int, kv_len: int, row: int) -> None:
         self.inner._check(q_len, kv_len, row)
@@ -405,10 +406,6 @@ def _lengths(q_len: int, kv_len: int | None) -> tuple[int, int]:
 
 def _grouped(mask: Mask, *loose: type[Mask]) -> str:
     return f"({mask!r})" if isinstance(mask, loose) else repr(mask)
-
-
-def _shortened(text: str, width: int = 100) -> str:
-    return text if len(text) <= width else f"{text[: width - 20]} ... {text[-15:]}"
 
 
 def _described(value: object) -> str:

@@ -44,7 +44,7 @@ class PrefixLM(Mask):
         return len(self._lengths)
 
     @property
-    def _least_len(self) -> int:
+    def least_len(self) -> int:
         return max(self._lengths)
 
     def _check(self, q_len: int, kv_len: int, row: int) -> None:

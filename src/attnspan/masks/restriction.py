@@ -12,13 +12,13 @@ Knows nothing of ranks: who holds the ranges is the caller's business.
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from math import lcm
 from typing import NamedTuple
 
 from attnspan.masks.algebra import meeting
 from attnspan.masks.band import Band, tight
+from attnspan.masks.finding import Ranges
 
 
 class Piece(NamedTuple):
@@ -45,10 +45,28 @@ def restrict(bands: Sequence[Band], rows: Sequence[range], cols: Sequence[range]
     0 Band(q0=0, q1=2, k0=0, k1=2, lo=-1, hi=1)
     1 Band(q0=0, q1=2, k0=0, k1=2, lo=-1, hi=0)
     """
-    columns = _Columns(cols)
-    for i, piece in row_pieces(bands, rows):
+    return restrict_rows(row_pieces(bands, rows), rows, Ranges(cols))
+
+
+def restrict_rows(found: Iterable[tuple[int, Band]], rows: Sequence[range], columns: Ranges) -> Iterator[Piece]:
+    """`restrict` of what `row_pieces` found, for those who ask with the same rows again and again."""
+    for i, piece in found:
         for j in columns.meeting(piece.k0, piece.k1):
-            yield from _pieces(piece, (i, j), rows[i], cols[j])
+            yield from _pieces(piece, (i, j), rows[i], columns.ranges[j])
+
+
+def restrict_column(bands: Sequence[Band], rows: Ranges, number: int, col: range) -> Iterator[Piece]:
+    """`restrict` to a single column range, whose number is given, and any of many row ranges.
+
+    >>> causal = [tight(0, 8, 0, 8, hi=0)]
+    >>> [piece.row_range for piece in restrict_column(causal, Ranges([range(0, 4), range(4, 8)]), 0, range(4, 6))]
+    [1]
+    """
+    for band in bands:
+        piece = band.cut(band.q0, band.q1, col.start, col.stop)
+        if piece is not None:
+            for i in rows.meeting(piece.q0, piece.q1):
+                yield from _pieces(piece, (i, number), rows.ranges[i], col)
 
 
 def row_pieces(bands: Sequence[Band], rows: Sequence[range]) -> Iterator[tuple[int, Band]]:
@@ -59,21 +77,6 @@ def row_pieces(bands: Sequence[Band], rows: Sequence[range]) -> Iterator[tuple[i
         piece = band.cut(span.q0, span.q1, band.k0, band.k1)
         if piece is not None:
             yield j, piece
-
-
-class _Columns:
-    """Finds the column ranges that meet an interval: bisecting the plain ones, trying each striped one."""
-
-    def __init__(self, cols: Sequence[range]):
-        plain = sorted((j for j, col in enumerate(cols) if col.step == 1), key=lambda j: cols[j].start)
-        self._plain = plain
-        self._starts = [cols[j].start for j in plain]
-        self._stops = [cols[j].stop for j in plain]
-        self._striped = [j for j, col in enumerate(cols) if col.step > 1]
-
-    def meeting(self, start: int, stop: int) -> list[int]:
-        first, last = bisect_right(self._stops, start), bisect_left(self._starts, stop)
-        return self._plain[first:last] + self._striped
 
 
 def _pieces(band: Band, where: tuple[int, int], row: range, col: range) -> Iterator[Piece]:

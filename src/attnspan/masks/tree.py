@@ -17,8 +17,7 @@ from attnspan.errors import MaskError, whole_list
 from attnspan.masks.algebra import joined
 from attnspan.masks.band import Band, tight
 from attnspan.masks.mask import Mask, Rule, Space
-
-Span = tuple[int, int]
+from attnspan.masks.spans import Span, merged
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +79,7 @@ class Tree(Mask):
         below: list[list[Span]] = [[] for _ in self.parents]
         for node in reversed(_topological(tuple(self.parents))):
             start, stop = edges[node], edges[node + 1]
-            descendants = _merged(below[node])
+            descendants = merged(below[node])
             yield tight(start, stop, start, stop, hi=0)
             for q0, q1 in descendants:
                 yield tight(q0, q1, start, stop)
@@ -131,18 +130,3 @@ def _topological(parents: tuple[int, ...]) -> list[int]:
             state[placed] = 2
             order.append(placed)
     return order
-
-
-def _merged(spans: Iterable[Span]) -> list[Span]:
-    """Adjacent spans as one, in order.
-
-    >>> _merged([(4, 6), (0, 4), (8, 9)])
-    [(0, 6), (8, 9)]
-    """
-    out: list[Span] = []
-    for start, stop in sorted(spans):
-        if out and out[-1][1] == start:
-            out[-1] = (out[-1][0], stop)
-        else:
-            out.append((start, stop))
-    return out

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import inf, isfinite
+from numbers import Real
 
-from attnspan.errors import PlanError
-from attnspan.layouts.balanced import Balanced
+from attnspan.errors import PlanError, whole
+from attnspan.layouts.balanced import Balanced, fitting_chunk
 from attnspan.layouts.contiguous import Contiguous
 from attnspan.layouts.layout import Layout, check_ranks
 from attnspan.masks import Mask
@@ -25,6 +27,9 @@ from attnspan.plan.timeline import Timeline, head_bytes, predict
 
 SAMPLED = 32
 """The most ranks whose steps are worked out for a prediction; of more, evenly spaced ones and the busiest."""
+
+EQUAL = 0.005
+"""Predicted times that differ by less than this part are the same: the model knows no better."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,19 +97,21 @@ def choose(
 ) -> Choice:
     """The fastest plan, as predicted, whose keys fit into `memory` bytes per rank (default: half the machine's).
 
-    `layouts` limits the layouts that are tried; `backward` False plans for inference.
+    `layouts` limits the layouts that are tried; `backward` False plans for inference. Without it, Balanced with the
+    chunk that fits the length (`fitting_chunk`) and Contiguous are tried.
     """
     machine, ranks = Hardware.of(hardware), check_ranks(ranks)
-    limit = machine.memory / 2 if memory is None else memory
-    if limit <= 0:
-        raise PlanError(f"memory must be a positive number of bytes, got {memory}")
-    if any(layout.ranks != ranks for layout in layouts or ()):
-        raise PlanError(f"layouts must have {ranks} ranks, got {[layout.ranks for layout in layouts or ()]}")
-    mask.check_rows(max(mask.rows, shape.batch))
+    seq_len = whole("seq_len", seq_len, at_least=1, error=PlanError)
+    limit = machine.memory / 2 if memory is None else checked_memory(memory)
+    _check_parts(mask, shape, layouts, ranks)
     tried = [
-        _candidate(Plan(mask, layout, seq_len, strategy), shape, machine, limit, backward)
-        for layout, strategy in _pairs(mask, ranks, shape, layouts)
+        predicted(Plan(mask, layout, seq_len, strategy), shape, machine, limit=limit, backward=backward)
+        for layout in layouts or (Balanced(mask, ranks=ranks, chunk=fitting_chunk(seq_len, ranks)), Contiguous(ranks))
+        for strategy in _strategies(ranks, shape)
     ]
+    if 1 < ranks <= shape.heads:  # all heads apart: who owns which tokens hardly matters
+        layout = layouts[0] if layouts else Contiguous(ranks)
+        tried.append(predicted(Plan(mask, layout, seq_len, Ulysses()), shape, machine, limit=limit, backward=backward))
     ordered = tuple(sorted(tried, key=lambda c: (bool(c.refused), c.seconds)))
     if ordered[0].refused:
         least = min(ordered, key=lambda c: c.peak)
@@ -115,22 +122,12 @@ def choose(
     return Choice(ordered, shape, machine)
 
 
-def _pairs(mask: Mask, ranks: int, shape: Shape, layouts: Sequence[Layout] | None) -> Iterator[tuple[Layout, Strategy]]:
-    """Every layout and strategy worth trying."""
-    inner: list[Strategy] = [Gather(), Needed(1), Needed(2), Needed(4), Ring()]
-    for layout in layouts or (Balanced(mask, ranks=ranks), Contiguous(ranks)):
-        yield from ((layout, strategy) for strategy in inner)
-        for degree in (d for d in range(2, ranks) if ranks % d == 0 and d <= shape.heads and d <= 8):
-            yield from ((layout, Ulysses(degree, strategy)) for strategy in (Gather(), Needed(2), Ring()))
-    if 1 < ranks <= shape.heads:
-        yield (layouts[0] if layouts else Contiguous(ranks)), Ulysses()
-
-
-def _candidate(plan: Plan, shape: Shape, machine: Hardware, limit: float, backward: bool) -> Candidate:
-    looked = _sample(plan)
+def predicted(plan: Plan, shape: Shape, hardware: Hardware, *, limit: float = inf, backward: bool = True) -> Candidate:
+    """What the cost model says of a plan, and why it is refused if its keys need more than `limit` bytes."""
+    looked = sampled_ranks(plan)
     key_bytes = shape.kv_bytes / plan.rows * shape.kv_share(plan.degree)
     peak = int(max(plan.peak_keys(rank) for rank in looked) * key_bytes)
-    timelines = [predict(plan, rank, shape, machine, backward=backward) for rank in looked]
+    timelines = [predict(plan, rank, shape, hardware, backward=backward) for rank in looked]
     return Candidate(
         plan=plan,
         imbalance=plan.imbalance(),
@@ -141,14 +138,48 @@ def _candidate(plan: Plan, shape: Shape, machine: Hardware, limit: float, backwa
     )
 
 
-def _sample(plan: Plan) -> list[int]:
-    """The first rank of each group, or of some groups if there are many: evenly spaced ones and the busiest."""
+def sampled_ranks(plan: Plan) -> list[int]:
+    """The first rank of each group, or of some groups if there are many: evenly spaced ones and the busiest.
+
+    >>> from attnspan.layouts import HeadTail
+    >>> from attnspan.masks import Causal
+    >>> sampled_ranks(Plan(Causal(), HeadTail(ranks=8), 64, "ulysses(2) x ring"))
+    [0, 2, 4, 6]
+    """
     groups = range(plan.groups)
     if plan.groups > SAMPLED:
-        busiest = max(groups, key=lambda group: plan.work(group * plan.degree))
-        groups_looked = {i * plan.groups // SAMPLED for i in range(SAMPLED)} | {busiest}
+        works = plan.group_works()
+        groups_looked = {i * plan.groups // SAMPLED for i in range(SAMPLED)} | {works.index(max(works))}
         return [group * plan.degree for group in sorted(groups_looked)]
     return [group * plan.degree for group in groups]
+
+
+def checked_memory(memory: object) -> float:
+    """A number of bytes, or a PlanError."""
+    number = isinstance(memory, Real) and not isinstance(memory, bool)
+    if not number or not isfinite(memory) or memory <= 0:  # type: ignore[arg-type, operator]  # a Real, if asked
+        raise PlanError(f"memory must be a positive number of bytes, got {memory!r}")
+    return float(memory)  # type: ignore[arg-type]
+
+
+def _check_parts(mask: Mask, shape: Shape, layouts: Sequence[Layout] | None, ranks: int) -> None:
+    if not isinstance(mask, Mask):
+        raise PlanError(f"mask must be a mask such as Causal(), got {mask!r}")
+    if not isinstance(shape, Shape):
+        raise PlanError(f"shape must be a Shape such as Shape(heads=32, kv_heads=8), got {shape!r}")
+    mask.check_rows(shape.batch)
+    for layout in layouts or ():
+        if not isinstance(layout, Layout):
+            raise PlanError(f"layouts must hold layouts such as HeadTail(ranks={ranks}), got {layout!r}")
+    if any(layout.ranks != ranks for layout in layouts or ()):
+        raise PlanError(f"layouts must have {ranks} ranks, got {[layout.ranks for layout in layouts or ()]}")
+
+
+def _strategies(ranks: int, shape: Shape) -> Iterator[Strategy]:
+    """Every strategy worth trying with any layout."""
+    yield from (Gather(), Needed(1), Needed(2), Needed(4), Ring())
+    for degree in (d for d in range(2, ranks) if ranks % d == 0 and d <= shape.heads and d <= 8):
+        yield from (Ulysses(degree, inner) for inner in (Gather(), Needed(2), Ring()))
 
 
 def _why(candidate: Candidate, best: Candidate) -> str:
@@ -156,14 +187,16 @@ def _why(candidate: Candidate, best: Candidate) -> str:
         return candidate.refused
     if candidate is best:
         return "chosen"
-    slower = f"{candidate.seconds / best.seconds:.2f}x"
+    if candidate.seconds <= best.seconds * (1 + EQUAL):
+        return "as fast"
+    slower = f"{candidate.seconds / best.seconds:.2f}x: " if best.seconds else ""  # an empty mask takes no time
     waits = candidate.timeline.exposed - best.timeline.exposed
     works = candidate.timeline.computing - best.timeline.computing
     if waits > works:
-        return f"{slower}: waits {in_seconds(candidate.timeline.exposed)} for keys"
+        return f"{slower}waits {in_seconds(candidate.timeline.exposed)} for keys"
     if candidate.imbalance > best.imbalance * 1.02:
-        return f"{slower}: its busiest rank has {candidate.imbalance:.2f}x the mean work"
-    return f"{slower}: smaller tiles and merges"
+        return f"{slower}its busiest rank has {candidate.imbalance:.2f}x the mean work"
+    return f"{slower}smaller tiles and merges"
 
 
 def in_bytes(size: float) -> str:

@@ -47,11 +47,11 @@ class Shape:
 
     @property
     def _kv_heads(self) -> int:
-        return self.heads if self.kv_heads is None else self.kv_heads
+        return self.kv_heads  # type: ignore[return-value]  # filled in __post_init__
 
     @property
     def _dims(self) -> int:
-        return self.head_dim + (self.head_dim if self.v_head_dim is None else self.v_head_dim)
+        return self.head_dim + self.v_head_dim  # type: ignore[operator]  # filled in __post_init__
 
     @property
     def kv_values(self) -> int:

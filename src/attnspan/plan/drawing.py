@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+from attnspan.layouts.run import tokens_in
+from attnspan.masks.drawing import shortened
 from attnspan.plan.plan import Plan
 from attnspan.plan.strategy import name_of
 
@@ -30,7 +32,8 @@ def table(head: Sequence[str], lines: Iterable[Sequence[object]]) -> str:
 
 def draw(plan: Plan) -> str:
     """Who does what."""
-    lines = [_line(plan, rank) for rank in _listed(plan.ranks)]
+    total = sum(plan.group_works()) or 1
+    lines = [_line(plan, rank, total) for rank in _listed(plan.ranks)]
     head = ["rank", "tokens", "runs", "steps", "full", "causal", "general", "share", "receives", "peak keys"]
     listed = table(head, lines)
     left = plan.ranks - len(lines)
@@ -45,23 +48,21 @@ def explain(plan: Plan) -> str:
 
 def _title(plan: Plan) -> str:
     length = f"{plan.seq_len} tokens" if plan.kv_len == plan.seq_len else f"{plan.seq_len} x {plan.kv_len} tokens"
-    keys = "" if plan.kv_layout is None else f" (keys {_short(plan.kv_layout)})"
-    return f"{_short(plan.mask)}, {length}, {_short(plan.layout)}{keys}, {name_of(plan.strategy)}"
+    keys = "" if plan.kv_layout is None else f" (keys {_named(plan.kv_layout)})"
+    return f"{_named(plan.mask)}, {length}, {_named(plan.layout)}{keys}, {name_of(plan.strategy)}"
 
 
-def _short(thing: object, width: int = 60) -> str:
-    text = repr(thing)
-    return text if len(text) <= width else f"{text[: width - 4]} ..."
+def _named(thing: object) -> str:
+    return shortened(repr(thing), width=60)
 
 
-def _line(plan: Plan, rank: int) -> list[object]:
+def _line(plan: Plan, rank: int, total: float) -> list[object]:
     steps = [plan.steps(rank, row) for row in range(plan.rows)]
     kinds = Counter(tile.kind for row in steps for step in row for tile in step.tiles)
     runs = plan.layout.runs(plan.seq_len, rank)
-    total = sum(plan.work(r) for r in range(plan.ranks)) or 1
     return [
         rank,
-        sum(len(run.positions) for run in runs),
+        tokens_in(runs),
         len(runs),
         len(steps[0]),
         kinds["full"],
@@ -76,7 +77,7 @@ def _line(plan: Plan, rank: int) -> list[object]:
 def _summary(plan: Plan) -> list[str]:
     ranks = range(plan.ranks) if plan.ranks <= 64 else _listed(plan.ranks)
     moved = sum(sum(plan.received(rank).values()) for rank in ranks) * plan.ranks / len(ranks)
-    everything = plan.rows * (plan.kv_len or 0) * (plan.groups - 1) * plan.degree
+    everything = plan.rows * plan.key_len * (plan.groups - 1) * plan.degree
     share = f" ({moved / everything:.0%} of an all-gather's)" if everything else ""
     heads = f"; heads travel inside groups of {plan.degree}" if plan.degree > 1 else ""
     return [f"imbalance {plan.imbalance():.3f}; {moved:.0f} keys move{share}{heads}"]

@@ -15,10 +15,12 @@ from itertools import accumulate
 
 from attnspan.layouts.layout import Shards
 from attnspan.layouts.run import Run, Runs
-from attnspan.masks.algebra import Bands, meeting
+from attnspan.masks.algebra import Bands
 from attnspan.masks.band import Band
+from attnspan.masks.finding import Near, Ranges
 from attnspan.masks.profile import RowWork
-from attnspan.masks.restriction import Piece, restrict, row_pieces
+from attnspan.masks.restriction import Piece, restrict_column, restrict_rows, row_pieces
+from attnspan.masks.spans import merged
 from attnspan.masks.tile import Tile, tiles_of
 
 
@@ -30,7 +32,7 @@ class Geometry:
     q_shards: Shards
     k_shards: Shards
     # What was found out about ranks, kept: a ring asks once per hop.
-    _near: dict[int, list[Band]] = field(default_factory=dict, repr=False)
+    _rows: dict[int, list[tuple[int, Band]]] = field(default_factory=dict, repr=False)
     _needs: dict[int, dict[int, Runs]] = field(default_factory=dict, repr=False)
     _serves: dict[int, dict[int, Runs]] = field(default_factory=dict, repr=False)
 
@@ -48,7 +50,7 @@ class Geometry:
         row_at, col_at = _offsets(queries), _offsets(arena)
         together: list[Band] = []
         strided: list[Tile] = []
-        for piece in restrict(self._rows_of(rank), _ranges(queries), _ranges(arena)):
+        for piece in restrict_rows(self._rows_of(rank), _ranges(queries), Ranges(_ranges(arena))):
             row, col = row_at[piece.row_range], col_at[piece.col_range]
             if piece.rows.step == piece.cols.step == 1:
                 together.append(piece.band.shift(row, col))
@@ -69,18 +71,20 @@ class Geometry:
         return self._serves[rank]
 
     def _found_needs(self, rank: int) -> dict[int, Runs]:
-        runs, owners = self._keys
+        runs, owners, table = self._keys
         seen: dict[int, list[Piece]] = defaultdict(list)
-        for piece in restrict(self._rows_of(rank), _ranges(self.q_shards[rank]), _ranges(runs)):
+        for piece in restrict_rows(self._rows_of(rank), _ranges(self.q_shards[rank]), table):
             seen[piece.col_range].append(piece)
         return _by_owner((owners[j], _touched(runs[j], pieces)) for j, pieces in seen.items())
 
     def _found_serves(self, rank: int) -> dict[int, Runs]:
         mine = self.k_shards[rank]
         seen: dict[tuple[int, int], list[Piece]] = defaultdict(list)
-        queries, owners = self._queries
-        for piece in restrict(self._cols_of(rank), _ranges(queries), _ranges(mine)):
-            seen[owners[piece.row_range], piece.col_range].append(piece)
+        _, owners, table = self._queries
+        for j, run in enumerate(mine):
+            bands = [self.bands[i] for i in self._by_cols.meeting(run.start, run.stop)]
+            for piece in restrict_column(bands, table, j, run.positions):
+                seen[owners[piece.row_range], j].append(piece)
         return _by_owner((target, _touched(mine[j], pieces)) for (target, j), pieces in seen.items())
 
     @cached_property
@@ -90,8 +94,8 @@ class Geometry:
             wanted = (set(self.needs(rank)) for rank in range(self.ranks))
             return frozenset((r - s) % self.ranks for r, sources in enumerate(wanted) for s in sources) - {0}
         found: set[int] = set()
-        queries, q_owners = self._queries
-        runs, owners = self._keys
+        queries, q_owners, _ = self._queries
+        runs, owners, _ = self._keys
         starts = [run.start for run in runs]
         stops = [run.stop for run in runs]
         for i, piece in row_pieces(self.bands, _ranges(queries)):
@@ -102,29 +106,32 @@ class Geometry:
                 break
         return frozenset(found) - {0}
 
-    def _rows_of(self, rank: int) -> list[Band]:
-        """The bands with a row among a rank's queries."""
-        if rank not in self._near:
-            spans = [Band(run.start, run.stop, 0, 1, 0, 0) for run in self.q_shards[rank]]
-            self._near[rank] = [self.bands[i] for i in sorted({i for i, _ in meeting(self.bands, spans)})]
-        return self._near[rank]
+    def _rows_of(self, rank: int) -> list[tuple[int, Band]]:
+        """The bands cut to each run of a rank's queries, with the number of the run."""
+        if rank not in self._rows:
+            runs = self.q_shards[rank]
+            near = {i for run in runs for i in self._by_rows.meeting(run.start, run.stop)}
+            self._rows[rank] = list(row_pieces([self.bands[i] for i in sorted(near)], _ranges(runs)))
+        return self._rows[rank]
 
-    def _cols_of(self, rank: int) -> list[Band]:
-        """The bands with a column near a rank's keys."""
-        runs = self.k_shards[rank]
-        first, last = min((run.start for run in runs), default=0), max((run.stop for run in runs), default=0)
-        return [band for band in self.bands if band.k0 < last and first < band.k1]
+    @cached_property
+    def _by_rows(self) -> Near:
+        return Near.rows(self.bands)
+
+    @cached_property
+    def _by_cols(self) -> Near:
+        return Near.cols(self.bands)
 
     @cached_property
     def _row_work(self) -> RowWork:
         return RowWork(self.bands)
 
     @cached_property
-    def _keys(self) -> tuple[Runs, list[int]]:
+    def _keys(self) -> tuple[Runs, list[int], Ranges]:
         return _table(self.k_shards)
 
     @cached_property
-    def _queries(self) -> tuple[Runs, list[int]]:
+    def _queries(self) -> tuple[Runs, list[int], Ranges]:
         return _table(self.q_shards)
 
 
@@ -137,10 +144,11 @@ def _offsets(runs: Runs) -> list[int]:
     return list(accumulate((len(run.positions) for run in runs), initial=0))[:-1]
 
 
-def _table(shards: Shards) -> tuple[Runs, list[int]]:
-    """All runs of all ranks by position, and the owner of each."""
+def _table(shards: Shards) -> tuple[Runs, list[int], Ranges]:
+    """All runs of all ranks by position, the owner of each, and where to look them up."""
     owned = sorted((run, rank) for rank, runs in enumerate(shards) for run in runs)
-    return tuple(run for run, _ in owned), [rank for _, rank in owned]
+    runs = tuple(run for run, _ in owned)
+    return runs, [rank for _, rank in owned], Ranges(_ranges(runs))
 
 
 def _strided(piece: Piece, row: int, col: int) -> Tile:
@@ -158,18 +166,11 @@ def _strided(piece: Piece, row: int, col: int) -> Tile:
 
 def _touched(run: Run, pieces: list[Piece]) -> Runs:
     """The positions of a run that pieces use, each once."""
-    plain = sorted((piece.band.k0, piece.band.k1) for piece in pieces if piece.cols.step == 1)
+    plain = [(piece.band.k0, piece.band.k1) for piece in pieces if piece.cols.step == 1]
     strided = [piece.cols[piece.band.k0 : piece.band.k1] for piece in pieces if piece.cols.step > 1]
     if strided:  # strides of several residues overlap and interleave: count the entries themselves
-        used = sorted({j for cols in (*strided, *(range(a, b) for a, b in plain)) for j in cols})
-        plain = [(j, j + 1) for j in used]
-    merged: list[tuple[int, int]] = []
-    for start, stop in plain:
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], stop))
-        else:
-            merged.append((start, stop))
-    return tuple(Run.of(run.positions[start:stop]) for start, stop in merged)
+        plain += [(j, j + 1) for j in {j for cols in strided for j in cols}]
+    return tuple(Run.of(run.positions[start:stop]) for start, stop in merged(plain))
 
 
 def _by_owner(found: Iterable[tuple[int, Runs]]) -> dict[int, Runs]:

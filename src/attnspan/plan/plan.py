@@ -30,11 +30,11 @@ from itertools import pairwise
 from attnspan.errors import PlanError, whole
 from attnspan.layouts.grouped import Grouped
 from attnspan.layouts.layout import Layout
-from attnspan.layouts.run import Runs
+from attnspan.layouts.run import Runs, tokens_in
 from attnspan.masks import Mask
 from attnspan.masks.algebra import Bands
 from attnspan.plan.geometry import Geometry
-from attnspan.plan.step import Step, Transfer, tokens_in
+from attnspan.plan.step import Step, Transfer
 from attnspan.plan.strategy import Strategy, Ulysses, name_of
 
 
@@ -100,18 +100,17 @@ class Plan:
 
         Under Ulysses the ranks of a group do the same steps on different heads; ranks in their transfers are groups.
         """
-        rank = whole("rank", rank, error=PlanError)
-        if rank >= self.ranks:
-            raise PlanError(f"rank must be below the plan's {self.ranks} ranks, got {rank}")
-        return _steps(self, rank // self.degree, row if self.rows > 1 else 0)
+        return _steps(self, *self._place(rank, row))
 
     def queries(self, rank: int, row: int = 0) -> Runs:
         """The positions in a rank's query buffer: its shard, or under Ulysses what its group holds."""
-        return _geometry(self, row).q_shards[rank // self.degree]
+        group, row = self._place(rank, row)
+        return _geometry(self, row).q_shards[group]
 
     def keys(self, rank: int, row: int = 0) -> Runs:
         """The positions in a rank's own key buffer: its shard, or under Ulysses what its group holds."""
-        return _geometry(self, row).k_shards[rank // self.degree]
+        group, row = self._place(rank, row)
+        return _geometry(self, row).k_shards[group]
 
     def bands(self, row: int = 0) -> Bands:
         """The allowed pairs of one batch row."""
@@ -124,12 +123,18 @@ class Plan:
 
         The sum over ranks is the mask's work.
         """
-        pairs = sum(_geometry(self, row).work(rank // self.degree) for row in range(self.rows))
+        group, _ = self._place(rank, 0)
+        pairs = sum(_geometry(self, row).work(group) for row in range(self.rows))
         return pairs / self.degree if self.degree > 1 else pairs
+
+    def group_works(self) -> list[int]:
+        """The pairs of each group of ranks (each rank, without Ulysses) over all batch rows."""
+        rows = [_geometry(self, row) for row in range(self.rows)]
+        return [sum(geometry.work(group) for geometry in rows) for group in range(self.groups)]
 
     def imbalance(self) -> float:
         """The largest rank's work over the mean."""
-        work = [self.work(group * self.degree) for group in range(self.groups)]
+        work = self.group_works()
         return max(work) * len(work) / sum(work) if sum(work) else 1.0
 
     def received(self, rank: int) -> dict[int, int]:
@@ -158,6 +163,15 @@ class Plan:
         return draw(self)
 
     # ---- inside ------------------------------------------------------------------------------------------------
+
+    def _place(self, rank: int, row: int) -> tuple[int, int]:
+        """The group of a rank, and the batch row that stands for this one; both checked."""
+        rank, row = whole("rank", rank, error=PlanError), whole("row", row, error=PlanError)
+        if rank >= self.ranks:
+            raise PlanError(f"rank must be below the plan's {self.ranks} ranks, got {rank}")
+        if self.rows > 1 and row >= self.rows:
+            raise PlanError(f"row must be below the plan's {self.rows} batch rows, got {row}")
+        return rank // self.degree, row if self.rows > 1 else 0
 
     def _arriving(self, rank: int) -> Iterator[Transfer]:
         for row in range(self.rows):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from attnspan.layouts.run import Runs
+from attnspan.layouts.run import Runs, tokens_in
 from attnspan.masks.tile import Tile
 
 
@@ -63,8 +63,3 @@ class Step:
     def area(self) -> int:
         """The number of pairs computed."""
         return sum(tile.area for tile in self.tiles)
-
-
-def tokens_in(runs: Runs) -> int:
-    """The number of positions in runs."""
-    return sum(len(run.positions) for run in runs)

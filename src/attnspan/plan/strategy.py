@@ -25,6 +25,9 @@ from attnspan.layouts.run import Run, Runs, joined_runs
 from attnspan.plan.geometry import Geometry
 from attnspan.plan.step import Step, Transfer
 
+_SIGN = re.compile(r"\s+x(\s+|$)", re.IGNORECASE)
+"""The x between ulysses and what moves keys between its groups."""
+
 
 class Strategy(ABC):
     """How keys reach the queries that need them."""
@@ -46,10 +49,12 @@ class Strategy(ABC):
             return strategy
         if not isinstance(strategy, str):
             raise PlanError(f"strategy must be a name or a Strategy, got {strategy!r}")
-        outer, _, inner = (part.strip().lower() for part in strategy.partition(" x "))
+        outer, x, inner = (part.strip().lower() for part in _SIGN.sub(" x ", strategy, count=1).partition(" x "))
         made = _named(outer)
-        if not inner:
+        if not x:
             return made
+        if not inner:
+            raise PlanError(f"strategy must name ring, gather or needed after x, got {strategy!r}")
         if not isinstance(made, Ulysses):
             raise PlanError(f"strategy: only ulysses stands before x, got {strategy!r}")
         return Ulysses(made.degree, _named(inner))
@@ -158,13 +163,16 @@ def in_order(runs: list[Run]) -> Runs:
 
 
 def _named(name: str) -> Strategy:
-    match = re.fullmatch(r"(\w+)\s*(?:\(\s*(?:\w+\s*=\s*)?(\d+)\s*\))?", name)
+    match = re.fullmatch(r"(\w+)\s*(?:\(\s*(?:(\w+)\s*=\s*)?(\d+)\s*\))?", name)
     kind = one_of("strategy", match[1] if match else name, ["ring", "gather", "needed", "ulysses"], error=PlanError)
-    number = int(match[2]) if match and match[2] else None
+    keyword, number = (match[2], int(match[3])) if match and match[3] else (None, None)
     if kind in ("ring", "gather"):
         if number is not None:
             raise PlanError(f"strategy: {kind} takes no number, got {name!r}")
         return Ring() if kind == "ring" else Gather()
+    known = "stages" if kind == "needed" else "degree"
+    if keyword is not None and keyword != known:
+        raise PlanError(f"strategy: {kind} takes {known}, got {keyword!r} in {name!r}; write {kind}({known}={number})")
     if kind == "needed":
         return Needed(1 if number is None else number)
     return Ulysses(number)
@@ -172,17 +180,11 @@ def _named(name: str) -> Strategy:
 
 def _ways_home(geometry: Geometry, rank: int, shifts: set[int]) -> tuple[tuple[Transfer, ...], tuple[Transfer, ...]]:
     """Gradients that leave a rank and that come home to it, of keys used between ranks at these ring distances."""
-    ranks = geometry.ranks
-    home = tuple(
-        Transfer(rank, owner, owner, runs)
-        for owner, runs in geometry.needs(rank).items()
-        if (rank - owner) % ranks in shifts
-    )
-    returns = tuple(
-        Transfer(user, rank, rank, runs)
-        for user, runs in geometry.serves(rank).items()
-        if (user - rank) % ranks in shifts
-    )
+    ranks, needs, serves = geometry.ranks, geometry.needs(rank), geometry.serves(rank)
+    owners = sorted(needs.keys() & {(rank - shift) % ranks for shift in shifts})
+    users = sorted(serves.keys() & {(rank + shift) % ranks for shift in shifts})
+    home = tuple(Transfer(rank, owner, owner, needs[owner]) for owner in owners)
+    returns = tuple(Transfer(user, rank, rank, serves[user]) for user in users)
     return home, returns
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from attnspan.layouts.run import tokens_in
 from attnspan.plan.cost import Hardware, Shape
 from attnspan.plan.plan import Plan
 from attnspan.plan.step import Step, Transfer
@@ -120,7 +121,7 @@ def _pass(lanes: _Lanes, plan: Plan, rank: int, shape: Shape, hardware: Hardware
         seconds = hardware.compute(tiles, flops) * rates.compute
         start = max(lanes.compute, arrived if receiving else lanes.compute)
         done.append(lanes.put("compute", start, seconds, f"tiles of step {index}"))
-    queries = sum(len(run.positions) for row in range(plan.rows) for run in plan.queries(rank, row))
+    queries = sum(tokens_in(plan.queries(rank, row)) for row in range(plan.rows))
     extra = max(0, merged - queries) * shape.q_bytes * share / plan.degree
     lanes.put("compute", lanes.compute, 5 * extra / hardware.memory_bandwidth * rates.compute, "merges")
 
