@@ -83,7 +83,9 @@ def many_groups(rank):
     same(second, held(before, 3, salt=1))
 
     saw["equal"] = transport_of(groups[rank % 2]) == transport_of(groups[rank % 2]) != one
-    saw["2-D mesh"] = refusal(transport_of, mesh)
+    flat = transport_of(mesh)
+    saw["2-D mesh"] = (flat.rank, flat.ranks) == (rank, 4)
+    saw["3-D mesh"] = refusal(transport_of, init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("a", "b", "c")))
     saw["not a member"] = refusal(transport_of, groups[1 - rank % 2])
     saw["not a group"] = refusal(transport_of, "cp")
 
@@ -138,8 +140,10 @@ def test_transports_of_one_group_are_equal(seen_in_groups):
 
 def test_what_is_no_group_of_this_process_is_refused(seen_in_groups):
     for saw in seen_in_groups:
-        assert saw["2-D mesh"] == (
-            "group must be a DeviceMesh of one axis, got 2 axes of (2, 2); take one axis, as in mesh['outer']"
+        assert saw["2-D mesh"], "all its ranks, row by row"
+        assert saw["3-D mesh"] == (
+            "group must be a DeviceMesh of one axis or two, got 3 axes of (2, 2, 1); "
+            "take one axis or two, as in mesh['a']"
         )
         assert saw["not a member"] == "group: this process is not a member; only members take part"
         assert saw["not a group"] == ("group must be a DeviceMesh, a process group or a virtual world, got 'cp' (str)")

@@ -20,7 +20,7 @@ from torch import Tensor
 from attnspan.attention.call import Call
 from attnspan.errors import AttentionError, KernelError
 from attnspan.kernels import choose
-from attnspan.plan.step import tokens_in
+from attnspan.layouts.run import tokens_in
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 

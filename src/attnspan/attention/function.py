@@ -19,6 +19,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from attnspan.attention import ops
 from attnspan.attention.call import Call
@@ -38,6 +39,7 @@ class Attention:
     """
 
     def __init__(self, plan: Plan, group: Group = None, *, kernel: str = "auto", scale: float | None = None):
+        _check_mesh(plan, group)
         self.call = Call(plan, transport_of(group), kernel, scale)
         self.handle = self.call.handle()
 
@@ -100,6 +102,7 @@ def attention(
             plan = _chosen(plan, shape, query.device.type)
     elif strategy != "auto" or any(part is not None for part in (mask, layout, seq_len, kv_layout, kv_len)):
         raise AttentionError("give a plan, or what one is made of, not both")
+    _check_mesh(plan, group)
     attend = _memo(transport_of(group))(plan, kernel=kernel, scale=scale)
     out, lse = attend.with_lse(query, key, value, sinks=sinks)
     return (out, lse) if return_lse else out
@@ -136,3 +139,12 @@ def _as_autocast(tensor: Tensor) -> Tensor:
     if on and tensor.is_floating_point() and tensor.dtype != torch.float64:
         return tensor.to(torch.get_autocast_dtype(device))
     return tensor
+
+
+def _check_mesh(plan: Plan, group: Group) -> None:
+    """The columns of a mesh of two axes are the plan's Ulysses groups."""
+    if isinstance(group, DeviceMesh) and group.ndim == 2 and group.shape[1] != plan.degree:
+        raise AttentionError(
+            f"group: the second axis of a mesh exchanges heads, and the plan does so in groups of {plan.degree}, "
+            f"got a mesh of {tuple(group.shape)}; use strategy='ulysses({group.shape[1]}) x ...'"
+        )

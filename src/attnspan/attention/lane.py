@@ -102,7 +102,7 @@ class Lane:
 
     def _leaving(self, transfer: Transfer) -> list[Tensor]:
         if self.route.whole:
-            held = self._held if self._held is not None else self._packed()
+            held = self._held if self._held is not None else packed(self.key, self.value)  # own keys leave once
             return leaving(held, self._own_places, transfer, whole=True)
         return leaving(self._packed(), self._own_places, transfer, whole=False)
 

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from attnspan.kernels import write_into
-from attnspan.layouts.run import Run, Runs
-from attnspan.plan.step import Transfer, tokens_in
+from attnspan.layouts.run import Run, Runs, tokens_in
+from attnspan.plan.step import Transfer
 
 MOST_RUNS = 8
 """The most runs of a transfer that travel as messages of their own."""

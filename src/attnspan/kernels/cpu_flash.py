@@ -47,6 +47,8 @@ def supports(spec: Spec, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> str | N
         return f"cpu_flash runs on cpu, got tensors on {q.device.type}"
     if reason := not_among(q.dtype, _DTYPES):
         return f"cpu_flash {reason}"
+    if k.shape[2] == 0:
+        return "cpu_flash needs a key, got none"
     if q.shape[3] != v.shape[3]:
         return f"cpu_flash needs one head dim for keys and values, got {q.shape[3]} and {v.shape[3]}"
     return None

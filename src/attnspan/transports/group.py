@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from weakref import WeakKeyDictionary
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -14,7 +16,10 @@ Group = DeviceMesh | dist.ProcessGroup | Transport | None
 
 
 def transport_of(group: Group) -> Transport:
-    """The transport of a one-dimensional DeviceMesh, a process group, a virtual world, or None: the default group."""
+    """The transport of a DeviceMesh, a process group, a virtual world, or None: the default group.
+
+    A DeviceMesh of two axes, as for Ulysses and something between its groups, is all of its ranks, row by row.
+    """
     if isinstance(group, Transport):
         return group
     if isinstance(group, DeviceMesh):
@@ -36,13 +41,26 @@ def transport_of(group: Group) -> Transport:
 
 
 def _of_mesh(mesh: DeviceMesh) -> Transport:
-    if mesh.ndim != 1:
+    if mesh.ndim > 2:
         names = mesh.mesh_dim_names
-        hint = f"take one axis, as in mesh[{names[0]!r}]" if names else "name its axes and take one"
+        hint = f"take one axis or two, as in mesh[{names[0]!r}]" if names else "name its axes and take one or two"
         raise TransportError(
-            f"group must be a DeviceMesh of one axis, got {mesh.ndim} axes of {tuple(mesh.shape)}; {hint}"
+            f"group must be a DeviceMesh of one axis or two, got {mesh.ndim} axes of {tuple(mesh.shape)}; {hint}"
         )
     if mesh.get_coordinate() is None:
         raise TransportError("group: this process is not a member; only members take part")
     cpu = torch.device("cpu") if mesh.device_type == "cpu" else None
-    return Distributed(mesh.get_group(), cpu)
+    return Distributed(mesh.get_group() if mesh.ndim == 1 else _flat(mesh), cpu)
+
+
+def _flat(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """All ranks of a mesh of two axes as one group, row by row: rank (r, u) is r * columns + u."""
+    ranks = mesh.mesh.flatten().tolist()
+    if ranks == list(range(dist.get_world_size())):
+        return dist.group.WORLD  # type: ignore[return-value]  # initialised, so there is one
+    if mesh not in _FLAT:
+        _FLAT[mesh] = dist.new_group(ranks, use_local_synchronization=True)
+    return _FLAT[mesh]
+
+
+_FLAT: WeakKeyDictionary[DeviceMesh, dist.ProcessGroup] = WeakKeyDictionary()  # a group is made once per mesh
