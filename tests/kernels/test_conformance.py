@@ -7,8 +7,10 @@ numbers is the only yardstick: an error no more than 1.1 times its error, as roo
 single error is a matter of luck.
 
 [Note: whose error] SDPA is several kernels, and they are not equally exact. A kernel of ours is measured by the one
-that it is made of: what differs then is our doing. Where that one cannot do the problem (flash takes no mask), or the
-kernel is ours alone (reference), SDPA promises its user no more than the least exact that can.
+that it is made of: what differs then is our doing. (On an H200, without grouped heads, the dk of `efficient` is at 0.98
+to 1.04 of SDPA's efficient, but at 1.2 of its flash and cuDNN.) Where that one cannot do the problem, as flash
+takes no mask, or the kernel is ours alone, as reference is, SDPA promises its user no more than the least exact that
+can.
 
 [Note: float32] e^(score - lse) is off by as much as score and lse are, and those of 20 are rounded by up to 1e-6
 each time they are written down. torch writes lse once; ours is written by the tile, by the other tile and by their
@@ -132,7 +134,7 @@ def exact(kernel, problem, name, found, true, torchs):
         return
     assert dtype != "float64", f"{name} is off by {largest(off) / largest(true):.1e} of the largest"
     errors = {backend: found[name] for backend, found in torchs().items()}
-    allowed = errors.get(MADE_OF.get(kernel.name)) or max(errors.values())  # [Note: whose error]
+    allowed = errors.get(MADE_OF.get(kernel.name), max(errors.values()))  # [Note: whose error]
     # Writing the true values down is no error of anyone's: where a row sees one key, torch makes no other.
     allowed = max(allowed, rms(true.to(DTYPES[dtype]) - true))
     slack = 1.1 if dtype in HALF else 1.5  # [Note: float32]

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from attnspan.attention.lane import Arena, Final, Grads, KeySum, Lane, Message
+from attnspan.kernels import Accumulator
 from attnspan.transports import Pending, Transport
 
 
@@ -24,9 +25,14 @@ def forward(transport: Transport, lanes: Sequence[Lane]) -> list[tuple[Tensor, T
     for index in range(_steps(lanes)):
         arenas = coming.wait()
         coming = Exchange(transport, lanes, index + 1)
-        for lane, arena, total in zip(lanes, arenas, totals, strict=True):
-            lane.compute(lane.route.steps[index], arena, total)
+        _compute(lanes, arenas, totals, index)
     return [total.result(lane.query.dtype) for lane, total in zip(lanes, totals, strict=True)]
+
+
+def _compute(lanes: Sequence[Lane], arenas: list[Arena], totals: list[Accumulator], index: int) -> None:
+    # A function of its own, so that no variable of a loop keeps an arena alive while the next one is made.
+    for lane, arena, total in zip(lanes, arenas, totals, strict=True):
+        lane.compute(lane.route.steps[index], arena, total)
 
 
 def backward(transport: Transport, lanes: Sequence[Lane], finals: Sequence[Final]) -> list[Grads]:
