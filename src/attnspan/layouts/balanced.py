@@ -8,7 +8,7 @@ It weighs five ways to divide the sequence and takes the simplest that is good e
     dealt blocks            only if nothing else is as fair (round_robin.py); many runs
 
 [Note: what is minimised] First the largest rank's work: it is no more than under HeadTail or RoundRobinByWork
-wherever few runs can do it, and otherwise above by at most `EQUAL`. Up to there, `TOLERANCE` of drift is
+wherever few runs can do it (everywhere in the corpus), and otherwise above by at most `EQUAL` of a fair share. Up to there, `TOLERANCE` of drift is
 spent on moving fewer keys, then on fewer runs. If all rows lie on one line the answer is known: Contiguous if
 it is flat, HeadTail if it climbs, up to the rounding of a length that 2 * ranks does not divide.
 """
@@ -36,8 +36,8 @@ from attnspan.masks.profile import Tally
 TOLERANCE = 0.004
 """How far above the mean the largest rank's work may be, if that saves bytes or runs."""
 
-EQUAL = 1e-4
-"""A difference of this much of a rank's work is not worth hundreds of runs."""
+EQUAL = 0.01
+"""Half of the imbalance that is promised: to gain less than this by dealing blocks is not worth hundreds of runs."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
