@@ -320,6 +320,9 @@ def keys_held() -> list[str]:
         for (work, layout, strategy), each in zip(cells, found, strict=True):
             most = max(each, key=lambda rank: rank["said"])
             mib = {name: size / 2**20 for name, size in most.items()}
+            if strategy == "ring" and ranks > 2:  # its packed copy has been handed on: own keys are the caller's
+                mib["forward keys"] += mib["own"]
+                mib["backward keys"] += mib["own"]
             lines.append(
                 f"| {ranks} | {work.mask} | {layout} | {strategy} | {mib['said']:.2f} | {mib['forward keys']:.2f} | "
                 f"**{mib['forward keys'] / mib['said']:.2f}** | {mib['backward keys']:.2f} | "
@@ -327,8 +330,9 @@ def keys_held() -> list[str]:
             )
     return [
         f"MiB on the rank that holds most, bfloat16, {MEMORY_TOKENS} tokens, peaks of live bytes counted by a dispatch",
-        "mode. Said: plan.peak_keys x bytes of a key and value. Keys: packed buffers of keys and values. The caller's",
-        "own K and V are not counted, the packed copy of them that travels is. Gradients: packed float32 sums. All:",
+        "mode. Said: plan.peak_keys x bytes of a key and value. Keys: packed buffers of keys and values; own ones count",
+        "once, as the packed copy that travels, or as the caller's where a longer ring has handed that copy on; beside",
+        "a packed copy the caller's own K and V come on top. Gradients: packed float32 sums. All:",
         "everything made in forward or in backward, results included; not what a library kernel allocates inside.",
         "",
         "| ranks | mask | layout | strategy | said | keys, forward | / said | keys, backward | gradients | "
