@@ -330,9 +330,9 @@ def keys_held() -> list[str]:
             )
     return [
         f"MiB on the rank that holds most, bfloat16, {MEMORY_TOKENS} tokens, peaks of live bytes counted by a dispatch",
-        "mode. Said: plan.peak_keys x bytes of a key and value. Keys: packed buffers of keys and values; own ones count",
-        "once, as the packed copy that travels, or as the caller's where a longer ring has handed that copy on; beside",
-        "a packed copy the caller's own K and V come on top. Gradients: packed float32 sums. All:",
+        "mode. Said: plan.peak_keys x bytes of a key and value. Keys: packed buffers of keys and values; own ones",
+        "count once, as the packed copy that travels, or as the caller's where a longer ring has handed that copy on;",
+        "beside a packed copy the caller's own K and V come on top. Gradients: packed float32 sums. All:",
         "everything made in forward or in backward, results included; not what a library kernel allocates inside.",
         "",
         "| ranks | mask | layout | strategy | said | keys, forward | / said | keys, backward | gradients | "

@@ -8,9 +8,10 @@ It weighs five ways to divide the sequence and takes the simplest that is good e
     dealt blocks            only if nothing else is as fair (round_robin.py); many runs
 
 [Note: what is minimised] First the largest rank's work: it is no more than under HeadTail or RoundRobinByWork
-wherever few runs can do it (everywhere in the corpus), and otherwise above by at most `EQUAL` of a fair share. Up to there, `TOLERANCE` of drift is
-spent on moving fewer keys, then on fewer runs. If all rows lie on one line the answer is known: Contiguous if
-it is flat, HeadTail if it climbs, up to the rounding of a length that 2 * ranks does not divide.
+wherever few runs can do it (everywhere in the corpus), and otherwise above by at most `EQUAL` of a fair share. Up
+to there, `TOLERANCE` of drift is spent on moving fewer keys, then on fewer runs. If all rows lie on one line the
+answer is known: Contiguous if it is flat, HeadTail if it climbs, up to the rounding of a length that 2 * ranks does
+not divide.
 """
 
 from __future__ import annotations

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
-from attnspan.errors import MaskError
 from attnspan.masks.band import Band, tight
-from attnspan.masks.mask import Mask, Rule, Space
+from attnspan.masks.first_keys import FirstKeys
+from attnspan.masks.mask import Rule, Space
 from attnspan.masks.rows import int_per_row, of_row, select, shown
 
 
 @dataclass(frozen=True, slots=True)
-class KeyPadding(Mask):
+class KeyPadding(FirstKeys):
     """Every query sees the first `lengths[row]` keys; one number serves all batch rows. 0 is a row of
     padding.
 
@@ -22,28 +23,12 @@ class KeyPadding(Mask):
     (8, 16)
     """
 
+    _field: ClassVar[str] = "lengths"
+
     lengths: int | Sequence[int]
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "lengths", int_per_row("lengths", self.lengths, at_least=0))
-
-    @property
-    def _lengths(self) -> tuple[int, ...]:
-        assert isinstance(self.lengths, tuple), "normalised in __post_init__"
-        return self.lengths
-
-    @property
-    def rows(self) -> int:
-        return len(self._lengths)
-
-    @property
-    def least_len(self) -> int:
-        return max(self._lengths)
-
-    def _check(self, q_len: int, kv_len: int, row: int) -> None:
-        length = of_row(self._lengths, row)
-        if length > kv_len:
-            raise MaskError(f"lengths must be at most kv_len ({kv_len}), got {length} for batch row {row}")
 
     def _bands(self, q_len: int, kv_len: int, row: int) -> Iterable[Band | None]:
         length = of_row(self._lengths, row)

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
-from attnspan.errors import MaskError
 from attnspan.masks.alignment import Align, check_align, offset, offset_in
 from attnspan.masks.band import Band, tight
-from attnspan.masks.mask import Mask, Rule, Space
+from attnspan.masks.first_keys import FirstKeys
+from attnspan.masks.mask import Rule, Space
 from attnspan.masks.rows import int_per_row, of_row, select, shown
 
 
 @dataclass(frozen=True, slots=True)
-class PrefixLM(Mask):
+class PrefixLM(FirstKeys):
     """Every query sees the first `length` keys, and beyond them the keys up to its own position.
 
     `length` is one number, or one per batch row; 0 is plain causal.
@@ -27,30 +28,14 @@ class PrefixLM(Mask):
     █ █ █ █
     """
 
+    _field: ClassVar[str] = "length"
+
     length: int | Sequence[int]
     align: Align = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "length", int_per_row("length", self.length, at_least=0))
         check_align(self.align)
-
-    @property
-    def _lengths(self) -> tuple[int, ...]:
-        assert isinstance(self.length, tuple), "normalised in __post_init__"
-        return self.length
-
-    @property
-    def rows(self) -> int:
-        return len(self._lengths)
-
-    @property
-    def least_len(self) -> int:
-        return max(self._lengths)
-
-    def _check(self, q_len: int, kv_len: int, row: int) -> None:
-        length = of_row(self._lengths, row)
-        if length > kv_len:
-            raise MaskError(f"length must be at most kv_len ({kv_len}), got {length} for batch row {row}")
 
     def _bands(self, q_len: int, kv_len: int, row: int) -> Iterable[Band | None]:
         length = of_row(self._lengths, row)

@@ -33,6 +33,7 @@ from attnspan.layouts.layout import Layout
 from attnspan.layouts.run import Runs, tokens_in
 from attnspan.masks import Mask
 from attnspan.masks.algebra import Bands
+from attnspan.plan.cost import Shape
 from attnspan.plan.geometry import Geometry
 from attnspan.plan.step import Step, Transfer
 from attnspan.plan.strategy import Strategy, Ulysses, name_of
@@ -143,6 +144,17 @@ class Plan:
         for transfer in self._arriving(rank):
             counts[transfer.source] = counts.get(transfer.source, 0) + transfer.tokens
         return counts
+
+    def bytes_received(self, rank: int, shape: Shape) -> dict[int, float]:
+        """`received` in bytes, for the sizes of an attention: K and V of its key heads, or under Ulysses of its share.
+
+        >>> from attnspan.layouts import HeadTail
+        >>> from attnspan.masks import Causal
+        >>> Plan(Causal(), HeadTail(ranks=2), seq_len=8).bytes_received(0, Shape(heads=32, kv_heads=8))
+        {1: 16384.0}
+        """
+        each = shape.kv_bytes / self.rows * shape.kv_share(self.degree)
+        return {source: keys * each for source, keys in self.received(rank).items()}
 
     def peak_keys(self, rank: int) -> int:
         """The most keys a rank holds at once: its own, those in use and those arriving, over all batch rows."""
