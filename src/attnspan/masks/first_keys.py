@@ -1,4 +1,4 @@
-"""What masks have in common that speak of a row's first keys: a prefix that all see, a length beyond which is padding."""
+"""What masks have in common that speak of a row's first keys: a prefix that all see, a length that padding follows."""
 
 from __future__ import annotations
 
