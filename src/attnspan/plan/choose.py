@@ -131,7 +131,7 @@ def predicted(plan: Plan, shape: Shape, hardware: Hardware, *, limit: float = in
     return Candidate(
         plan=plan,
         imbalance=plan.imbalance(),
-        moved=int(max(sum(plan.received(rank).values()) for rank in looked) * key_bytes + head_bytes(plan, shape)),
+        moved=int(max(sum(plan.bytes_received(rank, shape).values()) for rank in looked) + head_bytes(plan, shape)),
         peak=peak,
         timeline=max(timelines, key=lambda timeline: timeline.seconds),
         refused=f"needs {in_bytes(peak)}, the limit is {in_bytes(limit)}" if peak > limit else "",
