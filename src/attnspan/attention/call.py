@@ -8,8 +8,9 @@ autograd graph saves the handle: a call lives as long as anything that may still
 
 from __future__ import annotations
 
+import functools
 import itertools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from weakref import WeakValueDictionary
 
@@ -18,10 +19,10 @@ from torch import Tensor
 
 from attnspan.attention.heads import Side, Trade
 from attnspan.attention.lane import Route
-from attnspan.errors import AttentionError
+from attnspan.errors import AttentionError, PlanError
 from attnspan.kernels import Spec
 from attnspan.layouts.run import Runs
-from attnspan.plan import Plan, Ring, Strategy, Ulysses
+from attnspan.plan import Plan, Ring, Shape, Strategy, Ulysses, choose
 from attnspan.plan.heads import split_heads
 from attnspan.transports import Transport
 
@@ -37,7 +38,9 @@ class Call:
     transport: Transport
     kernel: str = "auto"
     scale: float | None = None
+    auto: bool = False  # the strategy is not the plan's, but the one that suits the tensors
     agreed: set[tuple[object, ...]] = field(default_factory=set, init=False, repr=False)
+    _suited: dict[Shape, Call] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.transport.ranks != self.plan.ranks:
@@ -59,6 +62,20 @@ class Call:
         if call is None:
             raise AttentionError("handle is a copy whose original is gone; keep the Attention that it belongs to")
         return call
+
+    def suited(self, query: Tensor, key: Tensor, value: Tensor) -> Call:
+        """This call, or where the strategy is "auto", the one whose strategy suits these shapes.
+
+        Chosen here and not earlier because only tensors tell their shapes; chosen by a pure function of them, so that
+        all ranks choose alike. Tensors that no shape can be read from are refused later, by all ranks together.
+        """
+        shape = _shape(query, key, value) if self.auto else None
+        if shape is None:
+            return self
+        if shape not in self._suited:
+            plan = _chosen(self.plan, shape, query.device.type)
+            self._suited[shape] = replace(self, plan=plan, auto=False)
+        return self._suited[shape]
 
     @property
     def rank(self) -> int:
@@ -100,3 +117,23 @@ class Call:
     def _hands_on(self) -> bool:
         strategy = Strategy.of(self.plan.strategy)
         return isinstance(strategy.inner if isinstance(strategy, Ulysses) else strategy, Ring)
+
+
+@functools.lru_cache(maxsize=256)
+def _chosen(plan: Plan, shape: Shape, device: str) -> Plan:
+    """The plan with the strategy that the cost model finds best; cross-attention keeps its own."""
+    if (plan.key_len, plan.key_layout) != (plan.seq_len, plan.layout):
+        return plan
+    hardware = "h100-nvlink" if device == "cuda" else "cpu-gloo"
+    return choose(
+        plan.mask, seq_len=plan.seq_len, ranks=plan.ranks, shape=shape, hardware=hardware, layouts=[plan.layout]
+    ).plan
+
+
+def _shape(query: Tensor, key: Tensor, value: Tensor) -> Shape | None:
+    """What a choice of strategy depends on; None for tensors that will be refused."""
+    dtype = str(query.dtype).removeprefix("torch.")
+    try:
+        return Shape(query.shape[1], key.shape[1], query.shape[3], value.shape[3], query.shape[0], dtype)
+    except (IndexError, PlanError):
+        return None

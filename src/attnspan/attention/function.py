@@ -23,10 +23,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from attnspan.attention import ops
 from attnspan.attention.call import Call
-from attnspan.errors import AttentionError, PlanError
+from attnspan.errors import AttentionError
 from attnspan.layouts import Layout
 from attnspan.masks import Mask
-from attnspan.plan import Plan, Shape, choose
+from attnspan.plan import Plan
 from attnspan.plan.strategy import Strategy
 from attnspan.transports import Transport
 from attnspan.transports.group import Group, transport_of
@@ -36,11 +36,20 @@ class Attention:
     """A plan on a group of ranks, callable with this rank's shards.
 
     Make it outside of torch.compile and call it inside: another plan for the same shapes does not compile anew.
+    With `auto`, the strategy is not the plan's but the one that suits the shapes of the tensors it is called with.
     """
 
-    def __init__(self, plan: Plan, group: Group = None, *, kernel: str = "auto", scale: float | None = None):
+    def __init__(
+        self,
+        plan: Plan,
+        group: Group = None,
+        *,
+        kernel: str = "auto",
+        scale: float | None = None,
+        auto: bool = False,
+    ):
         _check_mesh(plan, group)
-        self.call = Call(plan, transport_of(group), kernel, scale)
+        self.call = Call(plan, transport_of(group), kernel, scale, auto)
         self.handle = self.call.handle()
 
     @property
@@ -93,17 +102,15 @@ def attention(
         )
     if torch.compiler.is_compiling():
         raise AttentionError("under torch.compile, make an Attention(plan, group) outside and call it inside")
+    given = plan is not None
     if plan is None:
         if mask is None or layout is None or seq_len is None:
             raise AttentionError("give mask, layout and seq_len, or a plan")
         plan = Plan(mask, layout, seq_len, "needed" if strategy == "auto" else strategy, kv_len, kv_layout)
-        shape = _shape(query, key, value)
-        if strategy == "auto" and shape is not None and (plan.key_len, plan.key_layout) == (plan.seq_len, plan.layout):
-            plan = _chosen(plan, shape, query.device.type)
     elif strategy != "auto" or any(part is not None for part in (mask, layout, seq_len, kv_layout, kv_len)):
         raise AttentionError("give a plan, or what one is made of, not both")
     _check_mesh(plan, group)
-    attend = _memo(transport_of(group))(plan, kernel=kernel, scale=scale)
+    attend = _memo(transport_of(group))(plan, kernel=kernel, scale=scale, auto=strategy == "auto" and not given)
     out, lse = attend.with_lse(query, key, value, sinks=sinks)
     return (out, lse) if return_lse else out
 
@@ -112,24 +119,6 @@ def attention(
 def _memo(transport: Transport) -> Callable[..., Attention]:
     """Attention on a group, made once for each plan: ranks agree on it once, and a group's ranks forget alike."""
     return functools.lru_cache(maxsize=256)(functools.partial(Attention, group=transport))
-
-
-@functools.lru_cache(maxsize=256)
-def _chosen(plan: Plan, shape: Shape, device: str) -> Plan:
-    """The plan with the strategy that the cost model finds best. Pure, so that all ranks choose alike."""
-    hardware = "h100-nvlink" if device == "cuda" else "cpu-gloo"
-    return choose(
-        plan.mask, seq_len=plan.seq_len, ranks=plan.ranks, shape=shape, hardware=hardware, layouts=[plan.layout]
-    ).plan
-
-
-def _shape(query: Tensor, key: Tensor, value: Tensor) -> Shape | None:
-    """What a choice of strategy depends on; None for tensors that will be refused, by all ranks together."""
-    dtype = str(query.dtype).removeprefix("torch.")
-    try:
-        return Shape(query.shape[1], key.shape[1], query.shape[3], value.shape[3], query.shape[0], dtype)
-    except (IndexError, PlanError):
-        return None
 
 
 def _as_autocast(tensor: Tensor) -> Tensor:

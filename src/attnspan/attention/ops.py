@@ -29,7 +29,7 @@ from attnspan.errors import AttentionError, KernelError
 
 @torch.library.custom_op("attnspan::attention", mutates_args=())
 def attention(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, handle: Tensor) -> tuple[Tensor, Tensor]:
-    call = Call.of(handle)
+    call = Call.of(handle).suited(query, key, value)
     with unbroken(call.transport, but=(AttentionError, KernelError)):
         agree(call, Inputs(query, key, value, sinks))
     with unbroken(call.transport), _as_given(query):
@@ -59,7 +59,7 @@ def attention_backward(
     sinks: Tensor | None,
     handle: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    call, final = Call.of(handle), Final(grad, grad_lse, out, lse)
+    call, final = Call.of(handle).suited(query, key, value), Final(grad, grad_lse, out, lse)
     with unbroken(call.transport), _as_given(query):
         d_sinks = query.new_empty(0) if sinks is None else _sink_gradient(call, final, sinks)
         dq, dk, dv = execute.backward(call, query, key, value, final)
