@@ -21,6 +21,7 @@ from attnspan.errors import (
     LayoutError,
     MaskError,
     PlanError,
+    ShardError,
     TransportError,
 )
 from attnspan.layouts import (
@@ -46,6 +47,7 @@ from attnspan.masks import (
     SlidingWindow,
     Tree,
 )
+from attnspan.parallel import ContextParallel
 from attnspan.plan import Hardware, Plan, Shape, choose
 
 __all__ = [
@@ -56,6 +58,7 @@ __all__ = [
     "BlockSparse",
     "Causal",
     "Chunked",
+    "ContextParallel",
     "Contiguous",
     "Documents",
     "ExpressionError",
@@ -75,6 +78,7 @@ __all__ = [
     "PrefixLM",
     "RoundRobinByWork",
     "Shape",
+    "ShardError",
     "SinkTokens",
     "SlidingWindow",
     "Striped",

@@ -7,6 +7,7 @@ Every error names the argument, says what was asked of it and what arrived, and 
     ├── LayoutError        a layout, or a sequence it does not describe
     ├── PlanError          a plan that cannot be made as asked
     ├── AttentionError     tensors, or a group of ranks, that a plan was not made for
+    ├── ShardError         a tensor that does not lie on the ranks as it should
     ├── KernelError        a kernel that cannot compute what it was asked to
     ├── ExpressionError    a mask written as text, as on the command line
     └── TransportError     a group of ranks that cannot be reached, or a rank that did not answer (a RuntimeError too)
@@ -33,6 +34,7 @@ __all__ = [
     "LayoutError",
     "MaskError",
     "PlanError",
+    "ShardError",
     "TransportError",
     "one_of",
     "whole",
@@ -58,6 +60,10 @@ class PlanError(AttnspanError):
 
 class AttentionError(AttnspanError):
     """Tensors or a group that do not fit the plan, or ranks that do not agree on one."""
+
+
+class ShardError(AttnspanError):
+    """A tensor that is not whole, not a shard, or a shard of something else."""
 
 
 class KernelError(AttnspanError):

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from attnspan.attention.heads import Side, Trade
 from attnspan.attention.lane import Route
+from attnspan.attention.uses import Uses
 from attnspan.errors import AttentionError, PlanError
 from attnspan.kernels import Spec
 from attnspan.layouts.run import Runs
@@ -39,6 +40,7 @@ class Call:
     kernel: str = "auto"
     scale: float | None = None
     auto: bool = False  # the strategy is not the plan's, but the one that suits the tensors
+    uses: Uses = field(default_factory=Uses, repr=False)  # shared by the calls that suit different shapes
     agreed: set[tuple[object, ...]] = field(default_factory=set, init=False, repr=False)
     _suited: dict[Shape, Call] = field(default_factory=dict, init=False, repr=False)
 
@@ -69,13 +71,18 @@ class Call:
         Chosen here and not earlier because only tensors tell their shapes; chosen by a pure function of them, so that
         all ranks choose alike. Tensors that no shape can be read from are refused later, by all ranks together.
         """
-        shape = _shape(query, key, value) if self.auto else None
+        shape = shape_of(query, key, value) if self.auto else None
         if shape is None:
             return self
         if shape not in self._suited:
             plan = _chosen(self.plan, shape, query.device.type)
             self._suited[shape] = replace(self, plan=plan, auto=False)
         return self._suited[shape]
+
+    @property
+    def latest(self) -> Plan:
+        """The plan that last ran, or would."""
+        return self.uses.latest or self.plan
 
     @property
     def rank(self) -> int:
@@ -130,7 +137,7 @@ def _chosen(plan: Plan, shape: Shape, device: str) -> Plan:
     ).plan
 
 
-def _shape(query: Tensor, key: Tensor, value: Tensor) -> Shape | None:
+def shape_of(query: Tensor, key: Tensor, value: Tensor) -> Shape | None:
     """What a choice of strategy depends on; None for tensors that will be refused."""
     dtype = str(query.dtype).removeprefix("torch.")
     try:

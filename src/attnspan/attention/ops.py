@@ -21,7 +21,7 @@ from torch import Tensor
 
 from attnspan.attention import execute
 from attnspan.attention.agreement import Inputs, agree
-from attnspan.attention.call import Call
+from attnspan.attention.call import Call, shape_of
 from attnspan.attention.lane import Final, wide
 from attnspan.attention.unbroken import unbroken
 from attnspan.errors import AttentionError, KernelError
@@ -34,6 +34,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, h
         agree(call, Inputs(query, key, value, sinks))
     with unbroken(call.transport), _as_given(query):
         out, lse = _with_sinks(*execute.forward(call, query, key, value), sinks)
+    call.uses.add_forward(call.plan, shape_of(query, key, value))
     return out.contiguous(), lse.contiguous()
 
 
@@ -63,6 +64,7 @@ def attention_backward(
     with unbroken(call.transport), _as_given(query):
         d_sinks = query.new_empty(0) if sinks is None else _sink_gradient(call, final, sinks)
         dq, dk, dv = execute.backward(call, query, key, value, final)
+    call.uses.add_backward(call.plan, shape_of(query, key, value))
     return dq.contiguous(), dk, dv, d_sinks
 
 

@@ -1,0 +1,41 @@
+"""What a call was used for: a witness, kept where attention really runs.
+
+Counted inside the custom op, so that compiled code counts too, and a layer that went another way does not. A
+recomputation by activation checkpointing runs inside backward; it is a replay, not another use.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+import torch
+
+from attnspan.plan import Plan, Shape
+
+Use = tuple[Plan, Shape | None]  # a shape that the cost model cannot weigh is None
+
+
+@dataclass(eq=False)
+class Uses:
+    """How often each plan ran, on tensors of which shape."""
+
+    forward: Counter[Use] = field(default_factory=Counter)
+    replayed: Counter[Use] = field(default_factory=Counter)
+    backward: Counter[Use] = field(default_factory=Counter)
+    latest: Plan | None = None
+
+    def add_forward(self, plan: Plan, shape: Shape | None) -> None:
+        """A forward pass, or its replay."""
+        in_backward = torch._C._current_graph_task_id() != -1
+        (self.replayed if in_backward else self.forward)[plan, shape] += 1
+        self.latest = plan
+
+    def add_backward(self, plan: Plan, shape: Shape | None) -> None:
+        """A backward pass."""
+        self.backward[plan, shape] += 1
+
+    def clear(self) -> None:
+        """Start anew; the plan last used stays known."""
+        for counted in (self.forward, self.replayed, self.backward):
+            counted.clear()

@@ -1,0 +1,42 @@
+"""Where documents begin and end, read from a mask.
+
+A mask is an expression; the documents of a pack are those of the `Documents` in it, if there is one under `&` only:
+behind `|` or `~` they are no borders.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from attnspan.errors import MaskError
+from attnspan.masks import Documents, Mask
+from attnspan.masks.mask import And
+
+
+def documents_of(masks: Iterable[Mask], seq_len: int) -> Tensor:
+    """The number of every position's document, (rows, seq_len); rows is 1 if all batch rows are packed alike.
+
+    >>> from attnspan.masks import Causal
+    >>> documents_of([Causal() & Documents([1, 3])], 4).tolist()
+    [[0, 1, 1, 1]]
+    """
+    found = {documents for mask in masks for documents in _within(mask)}
+    if len(found) != 1:
+        raise MaskError(f"documents: the mask must hold one Documents(lengths), joined by &, got {len(found)}")
+    (documents,) = found
+    rows = [torch.tensor(lengths) for lengths in documents.lengths]
+    names = [torch.arange(len(lengths)).repeat_interleave(lengths) for lengths in rows]
+    if any(len(row) != seq_len for row in names):
+        raise MaskError(f"documents: they must have {seq_len} tokens together, got {[len(row) for row in names]}")
+    return torch.stack(names)
+
+
+def _within(mask: Mask) -> Iterator[Documents]:
+    if isinstance(mask, Documents):
+        yield mask
+    elif isinstance(mask, And):
+        yield from _within(mask.left)
+        yield from _within(mask.right)
