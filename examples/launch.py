@@ -1,7 +1,7 @@
 """Start an example: under torchrun join its group, else start processes here. On CUDA devices over NCCL, else gloo.
 
-    python examples/02_packed_documents.py                         # two processes on this machine
-    torchrun --nproc-per-node=4 examples/02_packed_documents.py    # four
+python examples/02_packed_documents.py                         # two processes on this machine
+torchrun --nproc-per-node=4 examples/02_packed_documents.py    # four
 """
 
 import os

@@ -7,12 +7,13 @@ import typer
 from typer.core import TyperGroup
 
 from attnspan._version import __version__
-from attnspan.cli import plan, show
+from attnspan.cli import doctor, plan, show
 from attnspan.errors import AttnspanError
 
 COMMANDS: list[Callable[..., None]] = [
     show.show,
     plan.plan,
+    doctor.doctor,
 ]  # a new command: one file with one function, and its entry here
 
 

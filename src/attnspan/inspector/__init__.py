@@ -1,0 +1,1 @@
+"""Pictures of masks, layouts and plans. Reads data, never runs attention."""
