@@ -10,17 +10,20 @@ Run: python -m benchmarks.support        writes docs/support.md
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from attnspan.errors import PlanError
-from attnspan.kernels import KERNELS, Spec
+from attnspan.kernels import Mods, Spec, band, flex
+from attnspan.kernels.registry import refusal
 from attnspan.layouts import Balanced, Contiguous, HeadTail, Layout, Striped
 from attnspan.masks import (
     BlockSparse,
@@ -36,12 +39,23 @@ from attnspan.masks import (
     SlidingWindow,
     Tree,
 )
+from attnspan.masks.program import traced
 from attnspan.plan import Plan
+from tests.attention import programs
 from tests.attention.harness import Problem
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "support.md"
 
-DEVICES = {"reference": "cpu", "cpu_flash": "cpu", "cudnn": "cuda", "cuda_flash": "cuda", "efficient": "cuda"}
+DEVICES = {
+    "reference": "cpu",
+    "cpu_flash": "cpu",
+    "blocks": "cpu",
+    "cudnn": "cuda",
+    "band": "cuda",
+    "cuda_flash": "cuda",
+    "efficient": "cuda",
+    "flex": "cuda",
+}
 """Where each kernel is tried."""
 
 DTYPES = {"cpu": torch.float64, "cuda": torch.bfloat16}
@@ -238,7 +252,7 @@ class Cell:
 UNEQUAL = "this mask is for equal lengths"
 
 
-def refusals(kernel: str, problem: Problem, plan: Plan) -> list[str]:
+def refusals(kernel: str, problem: Problem, plan: Plan, mods: Mods | None = None) -> list[str]:
     """The kernel's reasons for tiles that it cannot do. It reads no values, so none are made."""
     ranks = range(0, plan.ranks, plan.degree)
     tiles = [
@@ -246,15 +260,34 @@ def refusals(kernel: str, problem: Problem, plan: Plan) -> list[str]:
     ]
     dims = (problem.dim, problem.dim, problem.value_dim or problem.dim)
     found = {}
-    with FakeTensorMode():
-        for tile in {(tile.kind, len(tile.rows), len(tile.cols)): tile for tile in tiles}.values():
+    triton = (patch.object(kernel, "has_triton", lambda: True) for kernel in (band, flex))
+    with FakeTensorMode(), next(triton), next(triton):  # as where there is a GPU
+        for tile in {(tile.kind, tile.asked, len(tile.rows), len(tile.cols)): tile for tile in tiles}.values():
             q, k, v = (
                 torch.empty(1, 1, len(span), dim, dtype=problem.dtype, device=problem.device)
                 for span, dim in zip((tile.rows, tile.cols, tile.cols), dims, strict=True)
             )
-            if reason := KERNELS[kernel].supports(Spec(1.0), q, k, v, tile):
-                found[reason.partition(" [")[0]] = None  # without the tile's numbers
+            if reason := refusal(kernel, Spec(1.0, mods), q, k, v, tile):
+                found[reason.partition(" [")[0].partition(" (")[0]] = None  # without the tile's numbers, or a name
     return list(found)
+
+
+def program_refusals(kernel: str, name: str, strategy: str) -> list[str]:
+    """Why a kernel does not serve a FlexAttention program; none if it does."""
+    problem, mods = _program(name)
+    there = replace(problem, device=DEVICES[kernel], dtype=DTYPES[DEVICES[kernel]], dim=16)
+    return refusals(kernel, there, Plan(problem.mask, problem.layout, problem.seq_len, strategy), mods)
+
+
+@functools.cache
+def _program(name: str) -> tuple[Problem, Mods]:
+    """A program's mask, planned for once, and what kernels run."""
+    problem = programs.problem(name, HeadTail(4), "gather")
+    scoring = problem.scoring
+    score_mod = None
+    if scoring is not None:
+        score_mod = traced(scoring.of(*problem.whole.captured), "score_mod", score=problem.dtype)
+    return problem, Mods(score_mod, traced(problem.mask.mask_mod(problem.seq_len, problem.seq_len)))
 
 
 # ---- the page ------------------------------------------------------------------------------------------------------
@@ -287,6 +320,16 @@ def page() -> str:
             lines.append(f"| {row.replace('|', chr(92) + '|')} | " + " | ".join(marks) + " |")
         return [*lines, ""]
 
+    def programs_table() -> list[str]:
+        lines = ["| | " + " | ".join(kernels) + " |", "|---" * (len(kernels) + 1) + "|"]
+        for name in programs.WRITTEN:
+            marks = [
+                notes.mark(why for strategy in STRATEGIES for why in program_refusals(kernel, name, strategy))
+                for kernel in kernels
+            ]
+            lines.append(f"| {name} | " + " | ".join(marks) + " |")
+        return [*lines, ""]
+
     def feature(name: str) -> Feature:
         return FEATURES[names.index(name)]
 
@@ -302,6 +345,12 @@ def page() -> str:
         "Causal, by gather.",
         "",
         *table(names, kernels, lambda name, kernel: [Cell(kernel, "gather", "Causal", feature(name))]),
+        "## Kernels and programs",
+        "",
+        "FlexAttention's mask_mods and score_mods, under every strategy. A mask_mod whose pairs are few bands is",
+        "planned as bands, and every kernel serves it.",
+        "",
+        *programs_table(),
         "## Strategies and masks",
         "",
         *table(list(MASKS), STRATEGIES, lambda mask, strategy: [Cell("reference", strategy, mask)]),
@@ -320,10 +369,10 @@ INTRODUCTION = [
     "",
     "Written by `python -m benchmarks.support` and checked by the tests; do not edit.",
     "",
-    "tests/attention/test_conformance.py runs the cells, forward and backward, those of the last three kernels on a",
-    "CUDA device. A cell is exact (against dense attention in float64, to the rounding of its dtype), or it is refused",
-    'before anything travels, with the reason given. `kernel="auto"` takes for every tile the fastest kernel that',
-    "serves it, and `reference` serves everything.",
+    "tests/attention/test_conformance.py and test_programs.py run the cells, forward and backward, those of the last",
+    "five kernels on a CUDA device. A cell is exact (against dense attention in float64, to the rounding of its",
+    'dtype), or it is refused before anything travels, with the reason given. `kernel="auto"` takes for every tile',
+    "the fastest kernel that serves it; `reference` serves every mask, and `blocks` every program.",
     "",
     "The plain cell has 33 tokens, dealt by HeadTail to 4 ranks, and 4 heads on 2 key heads of dim 16, in float64 on",
     "the CPU and in bfloat16 on CUDA. Every row changes one thing.",

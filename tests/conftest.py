@@ -1,4 +1,4 @@
-"""How every test runs: one thread, and a known search for counterexamples.
+"""How every test runs: one thread, a known search for counterexamples, and CUDA awake where it is needed.
 
 Hypothesis profiles, by ``HYPOTHESIS_PROFILE`` or else by where we are::
 
@@ -14,6 +14,7 @@ import os
 # Before torch is imported, and for the processes that tests start: ranks share the cores with each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 untimed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -22,3 +23,22 @@ settings.register_profile("ci", untimed, derandomize=True, print_blob=True)
 settings.register_profile("long", untimed, max_examples=2000)
 
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") == "true" else "dev"))
+
+
+@pytest.fixture(autouse=True)
+def awake(request):
+    """autograd's thread with a CUDA context.
+
+    Backward runs in a thread of its own. cuBLAS, if it is the first thing called there, finds no context, makes one
+    and warns; any other kernel makes one in silence.
+    """
+    if request.node.get_closest_marker("cuda") is not None:
+        request.getfixturevalue("cuda_context")
+
+
+@pytest.fixture(scope="session")
+def cuda_context():
+    import torch
+
+    torch.ones(2, device="cuda", requires_grad=True).exp().sum().backward()
+    torch.cuda.synchronize()

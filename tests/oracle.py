@@ -40,6 +40,13 @@ def dense(scores, mask, values):
     return out, scores.logsumexp(-1).masked_fill(~sees.squeeze(-1), -torch.inf)
 
 
+def scored(score_mod, scores):
+    """Scores (B, H, n, m) after a score_mod that is written so that indices broadcast: no vmap, no tracing."""
+    sizes = enumerate(scores.shape)
+    indices = [torch.arange(size).reshape(-1, *[1] * (3 - dim)) for dim, size in sizes]
+    return score_mod(scores, *indices).expand(scores.shape)
+
+
 def per_query_head(x, q):
     return double(x).repeat_interleave(q.shape[1] // x.shape[1], dim=1)
 

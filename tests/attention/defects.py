@@ -6,7 +6,8 @@
 A defect is given `plant(owner, name, bend)`, which puts ``bend(real)`` in the place of ``owner.name``; when the block
 is left, everything is as it was. Code that has moved or was renamed cannot be planted in, and that is an error.
 
-They lie in the order in which a key travels: plan, wire, kernel, merge, the way home, heads, sinks and lse.
+They lie in the order in which a key travels: plan, wire, kernel, merge, the way home, heads, sinks and lse; and what
+FlexAttention's programs add to it.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ from attnspan.attention.heads import Trade
 from attnspan.attention.lane import Computing, Lane
 from attnspan.attention.sums import Sum
 from attnspan.attention.wire import Arrivals, Staged
-from attnspan.kernels import Accumulator, Spec, accumulator
+from attnspan.kernels import Accumulator, Rows, Spec, accumulator, blocks
 from attnspan.masks import Causal
+from attnspan.masks.program import Program
 from attnspan.masks.tile import Tile
 from attnspan.plan import geometry, plan
 from attnspan.plan.geometry import Geometry
@@ -611,3 +613,92 @@ def the_gradient_of_lse_reaches_queries_but_not_keys(plant):
         return through_lse
 
     plant(Lane, "_through_lse", bend)
+
+
+# ---- programs ------------------------------------------------------------------------------------------------------
+
+
+@defect
+def programs_see_the_positions_of_the_shard(plant):
+    """As torch's own context parallelism does with a score_mod."""
+
+    def bend(real):
+        return lambda runs, device: torch.arange(len(real(runs, device)), device=device)
+
+    plant(lane, "positions", bend)
+
+
+@defect
+def programs_see_heads_counted_from_the_first_of_a_share(plant):
+    plant(lane, "Where", lambda real: lambda rows, cols, batch, heads: real(rows, cols, batch, range(len(heads))))
+
+
+@defect
+def programs_see_batch_rows_counted_from_the_first_of_a_lane(plant):
+    plant(lane, "Where", lambda real: lambda rows, cols, batch, heads: real(rows, cols, range(len(batch)), heads))
+
+
+@defect
+def blocks_to_be_asked_are_taken_for_certain(plant):
+    def bend(real):
+        return lambda self, rank, arena: tuple(tile._replace(asked=False) for tile in real(self, rank, arena))
+
+    plant(Geometry, "tiles", bend)
+
+
+@defect
+def the_mask_of_the_first_head_is_used_for_all(plant):
+    def bend(real):
+        def over(self, *arguments, captured=None):
+            b, h, q, k = arguments[-4:]
+            return real(self, *arguments[:-4], b, h if len(arguments) > 4 else h * 0, q, k, captured=captured)
+
+        return over
+
+    plant(Program, "over", bend)
+
+
+@defect
+def scores_are_changed_forward_but_not_backward(plant):
+    plant(blocks, "_pulled", lambda real: lambda spec, raw, block, region, sums, slope: slope(raw))
+
+
+@defect
+def the_slope_of_a_score_mod_is_taken_to_be_one(plant):
+    def bend(real):
+        def pull(self, score, indices, captured, sums, grad):
+            real(self, score, indices, captured, sums, grad)
+            return grad(self.over(score, *indices, captured=captured).expand(score.shape))
+
+        return pull
+
+    plant(Program, "pull", bend)
+
+
+@defect
+def the_gradient_of_a_captured_tensor_is_not_reduced_over_ranks(plant):
+    plant(ops, "_over_ranks", lambda real: lambda call, part, x: x.new_empty(0) if part is None else part.to(x.dtype))
+
+
+@defect
+def the_gradient_of_a_captured_tensor_is_counted_once_per_rank(plant):
+    plant(ops, "_over_ranks", lambda real: lambda call, part, x: real(call, part, x) * call.plan.ranks)
+
+
+@defect
+def only_the_last_block_counts_for_a_captured_tensor(plant):
+    def bend(real):
+        def pull(self, score, indices, captured, sums, grad):
+            for total in sums:
+                if total is not None:
+                    total.zero_()
+            return real(self, score, indices, captured, sums, grad)
+
+        return pull
+
+    plant(Program, "pull", bend)
+
+
+@defect
+def the_gradient_of_lse_does_not_reach_programs(plant):
+    plant(Rows, "delta", lambda real: lambda self: real(self._replace(grad_lse=None)))

@@ -13,12 +13,12 @@ A problem is data: the same one has the same tensors in every process, so that o
 ``on_rank(problem, group)`` and only shards travel back, for ``together(problem, shards)``.
 
 Shapes: query (B, H, S, D), key (B, Hk, Sk, D), value (B, Hk, Sk, Dv), sinks (H,); the loss is sum(out * grad), and
-with `through_lse` also sum(lse * grad_lse).
+with `through_lse` also sum(lse * grad_lse). Gradients of what a score_mod captured lie one after another in one vector.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -43,6 +43,7 @@ class Result(NamedTuple):
     dk: Tensor | None = None
     dv: Tensor | None = None
     dsinks: Tensor | None = None
+    dcaptured: Tensor | None = None
 
 
 class Tensors(NamedTuple):
@@ -54,6 +55,20 @@ class Tensors(NamedTuple):
     sinks: Tensor | None
     grad: Tensor
     grad_lse: Tensor
+    captured: tuple[Tensor, ...] = ()
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """A score_mod for the tensors it captures: `of(*captured)` is one, as FlexAttention takes them, of these `shapes`.
+
+    The oracle calls it on whole tensors of indices, (B, 1, 1, 1), (H, 1, 1), (S, 1) and (Sk,), or calls `dense` where
+    a function would not broadcast.
+    """
+
+    of: Callable[..., Callable]
+    shapes: tuple[tuple[int, ...], ...] = ()
+    dense: Callable[..., Callable] | None = None
 
 
 @dataclass(frozen=True)
@@ -61,7 +76,7 @@ class Problem:
     """An attention over ranks, forward and backward. See the module's docstring.
 
     `batch` is that of the plan's rows, or 2. `memory` is how shards lie in memory: "BHSD", "BSHD", "BHDS", or "rows of
-    more" (every second row of a larger buffer). `wanted` names the inputs that require gradients, of "qkvs".
+    more" (every second row of a larger buffer). `wanted` names the inputs that require gradients, of "qkvsc".
     """
 
     mask: Mask
@@ -80,7 +95,8 @@ class Problem:
     scale: float | None = None
     sinks: bool = False
     through_lse: bool = False
-    wanted: str = "qkvs"
+    scoring: Scoring | None = None
+    wanted: str = "qkvsc"
     memory: str = "BHSD"
     device: str = "cpu"
     seed: int = 0
@@ -116,14 +132,16 @@ class Problem:
             normal(self.heads) if self.sinks else None,
             normal(self.rows, self.heads, n, out_dim),
             normal(self.rows, self.heads, n).to(wide),
+            tuple(normal(*shape) for shape in self.scoring.shapes) if self.scoring else (),
         )
 
     @cached_property
     def dense(self) -> Tensor:
-        """Who sees whom, (B, 1, S, Sk)."""
+        """Who sees whom, (B, 1 or H, S, Sk)."""
         n, m, rows = self.plan.seq_len, self.plan.key_len, self.mask.rows
-        each = [self.mask.dense(n, m, row) for row in range(rows)]
-        return torch.stack([each[row % rows] for row in range(self.rows)]).unsqueeze(1)
+        heads = range(self.mask.heads)
+        each = [torch.stack([self.mask.dense(n, m, row, head) for head in heads]) for row in range(rows)]
+        return torch.stack([each[row % rows] for row in range(self.rows)])
 
     @property
     def used_scale(self) -> float:
@@ -170,7 +188,8 @@ def on_rank(problem: Problem, group, attend: Callable | None = None) -> Result:
     `attend(query, key, value, sinks)` -> (out, lse) stands in for the plain call, to try other ways in.
     """
     rank = _rank(group)
-    query, key, value, sinks, grad, grad_lse = problem.whole
+    query, key, value, sinks, grad, grad_lse, captured = problem.whole
+    captured = [x.clone().to(problem.device).requires_grad_("c" in problem.wanted) for x in captured]
     inputs = {
         "q": problem.shard(query, rank),
         "k": problem.shard(key, rank, "key"),
@@ -187,18 +206,25 @@ def on_rank(problem: Problem, group, attend: Callable | None = None) -> Result:
             group=group,
             kernel=problem.kernel,
             scale=problem.scale,
+            score_mod=problem.scoring.of(*captured) if problem.scoring else None,
             sinks=inputs["s"],
             return_lse=True,
         )
     else:
         out, lse = attend(*inputs.values())
-    if not wanted:
+    learned = [x for x in captured if x.requires_grad]
+    if not wanted and not learned:
         assert not out.requires_grad, "nothing asked for a gradient"
         return Result(out, lse)
     used = [(out, problem.shard(grad, rank)), (lse, problem.shard(grad_lse, rank))][: 1 + problem.through_lse]
-    grads = torch.autograd.grad([x for x, _ in used], [inputs[name] for name in wanted], [g for _, g in used])
-    found = dict(zip(wanted, grads, strict=True))
-    return Result(out.detach(), lse.detach(), *(found.get(name) for name in "qkvs"))
+    leaves = [*(inputs[name] for name in wanted), *learned]
+    grads = torch.autograd.grad([x for x, _ in used], leaves, [g for _, g in used])
+    found = dict(zip(wanted, grads, strict=False))
+    return Result(out.detach(), lse.detach(), *(found.get(name) for name in "qkvs"), _flat(grads[len(wanted) :]))
+
+
+def _flat(grads: Sequence[Tensor]) -> Tensor | None:
+    return torch.cat([x.flatten() for x in grads]) if grads else None
 
 
 def run(problem: Problem, on: Callable[[Problem, object], Result] = on_rank) -> Result:
@@ -208,35 +234,42 @@ def run(problem: Problem, on: Callable[[Problem, object], Result] = on_rank) -> 
 
 
 def together(problem: Problem, shards: list[Result]) -> Result:
-    """The whole from every rank's shards. Gradients of sinks must be whole, and the same bits, on every rank."""
-    out, lse, dq, dk, dv, dsinks = (list(parts) for parts in zip(*shards, strict=True))
+    """The whole from every rank's shards. Gradients of sinks and of captured tensors must be whole, and the same bits,
+    on every rank."""
+    out, lse, dq, dk, dv, dsinks, dcaptured = (list(parts) for parts in zip(*shards, strict=True))
 
     def whole(parts, side):
         return None if parts[0] is None else problem.unshard(parts, side)
 
     assert all(torch.equal(each, dsinks[0]) for each in dsinks if each is not None), "ranks differ in dsinks"
-    sinks = None if dsinks[0] is None else dsinks[0].cpu()
+    assert all(torch.equal(each, dcaptured[0]) for each in dcaptured if each is not None), "ranks differ in dcaptured"
+    alike = [None if parts[0] is None else parts[0].cpu() for parts in (dsinks, dcaptured)]
     return Result(
-        problem.unshard(out), problem.unshard(lse), whole(dq, "query"), whole(dk, "key"), whole(dv, "key"), sinks
+        problem.unshard(out), problem.unshard(lse), whole(dq, "query"), whole(dk, "key"), whole(dv, "key"), *alike
     )
 
 
 def expected(problem: Problem) -> Result:
     """Dense attention in float64, and its gradients by autograd; a sink is one more key, which all see, of value 0."""
-    query, key, value, sinks, grad, grad_lse = problem.whole
+    query, key, value, sinks, grad, grad_lse, captured = problem.whole
     leaves = [x.double().clone().requires_grad_() for x in (query, key, value, sinks) if x is not None]
+    learned = [x.double().clone().requires_grad_() for x in captured]
     q, k, v, *sink = leaves
     k, v = oracle.per_query_head(k, q), oracle.per_query_head(v, q)
     scores, mask = q @ k.mT * problem.used_scale, problem.dense
+    if problem.scoring:
+        scores = oracle.scored((problem.scoring.dense or problem.scoring.of)(*learned), scores)
+        mask = mask & (scores != -torch.inf)
     if sink:
         scores = torch.cat([scores, sink[0][None, :, None, None].expand(*scores.shape[:3], 1)], dim=-1)
         mask = torch.cat([mask, mask.new_ones(*mask.shape[:3], 1)], dim=-1)
         v = torch.cat([v, torch.zeros_like(v[:, :, :1])], dim=2)
     out, lse = oracle.dense(scores, mask, [(mask, v)])
     used = [(out, grad.double()), (lse, grad_lse.double())][: 1 + problem.through_lse]
-    grads = torch.autograd.grad([x for x, _ in used], leaves, [g for _, g in used])
-    found = {name: x for name, x in zip("qkvs", grads, strict=False) if name in problem.wanted}
-    return Result(out.detach(), lse.detach(), *(found.get(name) for name in "qkvs"))
+    grads = torch.autograd.grad([x for x, _ in used], [*leaves, *learned], [g for _, g in used])
+    found = {name: x for name, x in zip("qkvs"[: len(leaves)], grads, strict=False) if name in problem.wanted}
+    dcaptured = _flat(grads[len(leaves) :]) if "c" in problem.wanted else None
+    return Result(out.detach(), lse.detach(), *(found.get(name) for name in "qkvs"), dcaptured)
 
 
 def errors(found: Result, true: Result) -> dict[str, float]:

@@ -6,14 +6,31 @@ that is raised is a defect that was planted badly.
 """
 
 import pytest
+import torch
+from torch.nn.attention.flex_attention import BlockMask
 
 from attnspan.errors import AttnspanError
 from attnspan.layouts import Contiguous, HeadTail, PerDocument, Striped
-from attnspan.masks import Causal, Documents, Full, KeyPadding, SlidingWindow
+from attnspan.masks import Causal, Documents, Full, KeyPadding, Mask, SlidingWindow
 from tests.attention.defects import DEFECTS, bend_kernels, planted, sentence
 from tests.attention.harness import Problem, check
+from tests.attention.programs import problem as program
 
 BOTH = [[5, 9, 7], [12, 1, 8]]
+
+
+def knowing_better():
+    """Full blocks that its function would not allow, blocks to be asked, and blocks that it leaves out."""
+    partial, full = (torch.tensor(each, dtype=torch.int32)[None, None] for each in ([1, 1, 0], [0, 1, 1]))
+    at, whole = ([[0, 1, 2], [1, 0, 2], [0, 1, 2]], [[0, 1, 2], [2, 0, 1], [0, 1, 2]])
+    at, whole = (torch.tensor(each, dtype=torch.int32)[None, None] for each in (at, whole))
+
+    def mask_mod(b, h, q, k):
+        return (q >= k) & ((q + k + h) % 3 != 0)
+
+    by_head = [x.expand(1, 2, *x.shape[2:]).contiguous() for x in (partial, at, full, whole)]
+    return BlockMask.from_kv_blocks(*by_head, BLOCK_SIZE=4, mask_mod=mask_mod, seq_lengths=(12, 12))
+
 
 PROBE = {
     "a ring": Problem(Causal(), HeadTail(4), 32, "ring", heads=4, kv_heads=2),
@@ -29,6 +46,13 @@ PROBE = {
     "heads for sequence": Problem(Causal(), HeadTail(3), 19, "ulysses", heads=6, kv_heads=2),
     "heads and a ring": Problem(Causal(), Striped(4), 24, "ulysses(2) x ring", heads=4, kv_heads=4),
     "sinks, scale and lse": Problem(Causal(), HeadTail(2), 12, "ring", scale=0.3, sinks=True, through_lse=True),
+    "a window by head": program("per-head window", Striped(4), "ulysses(2) x ring"),
+    "a learned bias by row": program("score by row and head", HeadTail(3), "needed(2)"),
+    "a table, and lse": program("relative bias, per-head window", HeadTail(3), "ring", through_lse=True),
+    "a soft cap": program("tanh soft-cap", Contiguous(2), "gather"),
+    "a BlockMask that knows better": Problem(
+        Mask.from_block_mask(knowing_better()), HeadTail(2), 12, "gather", heads=2, kv_heads=2
+    ),
 }
 
 

@@ -353,9 +353,10 @@ def test_opcheck_passes():
                 for some in (None, sinks):
                     leaves = [x.clone().requires_grad_() for x in (query, key, value)]
                     sink = None if some is None else some.clone().requires_grad_()
-                    torch.library.opcheck(torch.ops.attnspan.attention.default, (*leaves, sink, attend.handle))
+                    torch.library.opcheck(torch.ops.attnspan.attention.default, (*leaves, sink, [], attend.handle))
                 out, lse = attend.with_lse(query, key, value, sinks=sinks)
-                given = (torch.ones_like(out), torch.ones_like(lse), query, key, value, out, lse, sinks, attend.handle)
+                final = (torch.ones_like(out), torch.ones_like(lse), query, key, value, out, lse)
+                given = (*final, sinks, [], [], attend.handle)
                 torch.library.opcheck(torch.ops.attnspan.attention_backward.default, given)
 
     on_one_rank(rank)

@@ -7,6 +7,10 @@ is a sum, rounding is relative to its terms, and where they cancel its own size 
 torch rounds on its way there too. So the yardstick is `scaled_dot_product_attention` over the whole sequence, on the
 same numbers, against the same oracle. Root mean squares are compared at 1.1 times; the largest single error is a matter
 of luck (one rounding of one large element), and may be half as large again.
+
+[Note: parts] On CUDA the kernel decides. `band` returns float32, and holds 1.1 times whatever the ranks. Library
+kernels round what a tile gives: a rank that merges two rounded parts rounds three times. That is what `auto` has, whose
+full and causal tiles are cuDNN's; benchmarks/results/cp_numerics.md has the figures.
 """
 
 from dataclasses import replace
@@ -18,6 +22,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from attnspan.layouts import Balanced, Contiguous, HeadTail
 from attnspan.masks import Causal, Documents, Full, SlidingWindow
+from benchmarks import numerics
 from tests.attention.harness import Problem, check, expected, run
 
 RANKS = (1, 2, 3, 4, 8)
@@ -117,3 +122,37 @@ def test_a_partial_result_rounded_too_early_is_seen(dtype, monkeypatch):
     exact = half_errors(problem)["out"][0][0]
     monkeypatch.setattr(reference, "forward", rounded)
     assert half_errors(problem)["out"][0][0] > 1.2 * exact
+
+
+# ---- on CUDA ---------------------------------------------------------------------------------------------------------
+
+masks_on_cuda = pytest.mark.parametrize("mask", numerics.MASKS)
+strategies_on_cuda = pytest.mark.parametrize("strategy", numerics.STRATEGIES)
+
+
+@pytest.mark.cuda
+@masks_on_cuda
+@strategies_on_cuda
+@halves
+def test_half_precision_of_band_is_as_exact_as_on_one_device(mask, strategy, dtype):
+    """See [Note: half] and [Note: parts]. One rank merges tiles too, so that nothing grows from there."""
+    alone = numerics.ratios(mask, dtype, strategy, 1, "band")
+    for ranks in numerics.RANKS:
+        found = numerics.ratios(mask, dtype, strategy, ranks, "band")
+        assert all(ratio <= 1.1 for ratio in found.values()), f"{ranks} ranks: {found}"
+        assert all(ratio <= 1.01 * alone[name] for name, ratio in found.items()), f"grows with {ranks} ranks: {found}"
+
+
+@pytest.mark.cuda
+@masks_on_cuda
+@strategies_on_cuda
+@halves
+def test_half_precision_of_auto_is_that_of_rounded_parts(mask, strategy, dtype):
+    """See [Note: parts]. More parts are smaller parts, and so are their roundings: all of them together are at most as
+    much as rounding once more.
+
+    On one device products, then the result are rounded, about equally much; a third such error makes it sqrt(3 / 2).
+    """
+    for ranks in numerics.RANKS:
+        found = numerics.ratios(mask, dtype, strategy, ranks, "auto")
+        assert all(ratio <= 1.3 for ratio in found.values()), f"{ranks} ranks: {found}"

@@ -18,6 +18,7 @@ from attnspan.testing import loopback
 from attnspan.transports import Counting
 from tests.processes import spawn
 
+DIFFER = "all ranks must run the same plan, kernel, scale, programs and shapes"
 PLAN = Plan(Causal(), Contiguous(3), 12, "gather")  # 4 tokens on each of 3 ranks
 
 
@@ -85,8 +86,8 @@ def on_all(inputs, **options):
         (
             {"kernel": "flash"},
             KernelError,
-            "kernel must be one of auto, cudnn, cuda_flash, efficient, cpu_flash, reference, got 'flash'; "
-            "did you mean 'cpu_flash'?",
+            "kernel must be one of auto, cudnn, band, cuda_flash, efficient, cpu_flash, reference, flex, blocks, "
+            "got 'flash'; did you mean 'cpu_flash'?",
         ),
     ],
 )
@@ -240,7 +241,7 @@ def test_one_rank_that_is_wrong_is_named_on_all(odd, message, rank):
 )
 def test_one_rank_with_other_shapes_is_named_on_all(odd, rank):
     others = ", ".join(str(other) for other in range(3) if other != rank)
-    message = f"all ranks must run the same plan, kernel, scale and shapes; rank {rank} differs from ranks {others}"
+    message = f"{DIFFER}; rank {rank} differs from ranks {others}"
     assert refused(on_one(odd, rank=rank)) == (AttentionError, message)
 
 
@@ -261,7 +262,7 @@ def test_one_rank_with_another_plan_is_named_on_all(odd):
     def call(world):
         attention(*shards(), **{"plan": PLAN, "group": world, **(odd if world.rank == 2 else {})})
 
-    message = "all ranks must run the same plan, kernel, scale and shapes; rank 2 differs from ranks 0, 1"
+    message = f"{DIFFER}; rank 2 differs from ranks 0, 1"
     assert refused(call) == (AttentionError, message)
 
 
@@ -269,7 +270,7 @@ def test_two_ranks_that_differ_are_both_named():
     def call(world):
         attention(*shards(), plan=PLAN, group=world, scale=float(world.rank))
 
-    message = "all ranks must run the same plan, kernel, scale and shapes; ranks 1, 2 differ from rank 0"
+    message = f"{DIFFER}; ranks 1, 2 differ from rank 0"
     assert refused(call) == (AttentionError, message)
 
 
@@ -378,7 +379,7 @@ def _on_processes(rank):
 
 
 def test_real_processes_refuse_alike_and_then_go_on():
-    differs = "AttentionError: all ranks must run the same plan, kernel, scale and shapes; rank 1 differs from rank 0"
+    differs = f"AttentionError: {DIFFER}; rank 1 differs from rank 0"
     one, other = spawn(2, _on_processes)
     assert one == other
     assert one[:3] == [

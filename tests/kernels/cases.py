@@ -4,6 +4,7 @@ A case is data; `Problem` makes its tensors. The tile's rows and columns lie ins
 out and lse differ from the tile's own, and a kernel that mixes them up is caught.
 """
 
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -85,6 +86,16 @@ CASES = [
         for feature in _FEATURES
     ),
 ]
+
+
+@contextmanager
+def deterministic(*, warn_only=False):
+    """torch told to use deterministic algorithms, for a while."""
+    torch.use_deterministic_algorithms(True, warn_only=warn_only)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 class Problem:

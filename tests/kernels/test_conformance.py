@@ -65,6 +65,8 @@ def refuses(kernel, case):
             whole = 4 if case.dtype == "float32" else 8
             odd = any(dim % whole for dim in dims)
             return case.device != "cuda" or case.dtype == "float64" or odd
+        case "band":
+            return case.device != "cuda" or case.dtype == "float64" or max(dims) > 256
     raise AssertionError(f"no row for {kernel}")
 
 
@@ -82,7 +84,7 @@ def test_every_cell_is_exact_or_refused_on_cpu(kernel, case):
 
 
 @pytest.mark.cuda
-@cells("cuda", ["reference", "cudnn", "cuda_flash", "efficient"])
+@cells("cuda", ["reference", "cudnn", "cuda_flash", "efficient", "band"])
 def test_every_cell_is_exact_or_refused_on_cuda(kernel, case):
     check(kernel, case)
 
@@ -130,7 +132,8 @@ def check_backward(kernel, problem):
 def exact(kernel, problem, name, found, true, torchs):
     """Assert that what was found is true; `torchs` gives torch's errors, where they are the yardstick."""
     off, dtype = found - true, problem.case.dtype
-    if dtype not in HALF and largest(off) <= bound(problem) * largest(true):
+    # What float32 may be off by is nothing in half precision: where a row sees one key, torch's out is that very value.
+    if largest(off) <= bound(problem) * largest(true):
         return
     assert dtype != "float64", f"{name} is off by {largest(off) / largest(true):.1e} of the largest"
     errors = {backend: found[name] for backend, found in torchs().items()}

@@ -45,14 +45,24 @@ def test_backward_is_the_same_in_every_layout_on_cpu(kernel, dtype):
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("kernel", ["reference", "cudnn", "cuda_flash", "efficient"])
+@pytest.mark.parametrize("kernel", ["reference", "cudnn", "cuda_flash", "efficient", "band"])
 def test_backward_is_the_same_in_every_layout_on_cuda(kernel):
     backward_is_the_same_in_every_layout(kernel, "cuda", "bfloat16")
 
 
-@pytest.mark.parametrize("kernel", ["reference", "cpu_flash"])
-def test_a_row_that_saw_no_key_gets_no_gradient(kernel):
-    problem = Problem(Case("rows that see no key"))
+ON_CUDA = [
+    pytest.param(kernel, "cuda", marks=pytest.mark.cuda) for kernel in ("reference", "cuda_flash", "efficient", "band")
+]
+anywhere = pytest.mark.parametrize(("kernel", "device"), [("reference", "cpu"), ("cpu_flash", "cpu"), *ON_CUDA])
+
+
+def dtype_on(device):
+    return "float32" if device == "cpu" else "bfloat16"
+
+
+@anywhere
+def test_a_row_that_saw_no_key_gets_no_gradient(kernel, device):
+    problem = Problem(Case("rows that see no key", dtype_on(device), device=device))
     out, lse = KERNELS[kernel].forward(problem.spec, *problem.inputs, problem.tile)
     empty = lse == -torch.inf
     assert empty.any()
@@ -61,9 +71,9 @@ def test_a_row_that_saw_no_key_gets_no_gradient(kernel):
     assert all(x.isfinite().all() for x in grads)
 
 
-@pytest.mark.parametrize("kernel", ["reference", "cpu_flash"])
-def test_a_row_whose_final_lse_is_empty_gets_no_gradient_even_inside_a_tile(kernel):
-    problem = Problem(Case("causal, square"))
+@anywhere
+def test_a_row_whose_final_lse_is_empty_gets_no_gradient_even_inside_a_tile(kernel, device):
+    problem = Problem(Case("causal, square", dtype_on(device), device=device))
     out, lse = problem.final(KERNELS[kernel])
     lse[0, 0, 5] = -torch.inf
     grads = KERNELS[kernel].backward(problem.spec, problem.grad, *problem.inputs, out, lse, problem.tile)

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from attnspan.errors import KernelError
-from attnspan.kernels import KERNELS, Spec, choose, refusals
+from attnspan.kernels import KERNELS, Spec, band, choose, refusals
 from attnspan.masks.tile import Tile
+from tests.kernels.cases import deterministic
 
 SPEC = Spec(scale=1.0)
 FULL = Tile(range(4), range(4), -3, 3)
@@ -26,6 +27,12 @@ class Placed:
 
     def is_floating_point(self):
         return self.dtype.is_floating_point
+
+
+@pytest.fixture(autouse=True)
+def with_triton(monkeypatch):
+    """As on a machine with a GPU, wherever this runs."""
+    monkeypatch.setattr(band, "has_triton", lambda: True)
 
 
 def inputs(value_dim=None, **placed):
@@ -66,6 +73,10 @@ def inputs(value_dim=None, **placed):
             "cudnn computes full and causal tiles, got general [0, 4) x [0, 4) within -1..0",
         ),
         ("cudnn", {"length": 1}, Tile(range(1), range(1), 0, 0), "cudnn needs more than one key, got 1"),
+        ("band", {"device": "cpu"}, FULL, "band runs on cuda, got tensors on cpu"),
+        ("band", {"dtype": "float64"}, FULL, "band needs float32, float16 or bfloat16, got float64"),
+        ("band", {"dim": 264}, FULL, "band needs head dims up to 256, got 264"),
+        ("band", {"value_dim": 257}, WINDOW, "band needs head dims up to 256, got 257"),
         ("efficient", {"device": "cpu"}, FULL, "efficient runs on cuda, got tensors on cpu"),
         ("efficient", {"dtype": "float64"}, FULL, "efficient needs float32, float16 or bfloat16, got float64"),
         ("efficient", {"dim": 20}, FULL, "efficient needs head dims that are multiples of 8, got 20"),
@@ -90,13 +101,16 @@ def test_a_refusal_is_a_reason(kernel, placed, tile, reason):
     [
         ({}, FULL, "cudnn"),
         ({"dtype": "float16"}, CAUSAL, "cudnn"),
-        ({}, WINDOW, "cuda_flash"),
-        ({"dim": 256}, FULL, "cuda_flash"),
-        ({"dim": 256, "value_dim": 128}, FULL, "efficient"),
+        ({}, WINDOW, "band"),
+        ({"dim": 256}, FULL, "band"),
+        ({"dim": 256, "value_dim": 128}, FULL, "band"),
+        ({"dim": 20}, FULL, "band"),
+        ({"dim": 264}, FULL, "efficient"),
         ({"dtype": "float32"}, CAUSAL, "efficient"),
         ({"dtype": "float32"}, WINDOW, "efficient"),
         ({"dtype": "float64"}, WINDOW, "reference"),
-        ({"dim": 20}, FULL, "reference"),
+        ({"dtype": "float32", "dim": 18}, FULL, "band"),
+        ({"dim": 268}, FULL, "reference"),
         ({"device": "cpu"}, WINDOW, "cpu_flash"),
         ({"device": "cpu", "dtype": "float64"}, FULL, "cpu_flash"),
         ({"device": "cpu", "value_dim": 32}, FULL, "reference"),
@@ -106,10 +120,45 @@ def test_auto_takes_the_fastest_that_can(placed, tile, chosen):
     assert choose("auto", SPEC, *inputs(**placed), tile).name == chosen
 
 
+@pytest.mark.parametrize(
+    ("placed", "tile", "chosen"),
+    [
+        ({}, WINDOW, "cuda_flash"),
+        ({"dim": 256, "value_dim": 128}, FULL, "efficient"),
+        ({"dim": 20}, FULL, "reference"),
+    ],
+)
+def test_without_triton_auto_takes_the_next(placed, tile, chosen, monkeypatch):
+    monkeypatch.setattr(band, "has_triton", lambda: False)
+    assert choose("auto", SPEC, *inputs(**placed), tile).name == chosen
+    reason = "band needs the package triton, which is not installed"
+    with pytest.raises(KernelError, match=re.escape(f"kernel='band' cannot compute {tile}: {reason}; ")):
+        choose("band", SPEC, *inputs(**placed), tile)
+
+
+def test_a_scale_of_nothing_is_refused_by_band_alone():
+    """It looks for the largest score before scaling, and nothing times -inf is no number."""
+    assert refusals(Spec(scale=0.0), *inputs(), FULL)["band"] == "band needs a scale other than 0"
+    assert choose("auto", Spec(scale=0.0), *inputs(), WINDOW).name == "cuda_flash"
+
+
+def test_where_torch_must_be_deterministic_auto_leaves_cudnn_out_and_asking_for_it_is_refused():
+    """See test_determinism.py for what the kernels do then."""
+    assert choose("auto", SPEC, *inputs(), CAUSAL).name == "cudnn"
+    with deterministic():
+        assert choose("auto", SPEC, *inputs(), CAUSAL).name == "band"
+        reason = "cudnn's backward is not deterministic, which torch.use_deterministic_algorithms(True) asks for"
+        with pytest.raises(KernelError, match=re.escape(f"{CAUSAL}: {reason}; for this tile use band or ")):
+            choose("cudnn", SPEC, *inputs(), CAUSAL)
+    with deterministic(warn_only=True):
+        assert choose("auto", SPEC, *inputs(), CAUSAL).name == "cudnn"
+
+
 def test_an_explicit_request_names_those_that_would_do():
     message = (
         "kernel='cudnn' cannot compute general [0, 4) x [0, 4) within -1..0: cudnn computes full and causal tiles, "
-        "got general [0, 4) x [0, 4) within -1..0; for this tile use cuda_flash or efficient or reference, or auto"
+        "got general [0, 4) x [0, 4) within -1..0; "
+        "for this tile use band or cuda_flash or efficient or reference, or auto"
     )
     with pytest.raises(KernelError, match=f"^{re.escape(message)}$"):
         choose("cudnn", SPEC, *inputs(), WINDOW)
@@ -117,8 +166,8 @@ def test_an_explicit_request_names_those_that_would_do():
 
 def test_a_name_that_is_no_kernel_is_refused_with_the_nearest():
     message = (
-        "kernel must be one of auto, cudnn, cuda_flash, efficient, cpu_flash, reference, got 'cuda-flash'; "
-        "did you mean 'cuda_flash'?"
+        "kernel must be one of auto, cudnn, band, cuda_flash, efficient, cpu_flash, reference, flex, blocks, "
+        "got 'cuda-flash'; did you mean 'cuda_flash'?"
     )
     with pytest.raises(KernelError, match=f"^{re.escape(message)}$"):
         choose("cuda-flash", SPEC, *inputs(), FULL)

@@ -12,6 +12,7 @@ from attnspan.masks import BlockSparse, Causal, Documents, KeyPadding, MaskMod, 
 PADDING = "give the padding at the end a document of its own"
 NEEDS_TOKENS = "each document needs at least one token"
 NO_LIMIT = "no limit is Causal() or Full()"
+READS_HEADS = "reads its head index; say how many heads it tells apart: MaskMod(fn, heads=...)"
 
 REFUSED = {
     # sizes and windows
@@ -121,9 +122,20 @@ REFUSED = {
         "got a torch.bool tensor of shape (0, 2)"
     ),
     "Mask.from_block_mask(Causal())": "block_mask must be a FlexAttention BlockMask, got Causal",
-    "Mask.from_block_mask(flex_attention.create_block_mask(causal, 1, 2, 4, 4, device='cpu'))": (
-        "block_mask must be (rows, 1, q_len, kv_len), the same for all heads, got (1, 2, 4, 4)"
+    "Mask.from_block_mask(flex_attention.create_block_mask(causal, 1, 2, 4, 4, device='cpu')).bands(4)": (
+        "Mask.from_block_mask(1 rows, 2 heads, 4 x 4, causal) differs between its 2 heads; "
+        "ask cover(), or dense(head=...)"
     ),
+    "Mask.from_block_mask(flex_attention.create_block_mask(causal, 1, 1, 4, 4, device='cpu')).bands(8)": (
+        "block_mask is for lengths (4, 4), got (8, 8); give the mask of the whole sequence, not a rank's part of it"
+    ),
+    "Causal().dense(4, head=-1)": "head must be a whole number >= 0, got -1",
+    "MaskMod(by_head, heads=2).dense(4, head=2)": "head must be below the mask's 2 heads, got 2",
+    "MaskMod(by_head, heads=2) & MaskMod(by_head, heads=3)": (
+        "both sides of & must describe the same heads, got 2 and 3"
+    ),
+    "MaskMod(causal, heads=0)": "heads must be a whole number >= 1, got 0",
+    "MaskMod(in_place)": ("in_place must not change tensors in place, got aten.logical_and_.default; return a new one"),
     # lengths that were asked about
     "Causal().bands(0)": "q_len must be a whole number >= 1, got 0",
     "Causal().bands(-4)": "q_len must be a whole number >= 1, got -4",
@@ -181,9 +193,9 @@ REFUSED = {
     "MaskMod(causal, lengths=(4, 6)).dense(4)": "causal is for lengths (4, 6), got (4, 4)",
     "MaskMod(causal, lengths=(4, 0))": "lengths[1] must be a whole number >= 1, got 0",
     "MaskMod(causal, lengths=4)": "lengths must be (q_len, kv_len), got 4",
-    "MaskMod(by_head)": "by_head reads its head index; a mask here is the same for every head",
-    "MaskMod(by_head_table)": "by_head_table reads its head index; a mask here is the same for every head",
-    "MaskMod(by_head_table, rows=4)": ("by_head_table reads its head index; a mask here is the same for every head"),
+    "MaskMod(by_head)": f"by_head {READS_HEADS}",
+    "MaskMod(by_head_table)": f"by_head_table {READS_HEADS}",
+    "MaskMod(by_head_table, rows=4)": (f"by_head_table {READS_HEADS}"),
     "MaskMod(by_row)": ("by_row reads its batch index; say how many rows it tells apart: MaskMod(fn, rows=...)"),
     "MaskMod(by_row_table)": (
         "by_row_table reads its batch index; say how many rows it tells apart: MaskMod(fn, rows=...)"
@@ -241,6 +253,10 @@ def three_arguments(b, q, k):
 
 def branching(b, h, q, k):
     return k <= q if q > 3 else k < 1
+
+
+def in_place(b, h, q, k):
+    return (k <= q).logical_and_(k > 0)
 
 
 TABLE = torch.tensor([1, 2, 3, 4])

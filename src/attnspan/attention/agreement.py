@@ -12,31 +12,37 @@ which the transport reports.
 from __future__ import annotations
 
 import hashlib
-from typing import NamedTuple
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from attnspan.attention.call import Call
-from attnspan.errors import AttentionError, KernelError
+from attnspan.errors import AttentionError, KernelError, MaskError
 from attnspan.kernels import choose
 from attnspan.layouts.run import tokens_in
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-class Inputs(NamedTuple):
+class Inputs:
     """The tensors of a call on this rank."""
 
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    sinks: Tensor | None = None
+    def __init__(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None, *captured: Tensor):
+        self.query, self.key, self.value, self.sinks, self.captured = query, key, value, sinks, captured
+
+    def __iter__(self) -> Iterator[Tensor | None]:
+        return iter((self.query, self.key, self.value, self.sinks, *self.captured))
 
 
 def agree(call: Call, inputs: Inputs) -> None:
     """Refuse tensors that the plan was not made for, on every rank."""
-    seen = tuple(None if x is None else (x.shape, x.dtype, x.device) for x in inputs)
+    try:
+        call.plan.mask.check_fresh()
+    except MaskError as changed:
+        raise AttentionError(f"mask: {changed}") from changed
+    shapes = (None if x is None else (x.shape, x.dtype, x.device) for x in inputs)
+    seen = (*shapes, torch.are_deterministic_algorithms_enabled())  # which some kernels then refuse
     if seen in call.agreed:
         return
     wrong = refusal(call, inputs)
@@ -47,7 +53,9 @@ def agree(call: Call, inputs: Inputs) -> None:
 
 def refusal(call: Call, inputs: Inputs) -> AttentionError | KernelError | None:
     """What is wrong on this rank, or None."""
-    misfit = _misfit(call, inputs) or _wrong_length(call, inputs) or _wrong_sinks(inputs)
+    misfit = (
+        _misfit(call, inputs) or _wrong_length(call, inputs) or _wrong_sinks(inputs) or _wrong_captured(call, inputs)
+    )
     if misfit:
         return AttentionError(misfit)
     try:
@@ -59,7 +67,7 @@ def refusal(call: Call, inputs: Inputs) -> AttentionError | KernelError | None:
 
 def _misfit(call: Call, inputs: Inputs) -> str:
     """How query, key and value do not fit one another, the group or the plan's batch rows; or nothing."""
-    query, key, value, _ = inputs
+    query, key, value = inputs.query, inputs.key, inputs.value
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.dim() != 4:
             return f"{name} must be (batch, heads, tokens, head dim), got shape {tuple(tensor.shape)}"
@@ -76,6 +84,8 @@ def _misfit(call: Call, inputs: Inputs) -> str:
         return f"query, key and value must have a batch, heads and a head dim, got shapes {shapes}"
     if query.shape[1] % key.shape[1]:
         return f"query heads must be a multiple of key heads, got {query.shape[1]} and {key.shape[1]}"
+    if call.plan.mask.heads not in (1, query.shape[1]):
+        return f"query must have the mask's {call.plan.mask.heads} heads, got {query.shape[1]}"
     if call.plan.rows not in (1, query.shape[0]):
         return f"query must have the plan's {call.plan.rows} batch rows, got {query.shape[0]}"
     return ""
@@ -95,7 +105,7 @@ def _wrong_length(call: Call, inputs: Inputs) -> str:
 
 
 def _wrong_sinks(inputs: Inputs) -> str:
-    query, _, _, sinks = inputs
+    query, sinks = inputs.query, inputs.sinks
     if sinks is None:
         return ""
     if sinks.shape != query.shape[1:2]:
@@ -105,12 +115,27 @@ def _wrong_sinks(inputs: Inputs) -> str:
     return ""
 
 
+def _wrong_captured(call: Call, inputs: Inputs) -> str:
+    """What does not fit the score_mod as it was traced, or nothing."""
+    if call.score is None:
+        return ""
+    for found, traced in zip(inputs.captured, call.score.captured, strict=True):
+        if (found.shape, found.dtype) != (traced.shape, traced.dtype):
+            return (
+                f"{call.score.program(torch.float32).name} captured {_named(traced.dtype)} of shape "
+                f"{tuple(traced.shape)}, got {_named(found.dtype)} of shape {tuple(found.shape)}"
+            )
+        if found.dim() and found.device != inputs.query.device:
+            return f"tensors that a score_mod captures must be on {inputs.query.device}, got one on {found.device}"
+    return ""
+
+
 def _ask_kernel(call: Call, inputs: Inputs) -> None:
     """Raise what the kernel would at any tile of this rank. It reads shapes alone: one number stands for a tensor."""
-    query, key, value, _ = inputs
+    query, key, value = inputs.query, inputs.key, inputs.value
     spec, number = call.spec(query), query.new_empty(1)
     tiles = [tile for row in range(call.plan.rows) for step in call.plan.steps(call.rank, row) for tile in step.tiles]
-    for tile in {(tile.kind, len(tile.rows), len(tile.cols)): tile for tile in tiles}.values():
+    for tile in {(tile.kind, tile.asked, len(tile.rows), len(tile.cols)): tile for tile in tiles}.values():
         q, k, v = (
             number.expand(*tensor.shape[:2], len(span), tensor.shape[3])
             for tensor, span in ((query, tile.rows), (key, tile.cols), (value, tile.cols))
@@ -120,9 +145,11 @@ def _ask_kernel(call: Call, inputs: Inputs) -> None:
 
 def _fingerprint(call: Call, inputs: Inputs) -> str:
     """The same text on every rank that runs the same plan on the same shapes."""
-    (query, key, value, sinks), plan = inputs, call.plan
-    shape = (*query.shape[:2], query.shape[3], key.shape[1], value.shape[3], query.dtype, sinks is None)
+    query, key, value, plan = inputs.query, inputs.key, inputs.value, call.plan
+    shape = (*query.shape[:2], query.shape[3], key.shape[1], value.shape[3], query.dtype, inputs.sinks is None)
+    mods = call.mods(query)
     parts = [repr(shape), repr(plan.strategy), call.kernel, repr(call.scale), f"{plan.seq_len} x {plan.key_len}"]
+    parts += ["" if mods is None else mods.key]
     for row in range(plan.rows):
         parts += [repr(plan.bands(row)), repr(plan.layout.shards(plan.seq_len, row))]
         parts += [repr(plan.key_layout.shards(plan.key_len, row))]
@@ -142,7 +169,7 @@ def _raise_if_odd(said: list[bytes]) -> None:
         usual = max(by_text.values(), key=len)  # of equals the first
         odd = [rank for ranks in by_text.values() if ranks is not usual for rank in ranks]
         raise AttentionError(
-            "all ranks must run the same plan, kernel, scale and shapes; "
+            "all ranks must run the same plan, kernel, scale, programs and shapes; "
             f"{_ranks(sorted(odd))} differ{'s' if len(odd) == 1 else ''} from {_ranks(usual)}"
         )
 

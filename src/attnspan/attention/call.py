@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from weakref import WeakValueDictionary
@@ -18,11 +19,13 @@ import torch
 from torch import Tensor
 
 from attnspan.attention.heads import Side, Trade
-from attnspan.attention.lane import Route
+from attnspan.attention.lane import Route, wide
+from attnspan.attention.score import Score
 from attnspan.attention.uses import Uses
 from attnspan.errors import AttentionError, PlanError
-from attnspan.kernels import Spec
+from attnspan.kernels import PROGRAM_KERNELS, Mods, Spec
 from attnspan.layouts.run import Runs
+from attnspan.masks.program import traced
 from attnspan.plan import Plan, Ring, Shape, Strategy, Ulysses, choose
 from attnspan.plan.heads import split_heads
 from attnspan.transports import Transport
@@ -33,16 +36,19 @@ _NUMBERS = itertools.count(1)
 
 @dataclass(eq=False)
 class Call:
-    """One attention: a plan, this rank's end of the group, the kernel and scale asked for."""
+    """One attention: a plan, this rank's end of the group, the kernel, scale and score_mod asked for."""
 
     plan: Plan
     transport: Transport
     kernel: str = "auto"
     scale: float | None = None
+    score: Score | None = None
     auto: bool = False  # the strategy is not the plan's, but the one that suits the tensors
     uses: Uses = field(default_factory=Uses, repr=False)  # shared by the calls that suit different shapes
+    guard: Callable[[], None] | None = field(default=None, repr=False)  # asked before a forward pass; may refuse
     agreed: set[tuple[object, ...]] = field(default_factory=set, init=False, repr=False)
     _suited: dict[Shape, Call] = field(default_factory=dict, init=False, repr=False)
+    _mods: dict[tuple[torch.device, torch.dtype], Mods | None] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.transport.ranks != self.plan.ranks:
@@ -90,7 +96,22 @@ class Call:
 
     def spec(self, query: Tensor) -> Spec:
         """What all tiles have in common."""
-        return Spec(query.shape[-1] ** -0.5 if self.scale is None else self.scale)
+        return Spec(query.shape[-1] ** -0.5 if self.scale is None else self.scale, self.mods(query))
+
+    def mods(self, query: Tensor) -> Mods | None:
+        """The programs that kernels run, for such queries; None where there are none."""
+        known = query.device, wide(query.dtype)
+        if known not in self._mods:
+            self._mods[known] = self._found_mods(*known)
+        return self._mods[known]
+
+    def _found_mods(self, device: torch.device, dtype: torch.dtype) -> Mods | None:
+        score = None if self.score is None else self.score.program(dtype).on(device)
+        plan, mask = self.plan, None
+        if plan.asks or self.kernel in PROGRAM_KERNELS:
+            mask_mod = plan.mask.mask_mod(plan.seq_len, plan.key_len)
+            mask = replace(traced(mask_mod, error=AttentionError).on(device), name=repr(plan.mask))
+        return None if score is mask is None else Mods(score, mask)
 
     # ---- one batch row -----------------------------------------------------------------------------------------
 
@@ -101,12 +122,12 @@ class Call:
         return [(row, slice(row, row + 1)) for row in range(batch)]
 
     def route(self, row: int) -> Route:
-        """The steps of this rank, and its own keys."""
+        """The steps of this rank, and its own queries and keys."""
         degree = self.plan.degree
         steps = self.plan.steps(self.rank, row)
         if degree > 1:  # transfers name groups; the peer in another group has this rank's place in its own
             steps = tuple(step.between(degree, self.rank % degree) for step in steps)
-        return Route(self.plan.keys(self.rank, row), steps, self._hands_on)
+        return Route(self.plan.queries(self.rank, row), self.plan.keys(self.rank, row), steps, self._hands_on)
 
     def trade(self, row: int, heads: int, kv_heads: int) -> Trade:
         """The exchange of heads inside this rank's group."""

@@ -6,7 +6,8 @@ the loop in between is the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,40 +15,64 @@ from torch import Tensor
 from attnspan.attention import loop
 from attnspan.attention.call import Call
 from attnspan.attention.heads import Side, Trade, segments
-from attnspan.attention.lane import Computing, Final, Grads, Lane, wide
+from attnspan.attention.lane import Computing, Final, Grads, Lane, Place, wide
 
 
-def forward(call: Call, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """(out, lse) of this rank's queries."""
+def forward(
+    call: Call, query: Tensor, key: Tensor, value: Tensor, captured: Sequence[Tensor] = ()
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of this rank's queries; `captured` are the tensors of a score_mod."""
+    work = Work(call, captured)
+    parts = [(row, rows, query[rows], key[rows], value[rows]) for row, rows in _rows(call, query)]
     if call.plan.degree > 1:
-        return _joined(
-            [_forward_heads(call, row, query[rows], key[rows], value[rows]) for row, rows in _rows(call, query)]
-        )
-    lanes = [_lane(call, row, query[rows], key[rows], value[rows]) for row, rows in _rows(call, query)]
+        return _joined([_forward_heads(work, *part) for part in parts])
+    lanes = [work.lane(row, Place(_range(rows), range(q.shape[1])), q, k, v) for row, rows, q, k, v in parts]
     return _joined(loop.forward(call.transport, lanes))
 
 
-def backward(call: Call, query: Tensor, key: Tensor, value: Tensor, final: Final) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of this rank's query, key and value, each in its own dtype."""
+def backward(
+    call: Call,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    final: Final,
+    captured: Sequence[Tensor] = (),
+    wanted: Sequence[int] = (),
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor | None]]:
+    """The gradients of this rank's query, key and value, each in its own dtype, and its part of those of `wanted` ones
+    of the captured tensors, in the precision that sums are kept in."""
     found: list[tuple[Tensor, ...]] = []
-    rows_of = _rows(call, query)
+    work = Work(call, captured)
+    sums = [torch.zeros_like(x, dtype=wide(x.dtype)) if i in wanted else None for i, x in enumerate(captured)]
+    parts = [(row, rows, query[rows], key[rows], value[rows]) for row, rows in _rows(call, query)]
     if call.plan.degree > 1:
-        for row, rows in rows_of:
-            found.append(_backward_heads(call, row, query[rows], key[rows], value[rows], final.of(rows)))
+        for row, rows, q, k, v in parts:
+            found.append(_backward_heads(work, row, rows, q, k, v, final.of(rows), sums))
     else:
-        lanes = [_lane(call, row, query[rows], key[rows], value[rows]) for row, rows in rows_of]
-        sums = loop.backward(call.transport, lanes, [final.of(rows) for _, rows in rows_of])
-        found = [(*grads.query.result(), *grads.keys.result()) for grads in sums]
+        lanes = [work.lane(row, Place(_range(rows), range(q.shape[1])), q, k, v) for row, rows, q, k, v in parts]
+        grads = loop.backward(call.transport, lanes, [final.of(rows) for _, rows, *_ in parts], sums)
+        found = [(*each.query.result(), *each.keys.result()) for each in grads]
     dq, dk, dv = (torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*found, strict=True))
-    return dq.to(query.dtype), _like(dk, key), _like(dv, value)
+    return dq.to(query.dtype), _like(dk, key), _like(dv, value), sums
+
+
+class Work(NamedTuple):
+    """A call, and the tensors that its score_mod captured."""
+
+    call: Call
+    captured: Sequence[Tensor]
+
+    def lane(self, row: int, place: Place, query: Tensor, key: Tensor, value: Tensor) -> Lane:
+        computing = Computing(self.call.kernel, self.call.spec(query), self.captured)
+        return Lane(self.call.route(row), computing, place, query, key, value)
 
 
 def _rows(call: Call, query: Tensor) -> list[tuple[int, slice]]:
     return call.rows(query.shape[0])
 
 
-def _lane(call: Call, row: int, query: Tensor, key: Tensor, value: Tensor) -> Lane:
-    return Lane(call.route(row), Computing(call.kernel, call.spec(query)), query, key, value)
+def _range(rows: slice) -> range:
+    return range(rows.start, rows.stop)
 
 
 def _joined(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
@@ -64,35 +89,45 @@ def _like(gradient: Tensor, tensor: Tensor) -> Tensor:
 # ---- Ulysses -------------------------------------------------------------------------------------------------------
 
 
-def _forward_heads(call: Call, row: int, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    trade = call.trade(row, query.shape[1], key.shape[1])
+def _forward_heads(
+    work: Work, row: int, rows: slice, query: Tensor, key: Tensor, value: Tensor
+) -> tuple[Tensor, Tensor]:
+    trade = work.call.trade(row, query.shape[1], key.shape[1])
     tensors = trade.gather_tokens([query, key, value], ["query", "key", "key"])
-    lanes = [_lane(call, row, q, k, v) for q, k, v in _cut(trade, tensors, query.shape[1] // key.shape[1])]
-    parts = loop.forward(call.transport, lanes)
-    batch, heads, rows, _ = tensors[0].shape
-    out = _by_heads([out for out, _ in parts], lambda: query.new_empty(batch, heads, rows, value.shape[-1]))
-    lse = _by_heads([lse for _, lse in parts], lambda: query.new_empty(batch, heads, rows, dtype=wide(query.dtype)))
+    lanes = _head_lanes(work, trade, row, rows, tensors, query.shape[1] // key.shape[1])
+    parts = loop.forward(work.call.transport, lanes)
+    batch, heads, tokens, _ = tensors[0].shape
+    out = _by_heads([out for out, _ in parts], lambda: query.new_empty(batch, heads, tokens, value.shape[-1]))
+    lse = _by_heads([lse for _, lse in parts], lambda: query.new_empty(batch, heads, tokens, dtype=wide(query.dtype)))
     (out,) = trade.scatter_tokens([out], ["query"])
     (lse,) = trade.scatter_tokens([lse.unsqueeze(-1)], ["query"])
     return out, lse.squeeze(-1)
 
 
 def _backward_heads(
-    call: Call, row: int, query: Tensor, key: Tensor, value: Tensor, final: Final
+    work: Work,
+    row: int,
+    rows: slice,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    final: Final,
+    sums: Sequence[Tensor | None],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    trade = call.trade(row, query.shape[1], key.shape[1])
+    trade = work.call.trade(row, query.shape[1], key.shape[1])
     sides: list[Side] = ["query", "key", "key", "query", "query"]
     *tensors, out, grad = trade.gather_tokens([query, key, value, final.out, final.grad], sides)
     scalars = [x.unsqueeze(-1) for x in (final.lse, final.grad_lse) if x is not None]
     lse, *grad_lse = (x.squeeze(-1) for x in trade.gather_tokens(scalars, ["query"] * len(scalars)))
     whole = Final(grad, grad_lse[0] if grad_lse else None, out, lse)
-    cuts = segments(trade.shares[trade.here], query.shape[1] // key.shape[1])
-    lanes = [_lane(call, row, tensors[0][:, q], tensors[1][:, k], tensors[2][:, k]) for q, k in cuts]
-    sums: list[Grads] = loop.backward(call.transport, lanes, [whole.heads(q) for q, _ in cuts])
-    keys = [grads.keys.result() for grads in sums]
+    group = query.shape[1] // key.shape[1]
+    lanes = _head_lanes(work, trade, row, rows, tensors, group)
+    cuts = segments(trade.shares[trade.here], group)
+    grads: list[Grads] = loop.backward(work.call.transport, lanes, [whole.heads(q) for q, _ in cuts], sums)
+    keys = [each.keys.result() for each in grads]
     found = (
         _by_heads(
-            [grads.query.result()[0] for grads in sums], lambda: torch.empty_like(tensors[0], dtype=wide(query.dtype))
+            [each.query.result()[0] for each in grads], lambda: torch.empty_like(tensors[0], dtype=wide(query.dtype))
         ),
         _by_heads([dk for dk, _ in keys], lambda: torch.empty_like(tensors[1], dtype=wide(query.dtype))),
         _by_heads([dv for _, dv in keys], lambda: torch.empty_like(tensors[2], dtype=wide(query.dtype))),
@@ -101,9 +136,14 @@ def _backward_heads(
     return dq, dk, dv
 
 
-def _cut(trade: Trade, tensors: list[Tensor], group: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+def _head_lanes(work: Work, trade: Trade, row: int, rows: slice, tensors: list[Tensor], group: int) -> list[Lane]:
+    """A lane for each segment of this rank's share of the heads."""
     query, key, value = tensors
-    return [(query[:, q], key[:, k], value[:, k]) for q, k in segments(trade.shares[trade.here], group)]
+    share = trade.shares[trade.here]
+    return [
+        work.lane(row, Place(_range(rows), share.query[q]), query[:, q], key[:, k], value[:, k])
+        for q, k in segments(share, group)
+    ]
 
 
 def _by_heads(parts: list[Tensor], empty: Callable[[], Tensor]) -> Tensor:

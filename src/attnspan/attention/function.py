@@ -16,6 +16,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from copy import copy
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from attnspan.attention import ops
 from attnspan.attention.call import Call
+from attnspan.attention.score import Score, ScoreFunction
 from attnspan.errors import AttentionError
 from attnspan.layouts import Layout
 from attnspan.masks import Mask
@@ -37,6 +41,9 @@ class Attention:
 
     Make it outside of torch.compile and call it inside: another plan for the same shapes does not compile anew.
     With `auto`, the strategy is not the plan's but the one that suits the shapes of the tensors it is called with.
+
+    A `score_mod` is FlexAttention's, of global positions; it is traced here, once. Tensors that it captures are found
+    then: change their values in place. Those that require gradients get them, whole on every rank.
     """
 
     def __init__(
@@ -46,16 +53,27 @@ class Attention:
         *,
         kernel: str = "auto",
         scale: float | None = None,
+        score_mod: ScoreFunction | Score | None = None,
         auto: bool = False,
     ):
         _check_mesh(plan, group)
-        self.call = Call(plan, transport_of(group), kernel, scale, auto)
+        transport = transport_of(group)
+        score = score_of(score_mod, transport)
+        self.call = Call(plan, transport, kernel, scale, score, auto)
+        self.captured = [] if score is None else score.captured
         self.handle = self.call.handle()
 
     @property
     def plan(self) -> Plan:
         """What it does."""
         return self.call.plan
+
+    def variant(self, **changes: Any) -> Attention:
+        """The same but for its scale, or what is asked before it runs; both are counted together."""
+        other = copy(self)
+        other.call = replace(self.call, **changes)
+        other.handle = other.call.handle()
+        return other
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, *, sinks: Tensor | None = None) -> Tensor:
         """The output for this rank's queries (B, H, S, Dv)."""
@@ -65,8 +83,14 @@ class Attention:
         self, query: Tensor, key: Tensor, value: Tensor, *, sinks: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """The output, and the log-sum-exp of every row (B, H, S), differentiable too."""
+        return self.with_captured(self.captured, query, key, value, sinks)
+
+    def with_captured(
+        self, captured: list[Tensor], query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """`with_lse` on other tensors in place of those that the score_mod captured."""
         query, key, value = (_as_autocast(x) for x in (query, key, value))
-        out, lse = ops.attention(query, key, value, sinks, self.handle)
+        out, lse = ops.attention(query, key, value, sinks, captured, self.handle)
         return out, lse
 
 
@@ -85,6 +109,7 @@ def attention(
     group: Group = None,
     kernel: str = "auto",
     scale: float | None = None,
+    score_mod: ScoreFunction | None = None,
     sinks: Tensor | None = None,
     dropout_p: float = 0.0,
     return_lse: bool = False,
@@ -94,7 +119,7 @@ def attention(
     query (B, H, S, D), key (B, Hk, Sk, D) and value (B, Hk, Sk, Dv) are this rank's shards in the order of `layout`.
     Give `mask`, `layout` and `seq_len` (and `kv_layout`, `kv_len` for cross-attention), or a ready `plan`. `group` is
     a DeviceMesh, a process group, a virtual world, or None for the default group. `sinks` (H,) is a learned logit per
-    head.
+    head; `score_mod` is FlexAttention's, of global positions, traced at every call (an `Attention` traces it once).
     """
     if dropout_p:
         raise AttentionError(
@@ -110,8 +135,12 @@ def attention(
     elif strategy != "auto" or any(part is not None for part in (mask, layout, seq_len, kv_layout, kv_len)):
         raise AttentionError("give a plan, or what one is made of, not both")
     _check_mesh(plan, group)
-    attend = _memo(transport_of(group))(plan, kernel=kernel, scale=scale, auto=strategy == "auto" and not given)
-    out, lse = attend.with_lse(query, key, value, sinks=sinks)
+    transport = transport_of(group)
+    score = score_of(score_mod, transport)
+    options = {"kernel": kernel, "scale": scale, "score_mod": score, "auto": strategy == "auto" and not given}
+    attend = _memo(transport)(plan, **options)
+    captured = [] if score is None else score.captured
+    out, lse = attend.with_captured(captured, query, key, value, sinks)
     return (out, lse) if return_lse else out
 
 
@@ -119,6 +148,11 @@ def attention(
 def _memo(transport: Transport) -> Callable[..., Attention]:
     """Attention on a group, made once for each plan: ranks agree on it once, and a group's ranks forget alike."""
     return functools.lru_cache(maxsize=256)(functools.partial(Attention, group=transport))
+
+
+def score_of(score_mod: ScoreFunction | Score | None, transport: Transport) -> Score | None:
+    """A score_mod, traced for a group's tensors."""
+    return score_mod if score_mod is None or isinstance(score_mod, Score) else Score(score_mod, transport.device)
 
 
 def _as_autocast(tensor: Tensor) -> Tensor:

@@ -13,6 +13,8 @@ Shapes: query (B, H, Sq, D), key (B, Hk, Sk, D), value (B, Hk, Sk, Dv); packed b
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,7 +23,18 @@ from torch import Tensor
 
 from attnspan.attention.sums import Sum
 from attnspan.attention.wire import Arrivals, Places, Staged, arriving, empty, leaving, packed, unpacked
-from attnspan.kernels import Accumulator, Kernel, Spec, choose, write_into
+from attnspan.kernels import (
+    PROGRAM_KERNELS,
+    Accumulator,
+    Kernel,
+    ProgramKernel,
+    Region,
+    Rows,
+    Spec,
+    Where,
+    choose,
+    write_into,
+)
 from attnspan.layouts.run import Runs
 from attnspan.masks.tile import Tile
 from attnspan.plan.step import Step, Transfer
@@ -31,8 +44,10 @@ Message = tuple[int, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """What a lane needs to know of the plan: its own keys, its steps, and whether buffers are handed on whole."""
+    """What a lane needs to know of the plan: its own queries and keys, its steps, and whether buffers are handed on
+    whole."""
 
+    queries: Runs
     own: Runs
     steps: tuple[Step, ...]
     whole: bool
@@ -44,9 +59,25 @@ class Computing:
 
     kernel: str
     spec: Spec
+    captured: Sequence[Tensor] = ()
 
     def of(self, query: Tensor, key: Tensor, value: Tensor, tile: Tile) -> Kernel:
-        return choose(self.kernel, self.spec, query, key, value, tile)
+        return choose(self.kernel, self.spec, query, key, value, tile)  # type: ignore[return-value]  # see `whole`
+
+    def whole(self, query: Tensor, key: Tensor, value: Tensor, tiles: Sequence[Tile]) -> ProgramKernel | None:
+        """The kernel that takes all tiles of a step at once; None where each is computed by a kernel of its own."""
+        mods = self.spec.mods
+        if self.kernel not in PROGRAM_KERNELS and (mods is None or not any(map(mods.of, tiles))):
+            return None
+        odd = next((tile for tile in tiles if mods is not None and mods.of(tile)), tiles[0])
+        return choose(self.kernel, self.spec, query, key, value, odd)  # type: ignore[return-value]
+
+
+class Place(NamedTuple):
+    """Which batch rows and query heads of the whole attention a lane's tensors are."""
+
+    batch: range
+    heads: range
 
 
 class Arena(NamedTuple):
@@ -70,8 +101,8 @@ class KeySum(Sum):
 class Lane:
     """The keys of one batch row on their way through the steps of one rank."""
 
-    def __init__(self, route: Route, computing: Computing, query: Tensor, key: Tensor, value: Tensor):
-        self.route, self.computing = route, computing
+    def __init__(self, route: Route, computing: Computing, place: Place, query: Tensor, key: Tensor, value: Tensor):
+        self.route, self.computing, self.place = route, computing, place
         self.query, self.key, self.value = query, key, value
         self._own_places = Places(route.own)
         self._own_packed: Tensor | None = None
@@ -130,10 +161,23 @@ class Lane:
 
     def compute(self, step: Step, arena: Arena, total: Accumulator) -> None:
         """Every tile of a step, joined into the total."""
+        if whole := self._whole(step, arena):
+            out, lse = whole.forward(self.computing.spec, self.query, arena.key, arena.value, self._region(step))
+            total.add(range(self.query.shape[2]), out, lse)
+            return
         for tile in step.tiles:
             query, key, value = self._sliced(tile, arena)
             kernel = self.computing.of(query, key, value, tile)
             total.add(tile.rows, *kernel.forward(self.computing.spec, query, key, value, tile))
+
+    def _whole(self, step: Step, arena: Arena) -> ProgramKernel | None:
+        return self.computing.whole(self.query, arena.key, arena.value, step.tiles) if step.tiles else None
+
+    def _region(self, step: Step) -> Region:
+        """A step's tiles, with the positions that they stand for."""
+        device = self.query.device
+        rows, cols = positions(self.route.queries, device), positions(step.arena, device)
+        return Region(step.tiles, Where(rows, cols, *self.place), self.computing.captured)
 
     def _sliced(self, tile: Tile, arena: Arena) -> tuple[Tensor, Tensor, Tensor]:
         rows, cols = _slice(tile.rows), _slice(tile.cols)
@@ -147,6 +191,13 @@ class Lane:
         Returns those of the arena's keys and values.
         """
         keys = grads.keys if arena.is_own else self.key_sum(arena.key.shape[2])
+        if whole := self._whole(step, arena):
+            merged, region = Rows(final.grad, final.grad_lse, final.out, final.lse), self._region(step)
+            inputs = (self.query, arena.key, arena.value)
+            dq, dk, dv = whole.backward(self.computing.spec, merged, *inputs, region, grads.captured)
+            grads.query.add(range(dq.shape[2]), dq)
+            keys.add(range(dk.shape[2]), dk, dv)
+            return keys
         for tile in step.tiles:
             query, key, value = self._sliced(tile, arena)
             kernel, spec = self.computing.of(query, key, value, tile), self.computing.spec
@@ -217,15 +268,24 @@ class Final:
 
 @dataclass(frozen=True, slots=True)
 class Grads:
-    """Sums of gradients: of the queries, and of own keys and values."""
+    """Sums of gradients: of the queries, of own keys and values, and of what a score_mod captured."""
 
     query: Sum
     keys: KeySum
+    captured: Sequence[Tensor | None] = ()
 
     @classmethod
-    def of(cls, lane: Lane) -> Grads:
-        """Nothing yet, in the precision that sums are kept in."""
-        return cls(Sum(torch.empty_like(lane.query, dtype=wide(lane.query.dtype))), lane.key_sum(lane.key.shape[2]))
+    def of(cls, lane: Lane, captured: Sequence[Tensor | None]) -> Grads:
+        """Nothing yet, in the precision that sums are kept in; `captured` are sums that all lanes share."""
+        query = torch.empty_like(lane.query, dtype=wide(lane.query.dtype))
+        return cls(Sum(query), lane.key_sum(lane.key.shape[2]), captured)
+
+
+@functools.lru_cache(maxsize=256)
+def positions(runs: Runs, device: torch.device) -> Tensor:
+    """The positions of runs, one after another."""
+    with torch.inference_mode(False):  # made during evaluation, they may be saved for backward later
+        return torch.cat([torch.arange(*run) for run in runs] or [torch.arange(0)]).to(device)
 
 
 def _part(x: Tensor | None, at: slice | tuple[slice, slice]) -> Tensor | None:

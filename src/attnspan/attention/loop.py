@@ -35,9 +35,11 @@ def _compute(lanes: Sequence[Lane], arenas: list[Arena], totals: list[Accumulato
         lane.compute(lane.route.steps[index], arena, total)
 
 
-def backward(transport: Transport, lanes: Sequence[Lane], finals: Sequence[Final]) -> list[Grads]:
-    """The gradients of every lane."""
-    grads = [Grads.of(lane) for lane in lanes]
+def backward(
+    transport: Transport, lanes: Sequence[Lane], finals: Sequence[Final], captured: Sequence[Tensor | None] = ()
+) -> list[Grads]:
+    """The gradients of every lane; those of what a score_mod captured are added to `captured`."""
+    grads = [Grads.of(lane, captured) for lane in lanes]
     coming = Exchange(transport, lanes, 0)
     going: Homeward | None = None
     for index in range(_steps(lanes)):

@@ -12,9 +12,14 @@ memory of their own, whatever the layout of queries or of a kernel's output.
 in once, after everything is merged: lse' = log(e^lse + e^sink), out' = out * e^(lse - lse'). Backward with the folded
 out and lse is then right as it stands, and the sink's own gradient is -sum of its probability times sum(grad * out),
 over rows and over ranks. A row that saw no key keeps out 0; its lse becomes the sink. A sink of -inf is none at all.
+
+[Note: captured] Tensors that a score_mod captured (a learned bias) are inputs too, whole on every rank. A rank's pairs
+give a part of their gradients; every rank gets the sum, as of a sink.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -28,18 +33,24 @@ from attnspan.errors import AttentionError, KernelError
 
 
 @torch.library.custom_op("attnspan::attention", mutates_args=())
-def attention(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, handle: Tensor) -> tuple[Tensor, Tensor]:
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, captured: Sequence[Tensor], handle: Tensor
+) -> tuple[Tensor, Tensor]:
     call = Call.of(handle).suited(query, key, value)
+    if call.guard is not None:
+        call.guard()
     with unbroken(call.transport, but=(AttentionError, KernelError)):
-        agree(call, Inputs(query, key, value, sinks))
+        agree(call, Inputs(query, key, value, sinks, *captured))
     with unbroken(call.transport), _as_given(query):
-        out, lse = _with_sinks(*execute.forward(call, query, key, value), sinks)
+        out, lse = _with_sinks(*execute.forward(call, query, key, value, captured), sinks)
     call.uses.add_forward(call.plan, shape_of(query, key, value))
     return out.contiguous(), lse.contiguous()
 
 
 @attention.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, handle: Tensor) -> tuple[Tensor, Tensor]:
+def _(
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, captured: Sequence[Tensor], handle: Tensor
+) -> tuple[Tensor, Tensor]:
     devices = {x.device for x in (query, key, value, sinks) if x is not None}
     if len(devices) > 1:  # of real tensors too: torch calls this for any that are on the meta device
         raise AttentionError(f"query, key, value and sinks must be on one device, got {sorted(map(str, devices))}")
@@ -58,33 +69,41 @@ def attention_backward(
     out: Tensor,
     lse: Tensor,
     sinks: Tensor | None,
+    captured: Sequence[Tensor],
+    wanted: Sequence[int],
     handle: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
     call, final = Call.of(handle).suited(query, key, value), Final(grad, grad_lse, out, lse)
     with unbroken(call.transport), _as_given(query):
         d_sinks = query.new_empty(0) if sinks is None else _sink_gradient(call, final, sinks)
-        dq, dk, dv = execute.backward(call, query, key, value, final)
+        dq, dk, dv, parts = execute.backward(call, query, key, value, final, captured, wanted)
+        d_captured = [_over_ranks(call, part, x) for part, x in zip(parts, captured, strict=True)]
     call.uses.add_backward(call.plan, shape_of(query, key, value))
-    return dq.contiguous(), dk, dv, d_sinks
+    return dq.contiguous(), dk, dv, d_sinks, d_captured
 
 
 @attention_backward.register_fake
-def _(grad, grad_lse, query, key, value, out, lse, sinks, handle):
+def _(grad, grad_lse, query, key, value, out, lse, sinks, captured, wanted, handle):
     d_sinks = query.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
-    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape), d_sinks
+    d_captured = [x.new_empty(x.shape if i in wanted else 0) for i, x in enumerate(captured)]
+    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape), d_sinks, d_captured
 
 
 def _save(ctx, inputs, output) -> None:
-    query, key, value, sinks, handle = inputs
-    ctx.save_for_backward(query, key, value, sinks, handle, *output)
+    query, key, value, sinks, captured, handle = inputs
+    ctx.save_for_backward(query, key, value, sinks, handle, *output, *captured)
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx, grad, grad_lse):
-    query, key, value, sinks, handle, out, lse = ctx.saved_tensors
+    query, key, value, sinks, handle, out, lse, *captured = ctx.saved_tensors
     grad = torch.zeros_like(out) if grad is None else grad
-    dq, dk, dv, d_sinks = attention_backward(grad, grad_lse, query, key, value, out, lse, sinks, handle)
-    return dq, dk, dv, None if sinks is None else d_sinks, None
+    wanted = [i for i, x in enumerate(captured) if x.requires_grad]
+    dq, dk, dv, d_sinks, d_captured = attention_backward(
+        grad, grad_lse, query, key, value, out, lse, sinks, captured, wanted, handle
+    )
+    d_captured = [x if i in wanted else None for i, x in enumerate(d_captured)]
+    return dq, dk, dv, None if sinks is None else d_sinks, d_captured, None
 
 
 def _second(ctx, *grads):
@@ -118,6 +137,15 @@ def _sink_gradient(call: Call, final: Final, sinks: Tensor) -> Tensor:
     total = (weight * slope).sum(dim=(0, 2))
     call.transport.all_reduce(total, "gradients of sinks").wait()
     return total.to(sinks.dtype)
+
+
+def _over_ranks(call: Call, part: Tensor | None, tensor: Tensor) -> Tensor:
+    """The gradient of a captured tensor, which all ranks hold alike: the sum of their parts. See [Note: captured]."""
+    if part is None:
+        return tensor.new_empty(0)
+    part = part.contiguous()
+    call.transport.all_reduce(part, "gradients of captured tensors").wait()
+    return part.to(tensor.dtype)
 
 
 def _share(part: Tensor, whole: Tensor) -> Tensor:

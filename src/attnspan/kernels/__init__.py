@@ -2,8 +2,25 @@
 
 from attnspan.kernels.accumulator import Accumulator
 from attnspan.kernels.adding import add_into, write_into
-from attnspan.kernels.kernel import Kernel, Spec
+from attnspan.kernels.kernel import Kernel, ProgramKernel, Spec
 from attnspan.kernels.merge import merge_into
-from attnspan.kernels.registry import KERNELS, choose, refusals
+from attnspan.kernels.mods import Mods, Region, Rows, Where
+from attnspan.kernels.registry import KERNELS, PROGRAM_KERNELS, choose, refusals
 
-__all__ = ["KERNELS", "Accumulator", "Kernel", "Spec", "add_into", "choose", "merge_into", "refusals", "write_into"]
+__all__ = [
+    "KERNELS",
+    "PROGRAM_KERNELS",
+    "Accumulator",
+    "Kernel",
+    "Mods",
+    "ProgramKernel",
+    "Region",
+    "Rows",
+    "Spec",
+    "Where",
+    "add_into",
+    "choose",
+    "merge_into",
+    "refusals",
+    "write_into",
+]

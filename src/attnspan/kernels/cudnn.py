@@ -2,6 +2,9 @@
 
 Its causal mask is aligned at the top left, as a causal tile is. A window it does not have here.
 
+Its backward sums dq by atomics: two runs differ in the last bits, whatever torch is told. Where torch is told to use
+deterministic algorithms, it is refused.
+
 [Note: layouts that cuDNN remembers] torch compiles a cuDNN graph for each new shape and strides of q, k and v, and
 keeps it under these alone. The strides of out and grad are part of the graph but not of the key: a later call with
 other strides would run the old graph and read the wrong numbers, in silence. So backward gives both the layout that
@@ -35,6 +38,8 @@ def supports(spec: Spec, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> str | N
             return f"cudnn needs head dims that are multiples of 8 up to 128, got {head_dim}"
     if k.shape[2] == 1:
         return "cudnn needs more than one key, got 1"
+    if torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled():
+        return "cudnn's backward is not deterministic, which torch.use_deterministic_algorithms(True) asks for"
     return None
 
 

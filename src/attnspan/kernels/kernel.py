@@ -17,11 +17,13 @@ head h; any strides. out and grad (B, H, n, Dv), lse (B, H, n). Knows nothing of
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor
 
+from attnspan.kernels.mods import Mods, Region, Rows
 from attnspan.masks.tile import Tile
 
 
@@ -34,6 +36,7 @@ class Spec:
     """
 
     scale: float
+    mods: Mods | None = field(default=None, repr=False)
 
 
 class Kernel(Protocol):
@@ -52,6 +55,32 @@ class Kernel(Protocol):
         self, spec: Spec, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tile: Tile
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(dq, dk, dv) from the final out and lse; dk and dv summed over the query heads of each key head."""
+        ...
+
+
+class ProgramKernel(Protocol):
+    """The interface of a kernel that runs FlexAttention programs.
+
+    It takes everything that is computed between two buffers at once: tiles, and what their rows and columns stand for.
+    Rows and columns are those of the buffers, not sliced.
+    """
+
+    name: str
+
+    def supports(self, spec: Spec, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> str | None:
+        """As of `Kernel`, for each of the tiles."""
+
+    def forward(self, spec: Spec, q: Tensor, k: Tensor, v: Tensor, region: Region) -> tuple[Tensor, Tensor]:
+        """(out, lse) of all rows; 0 and -inf for those without a key."""
+        ...
+
+    def backward(
+        self, spec: Spec, final: Rows, q: Tensor, k: Tensor, v: Tensor, region: Region, sums: Sequence[Tensor | None]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(dq, dk, dv) of all rows and columns, that of lse's gradient included.
+
+        Gradients of captured tensors are added to `sums`, where there is one.
+        """
         ...
 
 

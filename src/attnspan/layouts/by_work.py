@@ -67,7 +67,7 @@ class ByWork(Layout):
         rows = [row] if self.per_row else range(self._mask_rows)
         for mask, weight in zip(self._masks, self._weights, strict=True):
             for r in rows:
-                yield weight, mask.bands(seq_len, row=r)
+                yield weight, mask.cover(seq_len, row=r).bands
 
     def _work(self, seq_len: int, row: int) -> Tally:
         """The weighted work of every row."""

@@ -126,7 +126,7 @@ class Layout(ABC):
         self.check_rows(mask.rows)
         work = [0] * self.ranks
         for row in range(max(mask.rows, self.rows)):
-            profile = RowWork(mask.bands(seq_len, row=row))
+            profile = RowWork(mask.cover(seq_len, row=row).bands)
             for rank, runs in enumerate(self.shards(seq_len, row)):
                 work[rank] += sum(profile.over(run.positions) for run in runs)
         return work

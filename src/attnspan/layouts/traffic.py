@@ -30,7 +30,7 @@ def moved(mask: Mask, layout: Layout, seq_len: int) -> list[int]:
     layout.check_rows(mask.rows)
     received = [0] * layout.ranks
     for row in range(max(mask.rows, layout.rows)):
-        bands = mask.bands(seq_len, row=row)
+        bands = mask.cover(seq_len, row=row).bands
         near = Near.rows(bands)
         for rank, runs in enumerate(layout.shards(seq_len, row)):
             needed = merged(span for run in runs for span in _keys(bands, near, run))

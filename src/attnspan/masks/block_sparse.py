@@ -13,8 +13,7 @@ from attnspan.masks.algebra import joined
 from attnspan.masks.band import Band, ceil_div, tight
 from attnspan.masks.mask import Mask, Rule, Space
 from attnspan.masks.rows import of_row, select
-
-Spans = tuple[tuple[int, int], ...]
+from attnspan.masks.spans import Spans, spans_of
 
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)
@@ -75,7 +74,7 @@ class BlockSparse(Mask):
     def _rule(self, space: Space) -> Rule:
         allowed = self.map.to(space.device)
         q_size, k_size = self.block
-        return lambda b, q, k: select(allowed, b)[q // q_size, k // k_size]
+        return lambda b, h, q, k: select(allowed, b)[q // q_size, k // k_size]
 
     @property
     def map(self) -> torch.Tensor:
@@ -90,21 +89,6 @@ class BlockSparse(Mask):
     def __repr__(self) -> str:
         shape = f"{len(self.spans[0])} x {self.columns}" + (f" x {self.rows} rows" if self.rows > 1 else "")
         return f"BlockSparse({shape} blocks, block={self.block[0] if len(set(self.block)) == 1 else self.block})"
-
-
-def spans_of(allowed: torch.Tensor) -> Iterable[Spans]:
-    """For each row of a 2-D bool tensor, the spans [start, stop) of its true entries.
-
-    >>> list(spans_of(torch.tensor([[1, 1, 0, 1], [0, 0, 0, 0]]).bool()))
-    [((0, 2), (3, 4)), ()]
-    """
-    padded = torch.nn.functional.pad(allowed.to(torch.int8), (1, 1))
-    change = padded.diff(dim=-1)
-    starts, stops = (change == 1).nonzero().tolist(), (change == -1).nonzero().tolist()
-    found: list[list[tuple[int, int]]] = [[] for _ in range(allowed.shape[0])]
-    for (row, start), (_, stop) in zip(starts, stops, strict=True):
-        found[row].append((start, stop))
-    return (tuple(spans) for spans in found)
 
 
 def _bool_tensor(map: object) -> torch.Tensor:

@@ -17,6 +17,7 @@ Shapes: I blocks of queries, J blocks of keys.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -25,7 +26,8 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from attnspan.masks.band import Band, ceil_div
 from attnspan.masks.block_sparse import size_pair
-from attnspan.masks.mask import Mask, Space
+from attnspan.masks.mask import Mask, MaskFunction, Space
+from attnspan.masks.tile import Tile, band_of
 
 SLAB = 1 << 20
 """How many blocks are put in order at a time: temporaries stay in the cache and do not grow with the mask."""
@@ -38,25 +40,80 @@ def block_mask(mask: Mask, space: Space, block_size: int | tuple[int, int]) -> B
     assert kv_len is not None, "a block mask is made for known lengths"
     size = size_pair("block_size", block_size)
     shape = mask.rows, ceil_div(q_len, size[0]), ceil_div(kv_len, size[1])
-    partial, full = _Listing(shape, space.device), _Listing(shape, space.device)
+    lists = Lists.empty(shape, space.device)
     for row in range(mask.rows):
         pairs_IJ = _pairs(_strips(mask.bands(q_len, kv_len, row), size, space.device), shape[1:], size)
-        full_IJ = pairs_IJ == size[0] * size[1]
-        full.put(row, full_IJ)
-        partial.put(row, (pairs_IJ > 0) & ~full_IJ)
-    return BlockMask(
-        seq_lengths=(q_len, kv_len),
-        kv_num_blocks=partial.kv_counts,
-        kv_indices=partial.kv_indices,
-        full_kv_num_blocks=full.kv_counts,
-        full_kv_indices=full.kv_indices,
-        q_num_blocks=partial.q_counts,
-        q_indices=partial.q_indices,
-        full_q_num_blocks=full.q_counts,
-        full_q_indices=full.q_indices,
-        BLOCK_SIZE=size,
-        mask_mod=mask.mask_mod(q_len, kv_len, device=space.device),
-    )
+        lists.put(row, pairs_IJ == size[0] * size[1], pairs_IJ > 0)
+    return lists.block_mask(mask.mask_mod(q_len, kv_len, device=space.device), (q_len, kv_len), size)
+
+
+@functools.lru_cache(maxsize=256)
+def lists_of_tiles(
+    tiles: tuple[Tile, ...], lengths: tuple[int, int], size: tuple[int, int], device: torch.device
+) -> Lists:
+    """The blocks between two buffers: full where certain tiles fill them, partial where any tile touches them.
+
+    A tile of every n-th row or column counts as touching all blocks between its first and last.
+    """
+    shape = 1, ceil_div(lengths[0], size[0]), ceil_div(lengths[1], size[1])
+    with torch.inference_mode(False):  # made during evaluation, they may be saved for backward later
+        full_IJ, some_IJ, doubtful_IJ = classified(tiles, (shape[1], shape[2]), size, device)
+        lists = Lists.empty(shape, device)
+        lists.put(0, full_IJ, some_IJ | doubtful_IJ)
+    return lists
+
+
+def classified(
+    tiles: Sequence[Tile], shape: tuple[int, int], size: tuple[int, int], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(I, J): blocks that certain tiles fill, those in which they hold anything, and those in which others may."""
+    plain = [tile for tile in tiles if tile.rows.step == tile.cols.step == 1]
+    certain = [band_of(tile) for tile in plain if not tile.asked]
+    asked = [band_of(tile) for tile in plain if tile.asked]
+    pairs_IJ = _pairs(_strips(certain, size, device), shape, size)
+    doubtful_IJ = _pairs(_strips(asked, size, device), shape, size) > 0
+    for tile in tiles:
+        if tile.rows.step > 1 or tile.cols.step > 1:
+            i, j = (
+                slice(side[0] // of, side[-1] // of + 1) for side, of in zip((tile.rows, tile.cols), size, strict=True)
+            )
+            doubtful_IJ[i, j] = True
+    full_IJ = pairs_IJ == size[0] * size[1]
+    return full_IJ, pairs_IJ > 0, doubtful_IJ & ~full_IJ
+
+
+class Lists(NamedTuple):
+    """Partial and full blocks, by rows and by columns of blocks, as a BlockMask has them."""
+
+    partial: _Listing
+    full: _Listing
+
+    @classmethod
+    def empty(cls, shape: tuple[int, int, int], device: torch.device, heads: int = 1) -> Lists:
+        """For so many batch rows, rows of blocks and columns of blocks."""
+        return cls(_Listing(shape, heads, device), _Listing(shape, heads, device))
+
+    def put(self, row: int, full_IJ: torch.Tensor, some_IJ: torch.Tensor, head: int = 0) -> None:
+        """The blocks of a batch row and head: those that are full, and those that hold anything."""
+        self.full.put(row, head, full_IJ)
+        self.partial.put(row, head, some_IJ & ~full_IJ)
+
+    def block_mask(self, mask_mod: MaskFunction, lengths: tuple[int, int], size: tuple[int, int]) -> BlockMask:
+        """The BlockMask with these lists."""
+        partial, full = self
+        return BlockMask(
+            seq_lengths=lengths,
+            kv_num_blocks=partial.kv_counts,
+            kv_indices=partial.kv_indices,
+            full_kv_num_blocks=full.kv_counts,
+            full_kv_indices=full.kv_indices,
+            q_num_blocks=partial.q_counts,
+            q_indices=partial.q_indices,
+            full_q_num_blocks=full.q_counts,
+            full_q_indices=full.q_indices,
+            BLOCK_SIZE=size,
+            mask_mod=mask_mod,
+        )
 
 
 class _Strips(NamedTuple):
@@ -147,17 +204,17 @@ class _Listing:
     end.
     """
 
-    def __init__(self, shape: tuple[int, int, int], device: torch.device):
+    def __init__(self, shape: tuple[int, int, int], heads: int, device: torch.device):
         def empty(*shape: int) -> torch.Tensor:
             return torch.empty(shape, dtype=torch.int32, device=device)
 
         rows, i, j = shape
-        self.kv_counts, self.kv_indices = empty(rows, 1, i), empty(rows, 1, i, j)
-        self.q_counts, self.q_indices = empty(rows, 1, j), empty(rows, 1, j, i)
+        self.kv_counts, self.kv_indices = empty(rows, heads, i), empty(rows, heads, i, j)
+        self.q_counts, self.q_indices = empty(rows, heads, j), empty(rows, heads, j, i)
 
-    def put(self, row: int, chosen_IJ: torch.Tensor) -> None:
-        _order(chosen_IJ, self.kv_counts[row, 0], self.kv_indices[row, 0])
-        _order(chosen_IJ.T, self.q_counts[row, 0], self.q_indices[row, 0])
+    def put(self, row: int, head: int, chosen_IJ: torch.Tensor) -> None:
+        _order(chosen_IJ, self.kv_counts[row, head], self.kv_indices[row, head])
+        _order(chosen_IJ.T, self.q_counts[row, head], self.q_indices[row, head])
 
 
 def _order(chosen: torch.Tensor, counts: torch.Tensor, indices: torch.Tensor) -> None:

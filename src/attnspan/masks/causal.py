@@ -31,7 +31,7 @@ class Causal(Mask):
 
     def _rule(self, space: Space) -> Rule:
         start = offset_in(self.align, space)
-        return lambda b, q, k: k <= q + start
+        return lambda b, h, q, k: k <= q + start
 
     def __repr__(self) -> str:
         return "Causal()" if self.align is None else f"Causal(align={self.align!r})"

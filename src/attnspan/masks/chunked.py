@@ -40,7 +40,7 @@ class Chunked(Mask):
     def _rule(self, space: Space) -> Rule:
         start = offset_in(self.align, space)
         size = self.size
-        return lambda b, q, k: (q + start) // size == k // size
+        return lambda b, h, q, k: (q + start) // size == k // size
 
     def __repr__(self) -> str:
         return f"Chunked({self.size})" if self.align is None else f"Chunked({self.size}, align={self.align!r})"

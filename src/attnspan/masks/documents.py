@@ -112,7 +112,7 @@ class Documents(Mask):
 
     def _rule(self, space: Space) -> Rule:
         queries, keys = _ids(self._lengths, space.device), _ids(self._kv_lengths, space.device)
-        return lambda b, q, k: select(queries, b)[q] == select(keys, b)[k]
+        return lambda b, h, q, k: select(queries, b)[q] == select(keys, b)[k]
 
     def __repr__(self) -> str:
         keys = "" if self.kv_lengths is None else f", kv_lengths={_shown(self._kv_lengths)}"

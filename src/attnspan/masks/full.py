@@ -24,4 +24,4 @@ class Full(Mask):
 
     def _rule(self, space: Space) -> Rule:
         # Written on the indices, so that it traces like every other rule.
-        return lambda b, q, k: torch.ones_like(q + k, dtype=torch.bool)
+        return lambda b, h, q, k: torch.ones_like(q + k, dtype=torch.bool)

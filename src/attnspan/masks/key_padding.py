@@ -36,7 +36,7 @@ class KeyPadding(FirstKeys):
 
     def _rule(self, space: Space) -> Rule:
         lengths = torch.tensor(self._lengths, device=space.device)
-        return lambda b, q, k: k < select(lengths, b)
+        return lambda b, h, q, k: k < select(lengths, b)
 
     def __repr__(self) -> str:
         return f"KeyPadding({shown(self._lengths)})"

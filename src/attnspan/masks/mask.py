@@ -38,13 +38,14 @@ import torch
 from attnspan.errors import MaskError, whole
 from attnspan.masks.algebra import Bands, area, intersect, subtract, union
 from attnspan.masks.band import Band, tight
+from attnspan.masks.cover import Cover
 from attnspan.masks.drawing import shortened
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-Rule = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""(batch row, query index, key index) -> bool, for one pair; runs under vmap.
+Rule = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""(batch row, head, query index, key index) -> bool, for one pair; runs under vmap.
 
 It closes over numbers and tensors only, never over a mask, so that compilers can lift them out."""
 
@@ -79,9 +80,21 @@ class Mask(ABC):
     def _check(self, q_len: int, kv_len: int, row: int) -> None:  # noqa: B027  # most masks take any lengths
         """Refuse lengths that this mask cannot have."""
 
+    def check_fresh(self) -> None:  # noqa: B027  # most masks are numbers, which do not change
+        """Refuse a mask that was planned for and is not the same any more."""
+
+    def _cover(self, q_len: int, kv_len: int, row: int) -> Cover:
+        """Where a mask has no few bands: those that hold its pairs, see cover.py."""
+        return Cover(self.bands(q_len, kv_len, row))
+
     @property
     def rows(self) -> int:
         """How many batch rows the mask tells apart; 1 means that all rows are alike."""
+        return 1
+
+    @property
+    def heads(self) -> int:
+        """How many heads the mask tells apart; 1 means that all heads are alike."""
         return 1
 
     @property
@@ -109,7 +122,22 @@ class Mask(ABC):
         (Band(q0=0, q1=4, k0=0, k1=4, lo=-3, hi=0),)
         """
         q_len, kv_len = _lengths(q_len, kv_len)
-        return _cached_bands(self, q_len, kv_len, self._checked_row(row))
+        row = self._checked_row(row)
+        if self.heads > 1:
+            raise MaskError(f"{self!r} differs between its {self.heads} heads; ask cover(), or dense(head=...)")
+        return _cached_bands(self, q_len, kv_len, row)
+
+    def cover(self, q_len: int, kv_len: int | None = None, row: int = 0) -> Cover:
+        """Bands that hold every allowed pair of one batch row and any head: what plans are made from.
+
+        Those of a mask that is written as a pattern are exact; of a function, some may have to be asked again.
+
+        >>> from attnspan.masks import Causal, MaskMod
+        >>> (Causal() & MaskMod(lambda b, h, q, k: q - k < 3)).cover(8).is_exact
+        True
+        """
+        q_len, kv_len = _lengths(q_len, kv_len)
+        return _cached_cover(self, q_len, kv_len, self._checked_row(row))
 
     def work(self, q_len: int, kv_len: int | None = None, row: int = 0) -> int:
         """The exact number of allowed pairs of one batch row.
@@ -120,8 +148,8 @@ class Mask(ABC):
         """
         return area(self.bands(q_len, kv_len, row))
 
-    def dense(self, q_len: int, kv_len: int | None = None, row: int = 0) -> torch.Tensor:
-        """The mask of one batch row as a bool tensor (q_len, kv_len): the oracle, for tests and small
+    def dense(self, q_len: int, kv_len: int | None = None, row: int = 0, head: int = 0) -> torch.Tensor:
+        """The mask of one batch row and head as a bool tensor (q_len, kv_len): the oracle, for tests and small
         lengths.
 
         >>> from attnspan.masks import Causal
@@ -132,7 +160,7 @@ class Mask(ABC):
         row = self._checked_row(row)
         self._check(q_len, kv_len, row)
         rule = self._rule(Space(q_len, kv_len, torch.device("cpu")))
-        return evaluated(rule, row, range(q_len), kv_len)
+        return evaluated(rule, row, range(q_len), kv_len, head=self._checked_head(head))
 
     def mask_mod(
         self, q_len: int | None = None, kv_len: int | None = None, *, device: torch.device | str = "cpu"
@@ -154,7 +182,7 @@ class Mask(ABC):
         rule = self._rule(Space(q_len, kv_len, torch.device(device)))
 
         def mask_mod(b: torch.Tensor, h: torch.Tensor, q_idx: torch.Tensor, kv_idx: torch.Tensor) -> torch.Tensor:
-            return rule(b, q_idx, kv_idx)
+            return rule(b, h, q_idx, kv_idx)
 
         return mask_mod
 
@@ -195,6 +223,18 @@ class Mask(ABC):
         if self.rows not in (1, batch):
             raise MaskError(f"batch must be the mask's {self.rows} batch rows, got {batch}; give one entry per row")
 
+    def check_lengths(self, q_len: int, kv_len: int | None = None) -> None:
+        """Refuse lengths that the mask cannot be drawn over, without drawing it.
+
+        >>> from attnspan.masks import Documents
+        >>> Documents([3, 5]).check_lengths(7)
+        Traceback (most recent call last):
+        attnspan.errors.MaskError: lengths must sum to q_len (7), got 2 documents with sum 8; give the padding at the \
+end a document of its own
+        """
+        for row in range(self.rows):
+            self._check(*_lengths(q_len, kv_len), row)
+
     def _checked_row(self, row: int) -> int:
         row = whole("row", row, error=MaskError)
         if self.rows == 1:
@@ -202,6 +242,17 @@ class Mask(ABC):
         if row >= self.rows:
             raise MaskError(f"row must be below the mask's {self.rows} batch rows, got {row}")
         return row
+
+    def _checked_head(self, head: int) -> int:
+        head = whole("head", head, error=MaskError)
+        if self.heads > 1 and head >= self.heads:
+            raise MaskError(f"head must be below the mask's {self.heads} heads, got {head}")
+        return head
+
+    def check_heads(self, heads: int) -> None:
+        """Refuse a number of query heads that is not the mask's."""
+        if self.heads not in (1, heads):
+            raise MaskError(f"heads must be the mask's {self.heads} heads, got {heads}; give one entry per head")
 
     # ---- from other people's formats -------------------------------------------------------------------
 
@@ -231,7 +282,7 @@ class Mask(ABC):
         >>> Mask.from_block_mask(Causal().block_mask(5, block_size=2)).bands(5)
         (Band(q0=0, q1=5, k0=0, k1=5, lo=-4, hi=0),)
         """
-        from attnspan.masks.mask_mod import from_block_mask
+        from attnspan.masks.listed import from_block_mask
 
         return from_block_mask(block_mask)
 
@@ -273,6 +324,10 @@ class _Both(Mask):
                 f"both sides of {self._sign} must describe the same batch rows, got {left} and {right}; "
                 "give one entry per row, or one for all"
             )
+        if self.left.heads != self.right.heads and 1 not in (self.left.heads, self.right.heads):
+            raise MaskError(
+                f"both sides of {self._sign} must describe the same heads, got {self.left.heads} and {self.right.heads}"
+            )
 
     @property
     @abstractmethod
@@ -282,6 +337,19 @@ class _Both(Mask):
     @property
     def rows(self) -> int:
         return max(self.left.rows, self.right.rows)
+
+    @property
+    def heads(self) -> int:
+        return max(self.left.heads, self.right.heads)
+
+    def check_fresh(self) -> None:
+        self.left.check_fresh()
+        self.right.check_fresh()
+
+    def _covers(self, q_len: int, kv_len: int, row: int) -> tuple[Cover, Cover] | None:
+        """Those of both sides, or None where bands say all."""
+        left, right = self.left.cover(q_len, kv_len, row), self.right.cover(q_len, kv_len, row)
+        return None if left.is_exact and right.is_exact and self.heads == 1 else (left, right)
 
     @property
     def natural_len(self) -> int | None:
@@ -318,7 +386,11 @@ class And(_Both):
 
     def _rule(self, space: Space) -> Rule:
         left, right = self.left._rule(space), self.right._rule(space)
-        return lambda b, q, k: left(b, q, k) & right(b, q, k)
+        return lambda b, h, q, k: left(b, h, q, k) & right(b, h, q, k)
+
+    def _cover(self, q_len: int, kv_len: int, row: int) -> Cover:
+        both = self._covers(q_len, kv_len, row)
+        return both[0] & both[1] if both else Cover(self.bands(q_len, kv_len, row))
 
     def __repr__(self) -> str:
         return f"{_grouped(self.left, Or)} & {_grouped(self.right, Or, And)}"
@@ -337,7 +409,11 @@ class Or(_Both):
 
     def _rule(self, space: Space) -> Rule:
         left, right = self.left._rule(space), self.right._rule(space)
-        return lambda b, q, k: left(b, q, k) | right(b, q, k)
+        return lambda b, h, q, k: left(b, h, q, k) | right(b, h, q, k)
+
+    def _cover(self, q_len: int, kv_len: int, row: int) -> Cover:
+        both = self._covers(q_len, kv_len, row)
+        return both[0] | both[1] if both else Cover(self.bands(q_len, kv_len, row))
 
     def __repr__(self) -> str:
         return f"{self.left!r} | {_grouped(self.right, Or)}"
@@ -352,6 +428,13 @@ class Not(Mask):
     @property
     def rows(self) -> int:
         return self.inner.rows
+
+    @property
+    def heads(self) -> int:
+        return self.inner.heads
+
+    def check_fresh(self) -> None:
+        self.inner.check_fresh()
 
     @property
     def natural_len(self) -> int | None:
@@ -375,18 +458,28 @@ class Not(Mask):
 
     def _rule(self, space: Space) -> Rule:
         inner = self.inner._rule(space)
-        return lambda b, q, k: ~inner(b, q, k)
+        return lambda b, h, q, k: ~inner(b, h, q, k)
+
+    def _cover(self, q_len: int, kv_len: int, row: int) -> Cover:
+        inner = self.inner.cover(q_len, kv_len, row)
+        if inner.is_exact and self.heads == 1:
+            return Cover(self.bands(q_len, kv_len, row))
+        everything = tight(0, q_len, 0, kv_len)
+        assert everything is not None, "lengths are at least 1"
+        return inner.complement(everything)
 
     def __repr__(self) -> str:
         return f"~{_grouped(self.inner, And, Or)}"
 
 
-def evaluated(rule: Rule, row: int, queries: range, kv_len: int, device: torch.device | str = "cpu") -> torch.Tensor:
+def evaluated(
+    rule: Rule, row: int, queries: range, kv_len: int, device: torch.device | str = "cpu", head: int = 0
+) -> torch.Tensor:
     """A rule over a strip of queries, (queries, kv_len): asked as FlexAttention asks, by vmap."""
     from torch.nn.attention.flex_attention import create_mask
 
     def mask_mod(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-        return rule(b + row, q + queries.start, k)
+        return rule(b + row, h + head, q + queries.start, k)
 
     return create_mask(mask_mod, 1, 1, len(queries), kv_len, device)[0, 0].cpu()
 
@@ -397,6 +490,12 @@ def _cached_bands(mask: Mask, q_len: int, kv_len: int, row: int) -> Bands:
     # is 3 MB of bands, and training brings a new one every step.
     mask._check(q_len, kv_len, row)
     return tuple(sorted(band for band in mask._bands(q_len, kv_len, row) if band is not None))
+
+
+@functools.lru_cache(maxsize=64)
+def _cached_cover(mask: Mask, q_len: int, kv_len: int, row: int) -> Cover:
+    mask._check(q_len, kv_len, row)
+    return mask._cover(q_len, kv_len, row)
 
 
 def _lengths(q_len: int, kv_len: int | None) -> tuple[int, int]:

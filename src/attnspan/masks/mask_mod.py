@@ -1,41 +1,40 @@
 """The escape hatch: any FlexAttention mask_mod as a mask.
 
-A function can only be asked, so it is asked: strip by strip of `block` query rows, every pair once, never S x
-S in memory. What comes back is joined into bands, so that plans, layouts and tiles treat it like any other
-mask. This costs S x S evaluations once per length (memoised); a mask that can be written as a pattern is far
-cheaper.
+A function can only be asked, so it is asked: strip by strip of `block` query rows, every pair once, never S x S in
+memory (memoised, once per length). What comes back is joined into bands where they are few, as for a causal mask, a
+window or documents; plans, layouts and tiles then treat it like any other mask. Where they would be many, as for every
+second key, the answers are kept by block: `cover` then says which blocks are certain and which must be asked again,
+inside, by the kernel. Either way a mask that can be written as a pattern is far cheaper to plan for.
 
-[Note: arguments that matter] A mask_mod may depend on its batch row or its head. Ours says how many rows it
-tells apart, and no mask here differs between heads; a function that depends on more would be wrong in silence
-for every other row or head. So it is called once with one argument batched and the others not: vmap itself
-then knows whether that argument reached the result, and the function is refused with a reason.
+[Note: arguments that matter] A mask_mod may depend on its batch row or its head. Ours says how many rows and heads it
+tells apart; a function that depends on more would be wrong in silence for every other. Its program (program.py) shows
+what its result depends on, and a function that reads what was not declared is refused with a reason.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 
 import torch
 
 from attnspan.errors import MaskError, whole, whole_list
-from attnspan.masks.algebra import joined
-from attnspan.masks.band import Band, tight
-from attnspan.masks.block_sparse import BlockSparse, spans_of
-from attnspan.masks.full import Full
-from attnspan.masks.mask import Mask, MaskFunction, Rule, Space, evaluated
+from attnspan.masks.band import Band
+from attnspan.masks.cover import Cover, Strip, bands_of_strips, cover_of_strips
+from attnspan.masks.mask import Mask, MaskFunction, Rule, Space
+from attnspan.masks.program import Program, name_of, traced
 
-if TYPE_CHECKING:
-    from torch.nn.attention.flex_attention import BlockMask
+AT_ONCE = 1 << 22
+"""Pairs that a function is asked for at a time."""
 
 
 @dataclass(frozen=True, slots=True, repr=False, eq=False)
 class MaskMod(Mask):
     """The pairs for which `fn(batch_row, head, q_idx, kv_idx)` is true.
 
-    `rows` says how many batch rows the function tells apart, `device` where the tensors it captures live,
-    `lengths` which (q_len, kv_len) it is for, if not for any. Equal when the function is the same object.
+    `rows` and `heads` say how many batch rows and heads the function tells apart, `device` where the tensors it
+    captures live, `lengths` which (q_len, kv_len) it is for, if not for any. Equal when the function is the same
+    object.
 
     >>> print(MaskMod(lambda b, h, q, k: (q >= k) & (k % 2 == 0)).draw(4))
     █ · · ·
@@ -49,18 +48,21 @@ class MaskMod(Mask):
     block: int = 128
     lengths: tuple[int, int] | None = None
     device: torch.device | str = "cpu"
+    heads: int = 1
+    program: Program = field(init=False)
 
     def __post_init__(self) -> None:
         if not callable(self.fn):
             raise MaskError(f"fn must be a function (b, h, q_idx, kv_idx) -> bool tensor, got {self.fn!r}")
-        object.__setattr__(self, "rows", whole("rows", self.rows, at_least=1, error=MaskError))
-        object.__setattr__(self, "block", whole("block", self.block, at_least=1, error=MaskError))
+        for name in ("rows", "block", "heads"):
+            object.__setattr__(self, name, whole(name, getattr(self, name), at_least=1, error=MaskError))
         if self.lengths is not None:
             if not isinstance(self.lengths, list | tuple) or len(self.lengths) != 2:
                 raise MaskError(f"lengths must be (q_len, kv_len), got {self.lengths!r}")
             lengths = whole_list("lengths", self.lengths, at_least=1, error=MaskError)
             object.__setattr__(self, "lengths", lengths)
-        _check_function(self)
+        object.__setattr__(self, "program", traced(self.fn, device=self.device, error=MaskError))
+        check_reads(self.program, self.rows, self.heads, "MaskMod(fn, {}=...)")
 
     @property
     def natural_len(self) -> int | None:
@@ -72,28 +74,37 @@ class MaskMod(Mask):
 
     def _check(self, q_len: int, kv_len: int, row: int) -> None:
         if self.lengths is not None and self.lengths != (q_len, kv_len):
-            raise MaskError(f"{_name(self.fn)} is for lengths {self.lengths}, got {(q_len, kv_len)}")
+            raise MaskError(f"{name_of(self.fn)} is for lengths {self.lengths}, got {(q_len, kv_len)}")
+
+    def check_fresh(self) -> None:
+        check_fresh(self.program)
 
     def _bands(self, q_len: int, kv_len: int, row: int) -> Iterable[Band | None]:
-        pieces: list[Band] = []
+        cover = self.cover(q_len, kv_len, row)
+        if cover.is_exact:
+            return cover.certain
+        return bands_of_strips(self._strips(q_len, kv_len, row))
+
+    def _cover(self, q_len: int, kv_len: int, row: int) -> Cover:
+        return cover_of_strips(self._strips(q_len, kv_len, row), self.block)
+
+    def _strips(self, q_len: int, kv_len: int, row: int) -> Iterator[Strip]:
+        keys = torch.arange(kv_len, device=self.device)
+        width = max(1, AT_ONCE // (self.block * self.heads))
         for start in range(0, q_len, self.block):
-            allowed = _evaluated(self, row, range(start, min(start + self.block, q_len)), kv_len)
-            strip = (
-                tight(start + i, start + i + 1, k0, k1) for i, spans in enumerate(spans_of(allowed)) for k0, k1 in spans
-            )
-            pieces += joined(band for band in strip if band is not None)
-        return joined(pieces)
+            queries = torch.arange(start, min(start + self.block, q_len), device=self.device)
+            parts = [asked(self.program, row, self.heads, queries, part) for part in torch.split(keys, width)]
+            some = torch.cat([part for part, _ in parts], 1)
+            yield Strip(start, some, some if self.heads == 1 else torch.cat([part for _, part in parts], 1))
 
     def _rule(self, space: Space) -> Rule:
         fn, here, there = self.fn, torch.device(self.device), space.device
 
-        def ask(b: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-            b = torch.as_tensor(b)
-            # Head 0 stands for all: a function that differs between heads was refused.
-            return _called(fn, b, torch.zeros_like(b), q, k)
+        def ask(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+            return _called(fn, torch.as_tensor(b), torch.as_tensor(h), q, k)
 
-        def ask_elsewhere(b: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-            return ask(b.to(here), q.to(here), k.to(here)).to(there)
+        def ask_elsewhere(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+            return ask(b.to(here), h.to(here), q.to(here), k.to(here)).to(there)
 
         # A function that captures nothing says "cpu" and runs anywhere: a kernel cannot copy between devices.
         return ask if here.type in ("cpu", there.type) else ask_elsewhere
@@ -101,96 +112,49 @@ class MaskMod(Mask):
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, MaskMod):
             return NotImplemented
-        return self.fn is other.fn and (self.rows, self.lengths) == (other.rows, other.lengths)
+        return self.fn is other.fn and self._said == other._said
 
     def __hash__(self) -> int:
-        return hash((id(self.fn), self.rows, self.lengths))
+        return hash((id(self.fn), self._said))
+
+    @property
+    def _said(self) -> tuple[object, ...]:
+        return self.rows, self.heads, self.lengths, self.block
 
     def __repr__(self) -> str:
-        rows = f", rows={self.rows}" if self.rows > 1 else ""
-        return f"MaskMod({_name(self.fn)}{rows})"
+        told = [f"{name}={getattr(self, name)}" for name in ("rows", "heads") if getattr(self, name) > 1]
+        return f"MaskMod({', '.join([name_of(self.fn), *told])})"
 
 
-def from_block_mask(block_mask: BlockMask) -> Mask:
-    """The full blocks of a BlockMask, and its mask_mod within the others that it lists."""
-    from torch.nn.attention.flex_attention import BlockMask, noop_mask
-
-    if not isinstance(block_mask, BlockMask):
-        raise MaskError(f"block_mask must be a FlexAttention BlockMask, got {type(block_mask).__name__}")
-    if len(block_mask.shape) != 4 or block_mask.shape[1] != 1:
-        raise MaskError(
-            f"block_mask must be (rows, 1, q_len, kv_len), the same for all heads, got {tuple(block_mask.shape)}"
-        )
-    q_len, kv_len = block_mask.seq_lengths
-    asked: Mask = Full()
-    if block_mask.mask_mod is not noop_mask:
-        device, rows = block_mask.kv_indices.device, block_mask.shape[0]
-        asked = MaskMod(block_mask.mask_mod, rows=rows, lengths=(q_len, kv_len), device=device)
-    mask = _listed_blocks(block_mask, block_mask.kv_num_blocks, block_mask.kv_indices) & asked
-    if block_mask.full_kv_num_blocks is None or block_mask.full_kv_indices is None:
-        return mask
-    return mask | _listed_blocks(block_mask, block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
-
-
-def _listed_blocks(block_mask: BlockMask, counts: torch.Tensor, indices: torch.Tensor) -> BlockSparse:
-    columns = -(-block_mask.seq_lengths[1] // block_mask.BLOCK_SIZE[1])
-    counts, indices = counts[:, 0].cpu(), indices[:, 0].cpu()
-    row, i, nth = (torch.arange(indices.shape[-1]) < counts[..., None]).nonzero(as_tuple=True)
-    chosen = torch.zeros(*counts.shape, columns, dtype=torch.bool)
-    chosen[row, i, indices[row, i, nth].long()] = True
-    return BlockSparse(chosen, block_mask.BLOCK_SIZE)
-
-
-def _evaluated(mask: MaskMod, row: int, queries: range, kv_len: int) -> torch.Tensor:
-    """The function over a strip; what goes wrong in it is told as ours."""
-    rule = mask._rule(Space(None, None, torch.device(mask.device)))
+def asked(
+    program: Program, row: int, heads: int, queries: torch.Tensor, keys: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which pairs are allowed for some head, and which for all, (n, m) each; what goes wrong is told as ours."""
+    b, h = torch.tensor([row], device=queries.device), torch.arange(heads, device=queries.device)
     try:
-        return evaluated(rule, row, queries, kv_len, mask.device)
-    except MaskError:
-        raise
+        with torch.no_grad():
+            allowed = program.over(b, h, queries, keys)
     except Exception as error:
-        raise MaskError(f"{_name(mask.fn)} could not be evaluated as a mask_mod: {error}") from error
+        raise MaskError(f"{program.name} could not be evaluated as a mask_mod: {error}") from error
+    allowed = allowed.expand(1, -1, len(queries), len(keys))[0]
+    return (allowed[0], allowed[0]) if len(allowed) == 1 else (allowed.any(0), allowed.all(0))
+
+
+def check_fresh(program: Program) -> None:
+    """Refuse a function whose tables were changed: what was found by asking it may be wrong now, in silence."""
+    if not program.is_fresh:
+        raise MaskError(f"{program.name} captured a tensor that was changed in place since; make a new mask of it")
+
+
+def check_reads(program: Program, rows: int, heads: int, usage: str) -> None:
+    """See [Note: arguments that matter]."""
+    for name, index, count, many in (("h", "head", heads, "heads"), ("b", "batch", rows, "rows")):
+        if count == 1 and name in program.reads:
+            raise MaskError(
+                f"{program.name} reads its {index} index; say how many {many} it tells apart: {usage.format(many)}"
+            )
 
 
 def _called(fn: MaskFunction, b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     allowed = fn(b, h, q, k)
-    if isinstance(allowed, bool):
-        return torch.full_like(q + k, allowed, dtype=torch.bool)
-    if not isinstance(allowed, torch.Tensor) or allowed.dtype != torch.bool:
-        kind = allowed.dtype if isinstance(allowed, torch.Tensor) else type(allowed).__name__
-        raise MaskError(f"{_name(fn)} must return a bool tensor, got {kind}")
-    return allowed
-
-
-def _check_function(mask: MaskMod) -> None:
-    """See [Note: arguments that matter]."""
-    answer = _evaluated(mask, 0, range(1), 1)
-    if answer.shape != (1, 1):
-        raise MaskError(
-            f"{_name(mask.fn)} must return one bool for one pair of indices, got shape {tuple(answer.shape[2:])}"
-        )
-    if _matters(mask, 1):
-        raise MaskError(f"{_name(mask.fn)} reads its head index; a mask here is the same for every head")
-    if mask.rows == 1 and _matters(mask, 0):
-        raise MaskError(
-            f"{_name(mask.fn)} reads its batch index; say how many rows it tells apart: MaskMod(fn, rows=...)"
-        )
-
-
-def _matters(mask: MaskMod, argument: int) -> bool:
-    """Whether the result depends on the function's batch index (argument 0) or head index (1)."""
-
-    def call(*indices: torch.Tensor) -> torch.Tensor:
-        return _called(mask.fn, *indices)
-
-    indices = [torch.tensor(0, device=mask.device) for _ in range(4)]
-    indices[argument] = torch.zeros(2, dtype=torch.int64, device=mask.device)
-    try:
-        torch.vmap(call, in_dims=tuple(0 if i == argument else None for i in range(4)), out_dims=None)(*indices)
-    except Exception:  # vmap: "can not return a BatchedTensor when out_dim is None"
-        return True
-    return False
-
-
-def _name(fn: MaskFunction) -> str:
-    return getattr(fn, "__name__", type(fn).__name__)
+    return torch.full_like(q + k, allowed, dtype=torch.bool) if isinstance(allowed, bool) else allowed

@@ -45,7 +45,7 @@ class PrefixLM(FirstKeys):
     def _rule(self, space: Space) -> Rule:
         start = offset_in(self.align, space)
         lengths = torch.tensor(self._lengths, device=space.device)
-        return lambda b, q, k: (k < select(lengths, b)) | (k <= q + start)
+        return lambda b, h, q, k: (k < select(lengths, b)) | (k <= q + start)
 
     def __repr__(self) -> str:
         align = "" if self.align is None else f", align={self.align!r}"

@@ -31,7 +31,7 @@ class SinkTokens(Mask):
 
     def _rule(self, space: Space) -> Rule:
         n = self.n
-        return lambda b, q, k: k < n
+        return lambda b, h, q, k: k < n
 
     def __repr__(self) -> str:
         return f"SinkTokens({self.n})"

@@ -41,7 +41,7 @@ class SlidingWindow(Mask):
     def _rule(self, space: Space) -> Rule:
         start = offset_in(self.align, space)
         lo, hi = start - self.left, start + self.right
-        return lambda b, q, k: (k - q >= lo) & (k - q <= hi)
+        return lambda b, h, q, k: (k - q >= lo) & (k - q <= hi)
 
     def __repr__(self) -> str:
         right = f", right={self.right}" if self.right else ""

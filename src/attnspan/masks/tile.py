@@ -41,6 +41,8 @@ class Tile(NamedTuple):
     cols: range
     lo: int
     hi: int
+    asked: bool = False
+    """Whether only some of its pairs count, and the mask's function must be asked: see masks/cover.py."""
 
     @property
     def kind(self) -> Kind:
@@ -62,12 +64,11 @@ class Tile(NamedTuple):
         return self.band.area
 
     def __str__(self) -> str:
-        return f"{self.kind} {_span(self.rows)} x {_span(self.cols)}" + (
-            f" within {self.lo}..{self.hi}" if self.kind == "general" else ""
-        )
+        within = f" within {self.lo}..{self.hi}" if self.kind == "general" else ""
+        return f"{self.kind} {_span(self.rows)} x {_span(self.cols)}{within}{', asked' if self.asked else ''}"
 
 
-def tiles_of(bands: Iterable[Band]) -> Iterator[Tile]:
+def tiles_of(bands: Iterable[Band], asked: bool = False) -> Iterator[Tile]:
     """The tiles of disjoint bands over one pair of buffers.
 
     >>> for tile in tiles_of([tight(4, 8, 0, 8, hi=0)]):
@@ -77,8 +78,8 @@ def tiles_of(bands: Iterable[Band]) -> Iterator[Tile]:
     """
     parts = [part for band in joined(bands) for part in _parted(band)]
     full = [part for part in parts if part.is_rectangle]
-    yield from map(_tile, _stacked(full))
-    yield from (_tile(part) for part in parts if not part.is_rectangle)
+    for part in (*_stacked(full), *(part for part in parts if not part.is_rectangle)):
+        yield _tile(part)._replace(asked=asked)
 
 
 def _parted(band: Band) -> Iterator[Band]:
@@ -123,6 +124,16 @@ def _row_spans(bands: list[Band]) -> list[tuple[int, int]]:
         else:
             spans.append((band.q0, band.q1))
     return spans
+
+
+def band_of(tile: Tile) -> Band:
+    """The allowed pairs of a tile of neighbouring rows and columns, in the numbering of the buffers.
+
+    >>> band_of(Tile(range(4, 8), range(2, 6), lo=-3, hi=0))
+    Band(q0=4, q1=8, k0=2, k1=6, lo=-5, hi=-2)
+    """
+    assert tile.rows.step == tile.cols.step == 1, "every n-th row of a buffer is no band of it"
+    return tile.band.shift(tile.rows.start, tile.cols.start)
 
 
 def _tile(band: Band) -> Tile:

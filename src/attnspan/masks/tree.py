@@ -89,7 +89,9 @@ class Tree(Mask):
     def _rule(self, space: Space) -> Rule:
         # Numbered in the order of a walk, a node's descendants follow it without a gap, up to `last`.
         number, last = (numbers.to(space.device) for numbers in self._walk())
-        return lambda b, q, k: (number[k] <= number[q]) & (last[k] >= number[q]) & ((number[k] < number[q]) | (k <= q))
+        return lambda b, h, q, k: (
+            (number[k] <= number[q]) & (last[k] >= number[q]) & ((number[k] < number[q]) | (k <= q))
+        )
 
     def _walk(self) -> tuple[torch.Tensor, torch.Tensor]:
         """For each token, its node's number in a depth-first walk and the last number below that node."""

@@ -26,11 +26,15 @@ from attnspan.masks.tile import Tile, tiles_of
 
 @dataclass(frozen=True, eq=False)
 class Geometry:
-    """The bands of one batch row, and the runs of queries and of keys that each rank holds."""
+    """The bands of one batch row, and the runs of queries and of keys that each rank holds.
+
+    `bands` are all of them; inside `asked` ones only some pairs count (masks/cover.py).
+    """
 
     bands: Bands
     q_shards: Shards
     k_shards: Shards
+    asked: Bands = ()
     # What was found out about ranks, kept: a ring asks once per hop.
     _rows: dict[int, list[tuple[int, Band]]] = field(default_factory=dict, repr=False)
     _needs: dict[int, dict[int, Runs]] = field(default_factory=dict, repr=False)
@@ -46,17 +50,27 @@ class Geometry:
 
     def tiles(self, rank: int, arena: Runs) -> tuple[Tile, ...]:
         """What the queries of a rank compute over the keys in an arena."""
+        if not self.asked:
+            return self._tiles(rank, arena, self._rows_of(rank), asked=False)
+        certain = Geometry(tuple(sorted({*self.bands} - {*self.asked})), self.q_shards, self.k_shards)
+        asked = Geometry(self.asked, self.q_shards, self.k_shards)
+        return (
+            *self._tiles(rank, arena, certain._rows_of(rank), asked=False),
+            *self._tiles(rank, arena, asked._rows_of(rank), asked=True),
+        )
+
+    def _tiles(self, rank: int, arena: Runs, rows: list[tuple[int, Band]], asked: bool) -> tuple[Tile, ...]:
         queries = self.q_shards[rank]
         row_at, col_at = _offsets(queries), _offsets(arena)
         together: list[Band] = []
         strided: list[Tile] = []
-        for piece in restrict_rows(self._rows_of(rank), _ranges(queries), Ranges(_ranges(arena))):
+        for piece in restrict_rows(rows, _ranges(queries), Ranges(_ranges(arena))):
             row, col = row_at[piece.row_range], col_at[piece.col_range]
             if piece.rows.step == piece.cols.step == 1:
                 together.append(piece.band.shift(row, col))
             else:
-                strided.append(_strided(piece, row, col))
-        return (*tiles_of(together), *strided)
+                strided.append(_strided(piece, row, col)._replace(asked=asked))
+        return (*tiles_of(together, asked), *strided)
 
     def needs(self, rank: int) -> dict[int, Runs]:
         """For each rank that owns keys which this rank's queries see: those keys."""

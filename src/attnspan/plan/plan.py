@@ -26,6 +26,7 @@ import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 from attnspan.errors import PlanError, whole
 from attnspan.layouts.grouped import Grouped
@@ -33,10 +34,14 @@ from attnspan.layouts.layout import Layout
 from attnspan.layouts.run import Runs, tokens_in
 from attnspan.masks import Mask
 from attnspan.masks.algebra import Bands
+from attnspan.masks.cover import Cover
 from attnspan.plan.cost import Shape
 from attnspan.plan.geometry import Geometry
 from attnspan.plan.step import Step, Transfer
 from attnspan.plan.strategy import Strategy, Ulysses, name_of
+
+if TYPE_CHECKING:
+    from attnspan.plan.memory import Memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +119,17 @@ class Plan:
         return _geometry(self, row).k_shards[group]
 
     def bands(self, row: int = 0) -> Bands:
-        """The allowed pairs of one batch row."""
-        return self.mask.bands(self.seq_len, self.key_len, row if self.mask.rows > 1 else 0)
+        """The allowed pairs of one batch row; of a mask that is a function, those that may be (masks/cover.py)."""
+        return self.cover(row).bands
+
+    def cover(self, row: int = 0) -> Cover:
+        """Which pairs of one batch row are certain, and which the mask's function must be asked about."""
+        return self.mask.cover(self.seq_len, self.key_len, row if self.mask.rows > 1 else 0)
+
+    @property
+    def asks(self) -> bool:
+        """Whether kernels must ask the mask's function."""
+        return any(self.cover(row).asked for row in range(self.mask.rows))
 
     # ---- what it amounts to ------------------------------------------------------------------------------------
 
@@ -160,6 +174,20 @@ class Plan:
         """The most keys a rank holds at once: its own, those in use and those arriving, over all batch rows."""
         return sum(_peak(self.steps(rank, row), tokens_in(self.keys(rank, row))) for row in range(self.rows))
 
+    def memory(self, rank: int, shape: Shape, *, backward: bool = False, wide_parts: bool = False) -> Memory:
+        """The bytes that a rank's attention of such sizes takes at its peak, forward or backward, the caller's tensors
+        included, and what they are for. `wide_parts`: for kernels that return float32, as kernel="band" does.
+
+        >>> from attnspan.layouts import HeadTail
+        >>> from attnspan.masks import Causal
+        >>> print(Plan(Causal(), HeadTail(ranks=8), 65536, "gather").memory(0, Shape(heads=32, kv_heads=8)))
+        514.5 MiB: given 96.0, arenas 256.0, parts 97.5, result 65.0
+        """
+        from attnspan.plan.memory import memory
+
+        self._place(rank, 0)
+        return memory(self, rank, shape, backward, wide_parts)
+
     def explain(self) -> str:
         """What the plan does, in words: balance, traffic against an all-gather, tiles, memory.
 
@@ -196,7 +224,8 @@ def _geometry(plan: Plan, row: int) -> Geometry:
     queries, keys = plan.layout, plan.key_layout
     if plan.degree > 1:
         queries, keys = Grouped(queries, plan.degree), Grouped(keys, plan.degree)
-    return Geometry(plan.bands(row), queries.shards(plan.seq_len, row), keys.shards(plan.key_len, row))
+    shards = queries.shards(plan.seq_len, row), keys.shards(plan.key_len, row)
+    return Geometry(plan.bands(row), *shards, plan.cover(row).asked)
 
 
 @functools.lru_cache(maxsize=64)
@@ -231,5 +260,6 @@ def _check_layouts(plan: Plan) -> None:
     rows = {rows for rows in (plan.mask.rows, plan.layout.rows, plan.key_layout.rows) if rows > 1}
     if len(rows) > 1:
         raise PlanError(f"mask and layouts must tell apart the same batch rows, got {sorted(rows)}")
+    plan.mask.check_lengths(plan.seq_len, plan.key_len)
     if plan.ranks % plan.degree:
         raise PlanError(f"the degree of {name_of(plan.strategy)} must divide the {plan.ranks} ranks, got {plan.degree}")

@@ -53,6 +53,13 @@ class Distributed(Transport):
     def __hash__(self) -> int:
         return hash((self.group, self.device))
 
+    def contains(self, other: Transport) -> bool:
+        """Whether every process of another group is in this one too."""
+        if not isinstance(other, Distributed):
+            return False
+        ours, theirs = (dist.get_process_group_ranks(each.group) for each in (self, other))
+        return set(theirs) <= set(ours)
+
     def _post(self, sends: Messages, receives: Messages, what: str) -> Pending:
         post = self._post_each if self.device.type == "cpu" else self._post_batch
         return self._pending(post(sends, receives, what), sends, receives)

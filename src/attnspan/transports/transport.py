@@ -121,6 +121,10 @@ class Transport(ABC):
         self.gather(own, texts, what).wait()
         return [bytes(text.tolist()) for text in texts]
 
+    def contains(self, other: Transport) -> bool:
+        """Whether every rank of another group is in this one too."""
+        return other is self or other == self
+
     def _round(self) -> list[int]:
         """All ranks, self first: if all send in this order, no rank is everyone's first."""
         return [(self.rank + hop) % self.ranks for hop in range(self.ranks)]

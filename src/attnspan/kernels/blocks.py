@@ -1,0 +1,185 @@
+"""Any FlexAttention program, block by block, on any device: never more than a block of scores in memory.
+
+Tiles that are certain need no program unless scores are changed, and go through the CPU's flash attention whole. All
+else is computed in blocks of rows and keys in plain torch: scores, then the score_mod, then -inf where the band or the
+mask_mod does not allow a pair, then the share of the softmax, merged into what its rows have so far.
+
+Backward computes the same scores again. The gradient of a changed score is probability x (grad @ value - delta), from
+the final out and lse (see [Note: final out and lse] in kernel.py); the program is then walked back to the score itself
+and to the tensors it captured (`Program.pull`).
+
+Half precision is computed in float32. Shapes: kernel.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnspan.kernels import cpu_flash
+from attnspan.kernels.accumulator import Accumulator
+from attnspan.kernels.kernel import Spec
+from attnspan.kernels.mods import Region, Rows, as_slice
+from attnspan.kernels.parts import lse_dtype
+from attnspan.masks.tile import Tile
+
+name = "blocks"
+
+ROWS = 128
+"""Rows of a block: more waste scores outside of bands and allowed blocks, fewer waste calls."""
+
+AT_ONCE = 1 << 20
+"""Scores of a block, about, over all batch rows and heads."""
+
+
+def supports(spec: Spec, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> str | None:
+    """Everything that floats."""
+    return None if q.is_floating_point() else f"blocks needs a floating-point dtype, got {q.dtype}"
+
+
+def forward(spec: Spec, q: Tensor, k: Tensor, v: Tensor, region: Region) -> tuple[Tensor, Tensor]:
+    """(out, lse) of all rows, both in float32, or float64 for float64."""
+    wide = lse_dtype(q)
+    total = Accumulator((*q.shape[:3], v.shape[3]), wide, q.device)
+    for tile in region.tiles:
+        rows, cols = as_slice(tile.rows), as_slice(tile.cols)
+        if _is_plain(spec, q, k, v, tile):
+            total.add(tile.rows, *cpu_flash.forward(spec, q[:, :, rows], k[:, :, cols], v[:, :, cols], tile))
+            continue
+        for block in _blocks(tile, q):
+            scores = _changed(spec, _scores(spec, q, k, block), block, region)
+            lse = scores.logsumexp(-1)
+            value = v[:, :, as_slice(block.cols)].to(wide)
+            total.add(block.rows, _by_head(_stacked(_shares(scores, lse), v) @ value, q), lse)
+    return total.result(wide)
+
+
+def backward(
+    spec: Spec, final: Rows, q: Tensor, k: Tensor, v: Tensor, region: Region, sums: Sequence[Tensor | None]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv) of all rows and columns; gradients of captured tensors are added to `sums`."""
+    wide = lse_dtype(q)
+    dq, dk, dv = (torch.zeros_like(x, dtype=wide) for x in (q, k, v))
+    delta = final.delta()
+    for tile in region.tiles:
+        rows, cols = as_slice(tile.rows), as_slice(tile.cols)
+        if final.grad_lse is None and _is_plain(spec, q, k, v, tile):
+            grad, query, out, lse = (x[:, :, rows] for x in (final.grad, q, final.out, final.lse))
+            found = cpu_flash.backward(spec, grad, query, k[:, :, cols], v[:, :, cols], out, lse, tile)
+            for total, at, part in zip((dq, dk, dv), (rows, cols, cols), found, strict=True):
+                total[:, :, at] += part
+            continue
+        for block in _blocks(tile, q):
+            rows, cols = as_slice(block.rows), as_slice(block.cols)
+            grad, query = (_stacked(x[:, :, rows].to(wide), k) for x in (final.grad, q))
+            key, value = k[:, :, cols].to(wide), v[:, :, cols].to(wide)
+            raw = _scores(spec, q, k, block)
+            shares: list[Tensor] = []
+
+            def slope(scores: Tensor, grad=grad, value=value, rows=rows, block=block, shares=shares) -> Tensor:
+                """The gradient of changed scores."""
+                shares.append(_shares(_hidden(spec, scores, block, region), final.lse[:, :, rows]))
+                return shares[0] * (_by_head(grad @ value.mT, q) - delta[:, :, rows].unsqueeze(-1))
+
+            d_scores = _pulled(spec, raw, block, region, sums, slope)
+            d_scores = _stacked(d_scores.masked_fill_(shares[0] == 0, 0.0) * spec.scale, k)
+            dq[:, :, rows] += _by_head(d_scores @ key, q)
+            dk[:, :, cols] += d_scores.mT @ query
+            dv[:, :, cols] += _stacked(shares[0], v).mT @ grad
+    return dq, dk, dv
+
+
+class Block(NamedTuple):
+    """Some rows and columns of a tile, and which pairs of them its band allows; None: all."""
+
+    rows: range
+    cols: range
+    allowed: Tensor | None
+    asked: bool
+
+
+def _is_plain(spec: Spec, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> bool:
+    """Whether a tile is for the flash kernel."""
+    changed = spec.mods is not None and spec.mods.score_mod is not None
+    return not changed and not tile.asked and cpu_flash.supports(spec, q, k, v, tile) is None
+
+
+def _blocks(tile: Tile, q: Tensor) -> Iterator[Block]:
+    width = max(ROWS, AT_ONCE // (ROWS * q.shape[0] * q.shape[1]))
+    band = tile.band
+    for top in range(0, len(tile.rows), ROWS):
+        for left in range(0, len(tile.cols), width):
+            piece = band.cut(top, top + ROWS, left, left + width)
+            if piece is None:
+                continue
+            allowed = None
+            if not piece.is_rectangle:
+                i = torch.arange(piece.q0, piece.q1, device=q.device).unsqueeze(-1)
+                distance = torch.arange(piece.k0, piece.k1, device=q.device) - i
+                allowed = (distance >= piece.lo) & (distance <= piece.hi)
+            yield Block(tile.rows[piece.q0 : piece.q1], tile.cols[piece.k0 : piece.k1], allowed, tile.asked)
+
+
+def _scores(spec: Spec, q: Tensor, k: Tensor, block: Block) -> Tensor:
+    """(B, H, n, m), as they are before any program."""
+    wide = lse_dtype(q)
+    query, key = q[:, :, as_slice(block.rows)].to(wide), k[:, :, as_slice(block.cols)].to(wide)
+    return _by_head(_stacked(query * spec.scale, k) @ key.mT, q)
+
+
+def _changed(spec: Spec, scores: Tensor, block: Block, region: Region) -> Tensor:
+    """Scores after the score_mod, -inf where a pair is not allowed."""
+    if spec.mods is not None and spec.mods.score_mod is not None:
+        indices = region.where.indices(block.rows, block.cols)
+        changed = spec.mods.score_mod.over(scores, *indices, captured=region.captured)
+        scores = changed.expand(scores.shape).to(scores.dtype)
+    return _hidden(spec, scores, block, region)
+
+
+def _hidden(spec: Spec, scores: Tensor, block: Block, region: Region) -> Tensor:
+    """Scores, -inf where a pair is not allowed."""
+    allowed = block.allowed
+    if block.asked:
+        assert spec.mods is not None, "an asked tile comes with the mask's program"
+        assert spec.mods.mask_mod is not None, "an asked tile comes with the mask's program"
+        asked = spec.mods.mask_mod.over(*region.where.indices(block.rows, block.cols))
+        allowed = asked if allowed is None else asked & allowed
+    return scores if allowed is None else scores.masked_fill(~allowed, -torch.inf)
+
+
+def _pulled(
+    spec: Spec,
+    raw: Tensor,
+    block: Block,
+    region: Region,
+    sums: Sequence[Tensor | None],
+    slope: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """The gradient of scores as they are before any program, from that of changed scores."""
+    if spec.mods is None or spec.mods.score_mod is None:
+        return slope(raw)
+    indices = region.where.indices(block.rows, block.cols)
+
+    def widened(changed: Tensor) -> Tensor:
+        return slope(changed.to(raw.dtype))
+
+    return spec.mods.score_mod.pull(raw, indices, region.captured, sums, widened)
+
+
+def _shares(scores: Tensor, lse: Tensor) -> Tensor:
+    """exp(score - lse), and 0 where there is no score to speak of, or no key in the whole row."""
+    lse = lse.unsqueeze(-1)
+    return (scores - lse).exp_().masked_fill_((scores == -torch.inf) | (lse == -torch.inf), 0.0)
+
+
+def _stacked(x: Tensor, k: Tensor) -> Tensor:
+    """(B, H, n, ...) as (B, Hk, G * n, ...): the query heads of a key head as further rows of it."""
+    return x.unflatten(1, (k.shape[1], -1)).flatten(2, 3)
+
+
+def _by_head(x: Tensor, q: Tensor) -> Tensor:
+    """(B, Hk, G * n, ...) as (B, H, n, ...)."""
+    return x.unflatten(2, (q.shape[1] // x.shape[1], -1)).flatten(1, 2)

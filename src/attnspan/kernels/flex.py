@@ -1,0 +1,312 @@
+"""FlexAttention itself, compiled, for CUDA: any program, one call for everything between two buffers.
+
+Tiles become the block lists of a BlockMask (masks/blocks.py), in O(blocks): blocks that certain tiles fill are full,
+the others that any tile touches are partial. Inside partial blocks FlexAttention asks the mask's own rule, at the
+global positions of rows and columns; every allowed pair between the two buffers is computed by this call, so the rule
+alone is right there, whatever tile a block belongs to. Positions, batch rows and heads are looked up in tensors, and
+captured tensors are tensors: other documents, ranks and values run the same compiled code.
+
+[Note: what is compiled] torch compiles anew for other programs, dtypes, numbers of heads and so on, and gives up in
+silence after a few times for the same code. So each program gets a code object of its own, shapes that change become
+symbolic, and nothing may fall back (fullgraph). Compiling is not for two threads at once, and virtual ranks are
+threads.
+
+[Note: backward by parts] FlexAttention's gradients are those of its own out_i and lse_i, not of the merged out and
+lse. But merging is a formula: with w = e^(lse_i - lse), d out / d out_i = w and d out / d lse_i = w (out_i - out). So
+the call is made again with autograd, and given the gradients w grad of out_i, and w (sum(grad (out_i - out)) +
+grad_lse) of lse_i.
+
+[Note: captured] FlexAttention differentiates a captured tensor only where it is looked up, pair by pair. So what a
+program computes from captured tensors alone (the sigmoid of a table) is computed before, once, by ordinary operations;
+what is left looks numbers up, of which autograd then walks the rest of the way.
+
+Shapes: kernel.py. Half precision comes back in half precision.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from threading import RLock
+from types import FunctionType
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, fx
+
+from attnspan.kernels.kernel import Spec, not_among
+from attnspan.kernels.merge import has_triton
+from attnspan.kernels.mods import Mods, Region, Rows
+from attnspan.kernels.parts import lse_dtype
+from attnspan.masks.blocks import lists_of_tiles
+from attnspan.masks.program import LOOKUP, Program
+from attnspan.masks.tile import Tile
+
+name = "flex"
+
+BLOCK = 128
+"""Rows and columns of a block."""
+
+LEAST_DIM = 16
+_ONE_AT_A_TIME = RLock()
+_NUMBERS = itertools.count()
+_OPTIONS = {"FORCE_USE_FLEX_ATTENTION": True, "FLOAT32_PRECISION": "'ieee'"}  # never TF32
+_AUTOGRAD = (
+    torch._C.DispatchKey.AutogradFunctionality,
+    torch._C.DispatchKey.AutogradOther,
+    torch._C.DispatchKey.AutogradNestedTensor,
+)
+
+
+def supports(spec: Spec, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> str | None:
+    """Every tile on CUDA, in half and single precision."""
+    if q.device.type != "cuda":
+        return f"flex runs on cuda, got tensors on {q.device.type}"
+    if not has_triton():
+        return "flex needs the package triton, which is not installed"
+    if reason := not_among(q.dtype, (torch.float16, torch.bfloat16, torch.float32)):
+        return f"flex {reason}"
+    for head_dim in (q.shape[3], v.shape[3]):
+        if head_dim < LEAST_DIM:
+            return f"flex needs head dims of at least {LEAST_DIM}, got {head_dim}"
+    for program in (spec.mods.score_mod, spec.mods.mask_mod) if spec.mods is not None else ():
+        if program is not None and not program.is_flat:
+            return f"flex needs programs that combine numbers and look them up, got {program.name}"
+    return None
+
+
+def forward(spec: Spec, q: Tensor, k: Tensor, v: Tensor, region: Region) -> tuple[Tensor, Tensor]:
+    """(out, lse) of all rows."""
+    with torch.no_grad():
+        out, lse = _attend(spec, q.detach(), k.detach(), v.detach(), region, _tables_of(spec, region.captured))
+    return out, lse.to(lse_dtype(q))
+
+
+def backward(
+    spec: Spec, final: Rows, q: Tensor, k: Tensor, v: Tensor, region: Region, sums: Sequence[Tensor | None]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv) of all rows and columns; gradients of captured tensors are added to `sums`."""
+    with _differentiable():
+        q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+        captured = [
+            x.detach() if total is None else x.detach().requires_grad_()
+            for x, total in zip(region.captured, sums, strict=True)
+        ]
+        tables = _tables_of(spec, captured)
+        leaves = [x.detach().requires_grad_(x.requires_grad) for x in tables]
+        out, lse = _attend(spec, q, k, v, region, leaves)
+        learned = [x for x in leaves if x.requires_grad]
+        grads = torch.autograd.grad([out, lse], [q, k, v, *learned], _seeds(final, out, lse))
+        if learned:
+            _walk_back([x for x in tables if x.requires_grad], grads[3:], captured, sums)
+    return grads[0], grads[1], grads[2]
+
+
+def _walk_back(
+    tables: list[Tensor], grads: Sequence[Tensor], captured: list[Tensor], sums: Sequence[Tensor | None]
+) -> None:
+    """From tables to the captured tensors that they were prepared from."""
+    wanted = [(x, total) for x, total in zip(captured, sums, strict=True) if total is not None]
+    parts = torch.autograd.grad(tables, [x for x, _ in wanted], grads, allow_unused=True)
+    with torch.no_grad():
+        for (_, total), part in zip(wanted, parts, strict=True):
+            if part is not None:
+                total += part
+
+
+def _seeds(final: Rows, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of a part's own out and lse. See [Note: backward by parts]."""
+    with torch.no_grad():
+        share = (lse - final.lse).exp().masked_fill(lse == -torch.inf, 0.0)
+        # Where the part is all there is, the difference is 0 but for rounding, and so is its product with grad.
+        wide = final.lse.dtype
+        slope = (final.grad.to(wide) * (out.to(wide) - final.out.to(wide))).sum(-1)
+        if final.grad_lse is not None:
+            slope = slope + final.grad_lse
+        return (share.unsqueeze(-1) * final.grad).to(out.dtype), (share * slope).to(lse.dtype)
+
+
+def _attend(
+    spec: Spec, q: Tensor, k: Tensor, v: Tensor, region: Region, tables: Sequence[Tensor]
+) -> tuple[Tensor, Tensor]:
+    """FlexAttention over a region; `tables` are what the score_mod looks into."""
+    mods, where = spec.mods or Mods(), region.where
+    assert mods.mask_mod is not None, "a mask's own rule comes with every call of this kernel"
+    lists = lists_of_tiles(region.tiles, (q.shape[2], k.shape[2]), (BLOCK, BLOCK), q.device)
+    offsets = None
+    if where.batch.start or where.heads.start:
+        offsets = _offsets(where.batch.start, where.heads.start, q.shape[2], q.device)
+    place = (where.rows, where.cols, offsets)
+    score_mod = None
+    if mods.score_mod is not None:
+        score_mod = _bound_score(split(mods.score_mod).ask, place, tuple(tables))
+    mask_mod = _bound_mask(split(mods.mask_mod).ask, place, _fixed_tables(mods.mask_mod))
+    block_mask = lists.block_mask(mask_mod, (q.shape[2], k.shape[2]), (BLOCK, BLOCK))
+    compiled = _compiled(f"{mods.key} {offsets is None}")
+    with _ONE_AT_A_TIME, compiled.roomy(q, k, v):
+        return compiled.fn(q, k, v, score_mod, block_mask, spec.scale)
+
+
+Place = tuple[Tensor, Tensor, Tensor | None]
+
+
+def _bound_score(ask: Callable[..., Tensor], place: Place, tables: tuple[Tensor, ...]) -> Any:
+    rows, cols, offsets = place
+
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        if offsets is not None:
+            b, h = b + offsets[0, q_idx], h + offsets[1, q_idx]
+        return ask(None, score, b, h, rows[q_idx], cols[kv_idx], *tables)
+
+    return score_mod
+
+
+def _bound_mask(ask: Callable[..., Tensor], place: Place, tables: tuple[Tensor, ...]) -> Any:
+    rows, cols, offsets = place
+
+    def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        if offsets is not None:
+            b, h = b + offsets[0, q_idx], h + offsets[1, q_idx]
+        return ask(None, b, h, rows[q_idx], cols[kv_idx], *tables)
+
+    return mask_mod
+
+
+@functools.lru_cache(maxsize=256)
+def _offsets(batch: int, head: int, rows: int, device: torch.device) -> Tensor:
+    """The first batch row and head, (2, n): looked up by row, because code is compiled for numbers and not for tensors.
+
+    One of each would do, but FlexAttention's backward cannot add up gradients at an index that is a loaded number.
+    """
+    with torch.inference_mode(False):
+        return torch.tensor([[batch], [head]], device=device).expand(2, rows).contiguous()
+
+
+def _call(q: Tensor, k: Tensor, v: Tensor, score_mod: Any, block_mask: Any, scale: float) -> tuple[Tensor, Tensor]:
+    from torch.nn.attention.flex_attention import AuxRequest, flex_attention
+
+    out, aux = flex_attention(  # type: ignore[call-overload]
+        q,
+        k,
+        v,
+        score_mod=score_mod,
+        block_mask=block_mask,
+        scale=scale,
+        enable_gqa=q.shape[1] != k.shape[1],
+        kernel_options=_OPTIONS,
+        return_aux=AuxRequest(lse=True),
+    )
+    return out, aux.lse
+
+
+class Compiled:
+    """FlexAttention for one pair of programs. See [Note: what is compiled]."""
+
+    def __init__(self) -> None:
+        code = _call.__code__.replace(co_name=f"flex_{next(_NUMBERS)}")
+        self.fn = torch.compile(FunctionType(code, _call.__globals__), fullgraph=True)
+        self._seen: set[tuple[object, ...]] = set()
+
+    def roomy(self, *tensors: Tensor) -> AbstractContextManager[object]:
+        """Inside, code may be compiled anew many times. Saying so costs more than a call: done for new shapes alone."""
+        shapes = tuple((x.shape, x.stride(), x.dtype, x.requires_grad) for x in tensors)
+        if shapes in self._seen:
+            return nullcontext()
+        self._seen.add(shapes)
+        return torch._dynamo.config.patch(recompile_limit=64)
+
+
+@functools.lru_cache(maxsize=256)
+def _compiled(key: str) -> Compiled:
+    return Compiled()
+
+
+class Split(NamedTuple):
+    """A program in two: what is the same for all pairs, and what is asked pair by pair. See [Note: captured]."""
+
+    prepare: fx.GraphModule  # (*captured) -> tables
+    ask: Callable[..., Tensor]  # (None, *arguments, *tables) -> result
+
+
+_SPLITS: dict[str, Split] = {}
+
+
+def split(program: Program) -> Split:
+    """The two parts of a program, the same objects for the same program."""
+    if program.key not in _SPLITS:
+        _SPLITS[program.key] = _split(program)
+    return _SPLITS[program.key]
+
+
+def _split(program: Program) -> Split:
+    whole = list(program.graph.graph.nodes)
+    given = [node for node in whole if node.op == "placeholder"]
+    arguments, captured = given[: len(given) - len(program.captured)], given[len(given) - len(program.captured) :]
+    fixed = set(captured)
+    for node in whole:
+        if node not in program.moving and fixed.intersection(node.all_input_nodes):
+            fixed.add(node)
+    tables = [node for node in whole if node in fixed and any(user in program.moving for user in node.users)]
+
+    prepare, ask = fx.Graph(), fx.Graph()
+    before: dict[fx.Node, fx.Node] = {node: prepare.node_copy(node) for node in captured}
+    inside: dict[fx.Node, fx.Node] = {node: ask.node_copy(node) for node in arguments}
+    places = [ask.placeholder(f"table_{n}") for n in range(len(tables))]
+    nowhere = ask.call_function(operator.mul, (inside[arguments[-1]], 0))
+    for node, place in zip(tables, places, strict=True):
+        # A number becomes a table of one: FlexAttention differentiates what is looked up, and nothing else.
+        is_number = node.meta["val"].dim() == 0
+        inside[node] = ask.call_function(operator.getitem, (place, (nowhere,))) if is_number else place
+    for node in whole:
+        if node in fixed and node not in before:
+            before[node] = prepare.node_copy(node, before.__getitem__)
+        elif node.op == "call_function" and node not in fixed:
+            if node not in program.moving:  # a constant: both parts may use it
+                before[node] = prepare.node_copy(node, before.__getitem__)
+            if node.target is LOOKUP:
+                at = tuple(inside[i] for i in node.args[1])
+                inside[node] = ask.call_function(operator.getitem, (inside[node.args[0]], at))
+            else:
+                inside[node] = ask.node_copy(node, inside.__getitem__)
+        elif node.op == "output":
+            ask.output(inside[node.args[0]])
+    prepare.output([before[node] for node in tables])
+    prepare.eliminate_dead_code()
+    ask.eliminate_dead_code()
+    made = [fx.GraphModule(torch.nn.Module(), graph) for graph in (prepare, ask)]
+    return Split(made[0], type(made[1]).forward)
+
+
+def _tables_of(spec: Spec, captured: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """What a score_mod looks into, prepared."""
+    return () if spec.mods is None or spec.mods.score_mod is None else _tables(spec.mods.score_mod, captured)
+
+
+def _tables(program: Program, captured: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    return tuple(x if x.dim() else x.reshape(1) for x in split(program).prepare(*captured))
+
+
+_FIXED: WeakKeyDictionary[Program, tuple[Tensor, ...]] = WeakKeyDictionary()
+
+
+def _fixed_tables(program: Program) -> tuple[Tensor, ...]:
+    """What a mask's rule looks into, prepared once."""
+    if program not in _FIXED:
+        with torch.inference_mode(False), torch.no_grad():
+            _FIXED[program] = _tables(program, program.captured)
+    return _FIXED[program]
+
+
+@contextmanager
+def _differentiable() -> Iterator[None]:
+    """Autograd, inside of a custom op, where torch has switched it off for everything below."""
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for key in _AUTOGRAD:
+        excluded = excluded.remove(key)
+    included = torch._C._dispatch_tls_local_include_set()
+    with torch._C._ForceDispatchKeyGuard(included, excluded), torch.inference_mode(False), torch.enable_grad():
+        yield

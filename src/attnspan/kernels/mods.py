@@ -1,0 +1,85 @@
+"""FlexAttention programs inside a kernel: a score_mod and the mask's mask_mod, asked at global positions.
+
+A kernel sees rows and columns of buffers: a rank's queries in the order of its layout, keys as they arrived, a share
+of the heads, one of several batch rows. A program was written for the whole attention. `Where` says which position,
+batch row and head each row, column and tensor dim stands for; asked through it, a program never notices that it was
+split.
+
+Knows nothing of ranks: who holds what is the caller's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnspan.masks.program import Program
+from attnspan.masks.tile import Tile
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Mods:
+    """What changes scores, and what says which pairs of asked tiles count; None where there is neither."""
+
+    score_mod: Program | None = None
+    mask_mod: Program | None = None
+
+    def of(self, tile: Tile) -> str:
+        """What a kernel must be able to run for a tile, or nothing."""
+        if self.score_mod is not None:
+            return f"score_mod ({self.score_mod.name})"
+        return f"mask_mod ({self.mask_mod.name})" if tile.asked and self.mask_mod is not None else ""
+
+    @property
+    def key(self) -> str:
+        """The same on every rank that runs the same programs."""
+        return " ".join("none" if each is None else each.key for each in (self.score_mod, self.mask_mod))
+
+
+class Where(NamedTuple):
+    """The global position of every row and column, (n,) and (m,), and the batch rows and heads of the tensors."""
+
+    rows: Tensor
+    cols: Tensor
+    batch: range
+    heads: range
+
+    def indices(self, rows: range, cols: range) -> list[Tensor]:
+        """b, h, q_idx and kv_idx of some rows and columns, as programs take them."""
+        device = self.rows.device
+        b, h = (torch.arange(some.start, some.stop, device=device) for some in (self.batch, self.heads))
+        return [b, h, self.rows[as_slice(rows)], self.cols[as_slice(cols)]]
+
+
+class Region(NamedTuple):
+    """Everything that is computed between two buffers: tiles, what they stand for, and the tensors that the score_mod
+    captured."""
+
+    tiles: tuple[Tile, ...]
+    where: Where
+    captured: Sequence[Tensor] = ()
+
+
+class Rows(NamedTuple):
+    """What backward is given of all rows: the gradients of out and of lse, and the final out and lse."""
+
+    grad: Tensor
+    grad_lse: Tensor | None
+    out: Tensor
+    lse: Tensor
+
+    def delta(self) -> Tensor:
+        """What a score's gradient is corrected by. lse's own gradient is part of it: d lse / d score is the
+        probability, and the gradient of a score is probability x (grad @ value - delta)."""
+        wide = self.lse.dtype
+        correction = (self.grad.to(wide) * self.out.to(wide)).sum(-1)
+        return correction if self.grad_lse is None else correction - self.grad_lse.to(wide)
+
+
+def as_slice(rows: range) -> slice:
+    """A range as what indexes a tensor."""
+    return slice(rows.start, rows.stop, rows.step)

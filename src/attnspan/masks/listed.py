@@ -1,0 +1,158 @@
+"""What a FlexAttention BlockMask allows, block list by block list.
+
+That is not always its mask_mod: blocks it does not list are skipped, and full blocks are not asked. So the lists are
+believed, and only pairs of partial blocks are ever asked of the function; a plan needs none of them. Where all heads
+are alike and partial blocks are few they are asked once, because bands may come of it (a causal mask is then one band,
+and every kernel can compute it).
+
+Any block sizes, unequal ones too, any lengths, batch rows and heads. Shapes: R rows, H heads, I and J blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from attnspan.errors import MaskError
+from attnspan.masks.band import Band, ceil_div
+from attnspan.masks.cover import Cover, Strip, bands_of_strips, blocks_cover, cover_of_strips
+from attnspan.masks.mask import Mask, Rule, Space
+from attnspan.masks.mask_mod import asked, check_fresh, check_reads
+from attnspan.masks.program import Program, traced
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+MOST_ASKED = 1 << 26
+"""Pairs of partial blocks that are asked when a mask is planned for, to find bands in them."""
+
+
+@dataclass(frozen=True, slots=True, repr=False, eq=False)
+class Listed(Mask):
+    """The blocks that a BlockMask lists; made by `Mask.from_block_mask`. Equal when it is the same BlockMask."""
+
+    source: BlockMask
+    lengths: tuple[int, int]
+    block: tuple[int, int]
+    partial_RHIJ: torch.Tensor
+    full_RHIJ: torch.Tensor
+    program: Program | None  # None where partial blocks are allowed whole
+
+    @property
+    def rows(self) -> int:
+        return self.full_RHIJ.shape[0]
+
+    @property
+    def heads(self) -> int:
+        return self.full_RHIJ.shape[1]
+
+    @property
+    def natural_len(self) -> int | None:
+        return self.lengths[0]
+
+    @property
+    def natural_kv_len(self) -> int | None:
+        return self.lengths[1]
+
+    def _check(self, q_len: int, kv_len: int, row: int) -> None:
+        if self.lengths != (q_len, kv_len):
+            raise MaskError(
+                f"block_mask is for lengths {self.lengths}, got {(q_len, kv_len)}; give the mask of the whole "
+                "sequence, not a rank's part of it"
+            )
+
+    def check_fresh(self) -> None:
+        if self.program is not None:
+            check_fresh(self.program)
+
+    def _bands(self, q_len: int, kv_len: int, row: int) -> Iterable[Band | None]:
+        return bands_of_strips(self._strips(row))
+
+    def _cover(self, q_len: int, kv_len: int, row: int) -> Cover:
+        partial, full = self.partial_RHIJ[row], self.full_RHIJ[row]
+        if self.heads == 1 and int(partial.sum()) * self.block[0] * self.block[1] <= MOST_ASKED:
+            return cover_of_strips(self._strips(row), self.block[1])
+        return blocks_cover(full.all(0), (partial | full).any(0), self.block, self.lengths)
+
+    def _strips(self, row: int) -> Iterator[Strip]:
+        """Rows of blocks, of the only head: full blocks as they are, partial ones asked."""
+        q_len, kv_len = self.lengths
+        device = self.source.kv_indices.device
+        for i, start in enumerate(range(0, q_len, self.block[0])):
+            queries = torch.arange(start, min(start + self.block[0], q_len), device=device)
+            listed = self.full_RHIJ[row, 0, i].repeat_interleave(self.block[1])[:kv_len]
+            allowed = listed.expand(len(queries), -1).clone()
+            if self.partial_RHIJ[row, 0, i].any():
+                columns = self.partial_RHIJ[row, 0, i].repeat_interleave(self.block[1])[:kv_len].nonzero().flatten()
+                if self.program is None:
+                    allowed[:, columns] = True
+                else:
+                    some, _ = asked(self.program, row, 1, queries, columns.to(device))
+                    allowed[:, columns] = some.cpu()
+            yield Strip(start, allowed, allowed)
+
+    def _rule(self, space: Space) -> Rule:
+        full, partial = self.full_RHIJ.to(space.device), self.partial_RHIJ.to(space.device)
+        q_size, k_size = self.block
+        fn = self.source.mask_mod
+        many, several = self.rows > 1, self.heads > 1
+        asks = self.program is not None
+
+        def rule(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+            b, h, i, j = torch.as_tensor(b), torch.as_tensor(h), q // q_size, k // k_size
+            at = (b if many else b * 0, h if several else h * 0, i, j)
+            listed = partial[at]
+            return full[at] | (listed & fn(b, h, q, k) if asks else listed)
+
+        return rule
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Listed):
+            return NotImplemented
+        return self.source is other.source
+
+    def __hash__(self) -> int:
+        return hash(id(self.source))
+
+    def __repr__(self) -> str:
+        shape = "" if (self.rows, self.heads) == (1, 1) else f"{self.rows} rows, {self.heads} heads, "
+        asks = "" if self.program is None else f", {self.program.name}"
+        return f"Mask.from_block_mask({shape}{self.lengths[0]} x {self.lengths[1]}{asks})"
+
+
+def from_block_mask(block_mask: BlockMask) -> Mask:
+    """The full blocks of a BlockMask, and its mask_mod within the others that it lists."""
+    from torch.nn.attention.flex_attention import BlockMask, noop_mask
+
+    if not isinstance(block_mask, BlockMask):
+        raise MaskError(f"block_mask must be a FlexAttention BlockMask, got {type(block_mask).__name__}")
+    if len(block_mask.shape) != 4:
+        raise MaskError(
+            f"block_mask must be (rows, heads, q_len, kv_len), got {tuple(block_mask.shape)}; index it with [row, head]"
+        )
+    q_len, kv_len = block_mask.seq_lengths
+    size = block_mask.BLOCK_SIZE
+    rows, heads, *_ = block_mask.shape
+    shape = (rows, heads, ceil_div(q_len, size[0]), ceil_div(kv_len, size[1]))
+    partial = _listed_blocks(shape, block_mask.kv_num_blocks, block_mask.kv_indices)
+    full = torch.zeros(shape, dtype=torch.bool)
+    if block_mask.full_kv_num_blocks is not None and block_mask.full_kv_indices is not None:
+        full = _listed_blocks(shape, block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
+    if block_mask.mask_mod is noop_mask:
+        return Listed(block_mask, (q_len, kv_len), size, partial & False, full | partial, None)
+    program = traced(block_mask.mask_mod, device=block_mask.kv_indices.device, error=MaskError)
+    check_reads(program, rows, heads, "create_block_mask(fn, {} given)")
+    return Listed(block_mask, (q_len, kv_len), size, partial & ~full, full, program)
+
+
+def _listed_blocks(shape: tuple[int, int, int, int], counts: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+    """(R, H, I, J), true where a block is listed."""
+    counts, indices = counts.cpu(), indices.cpu()
+    row, head, i, nth = (torch.arange(indices.shape[-1]) < counts[..., None]).nonzero(as_tuple=True)
+    chosen = torch.zeros(shape, dtype=torch.bool)
+    inside = i < shape[2]
+    chosen[row[inside], head[inside], i[inside], indices[row, head, i, nth].long()[inside]] = True
+    return chosen

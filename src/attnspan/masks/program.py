@@ -1,0 +1,399 @@
+"""A mask_mod or score_mod, traced once: what it computes as a graph, what it captures as a list of tensors.
+
+FlexAttention's functions are written for one pair of indices. Tracing one call on numbers gives a graph of aten
+operations in which every tensor that the function captured, through closures, partials, modules or globals, is an
+input of its own: it can be moved to another device, named in an error, hashed for agreement and differentiated.
+
+[Note: flat programs] Most programs only combine numbers: every operation is pointwise, or looks a number up in a
+table. Such a graph can be run as it stands on whole tensors of indices that broadcast, (n, 1) queries against
+(m,) keys; no vmap, and what depends on the query alone is computed n times, not n x m. Others (a row of a table looked
+up, then an entry of that row) run under vmap, as in FlexAttention.
+
+[Note: lookups] The gradient of a table is a sum over every pair that looked into it. Taking it by autograd costs a
+tensor of the table's size for every piece of the score matrix. So where a captured tensor is only looked up by
+numbers, its lookups are inputs of the graph that is differentiated, and their gradients are added to the table's own
+directly.
+
+A function that branches on its indices, takes other arguments or returns no single number cannot be traced, and is
+refused by name with the reason. Knows nothing of masks, ranks or tiles.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from threading import RLock
+from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor, fx
+from torch.overrides import TorchFunctionMode
+
+from attnspan.errors import AttnspanError
+
+INDICES = ("b", "h", "q_idx", "kv_idx")
+
+_TRACING = RLock()  # tracing sets modes that are not for two threads at once, and virtual ranks are threads
+_GRAPHS: WeakValueDictionary[str, fx.GraphModule] = (
+    WeakValueDictionary()
+)  # by text: equal programs share what is compiled
+_BY_NUMBER = (
+    torch.ops.aten._to_copy.default,
+    torch.ops.aten.detach.default,
+    torch.ops.aten.clone.default,
+    torch.ops.aten.lift_fresh_copy.default,
+    torch.ops.aten.alias.default,
+    # Pointwise too, though not every version of torch says so:
+    torch.ops.aten.floor_divide.default,
+    torch.ops.aten.ones_like.default,
+    torch.ops.aten.zeros_like.default,
+    torch.ops.aten.full_like.default,
+)
+LOOKUP = torch.ops.aten.index.Tensor
+"""How a traced program looks a number up in a table."""
+
+
+class Lookups(NamedTuple):
+    """A graph whose lookups in captured tensors are inputs: see [Note: lookups]."""
+
+    places: fx.GraphModule  # (*arguments, *captured) -> the indices of every lookup
+    tables: tuple[int, ...]  # which captured tensor each of them looks into
+    graph: fx.GraphModule  # (*arguments, *captured, *looked up) -> result
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """A traced function of (score,) b, h, q_idx, kv_idx. Made by `traced`.
+
+    >>> window = torch.tensor([2, 4])
+    >>> program = traced(lambda b, h, q, k: q - k < window[h], "window")
+    >>> b, h, q, k = torch.zeros(1).long(), torch.arange(2), torch.arange(4), torch.arange(4)
+    >>> program.over(b, h, q, k)[0, :, 3].tolist()  # query 3, head by head
+    [[False, False, True, True], [True, True, True, True]]
+    """
+
+    name: str
+    graph: fx.GraphModule
+    captured: tuple[Tensor, ...]
+    dtype: torch.dtype
+    reads: frozenset[str]
+    versions: tuple[int, ...] = ()
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether the tensors that it captured still hold what they held when it was traced."""
+        return self.versions == _versions(self.captured)
+
+    @cached_property
+    def key(self) -> str:
+        """The same for programs that compute the same from captured tensors of the same shapes."""
+        shapes = [(tuple(x.shape), x.dtype) for x in self.captured]
+        return hashlib.sha256(f"{self.graph.code}{shapes}".encode()).hexdigest()[:16]
+
+    @cached_property
+    def is_flat(self) -> bool:
+        """See [Note: flat programs]."""
+        return all(_is_flat(node) for node in self.graph.graph.nodes if node in self.moving)
+
+    @cached_property
+    def differentiable(self) -> tuple[int, ...]:
+        """The captured tensors that could have a gradient."""
+        return tuple(i for i, x in enumerate(self.captured) if x.dtype.is_floating_point)
+
+    def on(self, device: torch.device | str) -> Program:
+        """The same program on another device."""
+        device = torch.empty(0, device=device).device
+        said = {node.kwargs.get("device", device) for node in self.graph.graph.nodes}
+        if all(x.device == device for x in self.captured) and said == {device}:
+            return self
+        graph = fx.Graph()
+        graph.output(graph.graph_copy(self.graph.graph, {}))
+        for node in graph.nodes:
+            if "device" in node.kwargs:
+                node.kwargs = {**node.kwargs, "device": device}
+        captured = tuple(x.to(device) for x in self.captured)
+        return Program(self.name, _shared(graph), captured, self.dtype, self.reads)
+
+    def over(self, *arguments: Tensor, captured: Sequence[Tensor] | None = None) -> Tensor:
+        """The result over all pairs: indices are 1-D tensors (B,), (H,), (n,), (m,), a score (B, H, n, m).
+
+        The result has four dims and broadcasts against (B, H, n, m).
+        """
+        captured = self.captured if captured is None else captured
+        score, indices = arguments[:-4], arguments[-4:]
+        if self.is_flat:
+            result = self.graph(*score, *_spread(indices), *captured)
+        else:
+            result = _mapped(self.graph, len(score))(*score, *indices, *captured)
+        return result[(None,) * (4 - result.dim())]  # type: ignore[no-any-return]
+
+    def pull(
+        self,
+        score: Tensor,
+        indices: Sequence[Tensor],
+        captured: Sequence[Tensor],
+        sums: Sequence[Tensor | None],
+        grad: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        """The gradient of a score (B, H, n, m); those of captured tensors are added to `sums`, where there is one.
+
+        `grad` is given the result and returns its gradient.
+        """
+        looked: list[Tensor] = []
+        places: list[list[Tensor]] = []
+        tables: tuple[int, ...] = ()
+        graph = self.graph
+        if self.is_flat and self._lookups is not None:
+            found = self._lookups.places(score, *_spread(indices), *captured)
+            places, tables, graph = [list(each) for each in found], self._lookups.tables, self._lookups.graph
+            looked = [captured[table][tuple(at)] for table, at in zip(tables, places, strict=True)]
+        others = [i for i, total in enumerate(sums) if total is not None and i not in tables]
+        spread = _spread(indices) if self.is_flat else list(indices)
+        run = graph if self.is_flat else _mapped(graph, 1)
+
+        def call(score: Tensor, looked: list[Tensor], some: list[Tensor]) -> Tensor:
+            given = list(captured)
+            for i, x in zip(others, some, strict=True):
+                given[i] = x
+            return run(score, *spread, *given, *looked).expand(score.shape)  # type: ignore[no-any-return]
+
+        result, back = torch.func.vjp(call, score, looked, [captured[i] for i in others])  # type: ignore[misc]
+        d_score, d_looked, d_others = back(grad(result).to(result.dtype))
+        for i, part in zip(others, d_others, strict=True):
+            sums[i].add_(part)  # type: ignore[union-attr]
+        for table, where, part in zip(tables, places, d_looked, strict=True):
+            total = sums[table]
+            if total is not None:
+                at = torch.broadcast_tensors(*where)  # type: ignore[no-untyped-call]
+                total.index_put_(tuple(at), part.to(total.dtype).expand(at[0].shape), accumulate=True)
+        return d_score  # type: ignore[no-any-return]
+
+    # ---- inside ------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def moving(self) -> set[fx.Node]:
+        """The nodes of its graph that depend on an argument; the others are the same for all pairs."""
+        return _depending(self.graph.graph, _inputs(self.graph.graph)[: self._arguments])
+
+    @property
+    def _arguments(self) -> int:
+        return len(_inputs(self.graph.graph)) - len(self.captured)
+
+    @cached_property
+    def _lookups(self) -> Lookups | None:
+        inputs = _inputs(self.graph.graph)
+        of = {node: i for i, node in enumerate(inputs[self._arguments :]) if i in self.differentiable}
+        only = [node for node in of if node.users and all(_looks_up(user, node) for user in node.users)]
+        if not only:
+            return None
+        places, graph = fx.Graph(), fx.Graph()
+        at: dict[fx.Node, fx.Node] = {}
+        inside: dict[fx.Node, fx.Node] = {}
+        found = [user for node in only for user in node.users]
+        tables = tuple(of[node] for node in only for _ in node.users)
+        places.graph_copy(self.graph.graph, at)
+        places.output([[at[i] for i in node.args[1]] for node in found])  # type: ignore[index,union-attr]
+        for node in inputs:
+            inside[node] = graph.node_copy(node)
+        for n, node in enumerate(found):
+            inside[node] = graph.placeholder(f"looked_up_{n}")
+        graph.output(graph.graph_copy(self.graph.graph, inside))
+        places.eliminate_dead_code()
+        graph.eliminate_dead_code()
+        return Lookups(_shared(places), tables, _shared(graph))
+
+
+def traced(
+    fn: Callable[..., object],
+    kind: str = "mask_mod",
+    *,
+    score: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    error: type[AttnspanError] = AttnspanError,
+) -> Program:
+    """The program of a function of (b, h, q_idx, kv_idx), or of a score of this dtype and these.
+
+    Raises `error`, naming the function, for one that cannot be evaluated.
+    """
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    name = name_of(fn)
+    examples = [torch.zeros((), dtype=torch.int64, device=device) for _ in INDICES]
+    if score is not None:
+        examples.insert(0, torch.zeros((), dtype=score, device=device))
+    said: list[object] = []
+
+    def call(*arguments: Tensor) -> Tensor:
+        result = fn(*arguments)
+        said.append(result)
+        return _number(result, arguments[-1])
+
+    try:
+        with _TRACING, torch.no_grad(), torch.autocast(torch.device(device).type, enabled=False), _Lookups():
+            graph = make_fx(call)(*examples)
+    except Exception as problem:
+        raise error(f"{name} could not be evaluated as a {kind}: {problem}") from problem
+    _check_result(name, said[-1], score, error)
+    return _lifted(name, graph, error)
+
+
+def name_of(fn: object) -> str:
+    """What a function is called, that of a partial by what it calls."""
+    inner = getattr(fn, "func", fn)
+    return getattr(inner, "__name__", type(inner).__name__)
+
+
+class _Lookups(TorchFunctionMode):
+    """Inside, `table[i]` with a tensor of one number looks up; torch itself would ask the number for its value."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.__getitem__:
+            table, index = args
+            at = list(index) if isinstance(index, tuple) else [index]
+            if any(isinstance(i, Tensor) for i in at) and all(_is_index(i) for i in at):
+                return LOOKUP(table, [i if isinstance(i, Tensor) else torch.tensor(i, device=table.device) for i in at])
+        return func(*args, **(kwargs or {}))
+
+
+def _is_index(i: object) -> bool:
+    if isinstance(i, Tensor):
+        return i.dtype != torch.bool
+    return isinstance(i, int) and not isinstance(i, bool)
+
+
+def _number(result: object, index: Tensor) -> Tensor:
+    """What was returned, to be traced; what is no tensor is refused once it has been."""
+    if isinstance(result, Tensor):
+        return result
+    return torch.full_like(index, result is True, dtype=torch.bool)
+
+
+def _check_result(name: str, result: object, score: torch.dtype | None, error: type[AttnspanError]) -> None:
+    if isinstance(result, bool) and score is None:
+        return
+    what = "a bool tensor" if score is None else "a floating-point tensor"
+    fits = isinstance(result, Tensor) and (
+        result.dtype == torch.bool if score is None else result.dtype.is_floating_point
+    )
+    if not isinstance(result, Tensor) or not fits:
+        kind = result.dtype if isinstance(result, Tensor) else type(result).__name__
+        raise error(f"{name} must return {what}, got {kind}")
+    if result.dim():
+        one = "one bool" if score is None else "one score"
+        raise error(f"{name} must return {one} for one pair of indices, got shape {tuple(result.shape)}")
+
+
+def _lifted(name: str, traced: fx.GraphModule, error: type[AttnspanError]) -> Program:
+    """The captured tensors of a traced graph as inputs, each once."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    captured: dict[str, fx.Node] = {}
+    inputs = _inputs(traced.graph)
+    for node, given in zip(inputs, ["score", *INDICES][-len(inputs) :], strict=True):
+        copies[node] = graph.placeholder(given)
+        copies[node].meta = dict(node.meta)
+    tensors: list[Tensor] = []
+    for node in traced.graph.nodes:
+        if node.op == "get_attr":
+            if node.target not in captured:
+                captured[node.target] = graph.placeholder(f"captured_{len(captured)}")
+                captured[node.target].meta = dict(node.meta)
+                tensors.append(getattr(traced, node.target))
+            copies[node] = captured[node.target]
+    graph.output(graph.graph_copy(traced.graph, copies))
+    _join_lookups(graph)
+    graph.eliminate_dead_code()
+    for node in graph.nodes:
+        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
+            raise error(f"{name} must not change tensors in place, got {node.target}; return a new one")
+    result = next(iter(reversed(traced.graph.nodes))).args[0]
+    moving = {given for given in _inputs(graph)[: len(inputs)] if _reaches(graph, given)}
+    shared = _shared(graph)
+    versions = _versions(tensors)
+    return Program(
+        name, shared, tuple(tensors), result.meta["val"].dtype, frozenset(node.name for node in moving), versions
+    )
+
+
+def _versions(tensors: Sequence[Tensor]) -> tuple[int, ...]:
+    """How often each was changed in place; torch does not count that of tensors made in inference mode."""
+    return tuple(0 if x.is_inference() else x._version for x in tensors)
+
+
+def _join_lookups(graph: fx.Graph) -> None:
+    """`table[i][j]` as `table[i, j]`: a number, not first a row."""
+    for node in graph.nodes:
+        while node.target is LOOKUP and isinstance(row := node.args[0], fx.Node) and row.target is LOOKUP:
+            at = [*row.args[1], *node.args[1]]  # type: ignore[misc]
+            if not all(isinstance(i, fx.Node) and _rank(i) == 0 for i in at):
+                break
+            node.args = (row.args[0], at)
+
+
+def _shared(graph: fx.Graph) -> fx.GraphModule:
+    """The module of a graph, the same object for the same text, so that it is compiled once."""
+    made = fx.GraphModule(torch.nn.Module(), graph)
+    dims = [_rank(node) for node in graph.nodes if node.op == "placeholder"]
+    with _TRACING:
+        return _GRAPHS.setdefault(f"{made.code}{dims}", made)
+
+
+def _inputs(graph: fx.Graph) -> list[fx.Node]:
+    return [node for node in graph.nodes if node.op == "placeholder"]
+
+
+def _depending(graph: fx.Graph, sources: Sequence[fx.Node]) -> set[fx.Node]:
+    found = set(sources)
+    for node in graph.nodes:
+        if found.intersection(node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _reaches(graph: fx.Graph, source: fx.Node) -> bool:
+    return any(node.op == "output" for node in _depending(graph, [source]))
+
+
+def _is_flat(node: fx.Node) -> bool:
+    """See [Note: flat programs]."""
+    if node.op in ("placeholder", "output"):
+        return True
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    numbers = all(_rank(each) == 0 for each in [node, *node.all_input_nodes])
+    if torch.Tag.pointwise in node.target.tags or node.target in _BY_NUMBER:
+        return numbers
+    return node.target is LOOKUP and _looks_up(node, node.args[0])
+
+
+def _looks_up(node: fx.Node, table: object) -> bool:
+    """Whether a node looks a number up in a table, by a number for each of its dims."""
+    if node.target is not LOOKUP or node.args[0] is not table:
+        return False
+    at = node.args[1]
+    assert isinstance(table, fx.Node)
+    assert isinstance(at, list | tuple)
+    return len(at) == _rank(table) and all(isinstance(i, fx.Node) and _rank(i) == 0 for i in at)
+
+
+def _rank(node: fx.Node) -> int | None:
+    value = node.meta.get("val")
+    return value.dim() if isinstance(value, Tensor) else None
+
+
+def _spread(indices: Sequence[Tensor]) -> list[Tensor]:
+    """Batch rows, heads, queries and keys, each along a dim of its own, to be broadcast."""
+    return [index.reshape(-1, *[1] * (3 - dim)) for dim, index in enumerate(indices)]
+
+
+def _mapped(graph: fx.GraphModule, scores: int) -> Callable[..., Any]:
+    """The graph under vmap over keys, queries, heads and batch rows, the last outermost."""
+    captured = len(_inputs(graph.graph)) - scores - len(INDICES)
+    mapped: Callable[..., Any] = graph
+    for dim in reversed(range(4)):
+        dims = (*[0] * scores, *(0 if i == dim else None for i in range(4)), *[None] * captured)
+        mapped = torch.vmap(mapped, in_dims=dims)
+    return mapped

@@ -1,0 +1,323 @@
+"""How much memory a rank's attention takes at its peak: its steps are walked through, what is alive is added up.
+
+What is counted, by name::
+
+    given       the caller's own query, key and value; in backward also out, lse and the gradient of out
+    arenas      keys of the step that is computed, and of the next one, which are arriving
+    packed      a copy of own keys to send from, where the caller's lie otherwise in memory
+    parts       results of tiles that wait to be merged, and their float32 sum where a row has three or more
+    tile        what one kernel call writes, and its workspace
+    sums        backward's float32 sums: dq, dk and dv of own tokens, and dk and dv of the keys in arenas
+    returning   gradients of own keys that come home
+    heads       under Ulysses, what changed hands, and the buffers it travels in
+    result      out and lse, or the gradients in their own dtype
+
+A model of the loops in `attention`, whose laws are held by benchmarks/memory.py, not of a transport's own buffers or
+of the allocator's rounding. Not counted: the copies of transfers that have many runs.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import TYPE_CHECKING
+
+from attnspan.layouts.run import Run, Runs, tokens_in
+from attnspan.masks.tile import Tile
+from attnspan.plan.cost import DTYPES, Shape
+from attnspan.plan.heads import Heads, split_heads
+from attnspan.plan.step import Step
+from attnspan.plan.strategy import Ring, Strategy, Ulysses
+
+if TYPE_CHECKING:
+    from attnspan.plan.plan import Plan
+
+Moment = dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes at the moment when a rank holds the most, by what they are for.
+
+    >>> str(Memory({"given": 3 * 2**20, "arenas": 2**20}))
+    '4.0 MiB: given 3.0, arenas 1.0'
+    """
+
+    terms: Moment
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return sum(self.terms.values())
+
+    @property
+    def largest(self) -> str:
+        """The names of the terms that make up nine tenths, the largest first."""
+        names, left = [], 0.9 * self.total
+        for name, size in sorted(self.terms.items(), key=lambda term: -term[1]):
+            if left > 0:
+                names.append(name)
+            left -= size
+        return ", ".join(names)
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{name} {size / 2**20:.1f}" for name, size in self.terms.items() if size)
+        return f"{self.total / 2**20:.1f} MiB: {parts}"
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Bytes of one position: of q, of out, of K and V together, of lse; `wide` is float32 over the tensors' dtype.
+
+    `parts` is the size of kernels' results over that of the tensors: 1 for library kernels, `wide` for kernel="band".
+    """
+
+    q: float
+    out: float
+    kv: float
+    lse: float
+    wide: float
+    parts: float
+    grouped: bool
+
+    @staticmethod
+    def of(shape: Shape, share: Heads | None, rows: int, wide_parts: bool) -> Sizes:
+        """Of one lane, which has an even part of the batch, and a share of the heads."""
+        width, batch = DTYPES[shape.dtype], shape.batch / rows
+        heads, kv_heads = (shape.heads, shape.kv_heads) if share is None else (len(share.query), len(share.key))
+        wide, grouped = max(4, width) / width, heads != kv_heads
+        q, out = (batch * heads * dim * width for dim in (shape.head_dim, shape.v_head_dim or 0))
+        kv = batch * (kv_heads or 0) * (shape.head_dim + (shape.v_head_dim or 0)) * width
+        return Sizes(q, out, kv, batch * heads * max(4, width), wide, wide if wide_parts else 1.0, grouped)
+
+    @property
+    def part(self) -> float:
+        """A row of a tile's out and lse."""
+        return self.out * self.parts + self.lse
+
+
+@dataclass(frozen=True, slots=True)
+class Walk:
+    """One lane: its sizes, its own keys, its number of queries and its steps; whether buffers are handed on whole."""
+
+    sizes: Sizes
+    own: Runs
+    rows: int
+    steps: tuple[Step, ...]
+    hands_on: bool
+
+    @property
+    def counts(self) -> tuple[Sizes, int, int]:
+        """Sizes, queries, keys."""
+        return self.sizes, self.rows, tokens_in(self.own)
+
+    def moments(self, backward: bool) -> Iterator[Moment]:
+        """What is alive at each moment, apart from what the caller gave."""
+        yield from self._backward() if backward else self._forward()
+
+    def _forward(self) -> Iterator[Moment]:
+        waiting = Waiting(self.rows, self.sizes, [tile.rows for step in self.steps for tile in step.tiles])
+        for index, step in enumerate(self.steps):
+            for tile in step.tiles:
+                now = {**self._arenas(index), "tile": len(tile.rows) * self.sizes.part}
+                before = waiting.bytes
+                summed = waiting.add(tile.rows)
+                yield {**now, "parts": before + summed}
+        yield {**self._arenas(len(self.steps) - 1), "parts": waiting.bytes, "result": waiting.result}
+
+    def _backward(self) -> Iterator[Moment]:
+        sizes, steps = self.sizes, self.steps
+        own = tokens_in(self.own)
+        sums = (self.rows * sizes.q + own * sizes.kv) * sizes.wide
+        before = returned = 0.0
+        for index, step in enumerate(steps):
+            here = self._arena(index) * sizes.wide
+            now = {**self._arenas(index), "sums": sums + here + before}
+            written = 0.0  # by the tile before, which is let go of when the next one is there
+            for tile in step.tiles:
+                yield {**now, "returning": returned, "tile": written + self._written(tile) + self._workspace(tile)}
+                written = self._written(tile)
+            returning = sum(transfer.tokens for transfer in step.returns) * sizes.kv * sizes.wide
+            yield {**now, "returning": returned + returning}
+            before, returned = here, returning
+        summed = max(map(_length, self.own), default=0) * sizes.kv * sizes.wide if returned else 0.0  # run by run
+        yield {**self._arenas(len(steps) - 1), "sums": sums + before, "returning": returned + summed}
+        yield {**self.held, "sums": sums, "result": self.rows * sizes.q + own * sizes.kv}
+
+    def _written(self, tile: Tile) -> float:
+        """dq, dk and dv of a tile."""
+        return (len(tile.rows) * self.sizes.q + len(tile.cols) * self.sizes.kv) * self.sizes.parts
+
+    def _workspace(self, tile: Tile) -> float:
+        """What library kernels take besides: dq in float32, dk and dv of every query head where heads are grouped, and
+        out and its gradient laid out anew where they are part of a larger tensor."""
+        sizes, rows = self.sizes, len(tile.rows)
+        if sizes.parts > 1 or sizes.wide == 1:
+            return 0.0
+        per_head = len(tile.cols) * (sizes.q + sizes.out) if sizes.grouped else 0.0
+        return rows * sizes.q * sizes.wide + per_head + (2 * rows * sizes.out if rows < self.rows else 0.0)
+
+    @property
+    def held(self) -> Moment:
+        """What a lane keeps to its end: the last arena, and own keys packed."""
+        packed = not self.hands_on and any(map(self._packs, self.steps))
+        return {"arenas": self._arena(len(self.steps) - 1), "packed": self._own_bytes if packed else 0.0}
+
+    def _arenas(self, index: int) -> Moment:
+        """The arena of a step and the next one; own keys packed, for good or for the time of one exchange."""
+        packed = any(map(self._packs, self.steps[: index + 2]))
+        if self.hands_on:
+            first = next((i for i, step in enumerate(self.steps) if step.sends), -2)
+            packed = first == index + 1
+        return {
+            "arenas": self._arena(index) + self._arena(index + 1),
+            "packed": self._own_bytes if packed else 0.0,
+        }
+
+    @property
+    def _own_bytes(self) -> float:
+        return tokens_in(self.own) * self.sizes.kv
+
+    def _arena(self, index: int) -> float:
+        """Bytes of a step's keys; nothing where they are the caller's own as they lie."""
+        step = self.steps[index] if 0 <= index < len(self.steps) else None
+        if step is None or (not step.receives and step.arena == self.own):
+            return 0.0
+        return tokens_in(step.arena) * self.sizes.kv
+
+    def _packs(self, step: Step) -> bool:
+        """Whether own keys are sent from a packed copy: not if all of them lie in the step's arena."""
+        return bool(step.sends) and not (step.own == self.own and (step.receives or step.arena != self.own))
+
+
+class Waiting:
+    """Rows, and the results of tiles that wait for each: at most two, or one beside a sum (kernels/accumulator.py).
+
+    A tile's result is kept whole for as long as any of its rows waits.
+    """
+
+    def __init__(self, rows: int, sizes: Sizes, tiles: Sequence[range]):
+        self._sizes, self._rows = sizes, rows
+        self._starts = sorted({0, *chain.from_iterable((span.start, span[-1] + 1) for span in tiles)})
+        self._waiting: list[list[int]] = [[] for _ in self._starts]
+        self._summed = [False] * len(self._starts)
+        self._lengths: list[int] = []  # of the tiles, in the order they came
+        self._uses: list[int] = []  # of each tile, the stretches of rows that it waits for
+        self._kept = 0  # rows of the tiles that have any
+        self._begun = False
+
+    def add(self, rows: range) -> float:
+        """One more result for some rows; returns the bytes of the sum if it had to be begun for them."""
+        begun = self._begun
+        strided = rows.step > 1  # every n-th row: all rows are summed, and then these
+        first, last = (0, self._rows) if strided else (rows.start, rows.stop)
+        tile = len(self._lengths)
+        self._lengths.append(len(rows))
+        self._uses.append(0)
+        index = bisect_left(self._starts, first)
+        while index < len(self._starts) and self._starts[index] < last:
+            if strided or len(self._waiting[index]) + self._summed[index] == 2:
+                self._settle(index)
+            if not strided:
+                self._waiting[index].append(tile)
+                self._uses[tile] += 1
+            index += 1
+        self._kept += len(rows) if self._uses[tile] else 0
+        return self._sum if self._begun and not begun else 0.0
+
+    def _settle(self, index: int) -> None:
+        """What waits for a stretch of rows goes into the sum, and is let go of."""
+        for tile in self._waiting[index]:
+            self._uses[tile] -= 1
+            self._kept -= 0 if self._uses[tile] else self._lengths[tile]
+        self._waiting[index], self._summed[index], self._begun = [], True, True
+
+    @property
+    def bytes(self) -> float:
+        """Of what waits, and of the sum of all rows once there is one."""
+        return self._kept * self._sizes.part + (self._sum if self._begun else 0.0)
+
+    @property
+    def result(self) -> float:
+        """Of out and lse; one tile alone, of all rows and not to be rounded, is the result itself."""
+        alone = self._lengths == [self._rows] and self._sizes.parts == 1
+        return 0.0 if alone else self._rows * (self._sizes.out + self._sizes.lse)
+
+    @property
+    def _sum(self) -> float:
+        return self._rows * (self._sizes.out * self._sizes.wide + self._sizes.lse)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One batch row of a plan on one rank, or all of them where they are alike."""
+
+    plan: Plan
+    rank: int
+    shape: Shape
+    row: int
+    backward: bool
+    wide_parts: bool
+
+    def given(self) -> float:
+        """The caller's tensors, and backward's."""
+        sizes, (rows, keys) = self._sizes(None), self._tokens
+        return rows * sizes.q + keys * sizes.kv + (rows * (2 * sizes.out + sizes.lse) if self.backward else 0.0)
+
+    def moments(self) -> Iterator[Moment]:
+        """What else is alive, moment by moment."""
+        plan = self.plan
+        if plan.degree == 1:
+            yield from self._walk(None).moments(self.backward)
+            return
+        assert self.shape.kv_heads is not None, "filled in by Shape"
+        walk = self._walk(split_heads(self.shape.heads, self.shape.kv_heads, plan.degree)[self.rank % plan.degree])
+        here, there = (self._traded(*each) for each in ((self._sizes(None), *self._tokens), walk.counts))
+        yield {"heads": here + there}  # sent and received
+        yield {"heads": 2 * there + here / plan.degree}  # received and laid out by position
+        yield from ({**moment, "heads": there} for moment in walk.moments(self.backward))
+        sizes, rows, keys = walk.counts
+        back = (rows * sizes.q + keys * sizes.kv) * sizes.wide if self.backward else rows * sizes.out
+        # As the loop left it, side by side, cut by token, flat, and as it arrived.
+        yield {**walk.held, "heads": there + 5 * back}
+
+    def _traded(self, sizes: Sizes, rows: int, keys: int) -> float:
+        return rows * (sizes.q + 2 * sizes.out * self.backward) + keys * sizes.kv
+
+    def _walk(self, share: Heads | None) -> Walk:
+        plan = self.plan
+        strategy = Strategy.of(plan.strategy)
+        ring = isinstance(strategy.inner if isinstance(strategy, Ulysses) else strategy, Ring)
+        rows = tokens_in(plan.queries(self.rank, self.row))
+        return Walk(self._sizes(share), plan.keys(self.rank, self.row), rows, plan.steps(self.rank, self.row), ring)
+
+    def _sizes(self, share: Heads | None) -> Sizes:
+        return Sizes.of(self.shape, share, self.plan.rows, self.wide_parts)
+
+    @property
+    def _tokens(self) -> tuple[int, int]:
+        """The queries and keys that the caller holds."""
+        plan = self.plan
+        sides = ((plan.layout, plan.seq_len), (plan.key_layout, plan.key_len))
+        rows, keys = (tokens_in(layout.runs(length, self.rank, self.row)) for layout, length in sides)
+        return rows, keys
+
+
+def memory(plan: Plan, rank: int, shape: Shape, backward: bool, wide_parts: bool) -> Memory:
+    """`Plan.memory`. Batch rows with steps of their own are taken to have their peak at once, but under Ulysses, where
+    one comes after another."""
+    rows = [Row(plan, rank, shape, row, backward, wide_parts) for row in range(plan.rows)]
+    peaks = [max(row.moments(), key=lambda moment: sum(moment.values())) for row in rows]
+    if plan.degree > 1:
+        peaks = [max(peaks, key=lambda moment: sum(moment.values()))]
+    terms = Counter({"given": sum(row.given() for row in rows)})
+    for moment in peaks:
+        terms.update(moment)
+    return Memory(dict(terms))
+
+
+def _length(run: Run) -> int:
+    return len(run.positions)
