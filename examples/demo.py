@@ -9,6 +9,7 @@ Run: make demo    (under a minute on a laptop without a GPU)
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -118,6 +119,8 @@ def trained(batches: list[Pack], loss_of, finish, name: str, *, shown: bool) -> 
 
 
 def main() -> None:
+    if "RANK" in os.environ:
+        raise SystemExit(f"the demo starts its own {RANKS} ranks: run it without torchrun, as `make demo`")
     console = Console()
     print(
         f"Training on {STEPS} packs of {SEQ_LEN} tokens, {RANKS} ranks on the CPU (gloo), and the same on one device\n"

@@ -10,6 +10,8 @@ rank  tokens  runs  steps  full  causal  general  share  receives  peak keys
 imbalance 1.048; 4 keys move (50% of an all-gather's)
 """
 
+from typing import TYPE_CHECKING, Any
+
 from attnspan import testing
 from attnspan._version import __version__
 from attnspan.attention import Attention, attention
@@ -20,9 +22,12 @@ from attnspan.errors import (
     KernelError,
     LayoutError,
     MaskError,
+    PageError,
     PlanError,
+    PoolExhausted,
     ShardError,
     TransportError,
+    UnknownSequence,
 )
 from attnspan.layouts import (
     Balanced,
@@ -47,10 +52,15 @@ from attnspan.masks import (
     SlidingWindow,
     Tree,
 )
-from attnspan.parallel import ContextParallel
+from attnspan.paged import AfterPrefix, Layer, PageAllocator, PagePool, PrefixCache, ShardedPages, StepPlan
+from attnspan.parallel import ContextParallel, check_model
 from attnspan.plan import Hardware, Plan, Shape, choose
 
+if TYPE_CHECKING:
+    from attnspan.parallel import ContextParallelStyle
+
 __all__ = [
+    "AfterPrefix",
     "Attention",
     "AttentionError",
     "AttnspanError",
@@ -59,6 +69,7 @@ __all__ = [
     "Causal",
     "Chunked",
     "ContextParallel",
+    "ContextParallelStyle",
     "Contiguous",
     "Documents",
     "ExpressionError",
@@ -67,25 +78,43 @@ __all__ = [
     "HeadTail",
     "KernelError",
     "KeyPadding",
+    "Layer",
     "Layout",
     "LayoutError",
     "Mask",
     "MaskError",
     "MaskMod",
+    "PageAllocator",
+    "PageError",
+    "PagePool",
     "PerDocument",
     "Plan",
     "PlanError",
+    "PoolExhausted",
+    "PrefixCache",
     "PrefixLM",
     "RoundRobinByWork",
     "Shape",
     "ShardError",
+    "ShardedPages",
     "SinkTokens",
     "SlidingWindow",
+    "StepPlan",
     "Striped",
     "TransportError",
     "Tree",
+    "UnknownSequence",
     "__version__",
     "attention",
+    "check_model",
     "choose",
     "testing",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "ContextParallelStyle":  # imported when it is asked for: see parallel/__init__.py
+        from attnspan.parallel import ContextParallelStyle
+
+        return ContextParallelStyle
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -10,6 +10,9 @@ Every error names the argument, says what was asked of it and what arrived, and 
     ├── ShardError         a tensor that does not lie on the ranks as it should
     ├── KernelError        a kernel that cannot compute what it was asked to
     ├── ExpressionError    a mask written as text, as on the command line
+    ├── PageError          a page, or a plan over pages, that is not there for what it was asked for
+    │   ├── PoolExhausted      fewer pages are free than are needed; nothing was changed
+    │   └── UnknownSequence    a sequence that was never added, or was freed
     └── TransportError     a group of ranks that cannot be reached, or a rank that did not answer (a RuntimeError too)
 
 The three checks below write such messages, so that the same mistake reads the same everywhere:
@@ -33,9 +36,12 @@ __all__ = [
     "KernelError",
     "LayoutError",
     "MaskError",
+    "PageError",
     "PlanError",
+    "PoolExhausted",
     "ShardError",
     "TransportError",
+    "UnknownSequence",
     "one_of",
     "whole",
     "whole_list",
@@ -72,6 +78,24 @@ class KernelError(AttnspanError):
 
 class ExpressionError(AttnspanError):
     """A mask written as text cannot be read."""
+
+
+class PageError(AttnspanError):
+    """Pages, tensors or a plan that do not fit what was asked of the paged cache; nothing was overwritten."""
+
+
+class PoolExhausted(PageError):
+    """`needed` pages were asked for where only `free` could be had; the allocator is as it was."""
+
+    def __init__(self, needed: int, free: int, what: str = "pages"):
+        super().__init__(
+            f"{needed} {what} needed, {free} free; free, trim or swap out a sequence, or take a larger pool"
+        )
+        self.needed, self.free = needed, free
+
+
+class UnknownSequence(PageError):
+    """A sequence id that names nothing: it was never given out, or its sequence was freed."""
 
 
 class TransportError(AttnspanError, RuntimeError):

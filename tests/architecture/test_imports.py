@@ -34,6 +34,7 @@ MAY_IMPORT = {
     "testing": {"transports"},  # the public test double
     "parallel": RUNS,
     "paged": {"masks", "layouts", "kernels", "transports", "attention"},
+    "torch_compat": RUNS | {"parallel"},  # torch's names for what is here
     "integrations": MODELS,
     "engine": MODELS,
     "inspector": DATA,  # reads data, never runs attention

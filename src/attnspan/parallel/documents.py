@@ -23,15 +23,26 @@ def documents_of(masks: Iterable[Mask], seq_len: int) -> Tensor:
     >>> documents_of([Causal() & Documents([1, 3])], 4).tolist()
     [[0, 1, 1, 1]]
     """
-    found = {documents for mask in masks for documents in _within(mask)}
+    found = _found(masks)
     if len(found) != 1:
         raise MaskError(f"documents: the mask must hold one Documents(lengths), joined by &, got {len(found)}")
     (documents,) = found
-    rows = [torch.tensor(lengths) for lengths in documents.lengths]
-    names = [torch.arange(len(lengths)).repeat_interleave(lengths) for lengths in rows]
+    with torch.device("cpu"):  # whatever the default is
+        rows = [torch.tensor(lengths) for lengths in documents.lengths]
+        names = [torch.arange(len(lengths)).repeat_interleave(lengths) for lengths in rows]
     if any(len(row) != seq_len for row in names):
         raise MaskError(f"documents: they must have {seq_len} tokens together, got {[len(row) for row in names]}")
     return torch.stack(names)
+
+
+def borders(masks: Iterable[Mask], seq_len: int) -> Tensor:
+    """As `documents_of`; without documents, all positions are in one."""
+    found = _found(masks)
+    return documents_of(found, seq_len) if found else torch.zeros(1, seq_len, dtype=torch.int64, device="cpu")
+
+
+def _found(masks: Iterable[Mask]) -> set[Documents]:
+    return {documents for mask in masks for documents in _within(mask)}
 
 
 def _within(mask: Mask) -> Iterator[Documents]:

@@ -21,20 +21,32 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, FlexKernelOptions
 
 from attnspan.attention import Attention
+from attnspan.attention.score import ScoreFunction
 from attnspan.errors import AttentionError, ShardError, one_of, whole
 from attnspan.layouts import Balanced, Layout
 from attnspan.layouts.balanced import fitting_chunk
 from attnspan.masks import Full, Mask
 from attnspan.parallel import loss
+from attnspan.parallel.attach import Attachment, Chosen, attach
+from attnspan.parallel.batch import Batch, shard_batch
+from attnspan.parallel.cross import Cross
 from attnspan.parallel.documents import documents_of
-from attnspan.parallel.sharding import Moves, Sharding, shifted
+from attnspan.parallel.dtensors import carried
+from attnspan.parallel.flex import OTHERS, Flexed, Flexes, Prepared
+from attnspan.parallel.moves import Moves, shifted
+from attnspan.parallel.report import Report, check_used, report
+from attnspan.parallel.sdpa import FlexAlone, Scope, Served, served
+from attnspan.parallel.sharding import Sharding
 from attnspan.plan import Plan, Strategy
+from attnspan.transports import Transport
 from attnspan.transports.group import Group, transport_of
 
 MOST_KEPT = 64
@@ -81,9 +93,11 @@ class ContextParallel:
         self.options = Options(layout, strategy, kernel, scale, weights)
         self.layout = self._laid_out(layout, weights)
         self.sharding = Sharding(self.layout, self.seq_len, self.transport)
-        self._family: OrderedDict[object, ContextParallel] = OrderedDict()
-        self._moves: dict[tuple[int, object], Moves] = {}
+        self._family: OrderedDict[object, ContextParallel] = OrderedDict({self._key: self})
+        self._moves: dict[tuple[int, bool], Moves] = {}
         self._attends = {name: self._attend(each) for name, each in self.masks.items()}
+        self._serves: dict[str, Served] = {}
+        self._flex = Flexes(self)
 
     def _laid_out(self, layout: Layout | str, weights: Mapping[str, float] | None) -> Layout:
         ranks, masks = self.transport.ranks, list(self.masks.values())
@@ -108,13 +122,17 @@ class ContextParallel:
 
     # ---- other sequences -----------------------------------------------------------------------------------------
 
-    def with_mask(self, mask: Masks, *, seq_len: int | None = None) -> ContextParallel:
-        """The same on another sequence: the next batch, with other documents. Remembered, so that asking is cheap."""
+    def with_mask(self, mask: Masks, *, seq_len: int | None = None, layout: Layout | None = None) -> ContextParallel:
+        """The same on another sequence: the next batch, with other documents. Remembered, so that asking is cheap.
+
+        What was sharded by one session is no shard of another whose layout differs, as "auto" differs with the mask;
+        `layout` keeps one.
+        """
         length = self.seq_len if seq_len is None else seq_len
-        key = (tuple(_named(mask).items()), length)
-        family = self._family
+        family, key = self._family, (tuple(_named(mask).items()), length, layout)
         if key not in family:
             options = {name: getattr(self.options, name) for name in Options.__slots__}
+            options["layout"] = layout or self.options.layout
             family[key] = ContextParallel(self.mesh, seq_len=length, mask=mask, **options)
             family[key]._family = family
             if len(family) > MOST_KEPT:
@@ -122,11 +140,11 @@ class ContextParallel:
         family.move_to_end(key)
         return family[key]
 
-    def cross(self, keys: ContextParallel, mask: Mask | None = None) -> Attention:
+    def cross(self, keys: ContextParallel, mask: Mask | None = None) -> Cross:
         """Attention of this session's queries over the keys of another: `cross(q, k, v)` with a shard of each."""
         if keys.transport != self.transport:
             raise AttentionError("cross-attention needs queries and keys on the same ranks, got two groups")
-        return self._attend(Full() if mask is None else mask, keys)
+        return Cross(self._attend(Full() if mask is None else mask, keys), self.ranks)
 
     # ---- what it is ----------------------------------------------------------------------------------------------
 
@@ -141,6 +159,15 @@ class ContextParallel:
         return self.transport.ranks
 
     @property
+    def mask(self) -> Mask:
+        """The mask, if there is but one."""
+        return self.masks[self._name(None)]
+
+    @property
+    def _key(self) -> object:
+        return tuple(self.masks.items()), self.seq_len, None
+
+    @property
     def plan(self) -> Plan:
         """The plan of the first mask; with strategy "auto", the one last used, or before that one with "needed"."""
         return self.plan_of(next(iter(self.masks)))
@@ -153,9 +180,10 @@ class ContextParallel:
     def positions(self) -> Tensor:
         """The global positions of this rank's tokens, on the group's device: (S,), or (B, S) if rows lie differently.
 
-        Rotary embeddings, and everything else that asks where a token is, need these.
+        Rotary embeddings, and everything else that asks where a token is, need these. A copy: do with it as you like.
         """
-        return self.sharding.positions().to(self.transport.device)
+        own = self.sharding.own
+        return own[0].clone() if self.layout.rows == 1 else own.clone()
 
     # ---- attention -----------------------------------------------------------------------------------------------
 
@@ -174,10 +202,75 @@ class ContextParallel:
         `mask` names one of the session's masks, if it has several.
         """
         attend = self._attends[self._name(mask)]
+        if not torch.compiler.is_compiling():  # what is computed from a shard bears no mark: only the plainest mistake
+            for tensor in (query, key, value):
+                self.sharding.check_mark(tensor)
         if sinks is not None:
             sinks = loss.shared(sinks, self.ranks)
-        out, lse = attend.with_lse(query, key, value, sinks=sinks)
+        out, lse = carried(self, attend, query, key, value, sinks)
         return (out, lse) if return_lse else out
+
+    def flex_attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        score_mod: ScoreFunction | None = None,
+        block_mask: BlockMask | Mask | Prepared | str | None = None,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        return_lse: bool = False,
+        kernel_options: FlexKernelOptions | None = None,
+        *,
+        return_aux: AuxRequest | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
+        """torch's flex_attention on shards: this rank's queries over the keys of all ranks (flex.py).
+
+        `block_mask` is the BlockMask of the whole sequence, a mask, the name of one of the session's, or what `prepare`
+        made. None attends to everything, as in torch, and is refused where the session's mask does not. score_mod and
+        mask_mod see global positions; tensors that a score_mod captures get gradients, to be averaged like others.
+        """
+        rest = (score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options, return_aux)
+        return self._flex(Flexed(query, key, value, *rest))
+
+    def prepare(
+        self,
+        block_mask: BlockMask | Mask | str | None = None,
+        *,
+        score_mod: ScoreFunction | None = None,
+        scale: float | None = None,
+    ) -> Prepared:
+        """A mask and a score_mod made ready for torch.compile: give it to flex_attention as `block_mask`, or call it.
+
+        Made outside and used inside; another one does not compile anew.
+        """
+        return self._flex.prepare(block_mask, score_mod, scale)
+
+    def sdpa(self, *, mask: str | None = None) -> Scope:
+        """A block for ``with``: F.scaled_dot_product_attention inside is this session's, in this thread (sdpa.py).
+
+        So is flex_attention, see `flex`. `mask` names one of the session's masks, if it has several. Activation
+        checkpointing needs `attach`.
+        """
+        return Scope(self._serve(self._name(mask)))
+
+    def flex(self, *, mask: str | None = None) -> Scope:
+        """A block for ``with``: torch's flex_attention inside is this session's, in this thread, as `flex_attention`.
+
+        SDPA is served too; `mask` names one of the session's masks for it, if it has several.
+        """
+        return Scope(FlexAlone(self)) if mask is None and len(self.masks) > 1 else self.sdpa(mask=mask)
+
+    def attach(self, model: nn.Module, modules: Chosen | None = None, *, mask: str | None = None) -> Attachment:
+        """Run the forward of a model's modules inside `sdpa`, when checkpointing runs them again too (attach.py).
+
+        `modules` are modules, or patterns for their names such as "layers.*.attention"; without, all. A dict gives
+        patterns names of masks, and `mask` is then for the rest. The result ends it by `detach`, or as a ``with``.
+        """
+        return attach(self, model, modules, mask)
+
+    def _serve(self, name: str) -> Served:
+        return served(self._serves, self, name)
 
     def _name(self, mask: str | None) -> str:
         if mask is None and len(self.masks) == 1:
@@ -186,18 +279,67 @@ class ContextParallel:
             raise AttentionError(f"mask must name one of the session's masks, {' or '.join(map(repr, self.masks))}")
         return one_of("mask", mask, self.masks, error=AttentionError)
 
+    # ---- what it was used for ------------------------------------------------------------------------------------
+
+    def report(self) -> Report:
+        """Calls, bytes and work of this session on this rank since it was made, or last reset."""
+        uses = {name: each.call.uses for name, each in self._attends.items()}
+        return report(self.rank, self.ranks, {**uses, OTHERS: self._flex.uses}, self._flex.past)
+
+    def reset(self) -> None:
+        """Start counting anew."""
+        for each in self._attends.values():
+            each.call.uses.clear()
+        self._flex.reset()
+
+    def assert_used(self, layers: int | Mapping[str, int], *, passes: int = 1) -> None:
+        """Raise unless attention ran once in each of `layers`, in each of `passes` forward passes since the last reset.
+
+        For masks by name, `layers` may be a dict of such counts.
+        """
+        check_used(self.report(), layers, passes)
+
     # ---- tensors along the sequence ------------------------------------------------------------------------------
 
     def shard(self, tensor: Any, dim: int = 1, *, batch_dim: int = 0) -> Any:
-        """This rank's tokens of a whole tensor, or of each in dicts and lists. Differentiable, out of place."""
-        return _each(lambda x: self.sharding.shard(x, dim, batch_dim), tensor)
+        """This rank's tokens of a whole tensor, or of each in dicts and lists. Differentiable, out of place.
+
+        Of a BlockMask, or a mask, it is the BlockMask of this rank's queries in their order, against all keys in the
+        order of the sequence (`unshard` gathers them): for calls of flex_attention outside of this session.
+        """
+        return _each(lambda x: self._shard(x, dim, batch_dim), tensor)
+
+    def _shard(self, whole: Any, dim: int, batch_dim: int) -> Any:
+        if isinstance(whole, BlockMask | Mask):
+            return self._flex.shard(whole)
+        return self.sharding.shard(whole, dim, batch_dim)
+
+    def shard_batch(
+        self,
+        batch: Mapping[str, Any],
+        *,
+        shift_labels: bool = False,
+        padding: Literal["refuse", "mask"] = "refuse",
+        dims: Mapping[str, int | None] | None = None,
+    ) -> Batch:
+        """This rank's part of a whole batch by name, such as a data loader gives: see batch.py for the rules.
+
+        Adds `position_ids`, the global positions, if there are none. With `shift_labels` also `shift_labels`: the label
+        of the next token, -100 at the ends of documents. An `attention_mask` that pads on the right must be in the
+        session's mask; with ``padding="mask"`` it is put there, and the result's `session` is the one to use. `dims`
+        tells the dim of the sequence of entries that cannot be told by their names or shapes; None for none.
+        """
+        return shard_batch(self, batch, shift_labels=shift_labels, padding=padding, dims=dims or {})
 
     def unshard(self, tensor: Any, dim: int = 1, *, batch_dim: int = 0) -> Any:
         """The whole tensor on every rank, from everybody's shard. Differentiable: see [Note: gradients]."""
         return _each(lambda x: self.sharding.unshard(x, dim, batch_dim), tensor)
 
     def shard_from(self, tensor: Any, dim: int = 1, *, batch_dim: int = 0, source: int = 0) -> Any:
-        """This rank's tokens of a tensor that only rank `source` has; the others give None."""
+        """This rank's tokens of a tensor, or of a dict of them, that only rank `source` has; the others give None.
+
+        For data: no gradient flows.
+        """
         source = whole("source", source, error=ShardError)
         if source >= self.ranks:
             raise ShardError(f"source must be one of the {self.ranks} ranks, got {source}")
@@ -207,7 +349,7 @@ class ContextParallel:
         self,
         tensor: Tensor,
         by: int = -1,
-        fill: float = 0,
+        fill: complex = 0,
         *,
         dim: int = 1,
         batch_dim: int = 0,
@@ -220,27 +362,38 @@ class ContextParallel:
         """
         if not isinstance(by, int) or isinstance(by, bool):
             raise ShardError(f"by must be a whole number of tokens, got {by!r}")
-        names = documents_of(self.masks.values(), self.seq_len) if documents else None
-        key = (by, documents)
-        if key not in self._moves:
-            self._moves[key] = shifted(self.sharding, by, names)
-        return self.sharding.shift(tensor, dim, batch_dim, self._moves[key], fill)
+        return self.sharding.shift(tensor, dim, batch_dim, self._shifted(by, bool(documents)), fill)
+
+    def _shifted(self, by: int, within: bool) -> Moves:
+        if (by, within) not in self._moves:
+            names = documents_of(self.masks.values(), self.seq_len) if within else None
+            self._moves[by, within] = shifted(self.layout, self.seq_len, self.rank, by, names)
+        return self._moves[by, within]
 
     # ---- losses and metrics --------------------------------------------------------------------------------------
 
-    def mean_loss(self, per_token: Tensor, valid: Tensor | None = None, *, over: Group = None) -> Tensor:
+    def mean_loss(
+        self,
+        per_token: Tensor,
+        valid: Tensor | None = None,
+        *,
+        count: Tensor | float | None = None,
+        over: Group = None,
+    ) -> Tensor:
         """The mean over the valid tokens of all ranks, with the gradient that averaging makes right.
 
         `over` is the group that gradients are averaged over, if larger than this one: data-parallel ranks too.
+        `count` is the number of tokens to divide by, if it is not that of this batch: with gradient accumulation, the
+        valid tokens of all micro-batches and ranks, as `cp.sum(valid)` counts them.
         """
-        return loss.mean_loss(per_token, valid, self._over(over))
+        return loss.mean_loss(per_token, valid, self._over(over), count)
 
     def mean(self, values: Tensor, valid: Tensor | None = None, *, over: Group = None) -> Tensor:
         """The mean of a metric over all ranks, without a gradient; NaN where no rank has a valid value."""
         return loss.mean(values, valid, self._over(over))
 
     def sum(self, values: Tensor, valid: Tensor | None = None, *, over: Group = None) -> Tensor:
-        """The sum of a metric over all ranks, without a gradient."""
+        """The sum of a metric over all ranks, without a gradient; that of whole numbers or bools is whole."""
         return loss.total(values, valid, self._over(over))
 
     def average_gradients(self, model: nn.Module | Iterable[nn.Parameter], *, over: Group = None) -> None:
@@ -248,8 +401,20 @@ class ContextParallel:
         parameters = model.parameters() if isinstance(model, nn.Module) else model
         loss.average_gradients(parameters, self._over(over))
 
-    def _over(self, group: Group) -> Any:
-        return self.transport if group is None else transport_of(group)
+    def _over(self, group: Group) -> Transport:
+        """The ranks that something is averaged over: all of the session's, and perhaps more."""
+        if group is None:
+            return self.transport
+        over = transport_of(group)
+        if not over.contains(self.transport):
+            raise ShardError(
+                f"over must hold all ranks of the session's group and perhaps more, such as the mesh of (dp, cp) "
+                f"flattened, got {over!r} for {self.transport!r}"
+            )
+        return over
+
+    def __deepcopy__(self, memo: Any) -> ContextParallel:
+        return self  # a copy of a model that holds one is on the same ranks
 
     def __repr__(self) -> str:
         masks = ", ".join(f"{name}: {mask!r}" if name else repr(mask) for name, mask in self.masks.items())
@@ -280,7 +445,10 @@ def _check_axes(mesh: Group) -> None:
         raise AttentionError(f"mesh: axis {others[0]!r} does not split the sequence; pass {hint}")
 
 
-OTHER_AXES = {"dp", "ddp", "fsdp", "hsdp", "data", "tp", "pp", "ep", "tensor", "pipeline", "expert", "batch"}
+OTHER_AXES = {
+    *("dp", "ddp", "fsdp", "hsdp", "data", "batch", "replicate", "shard"),
+    *("tp", "pp", "ep", "tensor", "pipeline", "expert"),
+}
 """Names, or first words of names, that mesh axes for other things have."""
 
 
@@ -288,6 +456,8 @@ def _each(do: Callable[[Tensor], Tensor], tree: Any) -> Any:
     """Dicts, lists and tuples of tensors, each done."""
     if isinstance(tree, Mapping):
         return {key: _each(do, value) for key, value in tree.items()}
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):  # a named one takes its items apart
+        return type(tree)(*(_each(do, value) for value in tree))
     if isinstance(tree, list | tuple):
         return type(tree)(_each(do, value) for value in tree)
     return do(tree)

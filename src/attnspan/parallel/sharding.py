@@ -1,7 +1,7 @@
 """How tensors lie on the ranks: cut them, put them back together, and move them along the sequence.
 
 A tensor that runs along the sequence, whatever else it has, is whole on every rank or split as the layout says. All
-three moves are out of place, keep dtype and device, and have a gradient::
+three moves are out of place, keep dtype and device, give contiguous results, and have a gradient::
 
     shard      whole -> own tokens        nothing travels; backward puts zeros at what others own
     unshard    own tokens -> whole        every shard to everybody; backward sums over ranks what belongs to each
@@ -11,15 +11,20 @@ three moves are out of place, keep dtype and device, and have a gradient::
 loss that all ranks compute alike from an unsharded tensor is therefore counted once per rank, and gradients that are
 then averaged over ranks, as DDP and FSDP2 do, are those of one device. See [Note: averages] in loss.py.
 
+[Note: asking once] Before the first unshard or shift of a shape, ranks agree on it and on the layout (together.py);
+later ones of that shape go at once.
+
 Shapes: dim is that of the sequence, B batch rows; a layout that deals rows differently also needs to know their dim.
 """
 
 from __future__ import annotations
 
-import functools
+import hashlib
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +32,9 @@ from torch import Tensor
 
 from attnspan.errors import ShardError
 from attnspan.layouts import Layout
-from attnspan.layouts.run import tokens_in
+from attnspan.parallel.marks import Mark, mark_of, marked
+from attnspan.parallel.moves import Gathered, Moved, Moves
+from attnspan.parallel.together import Said, agreed, heard
 from attnspan.transports import Transport
 
 
@@ -38,6 +45,20 @@ class Sharding:
     layout: Layout
     seq_len: int
     transport: Transport
+
+    sizes: list[int] = field(init=False, repr=False, compare=False)
+    """How many tokens of each batch row every rank holds."""
+
+    own: Tensor = field(init=False, repr=False, compare=False)
+    """The global positions here, (rows, tokens), on the group's device. Not to be written to."""
+
+    _agreed: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "sizes", _equal_counts(self.layout, self.seq_len))
+        with torch.inference_mode(False):  # made during evaluation, it may be saved for backward later
+            own = self._on(self.transport.rank).to(self.transport.device)
+        object.__setattr__(self, "own", own)
 
     @property
     def rows(self) -> int:
@@ -51,97 +72,148 @@ class Sharding:
 
     def tokens_on(self, rank: int) -> int:
         """How many tokens of each batch row a rank holds."""
-        return tokens_in(self.layout.runs(self.seq_len, rank))
+        return self.sizes[rank]
 
-    def positions(self, rank: int | None = None) -> Tensor:
-        """The global positions on a rank: (S,), or (B, S) if batch rows lie differently."""
-        own = _positions(self.layout, self.seq_len, self.transport.rank if rank is None else rank)
-        return own[0] if self.rows == 1 else own
+    @property
+    def mark(self) -> Mark:
+        """What tells a shard of this sequence from others."""
+        return Mark(self.layout, self.seq_len, self.transport.rank)
 
-    # ---- the three moves -----------------------------------------------------------------------------------------
+    def _on(self, rank: int) -> Tensor:
+        """The global positions on a rank, (rows, tokens)."""
+        rows = [self.layout.runs(self.seq_len, rank, row) for row in range(self.rows)]
+        with torch.device("cpu"):  # whatever the default is
+            return torch.stack([torch.cat([torch.arange(*run) for run in [(0, 0), *runs]]) for runs in rows])
+
+    # ---- the moves -------------------------------------------------------------------------------------------------
 
     def shard(self, tensor: Tensor, dim: int, batch_dim: int = 0) -> Tensor:
         """This rank's part of a tensor that is whole here."""
-        at = self._dims(tensor, dim, batch_dim, self.rows)
-        if mark_of(tensor) is not None and self.transport.ranks > 1:
-            raise ShardError("tensor is a shard already; shard the whole one, and once")
-        self._check_length(tensor, at.seq, self.seq_len, "whole, the same on every rank")
-        return marked(self._part(tensor, at, self.transport.rank), self)
+        at = self._in_whole(tensor, dim, batch_dim)
+        return marked(_as(tensor.dtype, at.take(_plain(tensor), self.own)), self.mark)
 
     def unshard(self, tensor: Tensor, dim: int, batch_dim: int = 0) -> Tensor:
         """The whole tensor, from everybody's part."""
-        at = self._dims(tensor, dim, batch_dim, self.rows)
-        self.check_shard(tensor, at.seq)
-        sizes = [self.tokens_on(rank) for rank in range(self.transport.ranks)]
-        gathered: Tensor = _Gathered.apply(tensor.movedim(at.seq, 0), self.transport, sizes)
-        back = torch.stack([self.layout.inverse(self.seq_len, row) for row in range(self.rows)])
-        return at.take(gathered.movedim(0, at.seq), back)
+        at = self._together("unshard", tensor, lambda: self._in_shard(tensor, dim, batch_dim, self.rows))
+        gathered: Tensor = Gathered.apply(_plain(tensor).movedim(at.seq, 0), self.transport, self.sizes)
+        with torch.device("cpu"):  # whatever the default is
+            back = torch.stack([self.layout.inverse(self.seq_len, row) for row in range(self.rows)])
+        return _as(tensor.dtype, at.take(gathered.movedim(0, at.seq), back.to(tensor.device)))
 
-    def shift(self, tensor: Tensor, dim: int, batch_dim: int, moves: Moves, fill: float) -> Tensor:
+    def shift(self, tensor: Tensor, dim: int, batch_dim: int, moves: Moves, fill: complex) -> Tensor:
         """Move tokens along the sequence; `fill` where nothing comes from."""
-        at = self._dims(tensor, dim, batch_dim, moves.rows)
-        self.check_shard(tensor, at.seq)
-        if moves.rows == 1:
-            moved: Tensor = _Moved.apply(tensor.movedim(at.seq, 0), self.transport, moves, fill)
-            return marked(moved.movedim(0, at.seq), self)
-        assert at.batch is not None, "rows that move differently have a dim"
-        front = tensor.movedim((at.batch, at.seq), (0, 1))
-        moved = _Moved.apply(front.flatten(0, 1), self.transport, moves, fill)
-        return marked(moved.unflatten(0, front.shape[:2]).movedim((0, 1), (at.batch, at.seq)), self)
 
-    def shard_from(self, tensor: Tensor | None, dim: int, batch_dim: int, source: int) -> Tensor:
-        """This rank's part of a tensor that only rank `source` has. For data: no gradient flows."""
-        at, like = self._told(tensor, dim, batch_dim, source)
-        own = like.new_empty(self.tokens, *like.shape, device=self.transport.device)
-        ranks = range(self.transport.ranks) if tensor is not None else ()
-        sends = [(rank, self._part(tensor, at, rank).movedim(at.seq, 0)) for rank in ranks if tensor is not None]
-        self.transport.exchange(sends, [(source, own)], "a batch").wait()
-        return marked(own.movedim(0, at.seq), self)
+        def look() -> Dims:
+            at = self._in_shard(tensor, dim, batch_dim, moves.rows)
+            check_fill(fill, tensor.dtype)
+            return at
 
-    def _part(self, tensor: Tensor, at: Dims, rank: int) -> Tensor:
-        return at.take(tensor, _positions(self.layout, self.seq_len, rank))
+        at = self._together(f"shift by {moves.name}", tensor, look)
+        nothing = _plain(torch.full((), fill, dtype=tensor.dtype, device=tensor.device))
+        moved: Tensor = Moved.apply(at.outermost(_plain(tensor)), self.transport, moves, nothing)
+        return marked(_as(tensor.dtype, at.innermost(moved, moves.rows)), self.mark)
 
-    def _told(self, tensor: Tensor | None, dim: int, batch_dim: int, source: int) -> tuple[Dims, Tensor]:
-        """Where the sequence lies in the source's tensor, and a token of it, without data; or all ranks raise."""
-        said = ""
+    def shard_from(self, tree: Any, dim: int, batch_dim: int, source: int) -> Any:
+        """This rank's part of a tensor, or of a dict of them, that only rank `source` has. No gradient flows."""
+        given = tree if isinstance(tree, Mapping) else {} if tree is None else {"": tree}
+        said: Said
         try:
-            if (tensor is not None) != (self.transport.rank == source):
-                raise ShardError(f"tensor must be given on rank {source} and be None on all others")
-            if tensor is not None:
-                at = self._dims(tensor, dim, batch_dim, self.rows)
-                self._check_length(tensor, at.seq, self.seq_len, "whole")
-                shape = [n for i, n in enumerate(tensor.shape) if i != at.seq]
-                said = json.dumps([at.seq, at.batch, str(tensor.dtype).removeprefix("torch."), shape])
-        except ShardError as refused:
-            said = f"!{refused}"
-        heard = [text.decode() for text in self.transport.agree(said.encode(), "the shape of a batch")]
-        for text in heard:
-            if text.startswith("!"):
-                raise ShardError(text[1:])
-        seq, batch, dtype, shape = json.loads(heard[source])
-        return Dims(seq, batch), torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+            said = self._tell(given, dim, batch_dim, source)
+        except ShardError as refusal:
+            said = refusal
+        sources, texts = zip(*map(json.loads, heard(self.transport, said, "the shape of a batch")), strict=True)
+        if len(set(sources)) > 1:
+            raise ShardError(f"source must be the same on every rank, got {list(sources)}, by rank")
+        told = texts[source]
+        parts = {name: self._handed(given.get(name), Told(*each), source) for name, *each in told}
+        return parts[""] if list(parts) == [""] else parts
 
-    # ---- checks --------------------------------------------------------------------------------------------------
+    def _tell(self, given: Mapping[str, Any], dim: int, batch_dim: int, source: int) -> str:
+        """The `Told` of every tensor that the source has, by name."""
+        if bool(given) != (self.transport.rank == source):
+            raise ShardError(f"tensor must be given on rank {source} and be None on all others")
+        if not all(isinstance(name, str) for name in given):
+            raise ShardError(f"tensors must have names that are text, got {list(given)}")
+        dims = [self._in_whole(tensor, dim, batch_dim) for tensor in given.values()]
+        return json.dumps([source, [(name, *_told(given[name], at)) for name, at in zip(given, dims, strict=True)]])
 
-    def check_shard(self, tensor: Tensor, dim: int) -> None:
-        """Refuse a tensor that cannot be this rank's part of such a sequence."""
-        mark = mark_of(tensor)
-        if mark is not None and (mark.layout, mark.seq_len) != (self.layout, self.seq_len):
+    def _handed(self, tensor: Tensor | None, told: Told, source: int) -> Tensor:
+        """One tensor's parts, from the source to everyone."""
+        at = Dims(told.seq, told.batch)
+        dtype = getattr(torch, told.dtype)
+        own = _plain(torch.empty(self.tokens, *told.shape, dtype=dtype, device=self.transport.device))
+        sends = []
+        if tensor is not None:
+            whole = _plain(tensor.detach())
+            for rank in range(self.transport.ranks):
+                sends.append((rank, at.take(whole, self._on(rank).to(whole.device)).movedim(at.seq, 0)))
+        self.transport.exchange(sends, [(source, own)], "a batch").wait()
+        return marked(_as(dtype, own.movedim(0, at.seq).contiguous()), self.mark)
+
+    # ---- checks ----------------------------------------------------------------------------------------------------
+
+    def _together(self, doing: str, tensor: Tensor, look: Callable[[], Dims]) -> Dims:
+        """The dims that `look` finds, once all ranks agree on what is to be done. See [Note: asking once]."""
+        said: Said
+        try:
+            at = look()
+            said = f"{doing} of {_described(tensor, at)} in layout {self._digest}"
+            if said in self._agreed:
+                return at
+        except ShardError as refusal:
+            said = refusal
+        agreed(self.transport, said, doing)
+        assert isinstance(said, str), "a refusal was raised"
+        self._agreed.add(said)
+        return at
+
+    @cached_property
+    def _digest(self) -> str:
+        """The same on every rank that lays the same sequence out alike."""
+        shards = [self.layout.shards(self.seq_len, row) for row in range(self.rows)]
+        return hashlib.sha256(repr((self.seq_len, shards)).encode()).hexdigest()[:16]
+
+    def _in_whole(self, tensor: Tensor, dim: int, batch_dim: int) -> Dims:
+        at = self._dims(tensor, dim, batch_dim, self.rows)
+        if mark_of(tensor) is not None and self.transport.ranks > 1:
             raise ShardError(
-                f"tensor was sharded over {mark.seq_len} tokens with {mark.layout!r}; here it is {self.seq_len} tokens "
-                f"with {self.layout!r}: shard everything of a batch with one ContextParallel"
+                "tensor is a shard already; shard the whole one, and once (a clone of it would be taken for whole)"
             )
-        hint = "; it is whole: only a shard can be unsharded or shifted" if tensor.shape[dim] == self.seq_len else ""
-        self._check_length(tensor, dim, self.tokens, f"rank {self.transport.rank}'s part of {self.seq_len}{hint}")
+        if tensor.shape[at.seq] != self.seq_len:
+            raise ShardError(
+                f"tensor must be whole, with seq_len={self.seq_len} tokens in dim {at.seq}, got shape "
+                f"{tuple(tensor.shape)}; another length is another session: cp.with_mask(mask, seq_len=...)"
+            )
+        return at
 
-    def _check_length(self, tensor: Tensor, dim: int, length: int, what: str) -> None:
-        if tensor.shape[dim] != length:
-            raise ShardError(f"tensor must have {length} tokens in dim {dim} ({what}), got shape {tuple(tensor.shape)}")
+    def _in_shard(self, tensor: Tensor, dim: int, batch_dim: int, rows: int) -> Dims:
+        at = self._dims(tensor, dim, batch_dim, rows)
+        self.check_mark(tensor)
+        if tensor.shape[at.seq] != self.tokens:
+            whole = "; this one is whole, and was never sharded" if tensor.shape[at.seq] == self.seq_len else ""
+            raise ShardError(
+                f"tensor must be a shard, with this rank's {self.tokens} of {self.seq_len} tokens in dim {at.seq}, got "
+                f"shape {tuple(tensor.shape)}{whole}"
+            )
+        return at
+
+    def check_mark(self, tensor: Tensor) -> None:
+        """Refuse a tensor that comes straight from the sharding of another sequence, layout or rank."""
+        mark = mark_of(tensor)
+        if mark is not None and mark != self.mark:
+            raise ShardError(
+                f"tensor is rank {mark.rank}'s part of {mark.seq_len} tokens in {mark.layout!r}; here it would be rank "
+                f"{self.mark.rank}'s of {self.seq_len} in {self.layout!r}: use one ContextParallel for a whole batch"
+            )
 
     def _dims(self, tensor: Tensor, dim: int, batch_dim: int, rows: int) -> Dims:
         """Where the sequence and, if it matters, the batch rows are."""
         if not isinstance(tensor, Tensor):
             raise ShardError(f"tensor must be a tensor, or dicts and lists of them, got {type(tensor).__name__}")
+        if hasattr(tensor, "to_local"):  # to import its type takes a second
+            raise ShardError("tensor must be a plain tensor, got a DTensor; pass its to_local()")
+        if tensor.layout != torch.strided:
+            raise ShardError(f"tensor must be dense, got one of layout {str(tensor.layout).removeprefix('torch.')}")
         if tensor.device != self.transport.device:
             raise ShardError(f"tensor must be on {self.transport.device}, where the group is, got {tensor.device}")
         seq = _dim("dim", dim, tensor)
@@ -149,158 +221,111 @@ class Sharding:
             return Dims(seq, None)
         batch = _dim("batch_dim", batch_dim, tensor)
         if seq == batch:
-            raise ShardError(f"dim and batch_dim must differ where batch rows lie differently, got {seq} for both")
+            raise ShardError(f"dim and batch_dim must differ where batch rows do, got {seq} for both")
         if tensor.shape[batch] != rows:
             raise ShardError(f"tensor must have {rows} batch rows in dim {batch}, got shape {tuple(tensor.shape)}")
         return Dims(seq, batch)
 
 
 class Dims(NamedTuple):
-    """The dims of a tensor that matter: the sequence, and the batch rows where those lie differently."""
+    """The dims of a tensor that matter: the sequence, and the batch rows where those lie or move differently."""
 
     seq: int
     batch: int | None
 
     def take(self, tensor: Tensor, positions: Tensor) -> Tensor:
         """Some positions along the sequence: (rows, S), a row of them for each batch row, or one for all."""
-        positions = positions.to(tensor.device)
         if self.batch is None:
             return tensor.index_select(self.seq, positions[0])
-        shape = [1] * tensor.dim()
-        shape[self.batch], shape[self.seq] = positions.shape
-        index = positions if self.batch < self.seq else positions.T
-        return torch.take_along_dim(tensor, index.reshape(shape), self.seq)
+        rows, length = len(positions), tensor.shape[self.seq]
+        through = positions + length * torch.arange(rows, device=positions.device).unsqueeze(1)
+        return self.innermost(self.outermost(tensor).index_select(0, through.flatten()), rows)
+
+    def outermost(self, tensor: Tensor) -> Tensor:
+        """Tokens first: (S, ...), or (rows * S, ...) where rows differ."""
+        if self.batch is None:
+            return tensor.movedim(self.seq, 0)
+        return tensor.movedim((self.batch, self.seq), (0, 1)).flatten(0, 1)
+
+    def innermost(self, tokens: Tensor, rows: int) -> Tensor:
+        """Tokens back where they belong; contiguous, so that it can be viewed as the caller likes."""
+        if self.batch is None:
+            return tokens.movedim(0, self.seq).contiguous()
+        return tokens.unflatten(0, (rows, len(tokens) // rows)).movedim((0, 1), (self.batch, self.seq)).contiguous()
+
+
+class Told(NamedTuple):
+    """What others must know of a tensor: where its dims are, and all of its shape but the sequence."""
+
+    seq: int
+    batch: int | None
+    dtype: str
+    shape: list[int]
+
+
+def _told(tensor: Tensor, at: Dims) -> Told:
+    shape = [size for dim, size in enumerate(tensor.shape) if dim != at.seq]
+    return Told(*at, str(tensor.dtype).removeprefix("torch."), shape)
+
+
+def _described(tensor: Tensor, at: Dims) -> str:
+    """A tensor by what all ranks' must have in common."""
+    told = _told(tensor, at)
+    rows = "" if at.batch is None else f", batch rows in dim {at.batch}"
+    return f"{told.dtype} {told.shape} along dim {at.seq}{rows}"
+
+
+def _equal_counts(layout: Layout, seq_len: int) -> list[int]:
+    """How many tokens every rank holds of each batch row, if all rows of a rank have as many."""
+    counts = [layout.tokens(seq_len, row) for row in range(layout.rows)]
+    for rank, tokens in enumerate(zip(*counts, strict=True)):
+        if len(set(tokens)) > 1:
+            raise ShardError(
+                f"layout gives rank {rank} {list(tokens)} tokens of the batch rows; the rows of one tensor need equal "
+                "counts: use Balanced(mask, ranks=..., per_row=True)"
+            )
+    return counts[0]
 
 
 def _dim(name: str, dim: int, tensor: Tensor) -> int:
-    if not isinstance(dim, int) or not -tensor.dim() <= dim < tensor.dim():
+    if not isinstance(dim, int) or isinstance(dim, bool) or not -tensor.dim() <= dim < tensor.dim():
         raise ShardError(f"{name} must be one of the tensor's {tensor.dim()} dims, got {dim!r}")
     return dim % tensor.dim()
 
 
-@functools.lru_cache(maxsize=256)
-def _positions(layout: Layout, seq_len: int, rank: int) -> Tensor:
-    rows = [layout.runs(seq_len, rank, row) for row in range(layout.rows)]
-    if len({tokens_in(runs) for runs in rows}) > 1:
-        raise ShardError(
-            f"layout gives rank {rank} {[tokens_in(runs) for runs in rows]} tokens of the batch rows; the rows of one "
-            "tensor need equal counts: use Balanced(mask, ranks=..., per_row=True)"
-        )
-    return torch.stack([torch.cat([torch.arange(*run) for run in runs] or [torch.arange(0)]) for runs in rows])
+def check_fill(fill: complex, dtype: torch.dtype) -> None:
+    """Refuse a number that would become another one: -100 has no place among bytes, nor 0.5 among whole numbers."""
+    try:
+        kept = torch.full((), fill, dtype=dtype, device="cpu").item()
+        rounds = dtype.is_floating_point or dtype.is_complex
+        if kept == fill or (rounds and math.isfinite(abs(kept)) == math.isfinite(abs(fill))):
+            return
+    except (TypeError, ValueError, RuntimeError):
+        pass  # not even such a number
+    raise ShardError(f"fill must be a number that {str(dtype).removeprefix('torch.')} has, got {fill!r}")
 
 
-# ---- marks -------------------------------------------------------------------------------------------------------
+COMMON = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
+COMMON |= {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128}
+"""What torch can index everywhere."""
+
+SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By size in bytes."""
 
 
-def marked(tensor: Tensor, sharding: Sharding) -> Tensor:
-    """The tensor, remembering how it was sharded. What is computed from it does not remember."""
-    tensor.sharding = sharding  # type: ignore[attr-defined]  # torch keeps attributes of tensors
-    return tensor
+def _plain(tensor: Tensor) -> Tensor:
+    """The numbers themselves, as a dtype that torch can index and send; they are only moved.
 
-
-def mark_of(tensor: Tensor) -> Sharding | None:
-    """How a tensor was sharded, if it comes straight from `shard` or `shift`."""
-    return getattr(tensor, "sharding", None)
-
-
-# ---- moves ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Moves:
-    """Which tokens of this rank's shard go to each rank, and where those that come from each go.
-
-    `rows` is 1 if all batch rows move alike; else tokens are counted through all rows. Between two ranks, they are in
-    the order of the receiver's shard.
+    A lazily conjugated or negated tensor is no such numbers yet, and of rare dtypes the bits are as good.
     """
-
-    rows: int
-    sends: tuple[Tensor, ...]
-    receives: tuple[Tensor, ...]
-
-    @property
-    def tokens_received(self) -> int:
-        """What arrives from other ranks, and stays if it comes from this one."""
-        return sum(map(len, self.receives))
+    tensor = tensor.resolve_conj().resolve_neg()
+    if tensor.dtype in COMMON:
+        return tensor
+    if tensor.requires_grad and torch.is_grad_enabled():
+        raise ShardError(f"{str(tensor.dtype).removeprefix('torch.')} has no gradient here; detach it, or widen it")
+    return tensor.view(SIGNED[tensor.dtype.itemsize])
 
 
-def shifted(sharding: Sharding, by: int, documents: Tensor | None) -> Moves:
-    """The moves that bring position p what is at p - by, if both are in the sequence and in one document.
-
-    `documents` (rows, S) names the document of every position, or is None.
-    """
-    layout, length, here = sharding.layout, sharding.seq_len, sharding.transport.rank
-    rows = max(layout.rows, 1 if documents is None else len(documents))
-    everyone = [_positions(layout, length, rank).expand(rows, -1) for rank in range(layout.ranks)]
-    owner, place = torch.empty(2, rows, length, dtype=torch.int64).unbind()
-    for rank, own in enumerate(everyone):
-        owner.scatter_(1, own, torch.full_like(own, rank))
-        place.scatter_(1, own, torch.arange(own.numel()).view_as(own))
-
-    def wanted(rank: int) -> tuple[Tensor, Tensor, Tensor]:
-        """For every token of a rank's shard that comes from anywhere: its owner, its place there, its place here."""
-        own = everyone[rank]
-        source = own - by
-        inside = (source >= 0) & (source < length)
-        source = source.clamp(0, length - 1)
-        if documents is not None:
-            names = documents.expand(rows, -1)
-            inside &= names.gather(1, source) == names.gather(1, own)
-        to = torch.arange(own.numel()).view_as(own)[inside]
-        return owner.gather(1, source)[inside], place.gather(1, source)[inside], to
-
-    sends = tuple(there[source == here] for source, there, _ in map(wanted, range(layout.ranks)))
-    source, _, to = wanted(here)
-    return Moves(rows, sends, tuple(to[source == rank] for rank in range(layout.ranks)))
-
-
-class _Moved(torch.autograd.Function):
-    """Rows sent to where they are wanted, and gradients back the same way. See [Note: gradients]."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, transport: Transport, moves: Moves, fill: float) -> Tensor:
-        ctx.transport, ctx.moves = transport, moves
-        out = torch.full_like(tensor, fill)
-        _send(tensor, transport, moves.sends, moves.receives, lambda rows, part: out.index_copy_(0, rows, part))
-        return out
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        back = torch.zeros_like(grad)
-        moves: Moves = ctx.moves
-        _send(grad, ctx.transport, moves.receives, moves.sends, lambda rows, part: back.index_add_(0, rows, part))
-        return back, None, None, None
-
-
-def _send(
-    tensor: Tensor,
-    transport: Transport,
-    sends: Sequence[Tensor],
-    receives: Sequence[Tensor],
-    land: Callable[[Tensor, Tensor], object],
-) -> None:
-    leaving = [(rank, tensor.index_select(0, rows.to(tensor.device))) for rank, rows in enumerate(sends)]
-    arriving = [(rank, tensor.new_empty(len(rows), *tensor.shape[1:])) for rank, rows in enumerate(receives)]
-    transport.exchange(leaving, arriving, "shifted tokens").wait()
-    for (_, part), rows in zip(arriving, receives, strict=True):
-        land(rows.to(tensor.device), part)
-
-
-class _Gathered(torch.autograd.Function):
-    """Everybody's rows, one rank after another; gradients are summed at their owner. See [Note: gradients]."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, transport: Transport, sizes: list[int]) -> Tensor:
-        ctx.transport, ctx.sizes = transport, sizes
-        whole = tensor.new_empty(sum(sizes), *tensor.shape[1:])
-        transport.gather(tensor, whole.split(sizes), "shards").wait()
-        return whole
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        parts = grad.contiguous().split(ctx.sizes)
-        own = torch.empty_like(parts[ctx.transport.rank])
-        ctx.transport.reduce_scatter(parts, own, "gradients of shards").wait()
-        return own, None, None
+def _as(dtype: torch.dtype, tensor: Tensor) -> Tensor:
+    """The way back from `_plain`."""
+    return tensor if tensor.dtype == dtype else tensor.view(dtype)

@@ -1,0 +1,20 @@
+"""The KV cache in pages: keys and values of generated sequences, shared where they agree, spread where they must.
+
+    allocator.py   which pages belong to which sequence: ints, and nothing else
+    prefix.py      pages found by what is in them
+    step_plan.py   one step of many sequences, described to the device in one copy
+    pool.py        the pages of every layer; `write` and `attend`
+    kernels/       attention over pages: `decode` and `flex` for CUDA, `gather`, `reference`
+    sharded.py     pages over ranks, and what context parallelism hands over to them
+
+Below these: reading.py (what kernels are told), scoring.py (masks and score_mods), quantised.py, after_prefix.py.
+"""
+
+from attnspan.paged.after_prefix import AfterPrefix
+from attnspan.paged.allocator import PageAllocator
+from attnspan.paged.pool import Layer, PagePool
+from attnspan.paged.prefix import PrefixCache
+from attnspan.paged.sharded import ShardedPages
+from attnspan.paged.step_plan import StepPlan
+
+__all__ = ["AfterPrefix", "Layer", "PageAllocator", "PagePool", "PrefixCache", "ShardedPages", "StepPlan"]

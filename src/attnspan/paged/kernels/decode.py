@@ -1,0 +1,288 @@
+"""Attention that walks the block table itself: one Triton kernel that reads every key once, and one that joins splits.
+
+Decoding is a matter of reading keys fast. A program takes one key head of one row and a part (a split) of its keys; the
+query heads of that key head, and several queries if the row has them, are the rows of one small matrix, so each key
+is read once for all of them::
+
+    program (key head, split, row)      for pages of its part: scores, running maximum, weights, sum
+    program (query, head)               joins the splits by lse, if there are several
+
+Programs of neighbouring key heads run at the same time, and heads of one token lie side by side in a page: together
+they read whole lines of memory. There are as many splits as keep the device busy, so one sequence of 128k keys is
+read as fast as many short ones.
+
+[Note: capture] Which keys a program reads is decided by numbers on the device. A captured graph therefore serves later
+steps, of other lengths, with the splits it was captured with; they are chosen for the longest sequence that the
+plan allows.
+
+[Note: slots that are nobody's] A key past a row's end is not loaded: its score is -inf and its value 0, whatever is in
+its slot.
+
+Knows causal masks and windows; masks and score_mods are for other kernels. Half precision is summed in float32;
+float32 is multiplied as it is, without the tensor cores' shorter form.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnspan.paged.quantised import Quantised
+from attnspan.paged.reading import Pages, Reading
+from attnspan.paged.scoring import Scoring
+
+name = "decode"
+
+FEW = 16
+"""Up to so many new tokens in some row, `auto` takes this kernel; prompts alone are faster gathered."""
+
+MOST_ROWS = 64
+"""Queries x heads of a group that one program holds at most."""
+
+FEWEST_KEYS = 256
+"""A split shorter than this costs more to join than it saves."""
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class Tuning(NamedTuple):
+    """How a program goes about its part: keys in a block, loads in flight, warps, and programs per multiprocessor.
+
+    Measured on an H200, head dim 128, bf16 (docs/log.md).
+    """
+
+    block: int = 64
+    stages: int = 4
+    warps: int = 4
+    waves: int = 24
+
+
+def supports(spec: Scoring, reading: Reading, q: Tensor, keys: Pages, values: Pages) -> str | None:
+    """Causal and windowed attention in float32 or half precision, on CUDA."""
+    if q.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        return f"decode runs on cuda, got tensors on {q.device.type}"
+    if not has_triton():
+        return "decode needs triton, which is not installed"
+    if spec.program:
+        return f"decode knows causal masks and windows, and runs no {spec.program}"
+    if q.dtype not in DTYPES:
+        return f"decode needs bfloat16, float16 or float32, got {q.dtype}"
+    if isinstance(keys, Quantised):
+        return f"decode reads keys as they were written, got {keys.dtype} codes"
+    if max(keys.shape[3], values.shape[3]) > 256:
+        return f"decode needs head dims up to 256, got {keys.shape[3]} and {values.shape[3]}"
+    if q.shape[1] // keys.shape[2] > MOST_ROWS:
+        return f"decode needs at most {MOST_ROWS} query heads for a key head, got {q.shape[1] // keys.shape[2]}"
+    return None
+
+
+def forward(
+    spec: Scoring, reading: Reading, q: Tensor, keys: Pages, values: Pages, tuning: Tuning | None = None
+) -> tuple[Tensor, Tensor]:
+    """out (T, H, Dv) in q's dtype, or float32 where it is merged, and lse (T, H) in float32."""
+    assert isinstance(keys, Tensor), "others are refused"
+    assert isinstance(values, Tensor), "others are refused"
+    tokens, heads, dim = q.shape
+    dtype = torch.float32 if reading.merged else q.dtype
+    out, lse = q.new_empty(tokens, heads, values.shape[3], dtype=dtype), q.new_empty(tokens, heads, dtype=torch.float32)
+    if not tokens:
+        return out, lse
+    tuning = tuning or _tuning(keys, values.shape[3], reading.page_size)
+    group = heads // keys.shape[2]
+    most = max(reading.queries)
+    rows = min(MOST_ROWS, max(16, _power(group * most)))
+    per_tile = rows // group
+    tiles = -(-most // per_tile)
+    splits = _splits(reading, keys.shape[2] * len(reading.queries) * tiles, q.device, tuning)
+    part_out, part_lse = out, lse
+    if splits > 1:
+        part_out = q.new_empty(splits, *out.shape, dtype=torch.float32)
+        part_lse = q.new_empty(splits, *lse.shape, dtype=torch.float32)
+    spread = reading.spread
+    grid = (keys.shape[2], splits, len(reading.queries) * tiles)
+    walk, join = _compiled()
+    last_dense = [x if x.stride(-1) == 1 else x.contiguous() for x in (q, keys, values)]
+    q, keys, values = last_dense
+    with _on(q.device):
+        walk[grid](
+            part_out, part_lse, q, keys, values, reading.tables, reading.begins, reading.ends, reading.offsets,
+            reading.positions, spec.scale * 1.4426950408889634, reading.tables.stride(0),
+            q.stride(0), q.stride(1), *keys.stride()[:3], *values.stride()[:3],
+            tokens, heads, tiles, splits, spec.window or 0, spread.interleave, spread.rank,
+            size=reading.page_size, group=group, dim=dim, value_dim=values.shape[3],
+            block_d=max(16, _power(dim)), block_v=max(16, _power(values.shape[3])), block_m=rows, block_n=tuning.block,
+            per_tile=per_tile, causal=spec.causal, windowed=spec.window is not None, ranks=spread.ranks,
+            num_warps=tuning.warps, num_stages=tuning.stages,
+        )  # fmt: skip
+        if splits > 1:
+            join[tokens, heads](
+                out, lse, part_out, part_lse, tokens, heads, splits, value_dim=values.shape[3],
+                block_v=_power(values.shape[3]), block_s=_power(splits), num_warps=4,
+            )  # fmt: skip
+    return out, lse
+
+
+def _tuning(keys: Tensor, value_dim: int, page_size: int) -> Tuning:
+    row = (keys.shape[3] + value_dim) * keys.element_size()
+    if row > 512:  # keys and values in flight must fit beside the queries
+        return Tuning(block=32, stages=max(2, min(4, (1 << 17) // (32 * row))))
+    return Tuning(block=128, stages=2, waves=8) if page_size % 128 == 0 else Tuning()
+
+
+def _splits(reading: Reading, programs: int, device: torch.device, tuning: Tuning) -> int:
+    """See [Note: capture]."""
+    if device.type != "cuda":
+        return min(3, max(1, max(end for _, end in reading.spans) // 8))  # the interpreter: enough to have some
+    longest = max(end - begin for begin, end in reading.spans)
+    if torch.cuda.is_current_stream_capturing():
+        longest = reading.tables.shape[1] * reading.page_size
+    wanted = -(-_multiprocessors(device) * tuning.waves // programs)
+    return max(1, min(wanted, -(-longest // FEWEST_KEYS), 128))
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _on(device: torch.device) -> Any:
+    return torch.cuda.device(device) if device.type == "cuda" else torch.no_grad()
+
+
+def _power(n: int) -> int:
+    """The power of two that holds n."""
+    return 1 << (n - 1).bit_length()
+
+
+@cache
+def has_triton() -> bool:
+    """Whether Triton is installed."""
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+tl: Any = None  # triton.language: Triton looks names up among the globals of what it compiles, so it must be one
+
+
+@cache
+def _compiled() -> tuple[Any, Any]:
+    """The two kernels."""
+    global tl
+    import triton
+    import triton.language as tl
+
+    # fmt: off
+    @triton.jit
+    def walk(
+        out, lse, q, keys, values, tables, begins, ends, offsets, positions, scale, width,
+        q_t, q_h, k_p, k_s, k_h, v_p, v_s, v_h, tokens, heads, tiles, splits, window, interleave, rank,
+        size: tl.constexpr, group: tl.constexpr, dim: tl.constexpr, value_dim: tl.constexpr, block_d: tl.constexpr,
+        block_v: tl.constexpr, block_m: tl.constexpr, block_n: tl.constexpr, per_tile: tl.constexpr,
+        causal: tl.constexpr, windowed: tl.constexpr, ranks: tl.constexpr,
+    ):
+        head = tl.program_id(0).to(tl.int64)
+        split = tl.program_id(1)
+        row = tl.program_id(2) // tiles
+        tile = tl.program_id(2) % tiles
+        first = tl.load(offsets + row)
+        count = tl.load(offsets + row + 1) - first
+        if tile * per_tile >= count:
+            return
+        m = tl.arange(0, block_m)
+        query = tile * per_tile + m // group
+        real = (m < per_tile * group) & (query < count)
+        token = (first + query).to(tl.int64)
+        at = tl.load(positions + token, mask=real, other=0)
+        qh = head * group + m % group
+        d = tl.arange(0, block_d)
+        dv = tl.arange(0, block_v)
+        rows = tl.load(q + token[:, None] * q_t + qh[:, None] * q_h + d[None, :],
+                       mask=real[:, None] & (d < dim)[None, :], other=0.0)
+
+        begin = tl.load(begins + row)
+        end = tl.load(ends + row)
+        if ranks == 1:
+            if causal:
+                end = tl.minimum(end, tl.max(tl.where(real, at, -1)) + 1)
+            if windowed:
+                begin = tl.maximum(begin, tl.min(tl.where(real, at, 2147483647)) - window + 1)
+        low = begin // block_n * block_n
+        blocks = tl.cdiv(tl.maximum(end - low, 0), block_n)
+        per_split = tl.cdiv(blocks, splits)
+        low += split * per_split * block_n
+        high = tl.minimum(end, low + per_split * block_n)
+
+        best = tl.full([block_m], float("-inf"), tl.float32)
+        total = tl.zeros([block_m], tl.float32)
+        summed = tl.zeros([block_m, block_v], tl.float32)
+        table = tables + row.to(tl.int64) * width
+        step = tl.arange(0, block_n)
+        for start in range(low, high, block_n):
+            key = start + step
+            mine = (key >= begin) & (key < end)
+            if size % block_n == 0:
+                page = tl.load(table + start // size).to(tl.int64)
+                slot = start % size + step
+            else:
+                page = tl.load(table + key // size, mask=mine, other=0).to(tl.int64)
+                slot = key % size
+            k = tl.load(keys + (page * k_p + slot * k_s)[:, None] + head * k_h + d[None, :],
+                        mask=mine[:, None] & (d < dim)[None, :], other=0.0)
+            scores = tl.dot(rows, tl.trans(k), input_precision="ieee") * scale
+            seen = mine[None, :]
+            if causal or windowed:
+                if ranks == 1:
+                    place = key
+                else:
+                    run = key // interleave
+                    place = (run * ranks + rank) * interleave + key - run * interleave
+                if causal:
+                    seen = seen & (place[None, :] <= at[:, None])
+                if windowed:
+                    seen = seen & (place[None, :] > at[:, None] - window)
+            scores = tl.where(seen, scores, float("-inf"))
+            higher = tl.maximum(best, tl.max(scores, 1))
+            base = tl.where(higher == float("-inf"), 0.0, higher)
+            weights = tl.exp2(scores - base[:, None])
+            keep = tl.exp2(best - base)
+            v = tl.load(values + (page * v_p + slot * v_s)[:, None] + head * v_h + dv[None, :],
+                        mask=mine[:, None] & (dv < value_dim)[None, :], other=0.0)
+            summed = summed * keep[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+            total = total * keep + tl.sum(weights, 1)
+            best = higher
+
+        whole = tl.where(total == 0.0, 1.0, total)
+        place = (split.to(tl.int64) * tokens + token) * heads + qh
+        tl.store(out + place[:, None] * value_dim + dv[None, :], (summed / whole[:, None]).to(out.dtype.element_ty),
+                 mask=real[:, None] & (dv < value_dim)[None, :])
+        found = tl.where(total == 0.0, float("-inf"), (best + tl.log2(whole)) * 0.6931471805599453)
+        tl.store(lse + place, found, mask=real)
+
+    @triton.jit
+    def join(out, lse, part_out, part_lse, tokens, heads, splits,
+             value_dim: tl.constexpr, block_v: tl.constexpr, block_s: tl.constexpr):
+        place = tl.program_id(0).to(tl.int64) * heads + tl.program_id(1)
+        many = tl.full([], 1, tl.int64) * tokens * heads  # tokens may be a constant, which has no dtype
+        s = tl.arange(0, block_s)
+        dv = tl.arange(0, block_v)
+        parts = tl.load(part_lse + s * many + place, mask=s < splits, other=float("-inf"))
+        best = tl.max(parts, 0)
+        base = tl.where(best == float("-inf"), 0.0, best)
+        weights = tl.exp(parts - base)
+        total = tl.sum(weights, 0)
+        whole = tl.where(total == 0.0, 1.0, total)
+        each = tl.load(part_out + (s * many + place)[:, None] * value_dim + dv[None, :],
+                       mask=(s < splits)[:, None] & (dv < value_dim)[None, :], other=0.0)
+        joined = tl.sum(each * (weights / whole)[:, None], 0)
+        tl.store(out + place * value_dim + dv, joined.to(out.dtype.element_ty), mask=dv < value_dim)
+        tl.store(lse + place, tl.where(total == 0.0, float("-inf"), base + tl.log(whole)))
+    # fmt: on
+
+    return walk, join

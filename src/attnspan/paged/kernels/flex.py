@@ -1,0 +1,237 @@
+"""FlexAttention over pages: any mask and score_mod, compiled, straight from the block table.
+
+All pages of all sequences are one long key axis, and a page is a block of it. A BlockMask then is hardly more than the
+block table: for each row the numbers of its pages, those that every query sees whole as full blocks, the others (the
+last one, and where a window or a mask bites) as blocks in which every pair is asked::
+
+    row 0, 40 keys in pages of 16:     full  [7, 3]      asked  [9]       where position < 40
+
+Inside, a key's place on the long axis is turned into its position by one table of ints, page -> index in its sequence.
+One table is enough: sequences that share a page share all before it, so a page has the same index in all of them.
+Nothing backward is built, and nothing as long as the pool.
+
+[Note: clean tails] FlexAttention multiplies every value of a block with a weight, and a weight of 0 does not undo a
+NaN. The slots behind a row's last key are nobody's (a row that has new tokens shares its last page with no one), so
+they are set to 0 before.
+
+[Note: rows of one size] Rows with the same number of new tokens are one call. Shapes are those of the plan, not of the
+sequences, so that growing does not compile anew.
+
+[Note: what is compiled] torch gives up on code that it compiled too often, so every mask and score_mod has a code
+object of its own, told apart by its own code: functions that differ only in the tensors they capture share it.
+
+For CUDA: torch's lowering for CPUs wants lists as wide as the pool and gives no lse, and there `gather` is faster.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable
+from threading import RLock
+from types import FunctionType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnspan.paged.quantised import Quantised
+from attnspan.paged.reading import Pages, Reading
+from attnspan.paged.scoring import Scoring
+
+name = "flex"
+
+QUERY_BLOCK = 128
+_NUMBERS = itertools.count()
+_ONE_AT_A_TIME = RLock()  # compiling is not for two threads at once, and virtual ranks are threads
+
+
+def supports(spec: Scoring, reading: Reading, q: Tensor, keys: Pages, values: Pages) -> str | None:
+    """Everything on one rank, for pages that can be blocks."""
+    if q.device.type != "cuda":
+        return f"flex runs on cuda, got tensors on {q.device.type}"
+    if isinstance(keys, Quantised):
+        return f"flex reads keys as they were written, got {keys.dtype} codes"
+    size = reading.page_size
+    if size % 128:
+        return f"flex needs pages of 128 slots or a multiple, which its kernels read at once, got page_size {size}"
+    if q.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"flex needs float32, bfloat16 or float16, got {q.dtype}"
+    if min(q.shape[2], values.shape[3]) < 16:
+        return f"flex needs head dims of at least 16, got {q.shape[2]} and {values.shape[3]}"
+    if reading.spread.ranks > 1:
+        return f"flex reads pages of one rank, got {reading.spread.ranks} ranks"
+    if q.is_cuda and torch.cuda.is_current_stream_capturing():
+        return "flex makes its lists once a step, which a CUDA graph would repeat for ever"
+    return None
+
+
+def forward(spec: Scoring, reading: Reading, q: Tensor, keys: Pages, values: Pages) -> tuple[Tensor, Tensor]:
+    """out (T, H, Dv) in q's dtype and lse (T, H) in float32."""
+    assert isinstance(keys, Tensor), "others are refused"
+    assert isinstance(values, Tensor), "others are refused"
+    out = q.new_zeros(*q.shape[:2], values.shape[3])
+    lse = q.new_full(q.shape[:2], -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32))
+    _clean_tails(reading, keys, values)
+    for count in sorted(set(reading.queries) - {0}):
+        rows = reading.once(("rows", count), lambda count=count: _rows(reading, count))  # type: ignore[misc]
+        lists = _lists(spec, reading, rows)
+        found, found_lse = _call(spec, reading, rows, lists, q[rows.tokens], keys, values)
+        out[rows.tokens], lse[rows.tokens] = found.transpose(1, 2), found_lse.transpose(1, 2)
+    return out, lse
+
+
+class Rows(NamedTuple):
+    """Rows with the same number n of new tokens: their numbers (g,), and their tokens (g, n)."""
+
+    numbers: Tensor
+    tokens: Tensor
+
+
+class Lists(NamedTuple):
+    """Numbers and pages of asked and of full blocks, (g,) and (g, W)."""
+
+    asked: Tensor
+    asked_pages: Tensor
+    full: Tensor
+    full_pages: Tensor
+
+
+def _rows(reading: Reading, count: int) -> Rows:
+    numbers = [row for row, queries in enumerate(reading.queries) if queries == count]
+    chosen = torch.tensor(numbers, dtype=torch.int64).to(reading.tables.device, non_blocking=True)
+    first = reading.offsets.index_select(0, chosen).long()
+    return Rows(chosen, first.unsqueeze(1) + torch.arange(count, device=first.device))
+
+
+def _lists(spec: Scoring, reading: Reading, rows: Rows) -> Lists:
+    """The block lists of some rows, the same for every layer that is alike."""
+    key = ("lists", rows.tokens.shape[1], spec.causal, spec.window, spec.mask_mod is None)
+    return reading.once(key, lambda: _listed(spec, reading, rows))
+
+
+def _listed(spec: Scoring, reading: Reading, rows: Rows) -> Lists:
+    size = reading.page_size
+    tables, begin, end = (x.index_select(0, rows.numbers) for x in (reading.tables, reading.begins, reading.ends))
+    at = reading.positions[rows.tokens]
+    first, last = at[:, 0], at[:, -1]
+    low, high = begin // size, (end + size - 1) // size
+    whole = end // size  # pages up to here hold nothing but keys of the row
+    if spec.causal:
+        high, whole = torch.minimum(high, last // size + 1), torch.minimum(whole, (first + 1) // size)
+    if spec.window is not None:
+        low = torch.maximum(low, (first - spec.window + 1).clamp(min=0) // size)
+    if spec.window is not None or spec.mask_mod is not None:
+        whole = low
+    whole = torch.maximum(whole, low)
+    column = torch.arange(tables.shape[1], device=tables.device)
+
+    def pages_from(start: Tensor) -> Tensor:
+        return tables.gather(1, (start.unsqueeze(1) + column).clamp(max=tables.shape[1] - 1))
+
+    return Lists((high - whole).clamp(min=0).int(), pages_from(whole), (whole - low).int(), pages_from(low))
+
+
+def _index_of_pages(reading: Reading, pages: int) -> Tensor:
+    """page -> its index in the sequences that have it, (pages,) int32. What is beyond a row's pages goes to page 0."""
+    tables = reading.tables
+    column = torch.arange(tables.shape[1], dtype=torch.int32, device=tables.device).expand_as(tables)
+    has = column * reading.page_size < reading.ends.unsqueeze(1)
+    index = torch.empty(pages, dtype=torch.int32, device=tables.device)
+    index.index_put_((torch.where(has, tables, 0).long(),), column)
+    return index
+
+
+def _clean_tails(reading: Reading, keys: Tensor, values: Tensor) -> None:
+    """See [Note: clean tails]. Rows without new tokens are left alone: their last page may be another's too."""
+    size = reading.page_size
+
+    def tails() -> Tensor:
+        ends = reading.ends
+        page = reading.tables.gather(1, ((ends - 1).clamp(min=0) // size).long().unsqueeze(1))
+        slot = torch.arange(size, device=ends.device)
+        new = reading.offsets[1:] > reading.offsets[:-1]
+        behind = (slot >= ((ends - 1) % size + 1).unsqueeze(1)) & (new & (ends > 0)).unsqueeze(1)
+        return torch.where(behind, page.long() * size + slot, 0).flatten()  # the null page takes the rest
+
+    slots = reading.once("tails", tails)
+    for pages in (keys, values):
+        pages.flatten(0, 1).index_fill_(0, slots, 0.0)
+
+
+def _call(
+    spec: Scoring, reading: Reading, rows: Rows, lists: Lists, q: Tensor, keys: Tensor, values: Tensor
+) -> tuple[Tensor, Tensor]:
+    from torch.nn.attention.flex_attention import BlockMask
+
+    g, n = rows.tokens.shape
+    blocks = -(-n // QUERY_BLOCK)
+    index = reading.once("index", lambda: _index_of_pages(reading, keys.shape[0]))
+    at, ends = reading.positions[rows.tokens], reading.ends.index_select(0, rows.numbers)
+    block_mask = BlockMask.from_kv_blocks(
+        lists.asked.view(g, 1, 1).expand(g, 1, blocks).contiguous(),
+        lists.asked_pages.view(g, 1, 1, -1).expand(g, 1, blocks, -1).contiguous(),
+        lists.full.view(g, 1, 1).expand(g, 1, blocks).contiguous(),
+        lists.full_pages.view(g, 1, 1, -1).expand(g, 1, blocks, -1).contiguous(),
+        (QUERY_BLOCK, reading.page_size),
+        _mask_mod(spec, index, at, ends, rows.numbers, reading.page_size),
+        seq_lengths=(n, keys.shape[0] * reading.page_size),
+        compute_q_blocks=False,
+    )
+    score_mod = _score_mod(spec, index, at, rows.numbers, reading.page_size) if spec.score_mod is not None else None
+    key_axis, value_axis = (pages.flatten(0, 1).transpose(0, 1).unsqueeze(0) for pages in (keys, values))
+    programs = (_code(spec.mask_mod), _code(spec.score_mod), spec.causal, spec.window)
+    with _ONE_AT_A_TIME, torch.no_grad(), torch._dynamo.config.patch(recompile_limit=64):
+        return _compiled(programs)(q.transpose(1, 2), key_axis, value_axis, score_mod, block_mask, spec.scale)
+
+
+def _mask_mod(
+    spec: Scoring, index: Tensor, at: Tensor, ends: Tensor, numbers: Tensor, size: int
+) -> Callable[..., Tensor]:
+    """The mask, asked of places on the long axis."""
+    causal, window, ask = spec.causal, spec.window, spec.mask_mod
+
+    def over_pages(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        position, query = index[kv_idx // size] * size + kv_idx % size, at[b, q_idx]
+        allowed = position < ends[b]
+        if causal:
+            allowed = allowed & (position <= query)
+        if window is not None:
+            allowed = allowed & (query - position < window)
+        if ask is not None:
+            allowed = allowed & ask(numbers[b], h, query, position)
+        return allowed
+
+    return over_pages
+
+
+def _score_mod(spec: Scoring, index: Tensor, at: Tensor, numbers: Tensor, size: int) -> Callable[..., Tensor]:
+    ask = spec.score_mod
+    assert ask is not None, "asked for"
+
+    def over_pages(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return ask(score, numbers[b], h, at[b, q_idx], index[kv_idx // size] * size + kv_idx % size)
+
+    return over_pages
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, score_mod: Any, block_mask: Any, scale: float) -> tuple[Tensor, Tensor]:
+    from torch.nn.attention.flex_attention import AuxRequest, flex_attention
+
+    out, aux = flex_attention(  # type: ignore[call-overload]
+        q, k, v, score_mod=score_mod, block_mask=block_mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1],
+        kernel_options={"FLOAT32_PRECISION": "'ieee'"}, return_aux=AuxRequest(lse=True),
+    )  # fmt: skip
+    return out, aux.lse
+
+
+@functools.lru_cache(maxsize=256)
+def _compiled(programs: tuple[object, ...]) -> Any:
+    """FlexAttention for one mask and score_mod. See [Note: what is compiled]."""
+    code = _attend.__code__.replace(co_name=f"over_pages_{next(_NUMBERS)}")
+    return torch.compile(FunctionType(code, _attend.__globals__), fullgraph=True)
+
+
+def _code(fn: object) -> object:
+    """What two functions share if they compute the same from what they capture."""
+    return getattr(fn, "__code__", type(fn))

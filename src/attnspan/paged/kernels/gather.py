@@ -1,0 +1,119 @@
+"""Attention over gathered pages: each row's keys are copied side by side, and a dense kernel does the rest.
+
+The copy costs as much as reading the keys twice more; prompts and chunks do not feel it, and on a CPU, where the
+dense kernels are far better than anything that walks pages, neither does decoding. Causal and windowed rows are one
+tile each for the kernels of `attnspan.kernels`. Masks and score_mods are asked pair by pair, in float32 and blocks of
+queries, with scores in memory.
+
+Knows where a row's keys end, so that what lies behind them is never read.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnspan.kernels import Spec, choose
+from attnspan.masks.tile import Tile
+from attnspan.paged.reading import Pages, Reading
+from attnspan.paged.scoring import Scoring
+
+name = "gather"
+
+MOST_SCORES = 1 << 22
+"""The most scores of one row that are in memory at once, where pairs are asked."""
+
+
+def supports(spec: Scoring, reading: Reading, q: Tensor, keys: Pages, values: Pages) -> str | None:
+    """Everything but the capture of a graph, in which a copy keeps the size that it had."""
+    if q.is_cuda and torch.cuda.is_current_stream_capturing():
+        return "gather copies as many pages as there are now, which a CUDA graph would repeat for ever"
+    return None
+
+
+def forward(spec: Scoring, reading: Reading, q: Tensor, keys: Pages, values: Pages) -> tuple[Tensor, Tensor]:
+    """out (T, H, Dv), in q's dtype or a wider one, and lse (T, H)."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    out = q.new_zeros(*q.shape[:2], values.shape[3], dtype=wide if reading.merged else q.dtype)
+    lse = q.new_full(q.shape[:2], -torch.inf, dtype=wide)
+    first = 0
+    for row, count in enumerate(reading.queries):
+        begin, end = spec.visible(reading, row)
+        if count and end > begin:
+            some = slice(first, first + count)
+            k, v = (reading.keys_of(pages, row, begin, end) for pages in (keys, values))
+            mine = q[some].to(k.dtype)  # what was stored in 8 bits comes in float32
+            tile = _tile(spec, reading, row, begin, end)
+            if tile is not None:
+                out[some], lse[some] = _by_tile(spec, mine, k, v, tile)
+            else:
+                _by_pairs(spec, reading, row, mine, k, v, begin, out[some], lse[some], reading.positions[some])
+        first += count
+    return out, lse
+
+
+def _tile(spec: Scoring, reading: Reading, row: int, begin: int, end: int) -> Tile | None:
+    """The pairs of a row as a band between diagonals, or None if they are none."""
+    if spec.program:
+        return None
+    n, start, last = reading.queries[row], reading.starts[row], reading.lasts[row]
+    # Where every key lies before every query, and within its window, no diagonal bites, wherever the keys are.
+    before = not spec.causal or reading.spread.position(end - 1) <= start
+    within = spec.window is None or last - reading.spread.position(begin) < spec.window
+    if not (before and within) and (reading.spread.ranks > 1 or not reading.in_order(row)):
+        return None
+    hi = end - begin - 1 if before else start - begin
+    lo = 1 - n if within else start - begin - spec.window + 1  # type: ignore[operator]  # not within: there is one
+    return Tile(range(n), range(end - begin), lo, min(hi, end - begin - 1))
+
+
+def _by_tile(spec: Scoring, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
+    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+    if len(tile.rows) == 1 and tile.kind == "full":
+        # One query: the heads of a group are its rows, so that every key is read once.
+        heads, grouped = q.shape[1], q.view(1, k.shape[1], -1, q.shape[3])
+        stacked = Tile(range(grouped.shape[2]), tile.cols, 1 - grouped.shape[2], len(tile.cols) - 1)
+        out, lse = _dense(spec, grouped, k, v, stacked)
+        return out.reshape(1, heads, -1), lse.reshape(1, heads)
+    out, lse = _dense(spec, q, k, v, tile)
+    return out[0].transpose(0, 1), lse[0].transpose(0, 1)
+
+
+def _dense(spec: Scoring, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
+    """One tile by the fastest kernel that knows no pages."""
+    asked = Spec(scale=spec.scale)
+    kernel: Any = choose("auto", asked, q, k, v, tile)
+    return kernel.forward(asked, q, k, v, tile)
+
+
+def _by_pairs(
+    spec: Scoring,
+    reading: Reading,
+    row: int,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    begin: int,
+    out: Tensor,
+    lse: Tensor,
+    at: Tensor,
+) -> None:
+    """The formulas in blocks of queries; out and lse are written in place."""
+    heads, (n, m) = q.shape[1], (q.shape[0], k.shape[0])
+    key_at = reading.key_positions(row, begin, begin + m)
+    q, k, v = (x.to(lse.dtype).transpose(0, 1) for x in (q, k, v))
+    block = max(1, MOST_SCORES // (heads * m))
+    for low in range(0, n, block):
+        some = slice(low, low + block)
+        grouped = q[:, some].unflatten(0, (k.shape[0], -1)).flatten(1, 2)  # (Hk, G n, D)
+        scores = (grouped @ k.mT * spec.scale).view(heads, -1, m)
+        scores = spec.scored(scores, row, at[some], key_at)
+        allowed = spec.allowed(reading, row, heads, at[some], key_at)
+        if allowed is not None:
+            scores = scores.masked_fill(~allowed, -torch.inf)
+        part = scores.logsumexp(-1)
+        weights = (scores - part.unsqueeze(-1)).exp().masked_fill(scores == -torch.inf, 0.0)
+        found = (weights.view(k.shape[0], -1, m) @ v).view(heads, -1, v.shape[2])
+        out[some], lse[some] = found.transpose(0, 1).to(out.dtype), part.transpose(0, 1)

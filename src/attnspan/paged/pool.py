@@ -1,0 +1,300 @@
+"""The pages themselves: keys and values of every layer, and attention over them.
+
+A layer's pages are two tensors that never move, (pages, page_size, key heads, dim), so that one token's keys of all
+heads lie side by side. Layers may differ in heads, dims, dtype and window; they share page numbers, so one block table
+serves all of them.
+
+[Note: windows] Pages that a windowed layer no longer sees can be released (`PageAllocator.release_window`) only if no
+layer of the pool sees further. Models that mix windowed and full layers keep two pools, each with an allocator of its
+own; a layer that would look behind what was released is refused.
+
+[Note: shared beginnings] Where a plan notes rows that begin with the same pages, those are read once: the queries of
+all these rows together over the shared keys, then each row over its own, joined by lse.
+
+Nothing here waits for the device, and nothing follows the size of the pool.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from attnspan.errors import MaskError, PageError, whole
+from attnspan.kernels import merge_into
+from attnspan.masks import Causal, Mask
+from attnspan.paged.after_prefix import AfterPrefix
+from attnspan.paged.allocator import PageAllocator
+from attnspan.paged.kernels import choose
+from attnspan.paged.quantised import Quantised, check_dtype, quantised
+from attnspan.paged.reading import Pages, Reading, tensors
+from attnspan.paged.scoring import ScoreFunction, Scoring, check_fits, scoring
+from attnspan.paged.step_plan import StepPlan
+
+CAUSAL = Causal()
+
+MOST_KEPT = 64
+"""How many masks a pool remembers the functions of."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One layer's keys and values. `window` counts a query's own position; None sees everything.
+
+    >>> Layer(kv_heads=8, head_dim=128, window=4096).value_dim
+    128
+    """
+
+    kv_heads: int
+    head_dim: int
+    value_dim: int = 0  # 0: as head_dim
+    window: int | None = None
+    dtype: torch.dtype | None = None  # None: the pool's
+    quantised: torch.dtype | None = None  # torch.int8 or torch.float8_e4m3fn: stored in 8 bits, see quantised.py
+
+    def __post_init__(self) -> None:
+        for name in ("kv_heads", "head_dim"):
+            object.__setattr__(self, name, whole(name, getattr(self, name), at_least=1, error=PageError))
+        object.__setattr__(self, "value_dim", whole("value_dim", self.value_dim, error=PageError) or self.head_dim)
+        if self.window is not None:
+            object.__setattr__(self, "window", whole("window", self.window, at_least=1, error=PageError))
+        check_dtype(self.quantised)
+
+
+class PagePool:
+    """Keys and values of `layers` in the pages of an allocator.
+
+    >>> allocator = PageAllocator(num_pages=8, page_size=4)
+    >>> pool = PagePool(allocator, [Layer(kv_heads=1, head_dim=2)])
+    >>> plan = StepPlan(pool, max_sequences=1, max_tokens=8, max_length=16)
+    >>> k = v = torch.ones(3, 1, 2)
+    >>> pool.write(0, k, v, plan.step([(allocator.add(), 3)]))
+    >>> pool.attend(0, torch.ones(3, 2, 2), plan)[2, 1].tolist()
+    [1.0, 1.0]
+    """
+
+    def __init__(
+        self,
+        allocator: PageAllocator,
+        layers: Sequence[Layer],
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        page_size: int | None = None,
+    ) -> None:
+        self.allocator = allocator
+        self.page_size = allocator.page_size if page_size is None else page_size  # of one rank: see sharded.py
+        self.layers = tuple(replace(layer, dtype=layer.dtype or dtype) for layer in layers)
+        if not self.layers:
+            raise PageError("layers must hold at least one Layer, got none")
+        self.device = torch.empty(0, device=device).device
+        pages = allocator.num_pages
+        self.keys = tuple(self._pages(layer, layer.head_dim, pages, self.device) for layer in self.layers)
+        self.values = tuple(self._pages(layer, layer.value_dim, pages, self.device) for layer in self.layers)
+        self._host: list[Tensor] = []
+        self._masks: OrderedDict[tuple[Mask, int | None], Scoring] = OrderedDict()
+
+    def _pages(self, layer: Layer, dim: int, pages: int, device: torch.device) -> Pages:
+        shape = (pages, self.page_size, layer.kv_heads, dim)
+        if layer.quantised is None:
+            return torch.zeros(shape, dtype=layer.dtype, device=device)
+        codes = torch.zeros(shape, dtype=torch.int8, device=device)
+        return Quantised(codes, torch.zeros(shape[:3], device=device), layer.quantised)
+
+    # ---- writing ---------------------------------------------------------------------------------------------------
+
+    def write(self, layer: int, key: Tensor, value: Tensor, plan: StepPlan) -> None:
+        """Put the new tokens' keys (tokens, key heads, dim) and values where the plan says."""
+        index, spec = self._layer(layer)
+        plan.check()
+        self._check_plan(plan)
+        for name, given, dim in (("key", key, spec.head_dim), ("value", value, spec.value_dim)):
+            self._check(name, given, (plan.tokens, spec.kv_heads, dim), spec.dtype)
+        self.put(index, key, value, plan.slots)
+
+    def put(self, layer: int, key: Tensor, value: Tensor, slots: Tensor) -> None:
+        """Write tokens to slots (tokens,) int64, unchecked; `write` knows the slots of a plan."""
+        for pages, given in ((self.keys[layer], key), (self.values[layer], value)):
+            if isinstance(pages, Quantised):
+                found = quantised(given, pages.dtype)
+                pages.codes.flatten(0, 1).index_copy_(0, slots, found.codes)
+                pages.scales.flatten(0, 1).index_copy_(0, slots, found.scales)
+            else:
+                pages.flatten(0, 1).index_copy_(0, slots, given)
+
+    def copy_pages(self, sources: Tensor, targets: Tensor) -> None:
+        """Copy whole pages of every layer; `StepPlan.step` does so for pages that are written to and shared."""
+        sources, targets = sources.long(), targets.long()
+        for pages in tensors(*self.keys, *self.values):
+            rows = pages.flatten(1)
+            rows.index_copy_(0, targets, rows.index_select(0, sources))
+
+    def swap_out(self, seq: int) -> None:
+        """Move a sequence to the host."""
+        moves = self.allocator.swap_out(seq)
+        here, there = self._indices(moves)
+        for pages, kept in zip(tensors(*self.keys, *self.values), self._on_host(), strict=True):
+            kept.index_copy_(0, there.cpu(), pages.index_select(0, here).cpu())
+
+    def swap_in(self, seq: int) -> None:
+        """Bring a sequence back."""
+        moves = self.allocator.swap_in(seq)
+        there, here = self._indices(moves)
+        for pages, kept in zip(tensors(*self.keys, *self.values), self._on_host(), strict=True):
+            pages.index_copy_(0, here, kept.index_select(0, there.cpu()).to(self.device))
+
+    def _indices(self, moves: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
+        sources, targets = torch.tensor(moves, dtype=torch.int64, device=self.device).view(-1, 2).unbind(1)
+        return sources, targets
+
+    def _on_host(self) -> list[Tensor]:
+        """Host pages of every layer, made when first needed, in the order of `tensors`."""
+        if not self._host:
+            pages = self.allocator.host_pages
+            self._host = [x.new_zeros(pages, *x.shape[1:], device="cpu") for x in tensors(*self.keys, *self.values)]
+        return self._host
+
+    # ---- attention -------------------------------------------------------------------------------------------------
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        plan: StepPlan,
+        *,
+        mask: Mask | AfterPrefix = CAUSAL,
+        score_mod: ScoreFunction | None = None,
+        sinks: Tensor | None = None,
+        scale: float | None = None,
+        return_lse: bool = False,
+        kernel: str = "auto",
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Attention of the new tokens' queries (tokens, heads, dim) over all tokens of their sequences.
+
+        The mask speaks of positions in each sequence, counted from its start, and of rows of the plan. `sinks` (heads,)
+        is a logit per head that takes part in every softmax and has no value. Returns out (tokens, heads, value dim),
+        with `return_lse` also lse (tokens, heads), natural log.
+        """
+        index, _ = self._layer(layer)
+        out, lse = self.partial(index, query, plan, mask=mask, score_mod=score_mod, scale=scale, kernel=kernel)
+        if sinks is not None:
+            out, lse = with_sinks(out, lse, sinks)
+        out = out.to(query.dtype)
+        return (out, lse) if return_lse else out
+
+    def partial(
+        self,
+        layer: int,
+        query: Tensor,
+        plan: StepPlan,
+        *,
+        mask: Mask | AfterPrefix = CAUSAL,
+        score_mod: ScoreFunction | None = None,
+        scale: float | None = None,
+        kernel: str = "auto",
+    ) -> tuple[Tensor, Tensor]:
+        """(out, lse) over the keys that lie here, not yet rounded: what ranks that share a sequence exchange."""
+        index, spec = self._layer(layer)
+        reading = plan.reading
+        self._check_plan(plan)
+        self._check_query(query, plan, spec)
+        scale = spec.head_dim**-0.5 if scale is None else float(scale)
+        asked = self._scoring(mask, spec.window, plan)
+        asked = replace(asked, scale=scale, score_mod=score_mod)
+        self._check_window(asked, plan)
+        pages = self.keys[index], self.values[index]
+        if not plan.shared:
+            return choose(kernel, asked, reading, query, *pages).forward(asked, reading, query, *pages)
+        if asked.program:
+            raise MaskError(f"a plan made with share=True serves causal masks and windows, got a {asked.program}")
+        return self._cascade(asked, reading, query, plan, pages, kernel)
+
+    def _cascade(
+        self, asked: Scoring, reading: Reading, query: Tensor, plan: StepPlan, pages: tuple[Pages, Pages], kernel: str
+    ) -> tuple[Tensor, Tensor]:
+        """See [Note: shared beginnings]."""
+        out, lse = choose(kernel, asked, reading, query, *pages).forward(asked, reading, query, *pages)
+        out = out.to(lse.dtype)
+        for nth, group in enumerate(plan.shared):
+            shared = plan.shared_reading(nth)
+            first = sum(reading.queries[: group.first])
+            some = slice(first, first + shared.queries[0])
+            part = choose(kernel, asked, shared, query[some], *pages).forward(asked, shared, query[some], *pages)
+            merge_into(*(_heads_first(x) for x in (out[some], lse[some], *part)))
+        return out, lse
+
+    def _scoring(self, mask: Mask | AfterPrefix, window: int | None, plan: StepPlan) -> Scoring:
+        """What a mask comes to, remembered: its tensors are sent to the device once, or once a step."""
+        if isinstance(mask, AfterPrefix):
+            mask.check_fits(plan.reading.queries)
+            mod = plan.remembered(mask, lambda: mask.mask_mod(plan.reading.queries, plan.starts))
+            return Scoring(1.0, window=window, mask_mod=mod)
+        if not isinstance(mask, Mask):
+            raise PageError(f"mask must be a mask such as Causal(), got {mask!r}")
+        key = (mask, window)
+        found = self._masks.get(key)
+        if found is None:
+            found = self._masks[key] = scoring(mask, window, self.device)
+            if len(self._masks) > MOST_KEPT:
+                self._masks.popitem(last=False)
+        if found.mask_mod is not None:
+            check_fits(mask, plan.host_lengths)
+        return found
+
+    # ---- refusals --------------------------------------------------------------------------------------------------
+
+    def _layer(self, layer: int) -> tuple[int, Layer]:
+        index = whole("layer", layer, error=PageError)
+        if index >= len(self.layers):
+            raise PageError(f"layer must be below the pool's {len(self.layers)} layers, got {layer}")
+        return index, self.layers[index]
+
+    def _check_plan(self, plan: StepPlan) -> None:
+        if plan.pool is not self:
+            raise PageError("plan must be one of this pool's; it was made for another")
+
+    def _check(self, name: str, given: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None) -> None:
+        if tuple(given.shape) != shape:
+            raise PageError(f"{name} must be (tokens, heads, dim) = {shape}, as planned, got {tuple(given.shape)}")
+        if given.dtype != dtype or given.device != self.device:
+            raise PageError(f"{name} must be {dtype} on {self.device}, got {given.dtype} on {given.device}")
+        if given.requires_grad and torch.is_grad_enabled():
+            raise PageError(f"{name} requires grad, and a cache has no gradients; call under torch.no_grad()")
+
+    def _check_query(self, query: Tensor, plan: StepPlan, spec: Layer) -> None:
+        heads = query.shape[1] if query.dim() == 3 else 0
+        if heads == 0 or heads % spec.kv_heads:
+            raise PageError(
+                f"query must be (tokens, heads, dim) with heads a multiple of the layer's {spec.kv_heads} key heads, "
+                f"got {tuple(query.shape)}"
+            )
+        self._check("query", query, (plan.tokens, heads, spec.head_dim), spec.dtype)
+
+    def _check_window(self, asked: Scoring, plan: StepPlan) -> None:
+        most = plan.most_window
+        if most is not None and (asked.window is None or asked.window > most):
+            sees = "everything" if asked.window is None else f"a window of {asked.window}"
+            raise PageError(
+                f"the layer sees {sees}, but pages were released that leave a window of {most}; release less, or "
+                "keep layers of different windows in pools of their own"
+            )
+
+
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """Fold a logit per head into every softmax: lse' = log(e^lse + e^sink), out' = out e^(lse - lse')."""
+    if sinks.shape != lse.shape[1:] or not sinks.is_floating_point() or sinks.device != lse.device:
+        raise PageError(
+            f"sinks must be one logit per query head, ({lse.shape[1]},), on {lse.device}, "
+            f"got {tuple(sinks.shape)} of {sinks.dtype} on {sinks.device}"
+        )
+    total = torch.logaddexp(lse, sinks.to(lse.dtype))
+    share = (lse - total).exp().masked_fill(lse == -torch.inf, 0.0)
+    return out * share.unsqueeze(-1), total
+
+
+def _heads_first(x: Tensor) -> Tensor:
+    """(n, H, ...) as (1, H, n, ...), the shape of kernels that know no pages."""
+    return x.transpose(0, 1).unsqueeze(0)

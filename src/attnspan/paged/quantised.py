@@ -1,0 +1,79 @@
+"""Keys and values in 8 bits, with a scale for every token and head.
+
+A token's key of one head becomes `head_dim` codes and one float32 scale: the largest of its numbers is the largest
+code. A page then has its own scales, (page_size, heads) of them, beside its codes, and takes 8 + 32 / head_dim bits a
+number instead of 16.
+
+[Note: a scale per slot] One scale for a whole page and head would save those few bits, and cost exactness: a page is
+filled token by token, and a later token with a larger number would have every earlier one rounded again. With a scale
+for each slot what was written is never touched: appending, forking, copying and swapping keep every bit.
+
+[Note: how far off] For numbers x of one token and head, the largest of them a (both off by float32 rounding besides)::
+
+    int8            |x - x'| <= a / 254                           codes -127 to 127, rounded to the nearest
+    float8_e4m3fn   |x - x'| <= max(|x| / 16, a / 448 / 1024)     3 bits after the first, down to 2^-9 in steps
+
+Knows nothing of pages or layers.   Shapes: x (..., D), scales (...).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnspan.errors import PageError
+
+LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+"""The largest code of each dtype."""
+
+
+class Quantised(NamedTuple):
+    """Codes (..., D), float8 ones as the int8 of the same bits, and scales (...)."""
+
+    codes: Tensor
+    scales: Tensor
+    dtype: torch.dtype
+
+    @property
+    def shape(self) -> torch.Size:
+        """That of the numbers that the codes stand for."""
+        return self.codes.shape
+
+    def numbers(self) -> Tensor:
+        """What was stored, in float32."""
+        return self.codes.view(self.dtype).float() * self.scales.unsqueeze(-1)
+
+
+def quantised(x: Tensor, dtype: torch.dtype) -> Quantised:
+    """The codes and scales of numbers.
+
+    >>> quantised(torch.tensor([[0.5, -1.0, 0.0]]), torch.int8).codes.tolist()
+    [[64, -127, 0]]
+    """
+    wide = x.float()
+    scales = wide.abs().amax(-1) / LARGEST[dtype]
+    shares = wide / scales.masked_fill(scales == 0, 1.0).unsqueeze(-1)
+    codes = shares.round_() if dtype == torch.int8 else shares
+    return Quantised(codes.to(dtype).view(torch.int8), scales, dtype)
+
+
+def error_bound(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """How far a stored number may be from each of x. See [Note: how far off].
+
+    >>> error_bound(torch.tensor([0.5, -1.0]), torch.int8).mul(254).round().tolist()
+    [1.0, 1.0]
+    """
+    wide = x.double()
+    most = wide.abs().amax(-1, keepdim=True).expand_as(wide)
+    rounding = most * 2.0**-22  # of the division and the product, in float32
+    if dtype == torch.int8:
+        return most / 254 + rounding
+    return torch.maximum(wide.abs() / 16, most / 448 / 1024) + rounding
+
+
+def check_dtype(dtype: torch.dtype | None) -> None:
+    """Refuse a dtype that numbers cannot be stored in."""
+    if dtype is not None and dtype not in LARGEST:
+        raise PageError(f"quantised must be torch.int8 or torch.float8_e4m3fn, got {dtype!r}")

@@ -1,0 +1,114 @@
+"""What a kernel is told of a step: which pages each sequence's keys lie in, and at which positions.
+
+A reading is a batch of B rows, each a sequence, and T packed queries. Row b has the queries ``offsets[b]`` to
+``offsets[b + 1]`` and sees the keys ``begins[b]`` to ``ends[b]`` of those that lie here; key j is in slot ``j %
+page_size`` of page ``tables[b, j // page_size]``. What lies in any other slot is nobody's, may be NaN, and must not
+reach a result.
+
+[Note: spread] On one device key j is position j. Over ranks, runs of `interleave` positions are dealt in turn, and key
+j of rank r is position ``(j // interleave * ranks + r) * interleave + j % interleave``. Positions grow with j.
+
+The same numbers twice: as int32 tensors, for kernels that run on them, and as ints, for what the host decides
+(sizes and slices) without asking the device. Knows nothing of layers, masks or scores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from attnspan.paged.quantised import Quantised
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """How positions are dealt to ranks, and which rank this is. See [Note: spread].
+
+    >>> Spread(interleave=2, ranks=2, rank=1).held(7)  # positions 2 and 3, and 6
+    3
+    >>> [Spread(2, 2, 1).position(j) for j in range(3)]
+    [2, 3, 6]
+    """
+
+    interleave: int = 1
+    ranks: int = 1
+    rank: int = 0
+
+    def held(self, length: int) -> int:
+        """How many of the first `length` positions lie here."""
+        rounds, rest = divmod(length, self.interleave * self.ranks)
+        return rounds * self.interleave + min(max(rest - self.rank * self.interleave, 0), self.interleave)
+
+    def position(self, key: Any) -> Any:
+        """The position of the key-th key that lies here; of ints and of tensors."""
+        if self.ranks == 1:
+            return key
+        run = key // self.interleave
+        return (run * self.ranks + self.rank) * self.interleave + key - run * self.interleave
+
+
+ALONE = Spread()
+
+Pages = Tensor | Quantised
+"""One layer's keys or values: (pages, page_size, heads, dim)."""
+
+
+def tensors(*pages: Pages) -> list[Tensor]:
+    """What pages are made of: themselves, or their codes and scales."""
+    return [x for each in pages for x in ((each.codes, each.scales) if isinstance(each, Quantised) else (each,))]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reading:
+    """Tables, key ranges and queries of B rows. See the file's docstring."""
+
+    page_size: int
+    tables: Tensor  # (B, W) int32; entries past a row's pages are the null page, and one column past all is there
+    begins: Tensor  # (B,) int32
+    ends: Tensor  # (B,) int32
+    offsets: Tensor  # (B + 1,) int32
+    rows: Tensor  # (T,) int32: which row a query is of
+    positions: Tensor  # (T,) int32: where in its sequence a query is
+    queries: tuple[int, ...]  # per row, on the host
+    spans: tuple[tuple[int, int], ...]  # (begin, end) per row, on the host
+    starts: tuple[int, ...]  # the positions of each row's first and last query, on the host
+    lasts: tuple[int, ...]
+    spread: Spread = ALONE
+    merged: bool = False  # whether the result is joined with others, and should not be rounded yet
+    memo: dict[object, Any] = field(default_factory=dict, repr=False)
+
+    def once(self, what: object, work: Callable[[], T]) -> T:
+        """The result of `work`, which is done once a step: layers that are alike share it."""
+        if what not in self.memo:
+            self.memo[what] = work()
+        return self.memo[what]
+
+    def in_order(self, row: int) -> bool:
+        """Whether a row's queries are at consecutive positions, as those of one sequence are."""
+        return self.lasts[row] - self.starts[row] == self.queries[row] - 1
+
+    @property
+    def tokens(self) -> int:
+        """T."""
+        return sum(self.queries)
+
+    def keys_of(self, pages: Pages, row: int, first: int, last: int) -> Tensor:
+        """Keys [first, last) of a row as (last - first, Hk, D): a copy, of whole pages but for the ends."""
+        if isinstance(pages, Quantised):
+            codes, scales = (self.keys_of(part, row, first, last) for part in (pages.codes, pages.scales))
+            return Quantised(codes, scales, pages.dtype).numbers()
+        size = self.page_size
+        low, high = first // size, -(-last // size)
+        # Rows of one long dim, by 64-bit indices: on a CPU ten times as fast as pages of three dims by 32-bit ones.
+        found = pages.flatten(1).index_select(0, self.tables[row, low:high].long()).view(-1, *pages.shape[2:])
+        return found[first - low * size : last - low * size]
+
+    def key_positions(self, row: int, first: int, last: int) -> Tensor:
+        """The positions of keys [first, last), (last - first,)."""
+        return self.spread.position(torch.arange(first, last, device=self.tables.device))

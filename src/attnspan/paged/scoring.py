@@ -1,0 +1,133 @@
+"""What a pair of query and key counts: the mask, the window, the scale and the score_mod of one attention over pages.
+
+A mask here speaks of positions in a sequence: query p and key k of the same sequence, both counted from its start. So
+``Causal()`` means the same for a prompt, the third chunk of it, and one token. Masks that part their batch rows speak
+of the rows of the plan, in order.
+
+The masks that matter for speed are two numbers, `causal` and `window`, which every kernel knows; any other is asked
+pair by pair, through its mask_mod. [Note: bounds] Two numbers say something of every mask besides: `causal` also says
+that no later key counts, and `window` that none further back does, so that pages outside need not be read.
+
+[Note: one pair at a time] A FlexAttention function is written for one pair of numbers. It is asked under vmap, as
+FlexAttention does, over the rows' own positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from attnspan.errors import MaskError
+from attnspan.masks import Causal, Full, Mask, SlidingWindow
+from attnspan.masks.mask import And, MaskFunction
+from attnspan.paged.reading import Reading
+
+ScoreFunction = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+"""A FlexAttention score_mod: (score, batch row, head, query position, key position) -> score."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scoring:
+    """Scale, mask and score_mod. `window` counts the query's own position: a query at p sees p - window + 1 to p."""
+
+    scale: float
+    causal: bool = False
+    window: int | None = None
+    mask_mod: MaskFunction | None = None
+    score_mod: ScoreFunction | None = None
+
+    @property
+    def program(self) -> str:
+        """What a kernel must run besides the two numbers, or nothing."""
+        return "score_mod" if self.score_mod is not None else "mask" if self.mask_mod is not None else ""
+
+    def visible(self, reading: Reading, row: int) -> tuple[int, int]:
+        """Bounds of the keys of a row that any of its queries may see. See [Note: bounds]."""
+        begin, end = reading.spans[row]
+        start = reading.starts[row]
+        if self.causal:
+            end = min(end, reading.spread.held(reading.lasts[row] + 1))
+        if self.window is not None:
+            begin = max(begin, reading.spread.held(max(0, start - self.window + 1)))
+        return begin, max(begin, end)
+
+    def allowed(self, reading: Reading, row: int, heads: int, queries: Tensor, keys: Tensor) -> Tensor | None:
+        """Which pairs count, bool of (1 or heads, n, m), for query and key positions of a row; None for all."""
+        distance = queries.unsqueeze(-1) - keys
+        allowed = None
+        if self.causal:
+            allowed = distance >= 0
+        if self.window is not None:
+            near = distance < self.window
+            allowed = near if allowed is None else allowed & near
+        if allowed is not None:
+            allowed = allowed.unsqueeze(0)
+        if self.mask_mod is None:
+            return allowed
+        asked = over_pairs(self.mask_mod, row, heads, queries, keys)
+        return asked if allowed is None else asked & allowed
+
+    def scored(self, scores: Tensor, row: int, queries: Tensor, keys: Tensor) -> Tensor:
+        """Scores (heads, n, m) as the score_mod changes them."""
+        if self.score_mod is None:
+            return scores
+        return over_pairs(self.score_mod, row, scores.shape[0], queries, keys, scores)
+
+
+def over_pairs(
+    fn: Callable[..., Tensor], row: int, heads: int, queries: Tensor, keys: Tensor, *scores: Tensor
+) -> Tensor:
+    """`fn` of every head, query and key of a row, (heads, n, m). See [Note: one pair at a time]."""
+    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+
+    device = queries.device
+    b, h = torch.full((), row, device=device), torch.arange(heads, device=device)
+    each = len(scores) * (0,)
+    for dims in ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None)):
+        fn = torch.vmap(fn, in_dims=(*each, *dims))
+    with TransformGetItemToIndex():
+        result = fn(*scores, b, h, queries, keys)
+    return result
+
+
+def scoring(mask: Mask, window: int | None, device: torch.device) -> Scoring:
+    """A mask, and a layer's own window, as a Scoring of scale 1.
+
+    >>> made = scoring(Causal() & SlidingWindow(3), 8, torch.device("cpu"))
+    >>> made.causal, made.window, made.mask_mod
+    (True, 4, None)
+    """
+    found = _numbers(mask) or Scoring(1.0, mask_mod=mask.mask_mod(device=device))
+    if window is None:
+        return found
+    return replace(found, window=window if found.window is None else min(window, found.window))
+
+
+def _numbers(mask: Mask) -> Scoring | None:
+    """A mask that two numbers say, or None."""
+    match mask:
+        case Causal(align=None | "top"):
+            return Scoring(1.0, causal=True)
+        case Full():
+            return Scoring(1.0)
+        case SlidingWindow(left=left, right=0, align=None | "top"):
+            return Scoring(1.0, causal=True, window=left + 1)
+        case And(left=left, right=right):
+            a, b = _numbers(left), _numbers(right)
+            if a is None or b is None:
+                return None
+            windows = [each.window for each in (a, b) if each.window is not None]
+            return Scoring(1.0, causal=a.causal or b.causal, window=min(windows, default=None))
+    return None
+
+
+def check_fits(mask: Mask, lengths: tuple[int, ...]) -> None:
+    """Refuse a mask that does not speak of so many rows, or of sequences so long."""
+    mask.check_rows(len(lengths))
+    longest = max(lengths, default=0)
+    for known in (mask.natural_len, mask.natural_kv_len):
+        if known is not None and longest > known:
+            raise MaskError(f"mask is for sequences of {known} tokens, got one of {longest}: {mask!r}")

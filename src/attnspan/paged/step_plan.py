@@ -1,0 +1,415 @@
+"""One step of many sequences: which tokens are new, where they go, and which pages each sequence reads.
+
+A plan is made once and filled anew at every step. Its tensors are views of buffers that never move and are padded to
+the sizes it was made for, so that compiled code and CUDA graphs find every step in the same place::
+
+    plan = StepPlan(pool, max_sequences=64, max_tokens=2048, max_length=32768)
+    plan.step([(a, 700), (b, 1), (c, 1)])  # a prompt and two tokens: room is made, tables are sent
+    for layer, (q, k, v) in enumerate(model):  # packed: (702, heads, dim)
+        pool.write(layer, k, v, plan)
+        out = pool.attend(layer, q, plan)
+
+[Note: one copy] The host writes everything into one buffer of ints (where each token goes, offsets, lengths, block
+tables), and one copy takes it to the device; nothing is computed there. Of a table only what is new is written: a row
+that holds the same sequence as before has a page more, or nothing at all. On CUDA the host writes to two pinned
+buffers in turn, and waits only if the device is two steps behind.
+
+[Note: stale plans] A plan describes its sequences as they are after its step. When one of them grows, is trimmed or
+freed, the plan is refused rather than used; other sequences may come and go.
+
+[Note: padding] With `pad_to`, rows without tokens fill a batch up to a fixed size: each has one query at position -1,
+which sees nothing and gets 0, and whose key goes to the null page.
+
+Knows the pool's allocator and the spread of positions; nothing of layers, masks or scores.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate
+from operator import itemgetter, sub
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from attnspan.errors import PageError, whole
+from attnspan.paged.allocator import NULL_PAGE, Row
+from attnspan.paged.reading import ALONE, Reading, Spread
+
+if TYPE_CHECKING:
+    from attnspan.paged.pool import PagePool
+
+T = TypeVar("T")
+
+_SECOND = itemgetter(1)
+
+FEWEST_SHARED = 4
+"""Pages that neighbours must have in common before reading them once is worth a second pass."""
+
+
+class Shared(NamedTuple):
+    """Rows [first, last) of a plan that begin with the same pages: these hold `length` positions."""
+
+    first: int
+    last: int
+    length: int
+
+
+class StepPlan:
+    """Buffers for steps of at most `max_sequences` rows and `max_tokens` new tokens, of sequences up to `max_length`.
+
+    After `step`: `tokens` and `sequences` are counts; `positions`, `slots`, `rows` (per token), `lengths`, `offsets`,
+    `tables` (per sequence) are tensors on the pool's device; `shared` lists rows with a common beginning.
+    """
+
+    def __init__(
+        self, pool: PagePool, *, max_sequences: int, max_tokens: int, max_length: int, spread: Spread = ALONE
+    ) -> None:
+        self.pool, self.spread = pool, spread
+        self.max_sequences = whole("max_sequences", max_sequences, at_least=1, error=PageError)
+        self.max_tokens = whole("max_tokens", max_tokens, at_least=1, error=PageError)
+        self.max_length = whole("max_length", max_length, at_least=1, error=PageError)
+        device, n = pool.device, self.max_sequences
+        # One column more than pages: FlexAttention's kernels read one index past the last.
+        self.width = -(-self.max_length // pool.allocator.page_size) + 1
+        self._buffer = _Buffer(n, self.max_tokens, self.width, device)
+        self._seen: tuple[list[tuple[int, int]], list[Row], list[int]] = ([], [], [])
+        self._epoch = -1
+        self.tokens = self.sequences = 0
+        self.shared: tuple[Shared, ...] = ()
+        self.most_window: int | None = None  # the longest window that still finds all its pages
+        self.host_lengths: tuple[int, ...] = ()
+        self._reading: Reading | None = None
+        self._memo: dict[object, Any] = {}
+
+    def step(self, batch: Iterable[tuple[int, int]], *, pad_to: int | None = None, share: bool = False) -> StepPlan:
+        """Make room for new tokens and describe them: `batch` is (sequence, number of new tokens), each once.
+
+        With `share`, neighbours in the batch that begin with the same pages are noted, and `attend` reads those pages
+        once for all of them. If anything does not fit, nothing is changed. Returns itself.
+        """
+        batch = list(batch)
+        n = self._checked_size(batch, pad_to)
+        given = self.pool.allocator.step(batch)
+        self._epoch = -1  # until it is filled, it describes nothing
+        self._fill(batch, n, share, given.copies)
+        if given.copies:
+            self.pool.copy_pages(*self._buffer.copies(len(given.copies)))
+        return self
+
+    def _checked_size(self, batch: list[tuple[int, int]], pad_to: int | None) -> int:
+        """The number of rows, padding included, of a step that fits."""
+        n = len(batch) if pad_to is None else whole("pad_to", pad_to, error=PageError)
+        if max(n, len(batch)) > self.max_sequences:
+            raise PageError(f"batch must be at most max_sequences={self.max_sequences}, got {max(n, len(batch))}")
+        if n < len(batch):
+            raise PageError(f"pad_to must be at least the {len(batch)} sequences of the batch, got {n}")
+        if len(dict(batch)) < len(batch):
+            raise PageError("batch must name each sequence once; give its tokens together")
+        tokens = n - len(batch) + sum(map(_SECOND, batch))
+        if tokens > self.max_tokens:
+            raise PageError(f"batch must hold at most max_tokens={self.max_tokens} new tokens, got {tokens}")
+        rows = self.pool.allocator._rows
+        longest = max([rows[seq].length + new for seq, new in batch if seq in rows], default=0)
+        if longest > self.max_length:
+            seq = next(seq for seq, new in batch if seq in rows and rows[seq].length + new == longest)
+            raise PageError(f"sequence {seq} would hold {longest} tokens, more than max_length={self.max_length}")
+        return n
+
+    def _fill(self, batch: list[tuple[int, int]], n: int, share: bool, copies: list[tuple[int, int]]) -> None:
+        """Write the step to the buffer and send it. See [Note: one copy]. Lists, not loops: every step pays for it."""
+        found, buffer, spread = self.pool.allocator._rows, self._buffer, self.spread
+        rows = [found[seq] for seq, _ in batch]
+        padding = n - len(rows)
+        counts = [new for _, new in batch] + [1] * padding
+        lengths = [row.length for row in rows] + [0] * padding
+        lasts = [length - 1 for length in lengths]
+        starts = list(map(sub, lengths, counts))
+        offsets = list(accumulate(counts, initial=0))
+        ends = lengths if spread.ranks == 1 else [spread.held(length) for length in lengths]
+        self.shared = self._common(rows) if share else ()
+        begins = [0] * n
+        for group in self.shared:
+            begins[group.first : group.last] = [spread.held(group.length)] * (group.last - group.first)
+        buffer.begin()
+        buffer.put_tables(rows, padding)
+        buffer.put_tokens(*self._located(rows, starts, lengths, counts))
+        buffer.put(offsets, lengths, begins, ends, copies)
+        buffer.put_shared([(offsets[g.last] - offsets[g.first], spread.held(g.length)) for g in self.shared])
+        buffer.send(n)
+        self.tokens, self.sequences, self.host_lengths = offsets[-1], len(batch), tuple(lengths)
+        reach = [starts[number] - row.first + 1 for number, row in enumerate(rows) if row.first]
+        self.most_window = min(reach, default=None)
+        self._reading = Reading(
+            self.pool.page_size, buffer.tables[:n], buffer.begins[:n], buffer.ends[:n], buffer.offsets[: n + 1],
+            buffer.rows[: self.tokens], buffer.positions[: self.tokens], tuple(counts),
+            tuple(zip(begins, ends, strict=True)), tuple(starts), tuple(lasts), spread,
+            merged=bool(self.shared) or spread.ranks > 1,
+        )  # fmt: skip
+        self._memo.clear()
+        self._seen = batch, rows, [row.version for row in rows]
+        self._epoch = self.pool.allocator.epoch
+
+    def _located(
+        self, rows: list[Row], starts: list[int], lengths: list[int], counts: list[int]
+    ) -> tuple[array[int], array[int], array[int]]:
+        """The slot, row and position of every token. A token that lies elsewhere, or is padding, goes to slot 0."""
+        size, padding = self.pool.page_size, len(counts) - len(rows)
+        positions, numbers, slots = array("i"), array("i"), array("q")
+        if self.spread.ranks == 1 and max(counts, default=0) == 1 == min(counts):  # decoding: a token each
+            positions.extend([length - 1 for length in lengths])
+            numbers.extend(range(len(counts)))
+            slots.extend([row.table[-1] * size + (row.length - 1) % size for row in rows])
+        else:
+            for number, row in enumerate(rows):
+                positions.extend(range(starts[number], lengths[number]))
+                numbers.extend([number] * counts[number])
+                for run in self._runs(row.table, starts[number], lengths[number]):
+                    slots.extend(run)
+            numbers.extend(range(len(rows), len(counts)))
+            positions.extend([-1] * padding)
+        slots.extend([NULL_PAGE] * padding)
+        return slots, numbers, positions
+
+    def _runs(self, table: array[int], start: int, stop: int) -> Iterator[Sequence[int]]:
+        """The slots of positions [start, stop), as runs within a page and an interleave."""
+        size, spread = self.pool.page_size, self.spread
+        most = size if spread.ranks == 1 else spread.interleave
+        while start < stop:
+            run, within = divmod(start, most)
+            count = min(most - within, stop - start)
+            turn, owner = divmod(run, spread.ranks)
+            if owner == spread.rank:
+                index, slot = divmod(turn * most + within, size)
+                first = table[index] * size + slot
+                yield range(first, first + count)
+            else:
+                yield [NULL_PAGE] * count
+            start += count
+
+    def _common(self, rows: list[Row]) -> tuple[Shared, ...]:
+        """Neighbours that begin with the same pages; a page in which anyone has a new token is not shared."""
+        size, groups, first = self.pool.allocator.page_size, [], 0
+        while first < len(rows):
+            last, pages = first + 1, len(rows[first].table) - 1
+            while last < len(rows):
+                same = _agreeing(rows[first].table, rows[last].table, min(pages, len(rows[last].table) - 1))
+                if same < FEWEST_SHARED:
+                    break
+                last, pages = last + 1, same
+            if last - first > 1 and rows[first].first == 0:
+                groups.append(Shared(first, last, pages * size))
+            first = last
+        return tuple(groups)
+
+    # ---- what it describes -----------------------------------------------------------------------------------------
+
+    @property
+    def reading(self) -> Reading:
+        """What kernels are told; refused when the sequences have changed. See [Note: stale plans]."""
+        self.check()
+        assert self._reading is not None, "checked"
+        return self._reading
+
+    def check(self) -> None:
+        """Refuse a plan that no longer describes its sequences."""
+        allocator = self.pool.allocator
+        if self._epoch == allocator.epoch:
+            return
+        if self._reading is None or self._epoch < 0:
+            raise PageError("the plan describes no step; call plan.step([(sequence, new_tokens), ...]) first")
+        for (seq, _), row, version in zip(*self._seen, strict=True):
+            if allocator._rows.get(seq) is not row:
+                raise PageError(f"the plan is stale: sequence {seq} was freed after its step; plan a new step")
+            if row.version != version:
+                raise PageError(f"the plan is stale: sequence {seq} was changed after its step; plan a new step")
+        self._epoch = allocator.epoch
+
+    def shared_reading(self, index: int) -> Reading:
+        """The queries of a group of rows as one row over the pages they share; see `shared`."""
+        whole_, group = self.reading, self.shared[index]
+        first = sum(whole_.queries[: group.first])
+        tokens = sum(whole_.queries[group.first : group.last])
+        offsets, end = self._buffer.shared(index)
+        some = slice(first, first + tokens)
+        rows = slice(group.first, group.last)
+        start, last = min(whole_.starts[rows]), max(whole_.lasts[rows])
+        return Reading(
+            whole_.page_size, whole_.tables[group.first : group.first + 1], self._buffer.zero, end, offsets,
+            self._buffer.zeros(tokens), whole_.positions[some], (tokens,), ((0, self.spread.held(group.length)),),
+            (start,), (last,), self.spread, merged=True,
+        )  # fmt: skip
+
+    @property
+    def positions(self) -> Tensor:
+        """(tokens,) int32: the position of every new token in its sequence; for rotary embeddings."""
+        return self._buffer.positions[: self.tokens]
+
+    @property
+    def slots(self) -> Tensor:
+        """(tokens,) int64: where every new token's key goes, page * page_size + slot; 0 if it does not lie here."""
+        return self._buffer.slots[: self.tokens]
+
+    @property
+    def rows(self) -> Tensor:
+        """(tokens,) int32: which sequence of the batch a token is of."""
+        return self._buffer.rows[: self.tokens]
+
+    @property
+    def lengths(self) -> Tensor:
+        """(rows,) int32: the tokens of every sequence, new ones included."""
+        return self._buffer.lengths[: len(self.host_lengths)]
+
+    @property
+    def offsets(self) -> Tensor:
+        """(rows + 1,) int32: the first new token of every sequence, and their number."""
+        return self._buffer.offsets[: len(self.host_lengths) + 1]
+
+    @property
+    def tables(self) -> Tensor:
+        """(rows, width) int32: the pages of every sequence; what lies beyond a sequence's own has no meaning."""
+        return self._buffer.tables[: len(self.host_lengths)]
+
+    @property
+    def starts(self) -> Tensor:
+        """(rows,) int32: the position of each sequence's first new token."""
+        offsets = self.offsets
+        return self.lengths - (offsets[1:] - offsets[:-1])
+
+    def remembered(self, what: object, work: Callable[[], T]) -> T:
+        """The result of `work`, which is done once a step."""
+        if what not in self._memo:
+            self._memo[what] = work()
+        return self._memo[what]
+
+    @property
+    def last_tokens(self) -> Tensor:
+        """(rows,) int64: the index of each sequence's last new token, whose logits are wanted."""
+        return self.offsets[1:].long() - 1
+
+    def __repr__(self) -> str:
+        longest = max(self.host_lengths, default=0)
+        return f"StepPlan({self.sequences} sequences, {self.tokens} new tokens, longest {longest})"
+
+
+class _Buffer:
+    """The ints of a step, on the host and on the device, at fixed places, for n sequences and t tokens::
+
+    slots 2 t (64 bits each) | rows t | positions t | offsets n + 1 | lengths n | begins n | ends n | copies 2 n |
+    shared 3 n | zero | tables n x width
+    """
+
+    def __init__(self, n: int, t: int, width: int, device: torch.device) -> None:
+        self.n, self.t, self.width = n, t, width
+        sizes = [2 * t, t, t, n + 1, n, n, n, 2 * n, 3 * n, 1, n * width]
+        self.places = list(accumulate(sizes, initial=0))
+        self.device_ints = torch.zeros(self.places[-1], dtype=torch.int32, device=device)
+        wide, self.rows, self.positions, self.offsets, self.lengths, self.begins, self.ends = self.device_ints.split(
+            sizes
+        )[:7]
+        self._copies, self._shared, self.zero, flat = self.device_ints.split(sizes)[7:]
+        self.slots, self.tables = wide.view(torch.int64), flat.view(n, width)
+        self._zeros = torch.zeros(1, dtype=torch.int32, device=device)
+        self.head, self._turn = self.places[-2], 0
+        hosts = [self.device_ints]
+        if device.type != "cpu":
+            hosts = [torch.zeros_like(self.device_ints, device="cpu").pin_memory() for _ in range(2)]
+        self._sides = [_Side(host, n, 2 * t) for host in hosts]
+
+    def begin(self) -> None:
+        """Turn to the side that was sent longest ago."""
+        self._turn = (self._turn + 1) % len(self._sides)
+        side = self._sides[self._turn]
+        if side.sent is not None:
+            side.sent.synchronize()
+
+    def put_tables(self, rows: list[Row], pad: int) -> None:
+        """Block tables, as far as they differ from what a side holds."""
+        side, width, at = self._sides[self._turn], self.width, self.head
+        ints, held, edits, filled = side.ints, side.held, side.edits, side.filled
+        for place, row in enumerate(rows):
+            table, known = row.table, 0
+            pages = len(table)
+            if held[place] is row and edits[place] == row.edits:
+                known = filled[place]
+            else:
+                held[place], edits[place] = row, row.edits
+            if known != pages:
+                ints[at + known : at + pages] = table[known:]
+                filled[place] = pages
+            at += width
+        for place in range(len(rows), len(rows) + pad):
+            held[place], ints[at] = None, NULL_PAGE
+            at += width
+
+    def put_tokens(self, slots: array[int], rows: array[int], positions: array[int]) -> None:
+        """Where every token goes."""
+        side, count = self._sides[self._turn], len(rows)
+        side.longs[:count] = slots
+        side.ints[2 * self.t : 2 * self.t + count] = rows
+        side.ints[3 * self.t : 3 * self.t + count] = positions
+
+    def put(
+        self, offsets: list[int], lengths: list[int], begins: list[int], ends: list[int], copies: list[tuple[int, int]]
+    ) -> None:
+        """What is said of every sequence, and the pages to copy."""
+        ints = self._sides[self._turn].ints
+        for at, values in zip(self.places[3:], (offsets, lengths, begins, ends), strict=False):
+            ints[at : at + len(values)] = array("i", values)
+        for at, pages in zip((self.places[7], self.places[7] + self.n), zip(*copies, strict=True), strict=False):
+            ints[at : at + len(pages)] = array("i", pages)
+
+    def put_shared(self, groups: list[tuple[int, int]]) -> None:
+        """(queries, keys) of each group that shares pages."""
+        ints, at = self._sides[self._turn].ints, self.places[8]
+        for queries, keys in groups:
+            ints[at : at + 3] = array("i", (0, queries, keys))
+            at += 3
+
+    def send(self, rows: int) -> None:
+        """The one copy to the device: numbers, and the tables of so many rows."""
+        side = self._sides[self._turn]
+        if side.host is self.device_ints:
+            return
+        used = self.head + rows * self.width
+        self.device_ints[:used].copy_(side.host[:used], non_blocking=True)
+        side.sent = side.sent or torch.cuda.Event()
+        side.sent.record()
+
+    def copies(self, count: int) -> tuple[Tensor, Tensor]:
+        """The pages to copy, (from, to)."""
+        return self._copies[:count], self._copies[self.n : self.n + count]
+
+    def shared(self, index: int) -> tuple[Tensor, Tensor]:
+        """Offsets (2,) and end (1,) of a group."""
+        return self._shared[3 * index : 3 * index + 2], self._shared[3 * index + 2 : 3 * index + 3]
+
+    def zeros(self, count: int) -> Tensor:
+        """(count,) zeros that are in memory once."""
+        return self._zeros.expand(count)
+
+
+class _Side:
+    """One host buffer: its ints, which row of tables holds what, and when it was last sent."""
+
+    def __init__(self, host: Tensor, n: int, wide: int) -> None:
+        self.host = host
+        raw = memoryview((ctypes.c_int32 * host.numel()).from_address(host.data_ptr())).cast("B")
+        self.ints, self.longs = raw.cast("i"), raw[: 4 * wide].cast("q")
+        self.held: list[Row | None] = [None] * n  # by row of the tables: whose it is, at which edit, how many pages
+        self.edits, self.filled = [0] * n, [0] * n
+        self.sent: torch.cuda.Event | None = None
+
+
+def _agreeing(a: array[int], b: array[int], most: int) -> int:
+    """The number of leading pages that two tables have in common, up to `most`.
+
+    >>> _agreeing(array("i", [1, 2, 3]), array("i", [1, 2, 5]), 3)
+    2
+    """
+    if a[:most] == b[:most]:
+        return most
+    return next(i for i in range(most) if a[i] != b[i])

@@ -1,0 +1,545 @@
+"""``check_model``: a model on one device and on ranks, side by side, and the first module in which they part.
+
+A user's model is run twice from the same weights: dense, on one device, with torch's own operations; and context
+parallel, on a mesh or on virtual ranks in this process. Loss, logits and every parameter's gradient (averaged over
+ranks) are compared, and the inputs and outputs of every module, so that a mistake has a place:
+
+    a module whose inputs agree and whose output does not is where it is;
+    where every module agrees and the loss does not, it is in the labels or in how the loss is averaged.
+
+How it compares: each rank takes its own tokens of the dense run's tensors, wherever in their shape the sequence is. A
+tensor without a sequence must be the same on every rank. Errors are relative to the largest magnitude in the tensor.
+
+What it does not know: tensors that no module takes or returns. Models are put in eval mode, so that dropout does not
+tell the runs apart. Everything is held in memory at once, and the dense run holds S x S masks: use small sizes.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import astuple, dataclass, field, replace
+from itertools import zip_longest
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves
+
+from attnspan.attention.call import shape_of
+from attnspan.attention.uses import Uses
+from attnspan.errors import AttentionError
+from attnspan.layouts import Contiguous, Layout
+from attnspan.parallel.attach import is_attached
+from attnspan.parallel.session import ContextParallel, Masks
+from attnspan.plan import Plan, Strategy
+from attnspan.plan.drawing import table
+from attnspan.transports import Transport
+from attnspan.transports.group import Group
+from attnspan.transports.loopback import Loopback
+
+Forward = Callable[[nn.Module, Any, ContextParallel], Any]
+"""(model, whole batch, session) -> logits, loss, (loss, logits), or an object or a dict with `loss` or `logits`."""
+
+TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+"""By the dtype of the parameters. A mistake is rarely smaller than 1e-2; rounding grows with depth."""
+
+IGNORED = -100
+"""The label of a token that has none, as in F.cross_entropy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Something that is not the same on ranks as on one device."""
+
+    where: str
+    what: str
+    error: float
+    inside: str = ""  # between which modules in it, where that can be told
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.what} (error {self.error:.1e})" + (self.inside and f"\ninside: {self.inside}")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCheck:
+    """What `check_model` found. Prints as a table; `ok` says whether everything agrees."""
+
+    ranks: int
+    tolerance: float
+    errors: Mapping[str, float]  # of the loss, of logits, and of every gradient by its parameter's name
+    calls: int  # of attention, through the session, on each rank
+    first: Difference | None  # the first module that differs
+    hints: tuple[str, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether loss, logits, all gradients and all modules agree."""
+        return self.first is None and all(error <= self.tolerance for error in self.errors.values())
+
+    def raise_if_wrong(self) -> None:
+        """Raise what is wrong."""
+        if not self.ok:
+            raise AttentionError(f"the model is not the same on {self.ranks} ranks as on one device\n{self}")
+
+    def __str__(self) -> str:
+        gradients = {name: error for name, error in self.errors.items() if name not in ("loss", "logits")}
+        lines = [
+            [name, f"{self.errors[name]:.1e}", self._verdict(name)]
+            for name in ("loss", "logits")
+            if name in self.errors
+        ]
+        if gradients:
+            worst = max(gradients, key=lambda name: _rank_of(gradients[name]))
+            wrong = sum(not error <= self.tolerance for error in gradients.values())
+            verdict = f"{wrong} of {len(gradients)} differ, most {worst}" if wrong else f"all {len(gradients)} agree"
+            lines.append(["gradients", f"{gradients[worst]:.1e}", verdict])
+        said = [
+            f"{self.ranks} ranks beside one device, tolerance {self.tolerance:.0e}, {self.calls} calls of attention"
+        ]
+        said.append(table(["", "error", ""], lines))
+        if self.first is not None:
+            said.append(f"first difference in {self.first}")
+        return "\n".join([*said, *self.hints])
+
+    def _verdict(self, name: str) -> str:
+        return "agrees" if self.errors[name] <= self.tolerance else "differs"
+
+
+def check_model(
+    model: nn.Module,
+    batch: Any,
+    *,
+    mask: Masks,
+    seq_len: int | None = None,
+    forward: Forward | None = None,
+    mesh: Group = None,
+    ranks: int = 2,
+    layout: Layout | str = "auto",
+    strategy: Strategy | str = "auto",
+    tolerance: float | None = None,
+    raises: bool = False,
+) -> ModelCheck:
+    """Run a model on one device and context parallel, and compare loss, logits, gradients and every module.
+
+    `batch` is whole, the same on every rank. `forward(model, batch, cp)` is one training step's forward as the script
+    does it: shard the batch, run the model, return the loss, the logits or both; it runs with a session of one rank
+    for the dense side. Without it, tensors of the batch are sharded along their dim of `seq_len` tokens, the model is
+    called with ``cp.attach(model)``, with `position_ids` or `positions` if it takes them and the batch has none, and
+    `labels` of a dict, unshifted as transformers has them, make the loss. On `mesh` every rank calls this; without,
+    `ranks` are virtual and each has a copy of the model. `raises` raises what is found wrong.
+
+    >>> import attnspan as span
+    >>> layer = nn.TransformerEncoderLayer(16, 2, dim_feedforward=32, batch_first=True)
+    >>> print(check_model(layer, torch.randn(1, 12, 16), mask=span.Full()).ok)
+    True
+    """
+    length = _length(batch) if seq_len is None else seq_len
+    if any(is_attached(module) for module in model.modules()):
+        raise AttentionError("check_model: the model is attached already, detach() it first; `forward` may attach it")
+    run = Run(model, batch, forward or _default, length, mask, _tolerance(model, tolerance))
+
+    def on(group: Group) -> ModelCheck:
+        session = ContextParallel(group, seq_len=length, mask=mask, layout=layout, strategy=strategy)
+        return run.beside(dense, session)
+
+    dense = run.dense()
+    found = Loopback(ranks, _device(model)).run(on)[0] if mesh is None else on(mesh)
+    if raises:
+        found.raise_if_wrong()
+    return found
+
+
+# ---- one run -------------------------------------------------------------------------------------------------------
+
+
+class Passed(NamedTuple):
+    """What went into a module and came out of it, in one of its calls."""
+
+    name: str
+    inputs: list[Tensor]
+    outputs: list[Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Everything that a run leaves to compare. Modules are in the order in which they returned."""
+
+    loss: Tensor
+    logits: Tensor | None
+    gradients: dict[str, Tensor | None]
+    passed: list[Passed]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A model and a batch, to be run on one device and on ranks."""
+
+    model: nn.Module
+    batch: Any
+    forward: Forward
+    seq_len: int
+    mask: Masks
+    tolerance: float
+
+    def dense(self) -> Trace:
+        """On one device, with torch's own operations."""
+        return Loopback(1, _device(self.model)).run(
+            lambda world: self._trace(_one_device(world, self.seq_len, self.mask))
+        )[0]
+
+    def beside(self, dense: Trace, session: ContextParallel) -> ModelCheck:
+        """On the ranks of a session, compared with the dense run; the same on every rank."""
+        ours = self._trace(session)
+        seen = Beside(session, self.tolerance)
+        errors = {"loss": seen.loss(ours.loss, dense.loss)}
+        if ours.logits is not None and dense.logits is not None:
+            errors["logits"] = seen.error(ours.logits, dense.logits)
+        errors |= _gradient_errors(ours.gradients, dense.gradients)
+        first = seen.first(ours.passed, dense.passed)
+        errors, first, alike = seen.agreed(errors, first, float(ours.loss))
+        calls = session.report().calls
+        hints = _hints(errors, first, calls, self.tolerance, alike)
+        return ModelCheck(session.ranks, self.tolerance, errors, calls, first, hints)
+
+    def _trace(self, session: ContextParallel) -> Trace:
+        model = copy.deepcopy(self.model).eval()
+        model.zero_grad(set_to_none=True)
+        with torch.enable_grad(), _watching(model) as passed:
+            loss, logits = _loss_and_logits(self.forward(model, self.batch, session), session)
+        loss.backward()
+        session.average_gradients(model)
+        gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
+        return Trace(loss.detach(), None if logits is None else logits.detach(), gradients, passed)
+
+
+@contextmanager
+def _watching(model: nn.Module) -> Iterator[list[Passed]]:
+    passed: list[Passed] = []
+
+    def returned(name: str) -> Any:
+        def hook(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            passed.append(Passed(name, _tensors((args, kwargs)), _tensors(output)))
+
+        return hook
+
+    handles = [
+        module.register_forward_hook(returned(name or type(model).__name__), with_kwargs=True)
+        for name, module in model.named_modules()
+    ]
+    try:
+        yield passed
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf.detach().clone() for leaf in tree_leaves(_opened(tree)) if isinstance(leaf, Tensor)]
+
+
+def _opened(tree: Any) -> Any:
+    """Model outputs of transformers are mappings that pytree may not know."""
+    return dict(tree) if isinstance(tree, Mapping) else tree
+
+
+# ---- the forward that is run if none is given ----------------------------------------------------------------------
+
+
+def _default(model: nn.Module, batch: Any, cp: ContextParallel) -> Any:
+    parts = _sharded(batch, cp)
+    labels = parts.pop("labels", None) if isinstance(parts, dict) else None
+    with cp.attach(model):
+        if isinstance(parts, dict):
+            out = model(**parts, **_positions(model, parts, cp))
+        else:
+            args = parts if isinstance(parts, tuple) else (parts,)
+            out = model(*args, **_positions(model, {}, cp))
+    if labels is None:
+        return out
+    logits, targets = _logits(out), cp.shift(labels, by=-1, fill=IGNORED)
+    each = F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=IGNORED, reduction="none")
+    return cp.mean_loss(each.view_as(targets), targets != IGNORED), logits
+
+
+def _sharded(batch: Any, cp: ContextParallel) -> Any:
+    """A batch with each tensor cut along its first dim of `seq_len` tokens, but for the outermost if it has more."""
+    if isinstance(batch, Mapping):
+        return {name: _sharded(value, cp) for name, value in batch.items()}
+    if isinstance(batch, list | tuple):
+        return tuple(_sharded(value, cp) for value in batch)
+    if not isinstance(batch, Tensor):
+        return batch
+    dims = [dim for dim in range(1 if batch.dim() > 1 else 0, batch.dim()) if batch.shape[dim] == cp.seq_len]
+    return cp.shard(batch, dim=dims[0]) if dims else batch
+
+
+def _positions(model: nn.Module, given: Mapping[str, Any], cp: ContextParallel) -> dict[str, Tensor]:
+    taken = inspect.signature(model.forward).parameters
+    for name in ("position_ids", "positions"):
+        if name in taken and name not in given:
+            positions = cp.positions
+            return {name: positions.unsqueeze(0) if name == "position_ids" and positions.dim() == 1 else positions}
+    return {}
+
+
+def _logits(out: Any) -> Tensor:
+    found = _named(out, "logits")
+    if found is None:
+        found = out[0] if isinstance(out, list | tuple) else out
+    if not isinstance(found, Tensor):
+        raise AttentionError(f"forward must return tensors, got {type(out).__name__}")
+    return found
+
+
+def _named(out: Any, name: str) -> Any:
+    """What a model returned by a name, as an attribute or in a dict."""
+    return out.get(name) if isinstance(out, Mapping) else getattr(out, name, None)
+
+
+def _loss_and_logits(out: Any, cp: ContextParallel) -> tuple[Tensor, Tensor | None]:
+    """What a forward returned; without a loss, the mean log-sum-exp is one: it has a gradient after a norm, too."""
+    loss, logits = _named(out, "loss"), _named(out, "logits")
+    if loss is None and isinstance(out, list | tuple) and isinstance(out[0], Tensor) and out[0].dim() == 0:
+        loss, logits = out[0], out[1] if len(out) > 1 else None
+    elif loss is None and isinstance(out, Tensor) and out.dim() == 0:
+        loss = out
+    if loss is None:
+        logits = _logits(out)
+        loss = cp.mean_loss(logits.to(torch.promote_types(logits.dtype, torch.float32)).logsumexp(-1))
+    return loss, logits
+
+
+# ---- the dense side ------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Dense:
+    """Attention of one device by torch's matmul and softmax, in the place of an `Attention`."""
+
+    plan: Plan
+    scale: float | None = None
+    uses: Uses = field(default_factory=Uses)
+
+    @property
+    def call(self) -> Dense:
+        """Where uses are counted."""
+        return self
+
+    @property
+    def latest(self) -> Plan:
+        """The plan: there is but one."""
+        return self.plan
+
+    def variant(self, *, scale: float | None = None, guard: object = None) -> Dense:
+        """With another scale; a guard has nothing to guard here."""
+        return replace(self, scale=self.scale if scale is None else scale)
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, *, sinks: Tensor | None = None) -> Tensor:
+        return self.with_lse(query, key, value, sinks=sinks)[0]
+
+    def with_lse(
+        self, query: Tensor, key: Tensor, value: Tensor, *, sinks: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """(out, lse), as `Attention.with_lse`."""
+        self.uses.add_forward(self.plan, shape_of(query, key, value))
+        group = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+        scores = query @ key.mT * (query.shape[-1] ** -0.5 if self.scale is None else self.scale)
+        allowed = self._allowed(query.device)
+        scores = scores.masked_fill(~allowed, -torch.inf)
+        if sinks is not None:
+            scores = torch.cat([scores, sinks[None, :, None, None].expand(*scores.shape[:3], 1).to(scores.dtype)], -1)
+        empty = (scores == -torch.inf).all(-1, keepdim=True)
+        weights = scores.masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0)
+        wide = torch.promote_types(query.dtype, torch.float32)
+        return weights[..., : value.shape[2]] @ value, scores.to(wide).logsumexp(-1)
+
+    def _allowed(self, device: torch.device) -> Tensor:
+        plan, mask = self.plan, self.plan.mask
+        rows = [
+            torch.stack([mask.dense(plan.seq_len, plan.key_len, row, head) for head in range(mask.heads)])
+            for row in range(mask.rows)
+        ]
+        return torch.stack(rows).to(device)
+
+
+def _one_device(world: Transport, seq_len: int, mask: Masks) -> ContextParallel:
+    """A session of one rank whose attention is dense."""
+    session = ContextParallel(world, seq_len=seq_len, mask=mask, layout=Contiguous(1))
+    session._attends = {
+        name: Dense(attend.plan, session.options.scale)  # type: ignore[misc]  # it has all that is asked of one
+        for name, attend in session._attends.items()
+    }
+    return session
+
+
+# ---- comparing -----------------------------------------------------------------------------------------------------
+
+
+class Beside:
+    """What a rank holds, beside the dense run's tensors."""
+
+    def __init__(self, session: ContextParallel, tolerance: float):
+        self.session, self.tolerance = session, tolerance
+
+    def loss(self, ours: Tensor, dense: Tensor) -> float:
+        """The error of the loss that training sees: its average over ranks."""
+        return _error_of(self.session.mean(ours.detach().reshape(1)), dense.reshape(()))
+
+    def error(self, ours: Tensor, dense: Tensor) -> float:
+        """The error of a tensor that is this rank's part of a dense one, or the same as it."""
+        expected = self._part(ours, dense)
+        return float("nan") if expected is None else _error_of(ours, expected)
+
+    def _part(self, ours: Tensor, dense: Tensor) -> Tensor | None:
+        """What should be here of a dense tensor; None if the shapes tell of no sequence."""
+        if ours.shape == dense.shape:
+            return dense
+        if ours.dim() != dense.dim():
+            return None
+        length, tokens = self.session.seq_len, self.session.sharding.tokens
+        for dim, (here, there) in enumerate(zip(ours.shape, dense.shape, strict=True)):
+            if here != there:
+                groups = there // length  # batch rows in front of the sequence may be in one dim with it
+                if there % length or here != groups * tokens:
+                    return None
+                part = self._taken(dense.unflatten(dim, (groups, length)), dim).flatten(dim, dim + 1)
+                return part if part.shape == ours.shape else None
+        return None
+
+    def _taken(self, whole: Tensor, dim: int) -> Tensor:
+        """This rank's tokens of a tensor with batch rows in `dim` (or 0, if that has but one) and tokens in the next.
+
+        Not `ContextParallel.shard`: that may ask the other ranks, who may have found a difference and gone on.
+        """
+        positions = self.session.positions.to(whole.device)
+        if positions.dim() == 1:
+            return whole.index_select(dim + 1, positions)
+        batch = dim if whole.shape[dim] > 1 else 0
+        rows = [row.index_select(dim + 1, own) for row, own in zip(whole.split(1, batch), positions, strict=True)]
+        return torch.cat(rows, batch)
+
+    def first(self, ours: list[Passed], dense: list[Passed]) -> Difference | None:
+        """Where the runs part: the first module to return something else although it was given the same."""
+        names, expected = [each.name for each in ours], [each.name for each in dense]
+        if names != expected:
+            name = next(theirs or mine for mine, theirs in zip_longest(names, expected, fillvalue="") if mine != theirs)
+            return Difference(name, "modules are not called in the same order, or as often", float("inf"))
+        given_other: Difference | None = None
+        given: dict[str, str] = {}  # modules that are given something else, with what
+        agreeing: list[str] = []
+        for mine, theirs in zip(ours, dense, strict=True):
+            inputs, outputs = (
+                self._largest(getattr(mine, side), getattr(theirs, side)) for side in ("inputs", "outputs")
+            )
+            if not inputs <= self.tolerance:
+                given_other = Difference(mine.name, "it is given something else", inputs)
+                given.setdefault(mine.name, self._argument(mine, theirs))
+            elif not outputs <= self.tolerance:
+                return Difference(mine.name, "its inputs agree, its output differs", outputs, _between(given, agreeing))
+            elif not given:
+                agreeing.append(mine.name)
+        return given_other  # the outermost: what it calls only passes it on
+
+    def _argument(self, ours: Passed, dense: Passed) -> str:
+        """Which of its tensors differs."""
+        wrong = [not self.error(x, y) <= self.tolerance for x, y in zip(ours.inputs, dense.inputs, strict=False)]
+        return f"argument {wrong.index(True)}" if True in wrong else "number of arguments"
+
+    def _largest(self, ours: list[Tensor], dense: list[Tensor]) -> float:
+        if len(ours) != len(dense):
+            return float("inf")
+        return max((self.error(x, y) for x, y in zip(ours, dense, strict=True)), key=_rank_of, default=0.0)
+
+    def agreed(
+        self, errors: dict[str, float], first: Difference | None, loss: float
+    ) -> tuple[dict[str, float], Difference | None, bool]:
+        """The largest errors of all ranks, the difference of the first rank that has one, and if they have one loss."""
+        said = json.dumps([errors, None if first is None else astuple(first), loss])
+        heard = [json.loads(text) for text in self.session.transport.agree(said.encode(), "what differs")]
+        firsts = [Difference(*found) for _, found, _ in heard if found is not None]
+        largest = {name: max((each[name] for each, *_ in heard), key=_rank_of) for name in errors}
+        losses = [each for *_, each in heard]
+        alike = max(losses) - min(losses) <= self.tolerance * max(map(abs, losses))
+        return largest, firsts[0] if firsts else None, alike
+
+
+def _between(given: Mapping[str, str], agreeing: list[str]) -> str:
+    """Where inside a module its parts come apart; both in the order in which they returned, parts before wholes."""
+    if not given:
+        return ""
+    first = next(iter(given))
+    outer = [name for name in given if name == first or first.startswith(f"{name}.")][-1]
+    before = [name for name in agreeing if not name.startswith(f"{outer}.")]
+    return f"{before[-1] if before else 'what it is given'} agrees, {outer} is given another {given[outer]}"
+
+
+def _gradient_errors(ours: Mapping[str, Tensor | None], dense: Mapping[str, Tensor | None]) -> dict[str, float]:
+    """By parameter. Where terms cancel, as in the bias of keys, only rounding is left: a small gradient is measured by
+    a hundredth of the largest."""
+    largest = max(
+        (float(grad.abs().max()) for grad in dense.values() if grad is not None and grad.numel()), default=0.0
+    )
+    return {name: _error_of(ours[name], dense[name], at_least=largest / 100) for name in dense}
+
+
+def _error_of(ours: Tensor | None, dense: Tensor | None, at_least: float = 0.0) -> float:
+    """The largest error over the largest magnitude; a gradient that one side lacks is zero."""
+    if ours is None or dense is None:
+        given = ours if dense is None else dense
+        return 0.0 if given is None or not given.any() else 1.0
+    if ours.shape != dense.shape:
+        return float("inf")
+    if not ours.numel():
+        return 0.0
+    ours, dense = ours.double(), dense.double()
+    off = (ours - dense).abs().masked_fill(ours == dense, 0.0)  # infinities that agree
+    return float(off.max()) / (max(float(dense.abs().max()), at_least) or 1.0)
+
+
+def _rank_of(error: float) -> float:
+    """For comparing errors: NaN is the worst."""
+    return float("inf") if error != error else error
+
+
+def _hints(
+    errors: Mapping[str, float], first: Difference | None, calls: int, tolerance: float, alike: bool
+) -> tuple[str, ...]:
+    """What to look at."""
+    hints = []
+    wrong = not all(error <= tolerance for error in errors.values())
+    if calls == 0 and (wrong or first is not None):
+        hints.append("no attention ran through the session: use cp.sdpa(), cp.attach(model) or cp.attention(...)")
+    if first is not None and "given" in first.what:
+        hints.append("what a model is given must be sharded by the session, positions too: cp.shard, cp.positions")
+    if first is None and not errors["loss"] <= tolerance:
+        hints.append("every module agrees: the difference is in the labels (cp.shift) or in the mean (cp.mean_loss)")
+    if first is None and errors["loss"] <= tolerance and wrong:
+        hints.append("the loss agrees and gradients do not: it must come from cp.mean_loss, and be averaged over ranks")
+    if not wrong and not alike:
+        hints.append("every rank has its own loss: their mean is right only while ranks hold equally many valid tokens")
+    return tuple(hints)
+
+
+def _tolerance(model: nn.Module, given: float | None) -> float:
+    if given is not None:
+        return given
+    dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+    return max((TOLERANCES.get(dtype, 5e-2) for dtype in dtypes), default=TOLERANCES[torch.float32])
+
+
+def _device(model: nn.Module) -> torch.device:
+    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+
+
+def _length(batch: Any) -> int:
+    """The length of the sequence: dim 1 of the batch's first tensor."""
+    for leaf in tree_leaves(_opened(batch)):
+        if isinstance(leaf, Tensor) and leaf.dim() > 1:
+            return leaf.shape[1]
+    raise AttentionError("seq_len must be given: the batch has no tensor (batch, tokens, ...)")

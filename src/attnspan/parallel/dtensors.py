@@ -1,0 +1,138 @@
+"""DTensors in and out: the carrier of shards that are laid out by a session.
+
+A DTensor that is sharded on the sequence over the session's ranks holds, on each rank, that rank's tokens in the order
+of the session's layout; its other mesh axes may shard batch or heads. Attention takes the local tensors, and gives
+back a DTensor with the query's placements.
+
+[Note: order] `Shard(2)` promises contiguous chunks in order of ranks. The tokens are the layout's, which are usually
+not contiguous: ``full_tensor()`` of the result is in the layout's order. What is computed token by token does not
+mind; `ContextParallel.unshard` of the local tensors restores the order. Sizes are another matter, since DTensor derives
+them: a layout that deals other numbers of tokens than DTensor's own chunks is refused.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeGuard
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from attnspan.attention import Attention
+from attnspan.errors import AttentionError
+from attnspan.transports.distributed import Distributed
+
+if TYPE_CHECKING:  # importing DTensor takes as long as all of this package: that is left to those who use it
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.placement_types import Placement
+
+    from attnspan.parallel.session import ContextParallel
+
+PLAIN = (Tensor, torch.nn.Parameter)
+
+SEQ = 2
+"""The dim of the sequence in (B, H, S, D)."""
+
+
+def carried(
+    session: ContextParallel,
+    attend: Attention,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None = None,
+    captured: list[Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`attend` on local tensors, (out, lse); for DTensors they are DTensors too.
+
+    `captured` stands in for the tensors that its score_mod captured.
+    """
+    tensors = (query, key, value)
+    plain = all(type(x) in PLAIN for x in tensors) or not any(is_dtensor(x) for x in tensors)
+    if not plain:
+        _check_all(session, tensors)
+    q, k, v = tensors if plain else (x.to_local() for x in tensors)  # type: ignore[attr-defined]
+    out, lse = attend.with_captured(captured, q, k, v, sinks) if captured else attend.with_lse(q, k, v, sinks=sinks)
+    if plain:
+        return out, lse
+    mesh, placements, shape = query.device_mesh, query.placements, tuple(query.shape)  # type: ignore[attr-defined]
+    return as_dtensor(out, mesh, placements, (*shape[:3], value.shape[3])), as_dtensor(lse, mesh, placements, shape[:3])
+
+
+def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
+    """Whether a tensor is a DTensor."""
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(tensor, DTensor)
+
+
+def is_split(tensor: Tensor) -> bool:
+    """Whether it is a DTensor that is sharded on batch rows or heads."""
+    return (
+        type(tensor) not in PLAIN
+        and is_dtensor(tensor)
+        and any(p.is_shard(0) or p.is_shard(1) for p in tensor.placements)
+    )
+
+
+def _check_all(session: ContextParallel, tensors: tuple[Tensor, ...]) -> None:
+    if not all(is_dtensor(x) for x in tensors):
+        kinds = ", ".join(type(x).__name__ for x in tensors)
+        raise AttentionError(f"query, key and value must all be DTensors or all plain tensors, got {kinds}")
+    for name, x in zip(("query", "key", "value"), tensors, strict=True):
+        _check(session, name, x)
+    if len({(x.device_mesh, x.placements) for x in tensors}) > 1:  # type: ignore[attr-defined]
+        placed = ", ".join(str(x.placements) for x in tensors)  # type: ignore[attr-defined]
+        raise AttentionError(f"query, key and value must have one mesh and the same placements, got {placed}")
+
+
+def as_dtensor(local: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...]) -> DTensor:
+    """A DTensor of a known global shape, without asking other ranks."""
+    from torch.distributed.tensor import DTensor
+
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
+
+
+def _check(session: ContextParallel, name: str, tensor: Tensor) -> None:
+    """Refuse a DTensor whose placements are not those of the session's shards."""
+    assert is_dtensor(tensor), "checked before"
+    for axis, placement in enumerate(tensor.placements):
+        ours = is_ours(session, tensor.device_mesh, axis)
+        if ours and not placement.is_shard(SEQ):
+            raise AttentionError(f"{name} must be sharded on dim {SEQ} over the session's ranks, got {placement}")
+        if not ours and not (placement.is_replicate() or placement.is_shard(0) or placement.is_shard(1)):
+            raise AttentionError(
+                f"{name} must be replicated, or sharded on batch or heads, over other mesh axes, got {placement} on "
+                f"axis {axis}"
+            )
+    check_sizes(session)
+
+
+def is_ours(session: ContextParallel, mesh: DeviceMesh, axis: int) -> bool:
+    """Whether the ranks along an axis of a mesh are the session's."""
+    transport = session.transport
+    if not isinstance(transport, Distributed):
+        raise AttentionError("DTensors need a process group; the session's ranks are virtual")
+    return dist.get_process_group_ranks(mesh.get_group(axis)) == dist.get_process_group_ranks(transport.group)
+
+
+def check_sizes(session: ContextParallel) -> None:
+    """Refuse a layout that deals other numbers of tokens than DTensor's chunks have. See [Note: order]."""
+    found = [session.sharding.tokens_on(rank) for rank in range(session.ranks)]
+    each = -(-session.seq_len // session.ranks)
+    chunks = [max(0, min(each, session.seq_len - rank * each)) for rank in range(session.ranks)]
+    if found != chunks:
+        raise AttentionError(
+            f"a DTensor of {session.seq_len} tokens has {chunks} on its ranks, the session's layout {found}; use plain "
+            f"tensors, or a seq_len that is a multiple of {session.ranks} and a layout that deals tokens evenly"
+        )
+
+
+def sequence_dim(session: ContextParallel, tensor: DTensor) -> int | None:
+    """The dim that a DTensor is sharded on over the session's ranks; None if it is replicated there."""
+    for axis, placement in enumerate(tensor.placements):
+        if is_ours(session, tensor.device_mesh, axis):
+            return placement.dim if placement.is_shard() else None  # type: ignore[attr-defined]
+    return None

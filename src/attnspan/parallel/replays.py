@@ -1,0 +1,116 @@
+"""Activation checkpointing, seen from inside: which regions are running that will be, or are being, computed again.
+
+A checkpointed region runs twice, the second time in backward. What surrounded it the first time, a ``with`` block or a
+session that has moved on to the next batch, may be gone by then, and attention would run on this rank's tokens alone,
+or under another batch's mask, without a word. Neither torch nor a model tells that a region is running, but the stack
+does::
+
+    reentrant        CheckpointFunction.forward, then CheckpointFunction.backward, both with one `ctx`
+    non-reentrant    `checkpoint`, which holds a generator with a `_CheckpointFrame`, then `unpack_hook` with the same
+    other people's   `forward` and `backward` of an autograd function, as the reentrant kind does it
+
+The object that both runs share is the region's name. [Note: replays] Two rules follow, kept by sdpa.py and attach.py:
+
+* attention may run in a region only if it was made context parallel inside of it: the second run then does so too;
+* the second run must find the session that the first one used.
+
+Not seen: checkpointing by other people that works by saved-tensor hooks. Knows nothing of attention.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from os.path import dirname
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+import torch.utils.checkpoint
+from torch.autograd.function import FunctionCtx
+
+TORCH = dirname(torch.__file__)
+CHECKPOINTS = torch.utils.checkpoint.__file__
+
+
+class Region(NamedTuple):
+    """A checkpointed region on the stack: what names it (None: not known), and whether this is its second run."""
+
+    name: object | None
+    again: bool
+
+
+def regions(keeping: bool = True) -> list[Region]:
+    """The regions around the caller, innermost first.
+
+    `keeping` is whether autograd records: without it, a non-reentrant region does not run again.
+    """
+    return list(_regions(sys._getframe(1), keeping))
+
+
+def _regions(frame: FrameType | None, keeping: bool) -> Iterator[Region]:
+    while frame is not None:
+        code = frame.f_code
+        if code.co_filename == CHECKPOINTS:
+            if code.co_name == "checkpoint" and "gen" in frame.f_locals and keeping:
+                yield Region(_held(frame.f_locals["gen"]), again=False)
+            elif code.co_name == "unpack_hook":
+                yield Region(frame.f_locals.get("frame"), again=True)
+        if code.co_name in ("forward", "backward") and not _torchs(code.co_filename):
+            context = _context(frame)
+            if context is not None and (code.co_name == "backward" or any(context.needs_input_grad)):
+                yield Region(context, again=code.co_name == "backward")
+        frame = frame.f_back
+
+
+def rerun_of(region: Any) -> str | None:
+    """The attribute in which a region keeps the function that it runs again; None where that is not known."""
+    return next((name for name in ("recompute_fn", "run_function") if callable(getattr(region, name, None))), None)
+
+
+def _held(generator: Any) -> object | None:
+    inside = generator.gi_frame
+    return None if inside is None else inside.f_locals.get("new_frame")
+
+
+def _torchs(file: str) -> bool:
+    """Compiled code and custom ops run in autograd functions of torch's own, and are not run again."""
+    return file.startswith(TORCH) and file != CHECKPOINTS
+
+
+def _context(frame: FrameType) -> Any:
+    """The first argument, if the frame is that of an autograd function."""
+    names = frame.f_code.co_varnames[:1]
+    if not names or names[0] == "self":  # the forward of a module: not worth a look at its variables
+        return None
+    first = frame.f_locals.get(names[0])
+    return first if isinstance(first, FunctionCtx) else None
+
+
+# ---- where attention was made context parallel ---------------------------------------------------------------------
+
+
+class _Here(threading.local):
+    def __init__(self) -> None:
+        self.blocks: list[list[object | None]] = []
+
+
+_HERE = _Here()  # of each thread: the regions around each block in which attention is context parallel
+
+
+def enter() -> None:
+    """A block begins, in which attention is context parallel."""
+    _HERE.blocks.append([region.name for region in regions()])
+
+
+def leave() -> None:
+    """It ends."""
+    _HERE.blocks.pop()
+
+
+def left_behind(keeping: bool = True) -> bool:
+    """Whether a region lies between the innermost block and the caller: its second run would not pass the block."""
+    around = _HERE.blocks[-1] if _HERE.blocks else []
+    known = {id(name) for name in around if name is not None}
+    return any(id(region.name) not in known for region in regions(keeping))

@@ -1,0 +1,268 @@
+"""What a session was used for: the witness of attention/uses.py, in words and bytes.
+
+Counted where attention ran, so a layer that went another way is missing here: `ContextParallel.assert_used` is how a
+training script proves that none did. Bytes are those that arrived at this rank from others, worked out from the plan;
+tests hold them against the wire::
+
+    forward     keys and values that the plan moves; under Ulysses also heads, there and back
+    backward    the same keys again, and gradients of keys in float32; under Ulysses heads, there and back
+    a replay    of a checkpointed region is a forward pass
+
+Not counted: gradients through lse, sinks, and what other calls of the session move.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from attnspan.attention.uses import Uses
+from attnspan.errors import AttentionError, whole
+from attnspan.layouts.run import tokens_in
+from attnspan.plan import Plan, Shape
+from attnspan.plan.cost import DTYPES
+from attnspan.plan.drawing import table
+from attnspan.plan.heads import split_heads
+from attnspan.plan.strategy import name_of
+
+
+class Bytes(NamedTuple):
+    """What arrives at a rank, of one call."""
+
+    forward: int
+    backward: int
+
+
+NOTHING = Bytes(0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """The use of one plan on tensors of one shape."""
+
+    mask: str
+    plan: Plan
+    shape: Shape
+    rank: int
+    calls: int
+    replays: int
+    backwards: int
+
+    @property
+    def strategy(self) -> str:
+        """Its plan's."""
+        return name_of(self.plan.strategy)
+
+    @property
+    def received(self) -> Bytes:
+        """Bytes that arrived in forward passes (replays too), and in backward passes."""
+        each = arriving(self.plan, self.shape, self.rank)
+        return Bytes((self.calls + self.replays) * each.forward, self.backwards * each.backward)
+
+    @property
+    def pairs(self) -> float:
+        """Pairs of query and key that this rank computed in calls, over batch rows; heads do not count."""
+        return self.calls * self.plan.work(self.rank) * self._alike
+
+    @property
+    def all_pairs(self) -> float:
+        """The same of all ranks."""
+        plan = self.plan
+        return self.calls * sum(plan.group_works()) * self._alike
+
+    @property
+    def _alike(self) -> int:
+        """How many batch rows each row of the plan stands for."""
+        return self.shape.batch if self.plan.rows == 1 else 1
+
+
+@dataclass(frozen=True, slots=True)
+class Past:
+    """The uses of plans that are no longer known, added up: masks that were made anew for every step are many."""
+
+    mask: str = ""
+    calls: int = 0
+    replays: int = 0
+    backwards: int = 0
+    received: Bytes = NOTHING
+    pairs: float = 0
+    all_pairs: float = 0
+    strategy = "-"
+
+    def settled(self, uses: Uses, rank: int, most: int) -> Past:
+        """With the oldest of some uses, which are then forgotten there, so that they are at most so many."""
+        lines = [_line("", uses, use, rank) for use in list(_used(uses))[:-most]]
+        for line in lines:
+            for counted in (uses.forward, uses.replayed, uses.backward):
+                counted.pop((line.plan, line.shape), None)
+        every: list[Line | Past] = [self, *lines]
+        return Past(
+            self.mask,
+            calls=sum(each.calls for each in every),
+            replays=sum(each.replays for each in every),
+            backwards=sum(each.backwards for each in every),
+            received=Bytes(*(sum(each.received[way] for each in every) for way in range(2))),
+            pairs=sum(each.pairs for each in every),
+            all_pairs=sum(each.all_pairs for each in every),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a session was used for on this rank since it was made, or last reset. Prints as a table."""
+
+    rank: int
+    ranks: int
+    lines: tuple[Line | Past, ...]
+
+    @property
+    def calls(self) -> int:
+        """Forward passes of attention."""
+        return sum(line.calls for line in self.lines)
+
+    @property
+    def replays(self) -> int:
+        """Forward passes that activation checkpointing ran again."""
+        return sum(line.replays for line in self.lines)
+
+    @property
+    def backwards(self) -> int:
+        """Backward passes of attention."""
+        return sum(line.backwards for line in self.lines)
+
+    @property
+    def received(self) -> Bytes:
+        """Bytes that arrived, forward and backward."""
+        each = [line.received for line in self.lines]
+        return Bytes(sum(b.forward for b in each), sum(b.backward for b in each))
+
+    @property
+    def pairs(self) -> float:
+        """Pairs of query and key that this rank computed in calls."""
+        return sum(line.pairs for line in self.lines)
+
+    @property
+    def share(self) -> float:
+        """This rank's part of the pairs of all ranks; a fair one is 1 / ranks."""
+        everything = sum(line.all_pairs for line in self.lines)
+        return self.pairs / everything if everything else 0.0
+
+    def __str__(self) -> str:
+        head = ["mask", "strategy", "calls", "replays", "backwards", "pairs", "received forward", "backward"]
+        lines = [
+            [
+                line.mask or "-",
+                line.strategy,
+                line.calls,
+                line.replays,
+                line.backwards,
+                f"{line.pairs:,.0f}",
+                *(_sized(size) for size in line.received),
+            ]
+            for line in self.lines
+        ]
+        title = f"rank {self.rank} of {self.ranks}: {self.calls} calls, {self.share:.1%} of the work"
+        return "\n".join([title, table(head, lines)]) if lines else f"{title}: attention has not run"
+
+
+def report(rank: int, ranks: int, uses: Mapping[str, Uses], past: Past) -> Report:
+    """The report of some uses, by the name of their mask."""
+    lines: list[Line | Past] = [_line(name, used, use, rank) for name, used in uses.items() for use in _used(used)]
+    return Report(rank, ranks, (*lines, past) if past.calls or past.replays or past.backwards else tuple(lines))
+
+
+def _used(uses: Uses) -> Iterable[tuple[Plan, Shape]]:
+    """What was used, the oldest first."""
+    return [(plan, shape) for plan, shape in {**uses.forward, **uses.replayed, **uses.backward} if shape is not None]
+
+
+def _line(name: str, uses: Uses, use: tuple[Plan, Shape], rank: int) -> Line:
+    return Line(name, *use, rank, uses.forward[use], uses.replayed[use], uses.backward[use])
+
+
+def check_used(found: Report, layers: int | Mapping[str, int], passes: int) -> None:
+    """Refuse another number of calls than `layers` in each of `passes`; by mask, where they are given by mask."""
+    passes = whole("passes", passes, at_least=1, error=AttentionError)
+    by_mask = layers if isinstance(layers, Mapping) else {None: layers}
+    for mask, count in by_mask.items():
+        count = whole("layers", count, error=AttentionError)
+        of = "" if mask is None else f" with mask {mask!r}"
+        calls = sum(line.calls for line in found.lines if mask is None or line.mask == mask)
+        if calls != count * passes:
+            raise AttentionError(
+                f"attention{of} must have run {count} x {passes} = {count * passes} times since the last reset, it ran "
+                f"{calls} times: {_hint(calls, count * passes)}"
+            )
+
+
+def _hint(calls: int, expected: int) -> str:
+    if calls == 0:
+        return "run the model inside cp.sdpa(), attach it, or call cp.attention(...)"
+    if calls > expected:
+        return "for several forward passes give passes=, or call cp.reset() before"
+    return (
+        "some layers do not call F.scaled_dot_product_attention or flex_attention, or call it outside of cp.sdpa() and "
+        "cp.flex()"
+    )
+
+
+# ---- what arrives --------------------------------------------------------------------------------------------------
+
+
+def arriving(plan: Plan, shape: Shape, rank: int) -> Bytes:
+    """What arrives at a rank in one call."""
+    narrow, wide = DTYPES[shape.dtype], max(4, DTYPES[shape.dtype])
+    batch = shape.batch if plan.rows == 1 else 1
+    kv_heads = shape.kv_heads or shape.heads
+    shares = split_heads(shape.heads, kv_heads, plan.degree)
+    each = len(shares[rank % plan.degree].key) * (shape.head_dim + (shape.v_head_dim or shape.head_dim)) * batch
+    steps = [step for row in range(plan.rows) for step in plan.steps(rank, row)]
+    keys = sum(transfer.tokens for step in steps for transfer in step.receives) * each * narrow
+    gradients = sum(transfer.tokens for step in steps for transfer in step.returns) * each * wide
+    heads = _heads(plan, shape, rank)
+    return Bytes(keys + heads.forward, keys + gradients + heads.backward)
+
+
+def _heads(plan: Plan, shape: Shape, rank: int) -> Bytes:
+    """What the exchange of heads brings: tokens of own heads, then own tokens of all heads."""
+    narrow, wide = DTYPES[shape.dtype], max(4, DTYPES[shape.dtype])
+    batch = shape.batch if plan.rows == 1 else 1
+    dim, value_dim = shape.head_dim, shape.v_head_dim or shape.head_dim
+    shares = split_heads(shape.heads, shape.kv_heads or shape.heads, plan.degree)
+    here, first = rank % plan.degree, rank - rank % plan.degree
+    forward = backward = 0
+    for row in range(plan.rows):
+        for member in range(plan.degree):
+            if member == here:
+                continue
+            q, k = (_tokens(side, first + member, row) for side in _sides(plan))
+            q_own, k_own = (_tokens(side, rank, row) for side in _sides(plan))
+            taken_q, taken_k = len(shares[here].query), len(shares[here].key)
+            given_q, given_k = len(shares[member].query), len(shares[member].key)
+            forward += (q * taken_q * dim + k * taken_k * (dim + value_dim)) * narrow  # q, k, v
+            forward += q_own * given_q * (value_dim * narrow + wide)  # out and lse
+            backward += (
+                q * taken_q * (dim + 2 * value_dim) + k * taken_k * (dim + value_dim)
+            ) * narrow  # and out, grad
+            backward += q * taken_q * wide  # lse
+            backward += (q_own * given_q * dim + k_own * given_k * (dim + value_dim)) * wide  # gradients
+    return Bytes(forward * batch, backward * batch)
+
+
+def _sides(plan: Plan) -> Iterable[tuple[Plan, str]]:
+    return (plan, "query"), (plan, "key")
+
+
+def _tokens(side: tuple[Plan, str], rank: int, row: int) -> int:
+    plan, which = side
+    layout, length = (plan.layout, plan.seq_len) if which == "query" else (plan.key_layout, plan.key_len)
+    return tokens_in(layout.runs(length, rank, row if layout.rows > 1 else 0))
+
+
+def _sized(size: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024 or unit == "GiB":
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    raise AssertionError("unreachable: the last unit takes all")

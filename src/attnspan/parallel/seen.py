@@ -1,0 +1,103 @@
+"""torch's flex_attention, seen by the blocks in which attention is context parallel.
+
+SDPA is a function of torch that hands itself to a mode (sdpa.py); flex_attention is plain Python that does not. By the
+time a mode sees anything of it, it has refused the BlockMask of a whole sequence, for queries that are a shard. So it
+is asked earlier: while a block is open, the function has other code, which looks for a block among this thread's modes
+and else goes on as before. Its name is irrelevant then: whoever imported it, under whatever name, or compiled it, holds
+the one function object.
+
+[Note: other code] It is put in place by the first block or attachment and taken away by the last, of all threads. To a
+thread without a block it makes no difference but a look at an empty stack. torch.compile follows it, and guards on it,
+as on any code.
+
+What goes around it, the operator itself, is seen by the mode and refused. Knows nothing of sessions.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from threading import RLock
+from types import FunctionType
+from typing import Any
+
+import torch
+import torch.nn.attention.flex_attention as theirs
+from torch.overrides import TorchFunctionMode
+
+from attnspan.errors import AttentionError
+
+_FLEX = theirs.flex_attention
+_LOCK = RLock()  # what is collected ends in whatever thread that happens
+_OPEN = [0]  # blocks and attachments, of all threads
+
+
+class Sees(TorchFunctionMode):
+    """A mode that flex_attention is handed to."""
+
+    def flex_attention(self, *args: Any, **kwargs: Any) -> Any:
+        """In place of torch's."""
+        raise NotImplementedError
+
+
+def watch() -> None:
+    """A block or an attachment begins. See [Note: other code]."""
+    with _LOCK:
+        _check_signature()
+        _OPEN[0] += 1  # first: a block that is collected in between ends, and may be the last before this one
+        if _FLEX.__code__ is not _CODE:
+            _FLEX.__code__ = _CODE
+
+
+def unwatch() -> None:
+    """It ends."""
+    with _LOCK:
+        _OPEN[0] -= 1
+        if not _OPEN[0]:
+            _FLEX.__code__ = plain.__code__
+
+
+def dispatched(*args: Any, **kwargs: Any) -> Any:
+    """flex_attention by the innermost block of this thread, or by torch."""
+    for place in reversed(range(torch._C._len_torch_function_stack())):
+        mode = torch._C._get_function_stack_at(place)
+        if isinstance(mode, Sees):
+            return mode.flex_attention(*args, **kwargs)
+    return plain(*args, **kwargs)
+
+
+def _asking(
+    query: Any,
+    key: Any,
+    value: Any,
+    score_mod: Any = None,
+    block_mask: Any = None,
+    scale: Any = None,
+    enable_gqa: Any = False,
+    return_lse: Any = False,
+    kernel_options: Any = None,
+    *,
+    return_aux: Any = None,
+) -> Any:
+    from attnspan.parallel.seen import dispatched  # it runs among the names of torch's module
+
+    rest = (score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options)
+    return dispatched(query, key, value, *rest, return_aux=return_aux)
+
+
+_CODE = _asking.__code__.replace(co_name=_FLEX.__name__)
+
+plain = FunctionType(_FLEX.__code__, _FLEX.__globals__, _FLEX.__name__, _FLEX.__defaults__, _FLEX.__closure__)
+"""torch's flex_attention, whatever code the function has at present."""
+
+plain.__kwdefaults__ = _FLEX.__kwdefaults__
+
+
+@functools.cache
+def _check_signature() -> None:
+    ours, torchs = (
+        [(p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()]
+        for function in (_asking, plain)
+    )
+    if ours != torchs:
+        raise AttentionError(f"flex_attention of torch {torch.__version__} has a signature that is not known here")

@@ -1,0 +1,87 @@
+"""A ParallelStyle for torch's parallelize_module: attention modules of a model become context parallel.
+
+    parallelize_module(model, mesh, {"layers.*.attention": ContextParallelStyle(cp)})
+
+The module is attached (attach.py). Arguments that are DTensors over the session's ranks, sharded along the sequence or
+replicated, come in as local tensors; if any was sharded, tensors that the module returns go out as DTensors with its
+placements. What such a DTensor means is told in dtensors.py, [Note: order].
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ParallelStyle
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from attnspan.errors import AttentionError
+from attnspan.parallel.attach import attach, check_free
+from attnspan.parallel.dtensors import as_dtensor, check_sizes, sequence_dim
+from attnspan.parallel.session import ContextParallel
+
+
+class ContextParallelStyle(ParallelStyle):
+    """SDPA inside the module is the session's attention; `mask` names one of its masks, if it has several."""
+
+    def __init__(self, session: ContextParallel, *, mask: str | None = None):
+        if not isinstance(session, ContextParallel):
+            raise AttentionError(f"ContextParallelStyle needs a ContextParallel, got {type(session).__name__}")
+        super().__init__()
+        self.session, self.mask = session, session._name(mask)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        check_free(module)
+        ours = functools.partial(_forward, self.session, module.forward)
+        module.forward = functools.update_wrapper(ours, module.forward)
+        attach(self.session, module, None, self.mask)
+        return module
+
+    def __repr__(self) -> str:
+        return f"ContextParallelStyle({self.session!r}, mask={self.mask!r})"
+
+
+def _forward(session: ContextParallel, theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """A module's forward on local tensors."""
+    sharded = [
+        x for x in tree_leaves((args, kwargs)) if isinstance(x, DTensor) and sequence_dim(session, x) is not None
+    ]
+    args, kwargs = tree_map_only(DTensor, functools.partial(_local, session), (args, kwargs))
+    out = theirs(*args, **kwargs)
+    if not sharded:
+        return out
+    check_sizes(session)
+    return tree_map_only(Tensor, functools.partial(_like, sharded[0]), out)
+
+
+def _local(session: ContextParallel, tensor: DTensor) -> Tensor:
+    dim = sequence_dim(session, tensor)
+    if any(placement.is_partial() for placement in tensor.placements):
+        raise AttentionError(f"a DTensor argument must be sharded or replicated, got {tensor.placements}")
+    if dim is not None and tensor.shape[dim] != session.seq_len:
+        raise AttentionError(
+            f"a DTensor argument must be sharded on its {session.seq_len} tokens over the session's ranks, got shape "
+            f"{tuple(tensor.shape)} sharded on dim {dim}"
+        )
+    return tensor.to_local()
+
+
+def _like(given: DTensor, local: Tensor) -> Tensor:
+    """A result as a DTensor placed as an argument was."""
+    if isinstance(local, DTensor):
+        return local
+    shape, theirs = list(local.shape), given.to_local().shape
+    for placement in given.placements:
+        if placement.is_shard():
+            dim = placement.dim  # type: ignore[attr-defined]
+            if dim >= local.dim() or local.shape[dim] != theirs[dim]:
+                raise AttentionError(
+                    f"a result must have its tokens in dim {dim} like the argument of shape {tuple(theirs)}, got shape "
+                    f"{tuple(local.shape)}"
+                )
+            shape[dim] = given.shape[dim]
+    return as_dtensor(local, given.device_mesh, given.placements, tuple(shape))

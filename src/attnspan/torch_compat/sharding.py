@@ -1,0 +1,109 @@
+"""Cut buffers, and put them back together: out of place, and both with a gradient.
+
+`_context_parallel_shard` also sets the order in which the mesh's sequences lie from then on: see [Note: order] in
+ranks.py.
+
+[Note: tables] Where a length is given, by a load balancer or by a context's first buffer, a buffer whose sequence is
+its first dim may be longer: it is a table, such as that of rotary embeddings, and its first rows are those of the
+sequence, as in torch. Anything else must have that length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from attnspan.errors import ShardError
+from attnspan.parallel.session import ContextParallel
+from attnspan.torch_compat.balancers import _LoadBalancer, layout_of
+from attnspan.torch_compat.flex import block_mask_part
+from attnspan.torch_compat.ranks import Order, ranks_of
+from attnspan.transports.group import Group
+
+Buffer = Tensor | BlockMask
+
+
+def _context_parallel_shard(
+    mesh: Group,
+    buffers: Sequence[Buffer] | Mapping[str, Buffer],
+    seq_dims: Sequence[int] | Mapping[str, int],
+    load_balancer: _LoadBalancer | None = None,
+) -> Any:
+    """This rank's part of every buffer, in the container that they came in.
+
+    Without a load balancer each rank gets one span of each buffer, whatever its length. With one, buffers have the load
+    balancer's length; see [Note: tables]. Of a BlockMask it is this rank's rows, in the order of the other buffers.
+    """
+    pairs = paired(buffers, seq_dims)
+    ranks = ranks_of(mesh)
+    layout, seq_len = layout_of(load_balancer, ranks.transport.ranks)
+    lengths = {
+        buffer.seq_lengths[0] if isinstance(buffer, BlockMask) else length_of(buffer, dim)
+        for buffer, dim in pairs.values()
+    }
+    parts: dict[Any, Buffer] = {}
+    for name, (buffer, dim) in pairs.items():
+        if isinstance(buffer, BlockMask):
+            parts[name] = block_mask_part(buffer, ranks, layout)
+        else:
+            parts[name] = part_of(buffer, dim, ranks.session(layout, seq_len or length_of(buffer, dim)))
+    ranks.use(Order(layout, seq_len or (lengths.pop() if len(lengths) == 1 else None)))
+    return parts if isinstance(buffers, Mapping) else type(buffers)(parts.values())  # type: ignore[call-arg]
+
+
+def context_parallel_unshard(
+    mesh: Group,
+    buffers: list[Tensor],
+    seq_dims: list[int],
+    load_balancer: _LoadBalancer | None = None,
+) -> list[Tensor]:
+    """The whole tensors on every rank, from everybody's parts. Differentiable.
+
+    Without a load balancer, the parts are taken to lie in the mesh's order: see [Note: order] in ranks.py.
+    """
+    ranks = ranks_of(mesh)
+    layout, wanted = ranks.order.layout, None
+    if load_balancer is not None:
+        layout, wanted = layout_of(load_balancer, ranks.transport.ranks)
+    whole = []
+    for buffer, dim in paired(buffers, seq_dims).values():
+        session = ranks.session(layout, ranks.length(layout, length_of(buffer, dim), wanted))
+        whole.append(session.unshard(buffer, dim))
+    return whole
+
+
+# ---- one buffer ----------------------------------------------------------------------------------------------------
+
+
+def paired(buffers: Any, seq_dims: Any, name: str = "seq_dims") -> dict[Any, tuple[Any, Any]]:
+    """Every buffer and its dim, by place, or by name where they have names."""
+    listed = isinstance(buffers, Sequence) and isinstance(seq_dims, Sequence)
+    if not listed and not (isinstance(buffers, Mapping) and isinstance(seq_dims, Mapping)):
+        kinds = f"{type(buffers).__name__} and {type(seq_dims).__name__}"
+        raise ShardError(f"buffers and {name} must be two lists or two dicts, got {kinds}")
+    places, dims = (range(len(buffers)), range(len(seq_dims))) if listed else (list(buffers), list(seq_dims))
+    if set(places) != set(dims):
+        raise ShardError(f"{name} must have one dim for each of the buffers, {list(places)}, got {list(dims)}")
+    return {place: (buffers[place], seq_dims[place]) for place in places}
+
+
+def length_of(buffer: object, dim: object) -> int:
+    """How long a buffer is along the sequence."""
+    if not isinstance(buffer, Tensor):
+        raise ShardError(f"buffers must be tensors, got {type(buffer).__name__}")
+    if not isinstance(dim, int) or not -buffer.dim() <= dim < buffer.dim():
+        raise ShardError(
+            f"a buffer's dim must be one of its {buffer.dim()}, got {dim!r} for shape {tuple(buffer.shape)}"
+        )
+    return buffer.shape[dim]
+
+
+def part_of(buffer: Tensor, dim: int, session: ContextParallel) -> Tensor:
+    """This rank's part of a buffer. See [Note: tables]."""
+    if dim in (0, -buffer.dim()) and length_of(buffer, dim) > session.seq_len:
+        buffer = buffer.narrow(0, 0, session.seq_len)
+    part: Tensor = session.shard(buffer, dim)
+    return part

@@ -1,0 +1,191 @@
+"""What is wrong is refused by name, and leaves the pages and the allocator as they were."""
+
+import pytest
+import torch
+
+from attnspan.errors import AttnspanError, KernelError, MaskError, PageError, PoolExhausted, UnknownSequence
+from attnspan.masks import Causal, Documents, KeyPadding, MaskMod, Tree
+from attnspan.paged import AfterPrefix, Layer, PageAllocator, PagePool, StepPlan
+from tests.paged.cases import Cache
+
+
+@pytest.fixture
+def cache():
+    cache = Cache(page_size=4, pages=12, max_sequences=3, max_tokens=30, max_length=40)
+    cache.a, cache.b = cache.add(6), cache.add(9)
+    cache.step([(cache.a, 1), (cache.b, 2)])
+    return cache
+
+
+def unchanged(cache):
+    """Everything that an operation could have changed."""
+    rows = {seq: (row.length, row.table.tolist()) for seq, row in cache.allocator._rows.items()}
+    return rows, cache.allocator.free_pages, [pages.clone() for pages in (*cache.pool.keys, *cache.pool.values)]
+
+
+def refused(cache, error, message, operation):
+    rows, free, pages = unchanged(cache)
+    with pytest.raises(error, match=message):
+        operation()
+    again = unchanged(cache)
+    assert again[:2] == (rows, free)
+    for before, after in zip(pages, again[2], strict=True):
+        assert torch.equal(before.nan_to_num(7.0), after.nan_to_num(7.0))
+    cache.allocator.check()
+
+
+def tokens(n, heads=2, dim=8, dtype=torch.float64):
+    return torch.zeros(n, heads, dim, dtype=dtype)
+
+
+STEPS = {
+    "too many sequences": (PageError, "at most max_sequences=3, got 4", [(0, 1), (1, 1), (8, 1), (9, 1)]),
+    "too many tokens": (PageError, "at most max_tokens=30 new tokens, got 31", [(0, 30), (1, 1)]),
+    "too long": (PageError, "sequence 1 would hold 41 tokens, more than max_length=40", [(0, 1), (1, 29 + 1)][1:]),
+    "twice": (PageError, "name each sequence once", [(0, 1), (0, 1)]),
+    "unknown": (UnknownSequence, "sequence 77 is unknown", [(0, 1), (77, 1)]),
+    "too large for the pool": (PoolExhausted, "8 pages needed, 6 free", [(0, 15), (1, 15)]),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_that_does_not_fit_changes_nothing(cache, name):
+    error, message, batch = STEPS[name]
+    refused(cache, error, message, lambda: cache.plan.step(batch))
+
+
+WRITES = {
+    "an unreserved position": ("as planned, got", tokens(4), tokens(4)),
+    "fewer tokens than planned": (
+        "key must be .* = \\(3, 2, 8\\), as planned, got \\(2, 2, 8\\)",
+        tokens(2),
+        tokens(2),
+    ),
+    "another head count": ("key must be", tokens(3, heads=4), tokens(3)),
+    "another head dim": ("value must be", tokens(3), tokens(3, dim=9)),
+    "another dtype": ("key must be torch.float64 on cpu, got torch.float32", tokens(3, dtype=torch.float32), tokens(3)),
+    "a gradient": ("requires grad", tokens(3).requires_grad_(), tokens(3)),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_a_write_that_does_not_fit_overwrites_nothing(cache, name):
+    message, key, value = WRITES[name]
+    refused(cache, PageError, message, lambda: cache.pool.write(0, key, value, cache.plan))
+
+
+READS = {
+    "heads that no key heads serve": (PageError, "multiple of the layer's 2 key heads", tokens(3, heads=3), {}),
+    "another number of queries": (PageError, "query must be", tokens(5, heads=4), {}),
+    "another dtype": (PageError, "query must be torch.float64", tokens(3, heads=4, dtype=torch.float32), {}),
+    "no mask": (PageError, "mask must be a mask such as Causal", None, {"mask": torch.ones(3, 3)}),
+    "a mask of fewer rows": (MaskError, "3 batch rows, got 2", None, {"mask": KeyPadding([1, 2, 3])}),
+    "a mask of shorter sequences": (
+        MaskError,
+        "for sequences of 9 tokens, got one of 11",
+        None,
+        {"mask": Documents([4, 5])},
+    ),
+    "a mask that is aligned at the bottom": (MaskError, "needs both lengths", None, {"mask": Causal(align="bottom")}),
+    "a tree of another size": (
+        MaskError,
+        "row 0 is for 2 new tokens, got 1",
+        None,
+        {"mask": AfterPrefix(Tree([-1, 0]))},
+    ),
+    "trees for other rows": (MaskError, "each of the 2, got 3", None, {"mask": AfterPrefix([Tree([-1])] * 3)}),
+    "sinks of another head count": (PageError, "one logit per query head, \\(4,\\)", None, {"sinks": torch.zeros(2)}),
+    "an unknown kernel": (KernelError, "did you mean 'gather'", None, {"kernel": "gathr"}),
+    "a kernel that cannot": (KernelError, "decode runs on cuda, got tensors on cpu", None, {"kernel": "decode"}),
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_a_read_that_does_not_fit_is_refused(cache, name):
+    error, message, query, options = READS[name]
+    query = cache.query if query is None else query
+    refused(cache, error, message, lambda: cache.pool.attend(0, query, cache.plan, **options))
+
+
+CHANGES = {
+    "grown": lambda cache: cache.allocator.step([(cache.a, 1)]),
+    "trimmed": lambda cache: cache.allocator.trim(cache.a, 2),
+    "freed": lambda cache: cache.allocator.free(cache.a),
+    "swapped out": lambda cache: cache.allocator.swap_out(cache.a),
+    "released": lambda cache: cache.allocator.release_window(cache.b, 1),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_plan_is_refused_when_its_sequences_have_changed(name):
+    cache = Cache(page_size=4, host_pages=9)
+    cache.a, cache.b = cache.add(6), cache.add(9)
+    cache.step([(cache.a, 1), (cache.b, 2)])
+    CHANGES[name](cache)
+    refused(
+        cache, PageError, "the plan is stale: sequence", lambda: cache.pool.write(0, tokens(3), tokens(3), cache.plan)
+    )
+    refused(cache, PageError, "the plan is stale: sequence", lambda: cache.attend())
+
+
+def test_a_plan_is_good_while_only_others_change(cache):
+    other = cache.allocator.add()
+    cache.allocator.step([(other, 3)])
+    cache.attend()
+    cache.allocator.free(other)
+    cache.attend()
+
+
+def test_a_plan_whose_step_failed_still_describes_the_last_one(cache):
+    before = cache.attend()[0]
+    with pytest.raises(PoolExhausted):
+        cache.plan.step([(cache.a, 15), (cache.b, 15)])
+    assert torch.equal(cache.attend()[0], before)
+
+
+def test_a_plan_without_a_step_and_one_of_another_pool_are_refused(cache):
+    other = Cache(page_size=4)
+    refused(
+        cache,
+        PageError,
+        "must be one of this pool's",
+        lambda: cache.pool.write(0, tokens(3), tokens(3), plan_of(other)),
+    )
+    empty = StepPlan(cache.pool, max_sequences=1, max_tokens=1, max_length=4)
+    refused(cache, PageError, "describes no step", lambda: cache.pool.attend(0, cache.query, empty))
+
+
+def plan_of(other):
+    other.step([(other.add(), 3)])
+    return other.plan
+
+
+def test_a_layer_that_looks_behind_what_was_released_is_refused():
+    cache = Cache(page_size=2, window=8)
+    seq = cache.add(12)
+    cache.allocator.release_window(seq, 3)
+    cache.step([(seq, 1)])
+    refused(cache, PageError, "a window of 8, but pages were released that leave a window of 3", lambda: cache.attend())
+    full = Cache(page_size=2)
+    seq = full.add(12)
+    full.allocator.release_window(seq, 3)
+    full.step([(seq, 1)])
+    refused(full, PageError, "the layer sees everything", lambda: full.attend())
+
+
+@pytest.mark.parametrize(
+    ("message", "make"),
+    [
+        ("layers must hold at least one", lambda a: PagePool(a, [])),
+        ("kv_heads must be a whole number >= 1", lambda a: Layer(0, 8)),
+        ("window must be a whole number >= 1", lambda a: Layer(1, 8, window=0)),
+        ("layer must be below the pool's 1", lambda a: PagePool(a, [Layer(1, 8)]).write(1, None, None, None)),
+        ("max_length must be a whole number", lambda a: StepPlan(
+            PagePool(a, [Layer(1, 8)]), max_sequences=1, max_tokens=1, max_length=0)),
+        ("masks must be a mask", lambda a: AfterPrefix([])),
+        ("reads its batch index", lambda a: MaskMod(lambda b, h, q, k: k <= q + b)),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_made_says_so(message, make):
+    with pytest.raises(AttnspanError, match=message):
+        make(PageAllocator(num_pages=4, page_size=2))

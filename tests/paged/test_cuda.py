@@ -1,0 +1,145 @@
+"""The same laws on a CUDA device, for the kernels that run there. Slots that are nobody's hold NaN."""
+
+import pytest
+import torch
+
+from attnspan.errors import KernelError
+from attnspan.masks import Full, MaskMod, PrefixLM, SlidingWindow, Tree
+from attnspan.paged import AfterPrefix
+from attnspan.testing import loopback
+from tests.paged import test_sharded
+from tests.paged.cases import Cache, agree, words
+
+# torch's compiler warns of its own parts.
+pytestmark = [pytest.mark.cuda, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
+
+KERNELS = ["auto", "decode", "gather", "flex", "reference"]
+
+
+def history(cache, kernel, **options):
+    """A prompt, chunks and single tokens in one batch, then single tokens alone."""
+    a, b, c, d = (cache.add() for _ in range(4))
+    if kernel == "flex":  # every number of new tokens is compiled
+        batches = [[(a, 140), (b, 140)], [(a, 1), (b, 1)]]
+    else:
+        batches = [[(a, 170), (b, 1), (c, 400)], [(c, 1), (a, 5), (d, 9), (b, 0)], [(a, 1), (b, 1), (c, 1), (d, 1)]]
+    for batch in batches:
+        cache.step(batch)
+        agree(cache.attend(kernel=kernel, **options), cache.expected(**options), cache.layer.dtype)
+
+
+def cuda_cache(page_size, **more):
+    sizes = {"pages": 2 + 1200 // page_size + 12, "dim": 64, "heads": 8, "max_tokens": 800, "max_length": 600}
+    return Cache(page_size=page_size, device="cuda", **(sizes | more))
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("page_size", [1, 3, 16, 128])
+def test_ragged_batches(kernel, dtype, page_size):
+    if kernel == "flex" and page_size < 128:
+        with pytest.raises(KernelError, match="flex needs pages of 128 slots"):
+            history(cuda_cache(page_size, dtype=dtype), kernel)
+    else:
+        history(cuda_cache(page_size, dtype=dtype), kernel)
+
+
+@pytest.mark.parametrize("kernel", ["auto", "decode", "flex"])
+@pytest.mark.parametrize("window", [5, 130])
+def test_windows(kernel, window):
+    history(cuda_cache(128, dtype=torch.bfloat16, window=window), kernel)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "value_dim"), [(12, 2, 128, 128), (8, 8, 80, 48), (32, 1, 256, 256)]
+)
+def test_heads_and_dims(heads, kv_heads, dim, value_dim):
+    cache = cuda_cache(16, dtype=torch.bfloat16, heads=heads, kv_heads=kv_heads, dim=dim, value_dim=value_dim)
+    history(cache, "decode")
+
+
+@pytest.mark.parametrize("kernel", ["auto", "gather", "flex"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mask": Full()},
+        {"mask": PrefixLM(30)},
+        {"mask": MaskMod(lambda b, h, q, k: (k <= q) & ((q + k) % 3 != 0))},
+        {"score_mod": lambda s, b, h, q, k: 5 * torch.tanh(s / 5) - 0.01 * (q - k)},
+        {"mask": SlidingWindow(40), "sinks": torch.linspace(-1, 1, 8).cuda() if torch.cuda.is_available() else None},
+    ],
+    ids=words,
+)
+def test_masks_and_score_mods(kernel, options):
+    history(cuda_cache(128, dtype=torch.bfloat16), kernel, **options)
+
+
+@pytest.mark.parametrize("kernel", ["auto", "decode", "gather"])
+def test_shared_beginnings(kernel):
+    cache = cuda_cache(16, dtype=torch.bfloat16)
+    a, other = cache.add(300), cache.add(5)
+    b, c = cache.fork(a, 2)
+    cache.step([(other, 3), (a, 1), (b, 3), (c, 2)], share=True)
+    assert cache.plan.shared
+    agree(cache.attend(kernel=kernel), cache.expected(), torch.bfloat16)
+
+
+@pytest.mark.parametrize("kernel", ["auto", "flex"])
+def test_trees(kernel):
+    cache = cuda_cache(128, dtype=torch.float32)
+    a, b = cache.add(9), cache.add(140)
+    cache.step([(a, 3), (b, 3)])
+    mask = AfterPrefix(Tree([-1, 0, 0]))
+    wanted = [x.cpu().double() for x in cache.attend(kernel="reference", mask=mask)]
+    agree(cache.attend(kernel=kernel, mask=mask), wanted, torch.float32)
+
+
+def test_physical_pages_do_not_matter():
+    outs = []
+    for seed in range(2):
+        cache = cuda_cache(16, dtype=torch.bfloat16, seed=9)
+        pages = cache.allocator.num_pages - 1
+        cache.allocator._free = torch.randperm(pages, generator=torch.Generator().manual_seed(seed)).add(1).tolist()
+        seq = cache.add(333)
+        cache.step([(seq, 1)])
+        outs.append(cache.attend(kernel="decode"))
+    assert torch.equal(outs[0][0], outs[1][0])
+    assert torch.equal(outs[0][1], outs[1][1])
+
+
+def test_growing_compiles_nothing_anew():
+    cache = cuda_cache(128, dtype=torch.bfloat16)
+    a, b = cache.add(100), cache.add(250)
+    cache.step([(a, 1), (b, 1)])
+    cache.attend(kernel="flex")
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for _ in range(60):
+            cache.step([(a, 1), (b, 1)])
+            agree(cache.attend(kernel="flex"), cache.expected(), torch.bfloat16)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_on_one_device(ranks, monkeypatch):
+    """Virtual ranks; the kernel sees positions that are spread."""
+    cache = cuda_cache(16, dtype=torch.float32)
+    assert cache.pool.device.type == "cuda"
+
+    def each(world):
+        from attnspan.paged import Layer, PageAllocator, PagePool, ShardedPages
+
+        allocator = PageAllocator(num_pages=32, page_size=16 * world.ranks)
+        pool = PagePool(allocator, [Layer(2, 64, window=90)], page_size=16, device="cuda")
+        pages = ShardedPages(pool, world, interleave=4)
+        plan = pages.plan(max_sequences=2, max_tokens=300, max_length=400)
+        a, b = allocator.add(), allocator.add()
+        for number, batch in enumerate([[(a, 200), (b, 3)], [(a, 7), (b, 1)], [(a, 1), (b, 1)]]):
+            tokens = sum(new for _, new in batch)
+            q, k, v = (test_sharded.drawn(number + i, tokens, h, 64).float().cuda() for i, h in enumerate((8, 2, 2)))
+            plan.step(batch)
+            pages.write(0, k, v, plan)
+            found = pages.attend(0, q, plan, return_lse=True, kernel="decode")
+            wanted = pages.attend(0, q, plan, return_lse=True, kernel="reference")
+            for x, y in zip(found, wanted, strict=True):
+                torch.testing.assert_close(x.double(), y.double(), atol=2e-5, rtol=2e-5)
+
+    loopback(ranks, device="cuda").run(each)

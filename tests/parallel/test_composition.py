@@ -1,0 +1,259 @@
+"""Context parallelism beside everything else that trains a model: every loss and gradient of ten steps is that of one
+device, on real processes.
+
+Each way of training is a function of a process's rank; two spawns, of 2 and of 4 processes, run them all and return how
+far each was off. The model and one-device training are in model.py.
+"""
+
+import warnings
+from contextlib import nullcontext
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+from attnspan.parallel import ContextParallel
+from attnspan.testing import loopback
+from tests.parallel.model import (
+    SEQ_LEN,
+    STEPS,
+    Dense,
+    Llama,
+    batch,
+    clipped,
+    gradients,
+    losses,
+    off,
+    one_device,
+    optimizer,
+)
+from tests.processes import spawn
+
+BOUND = 1e-5
+"""float32: rounding of ten steps, each of which starts from the last one's."""
+
+
+def train(mesh, model, wrapped=lambda model: model, *, steps=range(STEPS), average=False, optim=None, **options):
+    """Every step's loss and gradients; `wrapped(model)` is what is called."""
+    cp, found = ContextParallel(mesh, seq_len=SEQ_LEN, mask=batch(0).mask), []
+    run = wrapped(model)
+    optim = optim or optimizer(model)
+    for step in steps:
+        optim.zero_grad()
+        found.append(one_step(cp, run, model, step, average, **options))
+        optim.step()
+    return found
+
+
+def one_step(cp, run, model, step, average, *, micro=1, rows=slice(None), over=None, clip=True):
+    """Forward and backward of a step's micro-batches, of these batch rows."""
+    batches = [batch(step, number) for number in range(micro)]
+    sessions = [cp.with_mask(each.mask) for each in batches]
+    labels = [session.shard(each.labels[rows]) for session, each in zip(sessions, batches, strict=True)]
+    count = sum(cp.sum(each != -100, over=over) for each in labels) if micro > 1 else None
+    loss = 0.0
+    for number, (session, each) in enumerate(zip(sessions, batches, strict=True)):
+        waits = isinstance(run, DistributedDataParallel) and number + 1 < micro
+        with run.no_sync() if waits else nullcontext():
+            tokens = session.shard(each.tokens[rows])
+            per_token, valid = losses(run, tokens, labels[number], session.positions, session)
+            part = session.mean_loss(per_token, valid, count=count, over=over)
+            part.backward()
+        loss += part.item()
+    if average:
+        cp.average_gradients(model, over=over)
+    if clip:
+        clipped(model)
+    return loss, gradients(model)
+
+
+# ---- two processes ---------------------------------------------------------------------------------------------------
+
+
+def two(rank, folder):
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    true, three = one_device(), one_device(micro=3)
+    found = {
+        "plain": off(train(mesh, Llama(), average=True), true),
+        "DDP": off(train(mesh, Llama(), DistributedDataParallel), true),
+        "FSDP2": off(train(mesh, Llama(), partial(sharded, mesh=mesh)), true),
+        "checkpointing": off(train(mesh, Llama(reentrant=False), DistributedDataParallel), true),
+        "reentrant checkpointing": off(train(mesh, Llama(reentrant=True), average=True), true),
+        "gradient accumulation": off(train(mesh, Llama(), average=True, micro=3), three),
+        "accumulation under DDP": off(train(mesh, Llama(), DistributedDataParallel, micro=3), three),
+        "saved half way": off(saved(mesh, folder), true[: STEPS // 2]),
+    }
+    found["compiled blocks"], found["compilations"] = compiled(mesh, true, blocks_compiled)
+    return found
+
+
+def sharded(model, mesh):
+    """FSDP2, block by block."""
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def blocks_compiled(model, backend):
+    for layer in model.layers:
+        layer.compile(fullgraph=True, backend=backend)
+    return model
+
+
+def model_compiled(model, backend):
+    return torch.compile(model, fullgraph=True, backend=backend)
+
+
+def compiled(mesh, true, how):
+    """How far a compiled model was off, and how often it was compiled."""
+    # Dynamo looks at an input's .grad, whatever the input is.
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning)
+    counter = CompileCounterWithBackend("aot_eager")
+    return off(train(mesh, Llama(), partial(how, backend=counter), average=True), true), counter.frame_count
+
+
+def two_compiled(rank):
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    return compiled(mesh, one_device(), model_compiled)
+
+
+def saved(mesh, folder):
+    """Half of the training under FSDP2 on two ranks, and then everything written to a folder."""
+    model = sharded(Llama(), mesh)
+    optim = optimizer(model)
+    found = train(mesh, model, steps=range(STEPS // 2), optim=optim)
+    weights, moments = get_state_dict(model, optim)
+    dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=folder)
+    return found
+
+
+# ---- four processes --------------------------------------------------------------------------------------------------
+
+
+def four(rank, folder):
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    line = init_device_mesh("cpu", (4,), mesh_dim_names=("cp",))
+    true, row = one_device(), grid["dp"].get_local_rank()
+    rows = {"rows": slice(row, row + 1), "over": dist.group.WORLD}
+    return {
+        "plain": off(train(line, Llama(), average=True), true),
+        "FSDP2 on (dp, cp)": off(train(grid["cp"], Llama(), partial(sharded, mesh=grid), **rows), true),
+        "FSDP2, checkpointing": off(train(grid["cp"], Llama(False), partial(sharded, mesh=grid), **rows), true),
+        "DDP on (dp, cp)": off(train(grid["cp"], Llama(), DistributedDataParallel, **rows), true),
+        "tensor parallel": off(tensor_parallel(), one_device(clip=False)),
+        "loaded": off(loaded(line, folder), true[STEPS // 2 :]),
+        "loaded into FSDP2": off(loaded(line, folder, partial(sharded, mesh=line)), true[STEPS // 2 :]),
+        "evaluation": evaluation(grid, line),
+        "meshes": interleaved(grid, line),
+    }
+
+
+def tensor_parallel():
+    """Heads and hidden units over one axis, the sequence over the other."""
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "cp"))
+    model, columns, rows = Llama(), ColwiseParallel(), RowwiseParallel()
+    styles = {f"attention.{name}": columns for name in ("wq", "wk", "wv")} | {"attention.wo": rows}
+    styles |= {"feed_forward.w1": columns, "feed_forward.w3": columns, "feed_forward.w2": rows}
+    for layer in model.layers:
+        parallelize_module(layer, grid["tp"], styles)
+    return train(grid["cp"], model, average=True, clip=False)  # torch takes no norm of DTensors and tensors together
+
+
+def loaded(mesh, folder, wrapped=None):
+    """The other half of the training, from what two ranks saved."""
+    model = wrapped(Llama()) if wrapped else Llama()
+    optim = optimizer(model)
+    weights, moments = get_state_dict(model, optim)
+    state = {"model": weights, "optimizer": moments}
+    dcp.load(state, checkpoint_id=folder)
+    set_state_dict(model, optim, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    return train(mesh, model, steps=range(STEPS // 2, STEPS), average=wrapped is None, optim=optim)
+
+
+def one_rank():
+    """A mesh of this process alone."""
+    return init_device_mesh("cpu", (4, 1), mesh_dim_names=("others", "cp"))["cp"]
+
+
+@torch.no_grad()
+def evaluation(grid, line):
+    """One model, the same mean on four ranks, on two for each half of the batch, and on one rank of its own."""
+    model, each, row = Llama(), batch(3), grid["dp"].get_local_rank()
+    halves = (grid["cp"], slice(row, row + 1), dist.group.WORLD)
+    means = []
+    for mesh, rows, over in ((line, slice(None), None), halves, (one_rank(), slice(None), None)):
+        cp = ContextParallel(mesh, seq_len=SEQ_LEN, mask=each.mask)
+        shards = cp.shard({"tokens": each.tokens[rows], "labels": each.labels[rows]})
+        means.append(cp.mean(*losses(model, **shards, positions=cp.positions, attend=cp), over=over).item())
+    return max(abs(mean - means[-1]) / means[-1] for mean in means)
+
+
+def interleaved(grid, line):
+    """Sessions on three meshes at once: all go forward, then all go back."""
+    each, found = batch(2), []
+    sessions = [ContextParallel(mesh, seq_len=SEQ_LEN, mask=each.mask) for mesh in (line, grid["cp"], one_rank())]
+    models = [Llama() for _ in sessions]
+    means = []
+    for cp, model in zip(sessions, models, strict=True):
+        shards = cp.shard({"tokens": each.tokens, "labels": each.labels})
+        means.append(cp.mean_loss(*losses(model, **shards, positions=cp.positions, attend=cp)))
+    for cp, model, mean in zip(sessions, models, means, strict=True):
+        mean.backward()
+        cp.average_gradients(model)
+        found.append((mean.item(), gradients(model)))
+    return off(found[:2], found[2:] * 2)
+
+
+# ---- the verdict -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory):
+    """What two processes found, and what four did with what the two had saved."""
+    folder = tmp_path_factory.mktemp("saved")
+    return {ranks: spawn(ranks, way, str(folder), timeout=240) for ranks, way in ((2, two), (4, four))}
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ten_steps_are_those_of_one_device_however_a_model_is_trained(told, ranks):
+    for found in told[ranks]:
+        assert {name: error for name, error in found.items() if name != "compilations" and not error <= BOUND} == {}
+
+
+def test_another_pack_of_documents_does_not_compile_anew(told):
+    assert [found["compilations"] for found in told[2]] == [1, 1]  # both layers are the same code
+
+
+@pytest.mark.slow
+def test_a_whole_model_compiles_once():
+    for error, compilations in spawn(2, two_compiled, timeout=240):
+        assert error <= BOUND
+        assert compilations == 1
+
+
+def test_twin_a_mean_of_each_ranks_own_tokens_is_not_the_loss_of_one_device():
+    def rank(world):
+        model, each = Llama(), batch(1)
+        cp = ContextParallel(world, seq_len=SEQ_LEN, mask=each.mask)
+        shards = cp.shard({"tokens": each.tokens, "labels": each.labels})
+        per_token, valid = losses(model, **shards, positions=cp.positions, attend=cp)
+        per_token[valid].mean().backward()
+        cp.average_gradients(model)
+        return off([(1.0, gradients(model))], [(1.0, first_gradients())])
+
+    def first_gradients():
+        model, each = Llama(), batch(1)
+        dense = Dense(each.mask, SEQ_LEN)
+        per_token, valid = losses(model, each.tokens, each.labels, dense.positions, dense)
+        per_token[valid].mean().backward()
+        return gradients(model)
+
+    assert min(loopback(2).run(rank)) > 100 * BOUND

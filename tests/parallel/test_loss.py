@@ -1,0 +1,317 @@
+"""Losses and gradients over ranks are those of one device, whichever tokens count and wherever they lie.
+
+A small model without attention is enough here: what is in question is what each token's loss is divided by, and what
+averaging makes of it. Whole models are in test_composition.py.
+"""
+
+import math
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from attnspan.attention import attention
+from attnspan.errors import ShardError
+from attnspan.layouts import Contiguous
+from attnspan.masks import Causal, Full
+from attnspan.parallel import ContextParallel, loss
+from attnspan.testing import loopback
+from attnspan.transports.counting import Counting
+from tests.parallel.cases import Listed, listed
+from tests.processes import spawn
+
+S, B = 12, 2
+
+
+def model(dtype=torch.float64):
+    """Two layers, the same in every process."""
+    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1, bias=False)).to(dtype)
+    with torch.no_grad():
+        for number, weight in enumerate(net.parameters(), start=1):
+            weight.copy_(torch.linspace(-1, 1, weight.numel()).mul(number / 2).view_as(weight))
+    return net
+
+
+def inputs(number=0):
+    """(B, S, 3), another one for each number."""
+    return torch.sin(torch.arange(B * S * 3, dtype=torch.float64) * (number + 1)).view(B, S, 3)
+
+
+def one_device(valid, x=None):
+    """The mean loss over valid tokens and the gradients, in one place."""
+    net = model()
+    per_token = net(inputs() if x is None else x).squeeze(-1).square()
+    mean = per_token[valid].mean() if valid.any() else per_token.sum() * 0
+    return mean.detach(), torch.autograd.grad(mean, list(net.parameters()))
+
+
+def close(found, true, bound=1e-12):
+    # float64: sums of some dozens of terms, in another order.
+    for x, y in zip(found, true, strict=True):
+        assert (x - y).abs().max() <= bound * max(1.0, float(y.abs().max()))
+
+
+masks_of_tokens = st.lists(st.booleans(), min_size=B * S, max_size=B * S).map(
+    lambda bits: torch.tensor(bits).view(B, S)
+)
+
+
+@given(listed(S, 1), masks_of_tokens)
+def test_mean_loss_and_averaged_gradients_are_those_of_one_device(layout, valid):
+    """Ranks without a token, ranks without a valid one, and no valid one at all are among them."""
+    true, true_grads = one_device(valid)
+
+    def rank(world):
+        cp, net = ContextParallel(world, seq_len=S, mask=Full(), layout=layout), model()
+        per_token = net(cp.shard(inputs())).squeeze(-1).square()
+        spoiled = per_token.where(cp.shard(valid), torch.nan)  # what is not valid may be anything
+        mean = cp.mean_loss(spoiled, cp.shard(valid))
+        mean.backward()
+        cp.average_gradients(net)
+        close([mean.detach()], [true])
+        close([p.grad for p in net.parameters()], true_grads)
+        metric = cp.mean(spoiled, cp.shard(valid))
+        assert not metric.requires_grad
+        assert math.isclose(metric, true, rel_tol=1e-12) if valid.any() else math.isnan(metric)
+        assert cp.sum(cp.shard(valid)) == valid.sum()
+        return mean.item(), [p.grad for p in net.parameters()]
+
+    told = loopback(layout.ranks).run(rank)
+    assert len({mean for mean, _ in told}) == 1, "the same bits on every rank"
+    assert all(torch.equal(x, y) for _, grads in told for x, y in zip(grads, told[0][1], strict=True))
+
+
+@given(st.lists(masks_of_tokens, min_size=1, max_size=4))
+def test_micro_batches_with_one_count_add_up_to_the_mean_over_all_their_tokens(valids):
+    """Not the mean of means: micro-batches may have any number of valid tokens, none too."""
+    whole = torch.cat([inputs(number) for number in range(len(valids))])
+    true, true_grads = one_device(torch.cat(valids), whole)
+
+    def rank(world):
+        cp, net, mean = ContextParallel(world, seq_len=S, mask=Causal()), model(), 0.0
+        shards = [cp.shard(valid) for valid in valids]
+        count = cp.sum(torch.stack(shards))
+        for number, valid in enumerate(shards):
+            part = cp.mean_loss(net(cp.shard(inputs(number))).squeeze(-1).square(), valid, count=count)
+            part.backward()
+            mean += part.detach()
+        cp.average_gradients(net)
+        close([mean], [true])
+        close([p.grad for p in net.parameters()], true_grads)
+
+    loopback(3).run(rank)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_losses_are_summed_without_rounding_on_the_way(dtype):
+    """Near 2^11 and 2^8 halves and bfloat16 can no longer count by ones; 70000 is more than float16 has at all."""
+
+    def rank(world):
+        cp = ContextParallel(world, seq_len=70000, mask=Full(), layout=Contiguous(2))
+        per_token = torch.ones(1, cp.sharding.tokens, dtype=dtype, requires_grad=True)
+        mean = cp.mean_loss(per_token)
+        mean.backward(torch.tensor(35000.0))
+        assert (mean.dtype, mean.item()) == (torch.float32, 1.0)
+        assert cp.sum(per_token).item() == 70000
+        assert (per_token.grad == 1).all()  # 35000 * 2 ranks / 70000
+
+    loopback(2).run(rank)
+
+
+def test_counts_beyond_float32_are_exact():
+    many = 2**24 + 1  # the first whole number that float32 lacks
+
+    def rank(world):
+        cp = ContextParallel(world, seq_len=2, mask=Full())
+        assert cp.sum(torch.tensor([many - 1, 1][cp.rank])).item() == many
+        both = torch.tensor([many - 1, 1])
+        assert cp.sum(both, both > 0).item() == 2 * many
+        part = cp.mean_loss(torch.ones(1, 1, dtype=torch.float64), count=many)
+        assert part.item() == 2 / many
+
+    loopback(2).run(rank)
+
+
+# ---- averaging -------------------------------------------------------------------------------------------------------
+
+
+def test_averaging_is_in_place_and_a_gradient_that_a_rank_lacks_is_zero():
+    def rank(world):
+        cp, net = ContextParallel(world, seq_len=4, mask=Full()), model()
+        first, bias, last = net.parameters()
+        bias.requires_grad_(False)
+        first.grad = torch.full_like(first, 3.0) if cp.rank == 0 else None
+        before = first.grad
+        cp.average_gradients(net)
+        assert (first.grad == 1).all()
+        assert before is None or first.grad is before
+        assert bias.grad is None
+        assert last.grad is None  # nobody has one
+
+    loopback(3).run(rank)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.complex64])
+def test_averages_round_once_and_do_not_overflow(dtype, monkeypatch):
+    monkeypatch.setattr(loss, "BUCKET", 40)  # many buckets, some of them a single gradient
+    values = [60000.0, 60000.0, 30000.0] if dtype == torch.float16 else [1.0, 2.0, 6.0]
+
+    def rank(world):
+        weights = [nn.Parameter(torch.zeros(n, dtype=dtype)) for n in (1, 7, 3, 0, 30, 2)]
+        for weight in weights:
+            weight.grad = torch.full_like(weight, values[world.rank])
+        loss.average_gradients(weights, world)
+        mean = torch.tensor(sum(values) / 3).to(dtype)
+        assert all((weight.grad == mean).all() for weight in weights)
+
+    loopback(3).run(rank)
+
+
+def test_averaging_moves_twice_what_there_is_whatever_the_number_of_ranks():
+    """As a ring all-reduce does: a part to each owner, and the average back."""
+
+    def rank(world):
+        world = Counting(world)
+        weight = nn.Parameter(torch.zeros(840))
+        weight.grad = torch.full_like(weight, float(world.rank))
+        loss.average_gradients([weight], world)
+        assert sum(world.sent.values()) == 2 * 840 * 4 * (world.ranks - 1) // world.ranks
+
+    for ranks in (2, 4, 7):
+        loopback(ranks).run(rank)
+
+
+def sinks_gradient(world, query, grad, sinks):
+    """The gradient of the mean of out * grad, by `span.attention` on one rank."""
+    leaf = sinks.clone().requires_grad_()
+    out = attention(query, query, query, mask=Causal(), layout=Contiguous(1), seq_len=S, group=world, sinks=leaf)
+    (found,) = torch.autograd.grad((out * grad).mean(), leaf)
+    return found
+
+
+def test_sinks_are_averaged_like_any_parameter():
+    """cp.attention gives each rank its part of the sum, so that averaging does not divide by ranks twice."""
+    query, grad = torch.sin(torch.arange(2 * S * 2 * 4.0).view(2, 1, 2, S, 4)).double().unbind()
+    sinks = torch.tensor([0.5, -1.0], dtype=torch.float64)
+    (true,) = loopback(1).run(lambda world: sinks_gradient(world, query, grad, sinks))
+
+    def rank(world):
+        cp = ContextParallel(world, seq_len=S, mask=Causal())
+        leaf, q = nn.Parameter(sinks.clone()), cp.shard(query, dim=2)
+        out = cp.attention(q, q, q, sinks=leaf)
+        cp.mean_loss(out * cp.shard(grad, dim=2)).backward()
+        cp.average_gradients([leaf])
+        close([leaf.grad], [true])
+
+    loopback(3).run(rank)
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+
+WRONG = {
+    "no tensor": (
+        lambda cp: cp.mean_loss(1.0),
+        "values must be a tensor of real numbers, one of each token, got float",
+    ),
+    "complex": (
+        lambda cp: cp.mean(torch.ones(2, dtype=torch.complex64)),
+        "of real numbers, one of each token, got com",
+    ),
+    "whole": (lambda cp: cp.mean_loss(torch.ones(2, dtype=torch.int64)), "per_token must be floating point, got int64"),
+    "averaged": (lambda cp: cp.mean_loss(torch.ones(4).mean()), "one loss for each token, got a single number; use re"),
+    "shape": (
+        lambda cp: cp.mean_loss(torch.ones(4), torch.ones(2, 2, dtype=torch.bool)),
+        "valid must have the shape of the values, (4,), got (2, 2)",
+    ),
+    "weights": (lambda cp: cp.mean_loss(torch.ones(4), torch.ones(4)), "must be a bool tensor such as labels != -100,"),
+    "counts": (lambda cp: cp.mean_loss(torch.ones(4), count=torch.ones(2)), "count must be one number, the valid tok"),
+    "device": (lambda cp: cp.sum(torch.ones(4, device="meta")), "values must be on cpu, where the group is, got meta"),
+    "parameters' device": (
+        lambda cp: cp.average_gradients(nn.Linear(2, 2, device="meta")),
+        "parameters must be on cpu, where the group is, got meta",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_loss_is_refused_on_every_rank_before_anything_travels(name):
+    wrong, message = WRONG[name]
+
+    def rank(world):
+        cp = ContextParallel(Counting(world), seq_len=4, mask=Full())
+        with pytest.raises(ShardError) as error:
+            wrong(cp)
+        assert set(cp.transport.calls) <= {"agree"}
+        return str(error.value)
+
+    for said in loopback(2).run(rank):
+        assert message in said
+
+
+def test_ranks_with_other_parameters_or_sparse_gradients_are_refused_on_all():
+    def rank(world):
+        with pytest.raises(ShardError, match="same parameters, in one order; those of rank 1 and 0 differ"):
+            loss.average_gradients([nn.Parameter(torch.ones(2 + world.rank))], world)
+        table = nn.Embedding(4, 2, sparse=True)
+        if world.rank == 1:
+            table(torch.tensor([1])).sum().backward()
+        with pytest.raises(ShardError, match="gradients must be dense to be averaged, got a sparse one"):
+            loss.average_gradients(table.parameters(), world)
+
+    loopback(2).run(rank)
+
+
+# ---- who averages ----------------------------------------------------------------------------------------------------
+
+HOLES = torch.tensor([[p > 6 and p != 9 for p in range(S)], [p in (1, 11) for p in range(S)]])
+LAYOUTS = {ranks: Listed((tuple(range(S)),), (5, *[0] * (ranks - 2), S - 5)) for ranks in (2, 4)}
+
+
+def averaged(rank, ranks):
+    """The loss and gradients under each way of averaging; the first rank has hardly a valid token, others no token."""
+    found = {}
+    cp = ContextParallel(seq_len=S, mask=Full(), layout=LAYOUTS[ranks])
+    for name, wrapped in {"plain": lambda net: net, "DDP": DistributedDataParallel, "FSDP2": fully_shard}.items():
+        found[name] = trained(cp, model(), wrapped, cp.shard(inputs()), cp.shard(HOLES))
+    if ranks == 4:
+        grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+        found |= over_both(grid)
+    return found
+
+
+def trained(cp, net, wrapped, x, valid, **options):
+    run = wrapped(net)
+    mean = cp.mean_loss(run(x).squeeze(-1).square(), valid, **options)
+    mean.backward()
+    if run is net and not hasattr(net, "unshard"):
+        cp.average_gradients(net, **options)
+    grads = [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in net.parameters()]
+    return mean.detach().numpy(), [grad.numpy() for grad in grads]
+
+
+def over_both(grid):
+    """Data parallel x context parallel: each dp rank has one batch row, and the mean is over both."""
+    cp, row = ContextParallel(grid["cp"], seq_len=S, mask=Full()), slice(grid["dp"].get_local_rank(), None, 2)
+    x, valid = cp.shard(inputs()[row]), cp.shard(HOLES[row])
+    return {
+        "plain over both": trained(cp, model(), lambda net: net, x, valid, over=dist.group.WORLD),
+        "DDP over both": trained(cp, model(), DistributedDataParallel, x, valid, over=dist.group.WORLD),
+        "FSDP2 over both": trained(cp, model(), partial(fully_shard, mesh=grid), x, valid, over=dist.group.WORLD),
+    }
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_averaging_by_hand_by_ddp_and_by_fsdp2_gives_the_gradients_of_one_device(ranks):
+    true, true_grads = one_device(HOLES)
+    for told in spawn(ranks, averaged, ranks):
+        assert len(told) == (3 if ranks == 2 else 6)
+        for mean, grads in told.values():
+            close([torch.tensor(mean)], [true])
+            close([torch.from_numpy(grad) for grad in grads], true_grads)
