@@ -166,6 +166,11 @@ X = torch.ones(1, 2, 4, 8)
         ),
         (shards(heads=3), "query heads must be a multiple of key heads, got 3 and 2"),
         (shards(heads=1), "query heads must be a multiple of key heads, got 1 and 2"),
+        (
+            tuple(x.transpose(1, 2) for x in shards()),
+            "query must be (batch, heads, tokens, head dim), this rank's 4 of 12 tokens in dim 2, got shape "
+            "(1, 4, 2, 8); transpose(1, 2) it first",
+        ),
         (shards(tokens=12), "query must hold this rank's 4 of 12 tokens, got 12; shard it first"),
         ((X, X[:, :, :3], X[:, :, :3]), "key must hold this rank's 4 of 12 tokens, got 3; shard it first"),
     ],
@@ -235,34 +240,42 @@ def test_one_rank_that_is_wrong_is_named_on_all(odd, message, rank):
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
 @pytest.mark.parametrize(
-    "odd",
-    [{"heads": 4}, {"kv_heads": 1}, {"dtype": torch.float64}, {"dim": 4}, {"value_dim": 4}, {"batch": 2}],
+    ("odd", "what"),
+    [
+        ({"heads": 4}, "heads (4, not 2)"),
+        ({"kv_heads": 1}, "key heads (1, not 2)"),
+        ({"dtype": torch.float64}, "dtype (float64, not float32)"),
+        ({"dim": 4}, "head dim (4, not 8)"),
+        ({"value_dim": 4}, "value dim (4, not 8)"),
+        ({"batch": 2}, "batch (2, not 1)"),
+    ],
     ids=str,
 )
-def test_one_rank_with_other_shapes_is_named_on_all(odd, rank):
+def test_one_rank_with_other_shapes_is_named_on_all(odd, what, rank):
     others = ", ".join(str(other) for other in range(3) if other != rank)
-    message = f"{DIFFER}; rank {rank} differs from ranks {others}"
+    message = f"{DIFFER}; rank {rank} differs from ranks {others} in {what}"
     assert refused(on_one(odd, rank=rank)) == (AttentionError, message)
 
 
 @pytest.mark.parametrize(
-    "odd",
+    ("odd", "what"),
     [
-        {"plan": Plan(Full(), Contiguous(3), 12, "gather")},
-        {"plan": Plan(Causal(), HeadTail(3), 12, "gather")},
-        {"plan": Plan(Causal(), Contiguous(3), 12, "ring")},
-        {"plan": Plan(Causal() & Documents([5, 7]), Contiguous(3), 12, "gather")},
-        {"kernel": "reference"},
-        {"scale": 0.5},
-        {"sinks": torch.ones(2)},
+        ({"plan": Plan(Full(), Contiguous(3), 12, "gather")}, "mask"),
+        ({"plan": Plan(Causal(), HeadTail(3), 12, "gather")}, "layout, layout of keys"),
+        ({"plan": Plan(Causal(), Contiguous(3), 12, "ring")}, "strategy ({ring}, not {gather})"),
+        ({"plan": Plan(Causal() & Documents([5, 7]), Contiguous(3), 12, "gather")}, "mask"),
+        ({"kernel": "reference"}, "kernel (reference, not auto)"),
+        ({"scale": 0.5}, "scale (0.5, not None)"),
+        ({"sinks": torch.ones(2)}, "sinks (some, not none)"),
     ],
     ids=lambda odd: next(iter(odd)),
 )
-def test_one_rank_with_another_plan_is_named_on_all(odd):
+def test_one_rank_with_another_plan_is_named_on_all(odd, what):
     def call(world):
         attention(*shards(), **{"plan": PLAN, "group": world, **(odd if world.rank == 2 else {})})
 
-    message = f"{DIFFER}; rank 2 differs from ranks 0, 1"
+    strategies = {name: repr(Plan(Causal(), Contiguous(3), 12, name).strategy) for name in ("ring", "gather")}
+    message = f"{DIFFER}; rank 2 differs from ranks 0, 1 in {what.format(**strategies)}"
     assert refused(call) == (AttentionError, message)
 
 
@@ -270,7 +283,10 @@ def test_two_ranks_that_differ_are_both_named():
     def call(world):
         attention(*shards(), plan=PLAN, group=world, scale=float(world.rank))
 
-    message = f"{DIFFER}; ranks 1, 2 differ from rank 0"
+    message = (
+        f"{DIFFER}; rank 1 differs from rank 0 in scale (1.0, not 0.0); rank 2 differs from rank 0 in scale "
+        "(2.0, not 0.0)"
+    )
     assert refused(call) == (AttentionError, message)
 
 
@@ -384,8 +400,8 @@ def test_real_processes_refuse_alike_and_then_go_on():
     assert one == other
     assert one[:3] == [
         "AttentionError: on rank 1: query must hold this rank's 4 of 8 tokens, got 5; shard it first",
-        differs,
-        differs,
+        f"{differs} in heads (4, not 2)",
+        f"{differs} in mask",
     ]
     assert one[3].startswith("KernelError: ")
     assert one[4:] == [

@@ -40,6 +40,14 @@ def test_an_example_runs_under_torchrun(example):
     assert run(*torchrun(*free), str(example)).strip()
 
 
+def test_the_demo_says_that_it_is_not_for_torchrun():
+    ours = os.environ | {"RANK": "0", "WORLD_SIZE": "2", "PYTHONPATH": str(ROOT / "src")}
+    demo = [sys.executable, str(ROOT / "examples" / "demo.py")]
+    done = subprocess.run(demo, cwd=ROOT, env=ours, capture_output=True, text=True, timeout=LIMIT)
+    assert done.returncode == 1
+    assert done.stderr.strip() == "the demo starts its own 4 ranks: run it without torchrun, as `make demo`"
+
+
 def test_two_agents_make_one_group():
     """As on two hosts: two torchruns that know each other by an address alone."""
     with socket.socket() as probe:

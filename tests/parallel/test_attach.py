@@ -268,6 +268,7 @@ def test_two_patterns_may_name_one_mask_and_the_innermost_module_wins():
     def rank(world):
         cp, mine = session(world, MASKS), model()
         mine.layers.append(copy.deepcopy(mine.layers[1]))
+        mine.layers = nn.ModuleList(nn.Sequential(layer) for layer in mine.layers)  # patterns fit what is inside, too
         for chosen in (
             {"layers.1": "window", "layers.2": "window"},
             {"layers.1": "window", "layers": "full", "layers.2": "window"},
@@ -277,7 +278,7 @@ def test_two_patterns_may_name_one_mask_and_the_innermost_module_wins():
             cp.reset()
             with cp.attach(mine, chosen, mask="full"):
                 x = cp.unshard(mine(cp.shard(whole(LENGTH))).detach())
-            last = true + dense_layer(mine.layers[2], true, MASKS["window"])
+            last = true + dense_layer(mine.layers[2][0], true, MASKS["window"])
             torch.testing.assert_close(x, last, rtol=1e-12, atol=1e-12)
             cp.assert_used(layers={"full": 1, "window": 2})
 
@@ -401,6 +402,15 @@ def test_a_copy_stays_attached_with_its_own_weights_until_the_original_is_detach
         cp.reset()
         other(cp.shard(whole(LENGTH)))
         assert cp.report().calls == 0
+
+    loopback(2).run(rank)
+
+
+def test_a_copy_of_a_model_that_holds_a_session_holds_the_same():
+    def rank(world):
+        mine = model()
+        mine.cp = session(world)
+        assert copy.deepcopy(mine).cp is mine.cp
 
     loopback(2).run(rank)
 

@@ -2,8 +2,8 @@
 
 Ranks that run different plans, or tensors of other shapes, would wait for messages that never come or, worse, take
 them for something else. So when a call first sees tensors of some shapes, every rank checks its own, asks the kernel
-about every tile that it will compute, and then tells the others a hash of plan and shapes, or what is wrong. All ranks
-raise if any does, and name the odd one. Later calls with the same shapes say nothing.
+about every tile that it will compute, and then tells the others what it runs, in a few short words, or what is wrong.
+All ranks raise if any does, and name the odd one and what is odd. Later calls with the same shapes say nothing.
 
 Not known here: whether a rank that agreed before comes with other shapes alone. It would ask and not be answered,
 which the transport reports.
@@ -12,6 +12,7 @@ which the transport reports.
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterator
 
 import torch
@@ -41,14 +42,26 @@ def agree(call: Call, inputs: Inputs) -> None:
         call.plan.mask.check_fresh()
     except MaskError as changed:
         raise AttentionError(f"mask: {changed}") from changed
-    shapes = (None if x is None else (x.shape, x.dtype, x.device) for x in inputs)
-    seen = (*shapes, torch.are_deterministic_algorithms_enabled())  # which some kernels then refuse
+    seen = _seen(inputs)
     if seen in call.agreed:
         return
     wrong = refusal(call, inputs)
-    said = _fingerprint(call, inputs) if wrong is None else f"{type(wrong).__name__}: {wrong}"
+    said = json.dumps(_words(call, inputs)) if wrong is None else f"{type(wrong).__name__}: {wrong}"
     _raise_if_odd(call.transport.agree(said.encode(), "a plan that all ranks share"))
     call.agreed.add(seen)
+
+
+def refuse(call: Call, inputs: Inputs, wrong: AttentionError) -> None:
+    """Raise what is wrong on this rank; on all of them if they have not agreed on such tensors yet, and will ask."""
+    if _seen(inputs) not in call.agreed:
+        _raise_if_odd(call.transport.agree(f"AttentionError: {wrong}".encode(), "a plan that all ranks share"))
+    raise wrong
+
+
+def _seen(inputs: Inputs) -> tuple[object, ...]:
+    """What a call agrees on once."""
+    shapes = (None if x is None else (x.shape, x.dtype, x.device) for x in inputs)
+    return (*shapes, torch.are_deterministic_algorithms_enabled())  # which some kernels then refuse
 
 
 def refusal(call: Call, inputs: Inputs) -> AttentionError | KernelError | None:
@@ -93,13 +106,19 @@ def _misfit(call: Call, inputs: Inputs) -> str:
 
 def _wrong_length(call: Call, inputs: Inputs) -> str:
     plan = call.plan
-    for name, got, layout, length in (
-        ("query", inputs.query.shape[2], plan.layout, plan.seq_len),
-        ("key", inputs.key.shape[2], plan.key_layout, plan.key_len),
+    for name, tensor, layout, length in (
+        ("query", inputs.query, plan.layout, plan.seq_len),
+        ("key", inputs.key, plan.key_layout, plan.key_len),
     ):
+        got = tensor.shape[2]
         for row in range(plan.rows):
             expected = tokens_in(layout.runs(length, call.rank, row))
             if got != expected:
+                if tensor.shape[1] == expected:
+                    return (
+                        f"{name} must be (batch, heads, tokens, head dim), this rank's {expected} of {length} tokens "
+                        f"in dim 2, got shape {tuple(tensor.shape)}; transpose(1, 2) it first"
+                    )
                 return f"{name} must hold this rank's {expected} of {length} tokens, got {got}; shard it first"
     return ""
 
@@ -143,17 +162,35 @@ def _ask_kernel(call: Call, inputs: Inputs) -> None:
         choose(call.kernel, spec, q, k, v, tile)
 
 
-def _fingerprint(call: Call, inputs: Inputs) -> str:
-    """The same text on every rank that runs the same plan on the same shapes."""
-    query, key, value, plan = inputs.query, inputs.key, inputs.value, call.plan
-    shape = (*query.shape[:2], query.shape[3], key.shape[1], value.shape[3], query.dtype, inputs.sinks is None)
-    mods = call.mods(query)
-    parts = [repr(shape), repr(plan.strategy), call.kernel, repr(call.scale), f"{plan.seq_len} x {plan.key_len}"]
-    parts += ["" if mods is None else mods.key]
-    for row in range(plan.rows):
-        parts += [repr(plan.bands(row)), repr(plan.layout.shards(plan.seq_len, row))]
-        parts += [repr(plan.key_layout.shards(plan.key_len, row))]
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
+def _words(call: Call, inputs: Inputs) -> dict[str, str]:
+    """What this rank runs, by name: the same on every rank that runs the same plan on the same shapes."""
+    query, plan = inputs.query, call.plan
+    mods, rows = call.mods(query), range(plan.rows)
+    return {
+        "batch": str(query.shape[0]),
+        "heads": str(query.shape[1]),
+        "key heads": str(inputs.key.shape[1]),
+        "head dim": str(query.shape[3]),
+        "value dim": str(inputs.value.shape[3]),
+        "dtype": _named(query.dtype),
+        "sinks": "none" if inputs.sinks is None else "some",
+        "strategy": repr(plan.strategy),
+        "kernel": call.kernel,
+        "scale": repr(call.scale),
+        "tokens": f"{plan.seq_len} x {plan.key_len}",
+        "programs": _hashed("" if mods is None else mods.key),
+        "mask": _hashed(*(plan.bands(row) for row in rows)),
+        "layout": _hashed(*(plan.layout.shards(plan.seq_len, row) for row in rows)),
+        "layout of keys": _hashed(*(plan.key_layout.shards(plan.key_len, row) for row in rows)),
+    }
+
+
+def _hashed(*parts: object) -> str:
+    return HASHED + hashlib.sha256("\n".join(map(repr, parts)).encode()).hexdigest()[:16]
+
+
+HASHED = "#"
+"""How a word begins that says nothing by itself."""
 
 
 def _raise_if_odd(said: list[bytes]) -> None:
@@ -161,17 +198,27 @@ def _raise_if_odd(said: list[bytes]) -> None:
     by_text: dict[str, list[int]] = {}
     for rank, text in enumerate(said):
         by_text.setdefault(text.decode(), []).append(rank)
-    refused = {text: ranks for text, ranks in by_text.items() if ": " in text}
+    refused = {text: ranks for text, ranks in by_text.items() if not text.startswith("{")}
     if refused:
         kind = KernelError if all(text.startswith("KernelError") for text in refused) else AttentionError
         raise kind("; ".join(_told(text.partition(": ")[2], ranks, len(said)) for text, ranks in refused.items()))
     if len(by_text) > 1:
-        usual = max(by_text.values(), key=len)  # of equals the first
-        odd = [rank for ranks in by_text.values() if ranks is not usual for rank in ranks]
+        usual = max(by_text, key=lambda text: len(by_text[text]))  # of equals the first
         raise AttentionError(
             "all ranks must run the same plan, kernel, scale, programs and shapes; "
-            f"{_ranks(sorted(odd))} differ{'s' if len(odd) == 1 else ''} from {_ranks(usual)}"
+            + "; ".join(_odd(text, ranks, usual, by_text[usual]) for text, ranks in by_text.items() if text != usual)
         )
+
+
+def _odd(text: str, ranks: list[int], usual: str, others: list[int]) -> str:
+    mine, theirs = json.loads(text), json.loads(usual)
+    differing = [
+        name if mine[name].startswith(HASHED) else f"{name} ({mine[name]}, not {theirs[name]})"
+        for name in mine
+        if mine[name] != theirs[name]
+    ]
+    verb = "differs" if len(ranks) == 1 else "differ"
+    return f"{_ranks(ranks)} {verb} from {_ranks(others)} in {', '.join(differing)}"
 
 
 def _told(complaint: str, ranks: list[int], among: int) -> str:

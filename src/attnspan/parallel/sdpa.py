@@ -138,7 +138,7 @@ class Scope(Sees):
             raise AttentionError(_other("the fused layer"))
         if isinstance(func, HigherOrderOperator):
             args = self._entered(func, args)
-        elif isinstance(func, OpOverload | OpOverloadPacket) and _attends_in_trace(func):
+        elif isinstance(func, OpOverload | OpOverloadPacket) and _attends(func):
             raise AttentionError(_other("an op of attention"))
         if func is torch.Tensor.unflatten:  # it calls super(), which dynamo does not follow while a mode is on
             return torch.unflatten(*args, **kwargs)
@@ -407,7 +407,8 @@ def _attends(func: Any) -> bool:
     return library != "attnspan" and (_tells(func.__name__) or "attn" in library or "attention" in library)
 
 
-_attends_in_trace = torch.compiler.assume_constant_result(_attends)
+# What torch.compiler.assume_constant_result does, which would import all of dynamo to say so.
+_attends._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _flat(tensor: Tensor) -> Tensor:
