@@ -74,6 +74,27 @@ def test_labels_that_cannot_be_ignored_are_refused():
 IDS = torch.arange(16)[None]
 
 
+def test_ranks_that_load_different_batches_are_told_so():
+    def rank(world):
+        cp = ContextParallel(world, seq_len=16, mask=Causal())
+        with pytest.raises(ShardError, match="input_ids must be the same on all ranks of the group"):
+            cp.shard_batch({"input_ids": IDS + cp.rank, "labels": IDS})
+        alike = cp.shard_batch({"input_ids": IDS, "labels": IDS})
+        assert alike["labels"].shape == (1, 8)
+        assert cp.with_mask(Causal() & Documents([9, 7])).shard_batch({"input_ids": IDS + cp.rank})  # not asked again
+
+    loopback(2).run(rank)
+
+
+def test_a_batch_that_one_rank_refuses_is_refused_by_all():
+    def rank(world):
+        cp = ContextParallel(world, seq_len=16, mask=Causal())
+        with pytest.raises(ShardError, match="got shape"):
+            cp.shard_batch({"input_ids": IDS[:, : 16 - cp.rank]})
+
+    loopback(2).run(rank)
+
+
 def test_a_gradient_that_a_dtype_cannot_have_is_refused():
     eighth = torch.ones(16, dtype=torch.float8_e4m3fn).requires_grad_()
 

@@ -22,13 +22,19 @@ The rules, in this order; `dims` overrules the last four::
     no dim of S              passed as it came: (B,) tensors, scalars, text
     anything else            refused: a dim of S might be the sequence
 
-Whole tensors are needed on every rank, and nothing travels. Not known here: what a model does with an entry.
+Whole tensors are needed on every rank. Not known here: what a model does with an entry.
+
+[Note: one batch] The ranks of a group hold parts of one sequence, so all must load the same batch. A loader that deals
+by global rank gives each another one, and nothing later would notice: shapes agree, and the loss looks like a loss. So
+the first batch of a session and of all that come from it by `with_mask` is compared, by a sum of each entry of whole
+numbers, and what one rank refuses in it, all refuse. Later batches are cut without a word to the others.
 
 Shapes: B batch rows, S tokens of the whole sequence.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -40,6 +46,7 @@ from attnspan.errors import ShardError, one_of
 from attnspan.masks import KeyPadding
 from attnspan.parallel.documents import borders
 from attnspan.parallel.sharding import check_fill
+from attnspan.parallel.together import Said, heard
 
 if TYPE_CHECKING:
     from attnspan.parallel.session import ContextParallel
@@ -85,7 +92,62 @@ def shard_batch(
     padding: Literal["refuse", "mask"],
     dims: Mapping[str, int | None],
 ) -> Batch:
-    """See `ContextParallel.shard_batch`."""
+    """See `ContextParallel.shard_batch`, and [Note: one batch]."""
+    if cp.alike.checked or cp.ranks == 1:
+        return _sharded(cp, batch, shift_labels, padding, dims)
+    said: Said
+    try:
+        found = _sharded(cp, batch, shift_labels, padding, dims)
+        said = json.dumps(_sums(batch))
+    except ShardError as refusal:
+        said = refusal
+    texts = heard(cp.transport, said, "the first batch")
+    for rank, text in enumerate(texts):
+        if text != texts[0]:
+            first, other = json.loads(texts[0]), json.loads(text)
+            odd = next((name for name in first if other.get(name) != first[name]), "the names of entries")
+            raise ShardError(
+                f"{odd} must be the same on all ranks of the group, which hold parts of one batch; rank {rank} has "
+                "other data than rank 0: load by data-parallel rank, as in DistributedSampler(num_replicas=dp, "
+                "rank=dp_rank), or on one rank with cp.shard_from"
+            )
+    cp.alike.checked = True
+    return found
+
+
+@dataclass
+class Alike:
+    """Whether the ranks of a session were found to have the same batch. See [Note: one batch]."""
+
+    checked: bool = False
+
+
+def _sums(batch: Mapping[str, Any]) -> dict[str, int]:
+    """For every entry of whole numbers, a number that is hardly the same for others."""
+    return {name: _sum(value) for name, value in batch.items() if isinstance(value, Tensor) and _is_whole(value)}
+
+
+def _is_whole(value: Tensor) -> bool:
+    return not (value.is_floating_point() or value.is_complex())
+
+
+def _sum(value: Tensor) -> int:
+    """A sum in which places count.
+
+    >>> _sum(torch.tensor([3, 5])) == _sum(torch.tensor([5, 3]))
+    False
+    """
+    numbers = value.detach().reshape(-1).to(torch.int64)
+    return int((numbers * (torch.arange(len(numbers), device=numbers.device) % 65521 + 1)).sum())
+
+
+def _sharded(
+    cp: ContextParallel,
+    batch: Mapping[str, Any],
+    shift_labels: bool,
+    padding: Literal["refuse", "mask"],
+    dims: Mapping[str, int | None],
+) -> Batch:
     if not isinstance(batch, Mapping):
         raise ShardError(f"batch must be a dict of tensors by name, got {type(batch).__name__}")
     unknown = [name for name in dims if name not in batch or name == "attention_mask"]

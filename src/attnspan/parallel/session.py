@@ -36,7 +36,7 @@ from attnspan.layouts.balanced import fitting_chunk
 from attnspan.masks import Full, Mask
 from attnspan.parallel import loss
 from attnspan.parallel.attach import Attachment, Chosen, attach
-from attnspan.parallel.batch import Batch, shard_batch
+from attnspan.parallel.batch import Alike, Batch, shard_batch
 from attnspan.parallel.cross import Cross
 from attnspan.parallel.documents import documents_of
 from attnspan.parallel.dtensors import carried
@@ -94,6 +94,7 @@ class ContextParallel:
         self.layout = self._laid_out(layout, weights)
         self.sharding = Sharding(self.layout, self.seq_len, self.transport)
         self._family: OrderedDict[object, ContextParallel] = OrderedDict({self._key: self})
+        self.alike = Alike()
         self._moves: dict[tuple[int, bool], Moves] = {}
         self._attends = {name: self._attend(each) for name, each in self.masks.items()}
         self._serves: dict[str, Served] = {}
@@ -134,7 +135,7 @@ class ContextParallel:
             options = {name: getattr(self.options, name) for name in Options.__slots__}
             options["layout"] = layout or self.options.layout
             family[key] = ContextParallel(self.mesh, seq_len=length, mask=mask, **options)
-            family[key]._family = family
+            family[key]._family, family[key].alike = family, self.alike
             if len(family) > MOST_KEPT:
                 family.popitem(last=False)
         family.move_to_end(key)
