@@ -42,3 +42,21 @@ def cuda_context():
 
     torch.ones(2, device="cuda", requires_grad=True).exp().sum().backward()
     torch.cuda.synchronize()
+
+
+@pytest.fixture
+def by_blocks(monkeypatch):
+    """Functions are asked by kernels, however regular they are. What is remembered of them otherwise is forgotten."""
+    from attnspan.masks import cover, mask
+    from attnspan.plan import plan
+
+    memos = (mask._cached_bands, mask._cached_cover, plan._geometry, plan._shifts, plan._steps)
+
+    def forget():
+        for memo in memos:
+            memo.cache_clear()
+
+    forget()
+    monkeypatch.setattr(cover, "_is_plain", lambda some, every: False)
+    yield
+    forget()

@@ -13,7 +13,7 @@ from attnspan.attention import Attention, attention
 from attnspan.errors import AttentionError, KernelError, MaskError
 from attnspan.kernels import flex
 from attnspan.layouts import Balanced, Contiguous, HeadTail, RoundRobinByWork, Striped
-from attnspan.masks import Causal, Mask, MaskMod, cover
+from attnspan.masks import Causal, Mask, MaskMod
 from attnspan.plan import Plan
 from attnspan.testing import loopback
 from tests import oracle
@@ -23,12 +23,6 @@ from tests.attention.programs import HEADS, WRITTEN, N, problem
 
 STRATEGIES = ["ring", "gather", "needed", "needed(2)", "ulysses", "ulysses(2) x ring", "ulysses(2) x needed"]
 LAYOUTS = [HeadTail, Contiguous, Striped]
-
-
-@pytest.fixture
-def by_blocks(monkeypatch):
-    """Functions are asked by kernels, however regular they are."""
-    monkeypatch.setattr(cover, "_is_plain", lambda some, every: False)
 
 
 def ranks_of(strategy, n):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
-from attnspan.masks import Causal, Documents, Mask, MaskMod, SlidingWindow, cover
+from attnspan.masks import Causal, Documents, Mask, MaskMod, SlidingWindow
 from attnspan.masks.algebra import area
 from attnspan.masks.cover import Cover
 
@@ -50,11 +50,6 @@ MASKS = {
     "a BlockMask by head": lambda: listed(by_row_and_head, 2, 3, (4, 8)),
     "a BlockMask, and": lambda: listed(by_row_and_head, 2, 3, (4, 8)) & Causal(),
 }
-
-
-@pytest.fixture
-def by_blocks(monkeypatch):
-    monkeypatch.setattr(cover, "_is_plain", lambda some, every: False)
 
 
 def dense(bands, n=33):
