@@ -65,6 +65,6 @@ def _run(main: Main) -> None:
     main()
     dist.barrier()
     dist.destroy_process_group()
-    # Threads of gloo may still run while Python takes itself down, which now and then aborts the process: leave at once.
+    # Threads of gloo may still run while Python takes itself down, which now and then aborts it: leave at once.
     sys.stdout.flush()
     os._exit(0)
