@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from attnspan.kernels.merge import has_triton
 from attnspan.paged.quantised import Quantised
 from attnspan.paged.reading import Pages, Reading
 from attnspan.paged.scoring import Scoring
@@ -156,16 +157,6 @@ def _on(device: torch.device) -> Any:
 def _power(n: int) -> int:
     """The power of two that holds n."""
     return 1 << (n - 1).bit_length()
-
-
-@cache
-def has_triton() -> bool:
-    """Whether Triton is installed."""
-    try:
-        import triton  # noqa: F401
-    except ImportError:
-        return False
-    return True
 
 
 tl: Any = None  # triton.language: Triton looks names up among the globals of what it compiles, so it must be one
