@@ -74,7 +74,7 @@ def main() -> None:
     for seq_len, kv_heads, kernel, strategy in progress(cells, "plans"):
         plan = Plan(Causal(), HeadTail(RANKS), seq_len, strategy)
         shape = Shape(HEADS, kv_heads, DIM)
-        how = {"wide_parts": kernel == "band"}
+        how = {"joint": kernel == "band"}
         rank = max(range(RANKS), key=lambda each: plan.memory(each, shape, backward=True, **how).total)
         row = [f"| {seq_len} | {kv_heads} | {kernel} | {strategy} |"]
         for found, backward in zip(measured(plan, rank, shape, kernel), (False, True), strict=True):

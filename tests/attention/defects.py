@@ -500,7 +500,7 @@ def gradients_of_keys_go_to_the_wrong_owner(plant):
 
 @defect
 def gradients_that_come_home_are_added_one_row_off(plant):
-    plant(Arrivals, "sums", lambda real: lambda self: ((run, part.roll(1, 0)) for run, part in real(self)))
+    plant(Arrivals, "parts", lambda real: lambda self: ((run, parts.roll(1, 1)) for run, parts in real(self)))
 
 
 @defect
@@ -511,25 +511,25 @@ def gradients_that_come_home_are_not_added(plant):
 @defect
 def of_gradients_that_several_ranks_send_only_the_first_is_added(plant):
     def bend(real):
-        def sums(self):
+        def parts(self):
             self._together = {run: buffer[:1] for run, buffer in self._together.items()}
             return real(self)
 
-        return sums
+        return parts
 
-    plant(Arrivals, "sums", bend)
+    plant(Arrivals, "parts", bend)
 
 
 @defect
 def gradients_of_many_runs_in_one_message_are_taken_apart_from_the_back(plant):
     def bend(real):
-        def sums(self):
+        def parts(self):
             self._apart = [(transfer, buffer.flip(0)) for transfer, buffer in self._apart]
             return real(self)
 
-        return sums
+        return parts
 
-    plant(Arrivals, "sums", bend)
+    plant(Arrivals, "parts", bend)
 
 
 # ---- heads for sequence --------------------------------------------------------------------------------------------

@@ -19,17 +19,18 @@ def terms(plan, rank=0, **how):
 
 
 def test_one_rank_needs_no_more_than_its_tensors_and_the_result():
-    """One causal tile is the result itself; a kernel that returns float32 has it rounded to another tensor."""
+    """One causal tile is the result itself, whether it is computed as a tile or as all tiles of a step."""
     alone = Plan(Causal(), Contiguous(1), 10, "gather")
     assert terms(alone) == {"given": 640, "tile": 400}
-    assert terms(alone, wide_parts=True) == {"given": 640, "parts": 720, "result": 400}
+    assert terms(alone, joint=True) == {"given": 640, "tile": 400}
 
 
 def test_backward_of_one_rank_has_float32_sums_and_the_gradients_of_a_tile():
     alone = Plan(Causal(), Contiguous(1), 10, "gather")
     # dq, dk and dv in bf16; besides, dq in float32, and dk and dv of both query heads.
     assert terms(alone, backward=True) == {"given": 1360, "sums": 1280, "tile": 640 + 640 + 640}
-    assert terms(alone, backward=True, wide_parts=True) == {"given": 1360, "sums": 1280, "tile": 1280}
+    # In one call dq is written as it is returned; dk and dv are rounded from their sums.
+    assert terms(alone, backward=True, joint=True) == {"given": 1360, "sums": 320 + 640, "result": 320}
 
 
 def test_a_gather_holds_all_keys_and_a_ring_two_shards():
@@ -37,6 +38,7 @@ def test_a_gather_holds_all_keys_and_a_ring_two_shards():
     assert terms(gather) == {"given": 640, "arenas": 1280, "tile": 400}
     # Two tiles wait, a third comes, and their float32 sum is begun.
     assert terms(ring) == {"given": 640, "arenas": 640, "tile": 400, "parts": 800 + 720}
+    assert terms(ring, joint=True) == {"given": 640, "arenas": 640, "tile": 720, "parts": 2 * 720 + 720}
 
 
 def test_ulysses_holds_what_changes_hands():
@@ -73,7 +75,7 @@ def test_a_rank_that_is_not_in_the_plan_is_refused():
 @pytest.mark.parametrize("strategy", memory.STRATEGIES)
 def test_the_allocator_says_the_same(strategy, kernel):
     """Within 10 %, of which 3 were found to be needed: benchmarks/results/memory.md."""
-    plan, shape, how = Plan(Causal(), HeadTail(8), 32768, strategy), Shape(32, 8), {"wide_parts": kernel == "band"}
+    plan, shape, how = Plan(Causal(), HeadTail(8), 32768, strategy), Shape(32, 8), {"joint": kernel == "band"}
     rank = max(range(8), key=lambda each: plan.memory(each, shape, backward=True, **how).total)
     for found, backward in zip(memory.measured(plan, rank, shape, kernel), (False, True), strict=True):
         predicted = plan.memory(rank, shape, backward=backward, **how).total

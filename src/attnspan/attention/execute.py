@@ -16,6 +16,7 @@ from attnspan.attention import loop
 from attnspan.attention.call import Call
 from attnspan.attention.heads import Side, Trade, segments
 from attnspan.attention.lane import Computing, Final, Grads, Lane, Place, wide
+from attnspan.kernels import write_into
 
 
 def forward(
@@ -83,7 +84,9 @@ def _joined(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 def _like(gradient: Tensor, tensor: Tensor) -> Tensor:
     """A gradient in its tensor's dtype, contiguous and its own: sums are kept wide, those of keys and values packed."""
-    return gradient.to(tensor.dtype, copy=True, memory_format=torch.contiguous_format)
+    result = torch.empty(gradient.shape, dtype=tensor.dtype, device=tensor.device)
+    write_into(result, gradient)
+    return result
 
 
 # ---- Ulysses -------------------------------------------------------------------------------------------------------
@@ -127,7 +130,8 @@ def _backward_heads(
     keys = [each.keys.result() for each in grads]
     found = (
         _by_heads(
-            [each.query.result()[0] for each in grads], lambda: torch.empty_like(tensors[0], dtype=wide(query.dtype))
+            [each.query.result()[0].to(wide(query.dtype)) for each in grads],  # all ranks alike, whatever they computed
+            lambda: torch.empty_like(tensors[0], dtype=wide(query.dtype)),
         ),
         _by_heads([dk for dk, _ in keys], lambda: torch.empty_like(tensors[1], dtype=wide(query.dtype))),
         _by_heads([dv for _, dv in keys], lambda: torch.empty_like(tensors[2], dtype=wide(query.dtype))),

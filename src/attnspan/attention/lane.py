@@ -8,6 +8,10 @@ scale * grad_lse * (p @ k) and dk gains scale * p.T @ (grad_lse * q). The first 
 keys in place of values, the second what it gives as dv for the gradient scale * grad_lse * q: no new kernel is
 needed.
 
+[Note: gradients that travel] Each key's gradient is computed on every rank that saw the key, sent home, and summed
+there in float32. It travels in float32 too, but where the kernels round it to the tensors' dtype anyway: then in that,
+which is half the bytes and no worse.
+
 Shapes: query (B, H, Sq, D), key (B, Hk, Sk, D), value (B, Hk, Sk, Dv); packed buffers as in wire.py.
 """
 
@@ -32,7 +36,11 @@ from attnspan.kernels import (
     Rows,
     Spec,
     Where,
+    add_all_into,
+    bands,
     choose,
+    joins,
+    rounds,
     write_into,
 )
 from attnspan.layouts.run import Runs
@@ -97,6 +105,12 @@ class KeySum(Sum):
         super().__init__(*unpacked(packed, head_dim))
         self.packed = packed
 
+    def gather(self, rows: slice, parts: Tensor) -> None:
+        """Add packed parts, (any number, S, B, Hk, D + Dv), to some rows."""
+        self.result(rows)
+        self._seen[rows] = b"\1" * (rows.stop - rows.start)
+        add_all_into(self.packed[rows], parts)
+
 
 class Lane:
     """The keys of one batch row on their way through the steps of one rank."""
@@ -150,9 +164,15 @@ class Lane:
 
     # ---- forward -----------------------------------------------------------------------------------------------
 
-    def key_sum(self, rows: int) -> KeySum:
+    def key_sum(self, rows: int, dtype: torch.dtype) -> KeySum:
         """A sum for the gradients of `rows` keys and values."""
-        return KeySum(empty(self.key, self.value, rows, wide(self.key.dtype)), self.key.shape[3])
+        return KeySum(empty(self.key, self.value, rows, dtype), self.key.shape[3])
+
+    @property
+    def _travels(self) -> torch.dtype:
+        """What gradients go home in: see [Note: gradients that travel]."""
+        own = self.key.dtype
+        return own if rounds(self.computing.kernel, self.query) else wide(own)
 
     def accumulator(self) -> Accumulator:
         batch, heads, rows, _ = self.query.shape
@@ -161,6 +181,11 @@ class Lane:
 
     def compute(self, step: Step, arena: Arena, total: Accumulator) -> None:
         """Every tile of a step, joined into the total."""
+        if self._joint(step):
+            query, spec = self.query, self.computing.spec
+            dtype = query.dtype if self._lone else torch.float32
+            total.add(range(query.shape[2]), *bands.forward(spec, query, arena.key, arena.value, step.tiles, dtype))
+            return
         if whole := self._whole(step, arena):
             out, lse = whole.forward(self.computing.spec, self.query, arena.key, arena.value, self._region(step))
             total.add(range(self.query.shape[2]), out, lse)
@@ -172,6 +197,21 @@ class Lane:
 
     def _whole(self, step: Step, arena: Arena) -> ProgramKernel | None:
         return self.computing.whole(self.query, arena.key, arena.value, step.tiles) if step.tiles else None
+
+    def _joint(self, step: Step) -> bool:
+        return joins(self.computing.kernel, self.computing.spec, self.query, self.key, self.value, step.tiles)
+
+    @property
+    def _lone(self) -> bool:
+        """Whether one step computes everything, so that its results are final and may be rounded."""
+        return sum(bool(step.tiles) for step in self.route.steps) == 1
+
+    def query_sum(self) -> Sum:
+        """A sum for the gradients of the queries."""
+        joint = self._lone and any(map(self._joint, self.route.steps))
+        dtype = self.query.dtype if joint else wide(self.query.dtype)
+        order = torch.preserve_format if self.query.stride(-1) == 1 else torch.contiguous_format
+        return Sum(torch.empty_like(self.query, dtype=dtype, memory_format=order))
 
     def _region(self, step: Step) -> Region:
         """A step's tiles, with the positions that they stand for."""
@@ -190,7 +230,13 @@ class Lane:
 
         Returns those of the arena's keys and values.
         """
-        keys = grads.keys if arena.is_own else self.key_sum(arena.key.shape[2])
+        keys = grads.keys if arena.is_own else self.key_sum(arena.key.shape[2], self._travels)
+        if self._joint(step):
+            merged, inputs = Rows(final.grad, final.grad_lse, final.out, final.lse), (self.query, *arena[:2])
+            (dq,), (dk, dv) = grads.query.views, keys.views
+            into = bands.Into(dq, dk, dv, add_rows=grads.query.open(), add_keys=keys.open())
+            bands.backward(self.computing.spec, merged, *inputs, step.tiles, into)
+            return keys
         if whole := self._whole(step, arena):
             merged, region = Rows(final.grad, final.grad_lse, final.out, final.lse), self._region(step)
             inputs = (self.query, arena.key, arena.value)
@@ -231,8 +277,7 @@ class Lane:
             self._keep_own(step, keys, grads)
         places = Places(step.arena)
         sends = [(t.target, part) for t in step.home for part in leaving(keys.packed, places, t, whole=False)]
-        dtype = keys.packed.dtype
-        return sends, Arrivals(step.returns, lambda rows: empty(self.key, self.value, rows, dtype))
+        return sends, Arrivals(step.returns, lambda rows: empty(self.key, self.value, rows, self._travels))
 
     def _keep_own(self, step: Step, keys: KeySum, grads: Grads) -> None:
         """Gradients of own keys that lay among those of others."""
@@ -242,9 +287,9 @@ class Lane:
 
     def take_home(self, arrivals: Arrivals, grads: Grads) -> None:
         """Add what arrived."""
-        for run, part in arrivals.sums():
+        for run, parts in arrivals.parts():
             (rows,) = self._own_places.slices((run,))
-            grads.keys.add(range(rows.start, rows.stop), *unpacked(part, self.key.shape[3]))
+            grads.keys.gather(rows, parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,9 +321,8 @@ class Grads:
 
     @classmethod
     def of(cls, lane: Lane, captured: Sequence[Tensor | None]) -> Grads:
-        """Nothing yet, in the precision that sums are kept in; `captured` are sums that all lanes share."""
-        query = torch.empty_like(lane.query, dtype=wide(lane.query.dtype))
-        return cls(Sum(query), lane.key_sum(lane.key.shape[2]), captured)
+        """Nothing yet; `captured` are sums that all lanes share."""
+        return cls(lane.query_sum(), lane.key_sum(lane.key.shape[2], wide(lane.key.dtype)), captured)
 
 
 @functools.lru_cache(maxsize=256)

@@ -41,6 +41,20 @@ class Sum:
                 (add_into if seen else write_into)(view[:, :, at], part[:, :, first:last])
         self._seen[slice(*_bounds(rows))] = b"\1" * len(rows)
 
+    def open(self) -> bool:
+        """For one writer of all rows: whether they hold a sum already, that it must add to.
+
+        >>> import torch
+        >>> total = Sum(torch.empty(1, 1, 2, 1))
+        >>> total.open(), total.open()
+        (False, True)
+        """
+        begun = any(self._seen)
+        if begun:
+            self.result()
+        self._seen[:] = b"\1" * len(self._seen)
+        return begun
+
     def result(self, rows: slice = slice(None)) -> tuple[Tensor, ...]:
         """Some rows of the views, those that nothing was added to filled with zeros."""
         start, stop, _ = rows.indices(len(self._seen))

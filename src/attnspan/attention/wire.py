@@ -116,12 +116,12 @@ class Arrivals:
             for part in ([next(free[run]) for run in transfer.runs] if _by_run(transfer) else [next(alone)])
         ]
 
-    def sums(self) -> Iterator[tuple[Run, Tensor]]:
-        """What arrived for each run."""
-        for run, buffer in self._together.items():
-            yield run, buffer.sum(0) if len(buffer) > 1 else buffer[0]
+    def parts(self) -> Iterator[tuple[Run, Tensor]]:
+        """What arrived for each run, (any number, S, B, Hk, D + Dv), to be summed."""
+        yield from self._together.items()
         for transfer, buffer in self._apart:
-            yield from zip(transfer.runs, buffer.split([len(run.positions) for run in transfer.runs]), strict=True)
+            pieces = buffer.split([len(run.positions) for run in transfer.runs])
+            yield from ((run, piece.unsqueeze(0)) for run, piece in zip(transfer.runs, pieces, strict=True))
 
 
 def _by_run(transfer: Transfer) -> bool:

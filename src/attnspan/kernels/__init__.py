@@ -1,11 +1,12 @@
 """Kernels: one tile in, (out, lse) out, and its backward. kernel.py has the contract."""
 
+from attnspan.kernels import bands
 from attnspan.kernels.accumulator import Accumulator
-from attnspan.kernels.adding import add_into, write_into
+from attnspan.kernels.adding import add_all_into, add_into, write_into
 from attnspan.kernels.kernel import Kernel, ProgramKernel, Spec
 from attnspan.kernels.merge import merge_into
 from attnspan.kernels.mods import Mods, Region, Rows, Where
-from attnspan.kernels.registry import KERNELS, PROGRAM_KERNELS, choose, refusals
+from attnspan.kernels.registry import KERNELS, PROGRAM_KERNELS, choose, joins, refusals, rounds
 
 __all__ = [
     "KERNELS",
@@ -18,9 +19,13 @@ __all__ = [
     "Rows",
     "Spec",
     "Where",
+    "add_all_into",
     "add_into",
+    "bands",
     "choose",
+    "joins",
     "merge_into",
     "refusals",
+    "rounds",
     "write_into",
 ]

@@ -6,7 +6,7 @@ Elsewhere it is torch's copy. Shapes: both (B, H, n, D), any strides with D inne
 """
 
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,6 +32,24 @@ def add_into(target: Tensor, part: Tensor) -> None:
         target += part
 
 
+def add_all_into(target: Tensor, parts: Tensor) -> None:
+    """target += parts[0] + parts[1] + ..., summed in the target's dtype in that order; target and each part dense.
+
+    >>> total = torch.ones(2)
+    >>> add_all_into(total, torch.tensor([[1.0, 2.0], [3.0, 4.0]], dtype=torch.bfloat16))
+    >>> total.tolist()
+    [5.0, 7.0]
+    """
+    if target.is_cuda and target.is_contiguous() and parts.is_contiguous() and has_triton():
+        count, size = len(parts), target.numel()
+        if count and size:
+            with torch.cuda.device(target.device):
+                _kernels().gather[(-(-size // 2048),)](target, parts, count, size, 2048)
+    else:
+        for part in parts:
+            target += part
+
+
 def _fast(target: Tensor, part: Tensor) -> bool:
     return target.is_cuda and target.dim() == 4 and target.stride(3) == part.stride(3) == 1 and has_triton()
 
@@ -45,12 +63,17 @@ def _move(target: Tensor, part: Tensor, *, add: bool) -> None:
     strides = (*target.stride()[:3], *part.stride()[:3])
     grid = (-(-rows // block_n), batch * heads)
     with torch.cuda.device(target.device):
-        _mover()[grid](target, part, heads, rows, dim, *strides, add, block_n, block_d)
+        _kernels().move[grid](target, part, heads, rows, dim, *strides, add, block_n, block_d)
+
+
+class _Kernels(NamedTuple):
+    move: Any
+    gather: Any
 
 
 @cache
-def _mover() -> Any:
-    """The Triton kernel: one program for `block_n` rows of one head."""
+def _kernels() -> _Kernels:
+    """The Triton kernels: `move`, one program for `block_n` rows of one head, and `gather`, for `block` numbers."""
     global tl
     import triton
     import triton.language as tl
@@ -73,6 +96,15 @@ def _mover() -> Any:
         if add:
             x += tl.load(at, mask=cell, other=0.0)
         tl.store(at, x, mask=cell)
+
+    @triton.jit(do_not_specialize=["count"])
+    def gather(target, parts, count, size, block: tl.constexpr):
+        at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+        here = at < size
+        total = tl.load(target + at, mask=here, other=0.0)
+        for i in range(count):
+            total += tl.load(parts + tl.cast(i, tl.int64) * size + at, mask=here, other=0.0).to(total.dtype)
+        tl.store(target + at, total, mask=here)
     # fmt: on
 
-    return move
+    return _Kernels(move, gather)

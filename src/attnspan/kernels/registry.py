@@ -6,11 +6,16 @@ the kernel's own reason and the names of those that would do.
 
 `PROGRAM_KERNELS` run FlexAttention programs. They are chosen where there is a score_mod or a tile whose pairs must be
 asked; the others refuse such a tile, all by the same rule, which is here.
+
+`joins` says where all tiles of a step are computed in one call (bands.py), as `band` always does: many small tiles cost
+more in launches and merges than a faster kernel gains.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +32,10 @@ KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in _BY_SPEED}
 _IN_FLOAT32: dict[str, Kernel] = {kernel.name: kernel for kernel in (efficient, *_BY_SPEED)}
 
 PROGRAM_KERNELS: dict[str, ProgramKernel] = {kernel.name: kernel for kernel in (flex, blocks)}
+
+
+SMALL = 1e11
+"""Floating-point operations of a tile's forward pass below which a tile is small; measured on an H200."""
 
 
 def choose(name: str, spec: Spec, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> Kernel | ProgramKernel:
@@ -47,6 +56,44 @@ def choose(name: str, spec: Spec, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -
     if reason is not None:
         raise KernelError(_message(name, reason, spec, q, k, v, tile))
     return KERNELS[name] if name in KERNELS else PROGRAM_KERNELS[name]
+
+
+def joins(name: str, spec: Spec, q: Tensor, k: Tensor, v: Tensor, tiles: tuple[Tile, ...]) -> bool:
+    """Whether all tiles between two buffers are computed in one call, by bands.py."""
+    if name not in ("auto", band.name) or not tiles or any(refusal(band.name, spec, q, k, v, t) for t in tiles[:1]):
+        return False
+    some = _glance(tiles)
+    if not some.dense or (spec.mods is not None and any(map(spec.mods.of, tiles))):
+        return False
+    if name == band.name:
+        return True
+    if q.dtype == torch.float32:
+        return False
+    small = 2 * q.shape[0] * q.shape[1] * (q.shape[3] + v.shape[3]) * some.area < SMALL * len(tiles)
+    return (small and len(tiles) > 1) or all(cudnn.supports(spec, q, k, v, tile) for tile in some.kinds)
+
+
+def rounds(name: str, q: Tensor) -> bool:
+    """Whether what is asked for by that name gives gradients in q's dtype, rounded: library kernels on CUDA do.
+
+    A pure function of what all ranks have in common, so that they agree on what travels.
+    """
+    return q.is_cuda and name in ("auto", cudnn.name, cuda_flash.name, efficient.name, flex.name)
+
+
+class _Glance(NamedTuple):
+    """What tiles look like together: neighbouring rows and columns only, their pairs, one of each kind."""
+
+    dense: bool
+    area: int
+    kinds: tuple[Tile, ...]
+
+
+@lru_cache(maxsize=2048)
+def _glance(tiles: tuple[Tile, ...]) -> _Glance:
+    dense = all(tile.rows.step == tile.cols.step == 1 for tile in tiles)
+    kinds = {tile.kind: tile for tile in tiles}
+    return _Glance(dense, sum(tile.area for tile in tiles), tuple(kinds.values()))
 
 
 def refusal(name: str, spec: Spec, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> str | None:

@@ -7,7 +7,7 @@ What is counted, by name::
     packed      a copy of own keys to send from, where the caller's lie otherwise in memory
     parts       results of tiles that wait to be merged, and their float32 sum where a row has three or more
     tile        what one kernel call writes, and its workspace
-    sums        backward's float32 sums: dq, dk and dv of own tokens, and dk and dv of the keys in arenas
+    sums        backward's float32 sums: dq, dk and dv of own tokens; and dk and dv of the keys in arenas
     returning   gradients of own keys that come home
     heads       under Ulysses, what changed hands, and the buffers it travels in
     result      out and lse, or the gradients in their own dtype
@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from attnspan.layouts.run import Run, Runs, tokens_in
+from attnspan.layouts.run import Runs, tokens_in
 from attnspan.masks.tile import Tile
 from attnspan.plan.cost import DTYPES, Shape
 from attnspan.plan.heads import Heads, split_heads
@@ -70,44 +70,37 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Bytes of one position: of q, of out, of K and V together, of lse; `wide` is float32 over the tensors' dtype.
-
-    `parts` is the size of kernels' results over that of the tensors: 1 for library kernels, `wide` for kernel="band".
-    """
+    """Bytes of one position: of q, of out, of K and V together, of lse; `wide` is float32 over the tensors' dtype."""
 
     q: float
     out: float
     kv: float
     lse: float
     wide: float
-    parts: float
     grouped: bool
 
     @staticmethod
-    def of(shape: Shape, share: Heads | None, rows: int, wide_parts: bool) -> Sizes:
+    def of(shape: Shape, share: Heads | None, rows: int) -> Sizes:
         """Of one lane, which has an even part of the batch, and a share of the heads."""
         width, batch = DTYPES[shape.dtype], shape.batch / rows
         heads, kv_heads = (shape.heads, shape.kv_heads) if share is None else (len(share.query), len(share.key))
         wide, grouped = max(4, width) / width, heads != kv_heads
         q, out = (batch * heads * dim * width for dim in (shape.head_dim, shape.v_head_dim or 0))
         kv = batch * (kv_heads or 0) * (shape.head_dim + (shape.v_head_dim or 0)) * width
-        return Sizes(q, out, kv, batch * heads * max(4, width), wide, wide if wide_parts else 1.0, grouped)
-
-    @property
-    def part(self) -> float:
-        """A row of a tile's out and lse."""
-        return self.out * self.parts + self.lse
+        return Sizes(q, out, kv, batch * heads * max(4, width), wide, grouped)
 
 
 @dataclass(frozen=True, slots=True)
 class Walk:
-    """One lane: its sizes, its own keys, its number of queries and its steps; whether buffers are handed on whole."""
+    """One lane: its sizes, its own keys, its number of queries and its steps; whether buffers are handed on whole, and
+    whether the tiles of a step are computed in one call."""
 
     sizes: Sizes
     own: Runs
     rows: int
     steps: tuple[Step, ...]
     hands_on: bool
+    joint: bool
 
     @property
     def counts(self) -> tuple[Sizes, int, int]:
@@ -119,43 +112,64 @@ class Walk:
         yield from self._backward() if backward else self._forward()
 
     def _forward(self) -> Iterator[Moment]:
-        waiting = Waiting(self.rows, self.sizes, [tile.rows for step in self.steps for tile in step.tiles])
+        part = self.sizes.out * self._widened + self.sizes.lse
+        waiting = Waiting(self.rows, self.sizes, part, [rows for step in self.steps for rows in self._calls(step)])
         for index, step in enumerate(self.steps):
-            for tile in step.tiles:
-                now = {**self._arenas(index), "tile": len(tile.rows) * self.sizes.part}
+            for rows in self._calls(step):
+                now = {**self._arenas(index), "tile": len(rows) * part}
                 before = waiting.bytes
-                summed = waiting.add(tile.rows)
+                summed = waiting.add(rows)
                 yield {**now, "parts": before + summed}
         yield {**self._arenas(len(self.steps) - 1), "parts": waiting.bytes, "result": waiting.result}
+
+    def _calls(self, step: Step) -> list[range]:
+        """The rows of each kernel call of a step."""
+        if self.joint:
+            return [range(self.rows)] if step.tiles else []
+        return [tile.rows for tile in step.tiles]
+
+    @property
+    def _lone(self) -> bool:
+        """Whether one call computes everything, and its results are final."""
+        return self.joint and sum(bool(step.tiles) for step in self.steps) == 1
+
+    @property
+    def _widened(self) -> float:
+        """How much larger than the tensors a kernel's results are: float32 where joint calls are to be merged."""
+        return self.sizes.wide if self.joint and not self._lone else 1.0
 
     def _backward(self) -> Iterator[Moment]:
         sizes, steps = self.sizes, self.steps
         own = tokens_in(self.own)
-        sums = (self.rows * sizes.q + own * sizes.kv) * sizes.wide
+        by_row = self.rows * sizes.q * (1.0 if self._lone else sizes.wide)
+        sums = by_row + own * sizes.kv * sizes.wide
+        travels = sizes.wide if self.joint else 1.0  # [Note: gradients that travel] in attention/lane.py
         before = returned = 0.0
         for index, step in enumerate(steps):
-            here = self._arena(index) * sizes.wide
+            here = self._arena(index) * travels
             now = {**self._arenas(index), "sums": sums + here + before}
+            if self.joint and step.tiles:  # written where it is summed; beside lie two numbers for each row
+                yield {**now, "returning": returned, "tile": 2 * self.rows * sizes.lse}
             written = 0.0  # by the tile before, which is let go of when the next one is there
-            for tile in step.tiles:
+            for tile in step.tiles if not self.joint else ():
                 yield {**now, "returning": returned, "tile": written + self._written(tile) + self._workspace(tile)}
                 written = self._written(tile)
-            returning = sum(transfer.tokens for transfer in step.returns) * sizes.kv * sizes.wide
+            returning = sum(transfer.tokens for transfer in step.returns) * sizes.kv * travels
             yield {**now, "returning": returned + returning}
             before, returned = here, returning
-        summed = max(map(_length, self.own), default=0) * sizes.kv * sizes.wide if returned else 0.0  # run by run
-        yield {**self._arenas(len(steps) - 1), "sums": sums + before, "returning": returned + summed}
-        yield {**self.held, "sums": sums, "result": self.rows * sizes.q + own * sizes.kv}
+        yield {**self._arenas(len(steps) - 1), "sums": sums + before, "returning": returned}
+        rounded = 0.0 if self._lone else self.rows * sizes.q
+        yield {**self.held, "sums": sums, "result": rounded + own * sizes.kv}
 
     def _written(self, tile: Tile) -> float:
         """dq, dk and dv of a tile."""
-        return (len(tile.rows) * self.sizes.q + len(tile.cols) * self.sizes.kv) * self.sizes.parts
+        return len(tile.rows) * self.sizes.q + len(tile.cols) * self.sizes.kv
 
     def _workspace(self, tile: Tile) -> float:
         """What library kernels take besides: dq in float32, dk and dv of every query head where heads are grouped, and
         out and its gradient laid out anew where they are part of a larger tensor."""
         sizes, rows = self.sizes, len(tile.rows)
-        if sizes.parts > 1 or sizes.wide == 1:
+        if sizes.wide == 1:
             return 0.0
         per_head = len(tile.cols) * (sizes.q + sizes.out) if sizes.grouped else 0.0
         return rows * sizes.q * sizes.wide + per_head + (2 * rows * sizes.out if rows < self.rows else 0.0)
@@ -199,8 +213,8 @@ class Waiting:
     A tile's result is kept whole for as long as any of its rows waits.
     """
 
-    def __init__(self, rows: int, sizes: Sizes, tiles: Sequence[range]):
-        self._sizes, self._rows = sizes, rows
+    def __init__(self, rows: int, sizes: Sizes, part: float, tiles: Sequence[range]):
+        self._sizes, self._rows, self._part = sizes, rows, part  # bytes of a row of a tile's out and lse
         self._starts = sorted({0, *chain.from_iterable((span.start, span[-1] + 1) for span in tiles)})
         self._waiting: list[list[int]] = [[] for _ in self._starts]
         self._summed = [False] * len(self._starts)
@@ -238,13 +252,13 @@ class Waiting:
     @property
     def bytes(self) -> float:
         """Of what waits, and of the sum of all rows once there is one."""
-        return self._kept * self._sizes.part + (self._sum if self._begun else 0.0)
+        return self._kept * self._part + (self._sum if self._begun else 0.0)
 
     @property
     def result(self) -> float:
         """Of out and lse; one tile alone, of all rows and not to be rounded, is the result itself."""
-        alone = self._lengths == [self._rows] and self._sizes.parts == 1
-        return 0.0 if alone else self._rows * (self._sizes.out + self._sizes.lse)
+        size = self._sizes.out + self._sizes.lse
+        return 0.0 if self._lengths == [self._rows] and self._part == size else self._rows * size
 
     @property
     def _sum(self) -> float:
@@ -260,7 +274,7 @@ class Row:
     shape: Shape
     row: int
     backward: bool
-    wide_parts: bool
+    joint: bool
 
     def given(self) -> float:
         """The caller's tensors, and backward's."""
@@ -292,10 +306,12 @@ class Row:
         strategy = Strategy.of(plan.strategy)
         ring = isinstance(strategy.inner if isinstance(strategy, Ulysses) else strategy, Ring)
         rows = tokens_in(plan.queries(self.rank, self.row))
-        return Walk(self._sizes(share), plan.keys(self.rank, self.row), rows, plan.steps(self.rank, self.row), ring)
+        return Walk(
+            self._sizes(share), plan.keys(self.rank, self.row), rows, plan.steps(self.rank, self.row), ring, self.joint
+        )
 
     def _sizes(self, share: Heads | None) -> Sizes:
-        return Sizes.of(self.shape, share, self.plan.rows, self.wide_parts)
+        return Sizes.of(self.shape, share, self.plan.rows)
 
     @property
     def _tokens(self) -> tuple[int, int]:
@@ -306,10 +322,10 @@ class Row:
         return rows, keys
 
 
-def memory(plan: Plan, rank: int, shape: Shape, backward: bool, wide_parts: bool) -> Memory:
+def memory(plan: Plan, rank: int, shape: Shape, backward: bool, joint: bool) -> Memory:
     """`Plan.memory`. Batch rows with steps of their own are taken to have their peak at once, but under Ulysses, where
     one comes after another."""
-    rows = [Row(plan, rank, shape, row, backward, wide_parts) for row in range(plan.rows)]
+    rows = [Row(plan, rank, shape, row, backward, joint) for row in range(plan.rows)]
     peaks = [max(row.moments(), key=lambda moment: sum(moment.values())) for row in rows]
     if plan.degree > 1:
         peaks = [max(peaks, key=lambda moment: sum(moment.values()))]
@@ -317,7 +333,3 @@ def memory(plan: Plan, rank: int, shape: Shape, backward: bool, wide_parts: bool
     for moment in peaks:
         terms.update(moment)
     return Memory(dict(terms))
-
-
-def _length(run: Run) -> int:
-    return len(run.positions)

@@ -174,9 +174,9 @@ class Plan:
         """The most keys a rank holds at once: its own, those in use and those arriving, over all batch rows."""
         return sum(_peak(self.steps(rank, row), tokens_in(self.keys(rank, row))) for row in range(self.rows))
 
-    def memory(self, rank: int, shape: Shape, *, backward: bool = False, wide_parts: bool = False) -> Memory:
+    def memory(self, rank: int, shape: Shape, *, backward: bool = False, joint: bool = False) -> Memory:
         """The bytes that a rank's attention of such sizes takes at its peak, forward or backward, the caller's tensors
-        included, and what they are for. `wide_parts`: for kernels that return float32, as kernel="band" does.
+        included, and what they are for. `joint`: where the tiles of a step are one call, as with kernel="band".
 
         >>> from attnspan.layouts import HeadTail
         >>> from attnspan.masks import Causal
@@ -186,7 +186,7 @@ class Plan:
         from attnspan.plan.memory import memory
 
         self._place(rank, 0)
-        return memory(self, rank, shape, backward, wide_parts)
+        return memory(self, rank, shape, backward, joint)
 
     def explain(self) -> str:
         """What the plan does, in words: balance, traffic against an all-gather, tiles, memory.

@@ -1,0 +1,188 @@
+"""All tiles between two buffers in one call of our Triton kernel: no merge, no sum of parts, no launch for each tile.
+
+Packed documents make many small tiles. Computed one by one, each costs a launch, a merge of its result and an addition
+of its gradients, and a GPU that is never full. Here one program meets all keys of its rows (agenda.py), so that out is
+final when it is written, and goes straight to the caller's dtype where nothing else will be merged into it. Gradients
+are written where they are summed, or added to what is there.
+
+`supports` of band.py says what can be computed; tiles must be of neighbouring rows and columns. Block sizes are fixed.
+Shapes: kernel.py; any strides with the last dim dense.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnspan.kernels.agenda import Agenda, agenda
+from attnspan.kernels.band_programs import programs
+from attnspan.kernels.kernel import Spec
+from attnspan.kernels.mods import Rows
+from attnspan.kernels.parts import last_dim_dense
+from attnspan.masks.tile import Tile
+
+
+def forward(
+    spec: Spec, q: Tensor, k: Tensor, v: Tensor, tiles: tuple[Tile, ...], dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of all rows, out in `dtype`, lse in float32; 0 and -inf for rows in no tile."""
+    q, k, v = last_dim_dense(q, k, v)
+    shape = _Shape.of(q, k, v)
+    out = q.new_empty(*q.shape[:3], v.shape[3], dtype=dtype)
+    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+    blocks = shape.blocks(_FORWARD, q)
+    work = agenda(tiles, "rows", q.shape[2], blocks.rows, q.device)
+    scale = abs(spec.scale) if shape.wide else abs(spec.scale) * math.log2(math.e)
+    with torch.cuda.device(q.device):
+        programs().forward[_grid(q, work)](
+            q, k, v, out, lse, *work, *_strides(q, k, v, out), *shape.sizes, len(work.blocks), scale,
+            flip=spec.scale < 0, **shape.constants, **blocks.constants,
+        )  # fmt: skip
+    return out, lse
+
+
+class Into(NamedTuple):
+    """Where gradients go: tensors of any strides and dtype, and whether they hold a sum already that is added to."""
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    add_rows: bool = False
+    add_keys: bool = False
+
+
+def backward(spec: Spec, final: Rows, q: Tensor, k: Tensor, v: Tensor, tiles: tuple[Tile, ...], into: Into) -> None:
+    """Write the gradients of all rows and columns; those in no tile are 0."""
+    grad, q, k, v, out = last_dim_dense(final.grad.to(q.dtype), q, k, v, final.out)
+    shape = _Shape.of(q, k, v)
+    lse = final.lse.contiguous()
+    delta, walls = lse.new_empty(lse.shape), lse.new_empty(lse.shape)
+    through_lse = final.grad_lse is not None
+    grad_lse = final.grad_lse.to(lse.dtype).contiguous() if final.grad_lse is not None else lse
+    unit = 1.0 if shape.wide else math.log2(math.e)
+    scales = (spec.scale, spec.scale * unit, unit)
+    dq, dk, dv, add_rows, add_keys = into
+    with torch.cuda.device(q.device):
+        blocks = shape.blocks(_BY_ROWS, q)
+        work = agenda(tiles, "rows", q.shape[2], blocks.rows, q.device)
+        programs().by_rows[_grid(q, work)](
+            grad, q, k, v, out, lse, grad_lse, delta, walls, dq, *work, *_strides(grad, q, k, v, out, dq),
+            *shape.sizes, len(work.blocks), *scales,
+            through_lse=through_lse, add=add_rows, **shape.constants, **blocks.constants,
+        )  # fmt: skip
+        blocks = shape.blocks(_BY_KEYS, q)
+        work = agenda(tiles, "cols", k.shape[2], blocks.cols, q.device)
+        programs().by_keys[_grid(k, work)](
+            grad, q, k, v, delta, walls, dk, dv, *work, *_strides(grad, q, k, v, dk, dv),
+            *shape.sizes, len(work.blocks), *scales[:2],
+            add=add_keys, **shape.constants, **blocks.constants,
+        )  # fmt: skip
+
+
+# ---- sizes ---------------------------------------------------------------------------------------------------------
+
+
+class _Blocks(NamedTuple):
+    """Rows and columns that a program multiplies at a time, its warps, and how many loads are on their way."""
+
+    rows: int
+    cols: int
+    warps: int
+    stages: int
+
+    @property
+    def constants(self) -> dict[str, int]:
+        return {"block_n": self.rows, "block_m": self.cols, "num_warps": self.warps, "num_stages": self.stages}
+
+
+class _Loop(NamedTuple):
+    """Blocks by head dim (the larger one, up to), and what a program keeps of q, k, v and grad as the rest passes."""
+
+    blocks: dict[int, _Blocks]
+    keeps: Literal["q", "rows", "cols"]
+
+    def fitted(self, dims: tuple[int, int], size: int, memory: int) -> _Blocks:
+        """The blocks for such head dims of `size` bytes, made smaller until they fit in a GPU's shared memory.
+
+        >>> loop = _Loop({128: _Blocks(128, 128, 8, 3)}, keeps="q")
+        >>> loop.fitted((128, 128), size=2, memory=227 << 10)
+        _Blocks(rows=128, cols=128, warps=8, stages=3)
+        >>> loop.fitted((128, 128), size=2, memory=99 << 10)
+        _Blocks(rows=128, cols=128, warps=8, stages=1)
+        """
+        blocks = _WIDE if size == 4 else next(b for dim, b in self.blocks.items() if max(dims) <= dim)
+        while self._bytes(blocks, dims, size) > memory and max(blocks.rows, blocks.cols) > 16:
+            rows, cols, warps, stages = blocks
+            if stages > 1:
+                blocks = _Blocks(rows, cols, warps, stages - 1)
+            else:
+                blocks = _Blocks(rows // 2, cols, warps, 1) if rows >= cols else _Blocks(rows, cols // 2, warps, 1)
+        return blocks
+
+    def _bytes(self, blocks: _Blocks, dims: tuple[int, int], size: int) -> int:
+        rows, cols, _, stages = blocks
+        if self.keeps == "q":
+            return (rows * dims[0] + stages * cols * sum(dims)) * size
+        kept, passing = (rows, cols) if self.keeps == "rows" else (cols, rows)
+        return (kept + stages * passing) * sum(dims) * size
+
+
+# Measured on an H200. float32 goes through no tensor cores, and has small blocks that fit in registers.
+_FORWARD = _Loop({64: _Blocks(64, 64, 4, 3), 128: _Blocks(128, 64, 8, 3), 256: _Blocks(128, 64, 8, 2)}, "q")
+_BY_ROWS = _Loop({64: _Blocks(128, 64, 4, 3), 128: _Blocks(128, 64, 8, 3), 256: _Blocks(128, 32, 8, 1)}, "rows")
+_BY_KEYS = _Loop({64: _Blocks(32, 128, 4, 3), 128: _Blocks(32, 64, 4, 3), 256: _Blocks(64, 64, 8, 2)}, "cols")
+_WIDE = _Blocks(32, 32, 4, 1)
+
+
+class _Shape(NamedTuple):
+    """What all programs of a call are told."""
+
+    heads: int
+    group: int
+    rows: int
+    dims: tuple[int, int]
+    wide: bool
+
+    @staticmethod
+    def of(q: Tensor, k: Tensor, v: Tensor) -> _Shape:
+        group, wide = q.shape[1] // k.shape[1], q.dtype == torch.float32
+        return _Shape(q.shape[1], group, q.shape[2], (q.shape[3], v.shape[3]), wide)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return self.heads, self.group, self.rows
+
+    @property
+    def constants(self) -> dict[str, int | bool]:
+        dim, dim_v = self.dims
+        return {"dim": dim, "dim_v": dim_v, "block_d": _padded(dim), "block_v": _padded(dim_v), "wide": self.wide}
+
+    def blocks(self, loop: _Loop, q: Tensor) -> _Blocks:
+        padded = _padded(self.dims[0]), _padded(self.dims[1])
+        return loop.fitted(padded, q.element_size(), _shared_memory(q.device))
+
+
+def _grid(x: Tensor, work: Agenda) -> tuple[int]:
+    """One program for each block of the agenda, of each head of x."""
+    return (x.shape[0] * x.shape[1] * len(work.blocks),)
+
+
+@cache
+def _shared_memory(device: torch.device) -> int:
+    """Bytes that one program can have."""
+    from triton.runtime import driver
+
+    return int(driver.active.utils.get_device_properties(device.index)["max_shared_mem"])
+
+
+def _padded(dim: int) -> int:
+    """The power of two that a head dim is computed in; tensor cores want 16 at least."""
+    return max(16, 1 << (dim - 1).bit_length())
+
+
+def _strides(*tensors: Tensor) -> list[int]:
+    return [stride for x in tensors for stride in x.stride()[:3]]
