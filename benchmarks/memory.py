@@ -2,7 +2,7 @@
 
 One rank runs alone, through the real code, with a transport that moves nothing but keeps what travels until it is
 waited for, as others do (silent.py). Causal, bf16, 32 heads, 8 ranks, HeadTail; of the ranks the one with the largest
-prediction.
+prediction. torch's own ring is run beside it where it can: what it holds of other ranks is one shard at a time.
 
 Run: python -m benchmarks.memory        writes benchmarks/results/memory.md (or to --out FILE); needs CUDA
 """
@@ -22,6 +22,7 @@ from attnspan.plan import Shape
 from attnspan.transports import Pending
 from benchmarks.report import header, progress
 from benchmarks.silent import Silent
+from benchmarks.torch_ring import ring
 
 RESULTS = Path(__file__).parent / "results"
 HEADS, DIM, RANKS = 32, 128, 8
@@ -64,9 +65,27 @@ def measured(plan: Plan, rank: int, shape: Shape, kernel: str) -> tuple[int, int
     return forward, torch.cuda.max_memory_allocated() - before
 
 
+def of_torch(seq_len: int) -> tuple[int, int]:
+    """The same of torch's ring, whose shards of other ranks but one are not counted."""
+    rows = seq_len // RANKS
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    own = [torch.randn(1, HEADS, rows, DIM, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+    other = [torch.randn_like(x) for x in own]
+    shards = [tuple(own), *([tuple(other)] * (RANKS - 1))]
+    before += other[0].numel() * other[0].element_size()  # q of others never travels
+    found = []
+    for backward in (False, True):
+        torch.cuda.reset_peak_memory_stats()
+        with torch.no_grad():
+            ring(0, shards, backward)
+        found.append(torch.cuda.max_memory_allocated() - before)
+    return found[0], found[1]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("seq_len", nargs="*", type=int, default=[32768, 65536])
+    parser.add_argument("seq_len", nargs="*", type=int, default=[32768, 131072])
     parser.add_argument("--out", default=str(RESULTS / "memory.md"))
     args = parser.parse_args()
     cells = [(n, kv, k, s) for n in args.seq_len for kv in (8, HEADS) for k in ("auto", "band") for s in STRATEGIES]
@@ -83,6 +102,10 @@ def main() -> None:
             row.append(f" {found / 2**20:.0f} | {predicted.total / 2**20:.0f} | **{found / predicted.total:.3f}** |")
             row.append(f" {predicted.largest} |" if backward else "")
         lines.append("".join(row))
+        print(lines[-1], flush=True)
+    for seq_len in args.seq_len:
+        forward, both = (size / 2**20 for size in of_torch(seq_len))
+        lines.append(f"| {seq_len} | {HEADS} | cudnn | torch's ring | {forward:.0f} | | | {both:.0f} | | | |")
         print(lines[-1], flush=True)
     columns = "| tokens | key heads | kernel | strategy | fwd MiB | predicted | ratio | bwd MiB | predicted | ratio |"
     text = "\n".join(
