@@ -9,10 +9,14 @@ Every error names the argument, says what was asked of it and what arrived, and 
     ├── AttentionError     tensors, or a group of ranks, that a plan was not made for
     ├── ShardError         a tensor that does not lie on the ranks as it should
     ├── KernelError        a kernel that cannot compute what it was asked to
+    ├── TuningError        a table of measured times that is damaged, or of another machine
     ├── ExpressionError    a mask written as text, as on the command line
+    ├── ModelError         a model of another library that has, or is asked for, what is not served
     ├── PageError          a page, or a plan over pages, that is not there for what it was asked for
     │   ├── PoolExhausted      fewer pages are free than are needed; nothing was changed
     │   └── UnknownSequence    a sequence that was never added, or was freed
+    ├── EngineError        a model, a request or a sampling value that the engine does not serve
+    │   └── UnknownRequest     a request that has ended, or is another engine's
     └── TransportError     a group of ranks that cannot be reached, or a rank that did not answer (a RuntimeError too)
 
 The three checks below write such messages, so that the same mistake reads the same everywhere:
@@ -32,15 +36,19 @@ from difflib import get_close_matches
 __all__ = [
     "AttentionError",
     "AttnspanError",
+    "EngineError",
     "ExpressionError",
     "KernelError",
     "LayoutError",
     "MaskError",
+    "ModelError",
     "PageError",
     "PlanError",
     "PoolExhausted",
     "ShardError",
     "TransportError",
+    "TuningError",
+    "UnknownRequest",
     "UnknownSequence",
     "one_of",
     "whole",
@@ -76,8 +84,16 @@ class KernelError(AttnspanError):
     """A kernel was asked for by name and cannot compute this exactly."""
 
 
+class TuningError(AttnspanError):
+    """A table of measured times cannot be used: it is damaged, or of another device, torch or version."""
+
+
 class ExpressionError(AttnspanError):
     """A mask written as text cannot be read."""
+
+
+class ModelError(AttnspanError):
+    """A model of another library that cannot be served exactly, or a call of it that cannot."""
 
 
 class PageError(AttnspanError):
@@ -96,6 +112,14 @@ class PoolExhausted(PageError):
 
 class UnknownSequence(PageError):
     """A sequence id that names nothing: it was never given out, or its sequence was freed."""
+
+
+class EngineError(AttnspanError):
+    """A model, a request or a sampling value that the engine cannot serve exactly; the engine is as it was."""
+
+
+class UnknownRequest(EngineError):
+    """A request that has ended already, or was never added to this engine."""
 
 
 class TransportError(AttnspanError, RuntimeError):

@@ -28,19 +28,21 @@ MAY_IMPORT = {
     "masks": set(),
     "layouts": {"masks"},
     "plan": {"masks", "layouts"},
+    "tuning": DATA,  # what was measured, as data
     "kernels": {"masks"},  # one tile: not why it is computed, nor how its keys came
     "transports": set(),  # shards: not what is in them
-    "attention": DATA | {"kernels", "transports"},
+    "attention": DATA | {"kernels", "transports", "tuning"},
     "testing": {"transports"},  # the public test double
     "parallel": RUNS,
     "paged": {"masks", "layouts", "kernels", "transports", "attention"},
     "torch_compat": RUNS | {"parallel"},  # torch's names for what is here
     "integrations": MODELS,
-    "engine": MODELS,
+    "engine": MODELS | {"integrations"},  # models are those of a library that may be absent: asked when one comes
+    "measure": RUNS | {"testing", "tuning"},  # a stopwatch
     "inspector": DATA,  # reads data, never runs attention
     "attnspan": MODELS | {"engine", "inspector"},  # __init__.py: all that needs no optional package
     "__main__": {"cli"},
-    "cli": MODELS | {"inspector", "attnspan"},
+    "cli": MODELS | {"engine", "inspector", "attnspan", "measure", "tuning"},
 }
 
 OPTIONAL = {"matplotlib", "numpy", "rich", "transformers", "triton", "typer"}
@@ -146,7 +148,7 @@ def test_imports_point_downward(module):
         ("attnspan.parallel.session", "from attnspan.paged import PagePool"),
         ("attnspan.paged.pool", "from attnspan.parallel import ContextParallel"),
         ("attnspan.inspector.draw", "from attnspan.attention import attend"),
-        ("attnspan.engine.loop", "from attnspan.integrations import hf"),
+        ("attnspan.integrations.hf", "from attnspan.engine import Engine"),
         ("attnspan.__init__", "from attnspan.cli import main"),
         ("attnspan.__init__", "from .cli import main"),
         ("attnspan.errors", "from attnspan.masks import Causal"),

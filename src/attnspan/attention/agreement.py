@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from attnspan.attention.call import Call
-from attnspan.errors import AttentionError, KernelError, MaskError
+from attnspan.errors import AttentionError, KernelError, MaskError, TuningError
 from attnspan.kernels import choose
 from attnspan.layouts.run import tokens_in
 
@@ -75,6 +75,8 @@ def refusal(call: Call, inputs: Inputs) -> AttentionError | KernelError | None:
         _ask_kernel(call, inputs)
     except KernelError as refused:
         return refused
+    except TuningError as refused:  # this rank's own table, by which it would choose kernels
+        return AttentionError(str(refused))
     return None
 
 

@@ -21,14 +21,16 @@ from torch import Tensor
 from attnspan.attention.heads import Side, Trade
 from attnspan.attention.lane import Route, wide
 from attnspan.attention.score import Score
+from attnspan.attention.tuned import agreed_table, machine
 from attnspan.attention.uses import Uses
 from attnspan.errors import AttentionError, PlanError
 from attnspan.kernels import PROGRAM_KERNELS, Mods, Spec
 from attnspan.layouts.run import Runs
 from attnspan.masks.program import traced
-from attnspan.plan import Plan, Ring, Shape, Strategy, Ulysses, choose
+from attnspan.plan import Hardware, Plan, Ring, Shape, Strategy, Ulysses, choose
 from attnspan.plan.heads import split_heads
 from attnspan.transports import Transport
+from attnspan.tuning import found
 
 _CALLS: WeakValueDictionary[int, Call] = WeakValueDictionary()
 _NUMBERS = itertools.count(1)
@@ -74,14 +76,18 @@ class Call:
     def suited(self, query: Tensor, key: Tensor, value: Tensor) -> Call:
         """This call, or where the strategy is "auto", the one whose strategy suits these shapes.
 
-        Chosen here and not earlier because only tensors tell their shapes; chosen by a pure function of them, so that
-        all ranks choose alike. Tensors that no shape can be read from are refused later, by all ranks together.
+        Chosen here and not earlier because only tensors tell their shapes; chosen by a pure function of them and of a
+        table that all ranks share (tuned.py), so that all choose alike. Tensors that no shape can be read from are
+        refused later, by all ranks together.
         """
-        shape = shape_of(query, key, value) if self.auto else None
+        if not self.auto:
+            return self
+        table = agreed_table(self.transport)
+        shape = shape_of(query, key, value)
         if shape is None:
             return self
         if shape not in self._suited:
-            plan = _chosen(self.plan, shape, query.device.type)
+            plan = _chosen(self.plan, shape, machine(table, shape, self.transport.device, self.kernel))
             self._suited[shape] = replace(self, plan=plan, auto=False)
         return self._suited[shape]
 
@@ -96,7 +102,8 @@ class Call:
 
     def spec(self, query: Tensor) -> Spec:
         """What all tiles have in common."""
-        return Spec(query.shape[-1] ** -0.5 if self.scale is None else self.scale, self.mods(query))
+        preference = found(query.device) if self.kernel == "auto" else None
+        return Spec(query.shape[-1] ** -0.5 if self.scale is None else self.scale, self.mods(query), preference)
 
     def mods(self, query: Tensor) -> Mods | None:
         """The programs that kernels run, for such queries; None where there are none."""
@@ -148,11 +155,10 @@ class Call:
 
 
 @functools.lru_cache(maxsize=256)
-def _chosen(plan: Plan, shape: Shape, device: str) -> Plan:
+def _chosen(plan: Plan, shape: Shape, hardware: Hardware) -> Plan:
     """The plan with the strategy that the cost model finds best; cross-attention keeps its own."""
     if (plan.key_len, plan.key_layout) != (plan.seq_len, plan.layout):
         return plan
-    hardware = "h100-nvlink" if device == "cuda" else "cpu-gloo"
     return choose(
         plan.mask, seq_len=plan.seq_len, ranks=plan.ranks, shape=shape, hardware=hardware, layouts=[plan.layout]
     ).plan

@@ -22,7 +22,7 @@ _BROKEN: WeakKeyDictionary[object, str] = WeakKeyDictionary()  # by group, for a
 @contextmanager
 def unbroken(transport: Transport, *, but: tuple[type[Exception], ...] = ()) -> Iterator[None]:
     """Inside, a call is under way; whatever it raises `but` these breaks the group."""
-    group = _group(transport)
+    group = group_of(transport)
     if group in _BROKEN:
         raise transport.error(
             f"an earlier attention broke off here with {_BROKEN[group]}; its messages may still be under way, and "
@@ -37,7 +37,7 @@ def unbroken(transport: Transport, *, but: tuple[type[Exception], ...] = ()) -> 
         raise
 
 
-def _group(transport: Transport) -> object:
+def group_of(transport: Transport) -> object:
     """What all transports of one group have in common."""
     while hasattr(transport, "transport"):  # one that wraps another
         transport = transport.transport

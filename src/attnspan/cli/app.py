@@ -7,13 +7,15 @@ import typer
 from typer.core import TyperGroup
 
 from attnspan._version import __version__
-from attnspan.cli import doctor, plan, show
+from attnspan.cli import bench, doctor, plan, show, tune
 from attnspan.errors import AttnspanError
 
 COMMANDS: list[Callable[..., None]] = [
     show.show,
     plan.plan,
     doctor.doctor,
+    bench.bench,
+    tune.tune,
 ]  # a new command: one file with one function, and its entry here
 
 

@@ -3,7 +3,7 @@
 from attnspan.kernels import bands
 from attnspan.kernels.accumulator import Accumulator
 from attnspan.kernels.adding import add_all_into, add_into, write_into
-from attnspan.kernels.kernel import Kernel, ProgramKernel, Spec
+from attnspan.kernels.kernel import Kernel, Preference, ProgramKernel, Spec
 from attnspan.kernels.merge import merge_into
 from attnspan.kernels.mods import Mods, Region, Rows, Where
 from attnspan.kernels.registry import KERNELS, PROGRAM_KERNELS, choose, joins, refusals, rounds
@@ -14,6 +14,7 @@ __all__ = [
     "Accumulator",
     "Kernel",
     "Mods",
+    "Preference",
     "ProgramKernel",
     "Region",
     "Rows",

@@ -27,6 +27,14 @@ from attnspan.kernels.mods import Mods, Region, Rows
 from attnspan.masks.tile import Tile
 
 
+class Preference(Protocol):
+    """Measurements that say which kernel is the fastest; tuning/table.py has them."""
+
+    def order(self, dtype: str, head_dim: int, tile: Tile) -> tuple[str, ...]:
+        """Names of kernels, the fastest for such a tile first; none where nothing was measured."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Spec:
     """What all tiles of one attention have in common.
@@ -37,6 +45,7 @@ class Spec:
 
     scale: float
     mods: Mods | None = field(default=None, repr=False)
+    preference: Preference | None = field(default=None, repr=False)
 
 
 class Kernel(Protocol):

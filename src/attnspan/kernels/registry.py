@@ -1,8 +1,8 @@
 """Which kernel computes a tile: the one that was asked for, or for "auto" the first that can.
 
 `KERNELS` is in order of speed where several can; float32, which goes through no tensor cores in `band`, is tried by
-`efficient` first. An explicit request never falls back: it is met, or refused with
-the kernel's own reason and the names of those that would do.
+`efficient` first. Where `Spec.preference` has measured this device, its order comes first. An explicit request never
+falls back: it is met, or refused with the kernel's own reason and the names of those that would do.
 
 `PROGRAM_KERNELS` run FlexAttention programs. They are chosen where there is a score_mod or a tile whose pairs must be
 asked; the others refuse such a tile, all by the same rule, which is here.
@@ -34,7 +34,7 @@ _IN_FLOAT32: dict[str, Kernel] = {kernel.name: kernel for kernel in (efficient, 
 PROGRAM_KERNELS: dict[str, ProgramKernel] = {kernel.name: kernel for kernel in (flex, blocks)}
 
 
-SMALL = 1e11
+SMALL = 1.5e11
 """Floating-point operations of a tile's forward pass below which a tile is small; measured on an H200."""
 
 
@@ -114,7 +114,11 @@ def _fitting(spec: Spec, q: Tensor, tile: Tile) -> Mapping[str, Kernel | Program
     """The kernels that "auto" looks at, the first first."""
     if spec.mods is not None and spec.mods.of(tile):
         return PROGRAM_KERNELS
-    return _IN_FLOAT32 if q.dtype == torch.float32 else KERNELS
+    usual = _IN_FLOAT32 if q.dtype == torch.float32 else KERNELS
+    if spec.preference is None:
+        return usual
+    measured = spec.preference.order(str(q.dtype).removeprefix("torch."), q.shape[3], tile)
+    return {name: usual[name] for name in (*(name for name in measured if name in usual), *usual)}
 
 
 def _message(name: str, reason: str, spec: Spec, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> str:

@@ -63,7 +63,7 @@ class Choice:
         return self.candidates[0].plan
 
     def explain(self) -> str:
-        """The comparison, and for every other candidate why it lost."""
+        """The comparison, and for every other candidate why it lost; where rates were measured, by whom."""
         best = self.candidates[0]
         head = ["strategy", "layout", "imbalance", "moved/rank", "peak KV", "predicted", "why"]
         lines = [
@@ -78,7 +78,8 @@ class Choice:
             ]
             for c in self.candidates
         ]
-        return table(head, lines)
+        measured = [f"rates: {self.hardware.name}, {self.hardware.note}"] if self.hardware.curves else []
+        return "\n".join([table(head, lines), *measured])
 
     def __str__(self) -> str:
         return self.explain()

@@ -2,17 +2,23 @@
 
 A model, not a measurement: a tile runs at its kind's rate, lower for few rows, plus a launch; an exchange takes the
 slower of its links inside and between nodes. Good enough to rank strategies; the presets are figures measured on such
-machines where we have them and data sheets elsewhere. Replace them with your own: `Hardware` is plain data.
+machines where we have them and data sheets elsewhere. Replace them with your own: `Hardware` is plain data, and
+`attnspan tune` measures it, with a `Curve` for each kind of tile (tuning/table.py).
 Knows tiles and tokens; nothing of masks or layouts.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from math import exp, log
 
 from attnspan.errors import PlanError, one_of, whole
-from attnspan.masks.tile import Tile
+from attnspan.masks.tile import Kind, Tile
+
+BACKWARD = 2.5
+"""Operations of backward over those of forward: five products of matrices where there were two."""
 
 DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp32": 4, "bf16": 2, "fp16": 2, "float64": 8}
 
@@ -69,6 +75,17 @@ class Shape:
         return self.batch * self.heads * self._dims * DTYPES[self.dtype]
 
     @property
+    def head_values(self) -> tuple[int, int, int]:
+        """Values of Q, of the output and of lse for one position, all query heads, all batch rows."""
+        each = self.batch * self.heads
+        return each * self.head_dim, each * (self._dims - self.head_dim), each
+
+    @property
+    def width(self) -> int:
+        """Bytes of one value."""
+        return DTYPES[self.dtype]
+
+    @property
     def flops(self) -> int:
         """Floating-point operations of one allowed pair, forward, all heads, all batch rows."""
         return 2 * self.batch * self.heads * self._dims
@@ -91,10 +108,49 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True)
+class Curve:
+    """Measured rates of one kind of tile by its size (`size_of`), forward and backward; in between, log-linear.
+
+    Rates are operations of the forward pass per second, for backward too.
+
+    >>> curve = Curve("full", sizes=(100.0, 10000.0), forward=(1e9, 4e9), backward=(1e9, 1e9))
+    >>> [round(curve.rate(size) / 1e9, 3) for size in (10, 100, 1000, 99999)]
+    [1.0, 1.0, 2.0, 4.0]
+    """
+
+    kind: Kind
+    sizes: tuple[float, ...]
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+
+    def rate(self, size: float, backward: bool = False) -> float:
+        """Operations per second at a size; beyond what was measured, that of the nearest."""
+        rates = self.backward if backward else self.forward
+        right = bisect_right(self.sizes, size)
+        if right in (0, len(self.sizes)):
+            return rates[min(right, len(rates) - 1)]
+        near, far = self.sizes[right - 1 : right + 1]
+        share = log(size / near) / log(far / near)
+        return exp(log(rates[right - 1]) * (1 - share) + log(rates[right]) * share)
+
+
+def size_of(rows: int, area: int) -> float:
+    """What a tile's rate depends on: its rows or the mean keys of a row, whichever are fewer.
+
+    >>> size_of(rows=512, area=512 * 64)
+    64.0
+    """
+    return min(rows, area / rows)
+
+
+@dataclass(frozen=True, slots=True)
 class Hardware:
     """A machine: attention rates by kind of tile (FLOP/s), what a launch costs, memory, and links.
 
-    `half_rows` is how many rows a tile needs to reach half its rate.
+    `half_rows` is how many rows a tile needs to reach half its rate. Where there are `curves`, they say it better;
+    `launch` is then what a tile costs besides, and `launch_backward` in backward. `rounds`: whether gradients of keys
+    travel in the tensors' dtype, as those of library kernels on CUDA do. `joins`: operations below which tiles are
+    small, and all tiles of a step one call (kernels/registry.py); 0 where each is a call of its own.
 
     >>> Hardware.of("h100-nvlink").ranks_per_node
     8
@@ -111,6 +167,10 @@ class Hardware:
     ranks_per_node: int = 8
     half_rows: int = 256
     launch: float = 1e-5
+    launch_backward: float | None = None
+    rounds: bool = True
+    joins: float = 1e11
+    curves: tuple[Curve, ...] = ()
     note: str = field(default="", compare=False)
 
     @staticmethod
@@ -120,14 +180,33 @@ class Hardware:
             return hardware
         return PRESETS[one_of("hardware", hardware, list(PRESETS), error=PlanError)]
 
-    def compute(self, tiles: Iterable[Tile], flops: float) -> float:
-        """Seconds for tiles at `flops` operations per pair."""
-        total = 0.0
-        for tile in tiles:
-            rate = {"full": self.full, "causal": self.causal, "general": self.general}[tile.kind]
-            rows = len(tile.rows)
-            total += self.launch + tile.area * flops / (rate * rows / (rows + self.half_rows))
-        return total
+    def compute(self, tiles: Iterable[Tile], flops: float, *, backward: bool = False) -> float:
+        """Seconds for tiles at `flops` operations per pair, forward; or for their backward."""
+        launch = self.launch_backward if backward and self.launch_backward is not None else self.launch
+        sizes = [(tile.kind, len(tile.rows), tile.area) for tile in tiles]
+        if self._joined(sizes, flops):
+            sizes = [("general", rows, area) for _, rows, area in sizes]
+            launch /= len(sizes)
+        return sum(launch + area * flops / self.rate(kind, rows, area, backward) for kind, rows, area in sizes)
+
+    def _joined(self, sizes: list[tuple[Kind, int, int]], flops: float) -> bool:
+        """Whether tiles are computed in one call: many small ones, or such as need a kernel for bands anyway."""
+        if not self.joins or len(sizes) < 2:
+            return False
+        small = flops * sum(area for _, _, area in sizes) < self.joins * len(sizes)
+        return small or all(kind == "general" for kind, _, _ in sizes)
+
+    def rate(self, kind: Kind, rows: int, area: int, backward: bool = False) -> float:
+        """Operations of the forward pass per second for a tile, forward or backward."""
+        for curve in self.curves:
+            if curve.kind == kind:
+                return curve.rate(size_of(rows, area), backward)
+        rate: float = {"full": self.full, "causal": self.causal, "general": self.general}[kind]
+        return rate * rows / (rows + self.half_rows) / (BACKWARD if backward else 1.0)
+
+    def copying(self, size: float) -> float:
+        """Seconds to read and write `size` bytes in memory."""
+        return 2 * size / self.memory_bandwidth
 
     def exchange(self, inside: float, between: float) -> float:
         """Seconds for one exchange: bytes from the same node and from other nodes arrive side by side."""
@@ -182,6 +261,8 @@ PRESETS = {
             ranks_per_node=64,
             half_rows=16,
             launch=3e-5,
+            rounds=False,
+            joins=0.0,
             note="a laptop: one core per rank",
         ),
     )

@@ -1,7 +1,15 @@
 """When things happen on one rank, as the cost model predicts: a lane of compute and a lane of transfers.
 
-A transfer may fly while the tiles of the step before are computed; its buffer is free once the step before that is
-done. So a step waits only for what did not arrive in time, and `exposed` is that waiting, summed.
+The loops of attention/loop.py, walked through with a clock. A step's keys are posted when the step before begins, so
+they fly under its tiles; in backward the gradients of a step's keys are posted when it is done, so they fly under the
+next one's tiles, and those of the last step under nothing. A step waits only for what did not arrive in time, and
+`exposed` is that waiting, summed.
+
+[Note: peers] A rank is looked at alone: its peers are taken to post when it does. That is right for layouts that
+balance, and for the busiest rank of those that do not, which is the one that counts.
+
+[Note: copies] What memory costs is estimated by counting passes over buffers: own keys packed to be sent or laid among
+others, results merged, gradients summed. A few per cent on a CPU, less on a GPU.
 """
 
 from __future__ import annotations
@@ -12,7 +20,7 @@ from typing import Literal, NamedTuple
 from attnspan.layouts.run import tokens_in
 from attnspan.plan.cost import Hardware, Shape
 from attnspan.plan.plan import Plan
-from attnspan.plan.step import Step, Transfer
+from attnspan.plan.step import Transfer
 
 
 class Event(NamedTuple):
@@ -73,87 +81,148 @@ class Timeline:
 
 def predict(plan: Plan, rank: int, shape: Shape, hardware: Hardware, *, backward: bool = False) -> Timeline:
     """The timeline of one rank. Batch rows that differ are computed one after another within a step."""
-    lanes = _Lanes()
-    _heads(lanes, plan, shape, hardware, "heads out")
-    _pass(lanes, plan, rank, shape, hardware, _Rates(1.0, 1.0))
-    _heads(lanes, plan, shape, hardware, "heads back")
+    walk = _Walk(plan, rank, shape, hardware)
+    walk.forward()
     if backward:
-        # Two and a half times the operations; keys travel again and their gradients, in float32, travel home.
-        _heads(lanes, plan, shape, hardware, "heads out")
-        gradient = 4 * shape.kv_values / shape.kv_bytes
-        _pass(lanes, plan, rank, shape, hardware, _Rates(2.5, 1.0 + gradient))
-        _heads(lanes, plan, shape, hardware, "heads back")
-    return Timeline(rank, tuple(lanes.events))
+        walk.backward()
+    return Timeline(rank, tuple(walk.events))
 
 
-class _Rates(NamedTuple):
-    compute: float
-    link: float
+class _Walk:
+    """Two clocks, what was put on them, and the loops that put it there."""
 
-
-class _Lanes:
-    """Two clocks and what was put on them."""
-
-    def __init__(self) -> None:
+    def __init__(self, plan: Plan, rank: int, shape: Shape, hardware: Hardware) -> None:
+        self.plan, self.rank, self.shape, self.hardware = plan, rank, shape, hardware
+        self.steps = list(zip(*(plan.steps(rank, row) for row in range(plan.rows)), strict=True))
+        share = 1 / plan.rows  # a Shape counts the whole batch; each row that differs is its part of it
+        self.flops = shape.flops * share / plan.degree
+        self.kv_bytes = shape.kv_bytes * share * shape.kv_share(plan.degree)
+        q, out, lse = (values * share / plan.degree for values in shape.head_values)
+        self.q_bytes, self.out_bytes = q * shape.width, out * shape.width
+        self.wide = max(4, shape.width) / shape.width
+        self.travels = self.kv_bytes * (1.0 if hardware.rounds else self.wide)  # of a gradient, on its way home
+        self.lse_bytes = lse * shape.width * self.wide
+        self.queries = sum(tokens_in(plan.queries(rank, row)) for row in range(plan.rows))
+        self.keys = sum(tokens_in(plan.keys(rank, row)) for row in range(plan.rows))
         self.events: list[Event] = []
-        self.compute = 0.0
-        self.link = 0.0
+        self.compute = self.link = 0.0
 
-    def put(self, lane: Literal["compute", "link"], start: float, seconds: float, what: str) -> float:
-        if seconds:
-            self.events.append(Event(lane, start, start + seconds, what))
+    # ---- the loops -------------------------------------------------------------------------------------------------
+
+    def forward(self) -> None:
+        q, out, lse = self.q_bytes, self.out_bytes, self.lse_bytes
+        self._heads("heads out", q, self.kv_bytes)
+        self._computed("packing", self._packed())
+        arrived = self._keys(0)
+        rows = 0
+        for index, steps in enumerate(self.steps):
+            self._waited(arrived)
+            arrived = self._keys(index + 1)
+            tiles = [tile for step in steps for tile in step.tiles]
+            rows += sum(len(tile.rows) for tile in tiles)
+            self._computed(f"tiles of step {index}", self.hardware.compute(tiles, self.flops))
+        # Every row that several tiles share is read and written again, in float32.
+        merged = max(0, rows - self.queries) * (2 + self.wide) * (out + lse)
+        self._computed("merges", self.hardware.copying(merged))
+        self._heads("heads back", out, 0.0)
+        self._heads("lse back", lse, 0.0)
+
+    def backward(self) -> None:
+        q, out, lse, kv = self.q_bytes, self.out_bytes, self.lse_bytes, self.kv_bytes
+        self._heads("heads out", q + 2 * out, kv)
+        self._heads("lse out", lse, 0.0)
+        self._computed("packing", self._packed())
+        arrived, home = self._keys(0), 0.0
+        for index, steps in enumerate(self.steps):
+            self._waited(arrived)
+            arrived = self._keys(index + 1)
+            tiles = [tile for step in steps for tile in step.tiles]
+            self._computed(f"gradients of step {index}", self.hardware.compute(tiles, self.flops, backward=True))
+            summed = sum(len(tile.rows) * q + len(tile.cols) * kv for tile in tiles) * self.wide
+            self._computed("sums", self.hardware.copying(summed))
+            home = self._home(index, home)
+        self._landed(len(self.steps) - 1, home)
+        if any(step.tiles for steps in self.steps for step in steps):
+            self._computed("results", self.hardware.copying(self.queries * q + self.keys * kv))
+        self._heads("heads back", q * self.wide, kv * self.wide)
+
+    # ---- transfers -------------------------------------------------------------------------------------------------
+
+    def _keys(self, index: int) -> float:
+        """Post the keys of a step; when they will have arrived."""
+        if index >= len(self.steps):
+            return 0.0
+        steps = self.steps[index]
+        receives, sends = ([t for step in steps for t in getattr(step, way)] for way in ("receives", "sends"))
+        seconds = self._exchange(receives, sends, self.kv_bytes)
+        return self._put("link", max(self.link, self.compute), seconds, f"keys of step {index}")
+
+    def _home(self, index: int, before: float) -> float:
+        """Post the gradients of a step's keys, once those of the step before are home; when they will be."""
+        self._landed(index - 1, before)
+        steps = self.steps[index]
+        returns, home = ([t for step in steps for t in getattr(step, way)] for way in ("returns", "home"))
+        seconds = self._exchange(returns, home, self.travels)
+        return self._put("link", max(self.link, self.compute), seconds, f"gradients of step {index}")
+
+    def _landed(self, index: int, arrived: float) -> None:
+        """Wait for the gradients of a step, and add them."""
+        if index < 0:
+            return
+        self._waited(arrived)
+        tokens = sum(transfer.tokens for step in self.steps[index] for transfer in step.returns)
+        self._computed("sums", self.hardware.copying(tokens * (self.travels + self.kv_bytes * self.wide) / 2))
+
+    def _exchange(self, arriving: list[Transfer], leaving: list[Transfer], each: float) -> float:
+        """The slower of what comes in and what goes out, inside the node and between nodes."""
+        plan, rank, node = self.plan, self.rank, self.hardware.ranks_per_node
+
+        def seconds(transfers: list[Transfer], other: Literal["source", "target"]) -> float:
+            sizes = [0.0, 0.0]
+            for transfer in transfers:
+                peer = getattr(transfer, other) * plan.degree + rank % plan.degree
+                sizes[peer // node != rank // node] += transfer.tokens * each
+            return self.hardware.exchange(*sizes)
+
+        return max(seconds(arriving, "source"), seconds(leaving, "target"))
+
+    def _heads(self, what: str, query: float, key: float) -> None:
+        """An exchange inside a Ulysses group, of some bytes per query and per key that a rank computes with: nothing
+        can be computed while it travels. Beforehand it is cut by member, afterwards laid out by position."""
+        degree = self.plan.degree
+        if degree == 1:
+            return
+        held = self.queries * query + self.keys * key  # of all tokens of the group, a share of the heads
+        size = held * (degree - 1) / degree
+        inside = degree <= self.hardware.ranks_per_node
+        self._computed("copies", self.hardware.copying(held))
+        seconds = self.hardware.exchange(size, 0.0) if inside else self.hardware.exchange(0.0, size)
+        self._waited(self._put("link", max(self.link, self.compute), seconds, what))
+        self._computed("copies", self.hardware.copying(held))
+
+    def _packed(self) -> float:
+        """Seconds to pack own keys to be sent, or lay them among those of others."""
+        laid = max((tokens_in(step.own) for steps in self.steps for step in steps if step.receives), default=0)
+        sent = any(step.sends for steps in self.steps for step in steps)
+        return self.hardware.copying(max(laid, self.keys if sent else 0) * self.kv_bytes)
+
+    # ---- clocks ----------------------------------------------------------------------------------------------------
+
+    def _put(self, lane: Literal["compute", "link"], start: float, seconds: float, what: str) -> float:
+        if not seconds:
+            return 0.0  # nothing to wait for
+        self.events.append(Event(lane, start, start + seconds, what))
         setattr(self, lane, start + seconds)
         return start + seconds
 
+    def _computed(self, what: str, seconds: float) -> None:
+        self._put("compute", self.compute, seconds, what)
 
-def _pass(lanes: _Lanes, plan: Plan, rank: int, shape: Shape, hardware: Hardware, rates: _Rates) -> None:
-    rows = [plan.steps(rank, row) for row in range(plan.rows)]
-    share = 1 / plan.rows  # a Shape counts the whole batch; each row that differs is its part of it
-    flops = shape.flops * share / plan.degree
-    lanes.link = lanes.compute
-    done = [lanes.compute, lanes.compute]
-    merged = 0
-    for index, steps in enumerate(zip(*rows, strict=True)):
-        receiving = _exchange(plan, rank, steps, shape.kv_bytes * share * shape.kv_share(plan.degree), hardware)
-        arrived = lanes.put("link", max(lanes.link, done[-2]), receiving * rates.link, f"keys of step {index}")
-        tiles = [tile for step in steps for tile in step.tiles]
-        merged += sum(len(tile.rows) for tile in tiles)
-        seconds = hardware.compute(tiles, flops) * rates.compute
-        start = max(lanes.compute, arrived if receiving else lanes.compute)
-        done.append(lanes.put("compute", start, seconds, f"tiles of step {index}"))
-    queries = sum(tokens_in(plan.queries(rank, row)) for row in range(plan.rows))
-    extra = max(0, merged - queries) * shape.q_bytes * share / plan.degree
-    lanes.put("compute", lanes.compute, 5 * extra / hardware.memory_bandwidth * rates.compute, "merges")
-
-
-def _exchange(plan: Plan, rank: int, steps: tuple[Step, ...], key_bytes: float, hardware: Hardware) -> float:
-    """The slower of what comes in and what goes out, inside the node and between nodes."""
-
-    def seconds(transfers: list[Transfer], other: Literal["source", "target"]) -> float:
-        sizes = [0.0, 0.0]
-        for transfer in transfers:
-            peer = getattr(transfer, other) * plan.degree + rank % plan.degree
-            sizes[peer // hardware.ranks_per_node != rank // hardware.ranks_per_node] += transfer.tokens * key_bytes
-        return hardware.exchange(*sizes)
-
-    return max(
-        seconds([transfer for step in steps for transfer in step.receives], "source"),
-        seconds([transfer for step in steps for transfer in step.sends], "target"),
-    )
+    def _waited(self, arrived: float) -> None:
+        self.compute = max(self.compute, arrived)
 
 
 def head_bytes(plan: Plan, shape: Shape) -> float:
     """Bytes that a rank receives in the head exchanges of a forward pass: queries, keys and values in, output back."""
     tokens = plan.seq_len / plan.ranks
     return tokens * (shape.q_bytes + shape.kv_bytes) * (plan.degree - 1) / plan.degree
-
-
-def _heads(lanes: _Lanes, plan: Plan, shape: Shape, hardware: Hardware, what: str) -> None:
-    """The head exchange of Ulysses: nothing can be computed while it travels."""
-    if plan.degree == 1:
-        return
-    size = head_bytes(plan, shape) / 2
-    inside = plan.degree <= hardware.ranks_per_node
-    start = max(lanes.compute, lanes.link)
-    seconds = hardware.exchange(size, 0.0) if inside else hardware.exchange(0.0, size)
-    lanes.compute = lanes.put("link", start, seconds, what)

@@ -1,0 +1,185 @@
+"""`attnspan bench`: your sizes on your cluster, every strategy and kernel, measured beside predicted.
+
+::
+
+    $ torchrun --nproc-per-node 8 -m attnspan bench "causal & documents(@lengths.txt)" --heads 32 --kv-heads 8
+    $ attnspan bench causal --seq-len 8k --ranks 2 --heads 4 --head-dim 64 --dtype fp32 --tune
+
+Under torchrun on its ranks; alone, on processes that it starts (--ranks), or on virtual ranks (--virtual), where one
+device does all the work and nothing travels. Predictions go by the table that speaks for the device (`attnspan tune`),
+or by one that --tune measures first at these sizes; without any they go by a preset, and say so.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from attnspan.attention.tuned import agreed_table, machine
+from attnspan.cli.expression import parse, write
+from attnspan.cli.layout import LAYOUTS, Request, named
+from attnspan.cli.plan import MaskText
+from attnspan.cli.tokens import optional_size, shortened, size
+from attnspan.cli.tune import DeviceOption, RanksOption, VirtualOption, bar
+from attnspan.errors import PlanError, one_of
+from attnspan.kernels import KERNELS, PROGRAM_KERNELS
+from attnspan.measure import Bench, Measured, Ranks, Tuning, Workload
+from attnspan.measure import chart as draw
+from attnspan.measure import tune as measure
+from attnspan.plan import Shape
+from attnspan.plan.choose import in_seconds
+from attnspan.plan.cost import DTYPES
+from attnspan.plan.drawing import table
+from attnspan.plan.strategy import Strategy
+from attnspan.transports import Transport
+from attnspan.tuning import Table, device_name, read
+
+STRATEGIES = ["auto", "gather", "needed(1)", "needed(2)", "ring", "ulysses"]
+
+
+def bench(
+    mask: MaskText,
+    ranks: RanksOption = None,
+    seq_len: Annotated[str | None, typer.Option(metavar="N", help="Tokens; else the mask's own length.")] = None,
+    heads: Annotated[str, typer.Option(metavar="N", help="Query heads.")] = "32",
+    kv_heads: Annotated[str | None, typer.Option(metavar="N", help="Key heads; else as many.")] = None,
+    head_dim: Annotated[str, typer.Option(metavar="N", help="Values per head.")] = "128",
+    batch: Annotated[str | None, typer.Option(metavar="N", help="Batch rows; else the mask's.")] = None,
+    dtype: Annotated[str, typer.Option(metavar="T", help=f"One of {', '.join(DTYPES)}.")] = "bf16",
+    layout: Annotated[str, typer.Option(metavar="L", help=f"One of {', '.join(LAYOUTS)}.")] = "balanced",
+    strategy: Annotated[list[str] | None, typer.Option(metavar="S", help="Only this one; again for more.")] = None,
+    kernel: Annotated[list[str] | None, typer.Option(metavar="K", help="Not auto but this; again for more.")] = None,
+    repeats: Annotated[int, typer.Option(metavar="N", min=1, help="Measure so often; the median counts.")] = 3,
+    inference: Annotated[bool, typer.Option("--inference", help="Forward only; else a training step.")] = False,
+    device: DeviceOption = None,
+    virtual: VirtualOption = False,
+    tune: Annotated[bool, typer.Option("--tune", help="Measure tiles and links of these sizes first.")] = False,
+    tuning: Annotated[Path | None, typer.Option(metavar="FILE", help="Predict with this table.")] = None,
+    chart: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw a chart; needs matplotlib.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Data for machines, nothing else.")] = False,
+) -> None:
+    """Measure strategies and kernels here, beside what is predicted of them."""
+    where = Ranks(optional_size("--ranks", ranks), device, virtual)
+    length = optional_size("--seq-len", seq_len)
+    parsed = parse(mask, seq_len=length)
+    length = length or parsed.natural_len
+    if length is None:
+        raise PlanError(f"--seq-len must be given: {write(parsed)} has no length of its own")
+    rows = optional_size("--batch", batch) or parsed.rows
+    parsed.check_rows(rows)
+    values = size(head_dim, "--head-dim")
+    shape = Shape(size(heads, "--heads"), optional_size("--kv-heads", kv_heads), values, batch=rows, dtype=dtype)
+    strategies = strategy or [*(each for each in STRATEGIES if each != "ulysses" or where.count <= shape.heads)]
+    for each in (each for each in strategies if each != "auto"):
+        Strategy.of(each)
+    for each in kernel or ():
+        one_of("--kernel", each, ["auto", *KERNELS, *PROGRAM_KERNELS], error=PlanError)
+    if tune and tuning:
+        raise PlanError("--tune measures a table and --tuning reads one; give one of them")
+    dealt = named(layout, Request(parsed, length, where.count))
+    job = Job(
+        Workload(parsed, length, dealt, shape, backward=not inference),
+        tuple(strategies),
+        tuple(kernel or ["auto"]),
+        repeats,
+        tune,
+        tuning,
+    )
+    found = where.run(partial(on_rank, job))
+    if found is None:
+        return
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
+    else:
+        typer.echo(text(found))
+    if chart is not None:
+        path = draw([Measured(**row) for row in found["rows"]], shortened(found["what"], 90), chart)
+        typer.echo(f"chart: {path}", err=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What every rank does."""
+
+    work: Workload
+    strategies: tuple[str, ...]
+    kernels: tuple[str, ...]
+    repeats: int
+    tune: bool
+    tuning: Path | None
+
+
+def on_rank(job: Job, transport: Transport) -> dict[str, Any]:
+    """One rank's part."""
+    shape, device = job.work.shape, transport.device
+    known = table_for(job, transport)
+    tried = Bench(job.work, transport, known, job.repeats)
+    rows = list(tried.run(job.strategies, job.kernels, partial(bar, transport.rank, "strategies")))
+    hardware = machine(known, shape, device)
+    return {
+        "what": described(job.work, tried.virtual, transport),
+        "predicted_with": f"{hardware.name}: {hardware.note}",
+        "virtual": tried.virtual,
+        "rows": [row.data() for row in rows],
+    }
+
+
+def table_for(job: Job, transport: Transport) -> Table | None:
+    """What predictions go by."""
+    if job.tuning is not None:
+        return read(job.tuning, device_name(transport.device))
+    if not job.tune:
+        return agreed_table(transport)
+    shape = job.work.shape
+    asked = Tuning.of(
+        transport.device,
+        dtypes=(shape.dtype,),
+        head_dims=(shape.head_dim,),
+        heads=shape.heads * shape.batch,
+        kv_heads=(shape.kv_heads or shape.heads) * shape.batch,
+        kernels=() if "auto" in job.kernels else job.kernels,
+    )
+    return measure(asked, transport, partial(bar, transport.rank, "tiles"))
+
+
+def described(work: Workload, virtual: bool, transport: Transport) -> str:
+    """What was run, in a line."""
+    shape, way = work.shape, "forward + backward" if work.backward else "forward"
+    grouped = "" if shape.kv_heads == shape.heads else f" on {shape.kv_heads} key heads"
+    ranks = f"{transport.ranks} {'virtual ' if virtual else ''}ranks on {transport.device.type}"
+    return (
+        f"{shortened(write(work.mask), 60)}, {work.seq_len} tokens, {type(work.layout).__name__} over {ranks}; "
+        f"{shape.heads} heads{grouped}, head dim {shape.head_dim}, {shape.dtype}; {way}"
+    )
+
+
+def text(found: dict[str, Any]) -> str:
+    """The table for people."""
+    rows = [Measured(**row) for row in found["rows"]]
+    best = min((row.seconds for row in rows if not row.refused), default=0.0)
+    waits = "" if found["virtual"] else "waits"
+    head = ["strategy", "kernel", "measured", "predicted", "ratio", *([waits] if waits else []), "over the fastest"]
+    able = [row for row in rows if not row.refused]
+    lines = [
+        [
+            f"auto: {row.chosen}" if row.chosen else row.strategy,
+            row.kernel,
+            in_seconds(row.seconds),
+            in_seconds(row.predicted),
+            f"{row.ratio:.2f}",
+            *([in_seconds(row.exposed)] if waits else []),
+            f"{row.seconds / best:.2f}x",
+        ]
+        for row in able
+    ]
+    return "\n".join([found["what"], f"predicted with {found['predicted_with']}", table(head, lines), *_refused(rows)])
+
+
+def _refused(rows: Sequence[Measured]) -> list[str]:
+    return [f"{row.strategy} with {row.kernel}: {row.refused}" for row in rows if row.refused]

@@ -1,0 +1,106 @@
+"""`attnspan tune`: measure this device's kernels and the links between ranks, and keep the table.
+
+::
+
+    $ attnspan tune                                     one device
+    $ torchrun --nproc-per-node 8 -m attnspan tune      and the links between its ranks
+
+The table is kept where `kernel="auto"` and `strategy="auto"` look for it (tuning/store.py), or written to --out; from
+there ATTNSPAN_TUNING=FILE takes it. --show prints the table that speaks for this device and measures nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import torch
+import typer
+
+from attnspan.cli.tokens import optional_size, size
+from attnspan.errors import TuningError
+from attnspan.measure import Ranks, Tuning
+from attnspan.measure import tune as measure
+from attnspan.transports import Transport
+from attnspan.tuning import Table, cached, device_name, found, write
+
+T = TypeVar("T")
+
+RanksOption = Annotated[str | None, typer.Option(metavar="R", help="Start so many; under torchrun, its ranks.")]
+DeviceOption = Annotated[str | None, typer.Option(metavar="D", help="cpu or cuda; else cuda if there is one.")]
+VirtualOption = Annotated[bool, typer.Option("--virtual", help="Virtual ranks in one process, on one device.")]
+
+
+def tune(
+    ranks: RanksOption = None,
+    device: DeviceOption = None,
+    dtype: Annotated[list[str] | None, typer.Option(metavar="T", help="bf16, fp32, ...; again for more.")] = None,
+    head_dim: Annotated[list[str] | None, typer.Option(metavar="N", help="Values per head; again for more.")] = None,
+    heads: Annotated[str | None, typer.Option(metavar="N", help="Query heads.")] = None,
+    kv_heads: Annotated[str | None, typer.Option(metavar="N", help="Key heads; else as many.")] = None,
+    kernel: Annotated[list[str] | None, typer.Option(metavar="K", help="Only this one; again for more.")] = None,
+    sizes: Annotated[
+        list[str] | None, typer.Option("--size", metavar="N", help="Tokens of a tile; again for more.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Where to; else the cache.")] = None,
+    show: Annotated[bool, typer.Option("--show", help="Print the table that is in use, measure nothing.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Data for machines, nothing else.")] = False,
+) -> None:
+    """Measure kernels and links here, and keep the table for "auto"."""
+    asked = Ranks(optional_size("--ranks", ranks), device)
+    if show:
+        table = found(torch.device(asked.device or "cpu"))
+        if table is None:
+            raise TuningError(
+                f"no table speaks for {device_name(torch.device(asked.device or 'cpu'))}; run attnspan tune"
+            )
+        typer.echo(json.dumps(table.data(), indent=1) if as_json else text(table))
+        return
+    wanted: dict[str, Any] = {
+        "dtypes": tuple(dtype or ()),
+        "head_dims": tuple(size(each, "--head-dim") for each in head_dim or ()),
+        "heads": optional_size("--heads", heads),
+        "kv_heads": optional_size("--kv-heads", kv_heads),
+        "kernels": tuple(kernel or ()),
+        "sizes": tuple(size(each, "--size") for each in sizes or ()),
+    }
+    Tuning.of(torch.device(asked.device or "cpu"), **wanted)  # refused here, once, rather than by every rank
+    data = asked.run(partial(on_rank, wanted))
+    if data is None:
+        return
+    table = Table.of(data, "what was measured")
+    path = out or cached(table.device)
+    write(table, path)
+    typer.echo(json.dumps(data, indent=1) if as_json else f"{text(table)}\nkept in {path}")
+
+
+def on_rank(wanted: dict[str, Any], transport: Transport) -> dict[str, Any]:
+    """One rank's part: all measure together."""
+    asked = Tuning.of(transport.device, **wanted)
+    return measure(asked, transport, partial(bar, transport.rank, "tiles")).data()
+
+
+def text(table: Table) -> str:
+    """The table for people."""
+    links = [
+        f"link {name}: {link.bandwidth / 1e9:.3g} GB/s, {link.latency * 1e6:.0f} us"
+        for name, link in (("inside a host", table.inside), ("between hosts", table.between))
+        if link is not None
+    ]
+    memory = f"memory: {table.memory_bandwidth / 1e9:.3g} GB/s; a call: {table.launch[0] * 1e6:.0f} us"
+    return "\n".join([table.explain(), memory, *links])
+
+
+def bar(rank: int, what: str, items: Sequence[T]) -> Iterator[T]:
+    """The items, with a bar on rank 0's terminal."""
+    if rank:
+        yield from items
+        return
+    from rich.console import Console
+    from rich.progress import track
+
+    console = Console(stderr=True)
+    yield from track(items, description=what, transient=True, console=console, disable=not console.is_terminal)

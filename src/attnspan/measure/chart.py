@@ -1,0 +1,34 @@
+"""A chart of a bench: for each strategy and kernel two bars, measured and predicted. Needs matplotlib."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from attnspan.measure.strategies import Measured
+
+
+def chart(rows: Sequence[Measured], title: str, path: str | Path) -> Path:
+    """Write it; the kind of file follows from the name."""
+    from matplotlib.figure import Figure
+
+    shown = [row for row in rows if not row.refused]
+    figure = Figure(figsize=(8.5, 1.2 + 0.45 * len(shown)), layout="constrained")
+    axes = figure.add_subplot()
+    places = [float(place) for place in range(len(shown))]
+    milliseconds = [[1e3 * each for each in times] for times in _times(shown)]
+    axes.barh([place - 0.2 for place in places], milliseconds[0], height=0.38, label="measured", color="tab:blue")
+    axes.barh([place + 0.2 for place in places], milliseconds[1], height=0.38, label="predicted", color="lightgrey")
+    axes.barh(
+        [place + 0.2 for place in places], milliseconds[2], height=0.38, label="of it waiting", color="tab:orange"
+    )
+    axes.set_yticks(places, [f"{row.strategy}\n{row.kernel}" for row in shown])
+    axes.invert_yaxis()
+    axes.set(xlabel="milliseconds", title=title)
+    axes.legend()
+    figure.savefig(path, dpi=110)
+    return Path(path)
+
+
+def _times(rows: Sequence[Measured]) -> tuple[list[float], list[float], list[float]]:
+    return [row.seconds for row in rows], [row.predicted for row in rows], [row.exposed for row in rows]

@@ -1,0 +1,173 @@
+"""Strategies measured beside what the timeline predicts of them: the library part of `attnspan bench`.
+
+A `Workload` is a mask, a length, a layout and the sizes of an attention; a `Bench` runs it on a group under every
+strategy and kernel. Ranks start together; a repeat takes as long as its slowest rank, and of the repeats the median
+counts.
+
+[Note: virtual ranks] On virtual ranks one device does everybody's work and nothing travels. What is measured is then
+the sum over ranks of their computing, and that is what it is compared with.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnspan.attention import Attention
+from attnspan.attention.agreement import Inputs, refusal
+from attnspan.attention.tuned import machine
+from attnspan.errors import AttnspanError
+from attnspan.layouts import Layout
+from attnspan.masks import Mask
+from attnspan.plan import Hardware, Plan, Shape, Timeline, choose, predict
+from attnspan.plan.strategy import name_of
+from attnspan.transports import Transport, World
+from attnspan.tuning import Table
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What is attended."""
+
+    mask: Mask
+    seq_len: int
+    layout: Layout
+    shape: Shape
+    backward: bool = True
+
+    def plan(self, strategy: str, hardware: Hardware) -> Plan:
+        """The plan of a strategy; of "auto" the one that the cost model chooses."""
+        if strategy != AUTO:
+            return Plan(self.mask, self.layout, self.seq_len, strategy)
+        return choose(
+            self.mask,
+            seq_len=self.seq_len,
+            ranks=self.layout.ranks,
+            shape=self.shape,
+            hardware=hardware,
+            layouts=[self.layout],
+            backward=self.backward,
+        ).plan
+
+    def tensors(self, rank: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """query, key and value of a rank, and the gradient of its output."""
+        rows, shape, dtype = self.layout.tokens(self.seq_len)[rank], self.shape, _dtype(self.shape)
+        assert shape.kv_heads is not None, "filled in by Shape"
+        dims = ((shape.heads, shape.head_dim), (shape.kv_heads, shape.head_dim), (shape.kv_heads, shape.v_head_dim))
+        q, k, v = (torch.randn(shape.batch, h, rows, d, dtype=dtype, device=device) for h, d in dims)  # type: ignore[arg-type]
+        return q, k, v, torch.randn(shape.batch, shape.heads, rows, v.shape[3], dtype=dtype, device=device)
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One strategy with one kernel: what was measured and predicted, in seconds, or why it was refused."""
+
+    strategy: str
+    kernel: str
+    seconds: float = 0.0
+    predicted: float = 0.0
+    exposed: float = 0.0  # of the predicted time, what nothing is computed in
+    refused: str = ""
+    chosen: str = ""  # for auto: what it took
+
+    @property
+    def ratio(self) -> float:
+        """Measured over predicted."""
+        return self.seconds / self.predicted if self.predicted else float("nan")
+
+    def data(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """A workload on this rank's end of a group, and the table it is predicted with."""
+
+    work: Workload
+    transport: Transport
+    table: Table | None = None
+    repeats: int = 3
+
+    def run(
+        self,
+        strategies: Iterable[str],
+        kernels: Iterable[str] = (AUTO,),
+        track: Callable[[list[tuple[str, str]]], Iterable[tuple[str, str]]] = iter,
+    ) -> Iterator[Measured]:
+        """Every strategy with every kernel; all ranks call it alike, and get the same."""
+        for strategy, kernel in track([(strategy, kernel) for strategy in strategies for kernel in kernels]):
+            yield self.measured(strategy, kernel)
+
+    def measured(self, strategy: str, kernel: str) -> Measured:
+        """One of them."""
+        hardware = machine(self.table, self.work.shape, self.transport.device, kernel)
+        try:
+            plan = self.work.plan(strategy, hardware)
+        except AttnspanError as refused:  # the same on every rank
+            return Measured(strategy, kernel, refused=str(refused))
+        attend = Attention(plan, self.transport, kernel=kernel)
+        q, k, v, grad = self.work.tensors(self.transport.rank, self.transport.device)
+        wrong = refusal(attend.call, Inputs(q, k, v))
+        complaints = {each.decode() for each in self.transport.agree(str(wrong or "").encode(), "refusals")} - {""}
+        if complaints:
+            return Measured(strategy, kernel, refused="; ".join(sorted(complaints)))
+        timelines = [
+            predict(plan, r, self.work.shape, hardware, backward=self.work.backward) for r in range(plan.ranks)
+        ]
+        return Measured(
+            strategy,
+            kernel,
+            self._seconds(lambda: self._step(attend, q, k, v, grad)),
+            self._predicted(timelines),
+            0.0 if self.virtual else max(timelines, key=lambda each: each.seconds).exposed,
+            chosen=name_of(plan.strategy) if strategy == AUTO else "",
+        )
+
+    @property
+    def virtual(self) -> bool:
+        """See [Note: virtual ranks]."""
+        return isinstance(self.transport, World)
+
+    def _predicted(self, timelines: list[Timeline]) -> float:
+        if self.virtual:
+            return sum(each.computing for each in timelines)
+        return max(each.seconds for each in timelines)
+
+    def _step(self, attend: Attention, q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> None:
+        if not self.work.backward:
+            with torch.no_grad():
+                attend(q, k, v)
+            return
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        torch.autograd.grad(attend(*leaves), leaves, grad)
+
+    def _seconds(self, work: Callable[[], None]) -> float:
+        """The median over repeats of the slowest rank's time; the first, in which all agree, is left out."""
+        times = []
+        for _ in range(self.repeats + 1):
+            self.transport.agree(b"", "a barrier")
+            self._synchronise()
+            start = perf_counter()
+            work()
+            self._synchronise()
+            times.append(perf_counter() - start)
+        said = self.transport.agree(json.dumps(times[1:]).encode(), "measurements")
+        slowest = sorted(max(each) for each in zip(*map(json.loads, said), strict=True))
+        return slowest[len(slowest) // 2]
+
+    def _synchronise(self) -> None:
+        if self.transport.device.type == "cuda":
+            torch.cuda.synchronize(self.transport.device)
+
+
+def _dtype(shape: Shape) -> torch.dtype:
+    long = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+    return getattr(torch, long.get(shape.dtype, shape.dtype))

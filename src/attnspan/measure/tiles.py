@@ -1,0 +1,123 @@
+"""Kernels on tiles: the times that a tuning table is made of.
+
+Every kind of tile, at several sizes, by every kernel that computes it here; those that refuse are left out. Keys and
+values lie packed, as they do in an arena (attention/wire.py). Kernels of programs, such as `flex`, are measured if
+asked for, on the tile's own mask_mod; "auto" takes them for programs only.
+
+A general tile of size n is a window of n keys over 2 n rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attnspan.kernels import KERNELS, PROGRAM_KERNELS, Kernel, Mods, ProgramKernel, Region, Rows, Spec, Where
+from attnspan.kernels.registry import refusal
+from attnspan.masks import Causal, Full, Mask, SlidingWindow
+from attnspan.masks.program import traced
+from attnspan.masks.tile import Kind, Tile
+from attnspan.measure.stopwatch import seconds
+from attnspan.tuning import Rate
+
+SIZES = {"cpu": (64, 256, 1024, 4096), "cuda": (256, 1024, 4096, 16384)}
+UNASKED = {"reference", "blocks", "flex"}
+"""Measured only if asked for by name: kernels that are there to be right, and those of programs, which compile long."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One tile for one kernel."""
+
+    kernel: str
+    kind: Kind
+    size: int
+    dtype: str
+    head_dim: int
+    heads: int
+    kv_heads: int
+
+    @property
+    def tile(self) -> Tile:
+        rows = 2 * self.size if self.kind == "general" else self.size
+        lo = 1 - self.size if self.kind == "general" else 1 - rows
+        return Tile(range(rows), range(rows), lo, rows - 1 if self.kind == "full" else 0)
+
+    @property
+    def mask(self) -> Mask:
+        """The same as a mask."""
+        if self.kind == "general":
+            return Causal() & SlidingWindow(self.size - 1)
+        return Full() if self.kind == "full" else Causal()
+
+    def rate(self, device: torch.device) -> Rate | None:
+        """What it takes; None if the kernel refuses."""
+        tile, tensors = self.tile, Tensors.of(self, device)
+        spec = self._spec(tensors, device)
+        if refusal(self.kernel, spec, tensors.q, tensors.k, tensors.v, tile) is not None:
+            return None
+        forward, backward = (seconds(work, device) for work in tensors.work(self, spec))
+        return Rate(
+            self.kernel, self.dtype, self.head_dim, self.heads, self.kind, len(tile.rows), tile.area, forward, backward
+        )
+
+    def _spec(self, tensors: Tensors, device: torch.device) -> Spec:
+        mods = None
+        if self.kernel in PROGRAM_KERNELS:
+            length = tensors.q.shape[2]
+            mods = Mods(None, traced(self.mask.mask_mod(length, length)).on(device))
+        return Spec(self.head_dim**-0.5, mods)
+
+
+@dataclass(frozen=True, slots=True)
+class Tensors:
+    """q, k and v of a tile, and the gradient of its output."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    grad: Tensor
+
+    @staticmethod
+    def of(case: Case, device: torch.device) -> Tensors:
+        rows, dtype = len(case.tile.rows), getattr(torch, case.dtype)
+        q, grad = (torch.randn(1, case.heads, rows, case.head_dim, dtype=dtype, device=device) for _ in range(2))
+        both = torch.randn(rows, 1, case.kv_heads, 2 * case.head_dim, dtype=dtype, device=device).permute(1, 2, 0, 3)
+        return Tensors(q, both[..., : case.head_dim], both[..., case.head_dim :], grad)
+
+    def work(self, case: Case, spec: Spec) -> tuple[Callable[[], object], Callable[[], object]]:
+        """Forward and backward, ready to run."""
+        q, k, v, grad, tile = self.q, self.k, self.v, self.grad, case.tile
+        if case.kernel in PROGRAM_KERNELS:
+            program: ProgramKernel = PROGRAM_KERNELS[case.kernel]
+            positions = torch.arange(q.shape[2], device=q.device)
+            region = Region((tile,), Where(positions, positions, range(1), range(q.shape[1])))
+            out, lse = program.forward(spec, q, k, v, region)
+            rows = Rows(grad, None, out.to(q.dtype), lse)
+            return (
+                lambda: program.forward(spec, q, k, v, region),
+                lambda: program.backward(spec, rows, q, k, v, region, ()),
+            )
+        kernel: Kernel = KERNELS[case.kernel]
+        out, lse = kernel.forward(spec, q, k, v, tile)
+        out = out.to(q.dtype)
+        return (
+            lambda: kernel.forward(spec, q, k, v, tile),
+            lambda: kernel.backward(spec, grad, q, k, v, out, lse, tile),
+        )
+
+
+def launch(kernel: str, case: Case, device: torch.device) -> tuple[float, float]:
+    """Seconds of a tile that is hardly there, forward and backward: what every call costs. By the host's clock."""
+    tiny = Case(kernel, "full", 16, case.dtype, case.head_dim, case.heads, case.kv_heads)
+    rate = tiny.rate(device)
+    return (1e-5, 2e-5) if rate is None else (rate.forward, rate.backward)
+
+
+def kernels_here(device: torch.device) -> Iterator[str]:
+    """Those worth measuring on a device."""
+    foreign = {"cpu": {"cuda_flash", "cudnn", "efficient", "band"}, "cuda": {"cpu_flash"}}[device.type]
+    yield from (name for name in (*KERNELS, *PROGRAM_KERNELS) if name not in UNASKED | foreign)

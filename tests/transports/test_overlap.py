@@ -1,0 +1,123 @@
+"""Messages travel under compute, and what travels is left alone: shown on the CPU, where CI runs.
+
+Compute is made to take a known time by sleeping in it, so that a busy machine adds the same to either side. Twins
+plant the two defects that this guards against, and see them found.
+"""
+
+import threading
+import time
+
+import pytest
+import torch
+
+from attnspan.attention import attention, lane, loop
+from attnspan.layouts import Contiguous
+from attnspan.masks import Full
+from attnspan.plan import Plan
+from attnspan.testing import loopback
+from tests import oracle
+from tests.transports.slow_wire import Mail, SlowWire
+
+RANKS, TOKENS = 3, 24
+MESSAGE, STEP = 0.15, 0.2
+"""Seconds of a message, and of the compute of a step."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def warm():
+    """Whatever happens in a process once has happened."""
+    x = torch.randn(1, 2, 8, 8, requires_grad=True)
+    plan = Plan(Full(), Contiguous(1), 8, "ring")
+    loopback(1).run(lambda world: attention(x, x, x, plan=plan, group=world).sum().backward())
+
+
+def slow(work, here):
+    def working(*args):
+        time.sleep(STEP)
+        here.computed += STEP
+        return work(*args)
+
+    return working
+
+
+def ran(strategy, monkeypatch):
+    """Of each rank: out, gradients, seconds in all, computed, on the wire, and what was wrong."""
+    here = threading.local()
+    monkeypatch.setattr(lane.Lane, "compute", slow(lane.Lane.compute, here))
+    monkeypatch.setattr(lane.Lane, "differentiate", slow(lane.Lane.differentiate, here))
+    plan = Plan(Full(), Contiguous(RANKS), TOKENS, strategy)
+    whole = torch.randn(4, 1, 2, TOKENS, 8, generator=torch.Generator().manual_seed(0))
+
+    mail = Mail()
+
+    def rank(world):
+        wire, here.computed = SlowWire(world, mail, MESSAGE), 0.0
+        q, k, v, grad = whole.chunk(RANKS, dim=3)[world.rank].unbind()
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        start = time.monotonic()
+        out = attention(*leaves, plan=plan, group=wire)
+        grads = torch.autograd.grad(out, leaves, grad)
+        return (out, *grads), time.monotonic() - start, here.computed, wire.busy, wire.wrong
+
+    return whole, loopback(RANKS).run(rank)
+
+
+def check_overlap(strategy, monkeypatch):
+    _, ranks = ran(strategy, monkeypatch)
+    steps = len(Plan(Full(), Contiguous(RANKS), TOKENS, strategy).steps(0))
+    # Under compute are the keys of every step but the first, forward and backward, and all gradients but the last.
+    hidden = MESSAGE * ((steps - 1) * 2 + (steps - 2))
+    for _, took, computed, busy, _ in ranks:
+        assert computed == pytest.approx(2 * steps * STEP)
+        assert took < computed + busy - hidden / 2, (
+            f"{took:.2f} s for {computed:.2f} of compute and {busy:.2f} of messages"
+        )
+
+
+def check_buffers(strategy, monkeypatch):
+    _, ranks = ran(strategy, monkeypatch)
+    assert [wrong for *_, wrong in ranks] == [[]] * RANKS
+
+
+@pytest.mark.parametrize("strategy", ["ring", "needed(3)"])
+def test_messages_travel_under_compute(strategy, monkeypatch):
+    check_overlap(strategy, monkeypatch)
+
+
+@pytest.mark.parametrize("strategy", ["ring", "needed(3)", "gather", "ulysses"])
+def test_what_travels_is_left_alone_and_the_result_is_right(strategy, monkeypatch):
+    monkeypatch.setattr("tests.transports.test_overlap.STEP", 0.01)
+    monkeypatch.setattr("tests.transports.test_overlap.MESSAGE", 0.02)
+    whole, ranks = ran(strategy, monkeypatch)
+    q, k, v, grad = whole.unbind()
+    how = (Full().dense(TOKENS), 8**-0.5)
+    expected = (oracle.attention(q, k, v, *how)[0], *oracle.gradients(q, k, v, *how, grad))
+    for rank, (found, *_, wrong) in enumerate(ranks):
+        assert wrong == []
+        for mine, all_ in zip(found, expected, strict=True):
+            # Sums of 24 products in float32: a few units of 6e-8, and numbers of about 1. NaN is never close.
+            torch.testing.assert_close(mine.double(), all_.chunk(RANKS, dim=2)[rank], atol=5e-6, rtol=0)
+
+
+def test_twin_a_loop_that_waits_at_once_is_found(monkeypatch):
+    begin = loop.Exchange.__init__
+
+    def waiting(self, *args):
+        begin(self, *args)
+        self._pending.wait()
+
+    monkeypatch.setattr(loop.Exchange, "__init__", waiting)
+    with pytest.raises(AssertionError, match=r"s for .* of compute and .* of messages"):
+        check_overlap("ring", monkeypatch)
+
+
+def test_twin_a_buffer_that_is_used_again_too_early_is_found(monkeypatch):
+    made, empty = {}, lane.empty
+
+    def kept(key, value, rows, dtype=None):
+        here = (threading.get_ident(), rows, dtype)
+        return made.setdefault(here, empty(key, value, rows, dtype))
+
+    monkeypatch.setattr(lane, "empty", kept)
+    with pytest.raises(AssertionError, match=r"that is under way was posted again|was written to"):
+        check_buffers("ring", monkeypatch)
