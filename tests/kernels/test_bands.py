@@ -8,10 +8,11 @@ from hypothesis import strategies as st
 from attnspan.kernels import Spec, bands, joins
 from attnspan.kernels.agenda import agenda
 from attnspan.kernels.mods import Rows
+from attnspan.kernels.registry import SMALL
 from attnspan.layouts import Balanced, HeadTail
 from attnspan.masks import Causal, Documents, Full, SlidingWindow
 from attnspan.masks.tile import Tile
-from attnspan.plan import Plan
+from attnspan.plan import Hardware, Plan
 from tests import oracle
 
 CPU = torch.device("cpu")
@@ -67,6 +68,10 @@ def test_nothing_is_joined_where_band_cannot_compute():
     x = torch.empty(1, 1, 4, 8)
     tiles = (Tile(range(4), range(4), -3, 0),)
     assert not joins("auto", Spec(1.0), x, x, x, tiles)
+
+
+def test_the_cost_model_joins_what_the_registry_joins():
+    assert Hardware.of("h100-nvlink").joins == SMALL
 
 
 MASKS = {

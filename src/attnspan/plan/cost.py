@@ -169,7 +169,7 @@ class Hardware:
     launch: float = 1e-5
     launch_backward: float | None = None
     rounds: bool = True
-    joins: float = 1e11
+    joins: float = 1.5e11
     curves: tuple[Curve, ...] = ()
     note: str = field(default="", compare=False)
 
