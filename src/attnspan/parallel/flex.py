@@ -108,14 +108,16 @@ class Prepared:
         """Who attends to whom."""
         return self.attend.plan.mask
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, *, sinks: Tensor | None = None) -> Tensor:
         """The output for this rank's queries, (B, H, S, Dv)."""
-        return self.with_lse(query, key, value)[0]
+        return self.with_lse(query, key, value, sinks=sinks)[0]
 
-    def with_lse(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    def with_lse(
+        self, query: Tensor, key: Tensor, value: Tensor, *, sinks: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """The output, and the log-sum-exp of every row (B, H, S), differentiable too."""
         _check_alone(self.alone, query)
-        return _run(self.session, self.attend, self.captured, query, key, value)
+        return _run(self.session, self.attend, self.captured, query, key, value, sinks)
 
     def __repr__(self) -> str:
         score = "" if self.score_mod is None else f", {getattr(self.score_mod, '__name__', 'score_mod')}"
@@ -317,11 +319,19 @@ def alone(mask: Mask) -> tuple[bool, bool]:
 
 
 def _run(
-    session: ContextParallel, attend: Attention, captured: list[Tensor], query: Tensor, key: Tensor, value: Tensor
+    session: ContextParallel,
+    attend: Attention,
+    captured: list[Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse). See [Note: averages]."""
     parts = [loss.shared(x, session.ranks) if x.requires_grad else x for x in captured]
-    return carried(session, attend, query, key, value, captured=parts)
+    if sinks is not None:
+        sinks = loss.shared(sinks, session.ranks)
+    return carried(session, attend, query, key, value, sinks, captured=parts)
 
 
 def _keep(known: OrderedDict[Any, Any], key: object, value: object) -> None:

@@ -95,6 +95,7 @@ class ContextParallel:
         self.sharding = Sharding(self.layout, self.seq_len, self.transport)
         self._family: OrderedDict[object, ContextParallel] = OrderedDict({self._key: self})
         self.alike = Alike()
+        self.layers: int | Mapping[str, int] | None = None  # that attend by it, where somebody has counted them
         self._moves: dict[tuple[int, bool], Moves] = {}
         self._attends = {name: self._attend(each) for name, each in self.masks.items()}
         self._serves: dict[str, Served] = {}
@@ -293,12 +294,15 @@ class ContextParallel:
             each.call.uses.clear()
         self._flex.reset()
 
-    def assert_used(self, layers: int | Mapping[str, int], *, passes: int = 1) -> None:
+    def assert_used(self, layers: int | Mapping[str, int] | None = None, *, passes: int = 1) -> None:
         """Raise unless attention ran once in each of `layers`, in each of `passes` forward passes since the last reset.
 
-        For masks by name, `layers` may be a dict of such counts.
+        For masks by name, `layers` may be a dict of such counts. A model that was enabled has told its own.
         """
-        check_used(self.report(), layers, passes)
+        known = self.layers if layers is None else layers
+        if known is None:
+            raise AttentionError("layers must be given: how many attention layers the model has")
+        check_used(self.report(), known, passes)
 
     # ---- tensors along the sequence ------------------------------------------------------------------------------
 

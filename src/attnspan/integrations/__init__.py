@@ -1,0 +1,1 @@
+"""Other libraries' models on our ranks and pages, one package for each library."""

@@ -1,0 +1,148 @@
+"""The function that layers of an enabled model are handed to, by the name of an implementation: ``"attnspan"``.
+
+transformers looks it up for every call of a layer and gives it the module, shards of query, key and value, the mask
+that the model asked for (masking.py) and what the layer wants of its scores. The module knows its `Seat`: the layer
+that it was found to be, and the model it belongs to, which knows the batch. What arrives is compared with what the
+layer was enabled for, and whatever is more, or less, is refused before anything travels.
+
+Registered once, when the first model is enabled; a module without a seat belongs to a model that was not, and is told.
+
+Shapes: query (B, H, S, D), key (B, Hk, S, D), value (B, Hk, S, Dv), out (B, S, H, Dv), S this rank's tokens.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
+
+from attnspan.errors import ModelError
+from attnspan.integrations.huggingface.layers import AttentionLayer
+from attnspan.integrations.huggingface.masking import Pattern, asked_mask
+
+if TYPE_CHECKING:
+    from attnspan.integrations.huggingface.enabling import Enabled
+
+NAME = "attnspan"
+"""The implementation of attention, as transformers knows it."""
+
+SEAT = "attnspan_seat"
+"""The attribute of a module that holds its seat."""
+
+UNSERVED = ("position_bias", "indices", "block_indices", "cache", "cu_seq_lens_q", "cu_seq_lens_k")
+"""Arguments that would change the result."""
+
+
+def register() -> None:
+    """Make the name known to transformers; other models do not notice."""
+    AttentionInterface.register(NAME, attend)
+    AttentionMaskInterface.register(NAME, asked_mask)
+
+
+@dataclass(frozen=True, eq=False)
+class Seat:
+    """What a module of an enabled model knows: its layer, which of the batch's attentions is its, and the model."""
+
+    layer: AttentionLayer
+    kind: int
+    enabled: Enabled
+
+    def __deepcopy__(self, memo: Any) -> Seat:
+        return self  # a copy of a model is enabled as the model is
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any = None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **more: Any,
+) -> tuple[Tensor, None]:
+    """Attention of a layer over all ranks, by the signature of `AttentionInterface`; there are no weights to return."""
+    seat = getattr(module, SEAT, None)
+    if seat is None:
+        raise ModelError(
+            f"{type(module).__name__} asks for attnspan's attention, and its model was not enabled: call "
+            "enable(model, cp), or model.set_attn_implementation('sdpa') to go on without"
+        )
+    layer: AttentionLayer = seat.layer
+    if dropout:
+        raise ModelError(no_dropout(layer))
+    _check(layer, "scaling", layer.scale if scaling is None else scaling, layer.scale)
+    _check(layer, "is_causal", layer.causal if is_causal is None else is_causal, layer.causal)
+    _check(layer, "sliding_window", sliding_window, layer.window)
+    _check(layer, "softcap", softcap, layer.softcap)
+    _check(layer, "s_aux", s_aux is not None, layer.sinks)
+    for name in UNSERVED:
+        if more.get(name) is not None:
+            raise ModelError(f"{layer.name}: {name} was given, which is not served")
+    _check_mask(layer, attention_mask)
+    attention = seat.enabled.attention_for(seat.kind)
+    out: Tensor = attention(query, key, value, sinks=s_aux)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def no_dropout(layer: AttentionLayer) -> str:
+    """Why dropout is refused."""
+    return (
+        f"{layer.name} drops attention weights in training (p = {layer.dropout:g}), which is not served over ranks: "
+        "set it to 0 in the config (attention_dropout, attention_probs_dropout_prob, ...) before the model is made"
+    )
+
+
+def _check(layer: AttentionLayer, what: str, found: Any, wanted: Any) -> None:
+    if isinstance(found, Tensor) or found != wanted:
+        raise ModelError(f"{layer.name}: {what} must be {wanted}, as when the model was enabled, got {found}")
+
+
+def _check_mask(layer: AttentionLayer, mask: Any) -> None:
+    """Refuse another mask than the session has for the layer."""
+    wanted = Pattern(False, None) if layer.cross else Pattern.of(layer)
+    if mask is None and not wanted.causal and wanted.window is None:
+        return
+    if isinstance(mask, Tensor) or not isinstance(mask, Pattern):
+        shape = f" of shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else ""
+        raise ModelError(
+            f"{layer.name}: the model must ask transformers for its mask, got {type(mask).__name__}{shape}; masks that "
+            "a model makes by itself are not served"
+        )
+    if mask.causal != wanted.causal or mask.window != wanted.window:
+        raise ModelError(f"{layer.name} is {wanted}, and the model gives it a mask that is {mask}")
+
+
+def is_seated(model: nn.Module) -> bool:
+    """Whether a model, or a part of it, is enabled."""
+    return any(hasattr(module, SEAT) for module in model.modules())
+
+
+# ---- configs ---------------------------------------------------------------------------------------------------------
+
+
+def own_config(model: PreTrainedModel) -> None:
+    """Give a model a config that no other has. See [Note: a config of its own] in enabling.py."""
+    memo: dict[int, Any] = {}
+    copy.deepcopy(model.config, memo)
+    for module in model.modules():
+        theirs = vars(module).get("config")
+        if isinstance(theirs, PreTrainedConfig) and id(theirs) in memo:
+            module.config = memo[id(theirs)]
+
+
+def implementations(model: PreTrainedModel) -> list[tuple[PreTrainedConfig, str]]:
+    """The implementations of attention in a model's configs."""
+    found = {
+        id(config): config
+        for module in model.modules()
+        if isinstance(config := vars(module).get("config"), PreTrainedConfig)
+    }
+    return [(config, config._attn_implementation) for config in found.values()]

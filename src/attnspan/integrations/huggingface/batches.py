@@ -1,0 +1,206 @@
+"""A batch as transformers' collators give it, whole on every rank, cut for one: what a rank's forward pass is made of.
+
+What tells who sees whom goes into the session's mask, the rest is sharded (parallel/batch.py)::
+
+    attention_mask        ones where tokens are: padding at either end becomes part of the mask
+    position_ids          where they do not go up by one, a document begins, if there is no attention_mask
+    cu_seq_lens_q, _k     the same, said by lengths (a batch of one row)
+    labels, shift_labels  moved while they are whole, and kept from the model (losses.py)
+    decoder_*             the second sequence of an encoder-decoder, with a session of its own
+
+The model gets, beside its tokens, their global positions and an attention_mask of ones: without one, transformers would
+take the jumps in a shard's positions for documents.
+
+[Note: as on one device] transformers leaves documents aside where an attention_mask is given as well. Whoever gives
+both means one of two things, so that is refused. Labels are moved over the borders of documents, as one device does
+it: a collator that packs puts -100 there.
+
+Shapes: B batch rows, S tokens of the whole sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnspan.errors import ModelError
+from attnspan.integrations.huggingface.losses import IGNORED, Kind, aligned
+from attnspan.masks import Documents, KeyPadding, Mask
+from attnspan.parallel import ContextParallel
+
+LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens")
+SAID_ELSEWHERE = ("max_length_q", "max_length_k", "seq_idx")
+"""What goes with lengths of documents, and tells nothing more."""
+
+DECODER = "decoder_"
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """One sequence of a batch, whole: its entries, without those that tell who sees whom."""
+
+    entries: Mapping[str, Any]
+    hidden: tuple[Mask, ...]  # what documents and padding add to every layer's mask
+    rows: int
+    seq_len: int
+    starts: list[int] | None = None  # the first token of every row, if there is padding before
+
+
+@dataclass(frozen=True)
+class Shards:
+    """What a rank's forward pass gets of a sequence, and the session it lies by."""
+
+    session: ContextParallel
+    entries: dict[str, Any] = field(repr=False)
+    labels: Tensor | None = field(default=None, repr=False)
+
+
+def sequence_of(given: Mapping[str, Any]) -> Sequence:
+    """The sequence of a batch: its length, and what its entries say of who sees whom."""
+    entries = {name: value for name, value in given.items() if value is not None}
+    tokens = entries.get("input_ids", entries.get("inputs_embeds"))
+    if not isinstance(tokens, Tensor) or tokens.dim() < 2:
+        raise ModelError(f"input_ids must be a tensor of (B, S), or inputs_embeds of (B, S, D), got {_shown(tokens)}")
+    rows, seq_len = tokens.shape[:2]
+    mask = entries.pop("attention_mask", None)
+    starts, stops = _ends(mask, rows, seq_len)
+    documents = _documents(entries, mask, rows, seq_len)
+    for name in SAID_ELSEWHERE:
+        entries.pop(name, None)
+    left, right = any(starts), any(stop < seq_len for stop in stops)
+    hidden = [*([~KeyPadding(starts)] if left else []), *([KeyPadding(stops)] if right else []), *documents]
+    return Sequence(entries, tuple(hidden), rows, seq_len, starts if left else None)
+
+
+def shards_of(sequence: Sequence, session: ContextParallel, labels: Tensor | None) -> Shards:
+    """A rank's part of a sequence; `labels` are whole, and stand where they are to be told."""
+    empty = [rank for rank, tokens in enumerate(session.sharding.sizes) if not tokens]
+    if empty:
+        raise ModelError(
+            f"a sequence of {sequence.seq_len} tokens leaves none for rank {empty[0]} of {session.ranks}, and models "
+            "of transformers do not compute on no tokens; use longer sequences, padded if need be, or fewer ranks"
+        )
+    _check_told(sequence, labels)
+    batch = dict(sequence.entries)
+    if labels is not None:
+        batch["labels"] = labels
+    cut = dict(session.shard_batch(batch))
+    own = cut.pop("labels", None)
+    cut["attention_mask"] = torch.ones(
+        sequence.rows, session.sharding.tokens, dtype=torch.int64, device=session.transport.device
+    )
+    return Shards(session, cut, own)
+
+
+def _check_told(sequence: Sequence, labels: Tensor | None) -> None:
+    """Refuse labels that padding before a row is to tell: it sees no token, and what it computes is nobody's."""
+    if labels is None or sequence.starts is None:
+        return
+    before = torch.arange(labels.shape[1]) < torch.tensor(sequence.starts)[:, None]
+    wrong = (before & (labels.cpu() != IGNORED)).any(1).nonzero()
+    if len(wrong):
+        raise ModelError(
+            f"labels: in row {int(wrong[0])} padding on the left is to tell a label, that of the first token; make it "
+            f"{IGNORED}, or pad on the right"
+        )
+
+
+def labels_of(given: dict[str, Any], kind: Kind | None, model: str) -> Tensor | None:
+    """The labels of a batch, taken out of it, where they are to be told."""
+    labels, shifted = given.pop("labels", None), given.pop("shift_labels", None)
+    if labels is None and shifted is None:
+        return None
+    if kind is None:
+        raise ModelError(
+            f"labels: the loss of {model} is not one that is served over ranks (cross entropy of every token); leave "
+            "labels out and take handle.session.mean_loss(...) of what it returns"
+        )
+    for name, value in (("labels", labels), ("shift_labels", shifted)):
+        if value is not None and (not isinstance(value, Tensor) or value.dim() != 2):
+            raise ModelError(f"{name} must be a tensor of (B, S), got {_shown(value)}")
+    return shifted if shifted is not None else aligned(labels, kind)
+
+
+def parted(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The entries of an encoder, and those of a decoder, by the names they have in either."""
+    decoder = {name.removeprefix(DECODER): value for name, value in given.items() if name.startswith(DECODER)}
+    return {name: value for name, value in given.items() if not name.startswith(DECODER)}, decoder
+
+
+# ---- padding ---------------------------------------------------------------------------------------------------------
+
+
+def _ends(mask: Any, rows: int, seq_len: int) -> tuple[list[int], list[int]]:
+    """Where the tokens of every row begin and end, by an attention_mask."""
+    if mask is None:
+        return [0] * rows, [seq_len] * rows
+    if not isinstance(mask, Tensor) or mask.dim() != 2:
+        raise ModelError(
+            f"attention_mask must be a tensor of (B, S) that tells padding, got {_shown(mask)}; who else sees whom is "
+            "told by the model and by documents"
+        )
+    if tuple(mask.shape) != (rows, seq_len):
+        raise ModelError(f"attention_mask must be ({rows}, {seq_len}), the whole batch's, got {_shown(mask)}")
+    if not ((mask == 0) | (mask == 1)).all():
+        raise ModelError("attention_mask must be ones and zeros; numbers to add, or of documents, are not served")
+    there = mask.bool().cpu()
+    starts = torch.where(there.any(1), there.int().argmax(1), 0)
+    stops = torch.where(there.any(1), seq_len - there.flip(1).int().argmax(1), 0)
+    holes = (there.sum(1) != stops - starts).nonzero()
+    if len(holes):
+        raise ModelError(
+            f"attention_mask has holes in row {int(holes[0])}; only padding at the ends of a row is served: take those "
+            "tokens out"
+        )
+    return starts.tolist(), stops.tolist()
+
+
+# ---- documents -------------------------------------------------------------------------------------------------------
+
+
+def _documents(entries: dict[str, Any], mask: Any, rows: int, seq_len: int) -> list[Mask]:
+    """The documents that a batch tells of; lengths are taken out of it."""
+    told = {name: entries.pop(name) for name in LENGTHS if name in entries}
+    found = [_by_lengths(name, value, rows, seq_len) for name, value in told.items()]
+    positions = entries.get("position_ids")
+    by_positions = None if positions is None else _by_positions(positions, rows, seq_len)
+    if mask is not None and by_positions is not None and not found:
+        raise ModelError(
+            "position_ids begin anew inside a row, which tells of documents, and attention_mask is given as well, by "
+            "which transformers lets them see each other; leave attention_mask out to keep documents apart"
+        )
+    found += [by_positions] if by_positions is not None else []
+    if any(each != found[0] for each in found):
+        raise ModelError(f"{', '.join([*told, 'position_ids'])} must tell of the same documents, got {found}")
+    return list(found[:1])
+
+
+def _by_lengths(name: str, edges: Any, rows: int, seq_len: int) -> Mask:
+    documents = Documents.from_cu_seqlens(edges)
+    if rows != 1 or documents.natural_len != seq_len:
+        raise ModelError(
+            f"{name} must be the running sum of lengths in a batch of one row, {seq_len} tokens at the end, got "
+            f"{documents.natural_len} and {rows} rows"
+        )
+    return documents
+
+
+def _by_positions(positions: Any, rows: int, seq_len: int) -> Mask | None:
+    """The documents of position_ids, (B, S) or (1, S); None where every row is one."""
+    if not isinstance(positions, Tensor) or positions.shape[-1] != seq_len:
+        raise ModelError(f"position_ids must be (B, {seq_len}), the whole batch's, got {_shown(positions)}")
+    if positions.dim() != 2:  # several positions of a token, as of images: they tell of no documents
+        return None
+    begins = positions.diff(dim=1, prepend=positions[:, :1] - 1) != 1
+    if not begins.any():
+        return None
+    ids = begins.cumsum(1).cpu()
+    return Documents.from_ids(ids if rows > 1 and len(ids) > 1 else ids[0])
+
+
+def _shown(value: Any) -> str:
+    return f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__

@@ -1,0 +1,174 @@
+"""A transformers `Cache` whose keys and values lie in pages, for a plain `model.generate`.
+
+    cache = PagedCache(model, pages=1024)
+    out = model.generate(tokens, past_key_values=cache, max_new_tokens=100)
+
+Every row of the batch is a sequence of an allocator. Keys are written to pages as they come; what a layer attends over
+is copied side by side again at every call, since that is what the model's own attention wants. So memory follows the
+tokens that are there, rows of a beam share what they have in common, and results are those of any other cache, with any
+attention implementation and any mask; what is read is copied once a layer and step.
+
+Rows are filled alike: a batch with padding stores the padding too, which the attention mask hides as ever. Layers with
+a window keep all their keys here (the mask cuts them; only the engine gives pages back).
+
+| what generation does | here |
+|---|---|
+| greedy, sampling, `num_return_sequences`, left padding | as with any cache |
+| beam search (`reorder_cache`), `batch_select_indices`, `batch_repeat_interleave` | rows are forked, pages are shared |
+| assisted decoding, contrastive search (`crop`) | rows are trimmed |
+| more tokens than pages | PoolExhausted, before anything is written |
+| offloading, quantised caches, linear attention, cross-attention | refused |
+
+`reset()` gives all pages back, and so does letting go of the cache.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache, PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin
+
+from attnspan.errors import ModelError, PageError, whole
+from attnspan.integrations.huggingface.layers import attention_layers
+from attnspan.paged import Layer, PageAllocator, PagePool, StepPlan
+
+
+class PagedCache(Cache):
+    """The KV cache of a model of transformers in `pages` pages of `page_size` tokens, for one batch at a time."""
+
+    def __init__(self, model: PreTrainedModel, *, pages: int, page_size: int = 16) -> None:
+        pages = whole("pages", pages, at_least=1, error=PageError)
+        found = sorted(attention_layers(model), key=lambda layer: layer.index or 0)
+        for place, layer in enumerate(found):
+            if layer.cross or layer.index != place:
+                what = "cross-attention" if layer.cross else f"the index {layer.index}, not {place}"
+                raise ModelError(f"{layer.name} has {what}; PagedCache serves decoder-only models")
+        first = next(model.parameters())
+        self.allocator = PageAllocator(num_pages=pages + 1, page_size=page_size)
+        specs = [Layer(layer.kv_heads, layer.head_dim, layer.value_dim) for layer in found]
+        self.pool = PagePool(self.allocator, specs, dtype=first.dtype, device=first.device)
+        self.rows: list[int] = []
+        self._plan: StepPlan | None = None
+        super().__init__(layers=[PagedLayer(self, place) for place in range(len(found))])
+
+    @property
+    def length(self) -> int:
+        """The tokens of every row."""
+        return self.allocator.length(self.rows[0]) if self.rows else 0
+
+    def grow(self, layer: int, rows: int, tokens: int) -> StepPlan:
+        """The plan of the newest tokens: the first layer makes room for them, the others follow."""
+        if layer == 0:
+            if not self.rows:
+                self.rows = [self.allocator.add() for _ in range(rows)]
+            if len(self.rows) != rows:
+                raise PageError(f"the cache holds a batch of {len(self.rows)}, got one of {rows}; reset() it first")
+            plan, length = self._plan, self.length + tokens
+            if plan is None or plan.max_sequences < rows or plan.max_tokens < rows * tokens or plan.max_length < length:
+                longest = max(2 * length, 64)
+                self._plan = StepPlan(
+                    self.pool, max_sequences=rows, max_tokens=rows * max(tokens, 8), max_length=longest
+                )
+            assert self._plan is not None, "made above"
+            self._plan.step([(row, tokens) for row in self.rows])
+        if self._plan is None:
+            raise PageError(f"layer {layer} was called before layer 0, which makes room for the tokens")
+        return self._plan
+
+    def select(self, indices: list[int]) -> None:
+        """Rows anew: row i becomes a continuation of what was row indices[i], on the same pages."""
+        if not self.rows:
+            return
+        before = self.rows
+        self.rows = [self.allocator.fork(before[index])[0] for index in indices]
+        for row in before:
+            self.allocator.free(row)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """For beam search."""
+        self.select(beam_idx.tolist())
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep some rows."""
+        self.select(indices.nonzero().flatten().tolist() if indices.dtype == torch.bool else indices.tolist())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every row so many times."""
+        self.select([row for row in range(len(self.rows)) for _ in range(repeats)])
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the newest tokens: as transformers has it, -3 removes three."""
+        if tokens_to_remove > 0:
+            raise PageError(
+                f"tokens_to_remove must be 0 or less, as in crop(-3) to remove three, got {tokens_to_remove}"
+            )
+        length = max(0, self.length + tokens_to_remove)
+        for row in self.rows:
+            self.allocator.trim(row, length)
+        self._all_hold(length)
+
+    def _all_hold(self, length: int) -> None:
+        for layer in self.layers:
+            layer.length = length  # type: ignore[union-attr]  # a PagedLayer
+
+    def reset(self) -> None:
+        """Give back all pages."""
+        for row in self.rows:
+            self.allocator.free(row)
+        self.rows = []
+        self._all_hold(0)
+
+    def __repr__(self) -> str:
+        stats = self.allocator.stats()
+        return f"PagedCache({len(self.rows)} rows of {self.length} tokens in {stats.used} of {stats.pages} pages)"
+
+
+class PagedLayer(CacheLayerMixin):
+    """One layer of a PagedCache: what transformers asks of a layer."""
+
+    is_croppable = True
+    is_sliding = False
+
+    def __init__(self, cache: PagedCache, index: int) -> None:
+        super().__init__()
+        self.cache, self.index, self.length = cache, index, 0
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to do: pages are there."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Write (B, Hk, new, D) and return all there is, (B, Hk, length, D)."""
+        rows, tokens = key_states.shape[0], key_states.shape[2]
+        plan, pool = self.cache.grow(self.index, rows, tokens), self.cache.pool
+        key, value = (x.detach().transpose(1, 2).flatten(0, 1) for x in (key_states, value_states))
+        pool.write(self.index, key, value, plan)
+        self.length += tokens
+        size = pool.page_size
+        wanted = plan.tables[:, : -(-self.length // size)].long().flatten()
+        pages: Any = (pool.keys[self.index], pool.values[self.index])  # not quantised
+        found = (each.flatten(1).index_select(0, wanted) for each in pages)
+        heads = pool.layers[self.index].kv_heads
+        keys, values = (x.view(rows, -1, heads, x.shape[1] // size // heads) for x in found)
+        return keys[:, : self.length].transpose(1, 2), values[:, : self.length].transpose(1, 2)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Keys there will be, and the position of the first."""
+        return self.length + query_length, 0
+
+    def get_seq_length(self) -> int:
+        """Tokens of each row."""
+        return self.length
+
+    def get_max_length(self) -> int:
+        """No fixed end: rows share the pages."""
+        return -1
+
+    def offload(self) -> None:
+        """Refused: pages stay where they are."""
+        raise PageError("PagedCache does not offload layers; take host_pages of attnspan.engine.Engine instead")
+
+    prefetch = offload

@@ -1,0 +1,475 @@
+"""``enable(model, cp)``: a model of transformers whose sequences lie on many ranks, and nothing else about it changes.
+
+>>> import copy, torch
+>>> import attnspan as span
+>>> from transformers import LlamaConfig, LlamaForCausalLM
+>>> sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=32, num_attention_heads=4, num_hidden_layers=2)
+>>> llama, tokens = LlamaForCausalLM(LlamaConfig(**sizes)), torch.arange(13).view(1, 13)
+>>> alone = llama(input_ids=tokens, labels=tokens).loss
+>>> def rank(world):
+...     model = copy.deepcopy(llama)
+...     with enable(model, world):
+...         out = model(input_ids=tokens, labels=tokens)
+...     return tuple(out.logits.shape), abs(out.loss - alone).item() < 1e-5
+>>> span.testing.loopback(ranks=2).run(rank)
+[((1, 7, 64), True), ((1, 6, 64), True)]
+
+The model is called with whole batches, the same on every rank, and computes this rank's tokens. Three hooks do it, by
+public means of torch and transformers:
+
+    before forward    the batch becomes a session and shards (batches.py)
+    attention         layers ask for the implementation "attnspan" (attending.py)
+    after forward     the loss, over all ranks (losses.py); every layer must have come by, or it is an error
+
+[Note: a config of its own] The implementation is a word in the config, which another model may share. So an enabled
+model gets a copy; a model that was made from the same config is not touched.
+
+[Note: the pass of a region] Layers find their session in the latest pass of their model. A checkpointed layer runs
+again in backward, when there may have been another; it gets the pass of its first run (parallel/replays.py). If the
+model was disabled by then, it is enabled for as long as the region runs.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from threading import RLock
+from typing import Any, Literal, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
+
+from attnspan.errors import ModelError, one_of
+from attnspan.integrations.huggingface.attending import (
+    NAME,
+    SEAT,
+    Seat,
+    implementations,
+    is_seated,
+    no_dropout,
+    own_config,
+    register,
+)
+from attnspan.integrations.huggingface.batches import Sequence, Shards, labels_of, parted, sequence_of, shards_of
+from attnspan.integrations.huggingface.checking import check_call, check_model, counts_by_itself, counts_by_mask
+from attnspan.integrations.huggingface.layers import AttentionLayer, attention_layers
+from attnspan.integrations.huggingface.losses import kind_of, loss_of
+from attnspan.integrations.huggingface.masking import Pattern
+from attnspan.integrations.huggingface.sessions import Family
+from attnspan.masks import Documents, Full, Mask
+from attnspan.parallel import ContextParallel, replays
+from attnspan.transports.group import Group
+
+Side = Literal["only", "encoder", "decoder", "cross"]
+
+
+class Kind(NamedTuple):
+    """Layers of one kind share an attention."""
+
+    side: Side
+    pattern: Pattern
+    scale: float
+    softcap: float | None
+
+
+@dataclass(frozen=True, eq=False)
+class Pass:
+    """One forward pass: the sessions of its batch, an attention for every kind of layer, and labels to come back to."""
+
+    session: ContextParallel  # of what is returned: the only sequence, or the decoder's
+    encoder: ContextParallel | None
+    attends: list[Callable[..., Tensor]]
+    calls: Counter[int]  # how often each session had attended before
+    labels: Tensor | None = None
+    count: Any = None
+
+
+def enable(
+    model: nn.Module,
+    cp: ContextParallel | Group = None,
+    *,
+    over: Group = None,
+    outputs: Literal["shards", "whole"] = "shards",
+) -> Enabled:
+    """Make a model of transformers context parallel, on the ranks of `cp`; the result ends it by `disable` or `with`.
+
+    `cp` is a mesh, a process group or a virtual world, or a session: its ranks, layout, strategy and kernel are used,
+    and the documents and padding of its mask, beside those of each batch (sessions.py). Every rank then calls the
+    model with the same whole batch. What comes back is this rank's tokens, or with ``outputs="whole"`` all of them,
+    and the loss of all. `over` is the group that gradients are averaged over, if larger than the session's.
+    A model of adapters (`PeftModel`) may be given in place of the one inside.
+    """
+    return Enabled(model, cp, over, outputs)
+
+
+class Enabled:
+    """An enabled model. `session` is that of its latest batch, `layers` are its attention layers."""
+
+    def __init__(self, called: nn.Module, cp: ContextParallel | Group, over: Group, outputs: str):
+        model = _adapted(called)
+        self.layers = tuple(attention_layers(model))
+        check_model(model, self.layers)
+        self.outputs = one_of("outputs", outputs, ["shards", "whole"], error=ModelError)
+        """What the model returns: this rank's tokens, or all."""
+        self.model, self.over = model, over
+        self._called = called
+        self._sides = {layer.name: _side(model, layer) for layer in self.layers}
+        self.kinds = list(dict.fromkeys(self._kind(layer) for layer in self.layers))
+        sides = dict.fromkeys(side for side in self._sides.values() if side != "cross")
+        if len(sides) > 1 and isinstance(cp, ContextParallel) and cp.masks != {"": Full()}:
+            raise ModelError(
+                "cp must be a mesh or a group for an encoder-decoder, whose sequences have masks of their own"
+            )
+        self._families: dict[Side, Family] = {side: Family(cp, self._patterns(side)) for side in sides}
+        self.transport = next(iter(self._families.values())).transport
+        self._loss = kind_of(model)
+        self._takes = inspect.signature(type(model).forward).parameters
+        self._calling = [name for name in inspect.signature(type(called).forward).parameters if name != "self"]
+        self._first: WeakKeyDictionary[object, Pass] = WeakKeyDictionary()  # of each checkpointed region
+        self._pass: Pass | None = None  # the one that is running
+        self._last: Pass | None = None
+        self.passes, self._calls = 0, 0
+        self.live, self._lock = False, RLock()
+        self._begin()
+
+    # ---- beginning and ending ------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        positioned = self._positioned()
+        register()
+        own_config(self.model)
+        self._seat()
+        self._hooks = [
+            self._called.register_forward_pre_hook(self._on_call, with_kwargs=True),
+            self._called.register_forward_hook(self._on_return, with_kwargs=True),
+            *(each.register_forward_pre_hook(hook, with_kwargs=True) for each, hook in positioned),
+        ]
+        self.model.generate = _no_generation  # type: ignore[assignment]
+        self.live = True
+
+    def _seat(self) -> None:
+        self._before = implementations(self.model)
+        self.model.set_attn_implementation(NAME)
+        for layer in self.layers:
+            setattr(layer.module, SEAT, Seat(layer, self.kinds.index(self._kind(layer)), self))
+
+    def _unseat(self) -> None:
+        for layer in self.layers:
+            delattr(layer.module, SEAT)
+        for config, name in self._before:
+            config._attn_implementation = name
+
+    def disable(self) -> None:
+        """Give the model its own attention back; backward may come later. See [Note: the pass of a region]."""
+        if not self.live:
+            return
+        for hook in self._hooks:
+            hook.remove()
+        self._unseat()
+        vars(self.model).pop("generate", None)
+        self.live, self._last = False, None
+        for region in list(self._first):
+            again = replays.rerun_of(region)
+            if again is not None:
+                setattr(region, again, functools.partial(self._run_again, getattr(region, again)))
+
+    def _run_again(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """A region that first ran enabled does so again."""
+        with self._lock:
+            if is_seated(self.model):
+                raise ModelError(
+                    "a checkpointed region runs backward after disable(), and the model is enabled anew; run it before"
+                )
+            self._seat()
+            try:
+                return run(*args, **kwargs)
+            finally:
+                self._unseat()
+
+    def __enter__(self) -> Enabled:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.disable()
+
+    def __deepcopy__(self, memo: Any) -> Enabled:
+        return self
+
+    def __reduce__(self) -> Any:
+        raise ModelError(
+            "an enabled model cannot be saved whole: use save_pretrained or state_dict(), or disable it first"
+        )
+
+    # ---- what it is ----------------------------------------------------------------------------------------------
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks a sequence is spread over."""
+        return self.transport.ranks
+
+    @property
+    def session(self) -> ContextParallel:
+        """The session of the latest batch; of an encoder-decoder, the decoder's."""
+        return self._latest().session
+
+    @property
+    def encoder_session(self) -> ContextParallel:
+        """The session of the latest batch's encoder."""
+        encoder = self._latest().encoder
+        if encoder is None:
+            raise ModelError(f"{type(self.model).__name__} has one sequence; its session is `session`")
+        return encoder
+
+    def _latest(self) -> Pass:
+        if self._last is None:
+            raise ModelError("there is no batch: call the model first")
+        return self._last
+
+    def reset(self) -> None:
+        """Start counting anew."""
+        self.passes = self._calls = 0
+
+    def assert_used(self, passes: int = 1) -> None:
+        """Raise unless every attention layer ran once in each of so many forward passes since the last reset.
+
+        A pass in which one did not come by has raised by itself already.
+        """
+        wanted = passes * len(self.layers)
+        if self.passes != passes or self._calls != wanted:
+            raise ModelError(
+                f"attention must have run in {len(self.layers)} layers x {passes} passes = {wanted} times since the "
+                f"last reset, it ran {self._calls} times in {self.passes} passes"
+            )
+
+    def unshard(self, output: Any) -> Any:
+        """What the model returned for its latest batch, with all tokens of logits and hidden states, on every rank."""
+        latest = self._latest()
+        if isinstance(output, Tensor):
+            return latest.session.unshard(output, dim=1)
+        if not isinstance(output, ModelOutput):
+            raise ModelError(
+                f"output must be a tensor or what the model returned (return_dict=True), got {type(output).__name__}"
+            )
+        return type(output)(**{name: self._unsharded(latest, name, value) for name, value in output.items()})
+
+    def _unsharded(self, latest: Pass, name: str, value: Any) -> Any:
+        session = latest.encoder if name.startswith("encoder_") and latest.encoder is not None else latest.session
+        if name.removeprefix("encoder_").removeprefix("decoder_") not in (
+            "logits",
+            "last_hidden_state",
+            "hidden_states",
+        ):
+            return value
+        return session.unshard(value, dim=1)
+
+    # ---- a forward pass ------------------------------------------------------------------------------------------
+
+    def _on_call(self, model: nn.Module, args: Any, kwargs: Any) -> tuple[tuple[()], dict[str, Any]]:
+        """Before forward: a batch becomes shards."""
+        if not self.live:
+            raise ModelError("this is a copy of an enabled model that was disabled since; enable the copy itself")
+        entered, given = eagerly(self._enter)(model, args, kwargs)
+        self._pass = self._last = entered
+        return (), given
+
+    def _on_return(self, model: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        """After forward: every layer came by; the loss."""
+        self._pass = None  # from here on a layer that runs does so by itself, or once more in backward
+        return eagerly(self._leave)(output)
+
+    def _enter(self, model: nn.Module, args: Any, kwargs: Any) -> tuple[Pass, dict[str, Any]]:
+        given = self._named(args, kwargs)
+        check_call(self.model, given)
+        if model.training:
+            for layer in self.layers:
+                if layer.dropout:
+                    raise ModelError(no_dropout(layer))
+        count = given.pop("num_items_in_batch", None)
+        if self.model.config.is_encoder_decoder:
+            given, sides, labels = self._two(given)
+        else:
+            labels = labels_of(given, self._loss, type(self.model).__name__)
+            sequence = sequence_of(given)
+            counted = sequence.starts is not None and any(map(counts_by_mask, self.model.modules()))
+            if counted and given.get("position_ids") is None:
+                raise ModelError(
+                    f"position_ids must be given with padding on the left: {type(self.model).__name__} counts them by "
+                    "attention_mask"
+                )
+            shards = self._shards("only", sequence, labels)
+            given, sides, labels = shards.entries, {"only": (shards, ())}, shards.labels
+        given["use_cache"] = False
+        session = sides["only" if "only" in sides else "decoder"][0].session
+        encoder = sides["encoder"][0].session if "encoder" in sides else None
+        attends = [self._attention(kind, sides) for kind in self.kinds]
+        entered = Pass(session, encoder, attends, _counted(attends), labels, count)
+        return entered, {name: value for name, value in given.items() if self._is_taken(name)}
+
+    def _two(self, given: dict[str, Any]) -> tuple[dict[str, Any], dict[Side, Any], Tensor | None]:
+        """The encoder's and the decoder's sequence of a batch."""
+        whole = given.get("labels")
+        if given.get("decoder_input_ids") is None and given.get("decoder_inputs_embeds") is None:
+            moved: Any = getattr(self.model, "prepare_decoder_input_ids_from_labels", None)
+            if whole is None or moved is None:
+                raise ModelError("decoder_input_ids must be given, or labels to make them from")
+            given["decoder_input_ids"] = moved(labels=whole)
+        labels = labels_of(given, self._loss, type(self.model).__name__)
+        theirs, ours = (sequence_of(part) for part in parted(given))
+        if any(isinstance(mask, Documents) for mask in (*theirs.hidden, *ours.hidden)):
+            raise ModelError(
+                "documents in the sequences of an encoder-decoder are not served: give each a row of its own"
+            )
+        encoder, decoder = self._shards("encoder", theirs, None), self._shards("decoder", ours, labels)
+        entries = encoder.entries | {f"decoder_{name}": value for name, value in decoder.entries.items()}
+        sides: dict[Side, Any] = {"encoder": (encoder, theirs.hidden), "decoder": (decoder, ours.hidden)}
+        return entries, sides, decoder.labels
+
+    def _leave(self, output: Any) -> Any:
+        latest = self._latest()
+        ran = sum((_counted(latest.attends) - latest.calls).values())
+        self.passes, self._calls = self.passes + 1, self._calls + ran
+        if ran > len(self.layers):
+            raise ModelError(
+                f"attention ran {ran} times in {len(self.layers)} layers: layers that run several times in a pass are "
+                "not served"
+            )
+        if ran < len(self.layers):
+            raise ModelError(
+                f"{ran} of {len(self.layers)} attention layers of {type(self.model).__name__} asked for attention in "
+                "this pass; the others were left out, or computed it in another way, on this rank's tokens alone"
+            )
+        if latest.labels is not None:
+            named = isinstance(output, ModelOutput)
+            logits = output["logits"] if named else output[0]
+            loss = loss_of(logits, latest.labels, latest.session, latest.count, self.over)
+            output = type(output)(loss=loss, **output) if named else (loss, *output)
+        return self.unshard(output) if self.outputs == "whole" else output
+
+    def _named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of a call, by name."""
+        return dict(zip(self._calling, args, strict=False)) | dict(kwargs)
+
+    def _is_taken(self, name: str) -> bool:
+        """Whether forward takes an argument; positions only by name, others as more arguments too."""
+        more = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in self._takes.values())
+        return name in self._takes or (more and not name.endswith("position_ids"))
+
+    # ---- sessions ------------------------------------------------------------------------------------------------
+
+    def _shards(self, side: Side, sequence: Sequence, labels: Tensor | None) -> Shards:
+        return shards_of(sequence, self._families[side].session(sequence), labels)
+
+    def _patterns(self, side: Side) -> Counter[Pattern]:
+        """How many layers of a side have each pattern."""
+        return Counter(kind.pattern for kind in map(self._kind, self.layers) if kind.side == side)
+
+    def _kind(self, layer: AttentionLayer) -> Kind:
+        side = self._sides[layer.name]
+        pattern = Pattern(False, None) if side == "cross" else Pattern.of(layer)
+        return Kind(side, pattern, layer.scale, layer.softcap)
+
+    def _attention(self, kind: Kind, sides: Mapping[Side, tuple[Shards, tuple[Mask, ...]]]) -> Callable[..., Tensor]:
+        """The attention of a kind of layer in a batch: called with shards."""
+        if kind.side == "cross":
+            (keys, hidden), session = sides["encoder"], sides["decoder"][0].session
+            mask = functools.reduce(lambda one, other: one & other, hidden) if hidden else Full()
+            cross = session.cross(keys.session, mask)
+            return replace(cross, attend=cross.attend.variant(scale=kind.scale))
+        session, name = sides[kind.side][0].session, self._families[kind.side].name(kind.pattern)
+        score_mod = None if kind.softcap is None else _capped(kind.softcap)
+        return session.prepare(name, score_mod=score_mod, scale=kind.scale)
+
+    # ---- what a layer asks ---------------------------------------------------------------------------------------
+
+    def attention_for(self, kind: int) -> Callable[..., Tensor]:
+        """The attention of a kind of layer, in the pass that it runs in. See [Note: the pass of a region]."""
+        if torch.compiler.is_compiling():
+            return self._pass.attends[kind]  # type: ignore[union-attr]
+        return self._pass_here().attends[kind]
+
+    def _pass_here(self) -> Pass:
+        found = self._pass
+        for region in reversed(replays.regions()):
+            if region.name is None:
+                continue
+            if region.again and region.name in self._first:
+                found = self._first[region.name]
+            elif found is not None and not region.again:
+                self._first[region.name] = found
+        if found is None:
+            raise ModelError("a layer of an enabled model runs by itself; call the model that was enabled, model(...)")
+        return found
+
+    # ---- positions -----------------------------------------------------------------------------------------------
+
+    def _positioned(self) -> list[tuple[nn.Module, Any]]:
+        """Embeddings of positions that count by themselves, and what tells them; a model without is refused."""
+        encoder = _encoder_modules(self.model)
+        counting = [module for module in self.model.modules() if counts_by_itself(module)]
+        told: list[tuple[nn.Module, Any]] = []
+        for side in {"encoder" if layer.module in encoder else "" for layer in self.layers}:
+            name = "position_ids" if side or not encoder else "decoder_position_ids"
+            if name in self._takes:
+                continue
+            found = [module for module in counting if (module in encoder) == bool(side)]
+            if not found:
+                raise ModelError(
+                    f"{type(self.model).__name__} takes no {name} and would count each rank's tokens from 0, which is "
+                    "not served"
+                )
+            told += [(module, functools.partial(self._tell, bool(side))) for module in found]
+        return told
+
+    def _tell(self, encoder: bool, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
+        session = self.encoder_session if encoder else self.session
+        return args, dict(kwargs) | {"position_ids": session.positions}
+
+
+def eagerly(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that torch.compile leaves alone: it is run between two graphs."""
+    return torch.compiler.disable(function) if torch.compiler.is_compiling() else function
+
+
+def _adapted(model: Any) -> PreTrainedModel:
+    """A model of transformers, or the one inside a model of adapters, which calls its forward without hooks."""
+    inner: Any = getattr(model, "get_base_model", None)
+    return model if isinstance(model, PreTrainedModel) or inner is None else inner()
+
+
+def _capped(cap: float) -> Callable[..., Tensor]:
+    def softcap(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return cap * torch.tanh(score / cap)
+
+    return softcap
+
+
+def _counted(attends: Iterable[Any]) -> Counter[int]:
+    """How often attention ran, by what counts it."""
+    calls = [each.attend.call.uses for each in attends]
+    return Counter({id(uses): uses.forward.total() for uses in calls})
+
+
+def _side(model: PreTrainedModel, layer: AttentionLayer) -> Side:
+    if not model.config.is_encoder_decoder:
+        return "only"
+    if layer.cross:
+        return "cross"
+    return "encoder" if layer.module in _encoder_modules(model) else "decoder"
+
+
+def _encoder_modules(model: PreTrainedModel) -> set[nn.Module]:
+    encoder = model.get_encoder() if model.config.is_encoder_decoder else None
+    return set() if encoder is None or encoder is model else set(encoder.modules())
+
+
+def _no_generation(*args: Any, **kwargs: Any) -> Any:
+    raise ModelError(
+        "generate() does not run on an enabled model, whose ranks hold parts of a sequence; disable() it first, or use "
+        "attnspan.engine"
+    )

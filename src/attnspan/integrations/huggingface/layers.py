@@ -1,0 +1,396 @@
+"""The attention layers of a model of transformers, as data: heads, scale, window, soft-cap, sinks, direction.
+
+>>> from transformers import MistralConfig, MistralForCausalLM
+>>> sizes = dict(hidden_size=32, intermediate_size=32, num_attention_heads=4, num_key_value_heads=2)
+>>> model = MistralForCausalLM(MistralConfig(vocab_size=64, num_hidden_layers=2, sliding_window=5, **sizes))
+>>> for layer in attention_layers(model):
+...     print(layer)
+model.layers.0.self_attn: 4 query heads, 2 key heads of 8, scale 0.354, causal, window 5
+model.layers.1.self_attn: 4 query heads, 2 key heads of 8, scale 0.354, causal, window 5
+
+Models of transformers do not compute attention; they hand it, with all that a layer wants of it, to a function that is
+looked up by the name of an implementation (`AttentionInterface`). A layer is a module whose class does that.
+
+[Note: what a layer asks for] is written in that one call: ``scaling=self.scaling, sliding_window=self.sliding_window``.
+An attribute proves nothing, since a layer may have one that it does not hand on; so the call is read from the source
+of the class, and its arguments are worked out for the module at hand. They are attributes, numbers and the like. What
+cannot be worked out, or is not known here, is a feature that is not served, and refused by its name.
+
+[Note: others that mix tokens] A module that looks at neighbours in another way (attention without the interface, linear
+attention, convolution, recurrence) would see one rank's tokens alone, or no cache. It is refused by name, too. Known by
+class: what is called attention and does not go through the interface, nor has a part that does; torch's own modules of
+that kind; types of layers in the config that are not full or sliding attention.
+
+Not known here: what a mask of a model will be; that is compared when it is made (masking.py).
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import math
+import operator
+import re
+import textwrap
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from threading import Lock
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from attnspan.errors import ModelError
+
+INTERFACE = "ALL_ATTENTION_FUNCTIONS"
+"""What modeling files of transformers call the functions that compute attention."""
+
+SERVED = {"scaling", "dropout", "is_causal", "sliding_window", "softcap", "s_aux"}
+"""Arguments by which a layer says what it wants."""
+
+IGNORED = {"attention_mask", "output_attentions", "position_ids", "deterministic", "training", "use_cache"}
+"""Arguments that ask for nothing else than what is computed anyway, or are looked at when they come."""
+
+WORDS = {
+    "position_bias": "a relative position bias (position_bias)",
+    "cu_seq_lens_q": "lengths of its own (cu_seq_lens_q)",
+    "indices": "keys chosen by an index (indices)",
+    "block_indices": "keys chosen by blocks (block_indices)",
+}
+
+LAYER_TYPES = {"full_attention", "sliding_attention"}
+OTHER_TOWERS = re.compile(r"vision|audio|image|video|speech|pixel")
+MIXERS = (nn.Conv1d, nn.RNNBase, nn.MultiheadAttention)
+NAMED_MIXERS = re.compile(r"Attention|Attn|Mamba|DeltaNet|Mixer|ShortConv|Rwkv|Recurrent|LinearAtt|RGLRU")
+NO_MIXERS = re.compile(r"Output|Norm|Dropout|Embedding|Bias")
+"""Parts of an attention block that are named after it."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionLayer:
+    """One layer that attends.
+
+    `name` is the module's path; `index` its place in a KV cache, None if it has none. `scale` multiplies scores;
+    `softcap` c makes them c * tanh(score / c). Of `window` w, query q sees keys k with q - k < w, and if it is not
+    `causal` also k - q < w. `sinks` tells of one more learned score per head; `cross` of keys that come from another
+    sequence than queries. `dropout` is of attention weights, in training.
+    """
+
+    name: str
+    index: int | None
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    scale: float
+    window: int | None
+    softcap: float | None
+    sinks: bool
+    causal: bool
+    cross: bool
+    dropout: float
+    module: nn.Module = field(repr=False, compare=False)
+
+    def __str__(self) -> str:
+        dims = f"{self.head_dim}" if self.head_dim == self.value_dim else f"{self.head_dim} and {self.value_dim}"
+        said = [f"{self.query_heads} query heads", f"{self.kv_heads} key heads of {dims}", f"scale {self.scale:.3g}"]
+        said.append("cross" if self.cross else "causal" if self.causal else "both ways")
+        said += [f"window {self.window}"] if self.window is not None else []
+        said += [f"soft-cap {self.softcap:g}"] if self.softcap is not None else []
+        said += ["sinks"] if self.sinks else []
+        said += [f"dropout {self.dropout:g}"] if self.dropout else []
+        return f"{self.name}: {', '.join(said)}"
+
+
+def attention_layers(model: PreTrainedModel) -> list[AttentionLayer]:
+    """The attention layers of a model of transformers, in the order of its modules; refuses a model that has others."""
+    if not isinstance(model, nn.Module) or not isinstance(getattr(model, "config", None), PreTrainedConfig):
+        raise ModelError(f"model must be a model of transformers, with a config, got {type(model).__name__}")
+    _check_types(model)
+    layers = [_layer(model, name, module) for name, module in model.named_modules() if calls_of(module)]
+    _check_mixers(model, layers)
+    if not layers:
+        raise ModelError(
+            f"{type(model).__name__} has no layer that asks transformers' AttentionInterface for attention"
+        )
+    return layers
+
+
+def _layer(model: PreTrainedModel, name: str, module: nn.Module) -> AttentionLayer:
+    asked = _asked(name, module)
+    unknown = [each for each in asked if each not in SERVED | IGNORED]
+    if unknown:
+        refuse(name, module, WORDS.get(unknown[0], f"{unknown[0]!r}, an argument that is not known here"))
+    tower = _tower(model, module)
+    if tower:
+        refuse(name, module, f"another sequence than the text's: it is part of the {tower}")
+    if getattr(module, "num_key_value_groups", 1) is None:
+        refuse(name, module, "an unknown number of key heads")
+    heads, head_dim = _heads(name, module), _head_dim(name, module)
+    scale, softcap, window = asked.get("scaling"), asked.get("softcap"), asked.get("sliding_window")
+    causal = asked.get("is_causal")
+    return AttentionLayer(
+        name=name,
+        index=getattr(module, "layer_idx", None),
+        query_heads=heads,
+        kv_heads=_kv_heads(module, heads),
+        head_dim=head_dim,
+        value_dim=getattr(module, "v_head_dim", None) or head_dim,
+        scale=head_dim**-0.5 if scale is None else float(scale),
+        window=None if window is None else int(window),
+        softcap=None if softcap is None else float(softcap),
+        sinks=asked.get("s_aux") is not None,
+        causal=bool(getattr(module, "is_causal", True) if causal is None else causal),
+        cross=_is_cross(name, module),
+        dropout=float(asked.get("dropout") or 0.0),
+        module=module,
+    )
+
+
+def refuse(name: str, module: nn.Module, feature: str) -> None:
+    """Refuse a layer for a feature."""
+    raise ModelError(f"{name} ({type(module).__name__}) has {feature}, which is not served")
+
+
+# ---- sizes -----------------------------------------------------------------------------------------------------------
+
+
+def _number(module: nn.Module, names: tuple[str, ...], in_config: tuple[str, ...]) -> int | None:
+    """The first whole number that a module, or its config, has by one of some names."""
+    for holder, wanted in ((module, names), (getattr(module, "config", None), in_config)):
+        for each in wanted:
+            found = getattr(holder, each, None)
+            if isinstance(found, int) and not isinstance(found, bool):
+                return found
+    return None
+
+
+def _heads(name: str, module: nn.Module) -> int:
+    names = ("num_heads", "num_attention_heads", "n_heads", "n_head")
+    found = _number(module, names, (*names[1:2], "num_heads", "n_head", "n_heads"))
+    if found is None:
+        refuse(name, module, "a number of heads that is not told")
+    assert found is not None, "it was refused"
+    return found
+
+
+def _head_dim(name: str, module: nn.Module) -> int:
+    names = ("qk_head_dim", "head_dim", "attention_head_size", "key_value_proj_dim", "head_size")
+    found = _number(module, names, ("head_dim", "d_kv"))
+    if found is None:
+        refuse(name, module, "a head dim that is not told")
+    assert found is not None, "it was refused"
+    return found
+
+
+def _kv_heads(module: nn.Module, heads: int) -> int:
+    groups = getattr(module, "num_key_value_groups", None)
+    if isinstance(groups, int) and groups > 0:
+        return heads // groups
+    return _number(module, ("num_key_value_heads", "num_kv_heads"), ()) or heads
+
+
+def _is_cross(name: str, module: nn.Module) -> bool:
+    """Whether keys come from another sequence: by what the layer, its class or its place says."""
+    if getattr(module, "is_cross_attention", False):
+        return True
+    last = name.rpartition(".")[2]
+    said = re.compile(r"cross|enc_?dec|encoder_attn|encoder_attention", re.IGNORECASE)
+    return bool(said.search(last) or re.search(r"Cross", type(module).__name__) or said.search(name.split(".")[-2:][0]))
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+
+
+def _configs(config: PreTrainedConfig, key: str = "") -> Iterator[tuple[str, PreTrainedConfig]]:
+    """A config and all that are in it, with their names."""
+    yield key, config
+    for name in getattr(config, "sub_configs", None) or {}:
+        inner = getattr(config, name, None)
+        if isinstance(inner, PreTrainedConfig) and inner is not config:
+            yield from _configs(inner, f"{key}.{name}".strip("."))
+
+
+def _tower(model: PreTrainedModel, module: nn.Module) -> str | None:
+    """The name of the config of a layer of images or sounds."""
+    theirs = getattr(module, "config", None)
+    for key, config in _configs(model.config):
+        if config is theirs:
+            return key if OTHER_TOWERS.search(key) else None
+    return None
+
+
+def _check_types(model: PreTrainedModel) -> None:
+    """Refuse types of layers that are neither full nor sliding attention."""
+    for key, config in _configs(model.config):
+        if OTHER_TOWERS.search(key):
+            continue
+        for place, kind in enumerate(getattr(config, "layer_types", None) or ()):
+            if kind not in LAYER_TYPES:
+                of = f" of {key}" if key else ""
+                raise ModelError(
+                    f"{type(model).__name__}: layer {place}{of} is of the type {kind!r}, which is not served; those "
+                    f"that are: {', '.join(sorted(LAYER_TYPES))}"
+                )
+
+
+def _check_mixers(model: nn.Module, layers: list[AttentionLayer]) -> None:
+    """See [Note: others that mix tokens]."""
+    known = {layer.module for layer in layers}
+    inside = {inner for layer in layers for inner in layer.module.modules()}
+    for name, module in model.named_modules():
+        if module in inside or not _is_innermost(module) or NO_MIXERS.search(type(module).__name__):
+            continue
+        if known.isdisjoint(module.modules()):
+            refuse(
+                name or "the model", module, "a way of its own to mix tokens (it does not ask the AttentionInterface)"
+            )
+
+
+def _is_innermost(module: nn.Module) -> bool:
+    return isinstance(module, MIXERS) or bool(NAMED_MIXERS.search(type(module).__name__))
+
+
+# ---- the call that is read -------------------------------------------------------------------------------------------
+
+
+class _Unclear(Exception):
+    """An expression that cannot be worked out from a module."""
+
+
+def _asked(name: str, module: nn.Module) -> dict[str, Any]:
+    """The arguments of a layer's call, worked out. See [Note: what a layer asks for]."""
+    found: dict[str, Any] = {}
+    for call in calls_of(module):
+        for argument, expression in call.items():
+            if argument in SERVED:
+                try:
+                    value = _worked_out(expression, module)
+                except _Unclear as unclear:
+                    if argument == "is_causal":  # a local variable: what the module says
+                        continue
+                    refuse(name, module, f"{argument}={ast.unparse(expression)} ({unclear})")
+                if argument in found and not _same(found[argument], value):
+                    refuse(name, module, f"several kinds of {argument}")
+                found[argument] = value
+            else:
+                found.setdefault(argument, True)
+    return found
+
+
+def _same(one: Any, other: Any) -> bool:
+    return one is other or (isinstance(one, int | float) and isinstance(other, int | float) and one == other)
+
+
+def calls_of(module: nn.Module) -> tuple[Mapping[str, ast.expr], ...]:
+    """The calls of the interface in a module's class, each as its keyword arguments; none if it is no such layer."""
+    cls: Any = type(module)
+    return _calls_in(cls)
+
+
+@functools.cache
+def _calls_in(cls: Any) -> tuple[Mapping[str, ast.expr], ...]:
+    if cls.__module__.startswith("torch.") or issubclass(cls, PreTrainedModel):
+        return ()
+    found: list[Mapping[str, ast.expr]] = []
+    seen: set[str] = set()
+    for base in cls.__mro__:
+        if base in (nn.Module, object):
+            break
+        for name, function in vars(base).items():
+            if name not in seen and inspect.isfunction(function):
+                seen.add(name)
+                found += _calls(function)
+    return tuple(found)
+
+
+def _calls(function: Callable[..., Any]) -> list[Mapping[str, ast.expr]]:
+    try:
+        source = inspect.getsource(inspect.unwrap(function))
+    except (OSError, TypeError):
+        return []
+    if INTERFACE not in source:
+        return []
+    with _PARSING:
+        tree = ast.parse(textwrap.dedent(source))
+    names = {
+        target.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign | ast.AnnAssign)
+        and node.value is not None
+        and INTERFACE in ast.unparse(node.value)
+        for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
+        if isinstance(target, ast.Name)
+    }
+    return [
+        {keyword.arg: keyword.value for keyword in node.keywords if keyword.arg is not None}
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in names
+    ]
+
+
+_PARSING = Lock()  # the parser of Python 3.11 fails, now and then, if two threads use it at once
+
+OPERATORS: dict[type, Callable[..., Any]] = {
+    ast.Pow: operator.pow,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.USub: operator.neg,
+    ast.Not: operator.not_,
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Gt: operator.gt,
+    ast.Lt: operator.lt,
+    ast.Is: operator.is_,
+    ast.IsNot: operator.is_not,
+}
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "getattr": getattr,
+    "hasattr": hasattr,
+    "int": int,
+    "float": float,
+    "math.sqrt": math.sqrt,
+}
+
+
+def _worked_out(node: ast.expr, module: nn.Module) -> Any:
+    """The value of an expression of `self`, in training."""
+
+    def value(node: ast.expr) -> Any:
+        return _worked_out(node, module)
+
+    match node:
+        case ast.Constant():
+            return node.value
+        case ast.Name(id="self"):
+            return module
+        case ast.Attribute(value=ast.Name(id="self"), attr="training"):
+            return True
+        case ast.Attribute():
+            return _read(value(node.value), node.attr)
+        case ast.BinOp() if type(node.op) in OPERATORS:
+            return OPERATORS[type(node.op)](value(node.left), value(node.right))
+        case ast.UnaryOp() if type(node.op) in OPERATORS:
+            return OPERATORS[type(node.op)](value(node.operand))
+        case ast.IfExp():
+            return value(node.body) if value(node.test) else value(node.orelse)
+        case ast.BoolOp():
+            values = [value(each) for each in node.values]
+            return functools.reduce(
+                (lambda a, b: a and b) if isinstance(node.op, ast.And) else lambda a, b: a or b, values
+            )
+        case ast.Compare(ops=[op], comparators=[other]) if type(op) in OPERATORS:
+            return OPERATORS[type(op)](value(node.left), value(other))
+        case ast.Call(keywords=[]) if ast.unparse(node.func) in FUNCTIONS:
+            return FUNCTIONS[ast.unparse(node.func)](*(value(each) for each in node.args))
+    raise _Unclear(f"{ast.unparse(node)} cannot be worked out from the module")
+
+
+def _read(holder: Any, name: str) -> Any:
+    if not hasattr(holder, name):
+        raise _Unclear(f"there is no {name!r}")
+    return getattr(holder, name)

@@ -1,0 +1,77 @@
+"""The loss of ``model(labels=...)``: the mean over the tokens of all ranks, as one device would take it.
+
+A model's own would be the mean over a rank's tokens, with labels moved within the shard. So labels never reach the
+model: they are moved while they are whole (batches.py), and the loss is computed from the logits that come out. That
+is the loss of the model only where that is cross entropy, token by token; which kind, is read from the model:
+
+    next    causal models: a token's label is the next token
+    own     masked models, classes of tokens, encoder-decoders: a token's label is its own
+
+and everything else (a class of the whole text, the balance of experts) is refused when labels come.
+
+[Note: parts] Trainer divides by a count of its own, `num_items_in_batch`: the tokens of all micro-batches and ranks.
+It takes what each rank returns for that rank's part, and multiplies by the number of ranks, since DDP will average. So
+with a count, the value is the mean of all ranks' parts, and the gradient that of this rank's.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss, ForTokenClassification
+
+from attnspan.errors import ModelError
+
+if TYPE_CHECKING:
+    from attnspan.parallel import ContextParallel
+    from attnspan.transports.group import Group
+
+IGNORED = -100
+"""The label of a token that has none."""
+
+Kind = Literal["next", "own"]
+
+BY_FUNCTION: dict[Any, Kind] = {ForCausalLMLoss: "next", ForMaskedLMLoss: "own", ForTokenClassification: "own"}
+
+
+def kind_of(model: nn.Module) -> Kind | None:
+    """What the labels of a model are; None if its loss is not one that is served."""
+    forward = inspect.unwrap(type(model).forward)
+    try:
+        source = inspect.getsource(forward)
+    except (OSError, TypeError):
+        return None
+    if "self.loss_function(" in source:
+        return BY_FUNCTION.get(model.loss_function)
+    heads = ("ForMaskedLM", "ForTokenClassification", "ForConditionalGeneration")
+    if "CrossEntropyLoss()" in source and any(head in type(model).__name__ for head in heads):
+        return "own"
+    return None
+
+
+def aligned(labels: Tensor, kind: Kind) -> Tensor:
+    """Whole labels, (B, S), each at the token whose logits are to tell it.
+
+    >>> aligned(torch.tensor([[5, 6, 7]]), "next")
+    tensor([[   6,    7, -100]])
+    """
+    return labels if kind == "own" else F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+
+
+def loss_of(logits: Tensor, labels: Tensor, session: ContextParallel, count: Any, over: Group) -> Tensor:
+    """The loss of this rank's logits and labels. See [Note: parts]."""
+    if logits.shape[:-1] != labels.shape:
+        raise ModelError(
+            f"labels must be one for each token, {tuple(logits.shape[:-1])} on this rank, got {tuple(labels.shape)}"
+        )
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    labels = labels.to(logits.device)
+    each = F.cross_entropy(wide.flatten(0, -2), labels.flatten(), ignore_index=IGNORED, reduction="none")
+    valid = labels != IGNORED
+    if count is None:
+        return session.mean_loss(each.view_as(labels), valid, over=over)
+    return session.mean_loss(each.view_as(labels), valid, count=count) / session.ranks

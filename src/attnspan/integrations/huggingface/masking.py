@@ -1,0 +1,124 @@
+"""What a model of transformers makes of its masks, reduced to what is data: the direction and the window.
+
+A model asks for a mask once per forward pass and kind of layer, by the name of the implementation, and hands what it
+gets to its layers. Ours is no tensor but a `Pattern`; documents and padding are in the session already (batches.py).
+Here it is made sure that a model asks for nothing else: a layer compares the pattern that comes to it with the one that
+it was enabled for (attending.py).
+
+[Note: functions of masks] transformers describes a mask by a function of indices. Which one it is, is told by its code:
+those below are made by public functions of `transformers.masking_utils`, and hold their sizes. Any other, such as what
+lets tokens of an image see each other, is refused. Compiled code does not look inside of functions; what the asking
+function says of itself (`local_size`, and whether a mask might be left out) decides there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from transformers.masking_utils import (
+    and_masks,
+    bidirectional_mask_function,
+    causal_mask_function,
+    packed_sequence_mask_function,
+    sliding_window_bidirectional_overlay,
+    sliding_window_overlay,
+)
+
+from attnspan.errors import ModelError
+from attnspan.integrations.huggingface.layers import AttentionLayer
+from attnspan.masks import Causal, Full, Mask, SlidingWindow
+
+
+class Pattern(NamedTuple):
+    """Who sees whom by the layer alone; `window` as in `AttentionLayer`.
+
+    >>> Pattern(causal=True, window=3).mask
+    SlidingWindow(2)
+    """
+
+    causal: bool
+    window: int | None
+
+    @staticmethod
+    def of(layer: AttentionLayer) -> Pattern:
+        """What a layer was enabled for."""
+        return Pattern(layer.causal, layer.window)
+
+    @property
+    def mask(self) -> Mask:
+        """The same as a mask."""
+        if self.window is None:
+            return Causal() if self.causal else Full()
+        return SlidingWindow(self.window - 1, 0 if self.causal else self.window - 1)
+
+    def __str__(self) -> str:
+        return ("causal" if self.causal else "both ways") + ("" if self.window is None else f", window {self.window}")
+
+
+def asked_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    *,
+    mask_function: Callable[..., Any] = causal_mask_function,
+    local_size: int | None = None,
+    config: Any = None,
+    **more: Any,
+) -> Pattern:
+    """The pattern of a mask that a model asks for, by the signature of `AttentionMaskInterface`."""
+    if torch.compiler.is_compiling():
+        return _said(local_size, config, more)
+    return _read(mask_function)
+
+
+def _said(local_size: int | None, config: Any, more: dict[str, Any]) -> Pattern:
+    """A pattern by what is said of a mask beside its function."""
+    causal = "allow_is_bidirectional_skip" not in more
+    plain = more.get("allow_is_causal_skip" if causal else "allow_is_bidirectional_skip", True)
+    if more.get("use_vmap") or not plain or local_size not in (None, getattr(config, "sliding_window", None)):
+        raise ModelError(
+            "a mask that is more than causal or a window cannot be looked at in compiled code; run a batch without "
+            "torch.compile to see what it is"
+        )
+    return Pattern(causal, local_size if causal or local_size is None else local_size + 1)
+
+
+def _read(function: Callable[..., Any]) -> Pattern:
+    """A pattern by the function of a mask. See [Note: functions of masks]."""
+    causal, window = False, None
+    for part in _parts(function):
+        code = part.__code__
+        if part is causal_mask_function:
+            causal = True
+        elif code is _WINDOW:
+            window = _held(part, "sliding_window")
+        elif code is _WINDOW_BOTH:
+            window = _held(part, "sliding_window") + 1
+        elif part is not bidirectional_mask_function and code is not _PACKED:  # what jumps in position_ids is a shard
+            raise ModelError(
+                f"the model asks for a mask by {getattr(part, '__qualname__', part)}, which is not served; those that "
+                "are: causal or both ways, sliding windows, documents by position_ids, padding"
+            )
+    return Pattern(causal, window)
+
+
+def _parts(function: Callable[..., Any]) -> Iterator[Any]:
+    """The functions that one is the intersection of."""
+    if getattr(function, "__code__", None) is _AND:
+        for each in _held(function, "mask_functions"):
+            yield from _parts(each)
+    else:
+        yield function
+
+
+def _held(function: Any, name: str) -> Any:
+    """What a function made by another holds by a name."""
+    return function.__closure__[function.__code__.co_freevars.index(name)].cell_contents
+
+
+_AND = and_masks().__code__
+_WINDOW = sliding_window_overlay(1).__code__
+_WINDOW_BOTH = sliding_window_bidirectional_overlay(1).__code__
+_PACKED = packed_sequence_mask_function(torch.zeros(1, 1)).__code__

@@ -1,0 +1,113 @@
+"""The sessions of a model's batches: a mask for every pattern of its layers, joined with what each batch hides.
+
+`Family` is made once, of a group or of a session that was given. Another batch is another session of the family
+(`ContextParallel.with_mask`), with one layout for all its masks, balanced by how many layers have each.
+
+[Note: the mask of a session] A session that is given has a mask of its own. What is data in it, `Documents` and
+`KeyPadding`, goes into every layer's mask. The rest must not hide what a layer shows: `Causal()` is right for causal
+layers, with a window too, and for an encoder it is a mistake, which is refused.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Iterator, Mapping
+
+from attnspan.errors import ModelError
+from attnspan.integrations.huggingface.batches import Sequence
+from attnspan.integrations.huggingface.masking import Pattern
+from attnspan.masks import Documents, KeyPadding, Mask
+from attnspan.masks.mask import And, Not
+from attnspan.parallel import ContextParallel
+from attnspan.transports.group import Group, transport_of
+
+
+class Family:
+    """Sessions for sequences of one kind: those of a model, or of its encoder or decoder."""
+
+    def __init__(self, cp: ContextParallel | Group, patterns: Counter[Pattern]):
+        self.patterns = patterns
+        self.given = cp if isinstance(cp, ContextParallel) else None
+        if self.given is not None and len(self.given.masks) > 1:
+            raise ModelError(
+                "cp must have one mask, which is for all layers; windows of layers are the model's to tell"
+            )
+        self.group = cp.mesh if isinstance(cp, ContextParallel) else cp
+        self.transport = cp.transport if isinstance(cp, ContextParallel) else transport_of(cp)
+        self._first: ContextParallel | None = None
+
+    def session(self, sequence: Sequence) -> ContextParallel:
+        """The session of a sequence."""
+        masks = {str(pattern): self._mask(pattern, sequence) for pattern in self.patterns}
+        mask = masks if len(masks) > 1 else next(iter(masks.values()))
+        if self._first is None:
+            self._first = self._made(sequence.seq_len, mask)
+        session = self._first.with_mask(mask, seq_len=sequence.seq_len)
+        session.layers = self.counts if len(masks) > 1 else self.patterns.total()
+        return session
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many layers have each pattern, by the name of its mask."""
+        return {str(pattern): count for pattern, count in self.patterns.items()}
+
+    def name(self, pattern: Pattern) -> str:
+        """What a pattern's mask is called in a session."""
+        return str(pattern) if len(self.patterns) > 1 else ""
+
+    def _made(self, seq_len: int, mask: Mask | Mapping[str, Mask]) -> ContextParallel:
+        weights = {name: float(count) for name, count in self.counts.items()} if len(self.patterns) > 1 else None
+        if self.given is None:
+            return ContextParallel(self.group, seq_len=seq_len, mask=mask, weights=weights)
+        if weights is None:
+            return self.given.with_mask(mask, seq_len=seq_len)
+        options = self.given.options
+        return ContextParallel(
+            self.group,
+            seq_len=seq_len,
+            mask=mask,
+            layout=options.layout,
+            strategy=options.strategy,
+            kernel=options.kernel,
+            weights=weights,
+        )
+
+    def _mask(self, pattern: Pattern, sequence: Sequence) -> Mask:
+        """What layers of a pattern see of a sequence. See [Note: the mask of a session]."""
+        length = sequence.seq_len
+        data = [] if self.given is None else list(_data(self.given.mask, pattern, length))
+        return functools.reduce(functools.partial(_both, length), [pattern.mask, *data, *sequence.hidden])
+
+
+def _data(mask: Mask, pattern: Pattern, seq_len: int) -> Iterator[Mask]:
+    """The parts of a mask that are data; refuses others that hide what a pattern shows."""
+    for part in _parts(mask):
+        if isinstance(part.inner if isinstance(part, Not) else part, Documents | KeyPadding):
+            yield part
+        elif _work(part & pattern.mask, seq_len) != _work(pattern.mask, seq_len, part.rows):
+            raise ModelError(
+                f"cp's mask has {part!r} in it, which hides keys that layers of the model see ({pattern}); give "
+                "Documents or KeyPadding, or a mesh instead of a session"
+            )
+
+
+def _parts(mask: Mask) -> Iterator[Mask]:
+    if isinstance(mask, And):
+        yield from _parts(mask.left)
+        yield from _parts(mask.right)
+    else:
+        yield mask
+
+
+def _both(seq_len: int, one: Mask, other: Mask) -> Mask:
+    """What both allow; one of them where the other adds nothing, so that the same sequence has the same mask."""
+    both = one & other
+    work = _work(both, seq_len)
+    return next((each for each in (one, other) if _work(each, seq_len, both.rows) == work), both)
+
+
+def _work(mask: Mask, seq_len: int, rows: int = 1) -> list[int]:
+    """How much each batch row sees, for so many rows or as many as the mask has."""
+    rows = max(rows, mask.rows)
+    return [mask.work(seq_len, row=row if mask.rows > 1 else 0) for row in range(rows)]

@@ -1,0 +1,176 @@
+"""Trainer and accelerate with an enabled model: what they deal to ranks, and what they gather from them.
+
+Both give every process a batch of its own. The ranks of a session hold parts of one, so they must be dealt the same:
+``with dealing(accelerator, handle)`` around `accelerator.prepare(loader)` deals by data-parallel rank, and
+`SpanTrainer` does that for its loaders::
+
+    handle = enable(model, mesh["cp"])
+    SpanTrainer(model=model, args=args, train_dataset=dataset).train()
+
+Nothing else is to be told: DDP and FSDP2 average gradients over all ranks, which the loss is made for, with Trainer's
+count of items and without (losses.py). In evaluation, what `compute_metrics` gets has all tokens, each sample once.
+
+[Note: neighbours] Both take neighbours in rank for the ranks of one batch: on a mesh of (dp, cp), cp is the last axis.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+from transformers import Trainer
+
+from attnspan.errors import ModelError
+from attnspan.integrations.huggingface.attending import SEAT
+from attnspan.integrations.huggingface.enabling import Enabled
+from attnspan.transports.distributed import Distributed
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator  # type: ignore[import-untyped]
+
+
+def enabled_of(model: nn.Module) -> Enabled:
+    """What a model was enabled by, wrapped or not."""
+    found = {seat.enabled for module in model.modules() if (seat := getattr(module, SEAT, None)) is not None}
+    if len(found) != 1:
+        raise ModelError(
+            f"model must be enabled, or hold one model that is, got {len(found)}; call enable(model, cp) first"
+        )
+    return found.pop()
+
+
+@contextmanager
+def dealing(accelerator: Accelerator, handle: Enabled) -> Iterator[None]:
+    """A block in which `accelerator.prepare(loader)` deals the ranks of the handle's session the same batches."""
+    check_neighbours(handle, accelerator.num_processes)
+    state, before = accelerator.state, accelerator.state.device_mesh
+    if before is not None:
+        raise ModelError(
+            f"accelerate has a mesh of its own, {before}; leave cp_size and tp_size at 1: the ranks of a sequence are "
+            "those of enable"
+        )
+    state.device_mesh = Dealt(accelerator.num_processes, handle.ranks)
+    try:
+        yield
+    finally:
+        state.device_mesh = before
+
+
+@dataclass(frozen=True)
+class Dealt:
+    """What accelerate asks a mesh for when it prepares a loader: how many ranks get the same batch.
+
+    >>> Dealt(processes=4, same=2)["dp_replicate"].size()
+    2
+    """
+
+    processes: int
+    same: int
+    mesh_dim_names = ("dp_replicate", "cp")
+
+    def __getitem__(self, name: str) -> Axis:
+        return Axis(self.same if name == "cp" else self.processes // self.same)
+
+
+@dataclass(frozen=True)
+class Axis:
+    """An axis of `Dealt`."""
+
+    ranks: int
+
+    def size(self) -> int:
+        """How many ranks are along it."""
+        return self.ranks
+
+
+def check_neighbours(handle: Enabled, processes: int) -> None:
+    """See [Note: neighbours]."""
+    transport = handle.transport
+    if not isinstance(transport, Distributed):
+        raise ModelError(
+            "Trainer and accelerate need a process group, or a mesh of one; the handle's ranks are virtual"
+        )
+    ranks = dist.get_process_group_ranks(transport.group)
+    if ranks != list(range(ranks[0], ranks[0] + len(ranks))) or ranks[0] % len(ranks) or processes % len(ranks):
+        raise ModelError(
+            f"the ranks of a session must be neighbours, as along the last axis of a mesh of (dp, cp), got {ranks} of "
+            f"{processes}"
+        )
+
+
+class SpanTrainerMixin:
+    """For any Trainer whose model is enabled: ``class Mine(SpanTrainerMixin, Seq2SeqTrainer)``."""
+
+    @functools.cached_property
+    def span(self) -> Enabled:
+        """What the model was enabled by."""
+        return enabled_of(self.model)  # type: ignore[attr-defined]
+
+    def get_cp_size(self) -> int:
+        """How many ranks are dealt the same batch."""
+        return self.span.ranks
+
+    def get_train_dataloader(self) -> Any:
+        """The loader of training, dealt by data-parallel rank."""
+        with self._dealing():
+            return super().get_train_dataloader()  # type: ignore[misc]
+
+    def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        """The loader of evaluation, dealt by data-parallel rank."""
+        with self._dealing():
+            return super().get_eval_dataloader(*args, **kwargs)  # type: ignore[misc]
+
+    def get_test_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        """The loader of prediction, dealt by data-parallel rank."""
+        with self._dealing():
+            return super().get_test_dataloader(*args, **kwargs)  # type: ignore[misc]
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        """The loss of the model; others would be computed from one rank's logits."""
+        if self.label_smoother is not None or self.compute_loss_func is not None:  # type: ignore[attr-defined]
+            raise ModelError(
+                "label_smoothing_factor and compute_loss_func: they would see one rank's logits, and are not served"
+            )
+        return super().compute_loss(*args, **kwargs)  # type: ignore[misc]
+
+    def _dealing(self) -> Any:
+        return dealing(self.accelerator, self.span)  # type: ignore[attr-defined]
+
+    def prediction_step(
+        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any
+    ) -> Any:
+        """A step of evaluation, whose logits are those of all tokens."""
+        before, self.span.outputs = self.span.outputs, "shards" if prediction_loss_only else "whole"
+        try:
+            return super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)  # type: ignore[misc]
+        finally:
+            self.span.outputs = before
+
+    @property
+    def gather_function(self) -> Callable[..., Any]:
+        """What gathers the results of evaluation: each sample once, whichever ranks it was on."""
+        return self._gathered_once
+
+    @gather_function.setter
+    def gather_function(self, theirs: Callable[..., Any]) -> None:
+        """Trainer sets accelerate's, which would give every sample as often as there are ranks in a session."""
+
+    def _gathered_once(self, tensors: Any) -> Any:
+        accelerator = self.accelerator  # type: ignore[attr-defined]
+        processes, same, state = accelerator.num_processes, self.span.ranks, accelerator.gradient_state
+        last = state.remainder if state.end_of_dataloader and state.remainder > 0 else None
+
+        def once(gathered: Tensor) -> Tensor:
+            return gathered.unflatten(0, (processes, -1))[::same].flatten(0, 1)[:last]
+
+        return tree_map_only(Tensor, once, accelerator.gather(tensors))
+
+
+class SpanTrainer(SpanTrainerMixin, Trainer):
+    """Trainer for an enabled model."""

@@ -1,0 +1,73 @@
+"""torch.compile around an enabled model, or in it: the answers of one device, and batches of other documents do not
+compile anew.
+"""
+
+import warnings
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from attnspan.integrations.huggingface import enable
+from attnspan.testing import loopback
+from tests.integrations.families import BOUND, batch, family, gradients, off, one_device
+
+
+def layers(model, backend):
+    for layer in model.model.layers:
+        layer.compile(fullgraph=True, backend=backend)
+    return model
+
+
+def base(model, backend):
+    model.model.compile(fullgraph=True, backend=backend)
+    return model
+
+
+def whole(model, backend):
+    """Not in one graph: a batch is cut between two."""
+    return torch.compile(model, backend=backend)
+
+
+def packed(name, seed):
+    lengths = [5, 11 - seed, 7 + seed], [20 - seed, 1 + seed, 2]
+    positions = [torch.cat([torch.arange(length) for length in row]) for row in lengths]
+    return batch(name, seed=seed) | {"position_ids": torch.stack(positions)}
+
+
+@pytest.fixture(autouse=True)
+def _afresh():
+    torch._dynamo.reset()
+    with warnings.catch_warnings():
+        # Dynamo looks at an input's .grad, whatever the input is.
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning)
+        yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    ("name", "how", "graphs"),
+    [("llama", whole, 1), ("gemma2", base, 1), ("gemma3", layers, 2)],
+)
+def test_a_compiled_model_answers_as_on_one_device(name, how, graphs):
+    givens = [packed(name, seed) for seed in range(3)]
+    true = [one_device(name, given, use_cache=False) for given in givens]
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def rank(world):  # one: dynamo is not for threads
+        model, found = family(name), []
+        with enable(model, world) as handle:
+            run = how(model, counter)
+            for given in givens:
+                model.zero_grad()
+                out = run(**given)
+                out.loss.backward()
+                handle.session.average_gradients(model)
+                found.append((out.loss.detach(), handle.unshard(out.logits.detach()), gradients(model)))
+            handle.assert_used(passes=3)
+        return found
+
+    (found,) = loopback(1).run(rank)
+    for one, other in zip(found, true, strict=True):
+        assert off(one, other)[0] < BOUND
+    assert counter.frame_count == graphs
