@@ -74,11 +74,7 @@ class Cache:
     def poison(self, new=False):
         """NaN in every slot that no sequence holds a token in; with `new`, in the slots of the coming tokens too."""
         owned = torch.zeros(self.allocator.num_pages, self.allocator.page_size, dtype=torch.bool)
-        fresh = (
-            {seq: count for (seq, _), count in zip(self.plan._seen[0], self.plan._reading.queries, strict=False)}
-            if new
-            else {}
-        )
+        fresh = dict(zip(self.plan._seen[0], self.plan._reading.queries, strict=False)) if new else {}
         for seq, row in self.allocator._rows.items():
             for position in range(row.first, row.length - fresh.get(seq, 0)):
                 if row.host is None:
@@ -118,6 +114,17 @@ class Cache:
                 lses.append(lse[0].transpose(0, 1))
             first += new
         return torch.cat(outs), torch.cat(lses)
+
+
+def alike_out_of_order():
+    """Rows that share pages, the first further on than the last: queries over the shared pages are out of order."""
+    cache = Cache(page_size=1, window=4)
+    a = cache.add(9)
+    b, c = cache.fork(a, 2)
+    cache.trim(c, 7)
+    cache.step([(a, 1), (b, 1), (c, 1)], share=True)
+    assert cache.plan.shared
+    return cache
 
 
 def dense(mask, length, row, heads):

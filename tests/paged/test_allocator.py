@@ -144,7 +144,7 @@ class Operations:
 
     def state(self):
         a = self.allocator
-        rows = {seq: (row.length, row.limit, row.table.tolist(), row.edits, row.first, row.host and row.host.tolist())
+        rows = {seq: (row.length, row.limit, row.table.tolist(), row.stamp, row.first, row.host and row.host.tolist())
                 for seq, row in a._rows.items()}  # fmt: skip
         kept = sorted(self.cache._kept) if self.cache else []
         return copy.deepcopy((rows, a._free, a._host_free, a._readers, kept))
@@ -434,6 +434,33 @@ def test_pages_behind_a_window_can_be_found_after_their_sequence_released_them()
     cache.keep(seq, prompt)
     allocator.release_window(seq, 2)
     assert cache.add(prompt).length == 8
+    cache.check()
+
+
+def asked_often(cache, prompt, salt=None):
+    seq, length = cache.add(prompt, salt=salt)
+    cache.allocator.step([(seq, len(prompt) - length)])
+    cache.keep(seq, prompt, salt=salt)
+    cache.allocator.free(seq)
+
+
+def test_a_cache_that_never_gives_up_a_page_does_not_grow():
+    cache = PrefixCache(PageAllocator(num_pages=64, page_size=2))
+    for _ in range(500):
+        asked_often(cache, [1, 2, 3, 4, 5])
+    assert len(cache._idle) < 100
+    cache.check()
+
+
+def test_a_salt_whose_pages_are_gone_is_forgotten():
+    cache = PrefixCache(PageAllocator(num_pages=8, page_size=2))
+    for tenant in range(50):
+        asked_often(cache, [1, 2, 3], salt=tenant)
+    assert len(cache._roots) == len(cache) <= 7
+    asked_often(cache, [1], salt="nothing to keep")
+    assert "nothing to keep" not in cache._roots
+    cache.clear()
+    assert cache._roots == {}
     cache.check()
 
 

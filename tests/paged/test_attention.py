@@ -24,7 +24,7 @@ from attnspan.masks import (
     Tree,
 )
 from attnspan.paged import AfterPrefix, PrefixCache
-from tests.paged.cases import Cache, agree
+from tests.paged.cases import Cache, agree, alike_out_of_order
 
 CPU_KERNELS = ["auto", "gather", "reference"]
 PAGE_SIZES = [1, 3, 16, 128]
@@ -214,6 +214,58 @@ def test_rows_that_begin_alike_keep_their_windows(window):
     agree(cache.attend(), cache.expected())
 
 
+def test_rows_that_begin_alike_may_be_at_any_positions():
+    cache = alike_out_of_order()
+    agree(cache.attend(), cache.expected())
+
+
+def test_rows_that_begin_alike_may_stand_beside_one_without_tokens():
+    cache = Cache(page_size=1)
+    a, empty = cache.add(9), cache.add()
+    [b] = cache.fork(a, 1)
+    cache.step([(a, 1), (empty, 0), (b, 1)], share=True)
+    agree(cache.attend(), cache.expected())
+
+
+def test_beginnings_may_be_shared_within_shared_beginnings():
+    cache = Cache(page_size=2, max_sequences=8)
+    a = cache.add(12)
+    b = cache.fork(a, 1)[0]
+    cache.step([(a, 12), (b, 9)])
+    rows = [a, *cache.fork(a, 2), b, *cache.fork(b, 2)]
+    for batch in (rows, rows[::-1], [rows[0], rows[3], rows[1], rows[4]]):
+        cache.step([(seq, 1 + place % 3) for place, seq in enumerate(batch)], share=True)
+        assert cache.plan.shared
+        agree(cache.attend(), cache.expected())
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_a_step_without_sequences_has_an_empty_result(name):
+    cache = Cache(page_size=3)
+    cache.step([])
+    out, lse = cache.attend(mask=MASKS[name])
+    assert (out.shape, lse.shape) == ((0, 4, 8), (0, 4))
+
+
+def test_a_sequence_that_begins_where_another_was_reads_its_own_pages():
+    """A row of the tables held ten pages of another sequence, then one that had none yet, which now grows."""
+    cache = Cache(page_size=1)
+    cache.add(10)
+    a = cache.add()
+    for new in (0, 1, 2):
+        cache.step([(a, new)])
+        if new:
+            agree(cache.attend(), cache.expected())
+
+
+def test_any_whole_number_counts_tokens():
+    cache = Cache(page_size=3)
+    a, b = cache.add(5), cache.add(3)
+    cache.step([(a, torch.tensor(2)), (b, 4)])
+    assert cache.plan.tokens == 6
+    agree(cache.attend(), cache.expected())
+
+
 TREE = Tree([-1, -1, 0, 1, 1, 2])  # two roots: the second does not see the first, and both see the prompt
 
 
@@ -322,11 +374,12 @@ def test_any_history_gives_dense_attention(data):
         elif kind == "add":
             living.append(cache.add())
         chosen = data.draw(st.lists(st.sampled_from(living), min_size=1, max_size=5, unique=True))
-        batch = [(seq, data.draw(st.integers(1, 6))) for seq in chosen]
+        batch = [(seq, data.draw(st.integers(0, 6))) for seq in chosen]
         if sum(new for _, new in batch) // cache.allocator.page_size + 12 > cache.allocator.free_pages:
             break
-        cache.step(batch)
-        agree(cache.attend(), cache.expected())
+        cache.step(batch, share=data.draw(st.booleans()))
+        if cache.plan.tokens:
+            agree(cache.attend(), cache.expected())
         cache.allocator.check()
 
 

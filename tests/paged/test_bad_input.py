@@ -44,6 +44,10 @@ STEPS = {
     "too long": (PageError, "sequence 1 would hold 41 tokens, more than max_length=40", [(0, 1), (1, 29 + 1)][1:]),
     "twice": (PageError, "name each sequence once", [(0, 1), (0, 1)]),
     "unknown": (UnknownSequence, "sequence 77 is unknown", [(0, 1), (77, 1)]),
+    "no pairs": (PageError, r"batch must be pairs of a sequence and its new tokens, got \[0, 1\]", [0, 1]),
+    "triples": (PageError, "batch must be pairs", [(0, 1), (1, 1, 1)]),
+    "a name that cannot be one": (PageError, "batch must be pairs", [(0, 1), ([], 1)]),
+    "a number in words": (PageError, "new_tokens must be a whole number >= 0, got '3'", [(0, 1), (1, "3")]),
     "too large for the pool": (PoolExhausted, "8 pages needed, 6 free", [(0, 15), (1, 15)]),
 }
 
@@ -52,6 +56,27 @@ STEPS = {
 def test_a_step_that_does_not_fit_changes_nothing(cache, name):
     error, message, batch = STEPS[name]
     refused(cache, error, message, lambda: cache.plan.step(batch))
+
+
+def test_a_batch_that_is_no_batch_changes_nothing(cache):
+    for batch in ([(0, 1), ([], 1)], [(0, 1), (1,)], [0], 7):
+        refused(cache, PageError, "batch must be pairs", lambda batch=batch: cache.allocator.step(batch))
+
+
+def test_a_row_without_new_tokens_has_no_last_one(cache):
+    cache.plan.step([(cache.a, 0), (cache.b, 2)])
+    refused(cache, PageError, "a new token in every row of the step, got none in row 0", lambda: cache.plan.last_tokens)
+
+
+def test_a_host_without_memory_leaves_a_sequence_where_it_is(monkeypatch):
+    cache = Cache(page_size=4, host_pages=9)
+    seq = cache.add(6)
+
+    def no_memory():
+        raise MemoryError("no host memory")
+
+    monkeypatch.setattr(cache.pool, "_on_host", no_memory)
+    refused(cache, MemoryError, "no host memory", lambda: cache.pool.swap_out(seq))
 
 
 WRITES = {
@@ -65,6 +90,7 @@ WRITES = {
     "another head dim": ("value must be", tokens(3), tokens(3, dim=9)),
     "another dtype": ("key must be torch.float64 on cpu, got torch.float32", tokens(3, dtype=torch.float32), tokens(3)),
     "a gradient": ("requires grad", tokens(3).requires_grad_(), tokens(3)),
+    "nothing": ("value must be .* as planned, got <class 'NoneType'>", tokens(3), None),
 }
 
 
@@ -94,6 +120,21 @@ READS = {
         {"mask": AfterPrefix(Tree([-1, 0]))},
     ),
     "trees for other rows": (MaskError, "each of the 2, got 3", None, {"mask": AfterPrefix([Tree([-1])] * 3)}),
+    "a tree for some rows": (
+        MaskError,
+        "same for all batch rows and heads, got 2 rows and 1 heads",
+        None,
+        {"mask": lambda: AfterPrefix(Causal() & KeyPadding([1, 2]))},
+    ),
+    "a mask of fewer heads": (
+        MaskError,
+        "heads must be the mask's 2 heads, got 4",
+        None,
+        {"mask": MaskMod(lambda b, h, q, k: (k <= q) & (h == 0), heads=2)},
+    ),
+    "no tensor": (PageError, "query must be a tensor", [1.0], {}),
+    "sinks that are no tensor": (PageError, "sinks must be a tensor with one logit per", None, {"sinks": [0.0] * 4}),
+    "sinks that learn": (PageError, "sinks requires grad", None, {"sinks": torch.zeros(4, requires_grad=True)}),
     "sinks of another head count": (PageError, "one logit per query head, \\(4,\\)", None, {"sinks": torch.zeros(2)}),
     "an unknown kernel": (KernelError, "did you mean 'gather'", None, {"kernel": "gathr"}),
     "a kernel that cannot": (KernelError, "decode runs on cuda, got tensors on cpu", None, {"kernel": "decode"}),
@@ -104,7 +145,12 @@ READS = {
 def test_a_read_that_does_not_fit_is_refused(cache, name):
     error, message, query, options = READS[name]
     query = cache.query if query is None else query
-    refused(cache, error, message, lambda: cache.pool.attend(0, query, cache.plan, **options))
+
+    def attend():
+        made = {name: value() if callable(value) else value for name, value in options.items()}
+        cache.pool.attend(0, query, cache.plan, **made)
+
+    refused(cache, error, message, attend)
 
 
 CHANGES = {
@@ -177,11 +223,17 @@ def test_a_layer_that_looks_behind_what_was_released_is_refused():
     ("message", "make"),
     [
         ("layers must hold at least one", lambda a: PagePool(a, [])),
+        ("layers must hold at least one Layer, and nothing else", lambda a: PagePool(a, Layer(1, 8))),
+        ("page_size must be a whole number >= 1, got -1", lambda a: PagePool(a, [Layer(1, 8)], page_size=-1)),
+        ("dtype must be one of .*, got torch.int32", lambda a: PagePool(a, [Layer(1, 8)], dtype=torch.int32)),
+        ("plan must be a StepPlan, got None", lambda a: PagePool(a, [Layer(1, 8)]).write(0, None, None, None)),
+        (r"the allocator's page_size \(2\), got 1", lambda a: plan_for(PagePool(a, [Layer(1, 8)], page_size=1))),
+        ("must be at most 2147483647, .*, got 1, 1 and 2147483648", lambda a: plan_for(
+            PagePool(a, [Layer(1, 8)]), max_length=1 << 31)),
         ("kv_heads must be a whole number >= 1", lambda a: Layer(0, 8)),
         ("window must be a whole number >= 1", lambda a: Layer(1, 8, window=0)),
         ("layer must be below the pool's 1", lambda a: PagePool(a, [Layer(1, 8)]).write(1, None, None, None)),
-        ("max_length must be a whole number", lambda a: StepPlan(
-            PagePool(a, [Layer(1, 8)]), max_sequences=1, max_tokens=1, max_length=0)),
+        ("max_length must be a whole number", lambda a: plan_for(PagePool(a, [Layer(1, 8)]), max_length=0)),
         ("masks must be a mask", lambda a: AfterPrefix([])),
         ("reads its batch index", lambda a: MaskMod(lambda b, h, q, k: k <= q + b)),
     ],
@@ -189,3 +241,7 @@ def test_a_layer_that_looks_behind_what_was_released_is_refused():
 def test_what_cannot_be_made_says_so(message, make):
     with pytest.raises(AttnspanError, match=message):
         make(PageAllocator(num_pages=4, page_size=2))
+
+
+def plan_for(pool, max_length=8):
+    return StepPlan(pool, max_sequences=1, max_tokens=1, max_length=max_length)

@@ -9,6 +9,7 @@ from attnspan.paged import AfterPrefix
 from attnspan.testing import loopback
 from tests.paged import test_sharded
 from tests.paged.cases import Cache, agree, words
+from tests.paged.test_quantised import Stored
 
 # torch's compiler warns of its own parts.
 pytestmark = [pytest.mark.cuda, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
@@ -28,9 +29,13 @@ def history(cache, kernel, **options):
         agree(cache.attend(kernel=kernel, **options), cache.expected(**options), cache.layer.dtype)
 
 
-def cuda_cache(page_size, **more):
+def sized(page_size, **more):
     sizes = {"pages": 2 + 1200 // page_size + 12, "dim": 64, "heads": 8, "max_tokens": 800, "max_length": 600}
-    return Cache(page_size=page_size, device="cuda", **(sizes | more))
+    return {"page_size": page_size, "device": "cuda"} | sizes | more
+
+
+def cuda_cache(page_size, **more):
+    return Cache(**sized(page_size, **more))
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -82,6 +87,40 @@ def test_shared_beginnings(kernel):
     cache.step([(other, 3), (a, 1), (b, 3), (c, 2)], share=True)
     assert cache.plan.shared
     agree(cache.attend(kernel=kernel), cache.expected(), torch.bfloat16)
+
+
+@pytest.mark.parametrize("stored", [torch.int8, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("page_size", [3, 16, 128])
+def test_keys_in_eight_bits(stored, dtype, page_size):
+    for kernel in ("decode", "auto"):
+        history(Stored(stored, wanted=dtype, **sized(page_size, window=130 if page_size == 16 else None)), kernel)
+
+
+@pytest.mark.parametrize("stored", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_keys_in_eight_bits_with_shared_beginnings_and_odd_dims(stored):
+    cache = Stored(stored, wanted=torch.bfloat16, **sized(16, heads=12, dim=80))
+    a, other = cache.add(300), cache.add(5)
+    b, c = cache.fork(a, 2)
+    cache.step([(other, 3), (a, 1), (b, 3), (c, 2)], share=True)
+    assert cache.plan.shared
+    agree(cache.attend(kernel="decode"), cache.expected(), torch.bfloat16)
+
+
+@pytest.mark.parametrize("kernel", ["decode", "gather", "flex"])
+def test_a_layer_of_more_numbers_than_32_bits_count(kernel):
+    """More than 2^31 keys in one tensor; the sequences lie at its end."""
+    cache = Cache(page_size=128, pages=16500, heads=16, kv_heads=8, dim=128, dtype=torch.bfloat16, device="cuda")
+    assert cache.pool.keys[0].numel() > 1 << 31
+    cache.allocator._free.reverse()
+    a, b = cache.add(200), cache.add(30)
+    assert min(cache.allocator.table(a) + cache.allocator.table(b)) > 16490
+    cache.step([(a, 1), (b, 1)])
+    if kernel == "flex":
+        with pytest.raises(KernelError, match=r"flex needs layers of at most 2\^31 numbers"):
+            cache.attend(kernel=kernel)
+    else:
+        agree(cache.attend(kernel=kernel), cache.expected(), torch.bfloat16)
 
 
 @pytest.mark.parametrize("kernel", ["auto", "flex"])

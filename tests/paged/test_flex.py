@@ -13,7 +13,7 @@ import torch
 from attnspan.masks import Full, MaskMod, PrefixLM, SlidingWindow, Tree
 from attnspan.paged import AfterPrefix
 from attnspan.paged.kernels import flex
-from tests.paged.cases import Cache, agree, words
+from tests.paged.cases import Cache, agree, alike_out_of_order, words
 
 
 def as_flex_attention_does(q, k, v, score_mod, block_mask, scale):
@@ -95,6 +95,11 @@ def test_pages_behind_a_window_are_not_listed(stand_in):
     agree(cache.attend(kernel="flex"), cache.expected())
 
 
+def test_shared_pages_are_listed_for_every_position(stand_in):
+    cache = alike_out_of_order()
+    agree(cache.attend(kernel="flex"), cache.expected())
+
+
 def test_a_tree_of_guesses(stand_in):
     cache = Cache(page_size=4)
     a, b = cache.add(9), cache.add(14)
@@ -110,3 +115,7 @@ def test_the_kernel_says_what_it_cannot():
     assert flex.supports(None, reading, cache.query, *pages) == "flex runs on cuda, got tensors on cpu"
     on_cuda = SimpleNamespace(device=torch.device("cuda"), dtype=torch.float64, shape=cache.query.shape, is_cuda=True)
     assert "flex needs pages of 128 slots or a multiple" in flex.supports(None, reading, on_cuda, *pages)
+    wide = SimpleNamespace(device=torch.device("cuda"), dtype=torch.float32, shape=(1, 8, 128), is_cuda=True)
+    paged = SimpleNamespace(page_size=128, spread=reading.spread)
+    huge = torch.empty(16500, 128, 8, 128, device="meta")
+    assert "at most 2^31 numbers" in flex.supports(None, paged, wide, huge, huge)

@@ -4,6 +4,8 @@ Exactly: attention over a quantised cache is attention over the numbers that it 
 these are from what was written is bounded, and so is what that does to the result.
 """
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given
@@ -12,8 +14,10 @@ from hypothesis import strategies as st
 from attnspan.errors import KernelError, PageError
 from attnspan.masks import SlidingWindow
 from attnspan.paged import Layer, PageAllocator, PagePool, PrefixCache, StepPlan
+from attnspan.paged.kernels import decode, flex
 from attnspan.paged.quantised import Quantised, error_bound, quantised
 from attnspan.paged.reading import tensors
+from attnspan.paged.scoring import Scoring
 from tests.paged.cases import NAN, Cache, agree
 
 DTYPES = [torch.int8, torch.float8_e4m3fn]
@@ -27,8 +31,9 @@ class Stored(Cache):
         self.stored = dtype
         super().__init__(dtype=wanted, **options)
         layer = Layer(self.layer.kv_heads, self.layer.head_dim, window=self.layer.window, dtype=wanted, quantised=dtype)
-        self.pool = PagePool(self.allocator, [layer])
-        self.plan = StepPlan(self.pool, max_sequences=8, max_tokens=256, max_length=400)
+        self.pool = PagePool(self.allocator, [layer], device=self.device)
+        sizes = {name: getattr(self.plan, name) for name in ("max_sequences", "max_tokens", "max_length")}
+        self.plan = StepPlan(self.pool, **sizes)
         self.layer = self.pool.layers[0]
         self.written_k, self.written_v = {}, {}
         self.poison()
@@ -72,7 +77,7 @@ def test_half_precision_queries_meet_stored_numbers_in_float32(dtype):
 
 
 @each_dtype
-@given(st.integers(0, 10_000), st.floats(-6, 6), st.floats(0, 4))
+@given(st.integers(0, 10_000), st.floats(-46, 37), st.floats(0, 4))  # from less than float32 knows to nearly its most
 def test_a_stored_number_is_within_its_bound(dtype, seed, size, spread):
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(5, 3, 16, generator=generator) * 10**size
@@ -163,9 +168,30 @@ def test_what_cannot_be_is_refused():
         Layer(1, 8, quantised=torch.int4)
     cache = Stored(torch.int8, page_size=4)
     cache.step([(cache.add(), 1)])
-    for kernel in ("decode", "flex"):
-        with pytest.raises(KernelError, match=f"kernel='{kernel}' cannot attend over these pages"):
-            cache.attend(kernel=kernel)
+    with pytest.raises(KernelError, match="kernel='flex' cannot attend over these pages"):
+        cache.attend(kernel="flex")
+    assert flex.supports(None, cache.plan.reading, *on_cuda(cache)) == (
+        "flex reads keys as they were written, got torch.int8 codes"
+    )
+
+
+def on_cuda(cache):
+    """A query that says it is on CUDA, and the pages."""
+    query = SimpleNamespace(device=torch.device("cuda"), dtype=torch.float32, shape=cache.query.shape)
+    return query, cache.pool.keys[0], cache.pool.values[0]
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
+def test_decode_reads_codes_that_the_device_knows(capability, monkeypatch):
+    monkeypatch.setattr(decode, "_capability", lambda device: capability)
+    monkeypatch.setattr(decode, "has_triton", lambda: True)
+    reasons = []
+    for dtype in DTYPES:
+        cache = Stored(dtype, page_size=4)
+        cache.step([(cache.add(), 1)])
+        reasons.append(decode.supports(Scoring(1.0), cache.plan.reading, *on_cuda(cache)))
+    old = "decode needs a device of compute capability 8.9 for torch.float8_e4m3fn, got (8, 0)"
+    assert reasons == [None, old if capability < (8, 9) else None]
 
 
 def test_twin_poisoned_scales_would_show():

@@ -196,7 +196,11 @@ def test_handing_over_is_one_exchange_of_what_is_elsewhere():
         ("allocator's page_size must be ranks x the pool's, 2 x 4, got 4", lambda w: sharded(w, 4, 4)),
         ("interleave must divide the pool's page_size", lambda w: sharded(w, 8, 4, interleave=3)),
         ("interleave must be a whole number >= 1", lambda w: sharded(w, 8, 4, interleave=0)),
-        ("made by ShardedPages.plan", lambda w: attend_with_a_plain_plan(w)),
+        ("a part of each page is for ShardedPages", lambda w: a_plain_plan(w)),
+        ("made by ShardedPages.plan", lambda w: attend_with_a_plan_of_another_interleave(w)),
+        ("must be one of this pool's", lambda w: attend_with_a_plan_of_another_pool(w)),
+        ("the plan is stale", lambda w: hand_over_after_a_change(w)),
+        ("layer must be below the pool's 1 layers, got 1", lambda w: hand_over_wrongly(w, layer=1)),
         ("page tables differ between rank 0 and ranks \\[1\\]", lambda w: disagree(w)),
         ("cp must be on the same ranks", lambda w: hand_over_wrongly(w, ranks=5)),
         ("multiple of seq_len=9, got 8", lambda w: hand_over_wrongly(w, seq_len=9)),
@@ -218,10 +222,33 @@ def sharded(world, size, local, interleave=1):
     )
 
 
-def attend_with_a_plain_plan(world):
+def a_plain_plan(world):
+    StepPlan(sharded(world, 8, 4).pool, max_sequences=1, max_tokens=4, max_length=8)
+
+
+def attend_with_a_plan_of_another_interleave(world):
     pages = sharded(world, 8, 4)
-    plan = StepPlan(pages.pool, max_sequences=1, max_tokens=4, max_length=8).step([(pages.allocator.add(), 1)])
+    other = ShardedPages(pages.pool, world, interleave=2)
+    plan = other.plan(max_sequences=1, max_tokens=4, max_length=8).step([(pages.allocator.add(), 1)])
     pages.attend(0, drawn(0, 1, HEADS, DIM), plan)
+
+
+def attend_with_a_plan_of_another_pool(world):
+    pages, other = sharded(world, 8, 4), sharded(world, 8, 4)
+    plan = other.plan(max_sequences=1, max_tokens=4, max_length=8).step([(other.allocator.add(), 1)])
+    pages.attend(0, drawn(0, 1, HEADS, DIM), plan)
+
+
+def hand_over_after_a_change(world):
+    """Between two layers, the pages went to another sequence."""
+    pages = sharded(world, 8, 4)
+    seq = pages.allocator.add()
+    plan = pages.plan(max_sequences=1, max_tokens=8, max_length=8).step([(seq, 8)])
+    session = Session(Contiguous(2), 8, world)
+    shard = drawn(0, 1, KV_HEADS, 4, DIM)
+    pages.from_context_parallel(0, shard, shard, session, plan)
+    pages.allocator.free(seq)
+    pages.from_context_parallel(0, shard, shard, session, plan)
 
 
 def disagree(world):
@@ -230,11 +257,11 @@ def disagree(world):
     pages.agree()
 
 
-def hand_over_wrongly(world, ranks=2, seq_len=8, tokens=4):
+def hand_over_wrongly(world, ranks=2, seq_len=8, tokens=4, layer=0):
     pages = sharded(world, 8, 4)
     plan = pages.plan(max_sequences=1, max_tokens=8, max_length=8).step([(pages.allocator.add(), 8)])
     session = Session(Contiguous(ranks), seq_len, type("Fake", (), {"rank": world.rank, "ranks": ranks}))
-    pages.from_context_parallel(0, *(drawn(0, 1, KV_HEADS, tokens, DIM) for _ in range(2)), session, plan)
+    pages.from_context_parallel(layer, *(drawn(0, 1, KV_HEADS, tokens, DIM) for _ in range(2)), session, plan)
 
 
 def in_a_process(rank):

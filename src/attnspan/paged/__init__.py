@@ -7,7 +7,8 @@
     kernels/       attention over pages: `decode` and `flex` for CUDA, `gather`, `reference`
     sharded.py     pages over ranks, and what context parallelism hands over to them
 
-Below these: reading.py (what kernels are told), scoring.py (masks and score_mods), quantised.py, after_prefix.py.
+Below these: attending.py (what is asked), reading.py (what kernels are told), scoring.py (masks and score_mods),
+quantised.py, after_prefix.py.
 """
 
 from attnspan.paged.after_prefix import AfterPrefix

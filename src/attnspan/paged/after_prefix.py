@@ -38,6 +38,12 @@ class AfterPrefix:
         masks = (self.masks,) if isinstance(self.masks, Mask) else tuple(self.masks)
         if not masks or not all(isinstance(mask, Mask) for mask in masks):
             raise MaskError(f"masks must be a mask such as Tree([-1, 0, 0]), or one for each row, got {self.masks!r}")
+        for mask in masks:
+            if mask.rows > 1 or mask.heads > 1:
+                raise MaskError(
+                    f"masks must be the same for all batch rows and heads, got {mask.rows} rows and {mask.heads} heads "
+                    f"of {mask!r}; give a list with a mask for each row"
+                )
         object.__setattr__(self, "masks", masks)
 
     def check_fits(self, queries: tuple[int, ...]) -> None:

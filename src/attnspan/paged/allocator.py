@@ -15,8 +15,12 @@ the null page: it belongs to nobody, stands in tables where there is nothing, an
 which it may grow with no question asked: the end of its last page while it is the page's only reader, its own length
 as soon as anyone else might be. Whatever makes a page shared lowers that limit; who meets it looks more closely.
 
-[Note: all or nothing] `step` goes ahead and takes pages as it meets the need for them; when one cannot be had, or an
-item makes no sense, what was done is undone in reverse, and the error is raised. Other operations look first.
+[Note: all or nothing] Every operation looks first and then acts. `step` reads its whole batch, refuses what makes no
+sense, and counts pages only if there is not plainly room for the worst case; from then on nothing can fail.
+
+[Note: stamps] Whoever copied a table can tell whether it is still the same: each row has a stamp, a number that is
+given out once, and gets a new one when an entry of its table changes, or when it was trimmed. So a row is as it was if
+its stamp and its length are.
 
 Time: O(1) for each page that changes hands, and nothing follows the size of the pool but making it, `check` and
 `stats`. Knows nothing of tensors, devices, layers or what tokens are.
@@ -24,11 +28,13 @@ Time: O(1) for each page that changes hands, and nothing follows the size of the
 
 from __future__ import annotations
 
+import reprlib
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
-from typing import NamedTuple, NoReturn
+from itertools import count
+from operator import add
+from typing import NamedTuple
 
 from attnspan.errors import PageError, PoolExhausted, UnknownSequence, whole
 
@@ -64,15 +70,24 @@ class Stats(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Row:
-    """One sequence: its length, the length it may grow to unasked, its pages, and how often earlier entries changed."""
+    """One sequence: its length, the length it may grow to unasked, its pages. See [Note: limits], [Note: stamps]."""
 
     length: int
     limit: int
     table: array[int]
-    edits: int = 0
+    stamp: int
     first: int = 0  # the first position whose page was not released
-    version: int = 0
     host: array[int] | None = None  # where its pages lie while it is swapped out
+
+
+class Asked(NamedTuple):
+    """A batch that makes sense: each sequence once, its new tokens, its row, its length before and after."""
+
+    seqs: tuple[int, ...]
+    counts: tuple[int, ...]
+    rows: list[Row]
+    starts: list[int]
+    lengths: list[int]
 
 
 class PageAllocator:
@@ -99,9 +114,9 @@ class PageAllocator:
         self._host_free = list(range(self.host_pages - 1, -1, -1))
         self._readers = [0] * self.num_pages
         self._rows: dict[int, Row] = {}
-        self._next = 0
-        # A prefix cache is one more reader of its pages. It is told when it is the last, and asked for pages when
-        # none are free: the pages it would give up for so many more, or None if it cannot.
+        self._next, self._stamps = 0, count(1)
+        # A prefix cache is one more reader of its pages. It is told when it is the last, and when too few pages are
+        # free, it is asked to give up so many more: it does, or says no and keeps them all.
         self._kept: dict[int, object] = {}
         self._when_idle: Callable[[int], None] | None = None
         self._reclaim: Callable[[int], bool] | None = None
@@ -110,14 +125,14 @@ class PageAllocator:
 
     def add(self, tokens: int | None = None) -> int:
         """A new sequence, without tokens or with room for so many; its id, which is never given out again."""
-        count = 0 if tokens is None else whole("tokens", tokens, error=PageError)
-        self._take(-(-count // self.page_size))
+        tokens = 0 if tokens is None else whole("tokens", tokens, error=PageError)
+        self._take(-(-tokens // self.page_size))
         seq = self._next
         self._next += 1
-        self._rows[seq] = Row(0, 0, array("i"))
+        self._rows[seq] = Row(0, 0, array("i"), next(self._stamps))
         self.epoch += 1
-        if count:
-            self.step([(seq, count)])
+        if tokens:
+            self.step([(seq, tokens)])
         return seq
 
     def step(self, batch: Iterable[tuple[int, int]]) -> Given:
@@ -125,112 +140,80 @@ class PageAllocator:
 
         Raises PoolExhausted with the pages that the whole batch needs and those there are.
         """
-        batch = batch if isinstance(batch, list) else list(batch)
-        if set(map(type, map(itemgetter(1), batch))) - {int}:
-            batch = [(seq, whole("new_tokens", new, error=PageError)) for seq, new in batch]
-        given = self._stepped(batch)
-        if given is None:
-            needed = self._needed(batch)
-            if not self._reclaimed(needed):
-                raise PoolExhausted(needed, len(self._free))
-            given = self._stepped(batch)
-            assert given is not None, "as many pages are free as were counted"
+        return self._commit(self._asked(batch))
+
+    def _asked(self, batch: Iterable[tuple[int, int]]) -> Asked:
+        """Read a batch, or refuse it. Lists, not loops: every step pays for it."""
+        try:
+            seqs, counts = zip(*batch, strict=True) if (batch := list(batch)) else ((), ())
+            found = list(map(self._rows.get, seqs))
+        except (TypeError, ValueError):
+            raise PageError(
+                f"batch must be pairs of a sequence and its new tokens, got {reprlib.repr(batch)}"
+            ) from None
+        if set(map(type, counts)) - {int}:
+            counts = tuple(whole("new_tokens", new, error=PageError) for new in counts)
+        rows = [row for row in found if row is not None and row.host is None]
+        if len(rows) < len(found) or min(counts, default=0) < 0:
+            for seq, new in zip(seqs, counts, strict=True):
+                self._present(seq, "make room for")
+                if new < 0:
+                    raise PageError(
+                        f"new_tokens must be a whole number >= 0, got {new} for sequence {seq}; to shorten it, trim"
+                    )
+        if len(set(seqs)) < len(seqs):
+            total = dict.fromkeys(seqs, 0)
+            for seq, new in zip(seqs, counts, strict=True):
+                total[seq] += new
+            return self._asked(total.items())
+        starts = [row.length for row in rows]
+        return Asked(seqs, counts, rows, starts, list(map(add, starts, counts)))
+
+    def _commit(self, asked: Asked) -> Given:
+        """Give the rows of a batch their pages. See [Note: all or nothing]."""
+        seqs, counts, rows, _, lengths = asked
+        growing = [(seq, row, new) for seq, row, new in zip(seqs, rows, lengths, strict=True) if new > row.limit]
+        # New tokens fill at most so many pages, and begin at most one more; the last page may have to be copied.
+        if sum(counts) // self.page_size + 2 * len(growing) > len(self._free):
+            self._take(self._needed(asked))
+        given = Given([], [])
+        free, readers, size, stamps = self._free, self._readers, self.page_size, self._stamps
+        for seq, row, length in growing:
+            table, index = row.table, len(row.table)
+            if row.length < index * size and readers[table[-1]] > 1:
+                given.copies.append(self._copied(row))
+            limit = index * size
+            while limit < length:
+                page = free.pop()
+                readers[page] = 1
+                table.append(page)
+                given.pages.append((seq, index, page))
+                limit += size
+                index += 1
+            row.limit, row.stamp = limit, next(stamps)
+        for row, length in zip(rows, lengths, strict=True):
+            row.length = length
         self.epoch += 1
         return given
 
-    def _stepped(self, batch: list[tuple[int, int]]) -> Given | None:
-        """The step, or None and no trace of it where pages ran out. The loop is written for speed."""
-        rows = self._rows
-        given = Given([], [])
-        asked: list[tuple[int, int, int, int]] = []  # (place in batch, old limit, old pages, old last page or 0)
-        place = 0
-        try:
-            for place, (seq, new) in enumerate(batch):  # read after the loop
-                row = rows[seq]
-                length = row.length + new
-                if length > row.limit:
-                    asked.append((place, row.limit, len(row.table), 0))
-                    self._grow(seq, row, length, given, asked)
-                elif new < 0 or row.host is not None:
-                    raise ValueError
-                row.length = length
-                row.version += 1
-        except (IndexError, KeyError, ValueError) as error:
-            self._undo(batch, place, asked)
-            if isinstance(error, IndexError):
-                return None
-            self._explain(*batch[place])
-        return given
+    def _copied(self, row: Row) -> tuple[int, int]:
+        """Give a row a page of its own in place of its last one, which others read; (from, to)."""
+        page, last = self._free.pop(), row.table[-1]
+        self._readers[page], row.table[-1] = 1, page
+        self._drop(last)
+        return last, page
 
-    def _grow(self, seq: int, row: Row, length: int, given: Given, asked: list[tuple[int, int, int, int]]) -> None:
-        """Give a row the pages up to `length`; IndexError, after any part of the work, if there are none left."""
-        if row.host is not None:
-            raise ValueError
-        table, free, readers, size = row.table, self._free, self._readers, self.page_size
-        index = len(table)
-        if row.length < index * size and readers[table[-1]] > 1:
-            page, last = free.pop(), table[-1]
-            asked[-1] = (*asked[-1][:3], last)
-            readers[page], table[-1] = 1, page
-            row.edits += 1
-            readers[last] -= 1  # at least one reader stays: neither free nor idle, unless a cache is that one
-            if readers[last] == 1 and last in self._kept:
-                self._when_idle(last)  # type: ignore[misc]  # set by whoever keeps pages
-            given.copies.append((last, page))
-        row.limit = index * size
-        while row.limit < length:
-            page = free.pop()
-            readers[page] = 1
-            table.append(page)
-            row.limit += size
-            given.pages.append((seq, index, page))
-            index += 1
-
-    def _undo(self, batch: list[tuple[int, int]], place: int, asked: list[tuple[int, int, int, int]]) -> None:
-        """Take back the items before `place`, and what was begun of the one there."""
-        done = place  # items before it have their new length
-        for at in range(place, -1, -1):
-            row = self._rows.get(batch[at][0])
-            if row is None:
-                continue
-            if at < done:
-                row.length -= batch[at][1]
-                row.version -= 1
-            if asked and asked[-1][0] == at:
-                _, row.limit, pages, last = asked.pop()
-                while len(row.table) > pages:
-                    self._drop(row.table.pop())
-                if last:
-                    self._drop(row.table[-1])
-                    row.table[-1] = last
-                    self._readers[last] += 1
-                    row.edits -= 1
-
-    def _explain(self, seq: int, new: int) -> NoReturn:
-        row = self._row(seq)
-        if row.host is not None:
-            raise PageError(f"sequence {seq} is swapped out; swap_in({seq}) before it grows")
-        raise PageError(f"new_tokens must be a whole number >= 0, got {new} for sequence {seq}; to shorten it, trim")
-
-    def _needed(self, batch: list[tuple[int, int]]) -> int:
+    def _needed(self, asked: Asked) -> int:
         """The pages a step takes, counted without taking any."""
-        needed, lengths, copied, readers = 0, dict[int, int](), set[int](), dict[int, int]()
-        for seq, new in batch:
-            row = self._row(seq)
-            if new < 0 or row.host is not None:
-                self._explain(seq, new)  # before a page is reclaimed for a batch that is refused after all
-            old = lengths.get(seq, row.length)
-            lengths[seq] = old + new
-            if not new:
-                continue
-            pages = max(len(row.table), -(-old // self.page_size))
-            last = row.table[-1] if row.table else NULL_PAGE
-            if seq not in copied and row.length < len(row.table) * self.page_size:
+        needed, readers = 0, dict[int, int]()
+        for row, start, length in zip(asked.rows, asked.starts, asked.lengths, strict=True):
+            pages = len(row.table)
+            if start < length and start < pages * self.page_size:  # it writes to its last page
+                last = row.table[-1]
                 left = readers.get(last, self._readers[last])
                 needed += left > 1
                 readers[last] = left - (left > 1)
-                copied.add(seq)
-            needed += max(0, -(-(old + new) // self.page_size) - pages)
+            needed += max(0, -(-length // self.page_size) - pages)
         return needed
 
     def fork(self, seq: int, n: int = 1) -> list[int]:
@@ -244,7 +227,7 @@ class PageAllocator:
         forks = range(self._next, self._next + n)
         self._next += n
         for fork in forks:
-            self._rows[fork] = Row(row.length, row.length, row.table[:], first=row.first)
+            self._rows[fork] = Row(row.length, row.length, row.table[:], next(self._stamps), row.first)
         self.epoch += 1
         return list(forks)
 
@@ -254,7 +237,7 @@ class PageAllocator:
             self._readers[page] += 1
         seq = self._next
         self._next += 1
-        self._rows[seq] = Row(length, length, array("i", pages))
+        self._rows[seq] = Row(length, length, array("i", pages), next(self._stamps))
         self.epoch += 1
         return seq
 
@@ -278,7 +261,6 @@ class PageAllocator:
         while len(row.table) > pages:
             self._drop(row.table.pop())
         row.length = row.limit = length
-        row.edits += 1
         self._changed(row)
 
     def release_window(self, seq: int, window: int) -> int:
@@ -296,7 +278,6 @@ class PageAllocator:
             given_up += 1
         if given_up:
             row.first = before * self.page_size
-            row.edits += 1
             self._changed(row)
         return given_up
 
@@ -324,7 +305,6 @@ class PageAllocator:
             self._drop(page)
         row.table = array("i")
         row.limit = row.length  # it meets its limit, and is found to be elsewhere
-        row.edits += 1
         self._changed(row)
         return moves
 
@@ -341,7 +321,6 @@ class PageAllocator:
             self._host_free.append(there)
         row.host = None
         row.limit = len(row.table) * self.page_size
-        row.edits += 1
         self._changed(row)
         return moves
 
@@ -353,6 +332,10 @@ class PageAllocator:
     def __len__(self) -> int:
         return len(self._rows)
 
+    def __repr__(self) -> str:
+        pages = f"{self.num_pages - 1} pages of {self.page_size} slots"
+        return f"PageAllocator({len(self)} sequences, {self.free_pages} free of {pages})"
+
     def length(self, seq: int) -> int:
         """The tokens of a sequence."""
         return self._row(seq).length
@@ -360,6 +343,14 @@ class PageAllocator:
     def table(self, seq: int) -> list[int]:
         """The pages of a sequence, in order; null pages where they were released."""
         return self._row(seq).table.tolist()
+
+    def needs(self, batch: Iterable[tuple[int, int]]) -> int:
+        """The pages that `step` would take for a batch, copies of shared pages among them; nothing changes."""
+        return self._needed(self._asked(batch))
+
+    def reserve(self, pages: int) -> bool:
+        """Whether so many pages are free, if need be after a prefix cache gave some up; it gives up none in vain."""
+        return self._reclaimed(whole("pages", pages, error=PageError))
 
     @property
     def free_pages(self) -> int:
@@ -433,7 +424,7 @@ class PageAllocator:
         return row
 
     def _changed(self, row: Row) -> None:
-        row.version += 1
+        row.stamp = next(self._stamps)
         self.epoch += 1
 
     def _take(self, needed: int) -> None:

@@ -17,7 +17,7 @@ Nothing here waits for the device, and nothing follows the size of the pool.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -25,16 +25,20 @@ from torch import Tensor
 
 from attnspan.errors import MaskError, PageError, whole
 from attnspan.kernels import merge_into
-from attnspan.masks import Causal, Mask
+from attnspan.masks import Mask
 from attnspan.paged.after_prefix import AfterPrefix
 from attnspan.paged.allocator import PageAllocator
+from attnspan.paged.attending import Attends, Options
 from attnspan.paged.kernels import choose
 from attnspan.paged.quantised import Quantised, check_dtype, quantised
 from attnspan.paged.reading import Pages, Reading, tensors
-from attnspan.paged.scoring import ScoreFunction, Scoring, check_fits, scoring
+from attnspan.paged.scoring import Scoring, check_fits, scoring
 from attnspan.paged.step_plan import StepPlan
 
-CAUSAL = Causal()
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+Read = Callable[[Reading, Tensor], tuple[Tensor, Tensor]]
+"""Attention of queries over what a reading says: (out, lse)."""
 
 MOST_KEPT = 64
 """How many masks a pool remembers the functions of."""
@@ -64,7 +68,7 @@ class Layer:
         check_dtype(self.quantised)
 
 
-class PagePool:
+class PagePool(Attends):
     """Keys and values of `layers` in the pages of an allocator.
 
     >>> allocator = PageAllocator(num_pages=8, page_size=4)
@@ -86,10 +90,17 @@ class PagePool:
         page_size: int | None = None,
     ) -> None:
         self.allocator = allocator
-        self.page_size = allocator.page_size if page_size is None else page_size  # of one rank: see sharded.py
+        size = allocator.page_size if page_size is None else page_size  # of one rank: see sharded.py
+        self.page_size = whole("page_size", size, at_least=1, error=PageError)
+        if isinstance(layers, Layer) or not layers or not all(isinstance(layer, Layer) for layer in layers):
+            raise PageError(f"layers must hold at least one Layer, and nothing else, got {layers!r}")
         self.layers = tuple(replace(layer, dtype=layer.dtype or dtype) for layer in layers)
-        if not self.layers:
-            raise PageError("layers must hold at least one Layer, got none")
+        for layer in self.layers:
+            if layer.dtype not in DTYPES:
+                raise PageError(
+                    f"dtype must be one of {', '.join(map(str, DTYPES))}, got {layer.dtype}; keys in 8 bits are "
+                    "Layer(..., quantised=)"
+                )
         self.device = torch.empty(0, device=device).device
         pages = allocator.num_pages
         self.keys = tuple(self._pages(layer, layer.head_dim, pages, self.device) for layer in self.layers)
@@ -104,13 +115,17 @@ class PagePool:
         codes = torch.zeros(shape, dtype=torch.int8, device=device)
         return Quantised(codes, torch.zeros(shape[:3], device=device), layer.quantised)
 
+    def __repr__(self) -> str:
+        size = sum(x.nbytes for x in tensors(*self.keys, *self.values))
+        shape = f"{self.allocator.num_pages} pages of {self.page_size} slots"
+        return f"PagePool({len(self.layers)} layers, {shape}, {size / 2**20:.1f} MiB on {self.device})"
+
     # ---- writing ---------------------------------------------------------------------------------------------------
 
     def write(self, layer: int, key: Tensor, value: Tensor, plan: StepPlan) -> None:
         """Put the new tokens' keys (tokens, key heads, dim) and values where the plan says."""
         index, spec = self._layer(layer)
-        plan.check()
-        self._check_plan(plan)
+        self.check_plan(plan)
         for name, given, dim in (("key", key, spec.head_dim), ("value", value, spec.value_dim)):
             self._check(name, given, (plan.tokens, spec.kv_heads, dim), spec.dtype)
         self.put(index, key, value, plan.slots)
@@ -134,9 +149,10 @@ class PagePool:
 
     def swap_out(self, seq: int) -> None:
         """Move a sequence to the host."""
+        host = self._on_host()  # first: if there is no memory for it, nothing was changed
         moves = self.allocator.swap_out(seq)
         here, there = self._indices(moves)
-        for pages, kept in zip(tensors(*self.keys, *self.values), self._on_host(), strict=True):
+        for pages, kept in zip(tensors(*self.keys, *self.values), host, strict=True):
             kept.index_copy_(0, there.cpu(), pages.index_select(0, here).cpu())
 
     def swap_in(self, seq: int) -> None:
@@ -159,74 +175,38 @@ class PagePool:
 
     # ---- attention -------------------------------------------------------------------------------------------------
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        plan: StepPlan,
-        *,
-        mask: Mask | AfterPrefix = CAUSAL,
-        score_mod: ScoreFunction | None = None,
-        sinks: Tensor | None = None,
-        scale: float | None = None,
-        return_lse: bool = False,
-        kernel: str = "auto",
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """Attention of the new tokens' queries (tokens, heads, dim) over all tokens of their sequences.
-
-        The mask speaks of positions in each sequence, counted from its start, and of rows of the plan. `sinks` (heads,)
-        is a logit per head that takes part in every softmax and has no value. Returns out (tokens, heads, value dim),
-        with `return_lse` also lse (tokens, heads), natural log.
-        """
-        index, _ = self._layer(layer)
-        out, lse = self.partial(index, query, plan, mask=mask, score_mod=score_mod, scale=scale, kernel=kernel)
-        if sinks is not None:
-            out, lse = with_sinks(out, lse, sinks)
-        out = out.to(query.dtype)
-        return (out, lse) if return_lse else out
-
-    def partial(
-        self,
-        layer: int,
-        query: Tensor,
-        plan: StepPlan,
-        *,
-        mask: Mask | AfterPrefix = CAUSAL,
-        score_mod: ScoreFunction | None = None,
-        scale: float | None = None,
-        kernel: str = "auto",
-    ) -> tuple[Tensor, Tensor]:
+    def partial(self, layer: int, query: Tensor, plan: StepPlan, options: Options) -> tuple[Tensor, Tensor]:
         """(out, lse) over the keys that lie here, not yet rounded: what ranks that share a sequence exchange."""
         index, spec = self._layer(layer)
+        self.check_plan(plan)
         reading = plan.reading
-        self._check_plan(plan)
         self._check_query(query, plan, spec)
-        scale = spec.head_dim**-0.5 if scale is None else float(scale)
-        asked = self._scoring(mask, spec.window, plan)
-        asked = replace(asked, scale=scale, score_mod=score_mod)
+        scale = spec.head_dim**-0.5 if options.scale is None else float(options.scale)
+        asked = self._scoring(options.mask, spec.window, plan, query.shape[1])
+        asked = replace(asked, scale=scale, score_mod=options.score_mod)
         self._check_window(asked, plan)
-        pages = self.keys[index], self.values[index]
-        if not plan.shared:
-            return choose(kernel, asked, reading, query, *pages).forward(asked, reading, query, *pages)
-        if asked.program:
+        if plan.shared and asked.program:
             raise MaskError(f"a plan made with share=True serves causal masks and windows, got a {asked.program}")
-        return self._cascade(asked, reading, query, plan, pages, kernel)
 
-    def _cascade(
-        self, asked: Scoring, reading: Reading, query: Tensor, plan: StepPlan, pages: tuple[Pages, Pages], kernel: str
-    ) -> tuple[Tensor, Tensor]:
+        def read(reading: Reading, query: Tensor) -> tuple[Tensor, Tensor]:
+            of = asked, reading, query, self.keys[index], self.values[index]
+            return choose(options.kernel, *of).forward(*of)
+
+        return self._cascade(read, plan, query) if plan.shared else read(reading, query)
+
+    def _cascade(self, read: Read, plan: StepPlan, query: Tensor) -> tuple[Tensor, Tensor]:
         """See [Note: shared beginnings]."""
-        out, lse = choose(kernel, asked, reading, query, *pages).forward(asked, reading, query, *pages)
+        reading = plan.reading
+        out, lse = read(reading, query)
         out = out.to(lse.dtype)
         for nth, group in enumerate(plan.shared):
             shared = plan.shared_reading(nth)
             first = sum(reading.queries[: group.first])
             some = slice(first, first + shared.queries[0])
-            part = choose(kernel, asked, shared, query[some], *pages).forward(asked, shared, query[some], *pages)
-            merge_into(*(_heads_first(x) for x in (out[some], lse[some], *part)))
+            merge_into(*(_heads_first(x) for x in (out[some], lse[some], *read(shared, query[some]))))
         return out, lse
 
-    def _scoring(self, mask: Mask | AfterPrefix, window: int | None, plan: StepPlan) -> Scoring:
+    def _scoring(self, mask: Mask | AfterPrefix, window: int | None, plan: StepPlan, heads: int) -> Scoring:
         """What a mask comes to, remembered: its tensors are sent to the device once, or once a step."""
         if isinstance(mask, AfterPrefix):
             mask.check_fits(plan.reading.queries)
@@ -241,7 +221,7 @@ class PagePool:
             if len(self._masks) > MOST_KEPT:
                 self._masks.popitem(last=False)
         if found.mask_mod is not None:
-            check_fits(mask, plan.host_lengths)
+            check_fits(mask, plan.host_lengths, heads)
         return found
 
     # ---- refusals --------------------------------------------------------------------------------------------------
@@ -252,19 +232,26 @@ class PagePool:
             raise PageError(f"layer must be below the pool's {len(self.layers)} layers, got {layer}")
         return index, self.layers[index]
 
-    def _check_plan(self, plan: StepPlan) -> None:
+    def check_plan(self, plan: StepPlan) -> None:
+        """Refuse a plan of another pool, and one that no longer describes its sequences."""
+        if not isinstance(plan, StepPlan):
+            raise PageError(f"plan must be a StepPlan, got {plan!r}")
         if plan.pool is not self:
             raise PageError("plan must be one of this pool's; it was made for another")
+        plan.check()
 
     def _check(self, name: str, given: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None) -> None:
-        if tuple(given.shape) != shape:
-            raise PageError(f"{name} must be (tokens, heads, dim) = {shape}, as planned, got {tuple(given.shape)}")
+        if not isinstance(given, Tensor) or tuple(given.shape) != shape:
+            got = tuple(given.shape) if isinstance(given, Tensor) else type(given)
+            raise PageError(f"{name} must be (tokens, heads, dim) = {shape}, as planned, got {got}")
         if given.dtype != dtype or given.device != self.device:
             raise PageError(f"{name} must be {dtype} on {self.device}, got {given.dtype} on {given.device}")
         if given.requires_grad and torch.is_grad_enabled():
             raise PageError(f"{name} requires grad, and a cache has no gradients; call under torch.no_grad()")
 
     def _check_query(self, query: Tensor, plan: StepPlan, spec: Layer) -> None:
+        if not isinstance(query, Tensor):
+            raise PageError(f"query must be a tensor (tokens, heads, dim), got {type(query)}")
         heads = query.shape[1] if query.dim() == 3 else 0
         if heads == 0 or heads % spec.kv_heads:
             raise PageError(
@@ -281,18 +268,6 @@ class PagePool:
                 f"the layer sees {sees}, but pages were released that leave a window of {most}; release less, or "
                 "keep layers of different windows in pools of their own"
             )
-
-
-def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """Fold a logit per head into every softmax: lse' = log(e^lse + e^sink), out' = out e^(lse - lse')."""
-    if sinks.shape != lse.shape[1:] or not sinks.is_floating_point() or sinks.device != lse.device:
-        raise PageError(
-            f"sinks must be one logit per query head, ({lse.shape[1]},), on {lse.device}, "
-            f"got {tuple(sinks.shape)} of {sinks.dtype} on {sinks.device}"
-        )
-    total = torch.logaddexp(lse, sinks.to(lse.dtype))
-    share = (lse - total).exp().masked_fill(lse == -torch.inf, 0.0)
-    return out * share.unsqueeze(-1), total
 
 
 def _heads_first(x: Tensor) -> Tensor:

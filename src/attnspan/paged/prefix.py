@@ -20,7 +20,8 @@ own early pages were released behind a sliding window do not matter here: the ca
 an answer what others have asked, each has its own.
 
 [Note: stale entries] Idle pages wait in a heap. An entry is not removed when its page is used again: it no longer
-tells the truth about its page's last use, its readers or its children, and is passed over when it comes up.
+tells the truth about its page's last use, its readers or its children, and is passed over when it comes up. When most
+of the heap must be such entries they are swept out, so that it does not grow where no page is ever given up.
 
 Ints only. Time: O(tokens) to add or keep, O(log pages) for each page given up.
 """
@@ -37,6 +38,9 @@ from attnspan.paged.allocator import NULL_PAGE, PageAllocator
 
 MOST_COMPARED = 16
 """How many pages that begin with the same token are compared, newest first, for a partial hit."""
+
+FEW_ENTRIES = 64
+"""How many stale entries are never worth a sweep."""
 
 
 class Hit(NamedTuple):
@@ -73,6 +77,7 @@ class Node:
     used: int = 0
     after: dict[int, dict[tuple[int, ...], Node]] = field(default_factory=dict)
     children: int = 0
+    salt: Hashable = None  # of a root, which has no page and no parent
 
     def child(self, tokens: tuple[int, ...]) -> Node | None:
         """The page with exactly these tokens."""
@@ -87,6 +92,10 @@ class Node:
             if agreed > best[1]:
                 best = (child, agreed)
         return best
+
+
+Entry = tuple[int, int, Node]
+"""An idle page in the heap: when it was last used, a number that tells apart what was used at once, and the page."""
 
 
 class PrefixCache:
@@ -111,7 +120,7 @@ class PrefixCache:
         self._roots: dict[Hashable, Node] = {}
         self._clock = 0
         self._pushed = 0
-        self._idle: list[tuple[int, int, Node]] = []
+        self._idle: list[Entry] = []
         self._kept: dict[int, Node] = {}
         allocator._kept = self._kept  # type: ignore[assignment]  # read there, written here
         allocator._when_idle = lambda page: self._wait(self._kept[page])
@@ -151,7 +160,7 @@ class PrefixCache:
                     f"page {page} of sequence {seq} is kept with other tokens or another salt; "
                     "give the tokens and the salt that the sequence was added with"
                 )
-        parent, new = self._root(salt), 0
+        parent, new = self._roots.get(salt) or Node(NULL_PAGE, (), None, salt=salt), 0
         self._clock += 1
         for index in range(full):
             page, here = row.table[index], prompt[index * size : (index + 1) * size]
@@ -176,6 +185,9 @@ class PrefixCache:
     def __len__(self) -> int:
         return len(self._kept)
 
+    def __repr__(self) -> str:
+        return f"PrefixCache({len(self)} pages kept, {self.metrics.hit_rate:.0%} of {self.metrics.tokens} tokens found)"
+
     def check(self) -> None:
         """Hold the pages to what must be true of them, the allocator included."""
         self.allocator.check()
@@ -197,9 +209,6 @@ class PrefixCache:
         assert found == self._kept, "a kept page cannot be found"
 
     # ---- within ----------------------------------------------------------------------------------------------------
-
-    def _root(self, salt: Hashable) -> Node:
-        return self._roots.setdefault(salt, Node(NULL_PAGE, (), None))
 
     def _path(self, tokens: tuple[int, ...], salt: Hashable) -> list[Node]:
         """The kept pages that hold `tokens`, as far as they go."""
@@ -227,6 +236,8 @@ class PrefixCache:
 
     def _insert(self, parent: Node, tokens: tuple[int, ...], page: int) -> Node:
         node = Node(page, tokens, parent)
+        if parent.parent is None:
+            self._roots[parent.salt] = parent
         parent.after.setdefault(tokens[0], {})[tokens] = node
         parent.children += 1
         self._kept[page] = node
@@ -240,9 +251,21 @@ class PrefixCache:
 
     def _wait(self, node: Node) -> None:
         """Queue a page that may be given up, if nothing comes after it."""
-        if not node.children:
-            self._pushed += 1
-            heapq.heappush(self._idle, (node.used, self._pushed, node))
+        if node.children:
+            return
+        if len(self._idle) > 2 * len(self._kept) + FEW_ENTRIES:
+            self._idle = list({id(entry[2]): entry for entry in self._idle if self._is_true(entry)}.values())
+            heapq.heapify(self._idle)
+        self._push(node)
+
+    def _push(self, node: Node) -> None:
+        self._pushed += 1
+        heapq.heappush(self._idle, (node.used, self._pushed, node))
+
+    def _is_true(self, entry: Entry) -> bool:
+        """Whether an entry tells of a page that is idle, as it was last used. See [Note: stale entries]."""
+        used, _, node = entry
+        return self._kept.get(node.page) is node and used == node.used and self.allocator._readers[node.page] == 1
 
     def _reclaim(self, short: int) -> bool:
         """Give up so many pages, or none if there are not so many."""
@@ -262,9 +285,9 @@ class PrefixCache:
         left: dict[int, int] = {}  # children that would remain, by node
         readers = self.allocator._readers
         while self._idle and len(victims) < most:
-            used, _, node = heapq.heappop(self._idle)
-            true = self._kept.get(node.page) is node and used == node.used and readers[node.page] == 1
-            if not true or left.get(id(node), node.children) or id(node) in chosen:
+            entry = heapq.heappop(self._idle)
+            node = entry[2]
+            if not self._is_true(entry) or left.get(id(node), node.children) or id(node) in chosen:
                 continue
             victims.append(node)
             chosen.add(id(node))
@@ -272,8 +295,7 @@ class PrefixCache:
             assert parent is not None, "a root is never queued"
             left[id(parent)] = left.get(id(parent), parent.children) - 1
             if not left[id(parent)] and parent.page != NULL_PAGE and readers[parent.page] == 1:
-                self._pushed += 1
-                heapq.heappush(self._idle, (parent.used, self._pushed, parent))
+                self._push(parent)
         return victims
 
     def _remove(self, node: Node) -> None:
@@ -287,7 +309,11 @@ class PrefixCache:
         del self._kept[node.page]
         self.metrics.evicted_pages += 1
         self.allocator._drop(node.page)
-        if not parent.children and parent.page != NULL_PAGE and self.allocator._readers[parent.page] == 1:
+        if parent.children:
+            return
+        if parent.parent is None:
+            del self._roots[parent.salt]
+        elif self.allocator._readers[parent.page] == 1:
             self._wait(parent)
 
 

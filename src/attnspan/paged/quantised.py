@@ -8,7 +8,8 @@ number instead of 16.
 filled token by token, and a later token with a larger number would have every earlier one rounded again. With a scale
 for each slot what was written is never touched: appending, forking, copying and swapping keep every bit.
 
-[Note: how far off] For numbers x of one token and head, the largest of them a (both off by float32 rounding besides)::
+[Note: how far off] For numbers x of one token and head, the largest of them a (both off by float32 rounding besides).
+No scale is below 2^-126, where float32 begins to lose bits, so a counts as at least 2^-126 times the largest code::
 
     int8            |x - x'| <= a / 254                           codes -127 to 127, rounded to the nearest
     float8_e4m3fn   |x - x'| <= max(|x| / 16, a / 448 / 1024)     3 bits after the first, down to 2^-9 in steps
@@ -24,6 +25,9 @@ import torch
 from torch import Tensor
 
 from attnspan.errors import PageError
+
+SMALLEST = 2.0**-126
+"""The smallest scale: below it float32 has fewer bits, and codes would overflow."""
 
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 """The largest code of each dtype."""
@@ -53,8 +57,8 @@ def quantised(x: Tensor, dtype: torch.dtype) -> Quantised:
     [[64, -127, 0]]
     """
     wide = x.float()
-    scales = wide.abs().amax(-1) / LARGEST[dtype]
-    shares = wide / scales.masked_fill(scales == 0, 1.0).unsqueeze(-1)
+    scales = (wide.abs().amax(-1) / LARGEST[dtype]).clamp(min=SMALLEST)
+    shares = wide / scales.unsqueeze(-1)
     codes = shares.round_() if dtype == torch.int8 else shares
     return Quantised(codes.to(dtype).view(torch.int8), scales, dtype)
 
@@ -66,7 +70,7 @@ def error_bound(x: Tensor, dtype: torch.dtype) -> Tensor:
     [1.0, 1.0]
     """
     wide = x.double()
-    most = wide.abs().amax(-1, keepdim=True).expand_as(wide)
+    most = wide.abs().amax(-1, keepdim=True).clamp(min=LARGEST[dtype] * SMALLEST).expand_as(wide)
     rounding = most * 2.0**-22  # of the division and the product, in float32
     if dtype == torch.int8:
         return most / 254 + rounding

@@ -5,6 +5,9 @@ A reading is a batch of B rows, each a sequence, and T packed queries. Row b has
 page_size`` of page ``tables[b, j // page_size]``. What lies in any other slot is nobody's, may be NaN, and must not
 reach a result.
 
+[Note: rows of several sequences] Sequences that share pages may read them as one row (pool.py, [Note: shared
+beginnings]). Its queries are then at any positions, in any order, and `latest` is the last of them.
+
 [Note: spread] On one device key j is position j. Over ranks, runs of `interleave` positions are dealt in turn, and key
 j of rank r is position ``(j // interleave * ranks + r) * interleave + j % interleave``. Positions grow with j.
 
@@ -69,16 +72,17 @@ class Reading:
     """Tables, key ranges and queries of B rows. See the file's docstring."""
 
     page_size: int
-    tables: Tensor  # (B, W) int32; entries past a row's pages are the null page, and one column past all is there
+    tables: Tensor  # (B, W) int32; entries past a row's pages are pages of nobody in particular, and one more is there
     begins: Tensor  # (B,) int32
     ends: Tensor  # (B,) int32
     offsets: Tensor  # (B + 1,) int32
     rows: Tensor  # (T,) int32: which row a query is of
     positions: Tensor  # (T,) int32: where in its sequence a query is
     queries: tuple[int, ...]  # per row, on the host
-    spans: tuple[tuple[int, int], ...]  # (begin, end) per row, on the host
-    starts: tuple[int, ...]  # the positions of each row's first and last query, on the host
-    lasts: tuple[int, ...]
+    host_begins: tuple[int, ...]
+    host_ends: tuple[int, ...]
+    starts: tuple[int, ...]  # the position of each row's first query, on the host
+    latest: int | None = None  # see [Note: rows of several sequences]
     spread: Spread = ALONE
     merged: bool = False  # whether the result is joined with others, and should not be rounded yet
     memo: dict[object, Any] = field(default_factory=dict, repr=False)
@@ -89,9 +93,19 @@ class Reading:
             self.memo[what] = work()
         return self.memo[what]
 
-    def in_order(self, row: int) -> bool:
-        """Whether a row's queries are at consecutive positions, as those of one sequence are."""
-        return self.lasts[row] - self.starts[row] == self.queries[row] - 1
+    @property
+    def in_order(self) -> bool:
+        """Whether each row's queries are at consecutive positions, as those of one sequence are."""
+        return self.latest is None
+
+    def last(self, row: int) -> int:
+        """The position of a row's last query."""
+        return self.starts[row] + self.queries[row] - 1 if self.latest is None else self.latest
+
+    @property
+    def spans(self) -> tuple[tuple[int, int], ...]:
+        """(begin, end) of each row's keys."""
+        return tuple(zip(self.host_begins, self.host_ends, strict=True))
 
     @property
     def tokens(self) -> int:

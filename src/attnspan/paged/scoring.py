@@ -46,10 +46,10 @@ class Scoring:
 
     def visible(self, reading: Reading, row: int) -> tuple[int, int]:
         """Bounds of the keys of a row that any of its queries may see. See [Note: bounds]."""
-        begin, end = reading.spans[row]
+        begin, end = reading.host_begins[row], reading.host_ends[row]
         start = reading.starts[row]
         if self.causal:
-            end = min(end, reading.spread.held(reading.lasts[row] + 1))
+            end = min(end, reading.spread.held(reading.last(row) + 1))
         if self.window is not None:
             begin = max(begin, reading.spread.held(max(0, start - self.window + 1)))
         return begin, max(begin, end)
@@ -124,10 +124,13 @@ def _numbers(mask: Mask) -> Scoring | None:
     return None
 
 
-def check_fits(mask: Mask, lengths: tuple[int, ...]) -> None:
-    """Refuse a mask that does not speak of so many rows, or of sequences so long."""
+def check_fits(mask: Mask, lengths: tuple[int, ...], heads: int) -> None:
+    """Refuse a mask that does not speak of so many rows or heads, or of sequences so long."""
+    mask.check_heads(heads)
+    if not lengths:
+        return
     mask.check_rows(len(lengths))
-    longest = max(lengths, default=0)
+    longest = max(lengths)
     for known in (mask.natural_len, mask.natural_kv_len):
         if known is not None and longest > known:
             raise MaskError(f"mask is for sequences of {known} tokens, got one of {longest}: {mask!r}")

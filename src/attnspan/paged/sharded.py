@@ -23,18 +23,16 @@ Knows transports and layouts; nothing of how keys were computed.
 from __future__ import annotations
 
 import hashlib
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from attnspan.errors import PageError, whole
 from attnspan.layouts import Layout
-from attnspan.masks import Mask
-from attnspan.paged.after_prefix import AfterPrefix
-from attnspan.paged.pool import CAUSAL, Layer, PagePool, with_sinks
+from attnspan.paged.attending import Attends, Options
+from attnspan.paged.pool import Layer, PagePool
 from attnspan.paged.reading import Spread
-from attnspan.paged.scoring import ScoreFunction
 from attnspan.paged.step_plan import StepPlan
 from attnspan.transports.group import Group, transport_of
 from attnspan.transports.transport import Transport
@@ -55,7 +53,7 @@ class Route(NamedTuple):
     receives: list[Tensor]
 
 
-class ShardedPages:
+class ShardedPages(Attends):
     """A pool whose pages are spread over the ranks of `mesh`: a DeviceMesh, a process group or a virtual world.
 
     >>> from attnspan.paged import Layer, PageAllocator
@@ -101,27 +99,10 @@ class ShardedPages:
         self._check_plan(plan)
         self.pool.write(layer, key, value, plan)
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        plan: StepPlan,
-        *,
-        mask: Mask | AfterPrefix = CAUSAL,
-        score_mod: ScoreFunction | None = None,
-        sinks: Tensor | None = None,
-        scale: float | None = None,
-        return_lse: bool = False,
-        kernel: str = "auto",
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """As `PagePool.attend`, over the keys of all ranks: one message to each, the same result on each."""
+    def partial(self, layer: int, query: Tensor, plan: StepPlan, options: Options) -> tuple[Tensor, Tensor]:
+        """(out, lse) over the keys of all ranks: one message to each, the same result on each."""
         self._check_plan(plan)
-        options: dict[str, Any] = {"mask": mask, "score_mod": score_mod, "scale": scale, "kernel": kernel}
-        out, lse = self._joined(*self.pool.partial(layer, query, plan, **options))
-        if sinks is not None:
-            out, lse = with_sinks(out, lse, sinks)
-        out = out.to(query.dtype)
-        return (out, lse) if return_lse else out
+        return self._joined(*self.pool.partial(layer, query, plan, options))
 
     def _joined(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         """The join of every rank's part. An empty part has lse -inf and weight 0, also where all are empty."""
@@ -142,8 +123,8 @@ class ShardedPages:
         for a row that is a pack of documents. Every rank calls it, once for each layer.
         """
         self._check_plan(plan)
+        layer, spec = self.pool._layer(layer)
         route = plan.remembered((cp.layout, cp.seq_len), lambda: self._route(cp, plan))
-        spec = self.pool.layers[layer]
         self._check_shards(spec, key, value, sum(map(len, route.sends)))
         packed = torch.cat([key.detach(), value.detach()], dim=-1).transpose(1, 2).flatten(0, 1)
         sends = [packed.index_select(0, some) for some in route.sends]
@@ -165,8 +146,9 @@ class ShardedPages:
                     f"{name} must be this rank's shard (batch, {spec.kv_heads}, tokens, {dim}), {tokens} tokens in all,"
                     f" got {tuple(given.shape)}"
                 )
-            if given.dtype != spec.dtype:
-                raise PageError(f"{name} must be {spec.dtype}, got {given.dtype}")
+            if given.dtype != spec.dtype or given.device != self.pool.device:
+                where = f"{spec.dtype} on {self.pool.device}"
+                raise PageError(f"{name} must be {where}, got {given.dtype} on {given.device}")
 
     def _route(self, cp: Laid, plan: StepPlan) -> Route:
         """See [Note: handing over]. Tokens are numbered as in the plan; sends as in this rank's packed shard."""
@@ -202,6 +184,7 @@ class ShardedPages:
             raise PageError(f"page tables differ between rank 0 and ranks {others}; run the same steps on every rank")
 
     def _check_plan(self, plan: StepPlan) -> None:
+        self.pool.check_plan(plan)
         if plan.spread != self.spread:
             raise PageError("plan must be made by ShardedPages.plan(...), which knows which tokens lie on this rank")
 

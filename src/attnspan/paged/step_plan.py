@@ -10,15 +10,17 @@ the sizes it was made for, so that compiled code and CUDA graphs find every step
         out = pool.attend(layer, q, plan)
 
 [Note: one copy] The host writes everything into one buffer of ints (where each token goes, offsets, lengths, block
-tables), and one copy takes it to the device; nothing is computed there. Of a table only what is new is written: a row
-that holds the same sequence as before has a page more, or nothing at all. On CUDA the host writes to two pinned
-buffers in turn, and waits only if the device is two steps behind.
+tables), and one copy takes it to the device; nothing is computed there. A table is written where its stamp is not the
+one that its place was written with (allocator.py, [Note: stamps]). On CUDA the host writes to two pinned buffers in
+turn, and waits only if the device is two steps behind.
 
 [Note: stale plans] A plan describes its sequences as they are after its step. When one of them grows, is trimmed or
 freed, the plan is refused rather than used; other sequences may come and go.
 
 [Note: padding] With `pad_to`, rows without tokens fill a batch up to a fixed size: each has one query at position -1,
 which sees nothing and gets 0, and whose key goes to the null page.
+
+[Note: 32 bits] Positions, lengths and pages are int32 on the device, so no sequence may be longer; slots are int64.
 
 Knows the pool's allocator and the spread of positions; nothing of layers, masks or scores.
 """
@@ -28,15 +30,15 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import accumulate
-from operator import itemgetter, sub
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from itertools import accumulate, compress
+from operator import ne
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from attnspan.errors import PageError, whole
-from attnspan.paged.allocator import NULL_PAGE, Row
+from attnspan.paged.allocator import NULL_PAGE, Asked, Copies, Row
 from attnspan.paged.reading import ALONE, Reading, Spread
 
 if TYPE_CHECKING:
@@ -44,7 +46,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_SECOND = itemgetter(1)
+LONGEST = (1 << 31) - 1
+"""See [Note: 32 bits]."""
 
 FEWEST_SHARED = 4
 """Pages that neighbours must have in common before reading them once is worth a second pass."""
@@ -72,18 +75,28 @@ class StepPlan:
         self.max_sequences = whole("max_sequences", max_sequences, at_least=1, error=PageError)
         self.max_tokens = whole("max_tokens", max_tokens, at_least=1, error=PageError)
         self.max_length = whole("max_length", max_length, at_least=1, error=PageError)
+        if max(self.max_sequences, self.max_tokens, self.max_length) > LONGEST:
+            raise PageError(
+                f"max_sequences, max_tokens and max_length must be at most {LONGEST}, as positions are 32 bits wide, "
+                f"got {max_sequences}, {max_tokens} and {max_length}"
+            )
+        if pool.page_size * spread.ranks != pool.allocator.page_size:
+            raise PageError(
+                f"pool must have the allocator's page_size ({pool.allocator.page_size}), got {pool.page_size}; "
+                "a pool that holds a part of each page is for ShardedPages, whose plans are made by its plan(...)"
+            )
         device, n = pool.device, self.max_sequences
         # One column more than pages: FlexAttention's kernels read one index past the last.
         self.width = -(-self.max_length // pool.allocator.page_size) + 1
         self._buffer = _Buffer(n, self.max_tokens, self.width, device)
-        self._seen: tuple[list[tuple[int, int]], list[Row], list[int]] = ([], [], [])
+        self._numbers = array("i", range(n))
+        self._seen: tuple[tuple[int, ...], list[Row], list[int], list[int]] = ((), [], [], [])
         self._epoch = -1
         self.tokens = self.sequences = 0
         self.shared: tuple[Shared, ...] = ()
         self.most_window: int | None = None  # the longest window that still finds all its pages
         self.host_lengths: tuple[int, ...] = ()
         self._reading: Reading | None = None
-        self._memo: dict[object, Any] = {}
 
     def step(self, batch: Iterable[tuple[int, int]], *, pad_to: int | None = None, share: bool = False) -> StepPlan:
         """Make room for new tokens and describe them: `batch` is (sequence, number of new tokens), each once.
@@ -92,78 +105,73 @@ class StepPlan:
         once for all of them. If anything does not fit, nothing is changed. Returns itself.
         """
         batch = list(batch)
-        n = self._checked_size(batch, pad_to)
-        given = self.pool.allocator.step(batch)
-        self._epoch = -1  # until it is filled, it describes nothing
-        self._fill(batch, n, share, given.copies)
-        if given.copies:
-            self.pool.copy_pages(*self._buffer.copies(len(given.copies)))
-        return self
-
-    def _checked_size(self, batch: list[tuple[int, int]], pad_to: int | None) -> int:
-        """The number of rows, padding included, of a step that fits."""
         n = len(batch) if pad_to is None else whole("pad_to", pad_to, error=PageError)
         if max(n, len(batch)) > self.max_sequences:
             raise PageError(f"batch must be at most max_sequences={self.max_sequences}, got {max(n, len(batch))}")
         if n < len(batch):
             raise PageError(f"pad_to must be at least the {len(batch)} sequences of the batch, got {n}")
-        if len(dict(batch)) < len(batch):
+        asked = self.pool.allocator._asked(batch)
+        self._check_fits(asked, len(batch), n)
+        given = self.pool.allocator._commit(asked)
+        self._epoch = -1  # until it is filled, it describes nothing
+        self._fill(asked, n, share, given.copies)
+        if given.copies:
+            self.pool.copy_pages(*self._buffer.copies(len(given.copies)))
+        return self
+
+    def _check_fits(self, asked: Asked, named: int, n: int) -> None:
+        """Refuse a step, of n rows with padding, that the buffers have no room for."""
+        if len(asked.rows) < named:
             raise PageError("batch must name each sequence once; give its tokens together")
-        tokens = n - len(batch) + sum(map(_SECOND, batch))
+        tokens = sum(asked.counts) + n - named
         if tokens > self.max_tokens:
             raise PageError(f"batch must hold at most max_tokens={self.max_tokens} new tokens, got {tokens}")
-        rows = self.pool.allocator._rows
-        longest = max([rows[seq].length + new for seq, new in batch if seq in rows], default=0)
+        longest = max(asked.lengths, default=0)
         if longest > self.max_length:
-            seq = next(seq for seq, new in batch if seq in rows and rows[seq].length + new == longest)
+            seq = asked.seqs[asked.lengths.index(longest)]
             raise PageError(f"sequence {seq} would hold {longest} tokens, more than max_length={self.max_length}")
-        return n
 
-    def _fill(self, batch: list[tuple[int, int]], n: int, share: bool, copies: list[tuple[int, int]]) -> None:
+    def _fill(self, asked: Asked, n: int, share: bool, copies: Copies) -> None:
         """Write the step to the buffer and send it. See [Note: one copy]. Lists, not loops: every step pays for it."""
-        found, buffer, spread = self.pool.allocator._rows, self._buffer, self.spread
-        rows = [found[seq] for seq, _ in batch]
-        padding = n - len(rows)
-        counts = [new for _, new in batch] + [1] * padding
-        lengths = [row.length for row in rows] + [0] * padding
-        lasts = [length - 1 for length in lengths]
-        starts = list(map(sub, lengths, counts))
+        buffer, spread, rows, padding = self._buffer, self.spread, asked.rows, n - len(asked.rows)
+        stamps = [row.stamp for row in rows]
+        counts = (*asked.counts, *[1] * padding)
+        lengths = asked.lengths + [0] * padding
+        starts = asked.starts + [-1] * padding
         offsets = list(accumulate(counts, initial=0))
         ends = lengths if spread.ranks == 1 else [spread.held(length) for length in lengths]
         self.shared = self._common(rows) if share else ()
-        begins = [0] * n
+        begins = array("i", bytes(4 * n))  # zeros
         for group in self.shared:
-            begins[group.first : group.last] = [spread.held(group.length)] * (group.last - group.first)
+            begins[group.first : group.last] = array("i", [spread.held(group.length)]) * (group.last - group.first)
         buffer.begin()
-        buffer.put_tables(rows, padding)
+        buffer.put_tables(rows, stamps, padding)
         buffer.put_tokens(*self._located(rows, starts, lengths, counts))
         buffer.put(offsets, lengths, begins, ends, copies)
         buffer.put_shared([(offsets[g.last] - offsets[g.first], spread.held(g.length)) for g in self.shared])
         buffer.send(n)
-        self.tokens, self.sequences, self.host_lengths = offsets[-1], len(batch), tuple(lengths)
-        reach = [starts[number] - row.first + 1 for number, row in enumerate(rows) if row.first]
-        self.most_window = min(reach, default=None)
+        self.tokens, self.sequences, self.host_lengths = offsets[-1], len(rows), tuple(lengths)
+        released = [(row, start) for row, start in zip(rows, starts, strict=False) if row.first]
+        self.most_window = min([start - row.first + 1 for row, start in released], default=None)
         self._reading = Reading(
             self.pool.page_size, buffer.tables[:n], buffer.begins[:n], buffer.ends[:n], buffer.offsets[: n + 1],
-            buffer.rows[: self.tokens], buffer.positions[: self.tokens], tuple(counts),
-            tuple(zip(begins, ends, strict=True)), tuple(starts), tuple(lasts), spread,
+            buffer.rows[: self.tokens], buffer.positions[: self.tokens], counts,
+            tuple(begins), tuple(ends), tuple(starts), spread=spread,
             merged=bool(self.shared) or spread.ranks > 1,
         )  # fmt: skip
-        self._memo.clear()
-        self._seen = batch, rows, [row.version for row in rows]
+        self._seen = asked.seqs, rows, stamps, asked.lengths
         self._epoch = self.pool.allocator.epoch
 
     def _located(
-        self, rows: list[Row], starts: list[int], lengths: list[int], counts: list[int]
+        self, rows: list[Row], starts: list[int], lengths: list[int], counts: tuple[int, ...]
     ) -> tuple[array[int], array[int], array[int]]:
         """The slot, row and position of every token. A token that lies elsewhere, or is padding, goes to slot 0."""
         size, padding = self.pool.page_size, len(counts) - len(rows)
-        positions, numbers, slots = array("i"), array("i"), array("q")
-        if self.spread.ranks == 1 and max(counts, default=0) == 1 == min(counts):  # decoding: a token each
-            positions.extend([length - 1 for length in lengths])
-            numbers.extend(range(len(counts)))
-            slots.extend([row.table[-1] * size + (row.length - 1) % size for row in rows])
+        if self.spread.ranks == 1 and set(counts) == {1}:  # decoding: a token each
+            found = [row.table[-1] * size + start % size for row, start in zip(rows, starts, strict=False)]
+            positions, numbers, slots = array("i", starts), self._numbers[: len(counts)], array("q", found)
         else:
+            positions, numbers, slots = array("i"), array("i"), array("q")
             for number, row in enumerate(rows):
                 positions.extend(range(starts[number], lengths[number]))
                 numbers.extend([number] * counts[number])
@@ -221,26 +229,29 @@ class StepPlan:
             return
         if self._reading is None or self._epoch < 0:
             raise PageError("the plan describes no step; call plan.step([(sequence, new_tokens), ...]) first")
-        for (seq, _), row, version in zip(*self._seen, strict=True):
+        for seq, row, stamp, length in zip(*self._seen, strict=True):
             if allocator._rows.get(seq) is not row:
                 raise PageError(f"the plan is stale: sequence {seq} was freed after its step; plan a new step")
-            if row.version != version:
+            if (row.stamp, row.length) != (stamp, length):
                 raise PageError(f"the plan is stale: sequence {seq} was changed after its step; plan a new step")
         self._epoch = allocator.epoch
 
     def shared_reading(self, index: int) -> Reading:
         """The queries of a group of rows as one row over the pages they share; see `shared`."""
-        whole_, group = self.reading, self.shared[index]
+        return self.remembered(("shared", index), lambda: self._shared_reading(self.reading, index))
+
+    def _shared_reading(self, whole_: Reading, index: int) -> Reading:
+        group = self.shared[index]
         first = sum(whole_.queries[: group.first])
         tokens = sum(whole_.queries[group.first : group.last])
         offsets, end = self._buffer.shared(index)
         some = slice(first, first + tokens)
         rows = slice(group.first, group.last)
-        start, last = min(whole_.starts[rows]), max(whole_.lasts[rows])
+        latest = max(whole_.last(row) for row in range(group.first, group.last))
         return Reading(
             whole_.page_size, whole_.tables[group.first : group.first + 1], self._buffer.zero, end, offsets,
-            self._buffer.zeros(tokens), whole_.positions[some], (tokens,), ((0, self.spread.held(group.length)),),
-            (start,), (last,), self.spread, merged=True,
+            self._buffer.zeros(tokens), whole_.positions[some], (tokens,), (0,), (self.spread.held(group.length),),
+            (min(whole_.starts[rows]),), latest, self.spread, merged=True,
         )  # fmt: skip
 
     @property
@@ -281,13 +292,14 @@ class StepPlan:
 
     def remembered(self, what: object, work: Callable[[], T]) -> T:
         """The result of `work`, which is done once a step."""
-        if what not in self._memo:
-            self._memo[what] = work()
-        return self._memo[what]
+        return self.reading.once(what, work)
 
     @property
     def last_tokens(self) -> Tensor:
         """(rows,) int64: the index of each sequence's last new token, whose logits are wanted."""
+        if self._reading is not None and 0 in self._reading.queries:
+            row = self._reading.queries.index(0)
+            raise PageError(f"last_tokens needs a new token in every row of the step, got none in row {row}")
         return self.offsets[1:].long() - 1
 
     def __repr__(self) -> str:
@@ -326,24 +338,15 @@ class _Buffer:
         if side.sent is not None:
             side.sent.synchronize()
 
-    def put_tables(self, rows: list[Row], pad: int) -> None:
-        """Block tables, as far as they differ from what a side holds."""
-        side, width, at = self._sides[self._turn], self.width, self.head
-        ints, held, edits, filled = side.ints, side.held, side.edits, side.filled
-        for place, row in enumerate(rows):
-            table, known = row.table, 0
-            pages = len(table)
-            if held[place] is row and edits[place] == row.edits:
-                known = filled[place]
-            else:
-                held[place], edits[place] = row, row.edits
-            if known != pages:
-                ints[at + known : at + pages] = table[known:]
-                filled[place] = pages
-            at += width
-        for place in range(len(rows), len(rows) + pad):
-            held[place], ints[at] = None, NULL_PAGE
-            at += width
+    def put_tables(self, rows: list[Row], stamps: list[int], padding: int) -> None:
+        """Block tables, where they differ from what a side holds. A padding row's first page is the null page."""
+        side, width = self._sides[self._turn], self.width
+        for place in compress(range(len(rows)), map(ne, stamps, side.stamps)):
+            at, table = self.head + place * width, rows[place].table
+            side.ints[at : at + len(table)] = table
+        for place in range(len(rows), len(rows) + padding):
+            side.ints[self.head + place * width] = NULL_PAGE
+        side.stamps[: len(rows) + padding] = stamps + [0] * padding
 
     def put_tokens(self, slots: array[int], rows: array[int], positions: array[int]) -> None:
         """Where every token goes."""
@@ -352,13 +355,13 @@ class _Buffer:
         side.ints[2 * self.t : 2 * self.t + count] = rows
         side.ints[3 * self.t : 3 * self.t + count] = positions
 
-    def put(
-        self, offsets: list[int], lengths: list[int], begins: list[int], ends: list[int], copies: list[tuple[int, int]]
-    ) -> None:
+    def put(self, offsets: list[int], lengths: list[int], begins: array[int], ends: list[int], copies: Copies) -> None:
         """What is said of every sequence, and the pages to copy."""
         ints = self._sides[self._turn].ints
-        for at, values in zip(self.places[3:], (offsets, lengths, begins, ends), strict=False):
-            ints[at : at + len(values)] = array("i", values)
+        for at, values in zip(self.places[3:], (array("i", offsets), array("i", lengths), begins), strict=False):
+            ints[at : at + len(values)] = values
+        at, same = self.places[6], self.places[4]
+        ints[at : at + len(ends)] = array("i", ends) if ends is not lengths else ints[same : same + len(ends)]
         for at, pages in zip((self.places[7], self.places[7] + self.n), zip(*copies, strict=True), strict=False):
             ints[at : at + len(pages)] = array("i", pages)
 
@@ -393,23 +396,22 @@ class _Buffer:
 
 
 class _Side:
-    """One host buffer: its ints, which row of tables holds what, and when it was last sent."""
+    """One host buffer: its ints, whose tables it holds, and when it was last sent."""
 
     def __init__(self, host: Tensor, n: int, wide: int) -> None:
         self.host = host
         raw = memoryview((ctypes.c_int32 * host.numel()).from_address(host.data_ptr())).cast("B")
         self.ints, self.longs = raw.cast("i"), raw[: 4 * wide].cast("q")
-        self.held: list[Row | None] = [None] * n  # by row of the tables: whose it is, at which edit, how many pages
-        self.edits, self.filled = [0] * n, [0] * n
+        self.stamps = [0] * n  # of the tables in each place; no row has a stamp of 0
         self.sent: torch.cuda.Event | None = None
 
 
 def _agreeing(a: array[int], b: array[int], most: int) -> int:
-    """The number of leading pages that two tables have in common, up to `most`.
+    """The number of leading pages that two tables have in common, up to `most`; a sequence without pages has none.
 
     >>> _agreeing(array("i", [1, 2, 3]), array("i", [1, 2, 5]), 3)
     2
     """
-    if a[:most] == b[:most]:
+    if most > 0 and a[:most] == b[:most]:
         return most
-    return next(i for i in range(most) if a[i] != b[i])
+    return next((i for i in range(most) if a[i] != b[i]), 0)

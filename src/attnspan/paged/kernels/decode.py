@@ -18,6 +18,10 @@ plan allows.
 [Note: slots that are nobody's] A key past a row's end is not loaded: its score is -inf and its value 0, whatever is in
 its slot.
 
+[Note: codes] Keys in 8 bits are multiplied as the codes they are, exact in every dtype of a query, and a score is
+scaled afterwards. A value's scale goes into its weight, over the largest scale of the block, so that weights stay
+between 0 and 1 and half precision has room for them.
+
 Knows causal masks and windows; masks and score_mods are for other kernels. Half precision is summed in float32;
 float32 is multiplied as it is, without the tensor cores' shorter form.
 """
@@ -72,8 +76,8 @@ def supports(spec: Scoring, reading: Reading, q: Tensor, keys: Pages, values: Pa
         return f"decode knows causal masks and windows, and runs no {spec.program}"
     if q.dtype not in DTYPES:
         return f"decode needs bfloat16, float16 or float32, got {q.dtype}"
-    if isinstance(keys, Quantised):
-        return f"decode reads keys as they were written, got {keys.dtype} codes"
+    if isinstance(keys, Quantised) and keys.dtype == torch.float8_e4m3fn and _capability(q.device) < (8, 9):
+        return f"decode needs a device of compute capability 8.9 for {keys.dtype}, got {_capability(q.device)}"
     if max(keys.shape[3], values.shape[3]) > 256:
         return f"decode needs head dims up to 256, got {keys.shape[3]} and {values.shape[3]}"
     if q.shape[1] // keys.shape[2] > MOST_ROWS:
@@ -85,16 +89,17 @@ def forward(
     spec: Scoring, reading: Reading, q: Tensor, keys: Pages, values: Pages, tuning: Tuning | None = None
 ) -> tuple[Tensor, Tensor]:
     """out (T, H, Dv) in q's dtype, or float32 where it is merged, and lse (T, H) in float32."""
-    assert isinstance(keys, Tensor), "others are refused"
-    assert isinstance(values, Tensor), "others are refused"
+    stored = isinstance(keys, Quantised)
+    keys, key_scales = _parts(keys)
+    values, value_scales = _parts(values)
     tokens, heads, dim = q.shape
     dtype = torch.float32 if reading.merged else q.dtype
     out, lse = q.new_empty(tokens, heads, values.shape[3], dtype=dtype), q.new_empty(tokens, heads, dtype=torch.float32)
     if not tokens:
         return out, lse
-    tuning = tuning or _tuning(keys, values.shape[3], reading.page_size)
+    tuning = tuning or _tuning(q, values.shape[3], reading.page_size)
     group = heads // keys.shape[2]
-    most = max(reading.queries)
+    most = reading.once("most", lambda: max(reading.queries))
     rows = min(MOST_ROWS, max(16, _power(group * most)))
     per_tile = rows // group
     tiles = -(-most // per_tile)
@@ -110,13 +115,14 @@ def forward(
     q, keys, values = last_dense
     with _on(q.device):
         walk[grid](
-            part_out, part_lse, q, keys, values, reading.tables, reading.begins, reading.ends, reading.offsets,
-            reading.positions, spec.scale * 1.4426950408889634, reading.tables.stride(0),
-            q.stride(0), q.stride(1), *keys.stride()[:3], *values.stride()[:3],
+            part_out, part_lse, q, keys, values, key_scales, value_scales, reading.tables, reading.begins, reading.ends,
+            reading.offsets, reading.positions, spec.scale * 1.4426950408889634, reading.tables.stride(0),
+            q.stride(0), q.stride(1), *keys.stride()[:3], *values.stride()[:3], *key_scales.stride()[:3],
             tokens, heads, tiles, splits, spec.window or 0, spread.interleave, spread.rank,
             size=reading.page_size, group=group, dim=dim, value_dim=values.shape[3],
             block_d=max(16, _power(dim)), block_v=max(16, _power(values.shape[3])), block_m=rows, block_n=tuning.block,
             per_tile=per_tile, causal=spec.causal, windowed=spec.window is not None, ranks=spread.ranks,
+            stored=stored,
             num_warps=tuning.warps, num_stages=tuning.stages,
         )  # fmt: skip
         if splits > 1:
@@ -127,8 +133,13 @@ def forward(
     return out, lse
 
 
-def _tuning(keys: Tensor, value_dim: int, page_size: int) -> Tuning:
-    row = (keys.shape[3] + value_dim) * keys.element_size()
+def _parts(pages: Pages) -> tuple[Tensor, Tensor]:
+    """Codes and scales; of pages that have none, themselves twice."""
+    return (pages.codes.view(pages.dtype), pages.scales) if isinstance(pages, Quantised) else (pages, pages)
+
+
+def _tuning(q: Tensor, value_dim: int, page_size: int) -> Tuning:
+    row = (q.shape[2] + value_dim) * q.element_size()  # codes too are multiplied as numbers of the query's dtype
     if row > 512:  # keys and values in flight must fit beside the queries
         return Tuning(block=32, stages=max(2, min(4, (1 << 17) // (32 * row))))
     return Tuning(block=128, stages=2, waves=8) if page_size % 128 == 0 else Tuning()
@@ -137,8 +148,8 @@ def _tuning(keys: Tensor, value_dim: int, page_size: int) -> Tuning:
 def _splits(reading: Reading, programs: int, device: torch.device, tuning: Tuning) -> int:
     """See [Note: capture]."""
     if device.type != "cuda":
-        return min(3, max(1, max(end for _, end in reading.spans) // 8))  # the interpreter: enough to have some
-    longest = max(end - begin for begin, end in reading.spans)
+        return min(3, max(1, max(reading.host_ends) // 8))  # the interpreter: enough to have some
+    longest = reading.once("longest", lambda: max(end - begin for begin, end in reading.spans))
     if torch.cuda.is_current_stream_capturing():
         longest = reading.tables.shape[1] * reading.page_size
     wanted = -(-_multiprocessors(device) * tuning.waves // programs)
@@ -148,6 +159,11 @@ def _splits(reading: Reading, programs: int, device: torch.device, tuning: Tunin
 @cache
 def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (8, 9)  # the interpreter knows all
 
 
 def _on(device: torch.device) -> Any:
@@ -172,11 +188,11 @@ def _compiled() -> tuple[Any, Any]:
     # fmt: off
     @triton.jit
     def walk(
-        out, lse, q, keys, values, tables, begins, ends, offsets, positions, scale, width,
-        q_t, q_h, k_p, k_s, k_h, v_p, v_s, v_h, tokens, heads, tiles, splits, window, interleave, rank,
+        out, lse, q, keys, values, key_scales, value_scales, tables, begins, ends, offsets, positions, scale, width,
+        q_t, q_h, k_p, k_s, k_h, v_p, v_s, v_h, s_p, s_s, s_h, tokens, heads, tiles, splits, window, interleave, rank,
         size: tl.constexpr, group: tl.constexpr, dim: tl.constexpr, value_dim: tl.constexpr, block_d: tl.constexpr,
         block_v: tl.constexpr, block_m: tl.constexpr, block_n: tl.constexpr, per_tile: tl.constexpr,
-        causal: tl.constexpr, windowed: tl.constexpr, ranks: tl.constexpr,
+        causal: tl.constexpr, windowed: tl.constexpr, ranks: tl.constexpr, stored: tl.constexpr,
     ):
         head = tl.program_id(0).to(tl.int64)
         split = tl.program_id(1)
@@ -226,7 +242,10 @@ def _compiled() -> tuple[Any, Any]:
                 slot = key % size
             k = tl.load(keys + (page * k_p + slot * k_s)[:, None] + head * k_h + d[None, :],
                         mask=mine[:, None] & (d < dim)[None, :], other=0.0)
-            scores = tl.dot(rows, tl.trans(k), input_precision="ieee") * scale
+            scores = tl.dot(rows, tl.trans(k.to(rows.dtype)), input_precision="ieee") * scale
+            if stored:
+                scaled = page * s_p + slot * s_s + head * s_h
+                scores = scores * tl.load(key_scales + scaled, mask=mine, other=0.0)[None, :]
             seen = mine[None, :]
             if causal or windowed:
                 if ranks == 1:
@@ -245,16 +264,23 @@ def _compiled() -> tuple[Any, Any]:
             keep = tl.exp2(best - base)
             v = tl.load(values + (page * v_p + slot * v_s)[:, None] + head * v_h + dv[None, :],
                         mask=mine[:, None] & (dv < value_dim)[None, :], other=0.0)
-            summed = summed * keep[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
             total = total * keep + tl.sum(weights, 1)
+            if stored:
+                scales = tl.load(value_scales + scaled, mask=mine, other=0.0)
+                most = tl.max(scales, 0)
+                weights = weights * (scales / tl.where(most == 0.0, 1.0, most))[None, :]
+                found = tl.dot(weights.to(rows.dtype), v.to(rows.dtype), input_precision="ieee") * most
+            else:
+                found = tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+            summed = summed * keep[:, None] + found
             best = higher
 
         whole = tl.where(total == 0.0, 1.0, total)
         place = (split.to(tl.int64) * tokens + token) * heads + qh
         tl.store(out + place[:, None] * value_dim + dv[None, :], (summed / whole[:, None]).to(out.dtype.element_ty),
                  mask=real[:, None] & (dv < value_dim)[None, :])
-        found = tl.where(total == 0.0, float("-inf"), (best + tl.log2(whole)) * 0.6931471805599453)
-        tl.store(lse + place, found, mask=real)
+        summed_lse = tl.where(total == 0.0, float("-inf"), (best + tl.log2(whole)) * 0.6931471805599453)
+        tl.store(lse + place, summed_lse, mask=real)
 
     @triton.jit
     def join(out, lse, part_out, part_lse, tokens, heads, splits,

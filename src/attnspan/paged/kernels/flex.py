@@ -42,6 +42,10 @@ from attnspan.paged.scoring import Scoring
 name = "flex"
 
 QUERY_BLOCK = 128
+
+MOST_NUMBERS = 1 << 31
+"""torch 2.11 cannot compile its own kernels for longer tensors."""
+
 _NUMBERS = itertools.count()
 _ONE_AT_A_TIME = RLock()  # compiling is not for two threads at once, and virtual ranks are threads
 
@@ -59,6 +63,8 @@ def supports(spec: Scoring, reading: Reading, q: Tensor, keys: Pages, values: Pa
         return f"flex needs float32, bfloat16 or float16, got {q.dtype}"
     if min(q.shape[2], values.shape[3]) < 16:
         return f"flex needs head dims of at least 16, got {q.shape[2]} and {values.shape[3]}"
+    if max(keys.shape.numel(), values.shape.numel()) > MOST_NUMBERS:
+        return f"flex needs layers of at most 2^31 numbers, as its kernels count in 32 bits, got {keys.shape.numel()}"
     if reading.spread.ranks > 1:
         return f"flex reads pages of one rank, got {reading.spread.ranks} ranks"
     if q.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -114,7 +120,7 @@ def _listed(spec: Scoring, reading: Reading, rows: Rows) -> Lists:
     size = reading.page_size
     tables, begin, end = (x.index_select(0, rows.numbers) for x in (reading.tables, reading.begins, reading.ends))
     at = reading.positions[rows.tokens]
-    first, last = at[:, 0], at[:, -1]
+    first, last = at.amin(1), at.amax(1)  # rows of several sequences have them in any order
     low, high = begin // size, (end + size - 1) // size
     whole = end // size  # pages up to here hold nothing but keys of the row
     if spec.causal:

@@ -5,6 +5,8 @@ dense kernels are far better than anything that walks pages, neither does decodi
 tile each for the kernels of `attnspan.kernels`. Masks and score_mods are asked pair by pair, in float32 and blocks of
 queries, with scores in memory.
 
+Rows of one query are done many at a time (together.py).
+
 Knows where a row's keys end, so that what lies behind them is never read.
 """
 
@@ -17,6 +19,7 @@ from torch import Tensor
 
 from attnspan.kernels import Spec, choose
 from attnspan.masks.tile import Tile
+from attnspan.paged.kernels import together
 from attnspan.paged.reading import Pages, Reading
 from attnspan.paged.scoring import Scoring
 
@@ -38,9 +41,13 @@ def forward(spec: Scoring, reading: Reading, q: Tensor, keys: Pages, values: Pag
     wide = torch.promote_types(q.dtype, torch.float32)
     out = q.new_zeros(*q.shape[:2], values.shape[3], dtype=wide if reading.merged else q.dtype)
     lse = q.new_full(q.shape[:2], -torch.inf, dtype=wide)
-    first = 0
-    for row, count in enumerate(reading.queries):
-        begin, end = spec.visible(reading, row)
+    first, done = 0, set[int]()
+    for group in together.groups(spec, reading, q, keys, values):
+        done.update(group.rows)
+        for whole, part in zip((out, lse), together.attend(spec, group, reading, q, keys, values), strict=True):  # type: ignore[arg-type]
+            whole.index_copy_(0, group.queries, part.to(whole.dtype))
+    for row, count in enumerate(reading.queries if len(done) < len(reading.queries) else ()):
+        begin, end = (0, 0) if row in done else spec.visible(reading, row)
         if count and end > begin:
             some = slice(first, first + count)
             k, v = (reading.keys_of(pages, row, begin, end) for pages in (keys, values))
@@ -58,11 +65,11 @@ def _tile(spec: Scoring, reading: Reading, row: int, begin: int, end: int) -> Ti
     """The pairs of a row as a band between diagonals, or None if they are none."""
     if spec.program:
         return None
-    n, start, last = reading.queries[row], reading.starts[row], reading.lasts[row]
+    n, start, last = reading.queries[row], reading.starts[row], reading.last(row)
     # Where every key lies before every query, and within its window, no diagonal bites, wherever the keys are.
     before = not spec.causal or reading.spread.position(end - 1) <= start
     within = spec.window is None or last - reading.spread.position(begin) < spec.window
-    if not (before and within) and (reading.spread.ranks > 1 or not reading.in_order(row)):
+    if not (before and within) and (reading.spread.ranks > 1 or not reading.in_order):
         return None
     hi = end - begin - 1 if before else start - begin
     lo = 1 - n if within else start - begin - spec.window + 1  # type: ignore[operator]  # not within: there is one

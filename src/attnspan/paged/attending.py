@@ -1,0 +1,83 @@
+"""`attend`: what is asked of attention over pages, the same of one device and of many ranks.
+
+Sinks come last, and so does rounding: both belong to the whole of a softmax, of which a device or a group of rows may
+have computed a part. Knows nothing of pages.   Shapes: out (tokens, heads, value dim), lse (tokens, heads).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from attnspan.errors import PageError
+from attnspan.masks import Causal, Mask
+from attnspan.paged.after_prefix import AfterPrefix
+from attnspan.paged.scoring import ScoreFunction
+
+if TYPE_CHECKING:
+    from attnspan.paged.step_plan import StepPlan
+
+CAUSAL = Causal()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Options:
+    """What is asked besides the tensors; a scale of None is that of the layer's head dim."""
+
+    mask: Mask | AfterPrefix = CAUSAL
+    score_mod: ScoreFunction | None = None
+    scale: float | None = None
+    kernel: str = "auto"
+
+
+class Attends(ABC):
+    """What has pages and can attend over them."""
+
+    @abstractmethod
+    def partial(self, layer: int, query: Tensor, plan: StepPlan, options: Options) -> tuple[Tensor, Tensor]:
+        """(out, lse) over the keys there are, not yet rounded, without sinks."""
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        plan: StepPlan,
+        *,
+        mask: Mask | AfterPrefix = CAUSAL,
+        score_mod: ScoreFunction | None = None,
+        sinks: Tensor | None = None,
+        scale: float | None = None,
+        return_lse: bool = False,
+        kernel: str = "auto",
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Attention of the new tokens' queries (tokens, heads, dim) over all tokens of their sequences.
+
+        The mask speaks of positions in each sequence, counted from its start, and of rows of the plan. `sinks` (heads,)
+        is a logit per head that takes part in every softmax and has no value. Returns out (tokens, heads, value dim),
+        with `return_lse` also lse (tokens, heads), natural log.
+        """
+        out, lse = self.partial(layer, query, plan, Options(mask, score_mod, scale, kernel))
+        if sinks is not None:
+            out, lse = with_sinks(out, lse, sinks)
+        out = out.to(query.dtype)
+        return (out, lse) if return_lse else out
+
+
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """Fold a logit per head into every softmax: lse' = log(e^lse + e^sink), out' = out e^(lse - lse')."""
+    if not isinstance(sinks, Tensor):
+        raise PageError(f"sinks must be a tensor with one logit per query head, ({lse.shape[1]},), got {type(sinks)}")
+    if sinks.shape != lse.shape[1:] or not sinks.is_floating_point() or sinks.device != lse.device:
+        raise PageError(
+            f"sinks must be one logit per query head, ({lse.shape[1]},), on {lse.device}, "
+            f"got {tuple(sinks.shape)} of {sinks.dtype} on {sinks.device}"
+        )
+    if sinks.requires_grad and torch.is_grad_enabled():
+        raise PageError("sinks requires grad, and a cache has no gradients; call under torch.no_grad()")
+    total = torch.logaddexp(lse, sinks.to(lse.dtype))
+    share = (lse - total).exp().masked_fill(lse == -torch.inf, 0.0)
+    return out * share.unsqueeze(-1), total

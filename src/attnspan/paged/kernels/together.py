@@ -1,0 +1,137 @@
+"""Rows of one query, all at once: decoding many sequences on a CPU by a handful of calls instead of some for each.
+
+Rows of about the same length are copied side by side, padded to the longest of them, and attended to by one call; what
+is not a row's own is cleared in the copy, since it may be NaN, and masked. A query that is alone in its row sees all of
+the keys between two bounds (scoring.py), so that the mask is the padding and nothing else.
+
+[Note: alike in length] Rows are taken longest first, and share a call as long as padding stays below a quarter of what
+is copied, or below what a call costs anyway.
+
+A part of `gather`, which does what is left over.   Shapes: n rows of a group, L keys, Hk key heads, G queries for each.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnspan.paged.reading import Pages, Reading
+from attnspan.paged.scoring import Scoring
+
+CHEAP = 1 << 19
+"""Bytes of padding that are cheaper than one more call."""
+
+
+class Together(NamedTuple):
+    """Rows that share a call: their queries, their pages, and which of the n x L copied keys are not theirs."""
+
+    rows: tuple[int, ...]
+    queries: Tensor  # (n,) int64
+    pages: Tensor  # (n * W,) int64
+    hidden: Tensor  # (n, L) bool
+    cleared: Tensor  # (hidden,) int64: the same, as places in n x L
+    mask: Tensor  # (n, L) float32 or wider: what to add to scores
+    first: Tensor  # (n, 1): the first copied key of each row, by its place in the row
+
+
+def groups(spec: Scoring, reading: Reading, q: Tensor, keys: Pages, values: Pages) -> list[Together]:
+    """The rows that are done together; none where that does not pay, or the kernel does not know how."""
+    plain = isinstance(keys, Tensor) and isinstance(values, Tensor) and spec.mask_mod is None and reading.in_order
+    if not plain or q.device.type != "cpu" or q.shape[2] != values.shape[3]:
+        return []
+    page_bytes = 2 * keys[0].numel() * keys.element_size()  # type: ignore[union-attr]  # plain
+    wide = torch.promote_types(q.dtype, torch.float32)
+    what = ("together", spec.causal, spec.window, page_bytes, wide)
+    return reading.once(what, lambda: _grouped(spec, reading, page_bytes, wide))
+
+
+def _grouped(spec: Scoring, reading: Reading, page_bytes: int, wide: torch.dtype) -> list[Together]:
+    """See [Note: alike in length]."""
+    size, spread, bounds = reading.page_size, reading.spread, dict[int, tuple[int, int]]()
+    offsets = list(accumulate(reading.queries, initial=0))
+    for row, count in enumerate(reading.queries):
+        if count == 1:
+            begin, end, at = reading.host_begins[row], reading.host_ends[row], reading.starts[row]
+            if spec.causal and spread.ranks == 1:  # what `visible` says, for nearly every row there is
+                end = min(end, at + 1)
+                begin = begin if spec.window is None else max(begin, at - spec.window + 1)
+            else:
+                begin, end = spec.visible(reading, row)
+            if end > begin:
+                bounds[row] = (begin, end)
+    pages = {row: -(-end // size) - begin // size for row, (begin, end) in bounds.items()}
+    found: list[list[int]] = []
+    longest = padding = held = 0
+    for row in sorted(pages, key=lambda row: -pages[row]):
+        more = longest - pages[row]
+        if found and (padding + more <= held // 4 or (padding + more) * page_bytes <= CHEAP):
+            found[-1].append(row)
+            padding, held = padding + more, held + pages[row]
+        else:
+            found.append([row])
+            longest, padding, held = pages[row], 0, pages[row]
+    return [_together(reading, rows, offsets, bounds, wide) for rows in found if len(rows) > 1]
+
+
+def _together(
+    reading: Reading, rows: list[int], offsets: list[int], bounds: dict[int, tuple[int, int]], wide: torch.dtype
+) -> Together:
+    size = reading.page_size
+    low = torch.tensor([bounds[row][0] // size for row in rows]).unsqueeze(1)
+    begin, end = (torch.tensor([bounds[row][side] for row in rows]).unsqueeze(1) for side in (0, 1))
+    width = max(-(-bounds[row][1] // size) - bounds[row][0] // size for row in rows)
+    columns = (low + torch.arange(width)).clamp_(max=reading.tables.shape[1] - 1)
+    pages = reading.tables.index_select(0, torch.tensor(rows)).long().gather(1, columns)
+    places = low * size + torch.arange(width * size)
+    hidden = (places < begin) | (places >= end)
+    mask = torch.zeros(hidden.shape, dtype=wide).masked_fill_(hidden, -torch.inf)
+    cleared = hidden.flatten().nonzero().flatten()
+    queries = torch.tensor([offsets[row] for row in rows])
+    return Together(tuple(rows), queries, pages.flatten(), hidden, cleared, mask, low * size)
+
+
+def attend(
+    spec: Scoring, group: Together, reading: Reading, q: Tensor, keys: Tensor, values: Tensor
+) -> tuple[Tensor, Tensor]:
+    """out (n, H, D) and lse (n, H) of a group's rows, in float32 or wider."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    n, kv_heads = len(group.rows), keys.shape[2]
+    k, v = (_copied(pages, group, n).to(wide).transpose(1, 2) for pages in (keys, values))  # (n, Hk, L, D)
+    mine = q.index_select(0, group.queries).to(wide).view(n, kv_heads, -1, q.shape[2])  # (n, Hk, G, D)
+    if spec.score_mod is not None:
+        out, lse = _by_pairs(spec, group, reading, mine, k, v)
+    else:
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+        out, lse = flash(mine, k, v, 0.0, False, attn_mask=group.mask[:, None, None], scale=spec.scale)
+    return out.reshape(n, -1, out.shape[3]), lse.reshape(n, -1)
+
+
+def _copied(pages: Tensor, group: Together, n: int) -> Tensor:
+    """(n, L, Hk, D), cleared where there is nothing of the row."""
+    found = pages.flatten(1).index_select(0, group.pages)
+    found.view(-1, pages[0, 0].numel()).index_fill_(0, group.cleared, 0.0)  # few: a mask would look at all of them
+    return found.view(n, -1, *pages.shape[2:])
+
+
+def _by_pairs(
+    spec: Scoring, group: Together, reading: Reading, q: Tensor, k: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The formulas, with scores as the score_mod changes them."""
+    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+
+    scores = (q @ k.mT * spec.scale).flatten(1, 2)  # (n, H, L)
+    at = reading.positions.index_select(0, group.queries)
+    key_at = reading.spread.position(group.first + torch.arange(k.shape[2]))
+    fn = spec.score_mod
+    assert fn is not None, "asked for one"
+    for dims in ((0, None, None, None, 0), (0, None, 0, None, None), (0, 0, None, 0, 0)):
+        fn = torch.vmap(fn, in_dims=dims)
+    with TransformGetItemToIndex():
+        scores = fn(scores, torch.tensor(group.rows), torch.arange(scores.shape[1]), at, key_at)
+    scores = scores.masked_fill(group.hidden[:, None], -torch.inf)
+    lse = scores.logsumexp(-1)
+    weights = (scores - lse.unsqueeze(-1)).exp_().nan_to_num_(0.0)  # a row whose scores are all -inf saw nothing
+    return weights.view(*q.shape[:3], -1) @ v, lse.view(q.shape[:3])
