@@ -155,7 +155,7 @@ class Walk:
                 yield {**now, "returning": returned, "tile": written + self._written(tile) + self._workspace(tile)}
                 written = self._written(tile)
             returning = sum(transfer.tokens for transfer in step.returns) * sizes.kv * travels
-            yield {**now, "returning": returned + returning}
+            yield {**self._arenas(index), "sums": sums + here, "returning": returned + returning}
             before, returned = here, returning
         yield {**self._arenas(len(steps) - 1), "sums": sums + before, "returning": returned}
         rounded = 0.0 if self._lone else self.rows * sizes.q
