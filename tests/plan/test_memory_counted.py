@@ -20,8 +20,8 @@ RANKS, TOKENS, HEADS, DIM, HALF = 8, 2048, 8, 16, torch.bfloat16
 
 
 class Library:
-    """Allocates as cuDNN does: results in half precision; in backward dq in float32, dk and dv of every query head where
-    heads are grouped, and out and its gradient laid out anew where they are part of a larger tensor."""
+    """Allocates as cuDNN does: results in half precision; in backward dq in float32, dk and dv of every query head
+    where heads are grouped, and out and its gradient laid out anew where they are part of a larger tensor."""
 
     name = "stand-in"
 
