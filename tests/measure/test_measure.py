@@ -1,0 +1,90 @@
+"""The stopwatch: links, tables of several ranks, and where ranks come from."""
+
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+from attnspan.errors import TransportError, TuningError
+from attnspan.measure import Ranks, Tuning, tune
+from attnspan.measure.links import link
+from attnspan.measure.stopwatch import seconds
+from attnspan.measure.tiles import Case
+from attnspan.testing import loopback
+from attnspan.transports import Delayed
+from tests.tuning.test_table import rate
+
+CPU = torch.device("cpu")
+
+
+def test_the_first_run_is_not_counted_and_the_least_counts():
+    runs = iter([0.2, 0.05, 0.06, 0.03, 0.05])
+    assert 0.03 <= seconds(lambda: time.sleep(next(runs)), CPU) < 0.05
+
+
+def test_what_is_short_is_run_often_between_two_looks_at_the_clock():
+    runs = []
+    assert seconds(lambda: runs.append(1), CPU, repeats=1) < 1e-4
+    assert len(runs) > 100
+
+
+def test_a_link_has_the_latency_of_a_small_message_on_every_rank_alike():
+    found = loopback(3).run(lambda world: link(Delayed(world, 0.01), hop=1, large=1 << 16))
+    assert len(set(found)) == 1
+    assert 0.01 <= found[0].latency < 0.1
+    assert found[0].bandwidth > 0
+
+
+def test_of_ranks_that_measure_together_the_slowest_counts(monkeypatch):
+    def timed(case, device):
+        rank = int(threading.current_thread().name.split()[-1])
+        return replace(rate(case.kernel, case.kind, case.size), forward=1.0 + rank, backward=9.0 - rank)
+
+    monkeypatch.setattr(Case, "rate", timed)
+    asked = Tuning.of(CPU, sizes=(16,), kernels=("cpu_flash",))
+    tables = loopback(2).run(lambda world: tune(asked, world).data())
+    assert tables[0] == tables[1]
+    assert {(r["forward"], r["backward"]) for r in tables[0]["rates"]} == {(2.0, 9.0)}
+    assert tables[0]["inside"] is not None
+    assert tables[0]["ranks_per_node"] == 2
+
+
+def test_what_hosts_hold_tells_links_apart(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    asked = Tuning.of(CPU, sizes=(16,), kernels=("cpu_flash",), heads=1, head_dims=(8,))
+    found = loopback(2).run(lambda world: tune(asked, world))[0]
+    assert (found.inside, found.ranks_per_node) == (None, 1)
+    assert found.between.bandwidth > 0
+
+
+def test_kernels_that_all_refuse_leave_nothing_to_keep():
+    with pytest.raises(TuningError, match="none of the kernels cudnn computes such tiles on cpu"):
+        tune(Tuning.of(CPU, sizes=(16,), kernels=("cudnn",)))
+
+
+def test_virtual_ranks_run_in_this_process():
+    assert Ranks(3, "cpu", virtual=True).run(lambda transport: transport.ranks) == 3
+    assert Ranks(device="cpu").run(lambda transport: transport.ranks) == 1
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ({"ranks": 3}, "ranks are the 2 that torchrun started, got 3; leave them out"),
+        ({"virtual": True}, "virtual ranks live in one process; start it without torchrun"),
+    ],
+)
+def test_under_torchrun_the_ranks_are_its(how, message, monkeypatch):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(TransportError, match=message):
+        Ranks(device="cpu", **how).run(lambda transport: None)
+
+
+def test_a_device_that_is_not_there_is_refused():
+    if torch.cuda.is_available():
+        pytest.skip("there is one here")
+    with pytest.raises(TransportError, match="device: there is no CUDA device here; use cpu"):
+        Ranks(2, "cuda")
