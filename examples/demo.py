@@ -1,9 +1,11 @@
-"""Train a small transformer on packed documents over four ranks, beside the same training on one device.
+"""Train a small transformer on packed documents over four ranks, beside the same training on one device; then let a
+model of transformers answer over pages that are spread over four ranks.
 
 The text is this repository's own. Every batch packs other documents; each rank holds a quarter of every sequence. What
-to look at: the losses agree to the printed digits, the ranks have equal work, and few keys travel.
+to look at: the losses agree to the printed digits, the ranks have equal work, few keys travel, and a prompt that no
+rank's pages could hold is continued with the tokens of one device.
 
-Run: make demo    (under a minute on a laptop without a GPU)
+Run: make demo    (about two minutes on a laptop without a GPU)
 """
 
 from __future__ import annotations
@@ -20,9 +22,13 @@ import torch.nn.functional as F
 from launch import launch
 from model import Model
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, track
+from tiny_text import trained as reading
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
 
 import attnspan as span
+from attnspan.engine import Engine, SamplingParams
 from attnspan.inspector.picture import picture
 from attnspan.plan.drawing import table
 
@@ -149,6 +155,44 @@ def main() -> None:
 
     where = picture(mask, span.Balanced(mask, ranks=RANKS, chunk=8), SEQ_LEN, ROOT / "demo.png")
     print(f"\n3. A picture of the mask, coloured by rank: {where.name}")
+
+    print(f"\n4. A model of transformers reads this repository, and answers over pages of {RANKS} ranks\n")
+    with tempfile.TemporaryDirectory() as folder:
+        read(folder)
+        expected = answer(folder, pages=256)
+        print(f"a prompt of {len(expected.prompt)} tokens; a rank's pages hold {PAGES * 16}. On {RANKS} ranks:\n")
+        launch(partial(answer_over_ranks, folder, expected.token_ids), RANKS)
+
+
+# ---- a model that answers --------------------------------------------------------------------------------------------
+
+PAGES = 6  # of each rank
+PROMPT = "Attention over ranks is exact or refused: a plan says what travels, and what every rank computes. " * 4
+
+
+def read(folder: str) -> None:
+    """A tiny Llama, trained on the repository's text, saved as transformers does."""
+    model, tokenizer, first, last = reading(500, track=partial(track, description="reading   "))
+    disable_progress_bar()
+    print(f"{model.num_parameters():,} parameters, loss {first:.2f} to {last:.2f}")
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def answer(folder: str, **where):
+    """A continuation of the prompt."""
+    disable_progress_bar()
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    engine = Engine(model, tokenizer=AutoTokenizer.from_pretrained(folder), **where)
+    return engine.generate([PROMPT], SamplingParams(max_new_tokens=60, temperature=0.6, seed=1))[0]
+
+
+def answer_over_ranks(folder: str, expected: list[int]) -> None:
+    """What every rank runs: the prompt computed under context parallelism, its keys in the pages of all."""
+    found = answer(folder, pages=PAGES, mesh=dist.group.WORLD, whole_prompts=64)
+    assert found.token_ids == expected, "the tokens differ from those of one device"
+    if dist.get_rank() == 0:
+        print(f"{PROMPT[-98:]}\033[1m{found.text}\033[0m\n\nThe same tokens as on one device.")
 
 
 def costs(mask: span.Mask, lengths: list[int]):

@@ -7,7 +7,7 @@ import typer
 from typer.core import TyperGroup
 
 from attnspan._version import __version__
-from attnspan.cli import bench, doctor, plan, show, tune
+from attnspan.cli import bench, doctor, generate, plan, show, tune
 from attnspan.errors import AttnspanError
 
 COMMANDS: list[Callable[..., None]] = [
@@ -16,6 +16,7 @@ COMMANDS: list[Callable[..., None]] = [
     doctor.doctor,
     bench.bench,
     tune.tune,
+    generate.generate,
 ]  # a new command: one file with one function, and its entry here
 
 

@@ -1,0 +1,185 @@
+"""`attnspan generate`: a model of transformers continues a text, and says so as it goes.
+
+::
+
+    $ attnspan generate --model ./my-model --prompt "Attention is" --max-new-tokens 40
+    $ attnspan generate --model ./my-model --prompt @book.txt --ranks 2          # two processes on this machine
+    $ torchrun --nproc-per-node=8 -m attnspan generate --model ./my-model --prompt @book.txt
+
+Under torchrun its group is joined; otherwise `--ranks` processes are started here. Keys are then spread over all of
+them, and long prompts are computed by all of them together. The text goes to stdout, everything else to stderr.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import torch.distributed as dist
+import typer
+
+from attnspan.engine import Engine, SamplingParams
+from attnspan.errors import AttnspanError, EngineError, whole
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What is to be done, as it travels to the processes that do it."""
+
+    model: str
+    prompt: str
+    params: SamplingParams
+    pages: int | None
+    page_size: int
+    ranks: int
+
+
+def generate(
+    model: Annotated[str, typer.Option(metavar="PATH_OR_NAME", help="A folder, or a name that transformers finds.")],
+    prompt: Annotated[str, typer.Option(metavar="TEXT", help="What to continue; @file reads it from a file.")],
+    max_new_tokens: Annotated[int, typer.Option(metavar="N", help="How far.")] = 64,
+    temperature: Annotated[float, typer.Option(metavar="T", help="0 takes the likeliest token.")] = 0.0,
+    top_k: Annotated[int, typer.Option(metavar="K", help="Only the K likeliest tokens; 0: all.")] = 0,
+    top_p: Annotated[float, typer.Option(metavar="P", help="Only the likeliest that have P together.")] = 1.0,
+    seed: Annotated[int | None, typer.Option(metavar="N", help="The same number, the same text.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="Stop before this text.")] = None,
+    ranks: Annotated[int, typer.Option(metavar="R", help="Processes to spread keys and prompt over.")] = 1,
+    pages: Annotated[int | None, typer.Option(metavar="N", help="Pages on each rank; else as many as needed.")] = None,
+    page_size: Annotated[int, typer.Option(metavar="N", help="Tokens of a page on each rank.")] = 16,
+) -> None:
+    """Continue a text with a model of transformers, on one rank or several."""
+    params = SamplingParams(
+        max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop=stop or ()
+    )
+    ranks = whole("--ranks", ranks, at_least=1, error=EngineError)
+    job = Job(_found(model), _read(prompt), params, pages, page_size, ranks)
+    if "RANK" in os.environ:
+        if ranks not in (1, int(os.environ["WORLD_SIZE"])):
+            raise EngineError(f"--ranks must be torchrun's {os.environ['WORLD_SIZE']}, or not given, got {ranks}")
+        with _group("env://"):
+            _speak(job, dist.group.WORLD)
+    elif ranks == 1:
+        _speak(job, None)
+    else:
+        _spawn(job)
+
+
+# ---- what is asked ---------------------------------------------------------------------------------------------------
+
+
+def _found(model: str) -> str:
+    """A model that may exist: what looks like a path must be a folder."""
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return str(path)
+    if path.exists() or model.startswith((".", "/", "~")) or model.count("/") > 1:
+        raise EngineError(f"--model must be a folder of a model, or a name that transformers finds, got {model!r}")
+    return model
+
+
+def _read(prompt: str) -> str:
+    if not prompt.startswith("@"):
+        return prompt
+    path = Path(prompt[1:]).expanduser()
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise EngineError(f"--prompt {prompt}: the file cannot be read ({error})") from None
+
+
+def _loaded(name: str) -> tuple[Any, Any]:
+    """The model and its tokenizer."""
+    try:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+    except ImportError:
+        raise EngineError('transformers is not installed; run pip install "attnspan[hf]"') from None
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(name, dtype="auto")
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        said = str(error).strip().splitlines()
+        raise EngineError(f"--model {name}: transformers cannot load it: {said[0] if said else error!r}") from None
+    return model.to(_device()).eval(), tokenizer
+
+
+def _device() -> torch.device:
+    """A GPU, if every process of this machine can have its own."""
+    if torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", 1)):
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    return torch.device("cpu")
+
+
+# ---- doing it --------------------------------------------------------------------------------------------------------
+
+
+def _speak(job: Job, mesh: Any) -> None:
+    """Generate, and print as it comes; on rank 0 alone."""
+    model, tokenizer = _loaded(job.model)
+    ranks = 1 if mesh is None else dist.get_world_size(mesh)
+    speaks = mesh is None or dist.get_rank(mesh) == 0
+    tokens = tokenizer.encode(job.prompt)
+    needed = -(-(len(tokens) + job.params.max_new_tokens) // (job.page_size * ranks)) + 1
+    pages = needed if job.pages is None else job.pages
+    engine = Engine(model, pages=pages, page_size=job.page_size, mesh=mesh, tokenizer=tokenizer)
+    start, count = time.perf_counter(), 0
+    for token in engine.stream(tokens, job.params):
+        count += 1
+        if speaks and token.text:
+            typer.echo(token.text, nl=False)
+            sys.stdout.flush()
+    if speaks:
+        typer.echo()
+        rate = count / (time.perf_counter() - start)
+        where = "one rank" if ranks == 1 else f"{ranks} ranks"
+        typer.echo(f"{len(tokens)} tokens of prompt, {count} more, {rate:.1f} per second on {where}", err=True)
+
+
+@contextmanager
+def _group(method: str, **member: Any) -> Iterator[None]:
+    device = _device()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", init_method=method, **member)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _spawn(job: Job) -> None:
+    """Start the ranks here; what they refuse is told once, and ends with their exit code."""
+    import torch.multiprocessing as mp
+
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            mp.spawn(_join, (job, f"file://{folder}/store"), nprocs=job.ranks)
+        except mp.ProcessExitedException as ended:
+            raise typer.Exit(ended.exit_code) from None
+
+
+def _join(rank: int, job: Job, store: str) -> None:
+    os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(job.ranks))
+    torch.set_num_threads(max(1, torch.get_num_threads() // job.ranks))
+    code = 0
+    try:
+        with _group(store, rank=rank, world_size=job.ranks):
+            _speak(job, dist.group.WORLD)
+            dist.barrier()
+    except AttnspanError as error:
+        if rank == 0:
+            typer.echo(f"attnspan: {error}", err=True)
+        code = 2
+    # Threads of gloo may still run while Python takes itself down, which now and then aborts it: leave at once.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code and rank:
+        time.sleep(1.0)  # let rank 0 speak first
+    os._exit(code)

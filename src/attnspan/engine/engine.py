@@ -1,0 +1,445 @@
+"""The engine: requests in, tokens out, over one pool of pages.
+
+    engine = Engine(model, pages=1024)
+    for answer in engine.generate(prompts, SamplingParams(max_new_tokens=100)):
+        print(answer.token_ids)
+
+or by hand: `add` requests at any time, call `step` as long as there is something to do, and look at the requests, which
+fill as it goes. A step is one call of the model for whatever is due, prompts and single tokens together (scheduler.py),
+and then a token for every sample that was fed all it has (sampler.py).
+
+[Note: after an error] A step that fails takes back the room that it had made; nothing else has changed, so that it can
+be tried again. A rank that does not answer is another matter: the others cannot know how far it came. Every request
+ends with that error, all pages are given back, and the engine takes no more.
+
+[Note: the same on every rank] With a mesh, every rank makes its engine of the same model and gives it the same requests
+in the same order; seeds that nobody chose are rank 0's. Requests are compared when they come, and logits are the same
+bits on every rank, so that all choose the same tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from attnspan.engine.bar import Bar
+from attnspan.engine.known import device_of, end_tokens_of, positions_of, vocabulary_of
+from attnspan.engine.params import SamplingParams
+from attnspan.engine.request import Continuation, Request, Token
+from attnspan.engine.room import Room, Store
+from attnspan.engine.runner import Runner, Sizes, pools_of
+from attnspan.engine.sample import Sample
+from attnspan.engine.sampler import Chosen, Draw, chosen, uniform
+from attnspan.engine.scheduler import Counts, Limits, Scheduler
+from attnspan.engine.served import layers_of, served
+from attnspan.engine.speech import Speech, Tokenizer
+from attnspan.errors import EngineError, TransportError, UnknownRequest, whole, whole_list
+from attnspan.paged import PrefixCache
+from attnspan.transports.group import Group, transport_of
+
+Prompt = str | Sequence[int]
+
+
+class Engine:
+    """Generation with a model of transformers over `pages` pages of `page_size` tokens.
+
+    `host_pages` more on the host take samples that must wait; without, they are computed again. A step has at most
+    `max_sequences` samples and `max_tokens` tokens. With `mesh` (a DeviceMesh, a process group, a virtual world) every
+    rank has that many pages, and prompts of `whole_prompts` tokens or more are computed by all together (ranks.py).
+    `cuda_graphs` decodes by CUDA graphs (graphs.py).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        pages: int,
+        page_size: int = 16,
+        mesh: Group = None,
+        tokenizer: Tokenizer | None = None,
+        host_pages: int = 0,
+        max_sequences: int = 64,
+        max_tokens: int = 512,
+        whole_prompts: int = 256,
+        prefix_cache: bool = True,
+        kernel: str = "auto",
+        cuda_graphs: bool = False,
+    ) -> None:
+        pages = whole("pages", pages, at_least=1, error=EngineError)
+        page_size = whole("page_size", page_size, at_least=1, error=EngineError)
+        host_pages = whole("host_pages", host_pages, error=EngineError)
+        whole_prompts = whole("whole_prompts", whole_prompts, at_least=1, error=EngineError)
+        layers = layers_of(model)
+        device = device_of(model)
+        self.model, self.tokenizer = model, tokenizer
+        self.vocabulary = vocabulary_of(model, tokenizer)
+        self.end_tokens = end_tokens_of(model)
+        self.transport = None if mesh is None else transport_of(mesh)
+        ranks = 1 if self.transport is None else self.transport.ranks
+        self.limits = Limits(max_sequences, max_tokens, max(whole_prompts, 2 * ranks) if ranks > 1 else None)
+        dtype = next(model.parameters()).dtype
+        self._pools = pools_of(layers, Sizes(pages, page_size, host_pages, ranks), dtype=dtype, device=device)
+        stores = [
+            Store(pool.allocator, pool, window, PrefixCache(pool.allocator) if prefix_cache else None)
+            for pool, window in zip(self._pools.pools, self._pools.windows, strict=True)
+        ]
+        self.max_length = self._longest(pages * page_size * ranks)
+        self._scheduler = Scheduler(Room(stores), self.limits)
+        sizes = {"max_sequences": max_sequences, "max_tokens": max_tokens, "max_length": self.max_length}
+        self._runner = self._made_runner(mesh, ranks, sizes | {"kernel": kernel, "cuda_graphs": cuda_graphs})
+        self._requests: dict[int, Request] = {}
+        self._samples: dict[int, dict[int, Sample]] = {}  # by request and sample: what still runs or queues
+        self._speeches: dict[tuple[int, int], Speech] = {}
+        self._next = 0
+        self._dead: BaseException | None = None
+
+    def _made_runner(self, mesh: Group, ranks: int, options: dict[str, Any]) -> Runner:
+        if ranks == 1:
+            return Runner(self.model, self._pools, **options)
+        if options["cuda_graphs"]:
+            raise EngineError("cuda_graphs=True is for one rank: messages between ranks are not part of a graph")
+        from attnspan.engine.ranks import RanksRunner
+
+        options["max_tokens"] = max(options["max_tokens"], self.max_length)
+        assert self.limits.whole is not None, "there are ranks"
+        return RanksRunner(self.model, self._pools, **options, mesh=mesh, whole=self.limits.whole)
+
+    def _longest(self, held: int) -> int:
+        """The most tokens of a sample: what the model has positions for, and unless all layers are windowed, pages."""
+        known = positions_of(self.model)
+        if None in self._pools.windows:
+            return min(held, known) if known else held
+        return known or 64 * held
+
+    # ---- requests --------------------------------------------------------------------------------------------------
+
+    def add(self, prompt: Prompt, params: SamplingParams | None = None, *, salt: Hashable = None) -> Request:
+        """A new request. What it computes can be found by later prompts that begin alike and have the same salt."""
+        self._check_alive()
+        params = SamplingParams() if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise EngineError(f"params must be SamplingParams(...), got {params!r}")
+        tokens = self._tokens(prompt)
+        try:
+            hash(salt)
+        except TypeError:
+            raise EngineError(f"salt must be hashable, such as a text or a number, got {salt!r}") from None
+        most = len(tokens) + params.max_new_tokens
+        if params.stop and self.tokenizer is None:
+            raise EngineError(f"stop={params.stop!r} needs a tokenizer; give the engine one, or use stop_token_ids")
+        if most - 1 > self.max_length and self._scheduler.room.refusal(most - 1, self._scheduler.chunk) is None:
+            raise EngineError(
+                f"the model has positions for {self.max_length} tokens; the prompt has {len(tokens)} and "
+                f"max_new_tokens={params.max_new_tokens} more are asked for"
+            )
+        number, seed = self._next, secrets.randbits(63) if params.seed is None else params.seed
+        if self.transport is not None and self.transport.ranks > 1:
+            seed = self._agreed(tokens, params, salt, seed)
+        # The last token is never fed, so that it needs no room.
+        sample = Sample(number, list(tokens), most - 1, forks=params.n - 1, salt=salt)
+        self._scheduler.add(sample)
+        self._next += 1
+        request = Request(number, tokens, params, seed, salt)
+        for _ in range(params.n):
+            noted = params.logprobs or params.top_logprobs
+            continuation = Continuation(logprobs=[] if noted else None)
+            if params.top_logprobs:
+                continuation.top_logprobs = []
+            request.samples.append(continuation)
+        self._requests[number] = request
+        self._samples[number] = {0: sample}
+        return request
+
+    def cancel(self, request: Request) -> None:
+        """End a request: its pages are given back, and it keeps what it has. UnknownRequest if it has ended."""
+        if self._requests.get(getattr(request, "number", -1)) is not request:
+            ended = isinstance(request, Request) and request.finished
+            raise UnknownRequest(
+                f"request {request.number} has ended ({request.finish_reason}) and cannot be cancelled"
+                if ended
+                else f"request must be one that add() of this engine returned, got {request!r}"
+            )
+        self._ended(request, "cancelled")
+
+    def _ended(self, request: Request, reason: str, error: BaseException | None = None) -> None:
+        """End what is left of a request."""
+        for sample in self._samples.pop(request.number, {}).values():
+            self._scheduler.remove(sample, keep=error is None)
+        for number, continuation in enumerate(request.samples):
+            if continuation.finish_reason is None:
+                continuation.finish_reason = reason
+            self._speeches.pop((request.number, number), None)
+        request.error = error
+        del self._requests[request.number]
+
+    @property
+    def unfinished(self) -> list[Request]:
+        """Requests that have not ended, oldest first."""
+        return list(self._requests.values())
+
+    @property
+    def counts(self) -> Counts:
+        """What was computed, found, swapped and computed again so far."""
+        return self._scheduler.counts
+
+    # ---- steps -----------------------------------------------------------------------------------------------------
+
+    def step(self) -> list[Token]:
+        """Call the model once for what is due; the tokens that came of it. Empty if there is nothing to do, or while
+        a long prompt is computed in chunks."""
+        self._check_alive()
+        with served(self.model):
+            return self._step()
+
+    def _step(self) -> list[Token]:
+        scheduler = self._scheduler
+        batch = scheduler.step()
+        if not batch:
+            return []
+        samples = [chunk.sample for chunk in batch if chunk.last]
+        try:
+            answers = self._chosen(samples, self._runner.run(batch))
+        except TransportError as error:
+            self._die(error)
+            raise
+        except BaseException:
+            scheduler.undo(batch)  # see [Note: after an error]
+            raise
+        scheduler.computed(batch)
+        return self._noted(samples, answers)
+
+    def _chosen(self, samples: list[Sample], logits: torch.Tensor) -> list[Chosen]:
+        """A token for each sample whose logits these are, and for those that will be split off from it."""
+        rows = [row for row, sample in enumerate(samples) for _ in range(1 + sample.forks)]
+        if not rows:
+            return []
+        if len(rows) > len(samples):
+            logits = logits[torch.tensor(rows, device=logits.device)]
+        draws = [self._draw(sample, sample.number + fork) for sample in samples for fork in range(1 + sample.forks)]
+        return chosen(logits, draws, [self._wants(samples[row]) for row in rows])
+
+    def _noted(self, samples: list[Sample], answers: list[Chosen]) -> list[Token]:
+        """Split off what waited for its prompt, and give everyone its token.
+
+        Where a text cannot be decoded, its request ends, and whoever was not given a token yet is computed again.
+        """
+        left = []
+        for sample in samples:
+            group = [sample]
+            if sample.forks:
+                group += self._scheduler.fork(sample)
+                self._samples[sample.arrival] |= {each.number: each for each in group}
+            left += group
+        left.reverse()
+        tokens = []
+        for answer in answers:
+            sample = left.pop()
+            try:
+                tokens.append(self._told(sample, answer))
+            except BaseException as error:
+                self._ended(self._requests[sample.arrival], "error", error)
+                for untold in left:
+                    if untold.arrival != sample.arrival:
+                        self._scheduler.restart(untold)
+                raise
+        return tokens
+
+    def _draw(self, sample: Sample, of: int) -> Draw:
+        request = self._requests[sample.arrival]
+        params = request.params
+        if not params.temperature:
+            return _GREEDY
+        number = uniform(request.seed, of, len(sample.tokens))
+        return Draw(params.temperature, params.top_k, params.top_p, number)
+
+    def _wants(self, sample: Sample) -> int | None:
+        params = self._requests[sample.arrival].params
+        return params.top_logprobs if params.logprobs or params.top_logprobs else None
+
+    def _told(self, sample: Sample, answer: Chosen) -> Token:
+        """Note a sample's new token, and end the sample where it ends."""
+        request = self._requests[sample.arrival]
+        params, continuation = request.params, request.samples[sample.number]
+        sample.tokens.append(answer.token)
+        continuation.token_ids.append(answer.token)
+        if continuation.logprobs is not None and answer.logprob is not None:
+            continuation.logprobs.append(answer.logprob)
+        if continuation.top_logprobs is not None and answer.top is not None:
+            continuation.top_logprobs.append(answer.top)
+        reason = None
+        if answer.token in params.stop_token_ids or (answer.token in self.end_tokens and not params.ignore_eos):
+            reason = "stop"
+        elif len(continuation.token_ids) == params.max_new_tokens:
+            reason = "length"
+        text, reason = self._spoken(request, sample.number, answer.token, reason)
+        continuation.text += text
+        if reason is not None:
+            continuation.finish_reason = reason
+            self._scheduler.remove(sample)
+            del self._samples[request.number][sample.number]
+            if request.finished:
+                del self._requests[request.number], self._samples[request.number]
+        return Token(request, sample.number, answer.token, text, reason)
+
+    def _spoken(self, request: Request, number: int, token: int, reason: str | None) -> tuple[str, str | None]:
+        """What the text grew by, and why the sample ends, if it does: texts to stop at are found here."""
+        if self.tokenizer is None:
+            return "", reason
+        key = (request.number, number)
+        if key not in self._speeches:
+            self._speeches[key] = Speech(self.tokenizer, request.params.stop)
+        speech = self._speeches[key]
+        text = speech.push(token)
+        if speech.stopped:
+            reason = "stop"
+        elif reason is not None:
+            text += speech.end()
+        if reason is not None:
+            del self._speeches[key]
+        return text, reason
+
+    # ---- all at once -----------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Iterable[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        salt: Hashable = None,
+        progress: bool = False,
+    ) -> list[Request]:
+        """Continue every prompt; the finished requests in the order of the prompts.
+
+        `params` is one for all, or one for each. If anything goes wrong, none of these requests is left behind.
+        """
+        requests = self._added(prompts, params, salt)
+        try:
+            with served(self.model), Bar(requests, progress) as bar:
+                while not all(request.finished for request in requests):
+                    self._check_alive()
+                    bar.advance(sum(token.finish_reason is not None for token in self._step()))
+        finally:
+            self._forget(requests)
+        return requests
+
+    def stream(
+        self,
+        prompts: Prompt | Iterable[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        salt: Hashable = None,
+    ) -> Iterator[Token]:
+        """The tokens of one prompt, or of several, as they come. Whoever stops asking ends the requests."""
+        several: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
+        if not isinstance(prompts, str) and not any(isinstance(each, Iterable) and _is_list(each) for each in several):
+            several = [several]  # tokens
+        return self._streamed(self._added(several, params, salt))
+
+    def _streamed(self, requests: list[Request]) -> Iterator[Token]:
+        mine = {request.number for request in requests}
+        try:
+            while not all(request.finished for request in requests):
+                yield from (token for token in self.step() if token.request.number in mine)
+        finally:
+            self._forget(requests)
+
+    def _added(
+        self, prompts: Iterable[Prompt], params: SamplingParams | Sequence[SamplingParams] | None, salt: Hashable
+    ) -> list[Request]:
+        """All of the requests, or none."""
+        if isinstance(prompts, str):
+            raise EngineError("prompts must be a list of prompts, got a text; as in generate([prompt])")
+        prompts = list(prompts)
+        each = [params] * len(prompts) if params is None or isinstance(params, SamplingParams) else list(params)
+        if len(each) != len(prompts):
+            raise EngineError(f"params must be one for all {len(prompts)} prompts, or one for each, got {len(each)}")
+        requests: list[Request] = []
+        try:
+            for prompt, one in zip(prompts, each, strict=True):
+                requests.append(self.add(prompt, one, salt=salt))
+        except BaseException:
+            self._forget(requests)
+            raise
+        return requests
+
+    def _forget(self, requests: list[Request]) -> None:
+        for request in requests:
+            if request.number in self._requests:
+                self._ended(request, "cancelled")
+
+    # ---- checks ----------------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Hold pages, queues and requests to what must be true of them; AssertionError if anything is not."""
+        scheduler = self._scheduler
+        scheduler.room.check()
+        held = {id(sample) for samples in self._samples.values() for sample in samples.values()}
+        assert held == {id(sample) for sample in (*scheduler.running, *scheduler.queued)}, "a sample is lost"
+        assert set(self._samples) == set(self._requests), "a request is lost"
+
+    def _tokens(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise EngineError("prompt is a text, which needs a tokenizer; give the engine one, or tokens")
+            tokens = list(self.tokenizer.encode(prompt))
+        else:
+            plain = isinstance(prompt, list | tuple) and set(map(type, prompt)) <= {int} and min(prompt, default=0) >= 0
+            tokens = list(prompt if plain else whole_list("prompt", prompt, error=EngineError))
+        if not tokens:
+            raise EngineError("prompt must hold at least one token, got none; begin with the model's first token")
+        if max(tokens) >= self.vocabulary:
+            raise EngineError(f"prompt must hold tokens below the model's {self.vocabulary}, got {max(tokens)}")
+        return tokens
+
+    def _agreed(self, tokens: list[int], params: SamplingParams, salt: Hashable, seed: int) -> int:
+        """Rank 0's seed; EngineError on every rank if requests differ."""
+        assert self.transport is not None, "asked for a mesh only"
+        digest = hashlib.sha256(repr((tokens, params, salt, self._next)).encode()).digest()
+        try:
+            told = self.transport.agree(digest + seed.to_bytes(16, "little"), "requests")
+        except TransportError as error:
+            self._die(error)
+            raise
+        others = [rank for rank, said in enumerate(told) if said[:32] != told[0][:32]]
+        if others:
+            raise EngineError(f"requests differ between rank 0 and ranks {others}; every rank adds the same, in order")
+        return int.from_bytes(told[0][32:], "little") if params.seed is None else seed
+
+    def _die(self, error: TransportError) -> None:
+        """See [Note: after an error]."""
+        self._dead = error
+        for request in self.unfinished:
+            self._ended(request, "error", error)
+
+    def _check_alive(self) -> None:
+        if self._dead is not None:
+            raise EngineError(f"the engine has lost a rank and takes no more requests; make a new one ({self._dead})")
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._forget(self.unfinished)
+
+    def __repr__(self) -> str:
+        scheduler, store = self._scheduler, self._scheduler.room.stores[0]
+        return (
+            f"Engine({type(self.model).__name__}, {store.pages} pages of {store.allocator.page_size} tokens, "
+            f"{len(scheduler.running)} running, {len(scheduler.queued)} queued)"
+        )
+
+
+_GREEDY = Draw()
+
+
+def _is_list(prompt: Any) -> bool:
+    """Whether this is a prompt and not a token: a tensor of no dimensions can be asked for its items, and has none."""
+    return getattr(prompt, "ndim", 1) > 0

@@ -1,0 +1,79 @@
+"""Decoding by CUDA graphs: the model's kernels are noted once for a number of rows, and started by one call later.
+
+A step in which every sample gets one token is always the same work on other numbers, and the numbers are where they
+were: plans never move (paged/step_plan.py), tokens are copied into a buffer that stays. Rows are filled up to one of a
+few sizes with rows that see nothing, so that a handful of graphs serve every batch.
+
+A model that cannot be noted (that asks the host for numbers halfway, or has layers which no kernel attends to within a
+graph) is refused by what CUDA says of it; then an engine without `cuda_graphs` serves it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attnspan.errors import EngineError
+
+WARM_UPS = 2
+"""Runs before one is noted, in which kernels are compiled and libraries take their memory."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Noted:
+    """A graph, and where its logits appear."""
+
+    graph: torch.cuda.CUDAGraph
+    logits: Tensor
+
+
+class Graphs:
+    """Graphs by rows. `call(tokens)` runs the model on (1, rows) tokens as they lie in the plans; logits (rows, V)."""
+
+    def __init__(self, call: Callable[[Tensor], Tensor], most: int, device: torch.device) -> None:
+        if device.type != "cuda":
+            raise EngineError(f"cuda_graphs=True needs a model on a CUDA device, got one on {device}")
+        self._call, self._most = call, most
+        self._tokens = torch.zeros(1, most, dtype=torch.int64, device=device)
+        self._noted: dict[int, Noted] = {}
+        self._memory = torch.cuda.graph_pool_handle()
+
+    def rows(self, count: int) -> int:
+        """How many rows a batch is filled up to."""
+        return min(padded(count), self._most)
+
+    def run(self, tokens: list[int], rows: int) -> Tensor:
+        """The logits (tokens, V) of a step that was planned with so many rows."""
+        self._tokens[0, : len(tokens)].copy_(torch.tensor(tokens))
+        if rows not in self._noted:
+            self._noted[rows] = self._note(self._tokens[:, :rows])
+        noted = self._noted[rows]
+        noted.graph.replay()
+        return noted.logits[: len(tokens)]
+
+    def _note(self, tokens: Tensor) -> Noted:
+        aside = torch.cuda.Stream()
+        aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(aside):
+            for _ in range(WARM_UPS):
+                self._call(tokens)
+        torch.cuda.current_stream().wait_stream(aside)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, pool=self._memory):
+                logits = self._call(tokens)
+        except (RuntimeError, ValueError) as error:
+            raise EngineError(f"cuda_graphs=True: the model cannot be noted as a graph ({error})") from error
+        return Noted(graph, logits)
+
+
+def padded(count: int) -> int:
+    """A power of two up to 16, then a multiple of 16.
+
+    >>> [padded(count) for count in (1, 3, 16, 17, 40)]
+    [1, 4, 16, 32, 48]
+    """
+    return 1 << (count - 1).bit_length() if count <= 16 else -(-count // 16) * 16

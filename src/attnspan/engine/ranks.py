@@ -1,0 +1,101 @@
+"""The model over ranks: long prompts computed by all of them, each a part, and pages spread over all.
+
+A step over pages is the same on every rank: each has the new tokens, keeps the keys that are its own, attends over
+those, and one message joins the results (paged/sharded.py). That spreads memory; every rank still computes every token.
+A long prompt is spread in time as well: under context parallelism each rank feeds its shard of the tokens, attention is
+that of `ContextParallel`, and each layer's keys are handed over to the pages where they belong.
+
+The rank that has the prompt's last token tells the others its logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attnspan.engine.runner import Over, Place, Pools, Runner
+from attnspan.engine.scheduler import Chunk
+from attnspan.masks import Causal, Mask, SlidingWindow
+from attnspan.paged import PagePool, ShardedPages, StepPlan
+from attnspan.parallel import ContextParallel
+from attnspan.transports.group import Group
+
+
+class RanksRunner(Runner):
+    """A runner whose pages are spread over the ranks of `mesh`; prompts of `whole` tokens or more are split."""
+
+    def __init__(self, model: nn.Module, pools: Pools, *, mesh: Group, whole: int, **sizes: Any) -> None:
+        self.mesh, self.whole = mesh, whole
+        super().__init__(model, pools, **sizes)
+        self._session: ContextParallel | None = None
+
+    def _planned(self, sizes: dict[str, Any]) -> tuple[Sequence[PagePool | ShardedPages], list[StepPlan]]:
+        pages = [ShardedPages(pool, self.mesh, interleave=pool.page_size) for pool in self.pools.pools]
+        return pages, [each.plan(**sizes) for each in pages]
+
+    def run(self, batch: Sequence[Chunk]) -> Tensor:
+        """As of one rank; the same logits on every rank."""
+        sample, count = batch[0]
+        if len(batch) == 1 and sample.computed == 0 and count == sample.rest >= self.whole:
+            self._step(batch)
+            return self._together(sample.tokens)
+        return super().run(batch)
+
+    def _together(self, tokens: list[int]) -> Tensor:
+        """The logits (1, V) after a prompt that all ranks compute."""
+        session = self._on(len(tokens))
+        positions = session.positions
+        mine = [tokens[position] for position in positions.tolist()]
+        last = (positions == len(tokens) - 1).nonzero().flatten().tolist()
+        found = self._logits(mine, positions, last, Split(session, self._over))
+        logits = found.new_zeros(1, found.shape[1], dtype=torch.float32)
+        if last:
+            logits.copy_(found)
+        session.transport.all_reduce(logits, "logits").wait()
+        return logits
+
+    def _on(self, length: int) -> ContextParallel:
+        """A session for a prompt of that length; those of the same length share one."""
+        masks: dict[str, Mask] = {_name(place): _mask(place) for place in self.pools.places}
+        if self._session is None:
+            scales = {place.scale for place in self.pools.places}
+            scale = scales.pop() if len(scales) == 1 else None
+            self._session = ContextParallel(self.mesh, seq_len=length, mask=masks, scale=scale)
+        return self._session.with_mask(masks, seq_len=length)
+
+
+class Split:
+    """Attention under context parallelism: what travels with a call of the model on a shard of a prompt."""
+
+    def __init__(self, session: ContextParallel, over: Over) -> None:
+        self.session, self.over = session, over
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
+        """Attend, and hand the keys over to their pages. (1, H, S, D) of the shard; (1, S, H, D) out."""
+        place = self.over.pools.places[layer]
+        out = self._attended(place, query, key, value, sinks)
+        pages = self.over.pages[place.pool]
+        assert isinstance(pages, ShardedPages), "made so"
+        pages.from_context_parallel(place.index, key, value, self.session, self.over.plans[place.pool])
+        return out.transpose(1, 2)
+
+    def _attended(self, place: Place, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
+        session, mask = self.session, _name(place)
+        out: Any
+        if place.score_mod is None and session.options.scale == place.scale:
+            out = session.attention(query, key, value, mask=mask, sinks=sinks)
+        else:
+            out = session.flex_attention(query, key, value, place.score_mod, mask, place.scale, enable_gqa=True)
+        assert isinstance(out, Tensor), "no lse was asked for"
+        return out
+
+
+def _name(place: Place) -> str:
+    return "full" if place.window is None else f"window {place.window}"
+
+
+def _mask(place: Place) -> Mask:
+    return Causal() if place.window is None else SlidingWindow(place.window - 1)

@@ -1,0 +1,77 @@
+"""What a caller holds: a request and its continuations, which fill while the engine steps; and the tokens of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from attnspan.engine.params import SamplingParams
+
+
+@dataclass(slots=True, eq=False)
+class Continuation:
+    """One sample: what was generated so far.
+
+    `finish_reason` is None while it runs; then "length" (as many tokens as asked for), "stop" (an end token, or a text
+    or token to stop at), "cancelled" or "error". An end token is among `token_ids`, as are the tokens of a text to stop
+    at; that text itself is not in `text`.
+    """
+
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    logprobs: list[float] | None = None
+    top_logprobs: list[dict[int, float]] | None = None
+    finish_reason: str | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A prompt and its `n` samples; what is asked of the request itself is answered by the first of them."""
+
+    number: int
+    prompt: list[int]
+    params: SamplingParams
+    seed: int
+    salt: Hashable = None
+    samples: list[Continuation] = field(default_factory=list)
+    error: BaseException | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether every sample has ended."""
+        return all(sample.finish_reason is not None for sample in self.samples)
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The tokens of the first sample."""
+        return self.samples[0].token_ids
+
+    @property
+    def text(self) -> str:
+        """The text of the first sample."""
+        return self.samples[0].text
+
+    @property
+    def logprobs(self) -> list[float] | None:
+        """The log-probabilities of the first sample's tokens, if they were asked for."""
+        return self.samples[0].logprobs
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Why the first sample ended."""
+        return self.samples[0].finish_reason
+
+    def __repr__(self) -> str:
+        ends = ", ".join(sample.finish_reason or f"{len(sample.token_ids)} tokens so far" for sample in self.samples)
+        return f"Request({self.number}, prompt of {len(self.prompt)} tokens, {ends})"
+
+
+class Token(NamedTuple):
+    """A token that a step gave: whose it is, what it adds to the text, and why it is the last, if it is."""
+
+    request: Request
+    sample: int
+    token_id: int
+    text: str
+    finish_reason: str | None

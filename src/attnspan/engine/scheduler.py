@@ -1,0 +1,321 @@
+"""Who is computed next: one step is a ragged batch of (sample, how many of its tokens), within a budget of tokens.
+
+Samples run, or they queue. Those that run have pages; those that queue have none, or have them on the host. A step::
+
+    1. every running sample that decodes gets its one token; prompts share what the budget leaves, oldest first
+    2. while that needs more pages than can be had, the youngest running sample is sent back to the queue
+    3. if none was, the oldest in the queue is taken in, and the next, as long as pages, rows and budget allow
+
+[Note: order] Samples are ordered by arrival. Who is taken in is the oldest in the queue, who is sent back is the
+youngest that runs; so whoever runs is older than whoever queues, always, and that is the whole of fairness: nobody is
+overtaken, the oldest always runs, and since it fits into the pool alone (`add` sees to that) and ends, everyone's turn
+comes.
+
+[Note: nothing lost] A sample that is sent back keeps its tokens. Its pages go to the host if there is room, and return
+as they were; else they are given up, and what was in them is computed again, less what the prefix cache kept.
+
+[Note: whole prompts] A prompt is taken in only if pages for all of it can be had beside what those that run still need
+of theirs, and a page for each of them to grow into: to be sent back halfway would waste what was computed.
+
+[Note: alone] A sample that runs alone may still lack a page: it began on a shared page that it must copy, and holds on
+to the original. It starts over on pages of its own. For a like reason a sample that grows longer than a windowed pool
+shares nothing: a prefix cache gives up pages from the end, and would hold on to all that a window left behind.
+
+[Note: all ranks] With `whole` (prefill under context parallelism), a prompt of at least so many tokens is a step by
+itself, and not in chunks.
+
+Ints only: knows nothing of models, tensors or time. The same calls give the same steps, on every rank.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import NamedTuple
+
+from attnspan.engine.room import Room
+from attnspan.engine.sample import Sample
+from attnspan.errors import EngineError, whole
+
+_ORDER = attrgetter("order")
+
+
+class Chunk(NamedTuple):
+    """The next `new` tokens of a sample."""
+
+    sample: Sample
+    new: int
+
+    @property
+    def last(self) -> bool:
+        """Whether the sample has then been fed all it has, so that its next token can be chosen."""
+        return self.new == self.sample.rest
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The most rows and tokens of one step; `whole` as in [Note: all ranks], None for never."""
+
+    max_sequences: int = 64
+    max_tokens: int = 512
+    whole: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_sequences", "max_tokens"):
+            object.__setattr__(self, name, whole(name, getattr(self, name), at_least=1, error=EngineError))
+        if self.max_tokens < self.max_sequences:
+            raise EngineError(
+                f"max_tokens must be at least max_sequences={self.max_sequences}, so that all of them can decode in "
+                f"one step, got {self.max_tokens}"
+            )
+
+
+@dataclass(slots=True)
+class Counts:
+    """What happened so far."""
+
+    steps: int = 0
+    tokens: int = 0  # fed to the model
+    known: int = 0  # found in the prefix cache instead
+    swapped_out: int = 0
+    swapped_in: int = 0
+    recomputed: int = 0  # samples whose pages were given up
+
+
+class Scheduler:
+    """Samples that run and that queue, over a room of pages.
+
+    >>> from attnspan.engine.room import Store
+    >>> from attnspan.paged import PageAllocator
+    >>> allocator = PageAllocator(num_pages=8, page_size=4)
+    >>> scheduler = Scheduler(Room([Store(allocator, allocator)]), Limits(max_sequences=2, max_tokens=6))
+    >>> for arrival, length in enumerate([4, 5, 2]):
+    ...     scheduler.add(Sample(arrival, tokens=[7] * length, most=length + 2))
+    >>> [(chunk.sample.arrival, chunk.new) for chunk in scheduler.step()]
+    [(0, 4), (1, 2)]
+    """
+
+    def __init__(self, room: Room, limits: Limits) -> None:
+        self.room, self.limits, self.counts = room, limits, Counts()
+        self.chunk = room.widest(limits.max_tokens)
+        self.running: list[Sample] = []
+        self.queued: list[Sample] = []
+        self._smallest = min(store.allocator.page_size for store in room.stores)
+        self._returns = 0  # counts what may have brought pages back
+        self._refused: tuple[Sample, int] | None = None  # who did not fit, and at which count
+
+    # ---- samples come and go ---------------------------------------------------------------------------------------
+
+    def add(self, sample: Sample) -> None:
+        """Queue a sample; EngineError if it could not run even alone."""
+        reason = self.room.refusal(sample.most, self.chunk)
+        if reason is not None:
+            raise EngineError(
+                f"the request does not fit: {sample.prompt} tokens of prompt and up to {sample.most - sample.prompt} "
+                f"more, {reason}; shorten it, or give the engine more pages"
+            )
+        if sample.forks >= self.limits.max_sequences:
+            raise EngineError(
+                f"n must be at most max_sequences={self.limits.max_sequences}, since samples of one prompt start "
+                f"together, got {sample.forks + 1}"
+            )
+        sample.unshared = not self.room.holds(sample.most)
+        insort(self.queued, sample, key=_ORDER)
+
+    def remove(self, sample: Sample, keep: bool = True) -> None:
+        """A sample has ended, or is not wanted any more; with `keep`, later prompts may find what it computed."""
+        side = self.running if sample in self.running else self.queued
+        side.remove(sample)
+        if sample.seq is not None:
+            if keep and not sample.swapped:
+                self._keep(sample)
+            self.room.free(sample.seq)
+        sample.seq, sample.swapped, sample.computed = None, False, 0
+        self._returns += 1
+
+    def fork(self, sample: Sample) -> list[Sample]:
+        """Split off the samples that were waiting for the prompt; all then run."""
+        assert sample.seq is not None, "its prompt is computed"
+        names = self.room.fork(sample.seq, sample.forks)
+        sample.forks = 0
+        forks = [sample.split(number, seq) for number, seq in enumerate(names, start=1)]
+        for fork in forks:
+            insort(self.running, fork, key=_ORDER)
+        return forks
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to do."""
+        return not self.running and not self.queued
+
+    # ---- a step ----------------------------------------------------------------------------------------------------
+
+    def step(self) -> list[Chunk]:
+        """The next batch, for which there are pages; empty only if nothing runs or queues."""
+        batch = self._wanted()
+        sent_back = False
+        while batch and not self.room.reserve(_named(batch)):
+            self._send_back()
+            sent_back = True
+            batch = self._wanted()
+        if not self.queued or (sent_back and batch):
+            return batch
+        while self._take_in():
+            pass
+        batch = self._wanted()
+        if batch and not self.room.reserve(_named(batch)):
+            [sample] = self.running  # taken in alone: more were taken in only with pages to spare
+            self._start_over(sample)
+            batch = self._wanted()
+            fits = self.room.reserve(_named(batch))
+            assert fits, "what fits alone was added"
+        return batch
+
+    def computed(self, batch: Sequence[Chunk]) -> None:
+        """The batch was fed to the model, and its keys are in pages."""
+        self.counts.steps += 1
+        for sample, count in batch:
+            assert sample.seq is not None, "it ran"
+            before = sample.computed
+            sample.computed += count
+            self.counts.tokens += count
+            windowed = self._returned_behind(sample, count)
+            if before < sample.prompt and (windowed or sample.prompt <= sample.computed):
+                self._keep(sample)
+            if windowed and self.room.release(sample.seq):
+                self._returns += 1
+
+    def restart(self, sample: Sample) -> None:
+        """Compute a running sample again from its first token: what it was fed last came to nothing."""
+        self.running.remove(sample)
+        self._give_up(sample)
+        insort(self.queued, sample, key=_ORDER)
+        self._returns += 1
+
+    def undo(self, batch: Sequence[Chunk]) -> None:
+        """The batch was planned and not computed: pages forget it."""
+        for sample, _ in batch:
+            if sample.seq is not None:
+                self.room.trim(sample.seq, sample.computed)
+
+    # ---- within ----------------------------------------------------------------------------------------------------
+
+    def _wanted(self) -> list[Chunk]:
+        """What the running samples would have: a token for those that decode, then prompts, oldest first."""
+        limits = self.limits
+        for sample in self.running if limits.whole is not None else ():
+            if self._is_whole(sample):
+                return [Chunk(sample, sample.rest)]
+        counts = [1 if sample.rest == 1 else 0 for sample in self.running]
+        left = limits.max_tokens - sum(counts)
+        if 0 in counts:
+            for place, sample in enumerate(self.running):
+                if not counts[place]:
+                    counts[place] = min(sample.rest, self.chunk, left)
+                    left -= counts[place]
+        return [Chunk(sample, count) for sample, count in zip(self.running, counts, strict=True) if count]
+
+    def _take_in(self) -> bool:
+        """Let the oldest of the queue run, if it fits. See [Note: whole prompts]."""
+        if not self.queued or self._refused == (self.queued[0], self._returns):
+            return False
+        sample, rows = self.queued[0], sum(1 + each.forks for each in self.running)
+        if rows + 1 + sample.forks > self.limits.max_sequences or self._left() <= 0:
+            return False
+        fits = self._brought_back(sample) if sample.swapped else self._begun(sample)
+        if not fits:
+            self._refused = (sample, self._returns)
+            return False
+        self.queued.pop(0)
+        insort(self.running, sample, key=_ORDER)
+        return True
+
+    def _left(self) -> int:
+        """The budget that those who run leave."""
+        return self.limits.max_tokens - sum(chunk.new for chunk in self._wanted())
+
+    def _begun(self, sample: Sample) -> bool:
+        sample.seq, sample.computed = self.room.add(sample.tokens, sample.salt, not sample.unshared)
+        if self.running and not self._fits_beside(sample):
+            self.room.free(sample.seq)
+            sample.seq, sample.computed = None, 0
+            return False
+        self.counts.known += sample.computed
+        return True
+
+    def _brought_back(self, sample: Sample) -> bool:
+        assert sample.seq is not None, "it was swapped out"
+        if self.running and not self._fits_beside(sample):
+            return False
+        if not self.room.swap_in(sample.seq):
+            if self.running:
+                return False
+            self._give_up(sample)  # alone, and yet no room: see [Note: alone]
+            return self._begun(sample)
+        sample.swapped = False
+        self.counts.swapped_in += 1
+        return True
+
+    def _fits_beside(self, sample: Sample) -> bool:
+        """Whether all that run, and this one, can be fed what they have, with a page to spare for each."""
+        everyone = [(each.seq, each.rest) for each in self.running if each.seq is not None]
+        newcomer = len(sample.tokens) if sample.swapped else 0
+        if not sample.swapped and sample.seq is not None:
+            everyone.append((sample.seq, sample.rest))
+        chunk = None if self._is_whole(sample) else self.chunk
+        return self.room.reserve(everyone, spare=len(self.running) + 1, chunk=chunk, newcomer=newcomer)
+
+    def _is_whole(self, sample: Sample) -> bool:
+        """See [Note: all ranks]."""
+        whole = self.limits.whole
+        return whole is not None and not sample.computed and sample.rest >= whole and self.room.holds(sample.rest)
+
+    def _send_back(self) -> None:
+        """The youngest goes back to the queue. See [Note: nothing lost]."""
+        if len(self.running) == 1:
+            self._start_over(self.running[0])
+            return
+        sample = self.running.pop()
+        assert sample.seq is not None, "it ran"
+        if sample.computed and self.room.swap_out(sample.seq):
+            sample.swapped = True
+            self.counts.swapped_out += 1
+        else:
+            self._keep(sample)
+            self._give_up(sample)
+        insort(self.queued, sample, key=_ORDER)
+        self._returns += 1
+
+    def _start_over(self, sample: Sample) -> None:
+        """See [Note: alone]."""
+        assert not sample.unshared, "what fits alone was added, and it is alone"
+        self._give_up(sample)
+        sample.unshared = True
+        sample.seq, _ = self.room.add(sample.tokens, sample.salt, False)
+
+    def _give_up(self, sample: Sample) -> None:
+        assert sample.seq is not None, "it has pages, here or on the host"
+        self.room.free(sample.seq)
+        sample.seq, sample.swapped, sample.computed, sample.kept = None, False, 0, 0
+        self.counts.recomputed += 1
+
+    def _keep(self, sample: Sample) -> None:
+        """Show a sample's pages to the prefix cache, if there is a full one that it has not seen."""
+        if sample.computed - sample.kept >= self._smallest and sample.seq is not None and not sample.unshared:
+            self.room.keep(sample.seq, sample.tokens[: sample.computed], sample.salt)
+            sample.kept = sample.computed - sample.computed % self._smallest
+
+    def _returned_behind(self, sample: Sample, count: int) -> bool:
+        """Whether a page may have fallen behind a window: only where a page was begun."""
+        for store in self.room.stores:
+            if store.window is not None:
+                size, behind = store.allocator.page_size, sample.computed - store.window + 1
+                if behind >= size and (behind // size > (behind - count) // size):
+                    return True
+        return False
+
+
+def _named(batch: Sequence[Chunk]) -> list[tuple[int, int]]:
+    return [(sample.seq, count) for sample, count in batch if sample.seq is not None]

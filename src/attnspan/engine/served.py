@@ -1,0 +1,122 @@
+"""A model of transformers whose attention goes over pages, for as long as a step takes.
+
+A model asks for attention by name. While it is being served the name is `attnspan_paged`, a function registered with
+transformers' own AttentionInterface, and what belongs to the step travels with the call, as the keyword argument
+`attnspan` that models hand down to their layers; nothing is patched, and threads that serve one model with different
+pages do not meet. Afterwards the model has the name back that it had.
+
+[Note: who serves] Several engines may serve one model at once (virtual ranks do). The first to come sets the name,
+the last to leave sets it back. It is set at every step, so it is written to the configs that layers read it from: to
+ask `set_attn_implementation`, which looks at every module, would cost a small model a tenth of its step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import Lock
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
+
+from torch import Tensor, nn
+
+from attnspan.errors import EngineError, ModelError
+
+NAME = "attnspan_paged"
+
+Layers = list[Any]
+"""Of AttentionLayer, which is told by attnspan.integrations.huggingface.attention_layers."""
+
+
+class Attends(Protocol):
+    """What travels with a call of the model: attention of one layer's packed tokens."""
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
+        """(1, H, T, D) queries, keys and values of the new tokens; (1, T, H, D) out."""
+        ...
+
+
+def paged(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    *,
+    s_aux: Tensor | None = None,
+    attnspan: Attends | None = None,
+    **known: Any,
+) -> tuple[Tensor, None]:
+    """The attention function. All that `known` may hold was read from the layers when the engine was made."""
+    if attnspan is None:
+        raise EngineError(
+            f"{type(module).__name__} was called while an engine serves its model; call the model when the engine's "
+            "step is over"
+        )
+    return attnspan.attend(module.layer_idx, query, key, value, s_aux), None  # type: ignore[arg-type]
+
+
+def layers_of(model: Any) -> Layers:
+    """The attention layers of a model, by their index; ModelError for what cannot be generated with."""
+    from transformers import AttentionInterface
+
+    from attnspan.integrations.huggingface import attention_layers
+
+    layers: Layers = attention_layers(model)
+    for layer in layers:
+        for wrong, what in (
+            (layer.cross, "cross-attention"),
+            (not layer.causal, "attention that looks ahead"),
+            (layer.index is None, "no index, and so no place in a cache"),
+        ):
+            if wrong:
+                raise ModelError(f"{layer.name} has {what}, and an engine serves decoder-only models")
+    indices = [layer.index for layer in layers]
+    if sorted(indices) != list(range(len(layers))):
+        raise ModelError(f"layers must be numbered 0 to {len(layers) - 1}, each once, got {indices}")
+    if not callable(getattr(model, "set_attn_implementation", None)) or model.get_output_embeddings() is None:
+        raise ModelError(f"model must have a head for the next token, got {type(model).__name__}")
+    AttentionInterface.register(NAME, paged)
+    return sorted(layers, key=lambda layer: layer.index)
+
+
+class _Serving:
+    """Who serves a model: how many, and the names that its configs had before."""
+
+    def __init__(self, model: nn.Module) -> None:
+        found = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
+        self.configs: list[Any] = list(found.values())  # one, for nearly every model
+        self.names: list[str] = []
+        self.count = 0
+
+    def begin(self) -> None:
+        if self.count == 0:
+            self.names = [config._attn_implementation for config in self.configs]
+            for config in self.configs:
+                config._attn_implementation = NAME
+        self.count += 1
+
+    def end(self) -> None:
+        self.count -= 1
+        if self.count == 0:
+            for config, name in zip(self.configs, self.names, strict=True):
+                config._attn_implementation = name
+
+
+_SERVED: WeakKeyDictionary[nn.Module, _Serving] = WeakKeyDictionary()
+_LOCK = Lock()
+
+
+@contextmanager
+def served(model: nn.Module) -> Iterator[None]:
+    """While it lasts, the model's attention is `paged`. See [Note: who serves]."""
+    with _LOCK:
+        if model not in _SERVED:
+            _SERVED[model] = _Serving(model)
+        serving = _SERVED[model]
+        serving.begin()
+    try:
+        yield
+    finally:
+        with _LOCK:
+            serving.end()

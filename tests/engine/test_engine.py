@@ -1,0 +1,432 @@
+"""What a caller sees: results in order, samples, seeds, ends, streams, errors that leave the engine well."""
+
+import copy
+import gc
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from attnspan.engine import Engine, SamplingParams
+from attnspan.engine.known import positions_of
+from attnspan.errors import EngineError, ModelError, UnknownRequest
+from tests.engine.models import VOCABULARY, greedy, prompts, tiny, tokenizer
+
+
+def engine(model=None, **options):
+    return Engine(model or tiny("Llama"), **({"pages": 64, "page_size": 4, "max_sequences": 8} | options))
+
+
+def speaking(**options):
+    """An engine with a tokenizer."""
+    return engine(tiny("Llama", vocab_size=320), tokenizer=tokenizer(), **options)
+
+
+def drive(one):
+    """Until nothing is left to do."""
+    while one.unfinished:
+        one.step()
+
+
+def drawn(**options):
+    return SamplingParams(**({"max_new_tokens": 10, "temperature": 1.0, "seed": 7} | options))
+
+
+# ---- results ---------------------------------------------------------------------------------------------------------
+
+
+def test_results_are_in_the_order_of_prompts_each_with_its_own_wishes():
+    asked, new = prompts([9, 2, 5]), [3, 12, 7]
+    answers = engine().generate(asked, [SamplingParams(max_new_tokens=n) for n in new])
+    assert [answer.prompt for answer in answers] == asked
+    assert [answer.token_ids for answer in answers] == [
+        greedy(tiny("Llama"), *pair) for pair in zip(asked, new, strict=True)
+    ]
+    assert engine().generate([]) == []
+
+
+def test_prompts_may_be_tensors_and_numbers_of_any_kind():
+    [prompt] = prompts([6])
+    [answer] = engine().generate([torch.tensor(prompt)], SamplingParams(max_new_tokens=3))
+    assert answer.token_ids == greedy(tiny("Llama"), prompt, 3)
+
+
+def test_a_seed_gives_the_same_tokens_alone_in_company_and_after_preemption():
+    [alone] = engine().generate(prompts([9]), drawn(max_new_tokens=16))
+    company = prompts([9]) + prompts([3, 11, 6], seed=5)
+    crowded = engine(pages=11, page_size=3, max_tokens=8, prefix_cache=False)
+    answers = crowded.generate(company, drawn(max_new_tokens=16))
+    assert crowded.counts.recomputed
+    assert answers[0].token_ids == alone.token_ids
+    assert len({tuple(answer.token_ids) for answer in answers}) == 4
+    [other] = engine().generate(prompts([9]), drawn(max_new_tokens=16, seed=8))
+    assert other.token_ids != alone.token_ids
+
+
+def test_samples_share_the_prompt_and_differ():
+    one = engine()
+    [answer] = one.generate(prompts([30]), drawn(n=4, logprobs=True))
+    assert one.counts.tokens == 30 + 4 * 9
+    assert len({tuple(sample.token_ids) for sample in answer.samples}) == 4
+    assert [len(sample.logprobs) for sample in answer.samples] == [10] * 4
+    [first] = engine().generate(prompts([30]), drawn())
+    assert answer.token_ids == first.token_ids  # the first of n is the one of one
+    one.check()
+
+
+def test_samples_of_one_prompt_survive_a_pool_that_is_too_small_for_all():
+    [roomy] = engine(prefix_cache=False).generate(prompts([13]), drawn(n=4, max_new_tokens=20))
+    small = engine(pages=13, page_size=3, prefix_cache=False)
+    [answer] = small.generate(prompts([13]), drawn(n=4, max_new_tokens=20))
+    assert [sample.token_ids for sample in answer.samples] == [sample.token_ids for sample in roomy.samples]
+    assert small.counts.recomputed
+
+
+def test_an_end_token_ends_a_sample_unless_it_is_to_be_ignored():
+    [prompt] = prompts([9])
+    plain = greedy(tiny("Llama"), prompt, 12)
+    end = plain[4]
+    first = plain.index(end)
+    one = engine()
+    one.end_tokens = frozenset([end])
+    [stopped] = one.generate([prompt], SamplingParams(max_new_tokens=12))
+    assert (stopped.token_ids, stopped.finish_reason) == (plain[: first + 1], "stop")
+    [ignored] = one.generate([prompt], SamplingParams(max_new_tokens=12, ignore_eos=True))
+    assert (ignored.token_ids, ignored.finish_reason) == (plain, "length")
+    [asked] = engine().generate([prompt], SamplingParams(max_new_tokens=12, stop_token_ids=[end]))
+    assert (asked.token_ids, asked.finish_reason) == (plain[: first + 1], "stop")
+
+
+def test_the_models_own_end_tokens_are_known():
+    model = tiny("Llama", num_hidden_layers=1)
+    for said, known in ((None, set()), (5, {5}), ([5, 9], {5, 9})):
+        model.generation_config.eos_token_id = said
+        assert engine(model).end_tokens == known
+    model.generation_config.eos_token_id = None
+
+
+def test_logprobs_are_those_of_the_model():
+    [prompt], model = prompts([9]), tiny("Llama")
+    [answer] = engine().generate([prompt], drawn(logprobs=True, top_logprobs=3))
+    logits = model(torch.tensor([prompt + answer.token_ids])).logits[0, len(prompt) - 1 : -1]
+    true = logits.log_softmax(-1)
+    expected = true.gather(1, torch.tensor(answer.token_ids).unsqueeze(1)).flatten()
+    assert answer.logprobs == pytest.approx(expected.tolist(), abs=1e-4)  # float32 logits of size 10
+    for row, top in enumerate(answer.samples[0].top_logprobs):
+        assert list(top) == true[row].topk(3).indices.tolist()
+    [silent] = engine().generate([prompt], drawn())
+    assert silent.logprobs is None
+
+
+def test_prefixes_are_found_only_under_the_same_salt():
+    one, [prompt] = engine(), prompts([33])
+    for salt, known in (("a", 0), ("b", 0), ("a", 32), ("b", 64)):
+        [answer] = one.generate([prompt], SamplingParams(max_new_tokens=2), salt=salt)
+        assert answer.token_ids == greedy(tiny("Llama"), prompt, 2)
+        assert one.counts.known == known
+
+
+# ---- text ------------------------------------------------------------------------------------------------------------
+
+
+def test_texts_go_in_and_come_out():
+    one = speaking()
+    [answer] = one.generate(["the cat"], SamplingParams(max_new_tokens=12))
+    assert answer.prompt == tokenizer().encode("the cat")
+    assert answer.text == tokenizer().decode(answer.token_ids, skip_special_tokens=True)
+
+
+def test_a_text_to_stop_at_ends_the_sample_and_is_cut_off():
+    [whole] = speaking().generate(["the cat"], drawn(max_new_tokens=30))
+    stop = whole.text[6:9]
+    [answer] = speaking().generate(["the cat"], drawn(max_new_tokens=30, stop=stop))
+    assert answer.finish_reason == "stop"
+    assert answer.text == whole.text[: whole.text.index(stop)]
+    assert answer.token_ids == whole.token_ids[: len(answer.token_ids)]
+    assert stop in tokenizer().decode(answer.token_ids)
+
+
+def test_a_stream_tells_what_generate_returns():
+    one, params = speaking(), drawn(max_new_tokens=20, n=2)
+    [whole] = speaking().generate(["the cat"], params)
+    told = list(one.stream("the cat", params))
+    for number, sample in enumerate(whole.samples):
+        mine = [token for token in told if token.sample == number]
+        assert [token.token_id for token in mine] == sample.token_ids
+        assert "".join(token.text for token in mine) == sample.text
+        assert [token.finish_reason for token in mine] == [None] * 19 + ["length"]
+
+
+def test_a_stream_of_several_prompts_and_one_that_is_left():
+    one, asked = engine(), prompts([4, 9])
+    stream = one.stream(asked, SamplingParams(max_new_tokens=6))
+    other = one.add([5, 6], SamplingParams(max_new_tokens=6))
+    assert {next(stream).request.number for _ in range(2)} == {0, 1}
+    assert len(one.unfinished) == 3
+    stream.close()
+    assert one.unfinished == [other]
+    drive(one)
+    assert other.token_ids == greedy(tiny("Llama"), [5, 6], 6)
+    one.check()
+
+
+def test_one_prompt_of_tokens_is_streamed_as_one():
+    for prompt in ([5, 6, 7], torch.tensor([5, 6, 7]), (5, 6, 7)):
+        told = list(engine().stream(prompt, SamplingParams(max_new_tokens=4)))
+        assert [token.token_id for token in told] == greedy(tiny("Llama"), [5, 6, 7], 4)
+    with pytest.raises(EngineError, match="prompt must hold at least one token, got none"):
+        engine().stream([])
+
+
+def test_a_progress_bar_is_drawn_when_asked_for(capsys):
+    engine().generate(prompts([4, 9]), SamplingParams(max_new_tokens=3), progress=True)
+    assert "generating" in capsys.readouterr().out
+
+
+# ---- what goes wrong -------------------------------------------------------------------------------------------------
+
+
+def test_a_request_is_cancelled_once():
+    one = engine()
+    request, other = (one.add(prompt, SamplingParams(max_new_tokens=8)) for prompt in prompts([9, 4]))
+    for _ in range(3):
+        one.step()
+    one.cancel(request)
+    assert request.finish_reason == "cancelled"
+    assert request.token_ids == greedy(tiny("Llama"), request.prompt, 8)[:3]
+    with pytest.raises(UnknownRequest, match=r"request 0 has ended \(cancelled\) and cannot be cancelled"):
+        one.cancel(request)
+    with pytest.raises(UnknownRequest, match=r"request must be one that add\(\) of this engine returned, got 'x'"):
+        one.cancel("x")
+    with pytest.raises(UnknownRequest, match="request must be one that"):
+        engine().cancel(other)
+    drive(one)
+    with pytest.raises(UnknownRequest, match=r"request 1 has ended \(length\)"):
+        one.cancel(other)
+    assert other.token_ids == greedy(tiny("Llama"), other.prompt, 8)
+    one.check()
+
+
+REFUSALS = [
+    ([[]], {}, "prompt must hold at least one token, got none"),
+    ([[5, -1]], {}, r"prompt\[1\] must be a whole number >= 0, got -1"),
+    ([[5, VOCABULARY]], {}, f"prompt must hold tokens below the model's {VOCABULARY}, got {VOCABULARY}"),
+    ([5], {}, r"prompt must be a list of whole numbers >= 0, got 5"),
+    ([[True]], {}, r"prompt\[0\] must be a whole number >= 0, got True"),
+    ([[5.0]], {}, r"prompt\[0\] must be a whole number >= 0, got 5.0"),
+    (["text"], {}, "prompt is a text, which needs a tokenizer; give the engine one, or tokens"),
+    ("text", {}, r"prompts must be a list of prompts, got a text; as in generate\(\[prompt\]\)"),
+    ([[5] * 300], {}, "the request does not fit: 300 tokens of prompt and up to 15 more, 315 tokens need 79 pages"),
+    ([[5]], {"max_new_tokens": 300}, "the request does not fit: 2 tokens of prompt and up to 299 more"),
+    ([[5]], {"stop": "x"}, "stop=.* needs a tokenizer; give the engine one, or use stop_token_ids"),
+    ([[5]], {"salt": []}, r"salt must be hashable, such as a text or a number, got \[\]"),
+    ([[5]], {"n": 9}, "n must be at most max_sequences=8, .* got 9"),
+]
+
+
+@pytest.mark.parametrize(("asked", "wishes", "message"), REFUSALS, ids=range(len(REFUSALS)))
+def test_a_request_that_cannot_be_served_is_refused_and_the_engine_is_well(asked, wishes, message):
+    one = engine()
+    options = {name: value for name, value in wishes.items() if name == "salt"}
+    params = SamplingParams(**{name: value for name, value in wishes.items() if name != "salt"})
+    prompts = asked if isinstance(asked, str) else [[5, 6], *asked]
+    with pytest.raises(EngineError, match=message):
+        one.generate(prompts, params, **options)
+    assert one.unfinished == []  # not even the one that was fine
+    one.check()
+    assert one.generate([[5, 6]], SamplingParams(max_new_tokens=3))[0].token_ids == greedy(tiny("Llama"), [5, 6], 3)
+
+
+@pytest.mark.parametrize(
+    ("wishes", "message"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens must be a whole number >= 1, got 0"),
+        ({"max_new_tokens": 2.5}, r"max_new_tokens must be a whole number >= 1, got 2.5 \(float\)"),
+        ({"temperature": -0.1}, "temperature must be a number of at least 0, got -0.1; 0 is greedy"),
+        ({"temperature": float("nan")}, "temperature must be a number, got nan"),
+        ({"temperature": float("inf")}, "temperature must be a number of at least 0, got inf"),
+        ({"temperature": "hot"}, "temperature must be a number, got 'hot'"),
+        ({"top_k": -1}, "top_k must be a whole number >= 0, got -1"),
+        ({"top_p": 0.0}, "top_p must be a number above 0 and at most 1, got 0.0"),
+        ({"top_p": 1.1}, "top_p must be a number above 0 and at most 1, got 1.1"),
+        ({"seed": -3}, "seed must be a whole number >= 0, got -3"),
+        ({"n": 0}, "n must be a whole number >= 1, got 0"),
+        ({"stop": ""}, "stop must be a text, or a list of them, none empty, got ''"),
+        ({"stop": [5]}, "stop must be a text, or a list of them, none empty, got 5"),
+        ({"stop_token_ids": [-5]}, r"stop_token_ids\[0\] must be a whole number >= 0, got -5"),
+        ({"logprobs": 3}, "logprobs must be True or False, got 3"),
+    ],
+    ids=str,
+)
+def test_sampling_values_that_make_no_sense_are_refused(wishes, message):
+    with pytest.raises(EngineError, match=message):
+        SamplingParams(**wishes)
+
+
+def test_params_are_one_for_all_or_one_for_each():
+    with pytest.raises(EngineError, match="params must be one for all 2 prompts, or one for each, got 3"):
+        engine().generate([[5], [6]], [SamplingParams()] * 3)
+    with pytest.raises(EngineError, match=r"params must be SamplingParams\(...\), got 7"):
+        engine().add([5], 7)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"pages": 0}, "pages must be a whole number >= 1, got 0"),
+        ({"page_size": 0}, "page_size must be a whole number >= 1, got 0"),
+        ({"host_pages": -1}, "host_pages must be a whole number >= 0, got -1"),
+        ({"max_sequences": 0}, "max_sequences must be a whole number >= 1, got 0"),
+        ({"max_tokens": 4}, "max_tokens must be at least max_sequences=8, .* got 4"),
+        ({"tokenizer": tokenizer()}, "tokenizer does not fit the model: it has 281 tokens, and the model knows 97; "),
+        ({"tokenizer": 5}, "tokenizer must have encode and decode, got int"),
+    ],
+    ids=["pages", "page_size", "host_pages", "max_sequences", "max_tokens", "another's tokenizer", "no tokenizer"],
+)
+def test_an_engine_that_cannot_be_made_is_refused(options, message):
+    with pytest.raises(EngineError, match=message):
+        engine(**options)
+
+
+def test_models_that_are_not_served_are_refused_by_their_layer():
+    from transformers import BertConfig, BertModel, FalconMambaConfig, FalconMambaForCausalLM
+
+    small = {"hidden_size": 32, "num_hidden_layers": 1, "vocab_size": 64}
+    bert = BertModel(BertConfig(**small, num_attention_heads=2, intermediate_size=32)).eval()
+    with pytest.raises(
+        ModelError, match=r"encoder.layer.0.attention.self has attention that looks ahead, and an engine"
+    ):
+        engine(bert)
+    mamba = FalconMambaForCausalLM(FalconMambaConfig(**small)).eval()
+    with pytest.raises(ModelError, match="is not served"):
+        engine(mamba)
+    for wrong in (torch.nn.Linear(2, 2), "a name"):
+        with pytest.raises(ModelError, match="model must be a model of transformers"):
+            engine(wrong)
+    training = tiny("Llama", num_hidden_layers=1)
+    training.train()
+    try:
+        with pytest.raises(EngineError, match=r"model is in training mode, .* call model.eval\(\)"):
+            engine(training)
+    finally:
+        training.eval()
+
+
+def test_a_model_has_positions_for_so_many_tokens():
+    model = tiny("Llama", max_position_embeddings=40)
+    one = engine(model)
+    with pytest.raises(
+        EngineError, match="the model has positions for 40 tokens; the prompt has 30 and max_new_tokens=12"
+    ):
+        one.generate([[5] * 30], SamplingParams(max_new_tokens=12))
+    assert one.generate([[5] * 30], SamplingParams(max_new_tokens=11))[0].token_ids == greedy(model, [5] * 30, 11)
+
+
+@pytest.mark.parametrize(
+    ("rope", "known"),
+    [
+        ({"rope_type": "default", "rope_theta": 1e4}, 128),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}, 128),
+        ({"rope_type": "dynamic", "factor": 2.0}, 128),
+        ({"rope_type": "longrope", "original_max_position_embeddings": 32}, 32),
+        ({"full_attention": {"rope_type": "default"}, "sliding_attention": {"rope_type": "default"}}, 128),
+    ],
+    ids=str,
+)
+def test_angles_that_follow_the_longest_of_a_batch_are_served_while_they_stay_the_same(rope, known):
+    config = SimpleNamespace(max_position_embeddings=128, rope_parameters=rope)
+    assert positions_of(SimpleNamespace(config=config)) == known
+
+
+def test_a_step_that_fails_can_be_tried_again():
+    one, [prompt] = engine(), prompts([9])
+    request = one.add(prompt, SamplingParams(max_new_tokens=5))
+    one.step()
+    head = one.model.lm_head
+    handle = head.register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(MemoryError("planted")))
+    before = one.model.config._attn_implementation
+    for _ in range(2):
+        with pytest.raises(MemoryError, match="planted"):
+            one.step()
+        one.check()
+    handle.remove()
+    assert one.model.config._attn_implementation == before
+    drive(one)
+    assert request.token_ids == greedy(tiny("Llama"), prompt, 5)
+    handle = head.register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(MemoryError("planted")))
+    with pytest.raises(MemoryError, match="planted"):
+        one.generate([prompt])
+    handle.remove()
+    assert one.unfinished == []
+    one.check()
+
+
+def test_a_text_that_cannot_be_decoded_ends_its_request_and_no_other():
+    class Broken:
+        def __len__(self):
+            return 97
+
+        def encode(self, text):
+            return [5]
+
+        def decode(self, token_ids, skip_special_tokens=True):
+            if self.bad in token_ids:
+                raise RuntimeError("planted")
+            return "x" * len(token_ids)
+
+    broken, asked = Broken(), prompts([4, 9, 6])
+    expected = [greedy(tiny("Llama"), prompt, 8) for prompt in asked]
+    broken.bad = next(token for token in expected[1] if token not in expected[0] + expected[2])
+    one = engine(tokenizer=broken)
+    requests = [one.add(prompt, SamplingParams(max_new_tokens=8)) for prompt in asked]
+    with pytest.raises(RuntimeError, match="planted"):
+        drive(one)
+    one.check()
+    assert requests[1].finish_reason == "error"
+    assert str(requests[1].error) == "planted"
+    drive(one)
+    assert [requests[place].token_ids for place in (0, 2)] == [expected[0], expected[2]]
+    one.check()
+
+
+def test_a_model_in_half_precision_is_served_in_it():
+    model, [prompt] = copy.deepcopy(tiny("Llama")).bfloat16(), prompts([20])
+    [answer] = engine(model).generate([prompt], SamplingParams(max_new_tokens=8, logprobs=True))
+    logits = model(torch.tensor([prompt + answer.token_ids])).logits[0, len(prompt) - 1 : -1].float()
+    true = logits.log_softmax(-1).gather(1, torch.tensor(answer.token_ids).unsqueeze(1)).flatten()
+    assert answer.logprobs == pytest.approx(true.tolist(), abs=0.3)  # logits of size 20 with 8 bits each
+
+
+def test_a_model_that_is_called_while_it_is_served_says_so():
+    from attnspan.engine.served import served
+
+    model = tiny("Llama")
+    with served(model), pytest.raises(EngineError, match="LlamaAttention was called while an engine serves its model"):
+        model(torch.tensor([[5]]))
+
+
+def test_leaving_the_block_ends_what_is_left():
+    with engine() as one:
+        request = one.add([5], SamplingParams(max_new_tokens=5))
+        one.step()
+    assert request.finish_reason == "cancelled"
+    one.check()
+
+
+def test_an_engine_that_is_let_go_of_frees_its_pages():
+    import weakref
+
+    one = engine()
+    one.generate([[5]], SamplingParams(max_new_tokens=2))
+    pool = weakref.ref(one._pools.pools[0])
+    del one
+    gc.collect()
+    assert pool() is None
+
+
+def test_printed_it_tells_what_it_has_and_does():
+    one = engine()
+    request = one.add([5, 6], SamplingParams(max_new_tokens=5))
+    assert repr(one) == "Engine(LlamaForCausalLM, 64 pages of 4 tokens, 0 running, 1 queued)"
+    one.step()
+    assert repr(request) == "Request(0, prompt of 2 tokens, 1 tokens so far)"

@@ -1,0 +1,95 @@
+"""`model.generate` over a PagedCache says what it says without: batches, padding, beams, guesses."""
+
+import pytest
+import torch
+
+from attnspan.errors import PageError, PoolExhausted
+from attnspan.integrations.huggingface import PagedCache
+from tests.engine.models import FAMILIES, prompts, tiny
+
+
+def padded(lengths, seed=0):
+    """Prompts of different lengths, padded on the left, and their attention mask."""
+    longest = max(lengths)
+    rows = [[0] * (longest - len(prompt)) + prompt for prompt in prompts(lengths, seed)]
+    tokens = torch.tensor(rows)
+    return tokens, (torch.arange(longest) >= longest - torch.tensor(lengths).unsqueeze(1)).long()
+
+
+def both(model, lengths, pages=64, page_size=4, **options):
+    """What is generated without and with pages."""
+    tokens, mask = padded(lengths)
+    options = {"attention_mask": mask, "max_new_tokens": 14, "do_sample": False, "pad_token_id": 0} | options
+    cache = PagedCache(model, pages=pages, page_size=page_size)
+    found = []
+    for extra in ({}, {"past_key_values": cache}):
+        torch.manual_seed(0)
+        found.append(model.generate(tokens, **options, **extra))
+    cache.allocator.check()
+    return (*found, cache)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_padded_batch_is_continued_as_without_pages(family):
+    plain, paged, cache = both(tiny(family), [9, 3, 14])
+    assert torch.equal(plain, paged)
+    assert cache.get_seq_length() == 14 + 14 - 1
+    assert cache.allocator.stats().used == 3 * 7
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"do_sample": True, "temperature": 0.8, "num_return_sequences": 2},
+        {"num_beams": 3},
+        {"num_beams": 4, "num_return_sequences": 2},
+    ],
+    ids=["sampling", "beams", "several beams"],
+)
+def test_samples_and_beams_are_those_without_pages(options):
+    plain, paged, _ = both(tiny("Llama"), [9, 3], pages=128, **options)
+    assert torch.equal(plain, paged)
+
+
+def test_guesses_of_an_assistant_are_taken_back():
+    model, assistant = tiny("Llama"), tiny("Llama", num_hidden_layers=1)
+    plain, paged, _ = both(model, [9], assistant_model=assistant)
+    assert torch.equal(plain, paged)
+
+
+def test_rows_of_a_beam_share_pages():
+    cache = both(tiny("Llama"), [40], num_beams=4, max_new_tokens=8)[2]
+    stats = cache.allocator.stats()
+    assert stats.shared >= 10  # the prompt's
+    assert stats.used < 4 * 12
+
+
+def test_a_cache_goes_on_where_it_stopped_and_is_empty_after_reset():
+    model = tiny("Llama")
+    cache = PagedCache(model, pages=32, page_size=4)
+    tokens = torch.tensor(prompts([7]))
+    options = {"do_sample": False, "pad_token_id": 0}
+    first = model.generate(tokens, past_key_values=cache, max_new_tokens=5, **options)
+    second = model.generate(first, past_key_values=cache, max_new_tokens=5, **options)
+    assert torch.equal(second, model.generate(tokens, max_new_tokens=10, **options))
+    assert repr(cache) == "PagedCache(1 rows of 16 tokens in 4 of 32 pages)"
+    cache.reset()
+    assert cache.allocator.free_pages == 32
+    assert cache.get_seq_length() == 0
+
+
+def test_what_cannot_be_done_is_refused():
+    model = tiny("Llama")
+    cache = PagedCache(model, pages=3, page_size=4)
+    tokens = torch.tensor(prompts([7]))
+    options = {"do_sample": False, "pad_token_id": 0, "past_key_values": cache}
+    with pytest.raises(PoolExhausted, match="1 pages needed, 0 free"):
+        model.generate(tokens, max_new_tokens=9, **options)
+    with pytest.raises(PageError, match=r"the cache holds a batch of 1, got one of 2; reset\(\) it first"):
+        model(tokens.expand(2, -1), past_key_values=cache)
+    with pytest.raises(PageError, match=r"tokens_to_remove must be 0 or less, as in crop\(-3\) .* got 4"):
+        cache.crop(4)
+    with pytest.raises(PageError, match="PagedCache does not offload layers"):
+        cache.offload(0)
+    cache.reset()
+    assert model.generate(tokens, max_new_tokens=4, **options).shape == (1, 11)

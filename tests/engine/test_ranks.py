@@ -1,0 +1,120 @@
+"""Over ranks: the tokens of one rank, prompts that no rank could hold alone, and what happens when a rank is lost."""
+
+import os
+import signal
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from attnspan.engine import Engine, SamplingParams
+from attnspan.errors import EngineError, TransportError
+from attnspan.testing import loopback
+from tests.engine.models import FAMILIES, greedy, prompts, tiny
+from tests.processes import Died, spawn
+
+
+def answers(world, model, asked, params, **options):
+    """What a rank's engine says, and what it counted."""
+    engine = Engine(model, mesh=world, **({"pages": 40, "page_size": 4, "max_sequences": 4} | options))
+    found = [answer.token_ids for answer in engine.generate(asked, params)]
+    engine.check()
+    return found, engine.counts
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_ranks_say_what_one_rank_says(family):
+    model, asked = tiny(family), prompts([40, 5, 23])
+    expected = [greedy(model, prompt, 9) for prompt in asked]
+    options = {"max_tokens": 16, "whole_prompts": 20}  # two prompts under context parallelism, one in chunks over pages
+    for found, _ in loopback(3).run(lambda w: answers(w, model, asked, SamplingParams(max_new_tokens=9), **options)):
+        assert found == expected
+
+
+def test_a_prompt_that_no_rank_holds_alone_is_continued_by_all():
+    model, [prompt] = tiny("Llama"), prompts([150])
+    with pytest.raises(EngineError, match="the request does not fit: 150 tokens of prompt and up to 7 more"):
+        Engine(model, pages=40, page_size=1).generate([prompt], SamplingParams(max_new_tokens=8))
+    for whole in (20, 1000):  # by shards, and in chunks
+        options = {"pages": 40, "page_size": 1, "whole_prompts": whole, "max_tokens": 64}
+        runs = loopback(4).run(lambda w: answers(w, model, [prompt], SamplingParams(max_new_tokens=8), **options))  # noqa: B023
+        assert {tuple(found[0]) for found, _ in runs} == {tuple(greedy(model, prompt, 8))}
+
+
+def test_pages_that_run_out_change_nothing_over_ranks_either():
+    model, asked = tiny("Llama"), prompts([3, 9, 1, 20, 14, 6], seed=1)
+    expected = [greedy(model, prompt, 16) for prompt in asked]
+    for host_pages in (0, 30):
+        options = {"pages": 7, "page_size": 3, "whole_prompts": 10, "max_tokens": 8, "host_pages": host_pages}
+        runs = loopback(2).run(lambda w: answers(w, model, asked, SamplingParams(max_new_tokens=16), **options))  # noqa: B023
+        for found, counts in runs:
+            assert found == expected
+            assert counts.swapped_out if host_pages else counts.recomputed
+
+
+def test_samples_are_the_same_on_every_rank_also_without_a_seed():
+    model, params = tiny("Llama"), SamplingParams(max_new_tokens=10, temperature=1.0, n=2)
+
+    def rank(world):
+        engine = Engine(model, mesh=world, pages=40, page_size=4)
+        [answer] = engine.generate(prompts([12]), params)
+        return [tuple(sample.token_ids) for sample in answer.samples]
+
+    first, second = loopback(2).run(rank)
+    assert first == second
+    assert len(set(first)) == 2
+
+
+def test_requests_that_differ_between_ranks_are_refused_on_all_of_them():
+    model = tiny("Llama")
+
+    def rank(world):
+        engine = Engine(model, mesh=world, pages=40, page_size=4)
+        with pytest.raises(EngineError, match=r"requests differ between rank 0 and ranks \[1\]; every rank adds the"):
+            engine.add([5 + world.rank])
+        engine.check()
+        return engine.generate([[5]], SamplingParams(max_new_tokens=2))[0].token_ids  # and it goes on
+
+    assert loopback(2).run(rank) == [greedy(model, [5], 2)] * 2
+
+
+def over_gloo(rank):
+    """The same in real processes; then one dies while the others generate."""
+    model, asked = tiny("Llama"), prompts([40, 5])
+    group = dist.new_group(timeout=timedelta(seconds=30))
+    engine = Engine(model, mesh=group, pages=40, page_size=4, whole_prompts=20)
+    found = [answer.token_ids for answer in engine.generate(asked, SamplingParams(max_new_tokens=6))]
+    request = engine.add(asked[0], SamplingParams(max_new_tokens=100))
+    waiting = engine.add(asked[1], SamplingParams(max_new_tokens=100))
+    error = None
+    try:
+        for step in range(200):
+            if rank == 1 and step == 5:
+                os.kill(os.getpid(), signal.SIGKILL)
+            engine.step()
+    except TransportError as lost:
+        error = str(lost)
+    engine.check()
+    stats = engine._scheduler.room.stores[0].allocator.stats()
+    refused = None
+    try:
+        engine.add([1, 2])
+    except EngineError as dead:
+        refused = str(dead)
+    ends = [(r.finish_reason, type(r.error).__name__, len(r.token_ids) > 0) for r in (request, waiting)]
+    return found, error, refused, ends, (stats.sequences, stats.used), engine.unfinished
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_a_rank_that_dies_ends_every_request_with_an_error_that_says_so(ranks):
+    model, asked = tiny("Llama"), prompts([40, 5])
+    expected = [greedy(model, prompt, 6) for prompt in asked]
+    first, second, *others = spawn(ranks, over_gloo, may_die=True, timeout=240)
+    assert second == Died("SIGKILL")
+    for found, error, refused, ends, left, unfinished in (first, *others):
+        assert found == expected
+        assert error is not None
+        assert "partial attention" in error
+        assert refused.startswith("the engine has lost a rank and takes no more requests; make a new one (rank ")
+        assert ends == [("error", "TransportError", True)] * 2
+        assert (left, unfinished) == ((0, 0), [])
