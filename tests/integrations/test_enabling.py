@@ -359,21 +359,17 @@ def test_positions_by_an_attention_mask_must_be_given_with_padding_on_the_left()
 # ---- losses ----------------------------------------------------------------------------------------------------------
 
 
-def test_with_a_count_of_items_losses_are_the_parts_that_trainer_expects():
-    """The mean over ranks of (loss x ranks), as DDP and Trainer take it, is the sum of all tokens over the count."""
+@pytest.mark.parametrize("count", [100, torch.tensor(37)])
+def test_with_a_count_of_items_the_loss_is_that_of_one_device(count):
+    """The sum over the tokens of all ranks, divided by the count, as gradient accumulation wants it."""
     given = batch()
-    true = one_device("llama", given, num_items_in_batch=100)
+    true = one_device("llama", given, num_items_in_batch=count)
 
     def rank(world):
-        model = family("llama")
-        with enable(model, world) as handle:
-            loss = model(**given, num_items_in_batch=100).loss * handle.ranks
-            loss.backward()
-            handle.session.average_gradients(model)
-            return loss.detach(), gradients(model)
+        return enabled_answers(world, family("llama"), given | {"num_items_in_batch": count})
 
-    for loss, grads in loopback(2).run(rank):
-        assert off((loss, true[1], grads), true)[0] < BOUND
+    for found in loopback(2).run(rank):
+        assert off(found, true)[0] < BOUND
 
 
 def test_a_tuple_is_answered_by_a_tuple():
@@ -401,6 +397,25 @@ def test_hidden_states_come_as_shards_and_whole():
         assert shards.encoder_last_hidden_state.shape[1] < 23
         torch.testing.assert_close(whole.encoder_last_hidden_state, true.encoder_last_hidden_state)
         torch.testing.assert_close(whole.decoder_hidden_states, true.decoder_hidden_states)
+
+
+def test_an_output_is_put_together_by_the_layout_of_its_own_batch():
+    """Other documents lie otherwise on the ranks; what came before is not mistaken for the latest."""
+    first, second = batch(), batch() | {"position_ids": torch.cat([torch.arange(n) for n in (3, 2, 18)])[None]}
+    true = family("llama")(**first)
+
+    def rank(world):
+        model = family("llama")
+        handle = enable(model, world)
+        out = model(**first)
+        before = handle.session.positions
+        model(**second)
+        assert handle.session.positions.tolist() != before.tolist()
+        return handle.unshard(out), handle.unshard(out.logits)
+
+    for whole, logits in loopback(2).run(rank):
+        torch.testing.assert_close(whole.logits, true.logits)
+        assert torch.equal(logits, whole.logits)
 
 
 # ---- refusals of a model ---------------------------------------------------------------------------------------------
@@ -529,6 +544,7 @@ def test_documents_of_an_encoder_decoder_are_refused():
         ({"input_ids": None}, "input_ids must be a tensor of (B, S), or inputs_embeds of (B, S, D), got NoneType"),
         ({"labels": torch.ones(2)}, "labels must be a tensor of (B, S), got shape (2,)"),
         ({"encoder_hidden_states": torch.ones(2)}, "encoder_hidden_states must not be given"),
+        ({"ignore_index": 7}, "ignore_index must be -100, which labels are to have, got 7"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

@@ -42,6 +42,20 @@ def test_a_step_is_that_of_one_device(page):
         assert off((torch.tensor(loss), true[1], grads), true)[0] < BOUND
 
 
+def test_accumulated_batches_are_one_mean_over_their_tokens(page):
+    givens = [batch(), batch(seed=1, length=17)]
+    count = sum((given["labels"][:, 1:] != -100).sum() for given in givens)
+    true = [one_device("llama", given, num_items_in_batch=count) for given in givens]
+    summed = {name: true[0][2][name] + true[1][2][name] for name in true[0][2]}
+
+    def rank(world):
+        model = family("llama")
+        return page["accumulate"](world, model, givens), gradients(model)
+
+    for loss, grads in loopback(2).run(rank):
+        assert off((torch.tensor(loss), true[0][1], grads), (true[0][0] + true[1][0], true[0][1], summed))[0] < BOUND
+
+
 def test_layers_are_told(page):
     assert page["layers"](family("mistral"))[1] == (
         "model.layers.1.self_attn: 4 query heads, 2 key heads of 8, scale 0.354, causal, window 5"

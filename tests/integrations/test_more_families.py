@@ -56,7 +56,8 @@ REFUSED = {
     "CodeGen": (GPT | {"rotary_dim": 4}, "CodeGenAttention"),
     "DebertaV2": (ALL_HEADS, "DebertaV2Attention"),
     "Roberta": (ALL_HEADS, "counts positions by what is in input_ids"),
-    "Albert": (ALL_HEADS | NO_DROPOUT | {"embedding_size": 16}, "run several times in a pass"),
+    "Albert": (ALL_HEADS | NO_DROPOUT | {"embedding_size": 16}, "looks at tokens beside a token's own"),
+    "DiffLlama": (SIZES, "run several times in a pass"),
     "DistilBert": (
         {"vocab_size": VOCAB, "dim": 32, "hidden_dim": 48, "n_layers": 2, "n_heads": 4},
         "labels: the loss of",

@@ -161,13 +161,15 @@ def trained(cls, model, *, rows=2, eval_rows=2, eval_texts=7, **more):
             use_cpu=True,
             disable_tqdm=True,
             log_level="error",
+            include_num_input_tokens_seen="all",
             **more,
         )
         texts = {"train_dataset": Texts(24), "eval_dataset": Texts(eval_texts)}
         trainer = cls(model=model, args=args, compute_metrics=metrics, **texts)
         trainer.train()
         said = trainer.evaluate()
-    history = [(each["loss"], each["grad_norm"]) for each in trainer.state.log_history if "loss" in each]
+    logged = [each for each in trainer.state.log_history if "loss" in each]
+    history = [(each["loss"], each["grad_norm"], each["num_input_tokens_seen"]) for each in logged]
     end = {name: each.detach() for name, each in trainer.model.named_parameters()}
     end = {name: (each.full_tensor() if hasattr(each, "full_tensor") else each).tolist() for name, each in end.items()}
     return history, {name: said[f"eval_{name}"] for name in ("loss", "texts", "right")}, end
@@ -180,12 +182,12 @@ def metrics(predicted):
     return {"texts": len(labels), "right": float((logits.argmax(-1) == labels)[valid].mean())}
 
 
-def on_process(rank, cp, more):
+def on_process(rank, cp, more, over_all=False):
     tolerant()
     joined(rank)
     mesh = init_device_mesh("cpu", (dist.get_world_size() // cp, cp), mesh_dim_names=("dp", "cp"))
     model = family("llama")
-    enable(model, mesh["cp"])
+    enable(model, mesh["cp"], over=mesh._flatten("all") if over_all else None)
     return trained(SpanTrainer, model, **more)
 
 
@@ -221,11 +223,13 @@ def test_trainer_with_fsdp2_trains_as_on_one_device(alone):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more", [{}, FSDP2], ids=["DDP", "FSDP2"])
-def test_trainer_with_data_parallel_ranks_trains_on_all_tokens(alone, more):
+@pytest.mark.parametrize(
+    ("more", "over_all"), [({}, False), (FSDP2, False), ({}, True)], ids=["DDP", "FSDP2", "DDP, over all"]
+)
+def test_trainer_with_data_parallel_ranks_trains_on_all_tokens(alone, more, over_all):
     """Two pairs of ranks: a step has the rows of both, which one device takes at once; losses are means over tokens."""
     true = alone(rows=4, eval_rows=4, eval_texts=8)
-    for found in spawn(4, on_process, 2, more | {"eval_texts": 8}, timeout=240):
+    for found in spawn(4, on_process, 2, more | {"eval_texts": 8}, over_all, timeout=240):
         compare(found, true)
 
 
@@ -277,6 +281,37 @@ def test_losses_that_see_one_ranks_logits_are_refused(tmp_path):
     loopback(1).run(lambda world: enable(model, world))
     with pytest.raises(ModelError, match=r"^label_smoothing_factor and compute_loss_func: they would see one rank's"):
         SpanTrainer(model=model, args=args).compute_loss(model, batch())
+
+
+def test_a_trainer_goes_by_what_its_model_is_enabled_by_now(tmp_path):
+    from transformers import TrainingArguments
+
+    def rank(world):
+        model = family("llama")
+        first = enable(model, world)
+        args = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], log_level="error")
+        trainer = SpanTrainer(model=model, args=args)
+        assert trainer.span is first
+        first.disable()
+        second = enable(model, world)
+        assert trainer.span is second
+
+    loopback(1).run(rank)
+
+
+def test_a_count_that_trainer_rounds_is_refused(tmp_path):
+    from transformers import TrainingArguments
+
+    def rank(world):
+        model = family("llama")
+        enable(model, world)
+        args = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], log_level="error")
+        trainer = SpanTrainer(model=model, args=args)
+        args.average_tokens_across_devices = False
+        with pytest.raises(ModelError, match=r"^average_tokens_across_devices must be True: Trainer's count of tokens"):
+            trainer.compute_loss(model, batch(), num_items_in_batch=torch.tensor(37))
+
+    loopback(2).run(rank)
 
 
 def test_virtual_ranks_are_not_for_trainer():

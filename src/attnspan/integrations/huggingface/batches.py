@@ -49,6 +49,12 @@ class Sequence:
     seq_len: int
     starts: list[int] | None = None  # the first token of every row, if there is padding before
 
+    @property
+    def last(self) -> int | Tensor:
+        """The largest position of a token."""
+        positions = self.entries.get("position_ids")
+        return self.seq_len - 1 if positions is None else positions.max()
+
 
 @dataclass(frozen=True)
 class Shards:
@@ -167,7 +173,8 @@ def _documents(entries: dict[str, Any], mask: Any, rows: int, seq_len: int) -> l
     told = {name: entries.pop(name) for name in LENGTHS if name in entries}
     found = [_by_lengths(name, value, rows, seq_len) for name, value in told.items()]
     positions = entries.get("position_ids")
-    by_positions = None if positions is None else _by_positions(positions, rows, seq_len)
+    there = None if mask is None or found else mask.bool()
+    by_positions = None if positions is None else _by_positions(positions, rows, seq_len, there)
     if mask is not None and by_positions is not None and not found:
         raise ModelError(
             "position_ids begin anew inside a row, which tells of documents, and attention_mask is given as well, by "
@@ -189,13 +196,18 @@ def _by_lengths(name: str, edges: Any, rows: int, seq_len: int) -> Mask:
     return documents
 
 
-def _by_positions(positions: Any, rows: int, seq_len: int) -> Mask | None:
-    """The documents of position_ids, (B, S) or (1, S); None where every row is one."""
+def _by_positions(positions: Any, rows: int, seq_len: int, there: Tensor | None) -> Mask | None:
+    """The documents of position_ids, (B, S) or (1, S), among the tokens that are `there`; None where a row is one."""
     if not isinstance(positions, Tensor) or positions.shape[-1] != seq_len:
         raise ModelError(f"position_ids must be (B, {seq_len}), the whole batch's, got {_shown(positions)}")
-    if positions.dim() != 2:  # several positions of a token, as of images: they tell of no documents
+    if positions.dim() == 3 and len(positions) == 4:  # that in the text, and three as of images: the text's tell
+        positions = positions[0]
+    if positions.dim() != 2:
         return None
     begins = positions.diff(dim=1, prepend=positions[:, :1] - 1) != 1
+    if there is not None:  # padding has any positions
+        there = there.to(begins.device)
+        begins = begins & there & there.roll(1, dims=1)
     if not begins.any():
         return None
     ids = begins.cumsum(1).cpu()

@@ -4,7 +4,9 @@ A rank has some of the tokens. So everything that is computed of one token by it
 looked for here, by what transformers' classes are called and what their methods take::
 
     heads        that look at one token for all, such as the class of a text
+    neighbours   that a module looks at without attention (neighbours.py)
     positions    must be told: a model that counts would count each rank's tokens from 0
+    outputs      must be of each token, or they were taken of a rank's tokens
     calls        that want what no rank has (weights of attention, the last logits), or a cache
 """
 
@@ -12,15 +14,19 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from attnspan.errors import ModelError
 from attnspan.integrations.huggingface.attending import is_seated
 from attnspan.integrations.huggingface.layers import AttentionLayer
+from attnspan.integrations.huggingface.losses import IGNORED
+from attnspan.integrations.huggingface.neighbours import looks_aside
+from attnspan.integrations.huggingface.positions import goes_by_length
 from attnspan.parallel.attach import is_attached
 
 HEADS = re.compile(r"((?<!PreTrained)Model|ForCausalLM|ForMaskedLM|ForTokenClassification|ForConditionalGeneration)$")
@@ -60,6 +66,17 @@ def check_model(model: PreTrainedModel, layers: tuple[AttentionLayer, ...]) -> N
             raise ModelError(
                 f"{path} ({type(module).__name__}) counts positions by what is in input_ids, which is not served"
             )
+        aside = looks_aside(module)
+        if aside is not None:
+            raise ModelError(
+                f"{path or 'the model'} ({type(module).__name__}) looks at tokens beside a token's own, {aside}, which "
+                "is not served: a rank has some of them"
+            )
+        if model.config.is_encoder_decoder and goes_by_length(module):
+            raise ModelError(
+                f"{path} ({type(module).__name__}) has frequencies that depend on the length of a sequence "
+                "(rope_type), which is not served where there are two"
+            )
     for each in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop"):
         if getattr(model.config, each, 0):
             raise ModelError(
@@ -83,6 +100,8 @@ def check_call(model: PreTrainedModel, given: Mapping[str, Any]) -> None:
     for name, why in REFUSED.items():
         if asked(name):
             raise ModelError(f"{name} {why}")
+    if given.get("ignore_index", IGNORED) != IGNORED:
+        raise ModelError(f"ignore_index must be {IGNORED}, which labels are to have, got {given['ignore_index']}")
     for name in ("encoder_outputs", "encoder_hidden_states", "head_mask", "pixel_values"):
         if given.get(name) is not None:
             raise ModelError(f"{name} must not be given: it is not known how it lies on the ranks")
@@ -97,12 +116,22 @@ def _mentions(module: nn.Module, name: str) -> bool:
     return any(used.startswith(name) for each in methods for used in each.__code__.co_names)
 
 
-def counts_by_mask(module: nn.Module) -> bool:
-    """Whether a module is an embedding of positions that are counted by an attention_mask, unless it is told."""
-    return isinstance(module, nn.Embedding) and "attention_mask" in inspect.signature(type(module).forward).parameters
+# ---- what comes back -------------------------------------------------------------------------------------------------
 
 
-def counts_by_itself(module: nn.Module) -> bool:
-    """Whether a module is an embedding of positions that counts tokens, unless it is told."""
-    wanted = {"position_ids", "past_key_values_length"}
-    return isinstance(module, nn.Embedding) and wanted <= set(inspect.signature(type(module).forward).parameters)
+def check_output(output: Any, tokens: set[int]) -> None:
+    """Refuse what is not of each token by itself: all but the loss is (B, S, ...), S the tokens of a rank."""
+    for name, each in tensors_of(output):
+        if each.dim() < 3 or each.shape[1] not in tokens:
+            raise ModelError(
+                f"the model returned {name!r} of shape {tuple(each.shape)}, which is not of each token of a rank; what "
+                "is taken of the whole sequence, such as one token for all, is not served"
+            )
+
+
+def tensors_of(output: Any) -> Iterator[tuple[Any, Tensor]]:
+    """The tensors that a model returned, with the names of the entries they are in."""
+    if not isinstance(output, Mapping):
+        output = dict(enumerate(output)) if isinstance(output, tuple | list) else {"a tensor": output}
+    for name, value in output.items():
+        yield from ((name, each) for each in tree_leaves(value) if isinstance(each, Tensor))

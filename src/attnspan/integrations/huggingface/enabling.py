@@ -42,6 +42,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
@@ -57,10 +58,11 @@ from attnspan.integrations.huggingface.attending import (
     register,
 )
 from attnspan.integrations.huggingface.batches import Sequence, Shards, labels_of, parted, sequence_of, shards_of
-from attnspan.integrations.huggingface.checking import check_call, check_model, counts_by_itself, counts_by_mask
+from attnspan.integrations.huggingface.checking import check_call, check_model, check_output, tensors_of
 from attnspan.integrations.huggingface.layers import AttentionLayer, attention_layers
 from attnspan.integrations.huggingface.losses import kind_of, loss_of
 from attnspan.integrations.huggingface.masking import Pattern
+from attnspan.integrations.huggingface.positions import counts_by_mask, to_be_told
 from attnspan.integrations.huggingface.sessions import Family
 from attnspan.masks import Documents, Full, Mask
 from attnspan.parallel import ContextParallel, replays
@@ -88,6 +90,7 @@ class Pass:
     calls: Counter[int]  # how often each session had attended before
     labels: Tensor | None = None
     count: Any = None
+    last: int | Tensor = 0  # the largest position
 
 
 def enable(
@@ -132,6 +135,7 @@ class Enabled:
         self._takes = inspect.signature(type(model).forward).parameters
         self._calling = [name for name in inspect.signature(type(called).forward).parameters if name != "self"]
         self._first: WeakKeyDictionary[object, Pass] = WeakKeyDictionary()  # of each checkpointed region
+        self._returned: Any = WeakTensorKeyDictionary()  # the pass that a tensor came out of
         self._pass: Pass | None = None  # the one that is running
         self._last: Pass | None = None
         self.passes, self._calls = 0, 0
@@ -141,14 +145,14 @@ class Enabled:
     # ---- beginning and ending ------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        positioned = self._positioned()
+        told = to_be_told(self.model, self._takes, self._pass_here, _encoder_modules(self.model))
         register()
         own_config(self.model)
         self._seat()
         self._hooks = [
             self._called.register_forward_pre_hook(self._on_call, with_kwargs=True),
             self._called.register_forward_hook(self._on_return, with_kwargs=True),
-            *(each.register_forward_pre_hook(hook, with_kwargs=True) for each, hook in positioned),
+            *(hook for each in told for hook in each.hooks()),
         ]
         self.model.generate = _no_generation  # type: ignore[assignment]
         self.live = True
@@ -248,15 +252,18 @@ class Enabled:
             )
 
     def unshard(self, output: Any) -> Any:
-        """What the model returned for its latest batch, with all tokens of logits and hidden states, on every rank."""
-        latest = self._latest()
-        if isinstance(output, Tensor):
-            return latest.session.unshard(output, dim=1)
-        if not isinstance(output, ModelOutput):
+        """What the model returned, with all tokens of logits and hidden states, on every rank.
+
+        Tensors that were made of what it returned, as by `detach`, DDP or FSDP2, are taken for the latest batch's.
+        """
+        if not isinstance(output, Tensor | ModelOutput):
             raise ModelError(
                 f"output must be a tensor or what the model returned (return_dict=True), got {type(output).__name__}"
             )
-        return type(output)(**{name: self._unsharded(latest, name, value) for name, value in output.items()})
+        of = next((self._returned[each] for _, each in tensors_of(output) if each in self._returned), self._latest())
+        if isinstance(output, Tensor):
+            return of.session.unshard(output, dim=1)
+        return type(output)(**{name: self._unsharded(of, name, value) for name, value in output.items()})
 
     def _unsharded(self, latest: Pass, name: str, value: Any) -> Any:
         session = latest.encoder if name.startswith("encoder_") and latest.encoder is not None else latest.session
@@ -293,6 +300,7 @@ class Enabled:
         count = given.pop("num_items_in_batch", None)
         if self.model.config.is_encoder_decoder:
             given, sides, labels = self._two(given)
+            last: int | Tensor = 0  # rotary embeddings by length are refused there
         else:
             labels = labels_of(given, self._loss, type(self.model).__name__)
             sequence = sequence_of(given)
@@ -302,13 +310,13 @@ class Enabled:
                     f"position_ids must be given with padding on the left: {type(self.model).__name__} counts them by "
                     "attention_mask"
                 )
-            shards = self._shards("only", sequence, labels)
+            shards, last = self._shards("only", sequence, labels), sequence.last
             given, sides, labels = shards.entries, {"only": (shards, ())}, shards.labels
         given["use_cache"] = False
         session = sides["only" if "only" in sides else "decoder"][0].session
         encoder = sides["encoder"][0].session if "encoder" in sides else None
         attends = [self._attention(kind, sides) for kind in self.kinds]
-        entered = Pass(session, encoder, attends, _counted(attends), labels, count)
+        entered = Pass(session, encoder, attends, _counted(attends), labels, count, last)
         return entered, {name: value for name, value in given.items() if self._is_taken(name)}
 
     def _two(self, given: dict[str, Any]) -> tuple[dict[str, Any], dict[Side, Any], Tensor | None]:
@@ -344,6 +352,9 @@ class Enabled:
                 f"{ran} of {len(self.layers)} attention layers of {type(self.model).__name__} asked for attention in "
                 "this pass; the others were left out, or computed it in another way, on this rank's tokens alone"
             )
+        for _, each in tensors_of(output):
+            self._returned[each] = latest
+        check_output(output, {each.sharding.tokens for each in (latest.session, latest.encoder) if each is not None})
         if latest.labels is not None:
             named = isinstance(output, ModelOutput)
             logits = output["logits"] if named else output[0]
@@ -389,12 +400,12 @@ class Enabled:
 
     def attention_for(self, kind: int) -> Callable[..., Tensor]:
         """The attention of a kind of layer, in the pass that it runs in. See [Note: the pass of a region]."""
-        if torch.compiler.is_compiling():
-            return self._pass.attends[kind]  # type: ignore[union-attr]
         return self._pass_here().attends[kind]
 
     def _pass_here(self) -> Pass:
         found = self._pass
+        if torch.compiler.is_compiling():
+            return found  # type: ignore[return-value]
         for region in reversed(replays.regions()):
             if region.name is None:
                 continue
@@ -405,30 +416,6 @@ class Enabled:
         if found is None:
             raise ModelError("a layer of an enabled model runs by itself; call the model that was enabled, model(...)")
         return found
-
-    # ---- positions -----------------------------------------------------------------------------------------------
-
-    def _positioned(self) -> list[tuple[nn.Module, Any]]:
-        """Embeddings of positions that count by themselves, and what tells them; a model without is refused."""
-        encoder = _encoder_modules(self.model)
-        counting = [module for module in self.model.modules() if counts_by_itself(module)]
-        told: list[tuple[nn.Module, Any]] = []
-        for side in {"encoder" if layer.module in encoder else "" for layer in self.layers}:
-            name = "position_ids" if side or not encoder else "decoder_position_ids"
-            if name in self._takes:
-                continue
-            found = [module for module in counting if (module in encoder) == bool(side)]
-            if not found:
-                raise ModelError(
-                    f"{type(self.model).__name__} takes no {name} and would count each rank's tokens from 0, which is "
-                    "not served"
-                )
-            told += [(module, functools.partial(self._tell, bool(side))) for module in found]
-        return told
-
-    def _tell(self, encoder: bool, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
-        session = self.encoder_session if encoder else self.session
-        return args, dict(kwargs) | {"position_ids": session.positions}
 
 
 def eagerly(function: Callable[..., Any]) -> Callable[..., Any]:

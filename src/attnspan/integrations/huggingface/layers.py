@@ -312,7 +312,7 @@ def _calls(function: Callable[..., Any]) -> list[Mapping[str, ast.expr]]:
         return []
     if INTERFACE not in source:
         return []
-    with _PARSING:
+    with PARSING:
         tree = ast.parse(textwrap.dedent(source))
     names = {
         target.id
@@ -330,7 +330,7 @@ def _calls(function: Callable[..., Any]) -> list[Mapping[str, ast.expr]]:
     ]
 
 
-_PARSING = Lock()  # the parser of Python 3.11 fails, now and then, if two threads use it at once
+PARSING = Lock()  # the parser of Python 3.11 fails, now and then, if two threads use it at once
 
 OPERATORS: dict[type, Callable[..., Any]] = {
     ast.Pow: operator.pow,

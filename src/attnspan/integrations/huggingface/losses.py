@@ -9,9 +9,8 @@ is the loss of the model only where that is cross entropy, token by token; which
 
 and everything else (a class of the whole text, the balance of experts) is refused when labels come.
 
-[Note: parts] Trainer divides by a count of its own, `num_items_in_batch`: the tokens of all micro-batches and ranks.
-It takes what each rank returns for that rank's part, and multiplies by the number of ranks, since DDP will average. So
-with a count, the value is the mean of all ranks' parts, and the gradient that of this rank's.
+[Note: a count] With `num_items_in_batch` the sum of a batch's losses is divided by that, and not by the batch's own
+tokens: batches whose gradients are added up are parts of one mean. It is so over ranks as on one device.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ def aligned(labels: Tensor, kind: Kind) -> Tensor:
 
 
 def loss_of(logits: Tensor, labels: Tensor, session: ContextParallel, count: Any, over: Group) -> Tensor:
-    """The loss of this rank's logits and labels. See [Note: parts]."""
+    """The loss of this rank's logits and labels. See [Note: a count]."""
     if logits.shape[:-1] != labels.shape:
         raise ModelError(
             f"labels must be one for each token, {tuple(logits.shape[:-1])} on this rank, got {tuple(labels.shape)}"
@@ -72,6 +71,4 @@ def loss_of(logits: Tensor, labels: Tensor, session: ContextParallel, count: Any
     labels = labels.to(logits.device)
     each = F.cross_entropy(wide.flatten(0, -2), labels.flatten(), ignore_index=IGNORED, reduction="none")
     valid = labels != IGNORED
-    if count is None:
-        return session.mean_loss(each.view_as(labels), valid, over=over)
-    return session.mean_loss(each.view_as(labels), valid, count=count) / session.ranks
+    return session.mean_loss(each.view_as(labels), valid, count=count, over=over)

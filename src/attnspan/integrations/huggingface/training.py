@@ -10,12 +10,16 @@ Both give every process a batch of its own. The ranks of a session hold parts of
 Nothing else is to be told: DDP and FSDP2 average gradients over all ranks, which the loss is made for, with Trainer's
 count of items and without (losses.py). In evaluation, what `compute_metrics` gets has all tokens, each sample once.
 
+[Note: a count of Trainer] Trainer counts the tokens of all micro-batches, and multiplies a loss by the number of
+processes, since DDP will average and each has a batch of its own. The ranks of a session have one; so the count that
+the model gets is larger by their number. Where tokens are not counted over processes (`average_tokens_across_devices`),
+Trainer divides the count by the ranks of a batch all the same, and rounds down: that is refused.
+
 [Note: neighbours] Both take neighbours in rank for the ranks of one batch: on a mesh of (dp, cp), cp is the last axis.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,6 +34,7 @@ from attnspan.errors import ModelError
 from attnspan.integrations.huggingface.attending import SEAT
 from attnspan.integrations.huggingface.enabling import Enabled
 from attnspan.transports.distributed import Distributed
+from attnspan.transports.group import transport_of
 
 if TYPE_CHECKING:
     from accelerate import Accelerator  # type: ignore[import-untyped]
@@ -107,7 +112,7 @@ def check_neighbours(handle: Enabled, processes: int) -> None:
 class SpanTrainerMixin:
     """For any Trainer whose model is enabled: ``class Mine(SpanTrainerMixin, Seq2SeqTrainer)``."""
 
-    @functools.cached_property
+    @property
     def span(self) -> Enabled:
         """What the model was enabled by."""
         return enabled_of(self.model)  # type: ignore[attr-defined]
@@ -131,16 +136,31 @@ class SpanTrainerMixin:
         with self._dealing():
             return super().get_test_dataloader(*args, **kwargs)  # type: ignore[misc]
 
-    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        """The loss of the model; others would be computed from one rank's logits."""
+    def compute_loss(
+        self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None, **more: Any
+    ) -> Any:
+        """The loss of the model; others would be computed from one rank's logits. See [Note: a count of Trainer]."""
         if self.label_smoother is not None or self.compute_loss_func is not None:  # type: ignore[attr-defined]
             raise ModelError(
                 "label_smoothing_factor and compute_loss_func: they would see one rank's logits, and are not served"
             )
-        return super().compute_loss(*args, **kwargs)  # type: ignore[misc]
+        if num_items_in_batch is None:
+            return super().compute_loss(model, inputs, return_outputs, **more)  # type: ignore[misc]
+        if self.span.ranks > 1 and not self.args.average_tokens_across_devices:  # type: ignore[attr-defined]
+            raise ModelError("average_tokens_across_devices must be True: Trainer's count of tokens would be rounded")
+        over = self.span.transport if self.span.over is None else transport_of(self.span.over)
+        count = num_items_in_batch * over.ranks
+        return super().compute_loss(model, inputs, return_outputs, count, **more)  # type: ignore[misc]
 
     def _dealing(self) -> Any:
         return dealing(self.accelerator, self.span)  # type: ignore[attr-defined]
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        """Trainer adds up what processes have; the ranks of a session have the same."""
+        state: Any = self.state  # type: ignore[attr-defined]
+        before = state.num_input_tokens_seen
+        super()._track_num_input_tokens(inputs)  # type: ignore[misc]
+        state.num_input_tokens_seen = before + (state.num_input_tokens_seen - before) // self.span.ranks
 
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any

@@ -1,0 +1,114 @@
+"""Modules that make something of positions, and what they must be told where a rank has some of the tokens.
+
+Most get a shard's positions as they are, which are global. Others do not::
+
+    counting      embeddings that count tokens from 0, unless they are told (GPT-2's kin take positions; BART counts)
+    by the mask   embeddings that count the ones of an attention_mask, unless they are told (OPT)
+    by length     rotary embeddings whose frequencies depend on the last position: "dynamic" and "longrope"
+
+[Note: the last position] Rotary embeddings by length look for the largest of the positions they get, which on a rank is
+its own tokens'. So they get the whole sequence's beside, as one more token, and that token is taken off what they
+return: the frequencies are those of one device, and so is what they keep from batch to batch.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Container
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
+
+from attnspan.errors import ModelError
+
+if TYPE_CHECKING:
+    from attnspan.integrations.huggingface.enabling import Pass
+
+BY_LENGTH = ("dynamic", "longrope")
+
+
+def counts_by_mask(module: nn.Module) -> bool:
+    """Whether a module is an embedding of positions that are counted by an attention_mask, unless it is told."""
+    return isinstance(module, nn.Embedding) and "attention_mask" in inspect.signature(type(module).forward).parameters
+
+
+def counts_by_itself(module: nn.Module) -> bool:
+    """Whether a module is an embedding of positions that counts tokens, unless it is told."""
+    wanted = {"position_ids", "past_key_values_length"}
+    return isinstance(module, nn.Embedding) and wanted <= set(inspect.signature(type(module).forward).parameters)
+
+
+def goes_by_length(module: nn.Module) -> bool:
+    """Whether a module is a rotary embedding that depends on the last position."""
+    found = getattr(module, "rope_type", None)  # one for all layers, or one for each type of layer
+    kinds = found.values() if isinstance(found, dict) else [found]
+    return any(isinstance(kind, str) and word in kind for kind in kinds for word in BY_LENGTH)
+
+
+@dataclass(frozen=True)
+class Told:
+    """A module that must be told, and hooks that tell it."""
+
+    module: nn.Module
+    before: Callable[..., Any]
+    after: Callable[..., Any] | None = None
+
+    def hooks(self) -> list[RemovableHandle]:
+        """Tell it from here on."""
+        before = self.module.register_forward_pre_hook(self.before, with_kwargs=True)
+        return [before] if self.after is None else [before, self.module.register_forward_hook(self.after)]
+
+
+def to_be_told(
+    model: PreTrainedModel, takes: Container[str], here: Callable[[], Pass], encoder: set[nn.Module]
+) -> list[Told]:
+    """What in a model must be told of positions, by the pass that is `here`; `takes` are the arguments of its forward.
+
+    A model that counts, and cannot be told, is refused. `encoder` are the modules of the first of two sequences.
+    """
+    counting = [module for module in model.modules() if counts_by_itself(module)]
+    told = [Told(each, _with_last(here), _without_last) for each in model.modules() if goes_by_length(each)]
+    for name in ("position_ids", "decoder_position_ids") if encoder else ("position_ids",):
+        if name in takes:
+            continue
+        first = bool(encoder) and name == "position_ids"
+        found = [module for module in counting if (module in encoder) == first]
+        if not found:
+            raise ModelError(
+                f"{type(model).__name__} takes no {name} and would count each rank's tokens from 0, which is not served"
+            )
+        told += [Told(module, _own(here, first)) for module in found]
+    return told
+
+
+def _own(here: Callable[[], Pass], encoder: bool) -> Callable[..., Any]:
+    """Tells an embedding the positions of a rank's tokens."""
+
+    def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        session = here().encoder if encoder else here().session
+        return args, kwargs | {"position_ids": session.positions}  # type: ignore[union-attr]
+
+    return before
+
+
+def _with_last(here: Callable[[], Pass]) -> Callable[..., Any]:
+    """Gives a rotary embedding, called with (x, position_ids), one token more. See [Note: the last position]."""
+
+    def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        named = "position_ids" in kwargs
+        ids: Tensor = kwargs["position_ids"] if named else args[1]
+        last = torch.as_tensor(here().last, dtype=ids.dtype, device=ids.device)
+        longer = torch.cat([ids, last.expand(*ids.shape[:-1], 1)], dim=-1)
+        return (args, kwargs | {"position_ids": longer}) if named else ((args[0], longer, *args[2:]), kwargs)
+
+    return before
+
+
+def _without_last(module: nn.Module, args: Any, output: Any) -> Any:
+    """What a rotary embedding returned, (..., S, D), without that token."""
+    return tree_map_only(Tensor, lambda each: each[..., :-1, :], output)
