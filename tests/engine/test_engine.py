@@ -112,7 +112,7 @@ def test_logprobs_are_those_of_the_model():
     true = logits.log_softmax(-1)
     expected = true.gather(1, torch.tensor(answer.token_ids).unsqueeze(1)).flatten()
     assert answer.logprobs == pytest.approx(expected.tolist(), abs=1e-4)  # float32 logits of size 10
-    for row, top in enumerate(answer.samples[0].top_logprobs):
+    for row, top in enumerate(answer.top_logprobs):
         assert list(top) == true[row].topk(3).indices.tolist()
     [silent] = engine().generate([prompt], drawn())
     assert silent.logprobs is None
@@ -146,6 +146,26 @@ def test_a_text_to_stop_at_ends_the_sample_and_is_cut_off():
     assert stop in tokenizer().decode(answer.token_ids)
 
 
+def test_a_text_to_stop_at_is_found_beside_a_letter_that_the_last_token_left_unfinished():
+    said = greedy(tiny("Llama"), [5, 6, 7], 12)
+    count = next(n for n in range(3, 12) if said[n - 1] not in said[: n - 1])
+
+    class Halves:
+        def __len__(self):
+            return VOCABULARY
+
+        def encode(self, text):
+            return [5, 6, 7]
+
+        def decode(self, token_ids, skip_special_tokens=True):
+            written = b"".join(b"end\xc3" if token == said[count - 1] else b"x" for token in token_ids)
+            return written.decode(errors="replace")
+
+    one = engine(tokenizer=Halves())
+    [answer] = one.generate([[5, 6, 7]], SamplingParams(max_new_tokens=count, stop="end"))
+    assert (answer.text, answer.finish_reason) == ("x" * (count - 1), "stop")
+
+
 def test_a_stream_tells_what_generate_returns():
     one, params = speaking(), drawn(max_new_tokens=20, n=2)
     [whole] = speaking().generate(["the cat"], params)
@@ -168,6 +188,35 @@ def test_a_stream_of_several_prompts_and_one_that_is_left():
     drive(one)
     assert other.token_ids == greedy(tiny("Llama"), [5, 6], 6)
     one.check()
+
+
+def test_streams_that_take_turns_lose_nothing_whoever_steps():
+    one, asked, params = engine(), prompts([4, 9, 6]), SamplingParams(max_new_tokens=6)
+    first, second = (one.stream(prompt, params) for prompt in asked[:2])
+    told = [[next(stream).token_id] for stream in (first, second)]
+    one.step()
+    [third] = one.generate(asked[2:], params)  # which finishes the others, too
+    for stream, tokens in zip((first, second), told, strict=True):
+        tokens += [token.token_id for token in stream]
+    assert [*told, third.token_ids] == [greedy(tiny("Llama"), prompt, 6) for prompt in asked]
+    one.check()
+
+
+def test_a_stream_that_nobody_reads_ends_its_requests():
+    one = engine()
+    one.stream([5, 6, 7]).close()
+    assert one.unfinished == []
+    one.check()
+
+
+def test_a_stream_ends_where_its_request_is_cancelled_and_keeps_what_came_before():
+    one = engine()
+    stream = one.stream([5, 6, 7], SamplingParams(max_new_tokens=9))
+    told = [next(stream).token_id]
+    one.step()
+    one.cancel(one.unfinished[0])
+    told += [token.token_id for token in stream]
+    assert told == greedy(tiny("Llama"), [5, 6, 7], 2)
 
 
 def test_one_prompt_of_tokens_is_streamed_as_one():
@@ -205,6 +254,17 @@ def test_a_request_is_cancelled_once():
         one.cancel(other)
     assert other.token_ids == greedy(tiny("Llama"), other.prompt, 8)
     one.check()
+
+
+def test_a_cancelled_request_keeps_the_text_that_might_have_become_a_stop():
+    whole = speaking().generate(["the cat"], SamplingParams(max_new_tokens=8))[0]
+    one = speaking()
+    request = one.add("the cat", SamplingParams(max_new_tokens=20, stop=whole.text + "never"))
+    for _ in range(8):
+        one.step()
+    assert request.text == ""  # all of it is held back
+    one.cancel(request)
+    assert (request.token_ids, request.text) == (whole.token_ids, whole.text)
 
 
 REFUSALS = [
@@ -250,8 +310,10 @@ def test_a_request_that_cannot_be_served_is_refused_and_the_engine_is_well(asked
         ({"top_p": 0.0}, "top_p must be a number above 0 and at most 1, got 0.0"),
         ({"top_p": 1.1}, "top_p must be a number above 0 and at most 1, got 1.1"),
         ({"seed": -3}, "seed must be a whole number >= 0, got -3"),
+        ({"seed": 2**64}, r"seed must be below 2\*\*64, got 18446744073709551616"),
         ({"n": 0}, "n must be a whole number >= 1, got 0"),
         ({"stop": ""}, "stop must be a text, or a list of them, none empty, got ''"),
+        ({"stop": None}, "stop must be a text, or a list of them, got None"),
         ({"stop": [5]}, "stop must be a text, or a list of them, none empty, got 5"),
         ({"stop_token_ids": [-5]}, r"stop_token_ids\[0\] must be a whole number >= 0, got -5"),
         ({"logprobs": 3}, "logprobs must be True or False, got 3"),
@@ -268,6 +330,23 @@ def test_params_are_one_for_all_or_one_for_each():
         engine().generate([[5], [6]], [SamplingParams()] * 3)
     with pytest.raises(EngineError, match=r"params must be SamplingParams\(...\), got 7"):
         engine().add([5], 7)
+    for wrong in (7, {"max_new_tokens": 3}):
+        with pytest.raises(EngineError, match=r"params must be SamplingParams\(...\), or a list of them, got"):
+            engine().generate([[5]], wrong)
+
+
+@pytest.mark.parametrize("wrong", [[5, 6], torch.tensor([5, 6])], ids=["list", "tensor"])
+def test_a_prompt_where_a_list_of_them_belongs_is_refused(wrong):
+    with pytest.raises(EngineError, match=r"prompts must be a list of prompts, got one of .*5.*; as in generate"):
+        engine().generate(wrong)
+
+
+def test_what_a_tokenizer_returns_is_not_taken_for_texts():
+    for call in (speaking().generate, speaking().stream):
+        with pytest.raises(EngineError, match='got BatchEncoding; of what a tokenizer returns, take its "input_ids"'):
+            call(tokenizer()(["the cat"]))
+        with pytest.raises(EngineError, match="prompts must be a list of texts or of lists of tokens, got int"):
+            call(5)
 
 
 @pytest.mark.parametrize(
@@ -361,6 +440,50 @@ def test_a_step_that_fails_can_be_tried_again():
     one.check()
 
 
+def trained_a_step(model, prompt):
+    """As a training loop does it."""
+    model.train().requires_grad_(True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.3)
+    model(input_ids=torch.tensor([prompt]), labels=torch.tensor([prompt])).loss.backward()
+    optimizer.step()
+    model.eval().requires_grad_(False)
+
+
+def replaced(model, prompt):
+    """As averages of weights are put in."""
+    for weight in model.parameters():
+        weight.data = -weight.data
+
+
+@pytest.mark.parametrize("change", [trained_a_step, replaced])
+def test_what_other_weights_computed_is_not_found_again(change):
+    model, [prompt, *_] = copy.deepcopy(tiny("Llama")), prompts([40])
+    one, params = engine(model), SamplingParams(max_new_tokens=6)
+    running = one.add(prompt, SamplingParams(max_new_tokens=20))
+    one.generate([prompt], params)
+    change(model, prompt)
+    assert one.generate([prompt], params)[0].token_ids == greedy(model, prompt, 6)
+    assert one.counts.known == 0  # though the pages of the first two are there
+    assert one.generate([prompt], params)[0].token_ids == greedy(model, prompt, 6)
+    assert one.counts.known > 0  # with the same weights it is found
+    drive(one)
+    assert running.finish_reason == "length"
+    one.check()
+
+
+def test_a_model_that_went_into_training_is_refused_until_it_is_back():
+    model = copy.deepcopy(tiny("Llama", attention_dropout=0.5))
+    one = engine(model)
+    request = one.add([5, 6], SamplingParams(max_new_tokens=4))
+    model.train()
+    with pytest.raises(EngineError, match=r"model is in training mode, .*; call model.eval\(\)"):
+        one.step()
+    one.check()
+    model.eval()
+    drive(one)
+    assert request.token_ids == greedy(model, [5, 6], 4)
+
+
 def test_a_text_that_cannot_be_decoded_ends_its_request_and_no_other():
     class Broken:
         def __len__(self):
@@ -395,6 +518,15 @@ def test_a_model_in_half_precision_is_served_in_it():
     logits = model(torch.tensor([prompt + answer.token_ids])).logits[0, len(prompt) - 1 : -1].float()
     true = logits.log_softmax(-1).gather(1, torch.tensor(answer.token_ids).unsqueeze(1)).flatten()
     assert answer.logprobs == pytest.approx(true.tolist(), abs=0.3)  # logits of size 20 with 8 bits each
+
+
+def test_an_engine_that_was_made_in_inference_mode_goes_on_without():
+    with torch.inference_mode():
+        one = engine()
+        [answer] = one.generate([[5, 6, 7]], SamplingParams(max_new_tokens=4))
+    [again] = one.generate([[5, 6, 7, 8]], SamplingParams(max_new_tokens=4))
+    assert answer.token_ids == greedy(tiny("Llama"), [5, 6, 7], 4)
+    assert again.token_ids == greedy(tiny("Llama"), [5, 6, 7, 8], 4)
 
 
 def test_a_model_that_is_called_while_it_is_served_says_so():

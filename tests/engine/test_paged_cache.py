@@ -1,5 +1,7 @@
 """`model.generate` over a PagedCache says what it says without: batches, padding, beams, guesses."""
 
+import copy
+
 import pytest
 import torch
 
@@ -93,3 +95,27 @@ def test_what_cannot_be_done_is_refused():
         cache.offload(0)
     cache.reset()
     assert model.generate(tokens, max_new_tokens=4, **options).shape == (1, 11)
+
+
+def test_a_call_after_one_that_failed_halfway_is_refused_until_reset():
+    model, tokens = copy.deepcopy(tiny("Llama")), torch.tensor(prompts([7]))
+    cache = PagedCache(model, pages=16, page_size=4)
+    model(tokens, past_key_values=cache)
+    handle = model.model.layers[1].register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(MemoryError("planted")))
+    with pytest.raises(MemoryError, match="planted"):
+        model(tokens[:, :1], past_key_values=cache)
+    handle.remove()
+    with pytest.raises(PageError, match=r"layer 1 holds 7 tokens, and layer 0 has 8: .* failed halfway; reset\(\)"):
+        model(tokens[:, :1], past_key_values=cache)
+    cache.reset()
+    torch.testing.assert_close(model(tokens, past_key_values=cache).logits, model(tokens).logits)
+
+
+def test_keys_that_need_gradients_are_refused():
+    model, tokens = copy.deepcopy(tiny("Llama")).requires_grad_(True), torch.tensor(prompts([7]))
+    cache = PagedCache(model, pages=16)
+    with pytest.raises(PageError, match=r"takes no keys that need gradients; call the model under torch.no_grad\(\)"):
+        model(tokens, labels=tokens, past_key_values=cache)
+    with torch.no_grad():
+        found = model(tokens, past_key_values=cache).logits
+        torch.testing.assert_close(found, model(tokens).logits)

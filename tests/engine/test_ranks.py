@@ -1,5 +1,6 @@
 """Over ranks: the tokens of one rank, prompts that no rank could hold alone, and what happens when a rank is lost."""
 
+import copy
 import os
 import signal
 from datetime import timedelta
@@ -76,6 +77,26 @@ def test_requests_that_differ_between_ranks_are_refused_on_all_of_them():
         return engine.generate([[5]], SamplingParams(max_new_tokens=2))[0].token_ids  # and it goes on
 
     assert loopback(2).run(rank) == [greedy(model, [5], 2)] * 2
+
+
+def test_weights_change_on_all_ranks_or_the_next_request_is_refused():
+    asked, params = prompts([30]), SamplingParams(max_new_tokens=4)
+
+    def rank(world):
+        model = copy.deepcopy(tiny("Llama"))
+        engine = Engine(model, mesh=world, pages=40, page_size=4)
+        engine.generate(asked, params)
+        if world.rank == 0:
+            model.lm_head.weight.neg_()
+        with pytest.raises(EngineError, match="and changes its model's weights between the same ones"):
+            engine.add(asked[0], params)
+        if world.rank == 1:
+            model.lm_head.weight.neg_()
+        return engine.generate(asked, params)[0].token_ids, engine.counts.known, greedy(model, asked[0], 4)
+
+    for found, known, expected in loopback(2).run(rank):
+        assert found == expected
+        assert known == 0
 
 
 def over_gloo(rank):

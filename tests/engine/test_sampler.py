@@ -29,7 +29,7 @@ def test_rows_with_different_wishes_get_the_probabilities_of_transformers():
         torch.testing.assert_close(found[row], warped(LOGITS[row], draw), rtol=1e-9, atol=1e-12)  # float64, both
 
 
-@pytest.mark.parametrize("draw", [Draw(1.0, top_k=1), Draw(1.0, top_p=1e-9), Draw(1e-4)], ids=str)
+@pytest.mark.parametrize("draw", [Draw(1.0, top_k=1), Draw(1.0, top_p=1e-9), Draw(1e-4), Draw(5e-324)], ids=str)
 def test_one_token_is_left_where_only_one_may_be(draw):
     assert chosen(LOGITS, [draw] * 4, [None] * 4) == [Chosen(token) for token in LOGITS.argmax(-1).tolist()]
 

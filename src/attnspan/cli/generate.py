@@ -12,6 +12,7 @@ them, and long prompts are computed by all of them together. The text goes to st
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import tempfile
@@ -60,6 +61,7 @@ def generate(
         max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop=stop or ()
     )
     ranks = whole("--ranks", ranks, at_least=1, error=EngineError)
+    page_size = whole("--page-size", page_size, at_least=1, error=EngineError)
     job = Job(_found(model), _read(prompt), params, pages, page_size, ranks)
     if "RANK" in os.environ:
         if ranks not in (1, int(os.environ["WORLD_SIZE"])):
@@ -95,18 +97,22 @@ def _read(prompt: str) -> str:
         raise EngineError(f"--prompt {prompt}: the file cannot be read ({error})") from None
 
 
-def _loaded(name: str) -> tuple[Any, Any]:
-    """The model and its tokenizer."""
+def _loaded(name: str, bar: bool) -> tuple[Any, Any]:
+    """The model and its tokenizer; with a bar while it loads, if one is wanted."""
     try:
+        from safetensors import SafetensorError
         from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers import logging as bars
     except ImportError:
         raise EngineError('transformers is not installed; run pip install "attnspan[hf]"') from None
+    if not bar:
+        bars.disable_progress_bar()
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(name, dtype="auto")
         tokenizer = AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        said = str(error).strip().splitlines()
-        raise EngineError(f"--model {name}: transformers cannot load it: {said[0] if said else error!r}") from None
+    except (OSError, ValueError, ImportError, SafetensorError) as error:  # of files, and of what reads them
+        said = " ".join(str(error).split()) or repr(error)  # in one line
+        raise EngineError(f"--model {name}: transformers cannot load it: {said}") from None
     return model.to(_device()).eval(), tokenizer
 
 
@@ -122,7 +128,7 @@ def _device() -> torch.device:
 
 def _speak(job: Job, mesh: Any) -> None:
     """Generate, and print as it comes; on rank 0 alone."""
-    model, tokenizer = _loaded(job.model)
+    model, tokenizer = _loaded(job.model, bar=mesh is None)  # bars of several ranks would write over one another
     ranks = 1 if mesh is None else dist.get_world_size(mesh)
     speaks = mesh is None or dist.get_rank(mesh) == 0
     tokens = tokenizer.encode(job.prompt)
@@ -158,6 +164,8 @@ def _spawn(job: Job) -> None:
     """Start the ranks here; what they refuse is told once, and ends with their exit code."""
     import torch.multiprocessing as mp
 
+    # What a rank refuses, rank 0 tells; that the others are then ended is no news.
+    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory() as folder:
         try:
             mp.spawn(_join, (job, f"file://{folder}/store"), nprocs=job.ranks)

@@ -15,13 +15,18 @@ ends with that error, all pages are given back, and the engine takes no more.
 [Note: the same on every rank] With a mesh, every rank makes its engine of the same model and gives it the same requests
 in the same order; seeds that nobody chose are rank 0's. Requests are compared when they come, and logits are the same
 bits on every rank, so that all choose the same tokens.
+
+[Note: weights that change] What was computed with other weights must not be found by later prompts. torch counts how
+often a tensor was written to, so that a model which was trained, or loaded anew, is noticed when the next request
+comes: how often that happened is part of the salt. A request that is on its way meanwhile goes on with what it has.
 """
 
 from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -29,7 +34,7 @@ import torch
 from torch import nn
 
 from attnspan.engine.bar import Bar
-from attnspan.engine.known import device_of, end_tokens_of, positions_of, vocabulary_of
+from attnspan.engine.known import check_evaluates, device_of, end_tokens_of, positions_of, vocabulary_of, weights_of
 from attnspan.engine.params import SamplingParams
 from attnspan.engine.request import Continuation, Request, Token
 from attnspan.engine.room import Room, Store
@@ -84,7 +89,8 @@ class Engine:
         ranks = 1 if self.transport is None else self.transport.ranks
         self.limits = Limits(max_sequences, max_tokens, max(whole_prompts, 2 * ranks) if ranks > 1 else None)
         dtype = next(model.parameters()).dtype
-        self._pools = pools_of(layers, Sizes(pages, page_size, host_pages, ranks), dtype=dtype, device=device)
+        with torch.inference_mode(False):  # what is made within could not be written to without
+            self._pools = pools_of(layers, Sizes(pages, page_size, host_pages, ranks), dtype=dtype, device=device)
         stores = [
             Store(pool.allocator, pool, window, PrefixCache(pool.allocator) if prefix_cache else None)
             for pool, window in zip(self._pools.pools, self._pools.windows, strict=True)
@@ -92,10 +98,13 @@ class Engine:
         self.max_length = self._longest(pages * page_size * ranks)
         self._scheduler = Scheduler(Room(stores), self.limits)
         sizes = {"max_sequences": max_sequences, "max_tokens": max_tokens, "max_length": self.max_length}
-        self._runner = self._made_runner(mesh, ranks, sizes | {"kernel": kernel, "cuda_graphs": cuda_graphs})
+        with torch.inference_mode(False):
+            self._runner = self._made_runner(mesh, ranks, sizes | {"kernel": kernel, "cuda_graphs": cuda_graphs})
         self._requests: dict[int, Request] = {}
         self._samples: dict[int, dict[int, Sample]] = {}  # by request and sample: what still runs or queues
         self._speeches: dict[tuple[int, int], Speech] = {}
+        self._streams: dict[int, deque[Token]] = {}  # by request: tokens that its stream has yet to tell
+        self._weights, self._changes = weights_of(model), 0
         self._next = 0
         self._dead: BaseException | None = None
 
@@ -139,10 +148,11 @@ class Engine:
                 f"max_new_tokens={params.max_new_tokens} more are asked for"
             )
         number, seed = self._next, secrets.randbits(63) if params.seed is None else params.seed
+        kept_as = (self._change(), salt)
         if self.transport is not None and self.transport.ranks > 1:
-            seed = self._agreed(tokens, params, salt, seed)
+            seed = self._agreed(tokens, params, kept_as, seed)
         # The last token is never fed, so that it needs no room.
-        sample = Sample(number, list(tokens), most - 1, forks=params.n - 1, salt=salt)
+        sample = Sample(number, list(tokens), most - 1, forks=params.n - 1, salt=kept_as)
         self._scheduler.add(sample)
         self._next += 1
         request = Request(number, tokens, params, seed, salt)
@@ -155,6 +165,13 @@ class Engine:
         self._requests[number] = request
         self._samples[number] = {0: sample}
         return request
+
+    def _change(self) -> int:
+        """How often weights were found changed. See [Note: weights that change]."""
+        weights = weights_of(self.model)
+        if weights != self._weights:
+            self._weights, self._changes = weights, self._changes + 1
+        return self._changes
 
     def cancel(self, request: Request) -> None:
         """End a request: its pages are given back, and it keeps what it has. UnknownRequest if it has ended."""
@@ -171,12 +188,18 @@ class Engine:
         """End what is left of a request."""
         for sample in self._samples.pop(request.number, {}).values():
             self._scheduler.remove(sample, keep=error is None)
+        held: list[tuple[Continuation, Speech]] = []
         for number, continuation in enumerate(request.samples):
+            speech = self._speeches.pop((request.number, number), None)
+            if speech is not None:
+                held.append((continuation, speech))
             if continuation.finish_reason is None:
                 continuation.finish_reason = reason
-            self._speeches.pop((request.number, number), None)
+        self._streams.pop(request.number, None)
         request.error = error
         del self._requests[request.number]
+        for continuation, speech in held if error is None else ():  # at last: a tokenizer may fail
+            continuation.text += speech.end()
 
     @property
     def unfinished(self) -> list[Request]:
@@ -198,6 +221,7 @@ class Engine:
             return self._step()
 
     def _step(self) -> list[Token]:
+        check_evaluates(self.model)
         scheduler = self._scheduler
         batch = scheduler.step()
         if not batch:
@@ -283,9 +307,13 @@ class Engine:
             continuation.finish_reason = reason
             self._scheduler.remove(sample)
             del self._samples[request.number][sample.number]
-            if request.finished:
-                del self._requests[request.number], self._samples[request.number]
-        return Token(request, sample.number, answer.token, text, reason)
+        token = Token(request, sample.number, answer.token, text, reason)
+        if request.number in self._streams:
+            self._streams[request.number].append(token)
+        if request.finished:
+            del self._requests[request.number], self._samples[request.number]
+            self._streams.pop(request.number, None)
+        return token
 
     def _spoken(self, request: Request, number: int, token: int, reason: str | None) -> tuple[str, str | None]:
         """What the text grew by, and why the sample ends, if it does: texts to stop at are found here."""
@@ -300,6 +328,7 @@ class Engine:
             reason = "stop"
         elif reason is not None:
             text += speech.end()
+            reason = "stop" if speech.stopped else reason
         if reason is not None:
             del self._speeches[key]
         return text, reason
@@ -335,17 +364,28 @@ class Engine:
         *,
         salt: Hashable = None,
     ) -> Iterator[Token]:
-        """The tokens of one prompt, or of several, as they come. Whoever stops asking ends the requests."""
-        several: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
-        if not isinstance(prompts, str) and not any(isinstance(each, Iterable) and _is_list(each) for each in several):
-            several = [several]  # tokens
-        return self._streamed(self._added(several, params, salt))
+        """The tokens of one prompt, or of several, as they come. Whoever stops asking ends the requests.
 
-    def _streamed(self, requests: list[Request]) -> Iterator[Token]:
-        mine = {request.number for request in requests}
+        Whoever steps: several streams, `generate` and `step` may take turns, and each stream tells all of its tokens.
+        """
+        several = [prompts] if isinstance(prompts, str) else _listed(prompts)
+        if not isinstance(prompts, str) and not any(map(_is_prompt, several)):
+            several = [several]  # tokens
+        stream = self._streamed(self._added(several, params, salt))
+        next(stream)  # as far as its first yield: a stream that nobody reads ends its requests too
+        return stream
+
+    def _streamed(self, requests: list[Request]) -> Iterator[Any]:
+        """Nothing at first, then tokens."""
+        told: deque[Token] = deque()
+        self._streams |= dict.fromkeys((request.number for request in requests), told)
         try:
-            while not all(request.finished for request in requests):
-                yield from (token for token in self.step() if token.request.number in mine)
+            yield None
+            while told or not all(request.finished for request in requests):
+                if told:
+                    yield told.popleft()
+                else:
+                    self.step()
         finally:
             self._forget(requests)
 
@@ -355,8 +395,15 @@ class Engine:
         """All of the requests, or none."""
         if isinstance(prompts, str):
             raise EngineError("prompts must be a list of prompts, got a text; as in generate([prompt])")
-        prompts = list(prompts)
-        each = [params] * len(prompts) if params is None or isinstance(params, SamplingParams) else list(params)
+        prompts = _listed(prompts)
+        if prompts and not any(map(_is_prompt, prompts)):
+            raise EngineError(f"prompts must be a list of prompts, got one of {prompts[0]!r}; as in generate([prompt])")
+        if params is None or isinstance(params, SamplingParams):
+            each: list[Any] = [params] * len(prompts)
+        elif isinstance(params, Sequence):
+            each = list(params)
+        else:
+            raise EngineError(f"params must be SamplingParams(...), or a list of them, got {params!r}")
         if len(each) != len(prompts):
             raise EngineError(f"params must be one for all {len(prompts)} prompts, or one for each, got {len(each)}")
         requests: list[Request] = []
@@ -408,7 +455,10 @@ class Engine:
             raise
         others = [rank for rank, said in enumerate(told) if said[:32] != told[0][:32]]
         if others:
-            raise EngineError(f"requests differ between rank 0 and ranks {others}; every rank adds the same, in order")
+            raise EngineError(
+                f"requests differ between rank 0 and ranks {others}; every rank adds the same, in order, and changes "
+                "its model's weights between the same ones"
+            )
         return int.from_bytes(told[0][32:], "little") if params.seed is None else seed
 
     def _die(self, error: TransportError) -> None:
@@ -440,6 +490,16 @@ class Engine:
 _GREEDY = Draw()
 
 
-def _is_list(prompt: Any) -> bool:
+def _listed(prompts: Any) -> list[Any]:
+    """Prompts as a list. Of a dict, such as a tokenizer returns, the keys would be taken for texts."""
+    if isinstance(prompts, Mapping) or not isinstance(prompts, Iterable):
+        raise EngineError(
+            f"prompts must be a list of texts or of lists of tokens, got {type(prompts).__name__}; of what a tokenizer "
+            'returns, take its "input_ids"'
+        )
+    return list(prompts)
+
+
+def _is_prompt(one: Any) -> bool:
     """Whether this is a prompt and not a token: a tensor of no dimensions can be asked for its items, and has none."""
-    return getattr(prompt, "ndim", 1) > 0
+    return isinstance(one, Iterable) and getattr(one, "ndim", 1) > 0

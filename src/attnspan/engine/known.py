@@ -1,4 +1,4 @@
-"""What is asked of a model and a tokenizer before they are served: tokens, ends, positions, a device.
+"""What is asked of a model and a tokenizer before they are served: tokens, ends, positions, a device, weights.
 
 Models are those of transformers; nothing is imported for it.
 """
@@ -12,10 +12,23 @@ import torch
 from attnspan.errors import EngineError
 
 
-def device_of(model: Any) -> torch.device:
-    """The one device of a model that is ready to generate."""
+def check_evaluates(model: Any) -> None:
+    """EngineError in training mode."""
     if model.training:
         raise EngineError("model is in training mode, in which dropout may change what it says; call model.eval()")
+
+
+def weights_of(model: Any) -> list[tuple[int, int]]:
+    """What differs once a weight was written to or replaced: where each lies, and how often torch saw it written.
+
+    torch does not count for inference tensors, nor what is written through `.data`.
+    """
+    return [(each.data_ptr(), 0 if each.is_inference() else each._version) for each in model.parameters()]
+
+
+def device_of(model: Any) -> torch.device:
+    """The one device of a model that is ready to generate."""
+    check_evaluates(model)
     first, *others = dict.fromkeys(parameter.device for parameter in model.parameters())
     if others:
         raise EngineError(f"model must be on one device, got parameters on {first} and {', '.join(map(str, others))}")

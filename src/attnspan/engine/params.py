@@ -8,7 +8,7 @@ tokens and for nothing else: what is not written here is not done.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from attnspan.errors import EngineError, whole, whole_list
@@ -54,7 +54,12 @@ class SamplingParams:
             raise EngineError(f"top_p must be a number above 0 and at most 1, got {self.top_p}")
         if self.seed is not None:
             self._set("seed", whole("seed", self.seed, error=EngineError))
-        self._set("stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+            if self.seed >= 1 << 64:
+                raise EngineError(f"seed must be below 2**64, got {self.seed}")
+        texts = (self.stop,) if isinstance(self.stop, str) else self.stop
+        if not isinstance(texts, Iterable):
+            raise EngineError(f"stop must be a text, or a list of them, got {texts!r}")
+        self._set("stop", tuple(texts))
         for text in self.stop:
             if not isinstance(text, str) or not text:
                 raise EngineError(f"stop must be a text, or a list of them, none empty, got {text!r} among them")

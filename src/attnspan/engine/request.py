@@ -58,6 +58,11 @@ class Request:
         return self.samples[0].logprobs
 
     @property
+    def top_logprobs(self) -> list[dict[int, float]] | None:
+        """The likeliest tokens at each of the first sample's places with theirs, if they were asked for."""
+        return self.samples[0].top_logprobs
+
+    @property
     def finish_reason(self) -> str | None:
         """Why the first sample ended."""
         return self.samples[0].finish_reason

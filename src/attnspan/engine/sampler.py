@@ -100,7 +100,9 @@ def probabilities(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
     [[73.0, 27.0, 0.0]]
     """
     device = logits.device
-    scores = logits.double() / torch.tensor([[draw.temperature] for draw in draws], dtype=torch.float64, device=device)
+    scores = logits.double()
+    scores = scores - scores.amax(-1, keepdim=True)  # the likeliest is 0, however small a number it is divided by
+    scores = scores / torch.tensor([[draw.temperature] for draw in draws], dtype=torch.float64, device=device)
     if any(draw.top_k for draw in draws):
         vocabulary = scores.shape[1]
         counts = torch.tensor([[min(draw.top_k, vocabulary) or vocabulary] for draw in draws], device=device)

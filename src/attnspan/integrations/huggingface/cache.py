@@ -17,6 +17,8 @@ a window keep all their keys here (the mask cuts them; only the engine gives pag
 | beam search (`reorder_cache`), `batch_select_indices`, `batch_repeat_interleave` | rows are forked, pages are shared |
 | assisted decoding, contrastive search (`crop`) | rows are trimmed |
 | more tokens than pages | PoolExhausted, before anything is written |
+| a call after one that failed halfway | refused until `reset()` |
+| gradients | refused: pages hold numbers alone |
 | offloading, quantised caches, linear attention, cross-attention | refused |
 
 `reset()` gives all pages back, and so does letting go of the cache.
@@ -143,8 +145,15 @@ class PagedLayer(CacheLayerMixin):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Write (B, Hk, new, D) and return all there is, (B, Hk, length, D)."""
         rows, tokens = key_states.shape[0], key_states.shape[2]
+        if key_states.requires_grad or value_states.requires_grad:
+            raise PageError("PagedCache takes no keys that need gradients; call the model under torch.no_grad()")
         plan, pool = self.cache.grow(self.index, rows, tokens), self.cache.pool
-        key, value = (x.detach().transpose(1, 2).flatten(0, 1) for x in (key_states, value_states))
+        if self.length + tokens != self.cache.length:
+            raise PageError(
+                f"layer {self.index} holds {self.length} tokens, and layer 0 has {self.cache.length - tokens}: a call "
+                "of the model failed halfway; reset() the cache"
+            )
+        key, value = (x.transpose(1, 2).flatten(0, 1) for x in (key_states, value_states))
         pool.write(self.index, key, value, plan)
         self.length += tokens
         size = pool.page_size
