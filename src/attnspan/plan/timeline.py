@@ -120,7 +120,8 @@ class _Walk:
             arrived = self._keys(index + 1)
             tiles = [tile for step in steps for tile in step.tiles]
             rows += sum(len(tile.rows) for tile in tiles)
-            self._computed(f"tiles of step {index}", self.hardware.compute(tiles, self.flops))
+            seconds = sum(self.hardware.compute(step.tiles, self.flops) for step in steps)
+            self._computed(f"tiles of step {index}", seconds)
         # Every row that several tiles share is read and written again, in float32.
         merged = max(0, rows - self.queries) * (2 + self.wide) * (out + lse)
         self._computed("merges", self.hardware.copying(merged))
@@ -137,7 +138,8 @@ class _Walk:
             self._waited(arrived)
             arrived = self._keys(index + 1)
             tiles = [tile for step in steps for tile in step.tiles]
-            self._computed(f"gradients of step {index}", self.hardware.compute(tiles, self.flops, backward=True))
+            seconds = sum(self.hardware.compute(step.tiles, self.flops, backward=True) for step in steps)
+            self._computed(f"gradients of step {index}", seconds)
             summed = sum(len(tile.rows) * q + len(tile.cols) * kv for tile in tiles) * self.wide
             self._computed("sums", self.hardware.copying(summed))
             home = self._home(index, home)
