@@ -60,7 +60,7 @@ def choose(name: str, spec: Spec, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -
 
 def joins(name: str, spec: Spec, q: Tensor, k: Tensor, v: Tensor, tiles: tuple[Tile, ...]) -> bool:
     """Whether all tiles between two buffers are computed in one call, by bands.py."""
-    if name not in ("auto", band.name) or not tiles or any(refusal(band.name, spec, q, k, v, t) for t in tiles[:1]):
+    if name not in ("auto", band.name) or not tiles or band.supports(spec, q, k, v, tiles[0]):
         return False
     some = _glance(tiles)
     if not some.dense or (spec.mods is not None and any(map(spec.mods.of, tiles))):
