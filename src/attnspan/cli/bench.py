@@ -24,7 +24,15 @@ import typer
 from attnspan.attention.tuned import agreed_table, machine
 from attnspan.cli.expression import parse, write
 from attnspan.cli.layout import LAYOUTS, Request, named
-from attnspan.cli.plan import MaskText
+from attnspan.cli.options import (
+    BatchOption,
+    DtypeOption,
+    HeadDimOption,
+    HeadsOption,
+    KvHeadsOption,
+    MaskText,
+    SeqLenOption,
+)
 from attnspan.cli.tokens import optional_size, shortened, size
 from attnspan.cli.tune import DeviceOption, RanksOption, VirtualOption, bar
 from attnspan.errors import PlanError, one_of
@@ -34,7 +42,6 @@ from attnspan.measure import chart as draw
 from attnspan.measure import tune as measure
 from attnspan.plan import Shape
 from attnspan.plan.choose import in_seconds
-from attnspan.plan.cost import DTYPES
 from attnspan.plan.drawing import table
 from attnspan.plan.strategy import Strategy
 from attnspan.transports import Transport
@@ -46,12 +53,12 @@ STRATEGIES = ["auto", "gather", "needed(1)", "needed(2)", "ring", "ulysses"]
 def bench(
     mask: MaskText,
     ranks: RanksOption = None,
-    seq_len: Annotated[str | None, typer.Option(metavar="N", help="Tokens; else the mask's own length.")] = None,
-    heads: Annotated[str, typer.Option(metavar="N", help="Query heads.")] = "32",
-    kv_heads: Annotated[str | None, typer.Option(metavar="N", help="Key heads; else as many.")] = None,
-    head_dim: Annotated[str, typer.Option(metavar="N", help="Values per head.")] = "128",
-    batch: Annotated[str | None, typer.Option(metavar="N", help="Batch rows; else the mask's.")] = None,
-    dtype: Annotated[str, typer.Option(metavar="T", help=f"One of {', '.join(DTYPES)}.")] = "bf16",
+    seq_len: SeqLenOption = None,
+    heads: HeadsOption = "32",
+    kv_heads: KvHeadsOption = None,
+    head_dim: HeadDimOption = "128",
+    batch: BatchOption = None,
+    dtype: DtypeOption = "bf16",
     layout: Annotated[str, typer.Option(metavar="L", help=f"One of {', '.join(LAYOUTS)}.")] = "balanced",
     strategy: Annotated[list[str] | None, typer.Option(metavar="S", help="Only this one; again for more.")] = None,
     kernel: Annotated[list[str] | None, typer.Option(metavar="K", help="Not auto but this; again for more.")] = None,

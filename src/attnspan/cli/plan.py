@@ -18,26 +18,33 @@ import typer
 
 from attnspan.cli.expression import parse, write
 from attnspan.cli.layout import LAYOUTS, Request, named
+from attnspan.cli.options import (
+    BatchOption,
+    DtypeOption,
+    HeadDimOption,
+    HeadsOption,
+    KvHeadsOption,
+    MaskText,
+    SeqLenOption,
+)
 from attnspan.cli.tokens import optional_size, size
 from attnspan.errors import PlanError
 from attnspan.layouts.run import tokens_in
 from attnspan.plan import Choice, Hardware, Plan, Shape, Timeline, choose
 from attnspan.plan.choose import Candidate, checked_memory, in_bytes, in_seconds, predicted, sampled_ranks
-from attnspan.plan.cost import DTYPES, PRESETS
+from attnspan.plan.cost import PRESETS
 from attnspan.plan.strategy import name_of
-
-MaskText = Annotated[str, typer.Argument(metavar="MASK", help='Such as "causal & documents(3, 5)", or @lengths.txt.')]
 
 
 def plan(
     mask: MaskText,
     ranks: Annotated[str, typer.Option(metavar="R", help="Over how many ranks.")],
-    seq_len: Annotated[str | None, typer.Option(metavar="N", help="Tokens; else the mask's own length.")] = None,
-    heads: Annotated[str, typer.Option(metavar="N", help="Query heads.")] = "32",
-    kv_heads: Annotated[str | None, typer.Option(metavar="N", help="Key heads; else as many.")] = None,
-    head_dim: Annotated[str, typer.Option(metavar="N", help="Values per head.")] = "128",
-    batch: Annotated[str | None, typer.Option(metavar="N", help="Batch rows; else the mask's.")] = None,
-    dtype: Annotated[str, typer.Option(metavar="T", help=f"One of {', '.join(DTYPES)}.")] = "bf16",
+    seq_len: SeqLenOption = None,
+    heads: HeadsOption = "32",
+    kv_heads: KvHeadsOption = None,
+    head_dim: HeadDimOption = "128",
+    batch: BatchOption = None,
+    dtype: DtypeOption = "bf16",
     hardware: Annotated[str, typer.Option(metavar="H", help=f"One of {', '.join(PRESETS)}.")] = "h100-nvlink",
     memory: Annotated[float | None, typer.Option(metavar="GB", help="The most memory for keys per rank.")] = None,
     layout: Annotated[str | None, typer.Option(metavar="L", help=f"Only this one: {', '.join(LAYOUTS)}.")] = None,

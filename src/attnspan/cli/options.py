@@ -1,0 +1,17 @@
+"""Options that several commands have, each written once: a mask, and the sizes of an attention."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from attnspan.plan.cost import DTYPES
+
+MaskText = Annotated[str, typer.Argument(metavar="MASK", help='Such as "causal & documents(3, 5)", or @lengths.txt.')]
+SeqLenOption = Annotated[str | None, typer.Option(metavar="N", help="Tokens; else the mask's own length.")]
+HeadsOption = Annotated[str, typer.Option(metavar="N", help="Query heads.")]
+KvHeadsOption = Annotated[str | None, typer.Option(metavar="N", help="Key heads; else as many.")]
+HeadDimOption = Annotated[str, typer.Option(metavar="N", help="Values per head.")]
+BatchOption = Annotated[str | None, typer.Option(metavar="N", help="Batch rows; else the mask's.")]
+DtypeOption = Annotated[str, typer.Option(metavar="T", help=f"One of {', '.join(DTYPES)}.")]
