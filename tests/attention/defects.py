@@ -25,7 +25,7 @@ from attnspan.attention import lane, loop, ops
 from attnspan.attention.call import Call
 from attnspan.attention.heads import Trade
 from attnspan.attention.lane import Computing, Lane
-from attnspan.attention.sums import Sum
+from attnspan.attention.sums import Total
 from attnspan.attention.wire import Arrivals, Staged
 from attnspan.kernels import Accumulator, Rows, Spec, accumulator, blocks
 from attnspan.masks import Causal
@@ -456,28 +456,31 @@ def a_row_that_sees_nothing_has_lse_zero(plant):
 @defect
 def the_last_gradient_of_a_row_overwrites_those_before_it(plant):
     def bend(real):
-        def add(self, rows, *parts):
-            for view in self.views:
+        def gather(self, rows, *stacks, **wait):
+            self._settle()
+            for view in self._sum.views if self._sum else ():
                 view[:, :, rows.start : rows.stop : rows.step] = 0.0
-            real(self, rows, *parts)
+            real(self, rows, *stacks, **wait)
 
-        return add
+        return gather
 
-    plant(Sum, "add", bend)
+    plant(Total, "gather", bend)
 
 
 @defect
 def a_row_without_gradients_keeps_what_was_in_memory(plant):
     def bend(real):
-        def result(self, rows=slice(None)):
-            found, unseen = real(self, rows), [row for row, seen in enumerate(self._seen[rows]) if not seen]
+        def result(self, dtype):
+            seen = {row for each in self._waiting for row in each.rows}
+            seen |= {row for row, written in enumerate(self._sum._seen) if written} if self._sum else set()
+            found = real(self, dtype)
             for view in found:
-                view[:, :, unseen] = 1.0
+                view[:, :, [row for row in range(view.shape[2]) if row not in seen]] = 1.0
             return found
 
         return result
 
-    plant(Sum, "result", bend)
+    plant(Total, "result", bend)
 
 
 @defect

@@ -25,11 +25,11 @@ def test_one_rank_needs_no_more_than_its_tensors_and_the_result():
     assert terms(alone, joint=True) == {"given": 640, "tile": 400}
 
 
-def test_backward_of_one_rank_has_float32_sums_and_the_gradients_of_a_tile():
+def test_backward_of_one_rank_has_the_gradients_of_its_tile_and_no_sum():
     alone = Plan(Causal(), Contiguous(1), 10, "gather")
     # dq, dk and dv in bf16; besides, dq in float32, and dk and dv of both query heads.
-    assert terms(alone, backward=True) == {"given": 1360, "sums": 1280, "tile": 640 + 640 + 640}
-    # In one call dq is written as it is returned; dk and dv are rounded from their sums.
+    assert terms(alone, backward=True) == {"given": 1360, "tile": 640 + 640 + 640}
+    # In one call dq is written as it is returned; dk and dv are rounded from float32.
     assert terms(alone, backward=True, joint=True) == {"given": 1360, "sums": 320 + 640, "result": 320}
 
 

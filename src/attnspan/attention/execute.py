@@ -15,8 +15,7 @@ from torch import Tensor
 from attnspan.attention import loop
 from attnspan.attention.call import Call
 from attnspan.attention.heads import Side, Trade, segments
-from attnspan.attention.lane import Computing, Final, Grads, Lane, Place, wide
-from attnspan.kernels import write_into
+from attnspan.attention.lane import Computing, Final, Lane, Place, wide
 
 
 def forward(
@@ -52,9 +51,9 @@ def backward(
     else:
         lanes = [work.lane(row, Place(_range(rows), range(q.shape[1])), q, k, v) for row, rows, q, k, v in parts]
         grads = loop.backward(call.transport, lanes, [final.of(rows) for _, rows, *_ in parts], sums)
-        found = [(*each.query.result(), *each.keys.result()) for each in grads]
+        found = [each.results(query.dtype) for each in grads]
     dq, dk, dv = (torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*found, strict=True))
-    return dq.to(query.dtype), _like(dk, key), _like(dv, value), sums
+    return dq, dk, dv, sums
 
 
 class Work(NamedTuple):
@@ -80,13 +79,6 @@ def _joined(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     if len(parts) == 1:
         return parts[0]
     return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
-
-
-def _like(gradient: Tensor, tensor: Tensor) -> Tensor:
-    """A gradient in its tensor's dtype, contiguous and its own: sums are kept wide, those of keys and values packed."""
-    result = torch.empty(gradient.shape, dtype=tensor.dtype, device=tensor.device)
-    write_into(result, gradient)
-    return result
 
 
 # ---- Ulysses -------------------------------------------------------------------------------------------------------
@@ -126,16 +118,13 @@ def _backward_heads(
     group = query.shape[1] // key.shape[1]
     lanes = _head_lanes(work, trade, row, rows, tensors, group)
     cuts = segments(trade.shares[trade.here], group)
-    grads: list[Grads] = loop.backward(work.call.transport, lanes, [whole.heads(q) for q, _ in cuts], sums)
-    keys = [each.keys.result() for each in grads]
-    found = (
-        _by_heads(
-            [each.query.result()[0].to(wide(query.dtype)) for each in grads],  # all ranks alike, whatever they computed
-            lambda: torch.empty_like(tensors[0], dtype=wide(query.dtype)),
-        ),
-        _by_heads([dk for dk, _ in keys], lambda: torch.empty_like(tensors[1], dtype=wide(query.dtype))),
-        _by_heads([dv for _, dv in keys], lambda: torch.empty_like(tensors[2], dtype=wide(query.dtype))),
-    )
+    finals = [whole.heads(q) for q, _ in cuts]
+    precision = wide(query.dtype)  # all ranks alike, whatever they computed
+    parts = [each.results(precision) for each in loop.backward(work.call.transport, lanes, finals, sums)]
+    found = [
+        _by_heads([part[i] for part in parts], lambda x=x: torch.empty_like(x, dtype=precision))  # type: ignore[misc]
+        for i, x in enumerate(tensors)
+    ]
     dq, dk, dv = trade.scatter_tokens(found, ["query", "key", "key"])
     return dq, dk, dv
 

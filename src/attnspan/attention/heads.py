@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from attnspan.attention.wire import Places
+from attnspan.attention.wire import places
 from attnspan.layouts.run import Runs
 from attnspan.plan.heads import Heads
 from attnspan.transports import Transport
@@ -46,11 +46,11 @@ class Trade:
 
     def rows(self, member: int, side: Side) -> list[slice]:
         """Where a member's tokens lie among the group's."""
-        return Places(self.arenas[side]).slices(self.shards[side][member])
+        return places(self.arenas[side]).slices(self.shards[side][member])
 
     def tokens(self, member: int, side: Side) -> int:
         """How many tokens a member holds."""
-        return len(Places(self.shards[side][member]))
+        return len(places(self.shards[side][member]))
 
     # ---- there and back ----------------------------------------------------------------------------------------
 
@@ -102,7 +102,7 @@ class Trade:
     def _by_position(self, parts: list[Tensor], side: Side) -> Tensor:
         """Every member's tokens, put where they belong."""
         batch, heads, _, dim = parts[0].shape
-        whole = parts[0].new_empty(batch, heads, len(Places(self.arenas[side])), dim)
+        whole = parts[0].new_empty(batch, heads, len(places(self.arenas[side])), dim)
         for member, part in enumerate(parts):
             rows = self.rows(member, side)
             for to, piece in zip(rows, part.split([r.stop - r.start for r in rows], dim=2), strict=True):

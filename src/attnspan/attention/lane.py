@@ -25,8 +25,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attnspan.attention.sums import Sum
-from attnspan.attention.wire import Arrivals, Places, Staged, arriving, empty, leaving, packed, unpacked
+from attnspan.attention.sums import Sum, Total
+from attnspan.attention.wire import Arrivals, Places, Staged, arriving, empty, leaving, packed, places, unpacked
 from attnspan.kernels import (
     PROGRAM_KERNELS,
     Accumulator,
@@ -36,7 +36,6 @@ from attnspan.kernels import (
     Rows,
     Spec,
     Where,
-    add_all_into,
     bands,
     choose,
     joins,
@@ -105,12 +104,6 @@ class KeySum(Sum):
         super().__init__(*unpacked(packed, head_dim))
         self.packed = packed
 
-    def gather(self, rows: slice, parts: Tensor) -> None:
-        """Add packed parts, (any number, S, B, Hk, D + Dv), to some rows."""
-        self.result(rows)
-        self._seen[rows] = b"\1" * (rows.stop - rows.start)
-        add_all_into(self.packed[rows], parts)
-
 
 class Lane:
     """The keys of one batch row on their way through the steps of one rank."""
@@ -118,7 +111,7 @@ class Lane:
     def __init__(self, route: Route, computing: Computing, place: Place, query: Tensor, key: Tensor, value: Tensor):
         self.route, self.computing, self.place = route, computing, place
         self.query, self.key, self.value = query, key, value
-        self._own_places = Places(route.own)
+        self._own_places = places(route.own)
         self._own_packed: Tensor | None = None
         self._held: Tensor | None = None  # by a ring: the buffer to hand on
 
@@ -129,17 +122,17 @@ class Lane:
         if not step.receives and step.arena == self.route.own:
             sends = [(t.target, part) for t in step.sends for part in self._leaving(t)]
             return sends, [], Arena(self.key, self.value, is_own=True), []
-        places = Places(step.arena)
-        buffer = empty(self.key, self.value, len(places))
+        held = places(step.arena)
+        buffer = empty(self.key, self.value, len(held))
         arena = Arena(*unpacked(buffer, self.key.shape[3]), is_own=False)
-        self._lay_own(arena, places, step)
+        self._lay_own(arena, held, step)
         if step.own and step.own == self.route.own:  # own keys are all in the arena: not packed again to be sent
-            sends = [(t.target, part) for t in step.sends for part in leaving(buffer, places, t, whole=False)]
+            sends = [(t.target, part) for t in step.sends for part in leaving(buffer, held, t, whole=False)]
         else:
             sends = [(t.target, part) for t in step.sends for part in self._leaving(t)]
         receives, staged = [], []
         for transfer in step.receives:
-            parts, late = arriving(buffer, places, transfer, self.route.whole)
+            parts, late = arriving(buffer, held, transfer, self.route.whole)
             receives += [(transfer.source, part) for part in parts]
             staged += [late] if late else []
         self._held = buffer
@@ -156,9 +149,9 @@ class Lane:
             self._own_packed = packed(self.key, self.value)
         return self._own_packed
 
-    def _lay_own(self, arena: Arena, places: Places, step: Step) -> None:
+    def _lay_own(self, arena: Arena, held: Places, step: Step) -> None:
         """The rank's own keys among those of others."""
-        for to, source in zip(places.slices(step.own), self._own_places.slices(step.own), strict=True):
+        for to, source in zip(held.slices(step.own), self._own_places.slices(step.own), strict=True):
             write_into(arena.key[:, :, to], self.key[:, :, source])
             write_into(arena.value[:, :, to], self.value[:, :, source])
 
@@ -206,13 +199,6 @@ class Lane:
         """Whether one step computes everything, so that its results are final and may be rounded."""
         return sum(bool(step.tiles) for step in self.route.steps) == 1
 
-    def query_sum(self) -> Sum:
-        """A sum for the gradients of the queries."""
-        joint = self._lone and any(map(self._joint, self.route.steps))
-        dtype = self.query.dtype if joint else wide(self.query.dtype)
-        order = torch.preserve_format if self.query.stride(-1) == 1 else torch.contiguous_format
-        return Sum(torch.empty_like(self.query, dtype=dtype, memory_format=order))
-
     def _region(self, step: Step) -> Region:
         """A step's tiles, with the positions that they stand for."""
         device = self.query.device
@@ -225,38 +211,55 @@ class Lane:
 
     # ---- backward ----------------------------------------------------------------------------------------------
 
-    def differentiate(self, step: Step, arena: Arena, final: Final, grads: Grads) -> KeySum:
+    def differentiate(self, step: Step, arena: Arena, final: Final, grads: Grads) -> KeySum | None:
         """The gradients of every tile of a step, from the final out and lse: see [Note: final out and lse].
 
-        Returns those of the arena's keys and values.
+        Returns those of the arena's keys and values; of own ones as they lie none, those are added to `grads`.
         """
-        keys = grads.keys if arena.is_own else self.key_sum(arena.key.shape[2], self._travels)
+        keys = None if arena.is_own else self.key_sum(arena.key.shape[2], self._travels)
         if self._joint(step):
-            merged, inputs = Rows(final.grad, final.grad_lse, final.out, final.lse), (self.query, *arena[:2])
-            (dq,), (dk, dv) = grads.query.views, keys.views
-            into = bands.Into(dq, dk, dv, add_rows=grads.query.open(), add_keys=keys.open())
-            bands.backward(self.computing.spec, merged, *inputs, step.tiles, into)
+            self._differentiate_at_once(step, arena, final, grads, keys)
             return keys
+        total = grads.keys if keys is None else keys
         if whole := self._whole(step, arena):
             merged, region = Rows(final.grad, final.grad_lse, final.out, final.lse), self._region(step)
             inputs = (self.query, arena.key, arena.value)
             dq, dk, dv = whole.backward(self.computing.spec, merged, *inputs, region, grads.captured)
             grads.query.add(range(dq.shape[2]), dq)
-            keys.add(range(dk.shape[2]), dk, dv)
+            total.add(range(dk.shape[2]), dk, dv)
             return keys
         for tile in step.tiles:
-            query, key, value = self._sliced(tile, arena)
-            kernel, spec = self.computing.of(query, key, value, tile), self.computing.spec
-            rows = _slice(tile.rows)
-            out, lse, grad = final.out[:, :, rows], final.lse[:, :, rows], final.grad[:, :, rows]
-            dq, dk, dv = kernel.backward(spec, grad, query, key, value, out, lse, tile)
+            dq, dk, dv = self._differentiated(tile, arena, final)
             grads.query.add(tile.rows, dq)
-            keys.add(tile.cols, dk, dv)
-            if final.grad_lse is not None:
-                more_dq, more_dk = self._through_lse(tile, arena, final)
-                grads.query.add(tile.rows, more_dq)
-                keys.views[0][:, :, _slice(tile.cols)] += more_dk
+            total.add(tile.cols, dk, dv)
+            del dq, dk, dv  # or they would be there still while the next tile is computed
         return keys
+
+    def _differentiated(self, tile: Tile, arena: Arena, final: Final) -> tuple[Tensor, Tensor, Tensor]:
+        """dq, dk and dv of one tile."""
+        query, key, value = self._sliced(tile, arena)
+        kernel, spec = self.computing.of(query, key, value, tile), self.computing.spec
+        rows = _slice(tile.rows)
+        out, lse, grad = final.out[:, :, rows], final.lse[:, :, rows], final.grad[:, :, rows]
+        dq, dk, dv = kernel.backward(spec, grad, query, key, value, out, lse, tile)
+        if final.grad_lse is not None:
+            more_dq, more_dk = self._through_lse(tile, arena, final)
+            dq, dk = dq.to(wide(dq.dtype)) + more_dq, dk.to(wide(dk.dtype)) + more_dk
+        return dq, dk, dv
+
+    def _differentiate_at_once(self, step: Step, arena: Arena, final: Final, grads: Grads, keys: KeySum | None) -> None:
+        """All tiles of a step in one call, which writes gradients where they stay, or leave from."""
+        query, key, value = self.query, arena.key, arena.value
+        (dq,), begun = ((query.new_empty(query.shape),), False) if self._lone else grads.query.open()
+        dk, dv = keys.views if keys is not None else (x.new_empty(x.shape, dtype=self._travels) for x in (key, value))
+        merged = Rows(final.grad, final.grad_lse, final.out, final.lse)
+        bands.backward(self.computing.spec, merged, query, key, value, step.tiles, bands.Into(dq, dk, dv, begun))
+        if self._lone:
+            grads.query.add(range(dq.shape[2]), dq)
+        if keys is None:
+            grads.keys.add(range(dk.shape[2]), dk, dv)
+        else:
+            keys.open()
 
     def _through_lse(self, tile: Tile, arena: Arena, final: Final) -> tuple[Tensor, Tensor]:
         """What a gradient of lse adds to dq and dk. See [Note: gradients of lse]."""
@@ -271,25 +274,31 @@ class Lane:
         _, _, dk = kernel.backward(spec, seed, query, key, key, torch.zeros_like(query), final.lse[:, :, rows], tile)
         return weight * share * mean_key, dk
 
-    def send_home(self, step: Step, keys: KeySum, grads: Grads) -> tuple[list[Message], Arrivals]:
+    def send_home(self, step: Step, keys: KeySum | None, grads: Grads) -> tuple[list[Message], Arrivals]:
         """Gradients of others' keys leave, those of own keys will arrive."""
-        if keys is not grads.keys:
+        sends = []
+        if keys is not None:
             self._keep_own(step, keys, grads)
-        places = Places(step.arena)
-        sends = [(t.target, part) for t in step.home for part in leaving(keys.packed, places, t, whole=False)]
+            held = places(step.arena)
+            sends = [(t.target, part) for t in step.home for part in leaving(keys.packed, held, t, whole=False)]
         return sends, Arrivals(step.returns, lambda rows: empty(self.key, self.value, rows, self._travels))
 
     def _keep_own(self, step: Step, keys: KeySum, grads: Grads) -> None:
         """Gradients of own keys that lay among those of others."""
-        used = Places(step.arena).slices(step.own)
+        used = places(step.arena).slices(step.own)
         for source, to in zip(used, self._own_places.slices(step.own), strict=True):
-            grads.keys.add(range(to.start, to.stop), *keys.result(source))
+            stacks = (part.unsqueeze(0) for part in keys.result(source))
+            grads.keys.gather(range(to.start, to.stop), *stacks, wait=self._last(step))  # that keeps the whole buffer
 
-    def take_home(self, arrivals: Arrivals, grads: Grads) -> None:
+    def take_home(self, step: Step, arrivals: Arrivals, grads: Grads) -> None:
         """Add what arrived."""
         for run, parts in arrivals.parts():
             (rows,) = self._own_places.slices((run,))
-            grads.keys.gather(rows, parts)
+            stacks = unpacked(parts, self.key.shape[3])
+            grads.keys.gather(range(rows.start, rows.stop), *stacks, wait=self._last(step) and not arrivals.many)
+
+    def _last(self, step: Step) -> bool:
+        return step is self.route.steps[-1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,14 +324,20 @@ class Final:
 class Grads:
     """Sums of gradients: of the queries, of own keys and values, and of what a score_mod captured."""
 
-    query: Sum
-    keys: KeySum
+    query: Total
+    keys: Total
     captured: Sequence[Tensor | None] = ()
 
     @classmethod
     def of(cls, lane: Lane, captured: Sequence[Tensor | None]) -> Grads:
         """Nothing yet; `captured` are sums that all lanes share."""
-        return cls(lane.query_sum(), lane.key_sum(lane.key.shape[2], wide(lane.key.dtype)), captured)
+        query, key, value = lane.query, lane.key, lane.value
+        of_query = Total([query.shape], wide(query.dtype), query.device)
+        return cls(of_query, Total([key.shape, value.shape], wide(key.dtype), key.device), captured)
+
+    def results(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """dq, dk and dv."""
+        return *self.query.result(dtype), *self.keys.result(dtype)
 
 
 @functools.lru_cache(maxsize=256)

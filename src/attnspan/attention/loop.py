@@ -84,7 +84,9 @@ class Exchange:
 class Homeward:
     """The gradients of one step's keys, on their way to their owners."""
 
-    def __init__(self, transport: Transport, lanes: Sequence[Lane], keys: list[KeySum], grads: list[Grads], index: int):
+    def __init__(
+        self, transport: Transport, lanes: Sequence[Lane], keys: Sequence[KeySum | None], grads: list[Grads], index: int
+    ):
         sends: list[Message] = []
         receives: list[Message] = []
         self._landing = []
@@ -93,14 +95,14 @@ class Homeward:
             out, arrivals = lane.send_home(step, key, grad)
             sends += out
             receives += arrivals.receives
-            self._landing.append((lane, arrivals, grad))
+            self._landing.append((lane, step, arrivals, grad))
         self._pending = transport.exchange(sends, receives, "gradients") if sends or receives else Pending()
 
     def wait(self) -> None:
         """Add what arrived."""
         self._pending.wait()
-        for lane, arrivals, grad in self._landing:
-            lane.take_home(arrivals, grad)
+        for lane, step, arrivals, grad in self._landing:
+            lane.take_home(step, arrivals, grad)
 
 
 def _steps(lanes: Sequence[Lane]) -> int:

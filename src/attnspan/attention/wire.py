@@ -17,6 +17,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from itertools import accumulate
 
 import torch
@@ -45,8 +46,8 @@ def empty(key: Tensor, value: Tensor, rows: int, dtype: torch.dtype | None = Non
 
 
 def unpacked(buffer: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
-    """K and V of a packed buffer, as views (B, Hk, S, D) and (B, Hk, S, Dv)."""
-    both = buffer.permute(1, 2, 0, 3)
+    """K and V of a packed buffer (..., S, B, Hk, D + Dv), as views (..., B, Hk, S, D) and (..., B, Hk, S, Dv)."""
+    both = buffer.movedim(-4, -2)
     return both[..., :head_dim], both[..., head_dim:]
 
 
@@ -54,6 +55,7 @@ class Places:
     """Where runs lie in a buffer that holds other runs one after another."""
 
     def __init__(self, runs: Runs):
+        self._found: dict[Runs, list[slice]] = {}
         starts = accumulate((len(run.positions) for run in runs), initial=0)
         held = sorted(zip(runs, starts, strict=False))
         self._plain = [(run, at) for run, at in held if run.step == 1]
@@ -65,7 +67,9 @@ class Places:
 
     def slices(self, runs: Runs) -> list[slice]:
         """For each run, its rows in the buffer; a run lies inside one run of the buffer."""
-        return [self._slice(run) for run in runs]
+        if runs not in self._found:
+            self._found[runs] = [self._slice(run) for run in runs]
+        return self._found[runs]
 
     def _slice(self, run: Run) -> slice:
         index = bisect_right(self._plain, run.start, key=lambda held: held[0].start) - 1
@@ -75,6 +79,12 @@ class Places:
                 first = at + held.positions.index(run.start)
                 return slice(first, first + len(run.positions))
         raise AssertionError(f"{run} is not in this buffer")
+
+
+@lru_cache(maxsize=1024)
+def places(runs: Runs) -> Places:
+    """Of a buffer of such runs: the same at every call, so found once."""
+    return Places(runs)
 
 
 def leaving(buffer: Tensor, places: Places, transfer: Transfer, whole: bool) -> list[Tensor]:
@@ -115,6 +125,11 @@ class Arrivals:
             for transfer in transfers
             for part in ([next(free[run]) for run in transfer.runs] if _by_run(transfer) else [next(alone)])
         ]
+
+    @property
+    def many(self) -> bool:
+        """Whether they are of so many runs that each is best added by itself."""
+        return bool(self._apart)
 
     def parts(self) -> Iterator[tuple[Run, Tensor]]:
         """What arrived for each run, (any number, S, B, Hk, D + Dv), to be summed."""

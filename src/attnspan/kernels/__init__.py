@@ -2,7 +2,7 @@
 
 from attnspan.kernels import bands
 from attnspan.kernels.accumulator import Accumulator
-from attnspan.kernels.adding import add_all_into, add_into, write_into
+from attnspan.kernels.adding import add_into, sum_into, write_into
 from attnspan.kernels.kernel import Kernel, Preference, ProgramKernel, Spec
 from attnspan.kernels.merge import merge_into
 from attnspan.kernels.mods import Mods, Region, Rows, Where
@@ -20,7 +20,6 @@ __all__ = [
     "Rows",
     "Spec",
     "Where",
-    "add_all_into",
     "add_into",
     "bands",
     "choose",
@@ -28,5 +27,6 @@ __all__ = [
     "merge_into",
     "refusals",
     "rounds",
+    "sum_into",
     "write_into",
 ]

@@ -7,7 +7,7 @@ What is counted, by name::
     packed      a copy of own keys to send from, where the caller's lie otherwise in memory
     parts       results of tiles that wait to be merged, and their float32 sum where a row has three or more
     tile        what one kernel call writes, and its workspace
-    sums        backward's float32 sums: dq, dk and dv of own tokens; and dk and dv of the keys in arenas
+    sums        gradients that wait to be summed, dq, dk and dv of own tokens; and dk and dv of the keys in arenas
     returning   gradients of own keys that come home
     heads       under Ulysses, what changed hands, and the buffers it travels in
     result      out and lse, or the gradients in their own dtype
@@ -140,26 +140,41 @@ class Walk:
 
     def _backward(self) -> Iterator[Moment]:
         sizes, steps = self.sizes, self.steps
-        own = tokens_in(self.own)
-        by_row = self.rows * sizes.q * (1.0 if self._lone else sizes.wide)
-        sums = by_row + own * sizes.kv * sizes.wide
+        queries, keys = Gathered(self.rows, sizes.q, sizes.wide), Gathered(tokens_in(self.own), sizes.kv, sizes.wide)
         travels = sizes.wide if self.joint else 1.0  # [Note: gradients that travel] in attention/lane.py
-        before = returned = 0.0
+        before = returned = here = 0.0
         for index, step in enumerate(steps):
-            here = self._arena(index) * travels
-            now = {**self._arenas(index), "sums": sums + here + before}
-            if self.joint and step.tiles:  # written where it is summed; beside lie two numbers for each row
-                yield {**now, "returning": returned, "tile": 2 * self.rows * sizes.lse}
-            written = 0.0  # by the tile before, which is let go of when the next one is there
-            for tile in step.tiles if not self.joint else ():
-                yield {**now, "returning": returned, "tile": written + self._written(tile) + self._workspace(tile)}
-                written = self._written(tile)
+            here, last = self._arena(index) * travels, index == len(steps) - 1
+            for gathered, tile in self._computed(step, queries, keys, own=here == 0):
+                yield {**self._arenas(index), "sums": gathered + here + before, "returning": returned, "tile": tile}
+            if returned or (here and step.own and not last):  # is added at once
+                sums = queries.bytes + keys.bytes + keys.begin() + here
+                yield {**self._arenas(index), "sums": sums, "returning": returned}
             returning = sum(transfer.tokens for transfer in step.returns) * sizes.kv * travels
-            yield {**self._arenas(index), "sums": sums + here, "returning": returned + returning}
+            sums = queries.bytes + keys.bytes + here
+            yield {**self._arenas(index), "sums": sums, "returning": returned + returning}
             before, returned = here, returning
-        yield {**self._arenas(len(steps) - 1), "sums": sums + before, "returning": returned}
-        rounded = 0.0 if self._lone else self.rows * sizes.q
-        yield {**self.held, "sums": sums, "result": rounded + own * sizes.kv}
+        kept = here if steps and steps[-1].own else 0.0  # own keys' gradients wait where they were computed
+        result = queries.result + (keys.all if kept or returned else keys.result)
+        sums = queries.bytes + keys.bytes
+        yield {**self._arenas(len(steps) - 1), "sums": sums + here, "returning": returned}
+        yield {**self.held, "sums": sums + kept, "returning": returned, "result": result}
+
+    def _computed(self, step: Step, queries: Gathered, keys: Gathered, own: bool) -> Iterator[tuple[float, float]]:
+        """Bytes that are gathered, and of a kernel call, at each moment of a step."""
+        if self.joint and step.tiles:  # one call, which writes what stays; beside lie two numbers for each row
+            if self._lone:
+                queries.add(range(self.rows))
+            else:
+                queries.begin()
+            if own:
+                keys.add(range(tokens_in(self.own)), self.sizes.wide)
+            yield queries.bytes + keys.bytes, 2 * self.rows * self.sizes.lse
+        for tile in () if self.joint else step.tiles:
+            waiting = queries.bytes + keys.bytes
+            yield waiting, self._written(tile) + self._workspace(tile)
+            begun = queries.add(tile.rows) + (keys.add(tile.cols) if own else 0.0)
+            yield waiting + begun, self._written(tile)
 
     def _written(self, tile: Tile) -> float:
         """dq, dk and dv of a tile."""
@@ -205,6 +220,71 @@ class Walk:
     def _packs(self, step: Step) -> bool:
         """Whether own keys are sent from a packed copy: not if all of them lie in the step's arena."""
         return bool(step.sends) and not (step.own == self.own and (step.receives or step.arena != self.own))
+
+
+def crowded(waiting: Sequence[range], rows: range, width: float, summed: bool) -> bool:
+    """Whether gradients that wait for rows are to be added to a sum before another part of some rows comes.
+
+    As many may wait for a row as take no more memory than a sum and one part: `width` is how much wider the sum is.
+    Every n-th row does not wait.
+
+    >>> crowded([range(8), range(4)], range(4, 8), 2.0, False), crowded([range(8), range(4)], range(8), 1.0, False)
+    (False, True)
+    """
+    if rows.step > 1:
+        return bool(waiting)
+    starts = {rows.start, *(each.start for each in waiting if each.start in rows)}
+    deepest = max(sum(start in each for each in waiting) for start in starts)
+    return deepest + 1 + width * summed > width + 1
+
+
+class Gathered:
+    """Gradients that wait to be summed, and their sum in memory once it is begun (attention/sums.py)."""
+
+    def __init__(self, rows: int, size: float, wide: float):
+        self._rows, self._size, self._wide = rows, size, wide  # bytes of a row, and how much wider a sum is
+        self._waiting: list[tuple[range, float]] = []
+        self._begun = False
+
+    def add(self, rows: range, width: float = 1.0) -> float:
+        """A part of some rows, so much wider than the tensors; returns the bytes of the sum if it was begun for it."""
+        begun = 0.0
+        if rows.step > 1 or crowded([each for each, _ in self._waiting], rows, self._wide / width, self._begun):
+            begun = self.begin()
+        if rows.step == 1:
+            self._waiting.append((rows, width))
+        return begun
+
+    def begin(self) -> float:
+        """All that waits is added to the sum; returns its bytes if there was none before."""
+        begun = 0.0 if self._begun else self._sum
+        self._waiting.clear()
+        self._begun = True
+        return begun
+
+    @property
+    def bytes(self) -> float:
+        """Of what waits, and of the sum."""
+        return sum(len(rows) * width for rows, width in self._waiting) * self._size + self._sum * self._begun
+
+    @property
+    def all(self) -> float:
+        """Of all rows in the tensors' dtype."""
+        return self._rows * self._size
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether one part is the result itself."""
+        return not self._begun and self._waiting == [(range(self._rows), 1.0)]
+
+    @property
+    def result(self) -> float:
+        """Of the total, rounded."""
+        return 0.0 if self.is_ready else self.all
+
+    @property
+    def _sum(self) -> float:
+        return self._rows * self._size * self._wide
 
 
 class Waiting:
