@@ -86,7 +86,8 @@ MASKS = {
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("heads", [(4, 4), (4, 1)], ids=str)
-def test_one_call_is_all_of_its_tiles(mask, dtype, heads):
+@pytest.mark.parametrize("dims", [(64, 32), (64, 128), (128, 128)], ids=str)
+def test_one_call_is_all_of_its_tiles(mask, dtype, heads, dims):
     """Out, lse and gradients, that of lse included, of every rank's tiles, added to what is there or not."""
     torch.manual_seed(0)
     for layout in (Balanced(MASKS[mask], ranks=3), HeadTail(2)):
@@ -94,8 +95,8 @@ def test_one_call_is_all_of_its_tiles(mask, dtype, heads):
         for rank in range(plan.ranks):
             (step,) = plan.steps(rank)
             n, m = layout.tokens(1000)[rank], sum(len(run.positions) for run in step.arena)
-            q, grad = (torch.randn(2, heads[0], n, dim, dtype=dtype, device="cuda") for dim in (64, 32))
-            k, v = (torch.randn(2, heads[1], m, dim, dtype=dtype, device="cuda") for dim in (64, 32))
+            q, grad = (torch.randn(2, heads[0], n, dim, dtype=dtype, device="cuda") for dim in dims)
+            k, v = (torch.randn(2, heads[1], m, dim, dtype=dtype, device="cuda") for dim in dims)
             grad_lse = torch.randn(2, heads[0], n, device="cuda")
             seen = allowed(step.tiles, n, m).bool().cuda()
             true = _truth(q, k, v, seen, grad, grad_lse)

@@ -7,7 +7,8 @@ span's end cuts do, and they are at most a few on either side::
     [ \\ # # # / . . . ]      rows of one block: # is computed as it is, \\ and / with a mask, . is never visited
 
 The program by rows also writes delta = sum(grad * out), and lse as it is subtracted, for the one by keys, which goes
-over all query heads of its key head. Nothing is added by atomics, so the same inputs give the same bits.
+over all query heads of its key head; of these two numbers a head may hold more rows than it has (`held`). Nothing is
+added by atomics, so the same inputs give the same bits.
 
 Products of half precision are summed in float32; probabilities and score gradients are rounded to the inputs' dtype to
 be multiplied, as in every flash attention. float32 is multiplied as float32, not as TF32.
@@ -171,11 +172,11 @@ def programs() -> Programs:
             slope = tl.where(inside(n, first + tl.arange(0, block_m), lo, hi, m), slope, 0.0)
         return tl.dot(slope.to(k_block.dtype), k_block, acc, input_precision="ieee")
 
-    @triton.jit(do_not_specialize=["n", "count", "heads", "group"])
+    @triton.jit(do_not_specialize=["n", "held", "count", "heads", "group"])
     def by_rows(
         grad, q, k, v, out, lse, grad_lse, delta, walls, dq, blocks, spans,
         grad_b, grad_h, grad_n, q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, out_b, out_h, out_n, dq_b, dq_h, dq_n,
-        heads, group, n, count, scale, scale_unit, unit,
+        heads, group, n, held, count, scale, scale_unit, unit,
         through_lse: tl.constexpr, add: tl.constexpr, dim: tl.constexpr, dim_v: tl.constexpr,
         block_d: tl.constexpr, block_v: tl.constexpr, wide: tl.constexpr,
         block_n: tl.constexpr, block_m: tl.constexpr,
@@ -197,8 +198,8 @@ def programs() -> Programs:
         level = tl.load(lse + of_head + rows, mask=rows < end, other=float("-inf"))
         # A row that saw no key lets nothing through: e^(score + inf) would be no number.
         wall = tl.where(level == float("-inf"), float("inf"), level * unit)
-        tl.store(delta + of_head + rows, correction, mask=rows < end)
-        tl.store(walls + of_head + rows, wall, mask=rows < end)
+        tl.store(delta + head.to(tl.int64) * held + rows, correction, mask=rows < end)
+        tl.store(walls + head.to(tl.int64) * held + rows, wall, mask=rows < end)
         q_block = load(q + b * q_b + h * q_h, q_n, first, end, dim, block_n, block_d, True)
         acc = tl.zeros([block_n, block_d], tl.float32)
         for s in range(span, last_span):

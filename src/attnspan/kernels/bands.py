@@ -6,6 +6,7 @@ final when it is written, and goes straight to the caller's dtype where nothing 
 are written where they are summed, or added to what is there.
 
 `supports` of band.py says what can be computed; tiles must be of neighbouring rows and columns. Block sizes are fixed.
+On Hopper GPUs dk and dv have a program of their own (band_hopper.py).
 Shapes: kernel.py; any strides with the last dim dense.
 """
 
@@ -18,6 +19,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from attnspan.kernels import band_hopper
 from attnspan.kernels.agenda import Agenda, agenda
 from attnspan.kernels.band_programs import programs
 from attnspan.kernels.kernel import Spec
@@ -60,7 +62,8 @@ def backward(spec: Spec, final: Rows, q: Tensor, k: Tensor, v: Tensor, tiles: tu
     grad, q, k, v, out = last_dim_dense(final.grad.to(q.dtype), q, k, v, final.out)
     shape = _Shape.of(q, k, v)
     lse = final.lse.contiguous()
-    delta, walls = lse.new_empty(lse.shape), lse.new_empty(lse.shape)
+    held = band_hopper.padded(shape.rows)
+    delta, walls = (lse.new_empty(*lse.shape[:2], held) for _ in range(2))
     through_lse = final.grad_lse is not None
     grad_lse = final.grad_lse.to(lse.dtype).contiguous() if final.grad_lse is not None else lse
     unit = 1.0 if shape.wide else math.log2(math.e)
@@ -71,14 +74,18 @@ def backward(spec: Spec, final: Rows, q: Tensor, k: Tensor, v: Tensor, tiles: tu
         work = agenda(tiles, "rows", q.shape[2], blocks.rows, q.device)
         programs().by_rows[_grid(q, work)](
             grad, q, k, v, out, lse, grad_lse, delta, walls, dq, *work, *_strides(grad, q, k, v, out, dq),
-            *shape.sizes, len(work.blocks), *scales,
+            *shape.sizes, held, len(work.blocks), *scales,
             through_lse=through_lse, add=add_rows, **shape.constants, **blocks.constants,
         )  # fmt: skip
+        if band_hopper.serves(q, k, v, grad):
+            work = agenda(tiles, "cols", k.shape[2], band_hopper.KEYS, q.device)
+            band_hopper.by_keys((grad, q, k, v), (delta, walls), (dk, dv), work, scales[:2], add=add_keys)
+            return
         blocks = shape.blocks(_BY_KEYS, q)
         work = agenda(tiles, "cols", k.shape[2], blocks.cols, q.device)
         programs().by_keys[_grid(k, work)](
             grad, q, k, v, delta, walls, dk, dv, *work, *_strides(grad, q, k, v, dk, dv),
-            *shape.sizes, len(work.blocks), *scales[:2],
+            shape.heads, shape.group, held, len(work.blocks), *scales[:2],
             add=add_keys, **shape.constants, **blocks.constants,
         )  # fmt: skip
 

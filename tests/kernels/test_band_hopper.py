@@ -1,0 +1,80 @@
+"""The program for Hopper GPUs gives what the general one gives, and nothing of other rows."""
+
+import pytest
+import torch
+
+from attnspan.kernels import Spec, band_hopper, bands
+from attnspan.kernels.mods import Rows
+from attnspan.masks.tile import Tile
+
+TILES = (
+    Tile(range(0, 333), range(0, 201), -332, 200),  # full
+    Tile(range(333, 1001), range(201, 777), -666, 0),  # causal
+    Tile(range(333, 1001), range(777, 1100), -700, 17),  # a window, of the same rows
+    Tile(range(1001, 1003), range(1100, 1103), -1, 2),
+)  # rows from 1003 on see nothing, and columns from 1103 on are seen by none
+ROWS, COLS = 1010, 1111
+
+
+def gradients(q, k, v, grad, dtype=torch.float32, scale=0.1):
+    spec = Spec(scale)
+    out, lse = bands.forward(spec, q, k, v, TILES, q.dtype)
+    into = bands.Into(torch.empty_like(q), *(torch.full_like(x, torch.nan, dtype=dtype) for x in (k, v)))
+    bands.backward(spec, Rows(grad, None, out, lse), q, k, v, TILES, into)
+    return into.dk, into.dv
+
+
+def random(heads, rows, dim, dtype=torch.bfloat16):
+    return torch.randn(2, heads, rows, dim, dtype=dtype, device="cuda")
+
+
+def hopper():
+    return torch.cuda.get_device_capability()[0] == 9
+
+
+def test_nothing_is_served_elsewhere():
+    x = torch.empty(1, 1, 4, 64, dtype=torch.bfloat16)
+    assert not band_hopper.serves(x, x, x, x)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (64, 128), (128, 64)], ids=str)
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2)], ids=str)
+@pytest.mark.parametrize("scale", [0.1, -0.1])
+def test_it_gives_what_the_general_program_gives(dtype, dims, heads, scale, monkeypatch):
+    torch.manual_seed(0)
+    q, grad = (random(heads[0], ROWS, dim, dtype) for dim in dims)
+    packed = random(heads[1], COLS, sum(dims), dtype).permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3)
+    k, v = packed[..., : dims[0]], packed[..., dims[0] :]
+    assert band_hopper.serves(q, k, v, grad) == hopper()
+    found = gradients(q, k, v, grad, scale=scale)
+    again = gradients(q, k, v, grad, scale=scale)
+    monkeypatch.setattr(band_hopper, "serves", lambda *tensors: False)
+    for x, same, y in zip(found, again, gradients(q, k, v, grad, scale=scale), strict=True):
+        assert torch.equal(x, same)
+        # Blocks of other sizes are summed in another order, and probabilities are rounded alike.
+        torch.testing.assert_close(x, y, rtol=1e-3, atol=float(y.abs().max()) * 1e-4)
+
+
+@pytest.mark.cuda
+def test_what_is_no_number_in_other_rows_is_left_out():
+    torch.manual_seed(0)
+    q, grad, k, v = random(4, ROWS, 128), random(4, ROWS, 128), random(4, COLS, 128), random(4, COLS, 128)
+    expected = gradients(q, k, v, grad)
+    for x in (q, grad):
+        x[:, :, 333:1001] = torch.nan
+    for x, y in zip(gradients(q, k, v, grad), expected, strict=True):
+        assert torch.equal(x[:, :, :201], y[:, :, :201])
+        assert torch.equal(x[:, :, 1100:], y[:, :, 1100:])
+        assert x[:, :, 201:777].isnan().any()
+
+
+@pytest.mark.cuda
+def test_tensors_that_lie_askew_are_left_to_the_general_program():
+    torch.manual_seed(0)
+    whole = random(4, ROWS, 132)
+    q, grad, k, v = whole[..., 1:129], random(4, ROWS, 128), random(4, COLS, 128), random(4, COLS, 128)
+    assert not band_hopper.serves(q, k, v, grad)
+    for x, y in zip(gradients(q, k, v, grad), gradients(q.contiguous(), k, v, grad), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-3, atol=float(y.abs().max()) * 1e-4)
