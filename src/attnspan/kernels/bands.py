@@ -6,7 +6,7 @@ final when it is written, and goes straight to the caller's dtype where nothing 
 are written where they are summed, or added to what is there.
 
 `supports` of band.py says what can be computed; tiles must be of neighbouring rows and columns. Block sizes are fixed.
-On Hopper GPUs dk and dv have a program of their own (band_hopper.py).
+On Hopper GPUs some programs are others (band_hopper.py).
 Shapes: kernel.py; any strides with the last dim dense.
 """
 
@@ -36,13 +36,17 @@ def forward(
     shape = _Shape.of(q, k, v)
     out = q.new_empty(*q.shape[:3], v.shape[3], dtype=dtype)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
-    blocks = shape.blocks(_FORWARD, q)
-    work = agenda(tiles, "rows", q.shape[2], blocks.rows, q.device)
-    scale = abs(spec.scale) if shape.wide else abs(spec.scale) * math.log2(math.e)
+    scale, flip = abs(spec.scale) if shape.wide else abs(spec.scale) * math.log2(math.e), spec.scale < 0
     with torch.cuda.device(q.device):
+        if band_hopper.serves(q, k, v):
+            work = agenda(tiles, "rows", q.shape[2], band_hopper.ROWS, q.device)
+            band_hopper.forward((q, k, v), (out, lse), work, scale, flip=flip)
+            return out, lse
+        blocks = shape.blocks(_FORWARD, q)
+        work = agenda(tiles, "rows", q.shape[2], blocks.rows, q.device)
         programs().forward[_grid(q, work)](
             q, k, v, out, lse, *work, *_strides(q, k, v, out), *shape.sizes, len(work.blocks), scale,
-            flip=spec.scale < 0, **shape.constants, **blocks.constants,
+            flip=flip, **shape.constants, **blocks.constants,
         )  # fmt: skip
     return out, lse
 
