@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from attnspan.layouts.run import tokens_in
@@ -157,6 +157,7 @@ def wide_plans(draw):
     """Lengths up to 4096 and 16 ranks: too large for counting every pair one by one in pictures, not for areas."""
     seq_len, ranks = draw(st.integers(1, 4096)), draw(st.integers(1, 16))
     mask = draw(masks(seq_len, depth=2, rows=1))
+    assume(seq_len <= 256 or "MaskMod" not in repr(mask))  # one that alternates is a band for each run of keys: minutes
     strategy = draw(st.sampled_from(["ring", "gather", "needed", "needed(3)"]))
     return Plan(mask, draw(layouts(mask, ranks, True)), seq_len, strategy)
 
