@@ -278,7 +278,8 @@ def averaged(rank, ranks):
     """The loss and gradients under each way of averaging; the first rank has hardly a valid token, others no token."""
     found = {}
     cp = ContextParallel(seq_len=S, mask=Full(), layout=LAYOUTS[ranks])
-    for name, wrapped in {"plain": lambda net: net, "DDP": DistributedDataParallel, "FSDP2": fully_shard}.items():
+    fsdp = partial(fully_shard, mesh=init_device_mesh("cpu", (ranks,)))  # by itself it would choose a GPU that is there
+    for name, wrapped in {"plain": lambda net: net, "DDP": DistributedDataParallel, "FSDP2": fsdp}.items():
         found[name] = trained(cp, model(), wrapped, cp.shard(inputs()), cp.shard(HOLES))
     if ranks == 4:
         grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))

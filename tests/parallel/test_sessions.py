@@ -197,16 +197,7 @@ def compiled(tmp_path, monkeypatch):
     torch._dynamo.reset()
 
 
-inductor = pytest.param(
-    "inductor",
-    marks=[
-        pytest.mark.slow,
-        pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
-    ],
-)
-
-
-@pytest.mark.parametrize("backend", ["aot_eager", inductor])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_block_compiles_whole_with_a_session_for_an_argument_and_once_for_all_documents(compiled, backend):
     def rank(world):
         block, x = Llama().layers[0], torch.sin(torch.arange(2 * S * 16.0)).view(2, S, 16).requires_grad_()

@@ -209,6 +209,41 @@ def test_a_shard_that_is_overwritten_behind_autograds_back_is_refused(counted):
         assert ("broadcast_buffers=False" in error) is not counted
 
 
+@pytest.mark.parametrize("written", ["rank 0's", "its own", "another"])
+def test_a_shard_that_became_rank_0s_is_refused_however_it_was_written(written):
+    """As DistributedDataParallel does in torch 2.11, where it is counted as a change."""
+    table = torch.tensor([5.0, 2.0, 3.0, 5.0, 7.0, 7.0, 7.0, 7.0])  # head-tail: 5 2 7 7, and 3 5 7 7
+    becomes = {"rank 0's": [5.0, 2.0, 7.0, 7.0], "its own": [3.0, 5.0, 7.0, 7.0], "another": [2.0, 5.0, 7.0, 7.0]}[
+        written
+    ]
+
+    def run(mesh):
+        mine = table.clone()
+        try:
+            with context_parallel(mesh, buffers=[mine], buffer_seq_dims=[0]):
+                mine.copy_(torch.tensor(becomes))
+        except ShardError as error:
+            return str(error), mine
+        return "", mine
+
+    told = on_ranks(2, run)
+    assert ["broadcast_buffers=False" in error for error, _ in told] == [False, written == "rank 0's"]
+    assert all(torch.equal(after, table) for _, after in told)
+
+
+def test_a_shard_of_one_number_on_rank_0_may_be_written_by_a_program():
+    """A mask that is cleared inside is not rank 0's, though equal to it."""
+    table = torch.tensor([0.0, 1.0, 1.0, 0.0])  # head-tail: 0 0, and 1 1
+
+    def run(mesh):
+        mine = table.clone()
+        with context_parallel(mesh, buffers=[mine], buffer_seq_dims=[0]):
+            mine.zero_()
+        return mine
+
+    assert all(torch.equal(after, table) for after in on_ranks(2, run))
+
+
 def _with_ddp(rank, broadcast):
     class Positions(torch.nn.Module):
         def __init__(self):

@@ -56,6 +56,9 @@ class Call:
         if self.transport.ranks != self.plan.ranks:
             raise AttentionError(f"group must have the plan's {self.plan.ranks} ranks, got {self.transport.ranks}")
 
+    # Made where compiled code breaks off, it is not looked into: torch 2.11 warns of weak references. (As by
+    # torch.compiler.disable, which would import the compiler together with this module.)
+    @torch._disable_dynamo
     def handle(self) -> Tensor:
         """A tensor that stands for this call, and keeps it alive. See [Note: handles]."""
         number = next(_NUMBERS)

@@ -158,7 +158,8 @@ def score_of(score_mod: ScoreFunction | Score | None, transport: Transport) -> S
 def _as_autocast(tensor: Tensor) -> Tensor:
     """What SDPA does under autocast: compute in its dtype, but for float64."""
     device = tensor.device.type
-    on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    # Not torch.amp.is_autocast_available(device): torch 2.11 cannot compile it.
+    on = device != "meta" and torch.is_autocast_enabled(device)
     if on and tensor.is_floating_point() and tensor.dtype != torch.float64:
         return tensor.to(torch.get_autocast_dtype(device))
     return tensor

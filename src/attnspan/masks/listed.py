@@ -20,7 +20,7 @@ from attnspan.errors import MaskError
 from attnspan.masks.band import Band, ceil_div
 from attnspan.masks.cover import Cover, Strip, bands_of_strips, blocks_cover, cover_of_strips
 from attnspan.masks.mask import Mask, Rule, Space
-from attnspan.masks.mask_mod import asked, check_fresh, check_reads
+from attnspan.masks.mask_mod import asked, check_fresh, check_reads, rule_of
 from attnspan.masks.program import Program, traced
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ class Listed(Mask):
     def _rule(self, space: Space) -> Rule:
         full, partial = self.full_RHIJ.to(space.device), self.partial_RHIJ.to(space.device)
         q_size, k_size = self.block
-        fn = self.source.mask_mod
+        ask = rule_of(self.source.mask_mod, self.source.kv_indices.device, space.device)
         many, several = self.rows > 1, self.heads > 1
         asks = self.program is not None
 
@@ -105,7 +105,7 @@ class Listed(Mask):
             b, h, i, j = torch.as_tensor(b), torch.as_tensor(h), q // q_size, k // k_size
             at = (b if many else b * 0, h if several else h * 0, i, j)
             listed = partial[at]
-            return full[at] | (listed & fn(b, h, q, k) if asks else listed)
+            return full[at] | (listed & ask(b, h, q, k) if asks else listed)
 
         return rule
 

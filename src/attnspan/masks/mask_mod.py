@@ -98,16 +98,7 @@ class MaskMod(Mask):
             yield Strip(start, some, some if self.heads == 1 else torch.cat([part for _, part in parts], 1))
 
     def _rule(self, space: Space) -> Rule:
-        fn, here, there = self.fn, torch.device(self.device), space.device
-
-        def ask(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-            return _called(fn, torch.as_tensor(b), torch.as_tensor(h), q, k)
-
-        def ask_elsewhere(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-            return ask(b.to(here), h.to(here), q.to(here), k.to(here)).to(there)
-
-        # A function that captures nothing says "cpu" and runs anywhere: a kernel cannot copy between devices.
-        return ask if here.type in ("cpu", there.type) else ask_elsewhere
+        return rule_of(self.fn, torch.device(self.device), space.device)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, MaskMod):
@@ -153,6 +144,19 @@ def check_reads(program: Program, rows: int, heads: int, usage: str) -> None:
             raise MaskError(
                 f"{program.name} reads its {index} index; say how many {many} it tells apart: {usage.format(many)}"
             )
+
+
+def rule_of(fn: MaskFunction, here: torch.device, there: torch.device) -> Rule:
+    """A function whose tensors are here, as a rule that is asked, and answers, there."""
+
+    def ask(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        return _called(fn, torch.as_tensor(b), torch.as_tensor(h), q, k)
+
+    def ask_elsewhere(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        return _called(fn, *(torch.as_tensor(index).to(here) for index in (b, h, q, k))).to(there)
+
+    # A function that captures nothing says "cpu" and runs anywhere: a kernel cannot copy between devices.
+    return ask if here.type in ("cpu", there.type) else ask_elsewhere
 
 
 def _called(fn: MaskFunction, b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:

@@ -92,6 +92,11 @@ class Sharding:
         at = self._in_whole(tensor, dim, batch_dim)
         return marked(_as(tensor.dtype, at.take(_plain(tensor), self.own)), self.mark)
 
+    def shard_on(self, rank: int, tensor: Tensor, dim: int, batch_dim: int = 0) -> Tensor:
+        """A rank's part of a tensor that is whole here, to compare with: it is not to be attended to on this one."""
+        at = self._in_whole(tensor, dim, batch_dim)
+        return _as(tensor.dtype, at.take(_plain(tensor), self._on(rank).to(tensor.device)))
+
     def unshard(self, tensor: Tensor, dim: int, batch_dim: int = 0) -> Tensor:
         """The whole tensor, from everybody's part."""
         at = self._together("unshard", tensor, lambda: self._in_shard(tensor, dim, batch_dim, self.rows))

@@ -14,8 +14,10 @@ it is so for this rank's part alone.) A tensor that was computed has no such pla
 `_context_parallel_shard` cuts it out of place.
 
 [Note: overwritten] DistributedDataParallel sends rank 0's registered buffers to all ranks before a forward pass, shards
-or not, and does not count it as a change. A shard that differs although nothing was counted tells. To look is to wait
-for a GPU, so there it is done ever more rarely, after the 1st, 2nd, 4th, 8th ... context of a mesh.
+or not. Autograd does not count that as a change in torch 2.13, and does in torch 2.11. So two things tell: a shard that
+differs although nothing was counted, and one that has become rank 0's, number for number. (If that is one number
+throughout, a program may have filled it, and it is let pass.) To look is to wait for a GPU, so there it is done ever
+more rarely, after the 1st, 2nd, 4th, 8th ... context of a mesh.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from torch.autograd.graph import increment_version
 from attnspan.errors import ShardError
 from attnspan.parallel.session import ContextParallel
 from attnspan.torch_compat.ranks import Order, Ranks, ranks_of
-from attnspan.torch_compat.sharding import length_of, paired, part_of
+from attnspan.torch_compat.sharding import length_of, paired, part_of, part_on
 from attnspan.transports.group import Group
 
 
@@ -111,13 +113,17 @@ class Buffer:
         self.tensor.grad = whole
 
     def overwritten(self) -> bool:
-        """Whether the shard is another than it was cut to, and nobody counted it. See [Note: overwritten]."""
+        """Whether the shard is another than it was cut to, and not by the program. See [Note: overwritten]."""
         now = self.tensor.detach()
-        if self._counted != self.version or now.shape != self.part.shape:
+        if now.shape != self.part.shape or not now.numel() or _same(now, self._on(self.session.rank)):
             return False
+        if self._counted == self.version:
+            return True
+        return _same(now, self._on(0)) and not _same(now, now[(0,) * now.dim()].expand_as(now))
+
+    def _on(self, rank: int) -> Tensor:
         with torch.no_grad():
-            was = part_of(self.whole, self.dim, self.session)
-        return not torch.equal(*(x.contiguous().view(torch.uint8) for x in (now, was)))
+            return part_on(rank, self.whole, self.dim, self.session)
 
     @property
     def _counted(self) -> int:
@@ -162,6 +168,11 @@ def _check_kept(ranks: Ranks, buffers: list[Buffer]) -> None:
                 "DistributedDataParallel does with registered buffers; use DistributedDataParallel(..., "
                 "broadcast_buffers=False)"
             )
+
+
+def _same(x: Tensor, y: Tensor) -> bool:
+    """Whether two tensors are the same bit for bit."""
+    return x.shape == y.shape and torch.equal(*(each.contiguous().view(torch.uint8) for each in (x, y)))
 
 
 def _once(pairs: list[tuple[Tensor, int]]) -> list[tuple[Tensor, int]]:

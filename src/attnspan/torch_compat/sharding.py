@@ -103,7 +103,16 @@ def length_of(buffer: object, dim: object) -> int:
 
 def part_of(buffer: Tensor, dim: int, session: ContextParallel) -> Tensor:
     """This rank's part of a buffer. See [Note: tables]."""
-    if dim in (0, -buffer.dim()) and length_of(buffer, dim) > session.seq_len:
-        buffer = buffer.narrow(0, 0, session.seq_len)
-    part: Tensor = session.shard(buffer, dim)
+    part: Tensor = session.shard(_rows_of(buffer, dim, session), dim)
     return part
+
+
+def part_on(rank: int, buffer: Tensor, dim: int, session: ContextParallel) -> Tensor:
+    """A rank's part of a buffer that is whole here, to compare with."""
+    return session.sharding.shard_on(rank, _rows_of(buffer, dim, session), dim)
+
+
+def _rows_of(buffer: Tensor, dim: int, session: ContextParallel) -> Tensor:
+    """Those of the sequence. See [Note: tables]."""
+    is_table = dim in (0, -buffer.dim()) and length_of(buffer, dim) > session.seq_len
+    return buffer.narrow(0, 0, session.seq_len) if is_table else buffer

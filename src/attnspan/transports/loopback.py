@@ -21,11 +21,16 @@ as FlopCounterMode, and saved-tensor hooks; enter them in ``fn``. Shared by all 
 default dtype, the choice of SDPA kernel, determinism flags, and the random generator, which ranks draw from in no fixed
 order; pass a generator of your own. Backward runs in the thread that calls it: autograd's one thread for a CUDA device
 would run one rank's backward, in which it would wait for the others'.
+
+[Note: traced without a GPU] A torch that is built for CUDA and finds no device puts a stand-in in the device's place
+when it first traces something. In torch 2.11 the stand-in belongs to the thread that traced, and once that has ended
+the next one to trace reads freed memory. Ranks are threads that end, so the caller has one put there before they start.
 """
 
 from __future__ import annotations
 
 import contextvars
+import functools
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -56,6 +61,7 @@ class Loopback:
         post = Post(self.ranks, self.timeout)
         results: list[Any] = [None] * self.ranks
         entered = _surroundings(self.device)
+        _stand_in_for_cuda()
 
         def live(rank: int) -> None:
             try:
@@ -256,3 +262,11 @@ def _surroundings(device: torch.device) -> Callable[[], Any]:
             yield
 
     return entered
+
+
+@functools.cache
+def _stand_in_for_cuda() -> None:
+    """See [Note: traced without a GPU]."""
+    # Devices are counted, not asked for by is_available(): processes that are forked later could not use them then.
+    if torch.version.cuda and not torch.cuda.device_count():
+        torch._C._ensureCUDADeviceGuardSet()
