@@ -1,5 +1,6 @@
 """Tiny models of transformers with random weights, and what they say when nobody pages anything."""
 
+import contextlib
 import functools
 import warnings
 
@@ -65,18 +66,41 @@ def prompts(lengths, seed=0):
     return [torch.randint(2, VOCABULARY, (n,), generator=generator).tolist() for n in lengths]
 
 
+@contextlib.contextmanager
+def eager(model):
+    """transformers' plain formulas, whatever else it would take: its `sdpa` of 5.17 leaves soft-caps out."""
+    before = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
 @functools.cache
 def _greedy(model, prompt, new):
     given = torch.tensor([prompt])
-    out = model.generate(
-        given, attention_mask=torch.ones_like(given), max_new_tokens=new, do_sample=False, pad_token_id=0
-    )
+    with eager(model):
+        out = model.generate(
+            given, attention_mask=torch.ones_like(given), max_new_tokens=new, do_sample=False, pad_token_id=0
+        )
     return out[0, len(prompt) :].tolist()
 
 
 def greedy(model, prompt, new):
     """What `model.generate` says after a prompt: the oracle."""
     return _greedy(model, tuple(prompt), new)
+
+
+def logprobs_of(model, prompt, said):
+    """The model's log-probabilities (tokens said, V) at each place where a token was said, in float64.
+
+    One call over everything, without a cache. Unlike `greedy`, it does not go another way after a tie, and so tells of
+    every later token what it must be.
+    """
+    with torch.no_grad(), eager(model):
+        logits = model(torch.tensor([[*prompt, *said]]), use_cache=False).logits
+    return logits[0, len(prompt) - 1 : -1].double().log_softmax(-1)
 
 
 @functools.cache

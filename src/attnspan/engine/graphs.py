@@ -6,12 +6,19 @@ few sizes with rows that see nothing, so that a handful of graphs serve every ba
 
 A model that cannot be noted (that asks the host for numbers halfway, or has layers which no kernel attends to within a
 graph) is refused by what CUDA says of it; then an engine without `cuda_graphs` serves it.
+
+[Note: nothing else meanwhile] CUDA ends a capture at the first call that it takes for unsafe, and to free another graph
+is one. Python frees an engine that nobody holds any more whenever its collector comes by, so it rests while a graph is
+noted. What other threads do meanwhile is their own affair: only this one's calls are watched.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from threading import Lock
 
 import torch
 from torch import Tensor
@@ -20,6 +27,10 @@ from attnspan.errors import EngineError
 
 WARM_UPS = 2
 """Runs before one is noted, in which kernels are compiled and libraries take their memory."""
+
+
+Call = Callable[[Tensor], Tensor]
+"""Runs the model on (1, rows) tokens as they lie in the plans; logits (rows, V)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,12 +42,12 @@ class Noted:
 
 
 class Graphs:
-    """Graphs by rows. `call(tokens)` runs the model on (1, rows) tokens as they lie in the plans; logits (rows, V)."""
+    """Graphs by rows, for batches of at most so many."""
 
-    def __init__(self, call: Callable[[Tensor], Tensor], most: int, device: torch.device) -> None:
+    def __init__(self, most: int, device: torch.device) -> None:
         if device.type != "cuda":
             raise EngineError(f"cuda_graphs=True needs a model on a CUDA device, got one on {device}")
-        self._call, self._most = call, most
+        self._most = most
         self._tokens = torch.zeros(1, most, dtype=torch.int64, device=device)
         self._noted: dict[int, Noted] = {}
         self._memory = torch.cuda.graph_pool_handle()
@@ -45,29 +56,46 @@ class Graphs:
         """How many rows a batch is filled up to."""
         return min(padded(count), self._most)
 
-    def run(self, tokens: list[int], rows: int) -> Tensor:
+    def run(self, call: Call, tokens: list[int], rows: int) -> Tensor:
         """The logits (tokens, V) of a step that was planned with so many rows."""
         self._tokens[0, : len(tokens)].copy_(torch.tensor(tokens))
         if rows not in self._noted:
-            self._noted[rows] = self._note(self._tokens[:, :rows])
+            self._noted[rows] = self._note(call, self._tokens[:, :rows])
         noted = self._noted[rows]
         noted.graph.replay()
         return noted.logits[: len(tokens)]
 
-    def _note(self, tokens: Tensor) -> Noted:
-        aside = torch.cuda.Stream()
-        aside.wait_stream(torch.cuda.current_stream())
+    def _note(self, call: Call, tokens: Tensor) -> Noted:
+        here, aside = torch.cuda.current_stream(), torch.cuda.Stream()
+        aside.wait_stream(here)
         with torch.cuda.stream(aside):
             for _ in range(WARM_UPS):
-                self._call(tokens)
-        torch.cuda.current_stream().wait_stream(aside)
+                call(tokens)
+        here.wait_stream(aside)
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph, pool=self._memory):
-                logits = self._call(tokens)
+            with undisturbed(), torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
+                logits = call(tokens)
         except (RuntimeError, ValueError) as error:
+            torch.cuda.set_stream(here)  # a capture that CUDA has ended leaves its own stream behind
             raise EngineError(f"cuda_graphs=True: the model cannot be noted as a graph ({error})") from error
         return Noted(graph, logits)
+
+
+_ONE_AT_A_TIME = Lock()
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """One thread at a time, and no garbage is collected. See [Note: nothing else meanwhile]."""
+    with _ONE_AT_A_TIME:
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            if collects:
+                gc.enable()
 
 
 def padded(count: int) -> int:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from attnspan.engine.graphs import Graphs
 from attnspan.engine.scheduler import Chunk
 from attnspan.engine.served import Layers
+from attnspan.errors import EngineError
 from attnspan.masks import Causal
 from attnspan.paged import Layer, PageAllocator, PagePool, ShardedPages, StepPlan
 
@@ -133,7 +134,13 @@ class Runner:
         sizes = {"max_sequences": max_sequences, "max_tokens": max_tokens, "max_length": max_length}
         self.pages, self.plans = self._planned(sizes)
         self._over = Over(pools, self.pages, self.plans, kernel)
-        self._graphs = Graphs(self._decoded, max_sequences, self.device) if cuda_graphs else None
+        self._graphs = Graphs(max_sequences, self.device) if cuda_graphs else None
+        for layer, place in enumerate(pools.places):
+            if cuda_graphs and place.score_mod is not None:
+                raise EngineError(
+                    f"cuda_graphs=True: layer {layer} has a soft-cap, which no kernel attends with inside a graph; "
+                    "leave cuda_graphs out"
+                )
 
     def _planned(self, sizes: dict[str, Any]) -> tuple[Sequence[PagePool | ShardedPages], list[StepPlan]]:
         """What is written to and read, and the plans of it; see ranks.py for another kind."""
@@ -144,7 +151,7 @@ class Runner:
         if self._graphs is not None and all(chunk.new == 1 and chunk.last for chunk in batch):
             rows = self._graphs.rows(len(batch))
             self._step(batch, rows)
-            return self._graphs.run([chunk.sample.tokens[-1] for chunk in batch], rows)
+            return self._graphs.run(self._decoded, [chunk.sample.tokens[-1] for chunk in batch], rows)
         self._step(batch)
         tokens: list[int] = []
         wanted: list[int] = []
