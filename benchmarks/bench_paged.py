@@ -19,11 +19,18 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from attnspan.paged import Layer, PageAllocator, PagePool, StepPlan
+from attnspan.paged.reading import tensors
 from benchmarks.report import header
 
 RESULTS = Path(__file__).parent / "results"
 HEADS, KV_HEADS, DIM = 32, 8, 128
 DECODES = [(32, 8192), (64, 16384), (128, 4096), (1, 131072)]
+UNLIKE = {
+    "512 to 16k, 32 rows": [int(512 * 32 ** (row / 31)) for row in range(32)],
+    "64k and 31 x 1k": [65536] + [1024] * 31,
+}
+LAYERS = 8
+"""Calls in a graph, as many as layers that follow one another; they read two layers' pages in turn."""
 
 
 def host_ms(run: Callable[[], object], times: int = 30) -> float:
@@ -113,7 +120,7 @@ def cpu_attention() -> list[str]:
              "| batch x length | page | attnspan (gather) | dense SDPA, no pages |", "|---|---|---|---|"]  # fmt: skip
     for count, length in ((8, 2048), (32, 512), (1, 16384)):
         for size in (16, 128):
-            pool, plan, _ = filled(count, length, size, 8, 2, 64, torch.float32, "cpu")
+            pool, plan, _ = filled([length] * count, size, [Layer(2, 64)])
             q = torch.randn(count, 8, 64)
             ours = host_ms(lambda pool=pool, q=q, plan=plan: pool.attend(0, q, plan), 15)
             k, v = torch.randn(2, count, 2, length, 64).unbind()
@@ -124,16 +131,21 @@ def cpu_attention() -> list[str]:
     return lines
 
 
-def filled(count, length, size, heads, kv_heads, dim, dtype, device):
+def filled(lengths: list[int], size: int, layers: list[Layer], dtype: torch.dtype = torch.float32, device: str = "cpu"):
     """A pool of random keys, its pages in random order, and a plan of one token for each sequence."""
-    pages = count * (-(-length // size) + 1) + 1
+    pages = sum(-(-length // size) + 1 for length in lengths) + 1
     allocator = PageAllocator(num_pages=pages, page_size=size)
     random.Random(0).shuffle(allocator._free)
-    pool = PagePool(allocator, [Layer(kv_heads, dim)], dtype=dtype, device=device)
-    for tensor in (*pool.keys, *pool.values):
-        tensor.normal_()
-    plan = StepPlan(pool, max_sequences=count, max_tokens=count, max_length=length + size)
-    seqs = [allocator.add(length - 1) for _ in range(count)]
+    pool = PagePool(allocator, layers, dtype=dtype, device=device)
+    for tensor in tensors(*pool.keys, *pool.values):
+        if tensor.dtype == torch.int8:  # codes; of these none is float8's NaN
+            tensor.copy_(torch.randint(0, 100, tensor.shape[1:], dtype=torch.int8, device=device))
+        elif tensor.dim() == 3:  # scales
+            tensor.uniform_(0.01, 0.02)
+        else:
+            tensor.normal_()
+    plan = StepPlan(pool, max_sequences=len(lengths), max_tokens=len(lengths), max_length=max(lengths) + size)
+    seqs = [allocator.add(length - 1) for length in lengths]
     plan.step([(seq, 1) for seq in seqs])
     return pool, plan, seqs
 
@@ -141,15 +153,23 @@ def filled(count, length, size, heads, kv_heads, dim, dtype, device):
 # ---- CUDA ------------------------------------------------------------------------------------------------------------
 
 
-def device_ms(run: Callable[[], object], times: int = 20) -> float:
-    """The median of device events around one run in a replayed graph, if it can be captured, else around the call."""
-    run()
+def device_ms(run: Callable[[int], object], calls: int = LAYERS, times: int = 20) -> float:
+    """Of one call, by device events: the median of replays of a graph of `calls` calls, which are told 0 and 1 in turn.
+
+    Where it cannot be captured, of the calls themselves.
+    """
+
+    def each() -> None:
+        for call in range(calls):
+            run(call % 2)
+
+    each()
     torch.cuda.synchronize()
-    replay = run
+    replay = each
     try:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            run()
+            each()
         replay = graph.replay
     except Exception:
         torch.cuda.synchronize()
@@ -164,7 +184,7 @@ def device_ms(run: Callable[[], object], times: int = 20) -> float:
         replay()
         end.record()
         end.synchronize()
-        taken.append(start.elapsed_time(end))
+        taken.append(start.elapsed_time(end) / calls)
     return statistics.median(taken)
 
 
@@ -172,7 +192,8 @@ def copy_bandwidth() -> float:
     """TB/s, read and written, of the fastest copy that torch makes on the device."""
     a = torch.randn(1 << 29, device="cuda")
     b = torch.empty_like(a)
-    return 2 * a.nbytes / min(device_ms(lambda: b.copy_(a)), device_ms(lambda: torch.mul(a, 1.0, out=b))) / 1e9
+    ways = (lambda turn: b.copy_(a), lambda turn: torch.mul(a, 1.0, out=b))
+    return 2 * a.nbytes / min(device_ms(way) for way in ways) / 1e9
 
 
 def torch_paged(count: int, length: int) -> float:
@@ -184,7 +205,7 @@ def torch_paged(count: int, length: int) -> float:
     theirs = PagedAttention(pages, 128, count, device="cuda")
     for row in range(count):
         theirs.reserve(torch.tensor([row], device="cuda"), torch.tensor([length], device="cuda"))
-    k, v = torch.randn(2, 1, KV_HEADS, pages * 128, DIM, device="cuda", dtype=torch.bfloat16).unbind()
+    pairs = torch.randn(2, 2, 1, KV_HEADS, pages * 128, DIM, device="cuda", dtype=torch.bfloat16)
     q = torch.randn(count, HEADS, 1, DIM, device="cuda", dtype=torch.bfloat16)
     logical = create_block_mask(
         lambda b, h, q, k: k < length, count, 1, 1, length, device="cuda", BLOCK_SIZE=(128, 128)
@@ -192,45 +213,74 @@ def torch_paged(count: int, length: int) -> float:
     mask = theirs.convert_logical_block_mask(logical)
     torch._dynamo.reset()
     call = torch.compile(flex_attention, dynamic=False)
-    return device_ms(lambda: call(q, k, v, block_mask=mask, enable_gqa=True))
+    return device_ms(lambda turn: call(q, *pairs[turn], block_mask=mask, enable_gqa=True))
 
 
 def dense_cudnn(count: int, length: int) -> float:
     """SDPA over keys that lie side by side: what a cache without pages could do."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    k, v = torch.randn(2, count, KV_HEADS, length, DIM, device="cuda", dtype=torch.bfloat16).unbind()
+    pairs = torch.randn(2, 2, count, KV_HEADS, length, DIM, device="cuda", dtype=torch.bfloat16)
     q = torch.randn(count, HEADS, 1, DIM, device="cuda", dtype=torch.bfloat16)
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-        return device_ms(lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True))
+        return device_ms(
+            lambda turn: torch.nn.functional.scaled_dot_product_attention(q, *pairs[turn], enable_gqa=True)
+        )
+
+
+def decoded(lengths: list[int], size: int, quantised: torch.dtype | None = None, kernel: str = "decode", **how: int):
+    """(milliseconds of a call, bytes it reads, the plan, its sequences); `how` is for `device_ms`."""
+    layers = [Layer(KV_HEADS, DIM, quantised=quantised)] * 2
+    pool, plan, seqs = filled(lengths, size, layers, torch.bfloat16, "cuda")
+    q = torch.randn(len(lengths), HEADS, DIM, device="cuda", dtype=torch.bfloat16)
+    taken = device_ms(lambda turn: pool.attend(turn, q, plan, kernel=kernel), **how)
+    numbers = 2 * sum(lengths) * KV_HEADS
+    return taken, numbers * (2 * DIM if quantised is None else DIM + 4), plan, seqs
 
 
 def cuda_decode(rivals: bool) -> list[str]:
     """Decoding, one layer: milliseconds, bandwidth, and the host's part of a step."""
     copy = copy_bandwidth()
-    lines = [f"Device copy: {copy:.2f} TB/s. 32 query heads, 8 key heads, dim 128, bf16; pages in random order.", "",
-             "| batch x length | page | attnspan ms | TB/s | of copy | plan.step, host ms | of 32 layers | "
-             "torch paged flex ms | dense cuDNN ms |",
-             "|---|---|---|---|---|---|---|---|---|"]  # fmt: skip
+    lines = [f"Device copy: {copy:.2f} TB/s. 32 query heads, 8 key heads, dim 128, bf16; pages in random order.",
+             f"Time of a call in a graph of {LAYERS}, which read two layers in turn; `alone`: in a graph of one.",
+             "",
+             "| batch x length | page | attnspan ms | TB/s | of copy | alone, ms | of copy | plan.step, host ms | "
+             "of 32 layers | torch paged flex ms | dense cuDNN ms |",
+             "|---|---|---|---|---|---|---|---|---|---|---|"]  # fmt: skip
     for count, length in DECODES:
         theirs = f"{torch_paged(count, length):.3f}" if rivals else "-"
         dense = f"{dense_cudnn(count, length):.3f}" if rivals else "-"
         for size in (16, 128):
-            pool, plan, seqs = filled(count, length, size, HEADS, KV_HEADS, DIM, torch.bfloat16, "cuda")
-            q = torch.randn(count, HEADS, DIM, device="cuda", dtype=torch.bfloat16)
-            ours = device_ms(lambda pool=pool, q=q, plan=plan: pool.attend(0, q, plan, kernel="decode"))
-            moved = 2 * count * length * KV_HEADS * DIM * 2
+            ours, moved, plan, seqs = decoded([length] * count, size)
+            alone, *_ = decoded([length] * count, size, calls=1)
             batch = [(seq, 1) for seq in seqs]
             host = host_ms(lambda plan=plan, batch=batch: plan.step(batch), size)
             torch.cuda.synchronize()
-            speed = moved / ours / 1e9
+            speed, speed_alone = moved / ours / 1e9, moved / alone / 1e9
             lines.append(
-                f"| {count} x {length} | {size} | {ours:.3f} | {speed:.2f} | {speed / copy:.0%} | "
-                f"{host:.3f} | {host / (32 * ours):.1%} | {theirs} | {dense} |"
+                f"| {count} x {length} | {size} | {ours:.3f} | {speed:.2f} | {speed / copy:.1%} | {alone:.3f} | "
+                f"{speed_alone / copy:.1%} | {host:.3f} | {host / (32 * ours):.1%} | {theirs} | {dense} |"
             )
             print(lines[-1], flush=True)
-            del pool, plan, q
-            torch.cuda.empty_cache()
+    lines += ["", "Rows that differ in length:", "", "| lengths | page | attnspan ms | TB/s | of copy |",
+              "|---|---|---|---|---|"]  # fmt: skip
+    for name, lengths in UNLIKE.items():
+        for size in (16, 128):
+            ours, moved, *_ = decoded(lengths, size)
+            speed = moved / ours / 1e9
+            lines.append(f"| {name} | {size} | {ours:.3f} | {speed:.2f} | {speed / copy:.1%} |")
+    return lines + eight_bits()
+
+
+def eight_bits() -> list[str]:
+    """Pages of 16 in 8 bits, by the kernel that walks them and by the one that copies them."""
+    lines = ["", "Pages in 8 bits, page 16, milliseconds; `gather` without a graph:", "",
+             "| batch x length | bf16 | int8 | float8_e4m3fn | int8, gather |", "|---|---|---|---|---|"]  # fmt: skip
+    for count, length in DECODES:
+        lengths = [length] * count
+        times = [decoded(lengths, 16, stored)[0] for stored in (None, torch.int8, torch.float8_e4m3fn)]
+        times.append(decoded(lengths, 16, torch.int8, "gather", calls=1, times=3)[0])
+        lines.append(f"| {count} x {length} | {' | '.join(f'{ms:.3f}' for ms in times)} |")
     return lines
 
 

@@ -437,6 +437,20 @@ def test_pages_behind_a_window_can_be_found_after_their_sequence_released_them()
     cache.check()
 
 
+def test_pages_that_nothing_parts_are_kept_as_one():
+    allocator = PageAllocator(num_pages=64, page_size=2)
+    cache = PrefixCache(allocator)
+    long = list(range(41))
+    for prompt, runs in ((long[:9], 1), (long, 1), ([*long[:20], 7, 7, 7], 3), ([8, *long], 4)):
+        seq, length = cache.add(prompt)
+        allocator.step([(seq, len(prompt) - length)])
+        cache.keep(seq, prompt)
+        assert len({id(run) for run in cache._kept.values()}) == runs
+        cache.check()
+    assert cache.peek(long) == 40
+    assert cache.peek(long[:30]) == 29  # the last token is left to compute: fourteen pages, and half of one
+
+
 def asked_often(cache, prompt, salt=None):
     seq, length = cache.add(prompt, salt=salt)
     cache.allocator.step([(seq, len(prompt) - length)])

@@ -6,6 +6,7 @@ import torch
 from attnspan.errors import KernelError
 from attnspan.masks import Full, MaskMod, PrefixLM, SlidingWindow, Tree
 from attnspan.paged import AfterPrefix
+from attnspan.paged.kernels import decode
 from attnspan.testing import loopback
 from tests.paged import test_sharded
 from tests.paged.cases import Cache, agree, words
@@ -47,6 +48,20 @@ def test_ragged_batches(kernel, dtype, page_size):
             history(cuda_cache(page_size, dtype=dtype), kernel)
     else:
         history(cuda_cache(page_size, dtype=dtype), kernel)
+
+
+@pytest.mark.parametrize("page_size", [3, 16, 128])
+@pytest.mark.parametrize("lengths", [[3000], [3000, 700, 5]], ids=str)
+@pytest.mark.parametrize("window", [None, 1000])
+def test_long_rows_are_joined_from_parts(page_size, lengths, window):
+    more = {"pages": 4000 // page_size + 12, "max_tokens": 3000, "max_length": 4000, "window": window}
+    cache = cuda_cache(page_size, dtype=torch.float32, **more)
+    seqs = [cache.add(length) for length in lengths]
+    for new in (1, 3):
+        cache.step([(seq, new) for seq in seqs])
+        reading = cache.plan.reading
+        assert decode._splits(reading, 2 * len(lengths), cache.pool.device, decode.Tuning()) > 1
+        agree(cache.attend(kernel="decode"), cache.expected(), torch.float32)
 
 
 @pytest.mark.parametrize("kernel", ["auto", "decode", "flex"])

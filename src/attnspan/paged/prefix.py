@@ -1,7 +1,7 @@
 """Pages found by what is in them: a prompt that begins like an earlier one starts with the earlier one's pages.
 
-A full page is addressed by its own tokens and all tokens before it: it is a node below the node of the page before,
-found by hash and compared token by token, so that two prompts meet on a page only if they are equal up to its end::
+A full page is addressed by its own tokens and all tokens before it, found by hash and compared token by token, so that
+two prompts meet on a page only if they are equal up to its end::
 
     cache = PrefixCache(allocator)
     seq, length = cache.add(tokens)  # a sequence that holds tokens[:length] already
@@ -19,11 +19,15 @@ own early pages were released behind a sliding window do not matter here: the ca
 [Note: salts] What is kept under one salt is never found under another. Where tenants must not learn from the speed of
 an answer what others have asked, each has its own.
 
-[Note: stale entries] Idle pages wait in a heap. An entry is not removed when its page is used again: it no longer
-tells the truth about its page's last use, its readers or its children, and is passed over when it comes up. When most
-of the heap must be such entries they are swept out, so that it does not grow where no page is ever given up.
+[Note: runs] Pages that were kept together and that nothing has parted since are one node, a run. Most prompts are like
+no other, and so cost a node each, however many pages they have. A run is parted where another prompt leaves it, or
+uses only its beginning: all pages of a run were last used at the same time.
 
-Ints only. Time: O(tokens) to add or keep, O(log pages) for each page given up.
+[Note: stale entries] Runs whose last page is idle wait in a heap. An entry is not removed when its run is used again:
+it no longer tells the truth about the run's last use, its readers or its children, and is passed over when it comes
+up. When most of the heap must be such entries they are swept out, so that it does not grow where no page is given up.
+
+Ints only. Time: O(tokens) to add or keep, O(log pages) for each run that pages are given up of.
 """
 
 from __future__ import annotations
@@ -68,34 +72,50 @@ class Metrics:
 
 
 @dataclass(slots=True, eq=False)
-class Node:
-    """A kept page: its tokens, what comes before it, and what comes after, by first token and then by all."""
+class Run:
+    """Kept pages in a row and their tokens, what comes before, and what comes after, by first token and first page."""
 
-    page: int
+    pages: list[int]
     tokens: tuple[int, ...]
-    parent: Node | None
+    parent: Run | None
     used: int = 0
-    after: dict[int, dict[tuple[int, ...], Node]] = field(default_factory=dict)
+    after: dict[int, dict[tuple[int, ...], Run]] = field(default_factory=dict)
     children: int = 0
-    salt: Hashable = None  # of a root, which has no page and no parent
+    salt: Hashable = None  # of a root, which has no pages and no parent
 
-    def child(self, tokens: tuple[int, ...]) -> Node | None:
-        """The page with exactly these tokens."""
-        return self.after.get(tokens[0], {}).get(tokens)
+    def child(self, page: tuple[int, ...]) -> Run | None:
+        """The run whose first page has exactly these tokens."""
+        return self.after.get(page[0], {}).get(page)
 
-    def nearest(self, tokens: Sequence[int]) -> tuple[Node | None, int]:
-        """The page that agrees with the most of `tokens` from their start, and with how many."""
-        best: tuple[Node | None, int] = (None, 0)
-        for _, child in zip(range(MOST_COMPARED), reversed(self.after.get(tokens[0], {}).values()), strict=False):
-            pairs = zip(child.tokens, tokens, strict=False)
-            agreed = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(child.tokens), len(tokens)))
+    def agreeing(self, tokens: tuple[int, ...], size: int) -> int:
+        """How many pages agree with tokens, the first of which does."""
+        if tokens[: len(self.tokens)] == self.tokens:
+            return len(self.pages)
+        count = 1
+        while self.tokens[count * size : (count + 1) * size] == tokens[count * size : (count + 1) * size]:
+            count += 1
+        return count
+
+    def nearest(self, tokens: Sequence[int]) -> tuple[Run | None, int]:
+        """The run below whose first page agrees with the most of `tokens` from their start, and with how many."""
+        best: tuple[Run | None, int] = (None, 0)
+        for _, run in zip(range(MOST_COMPARED), reversed(self.after.get(tokens[0], {}).values()), strict=False):
+            agreed = _agreed(run.tokens, tokens)
             if agreed > best[1]:
-                best = (child, agreed)
+                best = (run, agreed)
         return best
 
 
-Entry = tuple[int, int, Node]
-"""An idle page in the heap: when it was last used, a number that tells apart what was used at once, and the page."""
+def _agreed(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many leading tokens are the same."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+Entry = tuple[int, int, Run]
+"""A run whose last page is idle: when it was used, a number that tells apart what was used at once, and the run."""
+
+Path = list[tuple[Run, int]]
+"""From a root on: runs, and how many of their pages; of all but the last, all."""
 
 
 class PrefixCache:
@@ -117,13 +137,13 @@ class PrefixCache:
                 "allocator already has a prefix cache; one serves all its sequences, with a salt for each tenant"
             )
         self.allocator, self.metrics = allocator, Metrics()
-        self._roots: dict[Hashable, Node] = {}
+        self._roots: dict[Hashable, Run] = {}
         self._clock = 0
         self._pushed = 0
         self._idle: list[Entry] = []
-        self._kept: dict[int, Node] = {}
+        self._kept: dict[int, Run] = {}
         allocator._kept = self._kept  # type: ignore[assignment]  # read there, written here
-        allocator._when_idle = lambda page: self._wait(self._kept[page])
+        allocator._when_idle = self._left_alone
         allocator._reclaim = self._reclaim
 
     def add(self, tokens: Iterable[int], *, salt: Hashable = None) -> Hit:
@@ -151,35 +171,37 @@ class PrefixCache:
         row = self.allocator._present(seq, "keep pages of")
         if len(prompt) > row.length:
             raise PageError(f"tokens must be at most the {row.length} that sequence {seq} holds, got {len(prompt)}")
-        path = self._path(prompt, salt)
-        full = len(prompt) // size
-        for index in range(full):
-            page, node = row.table[index], path[index] if index < len(path) else None
-            if page in self._kept and self._kept[page] is not node:
+        path, pages = self._path(prompt, salt), row.table[: len(prompt) // size].tolist()
+        known = [page for run, count in path for page in run.pages[:count]]
+        new = pages[len(known) :]
+        if pages[: len(known)] != known or not self._kept.keys().isdisjoint(new):
+            self._check_own(seq, pages, known)
+        self._clock += 1
+        last = self._roots.get(salt) or Run([], (), None, salt=salt)
+        for run, count in path:
+            last = self._touch(run, count)
+        if NULL_PAGE in new:
+            del new[new.index(NULL_PAGE) :]
+        if new:
+            first = len(known) * size
+            self._append(last, prompt[first : first + len(new) * size], new)
+        self.metrics.kept_pages += len(new)
+        return len(new)
+
+    def _check_own(self, seq: int, pages: list[int], known: list[int]) -> None:
+        """Refuse pages of a sequence that are kept, and not as what they are said to hold."""
+        for index, page in enumerate(pages):
+            if page in self._kept and (index >= len(known) or page != known[index]):
                 raise PageError(
                     f"page {page} of sequence {seq} is kept with other tokens or another salt; "
                     "give the tokens and the salt that the sequence was added with"
                 )
-        parent, new = self._roots.get(salt) or Node(NULL_PAGE, (), None, salt=salt), 0
-        self._clock += 1
-        for index in range(full):
-            page, here = row.table[index], prompt[index * size : (index + 1) * size]
-            child = path[index] if index < len(path) else None
-            if child is None:
-                if page == NULL_PAGE:
-                    break
-                child = self._insert(parent, here, page)
-                new += 1
-            self._touch(child)
-            parent = child
-        self.metrics.kept_pages += new
-        return new
 
     def clear(self) -> int:
         """Give up every idle page; how many there were."""
         before = len(self._kept)
-        for node in self._victims(before):
-            self._remove(node)
+        for run, count in self._victims(before):
+            self._cut(run, count)
         return before - len(self._kept)
 
     def __len__(self) -> int:
@@ -191,132 +213,192 @@ class PrefixCache:
     def check(self) -> None:
         """Hold the pages to what must be true of them, the allocator included."""
         self.allocator.check()
-        found: dict[int, Node] = {}
-        waiting = {id(node): used for used, _, node in self._idle if used == node.used}
+        found: dict[int, Run] = {}
+        waiting = {id(run): used for used, _, run in self._idle if used == run.used}
         for root in self._roots.values():
-            nodes = [root]
-            while nodes:
-                node = nodes.pop()
-                below = [child for same in node.after.values() for child in same.values()]
-                assert len(below) == node.children, "children are miscounted"
-                assert all(child.parent is node for child in below), "a page is below another's"
-                nodes += below
-                if node is root:
+            runs = [root]
+            while runs:
+                run = runs.pop()
+                below = [child for same in run.after.values() for child in same.values()]
+                assert len(below) == run.children, "children are miscounted"
+                assert all(child.parent is run for child in below), "a page is below another's"
+                assert all(child is run.child(child.tokens[: self.allocator.page_size]) for child in below), "misplaced"
+                assert all(child.used <= run.used for child in below if run is not root), (
+                    "used later than what is before"
+                )
+                runs += below
+                if run is root:
                     continue
-                assert found.setdefault(node.page, node) is node, f"page {node.page} is kept twice"
-                idle = self.allocator._readers[node.page] == 1 and not node.children
-                assert not idle or id(node) in waiting, f"page {node.page} is idle and could never be given up"
+                assert 0 < len(run.pages) * self.allocator.page_size == len(run.tokens), "tokens are not those of pages"
+                for page in run.pages:
+                    assert found.setdefault(page, run) is run, f"page {page} is kept twice"
+                idle = self.allocator._readers[run.pages[-1]] == 1 and not run.children
+                assert not idle or id(run) in waiting, f"page {run.pages[-1]} is idle and could never be given up"
         assert found == self._kept, "a kept page cannot be found"
 
     # ---- within ----------------------------------------------------------------------------------------------------
 
-    def _path(self, tokens: tuple[int, ...], salt: Hashable) -> list[Node]:
+    def _path(self, tokens: tuple[int, ...], salt: Hashable) -> Path:
         """The kept pages that hold `tokens`, as far as they go."""
-        size, node, path = self.allocator.page_size, self._roots.get(salt), list[Node]()
-        for start in range(0, len(tokens) - size + 1, size):
-            node = node.child(tokens[start : start + size]) if node is not None else None
-            if node is None:
-                break
-            path.append(node)
+        size, run, path = self.allocator.page_size, self._roots.get(salt), list[tuple[Run, int]]()
+        while run is not None and len(tokens) >= size:
+            run = run.child(tokens[:size])
+            if run is not None:
+                count = run.agreeing(tokens, size)
+                path.append((run, count))
+                if count < len(run.pages):
+                    break
+                tokens = tokens[count * size :]
         return path
 
     def _match(self, tokens: tuple[int, ...], salt: Hashable, touch: bool = True) -> tuple[list[int], int]:
         path, size = self._path(tokens, salt), self.allocator.page_size
-        length = len(path) * size
-        last = path[-1] if path else self._roots.get(salt)
-        if last is not None and length < len(tokens):
-            partly, agreed = last.nearest(tokens[length : length + size])
-            if partly is not None:
-                path, length = [*path, partly], length + agreed
+        length = sum(count for _, count in path) * size
+        rest = tokens[length : length + size]
+        if rest:
+            last, count = path[-1] if path else (self._roots.get(salt), 0)
+            if last is not None and count < len(last.pages):
+                partly: Run | None = last
+                agreed = _agreed(last.tokens[count * size : (count + 1) * size], rest)
+                beyond = [*path[:-1], (last, count + 1)]
+            else:
+                partly, agreed = last.nearest(rest) if last is not None else (None, 0)
+                beyond = [*path, (partly, 1)] if partly is not None else path
+            if partly is not None and agreed:
+                path, length = beyond, length + agreed
+        pages = [page for run, count in path for page in run.pages[:count]]
         if touch:
             self._clock += 1
-            for node in path:
-                self._touch(node)
-        return [node.page for node in path], length
+            for run, count in path:
+                self._touch(run, count)
+        return pages, length
 
-    def _insert(self, parent: Node, tokens: tuple[int, ...], page: int) -> Node:
-        node = Node(page, tokens, parent)
-        if parent.parent is None:
-            self._roots[parent.salt] = parent
-        parent.after.setdefault(tokens[0], {})[tokens] = node
-        parent.children += 1
-        self._kept[page] = node
-        self.allocator._readers[page] += 1
-        return node
+    def _append(self, last: Run, tokens: tuple[int, ...], pages: list[int]) -> None:
+        """Keep pages that come after a run, which was just used."""
+        if last.pages and not last.children:
+            last.tokens += tokens
+            last.pages += pages
+        else:
+            if last.parent is None:
+                self._roots[last.salt] = last
+            run = Run(pages, tokens, last, self._clock)
+            last.after.setdefault(tokens[0], {})[tokens[: self.allocator.page_size]] = run
+            last.children += 1
+            last = run
+        self._kept.update(dict.fromkeys(pages, last))
+        readers = self.allocator._readers
+        for page in pages:
+            readers[page] += 1
 
-    def _touch(self, node: Node) -> None:
-        node.used = self._clock
-        if self.allocator._readers[node.page] == 1:
-            self._wait(node)
+    def _touch(self, run: Run, count: int) -> Run:
+        """Use the first `count` pages of a run; the run that has those and no others."""
+        if count < len(run.pages):
+            run = self._parted(run, count)
+        run.used = self._clock
+        if self.allocator._readers[run.pages[-1]] == 1:
+            self._wait(run)
+        return run
 
-    def _wait(self, node: Node) -> None:
-        """Queue a page that may be given up, if nothing comes after it."""
-        if node.children:
+    def _parted(self, run: Run, count: int) -> Run:
+        """A run of the first `count` pages, which the rest comes after. See [Note: runs]."""
+        size, parent = self.allocator.page_size, run.parent
+        assert parent is not None, "a root has no pages"
+        head = Run(run.pages[:count], run.tokens[: count * size], parent, run.used, children=1)
+        parent.after[head.tokens[0]][head.tokens[:size]] = head
+        run.pages, run.tokens, run.parent = run.pages[count:], run.tokens[count * size :], head
+        head.after[run.tokens[0]] = {run.tokens[:size]: run}
+        self._kept.update(dict.fromkeys(head.pages, head))
+        return head
+
+    def _left_alone(self, page: int) -> None:
+        """A page has no reader any more but the cache."""
+        run = self._kept[page]
+        if run.pages[-1] == page:
+            self._wait(run)
+
+    def _wait(self, run: Run) -> None:
+        """Queue a run whose last page may be given up, if nothing comes after it."""
+        if run.children:
             return
         if len(self._idle) > 2 * len(self._kept) + FEW_ENTRIES:
             self._idle = list({id(entry[2]): entry for entry in self._idle if self._is_true(entry)}.values())
             heapq.heapify(self._idle)
-        self._push(node)
+        self._push(run)
 
-    def _push(self, node: Node) -> None:
+    def _push(self, run: Run) -> None:
         self._pushed += 1
-        heapq.heappush(self._idle, (node.used, self._pushed, node))
+        heapq.heappush(self._idle, (run.used, self._pushed, run))
 
     def _is_true(self, entry: Entry) -> bool:
-        """Whether an entry tells of a page that is idle, as it was last used. See [Note: stale entries]."""
-        used, _, node = entry
-        return self._kept.get(node.page) is node and used == node.used and self.allocator._readers[node.page] == 1
+        """Whether an entry tells of a run whose last page is idle, as it was last used. See [Note: stale entries]."""
+        used, _, run = entry
+        return bool(run.pages) and used == run.used and self.allocator._readers[run.pages[-1]] == 1
 
     def _reclaim(self, short: int) -> bool:
         """Give up so many pages, or none if there are not so many."""
         victims = self._victims(short)
-        if len(victims) < short:
-            for node in victims:
-                self._wait(node)
+        if sum(count for _, count in victims) < short:
+            for run, _ in victims:
+                self._wait(run)
             return False
-        for node in victims:
-            self._remove(node)
+        for run, count in victims:
+            self._cut(run, count)
         return True
 
-    def _victims(self, most: int) -> list[Node]:
-        """Up to `most` pages to give up, in order, taken out of the heap. See [Note: stale entries]."""
-        victims: list[Node] = []
+    def _victims(self, most: int) -> Path:
+        """Runs, and how many of their last pages to give up, at most so many in all, in order; they leave the heap."""
+        victims: Path = []
         chosen: set[int] = set()
-        left: dict[int, int] = {}  # children that would remain, by node
+        left: dict[int, int] = {}  # children that would remain, by run
         readers = self.allocator._readers
-        while self._idle and len(victims) < most:
+        while self._idle and most:
             entry = heapq.heappop(self._idle)
-            node = entry[2]
-            if not self._is_true(entry) or left.get(id(node), node.children) or id(node) in chosen:
+            run = entry[2]
+            if not self._is_true(entry) or left.get(id(run), run.children) or id(run) in chosen:
                 continue
-            victims.append(node)
-            chosen.add(id(node))
-            parent = node.parent
+            pages = run.pages[-most:]
+            count = len(pages)
+            if any(readers[page] > 1 for page in pages):  # a sequence reads some of them: those behind are idle
+                count = next(n for n, page in enumerate(reversed(pages)) if readers[page] > 1)
+            victims.append((run, count))
+            chosen.add(id(run))
+            most -= count
+            parent = run.parent
             assert parent is not None, "a root is never queued"
-            left[id(parent)] = left.get(id(parent), parent.children) - 1
-            if not left[id(parent)] and parent.page != NULL_PAGE and readers[parent.page] == 1:
-                self._push(parent)
+            if count == len(run.pages):
+                left[id(parent)] = left.get(id(parent), parent.children) - 1
+                if not left[id(parent)] and parent.pages and readers[parent.pages[-1]] == 1:
+                    self._push(parent)
         return victims
 
-    def _remove(self, node: Node) -> None:
-        parent = node.parent
+    def _cut(self, run: Run, count: int) -> None:
+        """Give up the last pages of a run."""
+        size, parent, first = self.allocator.page_size, run.parent, run.tokens[: self.allocator.page_size]
         assert parent is not None, "a root holds no page"
-        same = parent.after[node.tokens[0]]
-        del same[node.tokens]
-        if not same:
-            del parent.after[node.tokens[0]]
-        parent.children -= 1
-        del self._kept[node.page]
-        self.metrics.evicted_pages += 1
-        self.allocator._drop(node.page)
-        if parent.children:
-            return
-        if parent.parent is None:
-            del self._roots[parent.salt]
-        elif self.allocator._readers[parent.page] == 1:
-            self._wait(parent)
+        pages = run.pages[: -count - 1 : -1]
+        del run.pages[-count:]
+        for page in pages:
+            del self._kept[page]
+            self.allocator._drop(page)
+        self.metrics.evicted_pages += count
+        run.tokens = run.tokens[: len(run.pages) * size]
+        if not run.pages:
+            same = parent.after[first[0]]
+            del same[first]
+            if not same:
+                del parent.after[first[0]]
+            parent.children -= 1
+            if not parent.children and parent.parent is None:
+                del self._roots[parent.salt]
+            run = parent
+        if run.pages and self.allocator._readers[run.pages[-1]] == 1:
+            self._wait(run)
 
 
 def _tokens(tokens: Iterable[int]) -> tuple[int, ...]:
     given = tuple(tokens)
-    return given if set(map(type, given)) == {int} else whole_list("tokens", given, error=PageError)
+    try:
+        plain = type(sum(given)) is int  # of ints, and of nothing else; a quarter of the time it takes to ask them all
+    except TypeError:
+        plain = False
+    return given if plain else whole_list("tokens", given, error=PageError)

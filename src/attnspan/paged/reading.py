@@ -85,6 +85,7 @@ class Reading:
     latest: int | None = None  # see [Note: rows of several sequences]
     spread: Spread = ALONE
     merged: bool = False  # whether the result is joined with others, and should not be rounded yet
+    lasting: bool = False  # whether a graph may repeat what is decided here for later steps, of other lengths
     memo: dict[object, Any] = field(default_factory=dict, repr=False)
 
     def once(self, what: object, work: Callable[[], T]) -> T:

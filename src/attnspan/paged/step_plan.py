@@ -18,7 +18,8 @@ turn, and waits only if the device is two steps behind.
 freed, the plan is refused rather than used; other sequences may come and go.
 
 [Note: padding] With `pad_to`, rows without tokens fill a batch up to a fixed size: each has one query at position -1,
-which sees nothing and gets 0, and whose key goes to the null page.
+which sees nothing and gets 0, and whose key goes to the null page. Kernels then decide for the longest sequence that
+the plan allows, as they do while a graph is captured: what ran before a capture is what is captured.
 
 [Note: 32 bits] Positions, lengths and pages are int32 on the device, so no sequence may be longer; slots are int64.
 
@@ -114,7 +115,7 @@ class StepPlan:
         self._check_fits(asked, len(batch), n)
         given = self.pool.allocator._commit(asked)
         self._epoch = -1  # until it is filled, it describes nothing
-        self._fill(asked, n, share, given.copies)
+        self._fill(asked, n, share, given.copies, lasting=pad_to is not None)
         if given.copies:
             self.pool.copy_pages(*self._buffer.copies(len(given.copies)))
         return self
@@ -131,7 +132,7 @@ class StepPlan:
             seq = asked.seqs[asked.lengths.index(longest)]
             raise PageError(f"sequence {seq} would hold {longest} tokens, more than max_length={self.max_length}")
 
-    def _fill(self, asked: Asked, n: int, share: bool, copies: Copies) -> None:
+    def _fill(self, asked: Asked, n: int, share: bool, copies: Copies, lasting: bool) -> None:
         """Write the step to the buffer and send it. See [Note: one copy]. Lists, not loops: every step pays for it."""
         buffer, spread, rows, padding = self._buffer, self.spread, asked.rows, n - len(asked.rows)
         stamps = [row.stamp for row in rows]
@@ -157,7 +158,7 @@ class StepPlan:
             self.pool.page_size, buffer.tables[:n], buffer.begins[:n], buffer.ends[:n], buffer.offsets[: n + 1],
             buffer.rows[: self.tokens], buffer.positions[: self.tokens], counts,
             tuple(begins), tuple(ends), tuple(starts), spread=spread,
-            merged=bool(self.shared) or spread.ranks > 1,
+            merged=bool(self.shared) or spread.ranks > 1, lasting=lasting,
         )  # fmt: skip
         self._seen = asked.seqs, rows, stamps, asked.lengths
         self._epoch = self.pool.allocator.epoch

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from attnspan.errors import KernelError, one_of
 from attnspan.paged.kernels import decode, flex, gather, reference
-from attnspan.paged.quantised import Quantised
 from attnspan.paged.reading import Pages, Reading
 from attnspan.paged.scoring import Scoring
 
@@ -53,13 +52,12 @@ def choose(name: str, spec: Scoring, reading: Reading, q: Tensor, keys: Pages, v
     reasons = []
     for kernel in KERNELS.values():
         reason = kernel.supports(spec, reading, q, keys, values)
-        if reason is None and not (kernel is decode and _leaves(reading, keys)):
+        if reason is None and not (kernel is decode and _leaves(reading)):
             return kernel
         reasons.append(reason or "")
     raise KernelError(f"no kernel can attend over these pages: {'; '.join(filter(None, reasons))}")
 
 
-def _leaves(reading: Reading, keys: Pages) -> bool:
-    """What "auto" leaves to the kernels after `decode`: many queries, and quantised pages, which it has read in
-    Triton's interpreter but not yet on a device."""
-    return min(reading.queries, default=0) > decode.FEW or isinstance(keys, Quantised)
+def _leaves(reading: Reading) -> bool:
+    """What "auto" leaves to the kernels after `decode`: many queries in every row."""
+    return min(reading.queries, default=0) > decode.FEW

@@ -11,6 +11,17 @@ Programs of neighbouring key heads run at the same time, and heads of one token 
 they read whole lines of memory. There are as many splits as keep the device busy, so one sequence of 128k keys is
 read as fast as many short ones.
 
+[Note: one block ahead] Which page a key is in must be known before the key can be loaded. The pages of the next block
+are therefore loaded together with the keys of this one: otherwise Triton spends a stage of its pipeline on the table,
+and no key is in flight while another is multiplied.
+
+[Note: waves] Programs that fit on the device at once are a wave. A wave costs its start, and a last one that is not
+full leaves the device idle: a row that is alone is split into as many parts as make one whole wave. Rows may differ in
+length, and those of a captured step will, so that several are split into more and shorter parts, still whole waves.
+
+[Note: early] `join` is launched when the last programs of `walk` have begun, and waits on the device until they have
+ended, so that its launch is hidden: on devices of compute capability 9.0 or more.
+
 [Note: capture] Which keys a program reads is decided by numbers on the device. A captured graph therefore serves later
 steps, of other lengths, with the splits it was captured with; they are chosen for the longest sequence that the
 plan allows.
@@ -49,21 +60,32 @@ MOST_ROWS = 64
 """Queries x heads of a group that one program holds at most."""
 
 FEWEST_KEYS = 256
-"""A split shorter than this costs more to join than it saves."""
+"""A split shorter than this costs more to start and to join than it saves."""
+
+MOST_SPLITS = 64
+"""Parts that one row is joined from at most."""
+
+JOINED = 32
+"""Numbers of a head that one program joins: more programs, each of which waits for less."""
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
+VARYING = ["width", "tokens", "splits", "tiles", "window", "interleave", "rank"]
+"""Numbers that differ from step to step: Triton would compile anew for 1, for multiples of 16, and for the rest."""
+
 
 class Tuning(NamedTuple):
-    """How a program goes about its part: keys in a block, loads in flight, warps, and programs per multiprocessor.
+    """How a program goes about its part: keys in a block, blocks on their way, warps.
 
-    Measured on an H200, head dim 128, bf16 (docs/log.md).
+    And for [Note: waves]: programs that a multiprocessor holds, and waves where rows may differ. Measured on an H200,
+    head dim 128, bf16 (docs/log.md).
     """
 
     block: int = 64
-    stages: int = 4
+    stages: int = 3
     warps: int = 4
-    waves: int = 24
+    resident: int = 3
+    waves: int = 8
 
 
 def supports(spec: Scoring, reading: Reading, q: Tensor, keys: Pages, values: Pages) -> str | None:
@@ -97,7 +119,7 @@ def forward(
     out, lse = q.new_empty(tokens, heads, values.shape[3], dtype=dtype), q.new_empty(tokens, heads, dtype=torch.float32)
     if not tokens:
         return out, lse
-    tuning = tuning or _tuning(q, values.shape[3], reading.page_size)
+    tuning = tuning or _tuning(q, values.shape[3])
     group = heads // keys.shape[2]
     most = reading.once("most", lambda: max(reading.queries))
     rows = min(MOST_ROWS, max(16, _power(group * most)))
@@ -109,6 +131,7 @@ def forward(
         part_out = q.new_empty(splits, *out.shape, dtype=torch.float32)
         part_lse = q.new_empty(splits, *lse.shape, dtype=torch.float32)
     spread = reading.spread
+    early = q.is_cuda and torch.version.cuda is not None and _capability(q.device) >= (9, 0)
     grid = (keys.shape[2], splits, len(reading.queries) * tiles)
     walk, join = _compiled()
     last_dense = [x if x.stride(-1) == 1 else x.contiguous() for x in (q, keys, values)]
@@ -121,14 +144,15 @@ def forward(
             tokens, heads, tiles, splits, spec.window or 0, spread.interleave, spread.rank,
             size=reading.page_size, group=group, dim=dim, value_dim=values.shape[3],
             block_d=max(16, _power(dim)), block_v=max(16, _power(values.shape[3])), block_m=rows, block_n=tuning.block,
-            per_tile=per_tile, causal=spec.causal, windowed=spec.window is not None, ranks=spread.ranks,
-            stored=stored,
+            per_tile=per_tile, fewest=FEWEST_KEYS // tuning.block, causal=spec.causal,
+            windowed=spec.window is not None, ranks=spread.ranks, stored=stored, early=early and splits > 1,
             num_warps=tuning.warps, num_stages=tuning.stages,
         )  # fmt: skip
         if splits > 1:
-            join[tokens, heads](
+            join[tokens, heads, -(-values.shape[3] // JOINED)](
                 out, lse, part_out, part_lse, tokens, heads, splits, value_dim=values.shape[3],
-                block_v=_power(values.shape[3]), block_s=_power(splits), num_warps=4,
+                block_v=JOINED, block_s=_power(splits), early=early, num_warps=4,
+                **({"launch_pdl": True} if early else {}),  # the interpreter does not know the word
             )  # fmt: skip
     return out, lse
 
@@ -138,22 +162,24 @@ def _parts(pages: Pages) -> tuple[Tensor, Tensor]:
     return (pages.codes.view(pages.dtype), pages.scales) if isinstance(pages, Quantised) else (pages, pages)
 
 
-def _tuning(q: Tensor, value_dim: int, page_size: int) -> Tuning:
+def _tuning(q: Tensor, value_dim: int) -> Tuning:
     row = (q.shape[2] + value_dim) * q.element_size()  # codes too are multiplied as numbers of the query's dtype
     if row > 512:  # keys and values in flight must fit beside the queries
-        return Tuning(block=32, stages=max(2, min(4, (1 << 17) // (32 * row))))
-    return Tuning(block=128, stages=2, waves=8) if page_size % 128 == 0 else Tuning()
+        return Tuning(block=32, stages=3 if row <= 1024 else 2, resident=2)
+    return Tuning()
 
 
 def _splits(reading: Reading, programs: int, device: torch.device, tuning: Tuning) -> int:
-    """See [Note: capture]."""
+    """The most whole waves whose parts are long enough. See [Note: waves] and [Note: capture]."""
     if device.type != "cuda":
         return min(3, max(1, max(reading.host_ends) // 8))  # the interpreter: enough to have some
     longest = reading.once("longest", lambda: max(end - begin for begin, end in reading.spans))
-    if torch.cuda.is_current_stream_capturing():
+    if reading.lasting or torch.cuda.is_current_stream_capturing():
         longest = reading.tables.shape[1] * reading.page_size
-    wanted = -(-_multiprocessors(device) * tuning.waves // programs)
-    return max(1, min(wanted, -(-longest // FEWEST_KEYS), 128))
+    most = min(-(-longest // FEWEST_KEYS), MOST_SPLITS)
+    wave = _multiprocessors(device) * tuning.resident
+    whole = [wave * waves // programs for waves in range(1, 1 + (tuning.waves if len(reading.queries) > 1 else 1))]
+    return max(1, max((splits for splits in whole if splits <= most), default=most))
 
 
 @cache
@@ -186,20 +212,25 @@ def _compiled() -> tuple[Any, Any]:
     import triton.language as tl
 
     # fmt: off
-    @triton.jit
+    @triton.jit(do_not_specialize=VARYING)
     def walk(
         out, lse, q, keys, values, key_scales, value_scales, tables, begins, ends, offsets, positions, scale, width,
         q_t, q_h, k_p, k_s, k_h, v_p, v_s, v_h, s_p, s_s, s_h, tokens, heads, tiles, splits, window, interleave, rank,
         size: tl.constexpr, group: tl.constexpr, dim: tl.constexpr, value_dim: tl.constexpr, block_d: tl.constexpr,
         block_v: tl.constexpr, block_m: tl.constexpr, block_n: tl.constexpr, per_tile: tl.constexpr,
-        causal: tl.constexpr, windowed: tl.constexpr, ranks: tl.constexpr, stored: tl.constexpr,
+        fewest: tl.constexpr, causal: tl.constexpr, windowed: tl.constexpr, ranks: tl.constexpr, stored: tl.constexpr,
+        early: tl.constexpr,
     ):
+        if early:  # see [Note: early]
+            tl.extra.cuda.gdc_launch_dependents()
         head = tl.program_id(0).to(tl.int64)
         split = tl.program_id(1)
         row = tl.program_id(2) // tiles
         tile = tl.program_id(2) % tiles
         first = tl.load(offsets + row)
         count = tl.load(offsets + row + 1) - first
+        begin = tl.load(begins + row)
+        end = tl.load(ends + row)
         if tile * per_tile >= count:
             return
         m = tl.arange(0, block_m)
@@ -213,8 +244,6 @@ def _compiled() -> tuple[Any, Any]:
         rows = tl.load(q + token[:, None] * q_t + qh[:, None] * q_h + d[None, :],
                        mask=real[:, None] & (d < dim)[None, :], other=0.0)
 
-        begin = tl.load(begins + row)
-        end = tl.load(ends + row)
         if ranks == 1:
             if causal:
                 end = tl.minimum(end, tl.max(tl.where(real, at, -1)) + 1)
@@ -222,24 +251,28 @@ def _compiled() -> tuple[Any, Any]:
                 begin = tl.maximum(begin, tl.min(tl.where(real, at, 2147483647)) - window + 1)
         low = begin // block_n * block_n
         blocks = tl.cdiv(tl.maximum(end - low, 0), block_n)
-        per_split = tl.cdiv(blocks, splits)
+        per_split = tl.maximum(tl.cdiv(blocks, splits), fewest)
         low += split * per_split * block_n
         high = tl.minimum(end, low + per_split * block_n)
+        place = (split.to(tl.int64) * tokens + token) * heads + qh
+        if (split > 0) & (low >= end):  # nothing is left for this part; `join` passes over it
+            tl.store(lse + place, tl.full([block_m], float("-inf"), tl.float32), mask=real)
+            return
 
         best = tl.full([block_m], float("-inf"), tl.float32)
         total = tl.zeros([block_m], tl.float32)
         summed = tl.zeros([block_m, block_v], tl.float32)
         table = tables + row.to(tl.int64) * width
         step = tl.arange(0, block_n)
+        lead = 0 if size % block_n == 0 else step  # one page for all of a block, or one for each key
+        coming = tl.load(table + (low + lead) // size, mask=low + lead < high, other=0)
         for start in range(low, high, block_n):
             key = start + step
             mine = (key >= begin) & (key < end)
-            if size % block_n == 0:
-                page = tl.load(table + start // size).to(tl.int64)
-                slot = start % size + step
-            else:
-                page = tl.load(table + key // size, mask=mine, other=0).to(tl.int64)
-                slot = key % size
+            page = coming.to(tl.int64)
+            then = start + block_n + lead  # see [Note: one block ahead]
+            coming = tl.load(table + then // size, mask=then < high, other=0)
+            slot = step % size if block_n % size == 0 else key % size  # a fifth of the instructions less
             k = tl.load(keys + (page * k_p + slot * k_s)[:, None] + head * k_h + d[None, :],
                         mask=mine[:, None] & (d < dim)[None, :], other=0.0)
             scores = tl.dot(rows, tl.trans(k.to(rows.dtype)), input_precision="ieee") * scale
@@ -249,14 +282,14 @@ def _compiled() -> tuple[Any, Any]:
             seen = mine[None, :]
             if causal or windowed:
                 if ranks == 1:
-                    place = key
+                    position = key
                 else:
                     run = key // interleave
-                    place = (run * ranks + rank) * interleave + key - run * interleave
+                    position = (run * ranks + rank) * interleave + key - run * interleave
                 if causal:
-                    seen = seen & (place[None, :] <= at[:, None])
+                    seen = seen & (position[None, :] <= at[:, None])
                 if windowed:
-                    seen = seen & (place[None, :] > at[:, None] - window)
+                    seen = seen & (position[None, :] > at[:, None] - window)
             scores = tl.where(seen, scores, float("-inf"))
             higher = tl.maximum(best, tl.max(scores, 1))
             base = tl.where(higher == float("-inf"), 0.0, higher)
@@ -276,19 +309,20 @@ def _compiled() -> tuple[Any, Any]:
             best = higher
 
         whole = tl.where(total == 0.0, 1.0, total)
-        place = (split.to(tl.int64) * tokens + token) * heads + qh
         tl.store(out + place[:, None] * value_dim + dv[None, :], (summed / whole[:, None]).to(out.dtype.element_ty),
                  mask=real[:, None] & (dv < value_dim)[None, :])
         summed_lse = tl.where(total == 0.0, float("-inf"), (best + tl.log2(whole)) * 0.6931471805599453)
         tl.store(lse + place, summed_lse, mask=real)
 
-    @triton.jit
+    @triton.jit(do_not_specialize=["tokens", "splits"])
     def join(out, lse, part_out, part_lse, tokens, heads, splits,
-             value_dim: tl.constexpr, block_v: tl.constexpr, block_s: tl.constexpr):
+             value_dim: tl.constexpr, block_v: tl.constexpr, block_s: tl.constexpr, early: tl.constexpr):
+        if early:
+            tl.extra.cuda.gdc_wait()
         place = tl.program_id(0).to(tl.int64) * heads + tl.program_id(1)
-        many = tl.full([], 1, tl.int64) * tokens * heads  # tokens may be a constant, which has no dtype
+        many = tl.full([], 1, tl.int64) * tokens * heads  # in 64 bits
         s = tl.arange(0, block_s)
-        dv = tl.arange(0, block_v)
+        dv = tl.program_id(2) * block_v + tl.arange(0, block_v)
         parts = tl.load(part_lse + s * many + place, mask=s < splits, other=float("-inf"))
         best = tl.max(parts, 0)
         base = tl.where(best == float("-inf"), 0.0, best)
@@ -297,7 +331,7 @@ def _compiled() -> tuple[Any, Any]:
         whole = tl.where(total == 0.0, 1.0, total)
         each = tl.load(part_out + (s * many + place)[:, None] * value_dim + dv[None, :],
                        mask=(s < splits)[:, None] & (dv < value_dim)[None, :], other=0.0)
-        joined = tl.sum(each * (weights / whole)[:, None], 0)
+        joined = tl.sum(tl.where((weights > 0.0)[:, None], each * (weights / whole)[:, None], 0.0), 0)
         tl.store(out + place * value_dim + dv, joined.to(out.dtype.element_ty), mask=dv < value_dim)
         tl.store(lse + place, tl.where(total == 0.0, float("-inf"), base + tl.log(whole)))
     # fmt: on
