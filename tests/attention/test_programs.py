@@ -13,7 +13,7 @@ from attnspan.attention import Attention, attention
 from attnspan.errors import AttentionError, KernelError, MaskError
 from attnspan.kernels import flex
 from attnspan.layouts import Balanced, Contiguous, HeadTail, RoundRobinByWork, Striped
-from attnspan.masks import Causal, Mask, MaskMod
+from attnspan.masks import Causal, Documents, Mask, MaskMod
 from attnspan.plan import Plan
 from attnspan.testing import loopback
 from tests import oracle
@@ -107,8 +107,9 @@ def test_needed_moves_only_blocks_that_hold_a_pair(by_blocks):
 # ---- the flex kernel -------------------------------------------------------------------------------------------------
 
 
-def written_out(q, k, v, score_mod, block_mask, scale):
+def written_out(q, keys, score_mod, block_mask, scale):
     """What FlexAttention does, densely: blocks that are not listed are skipped, and full ones not asked."""
+    k, v = flex._apart(keys, q.shape[3])
     scores = q @ oracle.per_query_head(k, q).mT * scale
     if score_mod is not None:
         scores = oracle.scored(score_mod, scores)
@@ -148,8 +149,8 @@ def test_the_flex_kernel_is_exact_if_flex_attention_is(by_blocks, monkeypatch, n
     monkeypatch.setattr(flex, "supports", lambda *_: None)
     monkeypatch.setattr(flex, "_compiled", lambda key: WrittenOut())
     monkeypatch.setattr(flex, "BLOCK", 4)
-    for layout in (Striped(4), HeadTail(4)):
-        check(problem(name, layout, strategy, kernel="flex", through_lse=True))
+    for layout, sinks in ((Striped(4), False), (HeadTail(4), False), (HeadTail(4), True)):
+        check(problem(name, layout, strategy, kernel="flex", through_lse=True, sinks=sinks))
 
 
 @pytest.mark.parametrize("name", WRITTEN)
@@ -166,7 +167,6 @@ def test_every_program_here_combines_numbers_and_looks_them_up(name):
 
 
 @pytest.mark.cuda
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("name", WRITTEN)
 def test_every_program_is_exact_on_cuda(name):
     """Two strategies in one test: what is compiled for one serves the other."""
@@ -179,6 +179,28 @@ def test_every_program_is_exact_on_cuda(name):
 @pytest.mark.parametrize("name", ["relative bias table", "per-head window", "learned bias", "a BlockMask by head"])
 def test_every_program_is_exact_by_blocks_on_cuda(name):
     check(problem(name, HeadTail(2), "ring", device="cuda", kernel="blocks"))
+
+
+PACKS = [(300, 468), (128, 400, 240), (768,), (1, 255, 256, 256)]
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(("strategy", "ranks"), [("gather", 3), ("ring", 3), ("needed", 2)])
+def test_other_documents_run_what_was_compiled(strategy, ranks):
+    """Forward and backward. Under "needed" packs differ in how many keys travel: two of them tell the compiler so."""
+    from torch._dynamo.utils import counters
+
+    def graphs_after(*masks):
+        for mask in masks:
+            half = {"device": "cuda", "dtype": torch.bfloat16, "dim": 16, "kernel": "flex"}
+            check(Problem(mask, HeadTail(ranks), sum(PACKS[0]), strategy, **half))
+        return counters["stats"]["unique_graphs"]
+
+    flex._compiled.cache_clear()  # what other tests had compiled
+    packs = [Causal() & Documents(lengths) for lengths in PACKS]
+    before, warm, after = graphs_after(), graphs_after(*packs[:2]), graphs_after(*packs[2:])
+    assert before < warm == after
+    assert after < graphs_after(Causal())  # another program is another one
 
 
 # ---- torch.compile ---------------------------------------------------------------------------------------------------

@@ -114,7 +114,7 @@ def _backward_heads(
     *tensors, out, grad = trade.gather_tokens([query, key, value, final.out, final.grad], sides)
     scalars = [x.unsqueeze(-1) for x in (final.lse, final.grad_lse) if x is not None]
     lse, *grad_lse = (x.squeeze(-1) for x in trade.gather_tokens(scalars, ["query"] * len(scalars)))
-    whole = Final(grad, grad_lse[0] if grad_lse else None, out, lse)
+    whole = Final(grad, grad_lse[0] if grad_lse else None, out, lse, final.sinks)
     group = query.shape[1] // key.shape[1]
     lanes = _head_lanes(work, trade, row, rows, tensors, group)
     cuts = segments(trade.shares[trade.here], group)

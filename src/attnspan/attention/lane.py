@@ -222,8 +222,11 @@ class Lane:
             return keys
         total = grads.keys if keys is None else keys
         if whole := self._whole(step, arena):
-            merged, region = Rows(final.grad, final.grad_lse, final.out, final.lse), self._region(step)
-            inputs = (self.query, arena.key, arena.value)
+            merged, inputs = (
+                Rows(final.grad, final.grad_lse, final.out, final.lse),
+                (self.query, arena.key, arena.value),
+            )
+            region = self._region(step)._replace(alone=self._lone and not final.sinks)
             dq, dk, dv = whole.backward(self.computing.spec, merged, *inputs, region, grads.captured)
             grads.query.add(range(dq.shape[2]), dq)
             total.add(range(dk.shape[2]), dk, dv)
@@ -303,21 +306,26 @@ class Lane:
 
 @dataclass(frozen=True, slots=True)
 class Final:
-    """What backward is given: the merged out and lse of all rows, and the gradients that arrived for them."""
+    """What backward is given: the merged out and lse of all rows, the gradients that arrived for them, and whether
+    sinks have a share in them."""
 
     grad: Tensor
     grad_lse: Tensor | None
     out: Tensor
     lse: Tensor
+    sinks: bool = False
 
     def of(self, rows: slice) -> Final:
         """Some batch rows."""
-        return Final(self.grad[rows], _part(self.grad_lse, rows), self.out[rows], self.lse[rows])
+        return self._at(rows)
 
     def heads(self, heads: slice) -> Final:
         """Some heads."""
-        at = (slice(None), heads)
-        return Final(self.grad[at], _part(self.grad_lse, at), self.out[at], self.lse[at])
+        return self._at((slice(None), heads))
+
+    def _at(self, at: slice | tuple[slice, slice]) -> Final:
+        grad_lse = None if self.grad_lse is None else self.grad_lse[at]
+        return Final(self.grad[at], grad_lse, self.out[at], self.lse[at], self.sinks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,10 +353,6 @@ def positions(runs: Runs, device: torch.device) -> Tensor:
     """The positions of runs, one after another."""
     with torch.inference_mode(False):  # made during evaluation, they may be saved for backward later
         return torch.cat([torch.arange(*run) for run in runs] or [torch.arange(0)]).to(device)
-
-
-def _part(x: Tensor | None, at: slice | tuple[slice, slice]) -> Tensor | None:
-    return None if x is None else x[at]
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

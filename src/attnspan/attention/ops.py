@@ -73,7 +73,8 @@ def attention_backward(
     wanted: Sequence[int],
     handle: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
-    call, final = Call.of(handle).suited(query, key, value), Final(grad, grad_lse, out, lse)
+    call = Call.of(handle).suited(query, key, value)
+    final = Final(grad, grad_lse, out, lse, sinks is not None)
     with unbroken(call.transport), _as_given(query):
         d_sinks = query.new_empty(0) if sinks is None else _sink_gradient(call, final, sinks)
         dq, dk, dv, parts = execute.backward(call, query, key, value, final, captured, wanted)

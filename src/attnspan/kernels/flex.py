@@ -11,10 +11,14 @@ silence after a few times for the same code. So each program gets a code object 
 symbolic, and nothing may fall back (fullgraph). Compiling is not for two threads at once, and virtual ranks are
 threads.
 
+[Note: strides] What is symbolic is not known to be a multiple of anything, and is then loaded number by number, which
+takes more than twice the time. Sizes that change make strides symbolic too, but where they follow from other sizes. So
+keys and values that lie side by side in a buffer are handed over as that buffer, and taken apart inside.
+
 [Note: backward by parts] FlexAttention's gradients are those of its own out_i and lse_i, not of the merged out and
 lse. But merging is a formula: with w = e^(lse_i - lse), d out / d out_i = w and d out / d lse_i = w (out_i - out). So
 the call is made again with autograd, and given the gradients w grad of out_i, and w (sum(grad (out_i - out)) +
-grad_lse) of lse_i.
+grad_lse) of lse_i. Where the part is all there is, out_i and lse_i are final, and so are their gradients.
 
 [Note: captured] FlexAttention differentiates a captured tensor only where it is looked up, pair by pair. So what a
 program computes from captured tensors alone (the sigmoid of a table) is computed before, once, by ordinary operations;
@@ -82,7 +86,8 @@ def supports(spec: Spec, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> str | N
 def forward(spec: Spec, q: Tensor, k: Tensor, v: Tensor, region: Region) -> tuple[Tensor, Tensor]:
     """(out, lse) of all rows."""
     with torch.no_grad():
-        out, lse = _attend(spec, q.detach(), k.detach(), v.detach(), region, _tables_of(spec, region.captured))
+        keys = _side_by_side(k.detach(), v.detach())
+        out, lse = _attend(spec, q.detach(), keys, region, _tables_of(spec, region.captured))
     return out, lse.to(lse_dtype(q))
 
 
@@ -91,19 +96,21 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) of all rows and columns; gradients of captured tensors are added to `sums`."""
     with _differentiable():
-        q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+        q, *keys = (x.detach().requires_grad_() for x in (q, *_side_by_side(k, v)))
         captured = [
             x.detach() if total is None else x.detach().requires_grad_()
             for x, total in zip(region.captured, sums, strict=True)
         ]
         tables = _tables_of(spec, captured)
         leaves = [x.detach().requires_grad_(x.requires_grad) for x in tables]
-        out, lse = _attend(spec, q, k, v, region, leaves)
+        out, lse = _attend(spec, q, tuple(keys), region, leaves)
         learned = [x for x in leaves if x.requires_grad]
-        grads = torch.autograd.grad([out, lse], [q, k, v, *learned], _seeds(final, out, lse))
+        of_parts, seeds = _seeds(final, out, lse, region.alone)
+        dq, *grads = torch.autograd.grad(of_parts, [q, *keys, *learned], seeds)
         if learned:
-            _walk_back([x for x in tables if x.requires_grad], grads[3:], captured, sums)
-    return grads[0], grads[1], grads[2]
+            _walk_back([x for x in tables if x.requires_grad], grads[len(keys) :], captured, sums)
+    dk, dv = _apart(tuple(grads[: len(keys)]), k.shape[3])
+    return dq, dk, dv
 
 
 def _walk_back(
@@ -118,25 +125,50 @@ def _walk_back(
                 total += part
 
 
-def _seeds(final: Rows, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of a part's own out and lse. See [Note: backward by parts]."""
+def _seeds(final: Rows, out: Tensor, lse: Tensor, alone: bool) -> tuple[list[Tensor], list[Tensor]]:
+    """What to differentiate of a part, and its gradients. See [Note: backward by parts]."""
+    if alone:  # out and lse are the final ones
+        with_lse = final.grad_lse is not None
+        seeds = [final.grad.to(out.dtype)] + ([final.grad_lse.to(lse.dtype)] if final.grad_lse is not None else [])
+        return ([out, lse] if with_lse else [out]), seeds
     with torch.no_grad():
         share = (lse - final.lse).exp().masked_fill(lse == -torch.inf, 0.0)
-        # Where the part is all there is, the difference is 0 but for rounding, and so is its product with grad.
         wide = final.lse.dtype
         slope = (final.grad.to(wide) * (out.to(wide) - final.out.to(wide))).sum(-1)
         if final.grad_lse is not None:
             slope = slope + final.grad_lse
-        return (share.unsqueeze(-1) * final.grad).to(out.dtype), (share * slope).to(lse.dtype)
+        seeds = [(share.unsqueeze(-1) * final.grad).to(out.dtype), (share * slope).to(lse.dtype)]
+    return [out, lse], seeds
 
 
-def _attend(
-    spec: Spec, q: Tensor, k: Tensor, v: Tensor, region: Region, tables: Sequence[Tensor]
-) -> tuple[Tensor, Tensor]:
+Keys = tuple[Tensor, ...]
+"""Keys and values, or one dense tensor that holds both. See [Note: strides]."""
+
+
+def _side_by_side(k: Tensor, v: Tensor) -> Keys:
+    """Keys and values; if they are the two halves of one packed buffer, that: (S, B, Hk, D + Dv)."""
+    batch, heads, rows, dim = k.shape
+    width = dim + v.shape[3]
+    packed = (heads * width, width, batch * heads * width, 1)
+    if k.stride() == v.stride() == packed and v.data_ptr() - k.data_ptr() == dim * k.element_size():
+        return (k.as_strided((rows, batch, heads, width), (packed[2], packed[0], width, 1)),)
+    return k, v
+
+
+def _apart(keys: Keys, dim: int) -> tuple[Tensor, Tensor]:
+    """Keys (B, Hk, S, D) and values (B, Hk, S, Dv)."""
+    if len(keys) == 1:
+        both = keys[0].permute(1, 2, 0, 3)
+        return both[..., :dim], both[..., dim:]
+    return keys[0], keys[1]
+
+
+def _attend(spec: Spec, q: Tensor, keys: Keys, region: Region, tables: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """FlexAttention over a region; `tables` are what the score_mod looks into."""
+    columns = len(region.where.cols)
     mods, where = spec.mods or Mods(), region.where
     assert mods.mask_mod is not None, "a mask's own rule comes with every call of this kernel"
-    lists = lists_of_tiles(region.tiles, (q.shape[2], k.shape[2]), (BLOCK, BLOCK), q.device)
+    lists = lists_of_tiles(region.tiles, (q.shape[2], columns), (BLOCK, BLOCK), q.device)
     offsets = None
     if where.batch.start or where.heads.start:
         offsets = _offsets(where.batch.start, where.heads.start, q.shape[2], q.device)
@@ -145,10 +177,10 @@ def _attend(
     if mods.score_mod is not None:
         score_mod = _bound_score(split(mods.score_mod).ask, place, tuple(tables))
     mask_mod = _bound_mask(split(mods.mask_mod).ask, place, _fixed_tables(mods.mask_mod))
-    block_mask = lists.block_mask(mask_mod, (q.shape[2], k.shape[2]), (BLOCK, BLOCK))
+    block_mask = lists.block_mask(mask_mod, (q.shape[2], columns), (BLOCK, BLOCK))
     compiled = _compiled(f"{mods.key} {offsets is None}")
-    with _ONE_AT_A_TIME, compiled.roomy(q, k, v):
-        return compiled.fn(q, k, v, score_mod, block_mask, spec.scale)
+    with _ONE_AT_A_TIME, compiled.roomy(q, *keys):
+        return compiled.fn(q, keys, score_mod, block_mask, spec.scale)
 
 
 Place = tuple[Tensor, Tensor, Tensor | None]
@@ -186,9 +218,10 @@ def _offsets(batch: int, head: int, rows: int, device: torch.device) -> Tensor:
         return torch.tensor([[batch], [head]], device=device).expand(2, rows).contiguous()
 
 
-def _call(q: Tensor, k: Tensor, v: Tensor, score_mod: Any, block_mask: Any, scale: float) -> tuple[Tensor, Tensor]:
+def _call(q: Tensor, keys: Keys, score_mod: Any, block_mask: Any, scale: float) -> tuple[Tensor, Tensor]:
     from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
+    k, v = _apart(keys, q.shape[3])
     out, aux = flex_attention(  # type: ignore[call-overload]
         q,
         k,

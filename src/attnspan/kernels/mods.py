@@ -56,12 +56,13 @@ class Where(NamedTuple):
 
 
 class Region(NamedTuple):
-    """Everything that is computed between two buffers: tiles, what they stand for, and the tensors that the score_mod
-    captured."""
+    """Everything that is computed between two buffers: tiles, what they stand for, the tensors that the score_mod
+    captured, and whether there is nothing else, so that out and lse are final."""
 
     tiles: tuple[Tile, ...]
     where: Where
     captured: Sequence[Tensor] = ()
+    alone: bool = False
 
 
 class Rows(NamedTuple):
