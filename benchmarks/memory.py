@@ -10,6 +10,7 @@ Run: python -m benchmarks.memory        writes benchmarks/results/memory.md (or 
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 import torch
@@ -86,9 +87,17 @@ def of_torch(seq_len: int) -> tuple[int, int]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("seq_len", nargs="*", type=int, default=[32768, 131072])
+    parser.add_argument("--strategy", action="append", help="all of them by default")
+    parser.add_argument("--key-heads", action="append", type=int, help=f"8 and {HEADS} by default")
     parser.add_argument("--out", default=str(RESULTS / "memory.md"))
     args = parser.parse_args()
-    cells = [(n, kv, k, s) for n in args.seq_len for kv in (8, HEADS) for k in ("auto", "band") for s in STRATEGIES]
+    cells = [
+        (seq_len, kv_heads, kernel, strategy)
+        for seq_len in args.seq_len
+        for kv_heads in args.key_heads or (8, HEADS)
+        for kernel in ("auto", "band")
+        for strategy in args.strategy or STRATEGIES
+    ]
     lines, off = [], []
     for seq_len, kv_heads, kernel, strategy in progress(cells, "plans"):
         plan = Plan(Causal(), HeadTail(RANKS), seq_len, strategy)
@@ -110,7 +119,10 @@ def main() -> None:
     columns = "| tokens | key heads | kernel | strategy | fwd MiB | predicted | ratio | bwd MiB | predicted | ratio |"
     text = "\n".join(
         [
-            *header("Peak memory of one rank, measured over predicted", "python -m benchmarks.memory"),
+            *header(
+                "Peak memory of one rank, measured over predicted",
+                " ".join(["python -m benchmarks.memory", *sys.argv[1:]]),
+            ),
             f"Causal, bf16, {HEADS} heads, head dim {DIM}, {RANKS} ranks, HeadTail. The caller's own tensors are",
             "counted: query, key and value, in backward also out, lse and the gradient of out.",
             "",
