@@ -27,7 +27,7 @@ from attnspan.kernels.mods import Rows
 from attnspan.masks import Mask
 from attnspan.masks.tile import tiles_of
 from benchmarks.flex_cuda import documents
-from benchmarks.report import header, progress
+from benchmarks.report import command, header, progress
 from benchmarks.silent import Silent, random_arenas
 from benchmarks.torch_ring import ring
 
@@ -219,9 +219,7 @@ def main() -> None:
             torch.cuda.empty_cache()
     text = "\n".join(
         [
-            *header(
-                "Context parallelism, compute only", " ".join(["python -m benchmarks.bench_cp", *map(repr, args.work)])
-            ),
+            *header("Context parallelism, compute only", command("python -m benchmarks.bench_cp")),
             f"bf16, {HEADS} heads, head dim {DIM}, {RANKS} ranks, HeadTail (documents: Balanced, window: Contiguous);",
             "the slowest rank, alone, of each the better of two medians. Milliseconds forward / forward + backward,",
             "and the slowest rank x ranks over one device: cuDNN, for documents compiled flex_attention, for the",

@@ -40,7 +40,7 @@ import transformers
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, StoppingCriteria, StoppingCriteriaList
 
 from attnspan.engine import Engine, SamplingParams
-from benchmarks.report import header
+from benchmarks.report import command, header
 
 RESULTS = Path(__file__).parent / "results"
 PAGE = 16
@@ -371,8 +371,7 @@ def main() -> None:
     cases = [TINY, MID, BILLION] if options.cuda else [TINY, MID]
     if options.quick or options.only:
         cases = [case for case in cases if case.name == (options.only or "tiny")]
-    command = " ".join(["python benchmarks/bench_engine.py", *sys.argv[1:]])
-    lines = header("Generation: an engine over pages", command)
+    lines = header("Generation: an engine over pages", command("python benchmarks/bench_engine.py"))
     threads = "" if options.cuda else f"; {torch.get_num_threads()} thread"
     lines += [
         f"transformers {transformers.__version__}{threads}. All requests are there at once, the same rows for every "

@@ -10,7 +10,6 @@ Run: python -m benchmarks.memory        writes benchmarks/results/memory.md (or 
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
 import torch
@@ -21,7 +20,7 @@ from attnspan.attention.call import Call
 from attnspan.attention.lane import Final
 from attnspan.plan import Shape
 from attnspan.transports import Pending
-from benchmarks.report import header, progress
+from benchmarks.report import command, header, progress
 from benchmarks.silent import Silent
 from benchmarks.torch_ring import ring
 
@@ -119,10 +118,7 @@ def main() -> None:
     columns = "| tokens | key heads | kernel | strategy | fwd MiB | predicted | ratio | bwd MiB | predicted | ratio |"
     text = "\n".join(
         [
-            *header(
-                "Peak memory of one rank, measured over predicted",
-                " ".join(["python -m benchmarks.memory", *sys.argv[1:]]),
-            ),
+            *header("Peak memory of one rank, measured over predicted", command("python -m benchmarks.memory")),
             f"Causal, bf16, {HEADS} heads, head dim {DIM}, {RANKS} ranks, HeadTail. The caller's own tensors are",
             "counted: query, key and value, in backward also out, lse and the gradient of out.",
             "",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import datetime
 import platform
+import shlex
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -22,6 +24,12 @@ def header(title: str, command: str) -> list[str]:
         f"Command: `{command}`",
         "",
     ]
+
+
+def command(program: str) -> str:
+    """How a program was called, but for where its result goes."""
+    given = [each for n, each in enumerate(sys.argv[1:]) if "--out" not in (each, sys.argv[n])]
+    return shlex.join([*program.split(), *given])
 
 
 def hardware() -> str:

@@ -20,6 +20,7 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from attnspan.kernels import band_hopper
 from attnspan.layouts import Balanced, Contiguous, HeadTail
 from attnspan.masks import Causal, Documents, Full, SlidingWindow
 from benchmarks import numerics
@@ -134,8 +135,10 @@ strategies_on_cuda = pytest.mark.parametrize("strategy", numerics.STRATEGIES)
 @masks_on_cuda
 @strategies_on_cuda
 @halves
-def test_half_precision_of_band_is_as_exact_as_on_one_device(mask, strategy, dtype):
+@pytest.mark.parametrize("small", [0, band_hopper.SMALL], ids=["by programs for Hopper", "by general ones"])
+def test_half_precision_of_band_is_as_exact_as_on_one_device(mask, strategy, dtype, small, monkeypatch):
     """See [Note: half] and [Note: parts]. One rank merges tiles too, so that nothing grows from there."""
+    monkeypatch.setattr(band_hopper, "SMALL", small)
     alone = numerics.ratios(mask, dtype, strategy, 1, "band")
     for ranks in numerics.RANKS:
         found = numerics.ratios(mask, dtype, strategy, ranks, "band")

@@ -19,6 +19,10 @@ from tests.plan.test_memory_growth import Live
 RANKS, TOKENS, HEADS, DIM, HALF = 8, 2048, 8, 16, torch.bfloat16
 
 
+JOINS = {"auto": False, "auto, small tiles": True, "band": True}
+"""Ways in which kernels compute: whether the tiles of a step are one call."""
+
+
 class Library:
     """Allocates as cuDNN does: results in half precision; in backward dq in float32, dk and dv of every query head
     where heads are grouped, and out and its gradient laid out anew where they are part of a larger tensor."""
@@ -52,8 +56,8 @@ def one_call_back(spec, final, q, k, v, tiles, into):
 @pytest.fixture
 def stand_ins(monkeypatch):
     monkeypatch.setattr(lane.Computing, "of", lambda *args: Library)
-    monkeypatch.setattr(lane, "joins", lambda name, spec, q, k, v, tiles: name == "band" and bool(tiles))
-    monkeypatch.setattr(lane, "rounds", lambda name, q: name == "auto")
+    monkeypatch.setattr(lane, "joins", lambda name, spec, q, k, v, tiles: JOINS[name] and bool(tiles))
+    monkeypatch.setattr(lane, "rounds", lambda name, q: name != "band")
     monkeypatch.setattr(bands, "forward", one_call)
     monkeypatch.setattr(bands, "backward", one_call_back)
     monkeypatch.setattr(accumulator, "merge", lambda *parts: None)
@@ -79,18 +83,15 @@ def counted(plan, rank, kv_heads, kernel):
 
 @pytest.mark.usefixtures("stand_ins")
 @pytest.mark.parametrize("kv_heads", [2, HEADS])
-@pytest.mark.parametrize("kernel", ["auto", "band"])
+@pytest.mark.parametrize("kernel", JOINS)
 @pytest.mark.parametrize(
     "strategy", ["ring", "gather", "needed(1)", "needed(2)", "needed(4)", "ulysses", "ulysses(2) x ring"]
 )
 def test_what_is_predicted_is_what_is_allocated(strategy, kernel, kv_heads):
-    plan, shape, joint = (
-        Plan(Causal(), HeadTail(RANKS), TOKENS, strategy),
-        Shape(HEADS, kv_heads, DIM),
-        kernel == "band",
-    )
-    rank = max(range(RANKS), key=lambda each: plan.memory(each, shape, backward=True, joint=joint).total)
+    plan, shape = Plan(Causal(), HeadTail(RANKS), TOKENS, strategy), Shape(HEADS, kv_heads, DIM)
+    how = {"joint": JOINS[kernel], "rounds": kernel != "band"}
+    rank = max(range(RANKS), key=lambda each: plan.memory(each, shape, backward=True, **how).total)
     for found, backward in zip(counted(plan, rank, kv_heads, kernel), (False, True), strict=True):
-        predicted = plan.memory(rank, shape, backward=backward, joint=joint)
+        predicted = plan.memory(rank, shape, backward=backward, **how)
         # The exchange of heads is modelled by its passes, not tensor by tensor.
         assert found == pytest.approx(predicted.total, rel=0.03 if "ulysses" in strategy else 0.001), predicted

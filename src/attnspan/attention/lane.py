@@ -9,8 +9,8 @@ keys in place of values, the second what it gives as dv for the gradient scale *
 needed.
 
 [Note: gradients that travel] Each key's gradient is computed on every rank that saw the key, sent home, and summed
-there in float32. It travels in float32 too, but where the kernels round it to the tensors' dtype anyway: then in that,
-which is half the bytes and no worse.
+there in float32. It travels in float32 too, but where the kernels asked for may round it to the tensors' dtype anyway:
+then in that, which is half the bytes. All ranks must agree, so it does not depend on the tiles (`rounds`).
 
 Shapes: query (B, H, Sq, D), key (B, Hk, Sk, D), value (B, Hk, Sk, Dv); packed buffers as in wire.py.
 """
@@ -212,7 +212,8 @@ class Lane:
     # ---- backward ----------------------------------------------------------------------------------------------
 
     def differentiate(self, step: Step, arena: Arena, final: Final, grads: Grads) -> KeySum | None:
-        """The gradients of every tile of a step, from the final out and lse: see [Note: final out and lse].
+        """The gradients of every tile of a step, from the final out and lse. See [Note: final out and lse] in
+        kernels/kernel.py.
 
         Returns those of the arena's keys and values; of own ones as they lie none, those are added to `grads`.
         """
@@ -291,7 +292,7 @@ class Lane:
         used = places(step.arena).slices(step.own)
         for source, to in zip(used, self._own_places.slices(step.own), strict=True):
             stacks = (part.unsqueeze(0) for part in keys.result(source))
-            grads.keys.gather(range(to.start, to.stop), *stacks, wait=self._last(step))  # that keeps the whole buffer
+            grads.keys.gather(range(to.start, to.stop), *stacks, wait=self._last(step))  # that holds all of `keys`
 
     def take_home(self, step: Step, arrivals: Arrivals, grads: Grads) -> None:
         """Add what arrived."""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from attnspan.kernels import add_into, sum_into, write_into
-from attnspan.plan.memory import crowded
+from attnspan.plan.waiting import crowded
 
 
 class Sum:

@@ -4,8 +4,8 @@ A step in which every sample gets one token is always the same work on other num
 were: plans never move (paged/step_plan.py), tokens are copied into a buffer that stays. Rows are filled up to one of a
 few sizes with rows that see nothing, so that a handful of graphs serve every batch.
 
-A model that cannot be noted (that asks the host for numbers halfway, or has layers which no kernel attends to within a
-graph) is refused by what CUDA says of it; then an engine without `cuda_graphs` serves it.
+A model that asks the host for numbers halfway cannot be noted, and is refused by what CUDA says of it; one with
+soft-caps is refused before (runner.py). An engine without `cuda_graphs` serves both.
 
 [Note: nothing else meanwhile] CUDA ends a capture at the first call that it takes for unsafe, and to free another graph
 is one. Python frees an engine that nobody holds any more whenever its collector comes by, so it rests while a graph is

@@ -1,8 +1,10 @@
 """Write, add or sum tensors into another of any layout and dtype, at the speed of memory.
 
-Gradients come from kernels as (B, H, n, D) in half precision and are summed in float32 with positions outermost.
-torch's own copy of such a pair goes element by element; here, on CUDA, one Triton program moves whole rows of D.
-Elsewhere it is torch's copy. Shapes: both (B, H, n, D), any strides with D innermost.
+Gradients come from kernels as (B, H, n, D), often in half precision, and go into sums in float32, into buffers with
+positions outermost, or several of them into one result. torch's own copy between such layouts goes element by element;
+here, on CUDA, one Triton program moves whole rows of D. Elsewhere it is torch's copy.
+
+Shapes: targets and parts (B, H, n, D), stacks of parts (any number, B, H, n, D); any strides with D innermost.
 """
 
 import itertools

@@ -12,8 +12,9 @@ symbolic, and nothing may fall back (fullgraph). Compiling is not for two thread
 threads.
 
 [Note: strides] What is symbolic is not known to be a multiple of anything, and is then loaded number by number, which
-takes more than twice the time. Sizes that change make strides symbolic too, but where they follow from other sizes. So
-keys and values that lie side by side in a buffer are handed over as that buffer, and taken apart inside.
+takes more than twice the time. Where sizes change, torch takes strides to be symbolic too, unless they follow from
+sizes, as a dense tensor's do. So keys and values that lie side by side in a buffer are handed over as that buffer, and
+taken apart inside.
 
 [Note: backward by parts] FlexAttention's gradients are those of its own out_i and lse_i, not of the merged out and
 lse. But merging is a formula: with w = e^(lse_i - lse), d out / d out_i = w and d out / d lse_i = w (out_i - out). So
@@ -128,9 +129,8 @@ def _walk_back(
 def _seeds(final: Rows, out: Tensor, lse: Tensor, alone: bool) -> tuple[list[Tensor], list[Tensor]]:
     """What to differentiate of a part, and its gradients. See [Note: backward by parts]."""
     if alone:  # out and lse are the final ones
-        with_lse = final.grad_lse is not None
-        seeds = [final.grad.to(out.dtype)] + ([final.grad_lse.to(lse.dtype)] if final.grad_lse is not None else [])
-        return ([out, lse] if with_lse else [out]), seeds
+        pairs = [(out, final.grad)] + ([(lse, final.grad_lse)] if final.grad_lse is not None else [])
+        return [part for part, _ in pairs], [grad.to(part.dtype) for part, grad in pairs]
     with torch.no_grad():
         share = (lse - final.lse).exp().masked_fill(lse == -torch.inf, 0.0)
         wide = final.lse.dtype

@@ -74,7 +74,7 @@ def joins(name: str, spec: Spec, q: Tensor, k: Tensor, v: Tensor, tiles: tuple[T
 
 
 def rounds(name: str, q: Tensor) -> bool:
-    """Whether what is asked for by that name gives gradients in q's dtype, rounded: library kernels on CUDA do.
+    """Whether what is asked for by that name may give gradients in q's dtype, rounded: library kernels on CUDA do.
 
     A pure function of what all ranks have in common, so that they agree on what travels.
     """

@@ -398,7 +398,7 @@ class PrefixCache:
 def _tokens(tokens: Iterable[int]) -> tuple[int, ...]:
     given = tuple(tokens)
     try:
-        plain = type(sum(given)) is int  # of ints, and of nothing else; a quarter of the time it takes to ask them all
+        plain = type(sum(given)) is int  # then all are ints, or bools; a quarter of the time it takes to ask each
     except TypeError:
         plain = False
     return given if plain else whole_list("tokens", given, error=PageError)

@@ -12,8 +12,8 @@ What is counted, by name::
     heads       under Ulysses, what changed hands, and the buffers it travels in
     result      out and lse, or the gradients in their own dtype
 
-A model of the loops in `attention`, whose laws are held by benchmarks/memory.py, not of a transport's own buffers or
-of the allocator's rounding. Not counted: the copies of transfers that have many runs.
+A model of the loops in `attention`, held to them by tests/plan/test_memory_counted.py and benchmarks/memory.py; not of
+a transport's own buffers or of the allocator's rounding. Not counted: the copies of transfers that have many runs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from attnspan.layouts.run import Runs, tokens_in
 from attnspan.masks.tile import Tile
@@ -31,6 +31,7 @@ from attnspan.plan.cost import DTYPES, Shape
 from attnspan.plan.heads import Heads, split_heads
 from attnspan.plan.step import Step
 from attnspan.plan.strategy import Ring, Strategy, Ulysses
+from attnspan.plan.waiting import crowded
 
 if TYPE_CHECKING:
     from attnspan.plan.plan import Plan
@@ -68,6 +69,13 @@ class Memory:
         return f"{self.total / 2**20:.1f} MiB: {parts}"
 
 
+class Kernels(NamedTuple):
+    """What matters of the kernels: whether the tiles of a step are one call, and gradients of keys are rounded."""
+
+    joint: bool
+    rounds: bool
+
+
 @dataclass(frozen=True, slots=True)
 class Sizes:
     """Bytes of one position: of q, of out, of K and V together, of lse; `wide` is float32 over the tensors' dtype."""
@@ -92,15 +100,14 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Walk:
-    """One lane: its sizes, its own keys, its number of queries and its steps; whether buffers are handed on whole, and
-    whether the tiles of a step are computed in one call."""
+    """One lane: its sizes, its own keys, its number of queries and its steps; whether buffers are handed on whole."""
 
     sizes: Sizes
     own: Runs
     rows: int
     steps: tuple[Step, ...]
     hands_on: bool
-    joint: bool
+    kernels: Kernels
 
     @property
     def counts(self) -> tuple[Sizes, int, int]:
@@ -124,33 +131,37 @@ class Walk:
 
     def _calls(self, step: Step) -> list[range]:
         """The rows of each kernel call of a step."""
-        if self.joint:
+        if self.kernels.joint:
             return [range(self.rows)] if step.tiles else []
         return [tile.rows for tile in step.tiles]
 
     @property
     def _lone(self) -> bool:
         """Whether one call computes everything, and its results are final."""
-        return self.joint and sum(bool(step.tiles) for step in self.steps) == 1
+        return self.kernels.joint and sum(bool(step.tiles) for step in self.steps) == 1
 
     @property
     def _widened(self) -> float:
         """How much larger than the tensors a kernel's results are: float32 where joint calls are to be merged."""
-        return self.sizes.wide if self.joint and not self._lone else 1.0
+        return self.sizes.wide if self.kernels.joint and not self._lone else 1.0
+
+    @property
+    def _travels(self) -> float:
+        """How much wider than the tensors gradients go home: [Note: gradients that travel] in attention/lane.py."""
+        return 1.0 if self.kernels.rounds else self.sizes.wide
 
     def _backward(self) -> Iterator[Moment]:
         sizes, steps = self.sizes, self.steps
         queries, keys = Gathered(self.rows, sizes.q, sizes.wide), Gathered(tokens_in(self.own), sizes.kv, sizes.wide)
-        travels = sizes.wide if self.joint else 1.0  # [Note: gradients that travel] in attention/lane.py
         before = returned = here = 0.0
         for index, step in enumerate(steps):
-            here, last = self._arena(index) * travels, index == len(steps) - 1
+            here, last = self._arena(index) * self._travels, index == len(steps) - 1
             for gathered, tile in self._computed(step, queries, keys, own=here == 0):
                 yield {**self._arenas(index), "sums": gathered + here + before, "returning": returned, "tile": tile}
             if returned or (here and step.own and not last):  # is added at once
                 sums = queries.bytes + keys.bytes + keys.begin() + here
                 yield {**self._arenas(index), "sums": sums, "returning": returned}
-            returning = sum(transfer.tokens for transfer in step.returns) * sizes.kv * travels
+            returning = sum(transfer.tokens for transfer in step.returns) * sizes.kv * self._travels
             sums = queries.bytes + keys.bytes + here
             yield {**self._arenas(index), "sums": sums, "returning": returned + returning}
             before, returned = here, returning
@@ -162,15 +173,15 @@ class Walk:
 
     def _computed(self, step: Step, queries: Gathered, keys: Gathered, own: bool) -> Iterator[tuple[float, float]]:
         """Bytes that are gathered, and of a kernel call, at each moment of a step."""
-        if self.joint and step.tiles:  # one call, which writes what stays; beside lie two numbers for each row
+        if self.kernels.joint and step.tiles:  # one call, which writes what stays; beside lie two numbers for each row
             if self._lone:
                 queries.add(range(self.rows))
             else:
                 queries.begin()
             if own:
-                keys.add(range(tokens_in(self.own)), self.sizes.wide)
+                keys.add(range(tokens_in(self.own)), self._travels)
             yield queries.bytes + keys.bytes, 2 * self.rows * self.sizes.lse
-        for tile in () if self.joint else step.tiles:
+        for tile in () if self.kernels.joint else step.tiles:
             waiting = queries.bytes + keys.bytes
             yield waiting, self._written(tile) + self._workspace(tile)
             begun = queries.add(tile.rows) + (keys.add(tile.cols) if own else 0.0)
@@ -220,22 +231,6 @@ class Walk:
     def _packs(self, step: Step) -> bool:
         """Whether own keys are sent from a packed copy: not if all of them lie in the step's arena."""
         return bool(step.sends) and not (step.own == self.own and (step.receives or step.arena != self.own))
-
-
-def crowded(waiting: Sequence[range], rows: range, width: float, summed: bool) -> bool:
-    """Whether gradients that wait for rows are to be added to a sum before another part of some rows comes.
-
-    As many may wait for a row as take no more memory than a sum and one part: `width` is how much wider the sum is.
-    Every n-th row does not wait.
-
-    >>> crowded([range(8), range(4)], range(4, 8), 2.0, False), crowded([range(8), range(4)], range(8), 1.0, False)
-    (False, True)
-    """
-    if rows.step > 1:
-        return bool(waiting)
-    starts = {rows.start, *(each.start for each in waiting if each.start in rows)}
-    deepest = max(sum(start in each for each in waiting) for start in starts)
-    return deepest + 1 + width * summed > width + 1
 
 
 class Gathered:
@@ -354,7 +349,7 @@ class Row:
     shape: Shape
     row: int
     backward: bool
-    joint: bool
+    kernels: Kernels
 
     def given(self) -> float:
         """The caller's tensors, and backward's."""
@@ -387,7 +382,12 @@ class Row:
         ring = isinstance(strategy.inner if isinstance(strategy, Ulysses) else strategy, Ring)
         rows = tokens_in(plan.queries(self.rank, self.row))
         return Walk(
-            self._sizes(share), plan.keys(self.rank, self.row), rows, plan.steps(self.rank, self.row), ring, self.joint
+            self._sizes(share),
+            plan.keys(self.rank, self.row),
+            rows,
+            plan.steps(self.rank, self.row),
+            ring,
+            self.kernels,
         )
 
     def _sizes(self, share: Heads | None) -> Sizes:
@@ -402,10 +402,10 @@ class Row:
         return rows, keys
 
 
-def memory(plan: Plan, rank: int, shape: Shape, backward: bool, joint: bool) -> Memory:
+def memory(plan: Plan, rank: int, shape: Shape, backward: bool, kernels: Kernels) -> Memory:
     """`Plan.memory`. Batch rows with steps of their own are taken to have their peak at once, but under Ulysses, where
     one comes after another."""
-    rows = [Row(plan, rank, shape, row, backward, joint) for row in range(plan.rows)]
+    rows = [Row(plan, rank, shape, row, backward, kernels) for row in range(plan.rows)]
     peaks = [max(row.moments(), key=lambda moment: sum(moment.values())) for row in rows]
     if plan.degree > 1:
         peaks = [max(peaks, key=lambda moment: sum(moment.values()))]

@@ -174,19 +174,23 @@ class Plan:
         """The most keys a rank holds at once: its own, those in use and those arriving, over all batch rows."""
         return sum(_peak(self.steps(rank, row), tokens_in(self.keys(rank, row))) for row in range(self.rows))
 
-    def memory(self, rank: int, shape: Shape, *, backward: bool = False, joint: bool = False) -> Memory:
+    def memory(
+        self, rank: int, shape: Shape, *, backward: bool = False, joint: bool = False, rounds: bool | None = None
+    ) -> Memory:
         """The bytes that a rank's attention of such sizes takes at its peak, forward or backward, the caller's tensors
-        included, and what they are for. `joint`: where the tiles of a step are one call, as with kernel="band".
+        included, and what they are for. `joint`: where the tiles of a step are one call, as with kernel="band", and
+        with "auto" where they are small; `rounds`: whether gradients of keys go home in the tensors' dtype, as with
+        "auto" on CUDA, or in float32, as with "band". By default they do but where calls are joint.
 
         >>> from attnspan.layouts import HeadTail
         >>> from attnspan.masks import Causal
         >>> print(Plan(Causal(), HeadTail(ranks=8), 65536, "gather").memory(0, Shape(heads=32, kv_heads=8)))
         514.5 MiB: given 96.0, arenas 256.0, parts 97.5, result 65.0
         """
-        from attnspan.plan.memory import memory
+        from attnspan.plan.memory import Kernels, memory
 
         self._place(rank, 0)
-        return memory(self, rank, shape, backward, joint)
+        return memory(self, rank, shape, backward, Kernels(joint, not joint if rounds is None else rounds))
 
     def explain(self) -> str:
         """What the plan does, in words: balance, traffic against an all-gather, tiles, memory.

@@ -17,7 +17,8 @@ and no key is in flight while another is multiplied.
 
 [Note: waves] Programs that fit on the device at once are a wave. A wave costs its start, and a last one that is not
 full leaves the device idle: a row that is alone is split into as many parts as make one whole wave. Rows may differ in
-length, and those of a captured step will, so that several are split into more and shorter parts, still whole waves.
+length, and those of a captured step will, so where there are several, each is split into more and shorter parts, which
+are whole waves still.
 
 [Note: early] `join` is launched when the last programs of `walk` have begun, and waits on the device until they have
 ended, so that its launch is hidden: on devices of compute capability 9.0 or more.
