@@ -153,6 +153,31 @@ def test_the_flex_kernel_is_exact_if_flex_attention_is(by_blocks, monkeypatch, n
         check(problem(name, layout, strategy, kernel="flex", through_lse=True, sinks=sinks))
 
 
+def test_a_score_mod_over_a_mask_of_bands_may_go_to_flex(monkeypatch):
+    """By `auto` too, which takes it wherever it can run: it asks the mask's own rule."""
+    monkeypatch.setattr(flex, "supports", lambda *_: None)
+    monkeypatch.setattr(flex, "_compiled", lambda key: WrittenOut())
+    x = torch.randn(1, 2, 8, 16, dtype=torch.float64)
+    attend = {"mask": Causal(), "layout": Contiguous(1), "seq_len": 8, "score_mod": lambda s, b, h, q, k: s - (q - k)}
+    found = [
+        loopback(1).run(lambda world, kernel=kernel: attention(x, x, x, group=world, kernel=kernel, **attend))[0]
+        for kernel in ("auto", "blocks")
+    ]
+    torch.testing.assert_close(*found, rtol=0, atol=1e-12)  # float64: sums in another order
+
+
+@pytest.mark.parametrize("kernel", ["auto", "blocks"])
+def test_a_number_among_the_indices_of_a_table_is_an_index(kernel):
+    table = torch.rand(1, 12, 12) < 0.5
+    table[0].fill_diagonal_(True)
+    mask, x = MaskMod(lambda b, h, q, k: table[0, q, k], block=4), torch.randn(1, 2, 12, 8, dtype=torch.float64)
+    (found,) = loopback(1).run(
+        lambda world: attention(x, x, x, mask=mask, layout=Contiguous(1), seq_len=12, group=world, kernel=kernel)
+    )
+    expected = (x @ x.mT * 8**-0.5).masked_fill(~table[0], -torch.inf).softmax(-1) @ x
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)  # float64: sums in another order
+
+
 @pytest.mark.parametrize("name", WRITTEN)
 def test_every_program_here_combines_numbers_and_looks_them_up(name):
     """Such programs run without vmap, and FlexAttention can compile them."""

@@ -106,7 +106,11 @@ class Call:
     def spec(self, query: Tensor) -> Spec:
         """What all tiles have in common."""
         preference = found(query.device) if self.kernel == "auto" else None
-        return Spec(query.shape[-1] ** -0.5 if self.scale is None else self.scale, self.mods(query), preference)
+        return Spec(query.shape[-1] ** -0.5 if self.scale is None else abs(self.scale), self.mods(query), preference)
+
+    def signed(self, query: Tensor) -> Tensor:
+        """A query, or its gradient, with the sign of the scale: libraries cannot mask where that is below 0."""
+        return -query if self.scale is not None and self.scale < 0 else query
 
     def mods(self, query: Tensor) -> Mods | None:
         """The programs that kernels run, for such queries; None where there are none."""
@@ -118,7 +122,7 @@ class Call:
     def _found_mods(self, device: torch.device, dtype: torch.dtype) -> Mods | None:
         score = None if self.score is None else self.score.program(dtype).on(device)
         plan, mask = self.plan, None
-        if plan.asks or self.kernel in PROGRAM_KERNELS:
+        if plan.asks or score is not None or self.kernel in PROGRAM_KERNELS:
             mask_mod = plan.mask.mask_mod(plan.seq_len, plan.key_len)
             mask = replace(traced(mask_mod, error=AttentionError).on(device), name=repr(plan.mask))
         return None if score is mask is None else Mods(score, mask)

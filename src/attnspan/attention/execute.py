@@ -22,7 +22,7 @@ def forward(
     call: Call, query: Tensor, key: Tensor, value: Tensor, captured: Sequence[Tensor] = ()
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of this rank's queries; `captured` are the tensors of a score_mod."""
-    work = Work(call, captured)
+    work, query = Work(call, captured), call.signed(query)
     parts = [(row, rows, query[rows], key[rows], value[rows]) for row, rows in _rows(call, query)]
     if call.plan.degree > 1:
         return _joined([_forward_heads(work, *part) for part in parts])
@@ -42,7 +42,7 @@ def backward(
     """The gradients of this rank's query, key and value, each in its own dtype, and its part of those of `wanted` ones
     of the captured tensors, in the precision that sums are kept in."""
     found: list[tuple[Tensor, ...]] = []
-    work = Work(call, captured)
+    work, query = Work(call, captured), call.signed(query)
     sums = [torch.zeros_like(x, dtype=wide(x.dtype)) if i in wanted else None for i, x in enumerate(captured)]
     parts = [(row, rows, query[rows], key[rows], value[rows]) for row, rows in _rows(call, query)]
     if call.plan.degree > 1:
@@ -52,8 +52,9 @@ def backward(
         lanes = [work.lane(row, Place(_range(rows), range(q.shape[1])), q, k, v) for row, rows, q, k, v in parts]
         grads = loop.backward(call.transport, lanes, [final.of(rows) for _, rows, *_ in parts], sums)
         found = [each.results(query.dtype) for each in grads]
-    dq, dk, dv = (torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*found, strict=True))
-    return dq, dk, dv, sums
+    whole = (torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*found, strict=True))
+    dq, dk, dv = (x.to(query.dtype).contiguous() for x in whole)  # as the op promises to code that is compiled
+    return call.signed(dq), dk, dv, sums
 
 
 class Work(NamedTuple):

@@ -80,7 +80,7 @@ def attention_backward(
         dq, dk, dv, parts = execute.backward(call, query, key, value, final, captured, wanted)
         d_captured = [_over_ranks(call, part, x) for part, x in zip(parts, captured, strict=True)]
     call.uses.add_backward(call.plan, shape_of(query, key, value))
-    return dq.contiguous(), dk, dv, d_sinks, d_captured
+    return dq, dk, dv, d_sinks, d_captured
 
 
 @attention_backward.register_fake

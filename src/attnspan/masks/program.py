@@ -254,8 +254,13 @@ class _Lookups(TorchFunctionMode):
             table, index = args
             at = list(index) if isinstance(index, tuple) else [index]
             if any(isinstance(i, Tensor) for i in at) and all(_is_index(i) for i in at):
-                return LOOKUP(table, [i if isinstance(i, Tensor) else torch.tensor(i, device=table.device) for i in at])
+                return LOOKUP(table, [i if isinstance(i, Tensor) else _whole(i, table.device) for i in at])
         return func(*args, **(kwargs or {}))
+
+
+def _whole(number: int, device: torch.device) -> Tensor:
+    """As torch.tensor, which is traced as if it changed something."""
+    return torch.full((), number, dtype=torch.int64, device=device)
 
 
 def _is_index(i: object) -> bool:

@@ -183,6 +183,8 @@ class PagePool(Attends):
         self._check_query(query, plan, spec)
         scale = spec.head_dim**-0.5 if options.scale is None else float(options.scale)
         asked = self._scoring(options.mask, spec.window, plan, query.shape[1])
+        if scale < 0:  # libraries cannot mask then: -inf times it is inf
+            query, scale = -query, -scale
         asked = replace(asked, scale=scale, score_mod=options.score_mod)
         self._check_window(asked, plan)
         if plan.shared and asked.program:
