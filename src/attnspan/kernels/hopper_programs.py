@@ -71,6 +71,19 @@ def programs() -> Programs:
         return at, start, inner, outer, stop
 
     @gluon.jit
+    def barriers(stages: gl.constexpr):
+        """What says that the kept blocks are there, that each passing one is, and that both groups are done with it."""
+        kept = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+        full = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
+        empty = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
+        mbarrier.init(kept, count=1)
+        for i in gl.static_range(stages):
+            mbarrier.init(full.index(i), count=1)
+            mbarrier.init(empty.index(i), count=2)
+        fence_async_shared()
+        return kept, full, empty
+
+    @gluon.jit
     def turn(e, start, inner, outer):
         """The e-th block of a span: those without a mask come first."""
         late = start + e - (outer - inner)
@@ -228,14 +241,7 @@ def programs() -> Programs:
         q_s = gl.allocate_shared_memory(q.dtype, [stages] + q.block_type.shape, q.layout)  # noqa: RUF005
         delta_s = gl.allocate_shared_memory(gl.float32, [stages, block_n], delta.layout)
         walls_s = gl.allocate_shared_memory(gl.float32, [stages, block_n], walls.layout)
-        kept = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-        full = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
-        empty = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
-        mbarrier.init(kept, count=1)
-        for i in gl.static_range(stages):
-            mbarrier.init(full.index(i), count=1)
-            mbarrier.init(empty.index(i), count=2)
-        fence_async_shared()
+        kept, full, empty = barriers(stages)
         dk += b.to(gl.int64) * dk_b + h.to(gl.int64) * dk_h
         dv += b.to(gl.int64) * dv_b + h.to(gl.int64) * dv_h
         sources, heads_of = (grad, q, k, v, delta, walls), (b, h, heads, group, n)
@@ -365,14 +371,7 @@ def programs() -> Programs:
         q_s = gl.allocate_shared_memory(q.dtype, [2] + q.block_type.shape, q.layout)  # noqa: RUF005
         k_s = gl.allocate_shared_memory(k.dtype, [stages] + k.block_type.shape, k.layout)  # noqa: RUF005
         v_s = gl.allocate_shared_memory(v.dtype, [stages] + v.block_type.shape, v.layout)  # noqa: RUF005
-        kept = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-        full = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
-        empty = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
-        mbarrier.init(kept, count=1)
-        for i in gl.static_range(stages):
-            mbarrier.init(full.index(i), count=1)
-            mbarrier.init(empty.index(i), count=2)
-        fence_async_shared()
+        kept, full, empty = barriers(stages)
         out += b.to(gl.int64) * out_b + h.to(gl.int64) * out_h
         lse += head.to(gl.int64) * n
         rows_s, keys_s = (q_s, kept), (k_s, v_s, full, empty)
