@@ -50,12 +50,13 @@ def test_real_results_are_what_compiled_code_was_promised(strategy, dtype):
 @pytest.mark.parametrize(
     "mask", [Causal(), SlidingWindow(5), Causal() & Documents([9, 15])], ids=["causal", "window", "documents"]
 )
-def test_a_scale_below_zero_is_as_good_as_any(strategy, mask):
-    """Libraries mask before they multiply by the scale, and -inf becomes inf."""
+@pytest.mark.parametrize("scale", [-0.3, 0.0])
+def test_a_scale_of_zero_or_below_is_as_good_as_any(strategy, mask, scale):
+    """Libraries mask before they multiply by the scale, and -inf becomes inf, or no number."""
     torch.manual_seed(0)
     whole = [torch.randn(1, 4, 24, 8, dtype=torch.float64, requires_grad=True) for _ in range(3)]
     grad = torch.randn(1, 4, 24, 8, dtype=torch.float64)
-    scores = (whole[0] @ whole[1].mT * -0.3).masked_fill(~mask.dense(24), -torch.inf)
+    scores = (whole[0] @ whole[1].mT * scale).masked_fill(~mask.dense(24), -torch.inf)
     expected = scores.softmax(-1) @ whole[2]
     expected.backward(grad)
     layout = Striped(4)
@@ -63,7 +64,7 @@ def test_a_scale_below_zero_is_as_good_as_any(strategy, mask):
     def rank(world):
         own = layout.positions(24)[world.rank]
         q, k, v = (x.detach()[:, :, own].requires_grad_() for x in whole)
-        out = attention(q, k, v, mask=mask, layout=layout, seq_len=24, group=world, strategy=strategy, scale=-0.3)
+        out = attention(q, k, v, mask=mask, layout=layout, seq_len=24, group=world, strategy=strategy, scale=scale)
         out.backward(grad[:, :, own])
         return own, [out, q.grad, k.grad, v.grad]
 

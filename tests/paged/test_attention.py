@@ -113,7 +113,7 @@ def test_sinks_scale_and_lse(kernel):
     cache = Cache(page_size=3)
     ragged(cache)
     sinks = torch.tensor([0.5, -1.0, 3.0, -torch.inf], dtype=torch.float64)
-    for scale in (0.3, -0.3):
+    for scale in (0.3, -0.3, 0.0):
         agree(cache.attend(kernel=kernel, sinks=sinks, scale=scale), cache.expected(sinks=sinks, scale=scale))
 
 

@@ -106,11 +106,15 @@ class Call:
     def spec(self, query: Tensor) -> Spec:
         """What all tiles have in common."""
         preference = found(query.device) if self.kernel == "auto" else None
-        return Spec(query.shape[-1] ** -0.5 if self.scale is None else abs(self.scale), self.mods(query), preference)
+        scale = query.shape[-1] ** -0.5 if self.scale is None else abs(self.scale) or 1.0
+        return Spec(scale, self.mods(query), preference)
 
     def signed(self, query: Tensor) -> Tensor:
-        """A query, or its gradient, with the sign of the scale: libraries cannot mask where that is below 0."""
-        return -query if self.scale is not None and self.scale < 0 else query
+        """A query, or its gradient, times the sign of the scale: kernels get one above 0, as libraries mask with -inf
+        before they multiply."""
+        if self.scale is None or self.scale > 0:
+            return query
+        return -query if self.scale < 0 else query * 0
 
     def mods(self, query: Tensor) -> Mods | None:
         """The programs that kernels run, for such queries; None where there are none."""

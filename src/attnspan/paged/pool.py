@@ -183,8 +183,8 @@ class PagePool(Attends):
         self._check_query(query, plan, spec)
         scale = spec.head_dim**-0.5 if options.scale is None else float(options.scale)
         asked = self._scoring(options.mask, spec.window, plan, query.shape[1])
-        if scale < 0:  # libraries cannot mask then: -inf times it is inf
-            query, scale = -query, -scale
+        if scale <= 0:  # kernels get one above 0, as libraries mask with -inf before they multiply
+            query, scale = (-query, -scale) if scale else (query * 0, 1.0)
         asked = replace(asked, scale=scale, score_mod=options.score_mod)
         self._check_window(asked, plan)
         if plan.shared and asked.program:
