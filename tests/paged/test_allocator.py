@@ -290,8 +290,8 @@ def test_twin_a_page_given_back_once_too_often_is_noticed():
     seq = ops.add([1])
     ops.step([(seq, [1, 2, 3])])
     ops.fork(seq, 1)
-    ops.allocator._drop(ops.allocator.table(seq)[0])
-    ops.allocator._drop(ops.allocator.table(seq)[0])
+    ops.allocator._drop(ops.allocator.table(seq)[:1])
+    ops.allocator._drop(ops.allocator.table(seq)[:1])
     with pytest.raises(AssertionError):
         ops.check()
 

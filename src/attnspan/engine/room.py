@@ -90,8 +90,9 @@ class Room:
                 found.append((store.allocator.add(), 0))
         seq, known = found[0][0], min(length for _, length in found)
         assert all(name == seq for name, _ in found), "stores are told the same, so they give the same names"
-        for store in self.stores:
-            store.allocator.trim(seq, known)
+        for store, (_, length) in zip(self.stores, found, strict=True):
+            if length > known:
+                store.allocator.trim(seq, known)
         return seq, known
 
     def reserve(

@@ -118,7 +118,7 @@ class PageAllocator:
         # A prefix cache is one more reader of its pages. It is told when it is the last, and when too few pages are
         # free, it is asked to give up so many more: it does, or says no and keeps them all.
         self._kept: dict[int, object] = {}
-        self._when_idle: Callable[[int], None] | None = None
+        self._when_idle: Callable[[list[int]], None] | None = None
         self._reclaim: Callable[[int], bool] | None = None
 
     # ---- sequences come and grow ---------------------------------------------------------------------------------
@@ -200,7 +200,7 @@ class PageAllocator:
         """Give a row a page of its own in place of its last one, which others read; (from, to)."""
         page, last = self._free.pop(), row.table[-1]
         self._readers[page], row.table[-1] = 1, page
-        self._drop(last)
+        self._drop([last])
         return last, page
 
     def _needed(self, asked: Asked) -> int:
@@ -258,8 +258,8 @@ class PageAllocator:
         if length == row.length:
             return
         pages = -(-length // self.page_size)
-        while len(row.table) > pages:
-            self._drop(row.table.pop())
+        self._drop(reversed(row.table[pages:]))
+        del row.table[pages:]
         row.length = row.limit = length
         self._changed(row)
 
@@ -271,21 +271,19 @@ class PageAllocator:
         row = self._present(seq, "release pages of")
         window = whole("window", window, at_least=1, error=PageError)
         before = max(0, row.length - window + 1) // self.page_size
-        given_up = 0
-        for index in range(row.first // self.page_size, before):
-            self._drop(row.table[index])
-            row.table[index] = NULL_PAGE
-            given_up += 1
-        if given_up:
+        passed = slice(row.first // self.page_size, before)
+        pages = row.table[passed]
+        if pages:
+            self._drop(pages)
+            row.table[passed] = array("i", [NULL_PAGE]) * len(pages)
             row.first = before * self.page_size
             self._changed(row)
-        return given_up
+        return len(pages)
 
     def free(self, seq: int) -> None:
         """Give up a sequence and its share of every page."""
         row = self._row(seq)
-        for page in row.table:
-            self._drop(page)
+        self._drop(row.table)
         if row.host is not None:
             self._host_free.extend(reversed([page for page in row.host if page >= 0]))
         del self._rows[seq]
@@ -301,8 +299,7 @@ class PageAllocator:
             raise PoolExhausted(len(pages), len(self._host_free), "host pages")
         row.host = array("i", (self._host_free.pop() if page else -1 for page in row.table))
         moves = [(page, there) for page, there in zip(row.table, row.host, strict=True) if page]
-        for page in pages:
-            self._drop(page)
+        self._drop(pages)
         row.table = array("i")
         row.limit = row.length  # it meets its limit, and is found to be elsewhere
         self._changed(row)
@@ -436,13 +433,15 @@ class PageAllocator:
         short = needed - len(self._free)
         return short <= 0 or (self._reclaim is not None and self._reclaim(short))
 
-    def _drop(self, page: int) -> None:
-        """One reader fewer."""
-        if page == NULL_PAGE:
-            return
-        readers = self._readers
-        readers[page] -= 1
-        if readers[page] == 0:
-            self._free.append(page)
-        elif readers[page] == 1 and page in self._kept:
-            self._when_idle(page)  # type: ignore[misc]  # set by whoever keeps pages
+    def _drop(self, pages: Iterable[int]) -> None:
+        """One reader fewer of each of these pages; null pages have none."""
+        readers, kept, idle = self._readers, self._kept, []
+        for page in pages:
+            if page != NULL_PAGE:
+                readers[page] = left = readers[page] - 1
+                if left == 0:
+                    self._free.append(page)
+                elif left == 1 and page in kept:
+                    idle.append(page)
+        if idle:
+            self._when_idle(idle)  # type: ignore[misc]  # set by whoever keeps pages

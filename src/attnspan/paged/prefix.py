@@ -27,13 +27,17 @@ uses only its beginning: all pages of a run were last used at the same time.
 it no longer tells the truth about the run's last use, its readers or its children, and is passed over when it comes
 up. When most of the heap must be such entries they are swept out, so that it does not grow where no page is given up.
 
+[Note: bytes] Tokens are kept as bytes, `WIDTH` for each: one pass over a list finds what is no token, and from there on
+parts of a prompt are cut, compared and hashed as a whole.
+
 Ints only. Time: O(tokens) to add or keep, O(log pages) for each run that pages are given up of.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Hashable, Iterable, Sequence
+from array import array
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -45,6 +49,9 @@ MOST_COMPARED = 16
 
 FEW_ENTRIES = 64
 """How many stale entries are never worth a sweep."""
+
+WIDTH = array("Q").itemsize
+"""Bytes of a token. See [Note: bytes]."""
 
 
 class Hit(NamedTuple):
@@ -76,39 +83,40 @@ class Run:
     """Kept pages in a row and their tokens, what comes before, and what comes after, by first token and first page."""
 
     pages: list[int]
-    tokens: tuple[int, ...]
+    tokens: bytes
     parent: Run | None
     used: int = 0
-    after: dict[int, dict[tuple[int, ...], Run]] = field(default_factory=dict)
+    after: dict[bytes, dict[bytes, Run]] = field(default_factory=dict)
     children: int = 0
     salt: Hashable = None  # of a root, which has no pages and no parent
 
-    def child(self, page: tuple[int, ...]) -> Run | None:
+    def child(self, page: bytes) -> Run | None:
         """The run whose first page has exactly these tokens."""
-        return self.after.get(page[0], {}).get(page)
+        return self.after.get(page[:WIDTH], {}).get(page)
 
-    def agreeing(self, tokens: tuple[int, ...], size: int) -> int:
-        """How many pages agree with tokens, the first of which does."""
-        if tokens[: len(self.tokens)] == self.tokens:
+    def agreeing(self, tokens: bytes, width: int) -> int:
+        """How many pages of so many bytes agree with tokens, the first of which does."""
+        if tokens.startswith(self.tokens):
             return len(self.pages)
         count = 1
-        while self.tokens[count * size : (count + 1) * size] == tokens[count * size : (count + 1) * size]:
+        while self.tokens[count * width : (count + 1) * width] == tokens[count * width : (count + 1) * width]:
             count += 1
         return count
 
-    def nearest(self, tokens: Sequence[int]) -> tuple[Run | None, int]:
+    def nearest(self, tokens: bytes) -> tuple[Run | None, int]:
         """The run below whose first page agrees with the most of `tokens` from their start, and with how many."""
         best: tuple[Run | None, int] = (None, 0)
-        for _, run in zip(range(MOST_COMPARED), reversed(self.after.get(tokens[0], {}).values()), strict=False):
+        for _, run in zip(range(MOST_COMPARED), reversed(self.after.get(tokens[:WIDTH], {}).values()), strict=False):
             agreed = _agreed(run.tokens, tokens)
             if agreed > best[1]:
                 best = (run, agreed)
         return best
 
 
-def _agreed(a: Sequence[int], b: Sequence[int]) -> int:
+def _agreed(a: bytes, b: bytes) -> int:
     """How many leading tokens are the same."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    pairs = zip(memoryview(a).cast("Q"), memoryview(b).cast("Q"), strict=False)
+    return next((i for i, (x, y) in enumerate(pairs) if x != y), min(len(a), len(b)) // WIDTH)
 
 
 Entry = tuple[int, int, Run]
@@ -137,6 +145,7 @@ class PrefixCache:
                 "allocator already has a prefix cache; one serves all its sequences, with a salt for each tenant"
             )
         self.allocator, self.metrics = allocator, Metrics()
+        self._width = allocator.page_size * WIDTH  # bytes of a page's tokens
         self._roots: dict[Hashable, Run] = {}
         self._clock = 0
         self._pushed = 0
@@ -148,43 +157,44 @@ class PrefixCache:
 
     def add(self, tokens: Iterable[int], *, salt: Hashable = None) -> Hit:
         """A new sequence that begins with what is kept of `tokens`, but for at least the last of them."""
-        prompt = _tokens(tokens)
-        pages, length = self._match(prompt[:-1], salt)
+        prompt = _packed(tokens)
+        pages, length = self._match(prompt[:-WIDTH], salt)
         seq = self.allocator._adopt(pages, length)
         counts = self.metrics
         counts.lookups += 1
-        counts.tokens += len(prompt)
+        counts.tokens += len(prompt) // WIDTH
         counts.hit_tokens += length
         counts.partial_hits += length % self.allocator.page_size > 0
         return Hit(seq, length)
 
     def peek(self, tokens: Iterable[int], *, salt: Hashable = None) -> int:
         """How many of these tokens `add` would find; nothing changes, not even what was used last."""
-        return self._match(_tokens(tokens)[:-1], salt, touch=False)[1]
+        return self._match(_packed(tokens)[:-WIDTH], salt, touch=False)[1]
 
     def keep(self, seq: int, tokens: Iterable[int], *, salt: Hashable = None) -> int:
         """Keep the full pages of a sequence, whose first tokens are `tokens`; how many pages were new.
 
         Call it when their keys are written. Pages that were released already, and what comes after, are left out.
         """
-        prompt, size = _tokens(tokens), self.allocator.page_size
+        prompt, width = _packed(tokens), self._width
         row = self.allocator._present(seq, "keep pages of")
-        if len(prompt) > row.length:
-            raise PageError(f"tokens must be at most the {row.length} that sequence {seq} holds, got {len(prompt)}")
-        path, pages = self._path(prompt, salt), row.table[: len(prompt) // size].tolist()
+        if len(prompt) > row.length * WIDTH:
+            given = len(prompt) // WIDTH
+            raise PageError(f"tokens must be at most the {row.length} that sequence {seq} holds, got {given}")
+        path, pages = self._path(prompt, salt), row.table[: len(prompt) // width].tolist()
         known = [page for run, count in path for page in run.pages[:count]]
         new = pages[len(known) :]
         if pages[: len(known)] != known or not self._kept.keys().isdisjoint(new):
             self._check_own(seq, pages, known)
         self._clock += 1
-        last = self._roots.get(salt) or Run([], (), None, salt=salt)
+        last = self._roots.get(salt) or Run([], b"", None, salt=salt)
         for run, count in path:
             last = self._touch(run, count)
         if NULL_PAGE in new:
             del new[new.index(NULL_PAGE) :]
         if new:
-            first = len(known) * size
-            self._append(last, prompt[first : first + len(new) * size], new)
+            first = len(known) * width
+            self._append(last, prompt[first : first + len(new) * width], new)
         self.metrics.kept_pages += len(new)
         return len(new)
 
@@ -222,14 +232,14 @@ class PrefixCache:
                 below = [child for same in run.after.values() for child in same.values()]
                 assert len(below) == run.children, "children are miscounted"
                 assert all(child.parent is run for child in below), "a page is below another's"
-                assert all(child is run.child(child.tokens[: self.allocator.page_size]) for child in below), "misplaced"
+                assert all(child is run.child(child.tokens[: self._width]) for child in below), "misplaced"
                 assert all(child.used <= run.used for child in below if run is not root), (
                     "used later than what is before"
                 )
                 runs += below
                 if run is root:
                     continue
-                assert 0 < len(run.pages) * self.allocator.page_size == len(run.tokens), "tokens are not those of pages"
+                assert 0 < len(run.pages) * self._width == len(run.tokens), "tokens are not those of pages"
                 for page in run.pages:
                     assert found.setdefault(page, run) is run, f"page {page} is kept twice"
                 idle = self.allocator._readers[run.pages[-1]] == 1 and not run.children
@@ -238,42 +248,48 @@ class PrefixCache:
 
     # ---- within ----------------------------------------------------------------------------------------------------
 
-    def _path(self, tokens: tuple[int, ...], salt: Hashable) -> Path:
+    def _path(self, tokens: bytes, salt: Hashable) -> Path:
         """The kept pages that hold `tokens`, as far as they go."""
-        size, run, path = self.allocator.page_size, self._roots.get(salt), list[tuple[Run, int]]()
-        while run is not None and len(tokens) >= size:
-            run = run.child(tokens[:size])
+        width, run = self._width, self._roots.get(salt)
+        path: Path = []
+        while run is not None and len(tokens) >= width:
+            run = run.child(tokens[:width])
             if run is not None:
-                count = run.agreeing(tokens, size)
+                count = run.agreeing(tokens, width)
                 path.append((run, count))
                 if count < len(run.pages):
                     break
-                tokens = tokens[count * size :]
+                tokens = tokens[count * width :]
         return path
 
-    def _match(self, tokens: tuple[int, ...], salt: Hashable, touch: bool = True) -> tuple[list[int], int]:
-        path, size = self._path(tokens, salt), self.allocator.page_size
-        length = sum(count for _, count in path) * size
-        rest = tokens[length : length + size]
+    def _match(self, tokens: bytes, salt: Hashable, touch: bool = True) -> tuple[list[int], int]:
+        """The pages that begin with `tokens`, and how many tokens they agree with."""
+        root, width = self._roots.get(salt), self._width
+        if root is None or tokens[:WIDTH] not in root.after:  # so it is with most prompts
+            return [], 0
+        path = self._path(tokens, salt)
+        pages = sum(count for _, count in path)
+        length = pages * self.allocator.page_size
+        rest = tokens[pages * width : (pages + 1) * width]
         if rest:
-            last, count = path[-1] if path else (self._roots.get(salt), 0)
-            if last is not None and count < len(last.pages):
+            last, count = path[-1] if path else (root, 0)
+            if count < len(last.pages):
                 partly: Run | None = last
-                agreed = _agreed(last.tokens[count * size : (count + 1) * size], rest)
+                agreed = _agreed(last.tokens[count * width : (count + 1) * width], rest)
                 beyond = [*path[:-1], (last, count + 1)]
             else:
-                partly, agreed = last.nearest(rest) if last is not None else (None, 0)
+                partly, agreed = last.nearest(rest)
                 beyond = [*path, (partly, 1)] if partly is not None else path
-            if partly is not None and agreed:
+            if agreed:
                 path, length = beyond, length + agreed
-        pages = [page for run, count in path for page in run.pages[:count]]
+        found = [page for run, count in path for page in run.pages[:count]]
         if touch:
             self._clock += 1
             for run, count in path:
                 self._touch(run, count)
-        return pages, length
+        return found, length
 
-    def _append(self, last: Run, tokens: tuple[int, ...], pages: list[int]) -> None:
+    def _append(self, last: Run, tokens: bytes, pages: list[int]) -> None:
         """Keep pages that come after a run, which was just used."""
         if last.pages and not last.children:
             last.tokens += tokens
@@ -282,7 +298,7 @@ class PrefixCache:
             if last.parent is None:
                 self._roots[last.salt] = last
             run = Run(pages, tokens, last, self._clock)
-            last.after.setdefault(tokens[0], {})[tokens[: self.allocator.page_size]] = run
+            last.after.setdefault(tokens[:WIDTH], {})[tokens[: self._width]] = run
             last.children += 1
             last = run
         self._kept.update(dict.fromkeys(pages, last))
@@ -301,20 +317,21 @@ class PrefixCache:
 
     def _parted(self, run: Run, count: int) -> Run:
         """A run of the first `count` pages, which the rest comes after. See [Note: runs]."""
-        size, parent = self.allocator.page_size, run.parent
+        width, parent = self._width, run.parent
         assert parent is not None, "a root has no pages"
-        head = Run(run.pages[:count], run.tokens[: count * size], parent, run.used, children=1)
-        parent.after[head.tokens[0]][head.tokens[:size]] = head
-        run.pages, run.tokens, run.parent = run.pages[count:], run.tokens[count * size :], head
-        head.after[run.tokens[0]] = {run.tokens[:size]: run}
+        head = Run(run.pages[:count], run.tokens[: count * width], parent, run.used, children=1)
+        parent.after[head.tokens[:WIDTH]][head.tokens[:width]] = head
+        run.pages, run.tokens, run.parent = run.pages[count:], run.tokens[count * width :], head
+        head.after[run.tokens[:WIDTH]] = {run.tokens[:width]: run}
         self._kept.update(dict.fromkeys(head.pages, head))
         return head
 
-    def _left_alone(self, page: int) -> None:
-        """A page has no reader any more but the cache."""
-        run = self._kept[page]
-        if run.pages[-1] == page:
-            self._wait(run)
+    def _left_alone(self, pages: list[int]) -> None:
+        """Pages have no reader any more but the cache."""
+        for page in pages:
+            run = self._kept[page]
+            if run.pages[-1] == page:
+                self._wait(run)
 
     def _wait(self, run: Run) -> None:
         """Queue a run whose last page may be given up, if nothing comes after it."""
@@ -346,7 +363,7 @@ class PrefixCache:
         return True
 
     def _victims(self, most: int) -> Path:
-        """Runs, and how many of their last pages to give up, at most so many in all, in order; they leave the heap."""
+        """Runs and how many last pages of each to give up, in order, at most so many; whole runs leave the heap."""
         victims: Path = []
         chosen: set[int] = set()
         left: dict[int, int] = {}  # children that would remain, by run
@@ -358,47 +375,48 @@ class PrefixCache:
                 continue
             pages = run.pages[-most:]
             count = len(pages)
-            if any(readers[page] > 1 for page in pages):  # a sequence reads some of them: those behind are idle
+            if max(map(readers.__getitem__, pages)) > 1:  # a sequence reads some of them: those behind are idle
                 count = next(n for n, page in enumerate(reversed(pages)) if readers[page] > 1)
             victims.append((run, count))
             chosen.add(id(run))
             most -= count
-            parent = run.parent
-            assert parent is not None, "a root is never queued"
-            if count == len(run.pages):
+            if count < len(run.pages):
+                self._push(run)  # for what it has left
+            else:
+                parent = run.parent
+                assert parent is not None, "a root is never queued"
                 left[id(parent)] = left.get(id(parent), parent.children) - 1
                 if not left[id(parent)] and parent.pages and readers[parent.pages[-1]] == 1:
                     self._push(parent)
         return victims
 
     def _cut(self, run: Run, count: int) -> None:
-        """Give up the last pages of a run."""
-        size, parent, first = self.allocator.page_size, run.parent, run.tokens[: self.allocator.page_size]
+        """Give up the last pages of a run, which are idle."""
+        pages, parent, first = run.pages[: -count - 1 : -1], run.parent, run.tokens[: self._width]
         assert parent is not None, "a root holds no page"
-        pages = run.pages[: -count - 1 : -1]
-        del run.pages[-count:]
         for page in pages:
             del self._kept[page]
-            self.allocator._drop(page)
+        self.allocator._drop(pages)
         self.metrics.evicted_pages += count
-        run.tokens = run.tokens[: len(run.pages) * size]
+        del run.pages[-count:]
+        run.tokens = run.tokens[: len(run.pages) * self._width]
         if not run.pages:
-            same = parent.after[first[0]]
+            same = parent.after[first[:WIDTH]]
             del same[first]
             if not same:
-                del parent.after[first[0]]
+                del parent.after[first[:WIDTH]]
             parent.children -= 1
             if not parent.children and parent.parent is None:
                 del self._roots[parent.salt]
-            run = parent
-        if run.pages and self.allocator._readers[run.pages[-1]] == 1:
-            self._wait(run)
+            if parent.pages and self.allocator._readers[parent.pages[-1]] == 1:
+                self._wait(parent)
 
 
-def _tokens(tokens: Iterable[int]) -> tuple[int, ...]:
-    given = tuple(tokens)
+def _packed(tokens: Iterable[int]) -> bytes:
+    """See [Note: bytes]."""
+    given = tokens if type(tokens) is list else list(tokens)
     try:
-        plain = type(sum(given)) is int  # then all are ints, or bools; a quarter of the time it takes to ask each
-    except TypeError:
-        plain = False
-    return given if plain else whole_list("tokens", given, error=PageError)
+        return array("Q", given).tobytes()
+    except (TypeError, OverflowError):
+        whole_list("tokens", given, error=PageError)
+        raise PageError(f"tokens must be below 2**{8 * WIDTH}, got {max(given)}") from None
