@@ -21,6 +21,9 @@ of theirs, and a page for each of them to grow into: to be sent back halfway wou
 to the original. It starts over on pages of its own. For a like reason a sample that grows longer than a windowed pool
 shares nothing: a prefix cache gives up pages from the end, and would hold on to all that a window left behind.
 
+[Note: shown when looked for] What a prompt computed is shown to the prefix cache when a later one is about to look for
+it, or its pages are about to go. Most prompts are like no other, and are then shown once, with their answers.
+
 [Note: all ranks] With `whole` (prefill under context parallelism), a prompt of at least so many tokens is a step by
 itself, and not in chunks.
 
@@ -102,6 +105,7 @@ class Scheduler:
         self.chunk = room.widest(limits.max_tokens)
         self.running: list[Sample] = []
         self.queued: list[Sample] = []
+        self._unseen: list[Sample] = []  # with a prompt to be shown: see [Note: shown when looked for]
         self._smallest = min(store.allocator.page_size for store in room.stores)
         self._returns = 0  # counts what may have brought pages back
         self._refused: tuple[Sample, int] | None = None  # who did not fit, and at which count
@@ -182,10 +186,13 @@ class Scheduler:
             sample.computed += count
             self.counts.tokens += count
             windowed = self._returned_behind(sample, count)
-            if before < sample.prompt and (windowed or sample.prompt <= sample.computed):
-                self._keep(sample)
-            if windowed and self.room.release(sample.seq):
-                self._returns += 1
+            if before < sample.prompt <= sample.computed:
+                self._unseen.append(sample)
+            if windowed:
+                self._show()
+                if before < sample.prompt:
+                    self._keep(sample)
+                self._returns += self.room.release(sample.seq)
 
     def restart(self, sample: Sample) -> None:
         """Compute a running sample again from its first token: what it was fed last came to nothing."""
@@ -237,6 +244,7 @@ class Scheduler:
         return self.limits.max_tokens - sum(chunk.new for chunk in self._wanted())
 
     def _begun(self, sample: Sample) -> bool:
+        self._show()
         sample.seq, sample.computed = self.room.add(sample.tokens, sample.salt, not sample.unshared)
         if self.running and not self._fits_beside(sample):
             self.room.free(sample.seq)
@@ -277,6 +285,7 @@ class Scheduler:
         if len(self.running) == 1:
             self._start_over(self.running[0])
             return
+        self._show()
         sample = self.running.pop()
         assert sample.seq is not None, "it ran"
         if sample.computed and self.room.swap_out(sample.seq):
@@ -300,6 +309,12 @@ class Scheduler:
         self.room.free(sample.seq)
         sample.seq, sample.swapped, sample.computed, sample.kept = None, False, 0, 0
         self.counts.recomputed += 1
+
+    def _show(self) -> None:
+        """See [Note: shown when looked for]."""
+        for sample in self._unseen:
+            self._keep(sample)
+        self._unseen.clear()
 
     def _keep(self, sample: Sample) -> None:
         """Show a sample's pages to the prefix cache, if there is a full one that it has not seen."""
