@@ -1,4 +1,4 @@
-"""On a CUDA device: tokens that the model says, with and without graphs.
+"""On a CUDA device: tokens that the model says, with and without graphs, on one rank and over several.
 
 Arithmetic there is not that of the CPU, and a near tie may fall otherwise, after which everything else differs. So each
 token that was said is held to what the plain model on the CPU makes of the same prompt and the tokens said before it:
@@ -14,6 +14,9 @@ import torch
 
 from attnspan.engine import Engine, SamplingParams
 from attnspan.errors import EngineError
+from attnspan.integrations.huggingface import PagedCache
+from attnspan.testing import loopback
+from tests.devices import on_every_device
 from tests.engine.models import FAMILIES, logprobs_of, prompts, tiny
 
 # Logits are of size 10, and float32 is somewhere in all of them, in transformers' softmax at least: rounding comes to
@@ -41,12 +44,58 @@ def check_said(family, requests):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+@on_every_device
 def test_every_token_is_the_likeliest_by_the_plain_model(family, device):
     model, asked = precise(family).to(device), prompts([5, 17, 1, 40])
     engine = Engine(model, pages=64, page_size=16, max_tokens=32, max_sequences=8)
     check_said(family, engine.generate(asked, SamplingParams(logprobs=True, max_new_tokens=12)))
     engine.check()
+
+
+@on_every_device
+@pytest.mark.parametrize("family", FAMILIES)
+def test_over_ranks_too(family, device):
+    """One prompt under context parallelism, two in chunks; keys in pages of three ranks."""
+    model, asked = copy.deepcopy(tiny(family)).to(device), prompts([5, 17, 40])
+
+    def rank(world):
+        engine = Engine(model, mesh=world, pages=40, page_size=16, max_tokens=16, max_sequences=4, whole_prompts=20)
+        requests = engine.generate(asked, SamplingParams(logprobs=True, max_new_tokens=9))
+        engine.check()
+        return requests
+
+    first, *others = loopback(3, device).run(rank)
+    check_said(family, first)
+    for each in others:
+        assert [request.token_ids for request in each] == [request.token_ids for request in first]
+
+
+@on_every_device
+@pytest.mark.parametrize("host_pages", [0, 30])
+def test_a_pool_so_small_that_samples_must_wait(host_pages, device):
+    model, asked = copy.deepcopy(tiny("Llama")).to(device), prompts([20, 30, 12, 7, 40])
+    engine = Engine(model, pages=5, page_size=16, max_tokens=32, max_sequences=4, host_pages=host_pages)
+    check_said("Llama", engine.generate(asked, SamplingParams(logprobs=True, max_new_tokens=30)))
+    assert engine.counts.swapped_out if host_pages else engine.counts.recomputed
+    engine.check()
+
+
+@on_every_device
+@pytest.mark.parametrize("family", ["Llama", "Gemma3"])
+def test_generate_over_a_paged_cache(family, device):
+    model, [prompt] = precise(family).to(device), prompts([17])
+    cache = PagedCache(model, pages=64, page_size=4)
+    tokens = torch.tensor([prompt], device=device)
+    said = model.generate(
+        tokens,
+        attention_mask=torch.ones_like(tokens),
+        past_key_values=cache,
+        max_new_tokens=14,
+        do_sample=False,
+        pad_token_id=0,
+    )[0, len(prompt) :].cpu()
+    logprobs = logprobs_of(precise(family), prompt, said.tolist())
+    assert (logprobs.amax(-1) - logprobs.gather(1, said.unsqueeze(1)).squeeze(1)).max() < ROUNDING
 
 
 @pytest.mark.cuda

@@ -46,7 +46,7 @@ class Attention(nn.Module):
 
 def rotated(x, positions):
     """Rotary embedding of (B, H, S, D) by global positions (S,)."""
-    angles = positions[:, None] * 100.0 ** -(torch.arange(DIM // 2) / (DIM // 2))
+    angles = positions[:, None] * 100.0 ** -(torch.arange(DIM // 2, device=x.device) / (DIM // 2))
     cos, sin, (even, odd) = angles.cos(), angles.sin(), x.chunk(2, dim=-1)
     return torch.cat([even * cos - odd * sin, even * sin + odd * cos], dim=-1)
 
@@ -139,11 +139,11 @@ def clipped(model):
     nn.utils.clip_grad_norm_(model.parameters(), NORM)
 
 
-def one_device(micro=1, clip=True):
+def one_device(micro=1, clip=True, steps=range(STEPS)):
     """Every step's loss and gradients, over the tokens of all micro-batches."""
     model, found = Llama(), []
     optim = optimizer(model)
-    for step in range(STEPS):
+    for step in steps:
         parts = []
         for each in (batch(step, number) for number in range(micro)):
             dense = Dense(each.mask, SEQ_LEN)
