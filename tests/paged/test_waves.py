@@ -50,3 +50,21 @@ def test_parts_are_long_enough_to_be_worth_it_and_few_enough_to_join(rows, longe
 def test_rows_that_do_not_fill_the_device_are_split_as_far_as_is_worth_it():
     assert splits(1, 2048) == 2048 // decode.FEWEST_KEYS
     assert splits(2, 1024) == 1024 // decode.FEWEST_KEYS
+
+
+@pytest.mark.parametrize(
+    ("rows", "dtype", "outrun"),
+    [
+        ([(8192, 8192)], torch.bfloat16, True),
+        ([(2048, 2048)] * 8, torch.bfloat16, False),
+        ([(512, 8704)], torch.bfloat16, False),
+        ([(8192, 8192), *[(1, 8192)] * 15], torch.bfloat16, False),  # fifteen copies would cost more than they gain
+        ([(1, 1 << 25)], torch.bfloat16, False),  # one query: keys are read and hardly computed with
+        ([(1024, 1024)], torch.float32, True),
+        ([(128, 128)] * 4, torch.float32, False),
+    ],
+)
+def test_rows_of_long_prompts_are_left_to_kernels_that_gather_keys(rows, dtype, outrun):
+    queries, keys = zip(*rows, strict=True)
+    reading = SimpleNamespace(queries=queries, spans=tuple((0, seen) for seen in keys))
+    assert decode.is_outrun(reading, torch.empty(sum(queries), 32, 128, dtype=dtype, device="meta")) is outrun

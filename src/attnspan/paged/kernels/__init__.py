@@ -52,12 +52,7 @@ def choose(name: str, spec: Scoring, reading: Reading, q: Tensor, keys: Pages, v
     reasons = []
     for kernel in KERNELS.values():
         reason = kernel.supports(spec, reading, q, keys, values)
-        if reason is None and not (kernel is decode and _leaves(reading)):
+        if reason is None and not (kernel is decode and decode.is_outrun(reading, q)):
             return kernel
         reasons.append(reason or "")
     raise KernelError(f"no kernel can attend over these pages: {'; '.join(filter(None, reasons))}")
-
-
-def _leaves(reading: Reading) -> bool:
-    """What "auto" leaves to the kernels after `decode`: many queries in every row."""
-    return min(reading.queries, default=0) > decode.FEW

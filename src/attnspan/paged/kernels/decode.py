@@ -54,8 +54,13 @@ from attnspan.paged.scoring import Scoring
 
 name = "decode"
 
+DENSE = {2: 1 << 36, 4: 1 << 31}
+"""By bytes of a number: queries x keys x heads x dim of a row from which it is faster to gather keys first, as measured
+on an H200. In bf16 a row of 4096 new tokens takes as long either way (32 heads, dim 128), and 512 a quarter of the
+time here: to gather is some 0.3 ms of launches for each row."""
+
 FEW = 16
-"""Up to so many new tokens in some row, `auto` takes this kernel; prompts alone are faster gathered."""
+"""New tokens of a row up to which keys are read and hardly computed with, so that a copy of them never pays."""
 
 MOST_ROWS = 64
 """Queries x heads of a group that one program holds at most."""
@@ -108,6 +113,16 @@ def supports(spec: Scoring, reading: Reading, q: Tensor, keys: Pages, values: Pa
     return None
 
 
+def is_outrun(reading: Reading, q: Tensor) -> bool:
+    """Whether `auto` leaves this step to kernels that want keys side by side: on average, rows are long prompts."""
+    rows = len(reading.queries)
+    if q.shape[0] <= FEW * rows:
+        return False
+    keys = [end - begin for begin, end in reading.spans]
+    pairs = sum(n * seen for n, seen in zip(reading.queries, keys, strict=True))
+    return pairs * q.shape[1] * q.shape[2] > rows * DENSE[q.element_size()]
+
+
 def forward(
     spec: Scoring, reading: Reading, q: Tensor, keys: Pages, values: Pages, tuning: Tuning | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -146,13 +161,13 @@ def forward(
             size=reading.page_size, group=group, dim=dim, value_dim=values.shape[3],
             block_d=max(16, _power(dim)), block_v=max(16, _power(values.shape[3])), block_m=rows, block_n=tuning.block,
             per_tile=per_tile, fewest=FEWEST_KEYS // tuning.block, causal=spec.causal,
-            windowed=spec.window is not None, ranks=spread.ranks, stored=stored, early=early and splits > 1,
+            windowed=spec.window is not None, ranks=spread.ranks, stored=stored, early=early,
             num_warps=tuning.warps, num_stages=tuning.stages,
         )  # fmt: skip
         if splits > 1:
             join[tokens, heads, -(-values.shape[3] // JOINED)](
                 out, lse, part_out, part_lse, tokens, heads, splits, value_dim=values.shape[3],
-                block_v=JOINED, block_s=_power(splits), early=early, num_warps=4,
+                block_v=JOINED, block_s=16 if splits <= 16 else MOST_SPLITS, early=early, num_warps=4,
                 **({"launch_pdl": True} if early else {}),  # the interpreter does not know the word
             )  # fmt: skip
     return out, lse
