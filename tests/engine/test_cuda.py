@@ -122,6 +122,17 @@ def test_by_graphs_while_requests_come_and_go(family):
 
 
 @pytest.mark.cuda
+def test_warming_up_notes_every_graph():
+    model = copy.deepcopy(tiny("Llama")).to("cuda")
+    engine = Engine(model, pages=64, max_tokens=32, max_sequences=20, cuda_graphs=True)
+    engine.warm_up()
+    noted = set(engine._runner._graphs._noted)
+    assert noted == {1, 2, 4, 8, 16, 20}
+    check_said("Llama", engine.generate(prompts([5, 17, 1]), SamplingParams(logprobs=True, max_new_tokens=9)))
+    assert set(engine._runner._graphs._noted) == noted
+
+
+@pytest.mark.cuda
 def test_a_graph_serves_samples_that_grow_longer_than_they_were_when_it_was_noted():
     model = copy.deepcopy(tiny("Llama")).to("cuda")
     engine = Engine(model, pages=64, page_size=16, max_tokens=64, max_sequences=2, cuda_graphs=True)

@@ -471,6 +471,42 @@ def test_what_other_weights_computed_is_not_found_again(change):
     one.check()
 
 
+@pytest.mark.parametrize(("family", "pages"), [("Llama", 64), ("Gemma3", 64), ("Llama", 3)])
+def test_an_engine_that_is_warm_says_the_same_and_has_counted_and_kept_nothing(family, pages, monkeypatch):
+    model, asked = tiny(family), prompts([9, 2])
+    one, rows = engine(model, pages=pages), []
+    run = one._runner.run
+    monkeypatch.setattr(one._runner, "run", lambda batch: (rows.append([chunk.new for chunk in batch]), run(batch))[1])
+    one.warm_up()
+    assert [1] in rows
+    assert max(map(sum, rows)) == min(512, one._scheduler.chunk, 4 * pages - 1)
+    assert one.counts == engine(model).counts
+    one.check()
+    for store in one._scheduler.room.stores:
+        assert store.allocator.stats().free == store.pages
+    answers = one.generate(asked, SamplingParams(max_new_tokens=3))
+    assert [answer.token_ids for answer in answers] == [greedy(model, prompt, 3) for prompt in asked]
+
+
+def test_an_engine_with_requests_is_not_warmed_up_and_one_that_fails_meanwhile_is_well(monkeypatch):
+    one = engine()
+    request = one.add([5])
+    with pytest.raises(EngineError, match="warm_up is for an engine without requests, got 1 unfinished"):
+        one.warm_up()
+    one.cancel(request)
+    with monkeypatch.context() as patch:
+        patch.setattr(one._runner, "run", fails)
+        with pytest.raises(MemoryError):
+            one.warm_up()
+    one.check()
+    assert one._scheduler.room.stores[0].allocator.stats().free == 64
+    assert one.generate([[5]], SamplingParams(max_new_tokens=2))[0].token_ids == greedy(tiny("Llama"), [5], 2)
+
+
+def fails(batch):
+    raise MemoryError
+
+
 def test_a_model_that_went_into_training_is_refused_until_it_is_back():
     model = copy.deepcopy(tiny("Llama", attention_dropout=0.5))
     one = engine(model)

@@ -32,6 +32,18 @@ def test_ranks_say_what_one_rank_says(family):
         assert found == expected
 
 
+def test_ranks_are_warmed_up_together():
+    model, asked = tiny("Llama"), prompts([40])
+
+    def rank(world):
+        engine = Engine(model, mesh=world, pages=40, page_size=4, whole_prompts=20)
+        engine.warm_up()
+        engine.check()
+        return engine.generate(asked, SamplingParams(max_new_tokens=4))[0].token_ids
+
+    assert loopback(2).run(rank) == [greedy(model, asked[0], 4)] * 2
+
+
 def test_a_prompt_that_no_rank_holds_alone_is_continued_by_all():
     model, [prompt] = tiny("Llama"), prompts([150])
     with pytest.raises(EngineError, match="the request does not fit: 150 tokens of prompt and up to 7 more"):

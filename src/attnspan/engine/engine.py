@@ -50,6 +50,9 @@ from attnspan.transports.group import Group, transport_of
 
 Prompt = str | Sequence[int]
 
+LENGTHS = (8, 64, 512)
+"""Prompts that an engine is warmed up with: kernels differ by how many new tokens a sample has, up to some 64."""
+
 
 class Engine:
     """Generation with a model of transformers over `pages` pages of `page_size` tokens.
@@ -125,6 +128,44 @@ class Engine:
         if None in self._pools.windows:
             return min(held, known) if known else held
         return known or 64 * held
+
+    def warm_up(self) -> None:
+        """Do now what would be done when it is first met: compile kernels, note graphs of every size.
+
+        Over ranks, on all of them. Nothing of it is counted or kept. EngineError while there are requests.
+        """
+        self._check_alive()
+        if self._requests:
+            raise EngineError(f"warm_up is for an engine without requests, got {len(self._requests)} unfinished")
+        with served(self.model):
+            check_evaluates(self.model)
+            for lengths in [[1] * rows for rows in self._runner.sizes] + [[length] for length in LENGTHS]:
+                self._rehearse(lengths)
+
+    def _rehearse(self, lengths: list[int]) -> None:
+        """Run made-up prompts and two tokens after each, as far as there is room for them."""
+        scheduler = Scheduler(self._scheduler.room, self.limits)
+        for number, length in enumerate(lengths):
+            length = min(length, self.max_length - 1)
+            if length > 0 and scheduler.room.refusal(length + 1, scheduler.chunk) is None:
+                sample = Sample(number, [0] * length, length + 1)
+                scheduler.add(sample)
+                sample.unshared = True  # it is neither kept nor found
+        try:
+            while batch := scheduler.step():
+                self._runner.run(batch)
+                scheduler.computed(batch)
+                for sample in [chunk.sample for chunk in batch if not chunk.sample.rest]:
+                    if len(sample.tokens) == sample.most:
+                        scheduler.remove(sample)
+                    else:
+                        sample.tokens.append(0)
+        except TransportError as error:
+            self._die(error)
+            raise
+        finally:
+            for sample in [*scheduler.running, *scheduler.queued]:
+                scheduler.remove(sample, keep=False)
 
     # ---- requests --------------------------------------------------------------------------------------------------
 

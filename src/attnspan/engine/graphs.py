@@ -56,6 +56,11 @@ class Graphs:
         """How many rows a batch is filled up to."""
         return min(padded(count), self._most)
 
+    @property
+    def sizes(self) -> list[int]:
+        """All numbers of rows that batches are filled up to."""
+        return sorted({self.rows(count) for count in range(1, self._most + 1)})
+
     def run(self, call: Call, tokens: list[int], rows: int) -> Tensor:
         """The logits (tokens, V) of a step that was planned with so many rows."""
         self._tokens[0, : len(tokens)].copy_(torch.tensor(tokens))

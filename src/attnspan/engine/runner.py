@@ -146,6 +146,11 @@ class Runner:
         """What is written to and read, and the plans of it; see ranks.py for another kind."""
         return self.pools.pools, [StepPlan(pool, **sizes) for pool in self.pools.pools]
 
+    @property
+    def sizes(self) -> list[int]:
+        """Numbers of rows for which something is made ready when they are first met: graphs, if there are any."""
+        return [1] if self._graphs is None else self._graphs.sizes
+
     def run(self, batch: Sequence[Chunk]) -> Tensor:
         """Feed a batch; the logits (rows, V) after every chunk that ends its sample, in order."""
         if self._graphs is not None and all(chunk.new == 1 and chunk.last for chunk in batch):
