@@ -198,18 +198,20 @@ def test_what_was_given_up_is_found_again_where_the_prefix_cache_kept_it():
     assert with_.scheduler.counts.tokens < without.scheduler.counts.tokens
 
 
-def test_a_prompt_is_shown_when_another_looks_for_it_and_else_once_with_its_answer(monkeypatch):
+def test_what_was_computed_is_shown_to_whoever_begins_alike_and_else_once_at_the_end(monkeypatch):
     driver = alone(num_pages=20, prefixes=True)
     shown, keep = [], Room.keep
     monkeypatch.setattr(Room, "keep", lambda room, *given: (shown.append(len(given[1])), keep(room, *given)))
     driver.add([1] * 9, new=8)
+    driver.step()
+    driver.add([1, 1, 1, 0] * 2, new=8)  # begins otherwise, though only just
     run(driver)
-    assert shown == [16]
+    assert shown == [16, 15]
     first = driver.add([0] * 9, new=8)
     driver.step()
     second = driver.add([0] * 9, new=1)
     driver.step()
-    assert shown == [16, 9, 9]  # the first one's prompt, because the second looked for it, and the second's own end
+    assert shown == [16, 15, 9, 9]  # the first one's, for the second to find, and the second's own when it ends
     assert (first.computed, driver.scheduler.counts.known) == (10, 8)
     assert second.order in driver.ended
 

@@ -79,8 +79,7 @@ class Cache:
             for position in range(row.first, row.length - fresh.get(seq, 0)):
                 if row.host is None:
                     owned[row.table[position // self.allocator.page_size], position % self.allocator.page_size] = True
-        for page, node in self.allocator._kept.items():
-            owned[page, : len(node.tokens)] = True
+        owned[torch.tensor(list(self.allocator._kept)).bool()] = True  # full pages
         for pages in (*self.pool.keys, *self.pool.values):
             pages.masked_fill_(~owned.to(pages.device)[:, :, None, None], NAN)
 

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+from array import array
 from collections import deque
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
@@ -193,7 +194,7 @@ class Engine:
         if self.transport is not None and self.transport.ranks > 1:
             seed = self._agreed(tokens, params, kept_as, seed)
         # The last token is never fed, so that it needs no room.
-        sample = Sample(number, list(tokens), most - 1, forks=params.n - 1, salt=kept_as)
+        sample = Sample(number, array("Q", tokens), most - 1, forks=params.n - 1, salt=kept_as)
         self._scheduler.add(sample)
         self._next += 1
         request = Request(number, tokens, params, seed, salt)

@@ -44,7 +44,7 @@ class RanksRunner(Runner):
             return self._together(sample.tokens)
         return super().run(batch)
 
-    def _together(self, tokens: list[int]) -> Tensor:
+    def _together(self, tokens: Sequence[int]) -> Tensor:
         """The logits (1, V) after a prompt that all ranks compute."""
         session = self._on(len(tokens))
         positions = session.positions

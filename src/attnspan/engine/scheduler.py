@@ -21,8 +21,8 @@ of theirs, and a page for each of them to grow into: to be sent back halfway wou
 to the original. It starts over on pages of its own. For a like reason a sample that grows longer than a windowed pool
 shares nothing: a prefix cache gives up pages from the end, and would hold on to all that a window left behind.
 
-[Note: shown when looked for] What a prompt computed is shown to the prefix cache when a later one is about to look for
-it, or its pages are about to go. Most prompts are like no other, and are then shown once, with their answers.
+[Note: shown when looked for] What a sample computed is shown to the prefix cache when one that begins alike is about
+to look for it, or when its pages are about to go. Most are like no other, and are shown once, when they end.
 
 [Note: all ranks] With `whole` (prefill under context parallelism), a prompt of at least so many tokens is a step by
 itself, and not in chunks.
@@ -105,7 +105,6 @@ class Scheduler:
         self.chunk = room.widest(limits.max_tokens)
         self.running: list[Sample] = []
         self.queued: list[Sample] = []
-        self._unseen: list[Sample] = []  # with a prompt to be shown: see [Note: shown when looked for]
         self._smallest = min(store.allocator.page_size for store in room.stores)
         self._returns = 0  # counts what may have brought pages back
         self._refused: tuple[Sample, int] | None = None  # who did not fit, and at which count
@@ -182,15 +181,10 @@ class Scheduler:
         self.counts.steps += 1
         for sample, count in batch:
             assert sample.seq is not None, "it ran"
-            before = sample.computed
             sample.computed += count
             self.counts.tokens += count
-            windowed = self._returned_behind(sample, count)
-            if before < sample.prompt <= sample.computed:
-                self._unseen.append(sample)
-            if windowed:
-                self._show()
-                if before < sample.prompt:
+            if self._returned_behind(sample, count):
+                if sample.kept < sample.prompt:
                     self._keep(sample)
                 self._returns += self.room.release(sample.seq)
 
@@ -244,7 +238,7 @@ class Scheduler:
         return self.limits.max_tokens - sum(chunk.new for chunk in self._wanted())
 
     def _begun(self, sample: Sample) -> bool:
-        self._show()
+        self._show(sample)
         sample.seq, sample.computed = self.room.add(sample.tokens, sample.salt, not sample.unshared)
         if self.running and not self._fits_beside(sample):
             self.room.free(sample.seq)
@@ -285,14 +279,13 @@ class Scheduler:
         if len(self.running) == 1:
             self._start_over(self.running[0])
             return
-        self._show()
         sample = self.running.pop()
         assert sample.seq is not None, "it ran"
+        self._keep(sample)
         if sample.computed and self.room.swap_out(sample.seq):
             sample.swapped = True
             self.counts.swapped_out += 1
         else:
-            self._keep(sample)
             self._give_up(sample)
         insort(self.queued, sample, key=_ORDER)
         self._returns += 1
@@ -310,11 +303,12 @@ class Scheduler:
         sample.seq, sample.swapped, sample.computed, sample.kept = None, False, 0, 0
         self.counts.recomputed += 1
 
-    def _show(self) -> None:
+    def _show(self, newcomer: Sample) -> None:
         """See [Note: shown when looked for]."""
-        for sample in self._unseen:
-            self._keep(sample)
-        self._unseen.clear()
+        first, page = newcomer.tokens[0], newcomer.tokens[: self._smallest]
+        for sample in self.running:
+            if sample.tokens[0] == first and sample.tokens[: self._smallest] == page:
+                self._keep(sample)
 
     def _keep(self, sample: Sample) -> None:
         """Show a sample's pages to the prefix cache, if there is a full one that it has not seen."""

@@ -117,7 +117,7 @@ class PageAllocator:
         self._next, self._stamps = 0, count(1)
         # A prefix cache is one more reader of its pages. It is told when it is the last, and when too few pages are
         # free, it is asked to give up so many more: it does, or says no and keeps them all.
-        self._kept: dict[int, object] = {}
+        self._kept = bytearray(self.num_pages)  # 1 for those that it reads
         self._when_idle: Callable[[list[int]], None] | None = None
         self._reclaim: Callable[[int], bool] | None = None
 
@@ -357,7 +357,7 @@ class PageAllocator:
     def stats(self) -> Stats:
         """Counts of pages, sequences and tokens; it looks at every page."""
         taken = [(page, readers) for page, readers in enumerate(self._readers) if readers]
-        alone = sum(readers == 1 and page in self._kept for page, readers in taken)
+        alone = sum(readers == 1 and self._kept[page] for page, readers in taken)
         rows = list(self._rows.values())
         held = {page: 0 for row in rows for page in row.table if page}
         for row in rows:
@@ -369,7 +369,7 @@ class PageAllocator:
             pages=self.num_pages - 1,
             free=len(self._free),
             used=len(taken) - alone,
-            shared=sum(readers - (page in self._kept) > 1 for page, readers in taken),
+            shared=sum(readers - self._kept[page] > 1 for page, readers in taken),
             cached=alone,
             sequences=len(rows),
             swapped=sum(row.host is not None for row in rows),
@@ -396,8 +396,7 @@ class PageAllocator:
                 readers[page] += page != NULL_PAGE
             if row.host is None and row.limit > row.length:
                 assert self._readers[row.table[-1]] == 1, f"sequence {seq} may write to shared page {row.table[-1]}"
-        for page in self._kept:
-            readers[page] += 1
+        readers = list(map(add, readers, self._kept))
         assert readers == self._readers, "readers are miscounted"
         free = {page for page in range(1, self.num_pages) if not readers[page]}
         assert len(self._free) == len(free), "a page is free twice, or never"
@@ -441,7 +440,7 @@ class PageAllocator:
                 readers[page] = left = readers[page] - 1
                 if left == 0:
                     self._free.append(page)
-                elif left == 1 and page in kept:
+                elif left == 1 and kept[page]:
                     idle.append(page)
         if idle:
             self._when_idle(idle)  # type: ignore[misc]  # set by whoever keeps pages

@@ -28,7 +28,7 @@ it no longer tells the truth about the run's last use, its readers or its childr
 up. When most of the heap must be such entries they are swept out, so that it does not grow where no page is given up.
 
 [Note: bytes] Tokens are kept as bytes, `WIDTH` for each: one pass over a list finds what is no token, and from there on
-parts of a prompt are cut, compared and hashed as a whole.
+parts of a prompt are cut, compared and hashed as a whole. An array of "Q" is such bytes already.
 
 Ints only. Time: O(tokens) to add or keep, O(log pages) for each run that pages are given up of.
 """
@@ -150,8 +150,9 @@ class PrefixCache:
         self._clock = 0
         self._pushed = 0
         self._idle: list[Entry] = []
-        self._kept: dict[int, Run] = {}
-        allocator._kept = self._kept  # type: ignore[assignment]  # read there, written here
+        self._kept = allocator._kept  # read there, written here
+        self._count = 0
+        self._tails: dict[int, Run] = {}  # by the last page of each
         allocator._when_idle = self._left_alone
         allocator._reclaim = self._reclaim
 
@@ -184,7 +185,7 @@ class PrefixCache:
         path, pages = self._path(prompt, salt), row.table[: len(prompt) // width].tolist()
         known = [page for run, count in path for page in run.pages[:count]]
         new = pages[len(known) :]
-        if pages[: len(known)] != known or not self._kept.keys().isdisjoint(new):
+        if pages[: len(known)] != known or any(map(self._kept.__getitem__, new)):
             self._check_own(seq, pages, known)
         self._clock += 1
         last = self._roots.get(salt) or Run([], b"", None, salt=salt)
@@ -201,7 +202,7 @@ class PrefixCache:
     def _check_own(self, seq: int, pages: list[int], known: list[int]) -> None:
         """Refuse pages of a sequence that are kept, and not as what they are said to hold."""
         for index, page in enumerate(pages):
-            if page in self._kept and (index >= len(known) or page != known[index]):
+            if self._kept[page] and (index >= len(known) or page != known[index]):
                 raise PageError(
                     f"page {page} of sequence {seq} is kept with other tokens or another salt; "
                     "give the tokens and the salt that the sequence was added with"
@@ -209,13 +210,13 @@ class PrefixCache:
 
     def clear(self) -> int:
         """Give up every idle page; how many there were."""
-        before = len(self._kept)
+        before = self._count
         for run, count in self._victims(before):
             self._cut(run, count)
-        return before - len(self._kept)
+        return before - self._count
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return self._count
 
     def __repr__(self) -> str:
         return f"PrefixCache({len(self)} pages kept, {self.metrics.hit_rate:.0%} of {self.metrics.tokens} tokens found)"
@@ -242,9 +243,12 @@ class PrefixCache:
                 assert 0 < len(run.pages) * self._width == len(run.tokens), "tokens are not those of pages"
                 for page in run.pages:
                     assert found.setdefault(page, run) is run, f"page {page} is kept twice"
+                assert self._tails.get(run.pages[-1]) is run, f"page {run.pages[-1]} is last, and not known for it"
                 idle = self.allocator._readers[run.pages[-1]] == 1 and not run.children
                 assert not idle or id(run) in waiting, f"page {run.pages[-1]} is idle and could never be given up"
-        assert found == self._kept, "a kept page cannot be found"
+        assert found.keys() == {page for page, kept in enumerate(self._kept) if kept}, "a kept page cannot be found"
+        assert len(found) == self._count, "kept pages are miscounted"
+        assert len({id(run) for run in found.values()}) == len(self._tails), "a run is known that is not there"
 
     # ---- within ----------------------------------------------------------------------------------------------------
 
@@ -292,6 +296,7 @@ class PrefixCache:
     def _append(self, last: Run, tokens: bytes, pages: list[int]) -> None:
         """Keep pages that come after a run, which was just used."""
         if last.pages and not last.children:
+            del self._tails[last.pages[-1]]
             last.tokens += tokens
             last.pages += pages
         else:
@@ -301,9 +306,11 @@ class PrefixCache:
             last.after.setdefault(tokens[:WIDTH], {})[tokens[: self._width]] = run
             last.children += 1
             last = run
-        self._kept.update(dict.fromkeys(pages, last))
-        readers = self.allocator._readers
+        self._tails[pages[-1]] = last
+        self._count += len(pages)
+        readers, kept = self.allocator._readers, self._kept
         for page in pages:
+            kept[page] = 1
             readers[page] += 1
 
     def _touch(self, run: Run, count: int) -> Run:
@@ -323,21 +330,19 @@ class PrefixCache:
         parent.after[head.tokens[:WIDTH]][head.tokens[:width]] = head
         run.pages, run.tokens, run.parent = run.pages[count:], run.tokens[count * width :], head
         head.after[run.tokens[:WIDTH]] = {run.tokens[:width]: run}
-        self._kept.update(dict.fromkeys(head.pages, head))
+        self._tails[head.pages[-1]] = head
         return head
 
     def _left_alone(self, pages: list[int]) -> None:
         """Pages have no reader any more but the cache."""
-        for page in pages:
-            run = self._kept[page]
-            if run.pages[-1] == page:
-                self._wait(run)
+        for run in filter(None, map(self._tails.get, pages)):
+            self._wait(run)
 
     def _wait(self, run: Run) -> None:
         """Queue a run whose last page may be given up, if nothing comes after it."""
         if run.children:
             return
-        if len(self._idle) > 2 * len(self._kept) + FEW_ENTRIES:
+        if len(self._idle) > 2 * self._count + FEW_ENTRIES:
             self._idle = list({id(entry[2]): entry for entry in self._idle if self._is_true(entry)}.values())
             heapq.heapify(self._idle)
         self._push(run)
@@ -391,29 +396,37 @@ class PrefixCache:
         return victims
 
     def _cut(self, run: Run, count: int) -> None:
-        """Give up the last pages of a run, which are idle."""
-        pages, parent, first = run.pages[: -count - 1 : -1], run.parent, run.tokens[: self._width]
+        """Give up the last pages of a run, which nobody else reads."""
+        pages, parent = run.pages[: -count - 1 : -1], run.parent
         assert parent is not None, "a root holds no page"
+        readers, kept = self.allocator._readers, self._kept
         for page in pages:
-            del self._kept[page]
-        self.allocator._drop(pages)
+            kept[page] = readers[page] = 0
+        self.allocator._free += pages
+        self._count -= count
         self.metrics.evicted_pages += count
-        del run.pages[-count:]
-        run.tokens = run.tokens[: len(run.pages) * self._width]
-        if not run.pages:
-            same = parent.after[first[:WIDTH]]
-            del same[first]
-            if not same:
-                del parent.after[first[:WIDTH]]
-            parent.children -= 1
-            if not parent.children and parent.parent is None:
-                del self._roots[parent.salt]
-            if parent.pages and self.allocator._readers[parent.pages[-1]] == 1:
-                self._wait(parent)
+        del self._tails[pages[0]]
+        if count < len(run.pages):
+            del run.pages[-count:]
+            run.tokens = run.tokens[: len(run.pages) * self._width]
+            self._tails[run.pages[-1]] = run
+            return
+        same = parent.after[run.tokens[:WIDTH]]
+        del same[run.tokens[: self._width]]
+        if not same:
+            del parent.after[run.tokens[:WIDTH]]
+        run.pages, run.tokens = [], b""  # entries of it may still wait
+        parent.children -= 1
+        if not parent.children and parent.parent is None:
+            del self._roots[parent.salt]
+        elif parent.pages and readers[parent.pages[-1]] == 1:
+            self._wait(parent)
 
 
 def _packed(tokens: Iterable[int]) -> bytes:
     """See [Note: bytes]."""
+    if isinstance(tokens, array) and tokens.typecode == "Q":
+        return tokens.tobytes()
     given = tokens if type(tokens) is list else list(tokens)
     try:
         return array("Q", given).tobytes()
