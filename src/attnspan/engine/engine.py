@@ -270,7 +270,9 @@ class Engine:
             return []
         samples = [chunk.sample for chunk in batch if chunk.last]
         try:
-            answers = self._chosen(samples, self._runner.run(batch))
+            logits = self._runner.run(batch)
+            scheduler.settle()  # while the device computes
+            answers = self._chosen(samples, logits)
         except TransportError as error:
             self._die(error)
             raise
@@ -278,7 +280,10 @@ class Engine:
             scheduler.undo(batch)  # see [Note: after an error]
             raise
         scheduler.computed(batch)
-        return self._noted(samples, answers)
+        tokens = self._noted(samples, answers)
+        if scheduler.idle:
+            scheduler.settle()
+        return tokens
 
     def _chosen(self, samples: list[Sample], logits: torch.Tensor) -> list[Chosen]:
         """A token for each sample whose logits these are, and for those that will be split off from it."""
@@ -347,7 +352,7 @@ class Engine:
         continuation.text += text
         if reason is not None:
             continuation.finish_reason = reason
-            self._scheduler.remove(sample)
+            self._scheduler.end(sample)
             del self._samples[request.number][sample.number]
         token = Token(request, sample.number, answer.token, text, reason)
         if request.number in self._streams:
