@@ -87,8 +87,6 @@ class Driver:
         for shadow in self.shadows:
             shadow.feed(batch)
         done = [chunk.sample for chunk in batch if chunk.last]
-        if self.arrivals % 2:
-            scheduler.settle()  # or when somebody lacks pages
         scheduler.computed(batch)
         for sample in done:
             group = [sample, *(scheduler.fork(sample) if sample.forks else ())]
@@ -98,9 +96,7 @@ class Driver:
                 if len(each.tokens) == each.most:
                     self.ended[each.order] = each.tokens
                     del self.alive[each.order]
-                    scheduler.end(each)
-        if scheduler.idle:
-            scheduler.settle()
+                    scheduler.remove(each)
         scheduler.room.check()
         return batch
 
@@ -215,22 +211,9 @@ def test_what_was_computed_is_shown_to_whoever_begins_alike_and_else_once_at_the
     driver.step()
     second = driver.add([0] * 9, new=1)
     driver.step()
-    assert shown == [16, 15, 9]  # the first one's, for the second to find
-    driver.scheduler.settle()
-    assert shown == [16, 15, 9, 9]  # and the second's own, now that it has ended
+    assert shown == [16, 15, 9, 9]  # the first one's, for the second to find, and the second's own when it ends
     assert (first.computed, driver.scheduler.counts.known) == (10, 8)
     assert second.order in driver.ended
-
-
-def test_an_ended_sample_leaves_at_the_latest_when_its_pages_are_needed():
-    driver = alone(num_pages=4)
-    for prompt in ([1] * 5, [0] * 9):
-        driver.add(prompt, new=1)
-    allocator = driver.shadows[0].allocator
-    assert [sample.arrival for sample, _ in driver.step()] == [0]
-    assert allocator.free_pages == 2  # it has ended, and has its two pages still
-    assert [sample.arrival for sample, _ in driver.step()] == [1]  # for which it took three
-    assert allocator.free_pages == 4  # nobody is left, who could lack any
 
 
 def test_decoding_goes_on_while_a_long_prompt_comes_in_by_chunks():

@@ -270,9 +270,7 @@ class Engine:
             return []
         samples = [chunk.sample for chunk in batch if chunk.last]
         try:
-            logits = self._runner.run(batch)
-            scheduler.settle()  # while the device computes
-            answers = self._chosen(samples, logits)
+            answers = self._chosen(samples, self._runner.run(batch))
         except TransportError as error:
             self._die(error)
             raise
@@ -280,10 +278,7 @@ class Engine:
             scheduler.undo(batch)  # see [Note: after an error]
             raise
         scheduler.computed(batch)
-        tokens = self._noted(samples, answers)
-        if scheduler.idle:
-            scheduler.settle()
-        return tokens
+        return self._noted(samples, answers)
 
     def _chosen(self, samples: list[Sample], logits: torch.Tensor) -> list[Chosen]:
         """A token for each sample whose logits these are, and for those that will be split off from it."""
@@ -352,7 +347,7 @@ class Engine:
         continuation.text += text
         if reason is not None:
             continuation.finish_reason = reason
-            self._scheduler.end(sample)
+            self._scheduler.remove(sample)
             del self._samples[request.number][sample.number]
         token = Token(request, sample.number, answer.token, text, reason)
         if request.number in self._streams:

@@ -24,9 +24,6 @@ shares nothing: a prefix cache gives up pages from the end, and would hold on to
 [Note: shown when looked for] What a sample computed is shown to the prefix cache when one that begins alike is about
 to look for it, or when its pages are about to go. Most are like no other, and are shown once, when they end.
 
-[Note: meanwhile] What a sample leaves behind is put in order by `settle`: its pages are shown and given back. A device
-that computes the next step needs no help, so the engine calls it then; whoever lacks pages before does not wait for it.
-
 [Note: all ranks] With `whole` (prefill under context parallelism), a prompt of at least so many tokens is a step by
 itself, and not in chunks.
 
@@ -39,7 +36,7 @@ from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from attnspan.engine.room import Room
 from attnspan.engine.sample import Sample
@@ -108,7 +105,6 @@ class Scheduler:
         self.chunk = room.widest(limits.max_tokens)
         self.running: list[Sample] = []
         self.queued: list[Sample] = []
-        self._ended: list[Sample] = []  # with pages still: see [Note: meanwhile]
         self._smallest = min(store.allocator.page_size for store in room.stores)
         self._returns = 0  # counts what may have brought pages back
         self._refused: tuple[Sample, int] | None = None  # who did not fit, and at which count
@@ -131,33 +127,16 @@ class Scheduler:
         sample.unshared = not self.room.holds(sample.most)
         insort(self.queued, sample, key=_ORDER)
 
-    def end(self, sample: Sample) -> None:
-        """A running sample has come to its end; see [Note: meanwhile]."""
-        self.running.remove(sample)
-        self._ended.append(sample)
-        self._returns += 1
-
-    def settle(self) -> bool:
-        """Show what ended samples computed, and give their pages back; whether there were any."""
-        ended, self._ended = self._ended, []
-        for sample in ended:
-            self._leave(sample)
-        return bool(ended)
-
     def remove(self, sample: Sample, keep: bool = True) -> None:
-        """A sample is not wanted any more; with `keep`, later prompts may find what it computed."""
-        self.settle()
+        """A sample has ended, or is not wanted any more; with `keep`, later prompts may find what it computed."""
         side = self.running if sample in self.running else self.queued
         side.remove(sample)
-        self._leave(sample, keep)
-        self._returns += 1
-
-    def _leave(self, sample: Sample, keep: bool = True) -> None:
         if sample.seq is not None:
             if keep and not sample.swapped:
                 self._keep(sample)
             self.room.free(sample.seq)
         sample.seq, sample.swapped, sample.computed = None, False, 0
+        self._returns += 1
 
     def fork(self, sample: Sample) -> list[Sample]:
         """Split off the samples that were waiting for the prompt; all then run."""
@@ -180,7 +159,7 @@ class Scheduler:
         """The next batch, for which there are pages; empty only if nothing runs or queues."""
         batch = self._wanted()
         sent_back = False
-        while batch and not self._fits(_named(batch)):
+        while batch and not self.room.reserve(_named(batch)):
             self._send_back()
             sent_back = True
             batch = self._wanted()
@@ -189,11 +168,11 @@ class Scheduler:
         while self._take_in():
             pass
         batch = self._wanted()
-        if batch and not self._fits(_named(batch)):
+        if batch and not self.room.reserve(_named(batch)):
             [sample] = self.running  # taken in alone: more were taken in only with pages to spare
             self._start_over(sample)
             batch = self._wanted()
-            fits = self._fits(_named(batch))
+            fits = self.room.reserve(_named(batch))
             assert fits, "what fits alone was added"
         return batch
 
@@ -218,7 +197,6 @@ class Scheduler:
 
     def undo(self, batch: Sequence[Chunk]) -> None:
         """The batch was planned and not computed: pages forget it."""
-        self.settle()
         for sample, _ in batch:
             if sample.seq is not None:
                 self.room.trim(sample.seq, sample.computed)
@@ -271,7 +249,6 @@ class Scheduler:
 
     def _brought_back(self, sample: Sample) -> bool:
         assert sample.seq is not None, "it was swapped out"
-        self.settle()
         if self.running and not self._fits_beside(sample):
             return False
         if not self.room.swap_in(sample.seq):
@@ -290,11 +267,7 @@ class Scheduler:
         if not sample.swapped and sample.seq is not None:
             everyone.append((sample.seq, sample.rest))
         chunk = None if self._is_whole(sample) else self.chunk
-        return self._fits(everyone, spare=len(self.running) + 1, chunk=chunk, newcomer=newcomer)
-
-    def _fits(self, batch: Sequence[tuple[int, int]], **beside: Any) -> bool:
-        """Whether there is room, at the latest when ended samples have left."""
-        return self.room.reserve(batch, **beside) or (self.settle() and self.room.reserve(batch, **beside))
+        return self.room.reserve(everyone, spare=len(self.running) + 1, chunk=chunk, newcomer=newcomer)
 
     def _is_whole(self, sample: Sample) -> bool:
         """See [Note: all ranks]."""
@@ -333,7 +306,7 @@ class Scheduler:
     def _show(self, newcomer: Sample) -> None:
         """See [Note: shown when looked for]."""
         first, page = newcomer.tokens[0], newcomer.tokens[: self._smallest]
-        for sample in (*self.running, *self._ended):
+        for sample in self.running:
             if sample.tokens[0] == first and sample.tokens[: self._smallest] == page:
                 self._keep(sample)
 
