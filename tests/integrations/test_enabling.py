@@ -632,7 +632,7 @@ def test_a_module_that_was_never_enabled_is_told():
     [
         (
             lambda attn: setattr(attn, "scaling", 0.5),
-            "scaling must be 0.3535533905932738, as when the model was enabled",
+            "scaling must be 0.3535533905932738, as when the model was looked at",
         ),
         (lambda attn: setattr(attn, "is_causal", False), None),
     ],

@@ -2,7 +2,7 @@
 
     engine.py      requests in, tokens out
     scheduler.py   who is computed next; ints only, as are sample.py and room.py
-    runner.py      one call of the model over pages (served.py: how its attention gets there)
+    runner.py      one call of the model over pages (served.py: how its attention gets there; look.py: if it may)
     sampler.py     the next token, by a number of the request's own
     speech.py      text from tokens, and where it stops
     ranks.py       prompts under context parallelism, pages over ranks

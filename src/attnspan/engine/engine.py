@@ -36,6 +36,7 @@ from torch import nn
 
 from attnspan.engine.bar import Bar
 from attnspan.engine.known import check_evaluates, device_of, end_tokens_of, positions_of, vocabulary_of, weights_of
+from attnspan.engine.look import check_asks
 from attnspan.engine.params import SamplingParams
 from attnspan.engine.request import Continuation, Request, Token
 from attnspan.engine.room import Room, Store
@@ -86,6 +87,7 @@ class Engine:
         whole_prompts = whole("whole_prompts", whole_prompts, at_least=1, error=EngineError)
         layers = layers_of(model)
         device = device_of(model)
+        check_asks(model, layers)
         self.model, self.tokenizer = model, tokenizer
         self.vocabulary = vocabulary_of(model, tokenizer)
         self.end_tokens = end_tokens_of(model)

@@ -21,6 +21,7 @@ from attnspan.engine.scheduler import Chunk
 from attnspan.masks import Causal, Mask, SlidingWindow
 from attnspan.paged import PagePool, ShardedPages, StepPlan
 from attnspan.parallel import ContextParallel
+from attnspan.parallel.flex import Prepared
 from attnspan.transports.group import Group
 
 
@@ -61,36 +62,32 @@ class RanksRunner(Runner):
         """A session for a prompt of that length; those of the same length share one."""
         masks: dict[str, Mask] = {_name(place): _mask(place) for place in self.pools.places}
         if self._session is None:
-            scales = {place.scale for place in self.pools.places}
-            scale = scales.pop() if len(scales) == 1 else None
-            self._session = ContextParallel(self.mesh, seq_len=length, mask=masks, scale=scale)
+            self._session = ContextParallel(self.mesh, seq_len=length, mask=masks)
         return self._session.with_mask(masks, seq_len=length)
 
 
 class Split:
-    """Attention under context parallelism: what travels with a call of the model on a shard of a prompt."""
+    """Attention under context parallelism: what serves a call of the model on a shard of a prompt."""
 
     def __init__(self, session: ContextParallel, over: Over) -> None:
         self.session, self.over = session, over
+        self._prepared: dict[tuple[str, float, Any], Prepared] = {}
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
         """Attend, and hand the keys over to their pages. (1, H, S, D) of the shard; (1, S, H, D) out."""
         place = self.over.pools.places[layer]
-        out = self._attended(place, query, key, value, sinks)
+        out = self._prepared_for(place)(query, key, value, sinks=sinks)
         pages = self.over.pages[place.pool]
         assert isinstance(pages, ShardedPages), "made so"
         pages.from_context_parallel(place.index, key, value, self.session, self.over.plans[place.pool])
-        return out.transpose(1, 2)
+        return out.transpose(1, 2).contiguous()
 
-    def _attended(self, place: Place, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
-        session, mask = self.session, _name(place)
-        out: Any
-        if place.score_mod is None and session.options.scale == place.scale:
-            out = session.attention(query, key, value, mask=mask, sinks=sinks)
-        else:
-            out = session.flex_attention(query, key, value, place.score_mod, mask, place.scale, enable_gqa=True)
-        assert isinstance(out, Tensor), "no lse was asked for"
-        return out
+    def _prepared_for(self, place: Place) -> Prepared:
+        """One for all layers of a kind."""
+        kind = _name(place), place.scale, place.score_mod
+        if kind not in self._prepared:
+            self._prepared[kind] = self.session.prepare(kind[0], score_mod=place.score_mod, scale=place.scale)
+        return self._prepared[kind]
 
 
 def _name(place: Place) -> str:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from attnspan.engine.graphs import Graphs
 from attnspan.engine.scheduler import Chunk
-from attnspan.engine.served import Layers
+from attnspan.engine.served import Layers, attending
 from attnspan.errors import EngineError
 from attnspan.masks import Causal
 from attnspan.paged import Layer, PageAllocator, PagePool, ShardedPages, StepPlan
@@ -91,7 +91,7 @@ def pools_of(layers: Layers, sizes: Sizes, *, dtype: torch.dtype, device: torch.
 
 
 class Over:
-    """Attention over pages: what travels with a call of the model."""
+    """Attention over pages: what serves a call of the model."""
 
     def __init__(self, pools: Pools, pages: Sequence[PagePool | ShardedPages], plans: Sequence[StepPlan], kernel: str):
         self.pools, self.pages, self.plans, self.kernel = pools, pages, plans, kernel
@@ -182,12 +182,11 @@ class Runner:
         return self._called(tokens, self.plans[0].positions, 0, self._over)
 
     def _called(self, tokens: Tensor, positions: Tensor, keep: Tensor | int, attends: Any) -> Tensor:
-        with torch.no_grad():
+        with torch.no_grad(), attending(attends):
             out = self.model(
                 input_ids=tokens,
                 position_ids=positions.long().unsqueeze(0),
                 use_cache=False,
                 logits_to_keep=keep,
-                attnspan=attends,
             )
         return out.logits[0]

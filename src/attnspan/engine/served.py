@@ -1,9 +1,9 @@
 """A model of transformers whose attention goes over pages, for as long as a step takes.
 
 A model asks for attention by name. While it is being served the name is `attnspan_paged`, a function registered with
-transformers' own AttentionInterface, and what belongs to the step travels with the call, as the keyword argument
-`attnspan` that models hand down to their layers; nothing is patched, and threads that serve one model with different
-pages do not meet. Afterwards the model has the name back that it had.
+transformers' own AttentionInterface, and what belongs to the step is a context variable for as long as the model is
+called (`attending`), since not every model hands arguments down to its layers; nothing is patched, and threads that
+serve one model with different pages do not meet. Afterwards the model has the name back that it had.
 
 [Note: who serves] Several engines may serve one model at once (virtual ranks do). The first to come sets the name,
 the last to leave sets it back. It is set at every step, so it is written to the configs that layers read it from: to
@@ -12,8 +12,9 @@ ask `set_attn_implementation`, which looks at every module, would cost a small m
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from threading import Lock
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
@@ -29,11 +30,24 @@ Layers = list[Any]
 
 
 class Attends(Protocol):
-    """What travels with a call of the model: attention of one layer's packed tokens."""
+    """What serves a call of the model: attention of one layer's packed tokens."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
         """(1, H, T, D) queries, keys and values of the new tokens; (1, T, H, D) out."""
         ...
+
+
+_ATTENDS: ContextVar[Attends | None] = ContextVar("the attention of the call that is running", default=None)
+
+
+@contextmanager
+def attending(attends: Attends) -> Iterator[None]:
+    """While it lasts, attention of this thread's call of a model is this."""
+    before = _ATTENDS.set(attends)
+    try:
+        yield
+    finally:
+        _ATTENDS.reset(before)
 
 
 def paged(
@@ -41,19 +55,21 @@ def paged(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None = None,
+    attention_mask: Any = None,
     *,
     s_aux: Tensor | None = None,
-    attnspan: Attends | None = None,
     **known: Any,
 ) -> tuple[Tensor, None]:
-    """The attention function. All that `known` may hold was read from the layers when the engine was made."""
-    if attnspan is None:
+    """The attention function. All that `known` may hold was read from layers, and seen, when the engine was made."""
+    attends = _ATTENDS.get()
+    if attends is None:
         raise EngineError(
             f"{type(module).__name__} was called while an engine serves its model; call the model when the engine's "
             "step is over"
         )
-    return attnspan.attend(module.layer_idx, query, key, value, s_aux), None  # type: ignore[arg-type]
+    if attention_mask is not None:
+        raise ModelError(f"layer {module.layer_idx} is given a mask by its model, and an engine knows of none")
+    return attends.attend(module.layer_idx, query, key, value, s_aux), None  # type: ignore[arg-type]
 
 
 def layers_of(model: Any) -> Layers:
@@ -61,7 +77,10 @@ def layers_of(model: Any) -> Layers:
     from transformers import AttentionInterface
 
     from attnspan.integrations.huggingface import attention_layers
+    from attnspan.integrations.huggingface.attending import is_seated
 
+    if isinstance(model, nn.Module) and is_seated(model):
+        raise ModelError("model is enabled for training over ranks; call disable() of its handle before it is served")
     layers: Layers = attention_layers(model)
     for layer in layers:
         for wrong, what in (
@@ -81,19 +100,20 @@ def layers_of(model: Any) -> Layers:
 
 
 class _Serving:
-    """Who serves a model: how many, and the names that its configs had before."""
+    """Who serves a model: how many, and the names that its configs had before; and what it was seen to ask for."""
 
     def __init__(self, model: nn.Module) -> None:
         found = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
         self.configs: list[Any] = list(found.values())  # one, for nearly every model
         self.names: list[str] = []
         self.count = 0
+        self.seen: list[str] = []
 
-    def begin(self) -> None:
+    def begin(self, name: str) -> None:
         if self.count == 0:
             self.names = [config._attn_implementation for config in self.configs]
             for config in self.configs:
-                config._attn_implementation = NAME
+                config._attn_implementation = name
         self.count += 1
 
     def end(self) -> None:
@@ -107,16 +127,39 @@ _SERVED: WeakKeyDictionary[nn.Module, _Serving] = WeakKeyDictionary()
 _LOCK = Lock()
 
 
+def _serving(model: nn.Module) -> _Serving:
+    if model not in _SERVED:
+        _SERVED[model] = _Serving(model)
+    return _SERVED[model]
+
+
 @contextmanager
 def served(model: nn.Module) -> Iterator[None]:
     """While it lasts, the model's attention is `paged`. See [Note: who serves]."""
     with _LOCK:
-        if model not in _SERVED:
-            _SERVED[model] = _Serving(model)
-        serving = _SERVED[model]
-        serving.begin()
+        serving = _serving(model)
+        serving.begin(NAME)
     try:
         yield
     finally:
         with _LOCK:
             serving.end()
+
+
+def seen_once(model: nn.Module, layers: Layers, name: str, look: Callable[[], None]) -> None:
+    """Call `look`, with an attention of that name, unless the model was seen with these layers. Nobody serves it then.
+
+    Who makes an engine for a model that others serve, as virtual ranks do, finds that it was seen.
+    """
+    with _LOCK:
+        serving, found = _serving(model), [str(layer) for layer in layers]
+        if serving.seen == found:
+            return
+        if serving.count:
+            raise EngineError("model has changed, and another engine is in the middle of a step with it")
+        serving.begin(name)
+        try:
+            look()
+        finally:
+            serving.end()
+        serving.seen = found

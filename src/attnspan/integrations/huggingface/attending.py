@@ -13,6 +13,7 @@ Shapes: query (B, H, S, D), key (B, Hk, S, D), value (B, Hk, S, Dv), out (B, S, 
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -60,13 +61,9 @@ def attend(
     key: Tensor,
     value: Tensor,
     attention_mask: Any = None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    is_causal: bool | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
+    *,
     s_aux: Tensor | None = None,
-    **more: Any,
+    **asked: Any,
 ) -> tuple[Tensor, None]:
     """Attention of a layer over all ranks, by the signature of `AttentionInterface`; there are no weights to return."""
     seat = getattr(module, SEAT, None)
@@ -75,21 +72,25 @@ def attend(
             f"{type(module).__name__} asks for attnspan's attention, and its model was not enabled: call "
             "enable(model, cp), or model.set_attn_implementation('sdpa') to go on without"
         )
-    layer: AttentionLayer = seat.layer
-    if dropout:
-        raise ModelError(no_dropout(layer))
-    _check(layer, "scaling", layer.scale if scaling is None else scaling, layer.scale)
-    _check(layer, "is_causal", layer.causal if is_causal is None else is_causal, layer.causal)
-    _check(layer, "sliding_window", sliding_window, layer.window)
-    _check(layer, "softcap", softcap, layer.softcap)
-    _check(layer, "s_aux", s_aux is not None, layer.sinks)
-    for name in UNSERVED:
-        if more.get(name) is not None:
-            raise ModelError(f"{layer.name}: {name} was given, which is not served")
-    _check_mask(layer, attention_mask)
+    check_asked(seat.layer, attention_mask, {"s_aux": s_aux is not None, **asked})
     attention = seat.enabled.attention_for(seat.kind)
     out: Tensor = attention(query, key, value, sinks=s_aux)
     return out.transpose(1, 2).contiguous(), None
+
+
+def check_asked(layer: AttentionLayer, mask: Any, asked: Mapping[str, Any]) -> None:
+    """Refuse a call that asks for something else than its layer was found to want."""
+    if asked.get("dropout"):
+        raise ModelError(no_dropout(layer))
+    by_default: dict[str, Any] = {"scaling": layer.scale, "is_causal": layer.causal}
+    always: dict[str, Any] = {"sliding_window": layer.window, "softcap": layer.softcap, "s_aux": layer.sinks}
+    for name, wanted in (by_default | always).items():
+        if name in always or asked.get(name) is not None:
+            _check(layer, name, asked.get(name), wanted)
+    for name in UNSERVED:
+        if asked.get(name) is not None:
+            raise ModelError(f"{layer.name}: {name} was given, which is not served")
+    _check_mask(layer, mask)
 
 
 def no_dropout(layer: AttentionLayer) -> str:
@@ -102,7 +103,7 @@ def no_dropout(layer: AttentionLayer) -> str:
 
 def _check(layer: AttentionLayer, what: str, found: Any, wanted: Any) -> None:
     if isinstance(found, Tensor) or found != wanted:
-        raise ModelError(f"{layer.name}: {what} must be {wanted}, as when the model was enabled, got {found}")
+        raise ModelError(f"{layer.name}: {what} must be {wanted}, as when the model was looked at, got {found}")
 
 
 def _check_mask(layer: AttentionLayer, mask: Any) -> None:

@@ -31,6 +31,10 @@ from attnspan.integrations.huggingface.layers import AttentionLayer
 from attnspan.masks import Causal, Full, Mask, SlidingWindow
 
 
+class _NoTensor(ModelError, AttributeError):
+    """So that ``hasattr`` says no, and whoever reads an attribute learns why."""
+
+
 class Pattern(NamedTuple):
     """Who sees whom by the layer alone; `window` as in `AttentionLayer`.
 
@@ -52,6 +56,12 @@ class Pattern(NamedTuple):
         if self.window is None:
             return Causal() if self.causal else Full()
         return SlidingWindow(self.window - 1, 0 if self.causal else self.window - 1)
+
+    def __getattr__(self, name: str) -> Any:
+        raise _NoTensor(
+            f"the model reads {name!r} of its mask, to change it by itself; such masks are not served, only those "
+            "that a model asks transformers for"
+        )
 
     def __str__(self) -> str:
         return ("causal" if self.causal else "both ways") + ("" if self.window is None else f", window {self.window}")

@@ -1,0 +1,144 @@
+"""Families that nobody looked at one by one: each says what `model.generate` says, or no engine is made for it."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+import transformers
+
+from attnspan.engine import Engine, SamplingParams
+from attnspan.errors import EngineError, ModelError
+from attnspan.testing import loopback
+from tests.engine.models import greedy, prompts
+from tests.integrations.families import SIZES
+from tests.integrations.test_more_families import HEAD, MASKED, SERVED, WINDOW, built
+
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+MORE = {
+    "JetMoe": {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "kv_channels": 8}
+    | {"num_key_value_heads": 2, "max_position_embeddings": 128, **EXPERTS, "eos_token_id": None},
+    "Moshi": SIZES | WINDOW,
+}
+GENERATES = {
+    name: sizes for name, sizes in (SERVED | MORE).items() if name not in (*MASKED, "MBart", "Pegasus", "Moshi")
+}
+REFUSED = {
+    "Qwen2Moe": (
+        SIZES
+        | WINDOW
+        | {"use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention"], "num_experts": 4}
+        | {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16},
+        r"layers.0.self_attn is causal, and the model gives it a mask that is causal, window 5",
+    ),
+    "Phimoe": (SIZES | WINDOW | EXPERTS, "self_attn is causal, and the model gives it a mask that is causal, window 5"),
+    "Doge": (SIZES, "the model reads 'dtype' of its mask, to change it by itself; such masks are not served"),
+    "DiffLlama": (SIZES, r"layers.0.self_attn attends 2 times in one pass, and an engine serves layers that do once"),
+}
+
+
+@pytest.fixture(autouse=True)
+def _quietly():
+    transformers.logging.set_verbosity_error()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def model_of(name, sizes):
+    model = built(name, sizes).requires_grad_(False)
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def engine(model, **options):
+    return Engine(model, **({"pages": 40, "page_size": 4, "max_tokens": 16, "max_sequences": 4} | options))
+
+
+FEW = ("StableLm", "Nemotron", "JetMoe")  # do not hand arguments down, or want attention in one piece
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in FEW else pytest.param(name, marks=pytest.mark.slow) for name in GENERATES]
+)
+def test_a_family_says_what_it_says_alone(name):
+    model, asked = model_of(name, GENERATES[name]), [[t % 60 + 2 for t in prompt] for prompt in prompts([33, 5, 20])]
+    true = [greedy(model, prompt, 8) for prompt in asked]
+    params = SamplingParams(max_new_tokens=8)
+    assert [answer.token_ids for answer in engine(model).generate(asked, params)] == true
+    over_ranks = loopback(2).run(lambda w: engine(model, mesh=w, whole_prompts=8).generate(asked, params))
+    assert [[answer.token_ids for answer in each] for each in over_ranks] == [true, true]
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_model_that_asks_for_something_else_than_its_layers_say_is_refused_when_the_engine_is_made(name):
+    sizes, why = REFUSED[name]
+    model = model_of(name, sizes)
+    before = model.config._attn_implementation
+    for _ in range(2):
+        with pytest.raises(ModelError, match=why):
+            engine(model)
+    assert model.config._attn_implementation == before
+
+
+def test_a_mask_that_comes_later_is_refused_too():
+    model = model_of("Olmo2", SIZES)
+    one = engine(model)
+    hook = model.model.layers[1].self_attn.register_forward_pre_hook(
+        lambda module, given, named: (given, named | {"attention_mask": torch.zeros(1)}), with_kwargs=True
+    )
+    with pytest.raises(ModelError, match="layer 1 is given a mask by its model, and an engine knows of none"):
+        one.generate([[5, 6]])
+    hook.remove()
+    assert one.generate([[5, 6]], SamplingParams(max_new_tokens=3))[0].token_ids == greedy(model, [5, 6], 3)
+
+
+def test_a_model_whose_layers_were_changed_is_looked_at_again():
+    model = model_of("Cohere2", SERVED["Cohere2"])
+    engine(model)
+    for layer in model.model.layers:
+        layer.self_attn.sliding_window = None  # and its mask has a window still
+    with pytest.raises(ModelError, match=r"is causal, and the model gives it a mask that is causal, window 5"):
+        engine(model)
+
+
+def test_a_model_that_gives_all_logits_is_refused():
+    model = copy.deepcopy(model_of("Olmo2", SIZES))
+    forward = model.forward
+    model.forward = lambda *args, logits_to_keep=0, **named: forward(*args, **named)
+    with pytest.raises(ModelError, match="gives logits of 2 tokens where logits_to_keep asks for one"):
+        engine(model)
+
+
+def test_layers_of_different_scales_with_sinks_over_ranks():
+    """Prompts under context parallelism attend as their layer says, each with all that it wants."""
+    name, sizes = "GptOss", SIZES | HEAD | EXPERTS | {"sliding_window": 5, "rope_parameters": None}
+    model = model_of(name, sizes)
+    for number, layer in enumerate(model.model.layers):
+        layer.self_attn.scaling = 0.3 + 0.4 * number
+        torch.nn.init.normal_(layer.self_attn.sinks, std=2.0)
+    asked = [[t % 60 + 2 for t in prompt] for prompt in prompts([33, 20])]
+    true = [greedy(model, prompt, 8) for prompt in asked]
+    params = SamplingParams(max_new_tokens=8)
+    for answers in loopback(2).run(lambda w: engine(model, mesh=w, whole_prompts=8).generate(asked, params)):
+        assert [answer.token_ids for answer in answers] == true
+
+
+def test_an_enabled_model_is_refused():
+    from attnspan.integrations.huggingface import enable
+
+    model = model_of("Olmo2", SIZES)
+    with (
+        enable(model, loopback(1).run(lambda world: world)[0]),
+        pytest.raises(ModelError, match=r"model is enabled for training over ranks; call disable\(\)"),
+    ):
+        engine(model)
+
+
+def test_another_thread_may_not_call_a_model_that_is_being_served():
+    from attnspan.engine.served import served
+
+    model = model_of("Olmo2", SIZES)
+    engine(model)
+    with served(model), pytest.raises(EngineError, match="Olmo2Attention was called while an engine serves its model"):
+        model(torch.tensor([[1, 2]]))
