@@ -3,6 +3,7 @@
 import copy
 import os
 import signal
+from contextlib import nullcontext
 from datetime import timedelta
 
 import pytest
@@ -13,6 +14,13 @@ from attnspan.errors import EngineError, TransportError
 from attnspan.testing import loopback
 from tests.engine.models import FAMILIES, greedy, prompts, tiny
 from tests.processes import Died, spawn
+
+DEAD = "the engine has lost a rank, or failed on this one, and takes no more requests; make a new one"
+
+
+def drive(engine):
+    while engine.unfinished:
+        engine.step()
 
 
 def answers(world, model, asked, params, **options):
@@ -63,6 +71,40 @@ def test_pages_that_run_out_change_nothing_over_ranks_either():
         for found, counts in runs:
             assert found == expected
             assert counts.swapped_out if host_pages else counts.recomputed
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_step_that_failed_over_ranks_is_never_tried_again(alone):
+    """The other rank waits for what this one owes, and would take anything that looks like it."""
+    [prompt] = prompts([20])
+    expected, ended = greedy(tiny("Llama"), prompt, 8), []
+
+    def rank(world):
+        model, passes = copy.deepcopy(tiny("Llama")), []
+
+        def fails_once(*_):
+            passes.append(None)
+            if len(passes) == 4:  # one of them is the look that is taken when the engine is made
+                raise MemoryError("planted")
+
+        if world.rank == 1 or not alone:
+            model.model.layers[1].register_forward_pre_hook(fails_once)
+        engine = Engine(model, mesh=world, pages=40, page_size=4)
+        request = engine.add(prompt, SamplingParams(max_new_tokens=8))
+        with pytest.raises((MemoryError, TransportError)):
+            drive(engine)
+        engine.check()
+        for again in (engine.step, lambda: engine.add([5])):
+            with pytest.raises(EngineError, match=DEAD):
+                again()
+        assert request.finish_reason == "error"
+        assert request.token_ids == expected[: len(request.token_ids)]
+        ended.append(world.rank)
+
+    lost = pytest.raises(TransportError, match="some messages never arrived") if alone else nullcontext()
+    with lost:
+        loopback(2, timeout=5).run(rank)
+    assert sorted(ended) == [0, 1]
 
 
 def test_samples_are_the_same_on_every_rank_also_without_a_seed():
@@ -148,6 +190,6 @@ def test_a_rank_that_dies_ends_every_request_with_an_error_that_says_so(ranks):
         assert found == expected
         assert error is not None
         assert "partial attention" in error
-        assert refused.startswith("the engine has lost a rank and takes no more requests; make a new one (rank ")
+        assert refused.startswith(DEAD)
         assert ends == [("error", "TransportError", True)] * 2
         assert (left, unfinished) == ((0, 0), [])

@@ -9,8 +9,9 @@ fill as it goes. A step is one call of the model for whatever is due, prompts an
 and then a token for every sample that was fed all it has (sampler.py).
 
 [Note: after an error] A step that fails takes back the room that it had made; nothing else has changed, so that it can
-be tried again. A rank that does not answer is another matter: the others cannot know how far it came. Every request
-ends with that error, all pages are given back, and the engine takes no more.
+be tried again. Over ranks it cannot: whether a rank does not answer, or fails by itself, the others cannot know how far
+it came, and what it sends next would be taken for what it owes. Every request ends with that error, all pages are given
+back, the engine takes no more, and nothing else is sent on that group (attention/unbroken.py).
 
 [Note: the same on every rank] With a mesh, every rank makes its engine of the same model and gives it the same requests
 in the same order; seeds that nobody chose are rank 0's. Requests are compared when they come, and logits are the same
@@ -28,12 +29,14 @@ import secrets
 from array import array
 from collections import deque
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import nn
 
+from attnspan.attention.unbroken import unbroken
 from attnspan.engine.bar import Bar
 from attnspan.engine.known import check_evaluates, device_of, end_tokens_of, positions_of, vocabulary_of, weights_of
 from attnspan.engine.look import check_asks
@@ -140,7 +143,7 @@ class Engine:
         self._check_alive()
         if self._requests:
             raise EngineError(f"warm_up is for an engine without requests, got {len(self._requests)} unfinished")
-        with served(self.model):
+        with served(self.model), self._together():
             check_evaluates(self.model)
             for lengths in [[1] * rows for rows in self._runner.sizes] + [[length] for length in LENGTHS]:
                 self._rehearse(lengths)
@@ -163,9 +166,6 @@ class Engine:
                         scheduler.remove(sample)
                     else:
                         sample.tokens.append(0)
-        except TransportError as error:
-            self._die(error)
-            raise
         finally:
             for sample in [*scheduler.running, *scheduler.queued]:
                 scheduler.remove(sample, keep=False)
@@ -271,16 +271,27 @@ class Engine:
         if not batch:
             return []
         samples = [chunk.sample for chunk in batch if chunk.last]
+        with self._together():
+            try:
+                answers = self._chosen(samples, self._runner.run(batch))
+            except BaseException:
+                scheduler.undo(batch)  # see [Note: after an error]
+                raise
+            scheduler.computed(batch)
+            return self._noted(samples, answers)
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        """Inside, ranks do the same, and whoever fails ends it for all. See [Note: after an error]."""
+        if self.transport is None or self.transport.ranks == 1:
+            yield
+            return
         try:
-            answers = self._chosen(samples, self._runner.run(batch))
-        except TransportError as error:
+            with unbroken(self.transport):
+                yield
+        except BaseException as error:
             self._die(error)
             raise
-        except BaseException:
-            scheduler.undo(batch)  # see [Note: after an error]
-            raise
-        scheduler.computed(batch)
-        return self._noted(samples, answers)
 
     def _chosen(self, samples: list[Sample], logits: torch.Tensor) -> list[Chosen]:
         """A token for each sample whose logits these are, and for those that will be split off from it."""
@@ -505,7 +516,7 @@ class Engine:
             )
         return int.from_bytes(told[0][32:], "little") if params.seed is None else seed
 
-    def _die(self, error: TransportError) -> None:
+    def _die(self, error: BaseException) -> None:
         """See [Note: after an error]."""
         self._dead = error
         for request in self.unfinished:
@@ -513,7 +524,10 @@ class Engine:
 
     def _check_alive(self) -> None:
         if self._dead is not None:
-            raise EngineError(f"the engine has lost a rank and takes no more requests; make a new one ({self._dead})")
+            raise EngineError(
+                "the engine has lost a rank, or failed on this one, and takes no more requests; make a new one, of a "
+                f"new group ({self._dead})"
+            )
 
     def __enter__(self) -> Engine:
         return self
