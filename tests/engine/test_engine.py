@@ -471,6 +471,17 @@ def test_what_other_weights_computed_is_not_found_again(change):
     one.check()
 
 
+@pytest.mark.parametrize("change", [trained_a_step, replaced])
+def test_a_request_that_only_queued_while_weights_changed_is_of_the_new_ones(change):
+    model, [prompt, *_] = copy.deepcopy(tiny("Llama")), prompts([40])
+    one, params = engine(model), SamplingParams(max_new_tokens=6)
+    one.generate([prompt], params)
+    request = one.add(prompt, params)
+    change(model, prompt)
+    drive(one)
+    assert request.token_ids == greedy(model, prompt, 6)
+
+
 @pytest.mark.parametrize(("family", "pages"), [("Llama", 64), ("Gemma3", 64), ("Llama", 3)])
 def test_an_engine_that_is_warm_says_the_same_and_has_counted_and_kept_nothing(family, pages, monkeypatch):
     model, asked = tiny(family), prompts([9, 2])

@@ -19,7 +19,7 @@ bits on every rank, so that all choose the same tokens.
 
 [Note: weights that change] What was computed with other weights must not be found by later prompts. torch counts how
 often a tensor was written to, so that a model which was trained, or loaded anew, is noticed when the next request
-comes: how often that happened is part of the salt. A request that is on its way meanwhile goes on with what it has.
+begins to be computed: how often that happened is part of the salt. One that is on its way goes on with what it has.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Engine:
             for pool, window in zip(self._pools.pools, self._pools.windows, strict=True)
         ]
         self.max_length = self._longest(pages * page_size * ranks)
-        self._scheduler = Scheduler(Room(stores), self.limits)
+        self._scheduler = Scheduler(Room(stores), self.limits, self._change)
         sizes = {"max_sequences": max_sequences, "max_tokens": max_tokens, "max_length": self.max_length}
         with torch.inference_mode(False):
             self._runner = self._made_runner(mesh, ranks, sizes | {"kernel": kernel, "cuda_graphs": cuda_graphs})
@@ -192,11 +192,10 @@ class Engine:
                 f"max_new_tokens={params.max_new_tokens} more are asked for"
             )
         number, seed = self._next, secrets.randbits(63) if params.seed is None else params.seed
-        kept_as = (self._change(), salt)
         if self.transport is not None and self.transport.ranks > 1:
-            seed = self._agreed(tokens, params, kept_as, seed)
+            seed = self._agreed(tokens, params, (self._change(), salt), seed)
         # The last token is never fed, so that it needs no room.
-        sample = Sample(number, array("Q", tokens), most - 1, forks=params.n - 1, salt=kept_as)
+        sample = Sample(number, array("Q", tokens), most - 1, forks=params.n - 1, salt=salt)
         self._scheduler.add(sample)
         self._next += 1
         request = Request(number, tokens, params, seed, salt)

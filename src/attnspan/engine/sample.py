@@ -29,6 +29,7 @@ class Sample:
     number: int = 0
     forks: int = 0  # samples that will be split off when its prompt is computed
     salt: Hashable = None
+    kept_as: Hashable = None  # its salt, and the version of the weights that it was begun with
     computed: int = 0
     seq: int | None = None  # its name in the pages, once it has some
     swapped: bool = False

@@ -33,7 +33,7 @@ Ints only: knows nothing of models, tensors or time. The same calls give the sam
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import NamedTuple
@@ -100,8 +100,9 @@ class Scheduler:
     [(0, 4), (1, 2)]
     """
 
-    def __init__(self, room: Room, limits: Limits) -> None:
+    def __init__(self, room: Room, limits: Limits, version: Callable[[], int] = int) -> None:
         self.room, self.limits, self.counts = room, limits, Counts()
+        self._version = version  # of what computes: pages of another are not looked for
         self.chunk = room.widest(limits.max_tokens)
         self.running: list[Sample] = []
         self.queued: list[Sample] = []
@@ -239,7 +240,8 @@ class Scheduler:
 
     def _begun(self, sample: Sample) -> bool:
         self._show(sample)
-        sample.seq, sample.computed = self.room.add(sample.tokens, sample.salt, not sample.unshared)
+        sample.kept_as = (self._version(), sample.salt)
+        sample.seq, sample.computed = self.room.add(sample.tokens, sample.kept_as, not sample.unshared)
         if self.running and not self._fits_beside(sample):
             self.room.free(sample.seq)
             sample.seq, sample.computed = None, 0
@@ -295,7 +297,7 @@ class Scheduler:
         assert not sample.unshared, "what fits alone was added, and it is alone"
         self._give_up(sample)
         sample.unshared = True
-        sample.seq, _ = self.room.add(sample.tokens, sample.salt, False)
+        sample.seq, _ = self.room.add(sample.tokens, sample.kept_as, False)
 
     def _give_up(self, sample: Sample) -> None:
         assert sample.seq is not None, "it has pages, here or on the host"
@@ -313,7 +315,7 @@ class Scheduler:
     def _keep(self, sample: Sample) -> None:
         """Show a sample's pages to the prefix cache, if there is a full one that it has not seen."""
         if sample.computed - sample.kept >= self._smallest and sample.seq is not None and not sample.unshared:
-            self.room.keep(sample.seq, sample.tokens[: sample.computed], sample.salt)
+            self.room.keep(sample.seq, sample.tokens[: sample.computed], sample.kept_as)
             sample.kept = sample.computed - sample.computed % self._smallest
 
     def _returned_behind(self, sample: Sample, count: int) -> bool:
