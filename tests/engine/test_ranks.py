@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from attnspan.engine import Engine, SamplingParams
-from attnspan.errors import EngineError, TransportError
+from attnspan.errors import EngineError, ModelError, TransportError
 from attnspan.testing import loopback
 from tests.engine.models import FAMILIES, greedy, prompts, tiny
 from tests.processes import Died, spawn
@@ -131,6 +131,23 @@ def test_requests_that_differ_between_ranks_are_refused_on_all_of_them():
         return engine.generate([[5]], SamplingParams(max_new_tokens=2))[0].token_ids  # and it goes on
 
     assert loopback(2).run(rank) == [greedy(model, [5], 2)] * 2
+
+
+def test_engines_that_differ_between_ranks_are_refused_on_all_of_them():
+    def other_pages(world):
+        Engine(tiny("Llama"), mesh=world, pages=40 + world.rank)
+
+    with pytest.raises(EngineError, match=r"pages must be the same on every rank, got \[40, 41, 42\], by rank"):
+        loopback(3).run(other_pages)
+
+    def other_weights(world):
+        model = copy.deepcopy(tiny("Llama"))
+        if world.rank == 2:
+            model.lm_head.weight[3, 4] += 1e-6
+        Engine(model, mesh=world, pages=40)
+
+    with pytest.raises(ModelError, match=r"weights differ between rank 0 and ranks \[2\]"):
+        loopback(3).run(other_weights)
 
 
 def test_weights_change_on_all_ranks_or_the_next_request_is_refused():

@@ -594,18 +594,68 @@ def test_ranks_with_other_data_are_told():
 
 
 def test_dropout_of_attention_is_refused_in_training_alone():
-    def model():
-        config = transformers.LlamaConfig(**SIZES, attention_dropout=0.1)
-        return transformers.LlamaForCausalLM(config)
+    whole = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, attention_dropout=0.1))
 
     def rank(world, train):
-        built = model().train(train)
+        built = copy.deepcopy(whole).train(train)
         enable(built, world)
         built(**batch())
 
     message = refusal(lambda world: rank(world, True))
     assert message.startswith("model.layers.0.self_attn drops attention weights in training (p = 0.1)")
     assert refusal(lambda world: rank(world, False)) == "no refusal"
+
+
+def test_ranks_with_different_weights_are_told_so_at_the_first_batch():
+    def rank(world):
+        model = family("llama")
+        if world.rank == 1:
+            with torch.no_grad():
+                model.model.layers[1].mlp.up_proj.weight[3, 4] += 1e-6
+        enable(model, world)
+        model(**batch())
+
+    assert refusal(rank).startswith(
+        "weights differ between rank 0 and ranks [1]; every rank must have the same: load one checkpoint, or set one"
+    )
+
+
+def test_weights_are_compared_once_and_parts_of_them_never(monkeypatch):
+    from attnspan.integrations.huggingface import weights
+
+    told = []
+    monkeypatch.setattr(weights, "checksum", lambda model: told.append(model) or "")
+
+    def rank(world):
+        model = family("llama")
+        enable(model, world)
+        for _ in range(3):
+            model(**batch())
+
+    loopback(2).run(rank)
+    assert len(told) == 2
+
+    class Part(torch.Tensor):
+        def to_local(self):
+            return self
+
+    layer = nn.Linear(2, 2)
+    monkeypatch.undo()
+    whole = weights.checksum(layer)
+    layer.weight = nn.Parameter(layer.weight.detach().as_subclass(Part))
+    assert weights.checksum(layer) == whole.split()[-1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float8_e4m3fn, torch.complex64], ids=str)
+def test_sums_of_bits_tell_weights_of_any_dtype_apart(dtype):
+    from attnspan.integrations.huggingface.weights import checksum
+
+    layer = nn.Linear(3, 2)
+    layer.weight = nn.Parameter(torch.arange(6.0).view(2, 3).to(dtype).t(), requires_grad=False)
+    before = checksum(layer)
+    assert checksum(copy.deepcopy(layer)) == before
+    layer.weight.data = (torch.arange(6.0).view(2, 3) + torch.tensor([0.0, 1.0, 0.0])).to(dtype).t()
+    assert checksum(layer) != before
 
 
 def test_generation_is_refused():
@@ -658,8 +708,10 @@ def test_a_mask_that_is_more_than_a_window_is_refused():
             create_causal_mask(self.config, embeds, attention_mask, None, or_mask_function=lambda b, h, q, k: q < 3)
             return super().forward(input_ids, attention_mask=attention_mask, position_ids=position_ids, **more)
 
+    whole = Odd(transformers.LlamaConfig(**SIZES))
+
     def rank(world):
-        model = Odd(transformers.LlamaConfig(**SIZES))
+        model = copy.deepcopy(whole)
         enable(model, world)
         model(input_ids=batch()["input_ids"])
 

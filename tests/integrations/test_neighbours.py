@@ -1,5 +1,7 @@
 """What looks at other tokens without attention is refused: it would be computed of one rank's tokens, and wrong."""
 
+import copy
+
 import pytest
 import transformers
 
@@ -85,8 +87,10 @@ def text_model():
     ids=["mean", "pooled"],
 )
 def test_an_output_of_all_tokens_is_refused(model, message):
+    whole = model()
+
     def rank(world):
-        built = model()
+        built = copy.deepcopy(whole)
         enable(built, world)
         built(input_ids=batch()["input_ids"])
 
@@ -94,8 +98,10 @@ def test_an_output_of_all_tokens_is_refused(model, message):
 
 
 def test_tensors_and_hidden_states_of_each_token_are_not_refused():
+    whole = Tokens(transformers.LlamaConfig(**SIZES))
+
     def rank(world):
-        tensor, model = Tokens(transformers.LlamaConfig(**SIZES)), family("llama")
+        tensor, model = copy.deepcopy(whole), family("llama")
         enable(tensor, world), enable(model, world)
         given = {"input_ids": batch()["input_ids"]}
         return tensor(**given).shape[1], model(**given, output_hidden_states=True).hidden_states[0].shape[1]

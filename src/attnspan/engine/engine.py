@@ -38,7 +38,15 @@ from torch import nn
 
 from attnspan.attention.unbroken import unbroken
 from attnspan.engine.bar import Bar
-from attnspan.engine.known import check_evaluates, device_of, end_tokens_of, positions_of, vocabulary_of, weights_of
+from attnspan.engine.known import (
+    check_alike,
+    check_evaluates,
+    device_of,
+    end_tokens_of,
+    positions_of,
+    vocabulary_of,
+    weights_of,
+)
 from attnspan.engine.look import check_asks
 from attnspan.engine.params import SamplingParams
 from attnspan.engine.request import Continuation, Request, Token
@@ -96,6 +104,13 @@ class Engine:
         self.end_tokens = end_tokens_of(model)
         self.transport = None if mesh is None else transport_of(mesh)
         ranks = 1 if self.transport is None else self.transport.ranks
+        if self.transport is not None and ranks > 1:
+            from attnspan.integrations.huggingface.weights import check_same
+
+            options = {"pages": pages, "page_size": page_size, "host_pages": host_pages, "kernel": kernel}
+            options |= {"max_sequences": max_sequences, "max_tokens": max_tokens, "whole_prompts": whole_prompts}
+            check_alike(self.transport, options | {"prefix_cache": prefix_cache})
+            check_same(model, self.transport)
         self.limits = Limits(max_sequences, max_tokens, max(whole_prompts, 2 * ranks) if ranks > 1 else None)
         dtype = next(model.parameters()).dtype
         with torch.inference_mode(False):  # what is made within could not be written to without

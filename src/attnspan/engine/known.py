@@ -1,21 +1,32 @@
-"""What is asked of a model and a tokenizer before they are served: tokens, ends, positions, a device, weights.
+"""What is asked of a model, a tokenizer and other ranks before anything is served: tokens, ends, positions, weights.
 
 Models are those of transformers; nothing is imported for it.
 """
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import torch
 
 from attnspan.errors import EngineError
+from attnspan.transports import Transport
 
 
 def check_evaluates(model: Any) -> None:
     """EngineError in training mode."""
     if model.training:
         raise EngineError("model is in training mode, in which dropout may change what it says; call model.eval()")
+
+
+def check_alike(transport: Transport, options: dict[str, Any]) -> None:
+    """EngineError on every rank if their engines differ in an option."""
+    told = [json.loads(each) for each in transport.agree(json.dumps(options).encode(), "options of an engine")]
+    for name, value in told[0].items():
+        found = [each[name] for each in told]
+        if found != [value] * len(told):
+            raise EngineError(f"{name} must be the same on every rank, got {found}, by rank")
 
 
 def weights_of(model: Any) -> list[tuple[int, int]]:

@@ -64,6 +64,7 @@ from attnspan.integrations.huggingface.losses import kind_of, loss_of
 from attnspan.integrations.huggingface.masking import Pattern
 from attnspan.integrations.huggingface.positions import counts_by_mask, to_be_told
 from attnspan.integrations.huggingface.sessions import Family
+from attnspan.integrations.huggingface.weights import check_same
 from attnspan.masks import Documents, Full, Mask
 from attnspan.parallel import ContextParallel, replays
 from attnspan.transports.group import Group
@@ -139,6 +140,7 @@ class Enabled:
         self._pass: Pass | None = None  # the one that is running
         self._last: Pass | None = None
         self.passes, self._calls = 0, 0
+        self._compared = self.transport.ranks == 1  # with other ranks' weights: when they are first used
         self.live, self._lock = False, RLock()
         self._begin()
 
@@ -316,6 +318,9 @@ class Enabled:
         session = sides["only" if "only" in sides else "decoder"][0].session
         encoder = sides["encoder"][0].session if "encoder" in sides else None
         attends = [self._attention(kind, sides) for kind in self.kinds]
+        if not self._compared:
+            check_same(self.model, self.transport)
+            self._compared = True
         entered = Pass(session, encoder, attends, _counted(attends), labels, count, last)
         return entered, {name: value for name, value in given.items() if self._is_taken(name)}
 
