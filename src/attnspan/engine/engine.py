@@ -390,7 +390,7 @@ class Engine:
             return "", reason
         key = (request.number, number)
         if key not in self._speeches:
-            self._speeches[key] = Speech(self.tokenizer, request.params.stop)
+            self._speeches[key] = Speech(self.tokenizer, request.params.stop, request.prompt)
         speech = self._speeches[key]
         text = speech.push(token)
         if speech.stopped:

@@ -1,8 +1,9 @@
 """Text from tokens as they come, and the places where it must stop.
 
 A token is seldom a text of its own: bytes of one letter may be spread over several, and some tokenizers write the space
-before a word only where a word came before. So the newest tokens are decoded together with a few before them, and what
-is new is what the text grew by; a text that ends in the middle of a letter waits for the rest of it.
+before a word only where a word came before. So the newest tokens are decoded together with a few before them, at first
+those of the prompt, and what is new is what the text grew by: a prompt and its answer can be joined. A text that ends
+in the middle of a letter waits for the rest of it.
 
 [Note: held back] A text to stop at may begin in one token and end in a later one. What may still become one is held
 back, so that nothing is ever told that is cut off later. Joined, the pieces are the text.
@@ -14,6 +15,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Protocol
+
+CONTEXT = 8
+"""Tokens of a prompt that an answer is read after."""
 
 UNFINISHED = "\ufffd"
 """What decoding puts where bytes are not yet a letter."""
@@ -32,7 +36,7 @@ class Tokenizer(Protocol):
 
 
 class Speech:
-    """The text of one sample: `push` tokens, get what can be told.
+    """The text of one sample `after` a prompt: `push` tokens, get what can be told.
 
     >>> class Letters:
     ...     def decode(self, token_ids, skip_special_tokens=True):
@@ -44,12 +48,15 @@ class Speech:
     True
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), after: Sequence[int] = ()) -> None:
         self.tokenizer, self.stop = tokenizer, tuple(stop)
         self.stopped = False
-        self._tokens: list[int] = []
-        self._before = self._read = 0  # tokens [before, read) were told, and are decoded again with what comes next
+        self._tokens = list(after[-CONTEXT:])
+        self._before = 0
+        self._read = len(self._tokens)  # tokens [before, read) were told, and are decoded again with what comes next
         self._held = ""
+        if self._tokens and self._decoded(0, self._read).endswith(UNFINISHED):
+            self._before = self._read  # a prompt that ends within a letter
 
     def push(self, token: int) -> str:
         """What the text grew by, as far as it can be told."""
