@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from attnspan.integrations.huggingface import enable
 from attnspan.testing import loopback
@@ -13,6 +14,7 @@ from tests.integrations.families import (
     batch,
     enabled_answers,
     family,
+    gradients,
     off,
     on_ranks,
     one_device,
@@ -156,6 +158,34 @@ def test_gradient_checkpointing_of_both_kinds(name, reentrant):
         model = family(name)
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})
         return enabled_answers(world, model, given)
+
+    for found in loopback(2).run(rank):
+        assert off(found, true)[0] < BOUND
+
+
+@pytest.mark.parametrize("inner", [False, True], ids=["whole", "whole and layers"])
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "bart"])
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_a_checkpoint_around_the_whole_call(name, reentrant, inner):
+    """The call is made again in backward, after another batch has come by."""
+    given, other = batch(name), batch(name, seed=1, length=31)
+    true = one_device(name, given)
+
+    def rank(world):
+        model = family(name)
+        if inner:
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        needed = torch.zeros((), requires_grad=True)  # the other kind asks for an input with a gradient
+        with enable(model, world) as handle:
+            out = checkpoint(lambda _: tuple(model(**given).values())[:2], needed, use_reentrant=reentrant)
+            logits = handle.unshard(out[1].detach())
+            with torch.no_grad():
+                model(**other)
+            out[0].backward()
+            handle.session.average_gradients(model)
+            handle.assert_used(passes=2)
+        return out[0].detach(), logits, gradients(model)
 
     for found in loopback(2).run(rank):
         assert off(found, true)[0] < BOUND

@@ -26,7 +26,8 @@ model gets a copy; a model that was made from the same config is not touched.
 
 [Note: the pass of a region] Layers find their session in the latest pass of their model. A checkpointed layer runs
 again in backward, when there may have been another; it gets the pass of its first run (parallel/replays.py). If the
-model was disabled by then, it is enabled for as long as the region runs.
+model was disabled by then, it is enabled for as long as the region runs. Where the whole call is checkpointed, it is
+made again in backward, with a pass of its own, which layers then find and which counts for nothing.
 """
 
 from __future__ import annotations
@@ -92,6 +93,7 @@ class Pass:
     labels: Tensor | None = None
     count: Any = None
     last: int | Tensor = 0  # the largest position
+    within: tuple[object, ...] = ()  # checkpointed regions that run again, in which the model is called
 
 
 def enable(
@@ -321,7 +323,8 @@ class Enabled:
         if not self._compared:
             check_same(self.model, self.transport)
             self._compared = True
-        entered = Pass(session, encoder, attends, _counted(attends), labels, count, last)
+        within = tuple(region.name for region in replays.regions() if region.again and region.name is not None)
+        entered = Pass(session, encoder, attends, _counted(attends), labels, count, last, within)
         return entered, {name: value for name, value in given.items() if self._is_taken(name)}
 
     def _two(self, given: dict[str, Any]) -> tuple[dict[str, Any], dict[Side, Any], Tensor | None]:
@@ -345,6 +348,20 @@ class Enabled:
 
     def _leave(self, output: Any) -> Any:
         latest = self._latest()
+        if not latest.within:  # where it was run before, all came by
+            self._count(latest)
+        for _, each in tensors_of(output):
+            self._returned[each] = latest
+        check_output(output, {each.sharding.tokens for each in (latest.session, latest.encoder) if each is not None})
+        if latest.labels is not None:
+            named = isinstance(output, ModelOutput)
+            logits = output["logits"] if named else output[0]
+            loss = loss_of(logits, latest.labels, latest.session, latest.count, self.over)
+            output = type(output)(loss=loss, **output) if named else (loss, *output)
+        return self.unshard(output) if self.outputs == "whole" else output
+
+    def _count(self, latest: Pass) -> None:
+        """Every layer came by, once."""
         ran = sum((_counted(latest.attends) - latest.calls).values())
         self.passes, self._calls = self.passes + 1, self._calls + ran
         if ran > len(self.layers):
@@ -357,15 +374,6 @@ class Enabled:
                 f"{ran} of {len(self.layers)} attention layers of {type(self.model).__name__} asked for attention in "
                 "this pass; the others were left out, or computed it in another way, on this rank's tokens alone"
             )
-        for _, each in tensors_of(output):
-            self._returned[each] = latest
-        check_output(output, {each.sharding.tokens for each in (latest.session, latest.encoder) if each is not None})
-        if latest.labels is not None:
-            named = isinstance(output, ModelOutput)
-            logits = output["logits"] if named else output[0]
-            loss = loss_of(logits, latest.labels, latest.session, latest.count, self.over)
-            output = type(output)(loss=loss, **output) if named else (loss, *output)
-        return self.unshard(output) if self.outputs == "whole" else output
 
     def _named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """The arguments of a call, by name."""
@@ -413,6 +421,8 @@ class Enabled:
             return found  # type: ignore[return-value]
         for region in reversed(replays.regions()):
             if region.name is None:
+                continue
+            if found is not None and region.name in found.within:
                 continue
             if region.again and region.name in self._first:
                 found = self._first[region.name]
