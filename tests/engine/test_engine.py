@@ -278,6 +278,8 @@ REFUSALS = [
     ("text", {}, r"prompts must be a list of prompts, got a text; as in generate\(\[prompt\]\)"),
     ([[5] * 300], {}, "the request does not fit: 300 tokens of prompt and up to 15 more, 315 tokens need 79 pages"),
     ([[5]], {"max_new_tokens": 300}, "the request does not fit: 2 tokens of prompt and up to 299 more"),
+    ([[5]], {"stop_token_ids": [97]}, "stop_token_ids must be tokens of the model's 97, .*, got \\(97,\\) and 0"),
+    ([[5]], {"top_logprobs": 98}, "and top_logprobs at most so many, got \\(\\) and 98"),
     ([[5]], {"stop": "x"}, "stop=.* needs a tokenizer; give the engine one, or use stop_token_ids"),
     ([[5]], {"salt": []}, r"salt must be hashable, such as a text or a number, got \[\]"),
     ([[5]], {"n": 9}, "n must be at most max_sequences=8, .* got 9"),
@@ -337,7 +339,7 @@ def test_params_are_one_for_all_or_one_for_each():
 
 @pytest.mark.parametrize("wrong", [[5, 6], torch.tensor([5, 6])], ids=["list", "tensor"])
 def test_a_prompt_where_a_list_of_them_belongs_is_refused(wrong):
-    with pytest.raises(EngineError, match=r"prompts must be a list of prompts, got one of .*5.*; as in generate"):
+    with pytest.raises(EngineError, match=r"prompts must be a list of .*, got one that begins with .*5.*; as in gener"):
         engine().generate(wrong)
 
 
@@ -359,8 +361,9 @@ def test_what_a_tokenizer_returns_is_not_taken_for_texts():
         ({"max_tokens": 4}, "max_tokens must be at least max_sequences=8, .* got 4"),
         ({"tokenizer": tokenizer()}, "tokenizer does not fit the model: it has 281 tokens, and the model knows 97; "),
         ({"tokenizer": 5}, "tokenizer must have encode and decode, got int"),
+        ({"kernel": "fast"}, "kernel must be .*, got 'fast'"),
     ],
-    ids=["pages", "page_size", "host_pages", "max_sequences", "max_tokens", "another's tokenizer", "no tokenizer"],
+    ids=["pages", "page_size", "host_pages", "sequences", "tokens", "another's tokenizer", "no tokenizer", "kernel"],
 )
 def test_an_engine_that_cannot_be_made_is_refused(options, message):
     with pytest.raises(EngineError, match=message):
@@ -516,6 +519,21 @@ def test_an_engine_with_requests_is_not_warmed_up_and_one_that_fails_meanwhile_i
 
 def fails(batch):
     raise MemoryError
+
+
+def test_a_model_of_another_dtype_than_its_pages_is_told_to_make_a_new_engine():
+    model = copy.deepcopy(tiny("Llama"))
+    one = engine(model)
+    model.double()
+    with pytest.raises(EngineError, match=r"model is torch.float64 by now, .* torch.float32; make a new engine"):
+        one.generate([[5]])
+
+
+def test_what_a_generation_config_asks_for_and_an_engine_does_not_is_told():
+    model = copy.deepcopy(tiny("Llama"))
+    model.generation_config.repetition_penalty, model.generation_config.suppress_tokens = 1.3, [7]
+    with pytest.warns(UserWarning, match=r"by repetition_penalty=1.3, suppress_tokens=\[7\]; tokens will differ from"):
+        engine(model)
 
 
 def test_a_model_that_went_into_training_is_refused_until_it_is_back():

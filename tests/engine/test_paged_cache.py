@@ -1,11 +1,13 @@
 """`model.generate` over a PagedCache says what it says without: batches, padding, beams, guesses."""
 
 import copy
+import gc
 
 import pytest
 import torch
+import transformers
 
-from attnspan.errors import PageError, PoolExhausted
+from attnspan.errors import ModelError, PageError, PoolExhausted
 from attnspan.integrations.huggingface import PagedCache
 from tests.engine.models import FAMILIES, prompts, tiny
 
@@ -51,6 +53,35 @@ def test_a_padded_batch_is_continued_as_without_pages(family):
 def test_samples_and_beams_are_those_without_pages(options):
     plain, paged, _ = both(tiny("Llama"), [9, 3], pages=128, **options)
     assert torch.equal(plain, paged)
+
+
+def test_copies_go_on_from_one_prompt_each_in_its_own_way():
+    model, [begun, *ends] = tiny("Llama"), prompts([18, 5, 9])
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    cache = PagedCache(model, pages=32, page_size=4)
+    with torch.no_grad():
+        model(torch.tensor([begun]), past_key_values=cache)
+    before = cache.allocator.stats().used
+    for end in (*ends, ends[0]):
+        tokens, own = torch.tensor([begun + end]), copy.deepcopy(cache)
+        assert cache.allocator.stats().used == before
+        plain = model.generate(tokens, attention_mask=torch.ones_like(tokens), **options)
+        paged = model.generate(tokens, attention_mask=torch.ones_like(tokens), past_key_values=own, **options)
+        assert torch.equal(plain, paged)
+        assert (cache.length, own.length) == (18, tokens.shape[1] + 5)
+        del own
+        gc.collect()
+        assert cache.allocator.stats().used == before  # it has given back what it wrote
+    cache.reset()
+    cache.allocator.check()
+    assert cache.allocator.stats().used == 0
+
+
+def test_a_model_that_looks_ahead_is_refused():
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2}
+    model = transformers.BertForMaskedLM(transformers.BertConfig(**sizes, intermediate_size=48))
+    with pytest.raises(ModelError, match=r"has .*; PagedCache serves decoder-only models"):
+        PagedCache(model, pages=8)
 
 
 def test_guesses_of_an_assistant_are_taken_back():

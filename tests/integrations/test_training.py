@@ -273,13 +273,24 @@ def test_a_model_that_was_not_enabled_is_refused():
         enabled_of(nn.Sequential(family("llama")))
 
 
-def test_losses_that_see_one_ranks_logits_are_refused(tmp_path):
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"label_smoothing_factor": 0.1}, r"^label_smoothing_factor and compute_loss_func: they would see one rank's"),
+        (
+            {"neftune_noise_alpha": 5.0},
+            r"^neftune_noise_alpha: noise would be drawn for each rank's tokens, and is not",
+        ),
+    ],
+    ids=["smoothing", "noise"],
+)
+def test_what_would_see_one_ranks_tokens_alone_is_refused(tmp_path, options, message):
     from transformers import TrainingArguments
 
-    args = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], label_smoothing_factor=0.1, log_level="error")
+    args = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], log_level="error", **options)
     model = family("llama")
     loopback(1).run(lambda world: enable(model, world))
-    with pytest.raises(ModelError, match=r"^label_smoothing_factor and compute_loss_func: they would see one rank's"):
+    with pytest.raises(ModelError, match=message):
         SpanTrainer(model=model, args=args).compute_loss(model, batch())
 
 

@@ -40,10 +40,12 @@ from attnspan.attention.unbroken import unbroken
 from attnspan.engine.bar import Bar
 from attnspan.engine.known import (
     check_alike,
+    check_dtype,
     check_evaluates,
     device_of,
     end_tokens_of,
     positions_of,
+    tell_unused,
     vocabulary_of,
     weights_of,
 )
@@ -57,8 +59,9 @@ from attnspan.engine.sampler import Chosen, Draw, chosen, uniform
 from attnspan.engine.scheduler import Counts, Limits, Scheduler
 from attnspan.engine.served import layers_of, served
 from attnspan.engine.speech import Speech, Tokenizer
-from attnspan.errors import EngineError, TransportError, UnknownRequest, whole, whole_list
+from attnspan.errors import EngineError, TransportError, UnknownRequest, one_of, whole, whole_list
 from attnspan.paged import PrefixCache
+from attnspan.paged.kernels import KERNELS
 from attnspan.transports.group import Group, transport_of
 
 Prompt = str | Sequence[int]
@@ -96,12 +99,14 @@ class Engine:
         page_size = whole("page_size", page_size, at_least=1, error=EngineError)
         host_pages = whole("host_pages", host_pages, error=EngineError)
         whole_prompts = whole("whole_prompts", whole_prompts, at_least=1, error=EngineError)
+        one_of("kernel", kernel, ["auto", *KERNELS], error=EngineError)
         layers = layers_of(model)
         device = device_of(model)
         check_asks(model, layers)
         self.model, self.tokenizer = model, tokenizer
         self.vocabulary = vocabulary_of(model, tokenizer)
         self.end_tokens = end_tokens_of(model)
+        tell_unused(model)
         self.transport = None if mesh is None else transport_of(mesh)
         ranks = 1 if self.transport is None else self.transport.ranks
         if self.transport is not None and ranks > 1:
@@ -199,6 +204,11 @@ class Engine:
         except TypeError:
             raise EngineError(f"salt must be hashable, such as a text or a number, got {salt!r}") from None
         most = len(tokens) + params.max_new_tokens
+        if max(params.stop_token_ids, default=0) >= self.vocabulary or params.top_logprobs > self.vocabulary:
+            raise EngineError(
+                f"stop_token_ids must be tokens of the model's {self.vocabulary}, and top_logprobs at most so many, "
+                f"got {params.stop_token_ids} and {params.top_logprobs}"
+            )
         if params.stop and self.tokenizer is None:
             raise EngineError(f"stop={params.stop!r} needs a tokenizer; give the engine one, or use stop_token_ids")
         if most - 1 > self.max_length and self._scheduler.room.refusal(most - 1, self._scheduler.chunk) is None:
@@ -280,6 +290,7 @@ class Engine:
 
     def _step(self) -> list[Token]:
         check_evaluates(self.model)
+        check_dtype(self.model, self._pools.pools[0].layers[0].dtype)
         scheduler = self._scheduler
         batch = scheduler.step()
         if not batch:
@@ -466,7 +477,10 @@ class Engine:
             raise EngineError("prompts must be a list of prompts, got a text; as in generate([prompt])")
         prompts = _listed(prompts)
         if prompts and not any(map(_is_prompt, prompts)):
-            raise EngineError(f"prompts must be a list of prompts, got one of {prompts[0]!r}; as in generate([prompt])")
+            raise EngineError(
+                f"prompts must be a list of texts or of lists of tokens, got one that begins with {prompts[0]!r}; as "
+                "in generate([prompt])"
+            )
         if params is None or isinstance(params, SamplingParams):
             each: list[Any] = [params] * len(prompts)
         elif isinstance(params, Sequence):

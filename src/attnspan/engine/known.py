@@ -6,6 +6,7 @@ Models are those of transformers; nothing is imported for it.
 from __future__ import annotations
 
 import json
+import warnings
 from typing import Any
 
 import torch
@@ -18,6 +19,34 @@ def check_evaluates(model: Any) -> None:
     """EngineError in training mode."""
     if model.training:
         raise EngineError("model is in training mode, in which dropout may change what it says; call model.eval()")
+
+
+def check_dtype(model: Any, dtype: torch.dtype | None) -> None:
+    """EngineError for a model that by now is of another dtype than its pages."""
+    found = next(model.parameters()).dtype
+    if found != dtype:
+        raise EngineError(f"model is {found} by now, and its pages are {dtype}; make a new engine")
+
+
+UNUSED = {
+    "repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "suppress_tokens": None, "begin_suppress_tokens": None,
+    "bad_words_ids": None, "sequence_bias": None, "min_length": 0, "min_new_tokens": None, "forced_bos_token_id": None,
+    "forced_eos_token_id": None, "exponential_decay_length_penalty": None,
+}  # fmt: skip
+"""What `generate` would do by a generation_config, greedy or not, and an engine does not, with what leaves it out."""
+
+
+def tell_unused(model: Any) -> None:
+    """Warn of what a model's generation_config asks for that changes even greedy tokens, and is not done here."""
+    config = getattr(model, "generation_config", None)
+    found = {name: getattr(config, name, None) for name in UNUSED}
+    told = [f"{name}={value}" for name, value in found.items() if value not in (None, UNUSED[name])]
+    if told:
+        warnings.warn(
+            f"an engine does not do what generation_config asks for by {', '.join(told)}; tokens will differ from "
+            "those of model.generate()",
+            stacklevel=3,
+        )
 
 
 def check_alike(transport: Transport, options: dict[str, Any]) -> None:

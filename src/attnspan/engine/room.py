@@ -145,15 +145,10 @@ class Room:
 
     def swap_out(self, seq: int) -> bool:
         """Move a sample to the host, if there is room for all of it; whether there was."""
-        moved: list[Store] = []
+        if not all(store.allocator.may_swap_out(seq) for store in self.stores):
+            return False
         for store in self.stores:
-            try:
-                store.swaps.swap_out(seq)
-            except PoolExhausted:
-                for done in moved:  # its pages are still free: nothing else happened
-                    done.swaps.swap_in(seq)
-                return False
-            moved.append(store)
+            store.swaps.swap_out(seq)
         return True
 
     def swap_in(self, seq: int) -> bool:

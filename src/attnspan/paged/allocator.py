@@ -291,6 +291,10 @@ class PageAllocator:
 
     # ---- out of the pool and back --------------------------------------------------------------------------------
 
+    def may_swap_out(self, seq: int) -> bool:
+        """Whether there are host pages for all of a sequence."""
+        return sum(map(bool, self._present(seq, "swap out").table)) <= len(self._host_free)
+
     def swap_out(self, seq: int) -> Copies:
         """Move a sequence to host pages: (page, host page) to copy before anything else is written."""
         row = self._present(seq, "swap out")

@@ -16,6 +16,7 @@ a window keep all their keys here (the mask cuts them; only the engine gives pag
 | greedy, sampling, `num_return_sequences`, left padding | as with any cache |
 | beam search (`reorder_cache`), `batch_select_indices`, `batch_repeat_interleave` | rows are forked, pages are shared |
 | assisted decoding, contrastive search (`crop`) | rows are trimmed |
+| `copy.deepcopy(cache)`, to go on from one prompt in several ways | rows are forked, in the same pool |
 | more tokens than pages | PoolExhausted, before anything is written |
 | a call after one that failed halfway | refused until `reset()` |
 | gradients | refused: pages hold numbers alone |
@@ -26,6 +27,7 @@ a window keep all their keys here (the mask cuts them; only the engine gives pag
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -45,16 +47,31 @@ class PagedCache(Cache):
         pages = whole("pages", pages, at_least=1, error=PageError)
         found = sorted(attention_layers(model), key=lambda layer: layer.index or 0)
         for place, layer in enumerate(found):
-            if layer.cross or layer.index != place:
+            if layer.cross or not layer.causal or layer.index != place:
                 what = "cross-attention" if layer.cross else f"the index {layer.index}, not {place}"
+                what = what if layer.causal or layer.cross else "attention that looks ahead"
                 raise ModelError(f"{layer.name} has {what}; PagedCache serves decoder-only models")
         first = next(model.parameters())
         self.allocator = PageAllocator(num_pages=pages + 1, page_size=page_size)
         specs = [Layer(layer.kv_heads, layer.head_dim, layer.value_dim) for layer in found]
         self.pool = PagePool(self.allocator, specs, dtype=first.dtype, device=first.device)
-        self.rows: list[int] = []
-        self._plan: StepPlan | None = None
+        self._fill([])
         super().__init__(layers=[PagedLayer(self, place) for place in range(len(found))])
+
+    def _fill(self, rows: list[int]) -> None:
+        self.rows = rows
+        self._plan: StepPlan | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PagedCache:
+        """The same tokens, on the same pages of the same pool until one of the two writes; gone, it gives them back."""
+        other = PagedCache.__new__(PagedCache)
+        other.allocator, other.pool = self.allocator, self.pool
+        other._fill([self.allocator.fork(row)[0] for row in self.rows])
+        Cache.__init__(other, layers=[PagedLayer(other, place) for place in range(len(self.layers))])
+        other._all_hold(self.length)
+        weakref.finalize(other, _give_back, self.allocator, other.rows)
+        memo[id(self)] = other
+        return other
 
     @property
     def length(self) -> int:
@@ -65,7 +82,7 @@ class PagedCache(Cache):
         """The plan of the newest tokens: the first layer makes room for them, the others follow."""
         if layer == 0:
             if not self.rows:
-                self.rows = [self.allocator.add() for _ in range(rows)]
+                self.rows += [self.allocator.add() for _ in range(rows)]
             if len(self.rows) != rows:
                 raise PageError(f"the cache holds a batch of {len(self.rows)}, got one of {rows}; reset() it first")
             plan, length = self._plan, self.length + tokens
@@ -84,8 +101,8 @@ class PagedCache(Cache):
         """Rows anew: row i becomes a continuation of what was row indices[i], on the same pages."""
         if not self.rows:
             return
-        before = self.rows
-        self.rows = [self.allocator.fork(before[index])[0] for index in indices]
+        before = self.rows[:]
+        self.rows[:] = [self.allocator.fork(before[index])[0] for index in indices]
         for row in before:
             self.allocator.free(row)
 
@@ -118,14 +135,17 @@ class PagedCache(Cache):
 
     def reset(self) -> None:
         """Give back all pages."""
-        for row in self.rows:
-            self.allocator.free(row)
-        self.rows = []
+        _give_back(self.allocator, self.rows)
         self._all_hold(0)
 
     def __repr__(self) -> str:
         stats = self.allocator.stats()
         return f"PagedCache({len(self.rows)} rows of {self.length} tokens in {stats.used} of {stats.pages} pages)"
+
+
+def _give_back(allocator: PageAllocator, rows: list[int]) -> None:
+    while rows:
+        allocator.free(rows.pop())
 
 
 class PagedLayer(CacheLayerMixin):

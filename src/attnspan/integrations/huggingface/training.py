@@ -144,6 +144,8 @@ class SpanTrainerMixin:
             raise ModelError(
                 "label_smoothing_factor and compute_loss_func: they would see one rank's logits, and are not served"
             )
+        if self.args.neftune_noise_alpha is not None:  # type: ignore[attr-defined]
+            raise ModelError("neftune_noise_alpha: noise would be drawn for each rank's tokens, and is not served")
         if num_items_in_batch is None:
             return super().compute_loss(model, inputs, return_outputs, **more)  # type: ignore[misc]
         if self.span.ranks > 1 and not self.args.average_tokens_across_devices:  # type: ignore[attr-defined]
