@@ -46,8 +46,6 @@ RESULTS = Path(__file__).parent / "results"
 PAGE = 16
 PATIENCE = 15.0
 """Seconds of a turn after which a rival has no other."""
-PAIRS = 15
-"""Turns with and without a prefix cache, where a turn takes no longer than a second or two."""
 
 
 @dataclass(frozen=True)
@@ -282,8 +280,6 @@ def compared(case: Case, device: str, turns: int, cuda_graphs: bool) -> list[str
     else:
         told = ", ".join(f"{name} {share:.2%}" for name, share in shares.items())
         answers = f"Tokens that are the likeliest by the model in float32: {told}."
-    ours_is_short = best["attnspan.engine"].clock < 2.0 and device != "cpu"
-    without = Ours(case, model, device, cuda_graphs=cuda_graphs, prefix_cache=False) if ours_is_short else None
     tokens = sum(new for _, new in asked)
     prompts = sum(len(prompt) for prompt, _ in asked)
     first = best["attnspan.engine"]
@@ -303,7 +299,7 @@ def compared(case: Case, device: str, turns: int, cuda_graphs: bool) -> list[str
         + ", ".join(f"{name} {seconds:.2f} s" for name, seconds in cold.items())
         + ".",
         "",
-        *costs(case, device, ours, without),
+        *costs(case, device, ours),
         "",
     ]
 
@@ -350,7 +346,7 @@ class Stopwatch:
         return timed
 
 
-def costs(case: Case, device: str, ours: Ours, without: Ours | None) -> list[str]:
+def costs(case: Case, device: str, ours: Ours) -> list[str]:
     """The prefix cache where nothing is found in it, and slots that hold no token."""
     some = turned(case.asked(), 100, case.vocabulary)
     known, [store] = ours.engine.counts.known, ours.engine._scheduler.room.stores
@@ -361,30 +357,11 @@ def costs(case: Case, device: str, ours: Ours, without: Ours | None) -> list[str
         ours(some)
     hits = ours.engine.counts.known - known
     ours(turned(case.asked(), 101, case.vocabulary), watch=True)
-    found = [
+    return [
         f"Prefix cache, {hits} of {sum(len(prompt) for prompt, _ in some)} tokens found: "
         f"{watch.seconds / timed.clock:.2%} of the run's time. Slots of used pages without a token, pages of "
         f"{PAGE}: mean {statistics.mean(ours.waste):.1%}.",
     ]
-    if without is not None:
-        with_cache, bare = (statistics.median(side) for side in zip(*beside(case, ours, without), strict=True))
-        found += [
-            "",
-            f"The same requests in turn with the cache and without, medians of {PAIRS}: {with_cache:.4f} s and "
-            f"{bare:.4f} s, {with_cache / bare - 1:+.2%}.",
-        ]
-    return found
-
-
-def beside(case: Case, ours: Ours, without: Ours) -> Iterator[tuple[float, float]]:
-    """Seconds of the engine and of one without a prefix cache, turn by turn."""
-    for engine in (ours, without):
-        engine(turned(case.asked(), 199, case.vocabulary))
-    for turn in range(200, 200 + PAIRS):
-        some = turned(case.asked(), turn, case.vocabulary)
-        pair = (ours, without) if turn % 2 else (without, ours)
-        seconds = {id(engine): engine(some).clock for engine in pair}
-        yield seconds[id(ours)], seconds[id(without)]
 
 
 def main() -> None:

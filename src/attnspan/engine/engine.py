@@ -117,9 +117,11 @@ class Engine:
             check_alike(self.transport, options | {"prefix_cache": prefix_cache})
             check_same(model, self.transport)
         self.limits = Limits(max_sequences, max_tokens, max(whole_prompts, 2 * ranks) if ranks > 1 else None)
-        dtype = next(model.parameters()).dtype
+        self._first = next(model.parameters())
         with torch.inference_mode(False):  # what is made within could not be written to without
-            self._pools = pools_of(layers, Sizes(pages, page_size, host_pages, ranks), dtype=dtype, device=device)
+            self._pools = pools_of(
+                layers, Sizes(pages, page_size, host_pages, ranks), dtype=self._first.dtype, device=device
+            )
         stores = [
             Store(pool.allocator, pool, window, PrefixCache(pool.allocator) if prefix_cache else None)
             for pool, window in zip(self._pools.pools, self._pools.windows, strict=True)
@@ -290,7 +292,7 @@ class Engine:
 
     def _step(self) -> list[Token]:
         check_evaluates(self.model)
-        check_dtype(self.model, self._pools.pools[0].layers[0].dtype)
+        check_dtype(self._first, self._pools.pools[0].layers[0].dtype)
         scheduler = self._scheduler
         batch = scheduler.step()
         if not batch:

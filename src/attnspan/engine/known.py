@@ -21,11 +21,10 @@ def check_evaluates(model: Any) -> None:
         raise EngineError("model is in training mode, in which dropout may change what it says; call model.eval()")
 
 
-def check_dtype(model: Any, dtype: torch.dtype | None) -> None:
-    """EngineError for a model that by now is of another dtype than its pages."""
-    found = next(model.parameters()).dtype
-    if found != dtype:
-        raise EngineError(f"model is {found} by now, and its pages are {dtype}; make a new engine")
+def check_dtype(weight: torch.Tensor, dtype: torch.dtype | None) -> None:
+    """EngineError for a model that by now is of another dtype than its pages, by one of its weights."""
+    if weight.dtype != dtype:
+        raise EngineError(f"model is {weight.dtype} by now, and its pages are {dtype}; make a new engine")
 
 
 UNUSED = {
