@@ -128,9 +128,9 @@ class Engine:
         ]
         self.max_length = self._longest(pages * page_size * ranks)
         self._scheduler = Scheduler(Room(stores), self.limits, self._change)
-        sizes = {"max_sequences": max_sequences, "max_tokens": max_tokens, "max_length": self.max_length}
+        most = {"max_sequences": max_sequences, "max_tokens": max_tokens, "max_length": self.max_length}
         with torch.inference_mode(False):
-            self._runner = self._made_runner(mesh, ranks, sizes | {"kernel": kernel, "cuda_graphs": cuda_graphs})
+            self._runner = self._made_runner(mesh, ranks, most | {"kernel": kernel, "cuda_graphs": cuda_graphs})
         self._requests: dict[int, Request] = {}
         self._samples: dict[int, dict[int, Sample]] = {}  # by request and sample: what still runs or queues
         self._speeches: dict[tuple[int, int], Speech] = {}

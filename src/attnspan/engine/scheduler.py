@@ -126,6 +126,7 @@ class Scheduler:
                 f"together, got {sample.forks + 1}"
             )
         sample.unshared = not self.room.holds(sample.most)
+        sample.beginning = hash(tuple(sample.tokens[: self._smallest]))
         insort(self.queued, sample, key=_ORDER)
 
     def remove(self, sample: Sample, keep: bool = True) -> None:
@@ -307,9 +308,8 @@ class Scheduler:
 
     def _show(self, newcomer: Sample) -> None:
         """See [Note: shown when looked for]."""
-        first, page = newcomer.tokens[0], newcomer.tokens[: self._smallest]
         for sample in self.running:
-            if sample.tokens[0] == first and sample.tokens[: self._smallest] == page:
+            if sample.beginning == newcomer.beginning:
                 self._keep(sample)
 
     def _keep(self, sample: Sample) -> None:
