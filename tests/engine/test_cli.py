@@ -63,7 +63,7 @@ def test_two_ranks_say_the_same(folder):
     ("options", "message"),
     [
         (["--model", "./nowhere"], "--model must be a folder of a model, or a name that transformers finds, got './n"),
-        (["--model", str(ROOT / "docs")], "transformers cannot load it"),
+        (["--model", str(ROOT / "docs")], "transformers cannot load its model"),
         (["--prompt", ""], "prompt must hold at least one token, got none"),
         (["--prompt", "@nowhere.txt"], "--prompt @nowhere.txt: the file cannot be read"),
         (["--top-p", "3"], "top_p must be a number above 0 and at most 1, got 3.0"),
@@ -87,4 +87,11 @@ def test_weights_that_are_cut_off_are_refused_in_one_line(folder, tmp_path):
         (tmp_path / file.name).write_bytes(file.read_bytes()[: 100 if file.suffix == ".safetensors" else None])
     said = cli("--model", tmp_path, "--prompt", "the cat")
     assert said.exit_code == 2
-    assert "transformers cannot load it: Error while deserializing" in said.stderr.splitlines()[-1]
+    assert "transformers cannot load its model: Error while deserializing" in said.stderr.splitlines()[-1]
+
+
+def test_a_folder_without_a_tokenizer_is_told_so(tmp_path):
+    tiny("Llama", vocab_size=320).save_pretrained(tmp_path)
+    said = cli("--model", tmp_path, "--prompt", "the cat")
+    assert said.exit_code == 2
+    assert "transformers cannot load its tokenizer: " in said.stderr.splitlines()[-1]

@@ -107,12 +107,14 @@ def _loaded(name: str, bar: bool) -> tuple[Any, Any]:
         raise EngineError('transformers is not installed; run pip install "attnspan[hf]"') from None
     if not bar:
         bars.disable_progress_bar()
+    part = "model"
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(name, dtype="auto")
+        part = "tokenizer"
         tokenizer = AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError, ImportError, SafetensorError) as error:  # of files, and of what reads them
         said = " ".join(str(error).split()) or repr(error)  # in one line
-        raise EngineError(f"--model {name}: transformers cannot load it: {said}") from None
+        raise EngineError(f"--model {name}: transformers cannot load its {part}: {said}") from None
     return model.to(_device()).eval(), tokenizer
 
 
