@@ -6,7 +6,7 @@
     sampler.py     the next token, by a number of the request's own
     speech.py      text from tokens, and where it stops
     ranks.py       prompts under context parallelism, pages over ranks
-    graphs.py      decoding by CUDA graphs
+    graphs.py      decoding by CUDA graphs (rehearsal.py: noted beforehand)
 
 Models are those of transformers, which is imported when an engine is made.
 """

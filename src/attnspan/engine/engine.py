@@ -51,6 +51,7 @@ from attnspan.engine.known import (
 )
 from attnspan.engine.look import check_asks
 from attnspan.engine.params import SamplingParams
+from attnspan.engine.rehearsal import rehearse, rehearsed
 from attnspan.engine.request import Continuation, Request, Token
 from attnspan.engine.room import Room, Store
 from attnspan.engine.runner import Runner, Sizes, pools_of
@@ -65,9 +66,6 @@ from attnspan.paged.kernels import KERNELS
 from attnspan.transports.group import Group, transport_of
 
 Prompt = str | Sequence[int]
-
-LENGTHS = (8, 64, 512)
-"""Prompts that an engine is warmed up with: kernels differ by how many new tokens a sample has, up to some 64."""
 
 
 class Engine:
@@ -167,30 +165,9 @@ class Engine:
             raise EngineError(f"warm_up is for an engine without requests, got {len(self._requests)} unfinished")
         with served(self.model), self._together():
             check_evaluates(self.model)
-            for lengths in [[1] * rows for rows in self._runner.sizes] + [[length] for length in LENGTHS]:
-                self._rehearse(lengths)
-
-    def _rehearse(self, lengths: list[int]) -> None:
-        """Run made-up prompts and two tokens after each, as far as there is room for them."""
-        scheduler = Scheduler(self._scheduler.room, self.limits)
-        for number, length in enumerate(lengths):
-            length = min(length, self.max_length - 1)
-            if length > 0 and scheduler.room.refusal(length + 1, scheduler.chunk) is None:
-                sample = Sample(number, [0] * length, length + 1)
-                scheduler.add(sample)
-                sample.unshared = True  # it is neither kept nor found
-        try:
-            while batch := scheduler.step():
-                self._runner.run(batch)
-                scheduler.computed(batch)
-                for sample in [chunk.sample for chunk in batch if not chunk.sample.rest]:
-                    if len(sample.tokens) == sample.most:
-                        scheduler.remove(sample)
-                    else:
-                        sample.tokens.append(0)
-        finally:
-            for sample in [*scheduler.running, *scheduler.queued]:
-                scheduler.remove(sample, keep=False)
+            for lengths in rehearsed(self._runner):
+                fitting = [length for length in (min(each, self.max_length - 1) for each in lengths) if length]
+                rehearse(self._runner, Scheduler(self._scheduler.room, self.limits), fitting)
 
     # ---- requests --------------------------------------------------------------------------------------------------
 
