@@ -10,6 +10,7 @@ No profile has a deadline or minds slow examples: time is measured in benchmarks
 """
 
 import os
+import warnings
 
 # Before torch is imported, and for the processes that tests start: ranks share the cores with each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -62,3 +63,14 @@ def by_blocks(monkeypatch):
     monkeypatch.setattr(cover, "_is_plain", lambda some, every: False)
     yield
     forget()
+
+
+@pytest.fixture
+def quietly():
+    """What transformers has to say of tiny configs."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

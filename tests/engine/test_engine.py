@@ -522,11 +522,15 @@ def fails(batch):
 
 
 def test_a_model_of_another_dtype_than_its_pages_is_told_to_make_a_new_engine():
-    model = copy.deepcopy(tiny("Llama"))
-    one = engine(model)
-    model.double()
-    with pytest.raises(EngineError, match=r"model is torch.float64 by now, .* torch.float32; make a new engine"):
-        one.generate([[5]])
+    for change in (
+        lambda model: model.double(),
+        lambda model: model.load_state_dict(copy.deepcopy(model).double().state_dict(), assign=True),
+    ):
+        model = copy.deepcopy(tiny("Llama"))
+        one = engine(model)
+        change(model)
+        with pytest.raises(EngineError, match=r"model is torch.float64 by now, .* torch.float32; make a new engine"):
+            one.generate([[5]])
 
 
 def test_what_a_generation_config_asks_for_and_an_engine_does_not_is_told():

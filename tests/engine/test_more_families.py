@@ -1,11 +1,9 @@
 """Families that nobody looked at one by one: each says what `model.generate` says, or no engine is made for it."""
 
 import copy
-import warnings
 
 import pytest
 import torch
-import transformers
 
 from attnspan.engine import Engine, SamplingParams
 from attnspan.errors import EngineError, ModelError
@@ -14,15 +12,14 @@ from tests.engine.models import greedy, prompts
 from tests.integrations.families import SIZES
 from tests.integrations.test_more_families import HEAD, MASKED, SERVED, WINDOW, built
 
+pytestmark = pytest.mark.usefixtures("quietly")
+
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 MORE = {
     "JetMoe": {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "kv_channels": 8}
     | {"num_key_value_heads": 2, "max_position_embeddings": 128, **EXPERTS, "eos_token_id": None},
-    "Moshi": SIZES | WINDOW,
 }
-GENERATES = {
-    name: sizes for name, sizes in (SERVED | MORE).items() if name not in (*MASKED, "MBart", "Pegasus", "Moshi")
-}
+GENERATES = {name: sizes for name, sizes in (SERVED | MORE).items() if name not in (*MASKED, "MBart", "Pegasus")}
 REFUSED = {
     "Qwen2Moe": (
         SIZES
@@ -35,14 +32,6 @@ REFUSED = {
     "Doge": (SIZES, "the model reads 'dtype' of its mask, to change it by itself; such masks are not served"),
     "DiffLlama": (SIZES, r"layers.0.self_attn attends 2 times in one pass, and an engine serves layers that do once"),
 }
-
-
-@pytest.fixture(autouse=True)
-def _quietly():
-    transformers.logging.set_verbosity_error()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
 
 
 def model_of(name, sizes):
@@ -62,7 +51,7 @@ FEW = ("StableLm", "Nemotron", "JetMoe")  # do not hand arguments down, or want 
     "name", [name if name in FEW else pytest.param(name, marks=pytest.mark.slow) for name in GENERATES]
 )
 def test_a_family_says_what_it_says_alone(name):
-    model, asked = model_of(name, GENERATES[name]), [[t % 60 + 2 for t in prompt] for prompt in prompts([33, 5, 20])]
+    model, asked = model_of(name, GENERATES[name]), [prompt_of(length) for length in (33, 5, 20)]
     true = [greedy(model, prompt, 8) for prompt in asked]
     params = SamplingParams(max_new_tokens=8)
     assert [answer.token_ids for answer in engine(model).generate(asked, params)] == true
@@ -117,7 +106,7 @@ def test_layers_of_different_scales_with_sinks_over_ranks():
     for number, layer in enumerate(model.model.layers):
         layer.self_attn.scaling = 0.3 + 0.4 * number
         torch.nn.init.normal_(layer.self_attn.sinks, std=2.0)
-    asked = [[t % 60 + 2 for t in prompt] for prompt in prompts([33, 20])]
+    asked = [prompt_of(length) for length in (33, 20)]
     true = [greedy(model, prompt, 8) for prompt in asked]
     params = SamplingParams(max_new_tokens=8)
     for answers in loopback(2).run(lambda w: engine(model, mesh=w, whole_prompts=8).generate(asked, params)):
@@ -133,6 +122,33 @@ def test_an_enabled_model_is_refused():
         pytest.raises(ModelError, match=r"model is enabled for training over ranks; call disable\(\)"),
     ):
         engine(model)
+
+
+def test_a_model_that_was_enabled_meanwhile_is_served_as_before():
+    """It has another config by then."""
+    from attnspan.integrations.huggingface import enable
+
+    model = model_of("Olmo2", SIZES)
+    asked, params = [prompt_of(33), prompt_of(5)], SamplingParams(max_new_tokens=8)
+    true, before = [greedy(model, prompt, 8) for prompt in asked], engine(model)
+    assert [answer.token_ids for answer in before.generate(asked, params)] == true
+    with enable(model, loopback(1).run(lambda world: world)[0]):
+        pass
+    for one in (before, engine(model)):
+        assert [answer.token_ids for answer in one.generate(asked, params)] == true
+
+
+def prompt_of(length):
+    return [t % 60 + 2 for t in prompts([length])[0]]
+
+
+def test_a_model_whose_layers_attend_elsewhere_by_now_is_refused():
+    model = model_of("Olmo2", SIZES)
+    one = engine(model)
+    model.model.layers[1].self_attn.config = copy.deepcopy(model.config)  # as if it were not asked
+    with pytest.raises(ModelError, match="1 of 2 layers attended over pages in a call of the model; it has changed"):
+        one.generate([[5, 6]])
+    one.check()
 
 
 def test_another_thread_may_not_call_a_model_that_is_being_served():

@@ -1,7 +1,6 @@
 """`model.generate` over a PagedCache says what it says without: batches, padding, beams, guesses."""
 
 import copy
-import gc
 
 import pytest
 import torch
@@ -70,17 +69,44 @@ def test_copies_go_on_from_one_prompt_each_in_its_own_way():
         assert torch.equal(plain, paged)
         assert (cache.length, own.length) == (18, tokens.shape[1] + 5)
         del own
-        gc.collect()
         assert cache.allocator.stats().used == before  # it has given back what it wrote
     cache.reset()
     cache.allocator.check()
     assert cache.allocator.stats().used == 0
 
 
+def test_a_cache_that_is_let_go_gives_back_its_pages_while_a_copy_lives():
+    model = tiny("Llama")
+    cache = PagedCache(model, pages=12, page_size=4)
+    with torch.no_grad():
+        model(torch.tensor(prompts([18])), past_key_values=cache)
+    own = copy.deepcopy(cache)
+    del cache
+    own.allocator.check()
+    assert own.allocator.stats().sequences == 1
+    own.reset()
+    assert own.allocator.stats().used == 0
+
+
+def test_a_copy_of_a_cache_that_failed_halfway_is_refused_as_the_cache_is():
+    model, cache = copy.deepcopy(tiny("Llama")), PagedCache(tiny("Llama"), pages=12, page_size=4)
+    tokens = torch.tensor(prompts([6]))
+    handle = model.model.layers[1].register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(MemoryError("planted")))
+    with torch.no_grad(), pytest.raises(MemoryError):
+        model(tokens, past_key_values=cache)
+    handle.remove()
+    for each in (copy.deepcopy(cache), cache):
+        with (
+            torch.no_grad(),
+            pytest.raises(PageError, match=r"layer 1 holds 0 tokens, and layer 0 has 6: a call of the"),
+        ):
+            model(tokens, past_key_values=each)
+
+
 def test_a_model_that_looks_ahead_is_refused():
     sizes = {"vocab_size": 64, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2}
     model = transformers.BertForMaskedLM(transformers.BertConfig(**sizes, intermediate_size=48))
-    with pytest.raises(ModelError, match=r"has .*; PagedCache serves decoder-only models"):
+    with pytest.raises(ModelError, match=r"self has attention that looks ahead; PagedCache serves decoder-only models"):
         PagedCache(model, pages=8)
 
 

@@ -6,6 +6,7 @@ import signal
 from contextlib import nullcontext
 from datetime import timedelta
 
+import numpy as np
 import pytest
 import torch.distributed as dist
 
@@ -50,6 +51,20 @@ def test_ranks_are_warmed_up_together():
         return engine.generate(asked, SamplingParams(max_new_tokens=4))[0].token_ids
 
     assert loopback(2).run(rank) == [greedy(model, asked[0], 4)] * 2
+
+
+def test_a_model_in_training_is_refused_before_anything_is_sent():
+    def rank(world):
+        model = copy.deepcopy(tiny("Llama"))
+        engine = Engine(model, mesh=world, pages=40, page_size=4, max_sequences=np.int64(8))
+        model.train()
+        with pytest.raises(EngineError, match="model is in training mode"):
+            engine.warm_up()
+        model.eval()
+        engine.warm_up()
+        return engine.generate([[5]], SamplingParams(max_new_tokens=2))[0].token_ids
+
+    assert loopback(2).run(rank) == [greedy(tiny("Llama"), [5], 2)] * 2
 
 
 def test_a_prompt_that_no_rank_holds_alone_is_continued_by_all():
@@ -97,6 +112,8 @@ def test_a_step_that_failed_over_ranks_is_never_tried_again(alone):
         for again in (engine.step, lambda: engine.add([5])):
             with pytest.raises(EngineError, match=DEAD):
                 again()
+        with pytest.raises(TransportError, match="broke off here"):
+            Engine(model, mesh=world, pages=40)
         assert request.finish_reason == "error"
         assert request.token_ids == expected[: len(request.token_ids)]
         ended.append(world.rank)
@@ -148,6 +165,29 @@ def test_engines_that_differ_between_ranks_are_refused_on_all_of_them():
 
     with pytest.raises(ModelError, match=r"weights differ between rank 0 and ranks \[2\]"):
         loopback(3).run(other_weights)
+
+
+def test_weights_that_change_while_a_request_queues_are_compared_when_it_begins():
+    [prompt] = prompts([30])
+
+    def rank(world, everywhere):
+        model = copy.deepcopy(tiny("Llama"))
+        engine = Engine(model, mesh=world, pages=40, page_size=4)
+        engine.generate([prompt], SamplingParams(max_new_tokens=4))
+        request = engine.add(prompt, SamplingParams(max_new_tokens=4))
+        if everywhere or world.rank:
+            model.lm_head.weight.neg_()
+        if not everywhere:
+            with pytest.raises(
+                EngineError, match=r"weights were changed at another time on rank 0 than on ranks \[1\]"
+            ):
+                engine.step()
+            return None
+        drive(engine)
+        return request.token_ids == greedy(model, prompt, 4)
+
+    assert loopback(2).run(lambda world: rank(world, True)) == [True, True]
+    loopback(2).run(lambda world: rank(world, False))
 
 
 def test_weights_change_on_all_ranks_or_the_next_request_is_refused():

@@ -1,5 +1,8 @@
 """Every family: loss, logits and all gradients on ranks are those of one device with transformers' eager attention."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -181,14 +184,34 @@ def test_a_checkpoint_around_the_whole_call(name, reentrant, inner):
             out = checkpoint(lambda _: tuple(model(**given).values())[:2], needed, use_reentrant=reentrant)
             logits = handle.unshard(out[1].detach())
             with torch.no_grad():
-                model(**other)
+                last = model(**other).logits
+            latest = handle.session
             out[0].backward()
+            assert handle.session is latest
+            assert handle.unshard(last.detach()).shape[1] == other.get("labels").shape[1]
             handle.session.average_gradients(model)
             handle.assert_used(passes=2)
         return out[0].detach(), logits, gradients(model)
 
     for found in loopback(2).run(rank):
         assert off(found, true)[0] < BOUND
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_what_a_checkpoint_holds_is_gone_after_backward(reentrant):
+    def rank(world):
+        model, needed = family("llama"), torch.zeros(3, requires_grad=True)
+        inner = needed * 1.0
+        gone = weakref.ref(inner)
+        with enable(model, world):
+            loss = checkpoint(lambda x: model(**batch()).loss + x.sum(), inner, use_reentrant=reentrant)
+            loss.backward()
+            del loss, inner
+            gc.collect()
+            return gone() is None
+
+    assert loopback(2).run(rank) == [True, True]
 
 
 def no_cap(model):

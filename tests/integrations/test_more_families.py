@@ -1,7 +1,6 @@
 """Families that nobody looked at one by one: each answers as on one device, or is refused by name; none is wrong."""
 
 import copy
-import warnings
 
 import pytest
 import torch
@@ -10,6 +9,8 @@ import transformers
 from attnspan.errors import ModelError
 from attnspan.testing import loopback
 from tests.integrations.families import BART, NO_DROPOUT, SIZES, VOCAB, answers, batch, enabled_answers, off
+
+pytestmark = pytest.mark.usefixtures("quietly")
 
 BOUND = 5e-5
 """As in families.py; weights are larger here, and so is rounding."""
@@ -80,14 +81,6 @@ def built(name, sizes):
 
 
 MASKED = ("Electra", "EuroBert", "DebertaV2", "Roberta", "Albert", "DistilBert")
-
-
-@pytest.fixture(autouse=True)
-def _quietly():
-    transformers.logging.set_verbosity_error()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
 
 
 @pytest.mark.slow

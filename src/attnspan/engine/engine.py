@@ -24,7 +24,6 @@ begins to be computed: how often that happened is part of the salt. One that is 
 
 from __future__ import annotations
 
-import hashlib
 import secrets
 from array import array
 from collections import deque
@@ -36,10 +35,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from attnspan.attention.unbroken import unbroken
+from attnspan.engine.accord import Accord
 from attnspan.engine.bar import Bar
 from attnspan.engine.known import (
-    check_alike,
     check_dtype,
     check_evaluates,
     device_of,
@@ -105,27 +103,23 @@ class Engine:
         self.vocabulary = vocabulary_of(model, tokenizer)
         self.end_tokens = end_tokens_of(model)
         tell_unused(model)
-        self.transport = None if mesh is None else transport_of(mesh)
-        ranks = 1 if self.transport is None else self.transport.ranks
-        if self.transport is not None and ranks > 1:
-            from attnspan.integrations.huggingface.weights import check_same
-
-            options = {"pages": pages, "page_size": page_size, "host_pages": host_pages, "kernel": kernel}
-            options |= {"max_sequences": max_sequences, "max_tokens": max_tokens, "whole_prompts": whole_prompts}
-            check_alike(self.transport, options | {"prefix_cache": prefix_cache})
-            check_same(model, self.transport)
+        self._accord = Accord(None if mesh is None else transport_of(mesh))
+        ranks = self._accord.ranks
         self.limits = Limits(max_sequences, max_tokens, max(whole_prompts, 2 * ranks) if ranks > 1 else None)
-        self._first = next(model.parameters())
+        options = {"kernel": kernel, "cuda_graphs": cuda_graphs, "prefix_cache": prefix_cache}
+        options |= {"max_sequences": self.limits.max_sequences, "max_tokens": self.limits.max_tokens}
+        sizes = Sizes(pages, page_size, host_pages, ranks)
+        self._accord.on_options(options | {"whole_prompts": self.limits.whole} | sizes._asdict())
+        self._accord.on_weights(model)
+        dtype = next(model.parameters()).dtype
         with torch.inference_mode(False):  # what is made within could not be written to without
-            self._pools = pools_of(
-                layers, Sizes(pages, page_size, host_pages, ranks), dtype=self._first.dtype, device=device
-            )
+            self._pools = pools_of(layers, sizes, dtype=dtype, device=device)
         stores = [
             Store(pool.allocator, pool, window, PrefixCache(pool.allocator) if prefix_cache else None)
             for pool, window in zip(self._pools.pools, self._pools.windows, strict=True)
         ]
         self.max_length = self._longest(pages * page_size * ranks)
-        self._scheduler = Scheduler(Room(stores), self.limits, self._change)
+        self._scheduler = Scheduler(Room(stores), self.limits, lambda: self._accord.on_version(self._change()))
         most = {"max_sequences": max_sequences, "max_tokens": max_tokens, "max_length": self.max_length}
         with torch.inference_mode(False):
             self._runner = self._made_runner(mesh, ranks, most | {"kernel": kernel, "cuda_graphs": cuda_graphs})
@@ -158,13 +152,14 @@ class Engine:
     def warm_up(self) -> None:
         """Do now what would be done when it is first met: compile kernels, note graphs of every size.
 
-        Over ranks, on all of them. Nothing of it is counted or kept. EngineError while there are requests.
+        Over ranks, on all of them. Nothing of it is counted or kept, but kept prefixes may have to make room for it.
+        EngineError while there are requests.
         """
         self._check_alive()
         if self._requests:
             raise EngineError(f"warm_up is for an engine without requests, got {len(self._requests)} unfinished")
+        self._check_ready()
         with served(self.model), self._together():
-            check_evaluates(self.model)
             for lengths in rehearsed(self._runner):
                 fitting = [length for length in (min(each, self.max_length - 1) for each in lengths) if length]
                 rehearse(self._runner, Scheduler(self._scheduler.room, self.limits), fitting)
@@ -196,8 +191,9 @@ class Engine:
                 f"max_new_tokens={params.max_new_tokens} more are asked for"
             )
         number, seed = self._next, secrets.randbits(63) if params.seed is None else params.seed
-        if self.transport is not None and self.transport.ranks > 1:
-            seed = self._agreed(tokens, params, (self._change(), salt), seed)
+        with self._hearing():
+            told = self._accord.on_request((tokens, params, salt, self._change(), number), seed)
+        seed = told if params.seed is None else seed
         # The last token is never fed, so that it needs no room.
         sample = Sample(number, array("Q", tokens), most - 1, forks=params.n - 1, salt=salt)
         self._scheduler.add(sample)
@@ -268,10 +264,10 @@ class Engine:
             return self._step()
 
     def _step(self) -> list[Token]:
-        check_evaluates(self.model)
-        check_dtype(self._first, self._pools.pools[0].layers[0].dtype)
+        self._check_ready()
         scheduler = self._scheduler
-        batch = scheduler.step()
+        with self._hearing():
+            batch = scheduler.step()
         if not batch:
             return []
         samples = [chunk.sample for chunk in batch if chunk.last]
@@ -287,13 +283,20 @@ class Engine:
     @contextmanager
     def _together(self) -> Iterator[None]:
         """Inside, ranks do the same, and whoever fails ends it for all. See [Note: after an error]."""
-        if self.transport is None or self.transport.ranks == 1:
-            yield
-            return
         try:
-            with unbroken(self.transport):
+            with self._accord.under_way():
                 yield
         except BaseException as error:
+            if self._accord.ranks > 1:
+                self._die(error)
+            raise
+
+    @contextmanager
+    def _hearing(self) -> Iterator[None]:
+        """Inside, ranks compare what they were told; one that does not answer is lost."""
+        try:
+            yield
+        except TransportError as error:
             self._die(error)
             raise
 
@@ -506,28 +509,16 @@ class Engine:
             raise EngineError(f"prompt must hold tokens below the model's {self.vocabulary}, got {max(tokens)}")
         return tokens
 
-    def _agreed(self, tokens: list[int], params: SamplingParams, salt: Hashable, seed: int) -> int:
-        """Rank 0's seed; EngineError on every rank if requests differ."""
-        assert self.transport is not None, "asked for a mesh only"
-        digest = hashlib.sha256(repr((tokens, params, salt, self._next)).encode()).digest()
-        try:
-            told = self.transport.agree(digest + seed.to_bytes(16, "little"), "requests")
-        except TransportError as error:
-            self._die(error)
-            raise
-        others = [rank for rank, said in enumerate(told) if said[:32] != told[0][:32]]
-        if others:
-            raise EngineError(
-                f"requests differ between rank 0 and ranks {others}; every rank adds the same, in order, and changes "
-                "its model's weights between the same ones"
-            )
-        return int.from_bytes(told[0][32:], "little") if params.seed is None else seed
-
     def _die(self, error: BaseException) -> None:
         """See [Note: after an error]."""
         self._dead = error
         for request in self.unfinished:
             self._ended(request, "error", error)
+
+    def _check_ready(self) -> None:
+        """EngineError for a model that is trained, or of another dtype than its pages by now."""
+        check_evaluates(self.model)
+        check_dtype(self.model, self._pools.pools[0].layers[0].dtype)
 
     def _check_alive(self) -> None:
         if self._dead is not None:

@@ -1,18 +1,16 @@
-"""What is asked of a model, a tokenizer and other ranks before anything is served: tokens, ends, positions, weights.
+"""What is asked of a model and a tokenizer before they are served: tokens, ends, positions, a device, weights.
 
 Models are those of transformers; nothing is imported for it.
 """
 
 from __future__ import annotations
 
-import json
 import warnings
 from typing import Any
 
 import torch
 
 from attnspan.errors import EngineError
-from attnspan.transports import Transport
 
 
 def check_evaluates(model: Any) -> None:
@@ -21,16 +19,18 @@ def check_evaluates(model: Any) -> None:
         raise EngineError("model is in training mode, in which dropout may change what it says; call model.eval()")
 
 
-def check_dtype(weight: torch.Tensor, dtype: torch.dtype | None) -> None:
-    """EngineError for a model that by now is of another dtype than its pages, by one of its weights."""
-    if weight.dtype != dtype:
-        raise EngineError(f"model is {weight.dtype} by now, and its pages are {dtype}; make a new engine")
+def check_dtype(model: Any, dtype: torch.dtype | None) -> None:
+    """EngineError for a model that is of another dtype than its pages by now."""
+    found = next(model.parameters()).dtype
+    if found != dtype:
+        raise EngineError(f"model is {found} by now, and its pages are {dtype}; make a new engine")
 
 
 UNUSED = {
     "repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "suppress_tokens": None, "begin_suppress_tokens": None,
     "bad_words_ids": None, "sequence_bias": None, "min_length": 0, "min_new_tokens": None, "forced_bos_token_id": None,
-    "forced_eos_token_id": None, "exponential_decay_length_penalty": None,
+    "forced_eos_token_id": None, "exponential_decay_length_penalty": None, "num_beams": 1, "guidance_scale": 1.0,
+    "stop_strings": None,
 }  # fmt: skip
 """What `generate` would do by a generation_config, greedy or not, and an engine does not, with what leaves it out."""
 
@@ -46,15 +46,6 @@ def tell_unused(model: Any) -> None:
             "those of model.generate()",
             stacklevel=3,
         )
-
-
-def check_alike(transport: Transport, options: dict[str, Any]) -> None:
-    """EngineError on every rank if their engines differ in an option."""
-    told = [json.loads(each) for each in transport.agree(json.dumps(options).encode(), "options of an engine")]
-    for name, value in told[0].items():
-        found = [each[name] for each in told]
-        if found != [value] * len(told):
-            raise EngineError(f"{name} must be the same on every rank, got {found}, by rank")
 
 
 def weights_of(model: Any) -> list[tuple[int, int]]:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attnspan.engine.served import Layers, seen_once
+from attnspan.engine.served import Layers, called_meanwhile, seen_once
 from attnspan.errors import ModelError
 
 NAME = "attnspan_look"
@@ -31,7 +31,7 @@ class Look:
         self.calls: Counter[Any] = Counter()
 
 
-_LOOKING: ContextVar[Look] = ContextVar("the look that is being taken")
+_LOOKING: ContextVar[Look | None] = ContextVar("the look that is being taken", default=None)
 
 
 def looked_at(
@@ -41,6 +41,8 @@ def looked_at(
     from attnspan.integrations.huggingface.attending import check_asked
 
     look = _LOOKING.get()
+    if look is None:
+        raise called_meanwhile(module)
     layer = look.layers[module]
     check_asked(layer, attention_mask, asked | {"s_aux": asked.get("s_aux") is not None})
     look.calls[module] += 1

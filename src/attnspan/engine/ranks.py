@@ -42,10 +42,10 @@ class RanksRunner(Runner):
         sample, count = batch[0]
         if len(batch) == 1 and sample.computed == 0 and count == sample.rest >= self.whole:
             self._step(batch)
-            return self._together(sample.tokens)
+            return self._split(sample.tokens)
         return super().run(batch)
 
-    def _together(self, tokens: Sequence[int]) -> Tensor:
+    def _split(self, tokens: Sequence[int]) -> Tensor:
         """The logits (1, V) after a prompt that all ranks compute."""
         session = self._on(len(tokens))
         positions = session.positions

@@ -1,6 +1,6 @@
 """A step of the model: tokens of many samples packed into one row, keys to their pages, logits of those that want them.
 
-    runner = Runner(model, layers, pages=[...])
+    runner = Runner(model, pools_of(layers, sizes, ...), max_sequences=64, max_tokens=512, max_length=4096)
     logits = runner.run(batch)  # a row for every chunk that ends its sample
 
 Layers that see everything and layers that see a window may lie in different pools (`Pools`), each with a plan of its
@@ -24,6 +24,7 @@ from attnspan.engine.served import Layers, attending
 from attnspan.errors import EngineError
 from attnspan.masks import Causal
 from attnspan.paged import Layer, PageAllocator, PagePool, ShardedPages, StepPlan
+from attnspan.parallel.soft_cap import soft_cap
 
 CAUSAL = Causal()
 
@@ -46,15 +47,6 @@ class Pools:
     pools: tuple[PagePool, ...]
     windows: tuple[int | None, ...]  # the widest of each pool; None: everything
     places: tuple[Place, ...]  # by layer
-
-
-def soft_cap(cap: float) -> Callable[..., Tensor]:
-    """A score_mod that keeps scores between -cap and cap."""
-
-    def capped(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return cap * torch.tanh(score / cap)
-
-    return capped
 
 
 class Sizes(NamedTuple):
@@ -182,7 +174,7 @@ class Runner:
         return self._called(tokens, self.plans[0].positions, 0, self._over)
 
     def _called(self, tokens: Tensor, positions: Tensor, keep: Tensor | int, attends: Any) -> Tensor:
-        with torch.no_grad(), attending(attends):
+        with torch.no_grad(), attending(attends, len(self.pools.places)):
             out = self.model(
                 input_ids=tokens,
                 position_ids=positions.long().unsqueeze(0),

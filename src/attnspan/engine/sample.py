@@ -35,7 +35,7 @@ class Sample:
     swapped: bool = False
     unshared: bool = False  # it must not begin on pages of others: see scheduler.py, [Note: alone]
     kept: int = 0  # tokens whose full pages were shown to the prefix cache
-    beginning: int = 0  # the same for samples whose first page of tokens is
+    beginning: int = 0  # the same for samples whose prompts have the same first page
     prompt: int = 0  # how many of the tokens are the prompt: all that there are at first
 
     def __post_init__(self) -> None:

@@ -37,17 +37,30 @@ class Attends(Protocol):
         ...
 
 
-_ATTENDS: ContextVar[Attends | None] = ContextVar("the attention of the call that is running", default=None)
+class Call:
+    """One call of a model: who serves it, and how many layers have attended."""
+
+    def __init__(self, attends: Attends) -> None:
+        self.attends, self.count = attends, 0
+
+
+_CALL: ContextVar[Call | None] = ContextVar("the call of a model that is running", default=None)
 
 
 @contextmanager
-def attending(attends: Attends) -> Iterator[None]:
-    """While it lasts, attention of this thread's call of a model is this."""
-    before = _ATTENDS.set(attends)
+def attending(attends: Attends, layers: int) -> Iterator[None]:
+    """While it lasts, attention of this thread's call of a model is this; ModelError unless so many layers came by."""
+    call = Call(attends)
+    before = _CALL.set(call)
     try:
         yield
     finally:
-        _ATTENDS.reset(before)
+        _CALL.reset(before)
+    if call.count != layers:
+        raise ModelError(
+            f"{call.count} of {layers} layers attended over pages in a call of the model; it has changed since the "
+            "engine was made: make a new one"
+        )
 
 
 def paged(
@@ -61,15 +74,21 @@ def paged(
     **known: Any,
 ) -> tuple[Tensor, None]:
     """The attention function. All that `known` may hold was read from layers, and seen, when the engine was made."""
-    attends = _ATTENDS.get()
-    if attends is None:
-        raise EngineError(
-            f"{type(module).__name__} was called while an engine serves its model; call the model when the engine's "
-            "step is over"
-        )
+    call = _CALL.get()
+    if call is None:
+        raise called_meanwhile(module)
     if attention_mask is not None:
         raise ModelError(f"layer {module.layer_idx} is given a mask by its model, and an engine knows of none")
-    return attends.attend(module.layer_idx, query, key, value, s_aux), None  # type: ignore[arg-type]
+    call.count += 1
+    return call.attends.attend(module.layer_idx, query, key, value, s_aux), None  # type: ignore[arg-type]
+
+
+def called_meanwhile(module: nn.Module) -> EngineError:
+    """What is said to whoever calls a model that is being served, or looked at."""
+    return EngineError(
+        f"{type(module).__name__} was called while an engine serves its model; call the model when the engine's step "
+        "is over"
+    )
 
 
 def layers_of(model: Any) -> Layers:
@@ -104,10 +123,12 @@ class _Serving:
 
     def __init__(self, model: nn.Module) -> None:
         found = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
+        self.config = model.config  # if it has another, all are looked for again
         self.configs: list[Any] = list(found.values())  # one, for nearly every model
         self.names: list[str] = []
         self.count = 0
         self.seen: list[str] = []
+        self.lock = Lock()
 
     def begin(self, name: str) -> None:
         if self.count == 0:
@@ -127,22 +148,24 @@ _SERVED: WeakKeyDictionary[nn.Module, _Serving] = WeakKeyDictionary()
 _LOCK = Lock()
 
 
-def _serving(model: nn.Module) -> _Serving:
-    if model not in _SERVED:
-        _SERVED[model] = _Serving(model)
-    return _SERVED[model]
+def _serving(model: Any) -> _Serving:
+    with _LOCK:
+        found = _SERVED.get(model)
+        if found is None or (found.config is not model.config and not found.count):
+            found = _SERVED[model] = _Serving(model)
+        return found
 
 
 @contextmanager
 def served(model: nn.Module) -> Iterator[None]:
     """While it lasts, the model's attention is `paged`. See [Note: who serves]."""
-    with _LOCK:
-        serving = _serving(model)
+    serving = _serving(model)
+    with serving.lock:
         serving.begin(NAME)
     try:
         yield
     finally:
-        with _LOCK:
+        with serving.lock:
             serving.end()
 
 
@@ -151,8 +174,8 @@ def seen_once(model: nn.Module, layers: Layers, name: str, look: Callable[[], No
 
     Who makes an engine for a model that others serve, as virtual ranks do, finds that it was seen.
     """
-    with _LOCK:
-        serving, found = _serving(model), [str(layer) for layer in layers]
+    serving, found = _serving(model), [str(layer) for layer in layers]
+    with serving.lock:
         if serving.seen == found:
             return
         if serving.count:

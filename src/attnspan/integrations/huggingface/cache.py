@@ -40,49 +40,23 @@ from attnspan.integrations.huggingface.layers import attention_layers
 from attnspan.paged import Layer, PageAllocator, PagePool, StepPlan
 
 
-class PagedCache(Cache):
-    """The KV cache of a model of transformers in `pages` pages of `page_size` tokens, for one batch at a time."""
+class Rows:
+    """The rows of a batch in a pool: what a cache and its layers share."""
 
-    def __init__(self, model: PreTrainedModel, *, pages: int, page_size: int = 16) -> None:
-        pages = whole("pages", pages, at_least=1, error=PageError)
-        found = sorted(attention_layers(model), key=lambda layer: layer.index or 0)
-        for place, layer in enumerate(found):
-            if layer.cross or not layer.causal or layer.index != place:
-                what = "cross-attention" if layer.cross else f"the index {layer.index}, not {place}"
-                what = what if layer.causal or layer.cross else "attention that looks ahead"
-                raise ModelError(f"{layer.name} has {what}; PagedCache serves decoder-only models")
-        first = next(model.parameters())
-        self.allocator = PageAllocator(num_pages=pages + 1, page_size=page_size)
-        specs = [Layer(layer.kv_heads, layer.head_dim, layer.value_dim) for layer in found]
-        self.pool = PagePool(self.allocator, specs, dtype=first.dtype, device=first.device)
-        self._fill([])
-        super().__init__(layers=[PagedLayer(self, place) for place in range(len(found))])
-
-    def _fill(self, rows: list[int]) -> None:
-        self.rows = rows
+    def __init__(self, pool: PagePool, rows: list[int]) -> None:
+        self.pool, self.rows = pool, rows
         self._plan: StepPlan | None = None
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> PagedCache:
-        """The same tokens, on the same pages of the same pool until one of the two writes; gone, it gives them back."""
-        other = PagedCache.__new__(PagedCache)
-        other.allocator, other.pool = self.allocator, self.pool
-        other._fill([self.allocator.fork(row)[0] for row in self.rows])
-        Cache.__init__(other, layers=[PagedLayer(other, place) for place in range(len(self.layers))])
-        other._all_hold(self.length)
-        weakref.finalize(other, _give_back, self.allocator, other.rows)
-        memo[id(self)] = other
-        return other
 
     @property
     def length(self) -> int:
         """The tokens of every row."""
-        return self.allocator.length(self.rows[0]) if self.rows else 0
+        return self.pool.allocator.length(self.rows[0]) if self.rows else 0
 
     def grow(self, layer: int, rows: int, tokens: int) -> StepPlan:
         """The plan of the newest tokens: the first layer makes room for them, the others follow."""
         if layer == 0:
             if not self.rows:
-                self.rows += [self.allocator.add() for _ in range(rows)]
+                self.rows += [self.pool.allocator.add() for _ in range(rows)]
             if len(self.rows) != rows:
                 raise PageError(f"the cache holds a batch of {len(self.rows)}, got one of {rows}; reset() it first")
             plan, length = self._plan, self.length + tokens
@@ -96,6 +70,55 @@ class PagedCache(Cache):
         if self._plan is None:
             raise PageError(f"layer {layer} was called before layer 0, which makes room for the tokens")
         return self._plan
+
+    def forked(self) -> Rows:
+        """The same tokens on the same pages, until one of the two writes."""
+        return Rows(self.pool, [self.pool.allocator.fork(row)[0] for row in self.rows])
+
+
+class PagedCache(Cache):
+    """The KV cache of a model of transformers in `pages` pages of `page_size` tokens, for one batch at a time."""
+
+    def __init__(self, model: PreTrainedModel, *, pages: int, page_size: int = 16) -> None:
+        pages = whole("pages", pages, at_least=1, error=PageError)
+        found = sorted(attention_layers(model), key=lambda layer: layer.index or 0)
+        for place, layer in enumerate(found):
+            for wrong, what in (
+                (layer.cross, "cross-attention"),
+                (not layer.causal, "attention that looks ahead"),
+                (layer.index != place, f"the index {layer.index}, not {place}"),
+            ):
+                if wrong:
+                    raise ModelError(f"{layer.name} has {what}; PagedCache serves decoder-only models")
+        first = next(model.parameters())
+        allocator = PageAllocator(num_pages=pages + 1, page_size=page_size)
+        specs = [Layer(layer.kv_heads, layer.head_dim, layer.value_dim) for layer in found]
+        self._begin(Rows(PagePool(allocator, specs, dtype=first.dtype, device=first.device), []))
+
+    def _begin(self, held: Rows) -> None:
+        self._held, self.pool, self.allocator = held, held.pool, held.pool.allocator
+        super().__init__(layers=[PagedLayer(held, place) for place in range(len(held.pool.layers))])
+        # Nothing in a cache refers back to it, so that it is gone, and has given its pages back, once nobody holds it.
+        weakref.finalize(self, _give_back, self.allocator, held.rows)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PagedCache:
+        """The same tokens, on the same pages of the same pool until one of the two writes."""
+        other = PagedCache.__new__(PagedCache)
+        other._begin(self._held.forked())
+        for theirs, ours in zip(other.layers, self.layers, strict=True):
+            theirs.length = ours.length  # type: ignore[union-attr]  # PagedLayers
+        memo[id(self)] = other
+        return other
+
+    @property
+    def rows(self) -> list[int]:
+        """The names of the batch's rows in the allocator."""
+        return self._held.rows
+
+    @property
+    def length(self) -> int:
+        """The tokens of every row."""
+        return self._held.length
 
     def select(self, indices: list[int]) -> None:
         """Rows anew: row i becomes a continuation of what was row indices[i], on the same pages."""
@@ -154,9 +177,9 @@ class PagedLayer(CacheLayerMixin):
     is_croppable = True
     is_sliding = False
 
-    def __init__(self, cache: PagedCache, index: int) -> None:
+    def __init__(self, held: Rows, index: int) -> None:
         super().__init__()
-        self.cache, self.index, self.length = cache, index, 0
+        self.held, self.index, self.length = held, index, 0
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -167,10 +190,10 @@ class PagedLayer(CacheLayerMixin):
         rows, tokens = key_states.shape[0], key_states.shape[2]
         if key_states.requires_grad or value_states.requires_grad:
             raise PageError("PagedCache takes no keys that need gradients; call the model under torch.no_grad()")
-        plan, pool = self.cache.grow(self.index, rows, tokens), self.cache.pool
-        if self.length + tokens != self.cache.length:
+        plan, pool = self.held.grow(self.index, rows, tokens), self.held.pool
+        if self.length + tokens != self.held.length:
             raise PageError(
-                f"layer {self.index} holds {self.length} tokens, and layer 0 has {self.cache.length - tokens}: a call "
+                f"layer {self.index} holds {self.length} tokens, and layer 0 has {self.held.length - tokens}: a call "
                 "of the model failed halfway; reset() the cache"
             )
         key, value = (x.transpose(1, 2).flatten(0, 1) for x in (key_states, value_states))

@@ -36,10 +36,10 @@ import functools
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from threading import RLock
 from typing import Any, Literal, NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -68,6 +68,7 @@ from attnspan.integrations.huggingface.sessions import Family
 from attnspan.integrations.huggingface.weights import check_same
 from attnspan.masks import Documents, Full, Mask
 from attnspan.parallel import ContextParallel, replays
+from attnspan.parallel.soft_cap import soft_cap
 from attnspan.transports.group import Group
 
 Side = Literal["only", "encoder", "decoder", "cross"]
@@ -93,7 +94,7 @@ class Pass:
     labels: Tensor | None = None
     count: Any = None
     last: int | Tensor = 0  # the largest position
-    within: tuple[object, ...] = ()  # checkpointed regions that run again, in which the model is called
+    within: WeakSet[Any] = field(default_factory=WeakSet)  # checkpointed regions that run again, with this call in them
 
 
 def enable(
@@ -286,13 +287,15 @@ class Enabled:
         if not self.live:
             raise ModelError("this is a copy of an enabled model that was disabled since; enable the copy itself")
         entered, given = eagerly(self._enter)(model, args, kwargs)
-        self._pass = self._last = entered
+        self._pass = entered
+        if not entered.within:
+            self._last = entered
         return (), given
 
     def _on_return(self, model: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """After forward: every layer came by; the loss."""
-        self._pass = None  # from here on a layer that runs does so by itself, or once more in backward
-        return eagerly(self._leave)(output)
+        entered, self._pass = self._pass, None  # from here on a layer that runs does so by itself, or in backward
+        return eagerly(self._leave)(entered, output)
 
     def _enter(self, model: nn.Module, args: Any, kwargs: Any) -> tuple[Pass, dict[str, Any]]:
         given = self._named(args, kwargs)
@@ -323,8 +326,8 @@ class Enabled:
         if not self._compared:
             check_same(self.model, self.transport)
             self._compared = True
-        within = tuple(region.name for region in replays.regions() if region.again and region.name is not None)
-        entered = Pass(session, encoder, attends, _counted(attends), labels, count, last, within)
+        again = WeakSet(region.name for region in replays.regions() if region.again and region.name is not None)
+        entered = Pass(session, encoder, attends, _counted(attends), labels, count, last, again)
         return entered, {name: value for name, value in given.items() if self._is_taken(name)}
 
     def _two(self, given: dict[str, Any]) -> tuple[dict[str, Any], dict[Side, Any], Tensor | None]:
@@ -346,8 +349,7 @@ class Enabled:
         sides: dict[Side, Any] = {"encoder": (encoder, theirs.hidden), "decoder": (decoder, ours.hidden)}
         return entries, sides, decoder.labels
 
-    def _leave(self, output: Any) -> Any:
-        latest = self._latest()
+    def _leave(self, latest: Pass, output: Any) -> Any:
         if not latest.within:  # where it was run before, all came by
             self._count(latest)
         for _, each in tensors_of(output):
@@ -406,7 +408,7 @@ class Enabled:
             cross = session.cross(keys.session, mask)
             return replace(cross, attend=cross.attend.variant(scale=kind.scale))
         session, name = sides[kind.side][0].session, self._families[kind.side].name(kind.pattern)
-        score_mod = None if kind.softcap is None else _capped(kind.softcap)
+        score_mod = None if kind.softcap is None else soft_cap(kind.softcap)
         return session.prepare(name, score_mod=score_mod, scale=kind.scale)
 
     # ---- what a layer asks ---------------------------------------------------------------------------------------
@@ -444,13 +446,6 @@ def _adapted(model: Any) -> PreTrainedModel:
     return model if isinstance(model, PreTrainedModel) or inner is None else inner()
 
 
-def _capped(cap: float) -> Callable[..., Tensor]:
-    def softcap(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return cap * torch.tanh(score / cap)
-
-    return softcap
-
-
 def _counted(attends: Iterable[Any]) -> Counter[int]:
     """How often attention ran, by what counts it."""
     calls = [each.attend.call.uses for each in attends]
@@ -472,6 +467,6 @@ def _encoder_modules(model: PreTrainedModel) -> set[nn.Module]:
 
 def _no_generation(*args: Any, **kwargs: Any) -> Any:
     raise ModelError(
-        "generate() does not run on an enabled model, whose ranks hold parts of a sequence; disable() it first, or use "
-        "attnspan.engine"
+        "generate() does not run on an enabled model, whose ranks hold parts of a sequence; disable() it first, then "
+        "generate, or use attnspan.engine"
     )

@@ -144,7 +144,7 @@ class SpanTrainerMixin:
             raise ModelError(
                 "label_smoothing_factor and compute_loss_func: they would see one rank's logits, and are not served"
             )
-        if self.args.neftune_noise_alpha is not None:  # type: ignore[attr-defined]
+        if model.training and self.args.neftune_noise_alpha is not None:  # type: ignore[attr-defined]
             raise ModelError("neftune_noise_alpha: noise would be drawn for each rank's tokens, and is not served")
         if num_items_in_batch is None:
             return super().compute_loss(model, inputs, return_outputs, **more)  # type: ignore[misc]

@@ -23,6 +23,9 @@ are whole waves still.
 [Note: early] `join` is launched when the last programs of `walk` have begun, and waits on the device until they have
 ended, so that its launch is hidden: on devices of compute capability 9.0 or more.
 
+[Note: few variants] A kernel is compiled for each of its constants, which takes a second. So `walk` announces what
+comes early whether or not there will be a `join`, which nobody minds, and `join` is there for 16 parts and for 64.
+
 [Note: capture] Which keys a program reads is decided by numbers on the device. A captured graph therefore serves later
 steps, of other lengths, with the splits it was captured with; they are chosen for the longest sequence that the
 plan allows.
