@@ -4,33 +4,39 @@ import copy
 
 import pytest
 import torch
+import transformers
 
 from attnspan.engine import Engine, SamplingParams
 from attnspan.errors import EngineError, ModelError
 from attnspan.testing import loopback
 from tests.engine.models import greedy, prompts
 from tests.integrations.families import SIZES
-from tests.integrations.test_more_families import HEAD, MASKED, SERVED, WINDOW, built
+from tests.integrations.test_more_families import ALL_HEADS, HEAD, MASKED, SERVED, WINDOW, built
 
 pytestmark = pytest.mark.usefixtures("quietly")
 
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+TWO_KINDS = {"layer_types": ["sliding_attention", "full_attention"]}
 MORE = {
     "JetMoe": {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "kv_channels": 8}
     | {"num_key_value_heads": 2, "max_position_embeddings": 128, **EXPERTS, "eos_token_id": None},
+    # windows that are in their masks alone
+    "Qwen2Moe": SIZES
+    | WINDOW
+    | TWO_KINDS
+    | {
+        "use_sliding_window": True,
+        "num_experts": 4,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16,
+    },
+    "Phimoe": SIZES | WINDOW | EXPERTS,
 }
 GENERATES = {name: sizes for name, sizes in (SERVED | MORE).items() if name not in (*MASKED, "MBart", "Pegasus")}
 REFUSED = {
-    "Qwen2Moe": (
-        SIZES
-        | WINDOW
-        | {"use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention"], "num_experts": 4}
-        | {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16},
-        r"layers.0.self_attn is causal, and the model gives it a mask that is causal, window 5",
-    ),
-    "Phimoe": (SIZES | WINDOW | EXPERTS, "self_attn is causal, and the model gives it a mask that is causal, window 5"),
     "Doge": (SIZES, "the model reads 'dtype' of its mask, to change it by itself; such masks are not served"),
     "DiffLlama": (SIZES, r"layers.0.self_attn attends 2 times in one pass, and an engine serves layers that do once"),
+    "Camembert": (ALL_HEADS | {"is_decoder": True}, "counts positions by what is in input_ids, which is not served"),
 }
 
 
@@ -44,7 +50,7 @@ def engine(model, **options):
     return Engine(model, **({"pages": 40, "page_size": 4, "max_tokens": 16, "max_sequences": 4} | options))
 
 
-FEW = ("StableLm", "Nemotron", "JetMoe")  # do not hand arguments down, or want attention in one piece
+FEW = ("StableLm", "Nemotron", "JetMoe", "Qwen2Moe", "Phimoe")  # each has something that no other has
 
 
 @pytest.mark.parametrize(
@@ -87,8 +93,29 @@ def test_a_model_whose_layers_were_changed_is_looked_at_again():
     engine(model)
     for layer in model.model.layers:
         layer.self_attn.sliding_window = None  # and its mask has a window still
-    with pytest.raises(ModelError, match=r"is causal, and the model gives it a mask that is causal, window 5"):
+    asked = prompt_of(33)  # what a mask says is what counts
+    assert engine(model).generate([asked], SamplingParams(max_new_tokens=8))[0].token_ids == greedy(model, asked, 8)
+    model.model.layers[0].self_attn.sliding_window = 3
+    with pytest.raises(
+        ModelError, match=r"is causal, window 3, and the model gives it a mask that is causal, window 5"
+    ):
         engine(model)
+
+
+def test_positions_are_those_of_the_part_that_speaks():
+    """Of a model with several configs; frequencies that go by length are served as far as they do not."""
+    rope = {"full_attention": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 8.0}}
+    rope["sliding_attention"] = {"rope_type": "default", "rope_theta": 1e4}
+    text = SIZES | HEAD | WINDOW | TWO_KINDS | {"global_head_dim": 8, "num_kv_shared_layers": 0}
+    text |= {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 64, "max_position_embeddings": 16}
+    config = transformers.Gemma4Config(
+        text_config=text | {"rope_parameters": rope}, vision_config=None, audio_config=None
+    )
+    model = transformers.Gemma4ForConditionalGeneration._from_config(config, attn_implementation="eager").eval()
+    one = engine(model.requires_grad_(False))
+    assert one.max_length == 16
+    with pytest.raises(EngineError, match="the model has positions for 16 tokens; the prompt has 30 and"):
+        one.generate([prompt_of(30)])
 
 
 def test_a_model_that_gives_all_logits_is_refused():

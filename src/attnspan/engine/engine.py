@@ -47,7 +47,7 @@ from attnspan.engine.known import (
     vocabulary_of,
     weights_of,
 )
-from attnspan.engine.look import check_asks
+from attnspan.engine.look import looked_over
 from attnspan.engine.params import SamplingParams
 from attnspan.engine.rehearsal import rehearse, rehearsed
 from attnspan.engine.request import Continuation, Request, Token
@@ -98,7 +98,7 @@ class Engine:
         one_of("kernel", kernel, ["auto", *KERNELS], error=EngineError)
         layers = layers_of(model)
         device = device_of(model)
-        check_asks(model, layers)
+        layers = looked_over(model, layers)
         self.model, self.tokenizer = model, tokenizer
         self.vocabulary = vocabulary_of(model, tokenizer)
         self.end_tokens = end_tokens_of(model)

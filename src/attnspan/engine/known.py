@@ -95,7 +95,7 @@ def positions_of(model: Any) -> int | None:
     Rotary embeddings whose angles depend on how long the longest sample of a batch is are exact only as long as they
     have not changed: up to the length that the model was first trained for.
     """
-    config = model.config
+    config = model.config.get_text_config(decoder=True)  # of a model with several, the one that speaks
     rope = getattr(config, "rope_parameters", None) or {}
     nested = rope.values() if rope and all(isinstance(value, dict) for value in rope.values()) else [rope]
     limits = [getattr(config, "max_position_embeddings", None)]

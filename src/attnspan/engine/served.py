@@ -97,10 +97,12 @@ def layers_of(model: Any) -> Layers:
 
     from attnspan.integrations.huggingface import attention_layers
     from attnspan.integrations.huggingface.attending import is_seated
+    from attnspan.integrations.huggingface.checking import check_positions
 
     if isinstance(model, nn.Module) and is_seated(model):
         raise ModelError("model is enabled for training over ranks; call disable() of its handle before it is served")
     layers: Layers = attention_layers(model)
+    check_positions(model)
     for layer in layers:
         for wrong, what in (
             (layer.cross, "cross-attention"),
@@ -128,6 +130,7 @@ class _Serving:
         self.names: list[str] = []
         self.count = 0
         self.seen: list[str] = []
+        self.found: list[int | None] = []
         self.lock = Lock()
 
     def begin(self, name: str) -> None:
@@ -169,20 +172,20 @@ def served(model: nn.Module) -> Iterator[None]:
             serving.end()
 
 
-def seen_once(model: nn.Module, layers: Layers, name: str, look: Callable[[], None]) -> None:
-    """Call `look`, with an attention of that name, unless the model was seen with these layers. Nobody serves it then.
+def seen_once(model: nn.Module, layers: Layers, name: str, look: Callable[[], list[int | None]]) -> list[int | None]:
+    """What `look` finds, with an attention of that name, or has found of a model with these layers.
 
-    Who makes an engine for a model that others serve, as virtual ranks do, finds that it was seen.
+    Nobody serves it meanwhile. Who makes an engine for a model that others serve, as virtual ranks do, finds it seen.
     """
-    serving, found = _serving(model), [str(layer) for layer in layers]
+    serving, known = _serving(model), [str(layer) for layer in layers]
     with serving.lock:
-        if serving.seen == found:
-            return
-        if serving.count:
-            raise EngineError("model has changed, and another engine is in the middle of a step with it")
-        serving.begin(name)
-        try:
-            look()
-        finally:
-            serving.end()
-        serving.seen = found
+        if serving.seen != known:
+            if serving.count:
+                raise EngineError("model has changed, and another engine is in the middle of a step with it")
+            serving.begin(name)
+            try:
+                serving.found = look()
+            finally:
+                serving.end()
+            serving.seen = known
+        return serving.found

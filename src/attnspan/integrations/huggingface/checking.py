@@ -39,6 +39,15 @@ REFUSED = {
 }
 
 
+def check_positions(model: nn.Module) -> None:
+    """Refuse a model that knows better where its tokens are than whoever calls it."""
+    for path, module in model.named_modules():
+        if _mentions(module, "create_position_ids_from_input"):
+            raise ModelError(
+                f"{path} ({type(module).__name__}) counts positions by what is in input_ids, which is not served"
+            )
+
+
 def check_model(model: PreTrainedModel, layers: tuple[AttentionLayer, ...]) -> None:
     """Refuse a model for what it is, beside its layers."""
     name = type(model).__name__
@@ -56,15 +65,12 @@ def check_model(model: PreTrainedModel, layers: tuple[AttentionLayer, ...]) -> N
             f"{name}: its head looks at more than one token at a time, or is not known; enable its base model "
             f"(model.{getattr(model, 'base_model_prefix', 'model') or 'model'}) and compute the rest from all tokens"
         )
+    check_positions(model)
     for path, module in model.named_modules():
         if path.rpartition(".")[2] == "pooler":
             raise ModelError(
                 f"{path} ({type(module).__name__}) looks at one token for all, which is not served; use "
                 "add_pooling_layer=False"
-            )
-        if _mentions(module, "create_position_ids_from_input"):
-            raise ModelError(
-                f"{path} ({type(module).__name__}) counts positions by what is in input_ids, which is not served"
             )
         aside = looks_aside(module)
         if aside is not None:
