@@ -44,6 +44,8 @@ from benchmarks.report import command, header
 
 RESULTS = Path(__file__).parent / "results"
 PAGE = 16
+JUDGED = 48
+"""Requests whose tokens are held to the model in float32, on a CUDA device."""
 PATIENCE = 15.0
 """Seconds of a turn after which a rival has no other."""
 
@@ -305,7 +307,7 @@ def compared(case: Case, device: str, turns: int, cuda_graphs: bool) -> list[str
 
 
 @torch.no_grad()
-def likeliest(model: Any, asked: list[tuple[list[int], int]], said: list[list[int]], most: int = 48) -> float:
+def likeliest(model: Any, asked: list[tuple[list[int], int]], said: list[list[int]], most: int = JUDGED) -> float:
     """The share of tokens that the model in float32 would have said after the same tokens, of the first requests."""
     precise, hits, count = copy.deepcopy(model).float(), 0, 0
     for (prompt, _), answer in list(zip(asked, said, strict=True))[:most]:
@@ -387,6 +389,13 @@ def main() -> None:
         f"rival; the fastest of {options.turns} turns each, of one where it takes over {PATIENCE:.0f} s.",
         "",
     ]
+    if options.cuda:
+        lines[-1:] = [
+            f"bfloat16; {'the engine decodes by graphs; ' if options.graphs else ''}the others run without cuDNN's "
+            "attention, with which they take longer. The likeliest tokens are counted over the first "
+            f"{JUDGED} requests of the first turn.",
+            "",
+        ]
     print("\n".join(lines))
     for case in cases:
         lines += (found := compared(case, device, options.turns, options.graphs))
