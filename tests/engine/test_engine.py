@@ -416,7 +416,8 @@ def test_a_model_has_positions_for_so_many_tokens():
     ids=str,
 )
 def test_angles_that_follow_the_longest_of_a_batch_are_served_while_they_stay_the_same(rope, known):
-    config = SimpleNamespace(max_position_embeddings=128, rope_parameters=rope)
+    text = SimpleNamespace(max_position_embeddings=128, rope_parameters=rope)
+    config = SimpleNamespace(max_position_embeddings=512, get_text_config=lambda decoder: text)
     assert positions_of(SimpleNamespace(config=config)) == known
 
 
