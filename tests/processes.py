@@ -89,7 +89,7 @@ def _live(joining, rank, pipe, fn, args):
     warnings.simplefilter("error")
     torch.set_num_threads(1)
     if joining["backend"] == "nccl":
-        torch.cuda.set_device(rank)
+        joining["device_id"] = _claimed_device(rank, joining["world_size"])
     try:
         dist.init_process_group(rank=rank, **joining)
         pipe.send(("returned", fn(rank, *args)))
@@ -98,3 +98,16 @@ def _live(joining, rank, pipe, fn, args):
     # Leaving by the front door waits for peers that may be dead.
     pipe.close()
     os._exit(0)
+
+
+def _claimed_device(rank, ranks):
+    """A CUDA device for each rank; where there are too few, one for all.
+
+    NCCL lets ranks of different hosts share a device, so each claims a host of its own, and they talk over sockets.
+    """
+    if torch.cuda.device_count() >= ranks:
+        torch.cuda.set_device(rank)
+        return torch.device("cuda", rank)
+    os.environ.update(NCCL_HOSTID=f"host{rank}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
+    torch.cuda.set_device(0)
+    return torch.device("cuda", 0)

@@ -3,10 +3,9 @@
 Ranks that run different plans, or tensors of other shapes, would wait for messages that never come or, worse, take
 them for something else. So when a call first sees tensors of some shapes, every rank checks its own, asks the kernel
 about every tile that it will compute, and then tells the others what it runs, in a few short words, or what is wrong.
-All ranks raise if any does, and name the odd one and what is odd. Later calls with the same shapes say nothing.
-
-Not known here: whether a rank that agreed before comes with other shapes alone. It would ask and not be answered,
-which the transport reports.
+All ranks raise if any does, and name the odd one and what is odd. Later calls with the same shapes say nothing but
+their name, in the headers of their messages (transports/operations.py). A rank that later comes with other shapes alone
+asks where the others compute, and all of them hear that they are out of step.
 """
 
 from __future__ import annotations
@@ -36,19 +35,21 @@ class Inputs:
         return iter((self.query, self.key, self.value, self.sinks, *self.captured))
 
 
-def agree(call: Call, inputs: Inputs) -> None:
-    """Refuse tensors that the plan was not made for, on every rank."""
+def agree(call: Call, inputs: Inputs) -> str:
+    """Refuse tensors that the plan was not made for, on every rank; a name for what all of them do."""
     try:
         call.plan.mask.check_fresh()
     except MaskError as changed:
         raise AttentionError(f"mask: {changed}") from changed
     seen = _seen(inputs)
     if seen in call.agreed:
-        return
+        return call.agreed[seen]
     wrong = refusal(call, inputs)
     said = json.dumps(_words(call, inputs)) if wrong is None else f"{type(wrong).__name__}: {wrong}"
     _raise_if_odd(call.transport.agree(said.encode(), "a plan that all ranks share"))
-    call.agreed.add(seen)
+    plan = call.plan
+    call.agreed[seen] = f"attention over {repr(plan.mask)[:80]} by {plan.strategy!r} [{_hashed(said)}]"
+    return call.agreed[seen]
 
 
 def refuse(call: Call, inputs: Inputs, wrong: AttentionError) -> None:

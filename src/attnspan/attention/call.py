@@ -48,7 +48,7 @@ class Call:
     auto: bool = False  # the strategy is not the plan's, but the one that suits the tensors
     uses: Uses = field(default_factory=Uses, repr=False)  # shared by the calls that suit different shapes
     guard: Callable[[], None] | None = field(default=None, repr=False)  # asked before a forward pass; may refuse
-    agreed: set[tuple[object, ...]] = field(default_factory=set, init=False, repr=False)
+    agreed: dict[tuple[object, ...], str] = field(default_factory=dict, init=False, repr=False)  # by shapes: a name
     _suited: dict[Shape, Call] = field(default_factory=dict, init=False, repr=False)
     _mods: dict[tuple[torch.device, torch.dtype], Mods | None] = field(default_factory=dict, init=False, repr=False)
 

@@ -90,7 +90,7 @@ class Attention:
     ) -> tuple[Tensor, Tensor]:
         """`with_lse` on other tensors in place of those that the score_mod captured."""
         query, key, value = (_as_autocast(x) for x in (query, key, value))
-        out, lse = ops.attention(query, key, value, sinks, captured, self.handle)
+        out, lse, _ = ops.attention(query, key, value, sinks, captured, self.handle)
         return out, lse
 
 

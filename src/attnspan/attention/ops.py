@@ -1,7 +1,8 @@
 """The custom ops: one node in the autograd graph, opaque to torch.compile, replayable by checkpointing.
 
 `attnspan::attention` takes tensors only (see [Note: handles] in call.py), so everything that backward needs is in its
-node: queries, keys, values, out, lse and the handle. No context manager has to be alive when activation checkpointing
+node: queries, keys, values, out, lse, the handle, and the header by which ranks match their backward passes
+(transports/operations.py). No context manager has to be alive when activation checkpointing
 replays it, and a selective policy can save `torch.ops.attnspan.attention.default` so that its collectives are not
 replayed.
 
@@ -30,33 +31,35 @@ from attnspan.attention.call import Call, shape_of
 from attnspan.attention.lane import Final, wide
 from attnspan.attention.unbroken import unbroken
 from attnspan.errors import AttentionError, KernelError
+from attnspan.transports.operations import under_way
 
 
 @torch.library.custom_op("attnspan::attention", mutates_args=())
 def attention(
     query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, captured: Sequence[Tensor], handle: Tensor
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     call = Call.of(handle).suited(query, key, value)
     if call.guard is not None:
         call.guard()
     with unbroken(call.transport, but=(AttentionError, KernelError)):
-        agree(call, Inputs(query, key, value, sinks, *captured))
-    with unbroken(call.transport), _as_given(query):
+        name = agree(call, Inputs(query, key, value, sinks, *captured))
+    with unbroken(call.transport), _as_given(query), under_way(call.transport, name) as operation:
         out, lse = _with_sinks(*execute.forward(call, query, key, value, captured), sinks)
     call.uses.add_forward(call.plan, shape_of(query, key, value))
-    return out.contiguous(), lse.contiguous()
+    return out.contiguous(), lse.contiguous(), torch.tensor(operation.header, device="cpu")
 
 
 @attention.register_fake
 def _(
     query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, captured: Sequence[Tensor], handle: Tensor
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     devices = {x.device for x in (query, key, value, sinks) if x is not None}
     if len(devices) > 1:  # of real tensors too: torch calls this for any that are on the meta device
         raise AttentionError(f"query, key, value and sinks must be on one device, got {sorted(map(str, devices))}")
     batch, heads, rows, _ = query.shape
     out = query.new_empty(batch, heads, rows, value.shape[-1])
-    return out, query.new_empty(batch, heads, rows, dtype=wide(query.dtype))
+    lse = query.new_empty(batch, heads, rows, dtype=wide(query.dtype))
+    return out, lse, torch.empty((), dtype=torch.int64, device="cpu")
 
 
 @torch.library.custom_op("attnspan::attention_backward", mutates_args=())
@@ -68,6 +71,7 @@ def attention_backward(
     value: Tensor,
     out: Tensor,
     lse: Tensor,
+    header: Tensor,
     sinks: Tensor | None,
     captured: Sequence[Tensor],
     wanted: Sequence[int],
@@ -75,7 +79,7 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
     call = Call.of(handle).suited(query, key, value)
     final = Final(grad, grad_lse, out, lse, sinks is not None)
-    with unbroken(call.transport), _as_given(query):
+    with unbroken(call.transport), _as_given(query), under_way(call.transport, int(header)):
         d_sinks = query.new_empty(0) if sinks is None else _sink_gradient(call, final, sinks)
         dq, dk, dv, parts = execute.backward(call, query, key, value, final, captured, wanted)
         d_captured = [_over_ranks(call, part, x) for part, x in zip(parts, captured, strict=True)]
@@ -84,7 +88,7 @@ def attention_backward(
 
 
 @attention_backward.register_fake
-def _(grad, grad_lse, query, key, value, out, lse, sinks, captured, wanted, handle):
+def _(grad, grad_lse, query, key, value, out, lse, header, sinks, captured, wanted, handle):
     d_sinks = query.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
     d_captured = [x.new_empty(x.shape if i in wanted else 0) for i, x in enumerate(captured)]
     return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape), d_sinks, d_captured
@@ -96,12 +100,12 @@ def _save(ctx, inputs, output) -> None:
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx, grad, grad_lse):
-    query, key, value, sinks, handle, out, lse, *captured = ctx.saved_tensors
+def _backward(ctx, grad, grad_lse, _):
+    query, key, value, sinks, handle, out, lse, header, *captured = ctx.saved_tensors
     grad = torch.zeros_like(out) if grad is None else grad
     wanted = [i for i, x in enumerate(captured) if x.requires_grad]
     dq, dk, dv, d_sinks, d_captured = attention_backward(
-        grad, grad_lse, query, key, value, out, lse, sinks, captured, wanted, handle
+        grad, grad_lse, query, key, value, out, lse, header, sinks, captured, wanted, handle
     )
     d_captured = [x if i in wanted else None for i, x in enumerate(d_captured)]
     return dq, dk, dv, None if sinks is None else d_sinks, d_captured, None

@@ -19,10 +19,11 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from attnspan.attention.unbroken import group_of, unbroken
+from attnspan.attention.unbroken import unbroken
 from attnspan.errors import TuningError
 from attnspan.plan import Hardware, Shape
 from attnspan.transports import Transport
+from attnspan.transports.operations import group_of
 from attnspan.tuning import Table, found
 
 _AGREED: WeakKeyDictionary[object, Table | None] = WeakKeyDictionary()  # by group, for as long as it lives

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from weakref import WeakKeyDictionary
 
 from attnspan.transports import Transport
+from attnspan.transports.operations import group_of
 
 _BROKEN: WeakKeyDictionary[object, str] = WeakKeyDictionary()  # by group, for as long as it lives: what was raised
 
@@ -35,10 +36,3 @@ def unbroken(transport: Transport, *, but: tuple[type[Exception], ...] = ()) -> 
     except BaseException as error:
         _BROKEN[group] = f"{type(error).__name__}: {error}"
         raise
-
-
-def group_of(transport: Transport) -> object:
-    """What all transports of one group have in common."""
-    while hasattr(transport, "transport"):  # one that wraps another
-        transport = transport.transport
-    return getattr(transport, "group", transport)

@@ -35,6 +35,7 @@ from attnspan.paged.pool import Layer, PagePool
 from attnspan.paged.reading import Spread
 from attnspan.paged.step_plan import StepPlan
 from attnspan.transports.group import Group, transport_of
+from attnspan.transports.operations import under_way
 from attnspan.transports.transport import Transport
 
 
@@ -130,9 +131,10 @@ class ShardedPages(Attends):
         sends = [packed.index_select(0, some) for some in route.sends]
         receives = [packed.new_empty(len(some), *packed.shape[1:]) for some in route.receives]
         peers = range(self.transport.ranks)
-        self.transport.exchange(
-            list(zip(peers, sends, strict=True)), list(zip(peers, receives, strict=True)), "keys and values"
-        ).wait()
+        with under_way(self.transport, f"keys of layer {layer} for pages"):
+            self.transport.exchange(
+                list(zip(peers, sends, strict=True)), list(zip(peers, receives, strict=True)), "keys and values"
+            ).wait()
         slots = plan.slots.index_select(0, torch.cat(route.receives))
         arrived = torch.cat(receives)
         self.pool.put(layer, arrived[..., : spec.head_dim], arrived[..., spec.head_dim :], slots)

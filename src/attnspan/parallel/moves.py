@@ -19,6 +19,7 @@ from torch import Tensor
 from attnspan.attention.unbroken import unbroken
 from attnspan.layouts import Layout
 from attnspan.transports import Transport
+from attnspan.transports.operations import under_way
 
 
 @dataclass(frozen=True)
@@ -108,49 +109,53 @@ class Moved(torch.autograd.Function):
     """Tokens sent by moves, `fill` where none lands; gradients go the way back."""
 
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, transport: Transport, moves: Moves, fill: Tensor) -> Tensor:
+    def forward(ctx: Any, tokens: Tensor, transport: Transport, moves: Moves, fill: Tensor, name: str | int) -> Tensor:
         ctx.transport, ctx.moves = transport, moves
         came = tokens.new_empty(sum(moves.sizes) + 1, *tokens.shape[1:])
         came[-1:] = fill
         leaving = [(rank, tokens.index_select(0, which.to(tokens.device))) for rank, which in enumerate(moves.sends)]
         arriving = list(enumerate(came[:-1].split(moves.sizes)))
-        with unbroken(transport):
+        with unbroken(transport), under_way(transport, name) as operation:
             transport.exchange(leaving, arriving, "shifted tokens").wait()
+        ctx.header = operation.header
         return came.index_select(0, moves.order.to(came.device))
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return Moved.apply(grads[0], ctx.transport, ctx.moves.back, grads[0].new_zeros(())), None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+        nothing = grads[0].new_zeros(())
+        return Moved.apply(grads[0], ctx.transport, ctx.moves.back, nothing, ctx.header), None, None, None, None
 
 
 class Gathered(torch.autograd.Function):
     """Everybody's tokens, one rank after another; gradients are summed at their owner."""
 
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, transport: Transport, sizes: list[int]) -> Tensor:
+    def forward(ctx: Any, tokens: Tensor, transport: Transport, sizes: list[int], name: str | int) -> Tensor:
         ctx.transport, ctx.sizes = transport, sizes
         whole = tokens.new_empty(sum(sizes), *tokens.shape[1:])
-        with unbroken(transport):
+        with unbroken(transport), under_way(transport, name) as operation:
             transport.gather(tokens, whole.split(sizes), "shards").wait()
+        ctx.header = operation.header
         return whole
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return Summed.apply(grads[0], ctx.transport, ctx.sizes), None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return Summed.apply(grads[0], ctx.transport, ctx.sizes, ctx.header), None, None, None
 
 
 class Summed(torch.autograd.Function):
     """Of tokens that every rank has a value for, the sum over ranks, each token at its owner."""
 
     @staticmethod
-    def forward(ctx: Any, whole: Tensor, transport: Transport, sizes: list[int]) -> Tensor:
+    def forward(ctx: Any, whole: Tensor, transport: Transport, sizes: list[int], name: str | int) -> Tensor:
         ctx.transport, ctx.sizes = transport, sizes
         parts = whole.contiguous().split(sizes)
         own = torch.empty_like(parts[transport.rank])
-        with unbroken(transport):
+        with unbroken(transport), under_way(transport, name) as operation:
             transport.reduce_scatter(parts, own, "gradients of shards").wait()
+        ctx.header = operation.header
         return own
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return Gathered.apply(grads[0], ctx.transport, ctx.sizes), None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return Gathered.apply(grads[0], ctx.transport, ctx.sizes, ctx.header), None, None, None

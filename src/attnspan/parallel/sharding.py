@@ -36,6 +36,7 @@ from attnspan.parallel.marks import Mark, mark_of, marked
 from attnspan.parallel.moves import Gathered, Moved, Moves
 from attnspan.parallel.together import Said, agreed, heard
 from attnspan.transports import Transport
+from attnspan.transports.operations import under_way
 
 
 @dataclass(frozen=True)
@@ -99,8 +100,8 @@ class Sharding:
 
     def unshard(self, tensor: Tensor, dim: int, batch_dim: int = 0) -> Tensor:
         """The whole tensor, from everybody's part."""
-        at = self._together("unshard", tensor, lambda: self._in_shard(tensor, dim, batch_dim, self.rows))
-        gathered: Tensor = Gathered.apply(_plain(tensor).movedim(at.seq, 0), self.transport, self.sizes)
+        at, name = self._together("unshard", tensor, lambda: self._in_shard(tensor, dim, batch_dim, self.rows))
+        gathered: Tensor = Gathered.apply(_plain(tensor).movedim(at.seq, 0), self.transport, self.sizes, name)
         with torch.device("cpu"):  # whatever the default is
             back = torch.stack([self.layout.inverse(self.seq_len, row) for row in range(self.rows)])
         return _as(tensor.dtype, at.take(gathered.movedim(0, at.seq), back.to(tensor.device)))
@@ -113,9 +114,9 @@ class Sharding:
             check_fill(fill, tensor.dtype)
             return at
 
-        at = self._together(f"shift by {moves.name}", tensor, look)
+        at, name = self._together(f"shift by {moves.name}", tensor, look)
         nothing = _plain(torch.full((), fill, dtype=tensor.dtype, device=tensor.device))
-        moved: Tensor = Moved.apply(at.outermost(_plain(tensor)), self.transport, moves, nothing)
+        moved: Tensor = Moved.apply(at.outermost(_plain(tensor)), self.transport, moves, nothing, name)
         return marked(_as(tensor.dtype, at.innermost(moved, moves.rows)), self.mark)
 
     def shard_from(self, tree: Any, dim: int, batch_dim: int, source: int) -> Any:
@@ -152,25 +153,29 @@ class Sharding:
             whole = _plain(tensor.detach())
             for rank in range(self.transport.ranks):
                 sends.append((rank, at.take(whole, self._on(rank).to(whole.device)).movedim(at.seq, 0)))
-        self.transport.exchange(sends, [(source, own)], "a batch").wait()
+        with under_way(self.transport, f"shard_from of {told} in layout {self._digest}"):
+            self.transport.exchange(sends, [(source, own)], "a batch").wait()
         return marked(_as(dtype, own.movedim(0, at.seq).contiguous()), self.mark)
 
     # ---- checks ----------------------------------------------------------------------------------------------------
 
-    def _together(self, doing: str, tensor: Tensor, look: Callable[[], Dims]) -> Dims:
-        """The dims that `look` finds, once all ranks agree on what is to be done. See [Note: asking once]."""
+    def _together(self, doing: str, tensor: Tensor, look: Callable[[], Dims]) -> tuple[Dims, str]:
+        """The dims that `look` finds, and a name for what is to be done, once all ranks agree on it.
+
+        See [Note: asking once].
+        """
         said: Said
         try:
             at = look()
             said = f"{doing} of {_described(tensor, at)} in layout {self._digest}"
             if said in self._agreed:
-                return at
+                return at, said
         except ShardError as refusal:
             said = refusal
         agreed(self.transport, said, doing)
         assert isinstance(said, str), "a refusal was raised"
         self._agreed.add(said)
-        return at
+        return at, said
 
     @cached_property
     def _digest(self) -> str:

@@ -119,5 +119,7 @@ def flex_cp_allgather(k: Tensor, v: Tensor, seq_dim: int, pg_name: str) -> tuple
         )
     said = transport.agree(str(k.shape[seq_dim]).encode(), "the number of keys")
     sizes = [int(each) for each in said]
-    whole = [Gathered.apply(x.movedim(seq_dim, 0), transport, sizes).movedim(0, seq_dim) for x in (k, v)]
+    whole = [
+        Gathered.apply(x.movedim(seq_dim, 0), transport, sizes, "flex_cp_allgather").movedim(0, seq_dim) for x in (k, v)
+    ]
     return whole[0].contiguous(), whole[1].contiguous()

@@ -1,19 +1,22 @@
 """Messages over torch.distributed: gloo on the CPU, NCCL on CUDA devices.
 
-Stateless: a name for a process group, made when needed and equal to any other of the same group. Ranks are those of
-the group, whatever the processes' global ranks are.
+A name for a process group, made when needed and equal to any other of the same group, whose ledger they share. Ranks
+are those of the group, whatever the processes' global ranks are.
 
 [Note: gloo] Messages travel on gloo's own threads, so compute goes on meanwhile; its handles report completion only
 once waited for. A message larger than the buffer that awaits it aborts the receiving process, and a smaller one leaves
 the end of the buffer unwritten, both without an exception. Therefore the tag of a message is its size: ends that
 disagree do not meet. A receiver in vain, and one whose peer died in the middle of a message, hears of it when the
-group's timeout has passed; a peer that died between messages is noticed at once.
+group's timeout has passed; a peer that died between messages is noticed at once. Headers (operations.py) have a tag of
+their own and are waited for first: ends in different operations hear of it whatever the sizes of their messages.
 
 [Note: nccl] The process group has a stream of its own, which waits for the current stream when messages are posted and
 is waited for by the current stream in `Pending.wait`: what is launched between the two overlaps. References to all
 buffers are kept until then, so that the allocator cannot hand them to somebody else. The first operation of a group
 has to be one that every rank takes part in; `agree` is. When a peer dies, NCCL's watchdog ends the process after the
-timeout: its error does not arrive as an exception.
+timeout: its error does not arrive as an exception. Headers go from host to host, by a gloo group of the same ranks, and
+are read before data is posted: hosts run ahead of their devices, which need not stop for it. While a CUDA graph is
+captured there are none, since hosts take no part in its replays.
 
 [Note: views] Where the outputs of a gather lie end to end in one buffer, NCCL fills them in place. Otherwise torch
 gathers into a buffer of its own and copies.
@@ -21,21 +24,24 @@ gathers into a buffer of its own and copies.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from attnspan.errors import TransportError
+from attnspan.transports.operations import ledger_of
 from attnspan.transports.transport import HALVES, Messages, Pending, Transport
 
 Work = tuple[str, Any]  # what is awaited, and torch's handle
 
-TAGS = 2**31  # tags are C ints
+HEADER_TAG = 2**31 - 1  # the largest C int; other messages have their size for a tag, see [Note: gloo]
 
 
 class Distributed(Transport):
@@ -61,19 +67,42 @@ class Distributed(Transport):
         return set(theirs) <= set(ours)
 
     def _post(self, sends: Messages, receives: Messages, what: str) -> Pending:
-        post = self._post_each if self.device.type == "cpu" else self._post_batch
-        return self._pending(post(sends, receives, what), sends, receives)
+        met = self._greet([peer for peer, _ in [*sends, *receives]], what)
+        if self.device.type == "cpu":
+            works = self._post_each(sends, receives, what)
+        else:
+            met.wait()  # see [Note: nccl]
+            works = self._post_batch(sends, receives, what)
+        return met.then(self._pending(works, sends, receives).wait)
 
-    def _post_each(self, sends: Messages, receives: Messages, what: str) -> list[Work]:
+    def _greet(self, peers: Iterable[int], what: str) -> Pending:
+        """Exchange headers with those of some ranks that the operation under way has not met."""
+        ledger = ledger_of(self)
+        operation = ledger.current
+        if operation is None or (self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+            return Pending()
+        new = operation.greet(peer for peer in peers if peer != self.rank)
+        own = torch.full((1,), operation.header, dtype=torch.int64, device="cpu")
+        theirs = own.new_empty(len(new))
+
+        def check() -> None:
+            for peer, header in zip(new, theirs.tolist(), strict=True):
+                ledger.check(self, operation, peer, header)
+
+        hosts = self if self.device.type == "cpu" else Distributed(_group_of_hosts(self.group), own.device)
+        sends, receives = [(peer, own) for peer in new], list(zip(new, theirs.split(1), strict=True)) if new else []
+        return self._pending(hosts._post_each(sends, receives, what, HEADER_TAG), own).then(check)
+
+    def _post_each(self, sends: Messages, receives: Messages, what: str, tag: int | None = None) -> list[Work]:
         """One operation per message, receives first: a message that finds its buffer waiting is not held up."""
         arriving = [(f"waiting for {what} from rank {peer}", dist.irecv, peer, tensor) for peer, tensor in receives]
         leaving = [(f"waiting for rank {peer} to take {what}", dist.isend, peer, tensor) for peer, tensor in sends]
-        return [self._start(*message) for message in [*arriving, *leaving]]
+        return [self._start(*message, tag) for message in [*arriving, *leaving]]
 
-    def _start(self, doing: str, operation: Callable[..., Any], peer: int, tensor: Tensor) -> Work:
+    def _start(self, doing: str, operation: Callable[..., Any], peer: int, tensor: Tensor, tag: int | None) -> Work:
         end = {"group_dst" if operation is dist.isend else "group_src": peer}
+        tag = tensor.nbytes % HEADER_TAG if tag is None else tag  # [Note: gloo]
         with self._blaming(doing):
-            tag = tensor.nbytes % TAGS  # [Note: gloo]
             return doing, operation(_bytes(tensor), group=self.group, tag=tag, **end)
 
     def _post_batch(self, sends: Messages, receives: Messages, what: str) -> list[Work]:
@@ -90,6 +119,7 @@ class Distributed(Transport):
         """As any transport's; NCCL's own where every rank brings as much."""
         if not self._native(outputs):
             return super().gather(tensor, outputs, what)
+        self._greet(range(self.ranks), what).wait()
         source = self._sent(self.rank, tensor, what).view(-1)
         targets = [self._filled(peer, output, what).view(-1) for peer, output in enumerate(outputs)]
         whole = _end_to_end(targets)  # [Note: views]
@@ -106,6 +136,7 @@ class Distributed(Transport):
         exact = output.dtype == inputs[self.rank].dtype and output.dtype not in HALVES
         if not (exact and self._native(inputs)):
             return super().reduce_scatter(inputs, output, what)
+        self._greet(range(self.ranks), what).wait()
         sources = [self._sent(peer, tensor, what).view(-1) for peer, tensor in enumerate(inputs)]
         target = self._filled(self.rank, output, what).view(-1)
         whole = _end_to_end(sources)
@@ -142,6 +173,25 @@ class Distributed(Transport):
             raise
         except (RuntimeError, ValueError) as cause:
             raise self.error(f"{doing}: {cause}") from cause
+
+
+def _group_of_hosts(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A group of the same ranks that moves tensors of the host: the group itself, or one that is made on first use."""
+    if "cpu:gloo" in str(dist.get_backend_config(group)):
+        return group
+    if group not in _OF_HOSTS:
+        ranks = dist.get_process_group_ranks(group)
+        _OF_HOSTS[group] = dist.new_group(ranks, _timeout(group), "gloo", use_local_synchronization=True)
+    return _OF_HOSTS[group]
+
+
+_OF_HOSTS: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+
+
+def _timeout(group: dist.ProcessGroup) -> timedelta | None:
+    """How long a group waits; None, for torch's default, where it does not say."""
+    options = getattr(group._get_backend(torch.device("cuda")), "options", None)
+    return getattr(options, "_timeout", None)
 
 
 def _name(group: dist.ProcessGroup) -> str:

@@ -8,8 +8,8 @@ The code above takes the same path as on a real group, and the double is stricte
 
 [Note: as late as allowed] A message is copied, straight from the sender's buffer to the receiver's, when the first of
 the two waits for it. Until then the receiver's buffer keeps its old content and the sender's is still looked at, so
-that reading or overwriting too early shows in the result. Ends that disagree on size or dtype, messages that nobody
-takes, and messages that nobody waits for are errors.
+that reading or overwriting too early shows in the result. Ends that disagree on size, dtype or operation, messages that
+nobody takes, and messages that nobody waits for are errors.
 
 [Note: no hangs] A rank that raises ends the waits of all others, and its error is what `run` raises, with a note of
 its rank. When no rank can go on, because each has ended or waits for a message whose other end was never posted, the
@@ -43,6 +43,7 @@ import torch
 from torch import Tensor
 
 from attnspan.errors import TransportError, whole
+from attnspan.transports.operations import Operation, ledger_of
 from attnspan.transports.transport import Messages, Pending, Transport
 
 T = TypeVar("T")
@@ -100,8 +101,9 @@ class World(Transport):
         self.name = "'loopback'"
 
     def _post(self, sends: Messages, receives: Messages, what: str) -> Pending:
-        leaving = [Parcel(self.rank, peer, True, tensor, what) for peer, tensor in sends]
-        arriving = [Parcel(peer, self.rank, False, tensor, what) for peer, tensor in receives]
+        operation = ledger_of(self).current
+        leaving = [Parcel(self.rank, peer, True, tensor, what, operation) for peer, tensor in sends]
+        arriving = [Parcel(peer, self.rank, False, tensor, what, operation) for peer, tensor in receives]
         self.post.take(leaving + arriving)
         return Pending(lambda: self.post.wait(self.rank, leaving + arriving))
 
@@ -115,6 +117,7 @@ class Parcel:
     leaving: bool
     tensor: Tensor
     what: str
+    operation: Operation | None = None
     partner: Parcel | None = field(default=None, repr=False)
     delivered: bool = False
 
@@ -219,13 +222,14 @@ class Post:
     def _stop_if_stuck(self) -> None:
         living = set(range(self.ranks)) - self.left
         if all(rank in self.waiting and _awaited(self.waiting[rank]) for rank in living):
-            lines = [f"rank {rank} waits for {_awaited(self.waiting[rank])}" for rank in sorted(living)]
+            lines = [f"rank {rank} waits for {_stuck_in(self.waiting[rank])}" for rank in sorted(living)]
             lines += [f"rank {rank} has ended" for rank in sorted(self.left)]
             raise TransportError("no rank can go on: " + "; ".join(lines))
 
 
 def _join(one: Parcel, other: Parcel) -> None:
     sent, filled = (one, other) if one.leaving else (other, one)
+    _check_operations(one, other)
     if (sent.tensor.numel(), sent.tensor.dtype) != (filled.tensor.numel(), filled.tensor.dtype):
         raise TransportError(
             f"rank {sent.source} sends rank {sent.target} {sent.content}, which expects {filled.content}"
@@ -233,9 +237,26 @@ def _join(one: Parcel, other: Parcel) -> None:
     one.partner, other.partner = other, one
 
 
+def _check_operations(one: Parcel, other: Parcel) -> None:
+    """Both ends of a message belong to one operation: see operations.py, [Note: headers]."""
+    headers = [None if each.operation is None else each.operation.header for each in (one, other)]
+    if headers[0] != headers[1]:
+        raise TransportError(
+            f"ranks are out of step: rank {one.owner} is in {one.operation or 'none'}, rank {other.owner} in "
+            f"{other.operation or 'none'}; every rank must make the same calls in the same order, backward passes "
+            "included"
+        )
+
+
 def _awaited(parcels: Sequence[Parcel]) -> str:
     """What is awaited of those who have not posted their end; nothing if the parcels can all be delivered."""
     return ", ".join(parcel.awaited for parcel in parcels if parcel.partner is None)
+
+
+def _stuck_in(parcels: Sequence[Parcel]) -> str:
+    """What is awaited, and in which operation."""
+    operation = next((parcel.operation for parcel in parcels if parcel.partner is None), None)
+    return _awaited(parcels) + (f" in {operation}" if operation is not None else "")
 
 
 def _surroundings(device: torch.device) -> Callable[[], Any]:

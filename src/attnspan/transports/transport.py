@@ -21,18 +21,20 @@ reduction where it keeps to that within float32 rounding, and stays the same fro
 
 [Note: who takes part] A message involves its two ends alone; a rank with nothing to send or receive need not call
 `exchange`. A collective is called by every rank, in the same order. Messages between two ranks are matched in the
-order they were posted. Tensors without elements never travel.
+order they were posted, and say which operation they belong to (operations.py). Tensors without elements never travel.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 
 from attnspan.errors import TransportError
+from attnspan.transports.operations import Operation, ledger_of, under_way
 
 Messages = Sequence[tuple[int, Tensor]]  # (the other rank, the tensor)
 
@@ -110,16 +112,23 @@ class Transport(ABC):
     def all_reduce(self, tensor: Tensor, what: str = "tensors") -> Pending:
         """Replace ``tensor`` by its sum over ranks, the same bits on each. For small ones: everybody gets them all."""
         parts = [torch.empty_like(tensor) for _ in range(self.ranks)]
-        return self.gather(tensor, parts, what).then(lambda: tensor.detach().copy_(_sum(parts)))
+        with self._operation(what):
+            return self.gather(tensor, parts, what).then(lambda: tensor.detach().copy_(_sum(parts)))
 
     def agree(self, payload: bytes, what: str = "an agreement") -> list[bytes]:
         """Every rank's ``payload``, by rank. Returns when all have called: with ``b""`` it is a barrier."""
         sizes = [torch.empty(1, dtype=torch.int64, device=self.device) for _ in range(self.ranks)]
-        self.gather(torch.full_like(sizes[0], len(payload)), sizes, what).wait()
-        texts = [torch.empty(int(size), dtype=torch.uint8, device=self.device) for size in sizes]
-        own = torch.tensor(list(payload), dtype=torch.uint8, device=self.device)
-        self.gather(own, texts, what).wait()
+        with under_way(self, "an agreement"):  # on whatever: who compares the payloads knows better what differs
+            self.gather(torch.full_like(sizes[0], len(payload)), sizes, what).wait()
+            texts = [torch.empty(int(size), dtype=torch.uint8, device=self.device) for size in sizes]
+            own = torch.tensor(list(payload), dtype=torch.uint8, device=self.device)
+            self.gather(own, texts, what).wait()
         return [bytes(text.tolist()) for text in texts]
+
+    def _operation(self, what: str) -> AbstractContextManager[Operation]:
+        """The operation that is under way, or one of its own for a collective outside of any."""
+        current = ledger_of(self).current
+        return under_way(self, f"a sum of {what}") if current is None else nullcontext(current)
 
     def contains(self, other: Transport) -> bool:
         """Whether every rank of another group is in this one too."""
