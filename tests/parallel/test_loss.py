@@ -248,11 +248,106 @@ def test_a_wrong_loss_is_refused_on_every_rank_before_anything_travels(name):
         cp = ContextParallel(Counting(world), seq_len=4, mask=Full())
         with pytest.raises(ShardError) as error:
             wrong(cp)
-        assert set(cp.transport.calls) <= {"agree"}
+        assert set(cp.transport.calls) <= {"gather", "agree"}
+        assert sum(cp.transport.sent.values()) <= 48, "a row of six numbers"
         return str(error.value)
 
     for said in loopback(2).run(rank):
         assert message in said
+
+
+ALONE = {
+    "one rank gives a count": (
+        lambda cp, odd: cp.mean_loss(torch.ones(4), count=8 if odd else None),
+        "count must be given on all ranks or on none; ranks 1 and 0 differ",
+    ),
+    "one rank gives none": (
+        lambda cp, odd: cp.mean_loss(torch.ones(4), count=None if odd else 8),
+        "count must be given on all ranks or on none; ranks 1 and 0 differ",
+    ),
+    "one rank's valid has another shape": (
+        lambda cp, odd: cp.mean_loss(torch.ones(4), torch.ones(3 if odd else 4, dtype=torch.bool)),
+        "valid must have the shape of the values, (4,), got (3,)",
+    ),
+    "one rank's valid is no mask": (
+        lambda cp, odd: cp.mean(torch.ones(4), torch.ones(4, dtype=torch.int64 if odd else torch.bool)),
+        "valid must be a bool tensor such as labels != -100, got int64",
+    ),
+    "one rank's valid is elsewhere": (
+        lambda cp, odd: cp.sum(torch.ones(4), torch.ones(4, dtype=torch.bool, device="meta" if odd else None)),
+        "valid must be on cpu like the values, got meta",
+    ),
+    "one rank's loss is a mean": (
+        lambda cp, odd: cp.mean_loss(torch.ones(4).mean() if odd else torch.ones(4)),
+        "one loss for each token, got a single number; use reduction='none'",
+    ),
+    "one rank's count is no number": (
+        lambda cp, odd: cp.mean_loss(torch.ones(4), count="8 tokens" if odd else 8),
+        "count must be one number, the valid tokens of all ranks, got '8 tokens'",
+    ),
+    "one rank's count is another": (
+        lambda cp, odd: cp.mean_loss(torch.ones(4), count=2**53 - 1 if odd else 2**53),
+        "same number on each, got 9007199254740992 on rank 0 and 9007199254740991 on rank 1",
+    ),
+    "a count of nothing": (lambda cp, odd: cp.mean_loss(torch.ones(4), count=0), "the same number on each, got 0"),
+    "a count below nothing": (lambda cp, odd: cp.mean_loss(torch.ones(4), count=-1), "same number on each, got -1"),
+    "no count": (lambda cp, odd: cp.mean_loss(torch.ones(4), count=math.nan), "the same number on each, got nan"),
+    "a count without end": (lambda cp, odd: cp.mean_loss(torch.ones(4), count=math.inf), "number on each, got inf"),
+    "one rank sums and others average": (
+        lambda cp, odd: (cp.sum if odd else cp.mean)(torch.ones(4)),
+        "all ranks must ask for the same; rank 1 asks for a sum, rank 0 for a mean",
+    ),
+    "one rank sums whole numbers": (
+        lambda cp, odd: cp.sum(torch.ones(4, dtype=torch.int64 if odd else None)),
+        "rank 1 asks for a sum of whole numbers, rank 0 for a sum",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_what_is_wrong_on_one_rank_alone_is_raised_by_all_and_the_group_goes_on(name):
+    """A rank that raised alone would leave the others waiting for the group's timeout."""
+    wrong, message = ALONE[name]
+
+    def rank(world):
+        cp = ContextParallel(world, seq_len=12, mask=Full())
+        with pytest.raises(ShardError) as error:
+            wrong(cp, cp.rank == 1)
+        assert cp.sum(torch.tensor(1)).item() == 3, "nothing is left under way"
+        return str(error.value)
+
+    for said in loopback(3).run(rank):
+        assert message in said
+
+
+def test_an_error_of_another_kind_on_one_rank_is_raised_there_as_it_is_and_told_to_the_others():
+    class Broken(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            if func is torch.Tensor.sum:
+                raise MemoryError("no room")
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    def rank(world):
+        cp, values = ContextParallel(world, seq_len=2, mask=Full()), torch.ones(1)
+        with pytest.raises(MemoryError if cp.rank else ShardError, match="no room") as error:
+            cp.mean_loss(values.as_subclass(Broken) if cp.rank else values)
+        return str(error.value)
+
+    assert loopback(2).run(rank) == ["on rank 1: MemoryError: no room", "no room"]
+
+
+@pytest.mark.parametrize(("ranks", "count"), [(48, 16_777_213), (7, 2**53 - 1), (5, 0.1)])
+def test_equal_counts_are_equal_on_any_number_of_ranks(ranks, count):
+    """Squares of counts, summed in float64, were not."""
+
+    def rank(world):
+        cp = ContextParallel(Counting(world), seq_len=ranks, mask=Full())
+        part = cp.mean_loss(torch.ones(1, dtype=torch.float64), count=count)
+        assert cp.transport.calls == {"gather": 1}, "one exchange, with a count or without"
+        return part.item()
+
+    assert loopback(ranks).run(rank) == [ranks / count] * ranks
 
 
 def test_ranks_with_other_parameters_or_sparse_gradients_are_refused_on_all():
@@ -287,9 +382,10 @@ def averaged(rank, ranks):
     return found
 
 
-def trained(cp, net, wrapped, x, valid, **options):
+def trained(cp, net, wrapped, x, valid, counted=False, **options):
     run = wrapped(net)
-    mean = cp.mean_loss(run(x).squeeze(-1).square(), valid, **options)
+    count = {"count": cp.sum(valid, **options)} if counted else {}
+    mean = cp.mean_loss(run(x).squeeze(-1).square(), valid, **count, **options)
     mean.backward()
     if run is net and not hasattr(net, "unshard"):
         cp.average_gradients(net, **options)
@@ -305,14 +401,67 @@ def over_both(grid):
         "plain over both": trained(cp, model(), lambda net: net, x, valid, over=dist.group.WORLD),
         "DDP over both": trained(cp, model(), DistributedDataParallel, x, valid, over=dist.group.WORLD),
         "FSDP2 over both": trained(cp, model(), partial(fully_shard, mesh=grid), x, valid, over=dist.group.WORLD),
+        "counted over both": trained(cp, model(), lambda net: net, x, valid, over=dist.group.WORLD, counted=True),
     }
+
+
+def refused_counts(rank):
+    """What is said of counts that were taken over other ranks than the mean is over."""
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    cp, everybody = ContextParallel(grid["cp"], seq_len=S, mask=Full()), dist.group.WORLD
+    valid = cp.shard(HOLES[:1])
+    per_token, own, both = torch.ones(valid.shape), cp.sum(valid), cp.sum(valid, over=everybody)
+    changed = cp.sum(valid, over=everybody).sub_(1)
+    pairs = {
+        "summed here, averaged over both": (own, everybody),
+        "a number": (int(own), everybody),
+        "computed from a sum": (both / 2, everybody),
+        "summed over both, averaged here": (both, None),
+        "changed": (changed, everybody),
+    }
+    said = {}
+    for name, (count, over) in pairs.items():
+        try:
+            said[name] = f"taken: {cp.mean_loss(per_token, valid, count=count, over=over)}"
+        except ShardError as error:
+            said[name] = str(error)
+    also = [
+        cp.mean_loss(per_token, valid, count=int(own)),  # of the session's own ranks: a number will do
+        cp.mean_loss(per_token, valid, count=own, over=grid["cp"]),
+        cp.mean_loss(per_token, valid, count=both, over=dist.new_group([0, 1, 2, 3])),  # the same ranks
+    ]
+    only_one = cp.mean_loss if rank == 3 else partial(cp.mean_loss, count=both)
+    try:
+        only_one(per_token, valid, over=everybody)
+    except ShardError as error:
+        said["on one rank"] = str(error)
+    return said, [loss.item() for loss in also]
+
+
+def test_a_count_that_was_summed_over_other_ranks_than_the_mean_is_refused_on_all():
+    """The loss was twice as large, in silence."""
+    for said, taken in spawn(4, refused_counts):
+        assert said.keys() == {*WRONG_COUNTS, "on one rank"}
+        for name, message in WRONG_COUNTS.items():
+            assert message in said[name]
+        assert "count must be given on all ranks or on none; ranks 3 and 0 differ" in said["on one rank"]
+        assert taken == [1.0, 1.0, 1.0]
+
+
+WRONG_COUNTS = {
+    "summed here, averaged over both": "give cp.sum and cp.mean_loss the same over=",
+    "a number": "count must be what cp.sum(..., over=) returned for the same ranks where over= is given, got 4",
+    "computed from a sum": "got a tensor that cp.sum did not return",
+    "summed over both, averaged here": "count must be taken over the ranks of the mean",
+    "changed": "got a tensor that cp.sum did not return",
+}
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_averaging_by_hand_by_ddp_and_by_fsdp2_gives_the_gradients_of_one_device(ranks):
     true, true_grads = one_device(HOLES)
     for told in spawn(ranks, averaged, ranks):
-        assert len(told) == (3 if ranks == 2 else 6)
+        assert len(told) == (3 if ranks == 2 else 7)
         for mean, grads in told.values():
             close([torch.tensor(mean)], [true])
             close([torch.from_numpy(grad) for grad in grads], true_grads)

@@ -23,8 +23,8 @@ def page():
     return names
 
 
-def tokens(number=0):
-    return (torch.arange(2 * SEQ_LEN).view(2, SEQ_LEN) * (7 + number)) % VOCAB
+def tokens(number=0, seq_len=SEQ_LEN):
+    return (torch.arange(2 * seq_len).view(2, seq_len) * (7 + number)) % VOCAB
 
 
 class Flat(Llama):
@@ -34,14 +34,15 @@ class Flat(Llama):
         return super().forward(tokens, positions[0], attend)
 
 
-def one_device(count, clip):
-    """The loss and gradients of so many micro-batches together."""
-    model, dense = Llama(), Dense(Causal() & Documents(LENGTHS), SEQ_LEN)
-    parts = []
-    for number in range(count):
-        labels = tokens(number).roll(-1, dims=1)
-        labels[:, torch.tensor(LENGTHS).cumsum(0) - 1] = -100
-        parts.append(losses(model, tokens(number), labels, dense.positions, dense))
+def one_device(packs, clip):
+    """The loss and gradients of micro-batches of such documents together."""
+    model, parts = Llama(), []
+    for number, lengths in enumerate(packs):
+        dense = Dense(Causal() & Documents(lengths), sum(lengths))
+        own = tokens(number, sum(lengths))
+        labels = own.roll(-1, dims=1)
+        labels[:, torch.tensor(lengths).cumsum(0) - 1] = -100
+        parts.append([each.flatten() for each in losses(model, own, labels, dense.positions, dense)])
     per_token, valid = (torch.cat(side) for side in zip(*parts, strict=True))
     mean = per_token[valid].mean()
     mean.backward()
@@ -50,8 +51,8 @@ def one_device(count, clip):
     return mean.item(), gradients(model)
 
 
-def batch(number=0):
-    return {"input_ids": tokens(number), "labels": tokens(number)}
+def batch(number=0, seq_len=SEQ_LEN):
+    return {"input_ids": tokens(number, seq_len), "labels": tokens(number, seq_len)}
 
 
 def test_a_step_is_that_of_one_device(page):
@@ -60,16 +61,19 @@ def test_a_step_is_that_of_one_device(page):
         return page["step"](world, model, batch(), LENGTHS), gradients(model)
 
     for found in loopback(3).run(rank):
-        assert off([found], [one_device(1, clip=True)]) < 1e-5  # float32
+        assert off([found], [one_device([LENGTHS], clip=True)]) < 1e-5  # float32
 
 
-def test_accumulation_is_a_step_on_one_large_batch(page):
+def test_accumulation_of_micro_batches_of_any_lengths_is_a_step_on_one_large_batch(page):
+    packs = [LENGTHS, [9, 4, 14], [17]]
+    batches = [batch(number, sum(lengths)) for number, lengths in enumerate(packs)]
+
     def rank(world):
         model = Flat()
-        return page["accumulate"](world, model, [batch(), batch(1), batch(2)], LENGTHS), gradients(model)
+        return page["accumulate"](world, model, batches, packs), gradients(model)
 
     for found in loopback(2).run(rank):
-        assert off([found], [one_device(3, clip=False)]) < 1e-5  # float32
+        assert off([found], [one_device(packs, clip=False)]) < 1e-5  # float32
 
 
 def test_padding_becomes_a_mask(page):

@@ -8,107 +8,200 @@ ranks, the gradients of all parameters are those of one device. Training without
 
 [Note: a count of many] A mean over several micro-batches has one count, that of all of them, known before the first
 backward. Given as `count`, each micro-batch's loss is its part of the mean, and the parts and their gradients add up.
+A count must be taken over the ranks that the mean is over. So a sum remembers its ranks (by identity, as marks.py does
+for shards), a count that was summed over other ranks is refused, and beyond the session's own ranks nothing else is
+taken: a plain number does not tell whose tokens it counts.
 
-Shapes: per_token and valid have one shape, any. Sums and counts are taken in float64, so that 2^24 tokens are not one
-too few; the result has the values' dtype, float32 for half precision and whole numbers.
+[Note: one row each] A rank brings one row of six whole numbers: whether it refuses, what it computes, the bits of its
+sum, its number of valid tokens, and its count. Every rank gets every row, in a single exchange, and compares them: all
+go on or all raise, whatever is wrong on one of them, and equal counts are equal bits. Reading the rows costs a wait for
+the device. The words of a refusal travel only after one.
+
+Shapes: per_token and valid have one shape, any. Sums are taken in float64 and numbers of tokens in int64, so that 2^24
+tokens are not one too few; the result has the values' dtype, float32 for half precision and whole numbers.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from attnspan.errors import ShardError
+from attnspan.errors import ShardError, TransportError
 from attnspan.parallel.together import heard
 from attnspan.transports import Transport
 
 BUCKET = 1 << 25
 """How many bytes of gradients are averaged at once."""
 
+KINDS = ("a mean loss", "a mean", "a sum", "a sum of whole numbers")
+"""What is computed over ranks."""
 
-def mean_loss(per_token: Tensor, valid: Tensor | None, transport: Transport, count: Tensor | float | None) -> Tensor:
-    """The mean over valid tokens of all ranks; 0 where no rank has any. See [Note: averages]."""
-    _check(per_token, transport)
-    if not per_token.is_floating_point():
-        raise ShardError(f"per_token must be floating point, got {_named(per_token.dtype)}")
-    if per_token.dim() == 0:
-        raise ShardError("per_token must be one loss for each token, got a single number; use reduction='none'")
-    own, number = _summed(per_token, valid)
-    loss: Tensor = _Mean.apply(own, number, None if count is None else _counted(count, own), transport)
+
+def mean_loss(
+    per_token: Tensor, valid: Tensor | None, transport: Transport, count: Tensor | float | None, within: Transport
+) -> Tensor:
+    """The mean over valid tokens of all ranks; 0 where no rank has any. See [Note: averages].
+
+    `within` are the session's ranks, among those of `transport`.
+    """
+
+    def share() -> Share:
+        _check(per_token, transport)
+        if not per_token.is_floating_point():
+            raise ShardError(f"per_token must be floating point, got {_named(per_token.dtype)}")
+        if per_token.dim() == 0:
+            raise ShardError("per_token must be one loss for each token, got a single number; use reduction='none'")
+        found = _summed(per_token, valid)
+        return found if count is None else found._replace(divisor=_counted(count, transport, within))
+
+    own, rows = _exchanged("a mean loss", share, transport)
+    by = rows.number.sum() if own.divisor is None else own.divisor
+    by = by.where(by != 0, 1).double()  # nothing, shared by nobody, is nothing
+    loss: Tensor = _Mean.apply(own.sum, rows.sum.sum() / by, transport.ranks / by)
     return loss.to(_result(per_token))
 
 
 def mean(values: Tensor, valid: Tensor | None, transport: Transport) -> Tensor:
     """The mean over the valid values of all ranks, without a gradient; NaN where no rank has any."""
-    _check(values, transport)
-    both = torch.stack([each.double() for each in _summed(values.detach(), valid)])
-    transport.all_reduce(both, "a mean").wait()
-    return (both[0] / both[1]).to(_result(values))
+
+    def share() -> Share:
+        _check(values, transport)
+        found = _summed(values.detach(), valid)
+        return found._replace(sum=found.sum.double())
+
+    _, rows = _exchanged("a mean", share, transport)
+    return (rows.sum.sum() / rows.number.sum()).to(_result(values))
 
 
 def total(values: Tensor, valid: Tensor | None, transport: Transport) -> Tensor:
     """The sum over the valid values of all ranks, without a gradient; that of whole numbers is whole."""
-    _check(values, transport)
-    value, _ = _summed(values.detach(), valid)
-    transport.all_reduce(value, "a sum").wait()
-    return value.to(_result(values)) if values.is_floating_point() else value
+
+    def share() -> Share:
+        _check(values, transport)
+        return _summed(values.detach(), valid)
+
+    real = isinstance(values, Tensor) and values.is_floating_point()
+    _, rows = _exchanged("a sum" if real else "a sum of whole numbers", share, transport)
+    value = rows.sum.sum()
+    return summed_over(value.to(_result(values)) if real else value, transport)
 
 
 class _Mean(torch.autograd.Function):
-    """Sums to the mean over all ranks; each rank's sum has the gradient `ranks / count`."""
+    """The mean over all ranks as a function of this rank's sum, whose gradient is `ranks / count`."""
 
     @staticmethod
-    def forward(ctx: Any, own: Tensor, number: Tensor, count: Tensor | None, transport: Transport) -> Tensor:
-        counts = [] if count is None else [count, count * count]
-        sums = torch.stack([own, number, *counts])
-        transport.all_reduce(sums, "a mean loss").wait()
-        count = sums[1] if count is None else _agreed_count(count, sums, transport.ranks)
-        ctx.ranks, ctx.count = transport.ranks, count.where(count != 0, 1.0)  # nothing, shared by nobody, is nothing
-        return sums[0] / ctx.count
+    def forward(ctx: Any, own: Tensor, mean: Tensor, slope: Tensor) -> Tensor:
+        ctx.slope = slope
+        return mean.clone()
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return grads[0] * ctx.ranks / ctx.count, None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return grads[0] * ctx.slope, None, None
 
 
-def _summed(values: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(sum of the valid values, their number), in float64. What is not valid may be anything, NaN too.
+# ---- what ranks bring ------------------------------------------------------------------------------------------------
+
+
+class Share(NamedTuple):
+    """What one rank brings: the sum of its valid values, their number, and a count if one was given."""
+
+    sum: Tensor  # float64, or int64 for whole numbers
+    number: Tensor  # int64
+    divisor: Tensor | None = None  # float64
+
+
+class Rows(NamedTuple):
+    """What all ranks brought, by rank."""
+
+    sum: Tensor
+    number: Tensor
+
+
+def _exchanged(kind: str, share: Callable[[], Share], transport: Transport) -> tuple[Share, Rows]:
+    """This rank's share and everybody's, or an error on all ranks. See [Note: one row each]."""
+    wrong, own, row = None, None, torch.ones(6, dtype=torch.int64, device=transport.device)
+    try:
+        own = share()
+        row = _row(kind, own)
+    except Exception as error:  # whatever it is, the others wait for this rank's row
+        wrong = error
+    rows = row.new_empty(transport.ranks, len(row))
+    try:
+        transport.gather(row, list(rows), kind).wait()
+        _check_rows(rows.tolist(), wrong, transport)
+    except (TransportError, ShardError) as told:
+        if wrong is None:
+            raise
+        raise wrong from (told if isinstance(told, TransportError) else None)
+    assert own is not None, "a rank that has none refuses, and so do all"
+    sums = rows[:, 2]
+    return own, Rows(sums.view(torch.float64) if own.sum.is_floating_point() else sums, rows[:, 3])
+
+
+def _row(kind: str, share: Share) -> Tensor:
+    """See [Note: one row each]."""
+    number, count = share.number, share.divisor
+    said = [number.new_zeros(()), number.new_full((), KINDS.index(kind)), _bits(share.sum.detach()), number]
+    counted = [number.new_zeros(()), number.new_zeros(())] if count is None else [number.new_ones(()), _bits(count)]
+    return torch.stack(said + counted)
+
+
+def _bits(value: Tensor) -> Tensor:
+    return value.view(torch.int64)
+
+
+def _check_rows(rows: list[list[int]], wrong: Exception | None, transport: Transport) -> None:
+    """Raise on every rank if any refuses, or if they do not ask for the same."""
+    refused, kinds, _, numbers, given, counts = zip(*rows, strict=True)
+    if any(refused):
+        said = wrong if isinstance(wrong, ShardError) else ShardError(f"{type(wrong).__name__}: {wrong}")
+        heard(transport, "nothing" if wrong is None else said, "what is wrong")
+    for rank, kind in enumerate(kinds):
+        if kind != kinds[0]:
+            raise ShardError(
+                f"all ranks must ask for the same; rank {rank} asks for {KINDS[kind]}, rank 0 for {KINDS[kinds[0]]}"
+            )
+    for rank, has in enumerate(given):
+        if has != given[0]:
+            raise ShardError(f"count must be given on all ranks or on none; ranks {rank} and 0 differ")
+    if given[0]:
+        _check_counts(torch.tensor(counts, device="cpu").view(torch.float64).tolist(), sum(numbers))
+
+
+def _check_counts(counts: list[float], number: int) -> None:
+    """Refuse counts that differ, and one of nothing where there are tokens."""
+    odd = next((rank for rank, count in enumerate(counts) if count != counts[0]), 0)
+    here = counts[0]
+    if odd or not (0 < here < math.inf or (here == 0 and number == 0)):
+        said = f"{here:.17g} on rank 0 and {counts[odd]:.17g} on rank {odd}" if odd else f"{here:.17g}"
+        raise ShardError(
+            f"count must be the valid tokens of all micro-batches and ranks, the same number on each, got {said}"
+        )
+
+
+def _summed(values: Tensor, valid: Tensor | None) -> Share:
+    """The sum of the valid values, and their number. What is not valid may be anything, NaN too.
 
     The sum of whole numbers is a whole number.
     """
     wide = torch.float64 if values.is_floating_point() else torch.int64
     if valid is None:
-        return values.sum(dtype=wide), values.new_full((), values.numel(), dtype=torch.float64)
+        return Share(values.sum(dtype=wide), values.new_full((), values.numel(), dtype=torch.int64))
     if not isinstance(valid, Tensor) or valid.dtype != torch.bool:
         said = _named(valid.dtype) if isinstance(valid, Tensor) else type(valid).__name__
         raise ShardError(f"valid must be a bool tensor such as labels != -100, got {said}")
     if valid.shape != values.shape:
         raise ShardError(f"valid must have the shape of the values, {tuple(values.shape)}, got {tuple(valid.shape)}")
+    if valid.device != values.device:
+        raise ShardError(f"valid must be on {values.device} like the values, got {valid.device}")
     kept = torch.where(valid, values, values.new_zeros(()))
-    return kept.sum(dtype=wide), valid.sum(dtype=torch.float64)
-
-
-def _counted(count: Tensor | float, like: Tensor) -> Tensor:
-    """A count of tokens, as a number on the device."""
-    given = torch.as_tensor(count, dtype=like.dtype, device=like.device)
-    if given.numel() != 1:
-        raise ShardError(f"count must be one number, the valid tokens of all ranks, got shape {tuple(given.shape)}")
-    return given.detach().reshape(())
-
-
-def _agreed_count(count: Tensor, sums: Tensor, ranks: int) -> Tensor:
-    """A count that is the same on all ranks and above 0, or they all raise; costs a wait for the device."""
-    _, number, total, squares = sums.tolist()
-    if not (total > 0 and ranks * squares == total * total) and (number or total):
-        raise ShardError(
-            f"count must be the valid tokens of all micro-batches and ranks, the same number on each, got "
-            f"{float(count):g} here and {total / ranks:g} on average"
-        )
-    return count
+    return Share(kept.sum(dtype=wide), valid.sum())
 
 
 def _check(values: Tensor, transport: Transport) -> None:
@@ -125,6 +218,59 @@ def _result(values: Tensor) -> torch.dtype:
 
 def _named(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+# ---- counts ----------------------------------------------------------------------------------------------------------
+
+
+class _Ranks(NamedTuple):
+    """Over which ranks a tensor was summed, and its version then: what is changed in place is no longer that sum."""
+
+    transport: Transport
+    version: int
+
+
+_SUMS = WeakTensorKeyDictionary()
+
+
+def summed_over(count: Tensor, transport: Transport) -> Tensor:
+    """The tensor, known to be a sum over these ranks. See [Note: a count of many]."""
+    _SUMS[count] = _Ranks(transport, _version(count))
+    return count
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _counted(count: Tensor | float, transport: Transport, within: Transport) -> Tensor:
+    """A count of tokens, as a number on the device; refused unless it was taken over the ranks of `transport`."""
+    ranks: _Ranks | None = _SUMS.get(count) if isinstance(count, Tensor) else None
+    if ranks is not None and ranks.version != _version(count):  # type: ignore[arg-type]  # only tensors have one
+        ranks = None
+    if ranks is not None and not _same(ranks.transport, transport):
+        raise ShardError(
+            f"count must be taken over the ranks of the mean, {transport!r}, got a sum over {ranks.transport!r}; give "
+            "cp.sum and cp.mean_loss the same over="
+        )
+    if ranks is None and not _same(within, transport):
+        said = "a tensor that cp.sum did not return" if isinstance(count, Tensor) else repr(count)
+        raise ShardError(
+            "count must be what cp.sum(..., over=) returned for the same ranks where over= is given, got "
+            f"{said}; a number that you know is cp.sum(torch.tensor(number of this rank), over=...)"
+        )
+    try:
+        given = torch.as_tensor(count, dtype=torch.float64, device=transport.device)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ShardError(f"count must be one number, the valid tokens of all ranks, got {count!r}") from error
+    if given.numel() != 1:
+        raise ShardError(f"count must be one number, the valid tokens of all ranks, got shape {tuple(given.shape)}")
+    return given.detach().reshape(())
+
+
+def _same(first: Transport, second: Transport) -> bool:
+    """Whether two groups have the same ranks."""
+    return first.ranks == second.ranks and first.contains(second)
 
 
 # ---- gradients -------------------------------------------------------------------------------------------------------

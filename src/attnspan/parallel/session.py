@@ -389,16 +389,23 @@ class ContextParallel:
 
         `over` is the group that gradients are averaged over, if larger than this one: data-parallel ranks too.
         `count` is the number of tokens to divide by, if it is not that of this batch: with gradient accumulation, the
-        valid tokens of all micro-batches and ranks, as `cp.sum(valid)` counts them.
+        valid tokens of all micro-batches and ranks. `cp.sum` counts them; with `over`, `cp.sum(..., over=)` of the same
+        group, and nothing else is taken. Waits for the device, to raise on all ranks what is wrong on one.
         """
-        return loss.mean_loss(per_token, valid, self._over(over), count)
+        return loss.mean_loss(per_token, valid, self._over(over), count, self.transport)
 
     def mean(self, values: Tensor, valid: Tensor | None = None, *, over: Group = None) -> Tensor:
-        """The mean of a metric over all ranks, without a gradient; NaN where no rank has a valid value."""
+        """The mean of a metric over all ranks, without a gradient; NaN where no rank has a valid value.
+
+        `over` is a larger group to average over, as in `mean_loss`.
+        """
         return loss.mean(values, valid, self._over(over))
 
     def sum(self, values: Tensor, valid: Tensor | None = None, *, over: Group = None) -> Tensor:
-        """The sum of a metric over all ranks, without a gradient; that of whole numbers or bools is whole."""
+        """The sum of a metric over all ranks, without a gradient; that of whole numbers or bools is whole.
+
+        `over` is a larger group to sum over, as in `mean_loss`.
+        """
         return loss.total(values, valid, self._over(over))
 
     def average_gradients(self, model: nn.Module | Iterable[nn.Parameter], *, over: Group = None) -> None:

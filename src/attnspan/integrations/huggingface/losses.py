@@ -24,10 +24,11 @@ from torch.nn import functional as F
 from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss, ForTokenClassification
 
 from attnspan.errors import ModelError
+from attnspan.parallel.loss import summed_over
+from attnspan.transports.group import Group, transport_of
 
 if TYPE_CHECKING:
     from attnspan.parallel import ContextParallel
-    from attnspan.transports.group import Group
 
 IGNORED = -100
 """The label of a token that has none."""
@@ -71,4 +72,6 @@ def loss_of(logits: Tensor, labels: Tensor, session: ContextParallel, count: Any
     labels = labels.to(logits.device)
     each = F.cross_entropy(wide.flatten(0, -2), labels.flatten(), ignore_index=IGNORED, reduction="none")
     valid = labels != IGNORED
+    if count is not None and over is not None:  # counted over all ranks, by whoever calls the model
+        count = summed_over(torch.as_tensor(count).clone(), transport_of(over))
     return session.mean_loss(each.view_as(labels), valid, count=count, over=over)
