@@ -23,6 +23,7 @@ from launch import launch
 from model import Model
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, track
+from rich.text import Text
 from tiny_text import trained as reading
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
@@ -192,7 +193,13 @@ def answer_over_ranks(folder: str, expected: list[int]) -> None:
     found = answer(folder, pages=PAGES, mesh=dist.group.WORLD, whole_prompts=64)
     assert found.token_ids == expected, "the tokens differ from those of one device"
     if dist.get_rank() == 0:
-        print(f"{PROMPT[-98:]}\033[1m{found.text}\033[0m\n\nThe same tokens as on one device.")
+        show(PROMPT[-98:], found.text)
+
+
+def show(prompt: str, answer: str) -> None:
+    """The end of the prompt, and what came of it in bold where that can be shown."""
+    told = Text(prompt) + Text(answer, style="bold")
+    Console().print(told, "\nThe same tokens as on one device.", sep="\n", soft_wrap=True, highlight=False)
 
 
 def costs(mask: span.Mask, lengths: list[int]):

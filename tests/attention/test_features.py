@@ -72,6 +72,44 @@ def test_lse_is_differentiable_and_sinks_get_one_gradient_on_all_ranks(strategy)
     check(problem(strategy, mask=rows_without_keys, through_lse=True))
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("users", [{0}, {1, 2}, {3}, set()], ids=str)
+def test_lse_may_be_in_the_loss_of_some_ranks_alone(strategy, users):
+    """Under Ulysses the others waited for a gradient that those ranks alone sent, or sent none."""
+    layout, torch_type = HeadTail(4), torch.float64
+    whole = torch.sin(torch.arange(3 * 4 * 21 * 8, dtype=torch_type)).view(3, 1, 4, 21, 8)
+    used = torch.zeros(21, dtype=torch_type)
+    for user in users:
+        used[[p for run in layout.runs(21, user) for p in range(*run)]] = 1
+    leaves = whole.clone().requires_grad_()
+    scores = (leaves[0] @ leaves[1].mT * 8**-0.5).masked_fill(~DOCUMENTS.dense(21), -torch.inf)
+    ((scores.softmax(-1) @ leaves[2]).square().sum() + (scores.logsumexp(-1).sin() * used).sum()).backward()
+
+    def rank(world):
+        own = torch.tensor([p for run in layout.runs(21, world.rank) for p in range(*run)])
+        parts = [x[:, :, own].requires_grad_() for x in whole]
+        plan = Plan(DOCUMENTS, layout, 21, strategy)
+        out, lse = attention(*parts, plan=plan, group=world, return_lse=True)
+        loss = out.square().sum() + (lse.sin().sum() if world.rank in users else 0)
+        loss.backward()
+        for part, true in zip(parts, leaves.grad, strict=True):
+            assert (part.grad - true[:, :, own]).abs().max() < 1e-12  # float64, sums in another order
+
+    loopback(4).run(rank)
+
+
+def test_lse_asked_for_by_one_rank_alone_is_refused_under_ulysses_and_served_elsewhere():
+    def rank(world, strategy):
+        query = torch.ones(1, 4, 8 // world.ranks, 8, requires_grad=True)
+        plan = Plan(Causal(), HeadTail(2), 8, strategy)
+        out = attention(query, query, query, plan=plan, group=world, return_lse=world.rank == 1)
+        (out[0] if world.rank == 1 else out).sum().backward()
+
+    loopback(2).run(partial(rank, strategy="ring"))
+    with pytest.raises(AttentionError, match=r"rank 1 differs from rank 0 in return_lse \(True, not False\)"):
+        loopback(2).run(partial(rank, strategy="ulysses"))
+
+
 def test_a_sink_of_minus_infinity_is_no_sink():
     plain = problem(ranks=2, mask=Causal() & KeyPadding([21, 0]))
 
@@ -357,10 +395,12 @@ def test_opcheck_passes():
                 for some in (None, sinks):
                     leaves = [x.clone().requires_grad_() for x in (query, key, value)]
                     sink = None if some is None else some.clone().requires_grad_()
-                    torch.library.opcheck(torch.ops.attnspan.attention.default, (*leaves, sink, [], attend.handle))
+                    torch.library.opcheck(
+                        torch.ops.attnspan.attention.default, (*leaves, sink, [], attend.handle, True)
+                    )
                 out, lse = attend.with_lse(query, key, value, sinks=sinks)
                 final = (torch.ones_like(out), torch.ones_like(lse), query, key, value, out, lse, torch.tensor(1))
-                given = (*final, sinks, [], [], attend.handle)
+                given = (*final, sinks, [], [], attend.handle, True)
                 torch.library.opcheck(torch.ops.attnspan.attention_backward.default, given)
 
     on_one_rank(rank)

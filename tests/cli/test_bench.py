@@ -10,6 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 from attnspan.cli.app import app
+from attnspan.measure import Ranks
 from attnspan.measure.tiles import SIZES
 from attnspan.tuning import device_name, write
 from tests.tuning.test_table import rate, table
@@ -75,6 +76,22 @@ def test_a_chart_is_drawn(tmp_path):
     result = virtual("causal", "--seq-len", "64", "--strategy", "ring", "--chart", str(tmp_path / "chart.png"))
     assert result.exit_code == 0, result.output
     assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_chart_that_cannot_be_drawn_is_refused_before_anything_is_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr(Ranks, "run", lambda *_: pytest.fail("measured"))
+    for path, message in {
+        "chart.text": "--chart must be a file such as chart.png, of one kind of ",
+        "nowhere/chart.png": "--chart: the folder ",
+    }.items():
+        result = virtual("causal", "--seq-len", "64", "--chart", str(tmp_path / path))
+        assert (result.exit_code, message in result.stderr) == (2, True), result.output
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # as if it were not installed
+    result = virtual("causal", "--seq-len", "64", "--chart", str(tmp_path / "chart.png"))
+    assert result.exit_code == 2
+    assert (
+        'attnspan: --chart needs matplotlib, which is not installed; run pip install "attnspan[plot]"' in result.stderr
+    )
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 from typer.testing import CliRunner
@@ -34,7 +35,9 @@ def test_json_holds_the_same_and_nothing_else():
 def test_one_strategy_prints_its_plan_and_timeline():
     result = run("causal", "--seq-len", "1k", "--ranks", "2", "--strategy", "ring", "--layout", "head-tail")
     assert result.stdout.splitlines()[0] == "Causal(), 1024 tokens, HeadTail(ranks=2), ring"
-    assert "compute" in result.stdout
+    compute, link = result.stdout.splitlines()[-2:]
+    assert re.search(r" [1-9][0-9.]* us$", compute), "microseconds are not 0.000 s"
+    assert re.search(r"waits [0-9.]+ us$", link)
     assert json.loads(run("causal", "--seq-len", "1k", "--ranks", "2", "--strategy", "ring", "--json").stdout)
 
 

@@ -40,6 +40,12 @@ def test_an_example_runs_under_torchrun(example):
     assert run(*torchrun(*free), str(example)).strip()
 
 
+def test_no_example_writes_escape_codes_of_its_own():
+    """They would be in a file that its output goes to; rich knows a terminal from a pipe."""
+    for path in ROOT.glob("examples/*.py"):
+        assert not re.search(r"\\(033|x1b|e)\[", path.read_text(encoding="utf-8")), path
+
+
 def test_the_demo_says_that_it_is_not_for_torchrun():
     ours = os.environ | {"RANK": "0", "WORLD_SIZE": "2", "PYTHONPATH": str(ROOT / "src")}
     demo = [sys.executable, str(ROOT / "examples" / "demo.py")]

@@ -830,7 +830,7 @@ REFUSED = {
     "no mask": (
         {},
         r"^block_mask must be given: without one, flex_attention attends to everything, and the session's mask is "
-        r"Causal\(\).*; pass block_mask=cp.mask, or Full\(\) if everything is meant",
+        r"Causal\(\)[^█]*; pass block_mask=cp.mask, or Full\(\) if everything is meant",
     ),
     "another name": ({"block_mask": "window"}, r"^mask must be one of"),
     "no mask at all": ({"block_mask": 3}, r"^block_mask must be the BlockMask of the whole sequence, .* got int"),

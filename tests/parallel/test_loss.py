@@ -4,6 +4,7 @@ A small model without attention is enough here: what is in question is what each
 averaging makes of it. Whole models are in test_composition.py.
 """
 
+import functools
 import math
 from functools import partial
 
@@ -379,7 +380,8 @@ def averaged(rank, ranks):
     if ranks == 4:
         grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
         found |= over_both(grid)
-    return found
+        return found, refused_counts(grid, rank)
+    return found, None
 
 
 def trained(cp, net, wrapped, x, valid, counted=False, **options):
@@ -405,9 +407,8 @@ def over_both(grid):
     }
 
 
-def refused_counts(rank):
+def refused_counts(grid, rank):
     """What is said of counts that were taken over other ranks than the mean is over."""
-    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     cp, everybody = ContextParallel(grid["cp"], seq_len=S, mask=Full()), dist.group.WORLD
     valid = cp.shard(HOLES[:1])
     per_token, own, both = torch.ones(valid.shape), cp.sum(valid), cp.sum(valid, over=everybody)
@@ -438,16 +439,6 @@ def refused_counts(rank):
     return said, [loss.item() for loss in also]
 
 
-def test_a_count_that_was_summed_over_other_ranks_than_the_mean_is_refused_on_all():
-    """The loss was twice as large, in silence."""
-    for said, taken in spawn(4, refused_counts):
-        assert said.keys() == {*WRONG_COUNTS, "on one rank"}
-        for name, message in WRONG_COUNTS.items():
-            assert message in said[name]
-        assert "count must be given on all ranks or on none; ranks 3 and 0 differ" in said["on one rank"]
-        assert taken == [1.0, 1.0, 1.0]
-
-
 WRONG_COUNTS = {
     "summed here, averaged over both": "give cp.sum and cp.mean_loss the same over=",
     "a number": "count must be what cp.sum(..., over=) returned for the same ranks where over= is given, got 4",
@@ -457,10 +448,26 @@ WRONG_COUNTS = {
 }
 
 
+@pytest.fixture(scope="module")
+def told_by():
+    """What each rank of so many tells; processes start once."""
+    return functools.cache(lambda ranks: spawn(ranks, averaged, ranks, timeout=120))
+
+
+def test_a_count_that_was_summed_over_other_ranks_than_the_mean_is_refused_on_all(told_by):
+    """The loss was twice as large, in silence."""
+    for _, (said, taken) in told_by(4):
+        assert said.keys() == {*WRONG_COUNTS, "on one rank"}
+        for name, message in WRONG_COUNTS.items():
+            assert message in said[name]
+        assert "count must be given on all ranks or on none; ranks 3 and 0 differ" in said["on one rank"]
+        assert taken == [1.0, 1.0, 1.0]
+
+
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_averaging_by_hand_by_ddp_and_by_fsdp2_gives_the_gradients_of_one_device(ranks):
+def test_averaging_by_hand_by_ddp_and_by_fsdp2_gives_the_gradients_of_one_device(ranks, told_by):
     true, true_grads = one_device(HOLES)
-    for told in spawn(ranks, averaged, ranks):
+    for told, _ in told_by(ranks):
         assert len(told) == (3 if ranks == 2 else 7)
         for mean, grads in told.values():
             close([torch.tensor(mean)], [true])

@@ -275,6 +275,35 @@ def test_arguments_that_disagree_with_the_session_are_refused_with_what_to_do():
     refused(sdpa(is_causal=False), r"^is_causal must be True", mask=span.SlidingWindow(2))
 
 
+def test_keys_of_another_sequence_are_referred_to_cross_attention():
+    """A causal session told them to pass is_causal=True, which would not have helped."""
+
+    def cross(query, key, value, **options):
+        longer = [torch.cat([x, x], dim=2) for x in (key, value)]
+        return F.scaled_dot_product_attention(query, *longer, **options)
+
+    words = r"key must hold this rank's \d+ of 13 tokens, got \d+; .* another sequence, attend by cp.cross\(keys\)"
+    refused(cross, words)
+    refused(functools.partial(cross, is_causal=True), words)
+    refused(cross, words, mask=span.Full())
+    refused(functools.partial(cross, attn_mask=torch.ones(1, 1, dtype=torch.bool)), words)
+
+
+@pytest.mark.parametrize("scale", [None, 0.5])
+def test_a_head_dim_of_0_is_refused(scale):
+    def empty(*qkv):
+        return F.scaled_dot_product_attention(*(x[..., :0] for x in qkv), is_causal=True, scale=scale)
+
+    refused(empty, r"query, key and value must have a batch, heads and a head dim, got shapes \(2, 2, \d+, 0\)")
+
+    def rank(world):
+        query = torch.ones(1, 2, LENGTH // 2, 0)
+        with pytest.raises(AttentionError, match="query must have a head dim of at least 1, got shape"):
+            span.ContextParallel(world, seq_len=LENGTH, mask=span.Causal()).flex_attention(query, query, query)
+
+    loopback(2).run(rank)
+
+
 def test_a_mask_of_single_tokens_fits_both():
     served(lambda *qkv: F.scaled_dot_product_attention(*qkv), mask=span.Documents([1] * LENGTH))
     served(sdpa(), mask=span.Documents([1] * LENGTH))

@@ -63,6 +63,23 @@ def test_the_layout_that_was_asked_for_stays_and_auto_is_balanced_anew():
     loopback(2).run(rank)
 
 
+def test_a_layout_that_one_session_keeps_is_not_that_of_its_relatives():
+    """They remember sessions together; what a child with a layout of its own asked for first, its parent got too."""
+    packs = [packed(lengths) for lengths in PACKS]
+
+    def rank(world):
+        cp = ContextParallel(world, seq_len=S, mask=Causal())
+        child = cp.with_mask(packs[1], layout=HeadTail(2))
+        assert child.with_mask(packs[2]).layout == HeadTail(2)
+        assert cp.with_mask(packs[2]).layout == Balanced(packs[2], ranks=2, chunk=1)
+        assert cp.with_mask(packs[1]).layout == Balanced(packs[1], ranks=2, chunk=1)
+        assert child.with_mask(Causal()).layout == HeadTail(2)
+        assert cp.with_mask(Causal()) is cp
+        assert child.with_mask(packs[1]) is cp.with_mask(packs[1], layout=HeadTail(2)) is child
+
+    loopback(2).run(rank)
+
+
 def test_sessions_that_were_not_used_for_long_are_forgotten_but_live_on(monkeypatch):
     monkeypatch.setattr(session_module, "MOST_KEPT", 2)
 

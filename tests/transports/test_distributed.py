@@ -12,7 +12,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from attnspan.errors import TransportError
 from attnspan.transports import Distributed, transport_of
@@ -71,6 +71,12 @@ def many_groups(rank):
         saw[axis] = obeyed(transport_of(mesh[axis]))
     saw["mesh device"] = str(transport_of(mesh["inner"]).device)
 
+    for name, places in {"mesh out of order": [[0, 2], [1, 3]], "axis out of order": [3, 1, 0, 2]}.items():
+        odd = DeviceMesh("cpu", torch.tensor(places))
+        saw[name] = obeyed(transport_of(odd))
+        place = transport_of(odd).rank, transport_of(odd) == transport_of(odd) != transport_of(None)
+        saw["places"] = [*saw.get("places", []), place == (odd.mesh.flatten().tolist().index(rank), True)]
+
     # Two groups with the same members at once: their messages do not meet.
     one, two = (transport_of(dist.new_group([0, 1, 2, 3])) for _ in range(2))
     after, before = neighbours(one)
@@ -114,7 +120,9 @@ def broken(found):
     return next(filter(None, found.values()), None) or [name for name in OBEYED if name not in found]
 
 
-@pytest.mark.parametrize("group", ["two", "three", "four", "alternate ranks", "outer", "inner"])
+@pytest.mark.parametrize(
+    "group", ["two", "three", "four", "alternate ranks", "outer", "inner", "mesh out of order", "axis out of order"]
+)
 def test_processes_obey(seen_in_groups, group):
     for saw in seen_in_groups:
         assert not broken(saw[group])
@@ -136,6 +144,11 @@ def test_messages_move_while_their_receiver_computes(seen_in_groups):
 def test_transports_of_one_group_are_equal(seen_in_groups):
     assert all(saw["equal"] for saw in seen_in_groups)
     assert {saw["mesh device"] for saw in seen_in_groups} == {"cpu"}
+
+
+def test_ranks_are_counted_in_the_order_of_a_mesh(seen_in_groups):
+    """Not by their global numbers, as torch counts the members of a group."""
+    assert [saw["places"] for saw in seen_in_groups] == [[True, True]] * 4
 
 
 def test_what_is_no_group_of_this_process_is_refused(seen_in_groups):

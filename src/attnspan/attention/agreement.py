@@ -26,9 +26,18 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class Inputs:
-    """The tensors of a call on this rank."""
+    """The tensors of a call on this rank, and whether its lse is returned."""
 
-    def __init__(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None, *captured: Tensor):
+    def __init__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None = None,
+        *captured: Tensor,
+        lse: bool = False,
+    ):
+        self.lse = lse
         self.query, self.key, self.value, self.sinks, self.captured = query, key, value, sinks, captured
 
     def __iter__(self) -> Iterator[Tensor | None]:
@@ -41,7 +50,7 @@ def agree(call: Call, inputs: Inputs) -> str:
         call.plan.mask.check_fresh()
     except MaskError as changed:
         raise AttentionError(f"mask: {changed}") from changed
-    seen = _seen(inputs)
+    seen = _seen(call, inputs)
     if seen in call.agreed:
         return call.agreed[seen]
     wrong = refusal(call, inputs)
@@ -54,15 +63,16 @@ def agree(call: Call, inputs: Inputs) -> str:
 
 def refuse(call: Call, inputs: Inputs, wrong: AttentionError) -> None:
     """Raise what is wrong on this rank; on all of them if they have not agreed on such tensors yet, and will ask."""
-    if _seen(inputs) not in call.agreed:
+    if _seen(call, inputs) not in call.agreed:
         _raise_if_odd(call.transport.agree(f"AttentionError: {wrong}".encode(), "a plan that all ranks share"))
     raise wrong
 
 
-def _seen(inputs: Inputs) -> tuple[object, ...]:
+def _seen(call: Call, inputs: Inputs) -> tuple[object, ...]:
     """What a call agrees on once."""
+    lse = inputs.lse and call.plan.degree > 1  # where its gradient travels
     shapes = (None if x is None else (x.shape, x.dtype, x.device) for x in inputs)
-    return (*shapes, torch.are_deterministic_algorithms_enabled())  # which some kernels then refuse
+    return (*shapes, lse, torch.are_deterministic_algorithms_enabled())  # which some kernels then refuse
 
 
 def refusal(call: Call, inputs: Inputs) -> AttentionError | KernelError | None:
@@ -177,6 +187,7 @@ def _words(call: Call, inputs: Inputs) -> dict[str, str]:
         "value dim": str(inputs.value.shape[3]),
         "dtype": _named(query.dtype),
         "sinks": "none" if inputs.sinks is None else "some",
+        "return_lse": str(inputs.lse and plan.degree > 1),
         "strategy": repr(plan.strategy),
         "kernel": call.kernel,
         "scale": repr(call.scale),

@@ -77,20 +77,27 @@ class Attention:
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, *, sinks: Tensor | None = None) -> Tensor:
         """The output for this rank's queries (B, H, S, Dv)."""
-        return self.with_lse(query, key, value, sinks=sinks)[0]
+        return self.with_lse(query, key, value, sinks=sinks, returned=False)[0]
 
     def with_lse(
-        self, query: Tensor, key: Tensor, value: Tensor, *, sinks: Tensor | None = None
+        self, query: Tensor, key: Tensor, value: Tensor, *, sinks: Tensor | None = None, returned: bool = True
     ) -> tuple[Tensor, Tensor]:
-        """The output, and the log-sum-exp of every row (B, H, S), differentiable too."""
-        return self.with_captured(self.captured, query, key, value, sinks)
+        """The output, and the log-sum-exp of every row (B, H, S), differentiable too if it is `returned` to the model:
+        on all ranks or on none."""
+        return self.with_captured(self.captured, query, key, value, sinks, returned)
 
     def with_captured(
-        self, captured: list[Tensor], query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
+        self,
+        captured: list[Tensor],
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None,
+        returned: bool = True,
     ) -> tuple[Tensor, Tensor]:
         """`with_lse` on other tensors in place of those that the score_mod captured."""
         query, key, value = (_as_autocast(x) for x in (query, key, value))
-        out, lse, _ = ops.attention(query, key, value, sinks, captured, self.handle)
+        out, lse, _ = ops.attention(query, key, value, sinks, captured, self.handle, returned)
         return out, lse
 
 
@@ -140,7 +147,7 @@ def attention(
     options = {"kernel": kernel, "scale": scale, "score_mod": score, "auto": strategy == "auto" and not given}
     attend = _memo(transport)(plan, **options)
     captured = [] if score is None else score.captured
-    out, lse = attend.with_captured(captured, query, key, value, sinks)
+    out, lse = attend.with_captured(captured, query, key, value, sinks, return_lse)
     return (out, lse) if return_lse else out
 
 

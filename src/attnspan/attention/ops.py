@@ -14,6 +14,10 @@ in once, after everything is merged: lse' = log(e^lse + e^sink), out' = out * e^
 out and lse is then right as it stands, and the sink's own gradient is -sum of its probability times sum(grad * out),
 over rows and over ranks. A row that saw no key keeps out 0; its lse becomes the sink. A sink of -inf is none at all.
 
+[Note: gradients of lse over ranks] Under Ulysses heads are traded in backward too, and with them the gradient of lse. A
+rank whose own loss leaves lse out has none; the others expect it all the same. So what is traded follows from the call
+(`returned`: whether lse was handed on), which ranks agree on, and a gradient that did not come is zero.
+
 [Note: captured] Tensors that a score_mod captured (a learned bias) are inputs too, whole on every rank. A rank's pairs
 give a part of their gradients; every rank gets the sum, as of a sink.
 """
@@ -36,13 +40,19 @@ from attnspan.transports.operations import under_way
 
 @torch.library.custom_op("attnspan::attention", mutates_args=())
 def attention(
-    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, captured: Sequence[Tensor], handle: Tensor
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    captured: Sequence[Tensor],
+    handle: Tensor,
+    returned: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     call = Call.of(handle).suited(query, key, value)
     if call.guard is not None:
         call.guard()
     with unbroken(call.transport, but=(AttentionError, KernelError)):
-        name = agree(call, Inputs(query, key, value, sinks, *captured))
+        name = agree(call, Inputs(query, key, value, sinks, *captured, lse=returned))
     with unbroken(call.transport), _as_given(query), under_way(call.transport, name) as operation:
         out, lse = _with_sinks(*execute.forward(call, query, key, value, captured), sinks)
     call.uses.add_forward(call.plan, shape_of(query, key, value))
@@ -51,7 +61,13 @@ def attention(
 
 @attention.register_fake
 def _(
-    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, captured: Sequence[Tensor], handle: Tensor
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    captured: Sequence[Tensor],
+    handle: Tensor,
+    returned: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     devices = {x.device for x in (query, key, value, sinks) if x is not None}
     if len(devices) > 1:  # of real tensors too: torch calls this for any that are on the meta device
@@ -76,8 +92,12 @@ def attention_backward(
     captured: Sequence[Tensor],
     wanted: Sequence[int],
     handle: Tensor,
+    returned: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
     call = Call.of(handle).suited(query, key, value)
+    if grad_lse is None and returned and call.plan.degree > 1:  # see [Note: gradients of lse over ranks]
+        grad_lse = torch.zeros_like(lse)
+    assert returned or grad_lse is None, "an lse that was not returned has no gradient"
     final = Final(grad, grad_lse, out, lse, sinks is not None)
     with unbroken(call.transport), _as_given(query), under_way(call.transport, int(header)):
         d_sinks = query.new_empty(0) if sinks is None else _sink_gradient(call, final, sinks)
@@ -88,14 +108,14 @@ def attention_backward(
 
 
 @attention_backward.register_fake
-def _(grad, grad_lse, query, key, value, out, lse, header, sinks, captured, wanted, handle):
+def _(grad, grad_lse, query, key, value, out, lse, header, sinks, captured, wanted, handle, returned):
     d_sinks = query.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
     d_captured = [x.new_empty(x.shape if i in wanted else 0) for i, x in enumerate(captured)]
     return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape), d_sinks, d_captured
 
 
 def _save(ctx, inputs, output) -> None:
-    query, key, value, sinks, captured, handle = inputs
+    query, key, value, sinks, captured, handle, ctx.returned = inputs
     ctx.save_for_backward(query, key, value, sinks, handle, *output, *captured)
     ctx.set_materialize_grads(False)
 
@@ -105,10 +125,10 @@ def _backward(ctx, grad, grad_lse, _):
     grad = torch.zeros_like(out) if grad is None else grad
     wanted = [i for i, x in enumerate(captured) if x.requires_grad]
     dq, dk, dv, d_sinks, d_captured = attention_backward(
-        grad, grad_lse, query, key, value, out, lse, header, sinks, captured, wanted, handle
+        grad, grad_lse, query, key, value, out, lse, header, sinks, captured, wanted, handle, ctx.returned
     )
     d_captured = [x if i in wanted else None for i, x in enumerate(d_captured)]
-    return dq, dk, dv, None if sinks is None else d_sinks, d_captured, None
+    return dq, dk, dv, None if sinks is None else d_sinks, d_captured, None, None
 
 
 def _second(ctx, *grads):

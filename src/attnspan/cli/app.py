@@ -55,6 +55,7 @@ def attnspan(
     """Exact context-parallel attention: see what attends, who owns it, and what it costs.
 
     MASK is an expression such as "causal & documents(4096, 1000, 2904)". Patterns: full, causal, window,
-    documents, prefix, chunked, sinks, padding, tree; operators: & | ~. A file of document lengths is
-    @lengths.txt. In numbers, k is 1024 and M is 1024 * 1024.
+    documents, prefix, chunked, sinks, padding, tree; operators: & | ~. window(3) shows a token and the 3 before it.
+    A file of document lengths is @lengths.txt: "documents(@lengths.txt)" are the documents, and @lengths.txt alone
+    is "causal & documents(@lengths.txt)". In numbers, k is 1024 and M is 1024 * 1024.
     """

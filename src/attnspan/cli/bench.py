@@ -40,9 +40,9 @@ from attnspan.kernels import KERNELS, PROGRAM_KERNELS
 from attnspan.measure import Bench, Measured, Ranks, Tuning, Workload
 from attnspan.measure import chart as draw
 from attnspan.measure import tune as measure
+from attnspan.measure.chart import check_chart
 from attnspan.plan import Shape
-from attnspan.plan.choose import in_seconds
-from attnspan.plan.drawing import table
+from attnspan.plan.drawing import in_seconds, table
 from attnspan.plan.strategy import Strategy
 from attnspan.transports import Transport
 from attnspan.tuning import Table, device_name, read
@@ -87,6 +87,8 @@ def bench(
         Strategy.of(each)
     for each in kernel or ():
         one_of("--kernel", each, ["auto", *KERNELS, *PROGRAM_KERNELS], error=PlanError)
+    if chart is not None:
+        check_chart("--chart", chart)
     if tune and tuning:
         raise PlanError("--tune measures a table and --tuning reads one; give one of them")
     dealt = named(layout, Request(parsed, length, where.count))

@@ -14,7 +14,8 @@ Arguments are those of the classes; `documents` and `key_padding` also take thei
 
     documents(4096, 1000)           Documents([4096, 1000])
     documents([3, 5], [1, 7])       Documents([[3, 5], [1, 7]]), one list per batch row
-    window(4k, right=16)            SlidingWindow(4096, right=16); k is 1024, M is 1024 * 1024
+    window(4k, right=16)            SlidingWindow(4096, right=16), which shows 4096 keys before a token, the token
+                                    itself and 16 after it; k is 1024, M is 1024 * 1024
     causal(align=bottom)            Causal(align="bottom")
 
 `4096*3` is three numbers in a row, and `@path` all the numbers of a text file (parted by white space or

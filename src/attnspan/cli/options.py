@@ -8,7 +8,8 @@ import typer
 
 from attnspan.plan.cost import DTYPES
 
-MaskText = Annotated[str, typer.Argument(metavar="MASK", help='Such as "causal & documents(3, 5)", or @lengths.txt.')]
+MASK_HELP = 'Such as "causal & documents(3, 5)". @lengths.txt alone: causal & documents of these lengths.'
+MaskText = Annotated[str, typer.Argument(metavar="MASK", help=MASK_HELP)]
 SeqLenOption = Annotated[str | None, typer.Option(metavar="N", help="Tokens; else the mask's own length.")]
 HeadsOption = Annotated[str, typer.Option(metavar="N", help="Query heads.")]
 KvHeadsOption = Annotated[str | None, typer.Option(metavar="N", help="Key heads; else as many.")]

@@ -31,8 +31,9 @@ from attnspan.cli.tokens import optional_size, size
 from attnspan.errors import PlanError
 from attnspan.layouts.run import tokens_in
 from attnspan.plan import Choice, Hardware, Plan, Shape, Timeline, choose
-from attnspan.plan.choose import Candidate, checked_memory, in_bytes, in_seconds, predicted, sampled_ranks
+from attnspan.plan.choose import Candidate, checked_memory, in_bytes, predicted, sampled_ranks
 from attnspan.plan.cost import PRESETS
+from attnspan.plan.drawing import in_seconds
 from attnspan.plan.strategy import name_of
 
 

@@ -33,6 +33,7 @@ from rich.text import Text
 
 from attnspan.cli.expression import parse, write
 from attnspan.cli.layout import CHUNKED, LAYOUTS, Request, named
+from attnspan.cli.options import MaskText
 from attnspan.cli.tokens import optional_size, shortened
 from attnspan.errors import LayoutError
 from attnspan.layouts import Layout, Run
@@ -48,7 +49,7 @@ MOST_RANKS, MOST_RUNS = 32, 4
 
 
 def show(
-    mask: Annotated[str, typer.Argument(metavar="MASK", help='Such as "causal & documents(3, 5)", or @lengths.txt.')],
+    mask: MaskText,
     seq_len: Annotated[
         str | None, typer.Option(metavar="N", help="Queries; else the mask's own length, or 32.")
     ] = None,

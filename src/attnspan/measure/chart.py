@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from attnspan.errors import PlanError
 from attnspan.measure.strategies import Measured
 
 
@@ -28,6 +29,19 @@ def chart(rows: Sequence[Measured], title: str, path: str | Path) -> Path:
     axes.legend()
     figure.savefig(path, dpi=110)
     return Path(path)
+
+
+def check_chart(name: str, path: Path) -> None:
+    """Refuse a chart that could not be written, before anything is measured for it."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise PlanError(f'{name} needs matplotlib, which is not installed; run pip install "attnspan[plot]"') from None
+    kinds = Figure().canvas.get_supported_filetypes()
+    if path.suffix.removeprefix(".").lower() not in kinds:
+        raise PlanError(f"{name} must be a file such as chart.png, of one kind of {', '.join(kinds)}, got {path}")
+    if not path.parent.is_dir():
+        raise PlanError(f"{name}: the folder {path.parent} does not exist; make it first")
 
 
 def _times(rows: Sequence[Measured]) -> tuple[list[float], list[float], list[float]]:

@@ -343,7 +343,7 @@ class Dense:
         return self.with_lse(query, key, value, sinks=sinks)[0]
 
     def with_lse(
-        self, query: Tensor, key: Tensor, value: Tensor, *, sinks: Tensor | None = None
+        self, query: Tensor, key: Tensor, value: Tensor, *, sinks: Tensor | None = None, returned: bool = True
     ) -> tuple[Tensor, Tensor]:
         """(out, lse), as `Attention.with_lse`."""
         self.uses.add_forward(self.plan, shape_of(query, key, value))

@@ -25,10 +25,13 @@ class Cross:
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, *, sinks: Tensor | None = None) -> Tensor:
         """The output for this rank's queries (B, H, S, Dv)."""
-        return self.with_lse(query, key, value, sinks=sinks)[0]
+        return self.attend(query, key, value, sinks=self._shared(sinks))
 
     def with_lse(
         self, query: Tensor, key: Tensor, value: Tensor, *, sinks: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """The output, and the log-sum-exp of every row (B, H, S)."""
-        return self.attend.with_lse(query, key, value, sinks=None if sinks is None else shared(sinks, self.ranks))
+        return self.attend.with_lse(query, key, value, sinks=self._shared(sinks))
+
+    def _shared(self, sinks: Tensor | None) -> Tensor | None:
+        return None if sinks is None else shared(sinks, self.ranks)

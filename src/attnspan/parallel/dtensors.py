@@ -43,21 +43,28 @@ def carried(
     value: Tensor,
     sinks: Tensor | None = None,
     captured: list[Tensor] | None = None,
+    *,
+    lse: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """`attend` on local tensors, (out, lse); for DTensors they are DTensors too.
 
-    `captured` stands in for the tensors that its score_mod captured.
+    `captured` stands in for the tensors that its score_mod captured; `lse` tells whether lse is returned to the model.
     """
     tensors = (query, key, value)
     plain = all(type(x) in PLAIN for x in tensors) or not any(is_dtensor(x) for x in tensors)
     if not plain:
         _check_all(session, tensors)
     q, k, v = tensors if plain else (x.to_local() for x in tensors)  # type: ignore[attr-defined]
-    out, lse = attend.with_captured(captured, q, k, v, sinks) if captured else attend.with_lse(q, k, v, sinks=sinks)
+    if captured:
+        out, sums = attend.with_captured(captured, q, k, v, sinks, lse)
+    else:
+        out, sums = attend.with_lse(q, k, v, sinks=sinks, returned=lse)
     if plain:
-        return out, lse
+        return out, sums
     mesh, placements, shape = query.device_mesh, query.placements, tuple(query.shape)  # type: ignore[attr-defined]
-    return as_dtensor(out, mesh, placements, (*shape[:3], value.shape[3])), as_dtensor(lse, mesh, placements, shape[:3])
+    return as_dtensor(out, mesh, placements, (*shape[:3], value.shape[3])), as_dtensor(
+        sums, mesh, placements, shape[:3]
+    )
 
 
 def is_dtensor(tensor: object) -> TypeGuard[DTensor]:

@@ -110,14 +110,14 @@ class Prepared:
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, *, sinks: Tensor | None = None) -> Tensor:
         """The output for this rank's queries, (B, H, S, Dv)."""
-        return self.with_lse(query, key, value, sinks=sinks)[0]
+        return self.with_lse(query, key, value, sinks=sinks, returned=False)[0]
 
     def with_lse(
-        self, query: Tensor, key: Tensor, value: Tensor, *, sinks: Tensor | None = None
+        self, query: Tensor, key: Tensor, value: Tensor, *, sinks: Tensor | None = None, returned: bool = True
     ) -> tuple[Tensor, Tensor]:
         """The output, and the log-sum-exp of every row (B, H, S), differentiable too."""
         _check_alone(self.alone, query)
-        return _run(self.session, self.attend, self.captured, query, key, value, sinks)
+        return _run(self.session, self.attend, self.captured, query, key, value, sinks, lse=returned)
 
     def __repr__(self) -> str:
         score = "" if self.score_mod is None else f", {getattr(self.score_mod, '__name__', 'score_mod')}"
@@ -152,7 +152,8 @@ class Flexes:
         _check_alone(known.alone if isinstance(known, Prepared) else alone(attend.plan.mask), asked.query)
         if captured or attend.plan.mask.heads > 1 or attend.call.score is not None:
             _check_whole(asked)
-        out, lse = _run(self.session, attend, captured, *asked[:3])
+        returned = asked.return_lse or (asked.return_aux is not None and asked.return_aux.lse)
+        out, lse = _run(self.session, attend, captured, *asked[:3], lse=returned)
         if asked.return_aux is not None:
             return out, AuxOutput(lse=lse if asked.return_aux.lse else None, max_scores=None)
         return (out, lse) if asked.return_lse else out
@@ -241,11 +242,11 @@ class Flexes:
         known = masks if name is None else {name: masks[name]}
         full = next((own for own, mask in known.items() if mask == Full()), None)
         if full is None:
-            told = next(iter(known.values())) if len(known) == 1 else f"one of {list(known)}"
+            told = repr(next(iter(known.values()))) if len(known) == 1 else f"one of {list(known)}"
             usual = "cp.mask" if len(masks) == 1 else f"{next(iter(known))!r}"
             raise AttentionError(
                 f"block_mask must be given: without one, flex_attention attends to everything, and the session's mask "
-                f"is {told!s:.80}; pass block_mask={usual}, or Full() if everything is meant".replace("\n", " ")
+                f"is {told:.80}; pass block_mask={usual}, or Full() if everything is meant"
             )
         return full, masks[full]
 
@@ -326,12 +327,14 @@ def _run(
     key: Tensor,
     value: Tensor,
     sinks: Tensor | None = None,
+    *,
+    lse: bool,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse). See [Note: averages]."""
     parts = [loss.shared(x, session.ranks) if x.requires_grad else x for x in captured]
     if sinks is not None:
         sinks = loss.shared(sinks, session.ranks)
-    return carried(session, attend, query, key, value, sinks, captured=parts)
+    return carried(session, attend, query, key, value, sinks, captured=parts, lse=lse)
 
 
 def _keep(known: OrderedDict[Any, Any], key: object, value: object) -> None:
@@ -391,6 +394,8 @@ def check(asked: Flexed, session: ContextParallel) -> None:
             "query, key and value must be (batch, heads, tokens, head dim), got shapes "
             f"{tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}"
         )
+    if not query.shape[3]:
+        raise AttentionError(f"query must have a head dim of at least 1, got shape {tuple(query.shape)}")
     if not asked.enable_gqa and query.shape[1] != key.shape[1]:
         raise AttentionError(
             "enable_gqa must be True where query and key have different numbers of heads, got shapes "

@@ -213,7 +213,7 @@ class Served(InBlock):
         bands = [band for row in range(plan.rows) for band in plan.bands(row)]
         self.sees_later = any(band.hi > 0 for band in bands)
         self.sees_earlier = any(band.lo < 0 for band in bands)
-        self.rows = plan.rows
+        self.rows, self.tokens = plan.rows, session.sharding.tokens
         self.scaled: dict[float, Attention] = {}
         self.watched = self.attend.variant(guard=self._check_block)
         self.followed = self.attend.variant(guard=self._check_session)
@@ -274,6 +274,12 @@ class Served(InBlock):
     def _check(self, asked: Asked) -> None:
         """Refuse what the session was not made for."""
         query, key, value = asked[:3]
+        if min(query.dim(), key.dim()) > 1 and key.shape[-2] != query.shape[-2] == self.tokens:
+            raise AttentionError(
+                f"key must hold this rank's {self.tokens} of {self.session.seq_len} tokens, got {key.shape[-2]}; shard "
+                "it first, or where keys are of another sequence, attend by cp.cross(keys)(query, key, value) outside "
+                "of this block, with `keys` that sequence's session"
+            )
         if asked.attn_mask is not None:
             raise AttentionError(
                 f"attn_mask must be None inside cp.sdpa(): the session's mask is {self.mask!r}; describe yours there, "
@@ -321,8 +327,9 @@ class Served(InBlock):
 
     def _usual(self, asked: Asked) -> bool:
         """Whether the scale is the one that the session's attention has."""
-        usual = asked.query.shape[-1] ** -0.5 if self.scale is None else self.scale
-        return asked.scale is None or asked.scale == usual
+        if asked.scale is None or 0 in (asked.query.dim(), *asked.query.shape[-1:]):  # which is refused later
+            return True
+        return asked.scale == (asked.query.shape[-1] ** -0.5 if self.scale is None else self.scale)
 
     def _with_scale(self, asked: Asked) -> Attention:
         assert asked.scale is not None, "None is the usual one"

@@ -128,13 +128,13 @@ class ContextParallel:
         """The same on another sequence: the next batch, with other documents. Remembered, so that asking is cheap.
 
         What was sharded by one session is no shard of another whose layout differs, as "auto" differs with the mask;
-        `layout` keeps one.
+        `layout` keeps one, for this session and for those that come from it.
         """
         length = self.seq_len if seq_len is None else seq_len
-        family, key = self._family, (tuple(_named(mask).items()), length, layout)
+        options = {name: getattr(self.options, name) for name in Options.__slots__}
+        options["layout"] = self.options.layout if layout is None else layout
+        family, key = self._family, (tuple(_named(mask).items()), length, options["layout"])
         if key not in family:
-            options = {name: getattr(self.options, name) for name in Options.__slots__}
-            options["layout"] = layout or self.options.layout
             family[key] = ContextParallel(self.mesh, seq_len=length, mask=mask, **options)
             family[key]._family, family[key].alike = family, self.alike
             if len(family) > MOST_KEPT:
@@ -167,7 +167,7 @@ class ContextParallel:
 
     @property
     def _key(self) -> object:
-        return tuple(self.masks.items()), self.seq_len, None
+        return tuple(self.masks.items()), self.seq_len, self.options.layout
 
     @property
     def plan(self) -> Plan:
@@ -209,7 +209,7 @@ class ContextParallel:
                 self.sharding.check_mark(tensor)
         if sinks is not None:
             sinks = loss.shared(sinks, self.ranks)
-        out, lse = carried(self, attend, query, key, value, sinks)
+        out, lse = carried(self, attend, query, key, value, sinks, lse=return_lse)
         return (out, lse) if return_lse else out
 
     def flex_attention(

@@ -20,7 +20,7 @@ from attnspan.layouts.contiguous import Contiguous
 from attnspan.layouts.layout import Layout, check_ranks
 from attnspan.masks import Mask
 from attnspan.plan.cost import Hardware, Shape
-from attnspan.plan.drawing import table
+from attnspan.plan.drawing import in_seconds, table
 from attnspan.plan.plan import Plan
 from attnspan.plan.strategy import Gather, Needed, Ring, Strategy, Ulysses, name_of
 from attnspan.plan.timeline import Timeline, head_bytes, predict
@@ -211,14 +211,3 @@ def in_bytes(size: float) -> str:
             return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1000
     return f"{size:.1f} TB"
-
-
-def in_seconds(seconds: float) -> str:
-    """A time for people.
-
-    >>> in_seconds(0.00123), in_seconds(12.0)
-    ('1.23 ms', '12.00 s')
-    """
-    if seconds >= 1:
-        return f"{seconds:.2f} s"
-    return f"{seconds * 1e3:.2f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.1f} us"

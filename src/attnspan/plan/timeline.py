@@ -19,6 +19,7 @@ from typing import Literal, NamedTuple
 
 from attnspan.layouts.run import tokens_in
 from attnspan.plan.cost import Hardware, Shape
+from attnspan.plan.drawing import in_seconds
 from attnspan.plan.plan import Plan
 from attnspan.plan.step import Transfer
 
@@ -63,8 +64,8 @@ class Timeline:
         ...     Event("compute", 3, 4, ""),
         ... )
         >>> print(Timeline(0, (first, keys, second)))
-        rank 0  compute  ████████████████        ████████  4.000 s
-                link     ████████████████████████          waits 1.000 s
+        rank 0  compute  ████████████████        ████████  4.00 s
+                link     ████████████████████████          waits 1.00 s
         """
         width, end = 32, self.seconds or 1.0
         lanes = {"compute": [" "] * width, "link": [" "] * width}
@@ -74,8 +75,8 @@ class Timeline:
         compute, link = ("".join(lanes[lane]) for lane in ("compute", "link"))
         head = f"rank {self.rank}  "
         return (
-            f"{head}compute  {compute}  {self.seconds:.3f} s\n"
-            f"{' ' * len(head)}link     {link}  waits {self.exposed:.3f} s"
+            f"{head}compute  {compute}  {in_seconds(self.seconds)}\n"
+            f"{' ' * len(head)}link     {link}  waits {in_seconds(self.exposed)}"
         )
 
 

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from attnspan.errors import TransportError
 from attnspan.transports.distributed import Distributed
+from attnspan.transports.reordered import Reordered
 from attnspan.transports.transport import Transport
 
 Group = DeviceMesh | dist.ProcessGroup | Transport | None
@@ -19,6 +20,7 @@ def transport_of(group: Group) -> Transport:
     """The transport of a DeviceMesh, a process group, a virtual world, or None: the default group.
 
     A DeviceMesh of two axes, as for Ulysses and something between its groups, is all of its ranks, row by row.
+    Ranks are counted in the order of the mesh, whatever their global numbers are.
     """
     if isinstance(group, Transport):
         return group
@@ -50,13 +52,16 @@ def _of_mesh(mesh: DeviceMesh) -> Transport:
     if mesh.get_coordinate() is None:
         raise TransportError("group: this process is not a member; only members take part")
     cpu = torch.device("cpu") if mesh.device_type == "cpu" else None
-    return Distributed(mesh.get_group() if mesh.ndim == 1 else _flat(mesh), cpu)
+    group = mesh.get_group() if mesh.ndim == 1 else _flat(mesh)
+    members = dist.get_process_group_ranks(group)
+    order = tuple(members.index(rank) for rank in mesh.mesh.flatten().tolist())
+    return Distributed(group, cpu) if order == tuple(range(len(order))) else Reordered(group, cpu, order)
 
 
 def _flat(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """All ranks of a mesh of two axes as one group, row by row: rank (r, u) is r * columns + u."""
+    """All ranks of a mesh of two axes as one group."""
     ranks = mesh.mesh.flatten().tolist()
-    if ranks == list(range(dist.get_world_size())):
+    if sorted(ranks) == list(range(dist.get_world_size())):
         return dist.group.WORLD  # type: ignore[return-value]  # initialised, so there is one
     if mesh not in _FLAT:
         _FLAT[mesh] = dist.new_group(ranks, use_local_synchronization=True)
