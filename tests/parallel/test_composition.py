@@ -58,7 +58,7 @@ def one_step(cp, run, model, step, average, *, micro=1, rows=slice(None), over=N
     batches = [batch(step, number) for number in range(micro)]
     sessions = [cp.with_mask(each.mask) for each in batches]
     labels = [session.shard(each.labels[rows]) for session, each in zip(sessions, batches, strict=True)]
-    count = sum(cp.sum(each != -100, over=over) for each in labels) if micro > 1 else None
+    count = cp.sum(torch.cat([(each != -100).flatten() for each in labels]), over=over) if micro > 1 else None
     loss = 0.0
     for number, (session, each) in enumerate(zip(sessions, batches, strict=True)):
         waits = isinstance(run, DistributedDataParallel) and number + 1 < micro

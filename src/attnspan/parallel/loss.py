@@ -257,7 +257,8 @@ def _counted(count: Tensor | float, transport: Transport, within: Transport) -> 
         said = "a tensor that cp.sum did not return" if isinstance(count, Tensor) else repr(count)
         raise ShardError(
             "count must be what cp.sum(..., over=) returned for the same ranks where over= is given, got "
-            f"{said}; a number that you know is cp.sum(torch.tensor(number of this rank), over=...)"
+            f"{said}; count all micro-batches in one call, cp.sum(torch.cat([valid.flatten() for valid in valids]), "
+            "over=...), or hand in a number of your own, cp.sum(torch.tensor(tokens of this rank), over=...)"
         )
     try:
         given = torch.as_tensor(count, dtype=torch.float64, device=transport.device)

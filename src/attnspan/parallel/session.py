@@ -152,7 +152,7 @@ class ContextParallel:
 
     @property
     def rank(self) -> int:
-        """This rank."""
+        """This rank's number in the group; of a mesh, its place there, row by row."""
         return self.transport.rank
 
     @property
@@ -201,7 +201,8 @@ class ContextParallel:
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Attention of this rank's queries over the keys of all ranks; (B, H, S, D) each.
 
-        `mask` names one of the session's masks, if it has several.
+        `mask` names one of the session's masks, if it has several. With `return_lse`, on all ranks or on none, also the
+        log-sum-exp of every row, (B, H, S), which may be in the loss of any of them.
         """
         attend = self._attends[self._name(mask)]
         if not torch.compiler.is_compiling():  # what is computed from a shard bears no mark: only the plainest mistake
