@@ -21,10 +21,11 @@ DATA = {"masks", "layouts", "plan"}
 RUNS = DATA | {"kernels", "transports", "attention"}
 MODELS = RUNS | {"parallel", "paged", "testing"}
 
-ANYONE = {"errors", "_version"}
+ANYONE = {"errors", "assumptions", "_version"}
 MAY_IMPORT = {
     "_version": set(),
     "errors": set(),
+    "assumptions": set(),
     "masks": set(),
     "layouts": {"masks"},
     "plan": {"masks", "layouts"},

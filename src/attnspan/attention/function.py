@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from attnspan.attention import ops
 from attnspan.attention.call import Call
 from attnspan.attention.score import Score, ScoreFunction
+from attnspan.attention.transforms import check_untransformed
 from attnspan.errors import AttentionError
 from attnspan.layouts import Layout
 from attnspan.masks import Mask
@@ -96,6 +97,7 @@ class Attention:
         returned: bool = True,
     ) -> tuple[Tensor, Tensor]:
         """`with_lse` on other tensors in place of those that the score_mod captured."""
+        check_untransformed("attention", query, key, value, sinks, *captured)
         query, key, value = (_as_autocast(x) for x in (query, key, value))
         out, lse, _ = ops.attention(query, key, value, sinks, captured, self.handle, returned)
         return out, lse

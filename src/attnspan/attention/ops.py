@@ -33,6 +33,7 @@ from attnspan.attention import execute
 from attnspan.attention.agreement import Inputs, agree
 from attnspan.attention.call import Call, shape_of
 from attnspan.attention.lane import Final, wide
+from attnspan.attention.transforms import check_no_tangents, check_untransformed
 from attnspan.attention.unbroken import unbroken
 from attnspan.errors import AttentionError, KernelError
 from attnspan.transports.operations import under_way
@@ -48,6 +49,7 @@ def attention(
     handle: Tensor,
     returned: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    check_no_tangents("attention", query, key, value, sinks, *captured)  # see transforms.py
     call = Call.of(handle).suited(query, key, value)
     if call.guard is not None:
         call.guard()
@@ -69,6 +71,7 @@ def _(
     handle: Tensor,
     returned: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    check_no_tangents("attention", query, key, value, sinks, *captured)
     devices = {x.device for x in (query, key, value, sinks) if x is not None}
     if len(devices) > 1:  # of real tensors too: torch calls this for any that are on the meta device
         raise AttentionError(f"query, key, value and sinks must be on one device, got {sorted(map(str, devices))}")
@@ -122,6 +125,7 @@ def _save(ctx, inputs, output) -> None:
 
 def _backward(ctx, grad, grad_lse, _):
     query, key, value, sinks, handle, out, lse, header, *captured = ctx.saved_tensors
+    check_untransformed("attention's backward", grad, grad_lse, instead="take one gradient after another")
     grad = torch.zeros_like(out) if grad is None else grad
     wanted = [i for i, x in enumerate(captured) if x.requires_grad]
     dq, dk, dv, d_sinks, d_captured = attention_backward(

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from attnspan.attention.transforms import check_untransformed
 from attnspan.errors import PageError
 from attnspan.masks import Causal, Mask
 from attnspan.paged.after_prefix import AfterPrefix
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from attnspan.paged.step_plan import StepPlan
 
 CAUSAL = Causal()
+
+UNTRANSFORMED = "a cache has no derivatives, and knows no batched tensors: call it outside"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,6 +81,7 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]
         )
     if sinks.requires_grad and torch.is_grad_enabled():
         raise PageError("sinks requires grad, and a cache has no gradients; call under torch.no_grad()")
+    check_untransformed("sinks", sinks, instead=UNTRANSFORMED, error=PageError)
     total = torch.logaddexp(lse, sinks.to(lse.dtype))
     share = (lse - total).exp().masked_fill(lse == -torch.inf, 0.0)
     return out * share.unsqueeze(-1), total

@@ -23,12 +23,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from attnspan.attention.transforms import check_untransformed
 from attnspan.errors import MaskError, PageError, whole
 from attnspan.kernels import merge_into
 from attnspan.masks import Mask
 from attnspan.paged.after_prefix import AfterPrefix
 from attnspan.paged.allocator import PageAllocator
-from attnspan.paged.attending import Attends, Options
+from attnspan.paged.attending import UNTRANSFORMED, Attends, Options
 from attnspan.paged.kernels import choose
 from attnspan.paged.quantised import Quantised, check_dtype, quantised
 from attnspan.paged.reading import Pages, Reading, tensors
@@ -250,6 +251,7 @@ class PagePool(Attends):
             raise PageError(f"{name} must be {dtype} on {self.device}, got {given.dtype} on {given.device}")
         if given.requires_grad and torch.is_grad_enabled():
             raise PageError(f"{name} requires grad, and a cache has no gradients; call under torch.no_grad()")
+        check_untransformed(name, given, instead=UNTRANSFORMED, error=PageError)
 
     def _check_query(self, query: Tensor, plan: StepPlan, spec: Layer) -> None:
         if not isinstance(query, Tensor):

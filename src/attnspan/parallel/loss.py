@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from attnspan.attention.transforms import check_no_tangents, check_no_transform, check_untransformed
 from attnspan.errors import ShardError, TransportError
 from attnspan.parallel.together import heard
 from attnspan.transports import Transport
@@ -210,6 +211,7 @@ def _check(values: Tensor, transport: Transport) -> None:
         raise ShardError(f"values must be a tensor of real numbers, one of each token, got {said}")
     if values.device != transport.device:
         raise ShardError(f"values must be on {transport.device}, where the group is, got {values.device}")
+    check_untransformed("a mean or a sum over ranks", values, error=ShardError)
 
 
 def _result(values: Tensor) -> torch.dtype:
@@ -350,6 +352,8 @@ def shared(parameter: Tensor, ranks: int) -> Tensor:
 
     So what averages gradients over ranks finds `ranks` equal parts, as it finds for every other parameter.
     """
+    check_no_transform("attention")
+    check_no_tangents("attention", parameter)
     part: Tensor = _Shared.apply(parameter, ranks)
     return part
 

@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from attnspan.attention.transforms import check_untransformed
 from attnspan.errors import ShardError
 from attnspan.layouts import Layout
 from attnspan.parallel.marks import Mark, mark_of, marked
@@ -100,6 +101,7 @@ class Sharding:
 
     def unshard(self, tensor: Tensor, dim: int, batch_dim: int = 0) -> Tensor:
         """The whole tensor, from everybody's part."""
+        check_untransformed("unshard", tensor, error=ShardError)
         at, name = self._together("unshard", tensor, lambda: self._in_shard(tensor, dim, batch_dim, self.rows))
         gathered: Tensor = Gathered.apply(_plain(tensor).movedim(at.seq, 0), self.transport, self.sizes, name)
         with torch.device("cpu"):  # whatever the default is
@@ -108,6 +110,7 @@ class Sharding:
 
     def shift(self, tensor: Tensor, dim: int, batch_dim: int, moves: Moves, fill: complex) -> Tensor:
         """Move tokens along the sequence; `fill` where nothing comes from."""
+        check_untransformed("shift", tensor, error=ShardError)
 
         def look() -> Dims:
             at = self._in_shard(tensor, dim, batch_dim, moves.rows)
