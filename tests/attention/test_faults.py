@@ -176,7 +176,7 @@ def test_a_virtual_group_on_which_a_call_broke_off_is_refused_too():
 
 def test_what_all_ranks_refuse_breaks_nothing():
     def rank(world):
-        with pytest.raises(AttentionError, match="shard it first"):
+        with pytest.raises(AttentionError, match="attend by the session that sharded it"):
             attention(*torch.ones(3, 1, 1, 7, 8).unbind(), plan=whole.plan, group=world)
         return on_rank(whole, world)
 

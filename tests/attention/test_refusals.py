@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from attnspan.attention import Attention, attention
+from attnspan.attention.agreement import OTHERS_SHARD
 from attnspan.errors import AttentionError, AttnspanError, KernelError, PlanError, TransportError
 from attnspan.layouts import Contiguous, HeadTail
 from attnspan.masks import Causal, Documents, Full, KeyPadding, SlidingWindow
@@ -172,7 +173,7 @@ X = torch.ones(1, 2, 4, 8)
             "(1, 4, 2, 8); transpose(1, 2) it first",
         ),
         (shards(tokens=12), "query must hold this rank's 4 of 12 tokens, got 12; shard it first"),
-        ((X, X[:, :, :3], X[:, :, :3]), "key must hold this rank's 4 of 12 tokens, got 3; shard it first"),
+        ((X, X[:, :, :3], X[:, :, :3]), f"key must hold this rank's 4 of 12 tokens, got 3; {OTHERS_SHARD}"),
     ],
 )
 @pytest.mark.parametrize("planned", [True, False])
@@ -218,7 +219,7 @@ def test_the_lengths_of_uneven_shards_are_told_by_rank():
     plan = Plan(Causal(), Contiguous(3), 11)
     tokens = [len(each) for each in plan.layout.positions(11)]
     wrong = [rank for rank in range(3) if tokens[rank] != 4]
-    lines = f"on rank {wrong[0]}: query must hold this rank's 3 of 11 tokens, got 4; shard it first"
+    lines = f"on rank {wrong[0]}: query must hold this rank's 3 of 11 tokens, got 4; {OTHERS_SHARD}"
     assert refused(on_all(shards(), plan=plan)) == (AttentionError, lines)
 
 
@@ -229,7 +230,7 @@ def test_the_lengths_of_uneven_shards_are_told_by_rank():
 @pytest.mark.parametrize(
     ("odd", "message"),
     [
-        ({"tokens": 5}, "query must hold this rank's 4 of 12 tokens, got 5; shard it first"),
+        ({"tokens": 5}, f"query must hold this rank's 4 of 12 tokens, got 5; {OTHERS_SHARD}"),
         ({"heads": 3}, "query heads must be a multiple of key heads, got 3 and 2"),
         ({"dtype": torch.int32}, "query must be float32, bfloat16, float16 or float64, got int32"),
     ],
@@ -399,7 +400,7 @@ def test_real_processes_refuse_alike_and_then_go_on():
     one, other = spawn(2, _on_processes)
     assert one == other
     assert one[:3] == [
-        "AttentionError: on rank 1: query must hold this rank's 4 of 8 tokens, got 5; shard it first",
+        f"AttentionError: on rank 1: query must hold this rank's 4 of 8 tokens, got 5; {OTHERS_SHARD}",
         f"{differs} in heads (4, not 2)",
         f"{differs} in mask",
     ]

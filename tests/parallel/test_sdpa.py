@@ -1,7 +1,6 @@
 """``with cp.sdpa()``: every call of SDPA inside is the session's, or refused; none is shard-local in silence."""
 
 import copy
-import functools
 import threading
 
 import pytest
@@ -585,7 +584,6 @@ def test_what_is_refused_is_refused_in_compiled_code_too(compiled):
 
     # Dynamo's messages quote the lines that they come from, so what is expected must stand on others.
     attend = nn.MultiheadAttention(8, 2, batch_first=True)
-    causal = functools.partial(F.scaled_dot_product_attention, is_causal=True)
     calls = {
         "plain": lambda x: F.scaled_dot_product_attention(x, x, x),
         "scaled": lambda x: F.scaled_dot_product_attention(x, x, x, is_causal=True, scale=0.3),
@@ -595,7 +593,6 @@ def test_what_is_refused_is_refused_in_compiled_code_too(compiled):
         "aten": lambda x: torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(x, x, x)[0],
         "heads": lambda x: attend(x[0], x[0], x[0], need_weights=False),
         "weights": lambda x: attend(x[0], x[0], x[0]),
-        "again": lambda x: checkpoint(lambda x: causal(x, x, x), x, use_reentrant=False),
     }
     lists = create_block_mask(span.Causal().mask_mod(), None, None, LENGTH, LENGTH, device="cpu").as_tuple()
     outer(calls["plain"], "is_causal must be True")
@@ -606,7 +603,21 @@ def test_what_is_refused_is_refused_in_compiled_code_too(compiled):
     outer(calls["aten"], "op of attention would see this rank's tokens alone")
     outer(calls["heads"], "cannot be followed from cp.sdpa()", span.Full())
     outer(calls["weights"], "need_weights must be False", span.Full())
-    outer(calls["again"], "checkpointing and control flow inside torch.compile")
+
+
+def test_checkpointing_in_compiled_code_is_inside_a_block_around_it_and_refused_where_that_would_be_left(compiled):
+    def rank(world):
+        cp, mine = session(world), model(again="non-reentrant")
+        fast, count = compiled(mine)
+        with cp.sdpa():
+            same(parallel(cp, mine, fast, whole(LENGTH)), dense(model(), whole(LENGTH), DOCUMENTS))
+            assert cp.report().calls == 2
+            assert count.frame_count == 1
+            x = whole(LENGTH).requires_grad_()
+            with pytest.raises(AttentionError, match="would run again in backward"):
+                checkpoint(fast, x, use_reentrant=False)
+
+    on_one_rank(rank)
 
 
 @pytest.mark.parametrize("again", ["reentrant", "non-reentrant"])

@@ -22,6 +22,8 @@ from attnspan.errors import AttentionError, KernelError, MaskError, TuningError
 from attnspan.kernels import choose
 from attnspan.layouts.run import tokens_in
 
+OTHERS_SHARD = "attend by the session that sharded it (an attached model is told by attached.use(session))"
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -132,7 +134,8 @@ def _wrong_length(call: Call, inputs: Inputs) -> str:
                         f"{name} must be (batch, heads, tokens, head dim), this rank's {expected} of {length} tokens "
                         f"in dim 2, got shape {tuple(tensor.shape)}; transpose(1, 2) it first"
                     )
-                return f"{name} must hold this rank's {expected} of {length} tokens, got {got}; shard it first"
+                todo = "shard it first" if got == length else OTHERS_SHARD
+                return f"{name} must hold this rank's {expected} of {length} tokens, got {got}; {todo}"
     return ""
 
 

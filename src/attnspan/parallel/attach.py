@@ -20,6 +20,14 @@ Why `forward` is wrapped and no hooks are used: a ``with`` is left on any except
 follows it. Copies of a model stay attached, and follow `use` and `detach`. A shallow copy shares the wrapper, which
 finds on the stack for whom it is called; torch.compile does not look there, and wants a deep copy.
 
+[Note: one graph] torch.compile guards on the identity of a `forward` that lies on a module, but for a bound method: of
+that it guards on the code. So every module's is one function, bound to the module, and what differs lies beside it, as
+an `Attached`. Blocks that are compiled one by one then share a graph, if they are alike.
+
+[Note: entry] An input that comes straight from `shard` tells which session it is a batch of. That must be the session
+in use: a forgotten `use` would else attend under the documents of the batch before. It is compared where the model is
+entered and in every attached module, by an op where the model is compiled whole.
+
 [Note: after the end] Backward may come when the attachment has ended, and a region that first ran attached must run
 again so. When it ends, every region that is still alive and attended is told: its second run attaches the modules
 anew, for as long as that takes, and refuses if they are attached to something else by then.
@@ -27,21 +35,25 @@ anew, for as long as that takes, and refuses if they are attached to something e
 
 from __future__ import annotations
 
+import copy
 import functools
+import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from threading import RLock
-from types import FrameType
+from types import FrameType, FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet, finalize
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from attnspan.assumptions import Assumption
 from attnspan.errors import AttentionError
-from attnspan.parallel import replays, seen
+from attnspan.parallel import opening, replays, seen
+from attnspan.parallel.entry import entered
 from attnspan.parallel.guards import regions_of
 from attnspan.parallel.sdpa import UNSERVED, Scope, Served
 
@@ -57,13 +69,33 @@ WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 """Parts of module names that compiling and checkpointing add."""
 
 
+Around = Callable[["ContextParallel", Callable[..., Any], Any, Any], Any]
+"""What runs a module's forward, given a session, that forward, its args and its kwargs."""
+
+
+class Attached:
+    """What the forward of one module has to know; kept on the module. See [Note: one graph]."""
+
+    def __init__(self, attachment: Attachment, module: nn.Module, around: Around | None):
+        self.attachment, self.around = attachment, around
+        self.name = attachment._masks[module]
+        self.is_entry = module is attachment._model
+        self.theirs: Callable[..., Any] | None = vars(module).get("forward")  # None: that of its class
+
+
 class Attachment:
     """A model attached to a session; `detach` it, or leave its ``with``, to end that. `use` is for the next batch."""
 
-    def __init__(self, session: ContextParallel, masks: Mapping[nn.Module, str | None]):
+    def __init__(
+        self,
+        session: ContextParallel,
+        model: nn.Module,
+        masks: Mapping[nn.Module, str | None],
+        around: Around | None = None,
+    ):
         self.live = False
         self._several = False  # whether there was more than one session
-        self._masks = dict(masks)
+        self._model, self._masks, self._around = model, dict(masks), around
         self._sessions: WeakSet[ContextParallel] = WeakSet({session})
         self._first: WeakKeyDictionary[object, ContextParallel] = WeakKeyDictionary()  # of each region's first run
         self._told: WeakSet[Any] = WeakSet()  # regions that know that it has ended
@@ -103,14 +135,22 @@ class Attachment:
 
     # ---- what a forward asks -------------------------------------------------------------------------------------
 
-    def scope(self, name: str | None) -> Scope:
+    def scope(self, name: str | None, session: ContextParallel) -> Scope:
         """The block that a module's forward runs in; without a mask's name, one that refuses attention."""
         if name is None:
             return Scope(UNSERVED)
-        if torch.compiler.is_compiling():
-            return Scope(self.served[name])
-        session = self._session_here()
         return Scope(self.served[name] if session is self.session else session._serve(name))
+
+    def session_of(self, given: Any) -> ContextParallel:
+        """The session that a module attends by, in eager code; what it is given must be a batch of that."""
+        session = self._session_here()
+        _compare(session, given)
+        return session
+
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Before the forward of a model that is not attached itself. See [Note: entry]."""
+        if not torch.compiler.is_compiling():
+            self.session_of((args, kwargs))
 
     def _served(self, session: ContextParallel) -> dict[str, Served]:
         return {name: session._serve(name) for name in self._names}
@@ -138,9 +178,16 @@ class Attachment:
     # ---- beginning and ending ------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        self._wrapped = {module: _wrap(self, module, name) for module, name in self._masks.items()}
+        self._wrapped = {
+            module: _wrap(module, Attached(self, module, self._around if module is self._model else None))
+            for module in self._masks
+        }
+        self._entry = None
+        if self._model not in self._masks:
+            self._entry = self._model.register_forward_pre_hook(self._enter, with_kwargs=True)
         seen.watch()  # for as long as it is attached: torch.compile follows a block without entering it
-        self._watching = finalize(self, seen.unwatch)
+        opening.watch()
+        self._watching = finalize(self, _unwatch)
         self.live = True
 
     def _end(self) -> None:
@@ -151,6 +198,8 @@ class Attachment:
                 )
         for module in self._wrapped:
             _unwrap(module)
+        if self._entry is not None:
+            self._entry.remove()
         self._watching()
         self.live, self._wrapped = False, {}
         for region, session in regions_of(self._sessions):
@@ -193,17 +242,28 @@ class Attachment:
             raise AttentionError(f"a checkpointed region of a kind that is not known {LATE}; run backward before that")
 
 
+def _unwatch() -> None:
+    opening.unwatch()
+    seen.unwatch()
+
+
 LATE = "runs backward after its attachment has ended"
 
 
-def attach(session: ContextParallel, model: nn.Module, modules: Chosen | None, mask: str | None) -> Attachment:
-    """See `ContextParallel.attach`."""
+def attach(
+    session: ContextParallel,
+    model: nn.Module,
+    modules: Chosen | None,
+    mask: str | None,
+    around: Around | None = None,
+) -> Attachment:
+    """See `ContextParallel.attach`; `around` runs the forward of the model itself, inside its block."""
     if not isinstance(model, nn.Module):
         raise AttentionError(f"model must be a module, got {type(model).__name__}")
     masks = _chosen(session, model, modules, mask)
     for module in masks:
         check_free(module)
-    return Attachment(session, masks)
+    return Attachment(session, model, masks, around)
 
 
 def check_free(module: nn.Module, why: str = "attach") -> None:
@@ -218,8 +278,8 @@ def check_free(module: nn.Module, why: str = "attach") -> None:
 
 def is_attached(module: nn.Module) -> bool:
     """Whether a module is attached at present."""
-    ours = vars(module).get("forward")
-    return isinstance(ours, functools.partial) and ours.func is _forward and ours.args[0].live
+    own = vars(module).get(OWN)
+    return isinstance(own, Attached) and own.attachment.live
 
 
 # ---- which modules -------------------------------------------------------------------------------------------------
@@ -322,35 +382,117 @@ def _may_attend(module: nn.Module) -> bool:
 
 # ---- the wrapping --------------------------------------------------------------------------------------------------
 
+OWN = "_attnspan"
+"""The attribute in which a module keeps its `Attached`."""
 
-def _forward(attachment: Attachment, name: str | None, theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    if not torch.compiler.is_compiling():
-        theirs = _of_caller(theirs, sys._getframe(1))
+
+def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """The forward of every attached module. See [Note: one graph]."""
+    compiling = torch.compiler.is_compiling()
+    if not compiling:
+        self = _caller(self, sys._getframe(1))
+    own = self._attnspan
+    attachment = own.attachment
+    theirs = _own_forward(self, own) if own.theirs is not None else functools.partial(type(self).forward, self)
     if not attachment.live:  # a copy of a model that was attached
         return theirs(*args, **kwargs)
-    with attachment.scope(name):
+    if compiling:
+        session = attachment.session
+        if own.is_entry:
+            args, kwargs = entered(session.sharding, (args, kwargs))
+    else:
+        session = attachment.session_of((args, kwargs))
+    with attachment.scope(own.name, session):
+        if own.around is not None:
+            return own.around(session, theirs, args, kwargs)
         return theirs(*args, **kwargs)
 
 
-def _of_caller(theirs: Callable[..., Any], frame: FrameType) -> Callable[..., Any]:
-    """A module's own forward; that of a shallow copy, where this is the wrapper that it shares."""
+def _own_forward(module: nn.Module, own: Attached) -> Callable[..., Any]:
+    """The forward that lay on a module when it was attached; on a shallow copy of it, bound to the copy."""
+    theirs = own.theirs
+    assert theirs is not None, "asked only where there is one"
+    if isinstance(theirs, MethodType) and isinstance(theirs.__self__, nn.Module) and theirs.__self__ is not module:
+        return theirs.__func__.__get__(module)
+    return theirs
+
+
+def _caller(module: nn.Module, frame: FrameType) -> nn.Module:
+    """For whom a module's forward is called: a shallow copy has the bound method of the original."""
+    _CALLER.hold()
+    return _caller_in(module, frame)
+
+
+def _caller_in(module: nn.Module, frame: FrameType) -> nn.Module:
     if frame.f_code.co_filename != MODULES:
-        return theirs
-    caller, original = frame.f_locals.get("self"), getattr(theirs, "__self__", None)
-    if caller is original or not isinstance(caller, nn.Module) or not isinstance(original, nn.Module):
-        return theirs
+        return module
+    caller = frame.f_locals.get("self")
+    if caller is module or not isinstance(caller, nn.Module):
+        return module
     ours = vars(caller).get("forward")
-    shared = isinstance(ours, functools.partial) and ours.func is _forward and ours.args[2] is theirs
-    return theirs.__func__.__get__(caller) if shared else theirs  # type: ignore[attr-defined]
+    return caller if isinstance(ours, MethodType) and ours.__self__ is module else module
 
 
-def _wrap(attachment: Attachment, module: nn.Module, name: str | None) -> object:
-    ours = functools.partial(_forward, attachment, name, module.forward)
-    module.forward = functools.update_wrapper(ours, module.forward)
-    return ours
+def _wrap(module: nn.Module, own: Attached) -> object:
+    theirs = module.forward
+    ours = FunctionType(_forward.__code__, _forward.__globals__, "forward")
+    functools.update_wrapper(ours, getattr(theirs, "__func__", theirs))
+    first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    try:  # Trainers read signatures
+        named = inspect.signature(theirs)
+        ours.__signature__ = named.replace(  # type: ignore[attr-defined]
+            parameters=[first, *(each for each in named.parameters.values())]
+        )
+    except ValueError:  # of a builtin, or with a first parameter that cannot follow another
+        pass
+    setattr(module, OWN, own)
+    module.forward = MethodType(ours, module)
+    return module.forward
 
 
 def _unwrap(module: nn.Module) -> None:
-    theirs = vars(module).pop("forward").args[2]
-    if getattr(theirs, "__func__", None) is not type(module).forward:  # it was the instance's own
-        module.forward = theirs
+    own: Attached = vars(module).pop(OWN)
+    del vars(module)["forward"]
+    if own.theirs is not None:
+        module.forward = own.theirs
+
+
+def _compare(session: ContextParallel, given: Any) -> None:
+    """Refuse shards of another batch, among what a module is given. See [Note: entry]."""
+    if isinstance(given, Tensor):
+        session.sharding.check_batch(given)
+    elif isinstance(given, Mapping):
+        for each in given.values():
+            _compare(session, each)
+    elif isinstance(given, list | tuple):
+        for each in given:
+            _compare(session, each)
+
+
+def _finds_caller() -> bool:
+    """A shallow copy of a module is found as the caller of its original's bound method, and the original as its own."""
+
+    class Asked(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x
+
+    found: list[nn.Module] = []
+
+    def probe(self: nn.Module, x: Tensor) -> Tensor:
+        found.append(_caller_in(self, sys._getframe(1)))
+        return x
+
+    original = Asked()
+    vars(original)["forward"] = MethodType(probe, original)
+    other = copy.copy(original)
+    for module in (original, other):
+        module(torch.ones(1, device="cpu"))
+    return [id(each) for each in found] == [id(original), id(other)]
+
+
+_CALLER = Assumption(
+    "the module that is called is found on the stack",
+    "parallel/attach.py",
+    "`self` in the frame of `nn.Module._call_impl`, and its file",
+    _finds_caller,
+)

@@ -389,6 +389,9 @@ class InBlock:
 def check(asked: Flexed, session: ContextParallel) -> None:
     """Refuse what cannot be served; it is the same on every rank."""
     query, key, value = asked[:3]
+    if not torch.compiler.is_compiling():
+        for tensor in (query, key, value):
+            session.sharding.check_mark(tensor)
     if query.dim() != 4 or key.dim() != 4 or value.dim() != 4:
         raise AttentionError(
             "query, key and value must be (batch, heads, tokens, head dim), got shapes "

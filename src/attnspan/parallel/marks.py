@@ -6,20 +6,28 @@ it goes when the tensor goes. So a mark proves a mistake; that there is none pro
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from attnspan.layouts import Layout
+from attnspan.masks import Mask
 
 
 class Mark(NamedTuple):
-    """Of which sequence a tensor is a rank's part, and how that is laid out."""
+    """Of which sequence a tensor is a rank's part, how that is laid out, and the masks of the session that cut it."""
 
     layout: Layout
     seq_len: int
     rank: int
+    masks: Mapping[str, Mask]
+
+    @property
+    def place(self) -> tuple[Layout, int, int]:
+        """Which tokens it holds, whatever attends to them."""
+        return self[:3]
 
 
 def marked(tensor: Tensor, mark: Mark) -> Tensor:

@@ -45,6 +45,7 @@ from attnspan.parallel import replays, seen
 from attnspan.parallel.dtensors import carried, is_dtensor
 from attnspan.parallel.flex import InBlock, eagerly
 from attnspan.parallel.guards import check_block, check_session
+from attnspan.parallel.opening import opened
 from attnspan.parallel.seen import Sees
 
 if TYPE_CHECKING:
@@ -70,9 +71,10 @@ NEED_WEIGHTS = 15
 class Scope(Sees):
     """A block in which SDPA and flex_attention are a session's attention."""
 
-    def __init__(self, served: Serving):
+    def __init__(self, served: Serving, eager: bool = False):
         super().__init__()
         self.served = served
+        self.eager = eager  # whether it stands, in compiled code, for a block of eager code around that
         self.compiled = False  # whether the block was compiled with what is in it
         self.pushed: list[bool] = []
 
@@ -109,7 +111,11 @@ class Scope(Sees):
         """A call of flex_attention, which modes do not see by themselves."""
         if not torch.compiler.is_compiling():
             return eagerly(self.served.flex_now)(*args, **kwargs)
-        return (self.served.flex_inner if self.compiled else self.served.flex_outer)(*args, **kwargs)
+        return (self.served.flex_inner if self._with_its_block() else self.served.flex_outer)(*args, **kwargs)
+
+    def _with_its_block(self) -> bool:
+        """Whether compiled code enters the block itself: see [Note: handles of three kinds]."""
+        return self.compiled and not self.eager
 
     def _named(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         """An op, or a function whose name may tell of attention."""
@@ -127,7 +133,7 @@ class Scope(Sees):
     def _traced(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The same under torch.compile, which follows this code: plain comparisons, no names."""
         if func is F.scaled_dot_product_attention or func is SDPA_OPS[0] or func is SDPA_OPS[1]:
-            return (self.served.inner if self.compiled else self.served.outer)(*args, **kwargs)
+            return (self.served.inner if self._with_its_block() else self.served.outer)(*args, **kwargs)
         if func is F.multi_head_attention_forward:
             _check_weights(args, kwargs)
             raise AttentionError(
@@ -148,20 +154,17 @@ class Scope(Sees):
         """The arguments of an operator on functions: a checkpointed one, a branch, the body of a loop.
 
         The mode is off while such an operator is followed, so functions enter it again; which dynamo allows only if
-        the block is followed with them.
+        a block was entered before in the code that it follows (opening.py).
         """
         if func is torch.ops.higher_order.flex_attention:
             raise AttentionError(
                 "the operator of flex_attention would see this rank's tokens alone: under torch.compile, call "
                 "flex_attention inside a `with cp.flex()` around the compiled code, or cp.flex_attention"
             )
-        functions = any(callable(arg) for arg in args)
-        if functions and not self.compiled:
-            raise AttentionError(
-                "checkpointing and control flow inside torch.compile cannot be followed from a `with cp.sdpa()` "
-                "outside of it; use cp.attach(model), or enter cp.sdpa() inside the compiled function"
-            )
-        return tuple(_inside(self.served, arg) if callable(arg) else arg for arg in args)
+        if not self.compiled:
+            opened()
+        eager = not self._with_its_block()
+        return tuple(_inside(self.served, arg, eager) if callable(arg) else arg for arg in args)
 
 
 class Asked(NamedTuple):
@@ -224,6 +227,8 @@ class Served(InBlock):
     def now(self, *args: Any, **kwargs: Any) -> Tensor:
         """In eager code."""
         asked = Asked(*args, **kwargs)
+        for tensor in asked[:3]:
+            self.session.sharding.check_mark(tensor)
         attend = self.attend if self._usual(asked) else self._with_scale(asked)
         try:
             self._check(asked)
@@ -388,9 +393,9 @@ class FlexAlone(InBlock):
     inner = outer = heads_now = now
 
 
-def _inside(served: Serving, function: Callable[..., Any]) -> Callable[..., Any]:
+def _inside(served: Serving, function: Callable[..., Any], eager: bool = False) -> Callable[..., Any]:
     def entered(*args: Any, **kwargs: Any) -> Any:
-        with Scope(served):
+        with Scope(served, eager):
             return function(*args, **kwargs)
 
     return entered

@@ -92,7 +92,7 @@ class ContextParallel:
         self.masks = _named(mask)
         self.options = Options(layout, strategy, kernel, scale, weights)
         self.layout = self._laid_out(layout, weights)
-        self.sharding = Sharding(self.layout, self.seq_len, self.transport)
+        self.sharding = Sharding(self.layout, self.seq_len, self.transport, self.masks)
         self._family: OrderedDict[object, ContextParallel] = OrderedDict({self._key: self})
         self.alike = Alike()
         self.layers: int | Mapping[str, int] | None = None  # that attend by it, where somebody has counted them

@@ -33,6 +33,8 @@ from torch import Tensor
 from attnspan.attention.transforms import check_untransformed
 from attnspan.errors import ShardError
 from attnspan.layouts import Layout
+from attnspan.masks import Mask
+from attnspan.parallel.entry import handle_of
 from attnspan.parallel.marks import Mark, mark_of, marked
 from attnspan.parallel.moves import Gathered, Moved, Moves
 from attnspan.parallel.together import Said, agreed, heard
@@ -47,12 +49,16 @@ class Sharding:
     layout: Layout
     seq_len: int
     transport: Transport
+    masks: Mapping[str, Mask] = field(default_factory=dict, repr=False, compare=False)  # of the session it belongs to
 
     sizes: list[int] = field(init=False, repr=False, compare=False)
     """How many tokens of each batch row every rank holds."""
 
     own: Tensor = field(init=False, repr=False, compare=False)
     """The global positions here, (rows, tokens), on the group's device. Not to be written to."""
+
+    handle: Tensor = field(init=False, repr=False, compare=False)
+    """Stands for this in compiled code: see entry.py."""
 
     _agreed: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
 
@@ -61,6 +67,7 @@ class Sharding:
         with torch.inference_mode(False):  # made during evaluation, it may be saved for backward later
             own = self._on(self.transport.rank).to(self.transport.device)
         object.__setattr__(self, "own", own)
+        object.__setattr__(self, "handle", handle_of(self))
 
     @property
     def rows(self) -> int:
@@ -79,7 +86,7 @@ class Sharding:
     @property
     def mark(self) -> Mark:
         """What tells a shard of this sequence from others."""
-        return Mark(self.layout, self.seq_len, self.transport.rank)
+        return Mark(self.layout, self.seq_len, self.transport.rank, self.masks)
 
     def _on(self, rank: int) -> Tensor:
         """The global positions on a rank, (rows, tokens)."""
@@ -213,10 +220,20 @@ class Sharding:
     def check_mark(self, tensor: Tensor) -> None:
         """Refuse a tensor that comes straight from the sharding of another sequence, layout or rank."""
         mark = mark_of(tensor)
-        if mark is not None and mark != self.mark:
+        if mark is not None and mark.place != self.mark.place:
             raise ShardError(
                 f"tensor is rank {mark.rank}'s part of {mark.seq_len} tokens in {mark.layout!r}; here it would be rank "
                 f"{self.mark.rank}'s of {self.seq_len} in {self.layout!r}: use one ContextParallel for a whole batch"
+            )
+
+    def check_batch(self, tensor: Tensor) -> None:
+        """Refuse a tensor that comes straight from the sharding of another batch: of other tokens, or other masks."""
+        mark = mark_of(tensor)
+        if mark is not None and (mark.place != self.mark.place or not _equal(mark.masks, self.masks)):
+            raise ShardError(
+                f"the model attends by a session of {_shown(self)}, and was given a shard of {_shown(mark)}: call "
+                "attached.use(session) with the session that sharded the batch before the model runs on it, or shard "
+                "the batch with the session in use"
             )
 
     def _dims(self, tensor: Tensor, dim: int, batch_dim: int, rows: int) -> Dims:
@@ -238,6 +255,19 @@ class Sharding:
         if tensor.shape[batch] != rows:
             raise ShardError(f"tensor must have {rows} batch rows in dim {batch}, got shape {tuple(tensor.shape)}")
         return Dims(seq, batch)
+
+
+def _equal(ours: Mapping[str, Mask], theirs: Mapping[str, Mask]) -> bool:
+    """Whether two sessions have the same masks; nearly always they are one session's."""
+    return ours is theirs or (
+        ours.keys() == theirs.keys() and all(ours[name] is theirs[name] or ours[name] == theirs[name] for name in ours)
+    )
+
+
+def _shown(batch: Sharding | Mark) -> str:
+    """A batch in a few words."""
+    masks = ", ".join(f"{name}: {mask!r}" if name else repr(mask) for name, mask in batch.masks.items())
+    return f"{batch.seq_len} tokens under {masks:.200}, in {batch.layout!r}"
 
 
 class Dims(NamedTuple):

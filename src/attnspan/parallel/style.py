@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from attnspan.errors import AttentionError
-from attnspan.parallel.attach import attach, check_free
+from attnspan.parallel.attach import Attachment, attach, check_free
 from attnspan.parallel.dtensors import as_dtensor, check_sizes, sequence_dim
 from attnspan.parallel.session import ContextParallel
 
@@ -33,19 +33,28 @@ class ContextParallelStyle(ParallelStyle):
             raise AttentionError(f"ContextParallelStyle needs a ContextParallel, got {type(session).__name__}")
         super().__init__()
         self.session, self.mask = session, session._name(mask)
+        self.attached: list[Attachment] = []
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         check_free(module)
-        ours = functools.partial(_forward, self.session, module.forward)
-        module.forward = functools.update_wrapper(ours, module.forward)
-        attach(self.session, module, None, self.mask)
+        self.attached.append(attach(self.session, module, None, self.mask, _forward))
         return module
+
+    def use(self, session: ContextParallel) -> ContextParallelStyle:
+        """From here on attention is that of another session, in all modules that have the style: see `Attachment.use`.
+
+        Style them all with one ContextParallelStyle.
+        """
+        for each in self.attached:
+            each.use(session)
+        self.session = session
+        return self
 
     def __repr__(self) -> str:
         return f"ContextParallelStyle({self.session!r}, mask={self.mask!r})"
 
 
-def _forward(session: ContextParallel, theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _forward(session: ContextParallel, theirs: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """A module's forward on local tensors."""
     sharded = [
         x for x in tree_leaves((args, kwargs)) if isinstance(x, DTensor) and sequence_dim(session, x) is not None

@@ -1,0 +1,68 @@
+"""The inputs of a model that is compiled whole, compared with the session in use when the code runs.
+
+Compiled code is followed once, with tensors that stand for others; which shard comes in, and of which batch, is known
+only when it runs. So the comparison is an op in the graph, on the tensors themselves and on a handle of the sharding
+(see [Note: handles] in attention/call.py). An op whose result nobody needs would be left out, so what goes on is a copy
+of the input: as much as the tokens of a batch, once in each pass.
+
+Knows nothing of modules.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from attnspan.errors import AttentionError
+
+if TYPE_CHECKING:
+    from attnspan.parallel.sharding import Sharding
+
+_SHARDINGS: WeakValueDictionary[int, Sharding] = WeakValueDictionary()
+_NUMBERS = itertools.count(1)
+
+
+def handle_of(sharding: Sharding) -> Tensor:
+    """A tensor that stands for a sharding, which keeps it."""
+    number = next(_NUMBERS)
+    _SHARDINGS[number] = sharding
+    with torch.inference_mode(False):  # made during evaluation, it may be saved for backward later
+        return torch.tensor(number, device="cpu")
+
+
+def entered(sharding: Sharding, given: Any) -> Any:
+    """What a model is given, each tensor compared when the code runs. Followed by torch.compile."""
+    if type(given) is Tensor:
+        return compared(given, sharding.handle)
+    if type(given) is tuple:
+        return tuple(entered(sharding, each) for each in given)
+    if type(given) is list:
+        return [entered(sharding, each) for each in given]
+    if type(given) is dict:
+        return {name: entered(sharding, each) for name, each in given.items()}
+    return given
+
+
+@torch.library.custom_op("attnspan::compared", mutates_args=())
+def compared(tensor: Tensor, handle: Tensor) -> Tensor:
+    sharding = _SHARDINGS.get(int(handle))
+    if sharding is None:
+        raise AttentionError("the session that the model was compiled with is gone; keep it, or use() another")
+    sharding.check_batch(tensor)
+    return tensor.clone(memory_format=torch.preserve_format)
+
+
+@compared.register_fake
+def _(tensor: Tensor, handle: Tensor) -> Tensor:
+    return torch.empty_like(tensor)
+
+
+def _back(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    return grad, None
+
+
+compared.register_autograd(_back)

@@ -1,0 +1,65 @@
+"""Checkpointing that torch.compile follows, opened for blocks that begin inside of it.
+
+torch.compile follows a checkpointed function as the body of an operator, and lets a body change the stack of torch
+function modes, as a block does, only if the code around it has done so before. ``torch.compile(checkpoint_wrapper(
+block))`` has no code of ours around the body: the block's attention is attached, and the wrapper is torch's. So while
+something is attached, the wrapper's forward first enters and leaves an empty block. In eager code it does nothing.
+
+What is not reached: ``checkpoint(...)`` called in compiled code outside of any attached module. torch.compile refuses
+that by itself ("Unsafe side effect"); attach the module that calls it.
+"""
+
+from __future__ import annotations
+
+from threading import RLock
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+_LOCK = RLock()  # what is collected ends in whatever thread that happens
+_OPEN = [0]  # attachments, of all threads
+_THEIRS: list[Any] = []  # the wrapper's own forward, while it has another
+
+
+class Empty(TorchFunctionMode):
+    """A block in which nothing is different."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def opened() -> None:
+    """Enter and leave a block, in code that is being compiled."""
+    with Empty():
+        pass
+
+
+def watch() -> None:
+    """An attachment begins."""
+    with _LOCK:
+        _OPEN[0] += 1
+        if not _THEIRS:
+            wrapper = _wrapper()
+            _THEIRS.append(wrapper.forward)
+            wrapper.forward = _forward
+
+
+def unwatch() -> None:
+    """It ends."""
+    with _LOCK:
+        _OPEN[0] -= 1
+        if not _OPEN[0]:
+            _wrapper().forward = _THEIRS.pop()
+
+
+def _wrapper() -> Any:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+
+    return CheckpointWrapper
+
+
+def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    if torch.compiler.is_compiling():
+        opened()
+    return _THEIRS[0](self, *args, **kwargs)
