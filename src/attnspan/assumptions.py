@@ -50,8 +50,9 @@ class Assumption:
             thread = Thread(target=lambda: answers.append(self._answer()), name="attnspan checks an assumption")
             thread.start()
             thread.join()
-            if answers != [True]:
-                reason = answers[0] if answers and isinstance(answers[0], Exception) else None
+            (answer,) = answers or [None]
+            if answer is not True:
+                reason = answer if isinstance(answer, Exception) else None
                 raise AttnspanError(
                     f"{self.place}: with this version of {self.library} it does not hold that {self.claim} "
                     f"({self.leans_on}), and results could be wrong without a word; use a version that attnspan was "

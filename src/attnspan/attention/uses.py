@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from attnspan.assumptions import Assumption
 from attnspan.plan import Plan, Shape
 
 Use = tuple[Plan, Shape | None]  # a shape that the cost model cannot weigh is None
@@ -27,6 +28,7 @@ class Uses:
 
     def add_forward(self, plan: Plan, shape: Shape | None) -> None:
         """A forward pass, or its replay."""
+        IN_BACKWARD.hold()
         in_backward = torch._C._current_graph_task_id() != -1
         (self.replayed if in_backward else self.forward)[plan, shape] += 1
         self.latest = plan
@@ -39,3 +41,21 @@ class Uses:
         """Start anew; the plan last used stays known."""
         for counted in (self.forward, self.replayed, self.backward):
             counted.clear()
+
+
+def _tells() -> bool:
+    """Whether code knows that it runs in backward."""
+    x, found = torch.ones(1, device="cpu", requires_grad=True), []
+    y = x * 2
+    y.register_hook(lambda grad: found.append(torch._C._current_graph_task_id()))
+    before = torch._C._current_graph_task_id()
+    y.sum().backward()
+    return before == -1 and len(found) == 1 and found[0] != -1
+
+
+IN_BACKWARD = Assumption(
+    "code that runs in backward is told from code that does not",
+    "attention/uses.py",
+    "`torch._C._current_graph_task_id`",
+    _tells,
+)

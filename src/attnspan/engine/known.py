@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from attnspan.errors import EngineError
+from attnspan.masks.versions import version_of
 
 
 def check_evaluates(model: Any) -> None:
@@ -53,7 +54,7 @@ def weights_of(model: Any) -> list[tuple[int, int]]:
 
     torch does not count for inference tensors, nor what is written through `.data`.
     """
-    return [(each.data_ptr(), 0 if each.is_inference() else each._version) for each in model.parameters()]
+    return [(each.data_ptr(), version_of(each)) for each in model.parameters()]
 
 
 def device_of(model: Any) -> torch.device:

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attnspan.kernels.aten import CPU_FLASH, CPU_FLASH_BACKWARD
 from attnspan.kernels.kernel import Spec, not_among
 from attnspan.kernels.parts import Part, backward_by_parts, cut_rows, forward_by_parts, last_dim_dense
 from attnspan.masks.tile import Tile
@@ -61,7 +62,7 @@ def forward(spec: Spec, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> tuple[Te
         return _joined([forward(spec, q, k, v, tile) for q, k, v in each])
 
     def call(q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
-        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+        flash = CPU_FLASH
         if tile.kind != "general":
             return flash(q, k, v, 0.0, tile.kind == "causal", scale=spec.scale)
         out, lse = flash(q.flip(2), k, v, attn_mask=_upside_down(tile, q), scale=spec.scale)
@@ -82,7 +83,7 @@ def backward(
     def call(
         grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tile: Tile
     ) -> tuple[Tensor, Tensor, Tensor]:
-        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+        flash = CPU_FLASH_BACKWARD
         if tile.kind != "general":
             return flash(grad, q, k, v, out, lse, 0.0, tile.kind == "causal", scale=spec.scale)
         mask = _upside_down(tile, q)

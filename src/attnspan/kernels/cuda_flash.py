@@ -20,6 +20,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from attnspan.kernels.aten import CUDA_FLASH, CUDA_FLASH_BACKWARD
 from attnspan.kernels.kernel import Spec, not_among
 from attnspan.kernels.parts import Part, backward_by_parts, cut_rows, forward_by_parts, last_dim_dense
 from attnspan.masks.tile import Tile
@@ -46,7 +47,7 @@ def forward(spec: Spec, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> tuple[Te
     def call(q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
         n, m = q.shape[2], k.shape[2]
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        flash = torch.ops.aten._flash_attention_forward.default
+        flash = CUDA_FLASH
         out, lse, *_ = flash(q, k, v, None, None, n, m, 0.0, False, False, scale=spec.scale, **_window(tile))
         return out.transpose(1, 2), lse
 
@@ -66,7 +67,7 @@ def backward(
         n, m = q.shape[2], k.shape[2]
         grad, q, k, v, out = (x.transpose(1, 2) for x in (grad, q, k, v, out))
         sizes = (None, None, n, m, 0.0, False, unused, unused)
-        flash = torch.ops.aten._flash_attention_backward.default
+        flash = CUDA_FLASH_BACKWARD
         grads = flash(grad, q, k, v, out, lse.contiguous(), *sizes, scale=spec.scale, **_window(tile))
         dq, dk, dv = (x.transpose(1, 2) for x in grads)
         return dq, dk, dv

@@ -18,6 +18,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from attnspan.kernels.aten import CUDNN, CUDNN_BACKWARD
 from attnspan.kernels.kernel import Spec, not_among
 from attnspan.kernels.parts import backward_by_parts, cut_rows, forward_by_parts, last_dim_dense
 from attnspan.masks.tile import Tile
@@ -47,7 +48,7 @@ def forward(spec: Spec, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> tuple[Te
     """(out, lse)."""
 
     def call(q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
-        attend = torch.ops.aten._scaled_dot_product_cudnn_attention.default
+        attend = CUDNN
         out, lse, *_ = attend(q, k, v, None, True, 0.0, tile.kind == "causal", scale=spec.scale)
         return out, lse.squeeze(-1) if lse.dim() == 4 else lse
 
@@ -64,7 +65,7 @@ def backward(
     def call(
         grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tile: Tile
     ) -> tuple[Tensor, Tensor, Tensor]:
-        attend = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
+        attend = CUDNN_BACKWARD
         grad, out, lse = laid_out_as(q, grad), laid_out_as(q, out), lse.contiguous().unsqueeze(-1)
         sizes = (q.shape[2], k.shape[2], 0.0, tile.kind == "causal")
         state = (unused, unused, None, None, None)

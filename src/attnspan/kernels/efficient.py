@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from attnspan.kernels.aten import EFFICIENT, EFFICIENT_BACKWARD
 from attnspan.kernels.kernel import Spec, not_among
 from attnspan.kernels.parts import Part, backward_by_parts, cut_rows, forward_by_parts, last_dim_dense
 from attnspan.masks.tile import Tile
@@ -43,7 +44,7 @@ def forward(spec: Spec, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> tuple[Te
     """(out, lse)."""
 
     def call(q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
-        attend = torch.ops.aten._scaled_dot_product_efficient_attention.default
+        attend = EFFICIENT
         bias = _bias(tile, k)
         per_group = []
         for rows in _groups(q, k, tile):
@@ -66,7 +67,7 @@ def backward(
     def call(
         grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tile: Tile
     ) -> tuple[Tensor, Tensor, Tensor]:
-        attend = torch.ops.aten._scaled_dot_product_efficient_attention_backward.default
+        attend = EFFICIENT_BACKWARD
         bias = _bias(tile, k)
         per_group = []
         for grad_g, q_g, out_g, lse_g in zip(*(_groups(x, k, tile) for x in (grad, q, out, lse)), strict=True):

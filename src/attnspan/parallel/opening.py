@@ -41,7 +41,7 @@ def watch() -> None:
         _OPEN[0] += 1
         if not _THEIRS:
             wrapper = _wrapper()
-            _THEIRS.append(wrapper.forward)
+            _THEIRS.append(getattr(wrapper, "forward", None))
             wrapper.forward = _forward
 
 
@@ -54,8 +54,11 @@ def unwatch() -> None:
 
 
 def _wrapper() -> Any:
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
-
+    """torch's; a class of our own where there is none, so that torch.compile refuses what cannot be opened."""
+    try:
+        from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+    except ImportError:
+        return Empty
     return CheckpointWrapper
 
 

@@ -14,6 +14,9 @@ The object that both runs share is the region's name. [Note: replays] Two rules 
 * attention may run in a region only if it was made context parallel inside of it: the second run then does so too;
 * the second run must find the session that the first one used.
 
+All this is read from names that torch does not promise. Before it is first relied on, it is tried on a checkpoint of
+one element of each kind (`_sees`), and nothing goes on if that was not seen.
+
 Not seen: checkpointing by other people that works by saved-tensor hooks. Knows nothing of attention.
 """
 
@@ -28,7 +31,10 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.utils.checkpoint
+from torch import Tensor
 from torch.autograd.function import FunctionCtx
+
+from attnspan.assumptions import Assumption
 
 TORCH = dirname(torch.__file__)
 CHECKPOINTS = torch.utils.checkpoint.__file__
@@ -46,6 +52,7 @@ def regions(keeping: bool = True) -> list[Region]:
 
     `keeping` is whether autograd records: without it, a non-reentrant region does not run again.
     """
+    SEEN.hold()
     return list(_regions(sys._getframe(1), keeping))
 
 
@@ -114,3 +121,62 @@ def left_behind(keeping: bool = True) -> bool:
     around = _HERE.blocks[-1] if _HERE.blocks else []
     known = {id(name) for name in around if name is not None}
     return any(id(region.name) not in known for region in regions(keeping))
+
+
+# ---- the proof -------------------------------------------------------------------------------------------------------
+
+
+class _Theirs(torch.autograd.Function):
+    """Checkpointing as other people write it."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Any, x: Tensor) -> Tensor:
+        ctx.run = run
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            out: Tensor = run(x)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
+        (x,) = ctx.saved_tensors
+        with torch.enable_grad():
+            own = x.detach().requires_grad_()
+            out = ctx.run(own)
+        return None, torch.autograd.grad(out, own, grads[0])[0]
+
+
+def _sees() -> bool:
+    """Whether one region is seen in both runs of a checkpoint, by one name; and whether torch's can be told to run."""
+    torchs = torch.utils.checkpoint.checkpoint
+    kinds = {
+        "reentrant": lambda run, x: torchs(run, x, use_reentrant=True, preserve_rng_state=False),
+        "non-reentrant": lambda run, x: torchs(run, x, use_reentrant=False, preserve_rng_state=False),
+        "theirs": _Theirs.apply,
+    }
+    return all(_sees_both(kind, again=name != "theirs") for name, kind in kinds.items())
+
+
+def _sees_both(checkpointed: Any, again: bool) -> bool:
+    runs: list[list[Region]] = []
+
+    def run(x: Tensor) -> Tensor:
+        runs.append(list(_regions(sys._getframe(), keeping=True)))
+        return x.sin()
+
+    x = torch.ones(1, device="cpu", requires_grad=True)
+    checkpointed(run, x).sum().backward()
+    if [len(found) for found in runs] != [1, 1]:
+        return False
+    (first,), (second,) = runs
+    known = first.name is not None and first.name is second.name and (first.again, second.again) == (False, True)
+    return known and (not again or rerun_of(first.name) is not None)
+
+
+SEEN = Assumption(
+    "checkpointed regions are seen in both runs",
+    "parallel/replays.py",
+    "the file of `torch.utils.checkpoint`, local names in `checkpoint`, `unpack_hook`, `CheckpointFunction`, "
+    "`_CheckpointFrame.recompute_fn`",
+    _sees,
+)

@@ -26,6 +26,7 @@ Shapes: (..., H, S, D), S this rank's tokens.
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 import re
 from collections.abc import Callable
@@ -38,6 +39,7 @@ from torch import Tensor
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.overrides import _get_current_function_mode
 
+from attnspan.assumptions import Assumption
 from attnspan.attention import Attention
 from attnspan.attention.agreement import Inputs, refuse
 from attnspan.errors import AttentionError, AttnspanError
@@ -82,6 +84,7 @@ class Scope(Sees):
         self.compiled = torch.compiler.is_compiling()
         if self.compiled:
             return super().__enter__()
+        MODE.hold()
         replays.enter()
         around = _get_current_function_mode()
         # A second mode just like the one that is on would cost every call of torch a detour, and change nothing.
@@ -454,3 +457,43 @@ def _rewired(attend: Callable[..., Tensor]) -> Callable[..., Any]:
     ours = FunctionType(theirs.__code__, names, theirs.__name__, theirs.__defaults__, theirs.__closure__)
     ours.__kwdefaults__ = theirs.__kwdefaults__
     return ours
+
+
+class _Probe(torch.overrides.TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def _is_seen() -> bool:
+    """Whether a mode sees SDPA and MultiheadAttention by the functions compared with, and the latter can be rewired."""
+    x, weight = torch.ones(2, 1, 4, device="cpu"), torch.ones(12, 4, device="cpu")
+    # No module is made for it, which would draw random numbers.
+    given = (x, x, x, 4, 1, weight, weight[:, 0], None, None, False, 0.0, weight[:4], weight[:4, 0], False, None, False)
+    asked: list[Asked] = []
+
+    def attend(*args: Any, **kwargs: Any) -> Tensor:
+        asked.append(Asked(*args, **kwargs))
+        return asked[-1].value
+
+    with _Probe() as probe:
+        current = _get_current_function_mode() is probe
+        F.scaled_dot_product_attention(x[None], x[None], x[None])
+        F.multi_head_attention_forward(*given)
+    _rewired(attend)(*given)
+    _check_weights(given, {})
+    both = F.scaled_dot_product_attention in probe.seen and F.multi_head_attention_forward in probe.seen
+    places = list(inspect.signature(F.multi_head_attention_forward).parameters)
+    return current and both and len(asked) == 1 and places[NEED_WEIGHTS] == "need_weights"
+
+
+MODE = Assumption(
+    "a torch function mode sees SDPA and MultiheadAttention",
+    "parallel/sdpa.py",
+    "`_get_current_function_mode`, names in `F.multi_head_attention_forward` and the place of `need_weights`",
+    _is_seen,
+)

@@ -15,7 +15,6 @@ What goes around it, the operator itself, is seen by the mode and refused. Knows
 
 from __future__ import annotations
 
-import functools
 import inspect
 from threading import RLock
 from types import FunctionType
@@ -25,7 +24,7 @@ import torch
 import torch.nn.attention.flex_attention as theirs
 from torch.overrides import TorchFunctionMode
 
-from attnspan.errors import AttentionError
+from attnspan.assumptions import Assumption
 
 _FLEX = theirs.flex_attention
 _LOCK = RLock()  # what is collected ends in whatever thread that happens
@@ -43,7 +42,7 @@ class Sees(TorchFunctionMode):
 def watch() -> None:
     """A block or an attachment begins. See [Note: other code]."""
     with _LOCK:
-        _check_signature()
+        DISPATCHES.hold()
         _OPEN[0] += 1  # first: a block that is collected in between ends, and may be the last before this one
         if _FLEX.__code__ is not _CODE:
             _FLEX.__code__ = _CODE
@@ -93,11 +92,27 @@ plain = FunctionType(_FLEX.__code__, _FLEX.__globals__, _FLEX.__name__, _FLEX.__
 plain.__kwdefaults__ = _FLEX.__kwdefaults__
 
 
-@functools.cache
-def _check_signature() -> None:
+class _Probe(Sees):
+    def flex_attention(self, *args: Any, **kwargs: Any) -> Any:
+        return args, kwargs
+
+
+def _reaches() -> bool:
+    """Whether the other code has torch's signature, and hands a call to the innermost block, or else to torch."""
     ours, torchs = (
         [(p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()]
         for function in (_asking, plain)
     )
-    if ours != torchs:
-        raise AttentionError(f"flex_attention of torch {torch.__version__} has a signature that is not known here")
+    other = FunctionType(_CODE, _FLEX.__globals__, _FLEX.__name__, _FLEX.__defaults__, _FLEX.__closure__)
+    other.__kwdefaults__ = _FLEX.__kwdefaults__
+    with Sees(), _Probe():
+        found = other("q", "k", "v", return_aux="aux")
+    return ours == torchs and found == (("q", "k", "v", None, None, None, False, False, None), {"return_aux": "aux"})
+
+
+DISPATCHES = Assumption(
+    "a call of flex_attention reaches the innermost block",
+    "parallel/seen.py",
+    "the code and signature of `flex_attention`, `torch._C._len_torch_function_stack`, `_get_function_stack_at`",
+    _reaches,
+)

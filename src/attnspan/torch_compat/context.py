@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from attnspan.errors import ShardError
+from attnspan.masks.versions import version_of
 from attnspan.parallel.session import ContextParallel
 from attnspan.torch_compat.ranks import Order, Ranks, ranks_of
 from attnspan.torch_compat.sharding import length_of, paired, part_of, part_on
@@ -127,7 +128,7 @@ class Buffer:
 
     @property
     def _counted(self) -> int:
-        return 0 if self.tensor.is_inference() else self.tensor._version
+        return version_of(self.tensor)
 
     def _spread(self, grad: Tensor) -> Tensor:
         whole = torch.zeros_like(self.whole, requires_grad=True)

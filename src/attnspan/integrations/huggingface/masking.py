@@ -26,6 +26,7 @@ from transformers.masking_utils import (
     sliding_window_overlay,
 )
 
+from attnspan.assumptions import Assumption
 from attnspan.errors import ModelError
 from attnspan.integrations.huggingface.layers import AttentionLayer
 from attnspan.masks import Causal, Full, Mask, SlidingWindow
@@ -97,6 +98,11 @@ def _said(local_size: int | None, config: Any, more: dict[str, Any]) -> Pattern:
 
 def _read(function: Callable[..., Any]) -> Pattern:
     """A pattern by the function of a mask. See [Note: functions of masks]."""
+    PARTS.hold()
+    return _pattern(function)
+
+
+def _pattern(function: Callable[..., Any]) -> Pattern:
     causal, window = False, None
     for part in _parts(function):
         code = part.__code__
@@ -132,3 +138,28 @@ _AND = and_masks().__code__
 _WINDOW = sliding_window_overlay(1).__code__
 _WINDOW_BOTH = sliding_window_bidirectional_overlay(1).__code__
 _PACKED = packed_sequence_mask_function(torch.zeros(1, 1)).__code__
+
+
+def _means() -> bool:
+    """Whether functions of transformers allow the pairs that the patterns read from them say."""
+    q, k = (x.to(torch.int64) for x in torch.meshgrid(torch.arange(8), torch.arange(8), indexing="ij"))
+    cases: list[tuple[Callable[..., Any], Pattern, torch.Tensor]] = [
+        (causal_mask_function, Pattern(True, None), k <= q),
+        (and_masks(sliding_window_overlay(3), causal_mask_function), Pattern(True, 3), (k <= q) & (k > q - 3)),
+        (bidirectional_mask_function, Pattern(False, None), k == k),
+        (sliding_window_bidirectional_overlay(3), Pattern(False, 4), (q - k).abs() <= 3),
+    ]
+    for made, pattern, allowed in cases:
+        found = torch.as_tensor(made(0, 0, q, k)).expand(8, 8)
+        if _pattern(made) != pattern or not torch.equal(found, allowed):
+            return False
+    return True
+
+
+PARTS = Assumption(
+    "functions of masks are what their code and what they hold say",
+    "integrations/huggingface/masking.py",
+    "the code objects and closures of `transformers.masking_utils`",
+    _means,
+    library="transformers",
+)

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from attnspan.kernels.aten import CPU_FLASH
 from attnspan.paged.reading import Pages, Reading
 from attnspan.paged.scoring import Scoring
 
@@ -104,7 +105,7 @@ def attend(
     if spec.score_mod is not None:
         out, lse = _by_pairs(spec, group, reading, mine, k, v)
     else:
-        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+        flash = CPU_FLASH
         out, lse = flash(mine, k, v, 0.0, False, attn_mask=group.mask[:, None, None], scale=spec.scale)
     return out.reshape(n, -1, out.shape[3]), lse.reshape(n, -1)
 
