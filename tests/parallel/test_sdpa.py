@@ -1,6 +1,7 @@
 """``with cp.sdpa()``: every call of SDPA inside is the session's, or refused; none is shard-local in silence."""
 
 import copy
+import functools
 import threading
 
 import pytest

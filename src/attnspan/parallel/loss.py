@@ -12,10 +12,10 @@ A count must be taken over the ranks that the mean is over. So a sum remembers i
 for shards), a count that was summed over other ranks is refused, and beyond the session's own ranks nothing else is
 taken: a plain number does not tell whose tokens it counts.
 
-[Note: one row each] A rank brings one row of six whole numbers: whether it refuses, what it computes, the bits of its
-sum, its number of valid tokens, and its count. Every rank gets every row, in a single exchange, and compares them: all
-go on or all raise, whatever is wrong on one of them, and equal counts are equal bits. Reading the rows costs a wait for
-the device. The words of a refusal travel only after one.
+[Note: one row each] A rank says what it computes, or that it refuses, from host to host, and brings one row of three
+whole numbers: the bits of its sum, its number of valid tokens, and the bits of its count. Every rank gets what all say
+and bring, and compares: all go on or all raise, whatever is wrong on one of them, and equal counts are equal bits. Only
+counts are read, which costs a wait for the device. The words of a refusal travel only after one.
 
 Shapes: per_token and valid have one shape, any. Sums are taken in float64 and numbers of tokens in int64, so that 2^24
 tokens are not one too few; the result has the values' dtype, float32 for half precision and whole numbers.
@@ -36,6 +36,7 @@ from attnspan.attention.transforms import check_no_tangents, check_no_transform,
 from attnspan.errors import ShardError, TransportError
 from attnspan.parallel.together import heard
 from attnspan.transports import Transport
+from attnspan.transports.operations import under_way
 
 BUCKET = 1 << 25
 """How many bytes of gradients are averaged at once."""
@@ -126,40 +127,52 @@ class Rows(NamedTuple):
 
 def _exchanged(kind: str, share: Callable[[], Share], transport: Transport) -> tuple[Share, Rows]:
     """This rank's share and everybody's, or an error on all ranks. See [Note: one row each]."""
-    wrong, own, row = None, None, torch.ones(6, dtype=torch.int64, device=transport.device)
+    wrong, own, row = None, None, torch.ones(3, dtype=torch.int64, device=transport.device)
     try:
         own = share()
-        row = _row(kind, own)
+        row = _row(own)
     except Exception as error:  # whatever it is, the others wait for this rank's row
         wrong = error
     rows = row.new_empty(transport.ranks, len(row))
+    said = [wrong is not None, KINDS.index(kind), own is not None and own.divisor is not None]
     try:
-        transport.gather(row, list(rows), kind).wait()
-        _check_rows(rows.tolist(), wrong, transport)
-    except (TransportError, ShardError) as told:
+        with under_way(transport, "a sum or a mean over ranks"):
+            pending = transport.gather(row, list(rows), kind)
+            told = _told(said, transport.hosts)
+            pending.wait()
+        _check_said(told, wrong, transport)
+        if said[-1]:
+            _check_counts(rows[:, 2].view(torch.float64).tolist(), int(rows[:, 1].sum()))
+    except (TransportError, ShardError) as heard_of:
         if wrong is None:
             raise
-        raise wrong from (told if isinstance(told, TransportError) else None)
+        raise wrong from (heard_of if isinstance(heard_of, TransportError) else None)
     assert own is not None, "a rank that has none refuses, and so do all"
-    sums = rows[:, 2]
-    return own, Rows(sums.view(torch.float64) if own.sum.is_floating_point() else sums, rows[:, 3])
+    sums = rows[:, 0]
+    return own, Rows(sums.view(torch.float64) if own.sum.is_floating_point() else sums, rows[:, 1])
 
 
-def _row(kind: str, share: Share) -> Tensor:
+def _row(share: Share) -> Tensor:
     """See [Note: one row each]."""
-    number, count = share.number, share.divisor
-    said = [number.new_zeros(()), number.new_full((), KINDS.index(kind)), _bits(share.sum.detach()), number]
-    counted = [number.new_zeros(()), number.new_zeros(())] if count is None else [number.new_ones(()), _bits(count)]
-    return torch.stack(said + counted)
+    count = share.number if share.divisor is None else _bits(share.divisor)
+    return torch.stack([_bits(share.sum.detach()), share.number, count])
+
+
+def _told(said: Sequence[int], hosts: Transport) -> list[list[int]]:
+    """What every rank says, by rank."""
+    own = torch.tensor(said, dtype=torch.int64, device=hosts.device)
+    every = own.new_empty(hosts.ranks, len(said))
+    hosts.gather(own, list(every), "what is asked for").wait()
+    return every.tolist()
 
 
 def _bits(value: Tensor) -> Tensor:
     return value.view(torch.int64)
 
 
-def _check_rows(rows: list[list[int]], wrong: Exception | None, transport: Transport) -> None:
+def _check_said(told: list[list[int]], wrong: Exception | None, transport: Transport) -> None:
     """Raise on every rank if any refuses, or if they do not ask for the same."""
-    refused, kinds, _, numbers, given, counts = zip(*rows, strict=True)
+    refused, kinds, given = zip(*told, strict=True)
     if any(refused):
         said = wrong if isinstance(wrong, ShardError) else ShardError(f"{type(wrong).__name__}: {wrong}")
         heard(transport, "nothing" if wrong is None else said, "what is wrong")
@@ -171,8 +184,6 @@ def _check_rows(rows: list[list[int]], wrong: Exception | None, transport: Trans
     for rank, has in enumerate(given):
         if has != given[0]:
             raise ShardError(f"count must be given on all ranks or on none; ranks {rank} and 0 differ")
-    if given[0]:
-        _check_counts(torch.tensor(counts, device="cpu").view(torch.float64).tolist(), sum(numbers))
 
 
 def _check_counts(counts: list[float], number: int) -> None:
@@ -302,8 +313,9 @@ def _average(grads: Sequence[Tensor], transport: Transport) -> None:
     flat = torch.cat([grad.reshape(-1) for grad in grads])
     parts = flat.tensor_split(transport.ranks)
     own = torch.empty_like(parts[transport.rank], dtype=torch.promote_types(flat.dtype, torch.float32))
-    transport.reduce_scatter(parts, own, "gradients of parameters").wait()
-    transport.gather((own / transport.ranks).to(flat.dtype), parts, "gradients of parameters").wait()
+    with under_way(transport, f"the average of {len(flat)} gradients"):
+        transport.reduce_scatter(parts, own, "gradients of parameters").wait()
+        transport.gather((own / transport.ranks).to(flat.dtype), parts, "gradients of parameters").wait()
     for grad, average in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
         grad.copy_(average.view_as(grad))
 

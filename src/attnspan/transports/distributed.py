@@ -59,6 +59,11 @@ class Distributed(Transport):
     def __hash__(self) -> int:
         return hash((self.group, self.device))
 
+    @property
+    def hosts(self) -> Distributed:
+        """The same ranks, for tensors of the host."""
+        return self if self.device.type == "cpu" else Distributed(_group_of_hosts(self.group), torch.device("cpu"))
+
     def contains(self, other: Transport) -> bool:
         """Whether every process of another group is in this one too."""
         if not isinstance(other, Distributed):
@@ -89,9 +94,8 @@ class Distributed(Transport):
             for peer, header in zip(new, theirs.tolist(), strict=True):
                 ledger.check(self, operation, peer, header)
 
-        hosts = self if self.device.type == "cpu" else Distributed(_group_of_hosts(self.group), own.device)
         sends, receives = [(peer, own) for peer in new], list(zip(new, theirs.split(1), strict=True)) if new else []
-        return self._pending(hosts._post_each(sends, receives, what, HEADER_TAG), own).then(check)
+        return self._pending(self.hosts._post_each(sends, receives, what, HEADER_TAG), own).then(check)
 
     def _post_each(self, sends: Messages, receives: Messages, what: str, tag: int | None = None) -> list[Work]:
         """One operation per message, receives first: a message that finds its buffer waiting is not held up."""

@@ -100,6 +100,11 @@ class World(Transport):
         self.post, self.rank, self.ranks, self.device = post, rank, post.ranks, device
         self.name = "'loopback'"
 
+    @property
+    def hosts(self) -> World:
+        """The same rank, for tensors of the host."""
+        return self if self.device.type == "cpu" else World(self.post, self.rank, torch.device("cpu"))
+
     def _post(self, sends: Messages, receives: Messages, what: str) -> Pending:
         operation = ledger_of(self).current
         leaving = [Parcel(self.rank, peer, True, tensor, what, operation) for peer, tensor in sends]

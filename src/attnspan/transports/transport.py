@@ -130,6 +130,15 @@ class Transport(ABC):
         current = ledger_of(self).current
         return under_way(self, f"a sum of {what}") if current is None else nullcontext(current)
 
+    @property
+    def hosts(self) -> Transport:
+        """A transport between the same ranks for tensors of the host, which nobody waits for a device to read.
+
+        Where there is none, this one.
+        """
+        wrapped: Transport | None = getattr(self, "transport", None)
+        return self if wrapped is None or self.device.type == "cpu" else wrapped.hosts
+
     def contains(self, other: Transport) -> bool:
         """Whether every rank of another group is in this one too."""
         return other is self or other == self
