@@ -286,7 +286,7 @@ def test_functions_may_depend_on_declared_rows_and_return_plain_bools():
     rows = MaskMod(by_row_table, rows=4)
     assert [rows.work(4, row=row) for row in range(4)] == [4, 8, 12, 16]
     assert MaskMod(lambda b, h, q, k: True).work(3) == 9
-    assert MaskMod(causal) == MaskMod(causal) != MaskMod(lambda b, h, q, k: k <= q)
+    assert MaskMod(causal) == MaskMod(causal) != MaskMod(lambda b, h, q, k: k < q)
     assert MaskMod(lambda b, h, q, k, left=2: q - k <= left).bands(4) == SlidingWindow(2, 4).bands(4)
 
 

@@ -6,6 +6,13 @@ about every tile that it will compute, and then tells the others what it runs, i
 All ranks raise if any does, and name the odd one and what is odd. Later calls with the same shapes say nothing but
 their name, in the headers of their messages (transports/operations.py). A rank that later comes with other shapes alone
 asks where the others compute, and all of them hear that they are out of step.
+
+[Note: masks that change] Plans are remembered by what their masks compute, so the mask of a plan may be an equal one
+that somebody else made. A call watches the mask that its user gave: once the functions in it compute something else,
+the user may expect the attention to follow, and is told to make a new mask.
+
+[Note: content] Ranks that run one program on other tensors compute parts of different attentions, so the content of
+what programs captured is compared too, where ranks agree: of masks it never changes, of score_mods it is compared once.
 """
 
 from __future__ import annotations
@@ -18,9 +25,12 @@ import torch
 from torch import Tensor
 
 from attnspan.attention.call import Call
+from attnspan.attention.lane import wide
 from attnspan.errors import AttentionError, KernelError, MaskError, TuningError
 from attnspan.kernels import choose
 from attnspan.layouts.run import tokens_in
+from attnspan.masks import Mask
+from attnspan.masks.program import content
 
 OTHERS_SHARD = "attend by the session that sharded it (an attached model is told by attached.use(session))"
 
@@ -48,10 +58,8 @@ class Inputs:
 
 def agree(call: Call, inputs: Inputs) -> str:
     """Refuse tensors that the plan was not made for, on every rank; a name for what all of them do."""
-    try:
-        call.plan.mask.check_fresh()
-    except MaskError as changed:
-        raise AttentionError(f"mask: {changed}") from changed
+    if call.watched is not None:
+        check_mask(call.watched, call, inputs)
     seen = _seen(call, inputs)
     if seen in call.agreed:
         return call.agreed[seen]
@@ -61,6 +69,14 @@ def agree(call: Call, inputs: Inputs) -> str:
     plan = call.plan
     call.agreed[seen] = f"attention over {repr(plan.mask)[:80]} by {plan.strategy!r} [{_hashed(said)}]"
     return call.agreed[seen]
+
+
+def check_mask(mask: Mask, call: Call, inputs: Inputs) -> None:
+    """Refuse a mask that has changed. See [Note: masks that change]."""
+    try:
+        mask.check_fresh()
+    except MaskError as changed:
+        refuse(call, inputs, AttentionError(f"mask: {changed}"))
 
 
 def refuse(call: Call, inputs: Inputs, wrong: AttentionError) -> None:
@@ -154,10 +170,14 @@ def _wrong_captured(call: Call, inputs: Inputs) -> str:
     """What does not fit the score_mod as it was traced, or nothing."""
     if call.score is None:
         return ""
-    for found, traced in zip(inputs.captured, call.score.captured, strict=True):
+    try:
+        program = call.score.program(wide(inputs.query.dtype))
+    except AttentionError as wrong:
+        return str(wrong)
+    for found, traced in zip(inputs.captured, program.captured, strict=True):
         if (found.shape, found.dtype) != (traced.shape, traced.dtype):
             return (
-                f"{call.score.program(torch.float32).name} captured {_named(traced.dtype)} of shape "
+                f"{program.name} captured {_named(traced.dtype)} of shape "
                 f"{tuple(traced.shape)}, got {_named(found.dtype)} of shape {tuple(found.shape)}"
             )
         if found.dim() and found.device != inputs.query.device:
@@ -196,6 +216,7 @@ def _words(call: Call, inputs: Inputs) -> dict[str, str]:
         "scale": repr(call.scale),
         "tokens": f"{plan.seq_len} x {plan.key_len}",
         "programs": _hashed("" if mods is None else mods.key),
+        "captured tensors": _hashed("" if mods is None else mods.content, content(inputs.captured)),
         "mask": _hashed(*(plan.bands(row) for row in rows)),
         "layout": _hashed(*(plan.layout.shards(plan.seq_len, row) for row in rows)),
         "layout of keys": _hashed(*(plan.key_layout.shards(plan.key_len, row) for row in rows)),

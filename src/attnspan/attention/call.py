@@ -26,6 +26,7 @@ from attnspan.attention.uses import Uses
 from attnspan.errors import AttentionError, PlanError
 from attnspan.kernels import PROGRAM_KERNELS, Mods, Spec
 from attnspan.layouts.run import Runs
+from attnspan.masks import Mask
 from attnspan.masks.program import traced
 from attnspan.plan import Hardware, Plan, Ring, Shape, Strategy, Ulysses, choose
 from attnspan.plan.heads import split_heads
@@ -48,6 +49,7 @@ class Call:
     auto: bool = False  # the strategy is not the plan's, but the one that suits the tensors
     uses: Uses = field(default_factory=Uses, repr=False)  # shared by the calls that suit different shapes
     guard: Callable[[], None] | None = field(default=None, repr=False)  # asked before a forward pass; may refuse
+    watched: Mask | None = field(default=None, repr=False)  # refused once it has changed, see agreement.py
     agreed: dict[tuple[object, ...], str] = field(default_factory=dict, init=False, repr=False)  # by shapes: a name
     _suited: dict[Shape, Call] = field(default_factory=dict, init=False, repr=False)
     _mods: dict[tuple[torch.device, torch.dtype], Mods | None] = field(default_factory=dict, init=False, repr=False)

@@ -25,8 +25,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from attnspan.attention import ops
+from attnspan.attention.agreement import Inputs, check_mask
 from attnspan.attention.call import Call
-from attnspan.attention.score import Score, ScoreFunction
+from attnspan.attention.score import Captured, Score, ScoreFunction
 from attnspan.attention.transforms import check_untransformed
 from attnspan.errors import AttentionError
 from attnspan.layouts import Layout
@@ -60,8 +61,8 @@ class Attention:
         _check_mesh(plan, group)
         transport = transport_of(group)
         score = score_of(score_mod, transport)
-        self.call = Call(plan, transport, kernel, scale, score, auto)
-        self.captured = [] if score is None else score.captured
+        self.call = Call(plan, transport, kernel, scale, score, auto, watched=plan.mask)
+        self.captured = Captured([], []) if score is None else score.captured
         self.handle = self.call.handle()
 
     @property
@@ -85,7 +86,7 @@ class Attention:
     ) -> tuple[Tensor, Tensor]:
         """The output, and the log-sum-exp of every row (B, H, S), differentiable too if it is `returned` to the model:
         on all ranks or on none."""
-        return self.with_captured(self.captured, query, key, value, sinks, returned)
+        return self.with_captured(self.captured.of(query), query, key, value, sinks, returned)
 
     def with_captured(
         self,
@@ -101,6 +102,12 @@ class Attention:
         query, key, value = (_as_autocast(x) for x in (query, key, value))
         out, lse, _ = ops.attention(query, key, value, sinks, captured, self.handle, returned)
         return out, lse
+
+    def check_mask(self, mask: Mask, inputs: Inputs) -> None:
+        """Refuse tensors, together with the other ranks, if a mask has changed since it was made."""
+        query, key, value = (_as_autocast(x) for x in (inputs.query, inputs.key, inputs.value))
+        call = self.call.suited(query, key, value)
+        check_mask(mask, call, Inputs(query, key, value, inputs.sinks, *inputs.captured, lse=inputs.lse))
 
 
 def attention(
@@ -148,7 +155,8 @@ def attention(
     score = score_of(score_mod, transport)
     options = {"kernel": kernel, "scale": scale, "score_mod": score, "auto": strategy == "auto" and not given}
     attend = _memo(transport)(plan, **options)
-    captured = [] if score is None else score.captured
+    captured = [] if score is None else score.captured.of(query)
+    attend.check_mask(plan.mask, Inputs(query, key, value, sinks, *captured, lse=return_lse))
     out, lse = attend.with_captured(captured, query, key, value, sinks, return_lse)
     return (out, lse) if return_lse else out
 
@@ -156,7 +164,12 @@ def attention(
 @functools.lru_cache(maxsize=1024)
 def _memo(transport: Transport) -> Callable[..., Attention]:
     """Attention on a group, made once for each plan: ranks agree on it once, and a group's ranks forget alike."""
-    return functools.lru_cache(maxsize=256)(functools.partial(Attention, group=transport))
+
+    @functools.lru_cache(maxsize=256)
+    def made(plan: Plan, **options: Any) -> Attention:
+        return Attention(plan, transport, **options).variant(watched=None)  # the mask may be an equal one of somebody
+
+    return made
 
 
 def score_of(score_mod: ScoreFunction | Score | None, transport: Transport) -> Score | None:

@@ -39,6 +39,11 @@ class Mods:
         """The same on every rank that runs the same programs."""
         return " ".join("none" if each is None else each.key for each in (self.score_mod, self.mask_mod))
 
+    @property
+    def content(self) -> str:
+        """The same on every rank whose mask_mod looks things up in the same tensors."""
+        return "" if self.mask_mod is None else self.mask_mod.content
+
 
 class Where(NamedTuple):
     """The global position of every row and column, (n,) and (m,), and the batch rows and heads of the tensors."""

@@ -5,6 +5,9 @@ believed, and only pairs of partial blocks are ever asked of the function; a pla
 are alike and partial blocks are few they are asked once, because bands may come of it (a causal mask is then one band,
 and every kernel can compute it).
 
+A BlockMask is read once, as a function is: lists and what the mask_mod computes are copied ([Note: a value] in
+mask_mod.py).
+
 Any block sizes, unequal ones too, any lengths, batch rows and heads. Shapes: R rows, H heads, I and J blocks.
 """
 
@@ -20,8 +23,9 @@ from attnspan.errors import MaskError
 from attnspan.masks.band import Band, ceil_div
 from attnspan.masks.cover import Cover, Strip, bands_of_strips, blocks_cover, cover_of_strips
 from attnspan.masks.mask import Mask, Rule, Space
-from attnspan.masks.mask_mod import asked, check_fresh, check_reads, rule_of
-from attnspan.masks.program import Program, traced
+from attnspan.masks.mask_mod import alone, asked, check_reads, rule_of
+from attnspan.masks.program import Program, content
+from attnspan.masks.snapshot import Copies, Snapshot
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -32,14 +36,21 @@ MOST_ASKED = 1 << 26
 
 @dataclass(frozen=True, slots=True, repr=False, eq=False)
 class Listed(Mask):
-    """The blocks that a BlockMask lists; made by `Mask.from_block_mask`. Equal when it is the same BlockMask."""
+    """The blocks that a BlockMask lists; made by `Mask.from_block_mask`. Equal to one that allows the same by block."""
 
     source: BlockMask
     lengths: tuple[int, int]
     block: tuple[int, int]
     partial_RHIJ: torch.Tensor
     full_RHIJ: torch.Tensor
-    program: Program | None  # None where partial blocks are allowed whole
+    lists: Copies
+    digest: str  # of partial and full
+    snapshot: Snapshot | None  # None where partial blocks are allowed whole
+
+    @property
+    def program(self) -> Program | None:
+        """What is asked in partial blocks."""
+        return None if self.snapshot is None else self.snapshot.program
 
     @property
     def rows(self) -> int:
@@ -65,8 +76,10 @@ class Listed(Mask):
             )
 
     def check_fresh(self) -> None:
-        if self.program is not None:
-            check_fresh(self.program)
+        if not self.lists.are_current:
+            raise MaskError("block_mask has changed: its lists of blocks were written to; make a new one")
+        if self.snapshot is not None:
+            self.snapshot.check_current()
 
     def _bands(self, q_len: int, kv_len: int, row: int) -> Iterable[Band | None]:
         return bands_of_strips(self._strips(row))
@@ -97,25 +110,28 @@ class Listed(Mask):
     def _rule(self, space: Space) -> Rule:
         full, partial = self.full_RHIJ.to(space.device), self.partial_RHIJ.to(space.device)
         q_size, k_size = self.block
-        ask = rule_of(self.source.mask_mod, self.source.kv_indices.device, space.device)
+        ask = None if self.program is None else rule_of(self.program, space.device)
         many, several = self.rows > 1, self.heads > 1
-        asks = self.program is not None
 
         def rule(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
             b, h, i, j = torch.as_tensor(b), torch.as_tensor(h), q // q_size, k // k_size
             at = (b if many else b * 0, h if several else h * 0, i, j)
             listed = partial[at]
-            return full[at] | (listed & ask(b, h, q, k) if asks else listed)
+            return full[at] | (listed if ask is None else listed & ask(b, h, q, k))
 
         return rule
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Listed):
             return NotImplemented
-        return self.source is other.source
+        return self._key == other._key
 
     def __hash__(self) -> int:
-        return hash(id(self.source))
+        return hash(self._key)
+
+    @property
+    def _key(self) -> tuple[object, ...]:
+        return self.digest, self.snapshot, self.lengths, self.block, alone(self.source.mask_mod)
 
     def __repr__(self) -> str:
         shape = "" if (self.rows, self.heads) == (1, 1) else f"{self.rows} rows, {self.heads} heads, "
@@ -141,11 +157,19 @@ def from_block_mask(block_mask: BlockMask) -> Mask:
     full = torch.zeros(shape, dtype=torch.bool)
     if block_mask.full_kv_num_blocks is not None and block_mask.full_kv_indices is not None:
         full = _listed_blocks(shape, block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
-    if block_mask.mask_mod is noop_mask:
-        return Listed(block_mask, (q_len, kv_len), size, partial & False, full | partial, None)
-    program = traced(block_mask.mask_mod, device=block_mask.kv_indices.device, error=MaskError)
-    check_reads(program, rows, heads, "create_block_mask(fn, {} given)")
-    return Listed(block_mask, (q_len, kv_len), size, partial & ~full, full, program)
+    asks = block_mask.mask_mod is not noop_mask
+    partial, full = (partial & ~full, full) if asks else (partial & False, full | partial)
+    snapshot = Snapshot(block_mask.mask_mod, block_mask.kv_indices.device) if asks else None
+    if snapshot is not None:
+        check_reads(snapshot.program, rows, heads, "create_block_mask(fn, {} given)")
+    lists = Copies(listing(block_mask))
+    return Listed(block_mask, (q_len, kv_len), size, partial, full, lists, content([partial, full]), snapshot)
+
+
+def listing(block_mask: BlockMask) -> list[torch.Tensor]:
+    """The tensors by which a BlockMask lists its blocks."""
+    names = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
+    return [each for name in names if (each := getattr(block_mask, name)) is not None]
 
 
 def _listed_blocks(shape: tuple[int, int, int, int], counts: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:

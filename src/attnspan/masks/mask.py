@@ -81,7 +81,16 @@ class Mask(ABC):
         """Refuse lengths that this mask cannot have."""
 
     def check_fresh(self) -> None:  # noqa: B027  # most masks are numbers, which do not change
-        """Refuse a mask that was planned for and is not the same any more."""
+        """Refuse a mask whose functions compute another by now than when it was made."""
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the functions in it, if any, compute what they did when the mask was made."""
+        try:
+            self.check_fresh()
+        except MaskError:
+            return False
+        return True
 
     def _cover(self, q_len: int, kv_len: int, row: int) -> Cover:
         """Where a mask has no few bands: those that hold its pairs, see cover.py."""

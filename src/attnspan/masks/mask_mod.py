@@ -6,6 +6,11 @@ window or documents; plans, layouts and tiles then treat it like any other mask.
 second key, the answers are kept by block: `cover` then says which blocks are certain and which must be asked again,
 inside, by the kernel. Either way a mask that can be written as a pattern is far cheaper to plan for.
 
+[Note: a value] A mask is what its function computed when the mask was made, with the tensors and numbers that it read
+then (snapshot.py). It stays that mask; masks of one function, made before and after something changed, are two. But
+whoever changes what a function reads may expect a mask to follow: so a session refuses to go on with a mask whose
+function computes something else by now, and says to make a new one.
+
 [Note: arguments that matter] A mask_mod may depend on its batch row or its head. Ours says how many rows and heads it
 tells apart; a function that depends on more would be wrong in silence for every other. Its program (program.py) shows
 what its result depends on, and a function that reads what was not declared is refused with a reason.
@@ -22,7 +27,8 @@ from attnspan.errors import MaskError, whole, whole_list
 from attnspan.masks.band import Band
 from attnspan.masks.cover import Cover, Strip, bands_of_strips, cover_of_strips
 from attnspan.masks.mask import Mask, MaskFunction, Rule, Space
-from attnspan.masks.program import Program, name_of, traced
+from attnspan.masks.program import Program, name_of
+from attnspan.masks.snapshot import Snapshot
 
 AT_ONCE = 1 << 22
 """Pairs that a function is asked for at a time."""
@@ -33,8 +39,8 @@ class MaskMod(Mask):
     """The pairs for which `fn(batch_row, head, q_idx, kv_idx)` is true.
 
     `rows` and `heads` say how many batch rows and heads the function tells apart, `device` where the tensors it
-    captures live, `lengths` which (q_len, kv_len) it is for, if not for any. Equal when the function is the same
-    object.
+    captures live, `lengths` which (q_len, kv_len) it is for, if not for any. It is what the function computes when the
+    mask is made, see [Note: a value]; equal to another mask that computes the same from the same content.
 
     >>> print(MaskMod(lambda b, h, q, k: (q >= k) & (k % 2 == 0)).draw(4))
     █ · · ·
@@ -49,7 +55,7 @@ class MaskMod(Mask):
     lengths: tuple[int, int] | None = None
     device: torch.device | str = "cpu"
     heads: int = 1
-    program: Program = field(init=False)
+    snapshot: Snapshot = field(init=False)
 
     def __post_init__(self) -> None:
         if not callable(self.fn):
@@ -61,8 +67,13 @@ class MaskMod(Mask):
                 raise MaskError(f"lengths must be (q_len, kv_len), got {self.lengths!r}")
             lengths = whole_list("lengths", self.lengths, at_least=1, error=MaskError)
             object.__setattr__(self, "lengths", lengths)
-        object.__setattr__(self, "program", traced(self.fn, device=self.device, error=MaskError))
+        object.__setattr__(self, "snapshot", Snapshot(self.fn, self.device))
         check_reads(self.program, self.rows, self.heads, "MaskMod(fn, {}=...)")
+
+    @property
+    def program(self) -> Program:
+        """What the function computed when the mask was made."""
+        return self.snapshot.program
 
     @property
     def natural_len(self) -> int | None:
@@ -77,7 +88,7 @@ class MaskMod(Mask):
             raise MaskError(f"{name_of(self.fn)} is for lengths {self.lengths}, got {(q_len, kv_len)}")
 
     def check_fresh(self) -> None:
-        check_fresh(self.program)
+        self.snapshot.check_current()
 
     def _bands(self, q_len: int, kv_len: int, row: int) -> Iterable[Band | None]:
         cover = self.cover(q_len, kv_len, row)
@@ -98,19 +109,19 @@ class MaskMod(Mask):
             yield Strip(start, some, some if self.heads == 1 else torch.cat([part for _, part in parts], 1))
 
     def _rule(self, space: Space) -> Rule:
-        return rule_of(self.fn, torch.device(self.device), space.device)
+        return rule_of(self.program, space.device)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, MaskMod):
             return NotImplemented
-        return self.fn is other.fn and self._said == other._said
+        return self._key == other._key
 
     def __hash__(self) -> int:
-        return hash((id(self.fn), self._said))
+        return hash(self._key)
 
     @property
-    def _said(self) -> tuple[object, ...]:
-        return self.rows, self.heads, self.lengths, self.block
+    def _key(self) -> tuple[object, ...]:
+        return self.snapshot, self.rows, self.heads, self.lengths, self.block, alone(self.fn)
 
     def __repr__(self) -> str:
         told = [f"{name}={getattr(self, name)}" for name in ("rows", "heads") if getattr(self, name) > 1]
@@ -131,12 +142,6 @@ def asked(
     return (allowed[0], allowed[0]) if len(allowed) == 1 else (allowed.any(0), allowed.all(0))
 
 
-def check_fresh(program: Program) -> None:
-    """Refuse a function whose tables were changed: what was found by asking it may be wrong now, in silence."""
-    if not program.is_fresh:
-        raise MaskError(f"{program.name} captured a tensor that was changed in place since; make a new mask of it")
-
-
 def check_reads(program: Program, rows: int, heads: int, usage: str) -> None:
     """See [Note: arguments that matter]."""
     for name, index, count, many in (("h", "head", heads, "heads"), ("b", "batch", rows, "rows")):
@@ -146,19 +151,18 @@ def check_reads(program: Program, rows: int, heads: int, usage: str) -> None:
             )
 
 
-def rule_of(fn: MaskFunction, here: torch.device, there: torch.device) -> Rule:
-    """A function whose tensors are here, as a rule that is asked, and answers, there."""
+def alone(fn: object) -> tuple[bool, bool]:
+    """Whether a function is for one batch row alone, and for one head, as it was told their index."""
+    found: tuple[bool, bool] = getattr(fn, "alone", (False, False))
+    return found
+
+
+def rule_of(program: Program, device: torch.device) -> Rule:
+    """A program as a rule that is asked, and answers, on a device."""
+    there = program.on(device)
+    run, captured = there.function, there.captured
 
     def ask(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-        return _called(fn, torch.as_tensor(b), torch.as_tensor(h), q, k)
+        return run(None, torch.as_tensor(b), torch.as_tensor(h), q, k, *captured)
 
-    def ask_elsewhere(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-        return _called(fn, *(torch.as_tensor(index).to(here) for index in (b, h, q, k))).to(there)
-
-    # A function that captures nothing says "cpu" and runs anywhere: a kernel cannot copy between devices.
-    return ask if here.type in ("cpu", there.type) else ask_elsewhere
-
-
-def _called(fn: MaskFunction, b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    allowed = fn(b, h, q, k)
-    return torch.full_like(q + k, allowed, dtype=torch.bool) if isinstance(allowed, bool) else allowed
+    return ask

@@ -14,15 +14,20 @@ tensor of the table's size for every piece of the score matrix. So where a captu
 numbers, its lookups are inputs of the graph that is differentiated, and their gradients are added to the table's own
 directly.
 
-A function that branches on its indices, takes other arguments or returns no single number cannot be traced, and is
-refused by name with the reason. Knows nothing of masks, ranks or tiles.
+[Note: values] What a function computes from captured tensors is part of the graph and follows their values; what it
+reads out of them into Python (`w.item()`, `if flag:`) is a constant of the graph. `reads_values` tells that it did so:
+such a program holds for as long as the values do.
+
+A function that branches on its indices, takes other arguments, draws random numbers or returns no single number cannot
+be traced, and is refused by name with the reason. Knows nothing of masks, ranks or tiles.
 """
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from threading import RLock
 from typing import Any, NamedTuple
@@ -31,6 +36,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnspan.errors import AttnspanError
 
@@ -80,18 +86,26 @@ class Program:
     captured: tuple[Tensor, ...]
     dtype: torch.dtype
     reads: frozenset[str]
-    versions: tuple[int, ...] = ()
-
-    @property
-    def is_fresh(self) -> bool:
-        """Whether the tensors that it captured still hold what they held when it was traced."""
-        return self.versions == _versions(self.captured)
+    reads_values: bool = False  # see [Note: values]
 
     @cached_property
     def key(self) -> str:
         """The same for programs that compute the same from captured tensors of the same shapes."""
         shapes = [(tuple(x.shape), x.dtype) for x in self.captured]
         return hashlib.sha256(f"{self.graph.code}{shapes}".encode()).hexdigest()[:16]
+
+    @property
+    def function(self) -> Callable[..., Tensor]:
+        """The graph as a plain function of (None, *arguments, *captured), which compilers look into.
+
+        None is in place of the module, which holds nothing: what was captured is an input.
+        """
+        return type(self.graph).forward
+
+    @cached_property
+    def content(self) -> str:
+        """The same for captured tensors of the same content; for those that nobody writes to."""
+        return content(self.captured)
 
     @cached_property
     def is_flat(self) -> bool:
@@ -115,7 +129,7 @@ class Program:
             if "device" in node.kwargs:
                 node.kwargs = {**node.kwargs, "device": device}
         captured = tuple(x.to(device) for x in self.captured)
-        return Program(self.name, _shared(graph), captured, self.dtype, self.reads)
+        return replace(self, graph=_shared(graph), captured=captured)
 
     def over(self, *arguments: Tensor, captured: Sequence[Tensor] | None = None) -> Tensor:
         """The result over all pairs: indices are 1-D tensors (B,), (H,), (n,), (m,), a score (B, H, n, m).
@@ -225,19 +239,25 @@ def traced(
     if score is not None:
         examples.insert(0, torch.zeros((), dtype=score, device=device))
     said: list[object] = []
+    lookups, values = _Lookups(), _Values()  # type: ignore[no-untyped-call]
 
     def call(*arguments: Tensor) -> Tensor:
-        result = fn(*arguments)
+        with lookups, values:
+            result = fn(*arguments)
         said.append(result)
         return _number(result, arguments[-1])
 
     try:
-        with _TRACING, torch.no_grad(), torch.autocast(torch.device(device).type, enabled=False), _Lookups():
+        # Not in inference mode, whose tensors are made and then detached in place.
+        autocast = torch.autocast(torch.device(device).type, enabled=False)
+        with _TRACING, torch.inference_mode(False), torch.no_grad(), autocast:
             graph = make_fx(call)(*examples)
     except Exception as problem:
         raise error(f"{name} could not be evaluated as a {kind}: {problem}") from problem
     _check_result(name, said[-1], score, error)
-    return _lifted(name, graph, error)
+    program = _lifted(name, graph, error)
+    reads = lookups.reads_values or values.reads_values or any(_is_dynamic(node) for node in graph.graph.nodes)
+    return replace(program, reads_values=reads)
 
 
 def name_of(fn: object) -> str:
@@ -246,8 +266,40 @@ def name_of(fn: object) -> str:
     return getattr(inner, "__name__", type(inner).__name__)
 
 
+def content(tensors: Iterable[Tensor]) -> str:
+    """A digest of tensors: shapes, dtypes and bits.
+
+    >>> content([torch.tensor([1, 2])]) == content([torch.tensor([2, 1])])
+    False
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    for x in tensors:
+        digest.update(f"{tuple(x.shape)} {x.dtype} ".encode())
+        bits = bits_of(x).cpu()
+        if bits.numel():
+            digest.update((ctypes.c_char * bits.nbytes).from_address(bits.data_ptr()))
+    return digest.hexdigest()
+
+
+def bits_of(x: Tensor) -> Tensor:
+    """The bits of a tensor, in a row of whole numbers: of eight bytes where they fit, compared as fast as one.
+
+    >>> bits_of(torch.ones(2)).tolist() == bits_of(torch.ones(3)[1:]).tolist()
+    True
+    """
+    row = x.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    if row.nbytes % 8:
+        return row.view(torch.uint8)
+    return (row.clone() if row.storage_offset() * row.element_size() % 8 else row).view(torch.int64)
+
+
 class _Lookups(TorchFunctionMode):
-    """Inside, `table[i]` with a tensor of one number looks up; torch itself would ask the number for its value."""
+    """Inside, `table[i]` with a tensor of one number looks up; torch itself would ask the number for its value.
+
+    What gives anything but tensors, or what is known of them without their values, is noticed: see [Note: values].
+    """
+
+    reads_values = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.__getitem__:
@@ -255,7 +307,43 @@ class _Lookups(TorchFunctionMode):
             at = list(index) if isinstance(index, tuple) else [index]
             if any(isinstance(i, Tensor) for i in at) and all(_is_index(i) for i in at):
                 return LOOKUP(table, [i if isinstance(i, Tensor) else _whole(i, table.device) for i in at])
+        result = func(*args, **(kwargs or {}))
+        name = getattr(func, "__name__", "")
+        if not isinstance(result, Tensor) and name not in METADATA and not _is_tensors(result):
+            self.reads_values = True
+        return result
+
+
+class _Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Inside, operations that read a value out of a tensor are noticed: see [Note: values]."""
+
+    reads_values = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.data_dependent_output in func.tags:
+            self.reads_values = True
         return func(*args, **(kwargs or {}))
+
+
+METADATA = {
+    *("__get__", "__len__", "__hash__", "size", "dim", "ndimension", "numel"),
+    *("nelement", "stride", "storage_offset", "element_size", "get_device", "is_contiguous", "is_floating_point"),
+    *("is_complex", "is_signed", "is_same_size", "is_tensor", "result_type", "is_inference"),
+}
+"""Functions of tensors whose results do not depend on values; attributes are `__get__`."""
+
+
+def _is_tensors(result: object) -> bool:
+    return isinstance(result, list | tuple) and all(isinstance(each, Tensor) for each in result)
+
+
+def _is_dynamic(node: fx.Node) -> bool:
+    """Whether the shape of a node's result depends on values; that of a lookup does where its indices are bools."""
+    if not isinstance(node.target, torch._ops.OpOverload) or torch.Tag.dynamic_output_shape not in node.target.tags:
+        return False
+    values = [each.meta.get("val") for each in node.all_input_nodes[1:]]
+    masks = any(isinstance(x, Tensor) and x.dtype in (torch.bool, torch.uint8) for x in values)
+    return node.target is not LOOKUP or masks
 
 
 def _whole(number: int, device: torch.device) -> Tensor:
@@ -309,23 +397,59 @@ def _lifted(name: str, traced: fx.GraphModule, error: type[AttnspanError]) -> Pr
                 tensors.append(getattr(traced, node.target))
             copies[node] = captured[node.target]
     graph.output(graph.graph_copy(traced.graph, copies))
+    _without_arguments(graph)
     _join_lookups(graph)
     graph.eliminate_dead_code()
     for node in graph.nodes:
-        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
-            raise error(f"{name} must not change tensors in place, got {node.target}; return a new one")
+        _check_op(name, node.target, error)
     result = next(iter(reversed(traced.graph.nodes))).args[0]
     moving = {given for given in _inputs(graph)[: len(inputs)] if _reaches(graph, given)}
-    shared = _shared(graph)
-    versions = _versions(tensors)
-    return Program(
-        name, shared, tuple(tensors), result.meta["val"].dtype, frozenset(node.name for node in moving), versions
-    )
+    reads = frozenset(node.name for node in moving)
+    return Program(name, _shared(graph), tuple(tensors), result.meta["val"].dtype, reads)
 
 
-def _versions(tensors: Sequence[Tensor]) -> tuple[int, ...]:
-    """How often each was changed in place; torch does not count that of tensors made in inference mode."""
-    return tuple(0 if x.is_inference() else x._version for x in tensors)
+def _check_op(name: str, op: object, error: type[AttnspanError]) -> None:
+    """Refuse what does not compute its result from its arguments alone."""
+    if not isinstance(op, torch._ops.OpOverload):
+        return
+    if torch.Tag.nondeterministic_seeded in op.tags:
+        raise error(
+            f"{name} must compute the same whenever it is asked, got {op}, which draws random numbers; draw them once, "
+            "outside, and look them up in the function"
+        )
+    if op._schema.is_mutable:
+        raise error(f"{name} must not change tensors in place, got {op}; return a new one")
+
+
+_FILLED: dict[object, Callable[[fx.Node], Any]] = {
+    torch.ops.aten.new_ones.default: lambda node: 1,
+    torch.ops.aten.ones_like.default: lambda node: 1,
+    torch.ops.aten.new_zeros.default: lambda node: 0,
+    torch.ops.aten.zeros_like.default: lambda node: 0,
+    torch.ops.aten.new_full.default: lambda node: _argument(node, 2),
+    torch.ops.aten.full_like.default: lambda node: _argument(node, 1),
+}
+"""Operations that take of a tensor its shape, dtype and device alone, and what they fill another with."""
+
+
+def _argument(node: fx.Node, place: int) -> Any:
+    return node.args[place] if place < len(node.args) else node.kwargs["fill_value"]
+
+
+def _without_arguments(graph: fx.Graph) -> None:
+    """Constants that were made after the pattern of an argument, as `b.new_ones(())`, without it."""
+    for node in list(graph.nodes):
+        if node.target in _FILLED:
+            value, like = _FILLED[node.target](node), node.meta["val"]
+            with graph.inserting_before(node):
+                made = graph.call_function(
+                    torch.ops.aten.full.default,
+                    (list(like.shape), value),
+                    {"dtype": like.dtype, "device": like.device},
+                )
+            made.meta = dict(node.meta)
+            node.replace_all_uses_with(made)
+            graph.erase_node(node)
 
 
 def _join_lookups(graph: fx.Graph) -> None:

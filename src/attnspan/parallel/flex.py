@@ -13,9 +13,13 @@
 >>> span.testing.loopback(ranks=2).run(rank)
 [torch.Size([1, 2, 128, 8]), torch.Size([1, 2, 128, 8])]
 
-A call brings its mask and score_mod with it, as functions. Both are traced (masks/program.py), a score_mod again if it
-may have changed (unchanged.py); what is made of them is kept for the latest few, by the BlockMask object and by what
-the score_mod computes, so that a new closure of every step is nothing new.
+A call brings its mask and score_mod with it, as functions, and means what they compute at the time of the call. Both
+are traced (masks/program.py), and again if they may have changed since (masks/fingerprint.py); what is made of them is
+kept for the latest few, by what they compute, so that a new closure of every step is nothing new.
+
+[Note: time of asking] A BlockMask or score_mod counts as it is when it is given: to a call, or to `prepare`. Values of
+tensors that a score_mod captures are read at the call in either case, so that they may be learned. A mask of ours is
+what its function computed when the mask was made, and is refused once that would be another.
 
 [Note: prepared] Functions cannot be traced inside code that is itself being compiled. `Prepared` is that work done
 before: it goes where a block_mask goes, and holds tensors and a handle, which compiled code takes as inputs. Another
@@ -37,6 +41,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from copy import copy
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -44,18 +49,22 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
 from attnspan.attention import Attention
-from attnspan.attention.score import Score, ScoreFunction
+from attnspan.attention.agreement import Inputs
+from attnspan.attention.lane import wide
+from attnspan.attention.score import DTYPES, Captured, Score, ScoreFunction
 from attnspan.attention.uses import Uses
 from attnspan.errors import AttentionError, MaskError, ShardError
 from attnspan.masks import Full, Mask, MaskMod
-from attnspan.masks.listed import Listed
+from attnspan.masks.fingerprint import fingerprint
+from attnspan.masks.listed import Listed, listing
 from attnspan.masks.mask import MaskFunction
+from attnspan.masks.mask_mod import alone
 from attnspan.masks.program import name_of, traced
 from attnspan.parallel import loss
-from attnspan.parallel.dtensors import carried, is_split
+from attnspan.parallel.dtensors import carried, is_dtensor, is_split
 from attnspan.parallel.guards import check_block, check_session
 from attnspan.parallel.report import Past
-from attnspan.parallel.unchanged import fingerprint
+from attnspan.parallel.seen import run_eagerly
 from attnspan.plan import Plan
 from attnspan.plan.local_blocks import local_block_mask
 
@@ -73,6 +82,12 @@ PROMISES = ("ROWS_GUARANTEED_SAFE", "BLOCKS_ARE_CONTIGUOUS")
 
 USUAL = {"BACKEND": "AUTO", "PRESCALE_QK": False, "WRITE_DQ": True, "FORCE_USE_FLEX_ATTENTION": False, "USE_TMA": False}
 """Options at the values that they have anyway."""
+
+
+UNPREPARED = (
+    "under torch.compile, a mask must be prepared outside: block_mask=cp.prepare(block_mask, score_mod=...); or "
+    "compile without fullgraph=True"
+)
 
 
 class Flexed(NamedTuple):
@@ -93,7 +108,8 @@ class Flexed(NamedTuple):
 class Prepared:
     """A mask and a score_mod of a session, to be given as `block_mask` inside torch.compile, or called with shards.
 
-    Made by `ContextParallel.prepare`. The score_mod was traced then: change the values of what it captures in place.
+    Made by `ContextParallel.prepare`. The score_mod was traced then, with the numbers that it read: prepare it again
+    when they change. Tensors that it captures are found then, and their values read at every call.
     """
 
     def __init__(self, session: ContextParallel, attend: Attention, score_mod: ScoreFunction | None):
@@ -101,7 +117,7 @@ class Prepared:
         self.attend = attend
         self.watched = attend.variant(guard=functools.partial(_check_both, session))
         self.followed = attend.variant(guard=functools.partial(check_session, session))
-        self.captured, self.alone = attend.captured, alone(attend.plan.mask)
+        self.captured, self.alone = attend.captured, alone_of(attend.plan.mask)
 
     @property
     def mask(self) -> Mask:
@@ -117,7 +133,7 @@ class Prepared:
     ) -> tuple[Tensor, Tensor]:
         """The output, and the log-sum-exp of every row (B, H, S), differentiable too."""
         _check_alone(self.alone, query)
-        return _run(self.session, self.attend, self.captured, query, key, value, sinks, lse=returned)
+        return _run(self.session, self.attend, self.captured.of(query), query, key, value, sinks, lse=returned)
 
     def __repr__(self) -> str:
         score = "" if self.score_mod is None else f", {getattr(self.score_mod, '__name__', 'score_mod')}"
@@ -131,7 +147,7 @@ class Flexes:
         self.session = session
         self.uses, self.past = Uses(), Past(OTHERS)
         self._attends: OrderedDict[object, Attention] = OrderedDict()
-        self._masks: OrderedDict[object, Read] = OrderedDict()
+        self._masks: OrderedDict[int, Read] = OrderedDict()
         self._scores: OrderedDict[object, Score] = OrderedDict()
 
     def __call__(self, asked: Flexed, name: str | None = None, way: str = "attend") -> Any:
@@ -141,15 +157,14 @@ class Flexes:
         if isinstance(known, Prepared):
             _check_prepared(known, asked, self.session)
             attend: Attention = getattr(known, way)
-            captured = known.captured
-        elif torch.compiler.is_compiling():
-            raise AttentionError(
-                "under torch.compile, a mask must be prepared outside: block_mask=cp.prepare(block_mask, score_mod=...)"
-            )
+            captured = known.captured.of(asked.query)
         else:
-            scale = None if asked.scale == asked.query.shape[-1] ** -0.5 else asked.scale
-            attend, captured = eagerly(self._found)(asked.block_mask, asked.score_mod, scale, name)
-        _check_alone(known.alone if isinstance(known, Prepared) else alone(attend.plan.mask), asked.query)
+            if torch.compiler.is_dynamo_compiling():  # functions are traced between two graphs, if there may be two
+                torch._dynamo.graph_break(msg=UNPREPARED)
+            elif torch.compiler.is_compiling():
+                raise AttentionError(UNPREPARED)
+            attend, captured = eagerly(self._at_call)(asked, name)
+        _check_alone(known.alone if isinstance(known, Prepared) else alone_of(attend.plan.mask), asked.query)
         if captured or attend.plan.mask.heads > 1 or attend.call.score is not None:
             _check_whole(asked)
         returned = asked.return_lse or (asked.return_aux is not None and asked.return_aux.lse)
@@ -165,9 +180,10 @@ class Flexes:
         if isinstance(block_mask, Prepared):
             raise AttentionError(f"block_mask is prepared already: {block_mask!r}")
         _check_scale(scale, self.session)
-        attend, captured = self._found(block_mask, score_mod, scale, None)
-        mine = copy(attend)  # a call of its own captures other tensors
-        mine.captured = captured
+        own, mask = self._mask(block_mask, None)
+        score = None if score_mod is None else self._score(score_mod, DTYPES)
+        mine = self._found(own, mask, score, scale).variant(watched=mask)  # a call of its own captures other tensors
+        mine.captured = Captured([], []) if score is None else score.captured
         return Prepared(self.session, mine, score_mod)
 
     def reset(self) -> None:
@@ -188,34 +204,39 @@ class Flexes:
 
     # ---- attentions ----------------------------------------------------------------------------------------------
 
-    def _found(
-        self,
-        block_mask: Any,
-        score_mod: ScoreFunction | None,
-        scale: float | None,
-        name: str | None,
-    ) -> tuple[Attention, list[Tensor]]:
-        """The attention of a mask, a score_mod and a scale, and what the score_mod captures at present."""
-        own, mask = self._mask(block_mask, name)
-        score = None if score_mod is None else self._score(score_mod)
+    def _at_call(self, asked: Flexed, name: str | None) -> tuple[Attention, list[Tensor]]:
+        """The attention of a call, and what its score_mod captures at present. See [Note: time of asking]."""
+        query, key, value = asked[:3]
+        own, mask = self._mask(asked.block_mask, name)
+        score = None if asked.score_mod is None else self._score(asked.score_mod, (wide(query.dtype),))
+        scale = None if asked.scale == query.shape[-1] ** -0.5 else asked.scale
+        attend, captured = self._found(own, mask, score, scale), [] if score is None else score.captured.of(query)
+        if not isinstance(asked.block_mask, BlockMask) and not is_dtensor(query):
+            attend.check_mask(mask, Inputs(query, key, value, None, *captured))
+        return attend, captured
+
+    def _found(self, own: str | None, mask: Mask, score: Score | None, scale: float | None) -> Attention:
+        """The attention of a mask, a score_mod and a scale."""
         key = mask, score, scale
         if key not in self._attends:
             uses = self.uses if own is None else self.session._attends[own].call.uses
-            attend = self.session._attend(mask).variant(score=score, scale=scale, uses=uses)
+            attend = self.session._attend(mask).variant(score=score, scale=scale, uses=uses, watched=None)
             _keep(self._attends, key, attend)
             self.past = self.past.settled(self.uses, self.session.rank, MOST_KEPT)
         self._attends.move_to_end(key)
-        return self._attends[key], [] if score is None else score.captured
+        return self._attends[key]
 
-    def _score(self, score_mod: ScoreFunction) -> Score:
+    def _score(self, score_mod: ScoreFunction, dtypes: tuple[torch.dtype, ...]) -> Score:
         """A score_mod, traced; what has not changed since is not traced again."""
-        known = fingerprint(score_mod)
-        if known is None:
-            return Score(score_mod, self.session.transport.device)
-        if known not in self._scores:
-            _keep(self._scores, known, Score(score_mod, self.session.transport.device))
-        self._scores.move_to_end(known)
-        return self._scores[known]
+        read = fingerprint(score_mod)  # before it runs, and perhaps changes something
+        key = (read, dtypes)
+        if key not in self._scores:
+            score = Score(score_mod, self.session.transport.device, dtypes)
+            if read is None or score.reads_values:
+                return score
+            _keep(self._scores, key, score)
+        self._scores.move_to_end(key)
+        return self._scores[key]
 
     # ---- masks ---------------------------------------------------------------------------------------------------
 
@@ -251,14 +272,16 @@ class Flexes:
         return full, masks[full]
 
     def _read(self, block_mask: BlockMask) -> Mask:
-        """The mask of a BlockMask, read once."""
+        """The mask of a BlockMask, read again if that has changed. See [Note: time of asking]."""
         _check_lengths(block_mask, self.session)
         key = id(block_mask)
-        if key not in self._masks:
+        if key not in self._masks or not self._masks[key].is_current:
             _keep(self._masks, key, Read(block_mask))
         self._masks.move_to_end(key)
-        self._masks[key].check()
         return self._masks[key].mask
+
+
+run_eagerly(Flexes.__call__.__code__)
 
 
 class Read:
@@ -266,21 +289,15 @@ class Read:
 
     def __init__(self, block_mask: BlockMask):
         self.block_mask = block_mask  # alive, so that no other object has its id
+        self.mask_mod, self.tensors = block_mask.mask_mod, listing(block_mask)
         self.mask = mask_of(block_mask)
-        self.versions = self._versions()
 
-    def check(self) -> None:
-        """Refuse one whose tensors were written to since."""
-        if self._versions() != self.versions:
-            raise AttentionError(
-                "block_mask: tensors that it holds or captures were changed in place since it was first used; make a "
-                "new BlockMask"
-            )
-
-    def _versions(self) -> list[int]:
-        program = getattr(self.mask, "program", None)
-        held = [self.block_mask.kv_num_blocks, self.block_mask.kv_indices, *(program.captured if program else ())]
-        return [0 if tensor.is_inference() else tensor._version for tensor in held]
+    @property
+    def is_current(self) -> bool:
+        """Whether the BlockMask still means the mask."""
+        same = self.block_mask.mask_mod is self.mask_mod
+        same = same and all(x is y for x, y in zip_longest(self.tensors, listing(self.block_mask)))
+        return same and self.mask.is_current
 
 
 def mask_of(block_mask: BlockMask) -> Mask:
@@ -309,11 +326,9 @@ def only(fn: MaskFunction, rows: int, heads: int, *, device: torch.device) -> Ma
     return mask_mod
 
 
-def alone(mask: Mask) -> tuple[bool, bool]:
+def alone_of(mask: Mask) -> tuple[bool, bool]:
     """Whether a mask is for one batch row alone, and for one head."""
-    fn = mask.fn if isinstance(mask, MaskMod) else mask.source.mask_mod if isinstance(mask, Listed) else None
-    found: tuple[bool, bool] = getattr(fn, "alone", (False, False))
-    return found
+    return alone(mask.fn if isinstance(mask, MaskMod) else mask.source.mask_mod if isinstance(mask, Listed) else None)
 
 
 # ---- running ---------------------------------------------------------------------------------------------------------

@@ -170,6 +170,9 @@ class Scope(Sees):
         return tuple(_inside(self.served, arg, eager) if callable(arg) else arg for arg in args)
 
 
+seen.run_eagerly(Scope.__torch_function__.__code__)
+
+
 class Asked(NamedTuple):
     """The arguments of SDPA."""
 

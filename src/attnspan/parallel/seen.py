@@ -10,6 +10,11 @@ the one function object.
 thread without a block it makes no difference but a look at an empty stack. torch.compile follows it, and guards on it,
 as on any code.
 
+[Note: frames of our own] Where torch.compile gives up on a function of the user's, or breaks off at a call, it goes on
+to compile what is called there, function by function. Code of ours that stands between the user and torch sees all
+kinds of arguments, and would be compiled until the limit is hit. It is told to run such frames as they are; as part of
+a user's function they are followed as before.
+
 What goes around it, the operator itself, is seen by the mode and refused. Knows nothing of sessions.
 """
 
@@ -17,7 +22,7 @@ from __future__ import annotations
 
 import inspect
 from threading import RLock
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -85,6 +90,20 @@ def _asking(
 
 
 _CODE = _asking.__code__.replace(co_name=_FLEX.__name__)
+
+
+def run_eagerly(code: CodeType) -> None:
+    """Keep torch.compile from compiling code, and what it calls, by itself. See [Note: frames of our own]."""
+    try:
+        from torch._C._dynamo import eval_frame
+
+        skip = eval_frame._FrameAction.SKIP
+        eval_frame.set_code_exec_strategy(code, eval_frame._FrameExecStrategy(skip, skip))
+    except (ImportError, AttributeError):  # a torch that cannot be told compiles them, which is slow and not wrong
+        return
+
+
+run_eagerly(_CODE)
 
 plain = FunctionType(_FLEX.__code__, _FLEX.__globals__, _FLEX.__name__, _FLEX.__defaults__, _FLEX.__closure__)
 """torch's flex_attention, whatever code the function has at present."""

@@ -34,7 +34,7 @@ from attnspan.errors import AttentionError, ShardError, one_of, whole
 from attnspan.layouts import Balanced, Layout
 from attnspan.layouts.balanced import fitting_chunk
 from attnspan.masks import Full, Mask
-from attnspan.parallel import loss
+from attnspan.parallel import loss, seen
 from attnspan.parallel.attach import Attachment, Chosen, attach
 from attnspan.parallel.batch import Alike, Batch, shard_batch
 from attnspan.parallel.cross import Cross
@@ -134,7 +134,7 @@ class ContextParallel:
         options = {name: getattr(self.options, name) for name in Options.__slots__}
         options["layout"] = self.options.layout if layout is None else layout
         family, key = self._family, (tuple(_named(mask).items()), length, options["layout"])
-        if key not in family:
+        if key not in family or not family[key]._is_current:  # an equal mask whose function has moved on
             family[key] = ContextParallel(self.mesh, seq_len=length, mask=mask, **options)
             family[key]._family, family[key].alike = family, self.alike
             if len(family) > MOST_KEPT:
@@ -164,6 +164,10 @@ class ContextParallel:
     def mask(self) -> Mask:
         """The mask, if there is but one."""
         return self.masks[self._name(None)]
+
+    @property
+    def _is_current(self) -> bool:
+        return all(mask.is_current for mask in self.masks.values())
 
     @property
     def _key(self) -> object:
@@ -432,6 +436,9 @@ class ContextParallel:
     def __repr__(self) -> str:
         masks = ", ".join(f"{name}: {mask!r}" if name else repr(mask) for name, mask in self.masks.items())
         return f"ContextParallel(rank {self.rank} of {self.ranks}, {self.seq_len} tokens, {masks}, {self.layout!r})"
+
+
+seen.run_eagerly(ContextParallel.flex_attention.__code__)
 
 
 def _named(mask: Masks) -> dict[str, Mask]:

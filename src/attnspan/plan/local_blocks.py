@@ -101,11 +101,11 @@ def _asked(
 
 def _local(program: Program, rows: torch.Tensor, cols: torch.Tensor) -> MaskFunction:
     """The mask at rows of a shard and columns of the keys; `rows` (R, n), `cols` (m,)."""
-    graph, captured, alike = program.graph, program.captured, rows.shape[0] == 1
+    run, captured, alike = program.function, program.captured, rows.shape[0] == 1
 
     def mask_mod(b: torch.Tensor, h: torch.Tensor, q_idx: torch.Tensor, kv_idx: torch.Tensor) -> torch.Tensor:
         position = rows[0, q_idx] if alike else rows[b, q_idx]
-        return graph(b, h, position, cols[kv_idx], *captured)  # type: ignore[no-any-return]
+        return run(None, b, h, position, cols[kv_idx], *captured)
 
     return mask_mod
 
