@@ -207,6 +207,7 @@ def counting(score, b, h, q, k):
         "changes a global": counting,
         "attribute of a tensor": lambda s, b, h, q, k: s * MARKED.note,
         "builtin of an object": reading(cell=COUNT.pop),
+        "very many values": reading(cell=list(range(5000))),
         "numpy": reading(cell=torch.ones(1).numpy()),
     }.items(),
     ids=lambda pair: pair[0],

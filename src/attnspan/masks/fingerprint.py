@@ -74,6 +74,9 @@ BUILTINS = {
 DEEPEST = 32
 """How far values are followed into one another."""
 
+MOST = 4096
+"""How many values are looked at: to trace a function that reads more is no slower."""
+
 
 class Unknown(Exception):
     """There is no fingerprint."""
@@ -110,10 +113,14 @@ class _Reading:
         self.attributes: frozenset[str] = frozenset()
         self.grown = False
         self.inside: list[int] = []  # what is being followed: a function may call itself
+        self.count = 0
 
     def part(self, value: object) -> tuple[object, ...]:
         """A value as what is compared."""
         kind = type(value)
+        self.count += 1
+        if self.count > MOST:
+            raise Unknown
         if kind in NUMBERS:
             return kind, repr(value)
         if kind in (Tensor, torch.nn.Parameter) and isinstance(value, Tensor):
