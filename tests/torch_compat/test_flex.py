@@ -226,3 +226,34 @@ def test_it_is_exact_on_real_processes():
     true = alone(alibi)[0]
     for found in spawn(2, _on_gloo):
         close(torch.tensor(found, dtype=torch.float64), true)
+
+
+@pytest.mark.parametrize("arguments", [("balancer", 64), (64, "balancer"), ("balancer", (64, 32)), ((64, 32),), ()])
+def test_a_block_size_may_stand_on_either_side_of_the_load_balancer(arguments):
+    """torch 2.15 has it by place; torch 2.13 does not have it."""
+
+    def rank(mesh):
+        balancer = _HeadTailLoadBalancer(LENGTH, 2, "cpu")
+        given = [balancer if each == "balancer" else each for each in arguments]
+        part = _create_cp_block_mask(document, BATCH, 1, LENGTH, LENGTH, mesh, *given)
+        (query,) = _context_parallel_shard(mesh, whole(LENGTH)[:1], [2], balancer)
+        order = balancer._generate_indices()[0]
+        own = torch.arange(LENGTH).view(1, -1)
+        (own,) = _context_parallel_shard(mesh, [own], [1], balancer)
+        every = torch.arange(BATCH)[:, None, None], 0, own[0][:, None], order[None, :]
+        asked = torch.arange(BATCH)[:, None, None], torch.tensor(0), torch.arange(query.shape[2])[:, None]
+        assert torch.equal(part.mask_mod(*asked, torch.arange(LENGTH)[None, :]), document(*every))
+        return part.BLOCK_SIZE
+
+    size = next((each for each in arguments if each != "balancer"), 128)
+    assert on_ranks(2, rank) == [size if isinstance(size, tuple) else (size, size)] * 2
+
+
+def test_two_block_sizes_are_refused():
+    def rank(mesh):
+        with pytest.raises(AttentionError, match="load_balancer and BLOCK_SIZE must be one of each"):
+            _create_cp_block_mask(document, BATCH, 1, LENGTH, LENGTH, mesh, 64, 32)
+        with pytest.raises(AttentionError, match=r"BLOCK_SIZE must be a whole number or two, got \(1, 2, 3\)"):
+            _create_cp_block_mask(document, BATCH, 1, LENGTH, LENGTH, mesh, None, (1, 2, 3))
+
+    on_ranks(1, rank)

@@ -190,6 +190,91 @@ def test_the_names_and_arguments_are_torchs():
     assert torchs <= ours
 
 
+@pytest.mark.parametrize("rows", [[0, 1, 2], [2, 0], [True, False, True, False], []])
+def test_several_rows_are_erased_at_once_as_in_torch(rows):
+    told = []
+    for kind in (PagedAttention, theirs.PagedAttention):
+        cached = Cached(kind)
+        for row, length in enumerate((5, 11, 3)):
+            cached.fill(row, length)
+        cached.paged.erase(torch.tensor(rows, dtype=None if rows else torch.int64))
+        told.append((cached.paged.empty_pages, cached.paged.page_table.tolist(), cached.paged.capacity.tolist()))
+    assert told[0] == told[1]
+
+
+def test_assign_compiles_whole():
+    """It was an `if` on numbers of the device."""
+    torch._dynamo.reset()
+    eager, compiled = Cached(PagedAttention), Cached(PagedAttention)
+    compiled.paged.assign = torch.compile(compiled.paged.assign, fullgraph=True, backend="aot_eager")
+    for cached in (eager, compiled):
+        for row, length in enumerate((5, 11, 3)):
+            cached.fill(row, length)
+    assert torch.equal(compiled.k, eager.k)
+    assert torch.equal(compiled.v, eager.v)
+    before, values = compiled.k.clone(), torch.ones(1, HEADS, 3, DIM, dtype=torch.float64)
+    with pytest.raises(PageError, match="position 8 of row 0 is not reserved; the row has room for 8 tokens"):
+        compiled.paged.assign(index(0), torch.tensor([[6, 7, 8]]), values, values, compiled.k, compiled.v)
+    assert torch.equal(compiled.k, before)
+    torch._dynamo.reset()
+
+
+def test_assign_is_an_op_that_torch_finds_no_fault_with():
+    cached = Cached(PagedAttention)
+    cached.fill(1, 6)
+    values = torch.ones(1, HEADS, 2, DIM, dtype=torch.float64)
+    given = cached.paged.page_table, SIZE, index(1), torch.tensor([[3, 5]]), values, values, cached.k, cached.v
+    torch.library.opcheck(torch.ops.attnspan.paged_assign.default, given)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])  # meta: what any other device does, as far as shapes go
+def test_block_lists_are_as_wide_as_torchs_on_every_device(device):
+    """They were as wide as the mask's own off the CPU, and so of another shape whenever a sequence grew."""
+    lists = torch.ones(2, 1, 1, dtype=torch.int32), torch.zeros(2, 1, 1, 3, dtype=torch.int32)
+    logical = BlockMask.from_kv_blocks(
+        *lists, *lists, BLOCK_SIZE=(1, SIZE), seq_lengths=(1, 3 * SIZE), compute_q_blocks=False
+    ).to(device)
+    masks = [
+        kind(PAGES, SIZE, 4, device=device).convert_logical_block_mask(logical)
+        for kind in ((PagedAttention,) if device == "meta" else (PagedAttention, theirs.PagedAttention))
+    ]
+    for mask in masks:
+        assert mask.kv_indices.shape == mask.full_kv_indices.shape == (2, 1, 1, PAGES)
+
+
+CAUGHT = {
+    AssertionError: lambda c: c.paged.reserve(index(0), index(13 * SIZE)),
+    RuntimeError: lambda c: c.paged.convert_logical_block_mask(
+        create_block_mask(lambda b, h, q, k: k > q, 1, 1, 8, 8, "cpu", BLOCK_SIZE=(8, 8))
+    ),
+    IndexError: lambda c: c.paged.reserve(index(4), index(1)),
+}
+VALUES = torch.ones(1, HEADS, 2, DIM, dtype=torch.float64)
+ASSIGNED = {
+    "gradients": (index(0), torch.tensor([[0, 1]]), VALUES.clone().requires_grad_(), VALUES),
+    "rows": (index(0, 1), torch.tensor([[0, 1]]), VALUES, VALUES),
+    "positions": (index(0), torch.tensor([[0, 1, 2]]), VALUES, VALUES),
+    "heads": (index(0), torch.tensor([[0, 1]]), VALUES[:, :1], VALUES[:, :1]),
+    "head dims": (index(0), torch.tensor([[0, 1]]), VALUES[..., :3], VALUES[..., :3]),
+}
+
+
+@pytest.mark.parametrize("kind", [PagedAttention, theirs.PagedAttention], ids=["ours", "torch's"])
+@pytest.mark.parametrize("error", CAUGHT)
+def test_what_programs_catch_of_torchs_is_raised(kind, error):
+    with pytest.raises(error):
+        CAUGHT[error](Cached(kind))
+
+
+@pytest.mark.parametrize("kind", [PagedAttention, theirs.PagedAttention], ids=["ours", "torch's"])
+@pytest.mark.parametrize("name", ASSIGNED)
+def test_values_that_do_not_fit_are_a_runtime_error(kind, name):
+    cached = Cached(kind)
+    cached.paged.reserve(index(0), index(8))
+    with pytest.raises(RuntimeError):
+        cached.paged.assign(*ASSIGNED[name], cached.k, cached.v)
+
+
 def test_pages_are_dealt_in_torchs_order():
     tables = []
     for kind in (PagedAttention, theirs.PagedAttention):
@@ -207,7 +292,10 @@ def test_pages_are_dealt_in_torchs_order():
     [
         (PoolExhausted, "13 pages needed, 12 free", lambda c: c.paged.reserve(0, 13 * SIZE)),
         (PageError, "batch_idx must be below max_batch_size=4, got 4", lambda c: c.paged.reserve(4, 1)),
-        (PageError, "batch_idx must be a whole number", lambda c: c.paged.erase(torch.tensor([0, 1]))),
+        (PageError, "batch_idx must be a whole number", lambda c: c.paged.reserve(torch.tensor([0, 1]), 1)),
+        (PageError, "batch_idx must be below max_batch_size=4, got 5", lambda c: c.paged.erase(torch.tensor([0, 5]))),
+        (PageError, r"batch_idx\[1\] must be a whole number", lambda c: c.paged.erase(torch.tensor([0, -1]))),
+        (PageError, "must have max_batch_size=4 flags, got 2", lambda c: c.paged.erase(torch.tensor([True, False]))),
         (PageError, "must have columns of page_size=4, got 8", lambda c: c.paged.convert_logical_block_mask(
             create_block_mask(lambda b, h, q, k: k > q, 1, 1, 8, 8, "cpu", BLOCK_SIZE=(8, 8)))),
         (PageError, "input_pos", lambda c: c.paged.assign(index(0), index(0), c.k[:, :, :1], c.v[:, :, :1], c.k, c.v)),

@@ -20,6 +20,7 @@ better off with `ContextParallel`, which has no state outside of itself. The lay
 once), balancers (orders of a sequence), sdpa, ranks (what a mesh remembers), then sharding, context and style.
 """
 
+from attnspan.torch_compat.allgather import flex_cp_allgather, flex_cp_allgather_backward
 from attnspan.torch_compat.balancers import (
     _create_default_load_balancer,
     _HeadTailLoadBalancer,
@@ -28,7 +29,7 @@ from attnspan.torch_compat.balancers import (
     _PTRRLoadBalancer,
 )
 from attnspan.torch_compat.context import context_parallel
-from attnspan.torch_compat.flex import _create_cp_block_mask, flex_cp_allgather
+from attnspan.torch_compat.flex import _create_cp_block_mask
 from attnspan.torch_compat.options import (
     _CausalBehavior,
     _cp_options,
@@ -63,5 +64,6 @@ __all__ = [
     "context_parallel",
     "context_parallel_unshard",
     "flex_cp_allgather",
+    "flex_cp_allgather_backward",
     "set_rotate_method",
 ]

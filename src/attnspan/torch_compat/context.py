@@ -33,6 +33,7 @@ from torch.autograd.graph import increment_version
 from attnspan.errors import ShardError
 from attnspan.masks.versions import version_of
 from attnspan.parallel.session import ContextParallel
+from attnspan.torch_compat.errors import ShardRuntime
 from attnspan.torch_compat.ranks import Order, Ranks, ranks_of
 from attnspan.torch_compat.sharding import length_of, paired, part_of, part_on
 from attnspan.transports.group import Group
@@ -57,7 +58,7 @@ def context_parallel(
     given, dims = [] if buffers is None else buffers, [] if buffer_seq_dims is None else buffer_seq_dims
     pairs = list(paired(given, dims, "buffer_seq_dims").values())
     kept = _kept([buffer for buffer, _ in pairs], () if no_restore_buffers is None else no_restore_buffers)
-    order = ranks.default(length_of(*pairs[0])) if pairs else Order(ranks.order.layout)
+    order = ranks.default(length_of(*pairs[0])) if pairs else Order(ranks.meant())
     with ExitStack() as stack:
         if order.seq_len is not None:
             session = ranks.session(order.layout, order.seq_len)
@@ -83,7 +84,7 @@ class Buffer:
     def of(cls, tensor: Tensor, dim: int, session: ContextParallel) -> Buffer:
         """What it will be and what it is; nothing has changed yet."""
         if tensor.requires_grad and not tensor.is_leaf:
-            raise ShardError(
+            raise ShardRuntime(
                 f"buffers: a tensor of shape {tuple(tensor.shape)} was computed and requires gradients, so it cannot "
                 "be cut in place; use _context_parallel_shard(mesh, [tensor], [dim]), or compute it inside"
             )

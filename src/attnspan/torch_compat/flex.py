@@ -1,9 +1,9 @@
-"""torch's FlexAttention names: a rank's part of a BlockMask, and keys gathered from all ranks.
+"""torch's FlexAttention name: a rank's part of a BlockMask.
 
 torch gathers all keys and calls flex_attention on them with a BlockMask of this rank's queries; a score_mod then sees
 positions of the shard. Here such a BlockMask remembers what it is a part of (`Part`), and inside a styled module, or a
 context, flex_attention is the session's: the whole mask, global positions for the score_mod too, gradients on every
-device. Used by itself, it fits keys that `flex_cp_allgather` gathered, as in torch.
+device. Used by itself, it fits keys that `flex_cp_allgather` (allgather.py) gathered, as in torch.
 
 [Note: order of keys] They lie as the ranks hold them, one after another: the layout's order, not the sequence's.
 """
@@ -14,25 +14,26 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from attnspan.errors import AttentionError, ShardError
+from attnspan.errors import AttentionError, whole
 from attnspan.layouts import Layout
 from attnspan.layouts.run import Runs
 from attnspan.masks import Mask, MaskMod
 from attnspan.parallel.flex import check_filled, mask_of, only
-from attnspan.parallel.moves import Gathered
 from attnspan.plan import Plan
 from attnspan.plan.local_blocks import local_block_mask
-from attnspan.torch_compat.balancers import _create_default_load_balancer, _LoadBalancer, layout_of
+from attnspan.torch_compat.balancers import _LoadBalancer, layout_of
+from attnspan.torch_compat.errors import AttentionNotImplemented
 from attnspan.torch_compat.options import _cp_options
 from attnspan.torch_compat.ranks import Ranks, ranks_of
 from attnspan.torch_compat.sdpa import PART, Part
 from attnspan.transports.group import Group
 
 BLOCK = 128
+
+BlockSize = int | tuple[int, int]
 
 
 def _create_cp_block_mask(
@@ -42,21 +43,38 @@ def _create_cp_block_mask(
     Q_LEN: int,
     KV_LEN: int,
     device_mesh: Group,
-    load_balancer: _LoadBalancer | None = None,
+    load_balancer: _LoadBalancer | BlockSize | None = None,
+    BLOCK_SIZE: BlockSize | _LoadBalancer | None = BLOCK,
 ) -> BlockMask:
-    """This rank's rows of the BlockMask of a mask_mod over the whole sequence. Any length will do.
+    """This rank's rows of the BlockMask of a mask_mod over the whole sequence. Any length and block size will do.
 
-    Without a load balancer, for sequences in the default order: head-tail, unless the options balance nothing.
+    Without a load balancer, for sequences in the order in which a context would cut now: see [Note: order] in ranks.py.
+    torch 2.13 has no BLOCK_SIZE and torch 2.15 does; by place, it and the load balancer may come in either order.
     """
     ranks = ranks_of(device_mesh)
     if Q_LEN != KV_LEN:
-        raise AttentionError(f"KV_LEN must be Q_LEN, {Q_LEN}: queries and keys are one sequence, got {KV_LEN}")
+        raise AttentionNotImplemented(f"KV_LEN must be Q_LEN, {Q_LEN}: queries and keys are one sequence, got {KV_LEN}")
+    balancer, size = _told_apart(load_balancer, BLOCK_SIZE)
     device = ranks.transport.device
-    balancer = load_balancer or _create_default_load_balancer(Q_LEN, ranks.transport.ranks, device)
+    layout = ranks.default(Q_LEN).layout if balancer is None else layout_of(balancer, ranks.transport.ranks)[0]
     rows, heads = B or 1, H or 1
     fn = only(mask_mod, rows, heads, device=device)
     mask = MaskMod(fn, rows, lengths=(Q_LEN, KV_LEN), device=device, heads=heads)
-    return part_of_mask(mask, ranks, layout_of(balancer, ranks.transport.ranks)[0], (BLOCK, BLOCK))
+    return part_of_mask(mask, ranks, layout, size)
+
+
+def _told_apart(*arguments: Any) -> tuple[Any, tuple[int, int]]:
+    """A load balancer and a block size, whichever comes first."""
+    sizes = [each for each in arguments if isinstance(each, int | tuple | list)]
+    balancers = [each for each in arguments if each is not None and not isinstance(each, int | tuple | list)]
+    if len(balancers) > 1 or len(sizes) > 2 or (len(sizes) == 2 and sizes[1] != BLOCK):
+        raise AttentionError(f"load_balancer and BLOCK_SIZE must be one of each, got {arguments}")
+    size = sizes[0] if sizes else BLOCK
+    pair = (size, size) if isinstance(size, int) else tuple(size)
+    if len(pair) != 2:
+        raise AttentionError(f"BLOCK_SIZE must be a whole number or two, got {size!r}")
+    query, key = (whole("BLOCK_SIZE", each, at_least=1, error=AttentionError) for each in pair)
+    return (balancers[0] if balancers else None), (query, key)
 
 
 def block_mask_part(block_mask: BlockMask, ranks: Ranks, layout: Layout) -> BlockMask:
@@ -102,24 +120,3 @@ def _joined(parts: list[BlockMask]) -> BlockMask:
         return allowed
 
     return BlockMask(seq_lengths=parts[0].seq_lengths, BLOCK_SIZE=parts[0].BLOCK_SIZE, mask_mod=mask_mod, **lists)  # type: ignore[arg-type]
-
-
-def flex_cp_allgather(k: Tensor, v: Tensor, seq_dim: int, pg_name: str) -> tuple[Tensor, Tensor]:
-    """Keys and values of all ranks, rank after rank; backward sums over ranks what belongs to each.
-
-    `pg_name` is the name of a process group; a group, a mesh or a virtual world will do as well. Ranks may hold unequal
-    numbers of tokens.
-    """
-    named: Any = pg_name
-    group: Any = dist.distributed_c10d._resolve_process_group(named) if isinstance(pg_name, str) else pg_name
-    transport = ranks_of(group).transport
-    if k.shape[seq_dim] != v.shape[seq_dim]:
-        raise ShardError(
-            f"k and v must have as many tokens in dim {seq_dim}, got shapes {tuple(k.shape)} and {tuple(v.shape)}"
-        )
-    said = transport.agree(str(k.shape[seq_dim]).encode(), "the number of keys")
-    sizes = [int(each) for each in said]
-    whole = [
-        Gathered.apply(x.movedim(seq_dim, 0), transport, sizes, "flex_cp_allgather").movedim(0, seq_dim) for x in (k, v)
-    ]
-    return whole[0].contiguous(), whole[1].contiguous()

@@ -4,14 +4,19 @@ The class, its attributes and its methods are those of `torch.nn.attention.exper
 there is right here:
 
 - `batch_idx` may name any rows in any order: masks and score_mods look pages up under the row's own number.
-- `erase` forgets a sequence for good, takes an index of any shape, and gives back a page once nobody reads it.
-- `assign` to a position that was not reserved is refused; there it overwrites another sequence.
+- `erase` forgets sequences for good, takes an index of any shape, and gives back a page once nobody reads it.
+- `assign` to a position that was not reserved is refused; there it overwrites another sequence. Under torch.compile it
+  is one op, which checks when it runs.
 - What fails changes nothing. `reserve` costs what it takes, not what is free.
 - A converted mask has no part for a backward pass, which there is 95 % of the cost; it always has a list of full
   blocks, without which torch does not compile on a CPU, and a column past the last, which kernels read.
 
 New programs are better off with `attnspan.paged`: pages that are shared, copied on write and found by content, and
 steps that do not wait for the device, as `reserve`, `erase` and the check of `assign` have to.
+
+[Note: one op] To refuse a position that was not reserved is to look at numbers, which torch.compile does not do. So
+`assign` ends in an op of its own, which looks when it runs. To look is to wait for the device: a CUDA graph cannot hold
+the op, and torch.compile is told so.
 
 Shapes: caches (1, H, n_pages * page_size, D); values to assign (B, H, S, D).
 """
@@ -25,9 +30,13 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, noop_mask
 
-from attnspan.errors import PageError, PoolExhausted, whole
+from attnspan.errors import PageError, whole, whole_list
+from attnspan.torch_compat.errors import PageIndex, PageRuntime, PoolAssertion
 
 __all__ = ["PagedAttention"]
+
+TAGS = [tag for name in ("cudagraph_unsafe",) if (tag := getattr(torch.Tag, name, None)) is not None]
+"""Of an op that waits for the device. See [Note: one op]."""
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -61,7 +70,7 @@ class PagedAttention:
         if last <= first:
             return
         if last - first > len(self.empty_pages):
-            raise PoolExhausted(last - first, len(self.empty_pages))
+            raise PoolAssertion(last - first, len(self.empty_pages))
         taken = self.empty_pages[first - last :]
         del self.empty_pages[first - last :]
         pages = torch.tensor(taken, device=self.page_table.device)
@@ -71,35 +80,24 @@ class PagedAttention:
         self.capacity[row] = last * self.page_size
 
     def erase(self, batch_idx: Tensor | int) -> None:
-        """Forget a row. Pages that other rows list too stay theirs."""
-        row = self._row(batch_idx)
-        held = self.page_table[row]
-        held = held[held >= 0]
-        others = torch.cat([self.page_table[:row], self.page_table[row + 1 :]])
-        freed = held[~torch.isin(held, others)]
-        self.capacity[row] = 0
-        self.physical_to_logical[row] = -1
-        self.page_table[row] = -1
+        """Forget a row, or several. Pages that other rows list too stay theirs."""
+        rows = self._rows(batch_idx)
+        others = torch.ones_like(self.capacity, dtype=torch.bool)
+        others[rows] = False
+        listed = {*self.page_table[others].flatten().tolist(), -1}
+        freed = [page for page in dict.fromkeys(self.page_table[rows].flatten().tolist()) if page not in listed]
+        self.capacity[rows] = 0
+        self.physical_to_logical[rows] = -1
+        self.page_table[rows] = -1
         self._index[freed] = -1
-        self.empty_pages += freed.tolist()
+        self.empty_pages += freed
 
     def assign(
         self, batch_idx: Tensor, input_pos: Tensor, k_val: Tensor, v_val: Tensor, k_cache: Tensor, v_cache: Tensor
     ) -> None:
         """Write keys and values (B, H, S, D) of rows `batch_idx` (B,) at positions `input_pos` (B, S)."""
         self._check_values(batch_idx, input_pos, k_val, v_val, k_cache, v_cache)
-        index = (input_pos // self.page_size).long()
-        pages = self.page_table[batch_idx].gather(1, index.clamp(0, self.n_pages - 1))
-        reserved = (pages >= 0) & (input_pos >= 0) & (index < self.n_pages)
-        if not bool(reserved.all()):
-            row, place = (~reserved).nonzero()[0].tolist()
-            raise PageError(
-                f"position {int(input_pos[row, place])} of row {int(batch_idx[row])} is not reserved; the row has room "
-                f"for {int(self.capacity[batch_idx[row]])} tokens; call reserve first"
-            )
-        slots = (pages * self.page_size + input_pos % self.page_size).flatten()
-        for cache, values in ((k_cache, k_val), (v_cache, v_val)):
-            cache[:, :, slots] = values.transpose(0, 1).flatten(1, 2).unsqueeze(0)
+        _assign(self.page_table, self.page_size, batch_idx, input_pos, k_val, v_val, k_cache, v_cache)
 
     def convert_logical_block_mask(
         self, block_mask: BlockMask, batch_idx: Tensor | None = None, kv_len: Tensor | None = None
@@ -109,7 +107,7 @@ class PagedAttention:
         `kv_len` (B,), if given, is the number of tokens of each of the mask's rows.
         """
         if block_mask.BLOCK_SIZE[1] != self.page_size:
-            raise PageError(
+            raise PageRuntime(
                 f"block_mask must have columns of page_size={self.page_size}, got {block_mask.BLOCK_SIZE[1]}; "
                 f"create it with BLOCK_SIZE=(q, {self.page_size})"
             )
@@ -133,10 +131,8 @@ class PagedAttention:
         )
 
     def _pages(self, tables: Tensor, indices: Tensor) -> Tensor:
-        """Pages for indices of blocks, with at least one column more; as wide as the pool where torch wants it so."""
-        width = indices.shape[-1] + 1
-        if indices.device.type == "cpu":
-            width = max(width, self.n_pages)
+        """Pages for indices of blocks, as wide as the pool, and with at least one column more than there are blocks."""
+        width = max(indices.shape[-1] + 1, self.n_pages)
         pages = torch.zeros(*indices.shape[:-1], width, dtype=torch.int32, device=indices.device)
         found = tables.gather(1, indices.flatten(1).long()).view(indices.shape)
         pages[..., : indices.shape[-1]] = found.clamp(min=0)  # past a row's blocks the mask's own lists say nothing
@@ -182,27 +178,69 @@ class PagedAttention:
     def _row(self, batch_idx: Any) -> int:
         row = whole("batch_idx", _item(batch_idx), error=PageError)
         if row >= len(self.capacity):
-            raise PageError(f"batch_idx must be below max_batch_size={len(self.capacity)}, got {row}")
+            raise PageIndex(f"batch_idx must be below max_batch_size={len(self.capacity)}, got {row}")
         return row
+
+    def _rows(self, batch_idx: Any) -> Tensor:
+        """Rows by their numbers, or by a flag for each."""
+        rows = torch.as_tensor(batch_idx).reshape(-1).cpu()
+        if rows.dtype == torch.bool:
+            if len(rows) != len(self.capacity):
+                raise PageIndex(f"batch_idx must have max_batch_size={len(self.capacity)} flags, got {len(rows)}")
+            rows = rows.nonzero().flatten()
+        listed = whole_list("batch_idx", rows.tolist(), error=PageError)
+        return torch.tensor([self._row(row) for row in listed], dtype=torch.int64, device=self.page_table.device)
 
     def _check_values(
         self, batch_idx: Tensor, input_pos: Tensor, k_val: Tensor, v_val: Tensor, k_cache: Tensor, v_cache: Tensor
     ) -> None:
         batch, heads, tokens = k_val.shape[:3]
         if k_val.requires_grad or v_val.requires_grad:
-            raise PageError("values must not require grad: a cache has no gradients")
+            raise PageRuntime("values must not require grad: a cache has no gradients")
         if tuple(batch_idx.shape) != (batch,) or tuple(input_pos.shape) != (batch, tokens):
-            raise PageError(
+            raise PageRuntime(
                 f"batch_idx must be ({batch},) and input_pos ({batch}, {tokens}) for k_val {tuple(k_val.shape)}, got "
                 f"{tuple(batch_idx.shape)} and {tuple(input_pos.shape)}"
             )
         for name, values, cache in (("k", k_val, k_cache), ("v", v_val, v_cache)):
             wanted = (1, heads, self.n_pages * self.page_size, values.shape[3])
             if values.shape[:3] != k_val.shape[:3] or tuple(cache.shape) != wanted:
-                raise PageError(
+                raise PageRuntime(
                     f"{name}_cache must be (1, heads, n_pages * page_size, dim) = {wanted} for {name}_val "
                     f"{tuple(values.shape)}, got {tuple(cache.shape)}"
                 )
+
+
+@torch.library.custom_op("attnspan::paged_assign", mutates_args=("k_cache", "v_cache"), tags=TAGS)
+def _assign(
+    page_table: Tensor,
+    page_size: int,
+    batch_idx: Tensor,
+    input_pos: Tensor,
+    k_val: Tensor,
+    v_val: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+) -> None:
+    """Write values where the page table says; nothing, if a position was not reserved. See [Note: one op]."""
+    index = (input_pos // page_size).long()
+    pages = page_table[batch_idx].gather(1, index.clamp(0, page_table.shape[1] - 1))
+    reserved = (pages >= 0) & (input_pos >= 0) & (index < page_table.shape[1])
+    if not bool(reserved.all()):
+        row, place = (~reserved).nonzero()[0].tolist()
+        room = int((page_table[batch_idx[row]] >= 0).sum()) * page_size
+        raise PageRuntime(
+            f"position {int(input_pos[row, place])} of row {int(batch_idx[row])} is not reserved; the row has room "
+            f"for {room} tokens; call reserve first"
+        )
+    slots = (pages * page_size + input_pos % page_size).flatten()
+    for cache, values in ((k_cache, k_val), (v_cache, v_val)):
+        cache[:, :, slots] = values.transpose(0, 1).flatten(1, 2).unsqueeze(0)
+
+
+@_assign.register_fake
+def _(page_table, page_size, batch_idx, input_pos, k_val, v_val, k_cache, v_cache):
+    return None
 
 
 def _item(value: Any) -> Any:

@@ -2,10 +2,17 @@
 
 [Note: order] torch's signatures cut a sequence in one place and attend to it in another, and nothing that is passed
 from the one to the other tells which positions a shard holds. torch keeps that in a module-level flag, which the latest
-`_context_parallel_shard` of any mesh sets. Here it is an `Order`, kept for each mesh: `context_parallel` sets it for as
-long as it lasts, `_context_parallel_shard` until the next call. Attention that runs under either takes the order when
-it begins. Two meshes never share one; two batches in different order on one mesh, sharded before either is attended to,
-cannot be told apart by these signatures: use `ContextParallel`, which has no such state.
+`_context_parallel_shard` of any mesh sets. Here it is an `Order`, kept for each mesh, and it answers two questions:
+
+- How is a sequence cut where no load balancer is given? `context_parallel` and `_create_cp_block_mask` follow the
+  flag, and like torch's they follow a later shard call: balanced if it had a load balancer, in spans if not.
+- In what order does a shard lie that comes without a load balancer? A tensor straight from `_context_parallel_shard`
+  tells by itself. Any other lies in an order that this mesh has cut a sequence of that length in: a context that is
+  entered, the context that was left last, the latest shard call. If those differ, the shard could be of either, and
+  that is refused. Setting `_cp_options.enable_load_balance` is the program's own word: cuts before it no longer count,
+  but a shard that would lie differently in one of them is still refused until something is cut anew.
+
+Attention takes the order when it begins. Two meshes never share one. `ContextParallel` has no such state.
 
 Sessions are made once for each order and remembered for each mesh, so that ranks forget alike.
 """
@@ -39,12 +46,24 @@ class Order:
     seq_len: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """That sequences were cut in an order, and how often the program had spoken of balance by then."""
+
+    order: Order
+    declared: int
+
+
 class Ranks:
     """The ranks of one mesh, seen from this one."""
 
     def __init__(self, transport: Transport):
         self.transport = transport
-        self.latest: Order | None = None
+        self.by_call: Cut | None = None  # the latest _context_parallel_shard
+        self.by_context: Cut | None = None  # the context that was left last
+        self.entered: list[Order] = []  # of the contexts around
+        self.balanced: tuple[bool, int] | None = None  # what the latest shard call says of later cuts, and when
+        self.latest: Order | None = None  # what modules attend to: that of the context around, or of the shard call
         self.served: Either | None = None  # of the latest order, if its length is known: torch.compile cannot ask
         self.lifetimes: list[Lifetime] = []  # of the contexts that are entered
         self.cut: list[Tensor] = []  # buffers that are shards in place, and will be whole again
@@ -56,24 +75,34 @@ class Ranks:
 
     @property
     def order(self) -> Order:
-        """That of the context around, or of the latest shard call, or the options'."""
+        """What a module attends to: that of the context around, or of the latest shard call, or the default."""
         return self.latest or self.default(None)
 
     def default(self, seq_len: int | None) -> Order:
-        """Where no load balancer says it: head-tail, unless the options balance nothing."""
+        """How a sequence is cut where no load balancer says it. See [Note: order]."""
+        balanced = _cp_options.enable_load_balance
+        if self.balanced is not None and self.balanced[1] == _cp_options.declared:
+            balanced = self.balanced[0]
         ranks = self.transport.ranks
-        return Order(HeadTail(ranks) if _cp_options.enable_load_balance else Contiguous(ranks), seq_len)
+        return Order(HeadTail(ranks) if balanced else Contiguous(ranks), seq_len)
 
     def use(self, order: Order) -> None:
-        """From here on sequences lie in this order. The options are read."""
+        """From here on modules attend to sequences in this order. The options are read."""
         self.latest = order
         self.served = None if order.seq_len is None else self.either(order, _cp_options.strategy)
+
+    def cut_by_call(self, order: Order, balanced: bool) -> None:
+        """`_context_parallel_shard` has cut sequences in this order."""
+        self.use(order)
+        self.by_call = Cut(order, _cp_options.declared)
+        self.balanced = balanced, _cp_options.declared
 
     @contextmanager
     def ordered(self, order: Order) -> Iterator[None]:
         """Under this order, and then again under the one before; SDPA inside is context parallel."""
-        before = self.latest, self.served
+        before, declared = (self.latest, self.served), _cp_options.declared
         self.use(order)
+        self.entered.append(order)
         scope = Scope(self._serving(order, guarded=True))
         lifetime = Lifetime(scope)
         self.lifetimes.append(lifetime)
@@ -83,11 +112,18 @@ class Ranks:
         finally:
             lifetime.over = True
             self.lifetimes.pop()
+            self.entered.pop()
+            self.by_context = Cut(order, declared)
             self.latest, self.served = before
 
-    def length(self, layout: Layout, tokens: int, wanted: int | None = None) -> int:
-        """The length of a sequence of which each rank has some tokens; they tell each other. All refuse, or none."""
-        sizes = [int(said) for said in self.transport.agree(str(tokens).encode(), "the length of a sequence")]
+    # ---- shards that come without a load balancer ------------------------------------------------------------------
+
+    def sizes(self, tokens: int) -> list[int]:
+        """How many tokens of a sequence every rank has; they tell each other."""
+        return [int(said) for said in self.transport.agree(str(tokens).encode(), "the length of a sequence")]
+
+    def length(self, layout: Layout, sizes: list[int], wanted: int | None = None) -> int:
+        """The length of a sequence in a layout, of which each rank has some tokens. All ranks refuse, or none."""
         length, wanted = sum(sizes), wanted or layout.natural_len
         if not length or wanted not in (None, length) or layout.tokens(length) != sizes:
             of = "" if wanted is None else f" of {wanted}"
@@ -95,6 +131,27 @@ class Ranks:
                 f"shards of {sizes} tokens are no sequence{of} in {layout!r}; pass the load balancer they were cut by"
             )
         return length
+
+    def meant(self, sizes: list[int] | None = None) -> Layout:
+        """The layout of shards of these sizes, of any if None. See [Note: order]."""
+        orders = self._possible()
+        if sizes is not None:
+            fitting = [order for order in orders if _fits(order.layout, sizes)]
+            orders = [order for order in fitting if order.seq_len in (None, sum(sizes))] or fitting or orders
+        first = orders[0].layout
+        for order in orders[1:]:
+            if not _alike(first, order.layout, sizes):
+                raise ShardError(
+                    f"shards may lie in {first!r} or in {order.layout!r}: sequences were cut in both on this mesh; "
+                    "pass load_balancer=, or set _cp_options.enable_load_balance and cut again"
+                )
+        return first
+
+    def _possible(self) -> list[Order]:
+        cuts = [cut for cut in (self.by_context, self.by_call) if cut is not None]
+        fresh = [cut.order for cut in cuts if cut.declared == _cp_options.declared]
+        orders = [*reversed(self.entered), *fresh]
+        return orders or [self.default(None), *(cut.order for cut in cuts)]
 
     # ---- what is made for an order -------------------------------------------------------------------------------
 
@@ -109,7 +166,7 @@ class Ranks:
         return Later(lambda tokens: self.either(self._measured(order, tokens), strategy, guarded))
 
     def _measured(self, order: Order, tokens: int) -> Order:
-        return Order(order.layout, self.length(order.layout, tokens))
+        return Order(order.layout, self.length(order.layout, self.sizes(tokens)))
 
     def _session(self, layout: Layout, seq_len: int, strategy: str = "gather") -> ContextParallel:
         return ContextParallel(self.transport, seq_len=seq_len, mask=MASKS, layout=layout, strategy=strategy)
@@ -138,3 +195,21 @@ def ranks_of(mesh: Group) -> Ranks:
 @functools.lru_cache(maxsize=1024)
 def _known(transport: Transport) -> Ranks:
     return Ranks(transport)
+
+
+def _fits(layout: Layout, sizes: list[int]) -> bool:
+    """Whether a layout deals so many tokens to every rank."""
+    return layout.natural_len in (None, sum(sizes)) and layout.tokens(sum(sizes)) == sizes
+
+
+def _alike(one: Layout, other: Layout, sizes: list[int] | None) -> bool:
+    """Whether two layouts put every token at the same place, as far as shards can tell."""
+    if one == other:
+        return True
+    if sizes is None or not (_fits(one, sizes) and _fits(other, sizes)):
+        return False
+    rows = range(max(one.rows, other.rows))
+    return all(
+        one.permutation(sum(sizes), row % one.rows).equal(other.permutation(sum(sizes), row % other.rows))
+        for row in rows
+    )

@@ -1,6 +1,6 @@
 """Cut buffers, and put them back together: out of place, and both with a gradient.
 
-`_context_parallel_shard` also sets the order in which the mesh's sequences lie from then on: see [Note: order] in
+`_context_parallel_shard` also tells its mesh the order in which sequences lie from then on: see [Note: order] in
 ranks.py.
 
 [Note: tables] Where a length is given, by a load balancer or by a context's first buffer, a buffer whose sequence is
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from attnspan.errors import ShardError
+from attnspan.parallel.marks import mark_of
 from attnspan.parallel.session import ContextParallel
 from attnspan.torch_compat.balancers import _LoadBalancer, layout_of
 from attnspan.torch_compat.flex import block_mask_part
@@ -50,7 +51,8 @@ def _context_parallel_shard(
             parts[name] = block_mask_part(buffer, ranks, layout)
         else:
             parts[name] = part_of(buffer, dim, ranks.session(layout, seq_len or length_of(buffer, dim)))
-    ranks.use(Order(layout, seq_len or (lengths.pop() if len(lengths) == 1 else None)))
+    order = Order(layout, seq_len or (lengths.pop() if len(lengths) == 1 else None))
+    ranks.cut_by_call(order, balanced=load_balancer is not None)
     return parts if isinstance(buffers, Mapping) else type(buffers)(parts.values())  # type: ignore[call-arg]
 
 
@@ -62,16 +64,19 @@ def context_parallel_unshard(
 ) -> list[Tensor]:
     """The whole tensors on every rank, from everybody's parts. Differentiable.
 
-    Without a load balancer, the parts are taken to lie in the mesh's order: see [Note: order] in ranks.py.
+    Without a load balancer, parts lie in the order that this mesh has cut in; where it has cut in several, that is
+    refused: see [Note: order] in ranks.py.
     """
     ranks = ranks_of(mesh)
-    layout, wanted = ranks.order.layout, None
-    if load_balancer is not None:
-        layout, wanted = layout_of(load_balancer, ranks.transport.ranks)
+    said = None if load_balancer is None else layout_of(load_balancer, ranks.transport.ranks)
     whole = []
     for buffer, dim in paired(buffers, seq_dims).values():
-        session = ranks.session(layout, ranks.length(layout, length_of(buffer, dim), wanted))
-        whole.append(session.unshard(buffer, dim))
+        sizes, mark = ranks.sizes(length_of(buffer, dim)), mark_of(buffer)
+        if said is not None:
+            layout, wanted = said
+        else:
+            layout, wanted = ranks.meant(sizes) if mark is None else mark.layout, None
+        whole.append(ranks.session(layout, ranks.length(layout, sizes, wanted)).unshard(buffer, dim))
     return whole
 
 

@@ -48,6 +48,9 @@ from attnspan.transports.transport import Messages, Pending, Transport
 
 T = TypeVar("T")
 
+VIRTUAL: contextvars.ContextVar[World | None] = contextvars.ContextVar("attnspan_virtual_rank", default=None)
+"""The virtual rank that runs here, for what a real rank keeps per process."""
+
 
 class Loopback:
     """A group of virtual ranks. Holds no threads: each `run` starts its own and ends them."""
@@ -67,7 +70,9 @@ class Loopback:
         def live(rank: int) -> None:
             try:
                 with entered():
-                    results[rank] = fn(World(post, rank, self.device))
+                    world = World(post, rank, self.device)
+                    VIRTUAL.set(world)
+                    results[rank] = fn(world)
             except BaseException as error:
                 error.add_note(f"on virtual rank {rank}")
                 post.fail(error, f"rank {rank} raised {type(error).__name__}: {error}")
