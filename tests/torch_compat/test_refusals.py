@@ -79,7 +79,7 @@ computed = torch.ones(1, 8, requires_grad=True) * 2
 REFUSALS = {
     "a mask": (
         inside(attn_mask=torch.ones(8, 8, dtype=torch.bool)),
-        "attn_mask must be None inside cp.sdpa()",
+        "attn_mask must be None: torch's names take causal and full attention alone",
     ),
     "dropout": (
         inside(is_causal=True, dropout_p=0.1),

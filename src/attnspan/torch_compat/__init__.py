@@ -17,7 +17,8 @@
 The names, signatures and meaning are those of `torch.distributed.tensor.experimental` and its `_attention` and
 `_load_balancer` modules; what is wrong there is right here, and docs/torch_compat.md says where. New programs are
 better off with `ContextParallel`, which has no state outside of itself. The layers: options (torch's globals, read
-once), balancers (orders of a sequence), sdpa, ranks (what a mesh remembers), then sharding, context and style.
+once), balancers (orders of a sequence), sdpa, ranks (what a mesh remembers), then sharding, context, allgather, style
+and ring.
 """
 
 from attnspan.torch_compat.allgather import flex_cp_allgather, flex_cp_allgather_backward
@@ -32,13 +33,21 @@ from attnspan.torch_compat.context import context_parallel
 from attnspan.torch_compat.flex import _create_cp_block_mask
 from attnspan.torch_compat.options import (
     _CausalBehavior,
+    _ContextParallelOptions,
     _cp_options,
     _is_causal_behavior,
     _RotateMethod,
     set_rotate_method,
 )
 from attnspan.torch_compat.paged_attention import PagedAttention
-from attnspan.torch_compat.sharding import _context_parallel_shard, context_parallel_unshard
+from attnspan.torch_compat.ring import _templated_ring_attention, _templated_ring_attention_backward
+from attnspan.torch_compat.sharding import (
+    CPBuffer,
+    CPBufferContainer,
+    CPBufferSeqDims,
+    _context_parallel_shard,
+    context_parallel_unshard,
+)
 from attnspan.torch_compat.style import (
     _ContextParallel,
     _disable_context_parallel_dispatcher,
@@ -46,9 +55,13 @@ from attnspan.torch_compat.style import (
 )
 
 __all__ = [
+    "CPBuffer",
+    "CPBufferContainer",
+    "CPBufferSeqDims",
     "PagedAttention",
     "_CausalBehavior",
     "_ContextParallel",
+    "_ContextParallelOptions",
     "_HeadTailLoadBalancer",
     "_LoadBalancer",
     "_PTRRLoadBalancer",
@@ -61,6 +74,8 @@ __all__ = [
     "_disable_context_parallel_dispatcher",
     "_enable_context_parallel_dispatcher",
     "_is_causal_behavior",
+    "_templated_ring_attention",
+    "_templated_ring_attention_backward",
     "context_parallel",
     "context_parallel_unshard",
     "flex_cp_allgather",

@@ -28,6 +28,7 @@ from attnspan.layouts.layout import Shards, check_ranks
 from attnspan.layouts.round_robin import dealt
 from attnspan.layouts.run import Run, Runs, tokens_in
 from attnspan.masks.profile import Tally
+from attnspan.torch_compat.errors import LayoutAssertion, LayoutNotImplemented
 from attnspan.torch_compat.options import _cp_options
 
 
@@ -86,6 +87,16 @@ class _PerDocumentHeadTailLoadBalancer(_Layout):
         self.layout = PerDocument(seq_length_per_doc, ranks=self.world_size)
         self.seq_length = self.layout.natural_len or 0
 
+    def _generate_indices_for_batch(self, seq_length_per_doc: list[int], restore: bool) -> Tensor:
+        """The indices of one batch row of such documents, (S,).
+
+        >>> _PerDocumentHeadTailLoadBalancer([[8]], 2, "cpu")._generate_indices_for_batch([4], False).tolist()
+        [0, 3, 1, 2]
+        """
+        return _PerDocumentHeadTailLoadBalancer([seq_length_per_doc], self.world_size, self.device)._generate_indices(
+            restore
+        )[0]
+
 
 class _PTRRLoadBalancer(_Layout):
     """Query blocks, sorted by how many key blocks they see, dealt back and forth.
@@ -114,9 +125,13 @@ class _PTRRLoadBalancer(_Layout):
         >>> _PTRRLoadBalancer.ptrr_scheduling(torch.tensor([1, 2, 3, 4]), 2).tolist()
         [[0, 3], [1, 2]]
         """
+        if process_time.dim() != 1:
+            raise LayoutAssertion(f"process_time must be (tasks,), got shape {tuple(process_time.shape)}")
         tasks = len(process_time)
         if tasks % check_ranks(group_size):
-            raise LayoutError(f"process_time must have a multiple of group_size ({group_size}) tasks, got {tasks}")
+            raise LayoutNotImplemented(
+                f"process_time must have a multiple of group_size ({group_size}) tasks, got {tasks}"
+            )
         places = process_time.unique(return_inverse=True)[1]  # in whole numbers, which sum without rounding
         hands = _by_counts(places.tolist(), tasks, group_size, 1)
         found = [[task for run in hand for task in run.positions] for hand in hands]
@@ -187,7 +202,7 @@ def layout_of(balancer: object, ranks: int) -> tuple[Layout, int | None]:
 
 def _of_indices(indices: Tensor, ranks: int) -> Listed:
     if indices.dim() != 2 or not indices.numel():
-        raise LayoutError(f"load_balancer: indices must be (1, S) or (B, S), got shape {tuple(indices.shape)}")
+        raise LayoutAssertion(f"load_balancer: indices must be (1, S) or (B, S), got shape {tuple(indices.shape)}")
     rows = indices.cpu().to(torch.int64)
     if not torch.equal(rows.sort(-1).values, torch.arange(rows.shape[1]).expand_as(rows)):
         raise LayoutError(f"load_balancer: indices must hold each of {rows.shape[1]} positions once, in every row")

@@ -20,6 +20,7 @@ Sessions are made once for each order and remembered for each mesh, so that rank
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ from attnspan.errors import AttentionError, ShardError
 from attnspan.layouts import Contiguous, HeadTail, Layout
 from attnspan.parallel.sdpa import Scope
 from attnspan.parallel.session import ContextParallel
+from attnspan.torch_compat.errors import AttentionNotImplemented
 from attnspan.torch_compat.options import _cp_options
 from attnspan.torch_compat.sdpa import MASKS, Either, Later, Lifetime
 from attnspan.transports import Transport
@@ -185,6 +187,12 @@ class Ranks:
 
 def ranks_of(mesh: Group) -> Ranks:
     """The ranks of a mesh of one axis; a process group or a virtual world will do as well."""
+    simulated = sys.modules.get("torch.distributed._local_tensor")  # if nobody imported it, no mode is on
+    if simulated is not None and simulated.local_tensor_mode() is not None:
+        raise AttentionNotImplemented(
+            "LocalTensorMode is not served: every rank it stands for would be taken for one; ranks in one process are "
+            "attnspan.testing.loopback(ranks=...).run(fn)"
+        )
     if isinstance(mesh, DeviceMesh) and mesh.ndim != 1:
         names = mesh.mesh_dim_names
         hint = f"take the one that splits the sequence, as in mesh[{names[-1]!r}]" if names else "take one of them"

@@ -14,19 +14,21 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from attnspan.attention import Attention
 from attnspan.errors import AttentionError
 from attnspan.masks import Causal, Full
 from attnspan.parallel.flex import Flexed, InBlock, Prepared
 from attnspan.parallel.replays import regions, rerun_of
 from attnspan.parallel.sdpa import Asked, Scope, Served, _rewired
 from attnspan.parallel.session import ContextParallel
+from attnspan.torch_compat.errors import AttentionNotImplemented
 
 MASKS = {"causal": Causal(), "full": Full()}
 
@@ -39,7 +41,7 @@ class Either(InBlock):
     def __init__(self, session: ContextParallel, guard: Callable[[], None] | None = None):
         self.session, self.guard = session, guard
         self.causal, self.full = (
-            Served(session, name) if guard is None else Guarded(session, name, guard) for name in MASKS
+            Called(session, name) if guard is None else Guarded(session, name, guard) for name in MASKS
         )
         self.heads_now, self.heads_inner, self.heads_outer = map(_rewired, (self.now, self.inner, self.outer))
 
@@ -72,7 +74,31 @@ class Either(InBlock):
             self.guard()
 
 
-class Guarded(Served):
+class Called(Served):
+    """Served, with torch's kinds of errors."""
+
+    def _check(self, asked: Asked) -> None:
+        if asked.attn_mask is not None:
+            raise AttentionNotImplemented(
+                "attn_mask must be None: torch's names take causal and full attention alone; ContextParallel takes "
+                "masks as data, as in ContextParallel(mesh, seq_len=..., mask=Mask.from_dense(attn_mask))"
+            )
+        query, key = asked[:2]
+        if asked.is_causal and query.dim() > 1 and key.dim() > 1 and query.shape[-2] != key.shape[-2]:
+            raise AttentionNotImplemented(
+                f"is_causal must be False where queries and keys are of different lengths, got {query.shape[-2]} and "
+                f"{key.shape[-2]} tokens here; other keys than the queries' are ContextParallel.cross"
+            )
+        super()._check(asked)
+
+    def _refuse(self, attend: Attention, asked: Asked, wrong: AttentionError) -> NoReturn:
+        try:
+            super()._refuse(attend, asked, wrong)
+        except AttentionError as told:  # to all ranks, who may have more to say
+            raise type(wrong)(str(told)) from None
+
+
+class Guarded(Called):
     """Served inside a context that also holds the backward pass. See [Note: backward inside]."""
 
     def __init__(self, session: ContextParallel, name: str, guard: Callable[[], None]):

@@ -20,17 +20,20 @@ from attnspan.errors import ShardError
 from attnspan.parallel.marks import mark_of
 from attnspan.parallel.session import ContextParallel
 from attnspan.torch_compat.balancers import _LoadBalancer, layout_of
+from attnspan.torch_compat.errors import ShardAssertion
 from attnspan.torch_compat.flex import block_mask_part
 from attnspan.torch_compat.ranks import Order, ranks_of
 from attnspan.transports.group import Group
 
-Buffer = Tensor | BlockMask
+CPBuffer = Tensor | BlockMask
+CPBufferContainer = Sequence[CPBuffer] | Mapping[str, CPBuffer]
+CPBufferSeqDims = Sequence[int] | Mapping[str, int]
 
 
 def _context_parallel_shard(
     mesh: Group,
-    buffers: Sequence[Buffer] | Mapping[str, Buffer],
-    seq_dims: Sequence[int] | Mapping[str, int],
+    buffers: CPBufferContainer,
+    seq_dims: CPBufferSeqDims,
     load_balancer: _LoadBalancer | None = None,
 ) -> Any:
     """This rank's part of every buffer, in the container that they came in.
@@ -41,11 +44,14 @@ def _context_parallel_shard(
     pairs = paired(buffers, seq_dims)
     ranks = ranks_of(mesh)
     layout, seq_len = layout_of(load_balancer, ranks.transport.ranks)
+    devices = {str(_device(buffer)) for buffer, _ in pairs.values()}
+    if len(devices) > 1:
+        raise ShardAssertion(f"buffers must be on one device, got {sorted(devices)}")
     lengths = {
         buffer.seq_lengths[0] if isinstance(buffer, BlockMask) else length_of(buffer, dim)
         for buffer, dim in pairs.values()
     }
-    parts: dict[Any, Buffer] = {}
+    parts: dict[Any, CPBuffer] = {}
     for name, (buffer, dim) in pairs.items():
         if isinstance(buffer, BlockMask):
             parts[name] = block_mask_part(buffer, ranks, layout)
@@ -81,6 +87,12 @@ def context_parallel_unshard(
 
 
 # ---- one buffer ----------------------------------------------------------------------------------------------------
+
+
+def _device(buffer: object) -> object:
+    if isinstance(buffer, BlockMask):
+        return buffer.kv_num_blocks.device
+    return buffer.device if isinstance(buffer, Tensor) else None
 
 
 def paired(buffers: Any, seq_dims: Any, name: str = "seq_dims") -> dict[Any, tuple[Any, Any]]:

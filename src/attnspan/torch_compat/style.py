@@ -29,13 +29,18 @@ from enum import Enum
 from typing import Any
 from weakref import finalize
 
-from torch import nn
-from torch.distributed.tensor import DTensor
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from attnspan.errors import AttentionError
 from attnspan.parallel import seen
+from attnspan.torch_compat.allgather import flex_cp_allgather
+from attnspan.torch_compat.errors import AttentionAssertion, ShardAssertion
 from attnspan.torch_compat.ranks import Ranks, ranks_of
 from attnspan.transports.group import Group
 
@@ -70,6 +75,75 @@ class _ContextParallel(ParallelStyle):
         ours = functools.partial(_forward, ranks_of(mesh), module.forward)
         module.forward = functools.update_wrapper(ours, module.forward)
         return module
+
+    # ---- torch's hooks, for programs that register them themselves -----------------------------------------------
+
+    def flex_input_fn(self, module: nn.Module | None, args: Any, kwargs: Any, mesh: Group) -> Any:
+        """The arguments of flex_attention, with keys and values of all ranks; its BlockMask is this rank's rows."""
+        names = ("query", "key", "value")
+        given = dict(zip(names, args, strict=False)) | {name: kwargs[name] for name in names if name in kwargs}
+        for name in names:
+            if not isinstance(given.get(name), Tensor):
+                raise AttentionAssertion(f"{name} must be a tensor, got {type(given.get(name)).__name__}")
+        group: Any = mesh.get_group().group_name if isinstance(mesh, DeviceMesh) else mesh
+        given["key"], given["value"] = flex_cp_allgather(given["key"], given["value"], self.seq_dim, group)
+        placed = tuple(given[name] for name in names[: len(args)])
+        return placed + tuple(args[len(names) :]), kwargs | {name: given[name] for name in names[len(args) :]}
+
+    def sdpa_input_fn(self, module: nn.Module | None, args: Any, kwargs: Any, mesh: Group) -> Any:
+        """The arguments of SDPA as tensors of which SDPA is context parallel: see `SequenceShard`."""
+        ranks = ranks_of(mesh)
+        placed = [self._placed(each, ranks) for each in (*args, *kwargs.values())]
+        return tuple(placed[: len(args)]), dict(zip(kwargs, placed[len(args) :], strict=True))
+
+    def _placed(self, each: Any, ranks: Ranks) -> Any:
+        if isinstance(each, DTensor):
+            if tuple(each.placements) != (Shard(self.seq_dim),):
+                raise ShardAssertion(f"a DTensor must be Shard({self.seq_dim}), got {tuple(each.placements)}")
+            each = each.to_local()
+        return SequenceShard.of(each, ranks) if isinstance(each, Tensor) else each
+
+    def sdpa_output_fn(self, module: nn.Module | None, inputs: Any, outputs: Any, mesh: Group) -> Any:
+        """What SDPA returned, as plain tensors."""
+        if isinstance(outputs, Tensor):
+            return local(outputs)
+        return tuple(local(each) if isinstance(each, Tensor) else each for each in outputs)
+
+
+class SequenceShard(Tensor):
+    """A rank's part of a sequence, of which SDPA attends to all ranks' parts. Everything else is as of a plain tensor.
+
+    torch has DTensors here, of which SDPA is context parallel while a dispatcher is enabled. That is on for everybody,
+    and off again for everybody; this is for the tensors that came through the hook.
+    """
+
+    ranks: Ranks
+
+    @staticmethod
+    def of(tensor: Tensor, ranks: Ranks) -> SequenceShard:
+        """The same tensor, with its ranks."""
+        shard = local(tensor).as_subclass(SequenceShard)
+        shard.ranks = ranks
+        return shard
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = (args, kwargs or {})
+        ranks = next(each.ranks for each in tree_leaves(given) if isinstance(each, SequenceShard))
+        args, kwargs = tree_map_only(SequenceShard, local, given)
+        if func is not F.scaled_dot_product_attention:
+            out = func(*args, **kwargs)
+            return tree_map_only(Tensor, lambda x: SequenceShard.of(x, ranks), out)
+        with ranks.scope():
+            return SequenceShard.of(func(*args, **kwargs), ranks)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """A plain tensor."""
+    if isinstance(tensor, DTensor):
+        return tensor.to_local()
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.as_subclass(Tensor) if isinstance(tensor, SequenceShard) else tensor
 
 
 def _forward(ranks: Ranks, theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
