@@ -128,12 +128,12 @@ def _sizes(k: Tensor, v: Tensor, seq_dim: int, transport: Transport) -> list[int
 
 
 def _gathered(tensor: Tensor, dim: int, transport: Transport, sizes: list[int]) -> Tensor:
-    whole: Tensor = Gathered.apply(tensor.movedim(dim, 0), transport, sizes)
+    whole: Tensor = Gathered.apply(tensor.movedim(dim, 0), transport, sizes, f"flex_cp_allgather of {sizes}")
     return _own(whole.movedim(0, dim), tensor)
 
 
 def _summed(tensor: Tensor, dim: int, transport: Transport, sizes: list[int]) -> Tensor:
-    own: Tensor = Summed.apply(tensor.movedim(dim, 0), transport, sizes)
+    own: Tensor = Summed.apply(tensor.movedim(dim, 0), transport, sizes, f"gradients of flex_cp_allgather of {sizes}")
     return _own(own.movedim(0, dim), tensor)
 
 
