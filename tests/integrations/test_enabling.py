@@ -616,15 +616,15 @@ def test_ranks_with_different_weights_are_told_so_at_the_first_batch():
         model(**batch())
 
     assert refusal(rank).startswith(
-        "weights differ between rank 0 and ranks [1]; every rank must have the same: load one checkpoint, or set one"
+        "weights or buffers differ between rank 0 and ranks [1]; every rank must have the same: load one checkpoint, or"
     )
 
 
 def test_weights_are_compared_once_and_parts_of_them_never(monkeypatch):
-    from attnspan.integrations.huggingface import weights
+    from attnspan.parallel.checksum import Content, Weights, checksum
 
     told = []
-    monkeypatch.setattr(weights, "checksum", lambda model: told.append(model) or "")
+    monkeypatch.setattr(Weights, "content", lambda self: told.append(self) or Content(0, 0))
 
     def rank(world):
         model = family("llama")
@@ -641,23 +641,23 @@ def test_weights_are_compared_once_and_parts_of_them_never(monkeypatch):
 
     layer = nn.Linear(2, 2)
     monkeypatch.undo()
-    whole = weights.checksum(layer)
+    assert Weights(layer).content() == (checksum([layer.weight, layer.bias]), checksum([]))
     layer.weight = nn.Parameter(layer.weight.detach().as_subclass(Part))
-    assert weights.checksum(layer) == whole.split()[-1]
+    assert Weights(layer).content() == (checksum([layer.bias]), checksum([layer.weight]))
     layer._is_fsdp_managed_module = True  # as FSDP1 marks what it holds in parts that look like wholes
-    assert weights.checksum(layer) == ""
+    assert Weights(layer).content() == (checksum([]), checksum([layer.weight, layer.bias]))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float8_e4m3fn, torch.complex64], ids=str)
 def test_sums_of_bits_tell_weights_of_any_dtype_apart(dtype):
-    from attnspan.integrations.huggingface.weights import checksum
+    from attnspan.parallel.checksum import Weights
 
     layer = nn.Linear(3, 2)
     layer.weight = nn.Parameter(torch.arange(6.0).view(2, 3).to(dtype).t(), requires_grad=False)
-    before = checksum(layer)
-    assert checksum(copy.deepcopy(layer)) == before
+    before = Weights(layer).content()
+    assert Weights(copy.deepcopy(layer)).content() == before
     layer.weight.data = (torch.arange(6.0).view(2, 3) + torch.tensor([0.0, 1.0, 0.0])).to(dtype).t()
-    assert checksum(layer) != before
+    assert Weights(layer).content() != before
 
 
 def test_generation_is_refused():

@@ -1,0 +1,169 @@
+"""One number for the bits of many tensors, worked out where they lie: the same for the same bits, on any device.
+
+Weights change without a trace: fused optimizers, writes through `.data` and foreign kernels do not raise a tensor's
+version. So contents are compared. Bits are read as whole numbers of 64 bits, whose sums no order of adding changes::
+
+    words      (blocks, 17, 1021): 17 rows of 1021 words are added up, which reads memory about as fast as it can be
+    sums       (blocks, 1021), each times a weight of its column and one of its block, then all added
+
+A prime number of columns puts words that are a power of two apart into different sums, and each sum counts with another
+factor: the same numbers in another order, or a part that moved elsewhere, make another checksum. Upper bits are mixed
+into lower ones before a product, in which they would count for their parity alone; rows are odd so that signs that all
+turn do not cancel there. What is left is chance, of one in 2**64, and words that trade places with one that lies
+exactly 1 to 16 times 1021 words away.
+
+Small tensors are put in a row first, so that a model of many costs few kernels.
+
+Ranks can compare what lies whole on each; of weights that lie in parts on the ranks (DTensors, FSDP and the like) each
+knows its own.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+COLUMNS = 1021
+ROWS = 17
+BLOCK = ROWS * COLUMNS
+"""Words of a block."""
+
+WIDTH = 8
+"""Bytes of a word."""
+
+SMALL = 1 << 20
+"""Bytes below which a tensor is put in a row with others: to copy it costs less than kernels of its own."""
+
+
+def checksum(tensors: Iterable[Tensor]) -> int:
+    """A number of 64 bits for tensors in this order.
+
+    >>> one = torch.arange(6.0)
+    >>> checksum([one]) == checksum([one.clone()]) != checksum([one.flip(0)])
+    True
+    """
+    sums: dict[torch.device, list[Tensor]] = {}
+    small: dict[torch.device, list[Tensor]] = {}
+    with torch.no_grad():
+        for tensor in tensors:
+            for part in plain_parts(tensor):
+                octets = _octets(part)
+                whole = 0
+                if len(octets) >= SMALL:
+                    whole = len(octets) // (WIDTH * BLOCK) * (WIDTH * BLOCK)
+                    sums.setdefault(part.device, []).append(_sum(octets[:whole].view(torch.int64)))
+                if whole < len(octets):
+                    small.setdefault(part.device, []).append(octets[whole:])
+        for device, row in small.items():
+            sums.setdefault(device, []).append(_sum(_words(row)))
+        totals = [_weighted(torch.stack(some)) for some in sums.values()]
+    found = 0
+    for place, total in enumerate(totals):  # waits for the device here, once for each
+        found += int(total) * (2 * place + 1)
+    return found & (1 << 64) - 1
+
+
+class Content(NamedTuple):
+    """Checksums of a model's parameters and buffers: of those that lie whole on every rank, and of parts."""
+
+    whole: int
+    parts: int
+
+
+class Weights:
+    """A model's parameters and buffers, found once; `content` is what they are by now.
+
+    >>> one, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    >>> Weights(one).content() == Weights(other).content()
+    False
+    >>> _ = other.load_state_dict(one.state_dict())
+    >>> Weights(one).content() == Weights(other).content()
+    True
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._whole: list[Tensor] = []
+        self._parts: list[Tensor] = []
+        flat = any(getattr(module, "_is_fsdp_managed_module", False) for module in model.modules())
+        for each in chain(model.parameters(), model.buffers()):  # those of FSDP1 are parts that look like wholes
+            (self._parts if flat or not _is_whole(each) else self._whole).append(each)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return chain(self._whole, self._parts)
+
+    def content(self) -> Content:
+        """Reads all of them."""
+        return Content(checksum(self._whole), checksum(self._parts))
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    """Not a DTensor or another tensor that wraps some, nor one of ZeRO-3's."""
+    return not (is_traceable_wrapper_subclass(tensor) or hasattr(tensor, "to_local") or hasattr(tensor, "ds_id"))
+
+
+def plain_parts(tensor: Tensor) -> Iterator[Tensor]:
+    """The tensors that hold the numbers here: of one that wraps others (DTensor, quantised), those; none of a meta."""
+    if is_traceable_wrapper_subclass(tensor):
+        for name in tensor.__tensor_flatten__()[0]:
+            yield from plain_parts(getattr(tensor, name))
+    elif tensor.layout == torch.strided:
+        if not tensor.is_meta and tensor.numel():
+            yield tensor.detach()
+    elif tensor.layout == torch.sparse_coo:
+        yield from (tensor.detach()._indices(), tensor.detach()._values())
+    else:
+        rows = tensor.layout in (torch.sparse_csr, torch.sparse_bsr)
+        where = (tensor.crow_indices(), tensor.col_indices()) if rows else (tensor.ccol_indices(), tensor.row_indices())
+        yield from (*where, tensor.detach().values())
+
+
+def _octets(tensor: Tensor) -> Tensor:
+    """The bytes of a tensor in a row, so placed that they can be read as words."""
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    row = tensor.contiguous().view(-1).view(torch.uint8)
+    return row if row.storage_offset() % WIDTH == 0 or len(row) < SMALL else row.clone()
+
+
+def _words(row: list[Tensor]) -> Tensor:
+    """Bytes of several tensors as words, filled up with zeros to whole blocks."""
+    length = sum(map(len, row))
+    block = WIDTH * (BLOCK if length > WIDTH * BLOCK else 1)
+    filler = row[0].new_zeros(-length % block)
+    return torch.cat([*row, filler]).view(torch.int64)
+
+
+def _sum(words: Tensor) -> Tensor:
+    """() of whole blocks of words, or of less than one."""
+    if len(words) <= BLOCK:
+        return _weighted(words)
+    sums = words.view(-1, ROWS, COLUMNS).sum(1)
+    return _weighted((sums ^ sums >> 32).mul_(weights(COLUMNS, words.device)).sum(1))
+
+
+def _weighted(words: Tensor) -> Tensor:
+    """() the sum of words, each times a weight of its own."""
+    return (words ^ words >> 32).mul_(weights(len(words), words.device)).sum()
+
+
+def weights(count: int, device: torch.device) -> Tensor:
+    """(count,) odd numbers of 64 bits that nothing can tell from chance, the same everywhere."""
+    known = 1 << (count - 1).bit_length() if count else 1
+    return _weights(known, device)[:count]
+
+
+@functools.lru_cache(maxsize=32)
+def _weights(count: int, device: torch.device) -> Tensor:
+    """By the finaliser of SplitMix64, of the numbers from 1; shifts of negative numbers are made those of unsigned."""
+    with torch.inference_mode(False):
+        x = torch.arange(1, count + 1, device=device) * -0x61C8864680B583EB
+        for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
+            x = (x ^ (x >> shift) & (1 << 64 - shift) - 1) * factor
+        x ^= (x >> 31) & (1 << 33) - 1
+        return x | 1
