@@ -97,3 +97,131 @@ def test_twin_an_answer_that_is_read_by_itself_lacks_the_space_before_it():
     prompt, answer = words().encode("the cat"), words().encode("the cat and")[len(words().encode("the cat")) :]
     assert "".join(spoken(answer, by=words)[0]) == "and"
     assert "".join(spoken(answer, after=prompt, by=words)[0]) == " and"
+
+
+# ---- special tokens --------------------------------------------------------------------------------------------------
+
+END = tokenizer().convert_tokens_to_ids("<end>")
+
+
+def test_a_text_to_stop_at_may_be_a_special_token():
+    tokens = [*tokenizer().encode("the cat"), END, *tokenizer().encode(" and")]
+    pieces, stopped = spoken(tokens, ["<end>"])
+    assert stopped
+    assert "".join(pieces) == "the cat"
+    assert len(pieces) == len(tokenizer().encode("the cat")) + 1
+
+
+@pytest.mark.parametrize(
+    ("stop", "text"),
+    [("cat<end>", "the "), ("<end> and", "the cat"), ("cat<end> a", "the "), ("cat and", "the ")],
+)
+def test_a_text_to_stop_at_may_have_special_tokens_in_it_or_between_its_letters(stop, text):
+    pieces, stopped = spoken([*tokenizer().encode("the cat"), END, *tokenizer().encode(" and")], [stop])
+    assert stopped
+    assert "".join(pieces) == text
+
+
+@pytest.mark.parametrize("stop", ["end", "end>", "t<", "<end>x", "x<end>"])
+def test_a_part_of_the_name_of_a_special_token_is_not_in_the_text(stop):
+    pieces, stopped = spoken([*tokenizer().encode("the cat"), END, *tokenizer().encode(" and")], [stop])
+    assert not stopped
+    assert "".join(pieces) == "the cat and"
+
+
+def test_the_name_of_a_special_token_is_met_in_letters_too():
+    pieces, stopped = spoken(spelled("a <end>"), ["<end>"])
+    assert stopped
+    assert "".join(pieces) == "a "
+
+
+def spelled(text):
+    """A text in tokens of one letter each, none of them special."""
+    names = {tokenizer().decode([token]): token for token in range(1, 257)}
+    return [names[letter] for letter in text]
+
+
+@given(texts, stops, st.data())
+def test_special_tokens_anywhere_leave_the_text_and_its_end_as_they_are(text, stop, data):
+    tokens = tokenizer().encode(text)
+    places = data.draw(st.lists(st.integers(0, len(tokens)), max_size=4))
+    mixed = tokens[:]
+    for place in sorted(places, reverse=True):
+        mixed.insert(place, END)
+    assert "".join(spoken(mixed, stop)[0]) == "".join(spoken(tokens, stop)[0])
+
+
+def test_runs_of_special_tokens_take_as_long_as_they_are():
+    """8,000 took seconds, each decoded with all before it. Tokens are counted, and not time."""
+    counted, by = [], tokenizer()
+
+    class Counting:
+        def decode(self, token_ids, skip_special_tokens=True):
+            counted.append(len(token_ids))
+            return by.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    speech = Speech(Counting(), after=by.encode("the cat"))
+    told = [speech.push(token) for token in [END] * 8000 + by.encode(" and")]
+    assert "".join(told) == " and"
+    assert sum(counted) < 100
+
+
+# ---- letters that are not there yet ----------------------------------------------------------------------------------
+
+
+def test_a_text_to_stop_at_is_found_at_once_though_a_letter_is_half_there():
+    inner = tokenizer()
+    cat, letter = inner.encode("cat"), inner.encode("猫")
+    assert len(letter) > 1
+
+    class Joined:
+        """One token that is a word and the first byte of a letter."""
+
+        def decode(self, token_ids, skip_special_tokens=True):
+            tokens = [each for token in token_ids for each in ([*cat, letter[0]] if token == -1 else [token])]
+            return inner.decode(tokens, skip_special_tokens=skip_special_tokens)
+
+    speech = Speech(Joined(), ["cat"])
+    assert speech.push(-1) == ""
+    assert speech.stopped
+    speech = Speech(Joined())
+    assert [speech.push(-1), *(speech.push(token) for token in letter[1:])] == ["cat", *[""] * (len(letter) - 2), "猫"]
+
+
+# ---- texts that are cleaned ------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def cleaned_words():
+    """As of BERT, with clean_up_tokenization_spaces: punctuation and short forms lose the space before them."""
+    short = ["do", "n", "'", "t", "s", "m", "ve", "re", ".", ",", "?", "!", "it", "##s", "n't", "'s"]
+    inner = Tokenizer(models.WordPiece({word: place for place, word in enumerate(["[UNK]", *short])}))
+    inner.pre_tokenizer, inner.decoder = pre_tokenizers.Whitespace(), decoders.WordPiece(cleanup=False)
+    return PreTrainedTokenizerFast(tokenizer_object=inner, clean_up_tokenization_spaces=True)
+
+
+words_of_it = st.lists(st.integers(1, 16), max_size=14)
+
+
+@given(words_of_it)
+def test_a_text_that_is_cleaned_comes_out_as_its_tokenizer_shows_it(tokens):
+    pieces, _ = spoken(tokens, by=cleaned_words)
+    assert "".join(pieces) == cleaned_words().decode(tokens)
+
+
+@given(words_of_it, st.lists(st.sampled_from(["n't", "do", "it's", " .", ".", "' ", "s it"]), min_size=1, max_size=2))
+def test_a_text_that_is_cleaned_stops_at_the_token_that_completes_a_stop(tokens, stop):
+    pieces, stopped = spoken(tokens, stop, by=cleaned_words)
+    texts = [cleaned_words().decode(tokens[:count]) for count in range(len(tokens) + 1)]
+    first = next((count for count, text in enumerate(texts) if any(each in text for each in stop)), None)
+    assert stopped == (first is not None)
+    if stopped:
+        assert len(pieces) == first
+        text = texts[first]
+        assert "".join(pieces) == text[: min(place for place in map(text.find, stop) if place >= 0)]
+
+
+def test_twin_a_text_that_is_told_token_by_token_would_say_what_is_not_there():
+    tokens = [1, 2, 3, 4]
+    assert cleaned_words().decode(tokens) == "don't"
+    assert cleaned_words().decode(tokens[:2]) == "do n"

@@ -2,11 +2,20 @@
 
 A token is seldom a text of its own: bytes of one letter may be spread over several, and some tokenizers write the space
 before a word only where a word came before. So the newest tokens are decoded together with a few before them, at first
-those of the prompt, and what is new is what the text grew by: a prompt and its answer can be joined. A text that ends
-in the middle of a letter waits for the rest of it.
+those of the prompt, and what is new is what the text grew by: a prompt and its answer can be joined. Where a text ends
+in the middle of a letter, the letter waits for the rest of it.
 
 [Note: held back] A text to stop at may begin in one token and end in a later one. What may still become one is held
 back, so that nothing is ever told that is cut off later. Joined, the pieces are the text.
+
+[Note: special tokens] A special token has no part in the text, and is not decoded with others. A text to stop at may
+name it, as in stop="<|im_end|>": for each such token a symbol that no text has stands in what is held back and in the
+texts to stop at, and is taken out before anything is told. A text to stop at that only looks like a part of its name
+does not meet it.
+
+[Note: cleaned texts] A tokenizer may clean up spaces (`clean_up_tokenization_spaces`), which changes what came earlier:
+"do n ' t" becomes "don't" with its last token. Tokens are decoded without, and the text is cleaned up to a space that
+no rule reaches across; what comes after that waits, but is searched for texts to stop at as it would be now.
 
 Knows nothing of models or requests.
 """
@@ -14,13 +23,16 @@ Knows nothing of models or requests.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 CONTEXT = 8
 """Tokens of a prompt that an answer is read after."""
 
 UNFINISHED = "\ufffd"
 """What decoding puts where bytes are not yet a letter."""
+
+SYMBOLS = range(0xF0000, 0xFFFFE)
+"""Characters for private use, which stand for special tokens. See [Note: special tokens]."""
 
 
 class Tokenizer(Protocol):
@@ -49,47 +61,177 @@ class Speech:
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), after: Sequence[int] = ()) -> None:
-        self.tokenizer, self.stop = tokenizer, tuple(stop)
+        self.tokenizer = tokenizer
         self.stopped = False
+        self._cleaner = Cleaner(tokenizer) if cleans(tokenizer) else None
+        self._stops = Stops(stop)
+        self._special: dict[int, str] = {}  # those that came by, and their names
         self._tokens = list(after[-CONTEXT:])
         self._before = 0
         self._read = len(self._tokens)  # tokens [before, read) were told, and are decoded again with what comes next
-        self._held = ""
-        if self._tokens and self._decoded(0, self._read).endswith(UNFINISHED):
-            self._before = self._read  # a prompt that ends within a letter
+        self._length = len(text := self._decoded(0))  # of what those from `before` on are, when last decoded
+        if text.endswith(UNFINISHED):
+            self._before, self._length = self._read, 0  # a prompt that ends within a letter
+        self._told_of = self._length  # how much of that was handed on
 
     def push(self, token: int) -> str:
         """What the text grew by, as far as it can be told."""
-        self._tokens.append(token)
-        known = self._decoded(self._before, self._read)
-        whole = self._decoded(self._before, len(self._tokens))
-        if len(whole) <= len(known) or whole.endswith(UNFINISHED):
-            return ""
-        self._before, self._read = self._read, len(self._tokens)
-        return self._told(whole[len(known) :])
+        if token not in self._special:
+            self._tokens.append(token)
+            whole = self._decoded(self._before)
+            if len(whole) > self._length or not self._is_special(token):
+                return self._on(self._grown(whole))
+            self._tokens.pop()
+        self._stops.name(self._special[token])
+        return self._on(self._stops.symbol(self._special[token]))
 
     def end(self) -> str:
         """What was held back, when no more tokens come."""
         if self.stopped:
             return ""
-        known = self._decoded(self._before, self._read)
-        whole = self._decoded(self._before, len(self._tokens))
-        self._read = len(self._tokens)
-        told = self._told(whole[len(known) :]) + self._held
-        self._held = ""
+        rest = self._decoded(self._before)[self._told_of :]
+        self._told_of += len(rest)
+        return self._on(rest, ended=True)
+
+    def _grown(self, whole: str) -> str:
+        """What is new in the text of the tokens from `before` on, up to a letter that is not there yet."""
+        settled = whole.rstrip(UNFINISHED)
+        new = settled[self._told_of :]
+        self._told_of, self._length = max(self._told_of, len(settled)), len(whole)
+        if len(settled) == len(whole) and new:
+            self._before, self._read = self._read, len(self._tokens)
+            self._told_of = self._length = len(self._decoded(self._before))
+        return new
+
+    def _on(self, new: str, ended: bool = False) -> str:
+        """Clean what is new, look for texts to stop at, and hold back what may become one."""
+        tentative = ""
+        if self._cleaner is not None:
+            new, tentative = self._cleaner.cleaned(new, ended or new[:1] in self._stops.symbols)
+        told, self.stopped = self._stops.cut(new, tentative, ended)
         return told
 
-    def _told(self, new: str) -> str:
-        """See [Note: held back]."""
-        text = self._held + new
-        ends = [place for place in (text.find(stop) for stop in self.stop) if place >= 0]
-        if ends:
-            self.stopped, self._held = True, ""
-            return text[: min(ends)]
-        beginnings = (stop[:n] for stop in self.stop for n in range(1, len(stop)))
-        kept = max((len(beginning) for beginning in beginnings if text.endswith(beginning)), default=0)
-        self._held = text[len(text) - kept :]
-        return text[: len(text) - kept]
+    def _is_special(self, token: int) -> bool:
+        """Whether a token has a name and no text; it is noted as such."""
+        name = self.tokenizer.decode([token], skip_special_tokens=False)
+        if not name or self.tokenizer.decode([token], skip_special_tokens=True):
+            return False
+        self._special[token] = name
+        return True
 
-    def _decoded(self, first: int, last: int) -> str:
-        return self.tokenizer.decode(self._tokens[first:last], skip_special_tokens=True)
+    def _decoded(self, first: int) -> str:
+        tokens = self._tokens[first:]
+        if self._cleaner is not None:
+            return self._cleaner.decoded(tokens)
+        return self.tokenizer.decode(tokens, skip_special_tokens=True) if tokens else ""
+
+
+class Stops:
+    """Texts to stop at, and what is held back because it may become one."""
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        self.texts = tuple(texts)
+        self.symbols: dict[str, str] = {}  # of special tokens that a text names: symbol and name
+        self._with_symbols: tuple[str, ...] = ()  # the texts that do
+        self._held = ""
+
+    def name(self, name: str) -> None:
+        """A special token of this name has come; texts that name it have a symbol for it from now on."""
+        if name in self.symbols.values() or not any(name in text for text in self.texts):
+            return
+        self.symbols[chr(SYMBOLS[len(self.symbols)])] = name
+        # The longest first: a name may be a part of another.
+        named = sorted(self.symbols.items(), key=lambda pair: -len(pair[1]))
+        found = []
+        for text in self.texts:
+            for symbol, each in named:
+                text = text.replace(each, symbol)
+            found.append(text)
+        self._with_symbols = tuple(text for text, plain in zip(found, self.texts, strict=True) if text != plain)
+
+    def symbol(self, name: str) -> str:
+        """What stands for a special token; nothing if no text names it."""
+        return next((symbol for symbol, each in self.symbols.items() if each == name), "")
+
+    def cut(self, new: str, tentative: str, ended: bool) -> tuple[str, bool]:
+        """What can be told of a text that goes on with `new`, and whether it stops there.
+
+        `tentative` comes after it and may yet be another; at the end nothing is held back.
+        """
+        text = self._held + new
+        place = self._first(text + tentative)
+        if place is not None:
+            self._held = ""
+            return self._shown((text + tentative)[:place]), True
+        kept = len(text) if ended else self._beginning(text)
+        self._held = text[kept:]
+        return self._shown(text[:kept]), False
+
+    def _first(self, text: str) -> int | None:
+        """Where the first text to stop at begins, in what is shown or with special tokens."""
+        shown, places = self._places(text)
+        found = [places[place] for place in (shown.find(each) for each in self.texts) if place >= 0]
+        found += [place for place in (text.find(each) for each in self._with_symbols) if place >= 0]
+        return min(found, default=None)
+
+    def _beginning(self, text: str) -> int:
+        """Where what may become a text to stop at begins; the end of the text if nothing may."""
+        shown, places = self._places(text)
+        begun = places[len(shown) - _overlap(shown, self.texts)]
+        return min(begun, len(text) - _overlap(text, self._with_symbols))
+
+    def _places(self, text: str) -> tuple[str, Sequence[int]]:
+        """What is shown of a text, and where each letter of that, and its end, is in the text."""
+        if not self.symbols:
+            return text, range(len(text) + 1)
+        places = [place for place, letter in enumerate(text) if letter not in self.symbols]
+        return self._shown(text), [*places, len(text)]
+
+    def _shown(self, text: str) -> str:
+        return "".join(letter for letter in text if letter not in self.symbols) if self.symbols else text
+
+
+def _overlap(text: str, stops: Sequence[str]) -> int:
+    """The most letters at the end of a text that one of `stops` begins with, and is longer than."""
+    beginnings = (stop[:n] for stop in stops for n in range(1, len(stop)))
+    return max((len(each) for each in beginnings if text.endswith(each)), default=0)
+
+
+def cleans(tokenizer: Any) -> bool:
+    """Whether a tokenizer cleans up spaces when it decodes: those of transformers do not for BPE, unless forced to."""
+    if not getattr(tokenizer, "clean_up_tokenization_spaces", False):
+        return False
+    model = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
+    forced = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
+    return type(model).__name__ != "BPE" or bool(getattr(tokenizer, forced, False))
+
+
+class Cleaner:
+    """Text as its tokenizer cleans it, piece by piece. See [Note: cleaned texts]."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._waiting = ""
+
+    def decoded(self, tokens: list[int]) -> str:
+        """The text of tokens as it is before it is cleaned."""
+        if not tokens:
+            return ""
+        text: str = self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return text
+
+    def cleaned(self, new: str, ended: bool) -> tuple[str, str]:
+        """What is clean for good of a text that goes on with `new`, and the rest as it would be now."""
+        text = self._waiting + new
+        place = len(text) if ended else next((at for at in range(len(text) - 2, 0, -1) if _is_apart(text, at)), 0)
+        self._waiting = text[place:]
+        return self._clean(text[:place]), self._clean(self._waiting)
+
+    def _clean(self, text: str) -> str:
+        found: str = self._tokenizer.clean_up_tokenization(text)
+        return found
+
+
+def _is_apart(text: str, at: int) -> bool:
+    """Whether no rule reaches across the place before a letter: all rules begin with a space, and one has two."""
+    return text[at] == " " and text[at + 1] not in " '" and text[at - 2 : at] != " '"
