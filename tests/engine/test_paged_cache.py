@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import transformers
+from torch import nn
 
 from attnspan.errors import ModelError, PageError, PoolExhausted
 from attnspan.integrations.huggingface import PagedCache
@@ -176,3 +177,47 @@ def test_keys_that_need_gradients_are_refused():
     with torch.no_grad():
         found = model(tokens, past_key_values=cache).logits
         torch.testing.assert_close(found, model(tokens).logits)
+
+
+LATENTS = {
+    "q_lora_rank": 16, "kv_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
+    "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48,
+    "num_hidden_layers": 2, "moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2,
+    "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1, "eos_token_id": None, "pad_token_id": 0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}], ids=["greedy", "beams"])
+def test_layers_that_hand_over_latents_are_served_with_pages_of_those(options):
+    """DeepSeek-V3 was refused when it was first called: it hands over what its keys and values are made of."""
+    torch.manual_seed(0)
+    model = transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**LATENTS)).eval().requires_grad_(False)
+    plain, paged, cache = both(model, [9, 3], pages=128, **options)
+    assert torch.equal(plain, paged)
+    assert [(layer.kv_heads, layer.head_dim, layer.value_dim) for layer in cache.pool.layers] == [(1, 24, 8)] * 2
+
+
+def test_a_model_that_hands_over_what_pages_cannot_hold_is_refused_when_the_cache_is_made():
+    model = copy.deepcopy(tiny("Llama"))
+    layer = model.model.layers[1].self_attn
+    own = layer.forward
+
+    def of_other_heads(*args, past_key_values=None, **kwargs):
+        past_key_values.update(torch.zeros(1, 2, 1, 8), torch.zeros(1, 1, 1, 8), 1)
+        return own(*args, **kwargs)
+
+    layer.forward = of_other_heads
+    with pytest.raises(
+        ModelError, match=r"layers.1.self_attn hands \(1, 2, 1, 8\) and \(1, 1, 1, 8\) to the cache for"
+    ):
+        PagedCache(model, pages=8)
+    layer.forward = lambda *args, past_key_values=None, **kwargs: own(*args, **kwargs)
+    with pytest.raises(ModelError, match=r"layers.1.self_attn hands nothing to the cache for one token"):
+        PagedCache(model, pages=8)
+    layer.forward = of_other_heads
+    model.model.layers[1].self_attn = nn.Identity()
+    model.model.layers[1].self_attn.forward = lambda hidden_states, **kwargs: of_other_heads(
+        hidden_states=hidden_states, **kwargs
+    )
+    with pytest.raises(ModelError, match="2 layers hand something to the cache, and 1 attention layers are known"):
+        PagedCache(model, pages=8)

@@ -8,6 +8,9 @@ is copied side by side again at every call, since that is what the model's own a
 tokens that are there, rows of a beam share what they have in common, and results are those of any other cache, with any
 attention implementation and any mask; what is read is copied once a layer and step.
 
+What a layer hands to a cache is seen when the cache is made, by running the model on one token: most hand over keys and
+values of their heads, some what both are made of (the latents of DeepSeek-V3), and pages hold either.
+
 Rows are filled alike: a batch with padding stores the padding too, which the attention mask hides as ever. Layers with
 a window keep all their keys here (the mask cuts them; only the engine gives pages back).
 
@@ -90,10 +93,13 @@ class PagedCache(Cache):
             ):
                 if wrong:
                     raise ModelError(f"{layer.name} has {what}; PagedCache serves decoder-only models")
-        first = next(model.parameters())
         allocator = PageAllocator(num_pages=pages + 1, page_size=page_size)
-        specs = [Layer(layer.kv_heads, layer.head_dim, layer.value_dim) for layer in found]
-        self._begin(Rows(PagePool(allocator, specs, dtype=first.dtype, device=first.device), []))
+        handed = handed_over(model, [layer.name for layer in found])
+        dtypes = dict.fromkeys(each.dtype for pair in handed for each in pair)
+        if len(dtypes) > 1:
+            raise ModelError(f"layers hand {' and '.join(map(str, dtypes))} to the cache; PagedCache holds one dtype")
+        specs = [Layer(key.shape[1], key.shape[3], value.shape[3]) for key, value in handed]
+        self._begin(Rows(PagePool(allocator, specs, dtype=next(iter(dtypes)), device=handed[0][0].device), []))
 
     def _begin(self, held: Rows) -> None:
         self._held, self.pool, self.allocator = held, held.pool, held.pool.allocator
@@ -164,6 +170,61 @@ class PagedCache(Cache):
     def __repr__(self) -> str:
         stats = self.allocator.stats()
         return f"PagedCache({len(self.rows)} rows of {self.length} tokens in {stats.used} of {stats.pages} pages)"
+
+
+def handed_over(model: PreTrainedModel, names: list[str]) -> list[tuple[Tensor, Tensor]]:
+    """What each layer hands to a cache for one token, (1, heads, 1, dim) twice; ModelError unless it is so."""
+    cache = Cache(layer_class_to_replicate=SeenLayer)
+    token = torch.zeros(1, 1, dtype=torch.int64, device=next(model.parameters()).device)
+    with torch.no_grad():
+        model(input_ids=token, past_key_values=cache, use_cache=True)
+    seen: list[Any] = [*cache.layers, *(SeenLayer() for _ in names[len(cache.layers) :])]
+    if len(seen) > len(names):
+        raise ModelError(f"{len(seen)} layers hand something to the cache, and {len(names)} attention layers are known")
+    found = []
+    for name, layer in zip(names, seen, strict=True):
+        shapes = [tuple(each.shape) for each in layer.handed]
+        heads = {shape[1] for shape in shapes if len(shape) == 4 and shape[::2] == (1, 1)}
+        if len(shapes) != 2 or len(heads) != 1:
+            told = " and ".join(map(str, shapes)) or "nothing"
+            raise ModelError(
+                f"{name} hands {told} to the cache for one token; PagedCache holds keys and values (1, heads, 1, dim) "
+                "of as many heads"
+            )
+        key, value = layer.handed
+        found.append((key, value))
+    return found
+
+
+class SeenLayer(CacheLayerMixin):
+    """One layer of a cache for one token: notes what it is handed."""
+
+    is_sliding = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.handed: tuple[Tensor, ...] = ()
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to do."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Note both, and return them: there is nothing else."""
+        self.handed += (key_states, value_states)
+        return key_states, value_states
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """The token there is, and its position."""
+        return query_length, 0
+
+    def get_seq_length(self) -> int:
+        """Nothing is kept."""
+        return 0
+
+    def get_max_length(self) -> int:
+        """No fixed end."""
+        return -1
 
 
 def _give_back(allocator: PageAllocator, rows: list[int]) -> None:
