@@ -48,6 +48,7 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from attnspan.errors import ModelError, one_of
+from attnspan.integrations.huggingface.adapters import adds_to_loss, check_adapters
 from attnspan.integrations.huggingface.attending import (
     NAME,
     SEAT,
@@ -120,6 +121,7 @@ class Enabled:
 
     def __init__(self, called: nn.Module, cp: ContextParallel | Group, over: Group, outputs: str):
         model = _adapted(called)
+        check_adapters(called)
         self.layers = tuple(attention_layers(model))
         check_model(model, self.layers)
         self.outputs = one_of("outputs", outputs, ["shards", "whole"], error=ModelError)
@@ -136,6 +138,7 @@ class Enabled:
         self._families: dict[Side, Family] = {side: Family(cp, self._patterns(side)) for side in sides}
         self.transport = next(iter(self._families.values())).transport
         self._loss = kind_of(model)
+        self._adds_to_loss = adds_to_loss(called, model)
         self._takes = inspect.signature(type(model).forward).parameters
         self._calling = [name for name in inspect.signature(type(called).forward).parameters if name != "self"]
         self._first: WeakKeyDictionary[object, Pass] = WeakKeyDictionary()  # of each checkpointed region
@@ -300,6 +303,11 @@ class Enabled:
     def _enter(self, model: nn.Module, args: Any, kwargs: Any) -> tuple[Pass, dict[str, Any]]:
         given = self._named(args, kwargs)
         check_call(self.model, given)
+        if self._adds_to_loss is not None and given.get("labels") is not None:
+            raise ModelError(
+                f"labels must not be given: {self._adds_to_loss} adds a term of its own to the loss, which is not "
+                "served over ranks; compute the loss from logits, and add that term to it"
+            )
         if model.training:
             for layer in self.layers:
                 if layer.dropout:

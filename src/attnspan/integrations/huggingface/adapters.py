@@ -1,0 +1,53 @@
+"""Adapters of peft that are not served, by their names: those that look at a whole row of tokens, or add to it.
+
+Most adapters change layers, and compute each token by itself; they are as exact as the model. Nothing of peft is
+imported: adapters are known by what their classes have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from attnspan.errors import ModelError
+
+
+def check_adapters(model: Any) -> None:
+    """ModelError for an adapter that depends on tokens of a row which a step, or a rank, does not have."""
+    configs = getattr(model, "peft_config", None)
+    for name, config in configs.items() if isinstance(configs, Mapping) else ():
+        if getattr(config, "is_prompt_learning", False):
+            raise ModelError(
+                f"adapter {name!r} ({_kind(config)}) puts tokens of its own before those of a prompt, which is not "
+                "served; give the model inside, model.get_base_model(), or an adapter that changes layers"
+            )
+    for path, module in model.named_modules():
+        if len(getattr(module, "lily_router", ())):
+            raise ModelError(
+                f"{path} ({type(module).__module__}) is an adapter of the kind Lily, which takes the mean of its "
+                "routers over all tokens of a call, and is not served; remove it"
+            )
+        variants = getattr(module, "lora_variant", None)
+        for name, variant in variants.items() if isinstance(variants, Mapping) else ():
+            if "ALora" in type(variant).__name__:
+                raise ModelError(
+                    f"adapter {name!r} is an activated LoRA (aLoRA, in {path}), which begins where its "
+                    "alora_invocation_tokens are in a row, and is not served; remove it, or use one without them"
+                )
+
+
+def adds_to_loss(called: nn.Module, model: nn.Module) -> str | None:
+    """The class of a wrapper between the model that is called and the one inside that has a loss of its own."""
+    inside = set(model.modules())
+    for module in called.modules():
+        code = getattr(type(module).forward, "__code__", None)
+        if module not in inside and code is not None and "loss" in (*code.co_names, *code.co_consts):
+            return type(module).__name__
+    return None
+
+
+def _kind(config: Any) -> str:
+    kind = getattr(config, "peft_type", type(config).__name__)
+    return str(getattr(kind, "value", kind))
