@@ -181,3 +181,29 @@ def test_soft_caps_are_refused_for_graphs_and_the_model_is_served_without():
 def test_graphs_are_for_cuda():
     with pytest.raises(EngineError, match="cuda_graphs=True needs a model on a CUDA device, got one on cpu"):
         Engine(tiny("Llama"), pages=8, cuda_graphs=True)
+
+
+@pytest.mark.cuda
+def test_graphs_are_captured_anew_when_the_model_is_another_one_and_kept_when_weights_are_written():
+    model = copy.deepcopy(tiny("Llama")).to("cuda")
+    engine = Engine(model, pages=64, max_tokens=32, max_sequences=4, cuda_graphs=True)
+    [prompt], params = prompts([9]), SamplingParams(max_new_tokens=9)
+
+    def said():
+        plain = Engine(copy.deepcopy(model), pages=64, max_tokens=32, max_sequences=4)
+        expected = plain.generate([prompt], params)[0].token_ids
+        assert engine.generate([prompt], params)[0].token_ids == expected
+        return tuple(expected), engine._runner._graphs._noted[1]
+
+    first, graph = said()
+    model.model.layers[0].mlp.up_proj.weight.data.neg_()
+    second, same = said()
+    assert same is graph
+    model.model.layers[0].mlp.act_fn = torch.nn.ReLU()
+    third, other = said()
+    assert other is not graph
+    weight = model.lm_head.weight
+    weight.data = weight.data.flip(0).contiguous()  # elsewhere, and what was there may be anything
+    fourth, last = said()
+    assert last is not other
+    assert len({first, second, third, fourth}) == 4

@@ -632,3 +632,112 @@ def test_printed_it_tells_what_it_has_and_does():
     assert repr(one) == "Engine(LlamaForCausalLM, 64 pages of 4 tokens, 0 running, 1 queued)"
     one.step()
     assert repr(request) == "Request(0, prompt of 2 tokens, 1 tokens so far)"
+
+
+# ---- logits that are not numbers -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("params", [{}, {"temperature": 1.0, "top_k": 5, "top_p": 0.9}, {"top_logprobs": 3}], ids=str)
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_logits_that_are_not_numbers_end_a_sample_with_an_error_and_no_other(params, number):
+    model, [bad, good] = copy.deepcopy(tiny("Llama")), prompts([9, 12])
+    marked, bad = 96, [*bad, 96]
+    good = [token if token != marked else 5 for token in good]
+    expected = greedy(tiny("Llama"), good, 5)
+    assert marked not in expected
+    model.model.embed_tokens.weight[marked, 0] = number
+    one = engine(model)
+    request = one.add(bad, SamplingParams(max_new_tokens=5, n=2, seed=0, **params))
+    other = one.add(good, SamplingParams(max_new_tokens=5))
+    told = [token for _ in range(8) for token in one.step()]
+    assert [sample.finish_reason for sample in request.samples] == ["error", "error"]
+    assert [sample.token_ids for sample in request.samples] == [[], []]
+    assert str(request.error).startswith(
+        f"sample 1 of request 0 ended after {len(bad)} tokens: the model's logits are NaN or infinite there"
+    )
+    assert [(token.token_id, token.finish_reason) for token in told if token.request is request] == [
+        (None, "error")
+    ] * 2
+    assert other.token_ids == expected
+    assert one.unfinished == []
+    one.check()
+    streamed = list(one.stream(bad, SamplingParams(max_new_tokens=5)))
+    assert [(token.token_id, token.finish_reason) for token in streamed] == [(None, "error")]
+    one.check()
+
+
+# ---- salts and stops -------------------------------------------------------------------------------------------------
+
+
+def test_salts_of_different_types_are_different():
+    one, [prompt] = engine(pages=256), prompts([40])
+    salts = [1, True, 1.0, (1, "a"), (True, "a"), frozenset([1]), frozenset([1.0]), "1", None, 0, False]
+    for salt in salts:
+        one.generate([prompt], salt=salt)
+    assert one.counts.known == 0
+    for salt in salts:
+        known = one.counts.known
+        one.generate([prompt], salt=salt)
+        assert one.counts.known == known + 39
+
+
+def test_a_special_token_is_a_text_to_stop_at():
+    model, end = tiny("Llama", vocab_size=300), tokenizer().convert_tokens_to_ids("<end>")
+    one = Engine(model, pages=64, page_size=4, tokenizer=tokenizer())
+    [free] = one.generate([[5, 6, 7]], SamplingParams(max_new_tokens=4))
+    model = copy.deepcopy(model)
+    weight = model.lm_head.weight
+    weight[[end, free.token_ids[2]]] = weight[[free.token_ids[2], end]]
+    one = Engine(model, pages=64, page_size=4, tokenizer=tokenizer())
+    [answer] = one.generate([[5, 6, 7]], SamplingParams(max_new_tokens=4, stop="<end>"))
+    assert answer.token_ids == [*free.token_ids[:2], end]
+    assert answer.finish_reason == "stop"
+
+
+# ---- compiled models -------------------------------------------------------------------------------------------------
+
+
+def in_place(model):
+    model.compile()
+    return model
+
+
+def a_layer(model):
+    model.model.layers[0].compile()
+    return model
+
+
+def its_forward(model):
+    model.forward = torch.compile(model.forward)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("compiled", "message"),
+    [
+        (torch.compile, r"model \(OptimizedModule\) is compiled, by torch.compile\(...\); give what was compiled"),
+        (in_place, r"model \(LlamaForCausalLM\) is compiled, by compile\(\); give a model that was not"),
+        (a_layer, r"model.layers.0 \(LlamaDecoderLayer\) is compiled, by compile\(\)"),
+        (its_forward, r"model \(LlamaForCausalLM\) is compiled, by forward = torch.compile\(forward\)"),
+    ],
+)
+def test_a_compiled_model_is_refused_by_name_also_where_it_is_compiled_later(compiled, message):
+    with pytest.raises(ModelError, match=message):
+        Engine(compiled(copy.deepcopy(tiny("Llama"))), pages=64)
+    if compiled is not torch.compile:
+        model = copy.deepcopy(tiny("Llama"))
+        one = engine(model)
+        compiled(model)
+        for _ in range(2):
+            with pytest.raises(ModelError, match=message):
+                one.generate([[5, 6]])
+        one.check()
+
+
+def test_parts_without_attention_may_be_compiled():
+    model = copy.deepcopy(tiny("Llama"))
+    model.model.layers[0].mlp = torch.compile(model.model.layers[0].mlp, backend="eager")
+    [prompt] = prompts([9])
+    assert engine(model).generate([prompt], SamplingParams(max_new_tokens=4))[0].token_ids == greedy(
+        tiny("Llama"), prompt, 4
+    )

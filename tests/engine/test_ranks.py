@@ -9,6 +9,7 @@ from datetime import timedelta
 import numpy as np
 import pytest
 import torch.distributed as dist
+from torch import nn
 
 from attnspan.engine import Engine, SamplingParams
 from attnspan.errors import EngineError, ModelError, TransportError
@@ -163,7 +164,7 @@ def test_engines_that_differ_between_ranks_are_refused_on_all_of_them():
             model.lm_head.weight[3, 4] += 1e-6
         Engine(model, mesh=world, pages=40)
 
-    with pytest.raises(ModelError, match=r"weights differ between rank 0 and ranks \[2\]"):
+    with pytest.raises(ModelError, match=r"weights or buffers differ between rank 0 and ranks \[2\]"):
         loopback(3).run(other_weights)
 
 
@@ -179,7 +180,8 @@ def test_weights_that_change_while_a_request_queues_are_compared_when_it_begins(
             model.lm_head.weight.neg_()
         if not everywhere:
             with pytest.raises(
-                EngineError, match=r"weights were changed at another time on rank 0 than on ranks \[1\]"
+                EngineError,
+                match=r"the model was changed in another way, or at another time, on rank 0 than on ranks \[1\]",
             ):
                 engine.step()
             return None
@@ -199,8 +201,8 @@ def test_weights_change_on_all_ranks_or_the_next_request_is_refused():
         engine.generate(asked, params)
         if world.rank == 0:
             model.lm_head.weight.neg_()
-        with pytest.raises(EngineError, match="and changes its model's weights between the same ones"):
-            engine.add(asked[0], params)
+        with pytest.raises(EngineError, match="change it on all ranks alike, between the same calls of the engine"):
+            engine.generate(asked, params)
         if world.rank == 1:
             model.lm_head.weight.neg_()
         return engine.generate(asked, params)[0].token_ids, engine.counts.known, greedy(model, asked[0], 4)
@@ -246,7 +248,136 @@ def test_a_rank_that_dies_ends_every_request_with_an_error_that_says_so(ranks):
     for found, error, refused, ends, left, unfinished in (first, *others):
         assert found == expected
         assert error is not None
-        assert "partial attention" in error
+        assert "partial attention" in error or "records of an engine" in error
         assert refused.startswith(DEAD)
         assert ends == [("error", "TransportError", True)] * 2
         assert (left, unfinished) == ((0, 0), [])
+
+
+# ---- what ranks compare while they run -------------------------------------------------------------------------------
+
+
+def test_ranks_that_cancel_different_requests_are_told_so_before_anything_is_computed():
+    model, asked = tiny("Llama"), prompts([12, 9, 20])
+
+    def rank(world):
+        engine = Engine(model, mesh=world, pages=40, page_size=4)
+        requests = [engine.add(prompt, SamplingParams(max_new_tokens=20)) for prompt in asked]
+        for _ in range(3):
+            engine.step()
+        before = [len(request.token_ids) for request in requests]
+        engine.cancel(requests[world.rank])
+        with pytest.raises(EngineError, match=r"steps differ between rank 0 and ranks \[1\]: they cancelled other"):
+            engine.step()
+        engine.check()
+        for request, tokens in zip(requests, before, strict=True):
+            assert request.finish_reason in ("cancelled", "error")
+            assert len(request.token_ids) == tokens
+        with pytest.raises(EngineError, match=DEAD):
+            engine.add([5])
+        # Nothing is under way on the group, which another engine may use.
+        return Engine(model, mesh=world, pages=40).generate([[5]], SamplingParams(max_new_tokens=2))[0].token_ids
+
+    assert loopback(2).run(rank) == [greedy(model, [5], 2)] * 2
+
+
+def test_ranks_that_cancel_the_same_go_on():
+    model, asked = tiny("Llama"), prompts([12, 9])
+
+    def rank(world):
+        engine = Engine(model, mesh=world, pages=40, page_size=4)
+        first, second = [engine.add(prompt, SamplingParams(max_new_tokens=8)) for prompt in asked]
+        engine.step()
+        engine.cancel(first)
+        drive(engine)
+        return second.token_ids
+
+    assert loopback(2).run(rank) == [greedy(model, asked[1], 8)] * 2
+
+
+def test_a_rank_that_does_something_else_is_told_so_and_nobody_waits():
+    def rank(world):
+        engine = Engine(tiny("Llama"), mesh=world, pages=40, page_size=4)
+        engine.add([5, 6, 7], SamplingParams(max_new_tokens=20))
+        for _ in range(2):
+            engine.step()
+        with pytest.raises(
+            EngineError, match=r"rank 0 is adding a request while ranks \[1\] are not: rank 1 is making a step"
+        ):
+            engine.add([5]) if world.rank == 0 else engine.step()
+        engine.check()
+        with pytest.raises(EngineError, match=DEAD):
+            engine.step()
+
+    loopback(2, timeout=10).run(rank)
+
+
+def test_ranks_that_chose_other_tokens_are_told_so():
+    """As on machines whose arithmetic differs; here by a hook on one rank, which is allowed to watch."""
+
+    def rank(world):
+        model = copy.deepcopy(tiny("Llama"))
+        if world.rank == 1:
+            model.lm_head.register_forward_hook(lambda module, given, out: -out)
+        engine = Engine(model, mesh=world, pages=40, page_size=4)
+        engine.add([5, 6, 7], SamplingParams(max_new_tokens=20))
+        with pytest.raises(EngineError, match="or chose other tokens; every rank adds, cancels and steps alike"):
+            drive(engine)
+
+    loopback(2).run(rank)
+
+
+@pytest.mark.parametrize("when", ["before", "silently"])
+def test_ranks_with_different_rotary_buffers_are_refused(when):
+    [prompt] = prompts([30])
+
+    def rank(world):
+        model = copy.deepcopy(tiny("Llama"))
+
+        def turn_faster():
+            if world.rank == 1:
+                model.model.rotary_emb.inv_freq.data.mul_(0.5)
+
+        if when == "before":
+            turn_faster()
+        engine = Engine(model, mesh=world, pages=40, page_size=4)
+        turn_faster()
+        with pytest.raises(EngineError, match=r"the model was changed in another way, .* rank 0 than on ranks \[1\]"):
+            engine.generate([prompt], SamplingParams(max_new_tokens=4))
+        engine.check()
+        if world.rank == 0:
+            model.model.rotary_emb.inv_freq.data.mul_(0.5)
+        return engine.generate([prompt], SamplingParams(max_new_tokens=4))[0].token_ids == greedy(model, prompt, 4)
+
+    if when == "before":
+        with pytest.raises(ModelError, match=r"weights or buffers differ between rank 0 and ranks \[1\]"):
+            loopback(2).run(rank)
+    else:
+        assert loopback(2).run(rank) == [True, True]
+
+
+def test_ranks_with_other_modules_are_refused():
+    def rank(world):
+        model = copy.deepcopy(tiny("Llama"))
+        if world.rank == 1:
+            model.model.layers[0].mlp.act_fn = nn.ReLU()
+        Engine(model, mesh=world, pages=40)
+
+    with pytest.raises(ModelError, match=r"modules or adapters differ between rank 0 and ranks \[1\]"):
+        loopback(2).run(rank)
+
+
+def test_a_change_on_one_rank_is_a_new_version_on_all_and_the_engine_goes_on():
+    """A hook that only watches: rank 0 finds nothing of what it kept, and neither do the others."""
+    model, asked, params = tiny("Llama"), prompts([30]), SamplingParams(max_new_tokens=4)
+
+    def rank(world):
+        own = copy.deepcopy(model)
+        engine = Engine(own, mesh=world, pages=40, page_size=4)
+        engine.generate(asked, params)
+        if world.rank == 0:
+            own.lm_head.register_forward_hook(lambda module, given, out: None)
+        found = [engine.generate(asked, params)[0].token_ids for _ in range(2)]
+        return found, engine.counts.known
+
+    assert loopback(2).run(rank) == [([greedy(model, asked[0], 4)] * 2, 29)] * 2

@@ -1,7 +1,20 @@
-"""What the ranks of an engine must have in common: options, weights, requests, and how often weights changed.
+"""What the ranks of an engine must have in common: options, the model, requests, cancellations, what a step computes.
 
 Each rank decides by itself what to do next, and all decide alike because all know the same. What they were told is
-therefore compared, when it comes, and refused on every rank where it differs. Of one rank, nothing is asked.
+therefore compared, and refused on every rank where it differs. Of one rank, nothing is asked.
+
+[Note: records] What is compared while an engine runs is a record of a fixed size: what a rank is doing, a digest of it,
+and a number. So ranks that do different things, one adding a request while another steps, hear of that as well.
+
+| compared | when | where it differs |
+|---|---|---|
+| options, and the model: weights, buffers, modules, adapters | when an engine is made | it is not made |
+| a request | when it is added | it is not added |
+| weights and buffers, how often the model was found changed | where requests begin | the step is not made |
+| cancellations, samples, their versions, the tokens they are fed | in every step | the engine takes no more |
+
+The record of a step leaves when its batch is known, and is waited for when the model is about to be called: it travels
+while the step is planned. Cancellations say nothing when they happen, and are part of the next record.
 
 See attention/unbroken.py for what becomes of a group on which a rank failed in the middle.
 """
@@ -10,15 +23,27 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+import torch
 
 from attnspan.attention.unbroken import unbroken
+from attnspan.engine.fingerprint import ModelFingerprint, description
+from attnspan.engine.scheduler import Chunk
 from attnspan.errors import EngineError, ModelError
 from attnspan.transports import Transport
+
+DOINGS = ("adding a request", "beginning a request", "making a step")
+"""What a rank may be doing when it is heard of."""
+
+DIGEST, NUMBER = 23, 8
+"""Bytes of a record, after one for what is being done."""
+
+
+class OutOfStep(EngineError):
+    """Ranks of an engine do different things, and cannot be brought together again."""
 
 
 class Accord:
@@ -26,6 +51,8 @@ class Accord:
 
     def __init__(self, transport: Transport | None) -> None:
         self.transport = None if transport is None or transport.ranks == 1 else transport
+        self._cancelled: list[int] = []  # since the last step
+        self._agreed = False  # on the model, in this step
 
     @property
     def ranks(self) -> int:
@@ -38,18 +65,99 @@ class Accord:
         if self.transport is None:
             yield
         else:
-            with unbroken(self.transport):
+            with unbroken(self.transport, but=(OutOfStep,)):
                 yield
+
+    # ---- records ---------------------------------------------------------------------------------------------------
+
+    def _posted(self, doing: str, said: bytes, number: int = 0) -> Callable[[], list[bytes]]:
+        """Tell the others; what returns what they tell, once it is called. See [Note: records]."""
+        assert self.transport is not None, "there are others to hear"
+        transport = self.transport
+        digest = hashlib.blake2b(said, digest_size=DIGEST).digest()
+        record = bytes([DOINGS.index(doing)]) + digest + number.to_bytes(NUMBER, "little")
+        own = torch.frombuffer(bytearray(record), dtype=torch.uint8).to(transport.device)
+        told = own.new_empty(transport.ranks, len(record))
+        with unbroken(transport):
+            pending = transport.gather(own, list(told.unbind()), "records of an engine")
+
+        def heard() -> list[bytes]:
+            with unbroken(transport):
+                pending.wait()
+                found = [bytes(each) for each in told.tolist()]
+            others = _odd([each[:1] for each in found])
+            if others:
+                here, there = (DOINGS[found[rank][0]] for rank in (0, others[0]))
+                raise OutOfStep(
+                    f"rank 0 is {here} while ranks {others} are not: rank {others[0]} is {there}; every rank adds, "
+                    "cancels and steps alike, in the same order"
+                )
+            return [each[1:] for each in found]
+
+        return heard
+
+    def on_request(self, request: tuple[Any, ...], seed: int) -> int:
+        """Rank 0's seed; EngineError if requests differ."""
+        if self.transport is None:
+            return seed
+        told = self._posted(DOINGS[0], repr(request).encode(), seed)()
+        others = _odd([each[:DIGEST] for each in told])
+        if others:
+            raise EngineError(
+                f"requests differ between rank 0 and ranks {others}; every rank adds the same, in the same order"
+            )
+        return int.from_bytes(told[0][DIGEST:], "little")
+
+    def on_version(self, model: ModelFingerprint, again: bool) -> None:
+        """Give a model the version that all ranks have; EngineError if weights or buffers differ.
+
+        A change on one rank, such as a hook that only watches, is a new version on all: what was kept is not found by
+        some and missed by others. Compared once in a step, and `again` where weights were read once more.
+        """
+        if self.transport is None or (self._agreed and not again):
+            return
+        told = self._posted(DOINGS[1], f"{model.content.whole:x}".encode(), model.version)()
+        others = _odd([each[:DIGEST] for each in told])
+        if others:
+            raise EngineError(
+                f"the model was changed in another way, or at another time, on rank 0 than on ranks {others}: its "
+                "weights or buffers differ; change it on all ranks alike, between the same calls of the engine"
+            )
+        model.version = max(int.from_bytes(each[DIGEST:], "little") for each in told)
+        self._agreed = True
+
+    def on_step(self, batch: Sequence[Chunk]) -> Callable[[], None]:
+        """What waits for the others, and raises OutOfStep if they are about to compute something else."""
+        if self.transport is None:
+            return _nothing
+        said = [repr(self._cancelled).encode()]
+        for sample, new in batch:
+            fed = sample.tokens[sample.computed : sample.computed + new]
+            said.append(repr((sample.arrival, sample.number, sample.version, sample.computed, *fed)).encode())
+        heard = self._posted(DOINGS[2], b"".join(said))
+        self._cancelled, self._agreed = [], False
+
+        def compared() -> None:
+            others = _odd(heard())
+            if others:
+                raise OutOfStep(
+                    f"steps differ between rank 0 and ranks {others}: they cancelled other requests, or chose other "
+                    "tokens; every rank adds, cancels and steps alike, in the same order"
+                )
+
+        return compared
+
+    def cancelled(self, request: int) -> None:
+        """A request was ended from outside, which the others are to have done as well."""
+        if self.transport is not None:
+            self._cancelled.append(request)
+
+    # ---- when an engine is made ------------------------------------------------------------------------------------
 
     def _heard(self, said: bytes, what: str) -> list[bytes]:
         assert self.transport is not None, "there are others to hear"
         with unbroken(self.transport):
             return self.transport.agree(said, what)
-
-    def _odd(self, said: bytes, what: str) -> list[int]:
-        """The ranks that say something else than rank 0."""
-        told = self._heard(said, what)
-        return [rank for rank, each in enumerate(told) if each != told[0]]
 
     def on_options(self, options: dict[str, Any]) -> None:
         """EngineError if engines differ in an option."""
@@ -61,34 +169,26 @@ class Accord:
             if found != found[:1] * len(found):
                 raise EngineError(f"{name} must be the same on every rank, got {found}, by rank")
 
-    def on_weights(self, model: nn.Module) -> None:
-        """ModelError if weights differ."""
-        if self.transport is not None:
-            from attnspan.integrations.huggingface.weights import check_same
-
-            with unbroken(self.transport, but=(ModelError,)):
-                check_same(model, self.transport)
-
-    def on_version(self, version: int) -> int:
-        """How often weights changed; EngineError if it was not as often on every rank."""
-        if self.transport is not None:
-            others = self._odd(str(version).encode(), "versions of weights")
-            if others:
-                raise EngineError(
-                    f"weights were changed at another time on rank 0 than on ranks {others}; change them on all ranks "
-                    "between the same calls of the engine"
-                )
-        return version
-
-    def on_request(self, request: tuple[Any, ...], seed: int) -> int:
-        """Rank 0's seed; EngineError if requests differ."""
+    def on_model(self, model: ModelFingerprint) -> None:
+        """ModelError if models differ: in weights and buffers, or in modules and adapters."""
         if self.transport is None:
-            return seed
-        told = self._heard(hashlib.sha256(repr(request).encode()).digest() + seed.to_bytes(16, "little"), "requests")
-        others = [rank for rank, said in enumerate(told) if said[:32] != told[0][:32]]
-        if others:
-            raise EngineError(
-                f"requests differ between rank 0 and ranks {others}; every rank adds the same, in order, and changes "
-                "its model's weights between the same ones"
-            )
-        return int.from_bytes(told[0][32:], "little")
+            return
+        said = f"{model.content.whole:x} {description(model.model)}".encode()
+        told = [each.split() for each in self._heard(said, "fingerprints of models")]
+        for place, what in enumerate(("weights or buffers", "modules or adapters")):
+            others = _odd([each[place] for each in told])
+            if others:
+                raise ModelError(
+                    f"{what} differ between rank 0 and ranks {others}; every rank must have the same: load one "
+                    "checkpoint, or set one seed (virtual ranks share torch's random numbers: make the model first, "
+                    "and give each rank a copy)"
+                )
+
+
+def _odd(told: Sequence[bytes]) -> list[int]:
+    """The ranks that say something else than rank 0."""
+    return [rank for rank, each in enumerate(told) if each != told[0]]
+
+
+def _nothing() -> None:
+    """One rank waits for nobody."""

@@ -17,9 +17,10 @@ back, the engine takes no more, and nothing else is sent on that group (attentio
 in the same order; seeds that nobody chose are rank 0's. Requests are compared when they come, and logits are the same
 bits on every rank, so that all choose the same tokens.
 
-[Note: weights that change] What was computed with other weights must not be found by later prompts. torch counts how
-often a tensor was written to, so that a model which was trained, or loaded anew, is noticed when the next request
-begins to be computed: how often that happened is part of the salt. One that is on its way goes on with what it has.
+[Note: a model that changes] What another model computed must not be found by later prompts. A model that was trained,
+loaded anew, or is otherwise not what it was, is known by its fingerprint (fingerprint.py): how often it was found
+changed is part of the salt, and captured graphs go with its parts. A request that is on its way goes on with what it
+has, and leaves nothing to be found.
 """
 
 from __future__ import annotations
@@ -35,8 +36,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from attnspan.engine.accord import Accord
+from attnspan.engine.accord import Accord, OutOfStep
 from attnspan.engine.bar import Bar
+from attnspan.engine.fingerprint import ModelFingerprint
 from attnspan.engine.known import (
     check_dtype,
     check_evaluates,
@@ -45,7 +47,6 @@ from attnspan.engine.known import (
     positions_of,
     tell_unused,
     vocabulary_of,
-    weights_of,
 )
 from attnspan.engine.look import looked_over
 from attnspan.engine.params import SamplingParams
@@ -58,7 +59,7 @@ from attnspan.engine.sampler import Chosen, Draw, chosen, uniform
 from attnspan.engine.scheduler import Counts, Limits, Scheduler
 from attnspan.engine.served import layers_of, served
 from attnspan.engine.speech import Speech, Tokenizer
-from attnspan.errors import EngineError, TransportError, UnknownRequest, one_of, whole, whole_list
+from attnspan.errors import EngineError, ModelError, TransportError, UnknownRequest, one_of, whole, whole_list
 from attnspan.paged import PrefixCache
 from attnspan.paged.kernels import KERNELS
 from attnspan.transports.group import Group, transport_of
@@ -97,6 +98,7 @@ class Engine:
         whole_prompts = whole("whole_prompts", whole_prompts, at_least=1, error=EngineError)
         one_of("kernel", kernel, ["auto", *KERNELS], error=EngineError)
         layers = layers_of(model)
+        self._asked = [str(layer) for layer in layers]  # what pages and plans were made for
         device = device_of(model)
         layers = looked_over(model, layers)
         self.model, self.tokenizer = model, tokenizer
@@ -110,7 +112,8 @@ class Engine:
         options |= {"max_sequences": self.limits.max_sequences, "max_tokens": self.limits.max_tokens}
         sizes = Sizes(pages, page_size, host_pages, ranks)
         self._accord.on_options(options | {"whole_prompts": self.limits.whole} | sizes._asdict())
-        self._accord.on_weights(model)
+        self._fingerprint = ModelFingerprint(model)
+        self._accord.on_model(self._fingerprint)
         dtype = next(model.parameters()).dtype
         with torch.inference_mode(False):  # what is made within could not be written to without
             self._pools = pools_of(layers, sizes, dtype=dtype, device=device)
@@ -119,7 +122,7 @@ class Engine:
             for pool, window in zip(self._pools.pools, self._pools.windows, strict=True)
         ]
         self.max_length = self._longest(pages * page_size * ranks)
-        self._scheduler = Scheduler(Room(stores), self.limits, lambda: self._accord.on_version(self._change()))
+        self._scheduler = Scheduler(Room(stores), self.limits, self._version)
         most = {"max_sequences": max_sequences, "max_tokens": max_tokens, "max_length": self.max_length}
         with torch.inference_mode(False):
             self._runner = self._made_runner(mesh, ranks, most | {"kernel": kernel, "cuda_graphs": cuda_graphs})
@@ -127,7 +130,8 @@ class Engine:
         self._samples: dict[int, dict[int, Sample]] = {}  # by request and sample: what still runs or queues
         self._speeches: dict[tuple[int, int], Speech] = {}
         self._streams: dict[int, deque[Token]] = {}  # by request: tokens that its stream has yet to tell
-        self._weights, self._changes = weights_of(model), 0
+        self._is_known = True  # whether the model, as it is, was looked at
+        self._added_since = False  # whether requests came since contents were last compared
         self._next = 0
         self._dead: BaseException | None = None
 
@@ -140,7 +144,7 @@ class Engine:
 
         options["max_tokens"] = max(options["max_tokens"], self.max_length)
         assert self.limits.whole is not None, "there are ranks"
-        return RanksRunner(self.model, self._pools, **options, mesh=mesh, whole=self.limits.whole)
+        return RanksRunner(self.model, self._pools, **options, mesh=mesh, accord=self._accord, whole=self.limits.whole)
 
     def _longest(self, held: int) -> int:
         """The most tokens of a sample: what the model has positions for, and unless all layers are windowed, pages."""
@@ -159,6 +163,7 @@ class Engine:
         if self._requests:
             raise EngineError(f"warm_up is for an engine without requests, got {len(self._requests)} unfinished")
         self._check_ready()
+        self._look()
         with served(self.model), self._together():
             for lengths in rehearsed(self._runner):
                 fitting = [length for length in (min(each, self.max_length - 1) for each in lengths) if length]
@@ -192,12 +197,12 @@ class Engine:
             )
         number, seed = self._next, secrets.randbits(63) if params.seed is None else params.seed
         with self._hearing():
-            told = self._accord.on_request((tokens, params, salt, self._change(), number), seed)
+            told = self._accord.on_request((tokens, params, salt, number), seed)
         seed = told if params.seed is None else seed
         # The last token is never fed, so that it needs no room.
         sample = Sample(number, array("Q", tokens), most - 1, forks=params.n - 1, salt=salt)
         self._scheduler.add(sample)
-        self._next += 1
+        self._next, self._added_since = self._next + 1, True
         request = Request(number, tokens, params, seed, salt)
         for _ in range(params.n):
             noted = params.logprobs or params.top_logprobs
@@ -209,12 +214,24 @@ class Engine:
         self._samples[number] = {0: sample}
         return request
 
-    def _change(self) -> int:
-        """How often weights were found changed. See [Note: weights that change]."""
-        weights = weights_of(self.model)
-        if weights != self._weights:
-            self._weights, self._changes = weights, self._changes + 1
-        return self._changes
+    def _look(self) -> None:
+        """Notice a model whose parts are not what they were. See [Note: a model that changes]."""
+        if self._fingerprint.look():
+            self._runner.forget_graphs()
+            self._is_known = False
+        if not self._is_known:
+            if [str(layer) for layer in layers_of(self.model)] != self._asked:
+                raise ModelError(
+                    "the attention layers of model are others than when the engine was made; make a new one"
+                )
+            self._is_known = True
+
+    def _version(self, found: bool) -> int:
+        """Of the model, for a request that begins, on pages that were `found` or not."""
+        read = (found or self._added_since) and self._fingerprint.compare_content()
+        self._accord.on_version(self._fingerprint, again=read)
+        self._added_since = False
+        return self._fingerprint.version
 
     def cancel(self, request: Request) -> None:
         """End a request: its pages are given back, and it keeps what it has. UnknownRequest if it has ended."""
@@ -229,6 +246,8 @@ class Engine:
 
     def _ended(self, request: Request, reason: str, error: BaseException | None = None) -> None:
         """End what is left of a request."""
+        if reason == "cancelled":
+            self._accord.cancelled(request.number)
         for sample in self._samples.pop(request.number, {}).values():
             self._scheduler.remove(sample, keep=error is None)
         held: list[tuple[Continuation, Speech]] = []
@@ -265,6 +284,7 @@ class Engine:
 
     def _step(self) -> list[Token]:
         self._check_ready()
+        self._look()
         scheduler = self._scheduler
         with self._hearing():
             batch = scheduler.step()
@@ -274,6 +294,7 @@ class Engine:
         with self._together():
             try:
                 answers = self._chosen(samples, self._runner.run(batch))
+                self._fingerprint.ran()
             except BaseException:
                 scheduler.undo(batch)  # see [Note: after an error]
                 raise
@@ -296,7 +317,7 @@ class Engine:
         """Inside, ranks compare what they were told; one that does not answer is lost."""
         try:
             yield
-        except TransportError as error:
+        except (TransportError, OutOfStep) as error:
             self._die(error)
             raise
 
@@ -352,6 +373,8 @@ class Engine:
         """Note a sample's new token, and end the sample where it ends."""
         request = self._requests[sample.arrival]
         params, continuation = request.params, request.samples[sample.number]
+        if answer.token is None:
+            return self._senseless(sample)
         sample.tokens.append(answer.token)
         continuation.token_ids.append(answer.token)
         if continuation.logprobs is not None and answer.logprob is not None:
@@ -364,12 +387,28 @@ class Engine:
         elif len(continuation.token_ids) == params.max_new_tokens:
             reason = "length"
         text, reason = self._spoken(request, sample.number, answer.token, reason)
-        continuation.text += text
+        return self._handed_on(sample, Token(request, sample.number, answer.token, text, reason))
+
+    def _senseless(self, sample: Sample) -> Token:
+        """End a sample whose logits are not numbers. What it computed is not found by others."""
+        request = self._requests[sample.arrival]
+        speech = self._speeches.pop((request.number, sample.number), None)
+        request.error = EngineError(
+            f"sample {sample.number} of request {request.number} ended after {len(sample.tokens)} tokens: the model's "
+            "logits are NaN or infinite there; look for such numbers in its weights, or for a dtype that is too narrow"
+        )
+        text = "" if speech is None else speech.end()
+        return self._handed_on(sample, Token(request, sample.number, None, text, "error"))
+
+    def _handed_on(self, sample: Sample, token: Token) -> Token:
+        """Give a token to whoever waits for it, and end the sample if it is the last."""
+        request, reason = token.request, token.finish_reason
+        continuation = request.samples[sample.number]
+        continuation.text += token.text
         if reason is not None:
             continuation.finish_reason = reason
-            self._scheduler.remove(sample)
+            self._scheduler.remove(sample, keep=reason != "error")
             del self._samples[request.number][sample.number]
-        token = Token(request, sample.number, answer.token, text, reason)
         if request.number in self._streams:
             self._streams[request.number].append(token)
         if request.finished:

@@ -50,7 +50,15 @@ class Graphs:
         self._most = most
         self._tokens = torch.zeros(1, most, dtype=torch.int64, device=device)
         self._noted: dict[int, Noted] = {}
+        self._device = device
         self._memory = torch.cuda.graph_pool_handle()
+
+    def forget(self) -> None:
+        """Let go of all graphs: they hold kernels and addresses of a model that is another one by now."""
+        if self._noted:
+            torch.cuda.synchronize(self._device)  # a replay may still be running
+            self._noted.clear()
+            self._memory = torch.cuda.graph_pool_handle()
 
     def rows(self, count: int) -> int:
         """How many rows a batch is filled up to."""

@@ -1,4 +1,4 @@
-"""What is asked of a model and a tokenizer before they are served: tokens, ends, positions, a device, weights.
+"""What is asked of a model and a tokenizer before they are served: tokens, ends, positions, a device.
 
 Models are those of transformers; nothing is imported for it.
 """
@@ -47,14 +47,6 @@ def tell_unused(model: Any) -> None:
             "those of model.generate()",
             stacklevel=3,
         )
-
-
-def weights_of(model: Any) -> list[tuple[int, int]]:
-    """What differs once a weight was written to or replaced: where each lies, and how often torch saw it written.
-
-    torch does not count for inference tensors, nor what is written through `.data`.
-    """
-    return [(each.data_ptr(), version_of(each)) for each in model.parameters()]
 
 
 def device_of(model: Any) -> torch.device:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from attnspan.engine.accord import Accord
 from attnspan.engine.runner import Over, Place, Pools, Runner
 from attnspan.engine.scheduler import Chunk
 from attnspan.masks import Causal, Mask, SlidingWindow
@@ -26,10 +27,15 @@ from attnspan.transports.group import Group
 
 
 class RanksRunner(Runner):
-    """A runner whose pages are spread over the ranks of `mesh`; prompts of `whole` tokens or more are split."""
+    """A runner whose pages are spread over the ranks of `mesh`; prompts of `whole` tokens or more are split.
 
-    def __init__(self, model: nn.Module, pools: Pools, *, mesh: Group, whole: int, **sizes: Any) -> None:
-        self.mesh, self.whole = mesh, whole
+    What is about to be computed is compared with the other ranks of `accord` before the model is called.
+    """
+
+    def __init__(
+        self, model: nn.Module, pools: Pools, *, mesh: Group, accord: Accord, whole: int, **sizes: Any
+    ) -> None:
+        self.mesh, self.accord, self.whole = mesh, accord, whole
         super().__init__(model, pools, **sizes)
         self._session: ContextParallel | None = None
 
@@ -39,11 +45,16 @@ class RanksRunner(Runner):
 
     def run(self, batch: Sequence[Chunk]) -> Tensor:
         """As of one rank; the same logits on every rank."""
+        self._compared = self.accord.on_step(batch)
         sample, count = batch[0]
         if len(batch) == 1 and sample.computed == 0 and count == sample.rest >= self.whole:
             self._step(batch)
             return self._split(sample.tokens)
         return super().run(batch)
+
+    def _called(self, tokens: Tensor, positions: Tensor, keep: Tensor | int, attends: Any) -> Tensor:
+        self._compared()
+        return super()._called(tokens, positions, keep, attends)
 
     def _split(self, tokens: Sequence[int]) -> Tensor:
         """The logits (1, V) after a prompt that all ranks compute."""

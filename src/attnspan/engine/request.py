@@ -14,8 +14,8 @@ class Continuation:
     """One sample: what was generated so far.
 
     `finish_reason` is None while it runs; then "length" (as many tokens as asked for), "stop" (an end token, or a text
-    or token to stop at), "cancelled" or "error". An end token is among `token_ids`, as are the tokens of a text to stop
-    at; that text itself is not in `text`.
+    or token to stop at), "cancelled" or "error" (`error` of its request tells of what). An end token is among
+    `token_ids`, as are the tokens of a text to stop at; that text itself is not in `text`.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -73,10 +73,13 @@ class Request:
 
 
 class Token(NamedTuple):
-    """A token that a step gave: whose it is, what it adds to the text, and why it is the last, if it is."""
+    """A token that a step gave: whose it is, what it adds to the text, and why it is the last, if it is.
+
+    A sample that ends because its logits are not numbers is told of with no token: `token_id` is None.
+    """
 
     request: Request
     sample: int
-    token_id: int
+    token_id: int | None
     text: str
     finish_reason: str | None

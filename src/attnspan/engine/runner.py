@@ -143,6 +143,11 @@ class Runner:
         """Numbers of rows for which something is made ready when they are first met: graphs, if there are any."""
         return [1] if self._graphs is None else self._graphs.sizes
 
+    def forget_graphs(self) -> None:
+        """The model is another one: graphs of it, if there are any, are captured again when they are next needed."""
+        if self._graphs is not None:
+            self._graphs.forget()
+
     def run(self, batch: Sequence[Chunk]) -> Tensor:
         """Feed a batch; the logits (rows, V) after every chunk that ends its sample, in order."""
         if self._graphs is not None and all(chunk.new == 1 and chunk.last for chunk in batch):

@@ -29,7 +29,7 @@ class Sample:
     number: int = 0
     forks: int = 0  # samples that will be split off when its prompt is computed
     salt: Hashable = None
-    kept_as: Hashable = None  # its salt, and the version of the weights that it was begun with
+    version: int = 0  # of the model that it was begun with
     computed: int = 0
     seq: int | None = None  # its name in the pages, once it has some
     swapped: bool = False
@@ -44,6 +44,11 @@ class Sample:
     def split(self, number: int, seq: int) -> Sample:
         """Another sample with the same tokens, by another name in the pages."""
         return replace(self, number=number, seq=seq, tokens=self.tokens[:])
+
+    @property
+    def kept_as(self) -> Hashable:
+        """The salt of its pages."""
+        return self.version, self.salt
 
     @property
     def order(self) -> tuple[int, int]:

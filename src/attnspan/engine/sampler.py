@@ -7,6 +7,8 @@ and after its pages were taken away. The number is looked up in the running sum 
 Logits are divided by the temperature, then all but the `top_k` likeliest are left out, then all but the likeliest that
 together have `top_p` of what is left, as transformers does. Log-probabilities are the model's own, before any of that.
 
+A row that is no distribution, because it holds NaN or its largest number is infinite, has no next token: None.
+
 Shapes: R rows, V tokens.
 """
 
@@ -31,9 +33,9 @@ class Draw(NamedTuple):
 
 
 class Chosen(NamedTuple):
-    """A token, its log-probability, and the likeliest tokens with theirs."""
+    """A token, its log-probability, and the likeliest tokens with theirs; no token where logits are not numbers."""
 
-    token: int
+    token: int | None
     logprob: float | None = None
     top: dict[int, float] | None = None
 
@@ -60,12 +62,13 @@ def _mixed(x: int) -> int:
 def chosen(logits: Tensor, draws: Sequence[Draw], wants: Sequence[int | None]) -> list[Chosen]:
     """A token for each row of logits (R, V); `wants` is how many of the likeliest to tell of, None for nothing."""
     logits = logits.float()
-    tokens = logits.argmax(-1)
+    largest, tokens = logits.max(-1)
+    sound = largest.isfinite()  # NaN is larger than any number
     places = [place for place, draw in enumerate(draws) if draw.temperature > 0]
     if places:
         some = torch.tensor(places, device=logits.device)
         tokens[some] = drawn(logits[some], [draws[place] for place in places])
-    found = tokens.tolist()
+    found = [None if token < 0 else token for token in tokens.where(sound, -1).tolist()]
     told = [place for place, want in enumerate(wants) if want is not None]
     answers = [Chosen(token) for token in found]
     if told:
@@ -82,7 +85,7 @@ def chosen(logits: Tensor, draws: Sequence[Draw], wants: Sequence[int | None]) -
 
 def drawn(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
     """A token (R,) for each row, by its number."""
-    weights = probabilities(logits, draws)
+    weights = probabilities(logits, draws).nan_to_num()  # rows without a token are drawn from like others
     sums = weights.cumsum(-1)
     numbers = torch.tensor([draw.number for draw in draws], dtype=torch.float64, device=logits.device)
     marks = (numbers * sums[:, -1]).unsqueeze(-1)

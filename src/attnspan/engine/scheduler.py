@@ -100,9 +100,9 @@ class Scheduler:
     [(0, 4), (1, 2)]
     """
 
-    def __init__(self, room: Room, limits: Limits, version: Callable[[], int] = int) -> None:
+    def __init__(self, room: Room, limits: Limits, version: Callable[[bool], int] = lambda found: 0) -> None:
         self.room, self.limits, self.counts = room, limits, Counts()
-        self._version = version  # of what computes: pages of another are not looked for
+        self._version = version  # of what computes, for a sample that begins on `found` pages or on none
         self.chunk = room.widest(limits.max_tokens)
         self.running: list[Sample] = []
         self.queued: list[Sample] = []
@@ -241,14 +241,34 @@ class Scheduler:
 
     def _begun(self, sample: Sample) -> bool:
         self._show(sample)
-        sample.kept_as = (self._version(), sample.salt)
-        sample.seq, sample.computed = self.room.add(sample.tokens, sample.kept_as, not sample.unshared)
+        self._looked_up(sample, self._version(False))
+        if sample.computed:
+            self._confirm(sample)
+        assert sample.seq is not None, "it was looked up"
         if self.running and not self._fits_beside(sample):
             self.room.free(sample.seq)
             sample.seq, sample.computed = None, 0
             return False
         self.counts.known += sample.computed
         return True
+
+    def _looked_up(self, sample: Sample, version: int) -> None:
+        """Let a sample begin, on pages that the same version of what computes has left, if there are any."""
+        sample.version = version
+        sample.seq, sample.computed = self.room.add(sample.tokens, sample.kept_as, not sample.unshared)
+
+    def _confirm(self, sample: Sample) -> None:
+        """What a sample was found is of the model as it is; else it begins anew."""
+        assert sample.seq is not None, "it was found something"
+        version = -1
+        try:
+            version = self._version(True)
+        finally:
+            if version != sample.version:
+                self.room.free(sample.seq)
+                sample.seq, sample.computed = None, 0
+        if version != sample.version:
+            self._looked_up(sample, version)
 
     def _brought_back(self, sample: Sample) -> bool:
         assert sample.seq is not None, "it was swapped out"

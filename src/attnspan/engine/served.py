@@ -96,13 +96,16 @@ def layers_of(model: Any) -> Layers:
     from transformers import AttentionInterface
 
     from attnspan.integrations.huggingface import attention_layers
+    from attnspan.integrations.huggingface.adapters import check_adapters
     from attnspan.integrations.huggingface.attending import is_seated
     from attnspan.integrations.huggingface.checking import check_positions
 
     if isinstance(model, nn.Module) and is_seated(model):
         raise ModelError("model is enabled for training over ranks; call disable() of its handle before it is served")
     layers: Layers = attention_layers(model)
+    check_adapters(model)
     check_positions(model)
+    _check_compiled(model, layers)
     for layer in layers:
         for wrong, what in (
             (layer.cross, "cross-attention"),
@@ -118,6 +121,24 @@ def layers_of(model: Any) -> Layers:
         raise ModelError(f"model must have a head for the next token, got {type(model).__name__}")
     AttentionInterface.register(NAME, paged)
     return sorted(layers, key=lambda layer: layer.index)
+
+
+def _check_compiled(model: nn.Module, layers: Layers) -> None:
+    """Refuse compiled attention: a graph of it knows nothing of pages. Compiled parts without any are served."""
+    attends = {layer.module for layer in layers}
+    for name, module in model.named_modules():
+        how = None
+        if type(module).__name__ == "OptimizedModule":  # to import it takes longer than all of this package
+            how = "torch.compile(...); give what was compiled, its _orig_mod"
+        elif module._compiled_call_impl is not None:
+            how = "compile(); give a model that was not compiled in place"
+        elif hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable"):
+            how = "forward = torch.compile(forward); give it its own forward back"
+        if how is not None and not attends.isdisjoint(module.modules()):
+            raise ModelError(
+                f"{name or 'model'} ({type(module).__name__}) is compiled, by {how}: an engine serves "
+                "attention that is not compiled"
+            )
 
 
 class _Serving:

@@ -17,7 +17,8 @@ recently used first, and never before the pages that come after it, so that what
 own early pages were released behind a sliding window do not matter here: the cache reads them still.
 
 [Note: salts] What is kept under one salt is never found under another. Where tenants must not learn from the speed of
-an answer what others have asked, each has its own.
+an answer what others have asked, each has its own. Values of different types are different salts, though Python takes
+1, 1.0 and True for equal.
 
 [Note: runs] Pages that were kept together and that nothing has parted since are one node, a run. Most prompts are like
 no other, and so cost a node each, however many pages they have. A run is parted where another prompt leaves it, or
@@ -159,7 +160,7 @@ class PrefixCache:
     def add(self, tokens: Iterable[int], *, salt: Hashable = None) -> Hit:
         """A new sequence that begins with what is kept of `tokens`, but for at least the last of them."""
         prompt = _packed(tokens)
-        pages, length = self._match(prompt[:-WIDTH], salt)
+        pages, length = self._match(prompt[:-WIDTH], _typed(salt))
         seq = self.allocator._adopt(pages, length)
         counts = self.metrics
         counts.lookups += 1
@@ -170,14 +171,14 @@ class PrefixCache:
 
     def peek(self, tokens: Iterable[int], *, salt: Hashable = None) -> int:
         """How many of these tokens `add` would find; nothing changes, not even what was used last."""
-        return self._match(_packed(tokens)[:-WIDTH], salt, touch=False)[1]
+        return self._match(_packed(tokens)[:-WIDTH], _typed(salt), touch=False)[1]
 
     def keep(self, seq: int, tokens: Iterable[int], *, salt: Hashable = None) -> int:
         """Keep the full pages of a sequence, whose first tokens are `tokens`; how many pages were new.
 
         Call it when their keys are written. Pages that were released already, and what comes after, are left out.
         """
-        prompt, width = _packed(tokens), self._width
+        prompt, width, salt = _packed(tokens), self._width, _typed(salt)
         row = self.allocator._present(seq, "keep pages of")
         if len(prompt) > row.length * WIDTH:
             given = len(prompt) // WIDTH
@@ -421,6 +422,15 @@ class PrefixCache:
             del self._roots[parent.salt]
         elif parent.pages and readers[parent.pages[-1]] == 1:
             self._wait(parent)
+
+
+def _typed(salt: Hashable) -> Hashable:
+    """A salt that is equal to others of its own type alone, what is in a tuple included. See [Note: salts]."""
+    if isinstance(salt, tuple):
+        return type(salt), tuple(map(_typed, salt))
+    if isinstance(salt, frozenset):
+        return type(salt), frozenset(map(_typed, salt))
+    return type(salt), salt
 
 
 def _packed(tokens: Iterable[int]) -> bytes:

@@ -1,0 +1,189 @@
+"""What a model computes with, as something that can be compared: its parts, their settings, the bits of its weights.
+
+Keys that another model computed must not be found by later prompts, and a CUDA graph replays the model that it was
+captured from. The same Python object may be another model at any time: trained, loaded anew, with an adapter switched
+or a hook added. A fingerprint has two halves.
+
+**Parts** (`Parts`): the modules and their classes, everything that is set on them (numbers, switches, replaced methods,
+active adapters), hooks, configs, and where each parameter and buffer lies and how often torch saw it written. It is
+host work of microseconds, and is compared at every step. A captured graph depends on these alone: it reads weights
+where they lie.
+
+**Content**: the checksum of all parameters and buffers (parallel/checksum.py). It reads every weight once, on its
+device, and notices what leaves no trace: fused optimizers, writes through `.data`, foreign kernels. It is compared when
+a request begins that was added since the last comparison, and whenever one begins on pages that were found, at most
+once a step. Both are needed: the second so that no page of another model is ever served; the first so that pages which
+are kept meanwhile are told apart also if the weights go back to what they were.
+
+Not noticed: weights that are written without a trace, and written back to the bit, between two steps of requests that
+were all added before.
+
+[Note: what a model writes itself] Some models set attributes while they run. What differs right after a step was
+written by the model, and is taken as it is; it is looked for in the first steps, and then as long as there is any.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from attnspan.parallel.checksum import Weights
+
+FIRST_STEPS = 2
+"""See [Note: what a model writes itself]."""
+
+COMPARED = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")
+"""What torch keeps in every module and forward depends on."""
+
+_OF_TORCH = frozenset(vars(nn.Module())) - {*COMPARED, "training"}
+_WHILE_SERVED = frozenset({"_attn_implementation_internal", "_attn_implementation"})
+"""Of a config: what changes because the model is served."""
+
+_VERSION, _FORWARD = attrgetter("_version"), attrgetter("forward")
+
+
+class Parts:
+    """All of a model that the host can see, at the time when this is made; `same` tells whether it still is so.
+
+    >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    >>> parts = Parts(model)
+    >>> parts.same()
+    True
+    >>> model[1] = nn.SiLU()
+    >>> parts.same()
+    False
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = list(model.modules())
+        self._held = [vars(each) for each in self._modules]
+        configs = {id(each["config"]): each["config"] for each in self._held if hasattr(each.get("config"), "__dict__")}
+        self._configs = [vars(each) for each in configs.values()]
+        self._containers = [*self._mutable(), *_global_hooks()]
+        self.weights = Weights(model)
+        self._tensors = [each for each in chain(self.weights, self._attributes()) if _has_address(each)]
+        self._counted = [each for each in self._tensors if not each.is_inference()]
+        self._classes = list(dict.fromkeys(map(type, self._modules)))
+        self._then = self._now()
+        self._copies = [_copied(each) for each in self._containers]
+
+    def _now(self) -> tuple[list[Any], ...]:
+        """Lists that are made by few calls, for they are made at every step."""
+        return (
+            list(map(type, self._modules)),
+            list(map(_FORWARD, self._classes)),
+            list(chain.from_iterable(map(dict.values, self._held))),
+            [value for each in self._configs for key, value in each.items() if key not in _WHILE_SERVED],
+            list(map(Tensor.data_ptr, self._tensors)),
+            list(map(_VERSION, self._counted)),
+        )
+
+    def same(self) -> bool:
+        """Whether nothing was replaced, set or written since."""
+        try:
+            return self._now() == self._then and self._containers == self._copies
+        except Exception:  # what was replaced cannot even be compared, as tensors of several numbers
+            return False
+
+    def _attributes(self) -> Iterator[Tensor]:
+        return (value for each in self._held for value in each.values() if isinstance(value, Tensor))
+
+    def _mutable(self) -> Iterator[Any]:
+        """Dicts, lists and sets: another one in its place is seen by identity, what is done to it is not."""
+        for each in chain(self._held, self._configs):
+            for name, value in each.items():
+                if isinstance(value, dict | list | set) and name not in _OF_TORCH:
+                    yield value
+
+
+def _global_hooks() -> list[Any]:
+    return [torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks]
+
+
+def _copied(value: Any) -> Any:
+    """Containers anew, and in them what they held."""
+    if isinstance(value, dict):
+        return type(value)((key, _copied(each)) for key, each in value.items()) if type(value) is dict else value.copy()
+    if isinstance(value, list):
+        return [_copied(each) for each in value]
+    return set(value) if isinstance(value, set) else value
+
+
+def _has_address(tensor: Tensor) -> bool:
+    """Not one that wraps others, nor one without numbers."""
+    return type(tensor).data_ptr is Tensor.data_ptr and tensor.layout == torch.strided and not _is_hollow(tensor)
+
+
+def _is_hollow(tensor: Tensor) -> bool:
+    return tensor.is_meta or is_traceable_wrapper_subclass(tensor)
+
+
+class ModelFingerprint:
+    """A model, and how often it was found to be another one: `version`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.version = model, 0
+        self._parts = Parts(model)
+        self.content = self._parts.weights.content()
+        self._compared = True  # the content, since the last look
+        self._watched = FIRST_STEPS
+
+    def look(self) -> bool:
+        """Compare parts; whether they changed."""
+        self._compared = False
+        if self._parts.same():
+            return False
+        self._parts = Parts(self.model)
+        self.version += 1
+        return True
+
+    def compare_content(self) -> bool:
+        """Compare what weights are, unless that was done since the last look; whether it was done now."""
+        if self._compared:
+            return False
+        found = self._parts.weights.content()
+        if found != self.content:
+            self.content, self.version = found, self.version + 1
+        self._compared = True
+        return True
+
+    def ran(self) -> None:
+        """The model has run. See [Note: what a model writes itself]."""
+        if not self._watched:
+            return
+        if self._parts.same():
+            self._watched -= 1
+        else:
+            self._parts, self._watched = Parts(self.model), FIRST_STEPS
+
+
+def description(model: nn.Module) -> str:
+    """A digest of what must be alike on every rank, weights aside: classes of modules, adapters.
+
+    Hooks are not: one rank may watch what the others do not. One that changes tokens shows in the next step's record.
+    """
+    told = hashlib.sha256()
+    for name, module in model.named_modules():
+        told.update(repr((name, type(module).__qualname__, _adapters(module))).encode())
+    return told.hexdigest()
+
+
+def _adapters(module: Any) -> Iterable[Any]:
+    """Which adapters of a layer of peft are in use, and how much they count for."""
+    if not hasattr(module, "active_adapters") or not hasattr(module, "merged_adapters"):
+        return ()
+    scaling = getattr(module, "scaling", None)
+    return (
+        list(module.active_adapters),
+        list(module.merged_adapters),
+        bool(getattr(module, "disable_adapters", False)),
+        sorted(scaling.items()) if isinstance(scaling, dict) else None,
+    )
