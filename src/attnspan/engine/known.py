@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from attnspan.errors import EngineError
-from attnspan.masks.versions import version_of
 
 
 def check_evaluates(model: Any) -> None:
