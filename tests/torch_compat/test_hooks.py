@@ -103,7 +103,7 @@ def attending(**arguments):
     def run(mesh):
         query, key, value = whole(8)
         with context_parallel(mesh, buffers=[query], buffer_seq_dims=[2]):
-            part = slice(0, 3 if arguments.get("is_causal") else 4)
+            part = slice(0, 3 if arguments.get("is_causal") else 4)  # of 4 on each of 2 ranks
             F.scaled_dot_product_attention(query, key[:, :, part], value[:, :, part], **arguments)
 
     return run
@@ -130,6 +130,10 @@ CAUGHT = {
         AssertionError,
         lambda mesh: _ContextParallel(2, FLEX).flex_input_fn(None, (torch.ones(1, 1, 4, 8), None), {}, mesh),
     ),
+    "a mask where a rank has no tokens": (
+        NotImplementedError,
+        lambda mesh: _create_cp_block_mask(Causal().mask_mod(), 1, 1, 1, 1, mesh),
+    ),
     "a mask over other keys": (
         NotImplementedError,
         lambda mesh: _create_cp_block_mask(Causal().mask_mod(), 1, 1, 256, 128, mesh),
@@ -141,7 +145,7 @@ CAUGHT = {
 def test_a_refusal_is_also_what_torch_raises(name):
     error, run = CAUGHT[name]
     with pytest.raises(error) as caught:
-        on_ranks(1, run)
+        on_ranks(2, run)
     assert isinstance(caught.value, AttnspanError)
 
 

@@ -173,3 +173,59 @@ def test_a_block_mask_lies_as_the_shard_call_before_it(kind):
         return context_parallel_unshard(mesh, [out], [2])
 
     assert all(close(found, [expected]) for found in on_ranks(2, run))
+
+
+def test_an_older_cut_in_another_order_is_not_forgotten():
+    """Two contexts and a shard call later, the first context's part was put together in another order."""
+
+    def run(mesh):
+        part = copied(mesh)  # head-tail
+        _context_parallel_shard(mesh, [TOKENS], [1])
+        assert copied(mesh).flatten().tolist() == Contiguous(2).positions(8)[mesh.rank]
+        with pytest.raises(ShardError, match=REFUSED):
+            unsharded(mesh, part)
+        balanced = context_parallel_unshard(mesh, [part], [1], _HeadTailLoadBalancer(8, mesh.ranks, "cpu"))
+        return balanced[0].flatten().tolist()
+
+    assert on_ranks(2, run) == [list(range(8))] * 2
+
+
+def test_an_option_set_inside_a_context_does_not_bring_older_orders_back():
+    def run(mesh):
+        (part,) = _context_parallel_shard(mesh, [TOKENS], [1])
+        part = part + 0
+        _cp_options.enable_load_balance = True
+        buffer = TOKENS.clone()
+        with context_parallel(mesh, buffers=[buffer], buffer_seq_dims=[1]):
+            _cp_options.enable_load_balance = False
+            with pytest.raises(ShardError, match=REFUSED):
+                unsharded(mesh, part)
+
+    on_ranks(2, run)
+
+
+def test_a_context_inside_another_leaves_the_outer_ones_order_alone():
+    """An option set between the two counted for the outer one's shards too."""
+
+    def run(mesh):
+        outer, inner = torch.arange(12).view(1, 12), TOKENS.clone()
+        with context_parallel(mesh, buffers=[outer], buffer_seq_dims=[1]):
+            _cp_options.enable_load_balance = False
+            with context_parallel(mesh, buffers=[inner], buffer_seq_dims=[1]):
+                small = inner.clone()
+            part = outer.clone()
+            told = unsharded(mesh, part), unsharded(mesh, small)
+        return *told, unsharded(mesh, part), unsharded(mesh, small)
+
+    assert on_ranks(2, run) == [(list(range(12)), list(range(8))) * 2] * 2
+
+
+def test_the_latest_shard_call_counts():
+    """torch's own tests cut in one order after another, and pass a load balancer wherever they have one."""
+
+    def run(mesh):
+        for kind in ("documents", "head-tail", "spans", "documents", "spans"):
+            (part,) = _context_parallel_shard(mesh, [TOKENS], [1], balancer(kind, mesh.ranks))
+            assert unsharded(mesh, part + 0) == list(range(8))
+
+    on_ranks(2, run)

@@ -290,7 +290,7 @@ def test_pages_are_dealt_in_torchs_order():
 @pytest.mark.parametrize(
     ("error", "message", "operation"),
     [
-        (PoolExhausted, "13 pages needed, 12 free", lambda c: c.paged.reserve(0, 13 * SIZE)),
+        (PoolExhausted, "requested 13 pages but there are only 12 empty", lambda c: c.paged.reserve(0, 13 * SIZE)),
         (PageError, "batch_idx must be below max_batch_size=4, got 4", lambda c: c.paged.reserve(4, 1)),
         (PageError, "batch_idx must be a whole number", lambda c: c.paged.reserve(torch.tensor([0, 1]), 1)),
         (PageError, "batch_idx must be below max_batch_size=4, got 5", lambda c: c.paged.erase(torch.tensor([0, 5]))),

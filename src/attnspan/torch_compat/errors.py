@@ -8,6 +8,7 @@ of both kinds::
     indices that are no (1, S) or (B, S)                 LayoutAssertion            AssertionError
     inputs of a style that are no tensors                AttentionAssertion         AssertionError
     buffers on several devices, or other placements      ShardAssertion             AssertionError
+    a BlockMask where a rank has no tokens               ShardNotImplemented        NotImplementedError
     computed buffers that require gradients              ShardRuntime               RuntimeError
     a pool without enough pages                          PoolAssertion              AssertionError
     values and masks that do not fit the pages           PageRuntime                RuntimeError
@@ -37,6 +38,10 @@ class ShardAssertion(ShardError, AssertionError):
     """Buffers that cannot be cut together."""
 
 
+class ShardNotImplemented(ShardError, NotImplementedError):
+    """A part of a BlockMask that torch does not make either."""
+
+
 class ShardRuntime(ShardError, RuntimeError):
     """A buffer that cannot be cut in place."""
 
@@ -50,4 +55,7 @@ class PageIndex(PageError, IndexError):
 
 
 class PoolAssertion(PoolExhausted, AssertionError):
-    """Fewer pages are free than are needed; nothing was changed."""
+    """Fewer pages are free than are needed; nothing was changed. It says so in torch's words first."""
+
+    def __str__(self) -> str:
+        return f"requested {self.needed} pages but there are only {self.free} empty pages; {super().__str__()}"

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from attnspan.errors import AttentionError, whole
+from attnspan.errors import AttentionError, ShardError, whole
 from attnspan.layouts import Layout
 from attnspan.layouts.run import Runs
 from attnspan.masks import Mask, MaskMod
@@ -25,7 +25,7 @@ from attnspan.parallel.flex import check_filled, mask_of, only
 from attnspan.plan import Plan
 from attnspan.plan.local_blocks import local_block_mask
 from attnspan.torch_compat.balancers import _LoadBalancer, layout_of
-from attnspan.torch_compat.errors import AttentionNotImplemented
+from attnspan.torch_compat.errors import AttentionNotImplemented, ShardNotImplemented
 from attnspan.torch_compat.options import _cp_options
 from attnspan.torch_compat.ranks import Ranks, ranks_of
 from attnspan.torch_compat.sdpa import PART, Part
@@ -86,7 +86,10 @@ def part_of_mask(mask: Mask, ranks: Ranks, layout: Layout, size: Any) -> BlockMa
     """This rank's rows of a mask, which remember the whole. See [Note: order of keys]."""
     assert mask.natural_len is not None, "a BlockMask is for one length"
     session = ranks.session(layout, mask.natural_len, _cp_options.strategy)
-    check_filled(session.sharding.sizes)
+    try:
+        check_filled(session.sharding.sizes)
+    except ShardError as refused:
+        raise ShardNotImplemented(str(refused)) from None
     plan = Plan(mask, layout, session.seq_len, "gather")
     every = [_gathered(layout, session.seq_len, row) for row in range(layout.rows)]
     device = ranks.transport.device

@@ -7,10 +7,10 @@ from the one to the other tells which positions a shard holds. torch keeps that 
 - How is a sequence cut where no load balancer is given? `context_parallel` and `_create_cp_block_mask` follow the
   flag, and like torch's they follow a later shard call: balanced if it had a load balancer, in spans if not.
 - In what order does a shard lie that comes without a load balancer? A tensor straight from `_context_parallel_shard`
-  tells by itself. Any other lies in an order that this mesh has cut a sequence of that length in: a context that is
-  entered, the context that was left last, the latest shard call. If those differ, the shard could be of either, and
-  that is refused. Setting `_cp_options.enable_load_balance` is the program's own word: cuts before it no longer count,
-  but a shard that would lie differently in one of them is still refused until something is cut anew.
+  tells by itself. Any other lies in an order that this mesh has cut a sequence of that length in, in contexts or by the
+  latest shard call. If there are several, the shard could be of any, and that is refused. Setting
+  `_cp_options.enable_load_balance` and cutting anew is the program's own word that shards are of the new order: cuts
+  before it no longer count, as in torch. (A shard from before, unsharded after, is then taken for one of the new.)
 
 Attention takes the order when it begins. Two meshes never share one. `ContextParallel` has no such state.
 
@@ -48,12 +48,8 @@ class Order:
     seq_len: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """That sequences were cut in an order, and how often the program had spoken of balance by then."""
-
-    order: Order
-    declared: int
+REMEMBERED = 256
+"""How many orders of cuts a mesh remembers, so that ranks forget alike."""
 
 
 class Ranks:
@@ -61,8 +57,8 @@ class Ranks:
 
     def __init__(self, transport: Transport):
         self.transport = transport
-        self.by_call: Cut | None = None  # the latest _context_parallel_shard
-        self.by_context: Cut | None = None  # the context that was left last
+        self.cuts: dict[Order, int] = {}  # by contexts, and how often the program had spoken of balance by then
+        self.by_call: dict[Order, int] = {}  # by the latest shard call alone
         self.entered: list[Order] = []  # of the contexts around
         self.balanced: tuple[bool, int] | None = None  # what the latest shard call says of later cuts, and when
         self.latest: Order | None = None  # what modules attend to: that of the context around, or of the shard call
@@ -96,14 +92,15 @@ class Ranks:
     def cut_by_call(self, order: Order, balanced: bool) -> None:
         """`_context_parallel_shard` has cut sequences in this order."""
         self.use(order)
-        self.by_call = Cut(order, _cp_options.declared)
+        self.by_call = {order: _cp_options.declared}
         self.balanced = balanced, _cp_options.declared
 
     @contextmanager
     def ordered(self, order: Order) -> Iterator[None]:
         """Under this order, and then again under the one before; SDPA inside is context parallel."""
-        before, declared = (self.latest, self.served), _cp_options.declared
+        before = self.latest, self.served
         self.use(order)
+        self._remember(order)
         self.entered.append(order)
         scope = Scope(self._serving(order, guarded=True))
         lifetime = Lifetime(scope)
@@ -114,8 +111,7 @@ class Ranks:
         finally:
             lifetime.over = True
             self.lifetimes.pop()
-            self.entered.pop()
-            self.by_context = Cut(order, declared)
+            self._remember(self.entered.pop())  # what is taken out of it is taken out by now
             self.latest, self.served = before
 
     # ---- shards that come without a load balancer ------------------------------------------------------------------
@@ -136,10 +132,7 @@ class Ranks:
 
     def meant(self, sizes: list[int] | None = None) -> Layout:
         """The layout of shards of these sizes, of any if None. See [Note: order]."""
-        orders = self._possible()
-        if sizes is not None:
-            fitting = [order for order in orders if _fits(order.layout, sizes)]
-            orders = [order for order in fitting if order.seq_len in (None, sum(sizes))] or fitting or orders
+        orders = self._possible(sizes)
         first = orders[0].layout
         for order in orders[1:]:
             if not _alike(first, order.layout, sizes):
@@ -149,11 +142,27 @@ class Ranks:
                 )
         return first
 
-    def _possible(self) -> list[Order]:
-        cuts = [cut for cut in (self.by_context, self.by_call) if cut is not None]
-        fresh = [cut.order for cut in cuts if cut.declared == _cp_options.declared]
-        orders = [*reversed(self.entered), *fresh]
-        return orders or [self.default(None), *(cut.order for cut in cuts)]
+    def _possible(self, sizes: list[int] | None) -> list[Order]:
+        """The orders that shards may lie in: those of cuts of that length, if there are any."""
+        around, cuts = self.entered[::-1], self.cuts | self.by_call
+        if sizes is not None:
+            around = [order for order in around if _fits(order.layout, sizes)]
+            cuts = {order: declared for order, declared in cuts.items() if _fits(order.layout, sizes)}
+            if any(order.seq_len == sum(sizes) for order in (*around, *cuts)):
+                lengths = (None, sum(sizes))
+                around = [order for order in around if order.seq_len in lengths]
+                cuts = {order: declared for order, declared in cuts.items() if order.seq_len in lengths}
+        fresh = [order for order, declared in cuts.items() if declared == _cp_options.declared]
+        if not around and not fresh:
+            around = [self.default(None)]
+        return [*around, *(fresh or cuts)]
+
+    def _remember(self, order: Order) -> None:
+        """A context cuts sequences in this order; the latest is the last."""
+        self.cuts.pop(order, None)
+        self.cuts[order] = _cp_options.declared
+        if len(self.cuts) > REMEMBERED:
+            del self.cuts[next(iter(self.cuts))]
 
     # ---- what is made for an order -------------------------------------------------------------------------------
 
