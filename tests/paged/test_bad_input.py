@@ -6,7 +6,7 @@ import torch
 from attnspan.errors import AttnspanError, KernelError, MaskError, PageError, PoolExhausted, UnknownSequence
 from attnspan.masks import Causal, Documents, KeyPadding, MaskMod, Tree
 from attnspan.paged import AfterPrefix, Layer, PageAllocator, PagePool, StepPlan
-from tests.paged.cases import Cache
+from tests.paged.cases import Cache, agree
 
 
 @pytest.fixture
@@ -68,15 +68,51 @@ def test_a_row_without_new_tokens_has_no_last_one(cache):
     refused(cache, PageError, "a new token in every row of the step, got none in row 0", lambda: cache.plan.last_tokens)
 
 
-def test_a_host_without_memory_leaves_a_sequence_where_it_is(monkeypatch):
+class Fails:
+    """The n-th of some calls fails."""
+
+    def __init__(self, function, n):
+        self.function, self.left = function, n
+
+    def __call__(self, *args):
+        self.left -= 1
+        if self.left == 0:
+            raise MemoryError("planted")
+        return self.function(*args)
+
+
+@pytest.mark.parametrize("n", [1, 2])  # keys, and values
+def test_a_swap_that_fails_leaves_a_sequence_where_it_is(monkeypatch, n):
     cache = Cache(page_size=4, host_pages=9)
+    cache.add(3)
     seq = cache.add(6)
+    for swap in (cache.pool.swap_out, cache.pool.swap_in):
+        before, fails = unchanged(cache)[:2], Fails(torch.Tensor.index_copy_, n)
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.Tensor, "index_copy_", lambda *args: fails(*args))  # noqa: B023
+            with pytest.raises(MemoryError, match="planted"):
+                swap(seq)
+        assert unchanged(cache)[:2] == before
+        cache.allocator.check()
+        swap(seq)
+    cache.poison()
+    cache.step([(seq, 1)])
+    agree(cache.attend(), cache.expected())
 
-    def no_memory():
-        raise MemoryError("no host memory")
 
-    monkeypatch.setattr(cache.pool, "_on_host", no_memory)
-    refused(cache, MemoryError, "no host memory", lambda: cache.pool.swap_out(seq))
+def test_a_shared_page_whose_copy_fails_stays_shared_and_the_step_can_be_tried_again(cache, monkeypatch):
+    a = cache.add(6)
+    b, c = cache.allocator.fork(a, 2)
+    batch = [(a, 1), (b, 1), (c, 2)]
+    with monkeypatch.context() as patch:
+        patch.setattr(cache.pool, "copy_pages", Fails(cache.pool.copy_pages, 1))
+        refused(cache, MemoryError, "planted", lambda: cache.plan.step(batch))
+    cache.plan.step(batch)
+    before = cache.pool.keys[0][cache.allocator.table(a)[-1], :2]
+    for seq in (b, c):
+        assert cache.allocator.table(seq)[-1] != cache.allocator.table(a)[-1]
+        assert torch.equal(cache.pool.keys[0][cache.allocator.table(seq)[-1], :2], before)
+    cache.allocator.check()
 
 
 WRITES = {

@@ -16,7 +16,12 @@ which it may grow with no question asked: the end of its last page while it is t
 as soon as anyone else might be. Whatever makes a page shared lowers that limit; who meets it looks more closely.
 
 [Note: all or nothing] Every operation looks first and then acts. `step` reads its whole batch, refuses what makes no
-sense, and counts pages only if there is not plainly room for the worst case; from then on nothing can fail.
+sense, and counts pages only if there is not plainly room for the worst case; from then on nothing can fail. Pages are
+copied and swapped in the same order: the contents move to free pages, which nobody reads, and then the tables change.
+A move that fails leaves everything as it was.
+
+[Note: reset] An exception that breaks off an operation halfway (KeyboardInterrupt can come at any line) leaves counts
+that contradict each other. `reset` forgets all sequences, so that their owner can begin them anew.
 
 [Note: stamps] Whoever copied a table can tell whether it is still the same: each row has a stamp, a number that is
 given out once, and gets a new one when an entry of its table changes, or when it was trimmed. So a row is as it was if
@@ -135,12 +140,13 @@ class PageAllocator:
             self.step([(seq, tokens)])
         return seq
 
-    def step(self, batch: Iterable[tuple[int, int]]) -> Given:
+    def step(self, batch: Iterable[tuple[int, int]], copy: Callable[[Copies], None] | None = None) -> Given:
         """Make room for new tokens of many sequences: for all of them, or for none.
 
-        Raises PoolExhausted with the pages that the whole batch needs and those there are.
+        Raises PoolExhausted with the pages that the whole batch needs and those there are. `copy` is called with the
+        copies, if there are any, before anything changes: if it raises, nothing has.
         """
-        return self._commit(self._asked(batch))
+        return self._commit(self._asked(batch), copy)
 
     def _asked(self, batch: Iterable[tuple[int, int]]) -> Asked:
         """Read a batch, or refuse it. Lists, not loops: every step pays for it."""
@@ -169,19 +175,24 @@ class PageAllocator:
         starts = [row.length for row in rows]
         return Asked(seqs, counts, rows, starts, list(map(add, starts, counts)))
 
-    def _commit(self, asked: Asked) -> Given:
+    def _commit(self, asked: Asked, copy: Callable[[Copies], None] | None = None) -> Given:
         """Give the rows of a batch their pages. See [Note: all or nothing]."""
         seqs, counts, rows, _, lengths = asked
         growing = [(seq, row, new) for seq, row, new in zip(seqs, rows, lengths, strict=True) if new > row.limit]
         # New tokens fill at most so many pages, and begin at most one more; the last page may have to be copied.
         if sum(counts) // self.page_size + 2 * len(growing) > len(self._free):
             self._take(self._needed(asked))
-        given = Given([], [])
+        writing = self._sharing(growing)
         free, readers, size, stamps = self._free, self._readers, self.page_size, self._stamps
+        given = Given([], [(row.table[-1], free[~place]) for place, row in enumerate(writing)])
+        if copy is not None and writing:
+            copy(given.copies)
+        for row in writing:
+            page, last = free.pop(), row.table[-1]
+            readers[page], row.table[-1] = 1, page
+            self._drop([last])
         for seq, row, length in growing:
             table, index = row.table, len(row.table)
-            if row.length < index * size and readers[table[-1]] > 1:
-                given.copies.append(self._copied(row))
             limit = index * size
             while limit < length:
                 page = free.pop()
@@ -196,12 +207,18 @@ class PageAllocator:
         self.epoch += 1
         return given
 
-    def _copied(self, row: Row) -> tuple[int, int]:
-        """Give a row a page of its own in place of its last one, which others read; (from, to)."""
-        page, last = self._free.pop(), row.table[-1]
-        self._readers[page], row.table[-1] = 1, page
-        self._drop([last])
-        return last, page
+    def _sharing(self, growing: list[tuple[int, Row, int]]) -> list[Row]:
+        """The rows that write to a last page which others read, so that each needs a copy; the last reader does not."""
+        found: list[Row] = []
+        left: dict[int, int] = {}
+        for _, row, _ in growing:
+            if row.length < len(row.table) * self.page_size:
+                last = row.table[-1]
+                readers = left.get(last, self._readers[last])
+                if readers > 1:
+                    found.append(row)
+                    left[last] = readers - 1
+        return found
 
     def _needed(self, asked: Asked) -> int:
         """The pages a step takes, counted without taking any."""
@@ -295,35 +312,60 @@ class PageAllocator:
         """Whether there are host pages for all of a sequence."""
         return sum(map(bool, self._present(seq, "swap out").table)) <= len(self._host_free)
 
-    def swap_out(self, seq: int) -> Copies:
-        """Move a sequence to host pages: (page, host page) to copy before anything else is written."""
+    def may_swap_in(self, seq: int) -> bool:
+        """Whether there are pages for all of a swapped sequence, if need be after a prefix cache gave some up."""
+        return self._reclaimed(sum(page >= 0 for page in self._swapped(seq)))
+
+    def swap_out(self, seq: int, copy: Callable[[Copies], None] | None = None) -> Copies:
+        """Move a sequence to host pages: (page, host page) to copy before anything else is written.
+
+        `copy` is called with them before anything changes: if it raises, nothing has.
+        """
         row = self._present(seq, "swap out")
         pages = [page for page in row.table if page]
         if len(pages) > len(self._host_free):
             raise PoolExhausted(len(pages), len(self._host_free), "host pages")
-        row.host = array("i", (self._host_free.pop() if page else -1 for page in row.table))
-        moves = [(page, there) for page, there in zip(row.table, row.host, strict=True) if page]
+        free = reversed(self._host_free)
+        host = array("i", (next(free) if page else -1 for page in row.table))
+        moves = [(page, there) for page, there in zip(row.table, host, strict=True) if page]
+        if copy is not None:
+            copy(moves)
+        del self._host_free[len(self._host_free) - len(pages) :]
         self._drop(pages)
-        row.table = array("i")
+        row.table, row.host = array("i"), host
         row.limit = row.length  # it meets its limit, and is found to be elsewhere
         self._changed(row)
         return moves
 
-    def swap_in(self, seq: int) -> Copies:
-        """Bring a sequence back: (host page, page) to copy before anything else is written."""
-        row = self._row(seq)
-        if row.host is None:
-            raise PageError(f"sequence {seq} is not swapped out; only what was swapped out can be swapped in")
-        self._take(sum(page >= 0 for page in row.host))
-        row.table = array("i", (self._free.pop() if there >= 0 else NULL_PAGE for there in row.host))
-        moves = [(there, page) for page, there in zip(row.table, row.host, strict=True) if page]
+    def swap_in(self, seq: int, copy: Callable[[Copies], None] | None = None) -> Copies:
+        """Bring a sequence back: (host page, page) to copy before anything else is written; `copy` as in swap_out."""
+        host = self._swapped(seq)
+        row, needed = self._rows[seq], sum(page >= 0 for page in host)
+        self._take(needed)
+        free = reversed(self._free)
+        table = array("i", (next(free) if there >= 0 else NULL_PAGE for there in host))
+        moves = [(there, page) for page, there in zip(table, host, strict=True) if page]
+        if copy is not None:
+            copy(moves)
+        del self._free[len(self._free) - needed :]
         for there, page in moves:
             self._readers[page] = 1
             self._host_free.append(there)
-        row.host = None
+        row.table, row.host = table, None
         row.limit = len(row.table) * self.page_size
         self._changed(row)
         return moves
+
+    def reset(self, next_id: int = 0) -> None:
+        """Forget every sequence: all pages are free. Stamps are not given out again, nor ids, which go on from
+        `next_id` if that is later. See [Note: reset]."""
+        self._rows.clear()
+        self._next = max(self._next, next_id)
+        self._free[:] = range(self.num_pages - 1, 0, -1)
+        self._host_free[:] = range(self.host_pages - 1, -1, -1)
+        self._readers[:] = [0] * self.num_pages
+        self._kept[:] = bytes(self.num_pages)
+        self.epoch += 1
 
     # ---- what it knows -------------------------------------------------------------------------------------------
 
@@ -336,6 +378,11 @@ class PageAllocator:
     def __repr__(self) -> str:
         pages = f"{self.num_pages - 1} pages of {self.page_size} slots"
         return f"PageAllocator({len(self)} sequences, {self.free_pages} free of {pages})"
+
+    @property
+    def next_id(self) -> int:
+        """The id of the next sequence."""
+        return self._next
 
     def length(self, seq: int) -> int:
         """The tokens of a sequence."""
@@ -422,6 +469,13 @@ class PageAllocator:
         if row.host is not None:
             raise PageError(f"cannot {what} sequence {seq}: it is swapped out; swap_in({seq}) first")
         return row
+
+    def _swapped(self, seq: int) -> array[int]:
+        """Where a sequence lies on the host."""
+        host = self._row(seq).host
+        if host is None:
+            raise PageError(f"sequence {seq} is not swapped out; only what was swapped out can be swapped in")
+        return host
 
     def _changed(self, row: Row) -> None:
         row.stamp = next(self._stamps)

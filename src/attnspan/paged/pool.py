@@ -28,7 +28,7 @@ from attnspan.errors import MaskError, PageError, whole
 from attnspan.kernels import merge_into
 from attnspan.masks import Mask
 from attnspan.paged.after_prefix import AfterPrefix
-from attnspan.paged.allocator import PageAllocator
+from attnspan.paged.allocator import Copies, PageAllocator
 from attnspan.paged.attending import UNTRANSFORMED, Attends, Options
 from attnspan.paged.kernels import choose
 from attnspan.paged.quantised import Quantised, check_dtype, quantised
@@ -106,7 +106,7 @@ class PagePool(Attends):
         pages = allocator.num_pages
         self.keys = tuple(self._pages(layer, layer.head_dim, pages, self.device) for layer in self.layers)
         self.values = tuple(self._pages(layer, layer.value_dim, pages, self.device) for layer in self.layers)
-        self._host: list[Tensor] = []
+        self._host = self._on_host(allocator.host_pages)
         self._masks: OrderedDict[tuple[Mask, int | None], Scoring] = OrderedDict()
 
     def _pages(self, layer: Layer, dim: int, pages: int, device: torch.device) -> Pages:
@@ -148,31 +148,49 @@ class PagePool(Attends):
             rows = pages.flatten(1)
             rows.index_copy_(0, targets, rows.index_select(0, sources))
 
+    def copy(self, copies: Copies) -> None:
+        """Copy whole pages of every layer, (from, to)."""
+        self.copy_pages(*self._indices(copies))
+
     def swap_out(self, seq: int) -> None:
-        """Move a sequence to the host."""
-        host = self._on_host()  # first: if there is no memory for it, nothing was changed
-        moves = self.allocator.swap_out(seq)
-        here, there = self._indices(moves)
-        for pages, kept in zip(tensors(*self.keys, *self.values), host, strict=True):
-            kept.index_copy_(0, there.cpu(), pages.index_select(0, here).cpu())
+        """Move a sequence to the host: all of it, or nothing if that fails."""
+        self.allocator.swap_out(seq, self._to_host)
 
     def swap_in(self, seq: int) -> None:
-        """Bring a sequence back."""
-        moves = self.allocator.swap_in(seq)
+        """Bring a sequence back: all of it, or nothing if that fails."""
+        self.allocator.swap_in(seq, self._from_host)
+
+    def _to_host(self, moves: Copies) -> None:
+        here, there = self._indices(moves)
+        for pages, kept in zip(tensors(*self.keys, *self.values), self._host, strict=True):
+            kept.index_copy_(0, there.cpu(), pages.index_select(0, here).cpu())
+
+    def _from_host(self, moves: Copies) -> None:
         there, here = self._indices(moves)
-        for pages, kept in zip(tensors(*self.keys, *self.values), self._on_host(), strict=True):
+        for pages, kept in zip(tensors(*self.keys, *self.values), self._host, strict=True):
             pages.index_copy_(0, here, kept.index_select(0, there.cpu()).to(self.device))
 
-    def _indices(self, moves: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
-        sources, targets = torch.tensor(moves, dtype=torch.int64, device=self.device).view(-1, 2).unbind(1)
+    def _indices(self, moves: Copies) -> tuple[Tensor, Tensor]:
+        """(from, to) as tensors on the device; from pinned memory, so that the host does not wait for it."""
+        pairs = torch.tensor(moves, dtype=torch.int64).view(-1, 2)
+        if self.device.type == "cuda":
+            pairs = pairs.pin_memory()
+        sources, targets = pairs.to(self.device, non_blocking=True).unbind(1)
         return sources, targets
 
-    def _on_host(self) -> list[Tensor]:
-        """Host pages of every layer, made when first needed, in the order of `tensors`."""
-        if not self._host:
-            pages = self.allocator.host_pages
-            self._host = [x.new_zeros(pages, *x.shape[1:], device="cpu") for x in tensors(*self.keys, *self.values)]
-        return self._host
+    def _on_host(self, pages: int) -> list[Tensor]:
+        """Host pages of every layer, in the order of `tensors`. Taken at once, so that no swap lacks them."""
+        if not pages:
+            return []
+        here = tensors(*self.keys, *self.values)
+        try:
+            return [x.new_zeros(pages, *x.shape[1:], device="cpu") for x in here]
+        except RuntimeError as error:
+            size = sum(x[0].nbytes for x in here) * pages / 2**30
+            raise PageError(
+                f"host_pages must fit into the host's memory, got {pages}, which take {size:.1f} GiB; ask for fewer "
+                f"({error})"
+            ) from error
 
     # ---- attention -------------------------------------------------------------------------------------------------
 

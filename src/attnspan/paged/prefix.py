@@ -216,6 +216,13 @@ class PrefixCache:
             self._cut(run, count)
         return before - self._count
 
+    def reset(self, next_id: int = 0) -> None:
+        """Forget everything, the allocator's sequences included; for what was broken off halfway (allocator.py)."""
+        self.allocator.reset(next_id)
+        self._roots.clear()
+        self._tails.clear()
+        self._idle, self._count = [], 0
+
     def __len__(self) -> int:
         return self._count
 

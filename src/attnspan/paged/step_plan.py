@@ -39,7 +39,7 @@ import torch
 from torch import Tensor
 
 from attnspan.errors import PageError, whole
-from attnspan.paged.allocator import NULL_PAGE, Asked, Copies, Row
+from attnspan.paged.allocator import NULL_PAGE, Asked, Row
 from attnspan.paged.reading import ALONE, Reading, Spread
 
 if TYPE_CHECKING:
@@ -113,11 +113,9 @@ class StepPlan:
             raise PageError(f"pad_to must be at least the {len(batch)} sequences of the batch, got {n}")
         asked = self.pool.allocator._asked(batch)
         self._check_fits(asked, len(batch), n)
-        given = self.pool.allocator._commit(asked)
+        self.pool.allocator._commit(asked, self.pool.copy)
         self._epoch = -1  # until it is filled, it describes nothing
-        self._fill(asked, n, share, given.copies, lasting=pad_to is not None)
-        if given.copies:
-            self.pool.copy_pages(*self._buffer.copies(len(given.copies)))
+        self._fill(asked, n, share, lasting=pad_to is not None)
         return self
 
     def _check_fits(self, asked: Asked, named: int, n: int) -> None:
@@ -132,7 +130,7 @@ class StepPlan:
             seq = asked.seqs[asked.lengths.index(longest)]
             raise PageError(f"sequence {seq} would hold {longest} tokens, more than max_length={self.max_length}")
 
-    def _fill(self, asked: Asked, n: int, share: bool, copies: Copies, lasting: bool) -> None:
+    def _fill(self, asked: Asked, n: int, share: bool, lasting: bool) -> None:
         """Write the step to the buffer and send it. See [Note: one copy]. Lists, not loops: every step pays for it."""
         buffer, spread, rows, padding = self._buffer, self.spread, asked.rows, n - len(asked.rows)
         stamps = [row.stamp for row in rows]
@@ -148,7 +146,7 @@ class StepPlan:
         buffer.begin()
         buffer.put_tables(rows, stamps, padding)
         buffer.put_tokens(*self._located(rows, starts, lengths, counts))
-        buffer.put(offsets, lengths, begins, ends, copies)
+        buffer.put(offsets, lengths, begins, ends)
         buffer.put_shared([(offsets[g.last] - offsets[g.first], spread.held(g.length)) for g in self.shared])
         buffer.send(n)
         self.tokens, self.sequences, self.host_lengths = offsets[-1], len(rows), tuple(lengths)
@@ -311,19 +309,19 @@ class StepPlan:
 class _Buffer:
     """The ints of a step, on the host and on the device, at fixed places, for n sequences and t tokens::
 
-    slots 2 t (64 bits each) | rows t | positions t | offsets n + 1 | lengths n | begins n | ends n | copies 2 n |
-    shared 3 n | zero | tables n x width
+    slots 2 t (64 bits each) | rows t | positions t | offsets n + 1 | lengths n | begins n | ends n | shared 3 n |
+    zero | tables n x width
     """
 
     def __init__(self, n: int, t: int, width: int, device: torch.device) -> None:
         self.n, self.t, self.width = n, t, width
-        sizes = [2 * t, t, t, n + 1, n, n, n, 2 * n, 3 * n, 1, n * width]
+        sizes = [2 * t, t, t, n + 1, n, n, n, 3 * n, 1, n * width]
         self.places = list(accumulate(sizes, initial=0))
         self.device_ints = torch.zeros(self.places[-1], dtype=torch.int32, device=device)
         wide, self.rows, self.positions, self.offsets, self.lengths, self.begins, self.ends = self.device_ints.split(
             sizes
         )[:7]
-        self._copies, self._shared, self.zero, flat = self.device_ints.split(sizes)[7:]
+        self._shared, self.zero, flat = self.device_ints.split(sizes)[7:]
         self.slots, self.tables = wide.view(torch.int64), flat.view(n, width)
         self._zeros = torch.zeros(1, dtype=torch.int32, device=device)
         self.head, self._turn = self.places[-2], 0
@@ -344,8 +342,10 @@ class _Buffer:
         side, width = self._sides[self._turn], self.width
         for place in compress(range(len(rows)), map(ne, stamps, side.stamps)):
             at, table = self.head + place * width, rows[place].table
+            side.stamps[place] = 0  # no row's: an interrupt here must not leave half a table under its old stamp
             side.ints[at : at + len(table)] = table
         for place in range(len(rows), len(rows) + padding):
+            side.stamps[place] = 0
             side.ints[self.head + place * width] = NULL_PAGE
         side.stamps[: len(rows) + padding] = stamps + [0] * padding
 
@@ -356,19 +356,17 @@ class _Buffer:
         side.ints[2 * self.t : 2 * self.t + count] = rows
         side.ints[3 * self.t : 3 * self.t + count] = positions
 
-    def put(self, offsets: list[int], lengths: list[int], begins: array[int], ends: list[int], copies: Copies) -> None:
-        """What is said of every sequence, and the pages to copy."""
+    def put(self, offsets: list[int], lengths: list[int], begins: array[int], ends: list[int]) -> None:
+        """What is said of every sequence."""
         ints = self._sides[self._turn].ints
         for at, values in zip(self.places[3:], (array("i", offsets), array("i", lengths), begins), strict=False):
             ints[at : at + len(values)] = values
         at, same = self.places[6], self.places[4]
         ints[at : at + len(ends)] = array("i", ends) if ends is not lengths else ints[same : same + len(ends)]
-        for at, pages in zip((self.places[7], self.places[7] + self.n), zip(*copies, strict=True), strict=False):
-            ints[at : at + len(pages)] = array("i", pages)
 
     def put_shared(self, groups: list[tuple[int, int]]) -> None:
         """(queries, keys) of each group that shares pages."""
-        ints, at = self._sides[self._turn].ints, self.places[8]
+        ints, at = self._sides[self._turn].ints, self.places[7]
         for queries, keys in groups:
             ints[at : at + 3] = array("i", (0, queries, keys))
             at += 3
@@ -382,10 +380,6 @@ class _Buffer:
         self.device_ints[:used].copy_(side.host[:used], non_blocking=True)
         side.sent = side.sent or torch.cuda.Event()
         side.sent.record()
-
-    def copies(self, count: int) -> tuple[Tensor, Tensor]:
-        """The pages to copy, (from, to)."""
-        return self._copies[:count], self._copies[self.n : self.n + count]
 
     def shared(self, index: int) -> tuple[Tensor, Tensor]:
         """Offsets (2,) and end (1,) of a group."""
