@@ -361,7 +361,8 @@ def test_parts_can_be_compared_whatever_was_put_in_their_place():
 def test_a_version_counts_every_change_once():
     model = nn.Sequential(nn.Linear(2, 2))
     known = ModelFingerprint(model)
-    assert (known.look(), known.version) == (False, 0)
+    known.look()
+    assert (known.version, known.changes) == (0, 0)
     model[0].weight.data.add_(1)
     known.compare_content()
     assert known.version == 1
@@ -371,4 +372,7 @@ def test_a_version_counts_every_change_once():
     assert known.version == 1  # compared since the last look
     known.look()
     known.compare_content()
-    assert known.version == 2
+    assert (known.version, known.changes) == (2, 0)
+    model[0].bias = None
+    known.look()
+    assert (known.version, known.changes) == (3, 1)

@@ -89,8 +89,10 @@ class Driver:
         done = [chunk.sample for chunk in batch if chunk.last]
         scheduler.computed(batch)
         for sample in done:
-            group = [sample, *(scheduler.fork(sample) if sample.forks else ())]
-            for each in group:
+            forks, sample.forks = sample.split(), 0
+            if forks:
+                scheduler.fork(sample, forks)
+            for each in (sample, *forks):
                 self.alive[each.order] = each
                 each.tokens.append(next_token(each))
                 if len(each.tokens) == each.most:
@@ -269,5 +271,5 @@ def test_a_step_that_failed_can_be_planned_again():
     driver.add([1] * 9, new=3)
     batch = driver.scheduler.step()
     driver.shadows[0].allocator.step([(sample.seq, count) for sample, count in batch])
-    driver.scheduler.undo(batch)
+    driver.scheduler.rollback(batch)
     assert run(driver).tokens == 9 + 2

@@ -8,10 +8,14 @@ or by hand: `add` requests at any time, call `step` as long as there is somethin
 fill as it goes. A step is one call of the model for whatever is due, prompts and single tokens together (scheduler.py),
 and then a token for every sample that was fed all it has (sampler.py).
 
-[Note: after an error] A step that fails takes back the room that it had made; nothing else has changed, so that it can
-be tried again. Over ranks it cannot: whether a rank does not answer, or fails by itself, the others cannot know how far
-it came, and what it sends next would be taken for what it owes. Every request ends with that error, all pages are given
-back, the engine takes no more, and nothing else is sent on that group (attention/unbroken.py).
+[Note: after an error] A step is a transaction (journal.py): whatever fails, and whatever interrupts it, the engine is
+afterwards as before, so that it can be tried again, or as after, if tokens were about to be told. Over ranks it cannot
+be tried again: whether a rank does not answer, or fails by itself, the others cannot know how far it came, and what it
+sends next would be taken for what it owes. Every request ends with that error, all pages are given back, the engine
+takes no more, and nothing else is sent on that group (attention/unbroken.py).
+
+[Note: threads] One call is under way at a time, and calls of other threads wait for it; over ranks they are refused.
+Callers that go away leave notes (owner.py).
 
 [Note: the same on every rank] With a mesh, every rank makes its engine of the same model and gives it the same requests
 in the same order; seeds that nobody chose are rank 0's. Requests are compared when they come, and logits are the same
@@ -30,6 +34,7 @@ from array import array
 from collections import deque
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -39,6 +44,7 @@ from torch import nn
 from attnspan.engine.accord import Accord, OutOfStep
 from attnspan.engine.bar import Bar
 from attnspan.engine.fingerprint import ModelFingerprint
+from attnspan.engine.journal import Journal
 from attnspan.engine.known import (
     check_dtype,
     check_evaluates,
@@ -49,6 +55,8 @@ from attnspan.engine.known import (
     vocabulary_of,
 )
 from attnspan.engine.look import looked_over
+from attnspan.engine.outcome import Commit, Outcome
+from attnspan.engine.owner import Hold, Note, Owned, Owner, entered, exclusive
 from attnspan.engine.params import SamplingParams
 from attnspan.engine.rehearsal import rehearse, rehearsed
 from attnspan.engine.request import Continuation, Request, Token
@@ -56,10 +64,10 @@ from attnspan.engine.room import Room, Store
 from attnspan.engine.runner import Runner, Sizes, pools_of
 from attnspan.engine.sample import Sample
 from attnspan.engine.sampler import Chosen, Draw, chosen, uniform
-from attnspan.engine.scheduler import Counts, Limits, Scheduler
+from attnspan.engine.scheduler import Chunk, Counts, Limits, Scheduler
 from attnspan.engine.served import layers_of, served
 from attnspan.engine.speech import Speech, Tokenizer
-from attnspan.errors import EngineError, ModelError, TransportError, UnknownRequest, one_of, whole, whole_list
+from attnspan.errors import EngineError, ModelError, UnknownRequest, one_of, whole, whole_list
 from attnspan.paged import PrefixCache
 from attnspan.paged.kernels import KERNELS
 from attnspan.transports.group import Group, transport_of
@@ -67,13 +75,13 @@ from attnspan.transports.group import Group, transport_of
 Prompt = str | Sequence[int]
 
 
-class Engine:
+class Engine(Owned):
     """Generation with a model of transformers over `pages` pages of `page_size` tokens.
 
     `host_pages` more on the host take samples that must wait; without, they are computed again. A step has at most
     `max_sequences` samples and `max_tokens` tokens. With `mesh` (a DeviceMesh, a process group, a virtual world) every
     rank has that many pages, and prompts of `whole_prompts` tokens or more are computed by all together (ranks.py).
-    `cuda_graphs` decodes by CUDA graphs (graphs.py).
+    `cuda_graphs` decodes by CUDA graphs (graphs.py). Threads may share an engine of one rank (owner.py).
     """
 
     def __init__(
@@ -129,8 +137,13 @@ class Engine:
         self._requests: dict[int, Request] = {}
         self._samples: dict[int, dict[int, Sample]] = {}  # by request and sample: what still runs or queues
         self._speeches: dict[tuple[int, int], Speech] = {}
-        self._streams: dict[int, deque[Token]] = {}  # by request: tokens that its stream has yet to tell
-        self._is_known = True  # whether the model, as it is, was looked at
+        self._streams: dict[int, list[Token]] = {}  # by request: all that its stream has to tell
+        self._untold: list[Token] = []  # tokens of a step that was interrupted when they had been noted
+        self._journal = Journal(self._scheduler, self._live)
+        self._owner = Owner(ranks)
+        self._holds: dict[int, Note] = {}  # by id, as not every note can be hashed once its hold is gone
+        self._notes: deque[Note | Request] = deque()  # see owner.py, [Note: finalisers]
+        self._known = 0  # how often the parts of the model had changed when it was last looked at
         self._added_since = False  # whether requests came since contents were last compared
         self._next = 0
         self._dead: BaseException | None = None
@@ -153,26 +166,43 @@ class Engine:
             return min(held, known) if known else held
         return known or 64 * held
 
+    @exclusive
     def warm_up(self) -> None:
         """Do now what would be done when it is first met: compile kernels, note graphs of every size.
 
         Over ranks, on all of them. Nothing of it is counted or kept, but kept prefixes may have to make room for it.
         EngineError while there are requests.
         """
+        self._settle()
         self._check_alive()
         if self._requests:
             raise EngineError(f"warm_up is for an engine without requests, got {len(self._requests)} unfinished")
         self._check_ready()
         self._look()
-        with served(self.model), self._together():
+        self._journal.begin()
+        with served(self.model, self), self._together():
             for lengths in rehearsed(self._runner):
                 fitting = [length for length in (min(each, self.max_length - 1) for each in lengths) if length]
                 rehearse(self._runner, Scheduler(self._scheduler.room, self.limits), fitting)
+        self._journal.end()
 
     # ---- requests --------------------------------------------------------------------------------------------------
 
     def add(self, prompt: Prompt, params: SamplingParams | None = None, *, salt: Hashable = None) -> Request:
         """A new request. What it computes can be found by later prompts that begin alike and have the same salt."""
+        return self._add(prompt, params, salt, [])
+
+    @exclusive
+    def _add(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        salt: Hashable,
+        into: list[Request],
+        stream: list[Token] | None = None,
+    ) -> Request:
+        """A new request, appended to a list before it is added; `stream` is where its tokens are told."""
+        self._settle()
         self._check_alive()
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
@@ -196,35 +226,40 @@ class Engine:
                 f"max_new_tokens={params.max_new_tokens} more are asked for"
             )
         number, seed = self._next, secrets.randbits(63) if params.seed is None else params.seed
-        with self._hearing():
-            told = self._accord.on_request((tokens, params, salt, number), seed)
-        seed = told if params.seed is None else seed
         # The last token is never fed, so that it needs no room.
         sample = Sample(number, array("Q", tokens), most - 1, forks=params.n - 1, salt=salt)
-        self._scheduler.add(sample)
-        self._next, self._added_since = self._next + 1, True
-        request = Request(number, tokens, params, seed, salt)
-        for _ in range(params.n):
-            noted = params.logprobs or params.top_logprobs
-            continuation = Continuation(logprobs=[] if noted else None)
-            if params.top_logprobs:
-                continuation.top_logprobs = []
-            request.samples.append(continuation)
-        self._requests[number] = request
-        self._samples[number] = {0: sample}
+        self._scheduler.check_fits(sample)
+        with self._hearing():
+            told = self._accord.on_request((tokens, params, salt, number), seed)
+            request = Request(number, tokens, params, told if params.seed is None else seed, salt)
+            for _ in range(params.n):
+                noted = params.logprobs or params.top_logprobs
+                continuation = Continuation(logprobs=[] if noted else None)
+                if params.top_logprobs:
+                    continuation.top_logprobs = []
+                request.samples.append(continuation)
+            into.append(request)
+            self._journal.begin(mend=partial(self._discard, request))  # what is broken off here was never added
+            self._next, self._added_since = number + 1, True
+            if stream is not None:
+                self._streams[number] = stream
+            self._samples[number] = {0: sample}
+            self._requests[number] = request
+            self._scheduler.add(sample)
+            self._journal.end()
         return request
 
     def _look(self) -> None:
         """Notice a model whose parts are not what they were. See [Note: a model that changes]."""
-        if self._fingerprint.look():
+        self._fingerprint.look()
+        changes = self._fingerprint.changes
+        if changes != self._known:
             self._runner.forget_graphs()
-            self._is_known = False
-        if not self._is_known:
             if [str(layer) for layer in layers_of(self.model)] != self._asked:
                 raise ModelError(
                     "the attention layers of model are others than when the engine was made; make a new one"
                 )
-            self._is_known = True
+            self._known = changes
 
     def _version(self, found: bool) -> int:
         """Of the model, for a request that begins, on pages that were `found` or not."""
@@ -234,7 +269,27 @@ class Engine:
         return self._fingerprint.version
 
     def cancel(self, request: Request) -> None:
-        """End a request: its pages are given back, and it keeps what it has. UnknownRequest if it has ended."""
+        """End a request: its pages are given back, and it keeps what it has. UnknownRequest if it has ended.
+
+        In the middle of a step (by a hook, or a finaliser) it is noted, and ends when the next call begins.
+        """
+        with self._owner.lock: self._cancel(request)  # fmt: skip  # noqa: E701
+
+    def _cancel(self, request: Request) -> None:
+        if self._owner.reentered:
+            self._check_known(request)
+            self._notes.append(request)
+        else:
+            entered(self, Engine._cancelled, (request,), {})
+
+    def _cancelled(self, request: Request) -> None:
+        self._settle()
+        self._check_known(request)
+        failed = self._end(request, "cancelled")
+        if failed is not None:
+            raise failed
+
+    def _check_known(self, request: Request) -> None:
         if self._requests.get(getattr(request, "number", -1)) is not request:
             ended = isinstance(request, Request) and request.finished
             raise UnknownRequest(
@@ -242,31 +297,56 @@ class Engine:
                 if ended
                 else f"request must be one that add() of this engine returned, got {request!r}"
             )
-        self._ended(request, "cancelled")
 
-    def _ended(self, request: Request, reason: str, error: BaseException | None = None) -> None:
-        """End what is left of a request."""
+    def _end(self, request: Request, reason: str, error: BaseException | None = None) -> Exception | None:
+        """End what is left of a request; why the end of its text could not be decoded, if it could not."""
+        left, failed = [], None
         if reason == "cancelled":
             self._accord.cancelled(request.number)
-        for sample in self._samples.pop(request.number, {}).values():
-            self._scheduler.remove(sample, keep=error is None)
-        held: list[tuple[Continuation, Speech]] = []
         for number, continuation in enumerate(request.samples):
-            speech = self._speeches.pop((request.number, number), None)
-            if speech is not None:
-                held.append((continuation, speech))
             if continuation.finish_reason is None:
+                text = continuation.text
+                try:
+                    text += self._held_back(request, number) if error is None else ""
+                except Exception as failure:
+                    failed = failure
+                left.append((continuation, text))
+        samples = list(self._samples[request.number].values())
+
+        def tell() -> None:
+            for continuation, text in left:
+                continuation.text = text
                 continuation.finish_reason = reason
+            request.error = error
+            self._discard(request)
+
+        def book() -> None:
+            for sample in samples:
+                self._scheduler.remove(sample, keep=error is None)
+
+        self._journal.commit(tell, book)
+        return failed
+
+    def _discard(self, request: Request) -> None:
+        """A request has ended, or was never added."""
+        for number in range(len(request.samples)):
+            self._speeches.pop((request.number, number), None)
         self._streams.pop(request.number, None)
-        request.error = error
-        del self._requests[request.number]
-        for continuation, speech in held if error is None else ():  # at last: a tokenizer may fail
-            continuation.text += speech.end()
+        self._samples.pop(request.number, None)
+        self._requests.pop(request.number, None)
 
     @property
     def unfinished(self) -> list[Request]:
         """Requests that have not ended, oldest first."""
+        with self._owner.lock: return self._unfinished()  # fmt: skip  # noqa: E701
+
+    def _unfinished(self) -> list[Request]:
+        if self._owner.may_act:
+            entered(self, Engine._settle, (), {})
         return list(self._requests.values())
+
+    def _live(self) -> Iterator[Sample]:
+        return (sample for samples in self._samples.values() for sample in samples.values())
 
     @property
     def counts(self) -> Counts:
@@ -275,31 +355,63 @@ class Engine:
 
     # ---- steps -----------------------------------------------------------------------------------------------------
 
+    @exclusive
     def step(self) -> list[Token]:
         """Call the model once for what is due; the tokens that came of it. Empty if there is nothing to do, or while
-        a long prompt is computed in chunks."""
+        a long prompt is computed in chunks.
+
+        Tokens of a step that was interrupted after they had been noted come with the next.
+        """
+        self._settle()
         self._check_alive()
-        with served(self.model):
+        with served(self.model, self):
             return self._step()
 
     def _step(self) -> list[Token]:
         self._check_ready()
         self._look()
-        scheduler = self._scheduler
-        with self._hearing():
-            batch = scheduler.step()
+        batch = self._planned()
         if not batch:
-            return []
-        samples = [chunk.sample for chunk in batch if chunk.last]
-        with self._together():
-            try:
+            self._journal.end()
+        else:
+            with self._together():
+                self._runner.prepare(batch)
+                self._journal.planned(batch)
+                samples = [chunk.sample for chunk in batch if chunk.last]
                 answers = self._chosen(samples, self._runner.run(batch))
                 self._fingerprint.ran()
-            except BaseException:
-                scheduler.undo(batch)  # see [Note: after an error]
-                raise
-            scheduler.computed(batch)
-            return self._noted(samples, answers)
+                commit = self._outcomes(samples, answers)
+                self._journal.commit(partial(self._tell, commit), partial(self._book, batch, commit))
+        told, self._untold = self._untold, []
+        return told
+
+    def _planned(self) -> list[Chunk]:
+        """The next batch. The journal has begun."""
+        self._journal.begin()
+        with self._hearing():
+            batch = self._scheduler.step()
+        if not batch and self._samples:  # rather than to be asked again and again
+            raise EngineError("the scheduler has lost a sample; the next call computes all requests again")
+        return batch
+
+    def _settle(self) -> None:
+        """Carry through or roll back what an earlier call left, and act on notes. Every call begins with it."""
+        if not self._journal.settled:
+            self._speeches.clear()  # they may have read tokens that nobody was told, and are made again
+            if self._runner.device.type == "cuda":
+                torch.cuda.synchronize(self._runner.device)  # buffers that are still being sent are not to be filled
+            if self._accord.ranks > 1 and self._dead is None:
+                self._dead = EngineError("a call was interrupted on this rank, and others cannot know how far it came")
+            self._journal.settle()
+        if self._dead is not None and self._requests:
+            self._die(self._dead)
+        while self._notes:
+            note = self._notes[0]
+            for request in note.requests if isinstance(note, Note) else [note]:
+                if self._requests.get(request.number) is request:
+                    self._end(request, "cancelled")
+            self._holds.pop(id(note), None)
+            self._notes.popleft()
 
     @contextmanager
     def _together(self) -> Iterator[None]:
@@ -314,10 +426,18 @@ class Engine:
 
     @contextmanager
     def _hearing(self) -> Iterator[None]:
-        """Inside, ranks compare what they were told; one that does not answer is lost."""
+        """Inside, ranks compare what they were told. What they refuse together has not happened, and whatever else
+        breaks off ends it for all."""
+        if self._accord.ranks == 1:
+            yield
+            return
+        self._journal.begin()
         try:
             yield
-        except (TransportError, OutOfStep) as error:
+        except BaseException as error:
+            if isinstance(error, EngineError) and not isinstance(error, OutOfStep):
+                self._journal.settle()
+                raise
             self._die(error)
             raise
 
@@ -331,31 +451,66 @@ class Engine:
         draws = [self._draw(sample, sample.number + fork) for sample in samples for fork in range(1 + sample.forks)]
         return chosen(logits, draws, [self._wants(samples[row]) for row in rows])
 
-    def _noted(self, samples: list[Sample], answers: list[Chosen]) -> list[Token]:
-        """Split off what waited for its prompt, and give everyone its token.
-
-        Where a text cannot be decoded, its request ends, and whoever was not given a token yet is computed again.
-        """
-        left = []
+    def _outcomes(self, samples: list[Sample], answers: list[Chosen]) -> Commit:
+        """What everyone will be told; nobody is, yet. Where a text cannot be decoded, its request ends."""
+        outcomes: list[Outcome] = []
+        splits = [(sample, sample.split()) for sample in samples if sample.forks]
+        forks = {id(sample): group for sample, group in splits}
+        left = iter(answers)
         for sample in samples:
-            group = [sample]
-            if sample.forks:
-                group += self._scheduler.fork(sample)
-                self._samples[sample.arrival] |= {each.number: each for each in group}
-            left += group
-        left.reverse()
-        tokens = []
-        for answer in answers:
-            sample = left.pop()
-            try:
-                tokens.append(self._told(sample, answer))
-            except BaseException as error:
-                self._ended(self._requests[sample.arrival], "error", error)
-                for untold in left:
-                    if untold.arrival != sample.arrival:
-                        self._scheduler.restart(untold)
-                raise
-        return tokens
+            for each in (sample, *forks.get(id(sample), ())):
+                try:
+                    outcomes.append(self._outcome(each, next(left)))
+                except Exception as error:
+                    self._journal.settle()  # to the others, the step did not happen
+                    self._speeches.clear()
+                    self._end(self._requests[each.arrival], "error", error)
+                    raise
+        return Commit(
+            outcomes, splits, [*self._untold, *(outcome.token for outcome in outcomes)], self._places(outcomes)
+        )
+
+    def _places(self, outcomes: list[Outcome]) -> list[tuple[list[Token], int, Token]]:
+        """Where in which stream each token will be."""
+        found, ends = [], dict[int, int]()
+        for outcome in outcomes if self._streams else ():
+            stream = self._streams.get(outcome.token.request.number)
+            if stream is not None:
+                place = ends.get(id(stream), len(stream))
+                found.append((stream, place, outcome.token))
+                ends[id(stream)] = place + 1
+        return found
+
+    def _tell(self, commit: Commit) -> None:
+        """Note everyone's token, and end samples where they end. Whatever was noted already stays as it is."""
+        for sample, forks in commit.splits:
+            sample.forks = 0
+            if sample.arrival in self._samples:
+                self._samples[sample.arrival].update({fork.number: fork for fork in forks})
+        for outcome in commit.outcomes:
+            outcome.note()
+        for stream, place, token in commit.places:
+            if len(stream) == place:
+                stream.append(token)
+        for outcome in commit.outcomes:
+            request, number, _, _, reason = outcome.token
+            if reason is not None:
+                self._samples.get(request.number, {}).pop(number, None)
+                outcome.continuation.finish_reason = reason
+                if request.finished:
+                    self._discard(request)
+        self._untold = commit.told
+
+    def _book(self, batch: Sequence[Chunk], commit: Commit) -> None:
+        """The same in the books: keys are in pages, samples run beside the one they split from, some have ended."""
+        scheduler = self._scheduler
+        scheduler.computed(batch)
+        for sample, forks in commit.splits:
+            scheduler.fork(sample, forks)
+        for outcome in commit.outcomes:
+            reason = outcome.token.finish_reason
+            if reason is not None:
+                scheduler.remove(outcome.sample, keep=reason != "error")
 
     def _draw(self, sample: Sample, of: int) -> Draw:
         request = self._requests[sample.arrival]
@@ -369,69 +524,64 @@ class Engine:
         params = self._requests[sample.arrival].params
         return params.top_logprobs if params.logprobs or params.top_logprobs else None
 
-    def _told(self, sample: Sample, answer: Chosen) -> Token:
-        """Note a sample's new token, and end the sample where it ends."""
+    def _outcome(self, sample: Sample, answer: Chosen) -> Outcome:
+        """What a sample will be told, and whether it then ends."""
         request = self._requests[sample.arrival]
         params, continuation = request.params, request.samples[sample.number]
+        place = len(continuation.token_ids)
         if answer.token is None:
-            return self._senseless(sample)
-        sample.tokens.append(answer.token)
-        continuation.token_ids.append(answer.token)
-        if continuation.logprobs is not None and answer.logprob is not None:
-            continuation.logprobs.append(answer.logprob)
-        if continuation.top_logprobs is not None and answer.top is not None:
-            continuation.top_logprobs.append(answer.top)
+            return self._senseless(sample, answer, place)
         reason = None
         if answer.token in params.stop_token_ids or (answer.token in self.end_tokens and not params.ignore_eos):
             reason = "stop"
-        elif len(continuation.token_ids) == params.max_new_tokens:
+        elif place + 1 == params.max_new_tokens:
             reason = "length"
         text, reason = self._spoken(request, sample.number, answer.token, reason)
-        return self._handed_on(sample, Token(request, sample.number, answer.token, text, reason))
+        token = Token(request, sample.number, answer.token, text, reason)
+        return Outcome(sample, continuation, answer, place, continuation.text + text, token)
 
-    def _senseless(self, sample: Sample) -> Token:
-        """End a sample whose logits are not numbers. What it computed is not found by others."""
+    def _senseless(self, sample: Sample, answer: Chosen, place: int) -> Outcome:
+        """The end of a sample whose logits are not numbers. What it computed is not found by others."""
         request = self._requests[sample.arrival]
-        speech = self._speeches.pop((request.number, sample.number), None)
-        request.error = EngineError(
+        continuation = request.samples[sample.number]
+        error = EngineError(
             f"sample {sample.number} of request {request.number} ended after {len(sample.tokens)} tokens: the model's "
             "logits are NaN or infinite there; look for such numbers in its weights, or for a dtype that is too narrow"
         )
-        text = "" if speech is None else speech.end()
-        return self._handed_on(sample, Token(request, sample.number, None, text, "error"))
+        text = self._held_back(request, sample.number)
+        token = Token(request, sample.number, None, text, "error")
+        return Outcome(sample, continuation, answer, place, continuation.text + text, token, error)
 
-    def _handed_on(self, sample: Sample, token: Token) -> Token:
-        """Give a token to whoever waits for it, and end the sample if it is the last."""
-        request, reason = token.request, token.finish_reason
-        continuation = request.samples[sample.number]
-        continuation.text += token.text
-        if reason is not None:
-            continuation.finish_reason = reason
-            self._scheduler.remove(sample, keep=reason != "error")
-            del self._samples[request.number][sample.number]
-        if request.number in self._streams:
-            self._streams[request.number].append(token)
-        if request.finished:
-            del self._requests[request.number], self._samples[request.number]
-            self._streams.pop(request.number, None)
-        return token
+    def _speech(self, request: Request, number: int) -> Speech:
+        """The text of a sample so far; read again from its tokens, where that was broken off."""
+        found = self._speeches.get((request.number, number))
+        if found is None:
+            assert self.tokenizer is not None, "there is text"
+            found = Speech(self.tokenizer, request.params.stop, request.prompt)
+            for token in request.samples[number].token_ids:
+                found.push(token)
+            self._speeches[request.number, number] = found
+        return found
+
+    def _held_back(self, request: Request, number: int) -> str:
+        """The text that might have become one to stop at."""
+        if self.tokenizer is None or not request.samples[number].token_ids:
+            return ""
+        speech = self._speech(request, number)
+        del self._speeches[request.number, number]  # it has ended, and the request not yet
+        return speech.end()
 
     def _spoken(self, request: Request, number: int, token: int, reason: str | None) -> tuple[str, str | None]:
         """What the text grew by, and why the sample ends, if it does: texts to stop at are found here."""
         if self.tokenizer is None:
             return "", reason
-        key = (request.number, number)
-        if key not in self._speeches:
-            self._speeches[key] = Speech(self.tokenizer, request.params.stop, request.prompt)
-        speech = self._speeches[key]
+        speech = self._speech(request, number)
         text = speech.push(token)
         if speech.stopped:
             reason = "stop"
         elif reason is not None:
             text += speech.end()
             reason = "stop" if speech.stopped else reason
-        if reason is not None:
-            del self._speeches[key]
         return text, reason
 
     # ---- all at once -----------------------------------------------------------------------------------------------
@@ -448,14 +598,16 @@ class Engine:
 
         `params` is one for all, or one for each. If anything goes wrong, none of these requests is left behind.
         """
-        requests = self._added(prompts, params, salt)
+        requests: list[Request] = []
+        hold = self._held(requests)  # should the `finally` be interrupted
         try:
-            with served(self.model), Bar(requests, progress) as bar:
+            self._add_all(requests, prompts, params, salt)
+            with Bar(requests, progress) as bar:
                 while not all(request.finished for request in requests):
-                    self._check_alive()
-                    bar.advance(sum(token.finish_reason is not None for token in self._step()))
+                    bar.advance(sum(token.finish_reason is not None for token in self.step()))
         finally:
             self._forget(requests)
+            del hold
         return requests
 
     def stream(
@@ -472,28 +624,52 @@ class Engine:
         several = [prompts] if isinstance(prompts, str) else _listed(prompts)
         if not isinstance(prompts, str) and not any(map(_is_prompt, several)):
             several = [several]  # tokens
-        stream = self._streamed(self._added(several, params, salt))
-        next(stream)  # as far as its first yield: a stream that nobody reads ends its requests too
+        stream = self._streamed(several, params, salt)
+        next(stream)  # as far as its first yield: requests are added now, and end if nobody reads the stream
         return stream
 
-    def _streamed(self, requests: list[Request]) -> Iterator[Any]:
-        """Nothing at first, then tokens."""
-        told: deque[Token] = deque()
-        self._streams |= dict.fromkeys((request.number for request in requests), told)
-        try:
-            yield None
-            while told or not all(request.finished for request in requests):
-                if told:
-                    yield told.popleft()
-                else:
-                    self.step()
-        finally:
-            self._forget(requests)
-
-    def _added(
+    def _streamed(
         self, prompts: Iterable[Prompt], params: SamplingParams | Sequence[SamplingParams] | None, salt: Hashable
-    ) -> list[Request]:
-        """All of the requests, or none."""
+    ) -> Iterator[Any]:
+        """Nothing at first, then tokens. There is no `finally` for a collector to run: the hold leaves a note."""
+        requests: list[Request] = []
+        told: list[Token] = []
+        hold = self._held(requests)
+        self._add_all(requests, prompts, params, salt, told)
+        yield None
+        read = 0
+        while True:
+            done = all(request.finished for request in requests)  # first: another thread may step in between
+            if read < len(told):
+                read += 1
+                yield told[read - 1]
+            elif done:
+                break
+            else:
+                try:
+                    self.step()
+                except BaseException:
+                    self._forget(requests)
+                    raise
+        del hold
+
+    def _held(self, requests: list[Request]) -> Hold:
+        """What the caller's frame must keep while it wants these requests. See owner.py, [Note: finalisers]."""
+        hold = Hold()
+        note = Note(hold, self._notes.append)
+        note.requests = requests
+        self._holds[id(note)] = note
+        return hold
+
+    def _add_all(
+        self,
+        requests: list[Request],
+        prompts: Iterable[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        salt: Hashable,
+        told: list[Token] | None = None,
+    ) -> None:
+        """Add all of the requests, or none."""
         if isinstance(prompts, str):
             raise EngineError("prompts must be a list of prompts, got a text; as in generate([prompt])")
         prompts = _listed(prompts)
@@ -510,24 +686,33 @@ class Engine:
             raise EngineError(f"params must be SamplingParams(...), or a list of them, got {params!r}")
         if len(each) != len(prompts):
             raise EngineError(f"params must be one for all {len(prompts)} prompts, or one for each, got {len(each)}")
-        requests: list[Request] = []
         try:
             for prompt, one in zip(prompts, each, strict=True):
-                requests.append(self.add(prompt, one, salt=salt))
+                self._add(prompt, one, salt, requests, told)
         except BaseException:
             self._forget(requests)
             raise
-        return requests
 
     def _forget(self, requests: list[Request]) -> None:
-        for request in requests:
-            if request.number in self._requests:
-                self._ended(request, "cancelled")
+        """End those that have not ended."""
+        if not all(request.finished for request in requests):
+            self._forgotten(requests)
+
+    @exclusive
+    def _forgotten(self, requests: list[Request]) -> None:
+        self._settle()
+        failures = [
+            self._end(request, "cancelled") for request in requests if self._requests.get(request.number) is request
+        ]
+        for failed in filter(None, failures):
+            raise failed
 
     # ---- checks ----------------------------------------------------------------------------------------------------
 
+    @exclusive
     def check(self) -> None:
         """Hold pages, queues and requests to what must be true of them; AssertionError if anything is not."""
+        self._settle()
         scheduler = self._scheduler
         scheduler.room.check()
         held = {id(sample) for samples in self._samples.values() for sample in samples.values()}
@@ -551,8 +736,15 @@ class Engine:
     def _die(self, error: BaseException) -> None:
         """See [Note: after an error]."""
         self._dead = error
-        for request in self.unfinished:
-            self._ended(request, "error", error)
+
+        def tell() -> None:
+            for request in list(self._requests.values()):
+                for continuation in request.samples:
+                    continuation.finish_reason = continuation.finish_reason or "error"
+                request.error = error
+                self._discard(request)
+
+        self._journal.commit(tell, partial(self._scheduler.reset, ()))
 
     def _check_ready(self) -> None:
         """EngineError for a model that is trained, or of another dtype than its pages by now."""

@@ -127,23 +127,26 @@ def _is_hollow(tensor: Tensor) -> bool:
 
 
 class ModelFingerprint:
-    """A model, and how often it was found to be another one: `version`."""
+    """A model, how often it was found to be another one (`version`), and how often its parts were (`changes`).
+
+    What is found is counted before it is taken as it is, so that an interrupt in between makes a version too many and
+    never one too few.
+    """
 
     def __init__(self, model: nn.Module) -> None:
-        self.model, self.version = model, 0
+        self.model, self.version, self.changes = model, 0, 0
         self._parts = Parts(model)
         self.content = self._parts.weights.content()
         self._compared = True  # the content, since the last look
         self._watched = FIRST_STEPS
 
-    def look(self) -> bool:
-        """Compare parts; whether they changed."""
+    def look(self) -> None:
+        """Compare parts."""
         self._compared = False
-        if self._parts.same():
-            return False
-        self._parts = Parts(self.model)
-        self.version += 1
-        return True
+        if not self._parts.same():
+            self.version += 1
+            self.changes += 1
+            self._parts = Parts(self.model)
 
     def compare_content(self) -> bool:
         """Compare what weights are, unless that was done since the last look; whether it was done now."""
@@ -151,7 +154,8 @@ class ModelFingerprint:
             return False
         found = self._parts.weights.content()
         if found != self.content:
-            self.content, self.version = found, self.version + 1
+            self.version += 1
+            self.content = found
         self._compared = True
         return True
 

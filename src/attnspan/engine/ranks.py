@@ -48,7 +48,6 @@ class RanksRunner(Runner):
         self._compared = self.accord.on_step(batch)
         sample, count = batch[0]
         if len(batch) == 1 and sample.computed == 0 and count == sample.rest >= self.whole:
-            self._step(batch)
             return self._split(sample.tokens)
         return super().run(batch)
 

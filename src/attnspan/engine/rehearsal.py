@@ -20,21 +20,21 @@ def rehearsed(runner: Runner) -> list[list[int]]:
 
 
 def rehearse(runner: Runner, scheduler: Scheduler, lengths: list[int]) -> None:
-    """Run prompts of these lengths and a token after each, as far as there is room for them."""
+    """Run prompts of these lengths and a token after each, as far as there is room for them.
+
+    Where it fails, pages are left to the scheduler's `reset`.
+    """
     for number, length in enumerate(lengths):
         if scheduler.room.refusal(length + 1, scheduler.chunk) is None:
             sample = Sample(number, [0] * length, length + 1)
             scheduler.add(sample)
             sample.unshared = True  # it is neither kept nor found
-    try:
-        while batch := scheduler.step():
-            runner.run(batch)
-            scheduler.computed(batch)
-            for sample in [chunk.sample for chunk in batch if not chunk.sample.rest]:
-                if len(sample.tokens) == sample.most:
-                    scheduler.remove(sample)
-                else:
-                    sample.tokens.append(0)
-    finally:
-        for sample in [*scheduler.running, *scheduler.queued]:
-            scheduler.remove(sample, keep=False)
+    while batch := scheduler.step():
+        runner.prepare(batch)
+        runner.run(batch)
+        scheduler.computed(batch)
+        for sample in [chunk.sample for chunk in batch if not chunk.sample.rest]:
+            if len(sample.tokens) == sample.most:
+                scheduler.remove(sample)
+            else:
+                sample.tokens.append(0)

@@ -16,7 +16,6 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from attnspan.errors import PoolExhausted
 from attnspan.paged import PageAllocator, PrefixCache
 
 
@@ -153,18 +152,19 @@ class Room:
 
     def swap_in(self, seq: int) -> bool:
         """Bring a sample back, if there is room for all of it; whether there was."""
-        moved: list[Store] = []
+        if not all(store.allocator.may_swap_in(seq) for store in self.stores):
+            return False
         for store in self.stores:
-            try:
-                store.swaps.swap_in(seq)
-            except PoolExhausted:
-                for done in moved:
-                    done.swaps.swap_out(seq)
-                return False
-            moved.append(store)
+            store.swaps.swap_in(seq)
         return True
+
+    def reset(self) -> None:
+        """Forget everything: all pages are free, no prefix is kept, and names are the same in every store again."""
+        name = max(store.allocator.next_id for store in self.stores)
+        for store in self.stores:
+            (store.allocator if store.prefixes is None else store.prefixes).reset(name)
 
     def check(self) -> None:
         """Hold every store to what must be true of it."""
         for store in self.stores:
-            (store.prefixes or store.allocator).check()
+            (store.allocator if store.prefixes is None else store.prefixes).check()

@@ -1,6 +1,7 @@
 """A step of the model: tokens of many samples packed into one row, keys to their pages, logits of those that want them.
 
     runner = Runner(model, pools_of(layers, sizes, ...), max_sequences=64, max_tokens=512, max_length=4096)
+    runner.prepare(batch)  # pages
     logits = runner.run(batch)  # a row for every chunk that ends its sample
 
 Layers that see everything and layers that see a window may lie in different pools (`Pools`), each with a plan of its
@@ -148,13 +149,18 @@ class Runner:
         if self._graphs is not None:
             self._graphs.forget()
 
+    def prepare(self, batch: Sequence[Chunk]) -> None:
+        """Make room for a batch in every pool, and copy the shared pages that it writes to."""
+        pad_to = self._graphs.rows(len(batch)) if self._graphs is not None and _decodes(batch) else None
+        named = [(chunk.sample.seq, chunk.new) for chunk in batch]
+        for plan in self.plans:
+            plan.step(named, pad_to=pad_to)  # type: ignore[arg-type]  # whoever is in a batch has a name
+
     def run(self, batch: Sequence[Chunk]) -> Tensor:
-        """Feed a batch; the logits (rows, V) after every chunk that ends its sample, in order."""
-        if self._graphs is not None and all(chunk.new == 1 and chunk.last for chunk in batch):
+        """Feed a prepared batch; the logits (rows, V) after every chunk that ends its sample, in order."""
+        if self._graphs is not None and _decodes(batch):
             rows = self._graphs.rows(len(batch))
-            self._step(batch, rows)
             return self._graphs.run(self._decoded, [chunk.sample.tokens[-1] for chunk in batch], rows)
-        self._step(batch)
         tokens: list[int] = []
         wanted: list[int] = []
         for chunk in batch:
@@ -163,11 +169,6 @@ class Runner:
             if chunk.last:
                 wanted.append(len(tokens) - 1)
         return self._logits(tokens, self.plans[0].positions, wanted, self._over)
-
-    def _step(self, batch: Sequence[Chunk], pad_to: int | None = None) -> None:
-        named = [(chunk.sample.seq, chunk.new) for chunk in batch]
-        for plan in self.plans:
-            plan.step(named, pad_to=pad_to)  # type: ignore[arg-type]  # whoever is in a batch has a name
 
     def _logits(self, tokens: list[int], positions: Tensor, wanted: list[int], attends: Any) -> Tensor:
         """The logits of the tokens at `wanted`, (wanted, V)."""
@@ -187,3 +188,8 @@ class Runner:
                 logits_to_keep=keep,
             )
         return out.logits[0]
+
+
+def _decodes(batch: Sequence[Chunk]) -> bool:
+    """Whether every sample is fed one token, its last."""
+    return all(chunk.new == 1 and chunk.last for chunk in batch)

@@ -41,9 +41,12 @@ class Sample:
     def __post_init__(self) -> None:
         self.prompt = self.prompt or len(self.tokens)
 
-    def split(self, number: int, seq: int) -> Sample:
-        """Another sample with the same tokens, by another name in the pages."""
-        return replace(self, number=number, seq=seq, tokens=self.tokens[:])
+    def split(self) -> list[Sample]:
+        """The samples that waited for the prompt, with the same tokens; they have no pages yet."""
+        return [
+            replace(self, number=self.number + fork, seq=None, tokens=self.tokens[:], forks=0)
+            for fork in range(1, 1 + self.forks)
+        ]
 
     @property
     def kept_as(self) -> Hashable:

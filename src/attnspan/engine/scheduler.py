@@ -24,6 +24,9 @@ shares nothing: a prefix cache gives up pages from the end, and would hold on to
 [Note: shown when looked for] What a sample computed is shown to the prefix cache when one that begins alike is about
 to look for it, or when its pages are about to go. Most are like no other, and are shown once, when they end.
 
+[Note: reset] What a sample has computed can be computed again from its tokens. So whatever breaks off a step halfway,
+`reset` gives back all pages and queues every sample from its first token, as if all had been sent back.
+
 [Note: all ranks] With `whole` (prefill under context parallelism), a prompt of at least so many tokens is a step by
 itself, and not in chunks.
 
@@ -33,7 +36,7 @@ Ints only: knows nothing of models, tensors or time. The same calls give the sam
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import NamedTuple
@@ -114,6 +117,13 @@ class Scheduler:
 
     def add(self, sample: Sample) -> None:
         """Queue a sample; EngineError if it could not run even alone."""
+        self.check_fits(sample)
+        sample.unshared = not self.room.holds(sample.most)
+        sample.beginning = hash(tuple(sample.tokens[: self._smallest]))
+        insort(self.queued, sample, key=_ORDER)
+
+    def check_fits(self, sample: Sample) -> None:
+        """EngineError for a sample that could not run even alone."""
         reason = self.room.refusal(sample.most, self.chunk)
         if reason is not None:
             raise EngineError(
@@ -125,9 +135,6 @@ class Scheduler:
                 f"n must be at most max_sequences={self.limits.max_sequences}, since samples of one prompt start "
                 f"together, got {sample.forks + 1}"
             )
-        sample.unshared = not self.room.holds(sample.most)
-        sample.beginning = hash(tuple(sample.tokens[: self._smallest]))
-        insort(self.queued, sample, key=_ORDER)
 
     def remove(self, sample: Sample, keep: bool = True) -> None:
         """A sample has ended, or is not wanted any more; with `keep`, later prompts may find what it computed."""
@@ -140,15 +147,22 @@ class Scheduler:
         sample.seq, sample.swapped, sample.computed = None, False, 0
         self._returns += 1
 
-    def fork(self, sample: Sample) -> list[Sample]:
-        """Split off the samples that were waiting for the prompt; all then run."""
+    def fork(self, sample: Sample, forks: Sequence[Sample]) -> None:
+        """Let the samples that were split off from one whose prompt is computed run beside it, on the same pages."""
         assert sample.seq is not None, "its prompt is computed"
-        names = self.room.fork(sample.seq, sample.forks)
-        sample.forks = 0
-        forks = [sample.split(number, seq) for number, seq in enumerate(names, start=1)]
-        for fork in forks:
+        for fork, seq in zip(forks, self.room.fork(sample.seq, len(forks)), strict=True):
+            fork.seq, fork.computed, fork.kept = seq, sample.computed, sample.kept
             insort(self.running, fork, key=_ORDER)
-        return forks
+
+    def reset(self, samples: Iterable[Sample]) -> None:
+        """Forget all pages, and queue these samples alone, each from its first token. See [Note: reset]."""
+        self.room.reset()
+        self.running.clear()
+        self.queued[:] = sorted(samples, key=_ORDER)
+        for sample in self.queued:
+            self.counts.recomputed += sample.computed > 0
+            sample.seq, sample.swapped, sample.computed, sample.kept = None, False, 0, 0
+        self._refused = None
 
     @property
     def idle(self) -> bool:
@@ -190,14 +204,7 @@ class Scheduler:
                     self._keep(sample)
                 self._returns += self.room.release(sample.seq)
 
-    def restart(self, sample: Sample) -> None:
-        """Compute a running sample again from its first token: what it was fed last came to nothing."""
-        self.running.remove(sample)
-        self._give_up(sample)
-        insort(self.queued, sample, key=_ORDER)
-        self._returns += 1
-
-    def undo(self, batch: Sequence[Chunk]) -> None:
+    def rollback(self, batch: Sequence[Chunk]) -> None:
         """The batch was planned and not computed: pages forget it."""
         for sample, _ in batch:
             if sample.seq is not None:

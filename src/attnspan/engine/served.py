@@ -8,6 +8,9 @@ serve one model with different pages do not meet. Afterwards the model has the n
 [Note: who serves] Several engines may serve one model at once (virtual ranks do). The first to come sets the name,
 the last to leave sets it back. It is set at every step, so it is written to the configs that layers read it from: to
 ask `set_attn_implementation`, which looks at every module, would cost a small model a tenth of its step.
+
+[Note: interrupts] Engines are noted by name, not counted: one that was interrupted on its way out leaves with its next
+step. Locks are taken and given back within one line (owner.py, [Note: one line]).
 """
 
 from __future__ import annotations
@@ -142,30 +145,46 @@ def _check_compiled(model: nn.Module, layers: Layers) -> None:
 
 
 class _Serving:
-    """Who serves a model: how many, and the names that its configs had before; and what it was seen to ask for."""
+    """Who serves a model, and the names that its configs had before; and what it was seen to ask for."""
 
     def __init__(self, model: nn.Module) -> None:
         found = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
         self.config = model.config  # if it has another, all are looked for again
         self.configs: list[Any] = list(found.values())  # one, for nearly every model
-        self.names: list[str] = []
-        self.count = 0
+        self.names: list[str] | None = None  # None while nobody serves it
+        self.owners: set[int] = set()
         self.seen: list[str] = []
         self.found: list[int | None] = []
         self.lock = Lock()
 
-    def begin(self, name: str) -> None:
-        if self.count == 0:
-            self.names = [config._attn_implementation for config in self.configs]
+    def begin(self, name: str, owner: int) -> None:
+        """An owner comes; again, if its last end was broken off."""
+        if not self.owners:
+            if self.names is None:
+                self.names = [config._attn_implementation for config in self.configs]
             for config in self.configs:
                 config._attn_implementation = name
-        self.count += 1
+        self.owners.add(owner)
 
-    def end(self) -> None:
-        self.count -= 1
-        if self.count == 0:
+    def end(self, owner: int) -> None:
+        self.owners.discard(owner)
+        if not self.owners and self.names is not None:
             for config, name in zip(self.configs, self.names, strict=True):
                 config._attn_implementation = name
+            self.names = None
+
+    def look(self, known: list[str], name: str, look: Callable[[], list[int | None]]) -> list[int | None]:
+        """See `seen_once`; under the lock."""
+        if self.seen != known:
+            if self.owners:
+                raise EngineError("model has changed, and another engine is in the middle of a step with it")
+            self.begin(name, id(self))
+            try:
+                self.found = look()
+            finally:
+                self.end(id(self))
+            self.seen = known
+        return self.found
 
 
 _SERVED: WeakKeyDictionary[nn.Module, _Serving] = WeakKeyDictionary()
@@ -173,24 +192,25 @@ _LOCK = Lock()
 
 
 def _serving(model: Any) -> _Serving:
-    with _LOCK:
-        found = _SERVED.get(model)
-        if found is None or (found.config is not model.config and not found.count):
-            found = _SERVED[model] = _Serving(model)
-        return found
+    with _LOCK: return _known(model)  # fmt: skip  # noqa: E701
+
+
+def _known(model: Any) -> _Serving:
+    found = _SERVED.get(model)
+    if found is None or (found.config is not model.config and not found.owners):
+        found = _SERVED[model] = _Serving(model)
+    return found
 
 
 @contextmanager
-def served(model: nn.Module) -> Iterator[None]:
-    """While it lasts, the model's attention is `paged`. See [Note: who serves]."""
+def served(model: nn.Module, owner: object = None) -> Iterator[None]:
+    """While it lasts, the model's attention is `paged`, for one owner at least. See [Note: who serves]."""
     serving = _serving(model)
-    with serving.lock:
-        serving.begin(NAME)
     try:
+        with serving.lock: serving.begin(NAME, id(owner))  # fmt: skip  # noqa: E701
         yield
     finally:
-        with serving.lock:
-            serving.end()
+        with serving.lock: serving.end(id(owner))  # fmt: skip  # noqa: E701
 
 
 def seen_once(model: nn.Module, layers: Layers, name: str, look: Callable[[], list[int | None]]) -> list[int | None]:
@@ -199,14 +219,4 @@ def seen_once(model: nn.Module, layers: Layers, name: str, look: Callable[[], li
     Nobody serves it meanwhile. Who makes an engine for a model that others serve, as virtual ranks do, finds it seen.
     """
     serving, known = _serving(model), [str(layer) for layer in layers]
-    with serving.lock:
-        if serving.seen != known:
-            if serving.count:
-                raise EngineError("model has changed, and another engine is in the middle of a step with it")
-            serving.begin(name)
-            try:
-                serving.found = look()
-            finally:
-                serving.end()
-            serving.seen = known
-        return serving.found
+    with serving.lock: return serving.look(known, name, look)  # fmt: skip  # noqa: E701

@@ -1,0 +1,101 @@
+"""One call of an engine at a time: who owns it meanwhile, and what becomes of calls that come from elsewhere.
+
+Methods that read or change an engine are `exclusive`. A call from another thread waits until the one that is under way
+returns, which for `step` is one call of the model. A call from the same thread, made in the middle of another by a
+hook, a tokenizer or a finaliser, cannot wait and is refused.
+
+Over ranks the order of calls must be the same on every rank, and no lock can see to that between threads. There the
+first thread that calls owns the engine, and others are refused.
+
+[Note: finalisers] Python may collect garbage at any line, also in the middle of a step. So a caller who goes away only
+leaves a note: its requests hang on a `Hold`, which lives as long as the caller's frame, and whose weak reference is
+appended to a queue when it dies. Appending is one call in C, so that no line of ours runs there and nothing can
+interrupt it. The owner acts on notes when its next call begins.
+
+[Note: one line] A `with` whose block is on the same line has no line between the block and the release at which an
+interrupt (or a debugger, or a tracer that raises) could come. Where several lines are needed, they are a function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import wraps
+from threading import Lock, RLock, current_thread, get_ident
+from typing import Any, Concatenate, ParamSpec, TypeVar
+from weakref import ref
+
+from attnspan.engine.request import Request
+from attnspan.errors import EngineError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+E = TypeVar("E", bound="Owned")
+
+
+class Hold:
+    """What a caller's frame keeps while it wants its requests."""
+
+
+class Note(ref[Hold]):
+    """A weak reference to a hold, and the requests that hang on it: the note that is left when the hold dies."""
+
+    requests: Sequence[Request] = ()  # until it is given some: an interrupt may come first
+
+
+class Owner:
+    """The locks of an engine. `ranks` as in the engine's group."""
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+        self.lock = RLock()  # between threads
+        self.inside = Lock()  # taken while a call is under way, so that a call within it can tell
+        self.thread: int | None = None  # over ranks: the one that may call
+        self.name = ""
+
+    @property
+    def reentered(self) -> bool:
+        """Whether a call of this thread is under way; for who has the lock."""
+        return self.inside.locked()
+
+    @property
+    def may_act(self) -> bool:
+        """Whether this thread may change the engine now; for who has the lock."""
+        return not self.inside.locked() and (self.ranks == 1 or self.thread in (None, get_ident()))
+
+    def check(self, what: str) -> None:
+        """EngineError for a call that must not be made here and now; for who has the lock."""
+        if self.inside.locked():
+            raise EngineError(
+                f"{what} was called in the middle of another call of the same engine, by a hook, a tokenizer or a "
+                "finaliser; call it when that call has returned"
+            )
+        if self.ranks > 1 and self.thread != get_ident():
+            if self.thread is not None:
+                raise EngineError(
+                    f"{what} was called in thread {current_thread().name!r}, and over ranks an engine belongs to the "
+                    f"first thread that calls it, here {self.name!r}: ranks make the same calls in the same order, "
+                    "which threads do not; hand requests to that thread"
+                )
+            self.name, self.thread = current_thread().name, get_ident()
+
+
+class Owned:
+    """What has an owner."""
+
+    _owner: Owner
+
+
+def exclusive(method: Callable[Concatenate[E, P], R]) -> Callable[Concatenate[E, P], R]:
+    """A method of which one call is under way at a time. See [Note: one line]."""
+
+    @wraps(method)
+    def call(self: E, *args: P.args, **named: P.kwargs) -> R:
+        with self._owner.lock: return entered(self, method, args, named)  # fmt: skip  # noqa: E701
+
+    return call
+
+
+def entered(owned: Any, method: Callable[..., R], args: Any, named: Any) -> R:
+    """Call a method, under the lock."""
+    owned._owner.check(method.__name__.strip("_"))
+    with owned._owner.inside: return method(owned, *args, **named)  # fmt: skip  # noqa: E701
