@@ -112,12 +112,6 @@ def unshard_and_sum(group):
     in_order(cp.rank, [lambda: cp.unshard(x), lambda: cp.sum(x)])
 
 
-def sum_and_mean(group):
-    cp = span.ContextParallel(group, seq_len=S, mask=span.Causal(), layout=LAYOUT)
-    x = torch.ones(2)
-    in_order(cp.rank, [lambda: cp.mean(x), lambda: cp.mean_loss(x)])
-
-
 def gradients_of_moves(group):
     cp = span.ContextParallel(group, seq_len=S, mask=span.Causal(), layout=LAYOUT)
     x, y = (torch.ones(1, S // 2, requires_grad=True) for _ in range(2))
@@ -127,7 +121,7 @@ def gradients_of_moves(group):
 
 PROGRAMS = [
     two_masks, two_masks_by_ring, two_masks_by_ulysses, two_sessions, named_masks, backward_passes,
-    forward_for_backward, another_shape, shifts, unshard_and_sum, sum_and_mean, gradients_of_moves,
+    forward_for_backward, another_shape, shifts, unshard_and_sum, gradients_of_moves,
 ]  # fmt: skip
 programs = pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 
