@@ -69,7 +69,7 @@ def packed():
 def windowed():
     """Every second key of a window that is an attribute: blocks that are asked again."""
     Settings.window = 4
-    return None, lambda b, h, q, k: (q >= k) & (((q - k) % 2 == 0) | (q - k < Settings.window))
+    return None, lambda b, h, q, k: (q >= k) & ((q - k) % 2 == 0) & (q - k < Settings.window)
 
 
 WRITES = {
@@ -81,7 +81,7 @@ WRITES = {
 }
 
 CHANGES = {name: (packed, write) for name, write in WRITES.items()} | {
-    "an attribute": (windowed, lambda ids: setattr(Settings, "window", 9))
+    "an attribute": (windowed, lambda ids: setattr(Settings, "window", 20))
 }
 
 
