@@ -27,7 +27,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator
 from itertools import chain
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
@@ -67,6 +67,8 @@ class Parts:
         self._held = [vars(each) for each in self._modules]
         configs = {id(each["config"]): each["config"] for each in self._held if hasattr(each.get("config"), "__dict__")}
         self._configs = [vars(each) for each in configs.values()]
+        own = [[name for name in each if name not in _OF_TORCH] for each in self._held]
+        self._settings = [itemgetter(*names) for names in own]  # torch's other dicts in a module change nothing
         self._containers = [*self._mutable(), *_global_hooks()]
         self.weights = Weights(model)
         self._tensors = [each for each in chain(self.weights, self._attributes()) if _has_address(each)]
@@ -80,7 +82,8 @@ class Parts:
         return (
             list(map(type, self._modules)),
             list(map(_FORWARD, self._classes)),
-            list(chain.from_iterable(map(dict.values, self._held))),
+            list(map(len, self._held)),
+            [settings(each) for settings, each in zip(self._settings, self._held, strict=True)],
             [value for each in self._configs for key, value in each.items() if key not in _WHILE_SERVED],
             list(map(Tensor.data_ptr, self._tensors)),
             list(map(_VERSION, self._counted)),
