@@ -137,9 +137,8 @@ def _exchanged(kind: str, share: Callable[[], Share], transport: Transport) -> t
     said = [wrong is not None, KINDS.index(kind), own is not None and own.divisor is not None]
     try:
         with under_way(transport, "a sum or a mean over ranks"):
-            pending = transport.gather(row, list(rows), kind)
+            transport.gather(row, list(rows), kind).wait()  # on a device, in the order of its stream
             told = _told(said, transport.hosts)
-            pending.wait()
         _check_said(told, wrong, transport)
         if said[-1]:
             _check_counts(rows[:, 2].view(torch.float64).tolist(), int(rows[:, 1].sum()))

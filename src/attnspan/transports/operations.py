@@ -20,6 +20,7 @@ moves the data (distributed.py).
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 from collections.abc import Iterable, Iterator
@@ -67,18 +68,16 @@ class Ledger:
 
     def begin(self, name: str) -> Operation:
         """The next operation."""
-        return self._named(Operation(next(self.numbers), name))
+        for each in (name, _gradient(name)):
+            self.names[_hash(each)] = each
+        while len(self.names) > NAMES:
+            del self.names[next(iter(self.names))]
+        return Operation(next(self.numbers), name)
 
     def differentiate(self, header: int) -> Operation:
         """The backward pass of an operation."""
         name = self.names.get(header % (1 << NAME_BITS), f"#{header:x}")
-        return self._named(Operation(header >> NAME_BITS, f"the gradient of {name}"))
-
-    def _named(self, operation: Operation) -> Operation:
-        self.names[operation.header % (1 << NAME_BITS)] = operation.name
-        if len(self.names) > NAMES:
-            del self.names[next(iter(self.names))]
-        return operation
+        return Operation(header >> NAME_BITS, _gradient(name))
 
     def describe(self, header: int) -> str:
         """The operation that another rank's header stands for, by its name if this rank has been in such a one."""
@@ -127,5 +126,10 @@ def group_of(transport: Transport) -> object:
     return getattr(transport, "group", transport)
 
 
+def _gradient(name: str) -> str:
+    return f"the gradient of {name}"
+
+
+@functools.lru_cache(maxsize=NAMES)
 def _hash(name: str) -> int:
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=NAME_BITS // 8).digest(), "little")
