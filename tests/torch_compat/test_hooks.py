@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import DeviceMesh, Replicate, distribute_tensor
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.distributed.tensor import DeviceMesh, Replicate, Shard, distribute_tensor
+from torch.nn.attention.flex_attention import flex_attention
 
 from attnspan.errors import AttnspanError
 from attnspan.masks import Causal
@@ -158,36 +158,26 @@ def test_indices_of_one_batch_row():
 
 def _on_gloo(rank):
     mesh = DeviceMesh("cpu", torch.arange(2))
-    style = _ContextParallel(2, SDPA)
-    (query,) = _context_parallel_shard(mesh, [whole(8)[0]], [2])
-    placed = style.sdpa_input_fn(None, (distribute_tensor(whole(8)[0], mesh, [style_shard()]),), {}, mesh)[0][0]
-    assert torch.equal(placed.as_subclass(torch.Tensor), query)
+    style, query = _ContextParallel(2, SDPA), whole(8)[0]
+    (own,) = _context_parallel_shard(mesh, [query], [2])
+    placed = style.sdpa_input_fn(None, (distribute_tensor(query, mesh, [Shard(2)]),), {"scale": None}, mesh)
+    assert torch.equal(placed[0][0].as_subclass(torch.Tensor), own)
+    assert placed[1] == {"scale": None}
     try:
-        style.sdpa_input_fn(None, (distribute_tensor(whole(8)[0], mesh, [Replicate()]),), {}, mesh)
+        style.sdpa_input_fn(None, (distribute_tensor(query, mesh, [Replicate()]),), {}, mesh)
     except AssertionError as refused:
-        said = str(refused)
-    part = create_block_mask(Causal().mask_mod(), None, None, 8, 8, device="cpu")
-    assert style.sdpa_input_fn(None, (part,), {"scale": None}, mesh) == ((part,), {"scale": None})
-    return said, simulated(mesh)
+        return str(refused)
 
 
-def style_shard():
-    from torch.distributed.tensor import Shard
+def test_dtensors_are_taken_as_shards():
+    for said in spawn(2, _on_gloo):
+        assert said.startswith("a DTensor must be Shard(2), got (Replicate(),)")
 
-    return Shard(2)
 
-
-def simulated(mesh):
+def test_simulated_ranks_are_refused():
+    """Each was taken for rank 0."""
     from torch.distributed._local_tensor import LocalTensorMode
 
-    with LocalTensorMode(2):
-        try:
-            _context_parallel_shard(mesh, [torch.arange(8)], [0])
-        except NotImplementedError as refused:
-            return str(refused)
-
-
-def test_dtensors_and_simulated_ranks():
-    for said, local in spawn(2, _on_gloo):
-        assert said.startswith("a DTensor must be Shard(2), got (Replicate(),)")
-        assert local.startswith("LocalTensorMode is not served: every rank it stands for would be taken for one")
+    says = "LocalTensorMode is not served: every rank it stands for would be taken for one"
+    with LocalTensorMode(2), pytest.raises(NotImplementedError, match=says):
+        _context_parallel_shard(None, [torch.arange(8)], [0])

@@ -229,3 +229,17 @@ def test_the_latest_shard_call_counts():
             assert unsharded(mesh, part + 0) == list(range(8))
 
     on_ranks(2, run)
+
+
+def test_orders_one_after_another_as_torchs_own_tests_have_them():
+    """Options before every context, and a shard call in the same order after it; all of one length."""
+
+    def run(mesh):
+        for balanced in (True, False, True, True, False):
+            _cp_options.enable_load_balance = balanced
+            assert unsharded(mesh, copied(mesh)) == list(range(8))
+            kind = "head-tail" if balanced else "spans"
+            (part,) = _context_parallel_shard(mesh, [TOKENS], [1], balancer(kind, mesh.ranks))
+            assert unsharded(mesh, part + 0) == list(range(8))
+
+    on_ranks(2, run)

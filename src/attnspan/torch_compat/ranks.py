@@ -144,18 +144,18 @@ class Ranks:
 
     def _possible(self, sizes: list[int] | None) -> list[Order]:
         """The orders that shards may lie in: those of cuts of that length, if there are any."""
-        around, cuts = self.entered[::-1], self.cuts | self.by_call
+        around, cuts = self.entered[::-1], [*self.cuts.items(), *self.by_call.items()]
         if sizes is not None:
             around = [order for order in around if _fits(order.layout, sizes)]
-            cuts = {order: declared for order, declared in cuts.items() if _fits(order.layout, sizes)}
-            if any(order.seq_len == sum(sizes) for order in (*around, *cuts)):
+            cuts = [(order, declared) for order, declared in cuts if _fits(order.layout, sizes)]
+            if any(order.seq_len == sum(sizes) for order in (*around, *dict(cuts))):
                 lengths = (None, sum(sizes))
                 around = [order for order in around if order.seq_len in lengths]
-                cuts = {order: declared for order, declared in cuts.items() if order.seq_len in lengths}
-        fresh = [order for order, declared in cuts.items() if declared == _cp_options.declared]
+                cuts = [(order, declared) for order, declared in cuts if order.seq_len in lengths]
+        fresh = [order for order, declared in cuts if declared == _cp_options.declared]
         if not around and not fresh:
             around = [self.default(None)]
-        return [*around, *(fresh or cuts)]
+        return [*around, *(fresh or dict(cuts))]
 
     def _remember(self, order: Order) -> None:
         """A context cuts sequences in this order; the latest is the last."""
