@@ -18,6 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention as by_name  # torch
 from attnspan.torch_compat import (
     _context_parallel_shard,
     _ContextParallel,
+    _cp_options,
     _disable_context_parallel_dispatcher,
     _enable_context_parallel_dispatcher,
     _HeadTailLoadBalancer,
@@ -171,6 +172,7 @@ def titan_style(mesh, length, causal=True, balance=True):
     total = labels.numel()
     positions = torch.arange(length).expand(2, -1)
     load_balancer = _HeadTailLoadBalancer(length, mesh.size(0), mesh.device_type) if balance else None
+    _cp_options.enable_load_balance = balance  # contexts on this mesh have cut in the other order
     inputs, labels, positions = _context_parallel_shard(
         mesh=mesh, buffers=(inputs, labels, positions), seq_dims=(1, 1, 1), load_balancer=load_balancer
     )
@@ -179,6 +181,7 @@ def titan_style(mesh, length, causal=True, balance=True):
     loss.backward()
     (logits,) = context_parallel_unshard(mesh, [pred.detach()], [1], load_balancer)
     _disable_context_parallel_dispatcher()
+    _cp_options.enable_load_balance = True
     return *summed(loss, model), logits
 
 

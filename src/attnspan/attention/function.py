@@ -103,6 +103,7 @@ class Attention:
         out, lse, _ = ops.attention(query, key, value, sinks, captured, self.handle, returned)
         return out, lse
 
+    @torch._disable_dynamo
     def check_mask(self, mask: Mask, inputs: Inputs) -> None:
         """Refuse tensors, together with the other ranks, if a mask has changed since it was made."""
         query, key, value = (_as_autocast(x) for x in (inputs.query, inputs.key, inputs.value))

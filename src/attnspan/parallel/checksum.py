@@ -110,8 +110,10 @@ def _is_whole(tensor: Tensor) -> bool:
 def plain_parts(tensor: Tensor) -> Iterator[Tensor]:
     """The tensors that hold the numbers here: of one that wraps others (DTensor, quantised), those; none of a meta."""
     if is_traceable_wrapper_subclass(tensor):
-        for name in tensor.__tensor_flatten__()[0]:
-            yield from plain_parts(getattr(tensor, name))
+        inner = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+        for part in inner:
+            if isinstance(part, Tensor):  # a DTensor names its mesh among them too
+                yield from plain_parts(part)
     elif tensor.layout == torch.strided:
         if not tensor.is_meta and tensor.numel():
             yield tensor.detach()

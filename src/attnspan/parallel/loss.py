@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -40,6 +41,9 @@ from attnspan.transports.operations import under_way
 
 BUCKET = 1 << 25
 """How many bytes of gradients are averaged at once."""
+
+STOPS = tuple(filter(None, [getattr(torch.utils.checkpoint, "_StopRecomputationError", None)]))
+"""How activation checkpointing ends a second run that has computed enough, on every rank at the same place."""
 
 KINDS = ("a mean loss", "a mean", "a sum", "a sum of whole numbers")
 """What is computed over ranks."""
@@ -131,6 +135,8 @@ def _exchanged(kind: str, share: Callable[[], Share], transport: Transport) -> t
     try:
         own = share()
         row = _row(own)
+    except STOPS:
+        raise
     except Exception as error:  # whatever it is, the others wait for this rank's row
         wrong = error
     rows = row.new_empty(transport.ranks, len(row))
@@ -146,6 +152,8 @@ def _exchanged(kind: str, share: Callable[[], Share], transport: Transport) -> t
         if wrong is None:
             raise
         raise wrong from (heard_of if isinstance(heard_of, TransportError) else None)
+    finally:
+        del wrong  # its traceback holds this frame, and whatever autograd holds would never be freed
     assert own is not None, "a rank that has none refuses, and so do all"
     sums = rows[:, 0]
     return own, Rows(sums.view(torch.float64) if own.sum.is_floating_point() else sums, rows[:, 1])

@@ -9,6 +9,7 @@ Shapes: tensors have tokens outermost, (T, ...); where batch rows move different
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from attnspan.attention.unbroken import unbroken
 from attnspan.layouts import Layout
-from attnspan.transports import Transport
+from attnspan.transports import Pending, Transport
 from attnspan.transports.operations import under_way
 
 
@@ -105,6 +106,14 @@ def _digest(documents: Tensor) -> str:
     return hashlib.sha256(repr(lengths).encode()).hexdigest()[:16]
 
 
+@torch._disable_dynamo  # compiled autograd looks into backward passes, and has no business in transports
+def _moved(transport: Transport, name: str | int, move: Callable[[], Pending]) -> int:
+    """Carry out a move as an operation; its header, by which the way back is known."""
+    with unbroken(transport), under_way(transport, name) as operation:
+        move().wait()
+    return operation.header
+
+
 class Moved(torch.autograd.Function):
     """Tokens sent by moves, `fill` where none lands; gradients go the way back."""
 
@@ -115,9 +124,7 @@ class Moved(torch.autograd.Function):
         came[-1:] = fill
         leaving = [(rank, tokens.index_select(0, which.to(tokens.device))) for rank, which in enumerate(moves.sends)]
         arriving = list(enumerate(came[:-1].split(moves.sizes)))
-        with unbroken(transport), under_way(transport, name) as operation:
-            transport.exchange(leaving, arriving, "shifted tokens").wait()
-        ctx.header = operation.header
+        ctx.header = _moved(transport, name, lambda: transport.exchange(leaving, arriving, "shifted tokens"))
         return came.index_select(0, moves.order.to(came.device))
 
     @staticmethod
@@ -133,9 +140,7 @@ class Gathered(torch.autograd.Function):
     def forward(ctx: Any, tokens: Tensor, transport: Transport, sizes: list[int], name: str | int) -> Tensor:
         ctx.transport, ctx.sizes = transport, sizes
         whole = tokens.new_empty(sum(sizes), *tokens.shape[1:])
-        with unbroken(transport), under_way(transport, name) as operation:
-            transport.gather(tokens, whole.split(sizes), "shards").wait()
-        ctx.header = operation.header
+        ctx.header = _moved(transport, name, lambda: transport.gather(tokens, whole.split(sizes), "shards"))
         return whole
 
     @staticmethod
@@ -151,9 +156,7 @@ class Summed(torch.autograd.Function):
         ctx.transport, ctx.sizes = transport, sizes
         parts = whole.contiguous().split(sizes)
         own = torch.empty_like(parts[transport.rank])
-        with unbroken(transport), under_way(transport, name) as operation:
-            transport.reduce_scatter(parts, own, "gradients of shards").wait()
-        ctx.header = operation.header
+        ctx.header = _moved(transport, name, lambda: transport.reduce_scatter(parts, own, "gradients of shards"))
         return own
 
     @staticmethod

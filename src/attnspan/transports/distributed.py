@@ -62,7 +62,10 @@ class Distributed(Transport):
     @property
     def hosts(self) -> Distributed:
         """The same ranks, for tensors of the host."""
-        return self if self.device.type == "cpu" else Distributed(_group_of_hosts(self.group), torch.device("cpu"))
+        return self if self.device.type == "cpu" else self._on_hosts(_group_of_hosts(self.group), torch.device("cpu"))
+
+    def _on_hosts(self, group: dist.ProcessGroup, device: torch.device) -> Distributed:
+        return Distributed(group, device)
 
     def contains(self, other: Transport) -> bool:
         """Whether every process of another group is in this one too."""
@@ -86,7 +89,7 @@ class Distributed(Transport):
         operation = ledger.current
         if operation is None or (self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
             return Pending()
-        new = operation.greet(peer for peer in peers if peer != self.rank)
+        new = operation.greet(peers)
         own = torch.full((1,), operation.header, dtype=torch.int64, device="cpu")
         theirs = own.new_empty(len(new))
 
@@ -123,7 +126,7 @@ class Distributed(Transport):
         """As any transport's; NCCL's own where every rank brings as much."""
         if not self._native(outputs):
             return super().gather(tensor, outputs, what)
-        self._greet(range(self.ranks), what).wait()
+        self._greet(self._round()[1:], what).wait()
         source = self._sent(self.rank, tensor, what).view(-1)
         targets = [self._filled(peer, output, what).view(-1) for peer, output in enumerate(outputs)]
         whole = _end_to_end(targets)  # [Note: views]
@@ -140,7 +143,7 @@ class Distributed(Transport):
         exact = output.dtype == inputs[self.rank].dtype and output.dtype not in HALVES
         if not (exact and self._native(inputs)):
             return super().reduce_scatter(inputs, output, what)
-        self._greet(range(self.ranks), what).wait()
+        self._greet(self._round()[1:], what).wait()
         sources = [self._sent(peer, tensor, what).view(-1) for peer, tensor in enumerate(inputs)]
         target = self._filled(self.rank, output, what).view(-1)
         whole = _end_to_end(sources)

@@ -33,6 +33,9 @@ class Reordered(Distributed):
     def __hash__(self) -> int:
         return hash((self.group, self.device, self.order))
 
+    def _on_hosts(self, group: dist.ProcessGroup, device: torch.device) -> Reordered:
+        return Reordered(group, device, self.order)
+
     def _post(self, sends: Messages, receives: Messages, what: str) -> Pending:
         return super()._post(self._renamed(sends), self._renamed(receives), what)
 
