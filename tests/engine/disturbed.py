@@ -45,7 +45,7 @@ def catalogue(family):
     for number in range(18):
         stem = stems[number % 2][: draw.choice([0, 6, 9, 13])]
         prompt = stem + prompts([draw.randrange(1, 7)], seed=number)[0]
-        options = {"max_new_tokens": draw.randrange(1, 9)}
+        options = {"max_new_tokens": draw.choice([1, 3, 8, 12, 16])}
         if number % 3 == 0:
             options |= {"n": draw.choice([2, 3]), "temperature": 1.0, "seed": number}
         found.append((prompt, SamplingParams(**options)))
@@ -69,7 +69,7 @@ def said(sample):
 
 def made(family="Llama", **options):
     """An engine whose pages do not suffice for what comes."""
-    tight = {"pages": 17, "page_size": 3, "max_sequences": 4, "max_tokens": 8, "host_pages": 14}
+    tight = {"pages": 12, "page_size": 3, "max_sequences": 4, "max_tokens": 8, "host_pages": 14}
     return Engine(speaker(family), tokenizer=tokenizer(), **(tight | options))
 
 
@@ -86,7 +86,7 @@ class History:
         """One call; False if it was disturbed."""
         one = self.draw.choices(
             [self.add, self.step, self.cancel, self.open, self.read, self.abandon, self.generate],
-            [4, 20, 1, 1, 6, 1, 1],
+            [8, 20, 1, 1, 6, 1, 1],
         )[0]
         try:
             one()

@@ -28,7 +28,7 @@ from tests.processes import spawn
 FAMILIES = ["Llama", "Gemma3"]  # Gemma3 has two pools, one of them windowed
 
 
-def faulty(family, faults, seed, count, **options):
+def faulty(family, faults, seed, count, patience=30, **options):
     """A history with so many faults."""
     target = sum(faults.planted.values()) + count
     with faults.into(speaker(family)):
@@ -36,7 +36,7 @@ def faulty(family, faults, seed, count, **options):
         history = History(one, family, seed)
         while sum(faults.planted.values()) < target:
             faults.arm(least=faults.draw.random() < 0.5)
-            for _ in range(12):  # a call that does not come is given up
+            for _ in range(patience):  # a call that does not come is given up
                 if not history.turn() and faults.draw.random() < 0.3:
                     one.check()
                 if faults.armed is None:
@@ -49,7 +49,7 @@ def faulty(family, faults, seed, count, **options):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_calls_that_fail_change_no_answer(family):
     faults = Faults(seed=1)
-    history = faulty(family, faults, seed=2, count=20)
+    history = faulty(family, faults, seed=2, count=20, patience=6)
     assert history.raised >= 15  # some fail where nobody is told: while an abandoned stream is ended
     assert history.finished > 4
 
@@ -59,18 +59,14 @@ def test_calls_that_fail_change_no_answer(family):
 def test_calls_that_fail_change_no_answer_ever(family):
     faults, finished = Faults(seed=3), 0
     for seed in range(50):
-        options = {"host_pages": [0, 14][seed % 2], "prefix_cache": seed % 3 != 2, "pages": 15 + seed % 5}
+        options = {"host_pages": [0, 14][seed % 2], "prefix_cache": seed % 3 != 2, "pages": 12 + seed % 3}
         finished += faulty(family, faults, seed, count=25, **options).finished
     print(family, sum(faults.planted.values()), "faults,", finished, "answers")
     assert sum(faults.planted.values()) >= 1250
     assert finished > 500
     never = {name for name, times in faults.planted.items() if not times}
-    print("never met:", sorted(never))
-    assert not never & {
-        "PagePool.copy_pages", "PagePool.swap_out", "PagePool.swap_in", "PagePool.write", "PageAllocator.fork",
-        "PageAllocator._commit", "PageAllocator.free", "PrefixCache.add", "PrefixCache.keep", "Scheduler.step",
-        "Scheduler._send_back", "model.forward", "attnspan.engine.engine.chosen", "attnspan.engine.sampler.drawn",
-    }  # fmt: skip
+    windows = {"PageAllocator.release_window", "Room.release"} if family == "Llama" else set()
+    assert never <= windows
 
 
 def at_lines(family, action, seed, count, rarely=2500, **options):
@@ -148,7 +144,7 @@ def loaded(seconds, rarely, enough=None, seed=0):
             lines.arm(draw.randrange(1, rarely))
 
     with faults.into(speaker("Llama")):
-        one = made(pages=30)
+        one = made(pages=16)
         first, *others = histories = [History(one, seed=seed + number) for number in range(3)]
         threads = [threading.Thread(target=lives, args=(history,), daemon=True) for history in others]
         for thread in threads:
