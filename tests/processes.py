@@ -87,6 +87,9 @@ def _told(rank, child, pipe, deadline):
 
 def _live(joining, rank, pipe, fn, args):
     warnings.simplefilter("error")
+    warnings.filterwarnings(
+        "ignore", "`torch.jit.script_method` is deprecated", DeprecationWarning
+    )  # as pyproject.toml
     torch.set_num_threads(1)
     if joining["backend"] == "nccl":
         joining["device_id"] = _claimed_device(rank, joining["world_size"])

@@ -600,9 +600,10 @@ def test_an_engine_that_was_made_in_inference_mode_goes_on_without():
 
 
 def test_a_model_that_is_called_while_it_is_served_says_so():
-    from attnspan.engine.served import served
+    from attnspan.engine.served import layers_of, served
 
     model = tiny("Llama")
+    layers_of(model)  # as an engine does when it is made: transformers then knows the name
     with served(model), pytest.raises(EngineError, match="LlamaAttention was called while an engine serves its model"):
         model(torch.tensor([[5]]))
 

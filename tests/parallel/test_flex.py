@@ -964,3 +964,18 @@ def test_a_kernel_that_runs_no_programs_is_refused_by_name():
             cp.flex_attention(q, k, v, distance, block_mask())
 
     loopback(2).run(rank)
+
+
+def test_flex_attention_that_a_thread_without_a_block_has_compiled_is_compiled():
+    """An attachment elsewhere lasts as long as its model; flex_attention outside of it must not run uncompiled."""
+    q, k, v = torch.randn(3, 1, 2, 16, 8).unbind()
+    torch._dynamo.reset()
+    seen.watch()
+    try:
+        counter = CompileCounterWithBackend("eager")
+        found = torch.compile(by_name, backend=counter)(q, k, v)
+        assert counter.frame_count == 1
+    finally:
+        seen.unwatch()
+        torch._dynamo.reset()
+    torch.testing.assert_close(found, F.scaled_dot_product_attention(q, k, v))

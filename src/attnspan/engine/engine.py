@@ -631,27 +631,29 @@ class Engine(Owned):
     def _streamed(
         self, prompts: Iterable[Prompt], params: SamplingParams | Sequence[SamplingParams] | None, salt: Hashable
     ) -> Iterator[Any]:
-        """Nothing at first, then tokens. There is no `finally` for a collector to run: the hold leaves a note."""
+        """Nothing at first, then tokens. Whoever goes away drops the hold, which leaves a note, and that is all."""
         requests: list[Request] = []
         told: list[Token] = []
         hold = self._held(requests)
-        self._add_all(requests, prompts, params, salt, told)
-        yield None
-        read = 0
-        while True:
-            done = all(request.finished for request in requests)  # first: another thread may step in between
-            if read < len(told):
-                read += 1
-                yield told[read - 1]
-            elif done:
-                break
-            else:
-                try:
-                    self.step()
-                except BaseException:
-                    self._forget(requests)
-                    raise
-        del hold
+        try:
+            self._add_all(requests, prompts, params, salt, told)
+            yield None
+            read = 0
+            while True:
+                done = all(request.finished for request in requests)  # first: another thread may step in between
+                if read < len(told):
+                    read += 1
+                    yield told[read - 1]
+                elif done:
+                    break
+                else:
+                    try:
+                        self.step()
+                    except BaseException:
+                        self._forget(requests)
+                        raise
+        finally:
+            del hold  # close() of Python 3.12 keeps what a generator holds, unless there is something to be done
 
     def _held(self, requests: list[Request]) -> Hold:
         """What the caller's frame must keep while it wants these requests. See owner.py, [Note: finalisers]."""

@@ -16,6 +16,7 @@ Nothing here waits for the device, and nothing follows the size of the pool.
 
 from __future__ import annotations
 
+import os
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -183,13 +184,15 @@ class PagePool(Attends):
         if not pages:
             return []
         here = tensors(*self.keys, *self.values)
+        size, memory = sum(x[0].nbytes for x in here) * pages, _host_memory()
         try:
+            if size > memory:  # a system that promises more than it has would end the process when it is written to
+                raise MemoryError(f"the host has {memory / 2**30:.1f}")
             return [x.new_zeros(pages, *x.shape[1:], device="cpu") for x in here]
-        except RuntimeError as error:
-            size = sum(x[0].nbytes for x in here) * pages / 2**30
+        except (RuntimeError, MemoryError) as error:
             raise PageError(
-                f"host_pages must fit into the host's memory, got {pages}, which take {size:.1f} GiB; ask for fewer "
-                f"({error})"
+                f"host_pages must fit into the host's memory, got {pages}, which take {size / 2**30:.1f} GiB; ask for "
+                f"fewer ({error})"
             ) from error
 
     # ---- attention -------------------------------------------------------------------------------------------------
@@ -295,3 +298,11 @@ class PagePool(Attends):
 def _heads_first(x: Tensor) -> Tensor:
     """(n, H, ...) as (1, H, n, ...), the shape of kernels that know no pages."""
     return x.transpose(0, 1).unsqueeze(0)
+
+
+def _host_memory() -> float:
+    """Bytes, or infinity where the system does not tell."""
+    try:
+        return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    except (AttributeError, ValueError, OSError):
+        return float("inf")

@@ -92,18 +92,21 @@ def _asking(
 _CODE = _asking.__code__.replace(co_name=_FLEX.__name__)
 
 
-def run_eagerly(code: CodeType) -> None:
+def run_eagerly(code: CodeType, *, callees: bool = True) -> None:
     """Keep torch.compile from compiling code, and what it calls, by itself. See [Note: frames of our own]."""
     try:
         from torch._C._dynamo import eval_frame
 
-        skip = eval_frame._FrameAction.SKIP
-        eval_frame.set_code_exec_strategy(code, eval_frame._FrameExecStrategy(skip, skip))
+        action = eval_frame._FrameAction
+        below = action.SKIP if callees else action.DEFAULT
+        eval_frame.set_code_exec_strategy(code, eval_frame._FrameExecStrategy(action.SKIP, below))
     except (ImportError, AttributeError):  # a torch that cannot be told compiles them, which is slow and not wrong
         return
 
 
-run_eagerly(_CODE)
+# A thread without a block may have compiled flex_attention itself: torch's own code is then compiled as ever.
+run_eagerly(_CODE, callees=False)
+run_eagerly(dispatched.__code__, callees=False)
 
 plain = FunctionType(_FLEX.__code__, _FLEX.__globals__, _FLEX.__name__, _FLEX.__defaults__, _FLEX.__closure__)
 """torch's flex_attention, whatever code the function has at present."""
