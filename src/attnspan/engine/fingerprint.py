@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from attnspan.masks.versions import VERSIONS
 from attnspan.parallel.checksum import Weights
 
 FIRST_STEPS = 2
@@ -63,6 +64,7 @@ class Parts:
     """
 
     def __init__(self, model: nn.Module) -> None:
+        VERSIONS.hold()
         self._modules = list(model.modules())
         self._held = [vars(each) for each in self._modules]
         configs = {id(each["config"]): each["config"] for each in self._held if hasattr(each.get("config"), "__dict__")}

@@ -28,6 +28,7 @@ from torch import Tensor
 from attnspan.errors import MaskError
 from attnspan.masks.fingerprint import fingerprint
 from attnspan.masks.program import Program, bits_of, traced
+from attnspan.masks.versions import version_of
 
 
 class Copies:
@@ -141,4 +142,4 @@ class Snapshot:
 
 def _version(x: Tensor) -> int | None:
     """How often a tensor was written to; torch does not count for one that was made in inference mode."""
-    return None if x.is_inference() else x._version
+    return None if x.is_inference() else version_of(x)

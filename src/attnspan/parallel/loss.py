@@ -35,6 +35,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from attnspan.attention.transforms import check_no_tangents, check_no_transform, check_untransformed
 from attnspan.errors import ShardError, TransportError
+from attnspan.masks.versions import version_of
 from attnspan.parallel.together import heard
 from attnspan.transports import Transport
 from attnspan.transports.operations import under_way
@@ -255,18 +256,14 @@ _SUMS = WeakTensorKeyDictionary()
 
 def summed_over(count: Tensor, transport: Transport) -> Tensor:
     """The tensor, known to be a sum over these ranks. See [Note: a count of many]."""
-    _SUMS[count] = _Ranks(transport, _version(count))
+    _SUMS[count] = _Ranks(transport, version_of(count))
     return count
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def _counted(count: Tensor | float, transport: Transport, within: Transport) -> Tensor:
     """A count of tokens, as a number on the device; refused unless it was taken over the ranks of `transport`."""
     ranks: _Ranks | None = _SUMS.get(count) if isinstance(count, Tensor) else None
-    if ranks is not None and ranks.version != _version(count):  # type: ignore[arg-type]  # only tensors have one
+    if ranks is not None and ranks.version != version_of(count):  # type: ignore[arg-type]  # only tensors have one
         ranks = None
     if ranks is not None and not _same(ranks.transport, transport):
         raise ShardError(

@@ -188,7 +188,14 @@ def _group_of_hosts(group: dist.ProcessGroup) -> dist.ProcessGroup:
         return group
     if group not in _OF_HOSTS:
         ranks = dist.get_process_group_ranks(group)
-        _OF_HOSTS[group] = dist.new_group(ranks, _timeout(group), "gloo", use_local_synchronization=True)
+        try:
+            _OF_HOSTS[group] = dist.new_group(ranks, _timeout(group), "gloo", use_local_synchronization=True)
+        except (RuntimeError, ValueError) as cause:
+            raise TransportError(
+                f"group {_name(group)}: hosts tell each other which call they are in by a gloo group, which could not "
+                f"be made: {cause}; name a network interface in GLOO_SOCKET_IFNAME, or give the group gloo for tensors "
+                'of the CPU, as init_process_group("cpu:gloo,cuda:nccl") does'
+            ) from cause
     return _OF_HOSTS[group]
 
 
