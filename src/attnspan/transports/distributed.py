@@ -11,11 +11,12 @@ group's timeout has passed; a peer that died between messages is noticed at once
 their own and are waited for first: ends in different operations hear of it whatever the sizes of their messages.
 
 [Note: nccl] The process group has a stream of its own, which waits for the current stream when messages are posted and
-is waited for by the current stream in `Pending.wait`: what is launched between the two overlaps. References to all
-buffers are kept until then, so that the allocator cannot hand them to somebody else. The first operation of a group
-has to be one that every rank takes part in; `agree` is. When a peer dies, NCCL's watchdog ends the process after the
-timeout: its error does not arrive as an exception. Headers go from host to host, by a gloo group of the same ranks, and
-are read before data is posted: hosts run ahead of their devices, which need not stop for it. While a CUDA graph is
+is waited for by the current stream in `Pending.wait`: what is launched between the two overlaps. Messages run in the
+order in which they are posted: a receive that waits holds up a send posted after it. References to all buffers are kept
+until then, so that the allocator cannot hand them to somebody else. The first operation of a group has to be one that
+every rank takes part in; `agree` is. When a peer dies, NCCL's watchdog ends the process after the timeout: its error
+does not arrive as an exception. Headers go from host to host, by a gloo group of the same ranks, and are read before
+data is posted: hosts run ahead of their devices, which need not stop for it. While a CUDA graph is
 captured there are none, since hosts take no part in its replays.
 
 [Note: views] Where the outputs of a gather lie end to end in one buffer, NCCL fills them in place. Otherwise torch
