@@ -161,17 +161,19 @@ def compute_goes_on_while_messages_are_under_way(transport):
     """Rank 1 sends only when it has heard that rank 0 has posted the receive and computed: a post that blocks hangs."""
     if transport.ranks == 1:
         return
+    ones, hosts = torch.ones(8, 8), transport.hosts
+    ones @ ones  # CUDA loads a kernel when it first runs, and that waits for messages under way
     if transport.rank == 0:
         got = torch.empty(1000)
         pending = transport.exchange([], [(1, got)], "keys")
-        computed = (torch.ones(8, 8) @ torch.ones(8, 8)).cpu()
+        computed = (ones @ ones).cpu()
         # By the hosts: on NCCL a receive that waits holds up every message posted after it.
-        transport.hosts.exchange([(1, computed)], [], "a tile").wait()
+        hosts.exchange([(1, computed)], [], "a tile").wait()
         pending.wait()
         same(got, held(1, 1000))
     if transport.rank == 1:
         heard = torch.empty(8, 8, device="cpu")
-        transport.hosts.exchange([], [(0, heard)], "a tile").wait()
+        hosts.exchange([], [(0, heard)], "a tile").wait()
         same(heard, torch.full((8, 8), 8.0, device="cpu"))
         transport.exchange([(0, held(1, 1000))], [], "keys").wait()
 
