@@ -141,6 +141,36 @@ def test_an_option_that_contradicts_the_last_cut_is_refused():
     assert on_ranks(2, run) == [list(range(8))] * 2
 
 
+@pytest.mark.parametrize("said", [[True], [False, True]], ids=["again", "and put back"])
+def test_an_option_that_is_set_and_a_cut_in_another_order_displace_no_earlier_cut(said):
+    """The context's shard was put together in the order of the later shard call; torch is right here."""
+
+    def run(mesh):
+        part = copied(mesh)
+        for balanced in said:
+            _cp_options.enable_load_balance = balanced
+        _context_parallel_shard(mesh, [TOKENS], [1], balancer("documents", mesh.ranks))
+        with pytest.raises(ShardError, match=REFUSED):
+            unsharded(mesh, part)
+
+    on_ranks(2, run)
+
+
+def test_an_option_set_inside_a_context_says_nothing_of_the_contexts_own_cut():
+    """The context's order was taken for the one that the option names, and displaced all earlier ones."""
+
+    def run(mesh):
+        part = copied(mesh)
+        _cp_options.enable_load_balance = False
+        buffer = TOKENS.clone()
+        with context_parallel(mesh, buffers=[buffer], buffer_seq_dims=[1]):
+            _cp_options.enable_load_balance = True
+        with pytest.raises(ShardError, match=REFUSED):
+            unsharded(mesh, part)
+
+    on_ranks(2, run)
+
+
 def test_shards_that_nobody_here_cut_lie_as_the_option_says():
     def run(mesh):
         _cp_options.enable_load_balance = False

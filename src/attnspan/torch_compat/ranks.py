@@ -9,8 +9,9 @@ from the one to the other tells which positions a shard holds. torch keeps that 
 - In what order does a shard lie that comes without a load balancer? A tensor straight from `_context_parallel_shard`
   tells by itself. Any other lies in an order that this mesh has cut a sequence of that length in, in contexts or by the
   latest shard call. If there are several, the shard could be of any, and that is refused. Setting
-  `_cp_options.enable_load_balance` and cutting anew is the program's own word that shards are of the new order: cuts
-  before it no longer count, as in torch. (A shard from before, unsharded after, is then taken for one of the new.)
+  `_cp_options.enable_load_balance` and then cutting in the order it names is the program's own word that shards are of
+  that order: earlier cuts no longer count, as in torch. (A shard from before, unsharded after, is then taken for one of
+  the new.) A later cut in any other order displaces nothing.
 
 Attention takes the order when it begins. Two meshes never share one. `ContextParallel` has no such state.
 
@@ -81,8 +82,10 @@ class Ranks:
         balanced = _cp_options.enable_load_balance
         if self.balanced is not None and self.balanced[1] == _cp_options.declared:
             balanced = self.balanced[0]
-        ranks = self.transport.ranks
-        return Order(HeadTail(ranks) if balanced else Contiguous(ranks), seq_len)
+        return Order(self._layout(balanced), seq_len)
+
+    def _layout(self, balanced: bool) -> Layout:
+        return HeadTail(self.transport.ranks) if balanced else Contiguous(self.transport.ranks)
 
     def use(self, order: Order) -> None:
         """From here on modules attend to sequences in this order. The options are read."""
@@ -155,7 +158,9 @@ class Ranks:
         fresh = [order for order, declared in cuts if declared == _cp_options.declared]
         if not around and not fresh:
             around = [self.default(None)]
-        return [*around, *(fresh or dict(cuts))]
+        if not any(order.layout == self._layout(_cp_options.enable_load_balance) for order in fresh):
+            fresh = list(dict(cuts))
+        return [*around, *fresh]
 
     def _remember(self, order: Order) -> None:
         """A context cuts sequences in this order; the latest is the last."""
