@@ -7,8 +7,8 @@ channel. The same functions run on virtual ranks and in real processes, on the d
 import pytest
 import torch
 
-from attnspan.errors import TransportError
-from attnspan.transports import Counting
+from attnspan.errors import AttentionError, KernelError, PageError, PoolExhausted, TransportError
+from attnspan.transports import Counting, consensus
 
 DTYPES = [
     torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.float8_e4m3fn,
@@ -265,6 +265,51 @@ def counting_counts_what_travels_and_changes_nothing(transport):
     assert counted.sent == expected
 
 
+def a_refusal_of_one_rank_is_raised_by_all(transport):
+    last = transport.ranks - 1
+    words = PageError("no room") if transport.rank == last else ["go", transport.rank]
+    with pytest.raises(PageError) as raised:
+        consensus.heard(transport, words, "a test")
+    assert str(raised.value) == ("no room" if transport.rank == last else f"on rank {last}: no room")
+
+
+def words_come_by_rank_and_the_odd_ranks_are_named(transport):
+    words = {"length": 8, "share": 0.1, "rank 1": transport.rank == 1, "sum": 1 << 63}
+    said = consensus.heard(transport, words, "a test")
+    assert said == [{**words, "rank 1": rank == 1} for rank in range(transport.ranks)]
+    assert consensus.odd(said) == [1][: transport.ranks - 1]
+    [(usual, ranks), *others] = consensus.groups(said)
+    assert (usual, ranks) == (said[0], [rank for rank in range(transport.ranks) if rank != 1])
+    assert others == [({**words, "rank 1": True}, [1])][: transport.ranks - 1]
+
+
+def refusals_of_many_ranks_make_one_error(transport):
+    """Of their class if they have one; a class of one process alone, or one that is made of numbers, is its parent."""
+
+    class Private(PageError):
+        pass
+
+    wrong = [Private("no room"), PoolExhausted(3, 2), KernelError("no kernel")][min(transport.rank, 2)]
+    said = consensus.poll(transport, wrong, "a test")
+    assert [type(each) for each in said] == [PageError, PageError, KernelError, KernelError][: transport.ranks]
+    error = consensus.refusal(said, mixed=AttentionError)
+    assert type(error) is (PageError if transport.ranks < 3 else AttentionError)
+    if transport.ranks == 1:
+        assert str(error) == "no room"
+    else:
+        assert str(error).startswith("on rank 0: no room; on rank 1: 3 pages needed, 2 free;")
+    if transport.ranks == 4:
+        assert str(error).endswith("; on ranks 2, 3: no kernel")
+    assert consensus.refusal(["go"] * transport.ranks) is None
+
+
+def a_record_travels_while_a_rank_does_something_else(transport):
+    first = consensus.post(transport, bytes([transport.rank, 7]), "a test")
+    second = consensus.post(transport, b"x", "a test")
+    assert second() == [b"x"] * transport.ranks
+    assert first() == [bytes([rank, 7]) for rank in range(transport.ranks)]
+
+
 LAWS = [
     an_exchange_delivers_messages_of_uneven_sizes,
     every_dtype_travels,
@@ -287,5 +332,9 @@ LAWS = [
     a_reduce_scatter_may_write_over_its_own_input,
     an_all_reduce_gives_every_rank_the_same_bits,
     all_hear_what_each_says,
+    a_refusal_of_one_rank_is_raised_by_all,
+    words_come_by_rank_and_the_odd_ranks_are_named,
+    refusals_of_many_ranks_make_one_error,
+    a_record_travels_while_a_rank_does_something_else,
     counting_counts_what_travels_and_changes_nothing,
 ]

@@ -17,22 +17,24 @@ what programs captured is compared too, where ranks agree: of masks it never cha
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from attnspan.attention.call import Call
 from attnspan.attention.lane import wide
-from attnspan.errors import AttentionError, KernelError, MaskError, TuningError
+from attnspan.errors import AttentionError, AttnspanError, KernelError, MaskError, TuningError
 from attnspan.kernels import choose
 from attnspan.layouts.run import tokens_in
 from attnspan.masks import Mask
 from attnspan.masks.program import content
+from attnspan.transports import consensus
 
 OTHERS_SHARD = "attend by the session that sharded it (an attached model is told by attached.use(session))"
+
+SHARED = "a plan that all ranks share"
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -64,10 +66,10 @@ def agree(call: Call, inputs: Inputs) -> str:
     if seen in call.agreed:
         return call.agreed[seen]
     wrong = refusal(call, inputs)
-    said = json.dumps(_words(call, inputs)) if wrong is None else f"{type(wrong).__name__}: {wrong}"
-    _raise_if_odd(call.transport.agree(said.encode(), "a plan that all ranks share"))
+    words = _words(call, inputs) if wrong is None else wrong
+    _raise_if_odd(consensus.poll(call.transport, words, SHARED))
     plan = call.plan
-    call.agreed[seen] = f"attention over {repr(plan.mask)[:80]} by {plan.strategy!r} [{_hashed(said)}]"
+    call.agreed[seen] = f"attention over {repr(plan.mask)[:80]} by {plan.strategy!r} [{_hashed(words)}]"
     return call.agreed[seen]
 
 
@@ -82,7 +84,7 @@ def check_mask(mask: Mask, call: Call, inputs: Inputs) -> None:
 def refuse(call: Call, inputs: Inputs, wrong: AttentionError) -> None:
     """Raise what is wrong on this rank; on all of them if they have not agreed on such tensors yet, and will ask."""
     if _seen(call, inputs) not in call.agreed:
-        _raise_if_odd(call.transport.agree(f"AttentionError: {wrong}".encode(), "a plan that all ranks share"))
+        _raise_if_odd(consensus.poll(call.transport, wrong, SHARED))
     raise wrong
 
 
@@ -224,47 +226,35 @@ def _words(call: Call, inputs: Inputs) -> dict[str, str]:
 
 
 def _hashed(*parts: object) -> str:
-    return HASHED + hashlib.sha256("\n".join(map(repr, parts)).encode()).hexdigest()[:16]
+    return HASHED + consensus.digest(*parts)
 
 
 HASHED = "#"
 """How a word begins that says nothing by itself."""
 
 
-def _raise_if_odd(said: list[bytes]) -> None:
+def _raise_if_odd(said: Sequence[dict[str, str] | AttnspanError]) -> None:
     """Raise the same on every rank, if any refused or they do not say the same."""
-    by_text: dict[str, list[int]] = {}
-    for rank, text in enumerate(said):
-        by_text.setdefault(text.decode(), []).append(rank)
-    refused = {text: ranks for text, ranks in by_text.items() if not text.startswith("{")}
-    if refused:
-        kind = KernelError if all(text.startswith("KernelError") for text in refused) else AttentionError
-        raise kind("; ".join(_told(text.partition(": ")[2], ranks, len(said)) for text, ranks in refused.items()))
-    if len(by_text) > 1:
-        usual = max(by_text, key=lambda text: len(by_text[text]))  # of equals the first
+    wrong = consensus.refusal(said, mixed=AttentionError)
+    if wrong is not None:
+        raise wrong
+    usual, *others = consensus.groups(said)
+    if others:
         raise AttentionError(
             "all ranks must run the same plan, kernel, scale, programs and shapes; "
-            + "; ".join(_odd(text, ranks, usual, by_text[usual]) for text, ranks in by_text.items() if text != usual)
+            + "; ".join(_odd(group, usual) for group in others)
         )
 
 
-def _odd(text: str, ranks: list[int], usual: str, others: list[int]) -> str:
-    mine, theirs = json.loads(text), json.loads(usual)
+def _odd(group: tuple[Any, list[int]], usual: tuple[Any, list[int]]) -> str:
+    (mine, ranks), (theirs, others) = group, usual
     differing = [
         name if mine[name].startswith(HASHED) else f"{name} ({mine[name]}, not {theirs[name]})"
         for name in mine
         if mine[name] != theirs[name]
     ]
     verb = "differs" if len(ranks) == 1 else "differ"
-    return f"{_ranks(ranks)} {verb} from {_ranks(others)} in {', '.join(differing)}"
-
-
-def _told(complaint: str, ranks: list[int], among: int) -> str:
-    return complaint if len(ranks) == among else f"on {_ranks(ranks)}: {complaint}"
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+    return f"{consensus.named(ranks)} {verb} from {consensus.named(others)} in {', '.join(differing)}"
 
 
 def _named(dtype: torch.dtype) -> str:

@@ -11,8 +11,8 @@ There each goes by its own.
 
 from __future__ import annotations
 
-import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from math import inf
 from weakref import WeakKeyDictionary
@@ -20,11 +20,13 @@ from weakref import WeakKeyDictionary
 import torch
 
 from attnspan.attention.unbroken import unbroken
-from attnspan.errors import TuningError
+from attnspan.errors import AttnspanError, TuningError
 from attnspan.plan import Hardware, Shape
-from attnspan.transports import Transport
+from attnspan.transports import Transport, consensus
 from attnspan.transports.operations import group_of
 from attnspan.tuning import Table, found
+
+SHARED = "a tuning table that all ranks share"
 
 _AGREED: WeakKeyDictionary[object, Table | None] = WeakKeyDictionary()  # by group, for as long as it lives
 
@@ -54,18 +56,16 @@ def _preset(device: str) -> str:
 
 def _agree(transport: Transport) -> Table | None:
     try:
-        table, wrong = found(transport.device), ""
+        table = found(transport.device)
     except TuningError as refused:
-        table, wrong = None, str(refused)
-    text = "" if table is None else json.dumps(table.data(), sort_keys=True)
-    said = transport.agree(
-        json.dumps([hashlib.sha256(text.encode()).hexdigest(), wrong]).encode(), "a tuning table that all ranks share"
-    )
-    heard = [json.loads(each) for each in said]
-    complaints = [f"on rank {rank}: {complaint}" for rank, (_, complaint) in enumerate(heard) if complaint]
-    if complaints:
-        raise TuningError("; ".join(complaints))
-    if len({digest for digest, _ in heard}) == 1:
+        said: Sequence[str | AttnspanError] = consensus.poll(transport, refused, SHARED)
+    else:
+        text = "" if table is None else json.dumps(table.data(), sort_keys=True)
+        said = consensus.poll(transport, consensus.digest(text), SHARED)
+    wrong = consensus.refusal(said)
+    if wrong is not None:
+        raise wrong
+    if not consensus.odd(said):
         return table
     first = transport.agree(text.encode() if transport.rank == 0 else b"", "rank 0's tuning table")[0]
     return Table.of(json.loads(first), "rank 0's tuning table") if first else None

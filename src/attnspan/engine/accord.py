@@ -22,18 +22,15 @@ See attention/unbroken.py for what becomes of a group on which a rank failed in 
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
-
-import torch
 
 from attnspan.attention.unbroken import unbroken
 from attnspan.engine.fingerprint import ModelFingerprint, description
 from attnspan.engine.scheduler import Chunk
 from attnspan.errors import EngineError, ModelError
-from attnspan.transports import Transport
+from attnspan.transports import Transport, consensus
 
 DOINGS = ("adding a request", "beginning a request", "making a step")
 """What a rank may be doing when it is heard of."""
@@ -76,16 +73,13 @@ class Accord:
         transport = self.transport
         digest = hashlib.blake2b(said, digest_size=DIGEST).digest()
         record = bytes([DOINGS.index(doing)]) + digest + number.to_bytes(NUMBER, "little")
-        own = torch.frombuffer(bytearray(record), dtype=torch.uint8).to(transport.device)
-        told = own.new_empty(transport.ranks, len(record))
         with unbroken(transport):
-            pending = transport.gather(own, list(told.unbind()), "records of an engine")
+            arrived = consensus.post(transport, record, "records of an engine")
 
         def heard() -> list[bytes]:
             with unbroken(transport):
-                pending.wait()
-                found = [bytes(each) for each in told.tolist()]
-            others = _odd([each[:1] for each in found])
+                found = arrived()
+            others = consensus.odd([each[:1] for each in found])
             if others:
                 here, there = (DOINGS[found[rank][0]] for rank in (0, others[0]))
                 raise OutOfStep(
@@ -101,7 +95,7 @@ class Accord:
         if self.transport is None:
             return seed
         told = self._posted(DOINGS[0], repr(request).encode(), seed)()
-        others = _odd([each[:DIGEST] for each in told])
+        others = consensus.odd([each[:DIGEST] for each in told])
         if others:
             raise EngineError(
                 f"requests differ between rank 0 and ranks {others}; every rank adds the same, in the same order"
@@ -117,7 +111,7 @@ class Accord:
         if self.transport is None or (self._agreed and not again):
             return
         told = self._posted(DOINGS[1], f"{model.content.whole:x}".encode(), model.version)()
-        others = _odd([each[:DIGEST] for each in told])
+        others = consensus.odd([each[:DIGEST] for each in told])
         if others:
             raise EngineError(
                 f"the model was changed in another way, or at another time, on rank 0 than on ranks {others}: its "
@@ -138,7 +132,7 @@ class Accord:
         self._cancelled, self._agreed = [], False
 
         def compared() -> None:
-            others = _odd(heard())
+            others = consensus.odd(heard())
             if others:
                 raise OutOfStep(
                     f"steps differ between rank 0 and ranks {others}: they cancelled other requests, or chose other "
@@ -154,16 +148,12 @@ class Accord:
 
     # ---- when an engine is made ------------------------------------------------------------------------------------
 
-    def _heard(self, said: bytes, what: str) -> list[bytes]:
-        assert self.transport is not None, "there are others to hear"
-        with unbroken(self.transport):
-            return self.transport.agree(said, what)
-
     def on_options(self, options: dict[str, Any]) -> None:
         """EngineError if engines differ in an option."""
         if self.transport is None:
             return
-        told = [json.loads(each) for each in self._heard(json.dumps(options).encode(), "options of an engine")]
+        with unbroken(self.transport):
+            told = consensus.heard(self.transport, options, "options of an engine")
         for name in options:
             found = [each[name] for each in told]
             if found != found[:1] * len(found):
@@ -173,21 +163,18 @@ class Accord:
         """ModelError if models differ: in weights and buffers, or in modules and adapters."""
         if self.transport is None:
             return
-        said = f"{model.content.whole:x} {description(model.model)}".encode()
-        told = [each.split() for each in self._heard(said, "fingerprints of models")]
-        for place, what in enumerate(("weights or buffers", "modules or adapters")):
-            others = _odd([each[place] for each in told])
+        with unbroken(self.transport):
+            told = consensus.heard(
+                self.transport, (model.content.whole, description(model.model)), "fingerprints of models"
+            )
+        for what, each in zip(("weights or buffers", "modules or adapters"), zip(*told, strict=True), strict=True):
+            others = consensus.odd(each)
             if others:
                 raise ModelError(
                     f"{what} differ between rank 0 and ranks {others}; every rank must have the same: load one "
                     "checkpoint, or set one seed (virtual ranks share torch's random numbers: make the model first, "
                     "and give each rank a copy)"
                 )
-
-
-def _odd(told: Sequence[bytes]) -> list[int]:
-    """The ranks that say something else than rank 0."""
-    return [rank for rank, each in enumerate(told) if each != told[0]]
 
 
 def _nothing() -> None:

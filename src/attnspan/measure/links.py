@@ -7,13 +7,13 @@ remains for a large message.
 
 from __future__ import annotations
 
-import json
 from time import perf_counter
 
 import torch
 
 from attnspan.plan import Link
 from attnspan.transports import Transport
+from attnspan.transports.consensus import heard
 
 SMALL, LARGE = 1 << 10, 1 << 23
 REPEATS = 5
@@ -42,4 +42,4 @@ def _exchange(transport: Transport, hop: int, size: int) -> float:
 
 
 def _slowest(transport: Transport, value: float) -> float:
-    return max(json.loads(each) for each in transport.agree(json.dumps(value).encode(), "measurements"))
+    return max(heard(transport, value, "measurements"))

@@ -10,7 +10,6 @@ the sum over ranks of their computing, and that is what it is compared with.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from time import perf_counter
@@ -28,6 +27,7 @@ from attnspan.masks import Mask
 from attnspan.plan import Hardware, Plan, Shape, Timeline, choose, predict
 from attnspan.plan.strategy import name_of
 from attnspan.transports import Transport, World
+from attnspan.transports.consensus import heard
 from attnspan.tuning import Table
 
 AUTO = "auto"
@@ -116,7 +116,7 @@ class Bench:
         attend = Attention(plan, self.transport, kernel=kernel)
         q, k, v, grad = self.work.tensors(self.transport.rank, self.transport.device)
         wrong = refusal(attend.call, Inputs(q, k, v))
-        complaints = {each.decode() for each in self.transport.agree(str(wrong or "").encode(), "refusals")} - {""}
+        complaints = set(heard(self.transport, "" if wrong is None else str(wrong), "refusals")) - {""}
         if complaints:
             return Measured(strategy, kernel, refused="; ".join(sorted(complaints)))
         timelines = [
@@ -159,8 +159,8 @@ class Bench:
             work()
             self._synchronise()
             times.append(perf_counter() - start)
-        said = self.transport.agree(json.dumps(times[1:]).encode(), "measurements")
-        slowest = sorted(max(each) for each in zip(*map(json.loads, said), strict=True))
+        said = heard(self.transport, times[1:], "measurements")
+        slowest = sorted(max(each) for each in zip(*said, strict=True))
         return slowest[len(slowest) // 2]
 
     def _synchronise(self) -> None:

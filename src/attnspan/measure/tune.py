@@ -7,7 +7,6 @@ a power limit, are slower together, and together is how they will run.
 from __future__ import annotations
 
 import datetime
-import json
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -22,6 +21,7 @@ from attnspan.measure.stopwatch import seconds
 from attnspan.measure.tiles import SIZES, Case, kernels_here, launch
 from attnspan.plan.cost import DTYPES
 from attnspan.transports import Transport
+from attnspan.transports.consensus import heard
 from attnspan.tuning import Rate, Table, device_name
 
 COPIED = {"cpu": 1 << 26, "cuda": 1 << 30}
@@ -113,8 +113,7 @@ def _memory_bandwidth(device: torch.device) -> float:
 
 def _together(table: Table, transport: Transport) -> Table:
     """The slowest rank's times, and the links."""
-    said = transport.agree(json.dumps(_times(table)).encode(), "measurements")
-    slowest = [max(each) for each in zip(*map(json.loads, said), strict=True)]
+    slowest = [max(each) for each in zip(*heard(transport, _times(table), "measurements"), strict=True)]
     count = len(table.rates)
     forward, backward, (memory, *fixed) = slowest[:count], slowest[count : 2 * count], slowest[2 * count :]
     rates: list[Rate] = [
@@ -132,8 +131,7 @@ def _times(table: Table) -> list[float]:
 
 def linked(table: Table, transport: Transport) -> Table:
     """The table with the links inside and between hosts, as torchrun tells them apart (LOCAL_WORLD_SIZE)."""
-    said = transport.agree(os.environ.get("LOCAL_WORLD_SIZE", str(transport.ranks)).encode(), "ranks of a host")
-    local = min(int(each) for each in said)
+    local = min(heard(transport, int(os.environ.get("LOCAL_WORLD_SIZE", transport.ranks)), "ranks of a host"))
     return replace(
         table,
         ranks_per_node=local,

@@ -22,7 +22,6 @@ Knows transports and layouts; nothing of how keys were computed.
 
 from __future__ import annotations
 
-import hashlib
 from typing import NamedTuple, Protocol
 
 import torch
@@ -34,6 +33,7 @@ from attnspan.paged.attending import Attends, Options
 from attnspan.paged.pool import Layer, PagePool
 from attnspan.paged.reading import Spread
 from attnspan.paged.step_plan import StepPlan
+from attnspan.transports.consensus import digest, heard, odd
 from attnspan.transports.group import Group, transport_of
 from attnspan.transports.operations import under_way
 from attnspan.transports.transport import Transport
@@ -178,10 +178,8 @@ class ShardedPages(Attends):
     def agree(self) -> None:
         """Compare all ranks' tables and lengths; PageError on every rank if they differ. Every rank calls it."""
         rows = self.allocator._rows
-        text = repr([(seq, row.length, row.first, row.table.tolist()) for seq, row in sorted(rows.items())])
-        digest = hashlib.sha256(text.encode()).digest()
-        told = self.transport.agree(digest, "page tables")
-        others = [rank for rank, said in enumerate(told) if said != told[0]]
+        said = digest([(seq, row.length, row.first, row.table.tolist()) for seq, row in sorted(rows.items())])
+        others = odd(heard(self.transport, said, "page tables"))
         if others:
             raise PageError(f"page tables differ between rank 0 and ranks {others}; run the same steps on every rank")
 

@@ -34,7 +34,6 @@ Shapes: B batch rows, S tokens of the whole sequence.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -46,7 +45,7 @@ from attnspan.errors import ShardError, one_of
 from attnspan.masks import KeyPadding
 from attnspan.parallel.documents import borders
 from attnspan.parallel.sharding import check_fill
-from attnspan.parallel.together import Said, heard
+from attnspan.transports.consensus import heard, odd
 
 if TYPE_CHECKING:
     from attnspan.parallel.session import ContextParallel
@@ -95,22 +94,21 @@ def shard_batch(
     """See `ContextParallel.shard_batch`, and [Note: one batch]."""
     if cp.alike.checked or cp.ranks == 1:
         return _sharded(cp, batch, shift_labels, padding, dims)
-    said: Said
+    said: dict[str, Any] | ShardError
     try:
         found = _sharded(cp, batch, shift_labels, padding, dims)
-        said = json.dumps(_sums(batch))
+        said = _sums(batch)
     except ShardError as refusal:
         said = refusal
-    texts = heard(cp.transport, said, "the first batch")
-    for rank, text in enumerate(texts):
-        if text != texts[0]:
-            first, other = json.loads(texts[0]), json.loads(text)
-            odd = next((name for name in first if other.get(name) != first[name]), "the names of entries")
-            raise ShardError(
-                f"{odd} must be the same on all ranks of the group, which hold parts of one batch; rank {rank} has "
-                "other data than rank 0: load by data-parallel rank, as in DistributedSampler(num_replicas=dp, "
-                "rank=dp_rank), or on one rank with cp.shard_from"
-            )
+    sums = heard(cp.transport, said, "the first batch")
+    for rank in odd(sums):
+        first, other = sums[0], sums[rank]
+        name = next((name for name in first if other.get(name) != first[name]), "the names of entries")
+        raise ShardError(
+            f"{name} must be the same on all ranks of the group, which hold parts of one batch; rank {rank} has "
+            "other data than rank 0: load by data-parallel rank, as in DistributedSampler(num_replicas=dp, "
+            "rank=dp_rank), or on one rank with cp.shard_from"
+        )
     cp.alike.checked = True
     return found
 

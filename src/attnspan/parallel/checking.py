@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, field, replace
@@ -38,7 +37,7 @@ from attnspan.parallel.attach import is_attached
 from attnspan.parallel.session import ContextParallel, Masks
 from attnspan.plan import Plan, Strategy
 from attnspan.plan.drawing import table
-from attnspan.transports import Transport
+from attnspan.transports import Transport, consensus
 from attnspan.transports.group import Group
 from attnspan.transports.loopback import Loopback
 
@@ -460,8 +459,8 @@ class Beside:
         self, errors: dict[str, float], first: Difference | None, loss: float
     ) -> tuple[dict[str, float], Difference | None, bool]:
         """The largest errors of all ranks, the difference of the first rank that has one, and if they have one loss."""
-        said = json.dumps([errors, None if first is None else astuple(first), loss])
-        heard = [json.loads(text) for text in self.session.transport.agree(said.encode(), "what differs")]
+        said = errors, None if first is None else astuple(first), loss
+        heard = consensus.heard(self.session.transport, said, "what differs")
         firsts = [Difference(*found) for _, found, _ in heard if found is not None]
         largest = {name: max((each[name] for each, *_ in heard), key=_rank_of) for name in errors}
         losses = [each for *_, each in heard]

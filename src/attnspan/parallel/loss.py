@@ -23,7 +23,6 @@ tokens are not one too few; the result has the values' dtype, float32 for half p
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -36,8 +35,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from attnspan.attention.transforms import check_no_tangents, check_no_transform, check_untransformed
 from attnspan.errors import ShardError, TransportError
 from attnspan.masks.versions import version_of
-from attnspan.parallel.together import heard
 from attnspan.transports import Transport
+from attnspan.transports.consensus import digest, heard, odd
 from attnspan.transports.operations import under_way
 
 BUCKET = 1 << 25
@@ -184,14 +183,11 @@ def _check_said(told: list[list[int]], wrong: Exception | None, transport: Trans
     if any(refused):
         said = wrong if isinstance(wrong, ShardError) else ShardError(f"{type(wrong).__name__}: {wrong}")
         heard(transport, "nothing" if wrong is None else said, "what is wrong")
-    for rank, kind in enumerate(kinds):
-        if kind != kinds[0]:
-            raise ShardError(
-                f"all ranks must ask for the same; rank {rank} asks for {KINDS[kind]}, rank 0 for {KINDS[kinds[0]]}"
-            )
-    for rank, has in enumerate(given):
-        if has != given[0]:
-            raise ShardError(f"count must be given on all ranks or on none; ranks {rank} and 0 differ")
+    for rank in odd(kinds):
+        kind, usual = KINDS[kinds[rank]], KINDS[kinds[0]]
+        raise ShardError(f"all ranks must ask for the same; rank {rank} asks for {kind}, rank 0 for {usual}")
+    for rank in odd(given):
+        raise ShardError(f"count must be given on all ranks or on none; ranks {rank} and 0 differ")
 
 
 def _check_counts(counts: list[float], number: int) -> None:
@@ -303,11 +299,11 @@ def average_gradients(parameters: Iterable[torch.nn.Parameter], transport: Trans
     """
     wanting = [parameter for parameter in parameters if parameter.requires_grad]
     flags = "".join("01"[parameter.grad is not None] for parameter in wanting)
-    told = heard(transport, _misfit(wanting, transport) or f"{_digest(wanting)} {flags}", "which gradients there are")
-    for rank, text in enumerate(told):
-        if text.partition(" ")[0] != told[0].partition(" ")[0]:
-            raise ShardError(f"ranks must have the same parameters, in one order; those of rank {rank} and 0 differ")
-    anywhere = ["1" in column for column in zip(*(text.partition(" ")[2] for text in told), strict=True)]
+    told = heard(transport, _misfit(wanting, transport) or (_digest(wanting), flags), "which gradients there are")
+    digests, flags_by_rank = zip(*told, strict=True)
+    for rank in odd(digests):
+        raise ShardError(f"ranks must have the same parameters, in one order; those of rank {rank} and 0 differ")
+    anywhere = ["1" in column for column in zip(*flags_by_rank, strict=True)]
     for bucket in _buckets(_gradient(parameter) for parameter, there in zip(wanting, anywhere, strict=True) if there):
         _average(bucket, transport)
 
@@ -360,7 +356,7 @@ def _misfit(parameters: Sequence[torch.nn.Parameter], transport: Transport) -> S
 
 def _digest(parameters: Sequence[torch.nn.Parameter]) -> str:
     told = [(tuple(_local(parameter).shape), _named(parameter.dtype)) for parameter in parameters]
-    return hashlib.sha256(repr(told).encode()).hexdigest()[:16]
+    return digest(told)
 
 
 def shared(parameter: Tensor, ranks: int) -> Tensor:

@@ -8,7 +8,6 @@ Shapes: tensors have tokens outermost, (T, ...); where batch rows move different
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -20,6 +19,7 @@ from torch import Tensor
 from attnspan.attention.unbroken import unbroken
 from attnspan.layouts import Layout
 from attnspan.transports import Pending, Transport
+from attnspan.transports.consensus import digest
 from attnspan.transports.operations import under_way
 
 
@@ -103,7 +103,7 @@ def _shifted(layout: Layout, seq_len: int, rank: int, by: int, documents: Tensor
 
 def _digest(documents: Tensor) -> str:
     lengths = [row.unique_consecutive(return_counts=True)[1].tolist() for row in documents]
-    return hashlib.sha256(repr(lengths).encode()).hexdigest()[:16]
+    return digest(lengths)
 
 
 @torch._disable_dynamo  # compiled autograd looks into backward passes, and has no business in transports

@@ -19,8 +19,6 @@ Shapes: dim is that of the sequence, B batch rows; a layout that deals rows diff
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -37,8 +35,8 @@ from attnspan.masks import Mask
 from attnspan.parallel.entry import handle_of
 from attnspan.parallel.marks import Mark, mark_of, marked
 from attnspan.parallel.moves import Gathered, Moved, Moves
-from attnspan.parallel.together import Said, agreed, heard
 from attnspan.transports import Transport
+from attnspan.transports.consensus import digest, groups, heard
 from attnspan.transports.operations import under_way
 
 
@@ -132,26 +130,25 @@ class Sharding:
     def shard_from(self, tree: Any, dim: int, batch_dim: int, source: int) -> Any:
         """This rank's part of a tensor, or of a dict of them, that only rank `source` has. No gradient flows."""
         given = tree if isinstance(tree, Mapping) else {} if tree is None else {"": tree}
-        said: Said
+        said: tuple[int, list[Any]] | ShardError
         try:
-            said = self._tell(given, dim, batch_dim, source)
+            said = source, self._tell(given, dim, batch_dim, source)
         except ShardError as refusal:
             said = refusal
-        sources, texts = zip(*map(json.loads, heard(self.transport, said, "the shape of a batch")), strict=True)
+        sources, every = zip(*heard(self.transport, said, "the shape of a batch"), strict=True)
         if len(set(sources)) > 1:
             raise ShardError(f"source must be the same on every rank, got {list(sources)}, by rank")
-        told = texts[source]
-        parts = {name: self._handed(given.get(name), Told(*each), source) for name, *each in told}
+        parts = {name: self._handed(given.get(name), Told(*each), source) for name, *each in every[source]}
         return parts[""] if list(parts) == [""] else parts
 
-    def _tell(self, given: Mapping[str, Any], dim: int, batch_dim: int, source: int) -> str:
+    def _tell(self, given: Mapping[str, Any], dim: int, batch_dim: int, source: int) -> list[Any]:
         """The `Told` of every tensor that the source has, by name."""
         if bool(given) != (self.transport.rank == source):
             raise ShardError(f"tensor must be given on rank {source} and be None on all others")
         if not all(isinstance(name, str) for name in given):
             raise ShardError(f"tensors must have names that are text, got {list(given)}")
         dims = [self._in_whole(tensor, dim, batch_dim) for tensor in given.values()]
-        return json.dumps([source, [(name, *_told(given[name], at)) for name, at in zip(given, dims, strict=True)]])
+        return [(name, *_told(given[name], at)) for name, at in zip(given, dims, strict=True)]
 
     def _handed(self, tensor: Tensor | None, told: Told, source: int) -> Tensor:
         """One tensor's parts, from the source to everyone."""
@@ -174,7 +171,7 @@ class Sharding:
 
         See [Note: asking once].
         """
-        said: Said
+        said: str | ShardError
         try:
             at = look()
             said = f"{doing} of {_described(tensor, at)} in layout {self._digest}"
@@ -182,7 +179,11 @@ class Sharding:
                 return at, said
         except ShardError as refusal:
             said = refusal
-        agreed(self.transport, said, doing)
+        usual, *odd = groups(heard(self.transport, said, doing))
+        if odd:
+            raise ShardError(
+                f"all ranks must ask for the same; rank {odd[0][1][0]} asks for {odd[0][0]}, others for {usual[0]}"
+            )
         assert isinstance(said, str), "a refusal was raised"
         self._agreed.add(said)
         return at, said
@@ -191,7 +192,7 @@ class Sharding:
     def _digest(self) -> str:
         """The same on every rank that lays the same sequence out alike."""
         shards = [self.layout.shards(self.seq_len, row) for row in range(self.rows)]
-        return hashlib.sha256(repr((self.seq_len, shards)).encode()).hexdigest()[:16]
+        return digest(self.seq_len, shards)
 
     def _in_whole(self, tensor: Tensor, dim: int, batch_dim: int) -> Dims:
         at = self._dims(tensor, dim, batch_dim, self.rows)

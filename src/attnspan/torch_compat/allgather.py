@@ -24,6 +24,7 @@ from attnspan.errors import AttentionError, ShardError
 from attnspan.parallel.moves import Gathered, Summed
 from attnspan.torch_compat.ranks import ranks_of
 from attnspan.transports import Transport
+from attnspan.transports.consensus import heard
 
 
 class Allgather(CustomOpDef):
@@ -124,7 +125,7 @@ def _sizes(k: Tensor, v: Tensor, seq_dim: int, transport: Transport) -> list[int
         raise ShardError(
             f"k and v must have as many tokens in dim {seq_dim}, got shapes {tuple(k.shape)} and {tuple(v.shape)}"
         )
-    return [int(said) for said in transport.agree(str(k.shape[seq_dim]).encode(), "the number of keys")]
+    return heard(transport, k.shape[seq_dim], "the number of keys")
 
 
 def _gathered(tensor: Tensor, dim: int, transport: Transport, sizes: list[int]) -> Tensor:

@@ -1,5 +1,6 @@
 """Transports: how shards move. See transport.py for the idea, loopback.py for virtual ranks."""
 
+from attnspan.transports import consensus
 from attnspan.transports.counting import Counting, Event
 from attnspan.transports.delayed import Delayed
 from attnspan.transports.distributed import Distributed
@@ -16,5 +17,6 @@ __all__ = [
     "Pending",
     "Transport",
     "World",
+    "consensus",
     "transport_of",
 ]

@@ -11,12 +11,12 @@ from torch import nn
 from attnspan.errors import ModelError
 from attnspan.parallel.checksum import Weights
 from attnspan.transports import Transport
+from attnspan.transports.consensus import heard, odd
 
 
 def check_same(model: nn.Module, transport: Transport) -> None:
     """ModelError on every rank if their weights or buffers differ."""
-    told = transport.agree(f"{Weights(model).content().whole:x}".encode(), "checksums of weights")
-    others = [rank for rank, each in enumerate(told) if each != told[0]]
+    others = odd(heard(transport, Weights(model).content().whole, "checksums of weights"))
     if others:
         raise ModelError(
             f"weights or buffers differ between rank 0 and ranks {others}; every rank must have the same: load one "
