@@ -197,8 +197,8 @@ def check_empty(engine):
 # ---- faults ----------------------------------------------------------------------------------------------------------
 
 CALLS = [
-    (PageAllocator, "add fork trim release_window free may_swap_out may_swap_in swap_out swap_in needs reserve _commit "
-     "_asked _adopt _drop _take _needed _sharing _reclaimed"),
+    (PageAllocator, "add fork trim release_window free may_swap_out may_swap_in swap_out swap_in needs reserve commit "
+     "prepare adopt keep give_up _drop _take _needed _sharing _reclaimed"),
     (PrefixCache, "add keep _reclaim _append _touch _left_alone _match _cut _victims"),
     (PagePool, "write attend copy copy_pages swap_out swap_in put partial _to_host _from_host"),
     (StepPlan, "step _fill"),

@@ -35,10 +35,11 @@ from __future__ import annotations
 
 import reprlib
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from operator import add
+from types import MappingProxyType
 from typing import NamedTuple
 
 from attnspan.errors import PageError, PoolExhausted, UnknownSequence, whole
@@ -85,7 +86,7 @@ class Row:
     host: array[int] | None = None  # where its pages lie while it is swapped out
 
 
-class Asked(NamedTuple):
+class Growth(NamedTuple):
     """A batch that makes sense: each sequence once, its new tokens, its row, its length before and after."""
 
     seqs: tuple[int, ...]
@@ -120,9 +121,7 @@ class PageAllocator:
         self._readers = [0] * self.num_pages
         self._rows: dict[int, Row] = {}
         self._next, self._stamps = 0, count(1)
-        # A prefix cache is one more reader of its pages. It is told when it is the last, and when too few pages are
-        # free, it is asked to give up so many more: it does, or says no and keeps them all.
-        self._kept = bytearray(self.num_pages)  # 1 for those that it reads
+        self._kept = bytearray(self.num_pages)  # 1 for those that a prefix cache reads
         self._when_idle: Callable[[list[int]], None] | None = None
         self._reclaim: Callable[[int], bool] | None = None
 
@@ -146,10 +145,10 @@ class PageAllocator:
         Raises PoolExhausted with the pages that the whole batch needs and those there are. `copy` is called with the
         copies, if there are any, before anything changes: if it raises, nothing has.
         """
-        return self._commit(self._asked(batch), copy)
+        return self.commit(self.prepare(batch), copy)
 
-    def _asked(self, batch: Iterable[tuple[int, int]]) -> Asked:
-        """Read a batch, or refuse it. Lists, not loops: every step pays for it."""
+    def prepare(self, batch: Iterable[tuple[int, int]]) -> Growth:
+        """A batch of `step` as `commit` takes it, or a refusal; nothing changes. Lists, not loops: every step pays."""
         try:
             seqs, counts = zip(*batch, strict=True) if (batch := list(batch)) else ((), ())
             found = list(map(self._rows.get, seqs))
@@ -162,7 +161,7 @@ class PageAllocator:
         rows = [row for row in found if row is not None and row.host is None]
         if len(rows) < len(found) or min(counts, default=0) < 0:
             for seq, new in zip(seqs, counts, strict=True):
-                self._present(seq, "make room for")
+                self.present(seq, "make room for")
                 if new < 0:
                     raise PageError(
                         f"new_tokens must be a whole number >= 0, got {new} for sequence {seq}; to shorten it, trim"
@@ -171,17 +170,17 @@ class PageAllocator:
             total = dict.fromkeys(seqs, 0)
             for seq, new in zip(seqs, counts, strict=True):
                 total[seq] += new
-            return self._asked(total.items())
+            return self.prepare(total.items())
         starts = [row.length for row in rows]
-        return Asked(seqs, counts, rows, starts, list(map(add, starts, counts)))
+        return Growth(seqs, counts, rows, starts, list(map(add, starts, counts)))
 
-    def _commit(self, asked: Asked, copy: Callable[[Copies], None] | None = None) -> Given:
-        """Give the rows of a batch their pages. See [Note: all or nothing]."""
-        seqs, counts, rows, _, lengths = asked
+    def commit(self, growth: Growth, copy: Callable[[Copies], None] | None = None) -> Given:
+        """Give the rows of a prepared batch their pages, as `step`. See [Note: all or nothing]."""
+        seqs, counts, rows, _, lengths = growth
         growing = [(seq, row, new) for seq, row, new in zip(seqs, rows, lengths, strict=True) if new > row.limit]
         # New tokens fill at most so many pages, and begin at most one more; the last page may have to be copied.
         if sum(counts) // self.page_size + 2 * len(growing) > len(self._free):
-            self._take(self._needed(asked))
+            self._take(self._needed(growth))
         writing = self._sharing(growing)
         free, readers, size, stamps = self._free, self._readers, self.page_size, self._stamps
         given = Given([], [(row.table[-1], free[~place]) for place, row in enumerate(writing)])
@@ -220,10 +219,10 @@ class PageAllocator:
                     left[last] = readers - 1
         return found
 
-    def _needed(self, asked: Asked) -> int:
+    def _needed(self, growth: Growth) -> int:
         """The pages a step takes, counted without taking any."""
         needed, readers = 0, dict[int, int]()
-        for row, start, length in zip(asked.rows, asked.starts, asked.lengths, strict=True):
+        for row, start, length in zip(growth.rows, growth.starts, growth.lengths, strict=True):
             pages = len(row.table)
             if start < length and start < pages * self.page_size:  # it writes to its last page
                 last = row.table[-1]
@@ -235,7 +234,7 @@ class PageAllocator:
 
     def fork(self, seq: int, n: int = 1) -> list[int]:
         """`n` sequences that read the same pages; whoever writes first writes to a copy."""
-        row = self._present(seq, "fork")
+        row = self.present(seq, "fork")
         n = whole("n", n, at_least=1, error=PageError)
         for page in row.table:
             if page:
@@ -248,21 +247,11 @@ class PageAllocator:
         self.epoch += 1
         return list(forks)
 
-    def _adopt(self, pages: Sequence[int], length: int) -> int:
-        """A new sequence of `length` tokens on pages that hold them already; for the prefix cache."""
-        for page in pages:
-            self._readers[page] += 1
-        seq = self._next
-        self._next += 1
-        self._rows[seq] = Row(length, length, array("i", pages), next(self._stamps))
-        self.epoch += 1
-        return seq
-
     # ---- and shrink ----------------------------------------------------------------------------------------------
 
     def trim(self, seq: int, length: int) -> None:
         """Forget the tokens from `length` on, as after a rejected guess."""
-        row = self._present(seq, "trim")
+        row = self.present(seq, "trim")
         length = whole("length", length, error=PageError)
         if length > row.length:
             raise PageError(
@@ -285,7 +274,7 @@ class PageAllocator:
 
         Their entries become the null page. Returns how many pages were given up.
         """
-        row = self._present(seq, "release pages of")
+        row = self.present(seq, "release pages of")
         window = whole("window", window, at_least=1, error=PageError)
         before = max(0, row.length - window + 1) // self.page_size
         passed = slice(row.first // self.page_size, before)
@@ -310,7 +299,7 @@ class PageAllocator:
 
     def may_swap_out(self, seq: int) -> bool:
         """Whether there are host pages for all of a sequence."""
-        return sum(map(bool, self._present(seq, "swap out").table)) <= len(self._host_free)
+        return sum(map(bool, self.present(seq, "swap out").table)) <= len(self._host_free)
 
     def may_swap_in(self, seq: int) -> bool:
         """Whether there are pages for all of a swapped sequence, if need be after a prefix cache gave some up."""
@@ -321,7 +310,7 @@ class PageAllocator:
 
         `copy` is called with them before anything changes: if it raises, nothing has.
         """
-        row = self._present(seq, "swap out")
+        row = self.present(seq, "swap out")
         pages = [page for page in row.table if page]
         if len(pages) > len(self._host_free):
             raise PoolExhausted(len(pages), len(self._host_free), "host pages")
@@ -367,6 +356,58 @@ class PageAllocator:
         self._kept[:] = bytes(self.num_pages)
         self.epoch += 1
 
+    # ---- for a prefix cache --------------------------------------------------------------------------------------
+
+    def attach_cache(self, when_idle: Callable[[list[int]], None], reclaim: Callable[[int], bool]) -> None:
+        """A prefix cache is one more reader of the pages that it keeps; there is at most one.
+
+        `when_idle` is called with kept pages that nobody else reads any more. `reclaim` is called when pages are short:
+        it gives up so many, by `give_up`, or says no and keeps them all.
+        """
+        if self._reclaim is not None:
+            raise PageError(
+                "allocator already has a prefix cache; one serves all its sequences, with a salt for each tenant"
+            )
+        self._when_idle, self._reclaim = when_idle, reclaim
+
+    def adopt(self, pages: Sequence[int], length: int) -> int:
+        """A new sequence of `length` tokens on kept pages that hold them already."""
+        for page in pages:
+            self._readers[page] += 1
+        seq = self._next
+        self._next += 1
+        self._rows[seq] = Row(length, length, array("i", pages), next(self._stamps))
+        self.epoch += 1
+        return seq
+
+    def keep(self, pages: Iterable[int]) -> None:
+        """The cache reads these pages of sequences from now on."""
+        for page in pages:
+            self._kept[page] = 1
+            self._readers[page] += 1
+
+    def give_up(self, pages: Sequence[int]) -> None:
+        """The cache no longer reads these pages, which were idle: they are free, the last the first to be taken."""
+        for page in pages:
+            self._kept[page] = self._readers[page] = 0
+        self._free += pages
+
+    @property
+    def kept(self) -> memoryview:
+        """By page, 1 if the cache reads it; not to be written."""
+        return memoryview(self._kept).toreadonly()
+
+    def is_idle(self, page: int) -> bool:
+        """Whether the cache is the only reader of a page that it keeps."""
+        return self._readers[page] == 1
+
+    def idle_tail(self, pages: Sequence[int]) -> int:
+        """How many kept pages at the end of these are idle."""
+        readers = self._readers
+        if max(map(readers.__getitem__, pages)) == 1:
+            return len(pages)
+        return next(count for count, page in enumerate(reversed(pages)) if readers[page] > 1)
+
     # ---- what it knows -------------------------------------------------------------------------------------------
 
     def __contains__(self, seq: object) -> bool:
@@ -380,9 +421,21 @@ class PageAllocator:
         return f"PageAllocator({len(self)} sequences, {self.free_pages} free of {pages})"
 
     @property
+    def rows(self) -> Mapping[int, Row]:
+        """Every sequence as it is now; not to be written. See [Note: stamps]."""
+        return MappingProxyType(self._rows)
+
+    @property
     def next_id(self) -> int:
         """The id of the next sequence."""
         return self._next
+
+    def present(self, seq: int, what: str) -> Row:
+        """A sequence that is in the pool; of one that is swapped out, refused: cannot do `what`."""
+        row = self._row(seq)
+        if row.host is not None:
+            raise PageError(f"cannot {what} sequence {seq}: it is swapped out; swap_in({seq}) first")
+        return row
 
     def length(self, seq: int) -> int:
         """The tokens of a sequence."""
@@ -394,7 +447,7 @@ class PageAllocator:
 
     def needs(self, batch: Iterable[tuple[int, int]]) -> int:
         """The pages that `step` would take for a batch, copies of shared pages among them; nothing changes."""
-        return self._needed(self._asked(batch))
+        return self._needed(self.prepare(batch))
 
     def reserve(self, pages: int) -> bool:
         """Whether so many pages are free, if need be after a prefix cache gave some up; it gives up none in vain."""
@@ -463,12 +516,6 @@ class PageAllocator:
         if type(seq) is int and 0 <= seq < self._next:
             raise UnknownSequence(f"sequence {seq} was freed; its id names nothing any more")
         raise UnknownSequence(f"sequence {seq!r} is unknown; add() and fork() give out ids")
-
-    def _present(self, seq: int, what: str) -> Row:
-        row = self._row(seq)
-        if row.host is not None:
-            raise PageError(f"cannot {what} sequence {seq}: it is swapped out; swap_in({seq}) first")
-        return row
 
     def _swapped(self, seq: int) -> array[int]:
         """Where a sequence lies on the host."""

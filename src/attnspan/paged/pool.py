@@ -126,7 +126,7 @@ class PagePool(Attends):
 
     def write(self, layer: int, key: Tensor, value: Tensor, plan: StepPlan) -> None:
         """Put the new tokens' keys (tokens, key heads, dim) and values where the plan says."""
-        index, spec = self._layer(layer)
+        index, spec = self.layer(layer)
         self.check_plan(plan)
         for name, given, dim in (("key", key, spec.head_dim), ("value", value, spec.value_dim)):
             self._check(name, given, (plan.tokens, spec.kv_heads, dim), spec.dtype)
@@ -199,7 +199,7 @@ class PagePool(Attends):
 
     def partial(self, layer: int, query: Tensor, plan: StepPlan, options: Options) -> tuple[Tensor, Tensor]:
         """(out, lse) over the keys that lie here, not yet rounded: what ranks that share a sequence exchange."""
-        index, spec = self._layer(layer)
+        index, spec = self.layer(layer)
         self.check_plan(plan)
         reading = plan.reading
         self._check_query(query, plan, spec)
@@ -250,7 +250,7 @@ class PagePool(Attends):
 
     # ---- refusals --------------------------------------------------------------------------------------------------
 
-    def _layer(self, layer: int) -> tuple[int, Layer]:
+    def layer(self, layer: int) -> tuple[int, Layer]:
         index = whole("layer", layer, error=PageError)
         if index >= len(self.layers):
             raise PageError(f"layer must be below the pool's {len(self.layers)} layers, got {layer}")

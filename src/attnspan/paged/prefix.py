@@ -141,27 +141,21 @@ class PrefixCache:
     """
 
     def __init__(self, allocator: PageAllocator):
-        if allocator._reclaim is not None:
-            raise PageError(
-                "allocator already has a prefix cache; one serves all its sequences, with a salt for each tenant"
-            )
+        allocator.attach_cache(when_idle=self._left_alone, reclaim=self._reclaim)
         self.allocator, self.metrics = allocator, Metrics()
         self._width = allocator.page_size * WIDTH  # bytes of a page's tokens
         self._roots: dict[Hashable, Run] = {}
         self._clock = 0
         self._pushed = 0
         self._idle: list[Entry] = []
-        self._kept = allocator._kept  # read there, written here
         self._count = 0
         self._tails: dict[int, Run] = {}  # by the last page of each
-        allocator._when_idle = self._left_alone
-        allocator._reclaim = self._reclaim
 
     def add(self, tokens: Iterable[int], *, salt: Hashable = None) -> Hit:
         """A new sequence that begins with what is kept of `tokens`, but for at least the last of them."""
         prompt = _packed(tokens)
         pages, length = self._match(prompt[:-WIDTH], _typed(salt))
-        seq = self.allocator._adopt(pages, length)
+        seq = self.allocator.adopt(pages, length)
         counts = self.metrics
         counts.lookups += 1
         counts.tokens += len(prompt) // WIDTH
@@ -179,14 +173,14 @@ class PrefixCache:
         Call it when their keys are written. Pages that were released already, and what comes after, are left out.
         """
         prompt, width, salt = _packed(tokens), self._width, _typed(salt)
-        row = self.allocator._present(seq, "keep pages of")
+        row = self.allocator.present(seq, "keep pages of")
         if len(prompt) > row.length * WIDTH:
             given = len(prompt) // WIDTH
             raise PageError(f"tokens must be at most the {row.length} that sequence {seq} holds, got {given}")
         path, pages = self._path(prompt, salt), row.table[: len(prompt) // width].tolist()
         known = [page for run, count in path for page in run.pages[:count]]
         new = pages[len(known) :]
-        if pages[: len(known)] != known or any(map(self._kept.__getitem__, new)):
+        if pages[: len(known)] != known or any(map(self.allocator.kept.__getitem__, new)):
             self._check_own(seq, pages, known)
         self._clock += 1
         last = self._roots.get(salt) or Run([], b"", None, salt=salt)
@@ -202,8 +196,9 @@ class PrefixCache:
 
     def _check_own(self, seq: int, pages: list[int], known: list[int]) -> None:
         """Refuse pages of a sequence that are kept, and not as what they are said to hold."""
+        kept = self.allocator.kept
         for index, page in enumerate(pages):
-            if self._kept[page] and (index >= len(known) or page != known[index]):
+            if kept[page] and (index >= len(known) or page != known[index]):
                 raise PageError(
                     f"page {page} of sequence {seq} is kept with other tokens or another salt; "
                     "give the tokens and the salt that the sequence was added with"
@@ -252,9 +247,11 @@ class PrefixCache:
                 for page in run.pages:
                     assert found.setdefault(page, run) is run, f"page {page} is kept twice"
                 assert self._tails.get(run.pages[-1]) is run, f"page {run.pages[-1]} is last, and not known for it"
-                idle = self.allocator._readers[run.pages[-1]] == 1 and not run.children
+                idle = self.allocator.is_idle(run.pages[-1]) and not run.children
                 assert not idle or id(run) in waiting, f"page {run.pages[-1]} is idle and could never be given up"
-        assert found.keys() == {page for page, kept in enumerate(self._kept) if kept}, "a kept page cannot be found"
+        assert found.keys() == {page for page, kept in enumerate(self.allocator.kept) if kept}, (
+            "a kept page cannot be found"
+        )
         assert len(found) == self._count, "kept pages are miscounted"
         assert len({id(run) for run in found.values()}) == len(self._tails), "a run is known that is not there"
 
@@ -316,17 +313,14 @@ class PrefixCache:
             last = run
         self._tails[pages[-1]] = last
         self._count += len(pages)
-        readers, kept = self.allocator._readers, self._kept
-        for page in pages:
-            kept[page] = 1
-            readers[page] += 1
+        self.allocator.keep(pages)
 
     def _touch(self, run: Run, count: int) -> Run:
         """Use the first `count` pages of a run; the run that has those and no others."""
         if count < len(run.pages):
             run = self._parted(run, count)
         run.used = self._clock
-        if self.allocator._readers[run.pages[-1]] == 1:
+        if self.allocator.is_idle(run.pages[-1]):
             self._wait(run)
         return run
 
@@ -362,7 +356,7 @@ class PrefixCache:
     def _is_true(self, entry: Entry) -> bool:
         """Whether an entry tells of a run whose last page is idle, as it was last used. See [Note: stale entries]."""
         used, _, run = entry
-        return bool(run.pages) and used == run.used and self.allocator._readers[run.pages[-1]] == 1
+        return bool(run.pages) and used == run.used and self.allocator.is_idle(run.pages[-1])
 
     def _reclaim(self, short: int) -> bool:
         """Give up so many pages, or none if there are not so many."""
@@ -380,16 +374,12 @@ class PrefixCache:
         victims: Path = []
         chosen: set[int] = set()
         left: dict[int, int] = {}  # children that would remain, by run
-        readers = self.allocator._readers
         while self._idle and most:
             entry = heapq.heappop(self._idle)
             run = entry[2]
             if not self._is_true(entry) or left.get(id(run), run.children) or id(run) in chosen:
                 continue
-            pages = run.pages[-most:]
-            count = len(pages)
-            if max(map(readers.__getitem__, pages)) > 1:  # a sequence reads some of them: those behind are idle
-                count = next(n for n, page in enumerate(reversed(pages)) if readers[page] > 1)
+            count = self.allocator.idle_tail(run.pages[-most:])  # a sequence may read those before
             victims.append((run, count))
             chosen.add(id(run))
             most -= count
@@ -399,7 +389,7 @@ class PrefixCache:
                 parent = run.parent
                 assert parent is not None, "a root is never queued"
                 left[id(parent)] = left.get(id(parent), parent.children) - 1
-                if not left[id(parent)] and parent.pages and readers[parent.pages[-1]] == 1:
+                if not left[id(parent)] and parent.pages and self.allocator.is_idle(parent.pages[-1]):
                     self._push(parent)
         return victims
 
@@ -407,10 +397,7 @@ class PrefixCache:
         """Give up the last pages of a run, which nobody else reads."""
         pages, parent = run.pages[: -count - 1 : -1], run.parent
         assert parent is not None, "a root holds no page"
-        readers, kept = self.allocator._readers, self._kept
-        for page in pages:
-            kept[page] = readers[page] = 0
-        self.allocator._free += pages
+        self.allocator.give_up(pages)
         self._count -= count
         self.metrics.evicted_pages += count
         del self._tails[pages[0]]
@@ -427,7 +414,7 @@ class PrefixCache:
         parent.children -= 1
         if not parent.children and parent.parent is None:
             del self._roots[parent.salt]
-        elif parent.pages and readers[parent.pages[-1]] == 1:
+        elif parent.pages and self.allocator.is_idle(parent.pages[-1]):
             self._wait(parent)
 
 

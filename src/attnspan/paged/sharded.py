@@ -124,7 +124,7 @@ class ShardedPages(Attends):
         for a row that is a pack of documents. Every rank calls it, once for each layer.
         """
         self._check_plan(plan)
-        layer, spec = self.pool._layer(layer)
+        layer, spec = self.pool.layer(layer)
         route = plan.remembered((cp.layout, cp.seq_len), lambda: self._route(cp, plan))
         self._check_shards(spec, key, value, sum(map(len, route.sends)))
         packed = torch.cat([key.detach(), value.detach()], dim=-1).transpose(1, 2).flatten(0, 1)
@@ -177,7 +177,7 @@ class ShardedPages(Attends):
 
     def agree(self) -> None:
         """Compare all ranks' tables and lengths; PageError on every rank if they differ. Every rank calls it."""
-        rows = self.allocator._rows
+        rows = self.allocator.rows
         said = digest([(seq, row.length, row.first, row.table.tolist()) for seq, row in sorted(rows.items())])
         others = odd(heard(self.transport, said, "page tables"))
         if others:

@@ -39,7 +39,7 @@ import torch
 from torch import Tensor
 
 from attnspan.errors import PageError, whole
-from attnspan.paged.allocator import NULL_PAGE, Asked, Row
+from attnspan.paged.allocator import NULL_PAGE, Growth, Row
 from attnspan.paged.reading import ALONE, Reading, Spread
 
 if TYPE_CHECKING:
@@ -111,32 +111,32 @@ class StepPlan:
             raise PageError(f"batch must be at most max_sequences={self.max_sequences}, got {max(n, len(batch))}")
         if n < len(batch):
             raise PageError(f"pad_to must be at least the {len(batch)} sequences of the batch, got {n}")
-        asked = self.pool.allocator._asked(batch)
-        self._check_fits(asked, len(batch), n)
-        self.pool.allocator._commit(asked, self.pool.copy)
+        growth = self.pool.allocator.prepare(batch)
+        self._check_fits(growth, len(batch), n)
+        self.pool.allocator.commit(growth, self.pool.copy)
         self._epoch = -1  # until it is filled, it describes nothing
-        self._fill(asked, n, share, lasting=pad_to is not None)
+        self._fill(growth, n, share, lasting=pad_to is not None)
         return self
 
-    def _check_fits(self, asked: Asked, named: int, n: int) -> None:
+    def _check_fits(self, growth: Growth, named: int, n: int) -> None:
         """Refuse a step, of n rows with padding, that the buffers have no room for."""
-        if len(asked.rows) < named:
+        if len(growth.rows) < named:
             raise PageError("batch must name each sequence once; give its tokens together")
-        tokens = sum(asked.counts) + n - named
+        tokens = sum(growth.counts) + n - named
         if tokens > self.max_tokens:
             raise PageError(f"batch must hold at most max_tokens={self.max_tokens} new tokens, got {tokens}")
-        longest = max(asked.lengths, default=0)
+        longest = max(growth.lengths, default=0)
         if longest > self.max_length:
-            seq = asked.seqs[asked.lengths.index(longest)]
+            seq = growth.seqs[growth.lengths.index(longest)]
             raise PageError(f"sequence {seq} would hold {longest} tokens, more than max_length={self.max_length}")
 
-    def _fill(self, asked: Asked, n: int, share: bool, lasting: bool) -> None:
+    def _fill(self, growth: Growth, n: int, share: bool, lasting: bool) -> None:
         """Write the step to the buffer and send it. See [Note: one copy]. Lists, not loops: every step pays for it."""
-        buffer, spread, rows, padding = self._buffer, self.spread, asked.rows, n - len(asked.rows)
+        buffer, spread, rows, padding = self._buffer, self.spread, growth.rows, n - len(growth.rows)
         stamps = [row.stamp for row in rows]
-        counts = (*asked.counts, *[1] * padding)
-        lengths = asked.lengths + [0] * padding
-        starts = asked.starts + [-1] * padding
+        counts = (*growth.counts, *[1] * padding)
+        lengths = growth.lengths + [0] * padding
+        starts = growth.starts + [-1] * padding
         offsets = list(accumulate(counts, initial=0))
         ends = lengths if spread.ranks == 1 else [spread.held(length) for length in lengths]
         self.shared = self._common(rows) if share else ()
@@ -158,7 +158,7 @@ class StepPlan:
             tuple(begins), tuple(ends), tuple(starts), spread=spread,
             merged=bool(self.shared) or spread.ranks > 1, lasting=lasting,
         )  # fmt: skip
-        self._seen = asked.seqs, rows, stamps, asked.lengths
+        self._seen = growth.seqs, rows, stamps, growth.lengths
         self._epoch = self.pool.allocator.epoch
 
     def _located(
@@ -229,7 +229,7 @@ class StepPlan:
         if self._reading is None or self._epoch < 0:
             raise PageError("the plan describes no step; call plan.step([(sequence, new_tokens), ...]) first")
         for seq, row, stamp, length in zip(*self._seen, strict=True):
-            if allocator._rows.get(seq) is not row:
+            if allocator.rows.get(seq) is not row:
                 raise PageError(f"the plan is stale: sequence {seq} was freed after its step; plan a new step")
             if (row.stamp, row.length) != (stamp, length):
                 raise PageError(f"the plan is stale: sequence {seq} was changed after its step; plan a new step")

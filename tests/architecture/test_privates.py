@@ -1,0 +1,44 @@
+"""Names with an underscore belong to the file that defines them.
+
+Held for the parts in ``PARTS``. Sources are read, not run. A file may use a private name of `self`, which is its own or
+its parent's, of torch, which ARCHITECTURE.md lists, and any that it defines itself.
+"""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import attnspan
+
+ROOT = Path(attnspan.__file__).parent
+PARTS = ["masks", "layouts", "plan", "tuning", "kernels", "transports", "paged", "measure", "inspector", "cli"]
+THEIRS = {"_asdict", "_replace", "_exit", "_schema", "_version", "_get_backend"}  # Python's and torch's
+MAY = ("self", "cls", "super()", "torch", "dist")
+
+
+def foreign(source: str) -> list[str]:
+    """Private attributes that a file takes of other files' objects, as `line: expression`."""
+    nodes = list(ast.walk(ast.parse(source)))
+    attributes = [node for node in nodes if isinstance(node, ast.Attribute)]
+    own = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    own |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    own |= {node.attr for node in attributes if ast.unparse(node) == f"self.{node.attr}"}
+    return [
+        f"{node.lineno}: {ast.unparse(node)}"
+        for node in attributes
+        if node.attr.startswith("_") and not node.attr.startswith("__") and node.attr not in own | THEIRS
+        if ast.unparse(node.value) not in MAY and not ast.unparse(node.value).startswith(("torch.", "dist."))
+    ]
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_no_file_reaches_into_privates_of_another(part):
+    files = sorted((ROOT / part).rglob("*.py"))
+    found = [f"{path.relative_to(ROOT)}:{each}" for path in files for each in foreign(path.read_text())]
+    assert not found, "\n".join(found)
+
+
+def test_twin_a_reach_into_privates_is_found():
+    source = "class A:\n    def f(self, other):\n        self._x = other._y\n        return other._x, self.pool._free\n"
+    assert sorted(foreign(source)) == ["3: other._y", "4: self.pool._free"]
