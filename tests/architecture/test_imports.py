@@ -21,11 +21,12 @@ DATA = {"masks", "layouts", "plan"}
 RUNS = DATA | {"kernels", "transports", "attention"}
 MODELS = RUNS | {"parallel", "paged", "testing"}
 
-ANYONE = {"errors", "assumptions", "_version"}
+ANYONE = {"errors", "assumptions", "dtypes", "_version"}
 MAY_IMPORT = {
     "_version": set(),
     "errors": set(),
     "assumptions": set(),
+    "dtypes": set(),
     "masks": set(),
     "layouts": {"masks"},
     "plan": {"masks", "layouts"},

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from attnspan.attention.call import Call
 from attnspan.attention.lane import wide
+from attnspan.dtypes import dtype_name
 from attnspan.errors import AttentionError, AttnspanError, KernelError, MaskError, TuningError
 from attnspan.kernels import choose
 from attnspan.layouts.run import tokens_in
@@ -121,7 +122,7 @@ def _misfit(call: Call, inputs: Inputs) -> str:
             return f"{name} must be {query.dtype} on {query.device} like query, got {tensor.dtype} on {tensor.device}"
     shapes = f"{tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}"
     if query.dtype not in DTYPES:
-        return f"query must be float32, bfloat16, float16 or float64, got {_named(query.dtype)}"
+        return f"query must be float32, bfloat16, float16 or float64, got {dtype_name(query.dtype)}"
     if query.device != call.transport.device:
         return f"query must be on {call.transport.device}, where the group's tensors are, got {query.device}"
     if key.shape[:3] != value.shape[:3] or key.shape[0] != query.shape[0] or key.shape[3] != query.shape[3]:
@@ -164,7 +165,7 @@ def _wrong_sinks(inputs: Inputs) -> str:
     if sinks.shape != query.shape[1:2]:
         return f"sinks must be one logit per query head, ({query.shape[1]},), got shape {tuple(sinks.shape)}"
     if not sinks.dtype.is_floating_point or sinks.device != query.device:
-        return f"sinks must be floating point on {query.device}, got {_named(sinks.dtype)} on {sinks.device}"
+        return f"sinks must be floating point on {query.device}, got {dtype_name(sinks.dtype)} on {sinks.device}"
     return ""
 
 
@@ -179,8 +180,8 @@ def _wrong_captured(call: Call, inputs: Inputs) -> str:
     for found, traced in zip(inputs.captured, program.captured, strict=True):
         if (found.shape, found.dtype) != (traced.shape, traced.dtype):
             return (
-                f"{program.name} captured {_named(traced.dtype)} of shape "
-                f"{tuple(traced.shape)}, got {_named(found.dtype)} of shape {tuple(found.shape)}"
+                f"{program.name} captured {dtype_name(traced.dtype)} of shape "
+                f"{tuple(traced.shape)}, got {dtype_name(found.dtype)} of shape {tuple(found.shape)}"
             )
         if found.dim() and found.device != inputs.query.device:
             return f"tensors that a score_mod captures must be on {inputs.query.device}, got one on {found.device}"
@@ -210,7 +211,7 @@ def _words(call: Call, inputs: Inputs) -> dict[str, str]:
         "key heads": str(inputs.key.shape[1]),
         "head dim": str(query.shape[3]),
         "value dim": str(inputs.value.shape[3]),
-        "dtype": _named(query.dtype),
+        "dtype": dtype_name(query.dtype),
         "sinks": "none" if inputs.sinks is None else "some",
         "return_lse": str(inputs.lse and plan.degree > 1),
         "strategy": repr(plan.strategy),
@@ -255,7 +256,3 @@ def _odd(group: tuple[Any, list[int]], usual: tuple[Any, list[int]]) -> str:
     ]
     verb = "differs" if len(ranks) == 1 else "differ"
     return f"{consensus.named(ranks)} {verb} from {consensus.named(others)} in {', '.join(differing)}"
-
-
-def _named(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

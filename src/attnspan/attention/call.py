@@ -23,6 +23,7 @@ from attnspan.attention.lane import Route, wide
 from attnspan.attention.score import Score
 from attnspan.attention.tuned import agreed_table, machine
 from attnspan.attention.uses import Uses
+from attnspan.dtypes import dtype_name
 from attnspan.errors import AttentionError, PlanError
 from attnspan.kernels import PROGRAM_KERNELS, Mods, Spec
 from attnspan.layouts.run import Runs
@@ -179,7 +180,7 @@ def _chosen(plan: Plan, shape: Shape, hardware: Hardware) -> Plan:
 
 def shape_of(query: Tensor, key: Tensor, value: Tensor) -> Shape | None:
     """What a choice of strategy depends on; None for tensors that will be refused."""
-    dtype = str(query.dtype).removeprefix("torch.")
+    dtype = dtype_name(query.dtype)
     try:
         return Shape(query.shape[1], key.shape[1], query.shape[3], value.shape[3], query.shape[0], dtype)
     except (IndexError, PlanError):

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from attnspan._version import __version__
 from attnspan.attention import attention
+from attnspan.dtypes import dtype_name
 from attnspan.kernels import KERNELS, Spec, refusals
 from attnspan.layouts import Balanced
 from attnspan.masks import Causal, Documents
@@ -44,7 +45,7 @@ def doctor() -> None:
     here = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
     for device in here:
         for dtype in DTYPES:
-            typer.echo(f"kernels on {device}, {str(dtype).removeprefix('torch.')}, head dim 64")
+            typer.echo(f"kernels on {device}, {dtype_name(dtype)}, head dim 64")
             for line in kernels(device, dtype):
                 typer.echo(f"  {line}")
     typer.echo()

@@ -23,6 +23,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from attnspan.dtypes import dtype_name
 from attnspan.kernels.mods import Mods, Region, Rows
 from attnspan.masks.tile import Tile
 
@@ -102,5 +103,5 @@ def not_among(dtype: object, dtypes: tuple[object, ...]) -> str | None:
     """
     if dtype in dtypes:
         return None
-    *others, last = (str(known).removeprefix("torch.") for known in dtypes)
-    return f"needs {', '.join(others)} or {last}, got {str(dtype).removeprefix('torch.')}"
+    *others, last = (dtype_name(known) for known in dtypes)
+    return f"needs {', '.join(others)} or {last}, got {dtype_name(dtype)}"

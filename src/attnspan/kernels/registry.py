@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from attnspan.dtypes import dtype_name
 from attnspan.errors import KernelError, one_of
 from attnspan.kernels import band, blocks, cpu_flash, cuda_flash, cudnn, efficient, flex, reference
 from attnspan.kernels.kernel import Kernel, ProgramKernel, Spec
@@ -117,7 +118,7 @@ def _fitting(spec: Spec, q: Tensor, tile: Tile) -> Mapping[str, Kernel | Program
     usual = _IN_FLOAT32 if q.dtype == torch.float32 else KERNELS
     if spec.preference is None:
         return usual
-    measured = spec.preference.order(str(q.dtype).removeprefix("torch."), q.shape[3], tile)
+    measured = spec.preference.order(dtype_name(q.dtype), q.shape[3], tile)
     return {name: usual[name] for name in (*(name for name in measured if name in usual), *usual)}
 
 

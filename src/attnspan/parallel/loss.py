@@ -33,6 +33,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from attnspan.attention.transforms import check_no_tangents, check_no_transform, check_untransformed
+from attnspan.dtypes import dtype_name
 from attnspan.errors import ShardError, TransportError
 from attnspan.masks.versions import version_of
 from attnspan.transports import Transport
@@ -60,7 +61,7 @@ def mean_loss(
     def share() -> Share:
         _check(per_token, transport)
         if not per_token.is_floating_point():
-            raise ShardError(f"per_token must be floating point, got {_named(per_token.dtype)}")
+            raise ShardError(f"per_token must be floating point, got {dtype_name(per_token.dtype)}")
         if per_token.dim() == 0:
             raise ShardError("per_token must be one loss for each token, got a single number; use reduction='none'")
         found = _summed(per_token, valid)
@@ -210,7 +211,7 @@ def _summed(values: Tensor, valid: Tensor | None) -> Share:
     if valid is None:
         return Share(values.sum(dtype=wide), values.new_full((), values.numel(), dtype=torch.int64))
     if not isinstance(valid, Tensor) or valid.dtype != torch.bool:
-        said = _named(valid.dtype) if isinstance(valid, Tensor) else type(valid).__name__
+        said = dtype_name(valid.dtype) if isinstance(valid, Tensor) else type(valid).__name__
         raise ShardError(f"valid must be a bool tensor such as labels != -100, got {said}")
     if valid.shape != values.shape:
         raise ShardError(f"valid must have the shape of the values, {tuple(values.shape)}, got {tuple(valid.shape)}")
@@ -222,7 +223,7 @@ def _summed(values: Tensor, valid: Tensor | None) -> Share:
 
 def _check(values: Tensor, transport: Transport) -> None:
     if not isinstance(values, Tensor) or values.is_complex():
-        said = _named(values.dtype) if isinstance(values, Tensor) else type(values).__name__
+        said = dtype_name(values.dtype) if isinstance(values, Tensor) else type(values).__name__
         raise ShardError(f"values must be a tensor of real numbers, one of each token, got {said}")
     if values.device != transport.device:
         raise ShardError(f"values must be on {transport.device}, where the group is, got {values.device}")
@@ -231,10 +232,6 @@ def _check(values: Tensor, transport: Transport) -> None:
 
 def _result(values: Tensor) -> torch.dtype:
     return torch.float64 if values.dtype == torch.float64 else torch.float32
-
-
-def _named(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 # ---- counts ----------------------------------------------------------------------------------------------------------
@@ -355,7 +352,7 @@ def _misfit(parameters: Sequence[torch.nn.Parameter], transport: Transport) -> S
 
 
 def _digest(parameters: Sequence[torch.nn.Parameter]) -> str:
-    told = [(tuple(_local(parameter).shape), _named(parameter.dtype)) for parameter in parameters]
+    told = [(tuple(_local(parameter).shape), dtype_name(parameter.dtype)) for parameter in parameters]
     return digest(told)
 
 

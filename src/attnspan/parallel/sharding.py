@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from attnspan.attention.transforms import check_untransformed
+from attnspan.dtypes import dtype_name
 from attnspan.errors import ShardError
 from attnspan.layouts import Layout
 from attnspan.masks import Mask
@@ -244,7 +245,7 @@ class Sharding:
         if hasattr(tensor, "to_local"):  # to import its type takes a second
             raise ShardError("tensor must be a plain tensor, got a DTensor; pass its to_local()")
         if tensor.layout != torch.strided:
-            raise ShardError(f"tensor must be dense, got one of layout {str(tensor.layout).removeprefix('torch.')}")
+            raise ShardError(f"tensor must be dense, got one of layout {dtype_name(tensor.layout)}")
         if tensor.device != self.transport.device:
             raise ShardError(f"tensor must be on {self.transport.device}, where the group is, got {tensor.device}")
         seq = _dim("dim", dim, tensor)
@@ -309,7 +310,7 @@ class Told(NamedTuple):
 
 def _told(tensor: Tensor, at: Dims) -> Told:
     shape = [size for dim, size in enumerate(tensor.shape) if dim != at.seq]
-    return Told(*at, str(tensor.dtype).removeprefix("torch."), shape)
+    return Told(*at, dtype_name(tensor.dtype), shape)
 
 
 def _described(tensor: Tensor, at: Dims) -> str:
@@ -346,7 +347,7 @@ def check_fill(fill: complex, dtype: torch.dtype) -> None:
             return
     except (TypeError, ValueError, RuntimeError):
         pass  # not even such a number
-    raise ShardError(f"fill must be a number that {str(dtype).removeprefix('torch.')} has, got {fill!r}")
+    raise ShardError(f"fill must be a number that {dtype_name(dtype)} has, got {fill!r}")
 
 
 COMMON = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
@@ -366,7 +367,7 @@ def _plain(tensor: Tensor) -> Tensor:
     if tensor.dtype in COMMON:
         return tensor
     if tensor.requires_grad and torch.is_grad_enabled():
-        raise ShardError(f"{str(tensor.dtype).removeprefix('torch.')} has no gradient here; detach it, or widen it")
+        raise ShardError(f"{dtype_name(tensor.dtype)} has no gradient here; detach it, or widen it")
     return tensor.view(SIGNED[tensor.dtype.itemsize])
 
 

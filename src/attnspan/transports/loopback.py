@@ -42,6 +42,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from attnspan.dtypes import dtype_name
 from attnspan.errors import TransportError, whole
 from attnspan.transports.operations import Operation, ledger_of
 from attnspan.transports.transport import Messages, Pending, Transport
@@ -145,7 +146,7 @@ class Parcel:
 
     @property
     def content(self) -> str:
-        return f"{self.what} {tuple(self.tensor.shape)} {str(self.tensor.dtype).removeprefix('torch.')}"
+        return f"{self.what} {tuple(self.tensor.shape)} {dtype_name(self.tensor.dtype)}"
 
 
 class Post:
