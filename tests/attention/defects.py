@@ -583,17 +583,17 @@ def the_sink_is_counted_on_every_rank(plant):
     def bend(real):
         return lambda out, lse, sinks: real(*real(out, lse, sinks), sinks)
 
-    plant(ops, "_with_sinks", bend)
+    plant(ops, "with_sinks", bend)
 
 
 @defect
 def the_sink_is_forgotten(plant):
-    plant(ops, "_with_sinks", lambda real: lambda out, lse, sinks: (out, lse))
+    plant(ops, "with_sinks", lambda real: lambda out, lse, sinks: (out, lse))
 
 
 @defect
 def the_sink_changes_lse_but_not_out(plant):
-    plant(ops, "_with_sinks", lambda real: lambda out, lse, sinks: (out, real(out, lse, sinks)[1]))
+    plant(ops, "with_sinks", lambda real: lambda out, lse, sinks: (out, real(out, lse, sinks)[1]))
 
 
 @defect

@@ -36,6 +36,7 @@ from attnspan.attention.lane import Final, wide
 from attnspan.attention.transforms import check_no_tangents, check_untransformed
 from attnspan.attention.unbroken import unbroken
 from attnspan.errors import AttentionError, KernelError
+from attnspan.kernels.merge import share_of, with_sinks
 from attnspan.transports.operations import under_way
 
 
@@ -56,7 +57,9 @@ def attention(
     with unbroken(call.transport, but=(AttentionError, KernelError)):
         name = agree(call, Inputs(query, key, value, sinks, *captured, lse=returned))
     with unbroken(call.transport), _as_given(query), under_way(call.transport, name) as operation:
-        out, lse = _with_sinks(*execute.forward(call, query, key, value, captured), sinks)
+        out, lse = execute.forward(call, query, key, value, captured)
+        if sinks is not None:  # see [Note: sinks]
+            out, lse = with_sinks(out, lse, sinks[None, :, None])
     call.uses.add_forward(call.plan, shape_of(query, key, value))
     return out.contiguous(), lse.contiguous(), torch.tensor(operation.header, device="cpu")
 
@@ -148,18 +151,9 @@ def _as_given(query: Tensor) -> torch.autocast:
     return torch.autocast(query.device.type, enabled=False)
 
 
-def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """See [Note: sinks]."""
-    if sinks is None:
-        return out, lse
-    logits = sinks.to(lse.dtype)[None, :, None].expand_as(lse)
-    folded = torch.logaddexp(lse, logits)
-    return (out * _share(lse, folded).unsqueeze(-1)).to(out.dtype), folded
-
-
 def _sink_gradient(call: Call, final: Final, sinks: Tensor) -> Tensor:
     lse = final.lse
-    weight = _share(sinks.to(lse.dtype)[None, :, None].expand_as(lse), lse)
+    weight = share_of(sinks.to(lse.dtype)[None, :, None].expand_as(lse), lse)
     slope = -(final.grad.to(lse.dtype) * final.out.to(lse.dtype)).sum(-1)
     if final.grad_lse is not None:
         slope = slope + final.grad_lse
@@ -175,8 +169,3 @@ def _over_ranks(call: Call, part: Tensor | None, tensor: Tensor) -> Tensor:
     part = part.contiguous()
     call.transport.all_reduce(part, "gradients of captured tensors").wait()
     return part.to(tensor.dtype)
-
-
-def _share(part: Tensor, whole: Tensor) -> Tensor:
-    """e^part / e^whole; nothing of nothing is nothing."""
-    return (part - whole).exp().masked_fill(part == -torch.inf, 0.0)

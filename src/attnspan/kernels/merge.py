@@ -9,6 +9,8 @@ A row that saw no key has lse = -inf and out = 0; it leaves the other side as it
 The join is done in place, in the accumulator's dtype; on CUDA by one Triton kernel that reads and writes each number
 once, elsewhere by the same formula in torch. Knows nothing of ranks or masks.
 
+A sink is a part that has a logit and no value: it takes its share of every softmax (`with_sinks`).
+
 Shapes: out (B, H, n, D), lse (B, H, n); any strides, so that rows of a larger buffer can be merged into.
 """
 
@@ -74,6 +76,23 @@ def _merge_fused(into: Part, a: Part, b: Part) -> None:
     grid = (-(-rows // block_n), batch * heads)
     with torch.cuda.device(into.out.device):
         _fused()[grid](*into, *a, *b, heads, rows, dim, *strides, block_n, block_d)
+
+
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Part:
+    """Fold logits into every softmax: lse' = log(e^lse + e^sink), out' = out e^(lse - lse'). `sinks` broadcasts to lse.
+
+    >>> out, lse = torch.tensor([[[[3.0]]]]), torch.tensor([[[2.0]]]).log()
+    >>> folded = with_sinks(out, lse, torch.tensor(0.0))  # as one key more, of value 0
+    >>> folded.out.item(), folded.lse.exp().item()
+    (2.0, 3.0)
+    """
+    folded = torch.logaddexp(lse, sinks.to(lse.dtype).expand_as(lse))
+    return Part((out * share_of(lse, folded).unsqueeze(-1)).to(out.dtype), folded)
+
+
+def share_of(part: Tensor, whole: Tensor) -> Tensor:
+    """e^part / e^whole of two lse; nothing of nothing is nothing."""
+    return (part - whole).exp().masked_fill(part == -torch.inf, 0.0)
 
 
 @cache

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from attnspan.attention.transforms import check_untransformed
 from attnspan.errors import PageError
+from attnspan.kernels.merge import with_sinks
 from attnspan.masks import Causal, Mask
 from attnspan.paged.after_prefix import AfterPrefix
 from attnspan.paged.scoring import ScoreFunction
@@ -65,13 +66,14 @@ class Attends(ABC):
         """
         out, lse = self.partial(layer, query, plan, Options(mask, score_mod, scale, kernel))
         if sinks is not None:
+            _check_sinks(sinks, lse)
             out, lse = with_sinks(out, lse, sinks)
         out = out.to(query.dtype)
         return (out, lse) if return_lse else out
 
 
-def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """Fold a logit per head into every softmax: lse' = log(e^lse + e^sink), out' = out e^(lse - lse')."""
+def _check_sinks(sinks: Tensor, lse: Tensor) -> None:
+    """Refuse what is no logit per query head; lse is (tokens, heads)."""
     if not isinstance(sinks, Tensor):
         raise PageError(f"sinks must be a tensor with one logit per query head, ({lse.shape[1]},), got {type(sinks)}")
     if sinks.shape != lse.shape[1:] or not sinks.is_floating_point() or sinks.device != lse.device:
@@ -82,6 +84,3 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]
     if sinks.requires_grad and torch.is_grad_enabled():
         raise PageError("sinks requires grad, and a cache has no gradients; call under torch.no_grad()")
     check_untransformed("sinks", sinks, instead=UNTRANSFORMED, error=PageError)
-    total = torch.logaddexp(lse, sinks.to(lse.dtype))
-    share = (lse - total).exp().masked_fill(lse == -torch.inf, 0.0)
-    return out * share.unsqueeze(-1), total

@@ -14,7 +14,7 @@ FlexAttention does, over the rows' own positions.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -81,15 +81,21 @@ def over_pairs(
     fn: Callable[..., Tensor], row: int, heads: int, queries: Tensor, keys: Tensor, *scores: Tensor
 ) -> Tensor:
     """`fn` of every head, query and key of a row, (heads, n, m). See [Note: one pair at a time]."""
-    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
-
     device = queries.device
     b, h = torch.full((), row, device=device), torch.arange(heads, device=device)
     each = len(scores) * (0,)
-    for dims in ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None)):
-        fn = torch.vmap(fn, in_dims=(*each, *dims))
+    levels = ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None))
+    return mapped(fn, [(*each, *dims) for dims in levels], *scores, b, h, queries, keys)
+
+
+def mapped(fn: Callable[..., Tensor], levels: Iterable[tuple[int | None, ...]], *args: Tensor) -> Tensor:
+    """`fn` under vmap over the dims of each level, the innermost first. See [Note: one pair at a time]."""
+    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+
+    for dims in levels:
+        fn = torch.vmap(fn, in_dims=dims)
     with TransformGetItemToIndex():
-        result = fn(*scores, b, h, queries, keys)
+        result = fn(*args)
     return result
 
 

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from attnspan.errors import PageError, whole
+from attnspan.kernels.merge import share_of
 from attnspan.layouts import Layout
 from attnspan.paged.attending import Attends, Options
 from attnspan.paged.pool import Layer, PagePool
@@ -114,8 +115,7 @@ class ShardedPages(Attends):
         self.transport.gather(packed, list(parts.unbind()), "partial attention").wait()
         outs, lses = parts[..., :-1], parts[..., -1]
         total = lses.logsumexp(0)
-        shares = (lses - total).exp().masked_fill(lses == -torch.inf, 0.0)
-        return (outs * shares.unsqueeze(-1)).sum(0), total
+        return (outs * share_of(lses, total).unsqueeze(-1)).sum(0), total
 
     def from_context_parallel(self, layer: int, key: Tensor, value: Tensor, cp: Laid, plan: StepPlan) -> None:
         """Write this rank's shard of keys (batch, key heads, shard, dim) and values where its tokens belong.

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from attnspan.kernels.aten import CPU_FLASH
 from attnspan.paged.reading import Pages, Reading
-from attnspan.paged.scoring import Scoring
+from attnspan.paged.scoring import Scoring, mapped
 
 CHEAP = 1 << 19
 """Bytes of padding that are cheaper than one more call."""
@@ -121,17 +121,13 @@ def _by_pairs(
     spec: Scoring, group: Together, reading: Reading, q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The formulas, with scores as the score_mod changes them."""
-    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
-
     scores = (q @ k.mT * spec.scale).flatten(1, 2)  # (n, H, L)
     at = reading.positions.index_select(0, group.queries)
     key_at = reading.spread.position(group.first + torch.arange(k.shape[2]))
-    fn = spec.score_mod
-    assert fn is not None, "asked for one"
-    for dims in ((0, None, None, None, 0), (0, None, 0, None, None), (0, 0, None, 0, 0)):
-        fn = torch.vmap(fn, in_dims=dims)
-    with TransformGetItemToIndex():
-        scores = fn(scores, torch.tensor(group.rows), torch.arange(scores.shape[1]), at, key_at)
+    assert spec.score_mod is not None, "asked for one"
+    levels = ((0, None, None, None, 0), (0, None, 0, None, None), (0, 0, None, 0, 0))
+    heads = torch.arange(scores.shape[1])
+    scores = mapped(spec.score_mod, levels, scores, torch.tensor(group.rows), heads, at, key_at)
     scores = scores.masked_fill(group.hidden[:, None], -torch.inf)
     lse = scores.logsumexp(-1)
     weights = (scores - lse.unsqueeze(-1)).exp_().nan_to_num_(0.0)  # a row whose scores are all -inf saw nothing
