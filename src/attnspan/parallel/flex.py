@@ -37,9 +37,8 @@ Shapes: query (B, H, S, D), key (B, Hk, S, D), value (B, Hk, S, Dv), S this rank
 from __future__ import annotations
 
 import functools
-import sys
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from copy import copy
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -62,6 +61,7 @@ from attnspan.masks.mask_mod import alone
 from attnspan.masks.program import name_of, traced
 from attnspan.parallel import loss
 from attnspan.parallel.dtensors import carried, is_dtensor, is_split
+from attnspan.parallel.eager import eagerly
 from attnspan.parallel.guards import check_block, check_session
 from attnspan.parallel.report import Past
 from attnspan.parallel.seen import run_eagerly
@@ -356,12 +356,6 @@ def _keep(known: OrderedDict[Any, Any], key: object, value: object) -> None:
     known[key] = value
     if len(known) > MOST_KEPT:
         known.popitem(last=False)
-
-
-def eagerly(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that dynamo leaves alone, where it breaks off and runs plain code between two graphs."""
-    dynamo = sys.modules.get("torch._dynamo")  # to import it takes longer than all of this package
-    return function if dynamo is None else dynamo.disable(function)
 
 
 def _check_both(session: ContextParallel) -> None:

@@ -45,7 +45,8 @@ from attnspan.attention.agreement import Inputs, refuse
 from attnspan.errors import AttentionError, AttnspanError
 from attnspan.parallel import replays, seen
 from attnspan.parallel.dtensors import carried, is_dtensor
-from attnspan.parallel.flex import InBlock, eagerly
+from attnspan.parallel.eager import eagerly
+from attnspan.parallel.flex import InBlock
 from attnspan.parallel.guards import check_block, check_session
 from attnspan.parallel.opening import opened
 from attnspan.parallel.seen import Sees

@@ -69,6 +69,7 @@ from attnspan.integrations.huggingface.sessions import Family
 from attnspan.integrations.huggingface.weights import check_same
 from attnspan.masks import Documents, Full, Mask
 from attnspan.parallel import ContextParallel, replays
+from attnspan.parallel.eager import eagerly
 from attnspan.parallel.soft_cap import soft_cap
 from attnspan.transports.group import Group
 
@@ -289,7 +290,8 @@ class Enabled:
         """Before forward: a batch becomes shards."""
         if not self.live:
             raise ModelError("this is a copy of an enabled model that was disabled since; enable the copy itself")
-        entered, given = eagerly(self._enter)(model, args, kwargs)
+        enter = eagerly(self._enter) if torch.compiler.is_compiling() else self._enter
+        entered, given = enter(model, args, kwargs)
         self._pass = entered
         if not entered.within:
             self._last = entered
@@ -298,7 +300,10 @@ class Enabled:
     def _on_return(self, model: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """After forward: every layer came by; the loss."""
         entered, self._pass = self._pass, None  # from here on a layer that runs does so by itself, or in backward
-        return eagerly(self._leave)(entered, output)
+        leave: Callable[..., Any] = (
+            eagerly(self._leave) if torch.compiler.is_compiling() else self._leave
+        )  # else a compiled loss stays so
+        return leave(entered, output)
 
     def _enter(self, model: nn.Module, args: Any, kwargs: Any) -> tuple[Pass, dict[str, Any]]:
         given = self._named(args, kwargs)
@@ -441,11 +446,6 @@ class Enabled:
         if found is None:
             raise ModelError("a layer of an enabled model runs by itself; call the model that was enabled, model(...)")
         return found
-
-
-def eagerly(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that torch.compile leaves alone: it is run between two graphs."""
-    return torch.compiler.disable(function) if torch.compiler.is_compiling() else function
 
 
 def _adapted(model: Any) -> PreTrainedModel:
