@@ -2,7 +2,7 @@
 #
 #   make demo        show what the library does
 #   make test        the tests, in a few minutes
-#   make check       format, lint and types
+#   make check       format, lint, types and code that nothing calls
 #   make test-slow   the slow tests, and a longer search for counterexamples
 #   make format      rewrite the sources as `make check` wants them
 #   make clean       remove what the other targets made, .venv included
@@ -26,6 +26,7 @@ check: $(INSTALLED)
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/mypy
+	$(BIN)/vulture
 
 test-slow: $(INSTALLED)
 	HYPOTHESIS_PROFILE=long $(PYTEST) -m "not cuda"

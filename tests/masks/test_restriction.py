@@ -6,7 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnspan.masks.restriction import restrict
+from attnspan.masks.finding import Ranges
+from attnspan.masks.restriction import restrict_rows, row_pieces
 from tests.masks.strategies import cases
 
 
@@ -30,7 +31,7 @@ def test_pieces_are_the_dense_mask_of_their_rows_and_columns_each_pair_once(data
     found = {
         (i, j): torch.zeros(len(r), len(c), dtype=torch.int32) for i, r in enumerate(rows) for j, c in enumerate(cols)
     }
-    for piece in restrict(case.mask.bands(*case.lengths), rows, cols):
+    for piece in restrict_rows(row_pieces(case.mask.bands(*case.lengths), rows), rows, Ranges(cols)):
         q0, q1, k0, k1, lo, hi = piece.band
         for q in range(q0, q1):
             for k in range(max(k0, q + lo), min(k1, q + hi + 1)):

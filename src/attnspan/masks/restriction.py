@@ -34,29 +34,24 @@ class Piece(NamedTuple):
     band: Band
 
 
-def restrict(bands: Sequence[Band], rows: Sequence[range], cols: Sequence[range]) -> Iterator[Piece]:
+def restrict_rows(found: Iterable[tuple[int, Band]], rows: Sequence[range], columns: Ranges) -> Iterator[Piece]:
     """The pieces of bands inside every pair of a row range and a column range, non-empty ones only.
 
-    Ranges of one side must not overlap; their order is free.
+    `found` are the `row_pieces` of the bands. Ranges of one side must not overlap; their order is free.
 
-    >>> causal = [tight(0, 8, 0, 8, hi=0)]
-    >>> for piece in restrict(causal, [range(6, 8)], [range(0, 2), range(6, 8)]):
+    >>> causal, rows = [tight(0, 8, 0, 8, hi=0)], [range(6, 8)]
+    >>> for piece in restrict_rows(row_pieces(causal, rows), rows, Ranges([range(0, 2), range(6, 8)])):
     ...     print(piece.col_range, piece.band)
     0 Band(q0=0, q1=2, k0=0, k1=2, lo=-1, hi=1)
     1 Band(q0=0, q1=2, k0=0, k1=2, lo=-1, hi=0)
     """
-    return restrict_rows(row_pieces(bands, rows), rows, Ranges(cols))
-
-
-def restrict_rows(found: Iterable[tuple[int, Band]], rows: Sequence[range], columns: Ranges) -> Iterator[Piece]:
-    """`restrict` of what `row_pieces` found, for those who ask with the same rows again and again."""
     for i, piece in found:
         for j in columns.meeting(piece.k0, piece.k1):
             yield from _pieces(piece, (i, j), rows[i], columns.ranges[j])
 
 
 def restrict_column(bands: Sequence[Band], rows: Ranges, number: int, col: range) -> Iterator[Piece]:
-    """`restrict` to a single column range, whose number is given, and any of many row ranges.
+    """`restrict_rows` to a single column range, whose number is given, and any of many row ranges.
 
     >>> causal = [tight(0, 8, 0, 8, hi=0)]
     >>> [piece.row_range for piece in restrict_column(causal, Ranges([range(0, 4), range(4, 8)]), 0, range(4, 6))]

@@ -70,7 +70,6 @@ class Metrics:
     tokens: int = 0
     hit_tokens: int = 0
     partial_hits: int = 0
-    kept_pages: int = 0
     evicted_pages: int = 0
 
     @property
@@ -191,7 +190,6 @@ class PrefixCache:
         if new:
             first = len(known) * width
             self._append(last, prompt[first : first + len(new) * width], new)
-        self.metrics.kept_pages += len(new)
         return len(new)
 
     def _check_own(self, seq: int, pages: list[int], known: list[int]) -> None:
