@@ -162,15 +162,16 @@ def attention(
     return (out, lse) if return_lse else out
 
 
-@functools.lru_cache(maxsize=1024)
 def _memo(transport: Transport) -> Callable[..., Attention]:
     """Attention on a group, made once for each plan: ranks agree on it once, and a group's ranks forget alike."""
+    if Attention in transport.memo:
+        return transport.memo[Attention]
 
     @functools.lru_cache(maxsize=256)
     def made(plan: Plan, **options: Any) -> Attention:
         return Attention(plan, transport, **options).variant(watched=None)  # the mask may be an equal one of somebody
 
-    return made
+    return transport.memo.setdefault(Attention, made)
 
 
 def score_of(score_mod: ScoreFunction | Score | None, transport: Transport) -> Score | None:

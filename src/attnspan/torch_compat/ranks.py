@@ -212,12 +212,8 @@ def ranks_of(mesh: Group) -> Ranks:
         names = mesh.mesh_dim_names
         hint = f"take the one that splits the sequence, as in mesh[{names[-1]!r}]" if names else "take one of them"
         raise AttentionError(f"mesh must have one axis, got {mesh.ndim} of {tuple(mesh.shape)}; {hint}")
-    return _known(transport_of(mesh))
-
-
-@functools.lru_cache(maxsize=1024)
-def _known(transport: Transport) -> Ranks:
-    return Ranks(transport)
+    transport = transport_of(mesh)
+    return transport.memo.get(Ranks) or transport.memo.setdefault(Ranks, Ranks(transport))
 
 
 def _fits(layout: Layout, sizes: list[int]) -> bool:

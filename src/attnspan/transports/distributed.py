@@ -3,6 +3,9 @@
 A name for a process group, made when needed and equal to any other of the same group, whose ledger they share. Ranks
 are those of the group, whatever the processes' global ranks are.
 
+[Note: weak groups] torch keeps a process group until it is destroyed. A transport refers to it weakly, so that what is
+remembered for a group (`memo`) goes with it, whoever still holds a transport.
+
 [Note: gloo] Messages travel on gloo's own threads, so compute goes on meanwhile; its handles report completion only
 once waited for. A message larger than the buffer that awaits it aborts the receiving process, and a smaller one leaves
 the end of the buffer unwritten, both without an exception. Therefore the tag of a message is its size: ends that
@@ -25,12 +28,12 @@ gathers into a buffer of its own and copies.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -49,16 +52,31 @@ class Distributed(Transport):
     """This process's end of a process group."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device | None = None) -> None:
-        self.group = group
+        self._group = ref(group)  # see [Note: weak groups]
         self.name = _name(group)
         self.rank, self.ranks = group.rank(), group.size()
         self.device = device or _device(group)
 
+        self._identity: tuple[object, ...] = (self._group, self.device)
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The process group."""
+        group = self._group()
+        if group is None:
+            raise self.error("the process group was destroyed")
+        return group
+
+    @property
+    def memo(self) -> dict[Hashable, Any]:
+        """As any transport's, and that of every equal one."""
+        return _MEMOS.setdefault(self.group, {}).setdefault(self, {})
+
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Distributed) and (self.group, self.device) == (other.group, other.device)
+        return isinstance(other, Distributed) and self._identity == other._identity
 
     def __hash__(self) -> int:
-        return hash((self.group, self.device))
+        return hash(self._identity)
 
     @property
     def hosts(self) -> Distributed:
@@ -181,6 +199,9 @@ class Distributed(Transport):
             raise
         except (RuntimeError, ValueError) as cause:
             raise self.error(f"{doing}: {cause}") from cause
+
+
+_MEMOS: WeakKeyDictionary[dist.ProcessGroup, dict[Distributed, dict[Hashable, Any]]] = WeakKeyDictionary()
 
 
 def _group_of_hosts(group: dist.ProcessGroup) -> dist.ProcessGroup:

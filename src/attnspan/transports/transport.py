@@ -27,8 +27,9 @@ order they were posted, and say which operation they belong to (operations.py). 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -138,6 +139,12 @@ class Transport(ABC):
         """
         wrapped: Transport | None = getattr(self, "transport", None)
         return self if wrapped is None or self.device.type == "cpu" else wrapped.hosts
+
+    @property
+    def memo(self) -> dict[Hashable, Any]:
+        """What is remembered for these ranks, by whoever asks: it lives as long as they do, and keeps nobody alive."""
+        found: dict[Hashable, Any] = vars(self).setdefault("_memo", {})
+        return found
 
     def contains(self, other: Transport) -> bool:
         """Whether every rank of another group is in this one too."""
