@@ -13,7 +13,8 @@
 [3, 4, 5, 6] [[4, 5, 6, 7]]
 
 A session holds no state that matters but what it is made of: another batch is another session (`with_mask`), several
-live at once, and nothing is patched. It counts what it is used for, as a witness (report.py).
+live at once. It changes nothing of torch's but the code of flex_attention, while a block or an attachment is open
+(seen.py). It counts what it is used for, as a witness (report.py).
 """
 
 from __future__ import annotations
