@@ -164,14 +164,15 @@ def attention(
 
 def _memo(transport: Transport) -> Callable[..., Attention]:
     """Attention on a group, made once for each plan: ranks agree on it once, and a group's ranks forget alike."""
-    if Attention in transport.memo:
-        return transport.memo[Attention]
+    memo = transport.memo
+    if Attention in memo:
+        return memo[Attention]
 
     @functools.lru_cache(maxsize=256)
     def made(plan: Plan, **options: Any) -> Attention:
         return Attention(plan, transport, **options).variant(watched=None)  # the mask may be an equal one of somebody
 
-    return transport.memo.setdefault(Attention, made)
+    return memo.setdefault(Attention, made)
 
 
 def score_of(score_mod: ScoreFunction | Score | None, transport: Transport) -> Score | None:

@@ -213,7 +213,8 @@ def ranks_of(mesh: Group) -> Ranks:
         hint = f"take the one that splits the sequence, as in mesh[{names[-1]!r}]" if names else "take one of them"
         raise AttentionError(f"mesh must have one axis, got {mesh.ndim} of {tuple(mesh.shape)}; {hint}")
     transport = transport_of(mesh)
-    return transport.memo.get(Ranks) or transport.memo.setdefault(Ranks, Ranks(transport))
+    memo = transport.memo
+    return memo.get(Ranks) or memo.setdefault(Ranks, Ranks(transport))
 
 
 def _fits(layout: Layout, sizes: list[int]) -> bool:
