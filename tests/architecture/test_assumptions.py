@@ -124,7 +124,7 @@ FIELDS = ("co_varnames", "co_cellvars", "co_freevars")
 
 
 def moved_file(monkeypatch):
-    monkeypatch.setattr("attnspan.parallel.replays.CHECKPOINTS", "elsewhere.py")
+    monkeypatch.setattr("attnspan.parallel.checkpoint_regions.CHECKPOINTS", "elsewhere.py")
 
 
 def moved_local(monkeypatch):
@@ -136,11 +136,11 @@ def moved_local(monkeypatch):
 
 
 def moved_frame(monkeypatch):
-    monkeypatch.setattr("attnspan.parallel.replays._held", lambda generator: None)
+    monkeypatch.setattr("attnspan.parallel.checkpoint_regions._held", lambda generator: None)
 
 
 def moved_rerun(monkeypatch):
-    monkeypatch.setattr("attnspan.parallel.replays.rerun_of", lambda region: None)
+    monkeypatch.setattr("attnspan.parallel.checkpoint_regions.rerun_of", lambda region: None)
 
 
 CHECKPOINTING = [moved_file, moved_local, moved_frame, moved_rerun]

@@ -20,7 +20,7 @@ import attnspan as span
 from attnspan.attention.score import Score
 from attnspan.errors import AttentionError, AttnspanError, MaskError
 from attnspan.kernels import blocks
-from attnspan.parallel import flex, seen
+from attnspan.parallel import flex, flex_dispatch
 from attnspan.testing import loopback
 from tests.processes import spawn
 
@@ -312,7 +312,7 @@ def test_a_block_of_several_masks_takes_flex_attention_and_refuses_sdpa_without_
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
 def test_outside_of_blocks_the_function_is_torchs_also_after_an_exception_and_in_other_threads():
-    before, blocks = by_name.__code__, seen._OPEN[0]
+    before, blocks = by_name.__code__, flex_dispatch._OPEN[0]
     q, k, v = (x.detach() for x in whole(kv_heads=HEADS))
     plain = by_name(q, k, v, block_mask=block_mask())
 
@@ -330,7 +330,7 @@ def test_outside_of_blocks_the_function_is_torchs_also_after_an_exception_and_in
 
     loopback(1).run(rank)
     assert by_name.__code__ is before
-    assert seen._OPEN[0] == blocks
+    assert flex_dispatch._OPEN[0] == blocks
     assert torch.equal(by_name(q, k, v, block_mask=block_mask()), plain)
 
 
@@ -970,12 +970,12 @@ def test_flex_attention_that_a_thread_without_a_block_has_compiled_is_compiled()
     """An attachment elsewhere lasts as long as its model; flex_attention outside of it must not run uncompiled."""
     q, k, v = torch.randn(3, 1, 2, 16, 8).unbind()
     torch._dynamo.reset()
-    seen.watch()
+    flex_dispatch.install()
     try:
         counter = CompileCounterWithBackend("eager")
         found = torch.compile(by_name, backend=counter)(q, k, v)
         assert counter.frame_count == 1
     finally:
-        seen.unwatch()
+        flex_dispatch.uninstall()
         torch._dynamo.reset()
     torch.testing.assert_close(found, F.scaled_dot_product_attention(q, k, v))

@@ -2,7 +2,7 @@
 
 The forward of every chosen module runs in a block of ``cp.sdpa()``. A checkpointed region that calls such a module
 passes that block again in backward, where a ``with`` around the training step would long be left; a region that calls
-SDPA outside of any such module is refused when it first runs (replays.py). flex_attention likewise.
+SDPA outside of any such module is refused when it first runs (checkpoint_regions.py). flex_attention likewise.
 
 >>> import torch
 >>> import attnspan as span
@@ -52,7 +52,7 @@ from torch import Tensor, nn
 
 from attnspan.assumptions import Assumption
 from attnspan.errors import AttentionError
-from attnspan.parallel import opening, replays, seen
+from attnspan.parallel import checkpoint_regions, flex_dispatch, opening
 from attnspan.parallel.entry import entered
 from attnspan.parallel.guards import regions_of
 from attnspan.parallel.sdpa import UNSERVED, Scope, Served
@@ -161,7 +161,7 @@ class Attachment:
         Outermost first: what first runs inside a second run does so with the session of that.
         """
         session = self.session
-        for region in reversed(replays.regions()):
+        for region in reversed(checkpoint_regions.regions()):
             if region.name is None:
                 continue
             if not region.again:
@@ -185,7 +185,7 @@ class Attachment:
         self._entry = None
         if self._model not in self._masks:
             self._entry = self._model.register_forward_pre_hook(self._enter, with_kwargs=True)
-        seen.watch()  # for as long as it is attached: torch.compile follows a block without entering it
+        flex_dispatch.install()  # for as long as it is attached: torch.compile follows a block without entering it
         opening.watch()
         self._watching = finalize(self, _unwatch)
         self.live = True
@@ -209,7 +209,7 @@ class Attachment:
 
     def _tell(self, region: Any) -> None:
         """From here on the region runs again attached, or not at all. See [Note: after the end]."""
-        again = replays.rerun_of(region)
+        again = checkpoint_regions.rerun_of(region)
         if again is not None:
             setattr(region, again, functools.partial(self._run, getattr(region, again)))
         elif hasattr(region, "register_prehook"):  # the node of an autograd function
@@ -244,7 +244,7 @@ class Attachment:
 
 def _unwatch() -> None:
     opening.unwatch()
-    seen.unwatch()
+    flex_dispatch.uninstall()
 
 
 LATE = "runs backward after its attachment has ended"

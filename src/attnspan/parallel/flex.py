@@ -62,9 +62,9 @@ from attnspan.masks.mask_mod import alone
 from attnspan.masks.program import name_of, traced
 from attnspan.parallel import loss
 from attnspan.parallel.dtensors import carried, is_dtensor, is_split
+from attnspan.parallel.flex_dispatch import run_eagerly
 from attnspan.parallel.guards import check_block, check_session
 from attnspan.parallel.report import Past
-from attnspan.parallel.seen import run_eagerly
 from attnspan.plan import Plan
 from attnspan.plan.local_blocks import local_block_mask
 

@@ -1,4 +1,4 @@
-"""Attention in checkpointed regions: the two rules of [Note: replays] in replays.py, for calls of a session."""
+"""Attention in checkpointed regions: the two rules of [Note: replays] in checkpoint_regions.py, for sessions."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary, WeakSet
 
 from attnspan.errors import AttentionError
-from attnspan.parallel import replays
+from attnspan.parallel import checkpoint_regions
 
 if TYPE_CHECKING:
     from attnspan.parallel.session import ContextParallel
@@ -17,7 +17,7 @@ _USED: WeakKeyDictionary[object, WeakSet[ContextParallel]] = WeakKeyDictionary()
 
 def check_block(keeping: bool = True) -> None:
     """Refuse a call in a region that would run again without its block."""
-    if replays.left_behind(keeping):
+    if checkpoint_regions.left_behind(keeping):
         raise AttentionError(
             "attention inside activation checkpointing would run again in backward without its `with cp.sdpa()`, on "
             "this rank's tokens alone; use cp.attach(model), or enter cp.sdpa() inside the checkpointed function"
@@ -26,7 +26,7 @@ def check_block(keeping: bool = True) -> None:
 
 def check_session(session: ContextParallel) -> None:
     """Refuse a second run of a checkpointed region with another session than the first."""
-    for region in replays.regions():
+    for region in checkpoint_regions.regions():
         if region.name is None:
             continue
         used = _USED.setdefault(region.name, WeakSet())

@@ -2,12 +2,12 @@
 
 A torch function mode: it sees every call of a torch function, by whatever name that was imported, inside torch.compile
 too, and ends with its block. Calls of SDPA are compared with the session, argument by argument, then served by it or
-refused. Calls of flex_attention reach the same block (seen.py), and bring their masks (flex.py); ``with cp.flex():`` is
-that block too. Attention by any other function (varlen, the fused encoder layer, MultiheadAttention with weights) would
-see this rank's tokens alone and is refused, as are ops of other libraries whose names tell of attention. What no mode
-can see: TorchScript, kernels that are no ops, ops whose names say nothing (``fwd``), attention written out as matmuls,
-which is what torch.compile makes of torch._scaled_dot_product_attention_math. `ContextParallel.assert_used` counts what
-did run.
+refused. Calls of flex_attention reach the same block (flex_dispatch.py), and bring their masks (flex.py);
+``with cp.flex():`` is that block too. Attention by any other function (varlen, the fused encoder layer,
+MultiheadAttention with weights) would see this rank's tokens alone and is refused, as are ops of other libraries whose
+names tell of attention. What no mode can see: TorchScript, kernels that are no ops, ops whose names say nothing
+(``fwd``), attention written out as matmuls, which is what torch.compile makes of
+torch._scaled_dot_product_attention_math. `ContextParallel.assert_used` counts what did run.
 
 [Note: is_causal] SDPA's `is_causal` and the session's mask say the same thing twice, so they must agree: True is for
 masks in which no query sees a later key, False for the others. A mask in which queries see neither earlier nor later
@@ -16,8 +16,8 @@ keys fits both, and so does a rank of at most one query: models write ``is_causa
 [Note: refused together] A rank that raised alone would leave the others waiting for its keys. So in eager code it tells
 them, as long as they ask: when tensors of such shapes first come (attention/agreement.py). Later it raises alone.
 
-[Note: handles of three kinds] A call is checked against [Note: replays] in replays.py: in eager code before it is
-made; in compiled code when it runs, by the op, since only then a stack can be looked at. A block that was itself
+[Note: handles of three kinds] A call is checked against [Note: replays] in checkpoint_regions.py: in eager code before
+it is made; in compiled code when it runs, by the op, since only then a stack can be looked at. A block that was itself
 compiled with the code is entered again whenever the code runs, so there only the session has to be the same.
 
 Shapes: (..., H, S, D), S this rank's tokens.
@@ -43,12 +43,12 @@ from attnspan.assumptions import Assumption
 from attnspan.attention import Attention
 from attnspan.attention.agreement import Inputs, refuse
 from attnspan.errors import AttentionError, AttnspanError
-from attnspan.parallel import replays, seen
+from attnspan.parallel import checkpoint_regions, flex_dispatch
 from attnspan.parallel.dtensors import carried, is_dtensor
 from attnspan.parallel.flex import InBlock, eagerly
+from attnspan.parallel.flex_dispatch import FlexMode
 from attnspan.parallel.guards import check_block, check_session
 from attnspan.parallel.opening import opened
-from attnspan.parallel.seen import Sees
 
 if TYPE_CHECKING:
     from attnspan.parallel.session import ContextParallel
@@ -70,7 +70,7 @@ NEED_WEIGHTS = 15
 """The place of `need_weights` among the arguments of F.multi_head_attention_forward."""
 
 
-class Scope(Sees):
+class Scope(FlexMode):
     """A block in which SDPA and flex_attention are a session's attention."""
 
     def __init__(self, served: Serving, eager: bool = False):
@@ -85,19 +85,19 @@ class Scope(Sees):
         if self.compiled:
             return super().__enter__()
         MODE.hold()
-        replays.enter()
+        checkpoint_regions.enter()
         around = _get_current_function_mode()
         # A second mode just like the one that is on would cost every call of torch a detour, and change nothing.
         self.pushed.append(not (isinstance(around, Scope) and around.served is self.served))
-        seen.watch()
+        flex_dispatch.install()
         return super().__enter__() if self.pushed[-1] else self
 
     def __exit__(self, *raised: Any) -> None:
         if self.compiled:
             super().__exit__(*raised)
             return
-        replays.leave()
-        seen.unwatch()
+        checkpoint_regions.leave()
+        flex_dispatch.uninstall()
         if self.pushed.pop():
             super().__exit__(*raised)
 
@@ -170,7 +170,7 @@ class Scope(Sees):
         return tuple(_inside(self.served, arg, eager) if callable(arg) else arg for arg in args)
 
 
-seen.run_eagerly(Scope.__torch_function__.__code__)
+flex_dispatch.run_eagerly(Scope.__torch_function__.__code__)
 
 
 class Asked(NamedTuple):

@@ -34,7 +34,7 @@ from attnspan.errors import AttentionError, ShardError, one_of, whole
 from attnspan.layouts import Balanced, Layout
 from attnspan.layouts.balanced import fitting_chunk
 from attnspan.masks import Full, Mask
-from attnspan.parallel import loss, seen
+from attnspan.parallel import flex_dispatch, loss
 from attnspan.parallel.attach import Attachment, Chosen, attach
 from attnspan.parallel.batch import Alike, Batch, shard_batch
 from attnspan.parallel.cross import Cross
@@ -438,7 +438,7 @@ class ContextParallel:
         return f"ContextParallel(rank {self.rank} of {self.ranks}, {self.seq_len} tokens, {masks}, {self.layout!r})"
 
 
-seen.run_eagerly(ContextParallel.flex_attention.__code__)
+flex_dispatch.run_eagerly(ContextParallel.flex_attention.__code__)
 
 
 def _named(mask: Masks) -> dict[str, Mask]:

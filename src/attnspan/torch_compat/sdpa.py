@@ -24,8 +24,8 @@ from torch.distributed.tensor import DTensor
 from attnspan.attention import Attention
 from attnspan.errors import AttentionError
 from attnspan.masks import Causal, Full
+from attnspan.parallel.checkpoint_regions import regions, rerun_of
 from attnspan.parallel.flex import Flexed, InBlock, Prepared
-from attnspan.parallel.replays import regions, rerun_of
 from attnspan.parallel.sdpa import Asked, Scope, Served, _rewired
 from attnspan.parallel.session import ContextParallel
 from attnspan.torch_compat.errors import AttentionNotImplemented

@@ -36,7 +36,7 @@ _LOCK = RLock()  # what is collected ends in whatever thread that happens
 _OPEN = [0]  # blocks and attachments, of all threads
 
 
-class Sees(TorchFunctionMode):
+class FlexMode(TorchFunctionMode):
     """A mode that flex_attention is handed to."""
 
     def flex_attention(self, *args: Any, **kwargs: Any) -> Any:
@@ -44,7 +44,7 @@ class Sees(TorchFunctionMode):
         raise NotImplementedError
 
 
-def watch() -> None:
+def install() -> None:
     """A block or an attachment begins. See [Note: other code]."""
     with _LOCK:
         DISPATCHES.hold()
@@ -53,7 +53,7 @@ def watch() -> None:
             _FLEX.__code__ = _CODE
 
 
-def unwatch() -> None:
+def uninstall() -> None:
     """It ends."""
     with _LOCK:
         _OPEN[0] -= 1
@@ -65,7 +65,7 @@ def dispatched(*args: Any, **kwargs: Any) -> Any:
     """flex_attention by the innermost block of this thread, or by torch."""
     for place in reversed(range(torch._C._len_torch_function_stack())):
         mode = torch._C._get_function_stack_at(place)
-        if isinstance(mode, Sees):
+        if isinstance(mode, FlexMode):
             return mode.flex_attention(*args, **kwargs)
     return plain(*args, **kwargs)
 
@@ -83,7 +83,7 @@ def _asking(
     *,
     return_aux: Any = None,
 ) -> Any:
-    from attnspan.parallel.seen import dispatched  # it runs among the names of torch's module
+    from attnspan.parallel.flex_dispatch import dispatched  # it runs among the names of torch's module
 
     rest = (score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options)
     return dispatched(query, key, value, *rest, return_aux=return_aux)
@@ -114,7 +114,7 @@ plain = FunctionType(_FLEX.__code__, _FLEX.__globals__, _FLEX.__name__, _FLEX.__
 plain.__kwdefaults__ = _FLEX.__kwdefaults__
 
 
-class _Probe(Sees):
+class _Probe(FlexMode):
     def flex_attention(self, *args: Any, **kwargs: Any) -> Any:
         return args, kwargs
 
@@ -127,14 +127,14 @@ def _reaches() -> bool:
     )
     other = FunctionType(_CODE, _FLEX.__globals__, _FLEX.__name__, _FLEX.__defaults__, _FLEX.__closure__)
     other.__kwdefaults__ = _FLEX.__kwdefaults__
-    with Sees(), _Probe():
+    with FlexMode(), _Probe():
         found = other("q", "k", "v", return_aux="aux")
     return ours == torchs and found == (("q", "k", "v", None, None, None, False, False, None), {"return_aux": "aux"})
 
 
 DISPATCHES = Assumption(
     "a call of flex_attention reaches the innermost block",
-    "parallel/seen.py",
+    "parallel/flex_dispatch.py",
     "the code and signature of `flex_attention`, `torch._C._len_torch_function_stack`, `_get_function_stack_at`",
     _reaches,
 )

@@ -40,14 +40,14 @@ TORCH = dirname(torch.__file__)
 CHECKPOINTS = torch.utils.checkpoint.__file__
 
 
-class Region(NamedTuple):
+class CheckpointRegion(NamedTuple):
     """A checkpointed region on the stack: what names it (None: not known), and whether this is its second run."""
 
     name: object | None
     again: bool
 
 
-def regions(keeping: bool = True) -> list[Region]:
+def regions(keeping: bool = True) -> list[CheckpointRegion]:
     """The regions around the caller, innermost first.
 
     `keeping` is whether autograd records: without it, a non-reentrant region does not run again.
@@ -56,18 +56,18 @@ def regions(keeping: bool = True) -> list[Region]:
     return list(_regions(sys._getframe(1), keeping))
 
 
-def _regions(frame: FrameType | None, keeping: bool) -> Iterator[Region]:
+def _regions(frame: FrameType | None, keeping: bool) -> Iterator[CheckpointRegion]:
     while frame is not None:
         code = frame.f_code
         if code.co_filename == CHECKPOINTS:
             if code.co_name == "checkpoint" and "gen" in frame.f_locals and keeping:
-                yield Region(_held(frame.f_locals["gen"]), again=False)
+                yield CheckpointRegion(_held(frame.f_locals["gen"]), again=False)
             elif code.co_name == "unpack_hook":
-                yield Region(frame.f_locals.get("frame"), again=True)
+                yield CheckpointRegion(frame.f_locals.get("frame"), again=True)
         if code.co_name in ("forward", "backward") and not _torchs(code.co_filename):
             context = _context(frame)
             if context is not None and (code.co_name == "backward" or any(context.needs_input_grad)):
-                yield Region(context, again=code.co_name == "backward")
+                yield CheckpointRegion(context, again=code.co_name == "backward")
         frame = frame.f_back
 
 
@@ -158,7 +158,7 @@ def _sees() -> bool:
 
 
 def _sees_both(checkpointed: Any, again: bool) -> bool:
-    runs: list[list[Region]] = []
+    runs: list[list[CheckpointRegion]] = []
 
     def run(x: Tensor) -> Tensor:
         runs.append(list(_regions(sys._getframe(), keeping=True)))
@@ -175,7 +175,7 @@ def _sees_both(checkpointed: Any, again: bool) -> bool:
 
 SEEN = Assumption(
     "checkpointed regions are seen in both runs",
-    "parallel/replays.py",
+    "parallel/checkpoint_regions.py",
     "the file of `torch.utils.checkpoint`, local names in `checkpoint`, `unpack_hook`, `CheckpointFunction`, "
     "`_CheckpointFrame.recompute_fn`",
     _sees,
