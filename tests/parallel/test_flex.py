@@ -475,7 +475,7 @@ def test_a_new_mask_every_step_fills_no_memory_and_is_counted():
         pairs = cp.report().pairs
         for _ in range(80):
             cp.flex_attention(q, k, v, block_mask=block_mask())
-        kept = len(cp._flex._attends), len(cp._flex._masks), len(cp._flex.uses.forward)
+        kept = len(cp.attentions._attends), len(cp.attentions._masks), len(cp.attentions.uses.forward)
         assert max(kept) <= 17
         cp.assert_used(layers=81)
         assert cp.report().pairs == 81 * pairs
@@ -501,11 +501,11 @@ def test_a_score_mod_is_seen_anew_at_every_call():
         slope = 0.5
         two = cp.flex_attention(q, k, v, score_mod, mask)
         assert not torch.allclose(one, two)
-        made = len(cp._flex._attends)
+        made = len(cp.attentions._attends)
         for value in (1.0, 2.0):
             bias = torch.full((HEADS, 13), value, dtype=torch.float64)
             cp.flex_attention(q, k, v, biased(bias), mask)
-        assert len(cp._flex._attends) == made + 1
+        assert len(cp.attentions._attends) == made + 1
 
     loopback(2).run(rank)
 

@@ -139,7 +139,7 @@ class Attachment:
         """The block that a module's forward runs in; without a mask's name, one that refuses attention."""
         if name is None:
             return Scope(UNSERVED)
-        return Scope(self.served[name] if session is self.session else session._serve(name))
+        return Scope(self.served[name] if session is self.session else session.serve(name))
 
     def session_of(self, given: Any) -> ContextParallel:
         """The session that a module attends by, in eager code; what it is given must be a batch of that."""
@@ -153,7 +153,7 @@ class Attachment:
             self.session_of((args, kwargs))
 
     def _served(self, session: ContextParallel) -> dict[str, Served]:
-        return {name: session._serve(name) for name in self._names}
+        return {name: session.serve(name) for name in self._names}
 
     def _session_here(self) -> ContextParallel:
         """The session in use; in a region's second run, that of the first.
@@ -202,8 +202,9 @@ class Attachment:
             self._entry.remove()
         self._watching()
         self.live, self._wrapped = False, {}
-        for region, session in regions_of(self._sessions):
-            self._first.setdefault(region, session)
+        by_core = {session.core: session for session in self._sessions}
+        for region, core in regions_of(by_core):
+            self._first.setdefault(region, by_core[core])
             if region not in self._told:
                 self._tell(region)
 
@@ -292,18 +293,18 @@ def _chosen(
     if modules is None or isinstance(modules, Mapping):
         several = mask is None and len(session.masks) > 1
         if modules is None and several:
-            session._name(mask)  # raises: there is no telling which
-        rest = None if several else session._name(mask)
+            session.core.mask_name(mask)  # raises: there is no telling which
+        rest = None if several else session.core.mask_name(mask)
         return dict(_inherited(model, rest, _claimed(session, model, modules or {})))
     wanted = [modules] if isinstance(modules, nn.Module | str) else list(modules)
-    return dict.fromkeys(_found(model, wanted), session._name(mask))
+    return dict.fromkeys(_found(model, wanted), session.core.mask_name(mask))
 
 
 def _claimed(session: ContextParallel, model: nn.Module, patterns: Mapping[str, str]) -> dict[nn.Module, str]:
     """The outermost modules that each pattern fits, with the name of its mask; a plain name goes before a pattern."""
     by_kind: tuple[dict[nn.Module, str], dict[nn.Module, str]] = {}, {}
     for pattern, mask in patterns.items():
-        name, claims = session._name(mask), by_kind[not WILD.intersection(pattern)]
+        name, claims = session.core.mask_name(mask), by_kind[not WILD.intersection(pattern)]
         for module in _outermost(_found(model, [pattern])):
             if claims.setdefault(module, name) != name:
                 raise AttentionError(

@@ -35,7 +35,8 @@ from attnspan.attention.uses import Uses
 from attnspan.errors import AttentionError
 from attnspan.layouts import Contiguous, Layout
 from attnspan.parallel.attach import is_attached
-from attnspan.parallel.session import ContextParallel, Masks
+from attnspan.parallel.core import Masks
+from attnspan.parallel.session import ContextParallel
 from attnspan.plan import Plan, Strategy
 from attnspan.plan.drawing import table
 from attnspan.transports import Transport
@@ -371,10 +372,8 @@ class Dense:
 def _one_device(world: Transport, seq_len: int, mask: Masks) -> ContextParallel:
     """A session of one rank whose attention is dense."""
     session = ContextParallel(world, seq_len=seq_len, mask=mask, layout=Contiguous(1))
-    session._attends = {
-        name: Dense(attend.plan, session.options.scale)  # type: ignore[misc]  # it has all that is asked of one
-        for name, attend in session._attends.items()
-    }
+    for name, attend in session.attentions.named.items():
+        session.attentions.named[name] = Dense(attend.plan, session.options.scale)  # type: ignore[assignment]
     return session
 
 

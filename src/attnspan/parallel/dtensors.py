@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # importing DTensor takes as long as all of this package: tha
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.placement_types import Placement
 
-    from attnspan.parallel.session import ContextParallel
+    from attnspan.parallel.core import Core
 
 PLAIN = (Tensor, torch.nn.Parameter)
 
@@ -36,7 +36,7 @@ SEQ = 2
 
 
 def carried(
-    session: ContextParallel,
+    core: Core,
     attend: Attention,
     query: Tensor,
     key: Tensor,
@@ -53,7 +53,7 @@ def carried(
     tensors = (query, key, value)
     plain = all(type(x) in PLAIN for x in tensors) or not any(is_dtensor(x) for x in tensors)
     if not plain:
-        _check_all(session, tensors)
+        _check_all(core, tensors)
     q, k, v = tensors if plain else (x.to_local() for x in tensors)  # type: ignore[attr-defined]
     if captured:
         out, sums = attend.with_captured(captured, q, k, v, sinks, lse)
@@ -83,12 +83,12 @@ def is_split(tensor: Tensor) -> bool:
     )
 
 
-def _check_all(session: ContextParallel, tensors: tuple[Tensor, ...]) -> None:
+def _check_all(core: Core, tensors: tuple[Tensor, ...]) -> None:
     if not all(is_dtensor(x) for x in tensors):
         kinds = ", ".join(type(x).__name__ for x in tensors)
         raise AttentionError(f"query, key and value must all be DTensors or all plain tensors, got {kinds}")
     for name, x in zip(("query", "key", "value"), tensors, strict=True):
-        _check(session, name, x)
+        _check(core, name, x)
     if len({(x.device_mesh, x.placements) for x in tensors}) > 1:  # type: ignore[attr-defined]
         placed = ", ".join(str(x.placements) for x in tensors)  # type: ignore[attr-defined]
         raise AttentionError(f"query, key and value must have one mesh and the same placements, got {placed}")
@@ -102,11 +102,11 @@ def as_dtensor(local: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
 
 
-def _check(session: ContextParallel, name: str, tensor: Tensor) -> None:
+def _check(core: Core, name: str, tensor: Tensor) -> None:
     """Refuse a DTensor whose placements are not those of the session's shards."""
     assert is_dtensor(tensor), "checked before"
     for axis, placement in enumerate(tensor.placements):
-        ours = is_ours(session, tensor.device_mesh, axis)
+        ours = is_ours(core, tensor.device_mesh, axis)
         if ours and not placement.is_shard(SEQ):
             raise AttentionError(f"{name} must be sharded on dim {SEQ} over the session's ranks, got {placement}")
         if not ours and not (placement.is_replicate() or placement.is_shard(0) or placement.is_shard(1)):
@@ -114,32 +114,32 @@ def _check(session: ContextParallel, name: str, tensor: Tensor) -> None:
                 f"{name} must be replicated, or sharded on batch or heads, over other mesh axes, got {placement} on "
                 f"axis {axis}"
             )
-    check_sizes(session)
+    check_sizes(core)
 
 
-def is_ours(session: ContextParallel, mesh: DeviceMesh, axis: int) -> bool:
+def is_ours(core: Core, mesh: DeviceMesh, axis: int) -> bool:
     """Whether the ranks along an axis of a mesh are the session's."""
-    transport = session.transport
+    transport = core.transport
     if not isinstance(transport, Distributed):
         raise AttentionError("DTensors need a process group; the session's ranks are virtual")
     return dist.get_process_group_ranks(mesh.get_group(axis)) == dist.get_process_group_ranks(transport.group)
 
 
-def check_sizes(session: ContextParallel) -> None:
+def check_sizes(core: Core) -> None:
     """Refuse a layout that deals other numbers of tokens than DTensor's chunks have. See [Note: order]."""
-    found = [session.sharding.tokens_on(rank) for rank in range(session.ranks)]
-    each = -(-session.seq_len // session.ranks)
-    chunks = [max(0, min(each, session.seq_len - rank * each)) for rank in range(session.ranks)]
+    found = [core.sharding.tokens_on(rank) for rank in range(core.ranks)]
+    each = -(-core.seq_len // core.ranks)
+    chunks = [max(0, min(each, core.seq_len - rank * each)) for rank in range(core.ranks)]
     if found != chunks:
         raise AttentionError(
-            f"a DTensor of {session.seq_len} tokens has {chunks} on its ranks, the session's layout {found}; use plain "
-            f"tensors, or a seq_len that is a multiple of {session.ranks} and a layout that deals tokens evenly"
+            f"a DTensor of {core.seq_len} tokens has {chunks} on its ranks, the session's layout {found}; use plain "
+            f"tensors, or a seq_len that is a multiple of {core.ranks} and a layout that deals tokens evenly"
         )
 
 
-def sequence_dim(session: ContextParallel, tensor: DTensor) -> int | None:
+def sequence_dim(core: Core, tensor: DTensor) -> int | None:
     """The dim that a DTensor is sharded on over the session's ranks; None if it is replicated there."""
     for axis, placement in enumerate(tensor.placements):
-        if is_ours(session, tensor.device_mesh, axis):
+        if is_ours(core, tensor.device_mesh, axis):
             return placement.dim if placement.is_shard() else None  # type: ignore[attr-defined]
     return None

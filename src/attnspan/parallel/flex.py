@@ -69,7 +69,7 @@ from attnspan.plan import Plan
 from attnspan.plan.local_blocks import local_block_mask
 
 if TYPE_CHECKING:
-    from attnspan.parallel.session import ContextParallel
+    from attnspan.parallel.core import Core
 
 MOST_KEPT = 16
 """How many BlockMasks, score_mods, and attentions made of them, a session remembers."""
@@ -112,11 +112,11 @@ class Prepared:
     when they change. Tensors that it captures are found then, and their values read at every call.
     """
 
-    def __init__(self, session: ContextParallel, attend: Attention, score_mod: ScoreFunction | None):
-        self.session, self.score_mod, self.scale = session, score_mod, attend.call.scale
+    def __init__(self, core: Core, attend: Attention, score_mod: ScoreFunction | None):
+        self.core, self.score_mod, self.scale = core, score_mod, attend.call.scale
         self.attend = attend
-        self.watched = attend.variant(guard=functools.partial(_check_both, session))
-        self.followed = attend.variant(guard=functools.partial(check_session, session))
+        self.watched = attend.variant(guard=functools.partial(_check_both, core))
+        self.followed = attend.variant(guard=functools.partial(check_session, core))
         self.captured, self.alone = attend.captured, alone_of(attend.plan.mask)
 
     @property
@@ -133,7 +133,7 @@ class Prepared:
     ) -> tuple[Tensor, Tensor]:
         """The output, and the log-sum-exp of every row (B, H, S), differentiable too."""
         _check_alone(self.alone, query)
-        return _run(self.session, self.attend, self.captured.of(query), query, key, value, sinks, lse=returned)
+        return _run(self.core, self.attend, self.captured.of(query), query, key, value, sinks, lse=returned)
 
     def __repr__(self) -> str:
         score = "" if self.score_mod is None else f", {getattr(self.score_mod, '__name__', 'score_mod')}"
@@ -141,10 +141,11 @@ class Prepared:
 
 
 class Flexes:
-    """What flex_attention needs of one session, and what was made for it."""
+    """The attentions of a session: of its masks by name, and of what calls of flex_attention bring, made once."""
 
-    def __init__(self, session: ContextParallel):
-        self.session = session
+    def __init__(self, core: Core):
+        self.core = core
+        self.named = {name: core.attention(mask) for name, mask in core.masks.items()}
         self.uses, self.past = Uses(), Past(OTHERS)
         self._attends: OrderedDict[object, Attention] = OrderedDict()
         self._masks: OrderedDict[int, Read] = OrderedDict()
@@ -152,10 +153,10 @@ class Flexes:
 
     def __call__(self, asked: Flexed, name: str | None = None, way: str = "attend") -> Any:
         """flex_attention. `name` is the mask that a block was opened for, `way` how a prepared one runs."""
-        check(asked, self.session)
+        check(asked, self.core)
         known = asked.block_mask
         if isinstance(known, Prepared):
-            _check_prepared(known, asked, self.session)
+            _check_prepared(known, asked, self.core)
             attend: Attention = getattr(known, way)
             captured = known.captured.of(asked.query)
         else:
@@ -168,7 +169,7 @@ class Flexes:
         if captured or attend.plan.mask.heads > 1 or attend.call.score is not None:
             _check_whole(asked)
         returned = asked.return_lse or (asked.return_aux is not None and asked.return_aux.lse)
-        out, lse = _run(self.session, attend, captured, *asked[:3], lse=returned)
+        out, lse = _run(self.core, attend, captured, *asked[:3], lse=returned)
         if asked.return_aux is not None:
             return out, AuxOutput(lse=lse if asked.return_aux.lse else None, max_scores=None)
         return (out, lse) if asked.return_lse else out
@@ -179,12 +180,12 @@ class Flexes:
             raise AttentionError("under torch.compile, call cp.prepare(...) outside and use what it returns inside")
         if isinstance(block_mask, Prepared):
             raise AttentionError(f"block_mask is prepared already: {block_mask!r}")
-        _check_scale(scale, self.session)
+        _check_scale(scale, self.core)
         own, mask = self._mask(block_mask, None)
         score = None if score_mod is None else self._score(score_mod, DTYPES)
         mine = self._found(own, mask, score, scale).variant(watched=mask)  # a call of its own captures other tensors
         mine.captured = Captured([], []) if score is None else score.captured
-        return Prepared(self.session, mine, score_mod)
+        return Prepared(self.core, mine, score_mod)
 
     def reset(self) -> None:
         """Start counting anew."""
@@ -194,13 +195,13 @@ class Flexes:
     def shard(self, block_mask: BlockMask | Mask) -> BlockMask:
         """This rank's rows of a BlockMask, against all keys in order."""
         size: tuple[int, int] = (128, 128)
-        device = self.session.transport.device
+        device = self.core.transport.device
         if isinstance(block_mask, BlockMask):
             size, device = block_mask.BLOCK_SIZE, block_mask.kv_indices.device
         _, mask = self._mask(block_mask, None)
-        check_filled(self.session.sharding.sizes)
-        plan = Plan(mask, self.session.layout, self.session.seq_len, "gather")
-        return local_block_mask(plan, self.session.rank, block_size=size, device=device)
+        check_filled(self.core.sharding.sizes)
+        plan = Plan(mask, self.core.layout, self.core.seq_len, "gather")
+        return local_block_mask(plan, self.core.rank, block_size=size, device=device)
 
     # ---- attentions ----------------------------------------------------------------------------------------------
 
@@ -219,10 +220,10 @@ class Flexes:
         """The attention of a mask, a score_mod and a scale."""
         key = mask, score, scale
         if key not in self._attends:
-            uses = self.uses if own is None else self.session._attends[own].call.uses
-            attend = self.session._attend(mask).variant(score=score, scale=scale, uses=uses, watched=None)
+            uses = self.uses if own is None else self.named[own].call.uses
+            attend = self.core.attention(mask).variant(score=score, scale=scale, uses=uses, watched=None)
             _keep(self._attends, key, attend)
-            self.past = self.past.settled(self.uses, self.session.rank, MOST_KEPT)
+            self.past = self.past.settled(self.uses, self.core.rank, MOST_KEPT)
         self._attends.move_to_end(key)
         return self._attends[key]
 
@@ -231,7 +232,7 @@ class Flexes:
         read = fingerprint(score_mod)  # before it runs, and perhaps changes something
         key = (read, dtypes)
         if key not in self._scores:
-            score = Score(score_mod, self.session.transport.device, dtypes)
+            score = Score(score_mod, self.core.transport.device, dtypes)
             if read is None or score.reads_values:
                 return score
             _keep(self._scores, key, score)
@@ -242,13 +243,13 @@ class Flexes:
 
     def _mask(self, block_mask: Any, name: str | None) -> tuple[str | None, Mask]:
         """What a block_mask means, and its name if it is one of the session's."""
-        session, masks = self.session, self.session.masks
+        core, masks = self.core, self.core.masks
         if block_mask is None:
             return self._everything(name)
         if isinstance(block_mask, str):
-            return session._name(block_mask), masks[session._name(block_mask)]
+            return core.mask_name(block_mask), masks[core.mask_name(block_mask)]
         if isinstance(block_mask, Mask):
-            block_mask.check_lengths(session.seq_len)
+            block_mask.check_lengths(core.seq_len)
             return next((own for own, mask in masks.items() if mask == block_mask), None), block_mask
         if isinstance(block_mask, BlockMask):
             return None, self._read(block_mask)
@@ -259,7 +260,7 @@ class Flexes:
 
     def _everything(self, name: str | None) -> tuple[str, Mask]:
         """FlexAttention without a mask attends to everything; so must the session."""
-        masks = self.session.masks
+        masks = self.core.masks
         known = masks if name is None else {name: masks[name]}
         full = next((own for own, mask in known.items() if mask == Full()), None)
         if full is None:
@@ -273,7 +274,7 @@ class Flexes:
 
     def _read(self, block_mask: BlockMask) -> Mask:
         """The mask of a BlockMask, read again if that has changed. See [Note: time of asking]."""
-        _check_lengths(block_mask, self.session)
+        _check_lengths(block_mask, self.core)
         key = id(block_mask)
         if key not in self._masks or not self._masks[key].is_current:
             _keep(self._masks, key, Read(block_mask))
@@ -335,7 +336,7 @@ def alone_of(mask: Mask) -> tuple[bool, bool]:
 
 
 def _run(
-    session: ContextParallel,
+    core: Core,
     attend: Attention,
     captured: list[Tensor],
     query: Tensor,
@@ -346,10 +347,10 @@ def _run(
     lse: bool,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse). See [Note: averages]."""
-    parts = [loss.shared(x, session.ranks) if x.requires_grad else x for x in captured]
+    parts = [loss.shared(x, core.ranks) if x.requires_grad else x for x in captured]
     if sinks is not None:
-        sinks = loss.shared(sinks, session.ranks)
-    return carried(session, attend, query, key, value, sinks, captured=parts, lse=lse)
+        sinks = loss.shared(sinks, core.ranks)
+    return carried(core, attend, query, key, value, sinks, captured=parts, lse=lse)
 
 
 def _keep(known: OrderedDict[Any, Any], key: object, value: object) -> None:
@@ -364,30 +365,31 @@ def eagerly(function: Callable[..., Any]) -> Callable[..., Any]:
     return function if dynamo is None else dynamo.disable(function)
 
 
-def _check_both(session: ContextParallel) -> None:
+def _check_both(core: Core) -> None:
     check_block()
-    check_session(session)
+    check_session(core)
 
 
 class InBlock:
     """flex_attention inside a block: a call is checked as SDPA's is, see [Note: handles of three kinds] in sdpa.py."""
 
-    session: ContextParallel
+    core: Core
+    flexes: Flexes
     name: str | None
 
     def flex_now(self, *args: Any, **kwargs: Any) -> Any:
         """In eager code."""
         asked = self._meant(Flexed(*args, **kwargs))
         self._before()
-        return self.session._flex(asked, self.name)
+        return self.flexes(asked, self.name)
 
     def flex_inner(self, *args: Any, **kwargs: Any) -> Any:
         """In compiled code, with its block."""
-        return self.session._flex(self._meant(Flexed(*args, **kwargs)), self.name, "followed")
+        return self.flexes(self._meant(Flexed(*args, **kwargs)), self.name, "followed")
 
     def flex_outer(self, *args: Any, **kwargs: Any) -> Any:
         """In compiled code, inside a block of eager code."""
-        return self.session._flex(self._meant(Flexed(*args, **kwargs)), self.name, "watched")
+        return self.flexes(self._meant(Flexed(*args, **kwargs)), self.name, "watched")
 
     def _meant(self, asked: Flexed) -> Flexed:
         return asked
@@ -395,18 +397,18 @@ class InBlock:
     def _before(self) -> None:
         """Asked before a call of eager code."""
         check_block(torch.is_grad_enabled())
-        check_session(self.session)
+        check_session(self.core)
 
 
 # ---- checks ----------------------------------------------------------------------------------------------------------
 
 
-def check(asked: Flexed, session: ContextParallel) -> None:
+def check(asked: Flexed, core: Core) -> None:
     """Refuse what cannot be served; it is the same on every rank."""
     query, key, value = asked[:3]
     if not torch.compiler.is_compiling():
         for tensor in (query, key, value):
-            session.sharding.check_mark(tensor)
+            core.sharding.check_mark(tensor)
     if query.dim() != 4 or key.dim() != 4 or value.dim() != 4:
         raise AttentionError(
             "query, key and value must be (batch, heads, tokens, head dim), got shapes "
@@ -426,7 +428,7 @@ def check(asked: Flexed, session: ContextParallel) -> None:
     if asked.kernel_options:
         _check_options(asked.kernel_options)
     if not isinstance(asked.block_mask, Prepared):
-        _check_scale(asked.scale, session)
+        _check_scale(asked.scale, core)
 
 
 def _check_options(options: Mapping[str, Any]) -> None:
@@ -439,16 +441,16 @@ def _check_options(options: Mapping[str, Any]) -> None:
             )
 
 
-def _check_scale(scale: float | None, session: ContextParallel) -> None:
-    if scale is None and session.options.scale is not None:
+def _check_scale(scale: float | None, core: Core) -> None:
+    if scale is None and core.options.scale is not None:
         raise AttentionError(
-            f"scale must be given: the session was made with scale={session.options.scale}, and a call without means "
+            f"scale must be given: the session was made with scale={core.options.scale}, and a call without means "
             "1 / sqrt(head dim); give it in the call, or make the session without"
         )
 
 
-def _check_prepared(known: Prepared, asked: Flexed, session: ContextParallel) -> None:
-    if known.session is not session:
+def _check_prepared(known: Prepared, asked: Flexed, core: Core) -> None:
+    if known.core is not core:
         raise AttentionError("block_mask was prepared by another session; prepare it with the one that shards lie by")
     if asked.score_mod is not None and asked.score_mod is not known.score_mod:
         raise AttentionError("score_mod must be the one that was prepared: cp.prepare(block_mask, score_mod=score_mod)")
@@ -460,8 +462,8 @@ def _check_prepared(known: Prepared, asked: Flexed, session: ContextParallel) ->
             )
 
 
-def _check_lengths(block_mask: BlockMask, session: ContextParallel) -> None:
-    whole, tokens = session.seq_len, session.sharding.tokens
+def _check_lengths(block_mask: BlockMask, core: Core) -> None:
+    whole, tokens = core.seq_len, core.sharding.tokens
     lengths = tuple(block_mask.seq_lengths)
     if lengths == (whole, whole):
         return

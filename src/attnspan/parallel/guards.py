@@ -10,9 +10,9 @@ from attnspan.errors import AttentionError
 from attnspan.parallel import checkpoint_regions
 
 if TYPE_CHECKING:
-    from attnspan.parallel.session import ContextParallel
+    from attnspan.parallel.core import Core
 
-_USED: WeakKeyDictionary[object, WeakSet[ContextParallel]] = WeakKeyDictionary()  # sessions of each region's first run
+_USED: WeakKeyDictionary[object, WeakSet[Core]] = WeakKeyDictionary()  # of each region's first run
 
 
 def check_block(keeping: bool = True) -> None:
@@ -24,22 +24,22 @@ def check_block(keeping: bool = True) -> None:
         )
 
 
-def check_session(session: ContextParallel) -> None:
+def check_session(core: Core) -> None:
     """Refuse a second run of a checkpointed region with another session than the first."""
     for region in checkpoint_regions.regions():
         if region.name is None:
             continue
         used = _USED.setdefault(region.name, WeakSet())
         if not region.again:
-            used.add(session)
-        elif session not in used:
+            used.add(core)
+        elif core not in used:
             raise AttentionError(
                 "a checkpointed region runs again with another session than the first time: run backward before "
                 "the next batch's session is used"
             )
 
 
-def regions_of(sessions: Collection[ContextParallel]) -> list[tuple[object, ContextParallel]]:
-    """The regions that are alive and in which one of these sessions attended, each with that session."""
+def regions_of(cores: Collection[Core]) -> list[tuple[object, Core]]:
+    """The regions that are alive and in which one of these sessions attended, each with that session's core."""
     alive = [(region, _USED.get(region)) for ref in _USED.keyrefs() if (region := ref()) is not None]
-    return [(region, used) for region, all_used in alive for used in all_used or () if used in sessions]
+    return [(region, used) for region, all_used in alive for used in all_used or () if used in cores]

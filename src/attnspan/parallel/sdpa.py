@@ -31,7 +31,7 @@ import math
 import re
 from collections.abc import Callable
 from types import BuiltinFunctionType, FunctionType
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -45,13 +45,10 @@ from attnspan.attention.agreement import Inputs, refuse
 from attnspan.errors import AttentionError, AttnspanError
 from attnspan.parallel import checkpoint_regions, flex_dispatch
 from attnspan.parallel.dtensors import carried, is_dtensor
-from attnspan.parallel.flex import InBlock, eagerly
+from attnspan.parallel.flex import Flexes, InBlock, eagerly
 from attnspan.parallel.flex_dispatch import FlexMode
 from attnspan.parallel.guards import check_block, check_session
 from attnspan.parallel.opening import opened
-
-if TYPE_CHECKING:
-    from attnspan.parallel.session import ContextParallel
 
 FUSED = {
     torch._transformer_encoder_layer_fwd,
@@ -213,16 +210,16 @@ class Served(InBlock):
 
     name: str
 
-    def __init__(self, session: ContextParallel, name: str):
-        self.session, self.name = session, name
-        self.attend = session._attends[name]
-        self.mask = session.masks[name]
-        self.scale = session.options.scale
+    def __init__(self, flexes: Flexes, name: str):
+        self.core, self.flexes, self.name = flexes.core, flexes, name
+        self.attend = flexes.named[name]
+        self.mask = self.core.masks[name]
+        self.scale = self.core.options.scale
         plan = self.attend.plan
         bands = [band for row in range(plan.rows) for band in plan.bands(row)]
         self.sees_later = any(band.hi > 0 for band in bands)
         self.sees_earlier = any(band.lo < 0 for band in bands)
-        self.rows, self.tokens = plan.rows, session.sharding.tokens
+        self.rows, self.tokens = plan.rows, self.core.sharding.tokens
         self.scaled: dict[float, Attention] = {}
         self.watched = self.attend.variant(guard=self._check_block)
         self.followed = self.attend.variant(guard=self._check_session)
@@ -234,7 +231,7 @@ class Served(InBlock):
         """In eager code."""
         asked = Asked(*args, **kwargs)
         for tensor in asked[:3]:
-            self.session.sharding.check_mark(tensor)
+            self.core.sharding.check_mark(tensor)
         attend = self.attend if self._usual(asked) else self._with_scale(asked)
         try:
             self._check(asked)
@@ -263,7 +260,7 @@ class Served(InBlock):
     def _run(self, attend: Attention, asked: Asked) -> Tensor:
         query, key, value = asked[:3]
         if query.dim() == 4:
-            return carried(self.session, attend, query, key, value)[0]
+            return carried(self.core, attend, query, key, value)[0]
         return attend(*map(_flat, (query, key, value))).reshape(*query.shape[:-1], value.shape[-1])
 
     # ---- checks --------------------------------------------------------------------------------------------------
@@ -287,7 +284,7 @@ class Served(InBlock):
         query, key, value = asked[:3]
         if min(query.dim(), key.dim()) > 1 and key.shape[-2] != query.shape[-2] == self.tokens:
             raise AttentionError(
-                f"key must hold this rank's {self.tokens} of {self.session.seq_len} tokens, got {key.shape[-2]}; shard "
+                f"key must hold this rank's {self.tokens} of {self.core.seq_len} tokens, got {key.shape[-2]}; shard "
                 "it first, or where keys are of another sequence, attend by cp.cross(keys)(query, key, value) outside "
                 "of this block, with `keys` that sequence's session"
             )
@@ -355,15 +352,15 @@ class Served(InBlock):
 
     def _check_session(self) -> None:
         """Asked by the op, of compiled code with its block."""
-        check_session(self.session)
+        check_session(self.core)
 
 
-def served(known: dict[str, Served], session: ContextParallel, name: str) -> Served:
+def served(known: dict[str, Served], flexes: Flexes, name: str) -> Served:
     """What a session serves under a mask; made once, in eager code."""
     if name not in known:
         if torch.compiler.is_compiling():
             raise AttentionError("under torch.compile, call cp.sdpa() once outside before it is used inside")
-        known[name] = Served(session, name)
+        known[name] = Served(flexes, name)
     return known[name]
 
 
@@ -388,12 +385,12 @@ class FlexAlone(InBlock):
 
     name = None
 
-    def __init__(self, session: ContextParallel):
-        self.session = session
+    def __init__(self, flexes: Flexes):
+        self.core, self.flexes = flexes.core, flexes
 
     def now(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refuse SDPA."""
-        names = " or ".join(f"mask={name!r}" for name in self.session.masks)
+        names = " or ".join(f"mask={name!r}" for name in self.core.masks)
         raise AttentionError(f"F.scaled_dot_product_attention has no mask inside this cp.flex(); give it {names}")
 
     inner = outer = heads_now = now

@@ -12,7 +12,7 @@
 [0, 1, 2, 7] [[1, 2, -100, -100]]
 [3, 4, 5, 6] [[4, 5, 6, 7]]
 
-A session holds no state that matters but what it is made of: another batch is another session (`with_mask`), several
+A session holds no state that matters but its core (core.py): another batch is another session (`with_mask`), several
 live at once, and nothing is patched. It counts what it is used for, as a witness (report.py).
 """
 
@@ -20,23 +20,20 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, FlexKernelOptions
 
-from attnspan.attention import Attention
 from attnspan.attention.score import ScoreFunction
-from attnspan.errors import AttentionError, ShardError, one_of, whole
-from attnspan.layouts import Balanced, Layout
-from attnspan.layouts.balanced import fitting_chunk
+from attnspan.errors import AttentionError, ShardError, whole
+from attnspan.layouts import Layout
 from attnspan.masks import Full, Mask
 from attnspan.parallel import flex_dispatch, loss
 from attnspan.parallel.attach import Attachment, Chosen, attach
 from attnspan.parallel.batch import Alike, Batch, shard_batch
+from attnspan.parallel.core import Core, Masks, SessionOptions, named_masks
 from attnspan.parallel.cross import Cross
 from attnspan.parallel.documents import documents_of
 from attnspan.parallel.dtensors import carried
@@ -44,26 +41,12 @@ from attnspan.parallel.flex import OTHERS, Flexed, Flexes, Prepared
 from attnspan.parallel.moves import Moves, shifted
 from attnspan.parallel.report import Report, check_used, report
 from attnspan.parallel.sdpa import FlexAlone, Scope, Served, served
-from attnspan.parallel.sharding import Sharding
 from attnspan.plan import Plan, Strategy
 from attnspan.transports import Transport
 from attnspan.transports.group import Group, transport_of
 
 MOST_KEPT = 64
 """How many sessions `with_mask` remembers."""
-
-Masks = Mask | Mapping[str, Mask]
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """How a session works, as asked for; another session of the family is made with the same."""
-
-    layout: Layout | str = "auto"
-    strategy: Strategy | str = "auto"
-    kernel: str = "auto"
-    scale: float | None = None
-    weights: Mapping[str, float] | None = None
 
 
 class ContextParallel:
@@ -86,41 +69,15 @@ class ContextParallel:
         scale: float | None = None,
         weights: Mapping[str, float] | None = None,
     ):
-        _check_axes(mesh)
-        self.mesh, self.transport = mesh, transport_of(mesh)
-        self.seq_len = whole("seq_len", seq_len, at_least=1, error=AttentionError)
-        self.masks = _named(mask)
-        self.options = Options(layout, strategy, kernel, scale, weights)
-        self.layout = self._laid_out(layout, weights)
-        self.sharding = Sharding(self.layout, self.seq_len, self.transport, self.masks)
-        self._family: OrderedDict[object, ContextParallel] = OrderedDict({self._key: self})
+        self.core = core = Core.of(mesh, seq_len, mask, SessionOptions(layout, strategy, kernel, scale, weights))
+        self.mesh, self.transport, self.seq_len, self.masks = core.mesh, core.transport, core.seq_len, core.masks
+        self.options, self.layout, self.sharding = core.options, core.layout, core.sharding
+        self.attentions = Flexes(core)
         self.alike = Alike()
         self.layers: int | Mapping[str, int] | None = None  # that attend by it, where somebody has counted them
+        self._family: OrderedDict[object, ContextParallel] = OrderedDict({self._key: self})
         self._moves: dict[tuple[int, bool], Moves] = {}
-        self._attends = {name: self._attend(each) for name, each in self.masks.items()}
         self._serves: dict[str, Served] = {}
-        self._flex = Flexes(self)
-
-    def _laid_out(self, layout: Layout | str, weights: Mapping[str, float] | None) -> Layout:
-        ranks, masks = self.transport.ranks, list(self.masks.values())
-        if isinstance(layout, Layout):
-            if layout.ranks != ranks:
-                raise AttentionError(f"layout must have the group's {ranks} ranks, got {layout!r}")
-            return layout
-        if layout != "auto":
-            raise AttentionError(f"layout must be 'auto' or a layout such as HeadTail(ranks={ranks}), got {layout!r}")
-        weighing = None if weights is None else [_weight(weights, name) for name in self.masks]
-        return Balanced(masks, ranks=ranks, weights=weighing, chunk=fitting_chunk(self.seq_len, ranks))
-
-    def _attend(self, mask: Mask, keys: ContextParallel | None = None) -> Attention:
-        strategy, auto = self.options.strategy, self.options.strategy == "auto"
-        mesh = self.mesh if isinstance(self.mesh, DeviceMesh) and self.mesh.ndim == 2 else None
-        if auto:
-            # A mesh of two axes says itself how many ranks exchange heads; otherwise tensors decide, when they come.
-            strategy, auto = (f"ulysses({mesh.shape[1]}) x needed", False) if mesh else ("needed", True)
-        lengths = (None, None) if keys is None else (keys.seq_len, keys.layout)
-        plan = Plan(mask, self.layout, self.seq_len, strategy, *lengths)
-        return Attention(plan, mesh or self.transport, kernel=self.options.kernel, scale=self.options.scale, auto=auto)
 
     # ---- other sequences -----------------------------------------------------------------------------------------
 
@@ -131,9 +88,9 @@ class ContextParallel:
         `layout` keeps one, for this session and for those that come from it.
         """
         length = self.seq_len if seq_len is None else seq_len
-        options = {name: getattr(self.options, name) for name in Options.__slots__}
+        options = {name: getattr(self.options, name) for name in SessionOptions.__slots__}
         options["layout"] = self.options.layout if layout is None else layout
-        family, key = self._family, (tuple(_named(mask).items()), length, options["layout"])
+        family, key = self._family, (tuple(named_masks(mask).items()), length, options["layout"])
         if key not in family or not family[key]._is_current:  # an equal mask whose function has moved on
             family[key] = ContextParallel(self.mesh, seq_len=length, mask=mask, **options)
             family[key]._family, family[key].alike = family, self.alike
@@ -146,7 +103,7 @@ class ContextParallel:
         """Attention of this session's queries over the keys of another: `cross(q, k, v)` with a shard of each."""
         if keys.transport != self.transport:
             raise AttentionError("cross-attention needs queries and keys on the same ranks, got two groups")
-        return Cross(self._attend(Full() if mask is None else mask, keys), self.ranks)
+        return Cross(self.core.attention(Full() if mask is None else mask, keys.core), self.ranks)
 
     # ---- what it is ----------------------------------------------------------------------------------------------
 
@@ -163,7 +120,7 @@ class ContextParallel:
     @property
     def mask(self) -> Mask:
         """The mask, if there is but one."""
-        return self.masks[self._name(None)]
+        return self.masks[self.core.mask_name(None)]
 
     @property
     def _is_current(self) -> bool:
@@ -180,7 +137,7 @@ class ContextParallel:
 
     def plan_of(self, mask: str) -> Plan:
         """The plan of a mask, by its name."""
-        return self._attends[self._name(mask)].call.latest
+        return self.attentions.named[self.core.mask_name(mask)].call.latest
 
     @property
     def positions(self) -> Tensor:
@@ -208,13 +165,13 @@ class ContextParallel:
         `mask` names one of the session's masks, if it has several. With `return_lse`, on all ranks or on none, also the
         log-sum-exp of every row, (B, H, S), which may be in the loss of any of them.
         """
-        attend = self._attends[self._name(mask)]
+        attend = self.attentions.named[self.core.mask_name(mask)]
         if not torch.compiler.is_compiling():  # what is computed from a shard bears no mark: only the plainest mistake
             for tensor in (query, key, value):
                 self.sharding.check_mark(tensor)
         if sinks is not None:
             sinks = loss.shared(sinks, self.ranks)
-        out, lse = carried(self, attend, query, key, value, sinks, lse=return_lse)
+        out, lse = carried(self.core, attend, query, key, value, sinks, lse=return_lse)
         return (out, lse) if return_lse else out
 
     def flex_attention(
@@ -238,7 +195,7 @@ class ContextParallel:
         mask_mod see global positions; tensors that a score_mod captures get gradients, to be averaged like others.
         """
         rest = (score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options, return_aux)
-        return self._flex(Flexed(query, key, value, *rest))
+        return self.attentions(Flexed(query, key, value, *rest))
 
     def prepare(
         self,
@@ -251,7 +208,7 @@ class ContextParallel:
 
         Made outside and used inside; another one does not compile anew.
         """
-        return self._flex.prepare(block_mask, score_mod, scale)
+        return self.attentions.prepare(block_mask, score_mod, scale)
 
     def sdpa(self, *, mask: str | None = None) -> Scope:
         """A block for ``with``: F.scaled_dot_product_attention inside is this session's, in this thread (sdpa.py).
@@ -259,14 +216,14 @@ class ContextParallel:
         So is flex_attention, see `flex`. `mask` names one of the session's masks, if it has several. Activation
         checkpointing needs `attach`.
         """
-        return Scope(self._serve(self._name(mask)))
+        return Scope(self.serve(self.core.mask_name(mask)))
 
     def flex(self, *, mask: str | None = None) -> Scope:
         """A block for ``with``: torch's flex_attention inside is this session's, in this thread, as `flex_attention`.
 
         SDPA is served too; `mask` names one of the session's masks for it, if it has several.
         """
-        return Scope(FlexAlone(self)) if mask is None and len(self.masks) > 1 else self.sdpa(mask=mask)
+        return Scope(FlexAlone(self.attentions)) if mask is None and len(self.masks) > 1 else self.sdpa(mask=mask)
 
     def attach(self, model: nn.Module, modules: Chosen | None = None, *, mask: str | None = None) -> Attachment:
         """Run the forward of a model's modules inside `sdpa`, when checkpointing runs them again too (attach.py).
@@ -276,28 +233,22 @@ class ContextParallel:
         """
         return attach(self, model, modules, mask)
 
-    def _serve(self, name: str) -> Served:
-        return served(self._serves, self, name)
-
-    def _name(self, mask: str | None) -> str:
-        if mask is None and len(self.masks) == 1:
-            return next(iter(self.masks))
-        if mask is None:
-            raise AttentionError(f"mask must name one of the session's masks, {' or '.join(map(repr, self.masks))}")
-        return one_of("mask", mask, self.masks, error=AttentionError)
+    def serve(self, name: str) -> Served:
+        """What a block hands calls to, under a mask by its name."""
+        return served(self._serves, self.attentions, name)
 
     # ---- what it was used for ------------------------------------------------------------------------------------
 
     def report(self) -> Report:
         """Calls, bytes and work of this session on this rank since it was made, or last reset."""
-        uses = {name: each.call.uses for name, each in self._attends.items()}
-        return report(self.rank, self.ranks, {**uses, OTHERS: self._flex.uses}, self._flex.past)
+        uses = {name: each.call.uses for name, each in self.attentions.named.items()}
+        return report(self.rank, self.ranks, {**uses, OTHERS: self.attentions.uses}, self.attentions.past)
 
     def reset(self) -> None:
         """Start counting anew."""
-        for each in self._attends.values():
+        for each in self.attentions.named.values():
             each.call.uses.clear()
-        self._flex.reset()
+        self.attentions.reset()
 
     def assert_used(self, layers: int | Mapping[str, int] | None = None, *, passes: int = 1) -> None:
         """Raise unless attention ran once in each of `layers`, in each of `passes` forward passes since the last reset.
@@ -321,7 +272,7 @@ class ContextParallel:
 
     def _shard(self, whole: Any, dim: int, batch_dim: int) -> Any:
         if isinstance(whole, BlockMask | Mask):
-            return self._flex.shard(whole)
+            return self.attentions.shard(whole)
         return self.sharding.shard(whole, dim, batch_dim)
 
     def shard_batch(
@@ -439,37 +390,6 @@ class ContextParallel:
 
 
 flex_dispatch.run_eagerly(ContextParallel.flex_attention.__code__)
-
-
-def _named(mask: Masks) -> dict[str, Mask]:
-    """Masks by name; a single one has none."""
-    masks = {"": mask} if isinstance(mask, Mask) else dict(mask) if isinstance(mask, Mapping) else {}
-    if not masks or not all(isinstance(name, str) and isinstance(each, Mask) for name, each in masks.items()):
-        raise AttentionError(f"mask must be a mask such as Causal(), or a dict of them by name, got {mask!r}")
-    return masks
-
-
-def _weight(weights: Mapping[str, float], name: str) -> float:
-    if name not in weights:
-        raise AttentionError(f"weights must have one for each mask, got none for {name!r}")
-    return weights[name]
-
-
-def _check_axes(mesh: Group) -> None:
-    """Refuse a mesh whose axes are not for the sequence: data parallel ranks do not hold parts of one sequence."""
-    names = (isinstance(mesh, DeviceMesh) and mesh.mesh_dim_names) or ()
-    others = [name for name in names if name.split("_")[0] in OTHER_AXES]
-    if others:
-        good = [name for name in names if name not in others]
-        hint = f"mesh[{good[0]!r}]" if good else "an axis for the sequence, such as mesh['cp']"
-        raise AttentionError(f"mesh: axis {others[0]!r} does not split the sequence; pass {hint}")
-
-
-OTHER_AXES = {
-    *("dp", "ddp", "fsdp", "hsdp", "data", "batch", "replicate", "shard"),
-    *("tp", "pp", "ep", "tensor", "pipeline", "expert"),
-}
-"""Names, or first words of names, that mesh axes for other things have."""
 
 
 def _each(do: Callable[[Tensor], Tensor], tree: Any) -> Any:

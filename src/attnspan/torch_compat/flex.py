@@ -96,7 +96,7 @@ def part_of_mask(mask: Mask, ranks: Ranks, layout: Layout, size: Any) -> BlockMa
     parts = [local_block_mask(plan, session.rank, keys=keys, block_size=size, device=device) for keys in every]
     part = parts[0] if len(parts) == 1 else _joined(parts)
     whole = session.prepare(mask)
-    setattr(part, PART, Part(session, whole.attend, None))
+    setattr(part, PART, Part(session.core, whole.attend, None))
     return part
 
 

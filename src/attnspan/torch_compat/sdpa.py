@@ -25,7 +25,8 @@ from attnspan.attention import Attention
 from attnspan.errors import AttentionError
 from attnspan.masks import Causal, Full
 from attnspan.parallel.checkpoint_regions import regions, rerun_of
-from attnspan.parallel.flex import Flexed, InBlock, Prepared
+from attnspan.parallel.core import Core
+from attnspan.parallel.flex import Flexed, Flexes, InBlock, Prepared
 from attnspan.parallel.sdpa import Asked, Scope, Served, _rewired
 from attnspan.parallel.session import ContextParallel
 from attnspan.torch_compat.errors import AttentionNotImplemented
@@ -39,9 +40,9 @@ class Either(InBlock):
     name = None
 
     def __init__(self, session: ContextParallel, guard: Callable[[], None] | None = None):
-        self.session, self.guard = session, guard
+        self.core, self.flexes, self.guard = session.core, session.attentions, guard
         self.causal, self.full = (
-            Called(session, name) if guard is None else Guarded(session, name, guard) for name in MASKS
+            Called(self.flexes, name) if guard is None else Guarded(self.flexes, name, guard) for name in MASKS
         )
         self.heads_now, self.heads_inner, self.heads_outer = map(_rewired, (self.now, self.inner, self.outer))
 
@@ -63,7 +64,7 @@ class Either(InBlock):
         if part is None:
             return asked
         if not torch.compiler.is_compiling():
-            part.check(self.session)
+            part.check(self.core)
         whole = part if torch.compiler.is_compiling() else part.mask
         return asked._replace(block_mask=whole)
 
@@ -101,9 +102,9 @@ class Called(Served):
 class Guarded(Called):
     """Served inside a context that also holds the backward pass. See [Note: backward inside]."""
 
-    def __init__(self, session: ContextParallel, name: str, guard: Callable[[], None]):
+    def __init__(self, flexes: Flexes, name: str, guard: Callable[[], None]):
         self.guard = guard
-        super().__init__(session, name)
+        super().__init__(flexes, name)
 
     def _before(self) -> None:
         self.guard()
@@ -163,9 +164,9 @@ PART = "attnspan_part"
 class Part(Prepared):
     """The whole mask of a BlockMask that was made for one rank."""
 
-    def check(self, session: ContextParallel) -> None:
+    def check(self, core: Core) -> None:
         """Refuse tensors that lie in another order."""
-        mine, theirs = self.session, session
+        mine, theirs = self.core, core
         if (mine.layout, mine.seq_len) != (theirs.layout, theirs.seq_len):
             raise AttentionError(
                 f"block_mask was made for {mine.seq_len} tokens in {mine.layout!r}, and {theirs.seq_len} lie in "
