@@ -20,7 +20,7 @@ import attnspan as span
 from attnspan.attention.score import Score
 from attnspan.errors import AttentionError, AttnspanError, MaskError
 from attnspan.kernels import blocks
-from attnspan.parallel import flex, flex_dispatch
+from attnspan.parallel import attentions, flex_dispatch
 from attnspan.testing import loopback
 from tests.processes import spawn
 
@@ -518,7 +518,7 @@ def test_a_score_mod_that_has_not_changed_is_traced_once(monkeypatch):
             traced.append(self)
             super().__post_init__()
 
-    monkeypatch.setattr(flex, "Score", Counted)
+    monkeypatch.setattr(attentions, "Score", Counted)
 
     def rank(world):
         cp, mask, bias = session(world), block_mask(), table()
@@ -618,7 +618,7 @@ def test_a_model_compiles_whole_and_new_documents_do_not_compile_anew(way, compi
         first = session(world)
         for n, lengths in enumerate(PACKS):
             cp = first if n == 0 else first.with_mask(span.Causal() & span.Documents(lengths))
-            mask = cp.prepare(block_mask(packed(lengths)), score_mod=biased(bias))
+            mask = cp.attention_for(block_mask(packed(lengths)), score_mod=biased(bias))
             q, k, v = (cp.shard(x, dim=2).requires_grad_() for x in whole(kv_heads=HEADS))
             bias.grad = None
             with cp.flex():
@@ -646,7 +646,7 @@ def test_an_attached_model_compiles_whole(compiled):
 
     def rank(world):
         cp, model = session(world), Calls()
-        mask = cp.prepare(block_mask(dilated))
+        mask = cp.attention_for(block_mask(dilated))
         with cp.flex():
             true = model(inputs(), mask)
         with cp.attach(model):
@@ -681,7 +681,7 @@ def test_what_is_not_prepared_is_refused_in_compiled_code(compiled):
 def test_compiled_code_that_is_checkpointed_from_outside_is_refused_when_it_runs(compiled):
     def rank(world):
         cp = session(world)
-        mask = cp.prepare(block_mask())
+        mask = cp.attention_for(block_mask())
         fast, _ = compiled(lambda q: by_name(q, q, q, block_mask=mask))
         q = whole()[0].requires_grad_()
         with cp.flex():
@@ -781,7 +781,7 @@ def test_no_block_is_open_inside_of_kernels(way, monkeypatch):
 
     def rank(world):
         outer, cp, model = session(world, span.Full()), session(world), Calls()
-        mask = cp.prepare(block_mask(dilated), score_mod=distance)
+        mask = cp.attention_for(block_mask(dilated), score_mod=distance)
         q = whole()[0].requires_grad_()
         fast = torch.compile(model, backend="aot_eager", fullgraph=True) if way == "compiled" else model
         block = cp.attach(model) if way == "attached" else cp.flex()
@@ -886,15 +886,15 @@ REFUSED = {
         r"^return_lse and return_aux must not both be given",
     ),
     "another prepared session": (
-        {"block_mask": lambda cp: cp.with_mask(span.Full()).prepare()},
+        {"block_mask": lambda cp: cp.with_mask(span.Full()).attention_for()},
         r"^block_mask was prepared by another session",
     ),
     "another score_mod than was prepared": (
-        {"block_mask": lambda cp: cp.prepare(block_mask()), "score_mod": distance},
+        {"block_mask": lambda cp: cp.attention_for(block_mask()), "score_mod": distance},
         r"^score_mod must be the one that was prepared",
     ),
     "another scale than was prepared": (
-        {"block_mask": lambda cp: cp.prepare(block_mask(), scale=0.2), "scale": 0.3},
+        {"block_mask": lambda cp: cp.attention_for(block_mask(), scale=0.2), "scale": 0.3},
         r"^scale must be the one that was prepared, 0.2, got 0.3",
     ),
 }
@@ -939,7 +939,7 @@ def test_heads_and_shapes_are_checked():
         with pytest.raises(AttentionError, match=r"scale must be given: the session was made with scale=0\.3"):
             cp.flex_attention(q, k, v, block_mask=block_mask(), enable_gqa=True)
         with pytest.raises(AttentionError, match="scale must be given"):
-            cp.prepare(block_mask())
+            cp.attention_for(block_mask())
         with pytest.raises(MaskError, match=r"^_sliced_mask_mod_error could not be evaluated as a mask_mod"):
             cp.flex_attention(q, k, v, block_mask=block_mask(document, BATCH)[0], enable_gqa=True, scale=1.0)
 

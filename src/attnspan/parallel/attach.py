@@ -55,7 +55,8 @@ from attnspan.errors import AttentionError
 from attnspan.parallel import checkpoint_regions, flex_dispatch, opening
 from attnspan.parallel.entry import entered
 from attnspan.parallel.guards import regions_of
-from attnspan.parallel.sdpa import UNSERVED, Scope, Served
+from attnspan.parallel.handler import Handler, UnnamedMask
+from attnspan.parallel.sdpa import Scope
 
 if TYPE_CHECKING:
     from attnspan.parallel.session import ContextParallel
@@ -68,6 +69,8 @@ Chosen = nn.Module | str | Iterable[nn.Module | str] | Mapping[str, str]
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 """Parts of module names that compiling and checkpointing add."""
 
+
+UNNAMED = UnnamedMask()
 
 Around = Callable[["ContextParallel", Callable[..., Any], Any, Any], Any]
 """What runs a module's forward, given a session, that forward, its args and its kwargs."""
@@ -102,7 +105,7 @@ class Attachment:
         self._lock, self._running = RLock(), 0  # second runs after the end, at present
         self._names = sorted({name for name in masks.values() if name is not None})
         self.session = session
-        self.served = self._served(session)
+        self._handlers = self._handlers_of(session)
         self._begin()
 
     def use(self, session: ContextParallel) -> Attachment:
@@ -111,7 +114,7 @@ class Attachment:
         A region that ran before is run again with the session it had then.
         """
         if session is not self.session:
-            self.served = self._served(session)
+            self._handlers = self._handlers_of(session)
             self.session, self._several = session, True
             self._sessions.add(session)
         return self
@@ -138,8 +141,8 @@ class Attachment:
     def scope(self, name: str | None, session: ContextParallel) -> Scope:
         """The block that a module's forward runs in; without a mask's name, one that refuses attention."""
         if name is None:
-            return Scope(UNSERVED)
-        return Scope(self.served[name] if session is self.session else session.serve(name))
+            return Scope(UNNAMED)
+        return Scope(self._handlers[name]) if session is self.session else session.sdpa(mask=name)
 
     def session_of(self, given: Any) -> ContextParallel:
         """The session that a module attends by, in eager code; what it is given must be a batch of that."""
@@ -152,8 +155,8 @@ class Attachment:
         if not torch.compiler.is_compiling():
             self.session_of((args, kwargs))
 
-    def _served(self, session: ContextParallel) -> dict[str, Served]:
-        return {name: session.serve(name) for name in self._names}
+    def _handlers_of(self, session: ContextParallel) -> dict[str, Handler]:
+        return {name: session.sdpa(mask=name).handler for name in self._names}
 
     def _session_here(self) -> ContextParallel:
         """The session in use; in a region's second run, that of the first.

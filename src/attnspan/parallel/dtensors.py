@@ -12,6 +12,7 @@ them: a layout that deals other numbers of tokens than DTensor's own chunks is r
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeGuard
 
 import torch
@@ -21,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from attnspan.attention import Attention
 from attnspan.errors import AttentionError
+from attnspan.parallel.loss import shared
 from attnspan.transports.distributed import Distributed
 
 if TYPE_CHECKING:  # importing DTensor takes as long as all of this package: that is left to those who use it
@@ -42,21 +44,26 @@ def carried(
     key: Tensor,
     value: Tensor,
     sinks: Tensor | None = None,
-    captured: list[Tensor] | None = None,
+    captured: Sequence[Tensor] = (),
     *,
     lse: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """`attend` on local tensors, (out, lse); for DTensors they are DTensors too.
 
-    `captured` stands in for the tensors that its score_mod captured; `lse` tells whether lse is returned to the model.
+    `captured` are the tensors that its score_mod captures, `lse` whether lse is returned to the model. Sinks and
+    captured tensors are the same on every rank and get the sum of all ranks' gradients; each rank takes its part, see
+    [Note: averages] in loss.py.
     """
     tensors = (query, key, value)
     plain = all(type(x) in PLAIN for x in tensors) or not any(is_dtensor(x) for x in tensors)
     if not plain:
         _check_all(core, tensors)
     q, k, v = tensors if plain else (x.to_local() for x in tensors)  # type: ignore[attr-defined]
+    if sinks is not None:
+        sinks = shared(sinks, core.ranks)
     if captured:
-        out, sums = attend.with_captured(captured, q, k, v, sinks, lse)
+        parts = [shared(x, core.ranks) if x.requires_grad else x for x in captured]
+        out, sums = attend.with_captured(parts, q, k, v, sinks, lse)
     else:
         out, sums = attend.with_lse(q, k, v, sinks=sinks, returned=lse)
     if plain:

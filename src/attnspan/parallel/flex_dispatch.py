@@ -21,15 +21,20 @@ What goes around it, the operator itself, is seen by the mode and refused. Knows
 from __future__ import annotations
 
 import inspect
+import sys
+from collections.abc import Callable
 from threading import RLock
 from types import CodeType, FunctionType
-from typing import Any
+from typing import ParamSpec, TypeVar
 
 import torch
 import torch.nn.attention.flex_attention as theirs
 from torch.overrides import TorchFunctionMode
 
 from attnspan.assumptions import Assumption
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _FLEX = theirs.flex_attention
 _LOCK = RLock()  # what is collected ends in whatever thread that happens
@@ -39,7 +44,7 @@ _OPEN = [0]  # blocks and attachments, of all threads
 class FlexMode(TorchFunctionMode):
     """A mode that flex_attention is handed to."""
 
-    def flex_attention(self, *args: Any, **kwargs: Any) -> Any:
+    def flex_attention(self, *args: object, **kwargs: object) -> object:
         """In place of torch's."""
         raise NotImplementedError
 
@@ -61,7 +66,7 @@ def uninstall() -> None:
             _FLEX.__code__ = plain.__code__
 
 
-def dispatched(*args: Any, **kwargs: Any) -> Any:
+def dispatched(*args: object, **kwargs: object) -> object:
     """flex_attention by the innermost block of this thread, or by torch."""
     for place in reversed(range(torch._C._len_torch_function_stack())):
         mode = torch._C._get_function_stack_at(place)
@@ -71,18 +76,18 @@ def dispatched(*args: Any, **kwargs: Any) -> Any:
 
 
 def _asking(
-    query: Any,
-    key: Any,
-    value: Any,
-    score_mod: Any = None,
-    block_mask: Any = None,
-    scale: Any = None,
-    enable_gqa: Any = False,
-    return_lse: Any = False,
-    kernel_options: Any = None,
+    query: object,
+    key: object,
+    value: object,
+    score_mod: object = None,
+    block_mask: object = None,
+    scale: object = None,
+    enable_gqa: object = False,
+    return_lse: object = False,
+    kernel_options: object = None,
     *,
-    return_aux: Any = None,
-) -> Any:
+    return_aux: object = None,
+) -> object:
     from attnspan.parallel.flex_dispatch import dispatched  # it runs among the names of torch's module
 
     rest = (score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options)
@@ -90,6 +95,12 @@ def _asking(
 
 
 _CODE = _asking.__code__.replace(co_name=_FLEX.__name__)
+
+
+def eagerly(function: Callable[P, R]) -> Callable[P, R]:
+    """A function that dynamo leaves alone, where it breaks off and runs plain code between two graphs."""
+    dynamo = sys.modules.get("torch._dynamo")  # to import it takes longer than all of this package
+    return function if dynamo is None else dynamo.disable(function)
 
 
 def run_eagerly(code: CodeType, *, callees: bool = True) -> None:
@@ -114,8 +125,8 @@ plain = FunctionType(_FLEX.__code__, _FLEX.__globals__, _FLEX.__name__, _FLEX.__
 plain.__kwdefaults__ = _FLEX.__kwdefaults__
 
 
-class _Probe(FlexMode):
-    def flex_attention(self, *args: Any, **kwargs: Any) -> Any:
+class _FlexProbe(FlexMode):
+    def flex_attention(self, *args: object, **kwargs: object) -> object:
         return args, kwargs
 
 
@@ -127,7 +138,7 @@ def _reaches() -> bool:
     )
     other = FunctionType(_CODE, _FLEX.__globals__, _FLEX.__name__, _FLEX.__defaults__, _FLEX.__closure__)
     other.__kwdefaults__ = _FLEX.__kwdefaults__
-    with FlexMode(), _Probe():
+    with FlexMode(), _FlexProbe():
         found = other("q", "k", "v", return_aux="aux")
     return ours == torchs and found == (("q", "k", "v", None, None, None, False, False, None), {"return_aux": "aux"})
 

@@ -1,18 +1,56 @@
-"""Attention in checkpointed regions: the two rules of [Note: replays] in checkpoint_regions.py, for sessions."""
+"""Attention in checkpointed regions: the two rules of [Note: replays] in checkpoint_regions.py, by the way of entry.
+
+[Note: ways of entry] A call of attention comes in one of three ways::
+
+    eager     from eager code: both rules are checked before the call
+    inside    from compiled code that enters the block itself, whenever it runs: only the session has to be the same
+    around    from compiled code inside a block of eager code: both rules
+
+In compiled code the op checks them when it runs, since only then there is a stack to look at.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import TYPE_CHECKING
+import functools
+from collections.abc import Callable, Collection, Mapping
+from typing import TYPE_CHECKING, Literal
 from weakref import WeakKeyDictionary, WeakSet
 
+import torch
+
+from attnspan.attention import Attention
 from attnspan.errors import AttentionError
 from attnspan.parallel import checkpoint_regions
 
 if TYPE_CHECKING:
     from attnspan.parallel.core import Core
 
+Entry = Literal["eager", "inside", "around"]
+
+Guards = Mapping[Entry, Callable[[], None]]
+"""What is checked before a call, by its way of entry."""
+
 _USED: WeakKeyDictionary[object, WeakSet[Core]] = WeakKeyDictionary()  # of each region's first run
+
+
+def guards_of(core: Core) -> Guards:
+    """The checks of a session. See [Note: ways of entry]."""
+
+    def eager() -> None:
+        check_block(torch.is_grad_enabled())
+        check_session(core)
+
+    def around() -> None:
+        check_block()
+        check_session(core)
+
+    return {"eager": eager, "inside": functools.partial(check_session, core), "around": around}
+
+
+def guarded(attend: Attention, guards: Guards) -> dict[Entry, Attention]:
+    """An attention for each way of entry; in eager code the caller checks."""
+    inside, around = (attend.variant(guard=guards[entry]) for entry in ("inside", "around"))
+    return {"eager": attend, "inside": inside, "around": around}
 
 
 def check_block(keeping: bool = True) -> None:

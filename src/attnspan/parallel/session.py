@@ -24,7 +24,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, FlexKernelOptions
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, FlexKernelOptions
 
 from attnspan.attention.score import ScoreFunction
 from attnspan.errors import AttentionError, ShardError, whole
@@ -32,15 +32,18 @@ from attnspan.layouts import Layout
 from attnspan.masks import Full, Mask
 from attnspan.parallel import flex_dispatch, loss
 from attnspan.parallel.attach import Attachment, Chosen, attach
+from attnspan.parallel.attentions import Attentions, BoundAttention
 from attnspan.parallel.batch import Alike, Batch, shard_batch
 from attnspan.parallel.core import Core, Masks, SessionOptions, named_masks
 from attnspan.parallel.cross import Cross
 from attnspan.parallel.documents import documents_of
 from attnspan.parallel.dtensors import carried
-from attnspan.parallel.flex import OTHERS, Flexed, Flexes, Prepared
+from attnspan.parallel.flex import flex_attention
+from attnspan.parallel.flex_args import FlexArgs, FlexResult
+from attnspan.parallel.handler import SessionHandler
 from attnspan.parallel.moves import Moves, shifted
-from attnspan.parallel.report import Report, check_used, report
-from attnspan.parallel.sdpa import FlexAlone, Scope, Served, served
+from attnspan.parallel.report import Report, check_used
+from attnspan.parallel.sdpa import Scope
 from attnspan.plan import Plan, Strategy
 from attnspan.transports import Transport
 from attnspan.transports.group import Group, transport_of
@@ -72,12 +75,12 @@ class ContextParallel:
         self.core = core = Core.of(mesh, seq_len, mask, SessionOptions(layout, strategy, kernel, scale, weights))
         self.mesh, self.transport, self.seq_len, self.masks = core.mesh, core.transport, core.seq_len, core.masks
         self.options, self.layout, self.sharding = core.options, core.layout, core.sharding
-        self.attentions = Flexes(core)
+        self.attentions = Attentions(core)
         self.alike = Alike()
         self.layers: int | Mapping[str, int] | None = None  # that attend by it, where somebody has counted them
         self._family: OrderedDict[object, ContextParallel] = OrderedDict({self._key: self})
         self._moves: dict[tuple[int, bool], Moves] = {}
-        self._serves: dict[str, Served] = {}
+        self._handlers: dict[str | None, SessionHandler] = {None: SessionHandler(self.attentions, None)}
 
     # ---- other sequences -----------------------------------------------------------------------------------------
 
@@ -169,8 +172,6 @@ class ContextParallel:
         if not torch.compiler.is_compiling():  # what is computed from a shard bears no mark: only the plainest mistake
             for tensor in (query, key, value):
                 self.sharding.check_mark(tensor)
-        if sinks is not None:
-            sinks = loss.shared(sinks, self.ranks)
         out, lse = carried(self.core, attend, query, key, value, sinks, lse=return_lse)
         return (out, lse) if return_lse else out
 
@@ -180,35 +181,38 @@ class ContextParallel:
         key: Tensor,
         value: Tensor,
         score_mod: ScoreFunction | None = None,
-        block_mask: BlockMask | Mask | Prepared | str | None = None,
+        block_mask: BlockMask | Mask | BoundAttention | str | None = None,
         scale: float | None = None,
         enable_gqa: bool = False,
         return_lse: bool = False,
         kernel_options: FlexKernelOptions | None = None,
         *,
         return_aux: AuxRequest | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
+    ) -> FlexResult:
         """torch's flex_attention on shards: this rank's queries over the keys of all ranks (flex.py).
 
-        `block_mask` is the BlockMask of the whole sequence, a mask, the name of one of the session's, or what `prepare`
-        made. None attends to everything, as in torch, and is refused where the session's mask does not. score_mod and
-        mask_mod see global positions; tensors that a score_mod captures get gradients, to be averaged like others.
+        `block_mask` is the BlockMask of the whole sequence, a mask, the name of one of the session's, or a result of
+        `attention_for`. None attends to everything, as in torch, and is refused where the session's mask does not.
+        score_mod and mask_mod see global positions; tensors that a score_mod captures get gradients, to be averaged
+        like others.
         """
         rest = (score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options, return_aux)
-        return self.attentions(Flexed(query, key, value, *rest))
+        return flex_attention(self.attentions, FlexArgs(query, key, value, *rest))
 
-    def prepare(
+    def attention_for(
         self,
-        block_mask: BlockMask | Mask | str | None = None,
+        mask: str | Mask | BlockMask | None = None,
         *,
-        score_mod: ScoreFunction | None = None,
         scale: float | None = None,
-    ) -> Prepared:
-        """A mask and a score_mod made ready for torch.compile: give it to flex_attention as `block_mask`, or call it.
+        score_mod: ScoreFunction | None = None,
+    ) -> BoundAttention:
+        """Attention under a mask, a scale and a score_mod, made once and called with shards: `attend(q, k, v)`.
 
-        Made outside and used inside; another one does not compile anew.
+        `mask` is a mask, the BlockMask of the whole sequence, or the name of one of the session's; None is its only
+        one. Made outside of torch.compile and used inside, also as the `block_mask` of flex_attention; another one does
+        not recompile.
         """
-        return self.attentions.prepare(block_mask, score_mod, scale)
+        return self.attentions.attention_for(mask, scale, score_mod)
 
     def sdpa(self, *, mask: str | None = None) -> Scope:
         """A block for ``with``: F.scaled_dot_product_attention inside is this session's, in this thread (sdpa.py).
@@ -216,14 +220,14 @@ class ContextParallel:
         So is flex_attention, see `flex`. `mask` names one of the session's masks, if it has several. Activation
         checkpointing needs `attach`.
         """
-        return Scope(self.serve(self.core.mask_name(mask)))
+        return Scope(self._handler(self.core.mask_name(mask)))
 
     def flex(self, *, mask: str | None = None) -> Scope:
         """A block for ``with``: torch's flex_attention inside is this session's, in this thread, as `flex_attention`.
 
         SDPA is served too; `mask` names one of the session's masks for it, if it has several.
         """
-        return Scope(FlexAlone(self.attentions)) if mask is None and len(self.masks) > 1 else self.sdpa(mask=mask)
+        return Scope(self._handlers[None]) if mask is None and len(self.masks) > 1 else self.sdpa(mask=mask)
 
     def attach(self, model: nn.Module, modules: Chosen | None = None, *, mask: str | None = None) -> Attachment:
         """Run the forward of a model's modules inside `sdpa`, when checkpointing runs them again too (attach.py).
@@ -233,21 +237,22 @@ class ContextParallel:
         """
         return attach(self, model, modules, mask)
 
-    def serve(self, name: str) -> Served:
-        """What a block hands calls to, under a mask by its name."""
-        return served(self._serves, self.attentions, name)
+    def _handler(self, name: str) -> SessionHandler:
+        """What a block under a mask hands calls to; made once, in eager code."""
+        if name not in self._handlers:
+            if torch.compiler.is_compiling():
+                raise AttentionError("under torch.compile, call cp.sdpa() once outside before it is used inside")
+            self._handlers[name] = SessionHandler(self.attentions, name)
+        return self._handlers[name]
 
     # ---- what it was used for ------------------------------------------------------------------------------------
 
     def report(self) -> Report:
         """Calls, bytes and work of this session on this rank since it was made, or last reset."""
-        uses = {name: each.call.uses for name, each in self.attentions.named.items()}
-        return report(self.rank, self.ranks, {**uses, OTHERS: self.attentions.uses}, self.attentions.past)
+        return self.attentions.report()
 
     def reset(self) -> None:
         """Start counting anew."""
-        for each in self.attentions.named.values():
-            each.call.uses.clear()
         self.attentions.reset()
 
     def assert_used(self, layers: int | Mapping[str, int] | None = None, *, passes: int = 1) -> None:

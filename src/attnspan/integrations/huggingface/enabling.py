@@ -419,7 +419,7 @@ class Enabled:
             return replace(cross, attend=cross.attend.variant(scale=kind.scale))
         session, name = sides[kind.side][0].session, self._families[kind.side].name(kind.pattern)
         score_mod = None if kind.softcap is None else soft_cap(kind.softcap)
-        return session.prepare(name, score_mod=score_mod, scale=kind.scale)
+        return session.attention_for(name, scale=kind.scale, score_mod=score_mod)
 
     # ---- what a layer asks ---------------------------------------------------------------------------------------
 
