@@ -44,7 +44,7 @@ from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from threading import RLock
 from types import FrameType, FunctionType, MethodType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import WeakKeyDictionary, WeakSet, finalize
 
 import torch
@@ -72,7 +72,7 @@ WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 UNNAMED = UnnamedMask()
 
-Around = Callable[["ContextParallel", Callable[..., Any], Any, Any], Any]
+Around = Callable[["ContextParallel", Callable[..., object], tuple[object, ...], dict[str, object]], object]
 """What runs a module's forward, given a session, that forward, its args and its kwargs."""
 
 
@@ -83,7 +83,7 @@ class Attached:
         self.attachment, self.around = attachment, around
         self.name = attachment._masks[module]
         self.is_entry = module is attachment._model
-        self.theirs: Callable[..., Any] | None = vars(module).get("forward")  # None: that of its class
+        self.theirs: Callable[..., object] | None = vars(module).get("forward")  # None: that of its class
 
 
 class Attachment:
@@ -101,7 +101,7 @@ class Attachment:
         self._model, self._masks, self._around = model, dict(masks), around
         self._sessions: WeakSet[ContextParallel] = WeakSet({session})
         self._first: WeakKeyDictionary[object, ContextParallel] = WeakKeyDictionary()  # of each region's first run
-        self._told: WeakSet[Any] = WeakSet()  # regions that know that it has ended
+        self._told: WeakSet[object] = WeakSet()  # regions that know that it has ended
         self._lock, self._running = RLock(), 0  # second runs after the end, at present
         self._names = sorted({name for name in masks.values() if name is not None})
         self.session = session
@@ -130,10 +130,10 @@ class Attachment:
     def __exit__(self, *raised: object) -> None:
         self.detach()
 
-    def __deepcopy__(self, memo: Any) -> Attachment:
+    def __deepcopy__(self, memo: object) -> Attachment:
         return self
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> NoReturn:
         raise AttentionError("an attached model cannot be saved whole: detach it first, or save its state_dict()")
 
     # ---- what a forward asks -------------------------------------------------------------------------------------
@@ -144,13 +144,13 @@ class Attachment:
             return Scope(UNNAMED)
         return Scope(self._handlers[name]) if session is self.session else session.sdpa(mask=name)
 
-    def session_of(self, given: Any) -> ContextParallel:
+    def session_of(self, given: object) -> ContextParallel:
         """The session that a module attends by, in eager code; what it is given must be a batch of that."""
         session = self._session_here()
         _compare(session, given)
         return session
 
-    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _enter(self, module: nn.Module, args: object, kwargs: object) -> None:
         """Before the forward of a model that is not attached itself. See [Note: entry]."""
         if not torch.compiler.is_compiling():
             self.session_of((args, kwargs))
@@ -211,7 +211,7 @@ class Attachment:
             if region not in self._told:
                 self._tell(region)
 
-    def _tell(self, region: Any) -> None:
+    def _tell(self, region: object) -> None:
         """From here on the region runs again attached, or not at all. See [Note: after the end]."""
         again = checkpoint_regions.rerun_of(region)
         if again is not None:
@@ -220,7 +220,7 @@ class Attachment:
             region.register_prehook(self._refuse)
         self._told.add(region)
 
-    def _run(self, again: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _run(self, again: Callable[..., object], *args: object, **kwargs: object) -> object:
         with self._anew():
             return again(*args, **kwargs)
 
@@ -390,7 +390,7 @@ OWN = "_attnspan"
 """The attribute in which a module keeps its `Attached`."""
 
 
-def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+def _forward(self: Any, *args: object, **kwargs: object) -> object:
     """The forward of every attached module. See [Note: one graph]."""
     compiling = torch.compiler.is_compiling()
     if not compiling:
@@ -412,7 +412,7 @@ def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return theirs(*args, **kwargs)
 
 
-def _own_forward(module: nn.Module, own: Attached) -> Callable[..., Any]:
+def _own_forward(module: nn.Module, own: Attached) -> Callable[..., object]:
     """The forward that lay on a module when it was attached; on a shallow copy of it, bound to the copy."""
     theirs = own.theirs
     assert theirs is not None, "asked only where there is one"
@@ -444,9 +444,7 @@ def _wrap(module: nn.Module, own: Attached) -> object:
     first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
     try:  # Trainers read signatures
         named = inspect.signature(theirs)
-        ours.__signature__ = named.replace(  # type: ignore[attr-defined]
-            parameters=[first, *(each for each in named.parameters.values())]
-        )
+        vars(ours)["__signature__"] = named.replace(parameters=[first, *(each for each in named.parameters.values())])
     except ValueError:  # of a builtin, or with a first parameter that cannot follow another
         pass
     setattr(module, OWN, own)
@@ -461,7 +459,7 @@ def _unwrap(module: nn.Module) -> None:
         module.forward = own.theirs
 
 
-def _compare(session: ContextParallel, given: Any) -> None:
+def _compare(session: ContextParallel, given: object) -> None:
     """Refuse shards of another batch, among what a module is given. See [Note: entry]."""
     if isinstance(given, Tensor):
         session.sharding.check_batch(given)
@@ -476,7 +474,7 @@ def _compare(session: ContextParallel, given: Any) -> None:
 def _finds_caller() -> bool:
     """A shallow copy of a module is found as the caller of its original's bound method, and the original as its own."""
 
-    class Asked(nn.Module):
+    class Probed(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return x
 
@@ -486,7 +484,7 @@ def _finds_caller() -> bool:
         found.append(_caller_in(self, sys._getframe(1)))
         return x
 
-    original = Asked()
+    original = Probed()
     vars(original)["forward"] = MethodType(probe, original)
     other = copy.copy(original)
     for module in (original, other):

@@ -24,9 +24,9 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from os.path import dirname
-from types import FrameType
+from types import FrameType, GeneratorType
 from typing import Any, NamedTuple
 
 import torch
@@ -71,12 +71,12 @@ def _regions(frame: FrameType | None, keeping: bool) -> Iterator[CheckpointRegio
         frame = frame.f_back
 
 
-def rerun_of(region: Any) -> str | None:
+def rerun_of(region: object) -> str | None:
     """The attribute in which a region keeps the function that it runs again; None where that is not known."""
     return next((name for name in ("recompute_fn", "run_function") if callable(getattr(region, name, None))), None)
 
 
-def _held(generator: Any) -> object | None:
+def _held(generator: GeneratorType[object, object, object]) -> object | None:
     inside = generator.gi_frame
     return None if inside is None else inside.f_locals.get("new_frame")
 
@@ -130,12 +130,11 @@ class _Theirs(torch.autograd.Function):
     """Checkpointing as other people write it."""
 
     @staticmethod
-    def forward(ctx: Any, run: Any, x: Tensor) -> Tensor:
+    def forward(ctx: Any, run: Callable[..., Tensor], x: Tensor) -> Tensor:
         ctx.run = run
         ctx.save_for_backward(x)
         with torch.no_grad():
-            out: Tensor = run(x)
-        return out
+            return run(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
@@ -157,7 +156,7 @@ def _sees() -> bool:
     return all(_sees_both(kind, again=name != "theirs") for name, kind in kinds.items())
 
 
-def _sees_both(checkpointed: Any, again: bool) -> bool:
+def _sees_both(checkpointed: Callable[..., Tensor], again: bool) -> bool:
     runs: list[list[CheckpointRegion]] = []
 
     def run(x: Tensor) -> Tensor:

@@ -55,10 +55,11 @@ def carried(
     [Note: averages] in loss.py.
     """
     tensors = (query, key, value)
-    plain = all(type(x) in PLAIN for x in tensors) or not any(is_dtensor(x) for x in tensors)
-    if not plain:
-        _check_all(core, tensors)
-    q, k, v = tensors if plain else (x.to_local() for x in tensors)  # type: ignore[attr-defined]
+    plain = all(type(x) in PLAIN for x in tensors)
+    sharded = [] if plain else [x for x in tensors if is_dtensor(x)]
+    if sharded:
+        _check_all(core, tensors, sharded)
+    q, k, v = [x.to_local() for x in sharded] if sharded else tensors
     if sinks is not None:
         sinks = shared(sinks, core.ranks)
     if captured:
@@ -66,12 +67,11 @@ def carried(
         out, sums = attend.with_captured(parts, q, k, v, sinks, lse)
     else:
         out, sums = attend.with_lse(q, k, v, sinks=sinks, returned=lse)
-    if plain:
+    if not sharded:
         return out, sums
-    mesh, placements, shape = query.device_mesh, query.placements, tuple(query.shape)  # type: ignore[attr-defined]
-    return as_dtensor(out, mesh, placements, (*shape[:3], value.shape[3])), as_dtensor(
-        sums, mesh, placements, shape[:3]
-    )
+    mesh, placements, shape = sharded[0].device_mesh, sharded[0].placements, tuple(query.shape)
+    shapes = (*shape[:3], value.shape[3]), shape[:3]
+    return as_dtensor(out, mesh, placements, shapes[0]), as_dtensor(sums, mesh, placements, shapes[1])
 
 
 def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
@@ -90,14 +90,14 @@ def is_split(tensor: Tensor) -> bool:
     )
 
 
-def _check_all(core: Core, tensors: tuple[Tensor, ...]) -> None:
-    if not all(is_dtensor(x) for x in tensors):
+def _check_all(core: Core, tensors: tuple[Tensor, ...], sharded: list[DTensor]) -> None:
+    if len(sharded) < len(tensors):
         kinds = ", ".join(type(x).__name__ for x in tensors)
         raise AttentionError(f"query, key and value must all be DTensors or all plain tensors, got {kinds}")
-    for name, x in zip(("query", "key", "value"), tensors, strict=True):
+    for name, x in zip(("query", "key", "value"), sharded, strict=True):
         _check(core, name, x)
-    if len({(x.device_mesh, x.placements) for x in tensors}) > 1:  # type: ignore[attr-defined]
-        placed = ", ".join(str(x.placements) for x in tensors)  # type: ignore[attr-defined]
+    if len({(x.device_mesh, x.placements) for x in sharded}) > 1:
+        placed = ", ".join(str(x.placements) for x in sharded)
         raise AttentionError(f"query, key and value must have one mesh and the same placements, got {placed}")
 
 
@@ -109,9 +109,8 @@ def as_dtensor(local: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
 
 
-def _check(core: Core, name: str, tensor: Tensor) -> None:
+def _check(core: Core, name: str, tensor: DTensor) -> None:
     """Refuse a DTensor whose placements are not those of the session's shards."""
-    assert is_dtensor(tensor), "checked before"
     for axis, placement in enumerate(tensor.placements):
         ours = is_ours(core, tensor.device_mesh, axis)
         if ours and not placement.is_shard(SEQ):

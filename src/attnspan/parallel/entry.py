@@ -34,7 +34,7 @@ def handle_of(sharding: Sharding) -> Tensor:
         return torch.tensor(number, device="cpu")
 
 
-def entered(sharding: Sharding, given: Any) -> Any:
+def entered(sharding: Sharding, given: object) -> Any:
     """What a model is given, each tensor compared when the code runs. Followed by torch.compile."""
     if type(given) is Tensor:
         return compared(given, sharding.handle)
@@ -61,7 +61,7 @@ def _(tensor: Tensor, handle: Tensor) -> Tensor:
     return torch.empty_like(tensor)
 
 
-def _back(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+def _back(ctx: object, grad: Tensor) -> tuple[Tensor, None]:
     return grad, None
 
 

@@ -11,6 +11,7 @@ that by itself ("Unsafe side effect"); attach the module that calls it.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from threading import RLock
 from typing import Any
 
@@ -19,13 +20,19 @@ from torch.overrides import TorchFunctionMode
 
 _LOCK = RLock()  # what is collected ends in whatever thread that happens
 _OPEN = [0]  # attachments, of all threads
-_THEIRS: list[Any] = []  # the wrapper's own forward, while it has another
+_THEIRS: list[Callable[..., object]] = []  # the wrapper's own forward, while it has another
 
 
 class Empty(TorchFunctionMode):
     """A block in which nothing is different."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         return func(*args, **(kwargs or {}))
 
 
@@ -41,7 +48,7 @@ def watch() -> None:
         _OPEN[0] += 1
         if not _THEIRS:
             wrapper = _wrapper()
-            _THEIRS.append(getattr(wrapper, "forward", None))
+            _THEIRS.append(getattr(wrapper, "forward", _forward))
             wrapper.forward = _forward
 
 
@@ -53,7 +60,7 @@ def unwatch() -> None:
             _wrapper().forward = _THEIRS.pop()
 
 
-def _wrapper() -> Any:
+def _wrapper() -> type[Any]:
     """torch's; a class of our own where there is none, so that torch.compile refuses what cannot be opened."""
     try:
         from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
@@ -62,7 +69,7 @@ def _wrapper() -> Any:
     return CheckpointWrapper
 
 
-def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+def _forward(self: object, *args: object, **kwargs: object) -> object:
     if torch.compiler.is_compiling():
         opened()
     return _THEIRS[0](self, *args, **kwargs)

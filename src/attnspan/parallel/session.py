@@ -267,7 +267,7 @@ class ContextParallel:
 
     # ---- tensors along the sequence ------------------------------------------------------------------------------
 
-    def shard(self, tensor: Any, dim: int = 1, *, batch_dim: int = 0) -> Any:
+    def shard(self, tensor: object, dim: int = 1, *, batch_dim: int = 0) -> Any:
         """This rank's tokens of a whole tensor, or of each in dicts and lists. Differentiable, out of place.
 
         Of a BlockMask, or a mask, it is the BlockMask of this rank's queries in their order, against all keys in the
@@ -275,14 +275,14 @@ class ContextParallel:
         """
         return _each(lambda x: self._shard(x, dim, batch_dim), tensor)
 
-    def _shard(self, whole: Any, dim: int, batch_dim: int) -> Any:
-        if isinstance(whole, BlockMask | Mask):
-            return self.attentions.shard(whole)
-        return self.sharding.shard(whole, dim, batch_dim)
+    def _shard(self, given: Tensor | BlockMask | Mask, dim: int, batch_dim: int) -> object:
+        if isinstance(given, BlockMask | Mask):
+            return self.attentions.shard(given)
+        return self.sharding.shard(given, dim, batch_dim)
 
     def shard_batch(
         self,
-        batch: Mapping[str, Any],
+        batch: Mapping[str, object],
         *,
         shift_labels: bool = False,
         padding: Literal["refuse", "mask"] = "refuse",
@@ -297,11 +297,13 @@ class ContextParallel:
         """
         return shard_batch(self, batch, shift_labels=shift_labels, padding=padding, dims=dims or {})
 
-    def unshard(self, tensor: Any, dim: int = 1, *, batch_dim: int = 0) -> Any:
+    def unshard(self, tensor: object, dim: int = 1, *, batch_dim: int = 0) -> Any:
         """The whole tensor on every rank, from everybody's shard. Differentiable: see [Note: gradients]."""
         return _each(lambda x: self.sharding.unshard(x, dim, batch_dim), tensor)
 
-    def shard_from(self, tensor: Any, dim: int = 1, *, batch_dim: int = 0, source: int = 0) -> Any:
+    def shard_from(
+        self, tensor: Mapping[str, Tensor] | Tensor | None, dim: int = 1, *, batch_dim: int = 0, source: int = 0
+    ) -> Any:
         """This rank's tokens of a tensor, or of a dict of them, that only rank `source` has; the others give None.
 
         For data: no gradient flows.
@@ -386,7 +388,7 @@ class ContextParallel:
             )
         return over
 
-    def __deepcopy__(self, memo: Any) -> ContextParallel:
+    def __deepcopy__(self, memo: object) -> ContextParallel:
         return self  # a copy of a model that holds one is on the same ranks
 
     def __repr__(self) -> str:
@@ -397,7 +399,7 @@ class ContextParallel:
 flex_dispatch.run_eagerly(ContextParallel.flex_attention.__code__)
 
 
-def _each(do: Callable[[Tensor], Tensor], tree: Any) -> Any:
+def _each(do: Callable[[Any], object], tree: object) -> Any:
     """Dicts, lists and tuples of tensors, each done."""
     if isinstance(tree, Mapping):
         return {key: _each(do, value) for key, value in tree.items()}

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -54,7 +53,9 @@ class ContextParallelStyle(ParallelStyle):
         return f"ContextParallelStyle({self.session!r}, mask={self.mask!r})"
 
 
-def _forward(session: ContextParallel, theirs: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def _forward(
+    session: ContextParallel, theirs: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
+) -> object:
     """A module's forward on local tensors."""
     sharded = [
         x for x in tree_leaves((args, kwargs)) if isinstance(x, DTensor) and sequence_dim(session.core, x) is not None
