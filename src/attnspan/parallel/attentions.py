@@ -53,11 +53,12 @@ Value = TypeVar("Value")
 class BoundAttention:
     """Attention of a session under a mask, a scale and a score_mod; called with shards, or given as `block_mask`.
 
-    Made by `ContextParallel.attention_for`. The score_mod was traced then, with the numbers that it read: ask again
-    when they change. Tensors that it captures are found then, and their values read at every call.
+    Made by `ContextParallel.attention_for`, or by `cross` over the keys of another session. The score_mod was traced
+    then, with the numbers that it read: ask again when they change. Tensors that it captures are found then, and their
+    values read at every call.
     """
 
-    def __init__(self, core: Core, attend: Attention, score_mod: ScoreFunction | None):
+    def __init__(self, core: Core, attend: Attention, score_mod: ScoreFunction | None = None):
         self.core, self.score_mod, self.scale = core, score_mod, attend.call.scale
         self.attend, self.attends = attend, guarded(attend, guards_of(core))
         self.captured, self.alone = attend.captured, alone_of(attend.plan.mask)
@@ -66,6 +67,11 @@ class BoundAttention:
     def mask(self) -> Mask:
         """Who attends to whom."""
         return self.attend.plan.mask
+
+    @property
+    def plan(self) -> Plan:
+        """What it does: with strategy "auto", what it last did."""
+        return self.attend.call.latest
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, *, sinks: Tensor | None = None) -> Tensor:
         """The output for this rank's queries, (B, H, S, Dv)."""

@@ -35,7 +35,6 @@ from attnspan.parallel.attach import Attachment, Chosen, attach
 from attnspan.parallel.attentions import Attentions, BoundAttention
 from attnspan.parallel.batch import Alike, Batch, shard_batch
 from attnspan.parallel.core import Core, Masks, SessionOptions, named_masks
-from attnspan.parallel.cross import Cross
 from attnspan.parallel.documents import documents_of
 from attnspan.parallel.dtensors import carried
 from attnspan.parallel.flex import flex_attention
@@ -102,11 +101,12 @@ class ContextParallel:
         family.move_to_end(key)
         return family[key]
 
-    def cross(self, keys: ContextParallel, mask: Mask | None = None) -> Cross:
+    def cross(self, keys: ContextParallel, mask: Mask | None = None, *, scale: float | None = None) -> BoundAttention:
         """Attention of this session's queries over the keys of another: `cross(q, k, v)` with a shard of each."""
         if keys.transport != self.transport:
             raise AttentionError("cross-attention needs queries and keys on the same ranks, got two groups")
-        return Cross(self.core.attention(Full() if mask is None else mask, keys.core), self.ranks)
+        attend = self.core.attention(Full() if mask is None else mask, keys.core)
+        return BoundAttention(self.core, attend if scale is None else attend.variant(scale=scale))
 
     # ---- what it is ----------------------------------------------------------------------------------------------
 

@@ -36,7 +36,7 @@ import functools
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from threading import RLock
 from typing import Any, Literal, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
@@ -415,8 +415,7 @@ class Enabled:
         if kind.side == "cross":
             (keys, hidden), session = sides["encoder"], sides["decoder"][0].session
             mask = functools.reduce(lambda one, other: one & other, hidden) if hidden else Full()
-            cross = session.cross(keys.session, mask)
-            return replace(cross, attend=cross.attend.variant(scale=kind.scale))
+            return session.cross(keys.session, mask, scale=kind.scale)
         session, name = sides[kind.side][0].session, self._families[kind.side].name(kind.pattern)
         score_mod = None if kind.softcap is None else soft_cap(kind.softcap)
         return session.attention_for(name, scale=kind.scale, score_mod=score_mod)
