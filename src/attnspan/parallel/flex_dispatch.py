@@ -25,7 +25,7 @@ import sys
 from collections.abc import Callable
 from threading import RLock
 from types import CodeType, FunctionType
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.nn.attention.flex_attention as theirs
@@ -39,6 +39,7 @@ R = TypeVar("R")
 _FLEX = theirs.flex_attention
 _LOCK = RLock()  # what is collected ends in whatever thread that happens
 _OPEN = [0]  # blocks and attachments, of all threads
+_DISABLED: dict[Callable[..., object], Callable[..., Any]] = {}  # by `eagerly`, a function each
 
 
 class FlexMode(TorchFunctionMode):
@@ -98,9 +99,13 @@ _CODE = _asking.__code__.replace(co_name=_FLEX.__name__)
 
 
 def eagerly(function: Callable[P, R]) -> Callable[P, R]:
-    """A function that dynamo leaves alone, where it breaks off and runs plain code between two graphs."""
+    """A function (of a module or class) that dynamo leaves alone: plain code between two graphs."""
     dynamo = sys.modules.get("torch._dynamo")  # to import it takes longer than all of this package
-    return function if dynamo is None else dynamo.disable(function)
+    if dynamo is None:
+        return function
+    if function not in _DISABLED:  # to make one takes longer than a small call
+        _DISABLED[function] = dynamo.disable(function)
+    return _DISABLED[function]
 
 
 def run_eagerly(code: CodeType, *, callees: bool = True) -> None:

@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from attnspan.assumptions import Assumption
 from attnspan.errors import AttentionError
 from attnspan.parallel import checkpoint_regions, flex_dispatch, multihead
-from attnspan.parallel.flex_args import FLEX, FlexResult
+from attnspan.parallel.flex_args import FLEX, FlexArgs, FlexResult
 from attnspan.parallel.flex_dispatch import FlexMode, eagerly
 from attnspan.parallel.guards import Entry
 from attnspan.parallel.handler import Handler
@@ -99,7 +99,7 @@ class Scope(FlexMode):
     def flex_attention(self, *args: object, **kwargs: object) -> FlexResult:
         """A call of flex_attention, which modes do not see by themselves."""
         if not torch.compiler.is_compiling():
-            return eagerly(self.handler.flex)("eager", FLEX(*args, **kwargs))
+            return eagerly(_flex_now)(self.handler, FLEX(*args, **kwargs))
         return self.handler.flex(self._compiled_entry(), FLEX(*args, **kwargs))
 
     def _compiled_entry(self) -> Entry:
@@ -157,6 +157,10 @@ class Scope(FlexMode):
 
 
 flex_dispatch.run_eagerly(Scope.__torch_function__.__code__)
+
+
+def _flex_now(handler: Handler, args: FlexArgs) -> FlexResult:
+    return handler.flex("eager", args)
 
 
 def _inside(handler: Handler, function: Function, eager: bool = False) -> Function:
