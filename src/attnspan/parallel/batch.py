@@ -70,7 +70,7 @@ class Batch(Mapping[str, Any]):
     entry what became of it.
     """
 
-    entries: Mapping[str, Any] = field(repr=False)
+    entries: Mapping[str, object] = field(repr=False)
     session: ContextParallel
     done: Mapping[str, str]
 

@@ -43,7 +43,7 @@ from attnspan.transports import Transport
 from attnspan.transports.group import Group
 from attnspan.transports.loopback import Loopback
 
-Forward = Callable[[nn.Module, Any, ContextParallel], Any]
+Forward = Callable[[nn.Module, Any, ContextParallel], object]
 """(model, whole batch, session) -> logits, loss, (loss, logits), or an object or a dict with `loss` or `logits`."""
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}

@@ -25,7 +25,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -129,7 +129,9 @@ class Sharding:
         moved: Tensor = MovedTokens.apply(at.outermost(_plain(tensor)), self.transport, moves, nothing, name)
         return marked(_as(tensor.dtype, at.innermost(moved, moves.rows)), self.mark)
 
-    def shard_from(self, tree: Mapping[str, Tensor] | Tensor | None, dim: int, batch_dim: int, source: int) -> Any:
+    def shard_from(
+        self, tree: Mapping[str, Tensor] | Tensor | None, dim: int, batch_dim: int, source: int
+    ) -> Tensor | dict[str, Tensor]:
         """This rank's part of a tensor, or of a dict of them, that only rank `source` has. No gradient flows."""
         given = tree if isinstance(tree, Mapping) else {} if tree is None else {"": tree}
         said: Said
