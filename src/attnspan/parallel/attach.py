@@ -1,8 +1,8 @@
 """``cp.attach(model)``: attention in a model's modules is context parallel, also when checkpointing runs them again.
 
 The forward of every chosen module runs in a block of ``cp.sdpa()``. A checkpointed region that calls such a module
-passes that block again in backward, where a ``with`` around the training step would long be left; a region that calls
-SDPA outside of any such module is refused when it first runs (checkpoint_regions.py). flex_attention likewise.
+enters that block again in backward, when a ``with`` around the training step has been left. A region that calls SDPA or
+flex_attention outside of any attached module is refused when it first runs (checkpoint_regions.py).
 
 >>> import torch
 >>> import attnspan as span
@@ -16,21 +16,21 @@ SDPA outside of any such module is refused when it first runs (checkpoint_region
 >>> span.testing.loopback(ranks=2).run(rank)
 [1, 1]
 
-Why `forward` is wrapped and no hooks are used: a ``with`` is left on any exception, an interrupt too, and torch.compile
-follows it. Copies of a model stay attached, and follow `use` and `detach`. A shallow copy shares the wrapper, which
-finds on the stack for whom it is called; torch.compile does not look there, and wants a deep copy.
+`forward` is wrapped instead of hooked because a ``with`` is left on any exception, including an interrupt, and because
+torch.compile follows it. Copies of a model stay attached, and follow `use` and `detach`. A shallow copy shares the
+wrapper, which finds the called module on the stack; torch.compile cannot look there and needs a deep copy.
 
-[Note: one graph] torch.compile guards on the identity of a `forward` that lies on a module, but for a bound method: of
-that it guards on the code. So every module's is one function, bound to the module, and what differs lies beside it, as
-an `Attached`. Blocks that are compiled one by one then share a graph, if they are alike.
+[Note: one graph] torch.compile guards on the identity of a `forward` that is set on a module, except a bound method,
+where it guards on the code. So all modules have one function, bound to each, and what differs is kept beside it in an
+`Attached`. Blocks that are compiled one by one then share a graph, if they are alike.
 
-[Note: entry] An input that comes straight from `shard` tells which session it is a batch of. That must be the session
-in use: a forgotten `use` would else attend under the documents of the batch before. It is compared where the model is
-entered and in every attached module, by an op where the model is compiled whole.
+[Note: inputs] An input that comes straight from `shard` identifies its batch. The session in use must be the one that
+sharded it: after a forgotten `use`, the model would attend under the documents of the previous batch. Inputs are
+checked where the model is entered and in every attached module; by an op, where the whole model is compiled.
 
-[Note: after the end] Backward may come when the attachment has ended, and a region that first ran attached must run
-again so. When it ends, every region that is still alive and attended is told: its second run attaches the modules
-anew, for as long as that takes, and refuses if they are attached to something else by then.
+[Note: after the end] Backward may run after the attachment has ended, and a region that first ran attached must be
+recomputed attached. When the attachment ends, it notifies every region that is still alive and used attention: its
+recomputation attaches the modules for as long as it takes, or refuses if they are attached to something else by then.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ from torch import Tensor, nn
 
 from attnspan.assumptions import Assumption
 from attnspan.errors import AttentionError
-from attnspan.parallel import checkpoint_regions, flex_dispatch, opening
-from attnspan.parallel.entry import entered
+from attnspan.parallel import checkpoint_regions, compiled_checkpoints, flex_dispatch
+from attnspan.parallel.compiled_inputs import checked_inputs
 from attnspan.parallel.guards import regions_of
 from attnspan.parallel.handler import Handler, UnnamedMask
 from attnspan.parallel.sdpa import Scope
@@ -101,7 +101,7 @@ class Attachment:
         self._model, self._masks, self._around = model, dict(masks), around
         self._sessions: WeakSet[ContextParallel] = WeakSet({session})
         self._first: WeakKeyDictionary[object, ContextParallel] = WeakKeyDictionary()  # of each region's first run
-        self._told: WeakSet[object] = WeakSet()  # regions that know that it has ended
+        self._notified: WeakSet[object] = WeakSet()  # regions that know that it has ended
         self._lock, self._running = RLock(), 0  # second runs after the end, at present
         self._names = sorted({name for name in masks.values() if name is not None})
         self.session = session
@@ -151,7 +151,7 @@ class Attachment:
         return session
 
     def _enter(self, module: nn.Module, args: object, kwargs: object) -> None:
-        """Before the forward of a model that is not attached itself. See [Note: entry]."""
+        """Before the forward of a model that is not attached itself. See [Note: inputs]."""
         if not torch.compiler.is_compiling():
             self.session_of((args, kwargs))
 
@@ -185,12 +185,12 @@ class Attachment:
             module: _wrap(module, Attached(self, module, self._around if module is self._model else None))
             for module in self._masks
         }
-        self._entry = None
+        self._hook = None
         if self._model not in self._masks:
-            self._entry = self._model.register_forward_pre_hook(self._enter, with_kwargs=True)
+            self._hook = self._model.register_forward_pre_hook(self._enter, with_kwargs=True)
         flex_dispatch.install()  # for as long as it is attached: torch.compile follows a block without entering it
-        opening.watch()
-        self._watching = finalize(self, _unwatch)
+        compiled_checkpoints.install()
+        self._installed = finalize(self, _uninstall)
         self.live = True
 
     def _end(self) -> None:
@@ -201,31 +201,31 @@ class Attachment:
                 )
         for module in self._wrapped:
             _unwrap(module)
-        if self._entry is not None:
-            self._entry.remove()
-        self._watching()
+        if self._hook is not None:
+            self._hook.remove()
+        self._installed()
         self.live, self._wrapped = False, {}
         by_core = {session.core: session for session in self._sessions}
         for region, core in regions_of(by_core):
             self._first.setdefault(region, by_core[core])
-            if region not in self._told:
-                self._tell(region)
+            if region not in self._notified:
+                self._notify(region)
 
-    def _tell(self, region: object) -> None:
+    def _notify(self, region: object) -> None:
         """From here on the region runs again attached, or not at all. See [Note: after the end]."""
         again = checkpoint_regions.rerun_of(region)
         if again is not None:
             setattr(region, again, functools.partial(self._run, getattr(region, again)))
         elif hasattr(region, "register_prehook"):  # the node of an autograd function
             region.register_prehook(self._refuse)
-        self._told.add(region)
+        self._notified.add(region)
 
     def _run(self, again: Callable[..., object], *args: object, **kwargs: object) -> object:
-        with self._anew():
+        with self._reattached():
             return again(*args, **kwargs)
 
     @contextmanager
-    def _anew(self) -> Iterator[None]:
+    def _reattached(self) -> Iterator[None]:
         """Attached again, for all threads of autograd that ask at once."""
         with self._lock:
             if not self._running:
@@ -246,8 +246,8 @@ class Attachment:
             raise AttentionError(f"a checkpointed region of a kind that is not known {LATE}; run backward before that")
 
 
-def _unwatch() -> None:
-    opening.unwatch()
+def _uninstall() -> None:
+    compiled_checkpoints.uninstall()
     flex_dispatch.uninstall()
 
 
@@ -403,7 +403,7 @@ def _forward(self: Any, *args: object, **kwargs: object) -> object:
     if compiling:
         session = attachment.session
         if own.is_entry:
-            args, kwargs = entered(session.sharding, (args, kwargs))
+            args, kwargs = checked_inputs(session.sharding, (args, kwargs))
     else:
         session = attachment.session_of((args, kwargs))
     with attachment.scope(own.name, session):
@@ -422,7 +422,7 @@ def _own_forward(module: nn.Module, own: Attached) -> Callable[..., object]:
 
 
 def _caller(module: nn.Module, frame: FrameType) -> nn.Module:
-    """For whom a module's forward is called: a shallow copy has the bound method of the original."""
+    """The module whose forward is called: a shallow copy has the bound method of the original."""
     _CALLER.hold()
     return _caller_in(module, frame)
 
@@ -460,7 +460,7 @@ def _unwrap(module: nn.Module) -> None:
 
 
 def _compare(session: ContextParallel, given: object) -> None:
-    """Refuse shards of another batch, among what a module is given. See [Note: entry]."""
+    """Refuse shards of another batch, among what a module is given. See [Note: inputs]."""
     if isinstance(given, Tensor):
         session.sharding.check_batch(given)
     elif isinstance(given, Mapping):

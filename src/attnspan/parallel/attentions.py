@@ -36,7 +36,7 @@ from attnspan.parallel.dtensors import carried, is_dtensor
 from attnspan.parallel.flex_args import FlexArgs
 from attnspan.parallel.flex_checks import check_alone, check_filled, check_lengths, check_scale
 from attnspan.parallel.guards import guarded, guards_of
-from attnspan.parallel.report import Past, Report, report
+from attnspan.parallel.report import PastUses, Report, report
 from attnspan.plan import Plan
 from attnspan.plan.local_blocks import local_block_mask
 
@@ -95,7 +95,7 @@ class Attentions:
     def __init__(self, core: Core):
         self.core = core
         self.named = {name: core.attention(mask) for name, mask in core.masks.items()}
-        self.uses, self.past = Uses(), Past(OTHERS)
+        self.uses, self.past = Uses(), PastUses(OTHERS)
         self._attends: OrderedDict[object, Attention] = OrderedDict()
         self._masks: OrderedDict[int, ReadBlockMask] = OrderedDict()
         self._scores: OrderedDict[object, Score] = OrderedDict()
@@ -121,11 +121,11 @@ class Attentions:
         return report(self.core.rank, self.core.ranks, {**uses, OTHERS: self.uses}, self.past)
 
     def reset(self) -> None:
-        """Start counting anew."""
+        """Start counting again."""
         for attend in self.named.values():
             attend.call.uses.clear()
         self.uses.clear()
-        self.past = Past(OTHERS)
+        self.past = PastUses(OTHERS)
 
     def shard(self, block_mask: BlockMask | Mask) -> BlockMask:
         """This rank's rows of a BlockMask, against all keys in order."""

@@ -93,7 +93,7 @@ def shard_batch(
     dims: Mapping[str, int | None],
 ) -> Batch:
     """See `ContextParallel.shard_batch`, and [Note: one batch]."""
-    if cp.alike.checked or cp.ranks == 1:
+    if cp.same_batch.checked or cp.ranks == 1:
         return _sharded(cp, batch, shift_labels, padding, dims)
     said: Said
     try:
@@ -111,12 +111,12 @@ def shard_batch(
                 "other data than rank 0: load by data-parallel rank, as in DistributedSampler(num_replicas=dp, "
                 "rank=dp_rank), or on one rank with cp.shard_from"
             )
-    cp.alike.checked = True
+    cp.same_batch.checked = True
     return found
 
 
 @dataclass
-class Alike:
+class SameBatch:
     """Whether the ranks of a session were found to have the same batch. See [Note: one batch]."""
 
     checked: bool = False

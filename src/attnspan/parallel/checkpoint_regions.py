@@ -1,23 +1,22 @@
-"""Activation checkpointing, seen from inside: which regions are running that will be, or are being, computed again.
+"""Activation checkpointing, seen from inside: the regions on the stack that will be, or are being, recomputed.
 
-A checkpointed region runs twice, the second time in backward. What surrounded it the first time, a ``with`` block or a
-session that has moved on to the next batch, may be gone by then, and attention would run on this rank's tokens alone,
-or under another batch's mask, without a word. Neither torch nor a model tells that a region is running, but the stack
-does::
+A checkpointed region runs twice, the second time in backward. What surrounded its first run, a ``with`` block or the
+session of that batch, may be gone by then. Attention would silently run on this rank's tokens alone, or under another
+batch's mask. Neither torch nor a model announces a region, but the stack shows it::
 
     reentrant        CheckpointFunction.forward, then CheckpointFunction.backward, both with one `ctx`
     non-reentrant    `checkpoint`, which holds a generator with a `_CheckpointFrame`, then `unpack_hook` with the same
     other people's   `forward` and `backward` of an autograd function, as the reentrant kind does it
 
-The object that both runs share is the region's name. [Note: replays] Two rules follow, kept by sdpa.py and attach.py:
+The object that both runs share is the region's name. [Note: replays] Two rules follow (guards.py, attach.py):
 
 * attention may run in a region only if it was made context parallel inside of it: the second run then does so too;
 * the second run must find the session that the first one used.
 
-All this is read from names that torch does not promise. Before it is first relied on, it is tried on a checkpoint of
-one element of each kind (`_sees`), and nothing goes on if that was not seen.
+All this is read from names that torch does not promise. Before they are first relied on, they are tried on a checkpoint
+of one element of each kind (`_sees`).
 
-Not seen: checkpointing by other people that works by saved-tensor hooks. Knows nothing of attention.
+Not detected: third-party checkpointing that works by saved-tensor hooks. Knows nothing of attention.
 """
 
 from __future__ import annotations

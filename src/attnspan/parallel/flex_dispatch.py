@@ -1,21 +1,19 @@
-"""torch's flex_attention, seen by the blocks in which attention is context parallel.
+"""Dispatch of torch's flex_attention to the blocks in which attention is context parallel.
 
-SDPA is a function of torch that hands itself to a mode (sdpa.py); flex_attention is plain Python that does not. By the
-time a mode sees anything of it, it has refused the BlockMask of a whole sequence, for queries that are a shard. So it
-is asked earlier: while a block is open, the function has other code, which looks for a block among this thread's modes
-and else goes on as before. Its name is irrelevant then: whoever imported it, under whatever name, or compiled it, holds
-the one function object.
+SDPA hands itself to torch function modes (sdpa.py); flex_attention is plain Python and does not. When a mode sees
+anything of it, it has refused the BlockMask of a whole sequence for queries that are a shard. So while a block is open,
+the function has other code, which looks for a block among the modes of its thread and otherwise runs torch's. There is
+one function object, under whatever name it was imported or compiled.
 
-[Note: other code] It is put in place by the first block or attachment and taken away by the last, of all threads. To a
-thread without a block it makes no difference but a look at an empty stack. torch.compile follows it, and guards on it,
-as on any code.
+[Note: other code] The first block or attachment of all threads puts it in place, the last one takes it away. In a
+thread without a block it costs a look at an empty stack. torch.compile follows it, and guards on it, as on any code.
 
-[Note: frames of our own] Where torch.compile gives up on a function of the user's, or breaks off at a call, it goes on
-to compile what is called there, function by function. Code of ours that stands between the user and torch sees all
-kinds of arguments, and would be compiled until the limit is hit. It is told to run such frames as they are; as part of
-a user's function they are followed as before.
+[Note: frames of our own] Where torch.compile gives up on a user's function, or breaks off at a call, it goes on to
+compile what is called there, function by function. Our code between the user and torch sees all kinds of arguments, and
+would be compiled until the recompilation limit is hit. Dynamo is told to run such frames as they are; as part of a
+user's function they are followed as before.
 
-What goes around it, the operator itself, is seen by the mode and refused. Knows nothing of sessions.
+The operator itself, called directly, is seen by the mode and refused. Knows nothing of sessions.
 """
 
 from __future__ import annotations

@@ -28,12 +28,12 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from attnspan.assumptions import Assumption
 from attnspan.errors import AttentionError
 from attnspan.parallel import checkpoint_regions, flex_dispatch, multihead
+from attnspan.parallel.compiled_checkpoints import enter_empty_block
 from attnspan.parallel.flex_args import FLEX, FlexArgs, FlexResult
 from attnspan.parallel.flex_dispatch import FlexMode, eagerly
 from attnspan.parallel.guards import Entry
 from attnspan.parallel.handler import Handler
 from attnspan.parallel.multihead import check_weights
-from attnspan.parallel.opening import opened
 from attnspan.parallel.sdpa_args import SDPA, SdpaArgs
 
 Function = Callable[..., object]
@@ -50,7 +50,7 @@ OPS = (OpOverload, OpOverloadPacket, HigherOrderOperator)
 
 SDPA_OPS = (torch.ops.aten.scaled_dot_product_attention, torch.ops.aten.scaled_dot_product_attention.default)
 
-TELLS = re.compile(r"(?<!fl)att(?!er)|flash|fmha|mha_|(?<!f)sdp(?!_choice)|transformer")
+ATTENTION_NAMES = re.compile(r"(?<!fl)att(?!er)|flash|fmha|mha_|(?<!f)sdp(?!_choice)|transformer")
 """What names of attention have in common; not flatten, scatter or FSDP."""
 
 
@@ -92,8 +92,8 @@ class Scope(FlexMode):
         if torch.compiler.is_compiling():
             return self._traced(func, args, kwargs)
         name = getattr(func, "__name__", "")
-        if isinstance(func, OPS) or _tells(name):  # nearly every call ends here: it must be cheap
-            return self._named(func, name, args, kwargs)
+        if isinstance(func, OPS) or _names_attention(name):  # nearly every call ends here: it must be cheap
+            return self._dispatched(func, name, args, kwargs)
         return func(*args, **kwargs)
 
     def flex_attention(self, *args: object, **kwargs: object) -> FlexResult:
@@ -106,7 +106,7 @@ class Scope(FlexMode):
         """Whether compiled code enters the block itself: see [Note: ways of entry] in guards.py."""
         return "inside" if self.compiled and not self.eager else "around"
 
-    def _named(self, func: Function, name: str, args: Args, kwargs: Kwargs) -> object:
+    def _dispatched(self, func: Function, name: str, args: Args, kwargs: Kwargs) -> object:
         """An op, or a function whose name may tell of attention."""
         if func is F.scaled_dot_product_attention or func in SDPA_OPS:
             return self.handler.sdpa("eager", SDPA(*args, **kwargs))
@@ -114,9 +114,9 @@ class Scope(FlexMode):
             check_weights(args, kwargs)
             return self.handler.multi_head(*args, **kwargs)
         if _attends(func):
-            raise AttentionError(_other(name))
+            raise AttentionError(_refusal(name))
         if isinstance(func, HigherOrderOperator):  # the mode is off while its functions run
-            args = tuple(_inside(self.handler, arg) if _is_function(arg) else arg for arg in args)
+            args = tuple(_reentering(self.handler, arg) if _is_function(arg) else arg for arg in args)
         return func(*args, **kwargs)
 
     def _traced(self, func: Function, args: Args, kwargs: Kwargs) -> object:
@@ -130,20 +130,20 @@ class Scope(FlexMode):
                 "compiled code, or call F.scaled_dot_product_attention"
             )
         if func is torch._native_multi_head_attention or func is torch._transformer_encoder_layer_fwd:
-            raise AttentionError(_other("the fused layer"))
+            raise AttentionError(_refusal("the fused layer"))
         if isinstance(func, HigherOrderOperator):
-            args = self._entered(func, args)
+            args = self._with_reentering(func, args)
         elif isinstance(func, OpOverload | OpOverloadPacket) and _attends(func):
-            raise AttentionError(_other("an op of attention"))
+            raise AttentionError(_refusal("an op of attention"))
         if func is torch.Tensor.unflatten:  # it calls super(), which dynamo does not follow while a mode is on
             func = torch.unflatten
         return func(*args, **kwargs)
 
-    def _entered(self, func: HigherOrderOperator, args: Args) -> Args:
+    def _with_reentering(self, func: HigherOrderOperator, args: Args) -> Args:
         """The arguments of an operator on functions: a checkpointed one, a branch, the body of a loop.
 
         The mode is off while such an operator is followed, so functions enter it again; which dynamo allows only if
-        a block was entered before in the code that it follows (opening.py).
+        a block was entered before in the code that it follows (compiled_checkpoints.py).
         """
         if func is torch.ops.higher_order.flex_attention:
             raise AttentionError(
@@ -151,9 +151,9 @@ class Scope(FlexMode):
                 "flex_attention inside a `with cp.flex()` around the compiled code, or cp.flex_attention"
             )
         if not self.compiled:
-            opened()
+            enter_empty_block()
         eager = self._compiled_entry() == "around"
-        return tuple(_inside(self.handler, arg, eager) if callable(arg) else arg for arg in args)
+        return tuple(_reentering(self.handler, arg, eager) if callable(arg) else arg for arg in args)
 
 
 flex_dispatch.run_eagerly(Scope.__torch_function__.__code__)
@@ -163,7 +163,7 @@ def _flex_now(handler: Handler, args: FlexArgs) -> FlexResult:
     return handler.flex("eager", args)
 
 
-def _inside(handler: Handler, function: Function, eager: bool = False) -> Function:
+def _reentering(handler: Handler, function: Function, eager: bool = False) -> Function:
     def entered(*args: object, **kwargs: object) -> object:
         with Scope(handler, eager):
             return function(*args, **kwargs)
@@ -176,9 +176,9 @@ def _is_function(arg: object) -> TypeGuard[Function]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _tells(name: str) -> bool:
+def _names_attention(name: str) -> bool:
     """Whether the name of a function may tell of attention."""
-    return TELLS.search(name) is not None
+    return ATTENTION_NAMES.search(name) is not None
 
 
 def _attends(func: object) -> bool:
@@ -186,14 +186,14 @@ def _attends(func: object) -> bool:
     if not isinstance(func, OPS):
         return isinstance(func, BuiltinFunctionType) and func in FUSED
     library = (getattr(func, "__module__", None) or "").removeprefix("torch._ops.")
-    return library != "attnspan" and (_tells(func.__name__) or "attn" in library or "attention" in library)
+    return library != "attnspan" and (_names_attention(func.__name__) or "attn" in library or "attention" in library)
 
 
 # What torch.compiler.assume_constant_result does, which would import all of dynamo to say so.
 vars(_attends)["_dynamo_marked_constant"] = True
 
 
-def _other(name: str) -> str:
+def _refusal(name: str) -> str:
     return (
         f"{name} would see this rank's tokens alone: inside cp.sdpa() attention must be "
         "F.scaled_dot_product_attention, flex_attention or cp.attention(query, key, value)"
@@ -212,7 +212,7 @@ class _ModeProbe(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _is_seen() -> bool:
+def _intercepts() -> bool:
     """Whether a mode sees SDPA and MultiheadAttention by the functions compared with, and the latter can be rewired."""
     x, weight = torch.ones(2, 1, 4, device="cpu"), torch.ones(12, 4, device="cpu")
     # No module is made for it, which would draw random numbers.
@@ -238,5 +238,5 @@ MODE = Assumption(
     "a torch function mode sees SDPA and MultiheadAttention",
     "parallel/sdpa.py",
     "`_get_current_function_mode`, names in `F.multi_head_attention_forward` and the place of `need_weights`",
-    _is_seen,
+    _intercepts,
 )

@@ -33,7 +33,7 @@ from attnspan.masks import Full, Mask
 from attnspan.parallel import flex_dispatch, loss
 from attnspan.parallel.attach import Attachment, Chosen, attach
 from attnspan.parallel.attentions import Attentions, BoundAttention
-from attnspan.parallel.batch import Alike, Batch, shard_batch
+from attnspan.parallel.batch import Batch, SameBatch, shard_batch
 from attnspan.parallel.core import Core, Masks, SessionOptions, named_masks
 from attnspan.parallel.documents import documents_of
 from attnspan.parallel.dtensors import carried
@@ -75,7 +75,7 @@ class ContextParallel:
         self.mesh, self.transport, self.seq_len, self.masks = core.mesh, core.transport, core.seq_len, core.masks
         self.options, self.layout, self.sharding = core.options, core.layout, core.sharding
         self.attentions = Attentions(core)
-        self.alike = Alike()
+        self.same_batch = SameBatch()
         self.layers: int | Mapping[str, int] | None = None  # that attend by it, where somebody has counted them
         self._family: OrderedDict[object, ContextParallel] = OrderedDict({self._key: self})
         self._moves: dict[tuple[int, bool], Moves] = {}
@@ -95,7 +95,7 @@ class ContextParallel:
         family, key = self._family, (tuple(named_masks(mask).items()), length, options["layout"])
         if key not in family or not family[key]._is_current:  # an equal mask whose function has moved on
             family[key] = ContextParallel(self.mesh, seq_len=length, mask=mask, **options)
-            family[key]._family, family[key].alike = family, self.alike
+            family[key]._family, family[key].same_batch = family, self.same_batch
             if len(family) > MOST_KEPT:
                 family.popitem(last=False)
         family.move_to_end(key)
@@ -252,7 +252,7 @@ class ContextParallel:
         return self.attentions.report()
 
     def reset(self) -> None:
-        """Start counting anew."""
+        """Start counting again."""
         self.attentions.reset()
 
     def assert_used(self, layers: int | Mapping[str, int] | None = None, *, passes: int = 1) -> None:

@@ -34,7 +34,7 @@ from attnspan.attention.transforms import check_untransformed
 from attnspan.errors import ShardError
 from attnspan.layouts import Layout
 from attnspan.masks import Mask
-from attnspan.parallel.entry import handle_of
+from attnspan.parallel.compiled_inputs import handle_of
 from attnspan.parallel.marks import Mark, mark_of, marked
 from attnspan.parallel.moves import GatheredTokens, MovedTokens, Moves
 from attnspan.parallel.together import Said, agreed, heard
@@ -58,7 +58,7 @@ class Sharding:
     """The global positions here, (rows, tokens), on the group's device. Not to be written to."""
 
     handle: Tensor = field(init=False, repr=False, compare=False)
-    """Stands for this in compiled code: see entry.py."""
+    """Stands for this in compiled code: see compiled_inputs.py."""
 
     _agreed: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
 

@@ -1,12 +1,12 @@
-"""Checkpointing that torch.compile follows, opened for blocks that begin inside of it.
+"""Checkpointing inside torch.compile: blocks may begin in a checkpointed function.
 
-torch.compile follows a checkpointed function as the body of an operator, and lets a body change the stack of torch
+torch.compile follows a checkpointed function as the body of an operator. It lets a body change the stack of torch
 function modes, as a block does, only if the code around it has done so before. ``torch.compile(checkpoint_wrapper(
-block))`` has no code of ours around the body: the block's attention is attached, and the wrapper is torch's. So while
-something is attached, the wrapper's forward first enters and leaves an empty block. In eager code it does nothing.
+block))`` has no code of ours around the body: the block's attention is attached, and the wrapper is torch's. So while a
+model is attached, the wrapper's forward first enters and leaves an empty block. In eager code it does nothing.
 
-What is not reached: ``checkpoint(...)`` called in compiled code outside of any attached module. torch.compile refuses
-that by itself ("Unsafe side effect"); attach the module that calls it.
+Not reached: ``checkpoint(...)`` called in compiled code outside of any attached module. torch.compile refuses it
+("Unsafe side effect"); attach the module that calls it.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ class Empty(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def opened() -> None:
+def enter_empty_block() -> None:
     """Enter and leave a block, in code that is being compiled."""
     with Empty():
         pass
 
 
-def watch() -> None:
+def install() -> None:
     """An attachment begins."""
     with _LOCK:
         _OPEN[0] += 1
@@ -52,7 +52,7 @@ def watch() -> None:
             wrapper.forward = _forward
 
 
-def unwatch() -> None:
+def uninstall() -> None:
     """It ends."""
     with _LOCK:
         _OPEN[0] -= 1
@@ -71,5 +71,5 @@ def _wrapper() -> type[Any]:
 
 def _forward(self: object, *args: object, **kwargs: object) -> object:
     if torch.compiler.is_compiling():
-        opened()
+        enter_empty_block()
     return _THEIRS[0](self, *args, **kwargs)
