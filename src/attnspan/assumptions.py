@@ -5,7 +5,9 @@ activation checkpoint is running, what a mask was put together from. It is read 
 may put it elsewhere. A guard that looks in the wrong place sees nothing, and lets everything pass. So every such place
 is an `Assumption`, which tries itself on the smallest example there is, once, and refuses to go on if it fails::
 
-    SEEN = Assumption("checkpointed regions are seen", "parallel/replays.py", "names in torch.utils.checkpoint", _sees)
+    SEEN = Assumption(
+        "checkpointed regions are seen", "parallel/checkpoint_regions.py", "names in torch.utils.checkpoint", _sees
+    )
     ...
     SEEN.hold()  # at the first line of whatever leans on it
 

@@ -124,7 +124,7 @@ FIELDS = ("co_varnames", "co_cellvars", "co_freevars")
 
 
 def moved_file(monkeypatch):
-    monkeypatch.setattr("attnspan.parallel.replays.CHECKPOINTS", "elsewhere.py")
+    monkeypatch.setattr("attnspan.parallel.checkpoint_regions.CHECKPOINTS", "elsewhere.py")
 
 
 def moved_local(monkeypatch):
@@ -136,11 +136,11 @@ def moved_local(monkeypatch):
 
 
 def moved_frame(monkeypatch):
-    monkeypatch.setattr("attnspan.parallel.replays._held", lambda generator: None)
+    monkeypatch.setattr("attnspan.parallel.checkpoint_regions._held", lambda generator: None)
 
 
 def moved_rerun(monkeypatch):
-    monkeypatch.setattr("attnspan.parallel.replays.rerun_of", lambda region: None)
+    monkeypatch.setattr("attnspan.parallel.checkpoint_regions.rerun_of", lambda region: None)
 
 
 CHECKPOINTING = [moved_file, moved_local, moved_frame, moved_rerun]
@@ -170,7 +170,7 @@ def run_checkpointed(cp, mine, shard, reentrant):
 
 MOVED = {
     "a call of flex_attention reaches": lambda m: m.setattr(torch._C, "_len_torch_function_stack", lambda: 0),
-    "a torch function mode sees": lambda m: m.setattr("attnspan.parallel.sdpa.NEED_WEIGHTS", 14),
+    "a torch function mode sees": lambda m: m.setattr("attnspan.parallel.multihead.NEED_WEIGHTS", 14),
     "the module that is called": lambda m: m.setattr("attnspan.parallel.attach.MODULES", "elsewhere.py"),
     "torch.func's tensors": lambda m: m.setattr(torch._C._functorch, "is_functorch_wrapped_tensor", lambda x: False),
     "code that runs in backward": lambda m: m.setattr(torch._C, "_current_graph_task_id", lambda: 0),

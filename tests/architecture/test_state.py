@@ -57,7 +57,7 @@ def state(source: str, module: types.ModuleType) -> list[str]:
         value = getattr(module, name, None)
         if name in rebound or keeps(value) or (isinstance(value, CONTAINERS) and name in written):
             found.append(name)
-        if isinstance(value, type) and value.__module__ == module.__name__:
+        if isinstance(value, type) and (value.__module__, value.__name__) == (module.__name__, name):
             inside = next(node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == name)
             own = {each: vars(value).get(each) for each in _bound(inside.body)}
             found += [f"{name}.{each}" for each, kept in own.items() if keeps(kept) or isinstance(kept, CONTAINERS)]

@@ -41,7 +41,7 @@ def by_flex(cp):
 
 
 def by_prepared(cp):
-    prepared = cp.prepare(cp.mask)
+    prepared = cp.attention_for(cp.mask)
     return lambda *tensors: prepared(*tensors)
 
 

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 import attnspan as span
 from attnspan.errors import AttentionError
-from attnspan.parallel.checking import Dense
+from attnspan.parallel.checking import DenseAttention
 from attnspan.plan import Plan
 from attnspan.testing import loopback
 from tests import oracle
@@ -268,7 +268,7 @@ def test_the_dense_side_is_dense_attention():
         torch.randn(2, 2, 7, 8).double(),
         torch.randn(2, 2, 7, 6).double(),
     )
-    attend = Dense(Plan(mask, span.Contiguous(1), 7), 0.3)
+    attend = DenseAttention(Plan(mask, span.Contiguous(1), 7), 0.3)
     allowed = torch.stack([mask.dense(7, row=row) for row in range(2)])[:, None]
     out, lse = attend.with_lse(query, key, value)
     true, true_lse = oracle.attention(query, key, value, allowed, 0.3)

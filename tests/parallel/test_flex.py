@@ -20,7 +20,7 @@ import attnspan as span
 from attnspan.attention.score import Score
 from attnspan.errors import AttentionError, AttnspanError, MaskError
 from attnspan.kernels import blocks
-from attnspan.parallel import flex, seen
+from attnspan.parallel import attentions, flex_dispatch
 from attnspan.testing import loopback
 from tests.processes import spawn
 
@@ -312,7 +312,7 @@ def test_a_block_of_several_masks_takes_flex_attention_and_refuses_sdpa_without_
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
 def test_outside_of_blocks_the_function_is_torchs_also_after_an_exception_and_in_other_threads():
-    before, blocks = by_name.__code__, seen._OPEN[0]
+    before, blocks = by_name.__code__, flex_dispatch._OPEN[0]
     q, k, v = (x.detach() for x in whole(kv_heads=HEADS))
     plain = by_name(q, k, v, block_mask=block_mask())
 
@@ -330,7 +330,7 @@ def test_outside_of_blocks_the_function_is_torchs_also_after_an_exception_and_in
 
     loopback(1).run(rank)
     assert by_name.__code__ is before
-    assert seen._OPEN[0] == blocks
+    assert flex_dispatch._OPEN[0] == blocks
     assert torch.equal(by_name(q, k, v, block_mask=block_mask()), plain)
 
 
@@ -475,7 +475,7 @@ def test_a_new_mask_every_step_fills_no_memory_and_is_counted():
         pairs = cp.report().pairs
         for _ in range(80):
             cp.flex_attention(q, k, v, block_mask=block_mask())
-        kept = len(cp._flex._attends), len(cp._flex._masks), len(cp._flex.uses.forward)
+        kept = len(cp.attentions._attends), len(cp.attentions._masks), len(cp.attentions.uses.forward)
         assert max(kept) <= 17
         cp.assert_used(layers=81)
         assert cp.report().pairs == 81 * pairs
@@ -501,11 +501,11 @@ def test_a_score_mod_is_seen_anew_at_every_call():
         slope = 0.5
         two = cp.flex_attention(q, k, v, score_mod, mask)
         assert not torch.allclose(one, two)
-        made = len(cp._flex._attends)
+        made = len(cp.attentions._attends)
         for value in (1.0, 2.0):
             bias = torch.full((HEADS, 13), value, dtype=torch.float64)
             cp.flex_attention(q, k, v, biased(bias), mask)
-        assert len(cp._flex._attends) == made + 1
+        assert len(cp.attentions._attends) == made + 1
 
     loopback(2).run(rank)
 
@@ -518,7 +518,7 @@ def test_a_score_mod_that_has_not_changed_is_traced_once(monkeypatch):
             traced.append(self)
             super().__post_init__()
 
-    monkeypatch.setattr(flex, "Score", Counted)
+    monkeypatch.setattr(attentions, "Score", Counted)
 
     def rank(world):
         cp, mask, bias = session(world), block_mask(), table()
@@ -618,7 +618,7 @@ def test_a_model_compiles_whole_and_new_documents_do_not_compile_anew(way, compi
         first = session(world)
         for n, lengths in enumerate(PACKS):
             cp = first if n == 0 else first.with_mask(span.Causal() & span.Documents(lengths))
-            mask = cp.prepare(block_mask(packed(lengths)), score_mod=biased(bias))
+            mask = cp.attention_for(block_mask(packed(lengths)), score_mod=biased(bias))
             q, k, v = (cp.shard(x, dim=2).requires_grad_() for x in whole(kv_heads=HEADS))
             bias.grad = None
             with cp.flex():
@@ -646,7 +646,7 @@ def test_an_attached_model_compiles_whole(compiled):
 
     def rank(world):
         cp, model = session(world), Calls()
-        mask = cp.prepare(block_mask(dilated))
+        mask = cp.attention_for(block_mask(dilated))
         with cp.flex():
             true = model(inputs(), mask)
         with cp.attach(model):
@@ -681,7 +681,7 @@ def test_what_is_not_prepared_is_refused_in_compiled_code(compiled):
 def test_compiled_code_that_is_checkpointed_from_outside_is_refused_when_it_runs(compiled):
     def rank(world):
         cp = session(world)
-        mask = cp.prepare(block_mask())
+        mask = cp.attention_for(block_mask())
         fast, _ = compiled(lambda q: by_name(q, q, q, block_mask=mask))
         q = whole()[0].requires_grad_()
         with cp.flex():
@@ -781,7 +781,7 @@ def test_no_block_is_open_inside_of_kernels(way, monkeypatch):
 
     def rank(world):
         outer, cp, model = session(world, span.Full()), session(world), Calls()
-        mask = cp.prepare(block_mask(dilated), score_mod=distance)
+        mask = cp.attention_for(block_mask(dilated), score_mod=distance)
         q = whole()[0].requires_grad_()
         fast = torch.compile(model, backend="aot_eager", fullgraph=True) if way == "compiled" else model
         block = cp.attach(model) if way == "attached" else cp.flex()
@@ -886,15 +886,15 @@ REFUSED = {
         r"^return_lse and return_aux must not both be given",
     ),
     "another prepared session": (
-        {"block_mask": lambda cp: cp.with_mask(span.Full()).prepare()},
+        {"block_mask": lambda cp: cp.with_mask(span.Full()).attention_for()},
         r"^block_mask was prepared by another session",
     ),
     "another score_mod than was prepared": (
-        {"block_mask": lambda cp: cp.prepare(block_mask()), "score_mod": distance},
+        {"block_mask": lambda cp: cp.attention_for(block_mask()), "score_mod": distance},
         r"^score_mod must be the one that was prepared",
     ),
     "another scale than was prepared": (
-        {"block_mask": lambda cp: cp.prepare(block_mask(), scale=0.2), "scale": 0.3},
+        {"block_mask": lambda cp: cp.attention_for(block_mask(), scale=0.2), "scale": 0.3},
         r"^scale must be the one that was prepared, 0.2, got 0.3",
     ),
 }
@@ -939,7 +939,7 @@ def test_heads_and_shapes_are_checked():
         with pytest.raises(AttentionError, match=r"scale must be given: the session was made with scale=0\.3"):
             cp.flex_attention(q, k, v, block_mask=block_mask(), enable_gqa=True)
         with pytest.raises(AttentionError, match="scale must be given"):
-            cp.prepare(block_mask())
+            cp.attention_for(block_mask())
         with pytest.raises(MaskError, match=r"^_sliced_mask_mod_error could not be evaluated as a mask_mod"):
             cp.flex_attention(q, k, v, block_mask=block_mask(document, BATCH)[0], enable_gqa=True, scale=1.0)
 
@@ -970,12 +970,12 @@ def test_flex_attention_that_a_thread_without_a_block_has_compiled_is_compiled()
     """An attachment elsewhere lasts as long as its model; flex_attention outside of it must not run uncompiled."""
     q, k, v = torch.randn(3, 1, 2, 16, 8).unbind()
     torch._dynamo.reset()
-    seen.watch()
+    flex_dispatch.install()
     try:
         counter = CompileCounterWithBackend("eager")
         found = torch.compile(by_name, backend=counter)(q, k, v)
         assert counter.frame_count == 1
     finally:
-        seen.unwatch()
+        flex_dispatch.uninstall()
         torch._dynamo.reset()
     torch.testing.assert_close(found, F.scaled_dot_product_attention(q, k, v))

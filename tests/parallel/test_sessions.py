@@ -9,6 +9,7 @@ from attnspan.errors import AttentionError
 from attnspan.layouts import Balanced, HeadTail
 from attnspan.masks import Causal, Documents, SlidingWindow
 from attnspan.parallel import ContextParallel
+from attnspan.parallel import core as core_module
 from attnspan.parallel import session as session_module
 from attnspan.testing import loopback
 from tests.parallel.model import Dense, Llama
@@ -33,6 +34,38 @@ def attended(cp, *tensors, **options):
 
 def dense(mask, query, key, value):
     return Dense(mask, S).attention(query, key, value)
+
+
+# ---- attention_for ---------------------------------------------------------------------------------------------------
+
+
+def test_a_session_is_asked_for_attention_by_name_by_mask_or_for_its_only_one():
+    def rank(world):
+        query, key, value = tensors()
+        cp = ContextParallel(world, seq_len=S, mask=Causal())
+        shards = cp.shard((query, key, value), dim=2)
+        for attend in (cp.attention_for(), cp.attention_for(Causal()), cp.attention_for("")):
+            torch.testing.assert_close(attend(*shards), cp.attention(*shards), rtol=0, atol=0)
+        pair = cp.with_mask(PAIR, layout=cp.layout)
+        for name, mask in PAIR.items():
+            out = pair.unshard(pair.attention_for(name)(*shards), dim=2)
+            torch.testing.assert_close(out, dense(mask, query, key, value))
+        with pytest.raises(AttentionError, match=r"^mask must name one of the session's masks, 'full' or 'window'"):
+            pair.attention_for()
+
+    loopback(2).run(rank)
+
+
+def test_a_scale_counts_in_cross_attention_as_in_attention():
+    def rank(world):
+        cp = ContextParallel(world, seq_len=S, mask=Causal())
+        shards = cp.shard(tensors(), dim=2)
+        usual, other = cp.cross(cp, Causal())(*shards), cp.cross(cp, Causal(), scale=0.3)(*shards)
+        torch.testing.assert_close(usual, cp.attention(*shards))
+        torch.testing.assert_close(other, cp.attention_for(scale=0.3)(*shards))
+        assert not torch.allclose(usual, other)  # twin: another scale is another result
+
+    loopback(2).run(rank)
 
 
 # ---- with_mask -------------------------------------------------------------------------------------------------------
@@ -99,8 +132,8 @@ def test_asking_again_neither_lays_out_nor_plans_again(monkeypatch):
     def rank(world):
         cp = ContextParallel(world, seq_len=S, mask=Causal())
         made = cp.with_mask(packed(PACKS[1]))
-        monkeypatch.delattr(session_module, "Plan")
-        monkeypatch.delattr(session_module, "Sharding")
+        monkeypatch.delattr(core_module, "Plan")
+        monkeypatch.delattr(core_module, "Sharding")
         assert cp.with_mask(packed(PACKS[1])) is made
         with pytest.raises(NameError):  # twin: a new one needs them
             cp.with_mask(packed(PACKS[2]))

@@ -272,12 +272,12 @@ def test_what_was_prepared_refuses_a_block_mask_that_has_changed():
     def rank(world):
         cp = span.ContextParallel(world, seq_len=LENGTH, mask=span.Causal())
         shards = [cp.shard(x, dim=2) for x in QKV]
-        prepared = cp.prepare(block_mask)
+        prepared = cp.attention_for(block_mask)
         prepared(*shards)
         ids.numpy()[5:] = 2
         with pytest.raises(AttentionError, match="mask: <lambda> has changed"):
             prepared(*shards)
-        close(cp.unshard(cp.prepare(block_mask)(*shards), dim=2), dense(listed(block_mask)))
+        close(cp.unshard(cp.attention_for(block_mask)(*shards), dim=2), dense(listed(block_mask)))
 
     loopback(1).run(rank)
 
@@ -290,7 +290,7 @@ def flexed(score_mod, cp, q, k, v):
 
 
 def prepared(score_mod, cp, q, k, v):
-    return cp.prepare(cp.mask, score_mod=score_mod)(q, k, v)
+    return cp.attention_for(cp.mask, score_mod=score_mod)(q, k, v)
 
 
 def by_function(score_mod, cp, q, k, v):

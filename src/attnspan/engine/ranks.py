@@ -22,7 +22,7 @@ from attnspan.engine.scheduler import Chunk
 from attnspan.masks import Causal, Mask, SlidingWindow
 from attnspan.paged import PagePool, ShardedPages, StepPlan
 from attnspan.parallel import ContextParallel
-from attnspan.parallel.flex import Prepared
+from attnspan.parallel.attentions import BoundAttention
 from attnspan.transports.group import Group
 
 
@@ -81,23 +81,23 @@ class Split:
 
     def __init__(self, session: ContextParallel, over: Over) -> None:
         self.session, self.over = session, over
-        self._prepared: dict[tuple[str, float, Any], Prepared] = {}
+        self._attends: dict[tuple[str, float, Any], BoundAttention] = {}
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
         """Attend, and hand the keys over to their pages. (1, H, S, D) of the shard; (1, S, H, D) out."""
         place = self.over.pools.places[layer]
-        out = self._prepared_for(place)(query, key, value, sinks=sinks)
+        out = self._attention_for(place)(query, key, value, sinks=sinks)
         pages = self.over.pages[place.pool]
         assert isinstance(pages, ShardedPages), "made so"
         pages.from_context_parallel(place.index, key, value, self.session, self.over.plans[place.pool])
         return out.transpose(1, 2).contiguous()
 
-    def _prepared_for(self, place: Place) -> Prepared:
+    def _attention_for(self, place: Place) -> BoundAttention:
         """One for all layers of a kind."""
         kind = _name(place), place.scale, place.score_mod
-        if kind not in self._prepared:
-            self._prepared[kind] = self.session.prepare(kind[0], score_mod=place.score_mod, scale=place.scale)
-        return self._prepared[kind]
+        if kind not in self._attends:
+            self._attends[kind] = self.session.attention_for(kind[0], scale=place.scale, score_mod=place.score_mod)
+        return self._attends[kind]
 
 
 def _name(place: Place) -> str:

@@ -1,6 +1,6 @@
 """What a training script touches: see session.py for the way in, checking.py for the proof that it was used right."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from attnspan.parallel.batch import Batch
 from attnspan.parallel.checking import check_model
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 __all__ = ["Batch", "ContextParallel", "ContextParallelStyle", "check_model"]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name == "ContextParallelStyle":  # what it derives from takes torch longer to import than all of this package
         from attnspan.parallel.style import ContextParallelStyle
 

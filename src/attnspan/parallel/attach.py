@@ -1,8 +1,8 @@
 """``cp.attach(model)``: attention in a model's modules is context parallel, also when checkpointing runs them again.
 
 The forward of every chosen module runs in a block of ``cp.sdpa()``. A checkpointed region that calls such a module
-passes that block again in backward, where a ``with`` around the training step would long be left; a region that calls
-SDPA outside of any such module is refused when it first runs (replays.py). flex_attention likewise.
+enters that block again in backward, when a ``with`` around the training step has been left. A region that calls SDPA or
+flex_attention outside of any attached module is refused when it first runs (checkpoint_regions.py).
 
 >>> import torch
 >>> import attnspan as span
@@ -16,21 +16,21 @@ SDPA outside of any such module is refused when it first runs (replays.py). flex
 >>> span.testing.loopback(ranks=2).run(rank)
 [1, 1]
 
-Why `forward` is wrapped and no hooks are used: a ``with`` is left on any exception, an interrupt too, and torch.compile
-follows it. Copies of a model stay attached, and follow `use` and `detach`. A shallow copy shares the wrapper, which
-finds on the stack for whom it is called; torch.compile does not look there, and wants a deep copy.
+`forward` is wrapped instead of hooked because a ``with`` is left on any exception, including an interrupt, and because
+torch.compile follows it. Copies of a model stay attached, and follow `use` and `detach`. A shallow copy shares the
+wrapper, which finds the called module on the stack; torch.compile cannot look there and needs a deep copy.
 
-[Note: one graph] torch.compile guards on the identity of a `forward` that lies on a module, but for a bound method: of
-that it guards on the code. So every module's is one function, bound to the module, and what differs lies beside it, as
-an `Attached`. Blocks that are compiled one by one then share a graph, if they are alike.
+[Note: one graph] torch.compile guards on the identity of a `forward` that is set on a module, except a bound method,
+where it guards on the code. So all modules have one function, bound to each, and what differs is kept beside it in an
+`Attached`. Blocks that are compiled one by one then share a graph, if they are alike.
 
-[Note: entry] An input that comes straight from `shard` tells which session it is a batch of. That must be the session
-in use: a forgotten `use` would else attend under the documents of the batch before. It is compared where the model is
-entered and in every attached module, by an op where the model is compiled whole.
+[Note: inputs] An input that comes straight from `shard` identifies its batch. The session in use must be the one that
+sharded it: after a forgotten `use`, the model would attend under the documents of the previous batch. Inputs are
+checked where the model is entered and in every attached module; by an op, where the whole model is compiled.
 
-[Note: after the end] Backward may come when the attachment has ended, and a region that first ran attached must run
-again so. When it ends, every region that is still alive and attended is told: its second run attaches the modules
-anew, for as long as that takes, and refuses if they are attached to something else by then.
+[Note: after the end] Backward may run after the attachment has ended, and a region that first ran attached must be
+recomputed attached. When the attachment ends, it notifies every region that is still alive and used attention: its
+recomputation attaches the modules for as long as it takes, or refuses if they are attached to something else by then.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from threading import RLock
 from types import FrameType, FunctionType, MethodType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import WeakKeyDictionary, WeakSet, finalize
 
 import torch
@@ -52,10 +52,11 @@ from torch import Tensor, nn
 
 from attnspan.assumptions import Assumption
 from attnspan.errors import AttentionError
-from attnspan.parallel import opening, replays, seen
-from attnspan.parallel.entry import entered
+from attnspan.parallel import checkpoint_regions, compiled_checkpoints, flex_dispatch
+from attnspan.parallel.compiled_inputs import checked_inputs
 from attnspan.parallel.guards import regions_of
-from attnspan.parallel.sdpa import UNSERVED, Scope, Served
+from attnspan.parallel.handler import Handler, UnnamedMask
+from attnspan.parallel.sdpa import Scope
 
 if TYPE_CHECKING:
     from attnspan.parallel.session import ContextParallel
@@ -69,7 +70,9 @@ WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 """Parts of module names that compiling and checkpointing add."""
 
 
-Around = Callable[["ContextParallel", Callable[..., Any], Any, Any], Any]
+UNNAMED = UnnamedMask()
+
+Around = Callable[["ContextParallel", Callable[..., object], tuple[object, ...], dict[str, object]], object]
 """What runs a module's forward, given a session, that forward, its args and its kwargs."""
 
 
@@ -80,7 +83,7 @@ class Attached:
         self.attachment, self.around = attachment, around
         self.name = attachment._masks[module]
         self.is_entry = module is attachment._model
-        self.theirs: Callable[..., Any] | None = vars(module).get("forward")  # None: that of its class
+        self.theirs: Callable[..., object] | None = vars(module).get("forward")  # None: that of its class
 
 
 class Attachment:
@@ -98,11 +101,11 @@ class Attachment:
         self._model, self._masks, self._around = model, dict(masks), around
         self._sessions: WeakSet[ContextParallel] = WeakSet({session})
         self._first: WeakKeyDictionary[object, ContextParallel] = WeakKeyDictionary()  # of each region's first run
-        self._told: WeakSet[Any] = WeakSet()  # regions that know that it has ended
+        self._notified: WeakSet[object] = WeakSet()  # regions that know that it has ended
         self._lock, self._running = RLock(), 0  # second runs after the end, at present
         self._names = sorted({name for name in masks.values() if name is not None})
         self.session = session
-        self.served = self._served(session)
+        self._handlers = self._handlers_of(session)
         self._begin()
 
     def use(self, session: ContextParallel) -> Attachment:
@@ -111,7 +114,7 @@ class Attachment:
         A region that ran before is run again with the session it had then.
         """
         if session is not self.session:
-            self.served = self._served(session)
+            self._handlers = self._handlers_of(session)
             self.session, self._several = session, True
             self._sessions.add(session)
         return self
@@ -127,10 +130,10 @@ class Attachment:
     def __exit__(self, *raised: object) -> None:
         self.detach()
 
-    def __deepcopy__(self, memo: Any) -> Attachment:
+    def __deepcopy__(self, memo: object) -> Attachment:
         return self
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> NoReturn:
         raise AttentionError("an attached model cannot be saved whole: detach it first, or save its state_dict()")
 
     # ---- what a forward asks -------------------------------------------------------------------------------------
@@ -138,22 +141,22 @@ class Attachment:
     def scope(self, name: str | None, session: ContextParallel) -> Scope:
         """The block that a module's forward runs in; without a mask's name, one that refuses attention."""
         if name is None:
-            return Scope(UNSERVED)
-        return Scope(self.served[name] if session is self.session else session._serve(name))
+            return Scope(UNNAMED)
+        return Scope(self._handlers[name]) if session is self.session else session.sdpa(mask=name)
 
-    def session_of(self, given: Any) -> ContextParallel:
+    def session_of(self, given: object) -> ContextParallel:
         """The session that a module attends by, in eager code; what it is given must be a batch of that."""
         session = self._session_here()
         _compare(session, given)
         return session
 
-    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Before the forward of a model that is not attached itself. See [Note: entry]."""
+    def _enter(self, module: nn.Module, args: object, kwargs: object) -> None:
+        """Before the forward of a model that is not attached itself. See [Note: inputs]."""
         if not torch.compiler.is_compiling():
             self.session_of((args, kwargs))
 
-    def _served(self, session: ContextParallel) -> dict[str, Served]:
-        return {name: session._serve(name) for name in self._names}
+    def _handlers_of(self, session: ContextParallel) -> dict[str, Handler]:
+        return {name: session.sdpa(mask=name).handler for name in self._names}
 
     def _session_here(self) -> ContextParallel:
         """The session in use; in a region's second run, that of the first.
@@ -161,7 +164,7 @@ class Attachment:
         Outermost first: what first runs inside a second run does so with the session of that.
         """
         session = self.session
-        for region in reversed(replays.regions()):
+        for region in reversed(checkpoint_regions.regions()):
             if region.name is None:
                 continue
             if not region.again:
@@ -182,12 +185,12 @@ class Attachment:
             module: _wrap(module, Attached(self, module, self._around if module is self._model else None))
             for module in self._masks
         }
-        self._entry = None
+        self._hook = None
         if self._model not in self._masks:
-            self._entry = self._model.register_forward_pre_hook(self._enter, with_kwargs=True)
-        seen.watch()  # for as long as it is attached: torch.compile follows a block without entering it
-        opening.watch()
-        self._watching = finalize(self, _unwatch)
+            self._hook = self._model.register_forward_pre_hook(self._enter, with_kwargs=True)
+        flex_dispatch.install()  # for as long as it is attached: torch.compile follows a block without entering it
+        compiled_checkpoints.install()
+        self._installed = finalize(self, _uninstall)
         self.live = True
 
     def _end(self) -> None:
@@ -198,30 +201,31 @@ class Attachment:
                 )
         for module in self._wrapped:
             _unwrap(module)
-        if self._entry is not None:
-            self._entry.remove()
-        self._watching()
+        if self._hook is not None:
+            self._hook.remove()
+        self._installed()
         self.live, self._wrapped = False, {}
-        for region, session in regions_of(self._sessions):
-            self._first.setdefault(region, session)
-            if region not in self._told:
-                self._tell(region)
+        by_core = {session.core: session for session in self._sessions}
+        for region, core in regions_of(by_core):
+            self._first.setdefault(region, by_core[core])
+            if region not in self._notified:
+                self._notify(region)
 
-    def _tell(self, region: Any) -> None:
+    def _notify(self, region: object) -> None:
         """From here on the region runs again attached, or not at all. See [Note: after the end]."""
-        again = replays.rerun_of(region)
+        again = checkpoint_regions.rerun_of(region)
         if again is not None:
             setattr(region, again, functools.partial(self._run, getattr(region, again)))
         elif hasattr(region, "register_prehook"):  # the node of an autograd function
             region.register_prehook(self._refuse)
-        self._told.add(region)
+        self._notified.add(region)
 
-    def _run(self, again: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with self._anew():
+    def _run(self, again: Callable[..., object], *args: object, **kwargs: object) -> object:
+        with self._reattached():
             return again(*args, **kwargs)
 
     @contextmanager
-    def _anew(self) -> Iterator[None]:
+    def _reattached(self) -> Iterator[None]:
         """Attached again, for all threads of autograd that ask at once."""
         with self._lock:
             if not self._running:
@@ -242,9 +246,9 @@ class Attachment:
             raise AttentionError(f"a checkpointed region of a kind that is not known {LATE}; run backward before that")
 
 
-def _unwatch() -> None:
-    opening.unwatch()
-    seen.unwatch()
+def _uninstall() -> None:
+    compiled_checkpoints.uninstall()
+    flex_dispatch.uninstall()
 
 
 LATE = "runs backward after its attachment has ended"
@@ -292,18 +296,18 @@ def _chosen(
     if modules is None or isinstance(modules, Mapping):
         several = mask is None and len(session.masks) > 1
         if modules is None and several:
-            session._name(mask)  # raises: there is no telling which
-        rest = None if several else session._name(mask)
+            session.core.mask_name(mask)  # raises: there is no telling which
+        rest = None if several else session.core.mask_name(mask)
         return dict(_inherited(model, rest, _claimed(session, model, modules or {})))
     wanted = [modules] if isinstance(modules, nn.Module | str) else list(modules)
-    return dict.fromkeys(_found(model, wanted), session._name(mask))
+    return dict.fromkeys(_found(model, wanted), session.core.mask_name(mask))
 
 
 def _claimed(session: ContextParallel, model: nn.Module, patterns: Mapping[str, str]) -> dict[nn.Module, str]:
     """The outermost modules that each pattern fits, with the name of its mask; a plain name goes before a pattern."""
     by_kind: tuple[dict[nn.Module, str], dict[nn.Module, str]] = {}, {}
     for pattern, mask in patterns.items():
-        name, claims = session._name(mask), by_kind[not WILD.intersection(pattern)]
+        name, claims = session.core.mask_name(mask), by_kind[not WILD.intersection(pattern)]
         for module in _outermost(_found(model, [pattern])):
             if claims.setdefault(module, name) != name:
                 raise AttentionError(
@@ -386,7 +390,7 @@ OWN = "_attnspan"
 """The attribute in which a module keeps its `Attached`."""
 
 
-def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+def _forward(self: Any, *args: object, **kwargs: object) -> object:
     """The forward of every attached module. See [Note: one graph]."""
     compiling = torch.compiler.is_compiling()
     if not compiling:
@@ -399,7 +403,7 @@ def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     if compiling:
         session = attachment.session
         if own.is_entry:
-            args, kwargs = entered(session.sharding, (args, kwargs))
+            args, kwargs = checked_inputs(session.sharding, (args, kwargs))
     else:
         session = attachment.session_of((args, kwargs))
     with attachment.scope(own.name, session):
@@ -408,7 +412,7 @@ def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return theirs(*args, **kwargs)
 
 
-def _own_forward(module: nn.Module, own: Attached) -> Callable[..., Any]:
+def _own_forward(module: nn.Module, own: Attached) -> Callable[..., object]:
     """The forward that lay on a module when it was attached; on a shallow copy of it, bound to the copy."""
     theirs = own.theirs
     assert theirs is not None, "asked only where there is one"
@@ -418,7 +422,7 @@ def _own_forward(module: nn.Module, own: Attached) -> Callable[..., Any]:
 
 
 def _caller(module: nn.Module, frame: FrameType) -> nn.Module:
-    """For whom a module's forward is called: a shallow copy has the bound method of the original."""
+    """The module whose forward is called: a shallow copy has the bound method of the original."""
     _CALLER.hold()
     return _caller_in(module, frame)
 
@@ -440,9 +444,7 @@ def _wrap(module: nn.Module, own: Attached) -> object:
     first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
     try:  # Trainers read signatures
         named = inspect.signature(theirs)
-        ours.__signature__ = named.replace(  # type: ignore[attr-defined]
-            parameters=[first, *(each for each in named.parameters.values())]
-        )
+        vars(ours)["__signature__"] = named.replace(parameters=[first, *(each for each in named.parameters.values())])
     except ValueError:  # of a builtin, or with a first parameter that cannot follow another
         pass
     setattr(module, OWN, own)
@@ -457,8 +459,8 @@ def _unwrap(module: nn.Module) -> None:
         module.forward = own.theirs
 
 
-def _compare(session: ContextParallel, given: Any) -> None:
-    """Refuse shards of another batch, among what a module is given. See [Note: entry]."""
+def _compare(session: ContextParallel, given: object) -> None:
+    """Refuse shards of another batch, among what a module is given. See [Note: inputs]."""
     if isinstance(given, Tensor):
         session.sharding.check_batch(given)
     elif isinstance(given, Mapping):
@@ -472,7 +474,7 @@ def _compare(session: ContextParallel, given: Any) -> None:
 def _finds_caller() -> bool:
     """A shallow copy of a module is found as the caller of its original's bound method, and the original as its own."""
 
-    class Asked(nn.Module):
+    class Probed(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return x
 
@@ -482,7 +484,7 @@ def _finds_caller() -> bool:
         found.append(_caller_in(self, sys._getframe(1)))
         return x
 
-    original = Asked()
+    original = Probed()
     vars(original)["forward"] = MethodType(probe, original)
     other = copy.copy(original)
     for module in (original, other):

@@ -69,7 +69,7 @@ class Batch(Mapping[str, Any]):
     entry what became of it.
     """
 
-    entries: Mapping[str, Any] = field(repr=False)
+    entries: Mapping[str, object] = field(repr=False)
     session: ContextParallel
     done: Mapping[str, str]
 
@@ -85,14 +85,14 @@ class Batch(Mapping[str, Any]):
 
 def shard_batch(
     cp: ContextParallel,
-    batch: Mapping[str, Any],
+    batch: Mapping[str, object],
     *,
     shift_labels: bool,
     padding: Literal["refuse", "mask"],
     dims: Mapping[str, int | None],
 ) -> Batch:
     """See `ContextParallel.shard_batch`, and [Note: one batch]."""
-    if cp.alike.checked or cp.ranks == 1:
+    if cp.same_batch.checked or cp.ranks == 1:
         return _sharded(cp, batch, shift_labels, padding, dims)
     said: dict[str, Any] | ShardError
     try:
@@ -109,23 +109,23 @@ def shard_batch(
             "other data than rank 0: load by data-parallel rank, as in DistributedSampler(num_replicas=dp, "
             "rank=dp_rank), or on one rank with cp.shard_from"
         )
-    cp.alike.checked = True
+    cp.same_batch.checked = True
     return found
 
 
 @dataclass
-class Alike:
+class SameBatch:
     """Whether the ranks of a session were found to have the same batch. See [Note: one batch]."""
 
     checked: bool = False
 
 
-def _sums(batch: Mapping[str, Any]) -> dict[str, int]:
+def _sums(batch: Mapping[str, object]) -> dict[str, int]:
     """For every entry of whole numbers, a number that is hardly the same for others."""
-    return {name: _sum(value) for name, value in batch.items() if isinstance(value, Tensor) and _is_whole(value)}
+    return {name: _sum(value) for name, value in batch.items() if isinstance(value, Tensor) and _is_integral(value)}
 
 
-def _is_whole(value: Tensor) -> bool:
+def _is_integral(value: Tensor) -> bool:
     return not (value.is_floating_point() or value.is_complex())
 
 
@@ -141,7 +141,7 @@ def _sum(value: Tensor) -> int:
 
 def _sharded(
     cp: ContextParallel,
-    batch: Mapping[str, Any],
+    batch: Mapping[str, object],
     shift_labels: bool,
     padding: Literal["refuse", "mask"],
     dims: Mapping[str, int | None],
@@ -152,13 +152,14 @@ def _sharded(
     if unknown:
         raise ShardError(f"dims must name entries of the batch other than attention_mask, got {unknown[0]!r}")
     one_of("padding", padding, ["refuse", "mask"], error=ShardError)
-    given, done = dict(batch), {}
+    given: dict[str, Any] = dict(batch)
+    done: dict[str, str] = {}
     rows = _rows(cp, given, dims)
     if "attention_mask" in given:
         cp, done["attention_mask"] = _padded(cp, given.pop("attention_mask"), rows, padding)
     if shift_labels:
         given["shift_labels"] = _next(cp, given)
-    entries: dict[str, Any] = {}
+    entries: dict[str, object] = {}
     for name, value in given.items():
         dim = dims[name] if name in dims else _dim_of(cp, name, value, rows)
         entries[name] = value if dim is None else _cut(cp, name, value, dim)
@@ -174,7 +175,7 @@ def _sharded(
 # ---- one entry -------------------------------------------------------------------------------------------------------
 
 
-def _dim_of(cp: ContextParallel, name: str, value: Any, rows: int | None) -> int | None:
+def _dim_of(cp: ContextParallel, name: str, value: object, rows: int | None) -> int | None:
     """The dim of the sequence in an entry; None if it has none."""
     if name in TOLD_BY_MASK:
         raise ShardError(
@@ -217,13 +218,13 @@ def _cut(cp: ContextParallel, name: str, value: Tensor, dim: int) -> Tensor:
         raise ShardError(f"{name}: {refusal}") from None
 
 
-def _check_no_tensors(name: str, value: Any) -> None:
+def _check_no_tensors(name: str, value: object) -> None:
     inside = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
     if any(isinstance(each, Tensor | Mapping | list | tuple) for each in inside):
         raise ShardError(f"{name} holds things that may be tensors; give each its own name, or dims={{{name!r}: None}}")
 
 
-def _rows(cp: ContextParallel, batch: Mapping[str, Any], dims: Mapping[str, int | None]) -> int | None:
+def _rows(cp: ContextParallel, batch: Mapping[str, object], dims: Mapping[str, int | None]) -> int | None:
     """The batch rows, by the entries that are known to have them; None if none is."""
     named = {name: batch[name] for name in NAMED if name in batch and name not in dims and name != "position_ids"}
     counts = {name: len(value) for name, value in named.items() if isinstance(value, Tensor) and value.dim() > 1}
@@ -239,7 +240,7 @@ def _rows(cp: ContextParallel, batch: Mapping[str, Any], dims: Mapping[str, int 
 # ---- labels ----------------------------------------------------------------------------------------------------------
 
 
-def _next(cp: ContextParallel, batch: Mapping[str, Any]) -> Tensor:
+def _next(cp: ContextParallel, batch: Mapping[str, object]) -> Tensor:
     """Every position's label that of the next token of its document, on whole labels: nothing needs to travel."""
     labels = batch.get("labels")
     if "shift_labels" in batch or not isinstance(labels, Tensor):
@@ -259,7 +260,7 @@ def _next(cp: ContextParallel, batch: Mapping[str, Any]) -> Tensor:
 # ---- padding ---------------------------------------------------------------------------------------------------------
 
 
-def _padded(cp: ContextParallel, mask: Any, rows: int | None, padding: str) -> tuple[ContextParallel, str]:
+def _padded(cp: ContextParallel, mask: object, rows: int | None, padding: str) -> tuple[ContextParallel, str]:
     """The session in whose masks an attention_mask is contained, and why it can be dropped."""
     if mask is None:
         return cp, "dropped: none"
@@ -295,7 +296,7 @@ def _implied(cp: ContextParallel, lengths: Sequence[int]) -> bool:
     return True
 
 
-def _lengths(mask: Any, seq_len: int, rows: int | None) -> tuple[int, ...]:
+def _lengths(mask: object, seq_len: int, rows: int | None) -> tuple[int, ...]:
     """The tokens of every row, by an attention_mask that is ones and then zeros; anything else is refused."""
     if not isinstance(mask, Tensor):
         raise ShardError(f"attention_mask must be a tensor of (B, S) or None, got {type(mask).__name__}")

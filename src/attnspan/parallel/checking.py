@@ -34,14 +34,15 @@ from attnspan.attention.uses import Uses
 from attnspan.errors import AttentionError
 from attnspan.layouts import Contiguous, Layout
 from attnspan.parallel.attach import is_attached
-from attnspan.parallel.session import ContextParallel, Masks
+from attnspan.parallel.core import Masks
+from attnspan.parallel.session import ContextParallel
 from attnspan.plan import Plan, Strategy
 from attnspan.plan.drawing import table
 from attnspan.transports import Transport, consensus
 from attnspan.transports.group import Group
 from attnspan.transports.loopback import Loopback
 
-Forward = Callable[[nn.Module, Any, ContextParallel], Any]
+Forward = Callable[[nn.Module, Any, ContextParallel], object]
 """(model, whole batch, session) -> logits, loss, (loss, logits), or an object or a dict with `loss` or `logits`."""
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
@@ -111,7 +112,7 @@ class ModelCheck:
 
 def check_model(
     model: nn.Module,
-    batch: Any,
+    batch: object,
     *,
     mask: Masks,
     seq_len: int | None = None,
@@ -123,7 +124,7 @@ def check_model(
     tolerance: float | None = None,
     raises: bool = False,
 ) -> ModelCheck:
-    """Run a model on one device and context parallel, and compare loss, logits, gradients and every module.
+    """ModelRun a model on one device and context parallel, and compare loss, logits, gradients and every module.
 
     `batch` is whole, the same on every rank. `forward(model, batch, cp)` is one training step's forward as the script
     does it: shard the batch, run the model, return the loss, the logits or both; it runs with a session of one rank
@@ -140,7 +141,7 @@ def check_model(
     length = _length(batch) if seq_len is None else seq_len
     if any(is_attached(module) for module in model.modules()):
         raise AttentionError("check_model: the model is attached already, detach() it first; `forward` may attach it")
-    run = Run(model, batch, forward or _default, length, mask, _tolerance(model, tolerance))
+    run = ModelRun(model, batch, forward or _default, length, mask, _tolerance(model, tolerance))
 
     def on(group: Group) -> ModelCheck:
         session = ContextParallel(group, seq_len=length, mask=mask, layout=layout, strategy=strategy)
@@ -156,7 +157,7 @@ def check_model(
 # ---- one run -------------------------------------------------------------------------------------------------------
 
 
-class Passed(NamedTuple):
+class ModuleCall(NamedTuple):
     """What went into a module and came out of it, in one of its calls."""
 
     name: str
@@ -165,47 +166,47 @@ class Passed(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Trace:
+class RunTrace:
     """Everything that a run leaves to compare. Modules are in the order in which they returned."""
 
     loss: Tensor
     logits: Tensor | None
     gradients: dict[str, Tensor | None]
-    passed: list[Passed]
+    passed: list[ModuleCall]
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class ModelRun:
     """A model and a batch, to be run on one device and on ranks."""
 
     model: nn.Module
-    batch: Any
+    batch: object
     forward: Forward
     seq_len: int
     mask: Masks
     tolerance: float
 
-    def dense(self) -> Trace:
+    def dense(self) -> RunTrace:
         """On one device, with torch's own operations."""
         return Loopback(1, _device(self.model)).run(
             lambda world: self._trace(_one_device(world, self.seq_len, self.mask))
         )[0]
 
-    def beside(self, dense: Trace, session: ContextParallel) -> ModelCheck:
+    def beside(self, dense: RunTrace, session: ContextParallel) -> ModelCheck:
         """On the ranks of a session, compared with the dense run; the same on every rank."""
         ours = self._trace(session)
-        seen = Beside(session, self.tolerance)
-        errors = {"loss": seen.loss(ours.loss, dense.loss)}
+        beside = Comparison(session, self.tolerance)
+        errors = {"loss": beside.loss(ours.loss, dense.loss)}
         if ours.logits is not None and dense.logits is not None:
-            errors["logits"] = seen.error(ours.logits, dense.logits)
+            errors["logits"] = beside.error(ours.logits, dense.logits)
         errors |= _gradient_errors(ours.gradients, dense.gradients)
-        first = seen.first(ours.passed, dense.passed)
-        errors, first, alike = seen.agreed(errors, first, float(ours.loss))
+        first = beside.first(ours.passed, dense.passed)
+        errors, first, alike = beside.agreed(errors, first, float(ours.loss))
         calls = session.report().calls
         hints = _hints(errors, first, calls, self.tolerance, alike)
         return ModelCheck(session.ranks, self.tolerance, errors, calls, first, hints)
 
-    def _trace(self, session: ContextParallel) -> Trace:
+    def _trace(self, session: ContextParallel) -> RunTrace:
         model = copy.deepcopy(self.model).eval()
         model.zero_grad(set_to_none=True)
         with torch.enable_grad(), _watching(model) as passed:
@@ -213,16 +214,16 @@ class Run:
         loss.backward()
         session.average_gradients(model)
         gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
-        return Trace(loss.detach(), None if logits is None else logits.detach(), gradients, passed)
+        return RunTrace(loss.detach(), None if logits is None else logits.detach(), gradients, passed)
 
 
 @contextmanager
-def _watching(model: nn.Module) -> Iterator[list[Passed]]:
-    passed: list[Passed] = []
+def _watching(model: nn.Module) -> Iterator[list[ModuleCall]]:
+    passed: list[ModuleCall] = []
 
-    def returned(name: str) -> Any:
-        def hook(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            passed.append(Passed(name, _tensors((args, kwargs)), _tensors(output)))
+    def returned(name: str) -> object:
+        def hook(_: nn.Module, args: object, kwargs: object, output: object) -> None:
+            passed.append(ModuleCall(name, _tensors((args, kwargs)), _tensors(output)))
 
         return hook
 
@@ -237,11 +238,11 @@ def _watching(model: nn.Module) -> Iterator[list[Passed]]:
             handle.remove()
 
 
-def _tensors(tree: Any) -> list[Tensor]:
+def _tensors(tree: object) -> list[Tensor]:
     return [leaf.detach().clone() for leaf in tree_leaves(_opened(tree)) if isinstance(leaf, Tensor)]
 
 
-def _opened(tree: Any) -> Any:
+def _opened(tree: object) -> object:
     """Model outputs of transformers are mappings that pytree may not know."""
     return dict(tree) if isinstance(tree, Mapping) else tree
 
@@ -249,7 +250,7 @@ def _opened(tree: Any) -> Any:
 # ---- the forward that is run if none is given ----------------------------------------------------------------------
 
 
-def _default(model: nn.Module, batch: Any, cp: ContextParallel) -> Any:
+def _default(model: nn.Module, batch: object, cp: ContextParallel) -> object:
     parts = _sharded(batch, cp)
     labels = parts.pop("labels", None) if isinstance(parts, dict) else None
     with cp.attach(model):
@@ -265,7 +266,7 @@ def _default(model: nn.Module, batch: Any, cp: ContextParallel) -> Any:
     return cp.mean_loss(each.view_as(targets), targets != IGNORED), logits
 
 
-def _sharded(batch: Any, cp: ContextParallel) -> Any:
+def _sharded(batch: object, cp: ContextParallel) -> object:
     """A batch with each tensor cut along its first dim of `seq_len` tokens, but for the outermost if it has more."""
     if isinstance(batch, Mapping):
         return {name: _sharded(value, cp) for name, value in batch.items()}
@@ -277,7 +278,7 @@ def _sharded(batch: Any, cp: ContextParallel) -> Any:
     return cp.shard(batch, dim=dims[0]) if dims else batch
 
 
-def _positions(model: nn.Module, given: Mapping[str, Any], cp: ContextParallel) -> dict[str, Tensor]:
+def _positions(model: nn.Module, given: Mapping[str, object], cp: ContextParallel) -> dict[str, Tensor]:
     taken = inspect.signature(model.forward).parameters
     for name in ("position_ids", "positions"):
         if name in taken and name not in given:
@@ -286,7 +287,7 @@ def _positions(model: nn.Module, given: Mapping[str, Any], cp: ContextParallel) 
     return {}
 
 
-def _logits(out: Any) -> Tensor:
+def _logits(out: object) -> Tensor:
     found = _named(out, "logits")
     if found is None:
         found = out[0] if isinstance(out, list | tuple) else out
@@ -295,12 +296,12 @@ def _logits(out: Any) -> Tensor:
     return found
 
 
-def _named(out: Any, name: str) -> Any:
+def _named(out: object, name: str) -> Any:
     """What a model returned by a name, as an attribute or in a dict."""
     return out.get(name) if isinstance(out, Mapping) else getattr(out, name, None)
 
 
-def _loss_and_logits(out: Any, cp: ContextParallel) -> tuple[Tensor, Tensor | None]:
+def _loss_and_logits(out: object, cp: ContextParallel) -> tuple[Tensor, Tensor | None]:
     """What a forward returned; without a loss, the mean log-sum-exp is one: it has a gradient after a norm, too."""
     loss, logits = _named(out, "loss"), _named(out, "logits")
     if loss is None and isinstance(out, list | tuple) and isinstance(out[0], Tensor) and out[0].dim() == 0:
@@ -317,7 +318,7 @@ def _loss_and_logits(out: Any, cp: ContextParallel) -> tuple[Tensor, Tensor | No
 
 
 @dataclass
-class Dense:
+class DenseAttention:
     """Attention of one device by torch's matmul and softmax, in the place of an `Attention`."""
 
     plan: Plan
@@ -325,7 +326,7 @@ class Dense:
     uses: Uses = field(default_factory=Uses)
 
     @property
-    def call(self) -> Dense:
+    def call(self) -> DenseAttention:
         """Where uses are counted."""
         return self
 
@@ -334,7 +335,7 @@ class Dense:
         """The plan: there is but one."""
         return self.plan
 
-    def variant(self, *, scale: float | None = None, guard: object = None) -> Dense:
+    def variant(self, *, scale: float | None = None, guard: object = None) -> DenseAttention:
         """With another scale; a guard has nothing to guard here."""
         return replace(self, scale=self.scale if scale is None else scale)
 
@@ -370,17 +371,15 @@ class Dense:
 def _one_device(world: Transport, seq_len: int, mask: Masks) -> ContextParallel:
     """A session of one rank whose attention is dense."""
     session = ContextParallel(world, seq_len=seq_len, mask=mask, layout=Contiguous(1))
-    session._attends = {
-        name: Dense(attend.plan, session.options.scale)  # type: ignore[misc]  # it has all that is asked of one
-        for name, attend in session._attends.items()
-    }
+    for name, attend in session.attentions.named.items():
+        session.attentions.named[name] = DenseAttention(attend.plan, session.options.scale)  # type: ignore[assignment]
     return session
 
 
 # ---- comparing -----------------------------------------------------------------------------------------------------
 
 
-class Beside:
+class Comparison:
     """What a rank holds, beside the dense run's tensors."""
 
     def __init__(self, session: ContextParallel, tolerance: float):
@@ -411,19 +410,19 @@ class Beside:
                 return part if part.shape == ours.shape else None
         return None
 
-    def _taken(self, whole: Tensor, dim: int) -> Tensor:
+    def _taken(self, full: Tensor, dim: int) -> Tensor:
         """This rank's tokens of a tensor with batch rows in `dim` (or 0, if that has but one) and tokens in the next.
 
         Not `ContextParallel.shard`: that may ask the other ranks, who may have found a difference and gone on.
         """
-        positions = self.session.positions.to(whole.device)
+        positions = self.session.positions.to(full.device)
         if positions.dim() == 1:
-            return whole.index_select(dim + 1, positions)
-        batch = dim if whole.shape[dim] > 1 else 0
-        rows = [row.index_select(dim + 1, own) for row, own in zip(whole.split(1, batch), positions, strict=True)]
+            return full.index_select(dim + 1, positions)
+        batch = dim if full.shape[dim] > 1 else 0
+        rows = [row.index_select(dim + 1, own) for row, own in zip(full.split(1, batch), positions, strict=True)]
         return torch.cat(rows, batch)
 
-    def first(self, ours: list[Passed], dense: list[Passed]) -> Difference | None:
+    def first(self, ours: list[ModuleCall], dense: list[ModuleCall]) -> Difference | None:
         """Where the runs part: the first module to return something else although it was given the same."""
         names, expected = [each.name for each in ours], [each.name for each in dense]
         if names != expected:
@@ -445,7 +444,7 @@ class Beside:
                 agreeing.append(mine.name)
         return given_other  # the outermost: what it calls only passes it on
 
-    def _argument(self, ours: Passed, dense: Passed) -> str:
+    def _argument(self, ours: ModuleCall, dense: ModuleCall) -> str:
         """Which of its tensors differs."""
         wrong = [not self.error(x, y) <= self.tolerance for x, y in zip(ours.inputs, dense.inputs, strict=False)]
         return f"argument {wrong.index(True)}" if True in wrong else "number of arguments"
@@ -536,7 +535,7 @@ def _device(model: nn.Module) -> torch.device:
     return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
 
-def _length(batch: Any) -> int:
+def _length(batch: object) -> int:
     """The length of the sequence: dim 1 of the batch's first tensor."""
     for leaf in tree_leaves(_opened(batch)):
         if isinstance(leaf, Tensor) and leaf.dim() > 1:

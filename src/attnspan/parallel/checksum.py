@@ -54,12 +54,12 @@ def checksum(tensors: Iterable[Tensor]) -> int:
         for tensor in tensors:
             for part in plain_parts(tensor):
                 octets = _octets(part)
-                whole = 0
+                read = 0
                 if len(octets) >= SMALL:
-                    whole = len(octets) // (WIDTH * BLOCK) * (WIDTH * BLOCK)
-                    sums.setdefault(part.device, []).append(_sum(octets[:whole].view(torch.int64)))
-                if whole < len(octets):
-                    small.setdefault(part.device, []).append(octets[whole:])
+                    read = len(octets) // (WIDTH * BLOCK) * (WIDTH * BLOCK)
+                    sums.setdefault(part.device, []).append(_sum(octets[:read].view(torch.int64)))
+                if read < len(octets):
+                    small.setdefault(part.device, []).append(octets[read:])
         for device, row in small.items():
             sums.setdefault(device, []).append(_sum(_words(row)))
         totals = [_weighted(torch.stack(some)) for some in sums.values()]
@@ -88,21 +88,21 @@ class Weights:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._whole: list[Tensor] = []
+        self._replicated: list[Tensor] = []
         self._parts: list[Tensor] = []
         flat = any(getattr(module, "_is_fsdp_managed_module", False) for module in model.modules())
         for each in chain(model.parameters(), model.buffers()):  # those of FSDP1 are parts that look like wholes
-            (self._parts if flat or not _is_whole(each) else self._whole).append(each)
+            (self._parts if flat or not _is_replicated(each) else self._replicated).append(each)
 
     def __iter__(self) -> Iterator[Tensor]:
-        return chain(self._whole, self._parts)
+        return chain(self._replicated, self._parts)
 
     def content(self) -> Content:
         """Reads all of them."""
-        return Content(checksum(self._whole), checksum(self._parts))
+        return Content(checksum(self._replicated), checksum(self._parts))
 
 
-def _is_whole(tensor: Tensor) -> bool:
+def _is_replicated(tensor: Tensor) -> bool:
     """Not a DTensor or another tensor that wraps some, nor one of ZeRO-3's."""
     return not (is_traceable_wrapper_subclass(tensor) or hasattr(tensor, "to_local") or hasattr(tensor, "ds_id"))
 

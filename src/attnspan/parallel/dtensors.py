@@ -12,6 +12,7 @@ them: a layout that deals other numbers of tokens than DTensor's own chunks is r
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeGuard
 
 import torch
@@ -21,13 +22,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from attnspan.attention import Attention
 from attnspan.errors import AttentionError
+from attnspan.parallel.loss import shared
 from attnspan.transports.distributed import Distributed
 
 if TYPE_CHECKING:  # importing DTensor takes as long as all of this package: that is left to those who use it
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.placement_types import Placement
 
-    from attnspan.parallel.session import ContextParallel
+    from attnspan.parallel.core import Core
 
 PLAIN = (Tensor, torch.nn.Parameter)
 
@@ -36,35 +38,40 @@ SEQ = 2
 
 
 def carried(
-    session: ContextParallel,
+    core: Core,
     attend: Attention,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     sinks: Tensor | None = None,
-    captured: list[Tensor] | None = None,
+    captured: Sequence[Tensor] = (),
     *,
     lse: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """`attend` on local tensors, (out, lse); for DTensors they are DTensors too.
 
-    `captured` stands in for the tensors that its score_mod captured; `lse` tells whether lse is returned to the model.
+    `captured` are the tensors that its score_mod captures, `lse` whether lse is returned to the model. Sinks and
+    captured tensors are the same on every rank and get the sum of all ranks' gradients; each rank takes its part, see
+    [Note: averages] in loss.py.
     """
     tensors = (query, key, value)
-    plain = all(type(x) in PLAIN for x in tensors) or not any(is_dtensor(x) for x in tensors)
-    if not plain:
-        _check_all(session, tensors)
-    q, k, v = tensors if plain else (x.to_local() for x in tensors)  # type: ignore[attr-defined]
+    plain = all(type(x) in PLAIN for x in tensors)
+    sharded = [] if plain else [x for x in tensors if is_dtensor(x)]
+    if sharded:
+        _check_all(core, tensors, sharded)
+    q, k, v = [x.to_local() for x in sharded] if sharded else tensors
+    if sinks is not None:
+        sinks = shared(sinks, core.ranks)
     if captured:
-        out, sums = attend.with_captured(captured, q, k, v, sinks, lse)
+        parts = [shared(x, core.ranks) if x.requires_grad else x for x in captured]
+        out, sums = attend.with_captured(parts, q, k, v, sinks, lse)
     else:
         out, sums = attend.with_lse(q, k, v, sinks=sinks, returned=lse)
-    if plain:
+    if not sharded:
         return out, sums
-    mesh, placements, shape = query.device_mesh, query.placements, tuple(query.shape)  # type: ignore[attr-defined]
-    return as_dtensor(out, mesh, placements, (*shape[:3], value.shape[3])), as_dtensor(
-        sums, mesh, placements, shape[:3]
-    )
+    mesh, placements, shape = sharded[0].device_mesh, sharded[0].placements, tuple(query.shape)
+    shapes = (*shape[:3], value.shape[3]), shape[:3]
+    return as_dtensor(out, mesh, placements, shapes[0]), as_dtensor(sums, mesh, placements, shapes[1])
 
 
 def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
@@ -83,14 +90,14 @@ def is_split(tensor: Tensor) -> bool:
     )
 
 
-def _check_all(session: ContextParallel, tensors: tuple[Tensor, ...]) -> None:
-    if not all(is_dtensor(x) for x in tensors):
+def _check_all(core: Core, tensors: tuple[Tensor, ...], sharded: list[DTensor]) -> None:
+    if len(sharded) < len(tensors):
         kinds = ", ".join(type(x).__name__ for x in tensors)
         raise AttentionError(f"query, key and value must all be DTensors or all plain tensors, got {kinds}")
-    for name, x in zip(("query", "key", "value"), tensors, strict=True):
-        _check(session, name, x)
-    if len({(x.device_mesh, x.placements) for x in tensors}) > 1:  # type: ignore[attr-defined]
-        placed = ", ".join(str(x.placements) for x in tensors)  # type: ignore[attr-defined]
+    for name, x in zip(("query", "key", "value"), sharded, strict=True):
+        _check(core, name, x)
+    if len({(x.device_mesh, x.placements) for x in sharded}) > 1:
+        placed = ", ".join(str(x.placements) for x in sharded)
         raise AttentionError(f"query, key and value must have one mesh and the same placements, got {placed}")
 
 
@@ -102,11 +109,10 @@ def as_dtensor(local: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
 
 
-def _check(session: ContextParallel, name: str, tensor: Tensor) -> None:
+def _check(core: Core, name: str, tensor: DTensor) -> None:
     """Refuse a DTensor whose placements are not those of the session's shards."""
-    assert is_dtensor(tensor), "checked before"
     for axis, placement in enumerate(tensor.placements):
-        ours = is_ours(session, tensor.device_mesh, axis)
+        ours = is_ours(core, tensor.device_mesh, axis)
         if ours and not placement.is_shard(SEQ):
             raise AttentionError(f"{name} must be sharded on dim {SEQ} over the session's ranks, got {placement}")
         if not ours and not (placement.is_replicate() or placement.is_shard(0) or placement.is_shard(1)):
@@ -114,32 +120,32 @@ def _check(session: ContextParallel, name: str, tensor: Tensor) -> None:
                 f"{name} must be replicated, or sharded on batch or heads, over other mesh axes, got {placement} on "
                 f"axis {axis}"
             )
-    check_sizes(session)
+    check_sizes(core)
 
 
-def is_ours(session: ContextParallel, mesh: DeviceMesh, axis: int) -> bool:
+def is_ours(core: Core, mesh: DeviceMesh, axis: int) -> bool:
     """Whether the ranks along an axis of a mesh are the session's."""
-    transport = session.transport
+    transport = core.transport
     if not isinstance(transport, Distributed):
         raise AttentionError("DTensors need a process group; the session's ranks are virtual")
     return dist.get_process_group_ranks(mesh.get_group(axis)) == dist.get_process_group_ranks(transport.group)
 
 
-def check_sizes(session: ContextParallel) -> None:
+def check_sizes(core: Core) -> None:
     """Refuse a layout that deals other numbers of tokens than DTensor's chunks have. See [Note: order]."""
-    found = [session.sharding.tokens_on(rank) for rank in range(session.ranks)]
-    each = -(-session.seq_len // session.ranks)
-    chunks = [max(0, min(each, session.seq_len - rank * each)) for rank in range(session.ranks)]
+    found = [core.sharding.tokens_on(rank) for rank in range(core.ranks)]
+    each = -(-core.seq_len // core.ranks)
+    chunks = [max(0, min(each, core.seq_len - rank * each)) for rank in range(core.ranks)]
     if found != chunks:
         raise AttentionError(
-            f"a DTensor of {session.seq_len} tokens has {chunks} on its ranks, the session's layout {found}; use plain "
-            f"tensors, or a seq_len that is a multiple of {session.ranks} and a layout that deals tokens evenly"
+            f"a DTensor of {core.seq_len} tokens has {chunks} on its ranks, the session's layout {found}; use plain "
+            f"tensors, or a seq_len that is a multiple of {core.ranks} and a layout that deals tokens evenly"
         )
 
 
-def sequence_dim(session: ContextParallel, tensor: DTensor) -> int | None:
+def sequence_dim(core: Core, tensor: DTensor) -> int | None:
     """The dim that a DTensor is sharded on over the session's ranks; None if it is replicated there."""
     for axis, placement in enumerate(tensor.placements):
-        if is_ours(session, tensor.device_mesh, axis):
+        if is_ours(core, tensor.device_mesh, axis):
             return placement.dim if placement.is_shard() else None  # type: ignore[attr-defined]
     return None

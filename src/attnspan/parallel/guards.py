@@ -1,45 +1,83 @@
-"""Attention in checkpointed regions: the two rules of [Note: replays] in replays.py, for calls of a session."""
+"""Attention in checkpointed regions: the two rules of [Note: replays] in checkpoint_regions.py, by the way of entry.
+
+[Note: ways of entry] A call of attention comes in one of three ways::
+
+    eager     from eager code: both rules are checked before the call
+    inside    from compiled code that enters the block itself, whenever it runs: only the session has to be the same
+    around    from compiled code inside a block of eager code: both rules
+
+In compiled code the op checks them when it runs, since only then there is a stack to look at.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import TYPE_CHECKING
+import functools
+from collections.abc import Callable, Collection, Mapping
+from typing import TYPE_CHECKING, Literal
 from weakref import WeakKeyDictionary, WeakSet
 
+import torch
+
+from attnspan.attention import Attention
 from attnspan.errors import AttentionError
-from attnspan.parallel import replays
+from attnspan.parallel import checkpoint_regions
 
 if TYPE_CHECKING:
-    from attnspan.parallel.session import ContextParallel
+    from attnspan.parallel.core import Core
 
-_USED: WeakKeyDictionary[object, WeakSet[ContextParallel]] = WeakKeyDictionary()  # sessions of each region's first run
+Entry = Literal["eager", "inside", "around"]
+
+Guards = Mapping[Entry, Callable[[], None]]
+"""What is checked before a call, by its way of entry."""
+
+_USED: WeakKeyDictionary[object, WeakSet[Core]] = WeakKeyDictionary()  # of each region's first run
+
+
+def guards_of(core: Core) -> Guards:
+    """The checks of a session. See [Note: ways of entry]."""
+
+    def eager() -> None:
+        check_block(torch.is_grad_enabled())
+        check_session(core)
+
+    def around() -> None:
+        check_block()
+        check_session(core)
+
+    return {"eager": eager, "inside": functools.partial(check_session, core), "around": around}
+
+
+def guarded(attend: Attention, guards: Guards) -> dict[Entry, Attention]:
+    """An attention for each way of entry; in eager code the caller checks."""
+    inside, around = (attend.variant(guard=guards[entry]) for entry in ("inside", "around"))
+    return {"eager": attend, "inside": inside, "around": around}
 
 
 def check_block(keeping: bool = True) -> None:
     """Refuse a call in a region that would run again without its block."""
-    if replays.left_behind(keeping):
+    if checkpoint_regions.left_behind(keeping):
         raise AttentionError(
             "attention inside activation checkpointing would run again in backward without its `with cp.sdpa()`, on "
             "this rank's tokens alone; use cp.attach(model), or enter cp.sdpa() inside the checkpointed function"
         )
 
 
-def check_session(session: ContextParallel) -> None:
+def check_session(core: Core) -> None:
     """Refuse a second run of a checkpointed region with another session than the first."""
-    for region in replays.regions():
+    for region in checkpoint_regions.regions():
         if region.name is None:
             continue
         used = _USED.setdefault(region.name, WeakSet())
         if not region.again:
-            used.add(session)
-        elif session not in used:
+            used.add(core)
+        elif core not in used:
             raise AttentionError(
                 "a checkpointed region runs again with another session than the first time: run backward before "
                 "the next batch's session is used"
             )
 
 
-def regions_of(sessions: Collection[ContextParallel]) -> list[tuple[object, ContextParallel]]:
-    """The regions that are alive and in which one of these sessions attended, each with that session."""
+def regions_of(cores: Collection[Core]) -> list[tuple[object, Core]]:
+    """The regions that are alive and in which one of these sessions attended, each with that session's core."""
     alive = [(region, _USED.get(region)) for ref in _USED.keyrefs() if (region := ref()) is not None]
-    return [(region, used) for region, all_used in alive for used in all_used or () if used in sessions]
+    return [(region, used) for region, all_used in alive for used in all_used or () if used in cores]

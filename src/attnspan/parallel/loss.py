@@ -58,7 +58,7 @@ def mean_loss(
     `within` are the session's ranks, among those of `transport`.
     """
 
-    def share() -> Share:
+    def share() -> LocalSum:
         _check(per_token, transport)
         if not per_token.is_floating_point():
             raise ShardError(f"per_token must be floating point, got {dtype_name(per_token.dtype)}")
@@ -77,7 +77,7 @@ def mean_loss(
 def mean(values: Tensor, valid: Tensor | None, transport: Transport) -> Tensor:
     """The mean over the valid values of all ranks, without a gradient; NaN where no rank has any."""
 
-    def share() -> Share:
+    def share() -> LocalSum:
         _check(values, transport)
         found = _summed(values.detach(), valid)
         return found._replace(sum=found.sum.double())
@@ -89,7 +89,7 @@ def mean(values: Tensor, valid: Tensor | None, transport: Transport) -> Tensor:
 def total(values: Tensor, valid: Tensor | None, transport: Transport) -> Tensor:
     """The sum over the valid values of all ranks, without a gradient; that of whole numbers is whole."""
 
-    def share() -> Share:
+    def share() -> LocalSum:
         _check(values, transport)
         return _summed(values.detach(), valid)
 
@@ -115,7 +115,7 @@ class _Mean(torch.autograd.Function):
 # ---- what ranks bring ------------------------------------------------------------------------------------------------
 
 
-class Share(NamedTuple):
+class LocalSum(NamedTuple):
     """What one rank brings: the sum of its valid values, their number, and a count if one was given."""
 
     sum: Tensor  # float64, or int64 for whole numbers
@@ -123,14 +123,14 @@ class Share(NamedTuple):
     divisor: Tensor | None = None  # float64
 
 
-class Rows(NamedTuple):
+class RankSums(NamedTuple):
     """What all ranks brought, by rank."""
 
     sum: Tensor
     number: Tensor
 
 
-def _exchanged(kind: str, share: Callable[[], Share], transport: Transport) -> tuple[Share, Rows]:
+def _exchanged(kind: str, share: Callable[[], LocalSum], transport: Transport) -> tuple[LocalSum, RankSums]:
     """This rank's share and everybody's, or an error on all ranks. See [Note: one row each]."""
     wrong, own, row = None, None, torch.ones(3, dtype=torch.int64, device=transport.device)
     try:
@@ -157,10 +157,10 @@ def _exchanged(kind: str, share: Callable[[], Share], transport: Transport) -> t
         del wrong  # its traceback holds this frame, and whatever autograd holds would never be freed
     assert own is not None, "a rank that has none refuses, and so do all"
     sums = rows[:, 0]
-    return own, Rows(sums.view(torch.float64) if own.sum.is_floating_point() else sums, rows[:, 1])
+    return own, RankSums(sums.view(torch.float64) if own.sum.is_floating_point() else sums, rows[:, 1])
 
 
-def _row(share: Share) -> Tensor:
+def _row(share: LocalSum) -> Tensor:
     """See [Note: one row each]."""
     count = share.number if share.divisor is None else _bits(share.divisor)
     return torch.stack([_bits(share.sum.detach()), share.number, count])
@@ -202,14 +202,14 @@ def _check_counts(counts: list[float], number: int) -> None:
         )
 
 
-def _summed(values: Tensor, valid: Tensor | None) -> Share:
+def _summed(values: Tensor, valid: Tensor | None) -> LocalSum:
     """The sum of the valid values, and their number. What is not valid may be anything, NaN too.
 
     The sum of whole numbers is a whole number.
     """
     wide = torch.float64 if values.is_floating_point() else torch.int64
     if valid is None:
-        return Share(values.sum(dtype=wide), values.new_full((), values.numel(), dtype=torch.int64))
+        return LocalSum(values.sum(dtype=wide), values.new_full((), values.numel(), dtype=torch.int64))
     if not isinstance(valid, Tensor) or valid.dtype != torch.bool:
         said = dtype_name(valid.dtype) if isinstance(valid, Tensor) else type(valid).__name__
         raise ShardError(f"valid must be a bool tensor such as labels != -100, got {said}")
@@ -218,7 +218,7 @@ def _summed(values: Tensor, valid: Tensor | None) -> Share:
     if valid.device != values.device:
         raise ShardError(f"valid must be on {values.device} like the values, got {valid.device}")
     kept = torch.where(valid, values, values.new_zeros(()))
-    return Share(kept.sum(dtype=wide), valid.sum())
+    return LocalSum(kept.sum(dtype=wide), valid.sum())
 
 
 def _check(values: Tensor, transport: Transport) -> None:
@@ -255,9 +255,11 @@ def summed_over(count: Tensor, transport: Transport) -> Tensor:
 
 def _counted(count: Tensor | float, transport: Transport, within: Transport) -> Tensor:
     """A count of tokens, as a number on the device; refused unless it was taken over the ranks of `transport`."""
-    ranks: _Ranks | None = _SUMS.get(count) if isinstance(count, Tensor) else None
-    if ranks is not None and ranks.version != version_of(count):  # type: ignore[arg-type]  # only tensors have one
-        ranks = None
+    ranks: _Ranks | None = None
+    if isinstance(count, Tensor):
+        ranks = _SUMS.get(count)
+        if ranks is not None and ranks.version != version_of(count):
+            ranks = None
     if ranks is not None and not _same(ranks.transport, transport):
         raise ShardError(
             f"count must be taken over the ranks of the mean, {transport!r}, got a sum over {ranks.transport!r}; give "

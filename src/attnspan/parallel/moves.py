@@ -114,7 +114,7 @@ def _moved(transport: Transport, name: str | int, move: Callable[[], Pending]) -
     return operation.header
 
 
-class Moved(torch.autograd.Function):
+class MovedTokens(torch.autograd.Function):
     """Tokens sent by moves, `fill` where none lands; gradients go the way back."""
 
     @staticmethod
@@ -130,35 +130,35 @@ class Moved(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
         nothing = grads[0].new_zeros(())
-        return Moved.apply(grads[0], ctx.transport, ctx.moves.back, nothing, ctx.header), None, None, None, None
+        return MovedTokens.apply(grads[0], ctx.transport, ctx.moves.back, nothing, ctx.header), None, None, None, None
 
 
-class Gathered(torch.autograd.Function):
+class GatheredTokens(torch.autograd.Function):
     """Everybody's tokens, one rank after another; gradients are summed at their owner."""
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, transport: Transport, sizes: list[int], name: str | int) -> Tensor:
         ctx.transport, ctx.sizes = transport, sizes
-        whole = tokens.new_empty(sum(sizes), *tokens.shape[1:])
-        ctx.header = _moved(transport, name, lambda: transport.gather(tokens, whole.split(sizes), "shards"))
-        return whole
+        full = tokens.new_empty(sum(sizes), *tokens.shape[1:])
+        ctx.header = _moved(transport, name, lambda: transport.gather(tokens, full.split(sizes), "shards"))
+        return full
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return Summed.apply(grads[0], ctx.transport, ctx.sizes, ctx.header), None, None, None
+        return SummedTokens.apply(grads[0], ctx.transport, ctx.sizes, ctx.header), None, None, None
 
 
-class Summed(torch.autograd.Function):
+class SummedTokens(torch.autograd.Function):
     """Of tokens that every rank has a value for, the sum over ranks, each token at its owner."""
 
     @staticmethod
-    def forward(ctx: Any, whole: Tensor, transport: Transport, sizes: list[int], name: str | int) -> Tensor:
+    def forward(ctx: Any, full: Tensor, transport: Transport, sizes: list[int], name: str | int) -> Tensor:
         ctx.transport, ctx.sizes = transport, sizes
-        parts = whole.contiguous().split(sizes)
+        parts = full.contiguous().split(sizes)
         own = torch.empty_like(parts[transport.rank])
         ctx.header = _moved(transport, name, lambda: transport.reduce_scatter(parts, own, "gradients of shards"))
         return own
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return Gathered.apply(grads[0], ctx.transport, ctx.sizes, ctx.header), None, None, None
+        return GatheredTokens.apply(grads[0], ctx.transport, ctx.sizes, ctx.header), None, None, None

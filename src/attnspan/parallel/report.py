@@ -38,7 +38,7 @@ NOTHING = Bytes(0, 0)
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class ReportLine:
     """The use of one plan on tensors of one shape."""
 
     mask: str
@@ -78,7 +78,7 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True)
-class Past:
+class PastUses:
     """The uses of plans that are no longer known, added up: masks that were made anew for every step are many."""
 
     mask: str = ""
@@ -90,14 +90,14 @@ class Past:
     all_pairs: float = 0
     strategy = "-"
 
-    def settled(self, uses: Uses, rank: int, most: int) -> Past:
+    def settled(self, uses: Uses, rank: int, most: int) -> PastUses:
         """With the oldest of some uses, which are then forgotten there, so that they are at most so many."""
-        lines = [_line("", uses, use, rank) for use in list(_used(uses))[:-most]]
+        lines = [_line_of("", uses, use, rank) for use in list(_used(uses))[:-most]]
         for line in lines:
             for counted in (uses.forward, uses.replayed, uses.backward):
                 counted.pop((line.plan, line.shape), None)
-        every: list[Line | Past] = [self, *lines]
-        return Past(
+        every: list[ReportLine | PastUses] = [self, *lines]
+        return PastUses(
             self.mask,
             calls=sum(each.calls for each in every),
             replays=sum(each.replays for each in every),
@@ -114,7 +114,7 @@ class Report:
 
     rank: int
     ranks: int
-    lines: tuple[Line | Past, ...]
+    lines: tuple[ReportLine | PastUses, ...]
 
     @property
     def calls(self) -> int:
@@ -166,9 +166,11 @@ class Report:
         return "\n".join([title, table(head, lines)]) if lines else f"{title}: attention has not run"
 
 
-def report(rank: int, ranks: int, uses: Mapping[str, Uses], past: Past) -> Report:
+def report(rank: int, ranks: int, uses: Mapping[str, Uses], past: PastUses) -> Report:
     """The report of some uses, by the name of their mask."""
-    lines: list[Line | Past] = [_line(name, used, use, rank) for name, used in uses.items() for use in _used(used)]
+    lines: list[ReportLine | PastUses] = [
+        _line_of(name, used, use, rank) for name, used in uses.items() for use in _used(used)
+    ]
     return Report(rank, ranks, (*lines, past) if past.calls or past.replays or past.backwards else tuple(lines))
 
 
@@ -177,8 +179,8 @@ def _used(uses: Uses) -> Iterable[tuple[Plan, Shape]]:
     return [(plan, shape) for plan, shape in {**uses.forward, **uses.replayed, **uses.backward} if shape is not None]
 
 
-def _line(name: str, uses: Uses, use: tuple[Plan, Shape], rank: int) -> Line:
-    return Line(name, *use, rank, uses.forward[use], uses.replayed[use], uses.backward[use])
+def _line_of(name: str, uses: Uses, use: tuple[Plan, Shape], rank: int) -> ReportLine:
+    return ReportLine(name, *use, rank, uses.forward[use], uses.replayed[use], uses.backward[use])
 
 
 def check_used(found: Report, layers: int | Mapping[str, int], passes: int) -> None:

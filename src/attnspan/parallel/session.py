@@ -12,59 +12,44 @@
 [0, 1, 2, 7] [[1, 2, -100, -100]]
 [3, 4, 5, 6] [[4, 5, 6, 7]]
 
-A session holds no state that matters but what it is made of: another batch is another session (`with_mask`), several
+A session holds no state that matters but its core (core.py): another batch is another session (`with_mask`), several
 live at once. It changes nothing of torch's but the code of flex_attention, while a block or an attachment is open
-(seen.py). It counts what it is used for, as a witness (report.py).
+(flex_dispatch.py). It counts what it is used for, as a witness (report.py).
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, FlexKernelOptions
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, FlexKernelOptions
 
-from attnspan.attention import Attention
 from attnspan.attention.score import ScoreFunction
-from attnspan.errors import AttentionError, ShardError, one_of, whole
-from attnspan.layouts import Balanced, Layout
-from attnspan.layouts.balanced import fitting_chunk
+from attnspan.errors import AttentionError, ShardError, whole
+from attnspan.layouts import Layout
 from attnspan.masks import Full, Mask
-from attnspan.parallel import loss, seen
+from attnspan.parallel import flex_dispatch, loss
 from attnspan.parallel.attach import Attachment, Chosen, attach
-from attnspan.parallel.batch import Alike, Batch, shard_batch
-from attnspan.parallel.cross import Cross
+from attnspan.parallel.attentions import Attentions, BoundAttention
+from attnspan.parallel.batch import Batch, SameBatch, shard_batch
+from attnspan.parallel.core import Core, Masks, SessionOptions, named_masks
 from attnspan.parallel.documents import documents_of
 from attnspan.parallel.dtensors import carried
-from attnspan.parallel.flex import OTHERS, Flexed, Flexes, Prepared
+from attnspan.parallel.flex import flex_attention
+from attnspan.parallel.flex_args import FlexArgs, FlexResult
+from attnspan.parallel.handler import SessionHandler
 from attnspan.parallel.moves import Moves, shifted
-from attnspan.parallel.report import Report, check_used, report
-from attnspan.parallel.sdpa import FlexAlone, Scope, Served, served
-from attnspan.parallel.sharding import Sharding
+from attnspan.parallel.report import Report, check_used
+from attnspan.parallel.sdpa import Scope
 from attnspan.plan import Plan, Strategy
 from attnspan.transports import Transport
 from attnspan.transports.group import Group, transport_of
 
 MOST_KEPT = 64
 """How many sessions `with_mask` remembers."""
-
-Masks = Mask | Mapping[str, Mask]
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """How a session works, as asked for; another session of the family is made with the same."""
-
-    layout: Layout | str = "auto"
-    strategy: Strategy | str = "auto"
-    kernel: str = "auto"
-    scale: float | None = None
-    weights: Mapping[str, float] | None = None
 
 
 class ContextParallel:
@@ -87,41 +72,15 @@ class ContextParallel:
         scale: float | None = None,
         weights: Mapping[str, float] | None = None,
     ):
-        _check_axes(mesh)
-        self.mesh, self.transport = mesh, transport_of(mesh)
-        self.seq_len = whole("seq_len", seq_len, at_least=1, error=AttentionError)
-        self.masks = _named(mask)
-        self.options = Options(layout, strategy, kernel, scale, weights)
-        self.layout = self._laid_out(layout, weights)
-        self.sharding = Sharding(self.layout, self.seq_len, self.transport, self.masks)
-        self._family: OrderedDict[object, ContextParallel] = OrderedDict({self._key: self})
-        self.alike = Alike()
+        self.core = core = Core.of(mesh, seq_len, mask, SessionOptions(layout, strategy, kernel, scale, weights))
+        self.mesh, self.transport, self.seq_len, self.masks = core.mesh, core.transport, core.seq_len, core.masks
+        self.options, self.layout, self.sharding = core.options, core.layout, core.sharding
+        self.attentions = Attentions(core)
+        self.same_batch = SameBatch()
         self.layers: int | Mapping[str, int] | None = None  # that attend by it, where somebody has counted them
+        self._family: OrderedDict[object, ContextParallel] = OrderedDict({self._key: self})
         self._moves: dict[tuple[int, bool], Moves] = {}
-        self._attends = {name: self._attend(each) for name, each in self.masks.items()}
-        self._serves: dict[str, Served] = {}
-        self._flex = Flexes(self)
-
-    def _laid_out(self, layout: Layout | str, weights: Mapping[str, float] | None) -> Layout:
-        ranks, masks = self.transport.ranks, list(self.masks.values())
-        if isinstance(layout, Layout):
-            if layout.ranks != ranks:
-                raise AttentionError(f"layout must have the group's {ranks} ranks, got {layout!r}")
-            return layout
-        if layout != "auto":
-            raise AttentionError(f"layout must be 'auto' or a layout such as HeadTail(ranks={ranks}), got {layout!r}")
-        weighing = None if weights is None else [_weight(weights, name) for name in self.masks]
-        return Balanced(masks, ranks=ranks, weights=weighing, chunk=fitting_chunk(self.seq_len, ranks))
-
-    def _attend(self, mask: Mask, keys: ContextParallel | None = None) -> Attention:
-        strategy, auto = self.options.strategy, self.options.strategy == "auto"
-        mesh = self.mesh if isinstance(self.mesh, DeviceMesh) and self.mesh.ndim == 2 else None
-        if auto:
-            # A mesh of two axes says itself how many ranks exchange heads; otherwise tensors decide, when they come.
-            strategy, auto = (f"ulysses({mesh.shape[1]}) x needed", False) if mesh else ("needed", True)
-        lengths = (None, None) if keys is None else (keys.seq_len, keys.layout)
-        plan = Plan(mask, self.layout, self.seq_len, strategy, *lengths)
-        return Attention(plan, mesh or self.transport, kernel=self.options.kernel, scale=self.options.scale, auto=auto)
+        self._handlers: dict[str | None, SessionHandler] = {None: SessionHandler(self.attentions, None)}
 
     # ---- other sequences -----------------------------------------------------------------------------------------
 
@@ -132,22 +91,23 @@ class ContextParallel:
         `layout` keeps one, for this session and for those that come from it.
         """
         length = self.seq_len if seq_len is None else seq_len
-        options = {name: getattr(self.options, name) for name in Options.__slots__}
+        options = {name: getattr(self.options, name) for name in SessionOptions.__slots__}
         options["layout"] = self.options.layout if layout is None else layout
-        family, key = self._family, (tuple(_named(mask).items()), length, options["layout"])
+        family, key = self._family, (tuple(named_masks(mask).items()), length, options["layout"])
         if key not in family or not family[key]._is_current:  # an equal mask whose function has moved on
             family[key] = ContextParallel(self.mesh, seq_len=length, mask=mask, **options)
-            family[key]._family, family[key].alike = family, self.alike
+            family[key]._family, family[key].same_batch = family, self.same_batch
             if len(family) > MOST_KEPT:
                 family.popitem(last=False)
         family.move_to_end(key)
         return family[key]
 
-    def cross(self, keys: ContextParallel, mask: Mask | None = None) -> Cross:
+    def cross(self, keys: ContextParallel, mask: Mask | None = None, *, scale: float | None = None) -> BoundAttention:
         """Attention of this session's queries over the keys of another: `cross(q, k, v)` with a shard of each."""
         if keys.transport != self.transport:
             raise AttentionError("cross-attention needs queries and keys on the same ranks, got two groups")
-        return Cross(self._attend(Full() if mask is None else mask, keys), self.ranks)
+        attend = self.core.attention(Full() if mask is None else mask, keys.core)
+        return BoundAttention(self.core, attend if scale is None else attend.variant(scale=scale))
 
     # ---- what it is ----------------------------------------------------------------------------------------------
 
@@ -164,7 +124,7 @@ class ContextParallel:
     @property
     def mask(self) -> Mask:
         """The mask, if there is but one."""
-        return self.masks[self._name(None)]
+        return self.masks[self.core.mask_name(None)]
 
     @property
     def _is_current(self) -> bool:
@@ -181,7 +141,7 @@ class ContextParallel:
 
     def plan_of(self, mask: str) -> Plan:
         """The plan of a mask, by its name."""
-        return self._attends[self._name(mask)].call.latest
+        return self.attentions.named[self.core.mask_name(mask)].call.latest
 
     @property
     def positions(self) -> Tensor:
@@ -209,13 +169,11 @@ class ContextParallel:
         `mask` names one of the session's masks, if it has several. With `return_lse`, on all ranks or on none, also the
         log-sum-exp of every row, (B, H, S), which may be in the loss of any of them.
         """
-        attend = self._attends[self._name(mask)]
+        attend = self.attentions.named[self.core.mask_name(mask)]
         if not torch.compiler.is_compiling():  # what is computed from a shard bears no mark: only the plainest mistake
             for tensor in (query, key, value):
                 self.sharding.check_mark(tensor)
-        if sinks is not None:
-            sinks = loss.shared(sinks, self.ranks)
-        out, lse = carried(self, attend, query, key, value, sinks, lse=return_lse)
+        out, lse = carried(self.core, attend, query, key, value, sinks, lse=return_lse)
         return (out, lse) if return_lse else out
 
     def flex_attention(
@@ -224,35 +182,38 @@ class ContextParallel:
         key: Tensor,
         value: Tensor,
         score_mod: ScoreFunction | None = None,
-        block_mask: BlockMask | Mask | Prepared | str | None = None,
+        block_mask: BlockMask | Mask | BoundAttention | str | None = None,
         scale: float | None = None,
         enable_gqa: bool = False,
         return_lse: bool = False,
         kernel_options: FlexKernelOptions | None = None,
         *,
         return_aux: AuxRequest | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
+    ) -> FlexResult:
         """torch's flex_attention on shards: this rank's queries over the keys of all ranks (flex.py).
 
-        `block_mask` is the BlockMask of the whole sequence, a mask, the name of one of the session's, or what `prepare`
-        made. None attends to everything, as in torch, and is refused where the session's mask does not. score_mod and
-        mask_mod see global positions; tensors that a score_mod captures get gradients, to be averaged like others.
+        `block_mask` is the BlockMask of the whole sequence, a mask, the name of one of the session's, or a result of
+        `attention_for`. None attends to everything, as in torch, and is refused where the session's mask does not.
+        score_mod and mask_mod see global positions; tensors that a score_mod captures get gradients, to be averaged
+        like others.
         """
         rest = (score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options, return_aux)
-        return self._flex(Flexed(query, key, value, *rest))
+        return flex_attention(self.attentions, FlexArgs(query, key, value, *rest))
 
-    def prepare(
+    def attention_for(
         self,
-        block_mask: BlockMask | Mask | str | None = None,
+        mask: str | Mask | BlockMask | None = None,
         *,
-        score_mod: ScoreFunction | None = None,
         scale: float | None = None,
-    ) -> Prepared:
-        """A mask and a score_mod made ready for torch.compile: give it to flex_attention as `block_mask`, or call it.
+        score_mod: ScoreFunction | None = None,
+    ) -> BoundAttention:
+        """Attention under a mask, a scale and a score_mod, made once and called with shards: `attend(q, k, v)`.
 
-        Made outside and used inside; another one does not compile anew.
+        `mask` is a mask, the BlockMask of the whole sequence, or the name of one of the session's; None is its only
+        one. Made outside of torch.compile and used inside, also as the `block_mask` of flex_attention; another one does
+        not recompile.
         """
-        return self._flex.prepare(block_mask, score_mod, scale)
+        return self.attentions.attention_for(mask, scale, score_mod)
 
     def sdpa(self, *, mask: str | None = None) -> Scope:
         """A block for ``with``: F.scaled_dot_product_attention inside is this session's, in this thread (sdpa.py).
@@ -260,14 +221,14 @@ class ContextParallel:
         So is flex_attention, see `flex`. `mask` names one of the session's masks, if it has several. Activation
         checkpointing needs `attach`.
         """
-        return Scope(self._serve(self._name(mask)))
+        return Scope(self._handler(self.core.mask_name(mask)))
 
     def flex(self, *, mask: str | None = None) -> Scope:
         """A block for ``with``: torch's flex_attention inside is this session's, in this thread, as `flex_attention`.
 
         SDPA is served too; `mask` names one of the session's masks for it, if it has several.
         """
-        return Scope(FlexAlone(self)) if mask is None and len(self.masks) > 1 else self.sdpa(mask=mask)
+        return Scope(self._handlers[None]) if mask is None and len(self.masks) > 1 else self.sdpa(mask=mask)
 
     def attach(self, model: nn.Module, modules: Chosen | None = None, *, mask: str | None = None) -> Attachment:
         """Run the forward of a model's modules inside `sdpa`, when checkpointing runs them again too (attach.py).
@@ -277,28 +238,23 @@ class ContextParallel:
         """
         return attach(self, model, modules, mask)
 
-    def _serve(self, name: str) -> Served:
-        return served(self._serves, self, name)
-
-    def _name(self, mask: str | None) -> str:
-        if mask is None and len(self.masks) == 1:
-            return next(iter(self.masks))
-        if mask is None:
-            raise AttentionError(f"mask must name one of the session's masks, {' or '.join(map(repr, self.masks))}")
-        return one_of("mask", mask, self.masks, error=AttentionError)
+    def _handler(self, name: str) -> SessionHandler:
+        """What a block under a mask hands calls to; made once, in eager code."""
+        if name not in self._handlers:
+            if torch.compiler.is_compiling():
+                raise AttentionError("under torch.compile, call cp.sdpa() once outside before it is used inside")
+            self._handlers[name] = SessionHandler(self.attentions, name)
+        return self._handlers[name]
 
     # ---- what it was used for ------------------------------------------------------------------------------------
 
     def report(self) -> Report:
         """Calls, bytes and work of this session on this rank since it was made, or last reset."""
-        uses = {name: each.call.uses for name, each in self._attends.items()}
-        return report(self.rank, self.ranks, {**uses, OTHERS: self._flex.uses}, self._flex.past)
+        return self.attentions.report()
 
     def reset(self) -> None:
-        """Start counting anew."""
-        for each in self._attends.values():
-            each.call.uses.clear()
-        self._flex.reset()
+        """Start counting again."""
+        self.attentions.reset()
 
     def assert_used(self, layers: int | Mapping[str, int] | None = None, *, passes: int = 1) -> None:
         """Raise unless attention ran once in each of `layers`, in each of `passes` forward passes since the last reset.
@@ -312,7 +268,7 @@ class ContextParallel:
 
     # ---- tensors along the sequence ------------------------------------------------------------------------------
 
-    def shard(self, tensor: Any, dim: int = 1, *, batch_dim: int = 0) -> Any:
+    def shard(self, tensor: object, dim: int = 1, *, batch_dim: int = 0) -> Any:
         """This rank's tokens of a whole tensor, or of each in dicts and lists. Differentiable, out of place.
 
         Of a BlockMask, or a mask, it is the BlockMask of this rank's queries in their order, against all keys in the
@@ -320,14 +276,14 @@ class ContextParallel:
         """
         return _each(lambda x: self._shard(x, dim, batch_dim), tensor)
 
-    def _shard(self, whole: Any, dim: int, batch_dim: int) -> Any:
-        if isinstance(whole, BlockMask | Mask):
-            return self._flex.shard(whole)
-        return self.sharding.shard(whole, dim, batch_dim)
+    def _shard(self, given: Tensor | BlockMask | Mask, dim: int, batch_dim: int) -> object:
+        if isinstance(given, BlockMask | Mask):
+            return self.attentions.shard(given)
+        return self.sharding.shard(given, dim, batch_dim)
 
     def shard_batch(
         self,
-        batch: Mapping[str, Any],
+        batch: Mapping[str, object],
         *,
         shift_labels: bool = False,
         padding: Literal["refuse", "mask"] = "refuse",
@@ -342,11 +298,13 @@ class ContextParallel:
         """
         return shard_batch(self, batch, shift_labels=shift_labels, padding=padding, dims=dims or {})
 
-    def unshard(self, tensor: Any, dim: int = 1, *, batch_dim: int = 0) -> Any:
+    def unshard(self, tensor: object, dim: int = 1, *, batch_dim: int = 0) -> Any:
         """The whole tensor on every rank, from everybody's shard. Differentiable: see [Note: gradients]."""
         return _each(lambda x: self.sharding.unshard(x, dim, batch_dim), tensor)
 
-    def shard_from(self, tensor: Any, dim: int = 1, *, batch_dim: int = 0, source: int = 0) -> Any:
+    def shard_from(
+        self, tensor: Mapping[str, Tensor] | Tensor | None, dim: int = 1, *, batch_dim: int = 0, source: int = 0
+    ) -> Any:
         """This rank's tokens of a tensor, or of a dict of them, that only rank `source` has; the others give None.
 
         For data: no gradient flows.
@@ -431,7 +389,7 @@ class ContextParallel:
             )
         return over
 
-    def __deepcopy__(self, memo: Any) -> ContextParallel:
+    def __deepcopy__(self, memo: object) -> ContextParallel:
         return self  # a copy of a model that holds one is on the same ranks
 
     def __repr__(self) -> str:
@@ -439,41 +397,10 @@ class ContextParallel:
         return f"ContextParallel(rank {self.rank} of {self.ranks}, {self.seq_len} tokens, {masks}, {self.layout!r})"
 
 
-seen.run_eagerly(ContextParallel.flex_attention.__code__)
+flex_dispatch.run_eagerly(ContextParallel.flex_attention.__code__)
 
 
-def _named(mask: Masks) -> dict[str, Mask]:
-    """Masks by name; a single one has none."""
-    masks = {"": mask} if isinstance(mask, Mask) else dict(mask) if isinstance(mask, Mapping) else {}
-    if not masks or not all(isinstance(name, str) and isinstance(each, Mask) for name, each in masks.items()):
-        raise AttentionError(f"mask must be a mask such as Causal(), or a dict of them by name, got {mask!r}")
-    return masks
-
-
-def _weight(weights: Mapping[str, float], name: str) -> float:
-    if name not in weights:
-        raise AttentionError(f"weights must have one for each mask, got none for {name!r}")
-    return weights[name]
-
-
-def _check_axes(mesh: Group) -> None:
-    """Refuse a mesh whose axes are not for the sequence: data parallel ranks do not hold parts of one sequence."""
-    names = (isinstance(mesh, DeviceMesh) and mesh.mesh_dim_names) or ()
-    others = [name for name in names if name.split("_")[0] in OTHER_AXES]
-    if others:
-        good = [name for name in names if name not in others]
-        hint = f"mesh[{good[0]!r}]" if good else "an axis for the sequence, such as mesh['cp']"
-        raise AttentionError(f"mesh: axis {others[0]!r} does not split the sequence; pass {hint}")
-
-
-OTHER_AXES = {
-    *("dp", "ddp", "fsdp", "hsdp", "data", "batch", "replicate", "shard"),
-    *("tp", "pp", "ep", "tensor", "pipeline", "expert"),
-}
-"""Names, or first words of names, that mesh axes for other things have."""
-
-
-def _each(do: Callable[[Tensor], Tensor], tree: Any) -> Any:
+def _each(do: Callable[[Any], object], tree: object) -> Any:
     """Dicts, lists and tuples of tensors, each done."""
     if isinstance(tree, Mapping):
         return {key: _each(do, value) for key, value in tree.items()}

@@ -23,7 +23,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,9 +33,9 @@ from attnspan.dtypes import dtype_name
 from attnspan.errors import ShardError
 from attnspan.layouts import Layout
 from attnspan.masks import Mask
-from attnspan.parallel.entry import handle_of
+from attnspan.parallel.compiled_inputs import handle_of
 from attnspan.parallel.marks import Mark, mark_of, marked
-from attnspan.parallel.moves import Gathered, Moved, Moves
+from attnspan.parallel.moves import GatheredTokens, MovedTokens, Moves
 from attnspan.transports import Transport
 from attnspan.transports.consensus import digest, groups, heard
 from attnspan.transports.operations import under_way
@@ -57,7 +57,7 @@ class Sharding:
     """The global positions here, (rows, tokens), on the group's device. Not to be written to."""
 
     handle: Tensor = field(init=False, repr=False, compare=False)
-    """Stands for this in compiled code: see entry.py."""
+    """Stands for this in compiled code: see compiled_inputs.py."""
 
     _agreed: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
 
@@ -97,19 +97,19 @@ class Sharding:
 
     def shard(self, tensor: Tensor, dim: int, batch_dim: int = 0) -> Tensor:
         """This rank's part of a tensor that is whole here."""
-        at = self._in_whole(tensor, dim, batch_dim)
+        at = self._in_full(tensor, dim, batch_dim)
         return marked(_as(tensor.dtype, at.take(_plain(tensor), self.own)), self.mark)
 
     def shard_on(self, rank: int, tensor: Tensor, dim: int, batch_dim: int = 0) -> Tensor:
         """A rank's part of a tensor that is whole here, to compare with: it is not to be attended to on this one."""
-        at = self._in_whole(tensor, dim, batch_dim)
+        at = self._in_full(tensor, dim, batch_dim)
         return _as(tensor.dtype, at.take(_plain(tensor), self._on(rank).to(tensor.device)))
 
     def unshard(self, tensor: Tensor, dim: int, batch_dim: int = 0) -> Tensor:
         """The whole tensor, from everybody's part."""
         check_untransformed("unshard", tensor, error=ShardError)
         at, name = self._together("unshard", tensor, lambda: self._in_shard(tensor, dim, batch_dim, self.rows))
-        gathered: Tensor = Gathered.apply(_plain(tensor).movedim(at.seq, 0), self.transport, self.sizes, name)
+        gathered: Tensor = GatheredTokens.apply(_plain(tensor).movedim(at.seq, 0), self.transport, self.sizes, name)
         with torch.device("cpu"):  # whatever the default is
             back = torch.stack([self.layout.inverse(self.seq_len, row) for row in range(self.rows)])
         return _as(tensor.dtype, at.take(gathered.movedim(0, at.seq), back.to(tensor.device)))
@@ -125,43 +125,45 @@ class Sharding:
 
         at, name = self._together(f"shift by {moves.name}", tensor, look)
         nothing = _plain(torch.full((), fill, dtype=tensor.dtype, device=tensor.device))
-        moved: Tensor = Moved.apply(at.outermost(_plain(tensor)), self.transport, moves, nothing, name)
+        moved: Tensor = MovedTokens.apply(at.outermost(_plain(tensor)), self.transport, moves, nothing, name)
         return marked(_as(tensor.dtype, at.innermost(moved, moves.rows)), self.mark)
 
-    def shard_from(self, tree: Any, dim: int, batch_dim: int, source: int) -> Any:
+    def shard_from(
+        self, tree: Mapping[str, Tensor] | Tensor | None, dim: int, batch_dim: int, source: int
+    ) -> Tensor | dict[str, Tensor]:
         """This rank's part of a tensor, or of a dict of them, that only rank `source` has. No gradient flows."""
         given = tree if isinstance(tree, Mapping) else {} if tree is None else {"": tree}
-        said: tuple[int, list[Any]] | ShardError
+        said: tuple[int, list[tuple[object, ...]]] | ShardError
         try:
-            said = source, self._tell(given, dim, batch_dim, source)
+            said = source, self._described_all(given, dim, batch_dim, source)
         except ShardError as refusal:
             said = refusal
         sources, every = zip(*heard(self.transport, said, "the shape of a batch"), strict=True)
         if len(set(sources)) > 1:
             raise ShardError(f"source must be the same on every rank, got {list(sources)}, by rank")
-        parts = {name: self._handed(given.get(name), Told(*each), source) for name, *each in every[source]}
+        parts = {name: self._handed(given.get(name), TensorMeta(*each), source) for name, *each in every[source]}
         return parts[""] if list(parts) == [""] else parts
 
-    def _tell(self, given: Mapping[str, Any], dim: int, batch_dim: int, source: int) -> list[Any]:
-        """The `Told` of every tensor that the source has, by name."""
+    def _described_all(self, given: Mapping[str, Tensor], dim: int, batch_dim: int, source: int) -> list[tuple[object, ...]]:
+        """The `TensorMeta` of every tensor that the source has, by name."""
         if bool(given) != (self.transport.rank == source):
             raise ShardError(f"tensor must be given on rank {source} and be None on all others")
         if not all(isinstance(name, str) for name in given):
             raise ShardError(f"tensors must have names that are text, got {list(given)}")
-        dims = [self._in_whole(tensor, dim, batch_dim) for tensor in given.values()]
-        return [(name, *_told(given[name], at)) for name, at in zip(given, dims, strict=True)]
+        dims = [self._in_full(tensor, dim, batch_dim) for tensor in given.values()]
+        return [(name, *_meta_of(given[name], at)) for name, at in zip(given, dims, strict=True)]
 
-    def _handed(self, tensor: Tensor | None, told: Told, source: int) -> Tensor:
+    def _handed(self, tensor: Tensor | None, meta: TensorMeta, source: int) -> Tensor:
         """One tensor's parts, from the source to everyone."""
-        at = Dims(told.seq, told.batch)
-        dtype = getattr(torch, told.dtype)
-        own = _plain(torch.empty(self.tokens, *told.shape, dtype=dtype, device=self.transport.device))
+        at = Dims(meta.seq, meta.batch)
+        dtype = getattr(torch, meta.dtype)
+        own = _plain(torch.empty(self.tokens, *meta.shape, dtype=dtype, device=self.transport.device))
         sends = []
         if tensor is not None:
-            whole = _plain(tensor.detach())
+            full = _plain(tensor.detach())
             for rank in range(self.transport.ranks):
-                sends.append((rank, at.take(whole, self._on(rank).to(whole.device)).movedim(at.seq, 0)))
-        with under_way(self.transport, f"shard_from of {told} in layout {self._digest}"):
+                sends.append((rank, at.take(full, self._on(rank).to(full.device)).movedim(at.seq, 0)))
+        with under_way(self.transport, f"shard_from of {meta} in layout {self._digest}"):
             self.transport.exchange(sends, [(source, own)], "a batch").wait()
         return marked(_as(dtype, own.movedim(0, at.seq).contiguous()), self.mark)
 
@@ -195,7 +197,7 @@ class Sharding:
         shards = [self.layout.shards(self.seq_len, row) for row in range(self.rows)]
         return digest(self.seq_len, shards)
 
-    def _in_whole(self, tensor: Tensor, dim: int, batch_dim: int) -> Dims:
+    def _in_full(self, tensor: Tensor, dim: int, batch_dim: int) -> Dims:
         at = self._dims(tensor, dim, batch_dim, self.rows)
         if mark_of(tensor) is not None and self.transport.ranks > 1:
             raise ShardError(
@@ -212,10 +214,10 @@ class Sharding:
         at = self._dims(tensor, dim, batch_dim, rows)
         self.check_mark(tensor)
         if tensor.shape[at.seq] != self.tokens:
-            whole = "; this one is whole, and was never sharded" if tensor.shape[at.seq] == self.seq_len else ""
+            hint = "; this one is whole, and was never sharded" if tensor.shape[at.seq] == self.seq_len else ""
             raise ShardError(
                 f"tensor must be a shard, with this rank's {self.tokens} of {self.seq_len} tokens in dim {at.seq}, got "
-                f"shape {tuple(tensor.shape)}{whole}"
+                f"shape {tuple(tensor.shape)}{hint}"
             )
         return at
 
@@ -299,7 +301,7 @@ class Dims(NamedTuple):
         return tokens.unflatten(0, (rows, len(tokens) // rows)).movedim((0, 1), (self.batch, self.seq)).contiguous()
 
 
-class Told(NamedTuple):
+class TensorMeta(NamedTuple):
     """What others must know of a tensor: where its dims are, and all of its shape but the sequence."""
 
     seq: int
@@ -308,16 +310,16 @@ class Told(NamedTuple):
     shape: list[int]
 
 
-def _told(tensor: Tensor, at: Dims) -> Told:
+def _meta_of(tensor: Tensor, at: Dims) -> TensorMeta:
     shape = [size for dim, size in enumerate(tensor.shape) if dim != at.seq]
-    return Told(*at, dtype_name(tensor.dtype), shape)
+    return TensorMeta(*at, dtype_name(tensor.dtype), shape)
 
 
 def _described(tensor: Tensor, at: Dims) -> str:
     """A tensor by what all ranks' must have in common."""
-    told = _told(tensor, at)
+    meta = _meta_of(tensor, at)
     rows = "" if at.batch is None else f", batch rows in dim {at.batch}"
-    return f"{told.dtype} {told.shape} along dim {at.seq}{rows}"
+    return f"{meta.dtype} {meta.shape} along dim {at.seq}{rows}"
 
 
 def _equal_counts(layout: Layout, seq_len: int) -> list[int]:

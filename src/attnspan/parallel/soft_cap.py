@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +16,7 @@ from torch import Tensor
 def soft_cap(cap: float) -> Callable[..., Tensor]:
     """A score_mod that keeps scores between -cap and cap."""
 
-    def capped(score: Tensor, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Tensor:
+    def capped(score: Tensor, b: object, h: object, q_idx: object, kv_idx: object) -> Tensor:
         return cap * torch.tanh(score / cap)
 
     return capped

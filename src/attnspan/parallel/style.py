@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -32,7 +31,7 @@ class ContextParallelStyle(ParallelStyle):
         if not isinstance(session, ContextParallel):
             raise AttentionError(f"ContextParallelStyle needs a ContextParallel, got {type(session).__name__}")
         super().__init__()
-        self.session, self.mask = session, session._name(mask)
+        self.session, self.mask = session, session.core.mask_name(mask)
         self.attached: list[Attachment] = []
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -54,21 +53,23 @@ class ContextParallelStyle(ParallelStyle):
         return f"ContextParallelStyle({self.session!r}, mask={self.mask!r})"
 
 
-def _forward(session: ContextParallel, theirs: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def _forward(
+    session: ContextParallel, theirs: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
+) -> object:
     """A module's forward on local tensors."""
     sharded = [
-        x for x in tree_leaves((args, kwargs)) if isinstance(x, DTensor) and sequence_dim(session, x) is not None
+        x for x in tree_leaves((args, kwargs)) if isinstance(x, DTensor) and sequence_dim(session.core, x) is not None
     ]
     args, kwargs = tree_map_only(DTensor, functools.partial(_local, session), (args, kwargs))
     out = theirs(*args, **kwargs)
     if not sharded:
         return out
-    check_sizes(session)
+    check_sizes(session.core)
     return tree_map_only(Tensor, functools.partial(_like, sharded[0]), out)
 
 
 def _local(session: ContextParallel, tensor: DTensor) -> Tensor:
-    dim = sequence_dim(session, tensor)
+    dim = sequence_dim(session.core, tensor)
     if any(placement.is_partial() for placement in tensor.placements):
         raise AttentionError(f"a DTensor argument must be sharded or replicated, got {tensor.placements}")
     if dim is not None and tensor.shape[dim] != session.seq_len:

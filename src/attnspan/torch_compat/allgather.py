@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.library import CustomOpDef, infer_schema
 
 from attnspan.errors import AttentionError, ShardError
-from attnspan.parallel.moves import Gathered, Summed
+from attnspan.parallel.moves import GatheredTokens, SummedTokens
 from attnspan.torch_compat.ranks import ranks_of
 from attnspan.transports import Transport
 from attnspan.transports.consensus import heard
@@ -129,12 +129,14 @@ def _sizes(k: Tensor, v: Tensor, seq_dim: int, transport: Transport) -> list[int
 
 
 def _gathered(tensor: Tensor, dim: int, transport: Transport, sizes: list[int]) -> Tensor:
-    whole: Tensor = Gathered.apply(tensor.movedim(dim, 0), transport, sizes, f"flex_cp_allgather of {sizes}")
+    whole: Tensor = GatheredTokens.apply(tensor.movedim(dim, 0), transport, sizes, f"flex_cp_allgather of {sizes}")
     return _own(whole.movedim(0, dim), tensor)
 
 
 def _summed(tensor: Tensor, dim: int, transport: Transport, sizes: list[int]) -> Tensor:
-    own: Tensor = Summed.apply(tensor.movedim(dim, 0), transport, sizes, f"gradients of flex_cp_allgather of {sizes}")
+    own: Tensor = SummedTokens.apply(
+        tensor.movedim(dim, 0), transport, sizes, f"gradients of flex_cp_allgather of {sizes}"
+    )
     return _own(own.movedim(0, dim), tensor)
 
 

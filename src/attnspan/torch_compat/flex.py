@@ -1,9 +1,9 @@
 """torch's FlexAttention name: a rank's part of a BlockMask.
 
 torch gathers all keys and calls flex_attention on them with a BlockMask of this rank's queries; a score_mod then sees
-positions of the shard. Here such a BlockMask remembers what it is a part of (`Part`), and inside a styled module, or a
-context, flex_attention is the session's: the whole mask, global positions for the score_mod too, gradients on every
-device. Used by itself, it fits keys that `flex_cp_allgather` (allgather.py) gathered, as in torch.
+positions of the shard. Here such a BlockMask remembers what it is a part of (`WholeMask`), and inside a styled module
+or a context, flex_attention is the session's: the whole mask, global positions for the score_mod too, gradients on
+every device. Used by itself, it fits keys that `flex_cp_allgather` (allgather.py) gathered, as in torch.
 
 [Note: order of keys] They lie as the ranks hold them, one after another: the layout's order, not the sequence's.
 """
@@ -21,14 +21,15 @@ from attnspan.errors import AttentionError, ShardError, whole
 from attnspan.layouts import Layout
 from attnspan.layouts.run import Runs
 from attnspan.masks import Mask, MaskMod
-from attnspan.parallel.flex import check_filled, mask_of, only
+from attnspan.parallel.block_masks import mask_of, only
+from attnspan.parallel.flex_checks import check_filled
 from attnspan.plan import Plan
 from attnspan.plan.local_blocks import local_block_mask
 from attnspan.torch_compat.balancers import _LoadBalancer, layout_of
 from attnspan.torch_compat.errors import AttentionNotImplemented, ShardNotImplemented
 from attnspan.torch_compat.options import _cp_options
 from attnspan.torch_compat.ranks import Ranks, ranks_of
-from attnspan.torch_compat.sdpa import PART, Part
+from attnspan.torch_compat.sdpa import PART, WholeMask
 from attnspan.transports.group import Group
 
 BLOCK = 128
@@ -95,8 +96,7 @@ def part_of_mask(mask: Mask, ranks: Ranks, layout: Layout, size: Any) -> BlockMa
     device = ranks.transport.device
     parts = [local_block_mask(plan, session.rank, keys=keys, block_size=size, device=device) for keys in every]
     part = parts[0] if len(parts) == 1 else _joined(parts)
-    whole = session.prepare(mask)
-    setattr(part, PART, Part(session, whole.attend, None))
+    setattr(part, PART, WholeMask(session.core, session.attention_for(mask).attend, None))
     return part
 
 

@@ -32,11 +32,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from attnspan.errors import AttentionError, ShardError
 from attnspan.layouts import Contiguous, HeadTail, Layout
+from attnspan.parallel.handler import Handler
 from attnspan.parallel.sdpa import Scope
 from attnspan.parallel.session import ContextParallel
 from attnspan.torch_compat.errors import AttentionNotImplemented
 from attnspan.torch_compat.options import _cp_options
-from attnspan.torch_compat.sdpa import MASKS, Either, Later, Lifetime
+from attnspan.torch_compat.sdpa import MASKS, CausalOrFull, DeferredHandler, Lifetime
 from attnspan.transports import Transport
 from attnspan.transports.consensus import heard
 from attnspan.transports.group import Group, transport_of
@@ -64,7 +65,9 @@ class Ranks:
         self.entered: list[Order] = []  # of the contexts around
         self.balanced: tuple[bool, int] | None = None  # what the latest shard call says of later cuts, and when
         self.latest: Order | None = None  # what modules attend to: that of the context around, or of the shard call
-        self.served: Either | None = None  # of the latest order, if its length is known: torch.compile cannot ask
+        self.handler: CausalOrFull | None = (
+            None  # of the latest order, if its length is known: torch.compile cannot ask
+        )
         self.lifetimes: list[Lifetime] = []  # of the contexts that are entered
         self.cut: list[Tensor] = []  # buffers that are shards in place, and will be whole again
         self.contexts = 0  # that ended
@@ -91,7 +94,7 @@ class Ranks:
     def use(self, order: Order) -> None:
         """From here on modules attend to sequences in this order. The options are read."""
         self.latest = order
-        self.served = None if order.seq_len is None else self.either(order, _cp_options.strategy)
+        self.handler = None if order.seq_len is None else self.either(order, _cp_options.strategy)
 
     def cut_by_call(self, order: Order, balanced: bool) -> None:
         """`_context_parallel_shard` has cut sequences in this order."""
@@ -102,11 +105,11 @@ class Ranks:
     @contextmanager
     def ordered(self, order: Order) -> Iterator[None]:
         """Under this order, and then again under the one before; SDPA inside is context parallel."""
-        before = self.latest, self.served
+        before = self.latest, self.handler
         self.use(order)
         self._remember(order)
         self.entered.append(order)
-        scope = Scope(self._serving(order, guarded=True))
+        scope = Scope(self._handler(order, guarded=True))
         lifetime = Lifetime(scope)
         self.lifetimes.append(lifetime)
         try:
@@ -116,7 +119,7 @@ class Ranks:
             lifetime.over = True
             self.lifetimes.pop()
             self._remember(self.entered.pop())  # what is taken out of it is taken out by now
-            self.latest, self.served = before
+            self.latest, self.handler = before
 
     # ---- shards that come without a load balancer ------------------------------------------------------------------
 
@@ -174,13 +177,13 @@ class Ranks:
 
     def scope(self) -> Scope:
         """A block in which SDPA is context parallel, for sequences in the latest order."""
-        return Scope(self.served or self._serving(self.order))
+        return Scope(self.handler or self._handler(self.order))
 
-    def _serving(self, order: Order, guarded: bool = False) -> Any:
+    def _handler(self, order: Order, guarded: bool = False) -> Handler:
         strategy = _cp_options.strategy
         if order.seq_len is not None:
             return self.either(order, strategy, guarded)
-        return Later(lambda tokens: self.either(self._measured(order, tokens), strategy, guarded))
+        return DeferredHandler(lambda tokens: self.either(self._measured(order, tokens), strategy, guarded))
 
     def _measured(self, order: Order, tokens: int) -> Order:
         return Order(order.layout, self.length(order.layout, self.sizes(tokens)))
@@ -188,9 +191,9 @@ class Ranks:
     def _session(self, layout: Layout, seq_len: int, strategy: str = "gather") -> ContextParallel:
         return ContextParallel(self.transport, seq_len=seq_len, mask=MASKS, layout=layout, strategy=strategy)
 
-    def _either(self, order: Order, strategy: str, guarded: bool = False) -> Either:
+    def _either(self, order: Order, strategy: str, guarded: bool = False) -> CausalOrFull:
         assert order.seq_len is not None, "asked once the length is known"
-        return Either(self.session(order.layout, order.seq_len, strategy), self._guard if guarded else None)
+        return CausalOrFull(self.session(order.layout, order.seq_len, strategy), self._guard if guarded else None)
 
     def _guard(self) -> None:
         if self.lifetimes:  # a compiled backward pass may run the op again when there is none: it has all that it needs

@@ -24,148 +24,106 @@ from torch.distributed.tensor import DTensor
 from attnspan.attention import Attention
 from attnspan.errors import AttentionError
 from attnspan.masks import Causal, Full
-from attnspan.parallel.flex import Flexed, InBlock, Prepared
-from attnspan.parallel.replays import regions, rerun_of
-from attnspan.parallel.sdpa import Asked, Scope, Served, _rewired
+from attnspan.parallel.attentions import BoundAttention
+from attnspan.parallel.checkpoint_regions import regions, rerun_of
+from attnspan.parallel.core import Core
+from attnspan.parallel.flex_args import FlexArgs, FlexResult
+from attnspan.parallel.guards import Entry, Guards
+from attnspan.parallel.handler import Handler, SessionHandler
+from attnspan.parallel.sdpa import Scope
+from attnspan.parallel.sdpa_args import SdpaArgs
 from attnspan.parallel.session import ContextParallel
 from attnspan.torch_compat.errors import AttentionNotImplemented
 
 MASKS = {"causal": Causal(), "full": Full()}
 
 
-class Either(InBlock):
-    """Causal or full attention of a session, with the signatures of `Served`. flex_attention brings its mask."""
+class CausalOrFull(Handler):
+    """Causal or full attention of a session, as each call of SDPA says. flex_attention brings its mask.
 
-    name = None
+    `guard` is checked before each call, instead of what a session checks by itself.
+    """
 
     def __init__(self, session: ContextParallel, guard: Callable[[], None] | None = None):
-        self.session, self.guard = session, guard
-        self.causal, self.full = (
-            Called(session, name) if guard is None else Guarded(session, name, guard) for name in MASKS
-        )
-        self.heads_now, self.heads_inner, self.heads_outer = map(_rewired, (self.now, self.inner, self.outer))
+        guards: Guards | None = None if guard is None else {"eager": guard, "inside": guard, "around": guard}
+        self.core = session.core
+        self._causal, self._full = (CompatHandler(session.attentions, name, guards) for name in MASKS)
+        self._flex = SessionHandler(session.attentions, None, guards)
 
-    def now(self, *args: Any, **kwargs: Any) -> Tensor:
-        """In eager code."""
-        return (self.causal if Asked(*args, **kwargs).is_causal else self.full).now(*args, **kwargs)
+    def sdpa(self, entry: Entry, args: SdpaArgs) -> Tensor:
+        """SDPA under one of two masks."""
+        return (self._causal if args.is_causal else self._full).sdpa(entry, args)
 
-    def inner(self, *args: Any, **kwargs: Any) -> Tensor:
-        """In compiled code, with its block."""
-        return (self.causal if Asked(*args, **kwargs).is_causal else self.full).inner(*args, **kwargs)
-
-    def outer(self, *args: Any, **kwargs: Any) -> Tensor:
-        """In compiled code, inside a block of eager code."""
-        return (self.causal if Asked(*args, **kwargs).is_causal else self.full).outer(*args, **kwargs)
-
-    def _meant(self, asked: Flexed) -> Flexed:
+    def flex(self, entry: Entry, args: FlexArgs) -> FlexResult:
         """A BlockMask that was made for this rank stands for the whole one."""
-        part = getattr(asked.block_mask, PART, None)
-        if part is None:
-            return asked
-        if not torch.compiler.is_compiling():
-            part.check(self.session)
-        whole = part if torch.compiler.is_compiling() else part.mask
-        return asked._replace(block_mask=whole)
-
-    def _before(self) -> None:
-        if self.guard is None:
-            super()._before()
-        else:
-            self.guard()
+        whole: WholeMask | None = getattr(args.block_mask, PART, None)
+        if whole is not None:
+            if entry == "eager":
+                whole.check(self.core)
+            args = args._replace(block_mask=whole.mask if entry == "eager" else whole)
+        return self._flex.flex(entry, args)
 
 
-class Called(Served):
-    """Served, with torch's kinds of errors."""
+class CompatHandler(SessionHandler):
+    """A session's attention, with torch's kinds of errors."""
 
-    def _check(self, asked: Asked) -> None:
-        if asked.attn_mask is not None:
+    def check(self, args: SdpaArgs) -> None:
+        """Refuse what torch's names do not take."""
+        if args.attn_mask is not None:
             raise AttentionNotImplemented(
                 "attn_mask must be None: torch's names take causal and full attention alone; ContextParallel takes "
                 "masks as data, as in ContextParallel(mesh, seq_len=..., mask=Mask.from_dense(attn_mask))"
             )
-        query, key = asked[:2]
-        if asked.is_causal and query.dim() > 1 and key.dim() > 1 and query.shape[-2] != key.shape[-2]:
+        query, key = args[:2]
+        if args.is_causal and query.dim() > 1 and key.dim() > 1 and query.shape[-2] != key.shape[-2]:
             raise AttentionNotImplemented(
                 f"is_causal must be False where queries and keys are of different lengths, got {query.shape[-2]} and "
                 f"{key.shape[-2]} tokens here; other keys than the queries' are ContextParallel.cross"
             )
-        super()._check(asked)
+        super().check(args)
 
-    def _refuse(self, attend: Attention, asked: Asked, wrong: AttentionError) -> NoReturn:
+    def refuse(self, attend: Attention, args: SdpaArgs, wrong: AttentionError) -> NoReturn:
+        """Raise what is wrong, of its kind."""
         try:
-            super()._refuse(attend, asked, wrong)
+            super().refuse(attend, args, wrong)
         except AttentionError as told:  # to all ranks, who may have more to say
             raise type(wrong)(str(told)) from None
 
 
-class Guarded(Called):
-    """Served inside a context that also holds the backward pass. See [Note: backward inside]."""
+class DeferredHandler(Handler):
+    """`CausalOrFull`, of a sequence whose length is known once the first call comes."""
 
-    def __init__(self, session: ContextParallel, name: str, guard: Callable[[], None]):
-        self.guard = guard
-        super().__init__(session, name)
+    def __init__(self, ask: Callable[[int], CausalOrFull]):
+        self._ask = ask
+        self._known: CausalOrFull | None = None
 
-    def _before(self) -> None:
-        self.guard()
+    def sdpa(self, entry: Entry, args: SdpaArgs) -> Tensor:
+        """SDPA of the sequence."""
+        return self._handler(entry, args.query).sdpa(entry, args)
 
-    def _check_block(self) -> None:
-        self.guard()
+    def flex(self, entry: Entry, args: FlexArgs) -> FlexResult:
+        """flex_attention of the sequence."""
+        return self._handler(entry, args.query).flex(entry, args)
 
-    def _check_session(self) -> None:
-        self.guard()
-
-
-class Later:
-    """`Either`, of a sequence whose length is known once the first call comes."""
-
-    def __init__(self, ask: Callable[[int], Either]):
-        self.ask = ask
-        self.known: Either | None = None
-        self.heads_now, self.heads_inner, self.heads_outer = map(_rewired, (self.now, self.inner, self.outer))
-
-    def now(self, *args: Any, **kwargs: Any) -> Tensor:
-        """In eager code."""
-        if self.known is None:
-            self.known = self._asked(Asked(*args, **kwargs).query)
-        return self.known.now(*args, **kwargs)
-
-    def _asked(self, query: Tensor) -> Either:
-        local = query.to_local() if isinstance(query, DTensor) else query
-        return self.ask(local.shape[-2] if local.dim() > 1 else 0)
-
-    def inner(self, *args: Any, **kwargs: Any) -> Tensor:
-        """In compiled code."""
-        if self.known is None:
-            raise AttentionError("under torch.compile the length must be known: give context_parallel its buffers")
-        return self.known.inner(*args, **kwargs)
-
-    outer = inner
-
-    def flex_now(self, *args: Any, **kwargs: Any) -> Any:
-        """flex_attention in eager code."""
-        if self.known is None:
-            self.known = self._asked(Flexed(*args, **kwargs).query)
-        return self.known.flex_now(*args, **kwargs)
-
-    def flex_inner(self, *args: Any, **kwargs: Any) -> Any:
-        """flex_attention in compiled code."""
-        if self.known is None:
-            raise AttentionError("under torch.compile the length must be known: give context_parallel its buffers")
-        return self.known.flex_inner(*args, **kwargs)
-
-    flex_outer = flex_inner
+    def _handler(self, entry: Entry, query: Tensor) -> CausalOrFull:
+        if self._known is None:
+            if entry != "eager":
+                raise AttentionError("under torch.compile the length must be known: give context_parallel its buffers")
+            local = query.to_local() if isinstance(query, DTensor) else query
+            self._known = self._ask(local.shape[-2] if local.dim() > 1 else 0)
+        return self._known
 
 
 PART = "attnspan_part"
 """Where a BlockMask of this rank's rows keeps what it is a part of."""
 
 
-class Part(Prepared):
+class WholeMask(BoundAttention):
     """The whole mask of a BlockMask that was made for one rank."""
 
-    def check(self, session: ContextParallel) -> None:
+    def check(self, core: Core) -> None:
         """Refuse tensors that lie in another order."""
-        mine, theirs = self.session, session
+        mine, theirs = self.core, core
         if (mine.layout, mine.seq_len) != (theirs.layout, theirs.seq_len):
             raise AttentionError(
                 f"block_mask was made for {mine.seq_len} tokens in {mine.layout!r}, and {theirs.seq_len} lie in "

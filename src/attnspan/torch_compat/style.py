@@ -38,7 +38,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from attnspan.errors import AttentionError
-from attnspan.parallel import seen
+from attnspan.parallel import flex_dispatch
 from attnspan.torch_compat.allgather import flex_cp_allgather
 from attnspan.torch_compat.errors import AttentionAssertion, ShardAssertion
 from attnspan.torch_compat.ranks import Ranks, ranks_of
@@ -70,8 +70,8 @@ class _ContextParallel(ParallelStyle):
 
     def _apply(self, module: nn.Module, mesh: Group) -> nn.Module:
         if self.attention_type is self.AttentionType.FLEX:
-            seen.watch()  # for as long as there is such a module: torch.compile follows a block without entering it
-            finalize(module, seen.unwatch)
+            flex_dispatch.install()  # while there is such a module: torch.compile follows a block without entering it
+            finalize(module, flex_dispatch.uninstall)
         ours = functools.partial(_forward, ranks_of(mesh), module.forward)
         module.forward = functools.update_wrapper(ours, module.forward)
         return module

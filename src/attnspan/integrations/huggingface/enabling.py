@@ -25,7 +25,7 @@ public means of torch and transformers:
 model gets a copy; a model that was made from the same config is not touched.
 
 [Note: the pass of a region] Layers find their session in the latest pass of their model. A checkpointed layer runs
-again in backward, when there may have been another; it gets the pass of its first run (parallel/replays.py). If the
+again in backward, when there may have been another; it gets the pass of its first run (checkpoint_regions.py). If the
 model was disabled by then, it is enabled for as long as the region runs. Where the whole call is checkpointed, it is
 made again in backward, with a pass of its own, which layers then find and which counts for nothing.
 """
@@ -36,7 +36,7 @@ import functools
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from threading import RLock
 from typing import Any, Literal, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
@@ -68,7 +68,7 @@ from attnspan.integrations.huggingface.positions import counts_by_mask, to_be_to
 from attnspan.integrations.huggingface.sessions import Family
 from attnspan.integrations.huggingface.weights import check_same
 from attnspan.masks import Documents, Full, Mask
-from attnspan.parallel import ContextParallel, replays
+from attnspan.parallel import ContextParallel, checkpoint_regions
 from attnspan.parallel.eager import eagerly
 from attnspan.parallel.soft_cap import soft_cap
 from attnspan.transports.group import Group
@@ -188,7 +188,7 @@ class Enabled:
         vars(self.model).pop("generate", None)
         self.live, self._last = False, None
         for region in list(self._first):
-            again = replays.rerun_of(region)
+            again = checkpoint_regions.rerun_of(region)
             if again is not None:
                 setattr(region, again, functools.partial(self._run_again, getattr(region, again)))
 
@@ -290,8 +290,8 @@ class Enabled:
         """Before forward: a batch becomes shards."""
         if not self.live:
             raise ModelError("this is a copy of an enabled model that was disabled since; enable the copy itself")
-        enter = eagerly(self._enter) if torch.compiler.is_compiling() else self._enter
-        entered, given = enter(model, args, kwargs)
+        enter = eagerly(Enabled._enter) if torch.compiler.is_compiling() else Enabled._enter
+        entered, given = enter(self, model, args, kwargs)
         self._pass = entered
         if not entered.within:
             self._last = entered
@@ -339,7 +339,9 @@ class Enabled:
         if not self._compared:
             check_same(self.model, self.transport)
             self._compared = True
-        again = WeakSet(region.name for region in replays.regions() if region.again and region.name is not None)
+        again = WeakSet(
+            region.name for region in checkpoint_regions.regions() if region.again and region.name is not None
+        )
         entered = Pass(session, encoder, attends, _counted(attends), labels, count, last, again)
         return entered, {name: value for name, value in given.items() if self._is_taken(name)}
 
@@ -418,11 +420,10 @@ class Enabled:
         if kind.side == "cross":
             (keys, hidden), session = sides["encoder"], sides["decoder"][0].session
             mask = functools.reduce(lambda one, other: one & other, hidden) if hidden else Full()
-            cross = session.cross(keys.session, mask)
-            return replace(cross, attend=cross.attend.variant(scale=kind.scale))
+            return session.cross(keys.session, mask, scale=kind.scale)
         session, name = sides[kind.side][0].session, self._families[kind.side].name(kind.pattern)
         score_mod = None if kind.softcap is None else soft_cap(kind.softcap)
-        return session.prepare(name, score_mod=score_mod, scale=kind.scale)
+        return session.attention_for(name, scale=kind.scale, score_mod=score_mod)
 
     # ---- what a layer asks ---------------------------------------------------------------------------------------
 
@@ -434,7 +435,7 @@ class Enabled:
         found = self._pass
         if torch.compiler.is_compiling():
             return found  # type: ignore[return-value]
-        for region in reversed(replays.regions()):
+        for region in reversed(checkpoint_regions.regions()):
             if region.name is None:
                 continue
             if found is not None and region.name in found.within:

@@ -1,9 +1,9 @@
-"""The inputs of a model that is compiled whole, compared with the session in use when the code runs.
+"""The inputs of a compiled model, compared with the session in use when the code runs.
 
-Compiled code is followed once, with tensors that stand for others; which shard comes in, and of which batch, is known
-only when it runs. So the comparison is an op in the graph, on the tensors themselves and on a handle of the sharding
-(see [Note: handles] in attention/call.py). An op whose result nobody needs would be left out, so what goes on is a copy
-of the input: as much as the tokens of a batch, once in each pass.
+torch.compile traces a model once, with tensors that stand for others; which shard comes in, of which batch, is known
+only at run time. So the comparison is an op in the graph, on the tensors themselves and on a handle of the sharding
+(see [Note: handles] in attention/call.py). An op without a used result would be eliminated, so the model goes on with a
+copy of the input: the tokens of a batch, once in each pass.
 
 Knows nothing of modules.
 """
@@ -34,16 +34,16 @@ def handle_of(sharding: Sharding) -> Tensor:
         return torch.tensor(number, device="cpu")
 
 
-def entered(sharding: Sharding, given: Any) -> Any:
+def checked_inputs(sharding: Sharding, given: object) -> Any:
     """What a model is given, each tensor compared when the code runs. Followed by torch.compile."""
     if type(given) is Tensor:
         return compared(given, sharding.handle)
     if type(given) is tuple:
-        return tuple(entered(sharding, each) for each in given)
+        return tuple(checked_inputs(sharding, each) for each in given)
     if type(given) is list:
-        return [entered(sharding, each) for each in given]
+        return [checked_inputs(sharding, each) for each in given]
     if type(given) is dict:
-        return {name: entered(sharding, each) for name, each in given.items()}
+        return {name: checked_inputs(sharding, each) for name, each in given.items()}
     return given
 
 
@@ -61,7 +61,7 @@ def _(tensor: Tensor, handle: Tensor) -> Tensor:
     return torch.empty_like(tensor)
 
 
-def _back(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+def _back(ctx: object, grad: Tensor) -> tuple[Tensor, None]:
     return grad, None
 
 

@@ -1,32 +1,31 @@
-"""Activation checkpointing, seen from inside: which regions are running that will be, or are being, computed again.
+"""Activation checkpointing, seen from inside: the regions on the stack that will be, or are being, recomputed.
 
-A checkpointed region runs twice, the second time in backward. What surrounded it the first time, a ``with`` block or a
-session that has moved on to the next batch, may be gone by then, and attention would run on this rank's tokens alone,
-or under another batch's mask, without a word. Neither torch nor a model tells that a region is running, but the stack
-does::
+A checkpointed region runs twice, the second time in backward. What surrounded its first run, a ``with`` block or the
+session of that batch, may be gone by then. Attention would silently run on this rank's tokens alone, or under another
+batch's mask. Neither torch nor a model announces a region, but the stack shows it::
 
     reentrant        CheckpointFunction.forward, then CheckpointFunction.backward, both with one `ctx`
     non-reentrant    `checkpoint`, which holds a generator with a `_CheckpointFrame`, then `unpack_hook` with the same
     other people's   `forward` and `backward` of an autograd function, as the reentrant kind does it
 
-The object that both runs share is the region's name. [Note: replays] Two rules follow, kept by sdpa.py and attach.py:
+The object that both runs share is the region's name. [Note: replays] Two rules follow (guards.py, attach.py):
 
 * attention may run in a region only if it was made context parallel inside of it: the second run then does so too;
 * the second run must find the session that the first one used.
 
-All this is read from names that torch does not promise. Before it is first relied on, it is tried on a checkpoint of
-one element of each kind (`_sees`), and nothing goes on if that was not seen.
+All this is read from names that torch does not promise. Before they are first relied on, they are tried on a checkpoint
+of one element of each kind (`_sees`).
 
-Not seen: checkpointing by other people that works by saved-tensor hooks. Knows nothing of attention.
+Not detected: third-party checkpointing that works by saved-tensor hooks. Knows nothing of attention.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from os.path import dirname
-from types import FrameType
+from types import FrameType, GeneratorType
 from typing import Any, NamedTuple
 
 import torch
@@ -40,14 +39,14 @@ TORCH = dirname(torch.__file__)
 CHECKPOINTS = torch.utils.checkpoint.__file__
 
 
-class Region(NamedTuple):
+class CheckpointRegion(NamedTuple):
     """A checkpointed region on the stack: what names it (None: not known), and whether this is its second run."""
 
     name: object | None
     again: bool
 
 
-def regions(keeping: bool = True) -> list[Region]:
+def regions(keeping: bool = True) -> list[CheckpointRegion]:
     """The regions around the caller, innermost first.
 
     `keeping` is whether autograd records: without it, a non-reentrant region does not run again.
@@ -56,27 +55,27 @@ def regions(keeping: bool = True) -> list[Region]:
     return list(_regions(sys._getframe(1), keeping))
 
 
-def _regions(frame: FrameType | None, keeping: bool) -> Iterator[Region]:
+def _regions(frame: FrameType | None, keeping: bool) -> Iterator[CheckpointRegion]:
     while frame is not None:
         code = frame.f_code
         if code.co_filename == CHECKPOINTS:
             if code.co_name == "checkpoint" and "gen" in frame.f_locals and keeping:
-                yield Region(_held(frame.f_locals["gen"]), again=False)
+                yield CheckpointRegion(_held(frame.f_locals["gen"]), again=False)
             elif code.co_name == "unpack_hook":
-                yield Region(frame.f_locals.get("frame"), again=True)
+                yield CheckpointRegion(frame.f_locals.get("frame"), again=True)
         if code.co_name in ("forward", "backward") and not _torchs(code.co_filename):
             context = _context(frame)
             if context is not None and (code.co_name == "backward" or any(context.needs_input_grad)):
-                yield Region(context, again=code.co_name == "backward")
+                yield CheckpointRegion(context, again=code.co_name == "backward")
         frame = frame.f_back
 
 
-def rerun_of(region: Any) -> str | None:
+def rerun_of(region: object) -> str | None:
     """The attribute in which a region keeps the function that it runs again; None where that is not known."""
     return next((name for name in ("recompute_fn", "run_function") if callable(getattr(region, name, None))), None)
 
 
-def _held(generator: Any) -> object | None:
+def _held(generator: GeneratorType[object, object, object]) -> object | None:
     inside = generator.gi_frame
     return None if inside is None else inside.f_locals.get("new_frame")
 
@@ -130,12 +129,11 @@ class _Theirs(torch.autograd.Function):
     """Checkpointing as other people write it."""
 
     @staticmethod
-    def forward(ctx: Any, run: Any, x: Tensor) -> Tensor:
+    def forward(ctx: Any, run: Callable[..., Tensor], x: Tensor) -> Tensor:
         ctx.run = run
         ctx.save_for_backward(x)
         with torch.no_grad():
-            out: Tensor = run(x)
-        return out
+            return run(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
@@ -157,8 +155,8 @@ def _sees() -> bool:
     return all(_sees_both(kind, again=name != "theirs") for name, kind in kinds.items())
 
 
-def _sees_both(checkpointed: Any, again: bool) -> bool:
-    runs: list[list[Region]] = []
+def _sees_both(checkpointed: Callable[..., Tensor], again: bool) -> bool:
+    runs: list[list[CheckpointRegion]] = []
 
     def run(x: Tensor) -> Tensor:
         runs.append(list(_regions(sys._getframe(), keeping=True)))
@@ -175,7 +173,7 @@ def _sees_both(checkpointed: Any, again: bool) -> bool:
 
 SEEN = Assumption(
     "checkpointed regions are seen in both runs",
-    "parallel/replays.py",
+    "parallel/checkpoint_regions.py",
     "the file of `torch.utils.checkpoint`, local names in `checkpoint`, `unpack_hook`, `CheckpointFunction`, "
     "`_CheckpointFrame.recompute_fn`",
     _sees,

@@ -1,21 +1,19 @@
-"""torch's flex_attention, seen by the blocks in which attention is context parallel.
+"""Dispatch of torch's flex_attention to the blocks in which attention is context parallel.
 
-SDPA is a function of torch that hands itself to a mode (sdpa.py); flex_attention is plain Python that does not. By the
-time a mode sees anything of it, it has refused the BlockMask of a whole sequence, for queries that are a shard. So it
-is asked earlier: while a block is open, the function has other code, which looks for a block among this thread's modes
-and else goes on as before. Its name is irrelevant then: whoever imported it, under whatever name, or compiled it, holds
-the one function object.
+SDPA hands itself to torch function modes (sdpa.py); flex_attention is plain Python and does not. When a mode sees
+anything of it, it has refused the BlockMask of a whole sequence for queries that are a shard. So while a block is open,
+the function has other code, which looks for a block among the modes of its thread and otherwise runs torch's. There is
+one function object, under whatever name it was imported or compiled.
 
-[Note: other code] It is put in place by the first block or attachment and taken away by the last, of all threads. To a
-thread without a block it makes no difference but a look at an empty stack. torch.compile follows it, and guards on it,
-as on any code.
+[Note: other code] The first block or attachment of all threads puts it in place, the last one takes it away. In a
+thread without a block it costs a look at an empty stack. torch.compile follows it, and guards on it, as on any code.
 
-[Note: frames of our own] Where torch.compile gives up on a function of the user's, or breaks off at a call, it goes on
-to compile what is called there, function by function. Code of ours that stands between the user and torch sees all
-kinds of arguments, and would be compiled until the limit is hit. It is told to run such frames as they are; as part of
-a user's function they are followed as before.
+[Note: frames of our own] Where torch.compile gives up on a user's function, or breaks off at a call, it goes on to
+compile what is called there, function by function. Our code between the user and torch sees all kinds of arguments, and
+would be compiled until the recompilation limit is hit. Dynamo is told to run such frames as they are; as part of a
+user's function they are followed as before.
 
-What goes around it, the operator itself, is seen by the mode and refused. Knows nothing of sessions.
+The operator itself, called directly, is seen by the mode and refused. Knows nothing of sessions.
 """
 
 from __future__ import annotations
@@ -23,7 +21,6 @@ from __future__ import annotations
 import inspect
 from threading import RLock
 from types import CodeType, FunctionType
-from typing import Any
 
 import torch
 import torch.nn.attention.flex_attention as theirs
@@ -36,15 +33,15 @@ _LOCK = RLock()  # what is collected ends in whatever thread that happens
 _OPEN = [0]  # blocks and attachments, of all threads
 
 
-class Sees(TorchFunctionMode):
+class FlexMode(TorchFunctionMode):
     """A mode that flex_attention is handed to."""
 
-    def flex_attention(self, *args: Any, **kwargs: Any) -> Any:
+    def flex_attention(self, *args: object, **kwargs: object) -> object:
         """In place of torch's."""
         raise NotImplementedError
 
 
-def watch() -> None:
+def install() -> None:
     """A block or an attachment begins. See [Note: other code]."""
     with _LOCK:
         DISPATCHES.hold()
@@ -53,7 +50,7 @@ def watch() -> None:
             _FLEX.__code__ = _CODE
 
 
-def unwatch() -> None:
+def uninstall() -> None:
     """It ends."""
     with _LOCK:
         _OPEN[0] -= 1
@@ -61,29 +58,29 @@ def unwatch() -> None:
             _FLEX.__code__ = plain.__code__
 
 
-def dispatched(*args: Any, **kwargs: Any) -> Any:
+def dispatched(*args: object, **kwargs: object) -> object:
     """flex_attention by the innermost block of this thread, or by torch."""
     for place in reversed(range(torch._C._len_torch_function_stack())):
         mode = torch._C._get_function_stack_at(place)
-        if isinstance(mode, Sees):
+        if isinstance(mode, FlexMode):
             return mode.flex_attention(*args, **kwargs)
     return plain(*args, **kwargs)
 
 
 def _asking(
-    query: Any,
-    key: Any,
-    value: Any,
-    score_mod: Any = None,
-    block_mask: Any = None,
-    scale: Any = None,
-    enable_gqa: Any = False,
-    return_lse: Any = False,
-    kernel_options: Any = None,
+    query: object,
+    key: object,
+    value: object,
+    score_mod: object = None,
+    block_mask: object = None,
+    scale: object = None,
+    enable_gqa: object = False,
+    return_lse: object = False,
+    kernel_options: object = None,
     *,
-    return_aux: Any = None,
-) -> Any:
-    from attnspan.parallel.seen import dispatched  # it runs among the names of torch's module
+    return_aux: object = None,
+) -> object:
+    from attnspan.parallel.flex_dispatch import dispatched  # it runs among the names of torch's module
 
     rest = (score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options)
     return dispatched(query, key, value, *rest, return_aux=return_aux)
@@ -114,8 +111,8 @@ plain = FunctionType(_FLEX.__code__, _FLEX.__globals__, _FLEX.__name__, _FLEX.__
 plain.__kwdefaults__ = _FLEX.__kwdefaults__
 
 
-class _Probe(Sees):
-    def flex_attention(self, *args: Any, **kwargs: Any) -> Any:
+class _FlexProbe(FlexMode):
+    def flex_attention(self, *args: object, **kwargs: object) -> object:
         return args, kwargs
 
 
@@ -127,14 +124,14 @@ def _reaches() -> bool:
     )
     other = FunctionType(_CODE, _FLEX.__globals__, _FLEX.__name__, _FLEX.__defaults__, _FLEX.__closure__)
     other.__kwdefaults__ = _FLEX.__kwdefaults__
-    with Sees(), _Probe():
+    with FlexMode(), _FlexProbe():
         found = other("q", "k", "v", return_aux="aux")
     return ours == torchs and found == (("q", "k", "v", None, None, None, False, False, None), {"return_aux": "aux"})
 
 
 DISPATCHES = Assumption(
     "a call of flex_attention reaches the innermost block",
-    "parallel/seen.py",
+    "parallel/flex_dispatch.py",
     "the code and signature of `flex_attention`, `torch._C._len_torch_function_stack`, `_get_function_stack_at`",
     _reaches,
 )

@@ -1,0 +1,223 @@
+"""The attentions of a session: those of its masks by name, and those of the masks and score_mods that calls bring.
+
+All are made once and remembered. Functions are traced (masks/program.py), and again if they may have changed since
+(masks/fingerprint.py); what is made of them is kept for the latest few, by what they compute, so that a new closure of
+every step is nothing new.
+
+[Note: time of asking] A BlockMask or score_mod counts as it is when it is given: to a call, or to `attention_for`.
+Values of tensors that a score_mod captures are read at the call in either case, so that they may be learned. A mask of
+ours is what its function computed when the mask was made, and is refused once that would be another.
+
+[Note: bound attention] Functions cannot be traced inside code that is itself being compiled. A `BoundAttention` is that
+work done before: it is called with shards, or goes where a block_mask goes, and holds tensors and a handle, which
+compiled code takes as inputs. Another one, for other documents, does not recompile.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from attnspan.attention import Attention
+from attnspan.attention.agreement import Inputs
+from attnspan.attention.lane import wide
+from attnspan.attention.score import DTYPES, Captured, Score, ScoreFunction
+from attnspan.attention.uses import Uses
+from attnspan.errors import AttentionError
+from attnspan.masks import Full, Mask
+from attnspan.masks.fingerprint import fingerprint
+from attnspan.parallel.block_masks import ReadBlockMask, alone_of
+from attnspan.parallel.core import Core
+from attnspan.parallel.dtensors import carried, is_dtensor
+from attnspan.parallel.flex_args import FlexArgs
+from attnspan.parallel.flex_checks import check_alone, check_filled, check_lengths, check_scale
+from attnspan.parallel.guards import guarded, guards_of
+from attnspan.parallel.report import PastUses, Report, report
+from attnspan.plan import Plan
+from attnspan.plan.local_blocks import local_block_mask
+
+MOST_KEPT = 16
+"""How many BlockMasks, score_mods, and attentions made of them, a session remembers."""
+
+OTHERS = "block_mask"
+"""What masks that are not the session's are called in a report."""
+
+Key = TypeVar("Key")
+Value = TypeVar("Value")
+
+
+class BoundAttention:
+    """Attention of a session under a mask, a scale and a score_mod; called with shards, or given as `block_mask`.
+
+    Made by `ContextParallel.attention_for`, or by `cross` over the keys of another session. The score_mod was traced
+    then, with the numbers that it read: ask again when they change. Tensors that it captures are found then, and their
+    values read at every call.
+    """
+
+    def __init__(self, core: Core, attend: Attention, score_mod: ScoreFunction | None = None):
+        self.core, self.score_mod, self.scale = core, score_mod, attend.call.scale
+        self.attend, self.attends = attend, guarded(attend, guards_of(core))
+        self.captured, self.alone = attend.captured, alone_of(attend.plan.mask)
+
+    @property
+    def mask(self) -> Mask:
+        """Who attends to whom."""
+        return self.attend.plan.mask
+
+    @property
+    def plan(self) -> Plan:
+        """What it does: with strategy "auto", what it last did."""
+        return self.attend.call.latest
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, *, sinks: Tensor | None = None) -> Tensor:
+        """The output for this rank's queries, (B, H, S, Dv)."""
+        return self.with_lse(query, key, value, sinks=sinks, returned=False)[0]
+
+    def with_lse(
+        self, query: Tensor, key: Tensor, value: Tensor, *, sinks: Tensor | None = None, returned: bool = True
+    ) -> tuple[Tensor, Tensor]:
+        """The output, and the log-sum-exp of every row (B, H, S), differentiable too."""
+        check_alone(self.alone, query)
+        return carried(self.core, self.attend, query, key, value, sinks, self.captured.of(query), lse=returned)
+
+    def __repr__(self) -> str:
+        score = "" if self.score_mod is None else f", {getattr(self.score_mod, '__name__', 'score_mod')}"
+        return f"BoundAttention({self.mask!r}{score})"
+
+
+class Attentions:
+    """The attentions of a session: `named` by their masks, the others by what calls bring."""
+
+    def __init__(self, core: Core):
+        self.core = core
+        self.named = {name: core.attention(mask) for name, mask in core.masks.items()}
+        self.uses, self.past = Uses(), PastUses(OTHERS)
+        self._attends: OrderedDict[object, Attention] = OrderedDict()
+        self._masks: OrderedDict[int, ReadBlockMask] = OrderedDict()
+        self._scores: OrderedDict[object, Score] = OrderedDict()
+
+    def attention_for(
+        self, asked: str | Mask | BlockMask | None, scale: float | None, score_mod: ScoreFunction | None
+    ) -> BoundAttention:
+        """See `ContextParallel.attention_for`, and [Note: bound attention]."""
+        if torch.compiler.is_compiling():
+            raise AttentionError("under torch.compile, call cp.attention_for(...) outside and use its result inside")
+        if isinstance(asked, BoundAttention):
+            raise AttentionError(f"mask is an attention already: {asked!r}")
+        check_scale(scale, self.core)
+        own, mask = self._mask(self.core.mask_name(None) if asked is None else asked, None)
+        score = None if score_mod is None else self._score(score_mod, DTYPES)
+        mine = self._found(own, mask, score, scale).variant(watched=mask)  # a call of its own captures other tensors
+        mine.captured = Captured([], []) if score is None else score.captured
+        return BoundAttention(self.core, mine, score_mod)
+
+    def report(self) -> Report:
+        """What they were used for."""
+        uses = {name: attend.call.uses for name, attend in self.named.items()}
+        return report(self.core.rank, self.core.ranks, {**uses, OTHERS: self.uses}, self.past)
+
+    def reset(self) -> None:
+        """Start counting again."""
+        for attend in self.named.values():
+            attend.call.uses.clear()
+        self.uses.clear()
+        self.past = PastUses(OTHERS)
+
+    def shard(self, block_mask: BlockMask | Mask) -> BlockMask:
+        """This rank's rows of a BlockMask, against all keys in order."""
+        size: tuple[int, int] = (128, 128)
+        device = self.core.transport.device
+        if isinstance(block_mask, BlockMask):
+            size, device = block_mask.BLOCK_SIZE, block_mask.kv_indices.device
+        _, mask = self._mask(block_mask, None)
+        check_filled(self.core.sharding.sizes)
+        plan = Plan(mask, self.core.layout, self.core.seq_len, "gather")
+        return local_block_mask(plan, self.core.rank, block_size=size, device=device)
+
+    # ---- attentions ----------------------------------------------------------------------------------------------
+
+    def at_call(self, args: FlexArgs, name: str | None) -> tuple[Attention, list[Tensor]]:
+        """The attention of a call, and what its score_mod captures at present. See [Note: time of asking]."""
+        query, key, value = args[:3]
+        own, mask = self._mask(args.block_mask, name)
+        score = None if args.score_mod is None else self._score(args.score_mod, (wide(query.dtype),))
+        scale = None if args.scale == query.shape[-1] ** -0.5 else args.scale
+        attend, captured = self._found(own, mask, score, scale), [] if score is None else score.captured.of(query)
+        if not isinstance(args.block_mask, BlockMask) and not is_dtensor(query):
+            attend.check_mask(mask, Inputs(query, key, value, None, *captured))
+        return attend, captured
+
+    def _found(self, own: str | None, mask: Mask, score: Score | None, scale: float | None) -> Attention:
+        """The attention of a mask, a score_mod and a scale."""
+        key = mask, score, scale
+        if key not in self._attends:
+            uses = self.uses if own is None else self.named[own].call.uses
+            attend = self.core.attention(mask).variant(score=score, scale=scale, uses=uses, watched=None)
+            _keep(self._attends, key, attend)
+            self.past = self.past.settled(self.uses, self.core.rank, MOST_KEPT)
+        self._attends.move_to_end(key)
+        return self._attends[key]
+
+    def _score(self, score_mod: ScoreFunction, dtypes: tuple[torch.dtype, ...]) -> Score:
+        """A score_mod, traced; what has not changed since is not traced again."""
+        read = fingerprint(score_mod)  # before it runs, and perhaps changes something
+        key = (read, dtypes)
+        if key not in self._scores:
+            score = Score(score_mod, self.core.transport.device, dtypes)
+            if read is None or score.reads_values:
+                return score
+            _keep(self._scores, key, score)
+        self._scores.move_to_end(key)
+        return self._scores[key]
+
+    # ---- masks ---------------------------------------------------------------------------------------------------
+
+    def _mask(self, block_mask: object, name: str | None) -> tuple[str | None, Mask]:
+        """What a block_mask means, and its name if it is one of the session's."""
+        core, masks = self.core, self.core.masks
+        if block_mask is None:
+            return self._everything(name)
+        if isinstance(block_mask, str):
+            return core.mask_name(block_mask), masks[core.mask_name(block_mask)]
+        if isinstance(block_mask, Mask):
+            block_mask.check_lengths(core.seq_len)
+            return next((own for own, mask in masks.items() if mask == block_mask), None), block_mask
+        if isinstance(block_mask, BlockMask):
+            return None, self._read(block_mask)
+        raise AttentionError(
+            "block_mask must be the BlockMask of the whole sequence, a mask, the name of one of the session's, or "
+            f"None, got {type(block_mask).__name__}"
+        )
+
+    def _everything(self, name: str | None) -> tuple[str, Mask]:
+        """FlexAttention without a mask attends to everything; so must the session."""
+        masks = self.core.masks
+        known = masks if name is None else {name: masks[name]}
+        full = next((own for own, mask in known.items() if mask == Full()), None)
+        if full is None:
+            told = repr(next(iter(known.values()))) if len(known) == 1 else f"one of {list(known)}"
+            usual = "cp.mask" if len(masks) == 1 else f"{next(iter(known))!r}"
+            raise AttentionError(
+                f"block_mask must be given: without one, flex_attention attends to everything, and the session's mask "
+                f"is {told:.80}; pass block_mask={usual}, or Full() if everything is meant"
+            )
+        return full, masks[full]
+
+    def _read(self, block_mask: BlockMask) -> Mask:
+        """The mask of a BlockMask, read again if that has changed. See [Note: time of asking]."""
+        check_lengths(block_mask, self.core)
+        key = id(block_mask)
+        if key not in self._masks or not self._masks[key].is_current:
+            _keep(self._masks, key, ReadBlockMask(block_mask))
+        self._masks.move_to_end(key)
+        return self._masks[key].mask
+
+
+def _keep(known: OrderedDict[Key, Value], key: Key, value: Value) -> None:
+    known[key] = value
+    if len(known) > MOST_KEPT:
+        known.popitem(last=False)

@@ -1,0 +1,130 @@
+"""The core of a session: its ranks, its sequence, its masks, and where tokens lie.
+
+A session (session.py) is made of parts: attention by name or by BlockMask, blocks, attached modules, DTensors, checks.
+All of them are handed this, and know nothing else of the session. It is frozen: another batch is another core. Two
+cores are never equal, whatever they hold, so that a core tells whose attention a checkpointed region used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from attnspan.attention import Attention
+from attnspan.errors import AttentionError, one_of, whole
+from attnspan.layouts import Balanced, Layout
+from attnspan.layouts.balanced import fitting_chunk
+from attnspan.masks import Mask
+from attnspan.parallel.sharding import Sharding
+from attnspan.plan import Plan, Strategy
+from attnspan.transports import Transport
+from attnspan.transports.group import Group, transport_of
+
+Masks = Mask | Mapping[str, Mask]
+
+
+@dataclass(frozen=True, slots=True)
+class SessionOptions:
+    """How a session works, as asked for; another session of the family is made with the same."""
+
+    layout: Layout | str = "auto"
+    strategy: Strategy | str = "auto"
+    kernel: str = "auto"
+    scale: float | None = None
+    weights: Mapping[str, float] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Core:
+    """A sequence of `seq_len` tokens on the ranks of `transport`, laid out for `masks` (by name)."""
+
+    mesh: Group
+    transport: Transport
+    seq_len: int
+    masks: Mapping[str, Mask]
+    options: SessionOptions
+    layout: Layout
+    sharding: Sharding
+
+    @staticmethod
+    def of(mesh: Group, seq_len: int, mask: Masks, options: SessionOptions) -> Core:
+        """The core of a session on `mesh`, a DeviceMesh, a process group or a virtual world."""
+        _check_axes(mesh)
+        transport, masks = transport_of(mesh), named_masks(mask)
+        seq_len = whole("seq_len", seq_len, at_least=1, error=AttentionError)
+        layout = _laid_out(options, masks, seq_len, transport.ranks)
+        return Core(mesh, transport, seq_len, masks, options, layout, Sharding(layout, seq_len, transport, masks))
+
+    @property
+    def rank(self) -> int:
+        """This rank's number in the group."""
+        return self.transport.rank
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks the sequence is spread over."""
+        return self.transport.ranks
+
+    def mask_name(self, mask: str | None) -> str:
+        """The name of a mask, checked; None stands for the only one."""
+        if mask is None and len(self.masks) == 1:
+            return next(iter(self.masks))
+        if mask is None:
+            raise AttentionError(f"mask must name one of the session's masks, {' or '.join(map(repr, self.masks))}")
+        return one_of("mask", mask, self.masks, error=AttentionError)
+
+    def attention(self, mask: Mask, keys: Core | None = None) -> Attention:
+        """Attention of this sequence under a mask, over its own keys or those of another."""
+        strategy, auto = self.options.strategy, self.options.strategy == "auto"
+        mesh = self.mesh if isinstance(self.mesh, DeviceMesh) and self.mesh.ndim == 2 else None
+        if auto:
+            # A mesh of two axes says itself how many ranks exchange heads; otherwise tensors decide, when they come.
+            strategy, auto = (f"ulysses({mesh.shape[1]}) x needed", False) if mesh else ("needed", True)
+        lengths = (None, None) if keys is None else (keys.seq_len, keys.layout)
+        plan = Plan(mask, self.layout, self.seq_len, strategy, *lengths)
+        return Attention(plan, mesh or self.transport, kernel=self.options.kernel, scale=self.options.scale, auto=auto)
+
+
+def named_masks(mask: Masks) -> dict[str, Mask]:
+    """Masks by name; a single one has none."""
+    masks = {"": mask} if isinstance(mask, Mask) else dict(mask) if isinstance(mask, Mapping) else {}
+    if not masks or not all(isinstance(name, str) and isinstance(each, Mask) for name, each in masks.items()):
+        raise AttentionError(f"mask must be a mask such as Causal(), or a dict of them by name, got {mask!r}")
+    return masks
+
+
+def _laid_out(options: SessionOptions, masks: Mapping[str, Mask], seq_len: int, ranks: int) -> Layout:
+    layout, weights = options.layout, options.weights
+    if isinstance(layout, Layout):
+        if layout.ranks != ranks:
+            raise AttentionError(f"layout must have the group's {ranks} ranks, got {layout!r}")
+        return layout
+    if layout != "auto":
+        raise AttentionError(f"layout must be 'auto' or a layout such as HeadTail(ranks={ranks}), got {layout!r}")
+    weighing = None if weights is None else [_weight(weights, name) for name in masks]
+    return Balanced(list(masks.values()), ranks=ranks, weights=weighing, chunk=fitting_chunk(seq_len, ranks))
+
+
+def _weight(weights: Mapping[str, float], name: str) -> float:
+    if name not in weights:
+        raise AttentionError(f"weights must have one for each mask, got none for {name!r}")
+    return weights[name]
+
+
+def _check_axes(mesh: Group) -> None:
+    """Refuse a mesh whose axes are not for the sequence: data parallel ranks do not hold parts of one sequence."""
+    names = (isinstance(mesh, DeviceMesh) and mesh.mesh_dim_names) or ()
+    others = [name for name in names if name.split("_")[0] in OTHER_AXES]
+    if others:
+        good = [name for name in names if name not in others]
+        hint = f"mesh[{good[0]!r}]" if good else "an axis for the sequence, such as mesh['cp']"
+        raise AttentionError(f"mesh: axis {others[0]!r} does not split the sequence; pass {hint}")
+
+
+OTHER_AXES = {
+    *("dp", "ddp", "fsdp", "hsdp", "data", "batch", "replicate", "shard"),
+    *("tp", "pp", "ep", "tensor", "pipeline", "expert"),
+}
+"""Names, or first words of names, that mesh axes for other things have."""

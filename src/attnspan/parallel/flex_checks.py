@@ -1,0 +1,124 @@
+"""What a session accepts of flex_attention's arguments; everything else is refused by name, alike on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from attnspan.errors import AttentionError, ShardError
+from attnspan.parallel.core import Core
+from attnspan.parallel.dtensors import is_split
+from attnspan.parallel.flex_args import FlexArgs
+
+if TYPE_CHECKING:
+    from attnspan.parallel.attentions import BoundAttention
+
+PROMISES = ("ROWS_GUARANTEED_SAFE", "BLOCKS_ARE_CONTIGUOUS")
+"""Options that tell of the mask, and ask for nothing."""
+
+USUAL = {"BACKEND": "AUTO", "PRESCALE_QK": False, "WRITE_DQ": True, "FORCE_USE_FLEX_ATTENTION": False, "USE_TMA": False}
+"""Options at the values that they have anyway."""
+
+
+def check(args: FlexArgs, core: Core) -> None:
+    """Refuse what cannot be served; it is the same on every rank."""
+    query, key, value = args[:3]
+    if not torch.compiler.is_compiling():
+        for tensor in (query, key, value):
+            core.sharding.check_mark(tensor)
+    if query.dim() != 4 or key.dim() != 4 or value.dim() != 4:
+        raise AttentionError(
+            "query, key and value must be (batch, heads, tokens, head dim), got shapes "
+            f"{tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}"
+        )
+    if not query.shape[3]:
+        raise AttentionError(f"query must have a head dim of at least 1, got shape {tuple(query.shape)}")
+    if not args.enable_gqa and query.shape[1] != key.shape[1]:
+        raise AttentionError(
+            "enable_gqa must be True where query and key have different numbers of heads, got shapes "
+            f"{tuple(query.shape)} and {tuple(key.shape)}"
+        )
+    if args.return_aux is not None and args.return_lse:
+        raise AttentionError("return_lse and return_aux must not both be given; use return_aux=AuxRequest(lse=True)")
+    if args.return_aux is not None and args.return_aux.max_scores:
+        raise AttentionError("return_aux: max_scores are not served over ranks; ask for AuxRequest(lse=True)")
+    if args.kernel_options:
+        _check_options(args.kernel_options)
+
+
+def _check_options(options: Mapping[str, object]) -> None:
+    for name, value in options.items():
+        plain = name.removeprefix("fwd_").removeprefix("bwd_")
+        if plain not in PROMISES and not (plain in USUAL and USUAL[plain] == value):
+            raise AttentionError(
+                f"kernel_options: {name}={value!r} cannot be honoured over ranks, where one call is computed in parts; "
+                "leave it out, and choose the kernel by ContextParallel(..., kernel=...)"
+            )
+
+
+def check_scale(scale: float | None, core: Core) -> None:
+    if scale is None and core.options.scale is not None:
+        raise AttentionError(
+            f"scale must be given: the session was made with scale={core.options.scale}, and a call without means "
+            "1 / sqrt(head dim); give it in the call, or make the session without"
+        )
+
+
+def check_bound(known: BoundAttention, args: FlexArgs, core: Core) -> None:
+    if known.core is not core:
+        raise AttentionError("block_mask was prepared by another session; prepare it with the one that shards lie by")
+    if args.score_mod is not None and args.score_mod is not known.score_mod:
+        raise AttentionError(
+            "score_mod must be the one that was prepared: cp.attention_for(block_mask, score_mod=score_mod)"
+        )
+    if args.scale is not None and args.scale != known.scale:
+        usual = known.scale is None and args.scale == args.query.shape[-1] ** -0.5
+        if not usual:
+            raise AttentionError(
+                f"scale must be the one that was prepared, {known.scale}, got {args.scale}; prepare it with scale="
+            )
+
+
+def check_lengths(block_mask: BlockMask, core: Core) -> None:
+    wanted, tokens = (core.seq_len, core.seq_len), core.sharding.tokens
+    lengths = tuple(block_mask.seq_lengths)
+    if lengths == wanted:
+        return
+    if lengths in ((tokens, core.seq_len), (tokens, tokens)):
+        raise AttentionError(
+            f"block_mask must be that of the whole sequence, of lengths {wanted}, got {lengths}: a rank's part "
+            "of it; pass the one that it was made from, and leave the rest to the session"
+        )
+    raise AttentionError(
+        f"block_mask must be that of the whole sequence, of lengths {wanted}, got {lengths}; another length is "
+        "another session: cp.with_mask(mask, seq_len=...)"
+    )
+
+
+def check_alone(known: tuple[bool, bool], query: Tensor) -> None:
+    """See [Note: one of its kind]."""
+    for dim, what in enumerate(("batch row", "head")):
+        if known[dim] and query.shape[dim] != 1:
+            raise AttentionError(
+                f"block_mask was made for one {what}, and its mask_mod reads the index of it, got query of shape "
+                f"{tuple(query.shape)}; give create_block_mask the number of {what}s"
+            )
+
+
+def check_filled(sizes: list[int]) -> None:
+    """Refuse to make BlockMasks, on every rank, where one of them has no queries."""
+    if 0 in sizes:
+        raise ShardError(f"block_mask: rank {sizes.index(0)} has no tokens, and there is no BlockMask of no queries")
+
+
+def check_unsplit(args: FlexArgs) -> None:
+    """Programs are asked by batch row and head, of which a DTensor may hold but some."""
+    if is_split(args.query):
+        raise AttentionError(
+            "query must have all batch rows and heads here for a score_mod, or a mask of several heads: it is a "
+            "DTensor that is sharded on them; pass its to_local() and functions of local indices"
+        )

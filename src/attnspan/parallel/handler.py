@@ -1,0 +1,136 @@
+"""What a block hands intercepted calls to: a session's attention, or a refusal.
+
+A handler answers two functions, SDPA and flex_attention, whose calls come in one of three ways; the way is an argument
+([Note: ways of entry] in guards.py). nn.MultiheadAttention is SDPA in other code (multihead.py).
+
+[Note: refused together] A rank that raised alone would leave the others waiting for its keys. So in eager code it tells
+them, as long as they ask: when tensors of such shapes first come (attention/agreement.py). Later it raises alone.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import cached_property
+from typing import NoReturn
+
+from torch import Tensor
+
+from attnspan.attention import Attention
+from attnspan.attention.agreement import Inputs, refuse
+from attnspan.errors import AttentionError, AttnspanError
+from attnspan.parallel.attentions import Attentions
+from attnspan.parallel.dtensors import carried, is_dtensor
+from attnspan.parallel.flex import flex_attention
+from attnspan.parallel.flex_args import FlexArgs, FlexResult
+from attnspan.parallel.guards import Entry, Guards, guarded, guards_of
+from attnspan.parallel.multihead import multi_head_attention
+from attnspan.parallel.sdpa_args import SDPA, SdpaArgs, flat
+from attnspan.parallel.sdpa_checks import SdpaChecks
+
+
+class Handler(ABC):
+    """Answers intercepted calls. Made in eager code, before anything is compiled that uses it."""
+
+    @abstractmethod
+    def sdpa(self, entry: Entry, args: SdpaArgs) -> Tensor:
+        """F.scaled_dot_product_attention."""
+
+    @abstractmethod
+    def flex(self, entry: Entry, args: FlexArgs) -> FlexResult:
+        """flex_attention."""
+
+    @cached_property
+    def multi_head(self) -> Callable[..., object]:
+        """F.multi_head_attention_forward, in eager code."""
+        return multi_head_attention(lambda *args, **kwargs: self.sdpa("eager", SDPA(*args, **kwargs)))
+
+
+class SessionHandler(Handler):
+    """A session's attention; SDPA under the mask of a name, and refused if that is None."""
+
+    def __init__(self, attentions: Attentions, name: str | None, guards: Guards | None = None):
+        self.core, self.attentions, self.name = attentions.core, attentions, name
+        self.guards = guards_of(self.core) if guards is None else guards
+        if name is not None:
+            attend = attentions.named[name]
+            self.attends, self.checks = guarded(attend, self.guards), SdpaChecks(self.core, attend.plan)
+            self._scaled: dict[float, Attention] = {}
+
+    def flex(self, entry: Entry, args: FlexArgs) -> FlexResult:
+        """flex_attention, which brings its mask."""
+        if entry == "eager":
+            self.guards["eager"]()
+        return flex_attention(self.attentions, args, self.name, entry)
+
+    def sdpa(self, entry: Entry, args: SdpaArgs) -> Tensor:
+        """SDPA under the mask of this handler."""
+        if self.name is None:
+            names = " or ".join(f"mask={name!r}" for name in self.core.masks)
+            raise AttentionError(f"F.scaled_dot_product_attention has no mask inside this cp.flex(); give it {names}")
+        if entry == "eager":
+            return self._run(self._checked(args), args)
+        self.check(args)
+        if not self.checks.has_usual_scale(args):
+            raise AttentionError(
+                f"scale must be the session's under torch.compile, got {args.scale}; make it with "
+                "ContextParallel(..., scale=...)"
+            )
+        return self._run(self.attends[entry], args)
+
+    def _checked(self, args: SdpaArgs) -> Attention:
+        """The attention of a call of eager code, once nothing speaks against it."""
+        for tensor in args[:3]:
+            self.core.sharding.check_mark(tensor)
+        attend = self.attends["eager"] if self.checks.has_usual_scale(args) else self._with_scale(args)
+        try:
+            self.check(args)
+        except AttentionError as wrong:
+            self.refuse(attend, args, wrong)
+        self.guards["eager"]()
+        return attend
+
+    def _with_scale(self, args: SdpaArgs) -> Attention:
+        assert args.scale is not None, "None is the usual one"
+        if args.scale not in self._scaled:
+            self._scaled[args.scale] = self.attends["eager"].variant(scale=args.scale)
+        return self._scaled[args.scale]
+
+    def _run(self, attend: Attention, args: SdpaArgs) -> Tensor:
+        query, key, value = args[:3]
+        if query.dim() == 4:
+            return carried(self.core, attend, query, key, value)[0]
+        return attend(flat(query), flat(key), flat(value)).reshape(*query.shape[:-1], value.shape[-1])
+
+    def check(self, args: SdpaArgs) -> None:
+        """Refuse what the session was not made for."""
+        self.checks.check(args)
+
+    def refuse(self, attend: Attention, args: SdpaArgs, wrong: AttentionError) -> NoReturn:
+        """Raise what is wrong. See [Note: refused together]."""
+        tensors = args[:3]
+        if isinstance(attend, Attention) and all(
+            isinstance(x, Tensor) and x.dim() > 1 and not is_dtensor(x) for x in tensors
+        ):
+            shards = [flat(x) for x in tensors]
+            try:
+                call = attend.call.suited(*shards)
+            except AttnspanError:  # there is no plan for such tensors, on which all could agree
+                raise wrong from None
+            refuse(call, Inputs(*shards), wrong)
+        raise wrong
+
+
+class UnnamedMask(Handler):
+    """Stands where a module has no mask: its attention is refused."""
+
+    def sdpa(self, entry: Entry, args: SdpaArgs) -> NoReturn:
+        """Refuse."""
+        raise AttentionError(
+            "attention in a module for which no mask was named: name one for the rest, as in "
+            "cp.attach(model, {'layers.*.attention': 'window'}, mask='full')"
+        )
+
+    def flex(self, entry: Entry, args: FlexArgs) -> NoReturn:
+        """Refuse."""
+        self.sdpa(entry, SdpaArgs(*args[:3]))

@@ -1,0 +1,36 @@
+"""A class of `parallel` has a name of its own in the whole package: who searches for it finds one thing."""
+
+import ast
+from collections.abc import Iterable
+from pathlib import Path
+
+import attnspan
+
+ROOT = Path(attnspan.__file__).parent
+PART = "parallel"
+
+
+def classes(source: str) -> set[str]:
+    return {node.name for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef)}
+
+
+def shared(files: Iterable[tuple[str, str]]) -> list[str]:
+    """Names that a file of the part has in common with another file; (path, source) each."""
+    known = [(path, classes(source)) for path, source in files]
+    return [
+        f"{name}: {path} and {other}"
+        for path, names in known
+        for other, others in known
+        if path.startswith(PART) and path != other
+        for name in sorted(names & others)
+    ]
+
+
+def test_a_class_of_parallel_has_a_name_of_its_own():
+    files = [(str(file.relative_to(ROOT)), file.read_text()) for file in sorted(ROOT.rglob("*.py"))]
+    assert not shared(files)
+
+
+def test_twin_a_name_that_two_files_have_is_found():
+    assert shared([("parallel/a.py", "class Run: ..."), ("paged/b.py", "def f():\n    class Run: ...")])
+    assert not shared([("plan/a.py", "class Run: ..."), ("paged/b.py", "class Run: ...")])
