@@ -190,7 +190,7 @@ def check_empty(engine):
     for store in engine._scheduler.room.stores:
         stats = store.allocator.stats()
         assert (stats.sequences, stats.used, stats.host_free) == (0, 0, stats.host_pages), "a page is lost"
-    left = engine._holds, engine._notes, engine._speeches, engine._streams, engine._samples
+    left = engine._holds, engine._notes, engine._detokenizers, engine._streams, engine._samples
     assert not any(left), f"something is left: {left}"
 
 
@@ -203,10 +203,10 @@ CALLS = [
     (PagePool, "write attend copy copy_pages swap_out swap_in put partial _to_host _from_host"),
     (StepPlan, "step _fill"),
     (Room, "add reserve fork keep release trim free swap_out swap_in"),
-    (Scheduler, "add remove fork step computed _keep _give_up _send_back _take_in"),
+    (Scheduler, "add remove fork step computed _publish _drop_pages _preempt _admit"),
     (Runner, "prepare run _logits"),
-    (sampler, "drawn probabilities"),
-    (engine_module, "chosen uniform"),
+    (sampler, "draw_tokens probabilities"),
+    (engine_module, "choose_tokens uniform"),
 ]  # fmt: skip
 
 

@@ -41,8 +41,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from attnspan.engine.accord import Accord, OutOfStep
-from attnspan.engine.bar import Bar
+from attnspan.engine.detokenizer import Detokenizer, Tokenizer
 from attnspan.engine.fingerprint import ModelFingerprint
 from attnspan.engine.journal import Journal
 from attnspan.engine.known import (
@@ -58,15 +57,16 @@ from attnspan.engine.look import looked_over
 from attnspan.engine.outcome import Commit, Outcome
 from attnspan.engine.owner import Hold, Note, Owned, Owner, entered, exclusive
 from attnspan.engine.params import SamplingParams
-from attnspan.engine.rehearsal import rehearse, rehearsed
+from attnspan.engine.progress import ProgressBar
+from attnspan.engine.rank_consensus import RankConsensus, RanksDiverged
 from attnspan.engine.request import Continuation, Request, Token
 from attnspan.engine.room import Room, Store
-from attnspan.engine.runner import Runner, Sizes, pools_of
+from attnspan.engine.runner import PoolSizes, Runner, pools_of
 from attnspan.engine.sample import Sample
-from attnspan.engine.sampler import Chosen, Draw, chosen, uniform
+from attnspan.engine.sampler import ChosenToken, Draw, choose_tokens, uniform
 from attnspan.engine.scheduler import Chunk, Counts, Limits, Scheduler
 from attnspan.engine.served import layers_of, served
-from attnspan.engine.speech import Speech, Tokenizer
+from attnspan.engine.warmup import run_warmup, warmup_batches
 from attnspan.errors import EngineError, ModelError, UnknownRequest, one_of, whole, whole_list
 from attnspan.paged import PrefixCache
 from attnspan.paged.kernels import KERNELS
@@ -80,8 +80,8 @@ class Engine(Owned):
 
     `host_pages` more on the host take samples that must wait; without, they are computed again. A step has at most
     `max_sequences` samples and `max_tokens` tokens. With `mesh` (a DeviceMesh, a process group, a virtual world) every
-    rank has that many pages, and prompts of `whole_prompts` tokens or more are computed by all together (ranks.py).
-    `cuda_graphs` decodes by CUDA graphs (graphs.py). Threads may share an engine of one rank (owner.py).
+    rank has that many pages, and all ranks compute prompts of `whole_prompts` tokens together (ranks_runner.py).
+    `cuda_graphs` decodes by CUDA graphs (cuda_graphs.py). Threads may share an engine of one rank (owner.py).
     """
 
     def __init__(
@@ -113,15 +113,15 @@ class Engine(Owned):
         self.vocabulary = vocabulary_of(model, tokenizer)
         self.end_tokens = end_tokens_of(model)
         tell_unused(model)
-        self._accord = Accord(None if mesh is None else transport_of(mesh))
-        ranks = self._accord.ranks
+        self._consensus = RankConsensus(None if mesh is None else transport_of(mesh))
+        ranks = self._consensus.ranks
         self.limits = Limits(max_sequences, max_tokens, max(whole_prompts, 2 * ranks) if ranks > 1 else None)
         options = {"kernel": kernel, "cuda_graphs": cuda_graphs, "prefix_cache": prefix_cache}
         options |= {"max_sequences": self.limits.max_sequences, "max_tokens": self.limits.max_tokens}
-        sizes = Sizes(pages, page_size, host_pages, ranks)
-        self._accord.on_options(options | {"whole_prompts": self.limits.whole} | sizes._asdict())
+        sizes = PoolSizes(pages, page_size, host_pages, ranks)
+        self._consensus.compare_options(options | {"whole_prompts": self.limits.whole} | sizes._asdict())
         self._fingerprint = ModelFingerprint(model)
-        self._accord.on_model(self._fingerprint)
+        self._consensus.compare_model(self._fingerprint)
         dtype = next(model.parameters()).dtype
         with torch.inference_mode(False):  # what is made within could not be written to without
             self._pools = pools_of(layers, sizes, dtype=dtype, device=device)
@@ -136,7 +136,7 @@ class Engine(Owned):
             self._runner = self._made_runner(mesh, ranks, most | {"kernel": kernel, "cuda_graphs": cuda_graphs})
         self._requests: dict[int, Request] = {}
         self._samples: dict[int, dict[int, Sample]] = {}  # by request and sample: what still runs or queues
-        self._speeches: dict[tuple[int, int], Speech] = {}
+        self._detokenizers: dict[tuple[int, int], Detokenizer] = {}
         self._streams: dict[int, list[Token]] = {}  # by request: all that its stream has to tell
         self._untold: list[Token] = []  # tokens of a step that was interrupted when they had been noted
         self._journal = Journal(self._scheduler, self._live)
@@ -153,11 +153,13 @@ class Engine(Owned):
             return Runner(self.model, self._pools, **options)
         if options["cuda_graphs"]:
             raise EngineError("cuda_graphs=True is for one rank: messages between ranks are not part of a graph")
-        from attnspan.engine.ranks import RanksRunner
+        from attnspan.engine.ranks_runner import RanksRunner
 
         options["max_tokens"] = max(options["max_tokens"], self.max_length)
         assert self.limits.whole is not None, "there are ranks"
-        return RanksRunner(self.model, self._pools, **options, mesh=mesh, accord=self._accord, whole=self.limits.whole)
+        return RanksRunner(
+            self.model, self._pools, **options, mesh=mesh, consensus=self._consensus, whole=self.limits.whole
+        )
 
     def _longest(self, held: int) -> int:
         """The most tokens of a sample: what the model has positions for, and unless all layers are windowed, pages."""
@@ -181,9 +183,9 @@ class Engine(Owned):
         self._look()
         self._journal.begin()
         with served(self.model, self), self._together():
-            for lengths in rehearsed(self._runner):
+            for lengths in warmup_batches(self._runner):
                 fitting = [length for length in (min(each, self.max_length - 1) for each in lengths) if length]
-                rehearse(self._runner, Scheduler(self._scheduler.room, self.limits), fitting)
+                run_warmup(self._runner, Scheduler(self._scheduler.room, self.limits), fitting)
         self._journal.end()
 
     # ---- requests --------------------------------------------------------------------------------------------------
@@ -230,7 +232,7 @@ class Engine(Owned):
         sample = Sample(number, array("Q", tokens), most - 1, forks=params.n - 1, salt=salt)
         self._scheduler.check_fits(sample)
         with self._hearing():
-            told = self._accord.on_request((tokens, params, salt, number), seed)
+            told = self._consensus.compare_request((tokens, params, salt, number), seed)
             request = Request(number, tokens, params, told if params.seed is None else seed, salt)
             for _ in range(params.n):
                 noted = params.logprobs or params.top_logprobs
@@ -264,7 +266,7 @@ class Engine(Owned):
     def _version(self, found: bool) -> int:
         """Of the model, for a request that begins, on pages that were `found` or not."""
         read = (found or self._added_since) and self._fingerprint.compare_content()
-        self._accord.on_version(self._fingerprint, again=read)
+        self._consensus.compare_version(self._fingerprint, again=read)
         self._added_since = False
         return self._fingerprint.version
 
@@ -302,7 +304,7 @@ class Engine(Owned):
         """End what is left of a request; why the end of its text could not be decoded, if it could not."""
         left, failed = [], None
         if reason == "cancelled":
-            self._accord.cancelled(request.number)
+            self._consensus.cancelled(request.number)
         for number, continuation in enumerate(request.samples):
             if continuation.finish_reason is None:
                 text = continuation.text
@@ -330,7 +332,7 @@ class Engine(Owned):
     def _discard(self, request: Request) -> None:
         """A request has ended, or was never added."""
         for number in range(len(request.samples)):
-            self._speeches.pop((request.number, number), None)
+            self._detokenizers.pop((request.number, number), None)
         self._streams.pop(request.number, None)
         self._samples.pop(request.number, None)
         self._requests.pop(request.number, None)
@@ -378,7 +380,7 @@ class Engine(Owned):
                 self._runner.prepare(batch)
                 self._journal.planned(batch)
                 samples = [chunk.sample for chunk in batch if chunk.last]
-                answers = self._chosen(samples, self._runner.run(batch))
+                answers = self._choose(samples, self._runner.run(batch))
                 self._fingerprint.ran()
                 commit = self._outcomes(samples, answers)
                 self._journal.commit(partial(self._tell, commit), partial(self._book, batch, commit))
@@ -397,10 +399,10 @@ class Engine(Owned):
     def _settle(self) -> None:
         """Carry through or roll back what an earlier call left, and act on notes. Every call begins with it."""
         if not self._journal.settled:
-            self._speeches.clear()  # they may have read tokens that nobody was told, and are made again
+            self._detokenizers.clear()  # they may have read tokens that nobody was told, and are made again
             if self._runner.device.type == "cuda":
                 torch.cuda.synchronize(self._runner.device)  # buffers that are still being sent are not to be filled
-            if self._accord.ranks > 1 and self._dead is None:
+            if self._consensus.ranks > 1 and self._dead is None:
                 self._dead = EngineError("a call was interrupted on this rank, and others cannot know how far it came")
             self._journal.settle()
         if self._dead is not None and self._requests:
@@ -417,10 +419,10 @@ class Engine(Owned):
     def _together(self) -> Iterator[None]:
         """Inside, ranks do the same, and whoever fails ends it for all. See [Note: after an error]."""
         try:
-            with self._accord.under_way():
+            with self._consensus.under_way():
                 yield
         except BaseException as error:
-            if self._accord.ranks > 1:
+            if self._consensus.ranks > 1:
                 self._die(error)
             raise
 
@@ -428,20 +430,20 @@ class Engine(Owned):
     def _hearing(self) -> Iterator[None]:
         """Inside, ranks compare what they were told. What they refuse together has not happened, and whatever else
         breaks off ends it for all."""
-        if self._accord.ranks == 1:
+        if self._consensus.ranks == 1:
             yield
             return
         self._journal.begin()
         try:
             yield
         except BaseException as error:
-            if isinstance(error, EngineError) and not isinstance(error, OutOfStep):
+            if isinstance(error, EngineError) and not isinstance(error, RanksDiverged):
                 self._journal.settle()
                 raise
             self._die(error)
             raise
 
-    def _chosen(self, samples: list[Sample], logits: torch.Tensor) -> list[Chosen]:
+    def _choose(self, samples: list[Sample], logits: torch.Tensor) -> list[ChosenToken]:
         """A token for each sample whose logits these are, and for those that will be split off from it."""
         rows = [row for row, sample in enumerate(samples) for _ in range(1 + sample.forks)]
         if not rows:
@@ -449,9 +451,9 @@ class Engine(Owned):
         if len(rows) > len(samples):
             logits = logits[torch.tensor(rows, device=logits.device)]
         draws = [self._draw(sample, sample.number + fork) for sample in samples for fork in range(1 + sample.forks)]
-        return chosen(logits, draws, [self._wants(samples[row]) for row in rows])
+        return choose_tokens(logits, draws, [self._wants(samples[row]) for row in rows])
 
-    def _outcomes(self, samples: list[Sample], answers: list[Chosen]) -> Commit:
+    def _outcomes(self, samples: list[Sample], answers: list[ChosenToken]) -> Commit:
         """What everyone will be told; nobody is, yet. Where a text cannot be decoded, its request ends."""
         outcomes: list[Outcome] = []
         splits = [(sample, sample.split()) for sample in samples if sample.forks]
@@ -463,7 +465,7 @@ class Engine(Owned):
                     outcomes.append(self._outcome(each, next(left)))
                 except Exception as error:
                     self._journal.settle()  # to the others, the step did not happen
-                    self._speeches.clear()
+                    self._detokenizers.clear()
                     self._end(self._requests[each.arrival], "error", error)
                     raise
         return Commit(
@@ -524,7 +526,7 @@ class Engine(Owned):
         params = self._requests[sample.arrival].params
         return params.top_logprobs if params.logprobs or params.top_logprobs else None
 
-    def _outcome(self, sample: Sample, answer: Chosen) -> Outcome:
+    def _outcome(self, sample: Sample, answer: ChosenToken) -> Outcome:
         """What a sample will be told, and whether it then ends."""
         request = self._requests[sample.arrival]
         params, continuation = request.params, request.samples[sample.number]
@@ -536,11 +538,11 @@ class Engine(Owned):
             reason = "stop"
         elif place + 1 == params.max_new_tokens:
             reason = "length"
-        text, reason = self._spoken(request, sample.number, answer.token, reason)
+        text, reason = self._detokenized(request, sample.number, answer.token, reason)
         token = Token(request, sample.number, answer.token, text, reason)
         return Outcome(sample, continuation, answer, place, continuation.text + text, token)
 
-    def _senseless(self, sample: Sample, answer: Chosen, place: int) -> Outcome:
+    def _senseless(self, sample: Sample, answer: ChosenToken, place: int) -> Outcome:
         """The end of a sample whose logits are not numbers. What it computed is not found by others."""
         request = self._requests[sample.arrival]
         continuation = request.samples[sample.number]
@@ -552,36 +554,36 @@ class Engine(Owned):
         token = Token(request, sample.number, None, text, "error")
         return Outcome(sample, continuation, answer, place, continuation.text + text, token, error)
 
-    def _speech(self, request: Request, number: int) -> Speech:
+    def _detokenizer(self, request: Request, number: int) -> Detokenizer:
         """The text of a sample so far; read again from its tokens, where that was broken off."""
-        found = self._speeches.get((request.number, number))
+        found = self._detokenizers.get((request.number, number))
         if found is None:
             assert self.tokenizer is not None, "there is text"
-            found = Speech(self.tokenizer, request.params.stop, request.prompt)
+            found = Detokenizer(self.tokenizer, request.params.stop, request.prompt)
             for token in request.samples[number].token_ids:
                 found.push(token)
-            self._speeches[request.number, number] = found
+            self._detokenizers[request.number, number] = found
         return found
 
     def _held_back(self, request: Request, number: int) -> str:
         """The text that might have become one to stop at."""
         if self.tokenizer is None or not request.samples[number].token_ids:
             return ""
-        speech = self._speech(request, number)
-        del self._speeches[request.number, number]  # it has ended, and the request not yet
-        return speech.end()
+        detokenizer = self._detokenizer(request, number)
+        del self._detokenizers[request.number, number]  # it has ended, and the request not yet
+        return detokenizer.end()
 
-    def _spoken(self, request: Request, number: int, token: int, reason: str | None) -> tuple[str, str | None]:
+    def _detokenized(self, request: Request, number: int, token: int, reason: str | None) -> tuple[str, str | None]:
         """What the text grew by, and why the sample ends, if it does: texts to stop at are found here."""
         if self.tokenizer is None:
             return "", reason
-        speech = self._speech(request, number)
-        text = speech.push(token)
-        if speech.stopped:
+        detokenizer = self._detokenizer(request, number)
+        text = detokenizer.push(token)
+        if detokenizer.stopped:
             reason = "stop"
         elif reason is not None:
-            text += speech.end()
-            reason = "stop" if speech.stopped else reason
+            text += detokenizer.end()
+            reason = "stop" if detokenizer.stopped else reason
         return text, reason
 
     # ---- all at once -----------------------------------------------------------------------------------------------
@@ -602,7 +604,7 @@ class Engine(Owned):
         hold = self._held(requests)  # should the `finally` be interrupted
         try:
             self._add_all(requests, prompts, params, salt)
-            with Bar(requests, progress) as bar:
+            with ProgressBar(requests, progress) as bar:
                 while not all(request.finished for request in requests):
                     bar.advance(sum(token.finish_reason is not None for token in self.step()))
         finally:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from attnspan.engine.request import Continuation, Token
 from attnspan.engine.sample import Sample
-from attnspan.engine.sampler import Chosen
+from attnspan.engine.sampler import ChosenToken
 from attnspan.errors import EngineError
 
 
@@ -19,7 +19,7 @@ class Outcome(NamedTuple):
 
     sample: Sample
     continuation: Continuation
-    answer: Chosen
+    answer: ChosenToken
     place: int
     text: str
     token: Token

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from attnspan.engine.graphs import Graphs
+from attnspan.engine.cuda_graphs import CudaGraphs
 from attnspan.engine.scheduler import Chunk
 from attnspan.engine.served import Layers, attending
 from attnspan.errors import EngineError
@@ -31,7 +31,7 @@ CAUSAL = Causal()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Place:
+class LayerPlace:
     """Where a layer's keys are, and how it attends."""
 
     pool: int
@@ -47,10 +47,10 @@ class Pools:
 
     pools: tuple[PagePool, ...]
     windows: tuple[int | None, ...]  # the widest of each pool; None: everything
-    places: tuple[Place, ...]  # by layer
+    places: tuple[LayerPlace, ...]  # by layer
 
 
-class Sizes(NamedTuple):
+class PoolSizes(NamedTuple):
     """Of each pool: its pages, the tokens of one on every rank, and the pages of the host."""
 
     pages: int
@@ -59,7 +59,7 @@ class Sizes(NamedTuple):
     ranks: int = 1
 
 
-def pools_of(layers: Layers, sizes: Sizes, *, dtype: torch.dtype, device: torch.device) -> Pools:
+def pools_of(layers: Layers, sizes: PoolSizes, *, dtype: torch.dtype, device: torch.device) -> Pools:
     """Pools for a model's layers."""
     pages, page_size, host_pages, ranks = sizes
     groups = [[layer for layer in layers if (layer.window is None) is full] for full in (True, False)]
@@ -78,12 +78,12 @@ def pools_of(layers: Layers, sizes: Sizes, *, dtype: torch.dtype, device: torch.
         if layer.softcap is not None:
             mods.setdefault(layer.softcap, soft_cap(layer.softcap))
     places = [
-        Place(*found[layer.index], layer.scale, mods.get(layer.softcap), layer.window) for layer in layers
+        LayerPlace(*found[layer.index], layer.scale, mods.get(layer.softcap), layer.window) for layer in layers
     ]  # fmt: skip
     return Pools(tuple(pools), tuple(windows), tuple(places))
 
 
-class Over:
+class PagedAttention:
     """Attention over pages: what serves a call of the model."""
 
     def __init__(self, pools: Pools, pages: Sequence[PagePool | ShardedPages], plans: Sequence[StepPlan], kernel: str):
@@ -126,8 +126,8 @@ class Runner:
         self.device = pools.pools[0].device
         sizes = {"max_sequences": max_sequences, "max_tokens": max_tokens, "max_length": max_length}
         self.pages, self.plans = self._planned(sizes)
-        self._over = Over(pools, self.pages, self.plans, kernel)
-        self._graphs = Graphs(max_sequences, self.device) if cuda_graphs else None
+        self._attention = PagedAttention(pools, self.pages, self.plans, kernel)
+        self._graphs = CudaGraphs(max_sequences, self.device) if cuda_graphs else None
         for layer, place in enumerate(pools.places):
             if cuda_graphs and place.score_mod is not None:
                 raise EngineError(
@@ -136,7 +136,7 @@ class Runner:
                 )
 
     def _planned(self, sizes: dict[str, Any]) -> tuple[Sequence[PagePool | ShardedPages], list[StepPlan]]:
-        """What is written to and read, and the plans of it; see ranks.py for another kind."""
+        """What is written to and read, and the plans of it; see ranks_runner.py for another kind."""
         return self.pools.pools, [StepPlan(pool, **sizes) for pool in self.pools.pools]
 
     @property
@@ -168,7 +168,7 @@ class Runner:
             tokens += sample.tokens[sample.computed : sample.computed + chunk.new]
             if chunk.last:
                 wanted.append(len(tokens) - 1)
-        return self._logits(tokens, self.plans[0].positions, wanted, self._over)
+        return self._logits(tokens, self.plans[0].positions, wanted, self._attention)
 
     def _logits(self, tokens: list[int], positions: Tensor, wanted: list[int], attends: Any) -> Tensor:
         """The logits of the tokens at `wanted`, (wanted, V)."""
@@ -177,7 +177,7 @@ class Runner:
 
     def _decoded(self, tokens: Tensor) -> Tensor:
         """The logits of every one of (1, rows) tokens: what a graph notes."""
-        return self._called(tokens, self.plans[0].positions, 0, self._over)
+        return self._called(tokens, self.plans[0].positions, 0, self._attention)
 
     def _called(self, tokens: Tensor, positions: Tensor, keep: Tensor | int, attends: Any) -> Tensor:
         with torch.no_grad(), attending(attends, len(self.pools.places)):

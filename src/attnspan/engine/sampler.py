@@ -24,7 +24,7 @@ _BITS = (1 << 64) - 1
 
 
 class Draw(NamedTuple):
-    """How one row is to be chosen: `number` is its own between 0 and 1; temperature 0 takes the likeliest."""
+    """How one row is chosen: `number` is its own between 0 and 1; temperature 0 takes the likeliest."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -32,7 +32,7 @@ class Draw(NamedTuple):
     number: float = 0.0
 
 
-class Chosen(NamedTuple):
+class ChosenToken(NamedTuple):
     """A token, its log-probability, and the likeliest tokens with theirs; no token where logits are not numbers."""
 
     token: int | None
@@ -59,7 +59,7 @@ def _mixed(x: int) -> int:
     return x ^ x >> 31
 
 
-def chosen(logits: Tensor, draws: Sequence[Draw], wants: Sequence[int | None]) -> list[Chosen]:
+def choose_tokens(logits: Tensor, draws: Sequence[Draw], wants: Sequence[int | None]) -> list[ChosenToken]:
     """A token for each row of logits (R, V); `wants` is how many of the likeliest to tell of, None for nothing."""
     logits = logits.float()
     largest, tokens = logits.max(-1)
@@ -67,10 +67,10 @@ def chosen(logits: Tensor, draws: Sequence[Draw], wants: Sequence[int | None]) -
     places = [place for place, draw in enumerate(draws) if draw.temperature > 0]
     if places:
         some = torch.tensor(places, device=logits.device)
-        tokens[some] = drawn(logits[some], [draws[place] for place in places])
+        tokens[some] = draw_tokens(logits[some], [draws[place] for place in places])
     found = [None if token < 0 else token for token in tokens.where(sound, -1).tolist()]
     told = [place for place, want in enumerate(wants) if want is not None]
-    answers = [Chosen(token) for token in found]
+    answers = [ChosenToken(token) for token in found]
     if told:
         some = torch.tensor(told, device=logits.device)
         logprobs = logits[some].log_softmax(-1)
@@ -79,11 +79,11 @@ def chosen(logits: Tensor, draws: Sequence[Draw], wants: Sequence[int | None]) -
         values, indices = (side.tolist() for side in logprobs.topk(min(most, logits.shape[1]), dim=-1))
         for row, place in enumerate(told):
             top = dict(zip(indices[row][: wants[place]], values[row][: wants[place]], strict=True))
-            answers[place] = Chosen(found[place], own[row], top)
+            answers[place] = ChosenToken(found[place], own[row], top)
     return answers
 
 
-def drawn(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
+def draw_tokens(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
     """A token (R,) for each row, by its number."""
     weights = probabilities(logits, draws).nan_to_num()  # rows without a token are drawn from like others
     sums = weights.cumsum(-1)

@@ -142,7 +142,7 @@ class Scheduler:
         side.remove(sample)
         if sample.seq is not None:
             if keep and not sample.swapped:
-                self._keep(sample)
+                self._publish(sample)
             self.room.free(sample.seq)
         sample.seq, sample.swapped, sample.computed = None, False, 0
         self._returns += 1
@@ -173,21 +173,21 @@ class Scheduler:
 
     def step(self) -> list[Chunk]:
         """The next batch, for which there are pages; empty only if nothing runs or queues."""
-        batch = self._wanted()
-        sent_back = False
+        batch = self._chunks()
+        preempted = False
         while batch and not self.room.reserve(_named(batch)):
-            self._send_back()
-            sent_back = True
-            batch = self._wanted()
-        if not self.queued or (sent_back and batch):
+            self._preempt()
+            preempted = True
+            batch = self._chunks()
+        if not self.queued or (preempted and batch):
             return batch
-        while self._take_in():
+        while self._admit():
             pass
-        batch = self._wanted()
+        batch = self._chunks()
         if batch and not self.room.reserve(_named(batch)):
             [sample] = self.running  # taken in alone: more were taken in only with pages to spare
-            self._start_over(sample)
-            batch = self._wanted()
+            self._restart(sample)
+            batch = self._chunks()
             fits = self.room.reserve(_named(batch))
             assert fits, "what fits alone was added"
         return batch
@@ -199,9 +199,9 @@ class Scheduler:
             assert sample.seq is not None, "it ran"
             sample.computed += count
             self.counts.tokens += count
-            if self._returned_behind(sample, count):
+            if self._left_window(sample, count):
                 if sample.kept < sample.prompt:
-                    self._keep(sample)
+                    self._publish(sample)
                 self._returns += self.room.release(sample.seq)
 
     def rollback(self, batch: Sequence[Chunk]) -> None:
@@ -212,7 +212,7 @@ class Scheduler:
 
     # ---- within ----------------------------------------------------------------------------------------------------
 
-    def _wanted(self) -> list[Chunk]:
+    def _chunks(self) -> list[Chunk]:
         """What the running samples would have: a token for those that decode, then prompts, oldest first."""
         limits = self.limits
         for sample in self.running if limits.whole is not None else ():
@@ -227,14 +227,14 @@ class Scheduler:
                     left -= counts[place]
         return [Chunk(sample, count) for sample, count in zip(self.running, counts, strict=True) if count]
 
-    def _take_in(self) -> bool:
+    def _admit(self) -> bool:
         """Let the oldest of the queue run, if it fits. See [Note: whole prompts]."""
         if not self.queued or self._refused == (self.queued[0], self._returns):
             return False
         sample, rows = self.queued[0], sum(1 + each.forks for each in self.running)
-        if rows + 1 + sample.forks > self.limits.max_sequences or self._left() <= 0:
+        if rows + 1 + sample.forks > self.limits.max_sequences or self._budget_left() <= 0:
             return False
-        fits = self._brought_back(sample) if sample.swapped else self._begun(sample)
+        fits = self._swap_in(sample) if sample.swapped else self._start(sample)
         if not fits:
             self._refused = (sample, self._returns)
             return False
@@ -242,24 +242,24 @@ class Scheduler:
         insort(self.running, sample, key=_ORDER)
         return True
 
-    def _left(self) -> int:
+    def _budget_left(self) -> int:
         """The budget that those who run leave."""
-        return self.limits.max_tokens - sum(chunk.new for chunk in self._wanted())
+        return self.limits.max_tokens - sum(chunk.new for chunk in self._chunks())
 
-    def _begun(self, sample: Sample) -> bool:
-        self._show(sample)
-        self._looked_up(sample, self._version(False))
+    def _start(self, sample: Sample) -> bool:
+        self._publish_alike(sample)
+        self._look_up(sample, self._version(False))
         if sample.computed:
             self._confirm(sample)
         assert sample.seq is not None, "it was looked up"
-        if self.running and not self._fits_beside(sample):
+        if self.running and not self._fits(sample):
             self.room.free(sample.seq)
             sample.seq, sample.computed = None, 0
             return False
         self.counts.known += sample.computed
         return True
 
-    def _looked_up(self, sample: Sample, version: int) -> None:
+    def _look_up(self, sample: Sample, version: int) -> None:
         """Let a sample begin, on pages that the same version of what computes has left, if there are any."""
         sample.version = version
         sample.seq, sample.computed = self.room.add(sample.tokens, sample.kept_as, not sample.unshared)
@@ -275,22 +275,22 @@ class Scheduler:
                 self.room.free(sample.seq)
                 sample.seq, sample.computed = None, 0
         if version != sample.version:
-            self._looked_up(sample, version)
+            self._look_up(sample, version)
 
-    def _brought_back(self, sample: Sample) -> bool:
+    def _swap_in(self, sample: Sample) -> bool:
         assert sample.seq is not None, "it was swapped out"
-        if self.running and not self._fits_beside(sample):
+        if self.running and not self._fits(sample):
             return False
         if not self.room.swap_in(sample.seq):
             if self.running:
                 return False
-            self._give_up(sample)  # alone, and yet no room: see [Note: alone]
-            return self._begun(sample)
+            self._drop_pages(sample)  # alone, and yet no room: see [Note: alone]
+            return self._start(sample)
         sample.swapped = False
         self.counts.swapped_in += 1
         return True
 
-    def _fits_beside(self, sample: Sample) -> bool:
+    def _fits(self, sample: Sample) -> bool:
         """Whether all that run, and this one, can be fed what they have, with a page to spare for each."""
         everyone = [(each.seq, each.rest) for each in self.running if each.seq is not None]
         newcomer = len(sample.tokens) if sample.swapped else 0
@@ -304,48 +304,48 @@ class Scheduler:
         whole = self.limits.whole
         return whole is not None and not sample.computed and sample.rest >= whole and self.room.holds(sample.rest)
 
-    def _send_back(self) -> None:
+    def _preempt(self) -> None:
         """The youngest goes back to the queue. See [Note: nothing lost]."""
         if len(self.running) == 1:
-            self._start_over(self.running[0])
+            self._restart(self.running[0])
             return
         sample = self.running.pop()
         assert sample.seq is not None, "it ran"
-        self._keep(sample)
+        self._publish(sample)
         if sample.computed and self.room.swap_out(sample.seq):
             sample.swapped = True
             self.counts.swapped_out += 1
         else:
-            self._give_up(sample)
+            self._drop_pages(sample)
         insort(self.queued, sample, key=_ORDER)
         self._returns += 1
 
-    def _start_over(self, sample: Sample) -> None:
+    def _restart(self, sample: Sample) -> None:
         """See [Note: alone]."""
         assert not sample.unshared, "what fits alone was added, and it is alone"
-        self._give_up(sample)
+        self._drop_pages(sample)
         sample.unshared = True
         sample.seq, _ = self.room.add(sample.tokens, sample.kept_as, False)
 
-    def _give_up(self, sample: Sample) -> None:
+    def _drop_pages(self, sample: Sample) -> None:
         assert sample.seq is not None, "it has pages, here or on the host"
         self.room.free(sample.seq)
         sample.seq, sample.swapped, sample.computed, sample.kept = None, False, 0, 0
         self.counts.recomputed += 1
 
-    def _show(self, newcomer: Sample) -> None:
+    def _publish_alike(self, newcomer: Sample) -> None:
         """See [Note: shown when looked for]."""
         for sample in self.running:
             if sample.beginning == newcomer.beginning:
-                self._keep(sample)
+                self._publish(sample)
 
-    def _keep(self, sample: Sample) -> None:
+    def _publish(self, sample: Sample) -> None:
         """Show a sample's pages to the prefix cache, if there is a full one that it has not seen."""
         if sample.computed - sample.kept >= self._smallest and sample.seq is not None and not sample.unshared:
             self.room.keep(sample.seq, sample.tokens[: sample.computed], sample.kept_as)
             sample.kept = sample.computed - sample.computed % self._smallest
 
-    def _returned_behind(self, sample: Sample, count: int) -> bool:
+    def _left_window(self, sample: Sample, count: int) -> bool:
         """Whether a page may have fallen behind a window: only where a page was begun."""
         for store in self.room.stores:
             if store.window is not None:

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attnspan.engine.accord import Accord
-from attnspan.engine.runner import Over, Place, Pools, Runner
+from attnspan.engine.rank_consensus import RankConsensus
+from attnspan.engine.runner import LayerPlace, PagedAttention, Pools, Runner
 from attnspan.engine.scheduler import Chunk
 from attnspan.masks import Causal, Mask, SlidingWindow
 from attnspan.paged import PagePool, ShardedPages, StepPlan
@@ -29,13 +29,13 @@ from attnspan.transports.group import Group
 class RanksRunner(Runner):
     """A runner whose pages are spread over the ranks of `mesh`; prompts of `whole` tokens or more are split.
 
-    What is about to be computed is compared with the other ranks of `accord` before the model is called.
+    What is about to be computed is compared with the other ranks of `consensus` before the model is called.
     """
 
     def __init__(
-        self, model: nn.Module, pools: Pools, *, mesh: Group, accord: Accord, whole: int, **sizes: Any
+        self, model: nn.Module, pools: Pools, *, mesh: Group, consensus: RankConsensus, whole: int, **sizes: Any
     ) -> None:
-        self.mesh, self.accord, self.whole = mesh, accord, whole
+        self.mesh, self.consensus, self.whole = mesh, consensus, whole
         super().__init__(model, pools, **sizes)
         self._session: ContextParallel | None = None
 
@@ -45,7 +45,7 @@ class RanksRunner(Runner):
 
     def run(self, batch: Sequence[Chunk]) -> Tensor:
         """As of one rank; the same logits on every rank."""
-        self._compared = self.accord.on_step(batch)
+        self._compared = self.consensus.compare_step(batch)
         sample, count = batch[0]
         if len(batch) == 1 and sample.computed == 0 and count == sample.rest >= self.whole:
             return self._split(sample.tokens)
@@ -61,7 +61,7 @@ class RanksRunner(Runner):
         positions = session.positions
         mine = [tokens[position] for position in positions.tolist()]
         last = (positions == len(tokens) - 1).nonzero().flatten().tolist()
-        found = self._logits(mine, positions, last, Split(session, self._over))
+        found = self._logits(mine, positions, last, PrefillAttention(session, self._attention))
         logits = found.new_zeros(1, found.shape[1], dtype=torch.float32)
         if last:
             logits.copy_(found)
@@ -76,23 +76,23 @@ class RanksRunner(Runner):
         return self._session.with_mask(masks, seq_len=length)
 
 
-class Split:
+class PrefillAttention:
     """Attention under context parallelism: what serves a call of the model on a shard of a prompt."""
 
-    def __init__(self, session: ContextParallel, over: Over) -> None:
-        self.session, self.over = session, over
+    def __init__(self, session: ContextParallel, paged: PagedAttention) -> None:
+        self.session, self.paged = session, paged
         self._prepared: dict[tuple[str, float, Any], Prepared] = {}
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
         """Attend, and hand the keys over to their pages. (1, H, S, D) of the shard; (1, S, H, D) out."""
-        place = self.over.pools.places[layer]
+        place = self.paged.pools.places[layer]
         out = self._prepared_for(place)(query, key, value, sinks=sinks)
-        pages = self.over.pages[place.pool]
+        pages = self.paged.pages[place.pool]
         assert isinstance(pages, ShardedPages), "made so"
-        pages.from_context_parallel(place.index, key, value, self.session, self.over.plans[place.pool])
+        pages.from_context_parallel(place.index, key, value, self.session, self.paged.plans[place.pool])
         return out.transpose(1, 2).contiguous()
 
-    def _prepared_for(self, place: Place) -> Prepared:
+    def _prepared_for(self, place: LayerPlace) -> Prepared:
         """One for all layers of a kind."""
         kind = _name(place), place.scale, place.score_mod
         if kind not in self._prepared:
@@ -100,9 +100,9 @@ class Split:
         return self._prepared[kind]
 
 
-def _name(place: Place) -> str:
+def _name(place: LayerPlace) -> str:
     return "full" if place.window is None else f"window {place.window}"
 
 
-def _mask(place: Place) -> Mask:
+def _mask(place: LayerPlace) -> Mask:
     return Causal() if place.window is None else SlidingWindow(place.window - 1)

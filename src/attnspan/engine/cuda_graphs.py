@@ -25,7 +25,7 @@ from torch import Tensor
 
 from attnspan.errors import EngineError
 
-WARM_UPS = 2
+WARMUP_RUNS = 2
 """Runs before one is noted, in which kernels are compiled and libraries take their memory."""
 
 
@@ -34,30 +34,30 @@ Call = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Noted:
+class CapturedGraph:
     """A graph, and where its logits appear."""
 
     graph: torch.cuda.CUDAGraph
     logits: Tensor
 
 
-class Graphs:
-    """Graphs by rows, for batches of at most so many."""
+class CudaGraphs:
+    """CudaGraphs by rows, for batches of at most so many."""
 
     def __init__(self, most: int, device: torch.device) -> None:
         if device.type != "cuda":
             raise EngineError(f"cuda_graphs=True needs a model on a CUDA device, got one on {device}")
         self._most = most
         self._tokens = torch.zeros(1, most, dtype=torch.int64, device=device)
-        self._noted: dict[int, Noted] = {}
+        self._captured: dict[int, CapturedGraph] = {}
         self._device = device
         self._memory = torch.cuda.graph_pool_handle()
 
     def forget(self) -> None:
         """Let go of all graphs: they hold kernels and addresses of a model that is another one by now."""
-        if self._noted:
+        if self._captured:
             torch.cuda.synchronize(self._device)  # a replay may still be running
-            self._noted.clear()
+            self._captured.clear()
             self._memory = torch.cuda.graph_pool_handle()
 
     def rows(self, count: int) -> int:
@@ -72,34 +72,34 @@ class Graphs:
     def run(self, call: Call, tokens: list[int], rows: int) -> Tensor:
         """The logits (tokens, V) of a step that was planned with so many rows."""
         self._tokens[0, : len(tokens)].copy_(torch.tensor(tokens))
-        if rows not in self._noted:
-            self._noted[rows] = self._note(call, self._tokens[:, :rows])
-        noted = self._noted[rows]
+        if rows not in self._captured:
+            self._captured[rows] = self._capture(call, self._tokens[:, :rows])
+        noted = self._captured[rows]
         noted.graph.replay()
         return noted.logits[: len(tokens)]
 
-    def _note(self, call: Call, tokens: Tensor) -> Noted:
+    def _capture(self, call: Call, tokens: Tensor) -> CapturedGraph:
         here, aside = torch.cuda.current_stream(), torch.cuda.Stream()
         aside.wait_stream(here)
         with torch.cuda.stream(aside):
-            for _ in range(WARM_UPS):
+            for _ in range(WARMUP_RUNS):
                 call(tokens)
         here.wait_stream(aside)
         graph = torch.cuda.CUDAGraph()
         try:
-            with undisturbed(), torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
+            with no_garbage_collection(), torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
                 logits = call(tokens)
         except (RuntimeError, ValueError) as error:
             torch.cuda.set_stream(here)  # a capture that CUDA has ended leaves its own stream behind
             raise EngineError(f"cuda_graphs=True: the model cannot be noted as a graph ({error})") from error
-        return Noted(graph, logits)
+        return CapturedGraph(graph, logits)
 
 
 _ONE_AT_A_TIME = Lock()
 
 
 @contextmanager
-def undisturbed() -> Iterator[None]:
+def no_garbage_collection() -> Iterator[None]:
     """One thread at a time, and no garbage is collected. See [Note: nothing else meanwhile]."""
     with _ONE_AT_A_TIME:
         collects = gc.isenabled()

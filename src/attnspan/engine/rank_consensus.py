@@ -35,18 +35,18 @@ from attnspan.engine.scheduler import Chunk
 from attnspan.errors import EngineError, ModelError
 from attnspan.transports import Transport
 
-DOINGS = ("adding a request", "beginning a request", "making a step")
+ACTIVITIES = ("adding a request", "beginning a request", "making a step")
 """What a rank may be doing when it is heard of."""
 
 DIGEST, NUMBER = 23, 8
 """Bytes of a record, after one for what is being done."""
 
 
-class OutOfStep(EngineError):
+class RanksDiverged(EngineError):
     """Ranks of an engine do different things, and cannot be brought together again."""
 
 
-class Accord:
+class RankConsensus:
     """The ranks of an engine. `transport` is None for one rank."""
 
     def __init__(self, transport: Transport | None) -> None:
@@ -65,7 +65,7 @@ class Accord:
         if self.transport is None:
             yield
         else:
-            with unbroken(self.transport, but=(OutOfStep,)):
+            with unbroken(self.transport, but=(RanksDiverged,)):
                 yield
 
     # ---- records ---------------------------------------------------------------------------------------------------
@@ -75,7 +75,7 @@ class Accord:
         assert self.transport is not None, "there are others to hear"
         transport = self.transport
         digest = hashlib.blake2b(said, digest_size=DIGEST).digest()
-        record = bytes([DOINGS.index(doing)]) + digest + number.to_bytes(NUMBER, "little")
+        record = bytes([ACTIVITIES.index(doing)]) + digest + number.to_bytes(NUMBER, "little")
         own = torch.frombuffer(bytearray(record), dtype=torch.uint8).to(transport.device)
         told = own.new_empty(transport.ranks, len(record))
         with unbroken(transport):
@@ -87,8 +87,8 @@ class Accord:
                 found = [bytes(each) for each in told.tolist()]
             others = _odd([each[:1] for each in found])
             if others:
-                here, there = (DOINGS[found[rank][0]] for rank in (0, others[0]))
-                raise OutOfStep(
+                here, there = (ACTIVITIES[found[rank][0]] for rank in (0, others[0]))
+                raise RanksDiverged(
                     f"rank 0 is {here} while ranks {others} are not: rank {others[0]} is {there}; every rank adds, "
                     "cancels and steps alike, in the same order"
                 )
@@ -96,11 +96,11 @@ class Accord:
 
         return heard
 
-    def on_request(self, request: tuple[Any, ...], seed: int) -> int:
+    def compare_request(self, request: tuple[Any, ...], seed: int) -> int:
         """Rank 0's seed; EngineError if requests differ."""
         if self.transport is None:
             return seed
-        told = self._posted(DOINGS[0], repr(request).encode(), seed)()
+        told = self._posted(ACTIVITIES[0], repr(request).encode(), seed)()
         others = _odd([each[:DIGEST] for each in told])
         if others:
             raise EngineError(
@@ -108,7 +108,7 @@ class Accord:
             )
         return int.from_bytes(told[0][DIGEST:], "little")
 
-    def on_version(self, model: ModelFingerprint, again: bool) -> None:
+    def compare_version(self, model: ModelFingerprint, again: bool) -> None:
         """Give a model the version that all ranks have; EngineError if weights or buffers differ.
 
         A change on one rank, such as a hook that only watches, is a new version on all: what was kept is not found by
@@ -116,7 +116,7 @@ class Accord:
         """
         if self.transport is None or (self._agreed and not again):
             return
-        told = self._posted(DOINGS[1], f"{model.content.whole:x}".encode(), model.version)()
+        told = self._posted(ACTIVITIES[1], f"{model.content.whole:x}".encode(), model.version)()
         others = _odd([each[:DIGEST] for each in told])
         if others:
             raise EngineError(
@@ -126,21 +126,21 @@ class Accord:
         model.version = max(int.from_bytes(each[DIGEST:], "little") for each in told)
         self._agreed = True
 
-    def on_step(self, batch: Sequence[Chunk]) -> Callable[[], None]:
-        """What waits for the others, and raises OutOfStep if they are about to compute something else."""
+    def compare_step(self, batch: Sequence[Chunk]) -> Callable[[], None]:
+        """What waits for the others, and raises RanksDiverged if they are about to compute something else."""
         if self.transport is None:
             return _nothing
         said = [repr(self._cancelled).encode()]
         for sample, new in batch:
             fed = sample.tokens[sample.computed : sample.computed + new]
             said.append(repr((sample.arrival, sample.number, sample.version, sample.computed, *fed)).encode())
-        heard = self._posted(DOINGS[2], b"".join(said))
+        heard = self._posted(ACTIVITIES[2], b"".join(said))
         self._cancelled, self._agreed = [], False
 
         def compared() -> None:
             others = _odd(heard())
             if others:
-                raise OutOfStep(
+                raise RanksDiverged(
                     f"steps differ between rank 0 and ranks {others}: they cancelled other requests, or chose other "
                     "tokens; every rank adds, cancels and steps alike, in the same order"
                 )
@@ -159,7 +159,7 @@ class Accord:
         with unbroken(self.transport):
             return self.transport.agree(said, what)
 
-    def on_options(self, options: dict[str, Any]) -> None:
+    def compare_options(self, options: dict[str, Any]) -> None:
         """EngineError if engines differ in an option."""
         if self.transport is None:
             return
@@ -169,7 +169,7 @@ class Accord:
             if found != found[:1] * len(found):
                 raise EngineError(f"{name} must be the same on every rank, got {found}, by rank")
 
-    def on_model(self, model: ModelFingerprint) -> None:
+    def compare_model(self, model: ModelFingerprint) -> None:
         """ModelError if models differ: in weights and buffers, or in modules and adapters."""
         if self.transport is None:
             return

@@ -14,12 +14,12 @@ LENGTHS = (8, 64, 512)
 """Of single prompts: kernels differ by how many new tokens a sample has, up to some 64."""
 
 
-def rehearsed(runner: Runner) -> list[list[int]]:
+def warmup_batches(runner: Runner) -> list[list[int]]:
     """Lengths of the prompts that are run together, time after time."""
     return [*([1] * rows for rows in runner.sizes), *([length] for length in LENGTHS)]
 
 
-def rehearse(runner: Runner, scheduler: Scheduler, lengths: list[int]) -> None:
+def run_warmup(runner: Runner, scheduler: Scheduler, lengths: list[int]) -> None:
     """Run prompts of these lengths and a token after each, as far as there is room for them.
 
     Where it fails, pages are left to the scheduler's `reset`.

@@ -28,7 +28,7 @@ from typing import Any, Protocol
 CONTEXT = 8
 """Tokens of a prompt that an answer is read after."""
 
-UNFINISHED = "\ufffd"
+REPLACEMENT = "\ufffd"
 """What decoding puts where bytes are not yet a letter."""
 
 SYMBOLS = range(0xF0000, 0xFFFFE)
@@ -47,30 +47,30 @@ class Tokenizer(Protocol):
         ...
 
 
-class Speech:
+class Detokenizer:
     """The text of one sample `after` a prompt: `push` tokens, get what can be told.
 
     >>> class Letters:
     ...     def decode(self, token_ids, skip_special_tokens=True):
     ...         return "".join(map(chr, token_ids))
-    >>> speech = Speech(Letters(), stop=("end",))
-    >>> [speech.push(ord(letter)) for letter in "an end"]
+    >>> detokenizer = Detokenizer(Letters(), stop=("end",))
+    >>> [detokenizer.push(ord(letter)) for letter in "an end"]
     ['a', 'n', ' ', '', '', '']
-    >>> speech.stopped
+    >>> detokenizer.stopped
     True
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), after: Sequence[int] = ()) -> None:
         self.tokenizer = tokenizer
         self.stopped = False
-        self._cleaner = Cleaner(tokenizer) if cleans(tokenizer) else None
-        self._stops = Stops(stop)
+        self._cleaner = SpaceCleaner(tokenizer) if cleans(tokenizer) else None
+        self._stops = StopStrings(stop)
         self._special: dict[int, str] = {}  # those that came by, and their names
         self._tokens = list(after[-CONTEXT:])
         self._before = 0
         self._read = len(self._tokens)  # tokens [before, read) were told, and are decoded again with what comes next
         self._length = len(text := self._decoded(0))  # of what those from `before` on are, when last decoded
-        if text.endswith(UNFINISHED):
+        if text.endswith(REPLACEMENT):
             self._before, self._length = self._read, 0  # a prompt that ends within a letter
         self._told_of = self._length  # how much of that was handed on
 
@@ -95,7 +95,7 @@ class Speech:
 
     def _grown(self, whole: str) -> str:
         """What is new in the text of the tokens from `before` on, up to a letter that is not there yet."""
-        settled = whole.rstrip(UNFINISHED)
+        settled = whole.rstrip(REPLACEMENT)
         new = settled[self._told_of :]
         self._told_of, self._length = max(self._told_of, len(settled)), len(whole)
         if len(settled) == len(whole) and new:
@@ -126,7 +126,7 @@ class Speech:
         return self.tokenizer.decode(tokens, skip_special_tokens=True) if tokens else ""
 
 
-class Stops:
+class StopStrings:
     """Texts to stop at, and what is held back because it may become one."""
 
     def __init__(self, texts: Sequence[str]) -> None:
@@ -206,7 +206,7 @@ def cleans(tokenizer: Any) -> bool:
     return type(model).__name__ != "BPE" or bool(getattr(tokenizer, forced, False))
 
 
-class Cleaner:
+class SpaceCleaner:
     """Text as its tokenizer cleans it, piece by piece. See [Note: cleaned texts]."""
 
     def __init__(self, tokenizer: Any) -> None:
