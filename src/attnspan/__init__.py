@@ -61,6 +61,8 @@ from attnspan.parallel import ContextParallel, check_model
 from attnspan.plan import Hardware, Plan, Shape, choose
 
 if TYPE_CHECKING:
+    from attnspan.engine import SamplingParams
+    from attnspan.generation import Engine
     from attnspan.parallel import ContextParallelStyle
 
 __all__ = [
@@ -76,6 +78,7 @@ __all__ = [
     "ContextParallelStyle",
     "Contiguous",
     "Documents",
+    "Engine",
     "EngineError",
     "ExpressionError",
     "Full",
@@ -100,6 +103,7 @@ __all__ = [
     "PrefixCache",
     "PrefixLM",
     "RoundRobinByWork",
+    "SamplingParams",
     "Shape",
     "ShardError",
     "ShardedPages",
@@ -125,4 +129,12 @@ def __getattr__(name: str) -> Any:
         from attnspan.parallel import ContextParallelStyle
 
         return ContextParallelStyle
+    if name == "Engine":  # generation is imported by those who generate
+        from attnspan.generation import Engine
+
+        return Engine
+    if name == "SamplingParams":
+        from attnspan.engine import SamplingParams
+
+        return SamplingParams
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

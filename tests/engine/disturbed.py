@@ -15,8 +15,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import attnspan
-from attnspan.engine import Engine, SamplingParams, sampler
-from attnspan.engine import engine as engine_module
+from attnspan import Engine, SamplingParams
+from attnspan.engine import llm_engine as engine_module
+from attnspan.engine import sampler
 from attnspan.engine.room import Room
 from attnspan.engine.runner import Runner
 from attnspan.engine.scheduler import Scheduler
@@ -24,7 +25,8 @@ from attnspan.errors import UnknownRequest
 from attnspan.paged import PageAllocator, PagePool, PrefixCache, StepPlan
 from tests.engine.models import greedy, prompts, tiny, tokenizer
 
-SOURCES = tuple(str(Path(attnspan.__file__).parent / part) for part in ("engine", "paged"))
+PARTS = ("engine", "paged", "integrations/huggingface/serv")  # serving.py, served_model.py
+SOURCES = tuple(str(Path(attnspan.__file__).parent / part) for part in PARTS)
 
 
 class Fault(Exception):

@@ -12,7 +12,7 @@ import weakref
 import pytest
 import torch
 
-from attnspan.engine import Engine, SamplingParams
+from attnspan import Engine, SamplingParams
 from attnspan.errors import EngineError
 from attnspan.integrations.huggingface import PagedCache
 from attnspan.testing import loopback

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 import typer
 
-from attnspan.engine import Engine, SamplingParams
+from attnspan import Engine, SamplingParams
 from attnspan.errors import AttnspanError, EngineError, whole
 
 

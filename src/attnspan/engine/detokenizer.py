@@ -22,8 +22,10 @@ Knows nothing of models or requests.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from typing import Any, Protocol
+
+from attnspan.errors import EngineError
 
 CONTEXT = 8
 """Tokens of a prompt that an answer is read after."""
@@ -45,6 +47,21 @@ class Tokenizer(Protocol):
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = ...) -> str:
         """The text of tokens."""
         ...
+
+
+def check_tokenizer(tokenizer: object, vocabulary: int) -> None:
+    """EngineError for what is no tokenizer, or one with more tokens than the model knows."""
+    if tokenizer is None:
+        return
+    for method in ("encode", "decode"):
+        if not callable(getattr(tokenizer, method, None)):
+            raise EngineError(f"tokenizer must have encode and decode, got {type(tokenizer).__name__}")
+    size = len(tokenizer) if isinstance(tokenizer, Sized) else 0
+    if size > vocabulary:
+        raise EngineError(
+            f"tokenizer does not fit the model: it has {size} tokens, and the model knows {vocabulary}; give the one "
+            "that the model was trained with"
+        )
 
 
 class Detokenizer:

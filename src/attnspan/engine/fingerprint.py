@@ -25,7 +25,7 @@ written by the model, and is taken as it is; it is looked for in the first steps
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Container, Iterator
 from itertools import chain
 from operator import attrgetter, itemgetter
 from typing import Any
@@ -45,8 +45,6 @@ COMPARED = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_p
 """What torch keeps in every module and forward depends on."""
 
 _OF_TORCH = frozenset(vars(nn.Module())) - {*COMPARED, "training"}
-_WHILE_SERVED = frozenset({"_attn_implementation_internal", "_attn_implementation"})
-"""Of a config: what changes because the model is served."""
 
 _VERSION, _FORWARD = attrgetter("_version"), attrgetter("forward")
 
@@ -63,8 +61,9 @@ class Parts:
     False
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, ignored: Container[str] = ()) -> None:
         VERSIONS.hold()
+        self._ignored = ignored  # of a config
         self._modules = list(model.modules())
         self._held = [vars(each) for each in self._modules]
         configs = {id(each["config"]): each["config"] for each in self._held if hasattr(each.get("config"), "__dict__")}
@@ -86,7 +85,7 @@ class Parts:
             list(map(_FORWARD, self._classes)),
             list(map(len, self._held)),
             [settings(each) for settings, each in zip(self._settings, self._held, strict=True)],
-            [value for each in self._configs for key, value in each.items() if key not in _WHILE_SERVED],
+            [value for each in self._configs for key, value in each.items() if key not in self._ignored],
             list(map(Tensor.data_ptr, self._tensors)),
             list(map(_VERSION, self._counted)),
         )
@@ -134,13 +133,19 @@ def _is_hollow(tensor: Tensor) -> bool:
 class ModelFingerprint:
     """A model, how often it was found to be another one (`version`), and how often its parts were (`changes`).
 
-    What is found is counted before it is taken as it is, so that an interrupt in between makes a version too many and
-    never one too few.
+    `ignored` are entries of configs that change while the model is served. `details` tells of a module what must be
+    alike on every rank beside its class, such as its adapters.
+
+    A change is counted before it is accepted, so that an interrupt in between makes a version too many and never one
+    too few.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(
+        self, model: nn.Module, ignored: Container[str] = (), details: Callable[[nn.Module], object] = lambda module: ()
+    ) -> None:
         self.model, self.version, self.changes = model, 0, 0
-        self._parts = Parts(model)
+        self._ignored, self._details = ignored, details
+        self._parts = Parts(model, ignored)
         self.content = self._parts.weights.content()
         self._compared = True  # the content, since the last look
         self._watched = FIRST_STEPS
@@ -151,7 +156,7 @@ class ModelFingerprint:
         if not self._parts.same():
             self.version += 1
             self.changes += 1
-            self._parts = Parts(self.model)
+            self._parts = Parts(self.model, self._ignored)
 
     def compare_content(self) -> bool:
         """Compare what weights are, unless that was done since the last look; whether it was done now."""
@@ -171,28 +176,15 @@ class ModelFingerprint:
         if self._parts.same():
             self._watched -= 1
         else:
-            self._parts, self._watched = Parts(self.model), FIRST_STEPS
+            self._parts, self._watched = Parts(self.model, self._ignored), FIRST_STEPS
 
+    def description(self) -> str:
+        """A digest of what must be alike on every rank, weights aside: classes of modules, and their details.
 
-def description(model: nn.Module) -> str:
-    """A digest of what must be alike on every rank, weights aside: classes of modules, adapters.
-
-    Hooks are not: one rank may watch what the others do not. One that changes tokens shows in the next step's record.
-    """
-    told = hashlib.sha256()
-    for name, module in model.named_modules():
-        told.update(repr((name, type(module).__qualname__, _adapters(module))).encode())
-    return told.hexdigest()
-
-
-def _adapters(module: Any) -> Iterable[Any]:
-    """Which adapters of a layer of peft are in use, and how much they count for."""
-    if not hasattr(module, "active_adapters") or not hasattr(module, "merged_adapters"):
-        return ()
-    scaling = getattr(module, "scaling", None)
-    return (
-        list(module.active_adapters),
-        list(module.merged_adapters),
-        bool(getattr(module, "disable_adapters", False)),
-        sorted(scaling.items()) if isinstance(scaling, dict) else None,
-    )
+        Hooks are not part of it: one rank may watch what the others do not. One that changes tokens shows in the next
+        step's record.
+        """
+        digest = hashlib.sha256()
+        for name, module in self.model.named_modules():
+            digest.update(repr((name, type(module).__qualname__, self._details(module))).encode())
+        return digest.hexdigest()

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from attnspan.attention.unbroken import unbroken
-from attnspan.engine.fingerprint import ModelFingerprint, description
+from attnspan.engine.fingerprint import ModelFingerprint
 from attnspan.engine.scheduler import Chunk
 from attnspan.errors import EngineError, ModelError
 from attnspan.transports import Transport
@@ -173,7 +173,7 @@ class RankConsensus:
         """ModelError if models differ: in weights and buffers, or in modules and adapters."""
         if self.transport is None:
             return
-        said = f"{model.content.whole:x} {description(model.model)}".encode()
+        said = f"{model.content.whole:x} {model.description()}".encode()
         told = [each.split() for each in self._heard(said, "fingerprints of models")]
         for place, what in enumerate(("weights or buffers", "modules or adapters")):
             others = _odd([each[place] for each in told])

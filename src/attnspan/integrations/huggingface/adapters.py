@@ -48,6 +48,19 @@ def adds_to_loss(called: nn.Module, model: nn.Module) -> str | None:
     return None
 
 
+def adapters_in_use(module: nn.Module) -> tuple[object, ...]:
+    """Which adapters of a peft layer are in use, and their scaling; nothing for any other module."""
+    if not hasattr(module, "active_adapters") or not hasattr(module, "merged_adapters"):
+        return ()
+    scaling = getattr(module, "scaling", None)
+    return (
+        list(module.active_adapters),  # type: ignore[arg-type]  # peft's: a list of names
+        list(module.merged_adapters),  # type: ignore[arg-type]
+        bool(getattr(module, "disable_adapters", False)),
+        sorted(scaling.items()) if isinstance(scaling, dict) else None,
+    )
+
+
 def _kind(config: Any) -> str:
     kind = getattr(config, "peft_type", type(config).__name__)
     return str(getattr(kind, "value", kind))

@@ -34,106 +34,71 @@ from array import array
 from collections import deque
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import torch
-from torch import nn
 
-from attnspan.engine.detokenizer import Detokenizer, Tokenizer
-from attnspan.engine.fingerprint import ModelFingerprint
+from attnspan.engine.config import EngineConfig
+from attnspan.engine.detokenizer import Detokenizer, Tokenizer, check_tokenizer
 from attnspan.engine.journal import Journal
-from attnspan.engine.known import (
-    check_dtype,
-    check_evaluates,
-    device_of,
-    end_tokens_of,
-    positions_of,
-    tell_unused,
-    vocabulary_of,
-)
-from attnspan.engine.look import looked_over
+from attnspan.engine.model import ServedModel
 from attnspan.engine.outcome import Commit, Outcome
 from attnspan.engine.owner import Hold, Note, Owned, Owner, entered, exclusive
 from attnspan.engine.params import SamplingParams
+from attnspan.engine.pools import PoolSizes, pools_of
 from attnspan.engine.progress import ProgressBar
 from attnspan.engine.rank_consensus import RankConsensus, RanksDiverged
 from attnspan.engine.request import Continuation, Request, Token
 from attnspan.engine.room import Room, Store
-from attnspan.engine.runner import PoolSizes, Runner, pools_of
+from attnspan.engine.runner import PlanSizes, Runner
 from attnspan.engine.sample import Sample
 from attnspan.engine.sampler import ChosenToken, Draw, choose_tokens, uniform
 from attnspan.engine.scheduler import Chunk, Counts, Limits, Scheduler
-from attnspan.engine.served import layers_of, served
 from attnspan.engine.warmup import run_warmup, warmup_batches
-from attnspan.errors import EngineError, ModelError, UnknownRequest, one_of, whole, whole_list
+from attnspan.errors import EngineError, ModelError, UnknownRequest, whole_list
 from attnspan.paged import PrefixCache
-from attnspan.paged.kernels import KERNELS
 from attnspan.transports.group import Group, transport_of
 
 Prompt = str | Sequence[int]
 
 
-class Engine(Owned):
-    """Generation with a model of transformers over `pages` pages of `page_size` tokens.
-
-    `host_pages` more on the host take samples that must wait; without, they are computed again. A step has at most
-    `max_sequences` samples and `max_tokens` tokens. With `mesh` (a DeviceMesh, a process group, a virtual world) every
-    rank has that many pages, and all ranks compute prompts of `whole_prompts` tokens together (ranks_runner.py).
-    `cuda_graphs` decodes by CUDA graphs (cuda_graphs.py). Threads may share an engine of one rank (owner.py).
-    """
+class LLMEngine(Owned):
+    """Requests and tokens over pages, with any `ServedModel`; `attnspan.Engine` takes transformers models too."""
 
     def __init__(
         self,
-        model: nn.Module,
+        model: ServedModel,
+        config: EngineConfig,
         *,
-        pages: int,
-        page_size: int = 16,
         mesh: Group = None,
         tokenizer: Tokenizer | None = None,
-        host_pages: int = 0,
-        max_sequences: int = 64,
-        max_tokens: int = 512,
-        whole_prompts: int = 256,
-        prefix_cache: bool = True,
-        kernel: str = "auto",
-        cuda_graphs: bool = False,
     ) -> None:
-        pages = whole("pages", pages, at_least=1, error=EngineError)
-        page_size = whole("page_size", page_size, at_least=1, error=EngineError)
-        host_pages = whole("host_pages", host_pages, error=EngineError)
-        whole_prompts = whole("whole_prompts", whole_prompts, at_least=1, error=EngineError)
-        one_of("kernel", kernel, ["auto", *KERNELS], error=EngineError)
-        layers = layers_of(model)
-        self._asked = [str(layer) for layer in layers]  # what pages and plans were made for
-        device = device_of(model)
-        layers = looked_over(model, layers)
-        self.model, self.tokenizer = model, tokenizer
-        self.vocabulary = vocabulary_of(model, tokenizer)
-        self.end_tokens = end_tokens_of(model)
-        tell_unused(model)
+        info = model.info()
+        check_tokenizer(tokenizer, info.vocabulary)
+        self.model: object = model
+        self.tokenizer, self.vocabulary, self.end_tokens = tokenizer, info.vocabulary, info.end_tokens
+        self._model, self._layers = model, info.layers
         self._consensus = RankConsensus(None if mesh is None else transport_of(mesh))
         ranks = self._consensus.ranks
-        self.limits = Limits(max_sequences, max_tokens, max(whole_prompts, 2 * ranks) if ranks > 1 else None)
-        options = {"kernel": kernel, "cuda_graphs": cuda_graphs, "prefix_cache": prefix_cache}
-        options |= {"max_sequences": self.limits.max_sequences, "max_tokens": self.limits.max_tokens}
-        sizes = PoolSizes(pages, page_size, host_pages, ranks)
-        self._consensus.compare_options(options | {"whole_prompts": self.limits.whole} | sizes._asdict())
-        self._fingerprint = ModelFingerprint(model)
+        whole_prompts = max(config.whole_prompts, 2 * ranks) if ranks > 1 else None
+        self.limits = Limits(config.max_sequences, config.max_tokens, whole_prompts)
+        self._consensus.compare_options(asdict(config) | {"whole_prompts": whole_prompts, "ranks": ranks})
+        self._fingerprint = model.fingerprint()
         self._consensus.compare_model(self._fingerprint)
-        dtype = next(model.parameters()).dtype
-        with torch.inference_mode(False):  # what is made within could not be written to without
-            self._pools = pools_of(layers, sizes, dtype=dtype, device=device)
+        sizes = PoolSizes(config.pages, config.page_size, config.host_pages, ranks)
+        with torch.inference_mode(False):  # tensors made in inference mode could not be written to outside of it
+            self._pools = pools_of(info, sizes)
         stores = [
-            Store(pool.allocator, pool, window, PrefixCache(pool.allocator) if prefix_cache else None)
+            Store(pool.allocator, pool, window, PrefixCache(pool.allocator) if config.prefix_cache else None)
             for pool, window in zip(self._pools.pools, self._pools.windows, strict=True)
         ]
-        self.max_length = self._longest(pages * page_size * ranks)
+        self.max_length = self._longest(info.max_positions, config.pages * config.page_size * ranks)
         self._scheduler = Scheduler(Room(stores), self.limits, self._version)
-        most = {"max_sequences": max_sequences, "max_tokens": max_tokens, "max_length": self.max_length}
         with torch.inference_mode(False):
-            self._runner = self._made_runner(mesh, ranks, most | {"kernel": kernel, "cuda_graphs": cuda_graphs})
+            self._runner = self._runner_for(mesh, config)
         self._requests: dict[int, Request] = {}
         self._samples: dict[int, dict[int, Sample]] = {}  # by request and sample: what still runs or queues
         self._detokenizers: dict[tuple[int, int], Detokenizer] = {}
@@ -143,30 +108,31 @@ class Engine(Owned):
         self._owner = Owner(ranks)
         self._holds: dict[int, Note] = {}  # by id, as not every note can be hashed once its hold is gone
         self._notes: deque[Note | Request] = deque()  # see owner.py, [Note: finalisers]
-        self._known = 0  # how often the parts of the model had changed when it was last looked at
+        self._known_changes = 0  # how often the parts of the model had changed when it was last looked at
         self._added_since = False  # whether requests came since contents were last compared
         self._next = 0
         self._dead: BaseException | None = None
 
-    def _made_runner(self, mesh: Group, ranks: int, options: dict[str, Any]) -> Runner:
-        if ranks == 1:
-            return Runner(self.model, self._pools, **options)
-        if options["cuda_graphs"]:
+    def _runner_for(self, mesh: Group, config: EngineConfig) -> Runner:
+        sizes = PlanSizes(max_sequences=config.max_sequences, max_tokens=config.max_tokens, max_length=self.max_length)
+        if self._consensus.ranks == 1:
+            return Runner(self._model, self._pools, sizes, kernel=config.kernel, cuda_graphs=config.cuda_graphs)
+        if config.cuda_graphs:
             raise EngineError("cuda_graphs=True is for one rank: messages between ranks are not part of a graph")
         from attnspan.engine.ranks_runner import RanksRunner
 
-        options["max_tokens"] = max(options["max_tokens"], self.max_length)
+        sizes["max_tokens"] = max(config.max_tokens, self.max_length)
         assert self.limits.whole is not None, "there are ranks"
         return RanksRunner(
-            self.model, self._pools, **options, mesh=mesh, consensus=self._consensus, whole=self.limits.whole
-        )
+            self._model, self._pools, sizes, mesh=mesh, consensus=self._consensus, whole=self.limits.whole,
+            kernel=config.kernel,
+        )  # fmt: skip
 
-    def _longest(self, held: int) -> int:
+    def _longest(self, positions: int | None, held: int) -> int:
         """The most tokens of a sample: what the model has positions for, and unless all layers are windowed, pages."""
-        known = positions_of(self.model)
         if None in self._pools.windows:
-            return min(held, known) if known else held
-        return known or 64 * held
+            return min(held, positions) if positions else held
+        return positions or 64 * held
 
     @exclusive
     def warm_up(self) -> None:
@@ -179,10 +145,10 @@ class Engine(Owned):
         self._check_alive()
         if self._requests:
             raise EngineError(f"warm_up is for an engine without requests, got {len(self._requests)} unfinished")
-        self._check_ready()
+        self._model.check_ready()
         self._look()
         self._journal.begin()
-        with served(self.model, self), self._together():
+        with self._together():
             for lengths in warmup_batches(self._runner):
                 fitting = [length for length in (min(each, self.max_length - 1) for each in lengths) if length]
                 run_warmup(self._runner, Scheduler(self._scheduler.room, self.limits), fitting)
@@ -255,13 +221,13 @@ class Engine(Owned):
         """Notice a model whose parts are not what they were. See [Note: a model that changes]."""
         self._fingerprint.look()
         changes = self._fingerprint.changes
-        if changes != self._known:
+        if changes != self._known_changes:
             self._runner.forget_graphs()
-            if [str(layer) for layer in layers_of(self.model)] != self._asked:
+            if self._model.info().layers != self._layers:
                 raise ModelError(
                     "the attention layers of model are others than when the engine was made; make a new one"
                 )
-            self._known = changes
+            self._known_changes = changes
 
     def _version(self, found: bool) -> int:
         """Of the model, for a request that begins, on pages that were `found` or not."""
@@ -282,7 +248,7 @@ class Engine(Owned):
             self._check_known(request)
             self._notes.append(request)
         else:
-            entered(self, Engine._cancelled, (request,), {})
+            entered(self, LLMEngine._cancelled, (request,), {})
 
     def _cancelled(self, request: Request) -> None:
         self._settle()
@@ -344,7 +310,7 @@ class Engine(Owned):
 
     def _unfinished(self) -> list[Request]:
         if self._owner.may_act:
-            entered(self, Engine._settle, (), {})
+            entered(self, LLMEngine._settle, (), {})
         return list(self._requests.values())
 
     def _live(self) -> Iterator[Sample]:
@@ -366,11 +332,7 @@ class Engine(Owned):
         """
         self._settle()
         self._check_alive()
-        with served(self.model, self):
-            return self._step()
-
-    def _step(self) -> list[Token]:
-        self._check_ready()
+        self._model.check_ready()
         self._look()
         batch = self._planned()
         if not batch:
@@ -750,11 +712,6 @@ class Engine(Owned):
 
         self._journal.commit(tell, partial(self._scheduler.reset, ()))
 
-    def _check_ready(self) -> None:
-        """EngineError for a model that is trained, or of another dtype than its pages by now."""
-        check_evaluates(self.model)
-        check_dtype(self.model, self._pools.pools[0].layers[0].dtype)
-
     def _check_alive(self) -> None:
         if self._dead is not None:
             raise EngineError(
@@ -762,7 +719,7 @@ class Engine(Owned):
                 f"new group ({self._dead})"
             )
 
-    def __enter__(self) -> Engine:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -772,8 +729,9 @@ class Engine(Owned):
 
     def __repr__(self) -> str:
         scheduler, store = self._scheduler, self._scheduler.room.stores[0]
+        kind, model, size = type(self).__name__, type(self.model).__name__, store.allocator.page_size
         return (
-            f"Engine({type(self.model).__name__}, {store.pages} pages of {store.allocator.page_size} tokens, "
+            f"{kind}({model}, {store.pages} pages of {size} tokens, "
             f"{len(scheduler.running)} running, {len(scheduler.queued)} queued)"
         )
 
