@@ -16,8 +16,7 @@ from pathlib import Path
 
 import attnspan
 from attnspan import Engine, SamplingParams
-from attnspan.engine import llm_engine as engine_module
-from attnspan.engine import sampler
+from attnspan.engine import core, sampler
 from attnspan.engine.room import Room
 from attnspan.engine.runner import Runner
 from attnspan.engine.scheduler import Scheduler
@@ -192,7 +191,7 @@ def check_empty(engine):
     for store in engine._scheduler.room.stores:
         stats = store.allocator.stats()
         assert (stats.sequences, stats.used, stats.host_free) == (0, 0, stats.host_pages), "a page is lost"
-    left = engine._holds, engine._notes, engine._detokenizers, engine._streams, engine._samples
+    left = engine._holds, engine._notes, engine._outputs.detokenizers, engine._streams, engine._samples
     assert not any(left), f"something is left: {left}"
 
 
@@ -207,8 +206,8 @@ CALLS = [
     (Room, "add reserve fork keep release trim free swap_out swap_in"),
     (Scheduler, "add remove fork step computed _publish _drop_pages _preempt _admit"),
     (Runner, "prepare run _logits"),
-    (sampler, "draw_tokens probabilities"),
-    (engine_module, "choose_tokens uniform"),
+    (sampler, "draw_tokens probabilities uniform"),
+    (core, "choose_tokens"),
 ]  # fmt: skip
 
 

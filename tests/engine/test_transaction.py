@@ -107,7 +107,7 @@ def test_tokens_that_were_being_told_when_an_interrupt_came_are_told_once_and_co
         one.add(prompt, SamplingParams(max_new_tokens=5, logprobs=True))
     requests, told = one.unfinished, []
     with monkeypatch.context() as patch:
-        patch.setattr(Outcome, "note", Once(Outcome.note, at=4, error=KeyboardInterrupt))
+        patch.setattr(Outcome, "apply", Once(Outcome.apply, at=4, error=KeyboardInterrupt))
         for _ in range(9):
             try:
                 told += one.step()

@@ -24,6 +24,12 @@ class Continuation:
     top_logprobs: list[dict[int, float]] | None = None
     finish_reason: str | None = None
 
+    @classmethod
+    def empty(cls, params: SamplingParams) -> Continuation:
+        """One with room for what the params ask for."""
+        wanted = params.logprobs or params.top_logprobs
+        return cls(logprobs=[] if wanted else None, top_logprobs=[] if params.top_logprobs else None)
+
 
 @dataclass(slots=True, eq=False)
 class Request:

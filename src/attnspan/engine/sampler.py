@@ -20,6 +20,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from attnspan.engine.params import SamplingParams
+
 _BITS = (1 << 64) - 1
 
 
@@ -38,6 +40,16 @@ class ChosenToken(NamedTuple):
     token: int | None
     logprob: float | None = None
     top: dict[int, float] | None = None
+
+
+GREEDY = Draw()
+
+
+def draw_for(params: SamplingParams, seed: int, sample: int, position: int) -> Draw:
+    """How the token of a sample at a position is chosen."""
+    if not params.temperature:
+        return GREEDY
+    return Draw(params.temperature, params.top_k, params.top_p, uniform(seed, sample, position))
 
 
 def uniform(seed: int, sample: int, position: int) -> float:
