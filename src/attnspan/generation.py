@@ -12,6 +12,7 @@ from torch import nn
 
 from attnspan.engine import EngineConfig, LLMEngine, ServedModel
 from attnspan.engine.detokenizer import Tokenizer
+from attnspan.errors import ModelError
 from attnspan.transports.group import Group
 
 if TYPE_CHECKING:
@@ -63,6 +64,11 @@ def served_model(model: PreTrainedModel | nn.Module | ServedModel, stacklevel: i
     """The model itself if it implements `ServedModel`; else it is taken for a transformers model, and wrapped."""
     if isinstance(model, ServedModel):
         return model
+    if not hasattr(model, "config"):
+        raise ModelError(
+            f"model must be a model of transformers, got {type(model).__name__}; to serve another, give it the "
+            "four methods of attnspan.engine.ServedModel"
+        )
     from attnspan.integrations.huggingface.served_model import TransformersModel
 
     return TransformersModel(model, stacklevel + 1)
