@@ -20,7 +20,6 @@ Shapes: B batch rows, S tokens of the whole sequence.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +30,9 @@ from attnspan.errors import ModelError
 from attnspan.integrations.huggingface.losses import IGNORED, Kind, aligned
 from attnspan.masks import Documents, KeyPadding, Mask
 from attnspan.parallel import ContextParallel
+
+Entries = dict[str, Any]
+"""What a batch is made of, by the names of forward's arguments: tensors, and whatever else a collator adds."""
 
 LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens")
 SAID_ELSEWHERE = ("max_length_q", "max_length_k", "seq_idx")
@@ -43,7 +45,7 @@ DECODER = "decoder_"
 class Sequence:
     """One sequence of a batch, whole: its entries, without those that tell who sees whom."""
 
-    entries: Mapping[str, Any]
+    entries: Entries
     hidden: tuple[Mask, ...]  # what documents and padding add to every layer's mask
     rows: int
     seq_len: int
@@ -61,11 +63,11 @@ class Shards:
     """What a rank's forward pass gets of a sequence, and the session it lies by."""
 
     session: ContextParallel
-    entries: dict[str, Any] = field(repr=False)
+    entries: Entries = field(repr=False)
     labels: Tensor | None = field(default=None, repr=False)
 
 
-def sequence_of(given: Mapping[str, Any]) -> Sequence:
+def sequence_of(given: Entries) -> Sequence:
     """The sequence of a batch: its length, and what its entries say of who sees whom."""
     entries = {name: value for name, value in given.items() if value is not None}
     tokens = entries.get("input_ids", entries.get("inputs_embeds"))
@@ -115,7 +117,7 @@ def _check_told(sequence: Sequence, labels: Tensor | None) -> None:
         )
 
 
-def labels_of(given: dict[str, Any], kind: Kind | None, model: str) -> Tensor | None:
+def labels_of(given: Entries, kind: Kind | None, model: str) -> Tensor | None:
     """The labels of a batch, taken out of it, where they are to be told."""
     labels, shifted = given.pop("labels", None), given.pop("shift_labels", None)
     if labels is None and shifted is None:
@@ -131,7 +133,7 @@ def labels_of(given: dict[str, Any], kind: Kind | None, model: str) -> Tensor | 
     return shifted if shifted is not None else aligned(labels, kind)
 
 
-def parted(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def parted(given: Entries) -> tuple[Entries, Entries]:
     """The entries of an encoder, and those of a decoder, by the names they have in either."""
     decoder = {name.removeprefix(DECODER): value for name, value in given.items() if name.startswith(DECODER)}
     return {name: value for name, value in given.items() if not name.startswith(DECODER)}, decoder
@@ -140,7 +142,7 @@ def parted(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 # ---- padding ---------------------------------------------------------------------------------------------------------
 
 
-def _ends(mask: Any, rows: int, seq_len: int) -> tuple[list[int], list[int]]:
+def _ends(mask: object, rows: int, seq_len: int) -> tuple[list[int], list[int]]:
     """Where the tokens of every row begin and end, by an attention_mask."""
     if mask is None:
         return [0] * rows, [seq_len] * rows
@@ -168,7 +170,7 @@ def _ends(mask: Any, rows: int, seq_len: int) -> tuple[list[int], list[int]]:
 # ---- documents -------------------------------------------------------------------------------------------------------
 
 
-def _documents(entries: dict[str, Any], mask: Any, rows: int, seq_len: int) -> list[Mask]:
+def _documents(entries: Entries, mask: Tensor | None, rows: int, seq_len: int) -> list[Mask]:
     """The documents that a batch tells of; lengths are taken out of it."""
     told = {name: entries.pop(name) for name in LENGTHS if name in entries}
     found = [_by_lengths(name, value, rows, seq_len) for name, value in told.items()]
@@ -186,7 +188,7 @@ def _documents(entries: dict[str, Any], mask: Any, rows: int, seq_len: int) -> l
     return list(found[:1])
 
 
-def _by_lengths(name: str, edges: Any, rows: int, seq_len: int) -> Mask:
+def _by_lengths(name: str, edges: Tensor, rows: int, seq_len: int) -> Mask:
     documents = Documents.from_cu_seqlens(edges)
     if rows != 1 or documents.natural_len != seq_len:
         raise ModelError(
@@ -196,7 +198,7 @@ def _by_lengths(name: str, edges: Any, rows: int, seq_len: int) -> Mask:
     return documents
 
 
-def _by_positions(positions: Any, rows: int, seq_len: int, there: Tensor | None) -> Mask | None:
+def _by_positions(positions: object, rows: int, seq_len: int, there: Tensor | None) -> Mask | None:
     """The documents of position_ids, (B, S) or (1, S), among the tokens that are `there`; None where a row is one."""
     if not isinstance(positions, Tensor) or positions.shape[-1] != seq_len:
         raise ModelError(f"position_ids must be (B, {seq_len}), the whole batch's, got {_shown(positions)}")
@@ -214,5 +216,5 @@ def _by_positions(positions: Any, rows: int, seq_len: int, there: Tensor | None)
     return Documents.from_ids(ids if rows > 1 and len(ids) > 1 else ids[0])
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     return f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__

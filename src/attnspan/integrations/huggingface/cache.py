@@ -31,7 +31,6 @@ a window keep all their keys here (the mask cuts them; only the engine gives pag
 from __future__ import annotations
 
 import weakref
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -107,12 +106,13 @@ class PagedCache(Cache):
         # Nothing in a cache refers back to it, so that it is gone, and has given its pages back, once nobody holds it.
         weakref.finalize(self, _give_back, self.allocator, held.rows)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> PagedCache:
+    def __deepcopy__(self, memo: dict[int, object]) -> PagedCache:
         """The same tokens, on the same pages of the same pool until one of the two writes."""
         other = PagedCache.__new__(PagedCache)
         other._begin(self._held.forked())
         for theirs, ours in zip(other.layers, self.layers, strict=True):
-            theirs.length = ours.length  # type: ignore[union-attr]  # PagedLayers
+            if isinstance(theirs, PagedLayer) and isinstance(ours, PagedLayer):
+                theirs.length = ours.length
         memo[id(self)] = other
         return other
 
@@ -160,7 +160,8 @@ class PagedCache(Cache):
 
     def _all_hold(self, length: int) -> None:
         for layer in self.layers:
-            layer.length = length  # type: ignore[union-attr]  # a PagedLayer
+            if isinstance(layer, PagedLayer):
+                layer.length = length
 
     def reset(self) -> None:
         """Give back all pages."""
@@ -178,7 +179,8 @@ def handed_over(model: PreTrainedModel, names: list[str]) -> list[tuple[Tensor, 
     token = torch.zeros(1, 1, dtype=torch.int64, device=next(model.parameters()).device)
     with torch.no_grad():
         model(input_ids=token, past_key_values=cache, use_cache=True)
-    seen: list[Any] = [*cache.layers, *(SeenLayer() for _ in names[len(cache.layers) :])]
+    seen = [layer for layer in cache.layers if isinstance(layer, SeenLayer)]
+    seen += [SeenLayer() for _ in names[len(seen) :]]
     if len(seen) > len(names):
         raise ModelError(f"{len(seen)} layers hand something to the cache, and {len(names)} attention layers are known")
     found = []
@@ -209,7 +211,9 @@ class SeenLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to do."""
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
         """Note both, and return them: there is nothing else."""
         self.handed += (key_states, value_states)
         return key_states, value_states
@@ -246,7 +250,9 @@ class PagedLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to do: pages are there."""
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
         """Write (B, Hk, new, D) and return all there is, (B, Hk, length, D)."""
         rows, tokens = key_states.shape[0], key_states.shape[2]
         if key_states.requires_grad or value_states.requires_grad:
@@ -262,8 +268,8 @@ class PagedLayer(CacheLayerMixin):
         self.length += tokens
         size = pool.page_size
         wanted = plan.tables[:, : -(-self.length // size)].long().flatten()
-        pages: Any = (pool.keys[self.index], pool.values[self.index])  # not quantised
-        found = (each.flatten(1).index_select(0, wanted) for each in pages)
+        pages = (pool.keys[self.index], pool.values[self.index])
+        found = (each.flatten(1).index_select(0, wanted) for each in pages if isinstance(each, Tensor))  # not quantised
         heads = pool.layers[self.index].kv_heads
         keys, values = (x.view(rows, -1, heads, x.shape[1] // size // heads) for x in found)
         return keys[:, : self.length].transpose(1, 2), values[:, : self.length].transpose(1, 2)

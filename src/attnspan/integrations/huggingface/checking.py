@@ -15,7 +15,6 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
@@ -92,10 +91,10 @@ def check_model(model: PreTrainedModel, layers: tuple[AttentionLayer, ...]) -> N
         raise ModelError(f"{name} has cross-attention and no encoder, which is not served")
 
 
-def check_call(model: PreTrainedModel, given: Mapping[str, Any]) -> None:
+def check_call(model: PreTrainedModel, given: Mapping[str, object]) -> None:
     """Refuse what was asked of a call."""
 
-    def asked(name: str) -> Any:
+    def asked(name: str) -> object:
         return given[name] if given.get(name) is not None else getattr(model.config, name, None)
 
     if given.get("past_key_values") is not None or given.get("use_cache"):
@@ -125,7 +124,7 @@ def _mentions(module: nn.Module, name: str) -> bool:
 # ---- what comes back -------------------------------------------------------------------------------------------------
 
 
-def check_output(output: Any, tokens: set[int]) -> None:
+def check_output(output: object, tokens: set[int]) -> None:
     """Refuse what is not of each token by itself: all but the loss is (B, S, ...), S the tokens of a rank."""
     for name, each in tensors_of(output):
         if each.dim() < 3 or each.shape[1] not in tokens:
@@ -135,9 +134,12 @@ def check_output(output: Any, tokens: set[int]) -> None:
             )
 
 
-def tensors_of(output: Any) -> Iterator[tuple[Any, Tensor]]:
+def tensors_of(output: object) -> Iterator[tuple[str | int, Tensor]]:
     """The tensors that a model returned, with the names of the entries they are in."""
-    if not isinstance(output, Mapping):
-        output = dict(enumerate(output)) if isinstance(output, tuple | list) else {"a tensor": output}
-    for name, value in output.items():
+    named: Mapping[str | int, object] = {"a tensor": output}
+    if isinstance(output, Mapping):
+        named = output
+    elif isinstance(output, tuple | list):
+        named = dict(enumerate(output))
+    for name, value in named.items():
         yield from ((name, each) for each in tree_leaves(value) if isinstance(each, Tensor))

@@ -35,10 +35,10 @@ from __future__ import annotations
 import functools
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from threading import RLock
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, NoReturn, Protocol, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -47,6 +47,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
+from attnspan.attention import Attention
 from attnspan.errors import ModelError, one_of
 from attnspan.integrations.huggingface.adapters import adds_to_loss, check_adapters
 from attnspan.integrations.huggingface.attending import (
@@ -59,12 +60,20 @@ from attnspan.integrations.huggingface.attending import (
     own_config,
     register,
 )
-from attnspan.integrations.huggingface.batches import Sequence, Shards, labels_of, parted, sequence_of, shards_of
+from attnspan.integrations.huggingface.batches import (
+    Entries,
+    Sequence,
+    Shards,
+    labels_of,
+    parted,
+    sequence_of,
+    shards_of,
+)
 from attnspan.integrations.huggingface.checking import check_call, check_model, check_output, tensors_of
 from attnspan.integrations.huggingface.layers import AttentionLayer, attention_layers
-from attnspan.integrations.huggingface.losses import kind_of, loss_of
+from attnspan.integrations.huggingface.losses import Count, kind_of, loss_of
 from attnspan.integrations.huggingface.masking import Pattern
-from attnspan.integrations.huggingface.positions import counts_by_mask, to_be_told
+from attnspan.integrations.huggingface.positions import counts_by_mask, position_hooks
 from attnspan.integrations.huggingface.sessions import Family
 from attnspan.integrations.huggingface.weights import check_same
 from attnspan.masks import Documents, Full, Mask
@@ -73,6 +82,26 @@ from attnspan.parallel.soft_cap import soft_cap
 from attnspan.transports.group import Group
 
 Side = Literal["only", "encoder", "decoder", "cross"]
+Sides = dict[Side, tuple[Shards, tuple[Mask, ...]]]
+"""The shards of each sequence of a batch, and what its documents and padding hide."""
+
+Output = Any
+"""What a model returned: a ModelOutput, a tuple, or a tensor."""
+
+T = TypeVar("T")
+
+
+class LayerAttention(Protocol):
+    """The attention of one kind of layer in a batch, called with shards (B, H, S, D)."""
+
+    @property
+    def attend(self) -> Attention:
+        """What runs, and counts its uses."""
+        ...
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, *, sinks: Tensor | None = None) -> Tensor:
+        """The output for this rank's queries (B, H, S, Dv)."""
+        ...
 
 
 class Kind(NamedTuple):
@@ -90,12 +119,14 @@ class Pass:
 
     session: ContextParallel  # of what is returned: the only sequence, or the decoder's
     encoder: ContextParallel | None
-    attends: list[Callable[..., Tensor]]
+    attends: list[LayerAttention]
     calls: Counter[int]  # how often each session had attended before
     labels: Tensor | None = None
-    count: Any = None
+    count: Count = None
     last: int | Tensor = 0  # the largest position
-    within: WeakSet[Any] = field(default_factory=WeakSet)  # checkpointed regions that run again, with this call in them
+    within: WeakSet[object] = field(
+        default_factory=WeakSet
+    )  # checkpointed regions that run again, with this call in them
 
 
 def enable(
@@ -153,14 +184,14 @@ class Enabled:
     # ---- beginning and ending ------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        told = to_be_told(self.model, self._takes, self._pass_here, _encoder_modules(self.model))
+        hooks = position_hooks(self.model, self._takes, self._pass_here, _encoder_modules(self.model))
         register()
         own_config(self.model)
         self._seat()
         self._hooks = [
             self._called.register_forward_pre_hook(self._on_call, with_kwargs=True),
             self._called.register_forward_hook(self._on_return, with_kwargs=True),
-            *(hook for each in told for hook in each.hooks()),
+            *(hook for each in hooks for hook in each.hooks()),
         ]
         self.model.generate = _no_generation  # type: ignore[assignment]
         self.live = True
@@ -191,7 +222,7 @@ class Enabled:
             if again is not None:
                 setattr(region, again, functools.partial(self._run_again, getattr(region, again)))
 
-    def _run_again(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _run_again(self, run: Callable[..., Any], *args: object, **kwargs: object) -> Any:
         """A region that first ran enabled does so again."""
         with self._lock:
             if is_seated(self.model):
@@ -210,10 +241,10 @@ class Enabled:
     def __exit__(self, *raised: object) -> None:
         self.disable()
 
-    def __deepcopy__(self, memo: Any) -> Enabled:
+    def __deepcopy__(self, memo: object) -> Enabled:
         return self
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> NoReturn:
         raise ModelError(
             "an enabled model cannot be saved whole: use save_pretrained or state_dict(), or disable it first"
         )
@@ -229,14 +260,6 @@ class Enabled:
     def session(self) -> ContextParallel:
         """The session of the latest batch; of an encoder-decoder, the decoder's."""
         return self._latest().session
-
-    @property
-    def encoder_session(self) -> ContextParallel:
-        """The session of the latest batch's encoder."""
-        encoder = self._latest().encoder
-        if encoder is None:
-            raise ModelError(f"{type(self.model).__name__} has one sequence; its session is `session`")
-        return encoder
 
     def _latest(self) -> Pass:
         if self._last is None:
@@ -259,7 +282,7 @@ class Enabled:
                 f"last reset, it ran {self._calls} times in {self.passes} passes"
             )
 
-    def unshard(self, output: Any) -> Any:
+    def unshard(self, output: Output) -> Output:
         """What the model returned, with all tokens of logits and hidden states, on every rank.
 
         Tensors that were made of what it returned, as by `detach`, DDP or FSDP2, are taken for the latest batch's.
@@ -273,7 +296,7 @@ class Enabled:
             return of.session.unshard(output, dim=1)
         return type(output)(**{name: self._unsharded(of, name, value) for name, value in output.items()})
 
-    def _unsharded(self, latest: Pass, name: str, value: Any) -> Any:
+    def _unsharded(self, latest: Pass, name: str, value: T) -> T:
         session = latest.encoder if name.startswith("encoder_") and latest.encoder is not None else latest.session
         if name.removeprefix("encoder_").removeprefix("decoder_") not in (
             "logits",
@@ -285,7 +308,7 @@ class Enabled:
 
     # ---- a forward pass ------------------------------------------------------------------------------------------
 
-    def _on_call(self, model: nn.Module, args: Any, kwargs: Any) -> tuple[tuple[()], dict[str, Any]]:
+    def _on_call(self, model: nn.Module, args: tuple[Any, ...], kwargs: Entries) -> tuple[tuple[()], Entries]:
         """Before forward: a batch becomes shards."""
         if not self.live:
             raise ModelError("this is a copy of an enabled model that was disabled since; enable the copy itself")
@@ -295,12 +318,12 @@ class Enabled:
             self._last = entered
         return (), given
 
-    def _on_return(self, model: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+    def _on_return(self, model: nn.Module, args: object, kwargs: object, output: Output) -> Output:
         """After forward: every layer came by; the loss."""
         entered, self._pass = self._pass, None  # from here on a layer that runs does so by itself, or in backward
         return eagerly(self._leave)(entered, output)
 
-    def _enter(self, model: nn.Module, args: Any, kwargs: Any) -> tuple[Pass, dict[str, Any]]:
+    def _enter(self, model: nn.Module, args: tuple[Any, ...], kwargs: Entries) -> tuple[Pass, Entries]:
         given = self._named(args, kwargs)
         check_call(self.model, given)
         if self._adds_to_loss is not None and given.get("labels") is not None:
@@ -338,11 +361,11 @@ class Enabled:
         entered = Pass(session, encoder, attends, _counted(attends), labels, count, last, again)
         return entered, {name: value for name, value in given.items() if self._is_taken(name)}
 
-    def _two(self, given: dict[str, Any]) -> tuple[dict[str, Any], dict[Side, Any], Tensor | None]:
+    def _two(self, given: Entries) -> tuple[Entries, Sides, Tensor | None]:
         """The encoder's and the decoder's sequence of a batch."""
         whole = given.get("labels")
         if given.get("decoder_input_ids") is None and given.get("decoder_inputs_embeds") is None:
-            moved: Any = getattr(self.model, "prepare_decoder_input_ids_from_labels", None)
+            moved = getattr(self.model, "prepare_decoder_input_ids_from_labels", None)
             if whole is None or moved is None:
                 raise ModelError("decoder_input_ids must be given, or labels to make them from")
             given["decoder_input_ids"] = moved(labels=whole)
@@ -354,10 +377,10 @@ class Enabled:
             )
         encoder, decoder = self._shards("encoder", theirs, None), self._shards("decoder", ours, labels)
         entries = encoder.entries | {f"decoder_{name}": value for name, value in decoder.entries.items()}
-        sides: dict[Side, Any] = {"encoder": (encoder, theirs.hidden), "decoder": (decoder, ours.hidden)}
+        sides: Sides = {"encoder": (encoder, theirs.hidden), "decoder": (decoder, ours.hidden)}
         return entries, sides, decoder.labels
 
-    def _leave(self, latest: Pass, output: Any) -> Any:
+    def _leave(self, latest: Pass, output: Output) -> Output:
         if not latest.within:  # where it was run before, all came by
             self._count(latest)
         for _, each in tensors_of(output):
@@ -385,7 +408,7 @@ class Enabled:
                 "this pass; the others were left out, or computed it in another way, on this rank's tokens alone"
             )
 
-    def _named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    def _named(self, args: tuple[Any, ...], kwargs: Entries) -> Entries:
         """The arguments of a call, by name."""
         return dict(zip(self._calling, args, strict=False)) | dict(kwargs)
 
@@ -408,7 +431,7 @@ class Enabled:
         pattern = Pattern(False, None) if side == "cross" else Pattern.of(layer)
         return Kind(side, pattern, layer.scale, layer.softcap)
 
-    def _attention(self, kind: Kind, sides: Mapping[Side, tuple[Shards, tuple[Mask, ...]]]) -> Callable[..., Tensor]:
+    def _attention(self, kind: Kind, sides: Sides) -> LayerAttention:
         """The attention of a kind of layer in a batch: called with shards."""
         if kind.side == "cross":
             (keys, hidden), session = sides["encoder"], sides["decoder"][0].session
@@ -421,7 +444,7 @@ class Enabled:
 
     # ---- what a layer asks ---------------------------------------------------------------------------------------
 
-    def attention_for(self, kind: int) -> Callable[..., Tensor]:
+    def attention_for(self, kind: int) -> LayerAttention:
         """The attention of a kind of layer, in the pass that it runs in. See [Note: the pass of a region]."""
         return self._pass_here().attends[kind]
 
@@ -448,13 +471,13 @@ def eagerly(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compiler.disable(function) if torch.compiler.is_compiling() else function
 
 
-def _adapted(model: Any) -> PreTrainedModel:
+def _adapted(model: nn.Module) -> PreTrainedModel:
     """A model of transformers, or the one inside a model of adapters, which calls its forward without hooks."""
     inner: Any = getattr(model, "get_base_model", None)
     return model if isinstance(model, PreTrainedModel) or inner is None else inner()
 
 
-def _counted(attends: Iterable[Any]) -> Counter[int]:
+def _counted(attends: Iterable[LayerAttention]) -> Counter[int]:
     """How often attention ran, by what counts it."""
     calls = [each.attend.call.uses for each in attends]
     return Counter({id(uses): uses.forward.total() for uses in calls})
@@ -473,7 +496,7 @@ def _encoder_modules(model: PreTrainedModel) -> set[nn.Module]:
     return set() if encoder is None or encoder is model else set(encoder.modules())
 
 
-def _no_generation(*args: Any, **kwargs: Any) -> Any:
+def _no_generation(*args: object, **kwargs: object) -> NoReturn:
     raise ModelError(
         "generate() does not run on an enabled model, whose ranks hold parts of a sequence; disable() it first, then "
         "generate, or use attnspan.engine"

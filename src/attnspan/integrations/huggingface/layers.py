@@ -103,8 +103,8 @@ class AttentionLayer:
         return f"{self.name}: {', '.join(said)}"
 
 
-def attention_layers(model: PreTrainedModel) -> list[AttentionLayer]:
-    """The attention layers of a model of transformers, in the order of its modules; refuses a model that has others."""
+def attention_layers(model: nn.Module) -> list[AttentionLayer]:
+    """The attention layers of a transformers model, in the order of its modules; refuses a model that has others."""
     if not isinstance(model, nn.Module) or not isinstance(getattr(model, "config", None), PreTrainedConfig):
         raise ModelError(f"model must be a model of transformers, with a config, got {type(model).__name__}")
     _check_types(model)
@@ -279,18 +279,17 @@ def _asked(name: str, module: nn.Module) -> dict[str, Any]:
     return found
 
 
-def _same(one: Any, other: Any) -> bool:
+def _same(one: object, other: object) -> bool:
     return one is other or (isinstance(one, int | float) and isinstance(other, int | float) and one == other)
 
 
 def calls_of(module: nn.Module) -> tuple[Mapping[str, ast.expr], ...]:
     """The calls of the interface in a module's class, each as its keyword arguments; none if it is no such layer."""
-    cls: Any = type(module)
-    return _calls_in(cls)
+    return _calls_in(type(module))
 
 
 @functools.cache
-def _calls_in(cls: Any) -> tuple[Mapping[str, ast.expr], ...]:
+def _calls_in(cls: type[nn.Module]) -> tuple[Mapping[str, ast.expr], ...]:
     if cls.__module__.startswith("torch.") or issubclass(cls, PreTrainedModel):
         return ()
     found: list[Mapping[str, ast.expr]] = []
@@ -305,7 +304,7 @@ def _calls_in(cls: Any) -> tuple[Mapping[str, ast.expr], ...]:
     return tuple(found)
 
 
-def _calls(function: Callable[..., Any]) -> list[Mapping[str, ast.expr]]:
+def _calls(function: Callable[..., object]) -> list[Mapping[str, ast.expr]]:
     try:
         source = inspect.getsource(inspect.unwrap(function))
     except (OSError, TypeError):
@@ -332,7 +331,7 @@ def _calls(function: Callable[..., Any]) -> list[Mapping[str, ast.expr]]:
 
 PARSING = Lock()  # the parser of Python 3.11 fails, now and then, if two threads use it at once
 
-OPERATORS: dict[type, Callable[..., Any]] = {
+OPERATORS: dict[type, Callable[..., object]] = {
     ast.Pow: operator.pow,
     ast.Mult: operator.mul,
     ast.Div: operator.truediv,
@@ -348,7 +347,7 @@ OPERATORS: dict[type, Callable[..., Any]] = {
     ast.Is: operator.is_,
     ast.IsNot: operator.is_not,
 }
-FUNCTIONS: dict[str, Callable[..., Any]] = {
+FUNCTIONS: dict[str, Callable[..., object]] = {
     "getattr": getattr,
     "hasattr": hasattr,
     "int": int,
@@ -390,7 +389,7 @@ def _worked_out(node: ast.expr, module: nn.Module) -> Any:
     raise _Unclear(f"{ast.unparse(node)} cannot be worked out from the module")
 
 
-def _read(holder: Any, name: str) -> Any:
+def _read(holder: object, name: str) -> Any:
     if not hasattr(holder, name):
         raise _Unclear(f"there is no {name!r}")
     return getattr(holder, name)

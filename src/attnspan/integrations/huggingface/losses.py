@@ -16,7 +16,7 @@ tokens: batches whose gradients are added up are parts of one mean. It is so ove
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
@@ -34,8 +34,10 @@ IGNORED = -100
 """The label of a token that has none."""
 
 Kind = Literal["next", "own"]
+Count = int | Tensor | None
+"""The items of a batch, as Trainer counts them."""
 
-BY_FUNCTION: dict[Any, Kind] = {ForCausalLMLoss: "next", ForMaskedLMLoss: "own", ForTokenClassification: "own"}
+BY_FUNCTION: dict[object, Kind] = {ForCausalLMLoss: "next", ForMaskedLMLoss: "own", ForTokenClassification: "own"}
 
 
 def kind_of(model: nn.Module) -> Kind | None:
@@ -62,7 +64,7 @@ def aligned(labels: Tensor, kind: Kind) -> Tensor:
     return labels if kind == "own" else F.pad(labels[:, 1:], (0, 1), value=IGNORED)
 
 
-def loss_of(logits: Tensor, labels: Tensor, session: ContextParallel, count: Any, over: Group) -> Tensor:
+def loss_of(logits: Tensor, labels: Tensor, session: ContextParallel, count: Count, over: Group) -> Tensor:
     """The loss of this rank's logits and labels. See [Note: a count]."""
     if logits.shape[:-1] != labels.shape:
         raise ModelError(

@@ -17,7 +17,6 @@ import functools
 import inspect
 import textwrap
 from collections.abc import Iterator
-from typing import Any
 
 from torch import nn
 
@@ -36,12 +35,11 @@ def looks_aside(module: nn.Module) -> str | None:
     >>> looks_aside(Shifted()), looks_aside(nn.Linear(1, 1))
     ('x[:, 1:]', None)
     """
-    cls: Any = type(module)
-    return _said(cls)
+    return _said(type(module))
 
 
 @functools.cache
-def _said(cls: Any) -> str | None:
+def _said(cls: type[nn.Module]) -> str | None:
     if cls.__module__.startswith("torch."):
         return None
     try:

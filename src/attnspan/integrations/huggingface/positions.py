@@ -29,6 +29,11 @@ from attnspan.errors import ModelError
 if TYPE_CHECKING:
     from attnspan.integrations.huggingface.enabling import Pass
 
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+Before = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Arguments]
+After = Callable[[nn.Module, tuple[Any, ...], object], object]
+"""Hooks before and after forward."""
+
 BY_LENGTH = ("dynamic", "longrope")
 
 
@@ -51,28 +56,28 @@ def goes_by_length(module: nn.Module) -> bool:
 
 
 @dataclass(frozen=True)
-class Told:
-    """A module that must be told, and hooks that tell it."""
+class PositionHook:
+    """A module that must be given positions, and the hooks that do it."""
 
     module: nn.Module
-    before: Callable[..., Any]
-    after: Callable[..., Any] | None = None
+    before: Before
+    after: After | None = None
 
     def hooks(self) -> list[RemovableHandle]:
-        """Tell it from here on."""
+        """Give it positions from here on."""
         before = self.module.register_forward_pre_hook(self.before, with_kwargs=True)
         return [before] if self.after is None else [before, self.module.register_forward_hook(self.after)]
 
 
-def to_be_told(
+def position_hooks(
     model: PreTrainedModel, takes: Container[str], here: Callable[[], Pass], encoder: set[nn.Module]
-) -> list[Told]:
-    """What in a model must be told of positions, by the pass that is `here`; `takes` are the arguments of its forward.
+) -> list[PositionHook]:
+    """The hooks that give a model's modules the positions of the pass that is `here`; `takes` are forward's arguments.
 
     A model that counts, and cannot be told, is refused. `encoder` are the modules of the first of two sequences.
     """
     counting = [module for module in model.modules() if counts_by_itself(module)]
-    told = [Told(each, _with_last(here), _without_last) for each in model.modules() if goes_by_length(each)]
+    hooks = [PositionHook(each, _with_last(here), _without_last) for each in model.modules() if goes_by_length(each)]
     for name in ("position_ids", "decoder_position_ids") if encoder else ("position_ids",):
         if name in takes:
             continue
@@ -82,26 +87,28 @@ def to_be_told(
             raise ModelError(
                 f"{type(model).__name__} takes no {name} and would count each rank's tokens from 0, which is not served"
             )
-        told += [Told(module, _own(here, first)) for module in found]
-    return told
+        hooks += [PositionHook(module, _own(here, first)) for module in found]
+    return hooks
 
 
-def _own(here: Callable[[], Pass], encoder: bool) -> Callable[..., Any]:
+def _own(here: Callable[[], Pass], encoder: bool) -> Before:
     """Tells an embedding the positions of a rank's tokens."""
 
-    def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def before(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, object]) -> Arguments:
         session = here().encoder if encoder else here().session
-        return args, kwargs | {"position_ids": session.positions}  # type: ignore[union-attr]
+        assert session is not None, "an encoder has a session"
+        return args, kwargs | {"position_ids": session.positions}
 
     return before
 
 
-def _with_last(here: Callable[[], Pass]) -> Callable[..., Any]:
+def _with_last(here: Callable[[], Pass]) -> Before:
     """Gives a rotary embedding, called with (x, position_ids), one token more. See [Note: the last position]."""
 
-    def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def before(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, object]) -> Arguments:
         named = "position_ids" in kwargs
-        ids: Tensor = kwargs["position_ids"] if named else args[1]
+        ids = kwargs["position_ids"] if named else args[1]
+        assert isinstance(ids, Tensor), "rotary embeddings are called with (x, position_ids)"
         last = torch.as_tensor(here().last, dtype=ids.dtype, device=ids.device)
         longer = torch.cat([ids, last.expand(*ids.shape[:-1], 1)], dim=-1)
         return (args, kwargs | {"position_ids": longer}) if named else ((args[0], longer, *args[2:]), kwargs)
@@ -109,6 +116,6 @@ def _with_last(here: Callable[[], Pass]) -> Callable[..., Any]:
     return before
 
 
-def _without_last(module: nn.Module, args: Any, output: Any) -> Any:
+def _without_last(module: nn.Module, args: tuple[Any, ...], output: object) -> object:
     """What a rotary embedding returned, (..., S, D), without that token."""
     return tree_map_only(Tensor, lambda each: each[..., :-1, :], output)
