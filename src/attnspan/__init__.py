@@ -10,6 +10,7 @@ rank  tokens  runs  steps  full  causal  general  share  receives  peak keys
 imbalance 1.048; 4 keys move (50% of an all-gather's)
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from attnspan import testing
@@ -124,17 +125,14 @@ __all__ = [
 ]
 
 
+_WHERE_LAZY = {
+    "ContextParallelStyle": "attnspan.parallel",  # see parallel/__init__.py
+    "Engine": "attnspan.generation",
+    "SamplingParams": "attnspan.engine",
+}
+
+
 def __getattr__(name: str) -> Any:
-    if name == "ContextParallelStyle":  # imported when it is asked for: see parallel/__init__.py
-        from attnspan.parallel import ContextParallelStyle
-
-        return ContextParallelStyle
-    if name == "Engine":  # generation is imported by those who generate
-        from attnspan.generation import Engine
-
-        return Engine
-    if name == "SamplingParams":
-        from attnspan.engine import SamplingParams
-
-        return SamplingParams
+    if name in _WHERE_LAZY:  # imported when it is asked for
+        return getattr(import_module(_WHERE_LAZY[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

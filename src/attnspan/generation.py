@@ -6,7 +6,7 @@ that implements it; transformers is imported only then.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from torch import nn
 
@@ -71,4 +71,4 @@ def served_model(model: PreTrainedModel | nn.Module | ServedModel, stacklevel: i
         )
     from attnspan.integrations.huggingface.served_model import TransformersModel
 
-    return TransformersModel(model, stacklevel + 1)
+    return TransformersModel(cast("PreTrainedModel", model), stacklevel + 1)  # which checks it

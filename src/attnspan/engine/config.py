@@ -10,11 +10,11 @@ from attnspan.paged.kernels import KERNELS
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """The options of `attnspan.Engine`, which tells of them.
+    """The options of `attnspan.Engine`, described there.
 
     >>> EngineConfig(pages=0)
     Traceback (most recent call last):
-    attnspan.errors.EngineError: pages must be a whole number of at least 1, got 0
+    attnspan.errors.EngineError: pages must be a whole number >= 1, got 0
     """
 
     pages: int

@@ -43,7 +43,7 @@ from attnspan.engine.outcome import Commit, Outcome
 from attnspan.engine.output_processor import OutputProcessor
 from attnspan.engine.owner import Note, Owned, Owner, entered, exclusive
 from attnspan.engine.params import SamplingParams
-from attnspan.engine.pools import PoolSizes, pools_of
+from attnspan.engine.pools import pools_of
 from attnspan.engine.prompts import Prompt, encode_prompt
 from attnspan.engine.rank_consensus import RankConsensus, RanksDiverged
 from attnspan.engine.request import Continuation, Request, Token
@@ -72,7 +72,7 @@ class EngineCore(Owned):
         info = model.info()
         check_tokenizer(tokenizer, info.vocabulary)
         self.model: object = model
-        self.tokenizer, self.vocabulary, self.end_tokens = tokenizer, info.vocabulary, info.end_tokens
+        self.vocabulary, self._outputs = info.vocabulary, OutputProcessor(tokenizer, info.end_tokens)
         self._model, self._layers = model, info.layers
         self._consensus = RankConsensus(None if mesh is None else transport_of(mesh))
         ranks = self._consensus.ranks
@@ -81,9 +81,8 @@ class EngineCore(Owned):
         self._consensus.compare_options(asdict(config) | {"whole_prompts": whole_prompts, "ranks": ranks})
         self._fingerprint = model.fingerprint()
         self._consensus.compare_model(self._fingerprint)
-        sizes = PoolSizes(config.pages, config.page_size, config.host_pages, ranks)
         with torch.inference_mode(False):  # tensors made in inference mode could not be written to outside of it
-            self._pools = pools_of(info, sizes)
+            self._pools = pools_of(info, config, ranks)
         stores = [
             Store(pool.allocator, pool, window, PrefixCache(pool.allocator) if config.prefix_cache else None)
             for pool, window in zip(self._pools.pools, self._pools.windows, strict=True)
@@ -94,7 +93,6 @@ class EngineCore(Owned):
             self._runner = self._runner_for(mesh, config)
         self._requests: dict[int, Request] = {}
         self._samples: dict[int, dict[int, Sample]] = {}  # by request and sample: what still runs or queues
-        self._outputs = OutputProcessor(tokenizer, info.end_tokens)
         self._streams: dict[int, list[Token]] = {}  # by request: all tokens of its stream
         self._unreported: list[Token] = []  # tokens of a step that was interrupted while it was reported
         self._journal = Journal(self._scheduler, self._live)
@@ -105,6 +103,20 @@ class EngineCore(Owned):
         self._added_since = False  # whether requests came since contents were last compared
         self._next = 0
         self._dead: BaseException | None = None
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """What prompts are encoded and answers are decoded with."""
+        return self._outputs.tokenizer
+
+    @property
+    def end_tokens(self) -> frozenset[int]:
+        """The tokens that end a sample, unless `ignore_eos`."""
+        return self._outputs.end_tokens
+
+    @end_tokens.setter
+    def end_tokens(self, tokens: frozenset[int]) -> None:
+        self._outputs.end_tokens = tokens
 
     def _runner_for(self, mesh: Group, config: EngineConfig) -> Runner:
         sizes = PlanSizes(max_sequences=config.max_sequences, max_tokens=config.max_tokens, max_length=self.max_length)
@@ -230,7 +242,7 @@ class EngineCore(Owned):
     def cancel(self, request: Request) -> None:
         """End a request: its pages are given back, and it keeps what it has. UnknownRequest if it has ended.
 
-        In the middle of a step (by a hook, or a finaliser) it is noted, and ends when the next call begins.
+        In the middle of a step (by a hook, or a finaliser) it takes effect when the next call begins.
         """
         with self._owner.lock: self._cancel(request)  # fmt: skip  # noqa: E701
 
@@ -308,7 +320,7 @@ class EngineCore(Owned):
 
     @property
     def counts(self) -> Counts:
-        """What was computed, found, swapped and computed again so far."""
+        """What was computed, found, swapped and recomputed so far."""
         return self._scheduler.counts
 
     # ---- steps -----------------------------------------------------------------------------------------------------

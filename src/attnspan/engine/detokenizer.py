@@ -1,21 +1,21 @@
-"""Text from tokens as they come, and the places where it must stop.
+"""Text from tokens as they come, and the stop strings where it ends.
 
-A token is seldom a text of its own: bytes of one letter may be spread over several, and some tokenizers write the space
-before a word only where a word came before. So the newest tokens are decoded together with a few before them, at first
-those of the prompt, and what is new is what the text grew by: a prompt and its answer can be joined. Where a text ends
-in the middle of a letter, the letter waits for the rest of it.
+A token is seldom a text of its own: the bytes of one character may be spread over several, and some tokenizers write
+the space before a word only if a word came before. So the newest tokens are decoded together with a few before them, at
+first those of the prompt, and the text that is new is what the decoded text grew by: a prompt and its answer can be
+joined. A character whose bytes are not all there waits for the rest.
 
-[Note: held back] A text to stop at may begin in one token and end in a later one. What may still become one is held
-back, so that nothing is ever told that is cut off later. Joined, the pieces are the text.
+[Note: held back] A stop string may begin in one token and end in a later one. Text that may still become one is held
+back, so that nothing is reported that is cut off later. Joined, the pieces are the text.
 
-[Note: special tokens] A special token has no part in the text, and is not decoded with others. A text to stop at may
-name it, as in stop="<|im_end|>": for each such token a symbol that no text has stands in what is held back and in the
-texts to stop at, and is taken out before anything is told. A text to stop at that only looks like a part of its name
-does not meet it.
+[Note: special tokens] A special token is not part of the text, and is not decoded with others. A stop string may name
+it, as in stop="<|im_end|>": each such token is replaced by a private-use character in the held-back text and in the
+stop strings, which is removed before anything is reported. A stop string that is only a part of its name does not match
+it.
 
-[Note: cleaned texts] A tokenizer may clean up spaces (`clean_up_tokenization_spaces`), which changes what came earlier:
+[Note: cleaned texts] A tokenizer may clean up spaces (`clean_up_tokenization_spaces`), which changes earlier text:
 "do n ' t" becomes "don't" with its last token. Tokens are decoded without, and the text is cleaned up to a space that
-no rule reaches across; what comes after that waits, but is searched for texts to stop at as it would be now.
+no rule reaches across; later text waits, but is searched for stop strings as it would be now.
 
 Knows nothing of models or requests.
 """
@@ -38,7 +38,7 @@ SYMBOLS = range(0xF0000, 0xFFFFE)
 
 
 class Tokenizer(Protocol):
-    """What is asked of a tokenizer; those of transformers are such."""
+    """A tokenizer, such as those of transformers."""
 
     def encode(self, text: str) -> list[int]:
         """Tokens of a text."""
@@ -65,7 +65,7 @@ def check_tokenizer(tokenizer: object, vocabulary: int) -> None:
 
 
 class Detokenizer:
-    """The text of one sample `after` a prompt: `push` tokens, get what can be told.
+    """The text of one sample `after` a prompt: `push` a token, get the text that it settles.
 
     >>> class Letters:
     ...     def decode(self, token_ids, skip_special_tokens=True):
@@ -85,14 +85,14 @@ class Detokenizer:
         self._special: dict[int, str] = {}  # those that came by, and their names
         self._tokens = list(after[-CONTEXT:])
         self._before = 0
-        self._read = len(self._tokens)  # tokens [before, read) were told, and are decoded again with what comes next
+        self._read = len(self._tokens)  # tokens [before, read) were returned, and are decoded again with the next
         self._length = len(text := self._decoded(0))  # of what those from `before` on are, when last decoded
         if text.endswith(REPLACEMENT):
             self._before, self._length = self._read, 0  # a prompt that ends within a letter
-        self._told_of = self._length  # how much of that was handed on
+        self._reported = self._length  # how much of that was returned
 
     def push(self, token: int) -> str:
-        """What the text grew by, as far as it can be told."""
+        """What the text grew by, as far as it is settled."""
         if token not in self._special:
             self._tokens.append(token)
             whole = self._decoded(self._before)
@@ -106,30 +106,30 @@ class Detokenizer:
         """What was held back, when no more tokens come."""
         if self.stopped:
             return ""
-        rest = self._decoded(self._before)[self._told_of :]
-        self._told_of += len(rest)
+        rest = self._decoded(self._before)[self._reported :]
+        self._reported += len(rest)
         return self._on(rest, ended=True)
 
     def _grown(self, whole: str) -> str:
         """What is new in the text of the tokens from `before` on, up to a letter that is not there yet."""
         settled = whole.rstrip(REPLACEMENT)
-        new = settled[self._told_of :]
-        self._told_of, self._length = max(self._told_of, len(settled)), len(whole)
+        new = settled[self._reported :]
+        self._reported, self._length = max(self._reported, len(settled)), len(whole)
         if len(settled) == len(whole) and new:
             self._before, self._read = self._read, len(self._tokens)
-            self._told_of = self._length = len(self._decoded(self._before))
+            self._reported = self._length = len(self._decoded(self._before))
         return new
 
     def _on(self, new: str, ended: bool = False) -> str:
-        """Clean what is new, look for texts to stop at, and hold back what may become one."""
+        """Clean new text, look for stop strings, and hold back what may become one."""
         tentative = ""
         if self._cleaner is not None:
             new, tentative = self._cleaner.cleaned(new, ended or new[:1] in self._stops.symbols)
-        told, self.stopped = self._stops.cut(new, tentative, ended)
-        return told
+        text, self.stopped = self._stops.cut(new, tentative, ended)
+        return text
 
     def _is_special(self, token: int) -> bool:
-        """Whether a token has a name and no text; it is noted as such."""
+        """Whether a token has a name and no text; it is remembered."""
         name = self.tokenizer.decode([token], skip_special_tokens=False)
         if not name or self.tokenizer.decode([token], skip_special_tokens=True):
             return False
@@ -144,7 +144,7 @@ class Detokenizer:
 
 
 class StopStrings:
-    """Texts to stop at, and what is held back because it may become one."""
+    """Stop strings, and text that is held back because it may become one."""
 
     def __init__(self, texts: Sequence[str]) -> None:
         self.texts = tuple(texts)
@@ -171,7 +171,7 @@ class StopStrings:
         return next((symbol for symbol, each in self.symbols.items() if each == name), "")
 
     def cut(self, new: str, tentative: str, ended: bool) -> tuple[str, bool]:
-        """What can be told of a text that goes on with `new`, and whether it stops there.
+        """What is settled of a text that continues with `new`, and whether it stops there.
 
         `tentative` comes after it and may yet be another; at the end nothing is held back.
         """
@@ -185,14 +185,14 @@ class StopStrings:
         return self._shown(text[:kept]), False
 
     def _first(self, text: str) -> int | None:
-        """Where the first text to stop at begins, in what is shown or with special tokens."""
+        """Where the first stop string begins, in the visible text or with special tokens."""
         shown, places = self._places(text)
         found = [places[place] for place in (shown.find(each) for each in self.texts) if place >= 0]
         found += [place for place in (text.find(each) for each in self._with_symbols) if place >= 0]
         return min(found, default=None)
 
     def _beginning(self, text: str) -> int:
-        """Where what may become a text to stop at begins; the end of the text if nothing may."""
+        """Where a possible stop string begins; the end of the text if there is none."""
         shown, places = self._places(text)
         begun = places[len(shown) - _overlap(shown, self.texts)]
         return min(begun, len(text) - _overlap(text, self._with_symbols))
@@ -214,8 +214,8 @@ def _overlap(text: str, stops: Sequence[str]) -> int:
     return max((len(each) for each in beginnings if text.endswith(each)), default=0)
 
 
-def cleans(tokenizer: Any) -> bool:
-    """Whether a tokenizer cleans up spaces when it decodes: those of transformers do not for BPE, unless forced to."""
+def cleans(tokenizer: object) -> bool:
+    """Whether a tokenizer cleans up spaces when it decodes; transformers does not for BPE, unless forced to."""
     if not getattr(tokenizer, "clean_up_tokenization_spaces", False):
         return False
     model = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)

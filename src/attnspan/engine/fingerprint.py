@@ -1,25 +1,25 @@
 """What a model computes with, as something that can be compared: its parts, their settings, the bits of its weights.
 
 Keys that another model computed must not be found by later prompts, and a CUDA graph replays the model that it was
-captured from. The same Python object may be another model at any time: trained, loaded anew, with an adapter switched
+captured from. The same Python object may become another model at any time: trained, reloaded, with an adapter switched
 or a hook added. A fingerprint has two halves.
 
 **Parts** (`Parts`): the modules and their classes, everything that is set on them (numbers, switches, replaced methods,
-active adapters), hooks, configs, and where each parameter and buffer lies and how often torch saw it written. It is
-host work of microseconds, and is compared at every step. A captured graph depends on these alone: it reads weights
-where they lie.
+active adapters), hooks, configs, and where each parameter and buffer lies and how often torch saw it written. Comparing
+them is host work of microseconds, done at every step. A captured graph depends on these alone: it reads weights where
+they lie.
 
 **Content**: the checksum of all parameters and buffers (parallel/checksum.py). It reads every weight once, on its
 device, and notices what leaves no trace: fused optimizers, writes through `.data`, foreign kernels. It is compared when
-a request begins that was added since the last comparison, and whenever one begins on pages that were found, at most
-once a step. Both are needed: the second so that no page of another model is ever served; the first so that pages which
-are kept meanwhile are told apart also if the weights go back to what they were.
+a request begins that was added since the last comparison, and whenever one begins on found pages, at most once a step.
+Both are needed: content so that no page of another model is ever served; parts so that pages of different versions stay
+apart even if the weights return to what they were.
 
 Not noticed: weights that are written without a trace, and written back to the bit, between two steps of requests that
 were all added before.
 
 [Note: what a model writes itself] Some models set attributes while they run. What differs right after a step was
-written by the model, and is taken as it is; it is looked for in the first steps, and then as long as there is any.
+written by the model, and is accepted; it is compared after the first steps, and then as long as it keeps changing.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _VERSION, _FORWARD = attrgetter("_version"), attrgetter("forward")
 
 
 class Parts:
-    """All of a model that the host can see, at the time when this is made; `same` tells whether it still is so.
+    """All of a model that the host can see, when this is made; `same` tells whether it still is so.
 
     >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     >>> parts = Parts(model)
@@ -131,10 +131,10 @@ def _is_hollow(tensor: Tensor) -> bool:
 
 
 class ModelFingerprint:
-    """A model, how often it was found to be another one (`version`), and how often its parts were (`changes`).
+    """A model, how often it was found changed (`version`), and how often its parts were (`changes`).
 
-    `ignored` are entries of configs that change while the model is served. `details` tells of a module what must be
-    alike on every rank beside its class, such as its adapters.
+    `ignored` are entries of configs that change while the model is served. `details` returns what must be
+    alike on every rank of a module beside its class, such as its adapters.
 
     A change is counted before it is accepted, so that an interrupt in between makes a version too many and never one
     too few.

@@ -1,7 +1,7 @@
 """A step is a transaction: whatever breaks it off, at whatever line, the engine is afterwards as before, or as after.
 
 What counts is what callers have seen: requests, and the tokens of their samples. Everything else (pages, prefixes, what
-runs, how far each sample is) can be computed again from those. So nothing is undone piece by piece::
+runs, how far each sample is) can be recomputed from those. So nothing is undone piece by piece::
 
     journal.begin()                  # from here on the scheduler's state is being changed
     batch = scheduler.step() ...     # ints, copies, swaps

@@ -2,7 +2,7 @@
 
     info()                   its layers, vocabulary, end tokens and positions, as data
     step(batch, attention)   one packed step: tokens of many sequences in one row -> logits
-    fingerprint()            what tells that it is another model by now (fingerprint.py)
+    fingerprint()            what notices that the model has changed (fingerprint.py)
     check_ready()            why it cannot compute now, if it cannot
 
 Any object with these methods can be served. A plain PyTorch model computes keys and values as ever and leaves attention
@@ -101,7 +101,7 @@ class ServedModel(Protocol):
         ...
 
     def fingerprint(self) -> ModelFingerprint:
-        """What tells when the model has changed: `ModelFingerprint(module)` for an nn.Module."""
+        """What notices that the model has changed: `ModelFingerprint(module)` for an nn.Module."""
         ...
 
     def check_ready(self) -> None:

@@ -1,4 +1,4 @@
-"""From a chosen token to what a caller is told: the text it adds, whether the sample ends there, and why.
+"""From a chosen token to what is reported: the text it adds, whether the sample ends there, and why.
 
 Detokenizers are a cache. One that was lost, because a step was broken off, reads the tokens of its sample again.
 """

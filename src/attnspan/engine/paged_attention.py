@@ -14,7 +14,7 @@ from attnspan.paged import PagePool, ShardedPages, StepPlan
 CAUSAL = Causal()
 
 
-class PagedAttention(StepAttention):
+class PagedStepAttention(StepAttention):
     """Attention over `pages`, one set for each pool, as the plans of the step say."""
 
     def __init__(self, pools: Pools, pages: Sequence[PagePool | ShardedPages], plans: Sequence[StepPlan], kernel: str):

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from torch import Tensor
 
+from attnspan.engine.config import EngineConfig
 from attnspan.engine.model import LayerSpec, ModelInfo
 from attnspan.paged import Layer, PageAllocator, PagePool
 from attnspan.parallel.soft_cap import soft_cap
@@ -37,22 +37,14 @@ class Pools:
     places: tuple[LayerPlace, ...]  # by layer
 
 
-class PoolSizes(NamedTuple):
-    """Of each pool: its pages, the tokens of one on every rank, and the pages of the host."""
-
-    pages: int
-    page_size: int
-    host_pages: int = 0
-    ranks: int = 1
-
-
-def pools_of(model: ModelInfo, sizes: PoolSizes) -> Pools:
-    """Pools for a model's layers."""
-    pools, windows = [], []
+def pools_of(model: ModelInfo, sizes: EngineConfig, ranks: int) -> Pools:
+    """Pools for a model's layers; a page of `ranks` ranks holds `page_size` tokens on each of them."""
+    pools: list[PagePool] = []
+    windows: list[int | None] = []
     found: dict[int, tuple[int, int]] = {}
     for group in _groups(model.layers):
         allocator = PageAllocator(
-            num_pages=sizes.pages + 1, page_size=sizes.page_size * sizes.ranks, host_pages=sizes.host_pages
+            num_pages=sizes.pages + 1, page_size=sizes.page_size * ranks, host_pages=sizes.host_pages
         )
         specs = [Layer(each.kv_heads, each.head_dim, each.value_dim, each.window) for _, each in group]
         found |= {layer: (len(pools), place) for place, (layer, _) in enumerate(group)}

@@ -1,10 +1,10 @@
-"""What the ranks of an engine must have in common: options, the model, requests, cancellations, what a step computes.
+"""What the ranks of an engine must have in common: options, the model, requests, cancellations, and each step.
 
-Each rank decides by itself what to do next, and all decide alike because all know the same. What they were told is
-therefore compared, and refused on every rank where it differs. Of one rank, nothing is asked.
+Each rank decides by itself what to do next, and all decide alike because all know the same. What they know is therefore
+compared, and refused on every rank where it differs. One rank alone compares nothing.
 
 [Note: records] What is compared while an engine runs is a record of a fixed size: what a rank is doing, a digest of it,
-and a number. So ranks that do different things, one adding a request while another steps, hear of that as well.
+and a number. So ranks that do different things, one adding a request while another steps, learn of that as well.
 
 | compared | when | where it differs |
 |---|---|---|
@@ -13,8 +13,8 @@ and a number. So ranks that do different things, one adding a request while anot
 | weights and buffers, how often the model was found changed | where requests begin | the step is not made |
 | cancellations, samples, their versions, the tokens they are fed | in every step | the engine takes no more |
 
-The record of a step leaves when its batch is known, and is waited for when the model is about to be called: it travels
-while the step is planned. Cancellations say nothing when they happen, and are part of the next record.
+The record of a step is sent when its batch is known, and awaited when the model is about to be called: it travels while
+the step is planned. A cancellation sends nothing by itself, and is part of the next record.
 
 See attention/unbroken.py for what becomes of a group on which a rank failed in the middle.
 """

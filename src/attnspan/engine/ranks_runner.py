@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from attnspan.engine.model import PackedBatch, ServedModel, StepAttention
-from attnspan.engine.paged_attention import PagedAttention
+from attnspan.engine.paged_attention import PagedStepAttention
 from attnspan.engine.pools import LayerPlace, Pools
 from attnspan.engine.rank_consensus import RankConsensus
 from attnspan.engine.runner import PlanSizes, Runner
@@ -92,7 +92,7 @@ class RanksRunner(Runner):
 class PrefillAttention(StepAttention):
     """Attention under context parallelism over the shards of a prompt, whose keys end in pages."""
 
-    def __init__(self, session: ContextParallel, paged: PagedAttention) -> None:
+    def __init__(self, session: ContextParallel, paged: PagedStepAttention) -> None:
         self.session, self.paged = session, paged
         self._prepared: dict[Kind, Prepared] = {}
 

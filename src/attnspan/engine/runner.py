@@ -1,6 +1,6 @@
 """A step of the model: tokens of many samples packed into one row, keys to their pages, logits of those that want them.
 
-    runner = Runner(model, pools_of(model.info(), sizes), max_sequences=64, max_tokens=512, max_length=4096)
+    runner = Runner(model, pools_of(model.info(), config, ranks=1), max_sequences=64, max_tokens=512, max_length=4096)
     runner.prepare(batch)  # pages
     logits = runner.run(batch)  # a row for every chunk that ends its sample
 
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from attnspan.engine.cuda_graphs import CudaGraphs
 from attnspan.engine.model import PackedBatch, ServedModel, StepAttention
-from attnspan.engine.paged_attention import PagedAttention
+from attnspan.engine.paged_attention import PagedStepAttention
 from attnspan.engine.pools import Pools
 from attnspan.engine.scheduler import Chunk
 from attnspan.errors import EngineError, ModelError
@@ -43,7 +43,7 @@ class Runner:
         self.model, self.pools, self.kernel = model, pools, kernel
         self.device = pools.pools[0].device
         self.pages, self.plans = self._plans(sizes)
-        self._attention = PagedAttention(pools, self.pages, self.plans, kernel)
+        self._attention = PagedStepAttention(pools, self.pages, self.plans, kernel)
         self._graphs = CudaGraphs(sizes["max_sequences"], self.device) if cuda_graphs else None
         for layer, place in enumerate(pools.places):
             if cuda_graphs and place.score_mod is not None:

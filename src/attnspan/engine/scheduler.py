@@ -1,31 +1,30 @@
-"""Who is computed next: one step is a ragged batch of (sample, how many of its tokens), within a budget of tokens.
+"""What is computed next: one step is a ragged batch of (sample, number of its tokens), within a budget of tokens.
 
 Samples run, or they queue. Those that run have pages; those that queue have none, or have them on the host. A step::
 
-    1. every running sample that decodes gets its one token; prompts share what the budget leaves, oldest first
-    2. while that needs more pages than can be had, the youngest running sample is sent back to the queue
-    3. if none was, the oldest in the queue is taken in, and the next, as long as pages, rows and budget allow
+    1. every running sample that decodes gets its one token; prompts share the rest of the budget, oldest first
+    2. while that needs more pages than there are, the youngest running sample is preempted
+    3. if none was, the oldest sample of the queue is admitted, and the next, while pages, rows and budget allow
 
-[Note: order] Samples are ordered by arrival. Who is taken in is the oldest in the queue, who is sent back is the
-youngest that runs; so whoever runs is older than whoever queues, always, and that is the whole of fairness: nobody is
-overtaken, the oldest always runs, and since it fits into the pool alone (`add` sees to that) and ends, everyone's turn
-comes.
+[Note: order] Scheduling is first come, first served. The oldest of the queue is admitted, and the youngest that runs is
+preempted, so every running sample is older than every queued one. The oldest always runs; it fits into the pool alone
+(`add` checks that) and ends, so every sample has its turn.
 
-[Note: nothing lost] A sample that is sent back keeps its tokens. Its pages go to the host if there is room, and return
-as they were; else they are given up, and what was in them is computed again, less what the prefix cache kept.
+[Note: preemption] A preempted sample keeps its tokens. Its pages are swapped to the host if there is room, and return
+as they were; else they are given up, and their content is recomputed, except for what the prefix cache kept.
 
-[Note: whole prompts] A prompt is taken in only if pages for all of it can be had beside what those that run still need
-of theirs, and a page for each of them to grow into: to be sent back halfway would waste what was computed.
+[Note: whole prompts] A prompt is admitted only if there are pages for all of it beside what running samples still need,
+and a page for each of them to grow into: a preemption halfway would waste what was computed.
 
-[Note: alone] A sample that runs alone may still lack a page: it began on a shared page that it must copy, and holds on
-to the original. It starts over on pages of its own. For a like reason a sample that grows longer than a windowed pool
-shares nothing: a prefix cache gives up pages from the end, and would hold on to all that a window left behind.
+[Note: alone] A sample that runs alone may still lack a page: it began on a shared page that it must copy, and holds the
+original. It is restarted on pages of its own. For a similar reason a sample that grows longer than a windowed pool
+shares nothing: a prefix cache gives up pages from the end, and would keep all that a window left behind.
 
-[Note: shown when looked for] What a sample computed is shown to the prefix cache when one that begins alike is about
-to look for it, or when its pages are about to go. Most are like no other, and are shown once, when they end.
+[Note: published on demand] What a sample computed is published to the prefix cache when a sample that begins alike is
+about to be admitted, or when its pages are about to go. Most are like no other, and are published once, when they end.
 
-[Note: reset] What a sample has computed can be computed again from its tokens. So whatever breaks off a step halfway,
-`reset` gives back all pages and queues every sample from its first token, as if all had been sent back.
+[Note: reset] What a sample has computed can be recomputed from its tokens. So whatever breaks off a step halfway,
+`reset` gives back all pages and queues every sample from its first token, as if all had been preempted.
 
 [Note: all ranks] With `whole` (prefill under context parallelism), a prompt of at least so many tokens is a step by
 itself, and not in chunks.
@@ -56,7 +55,7 @@ class Chunk(NamedTuple):
 
     @property
     def last(self) -> bool:
-        """Whether the sample has then been fed all it has, so that its next token can be chosen."""
+        """Whether nothing is left to compute then, so that the next token can be chosen."""
         return self.new == self.sample.rest
 
 
@@ -105,13 +104,13 @@ class Scheduler:
 
     def __init__(self, room: Room, limits: Limits, version: Callable[[bool], int] = lambda found: 0) -> None:
         self.room, self.limits, self.counts = room, limits, Counts()
-        self._version = version  # of what computes, for a sample that begins on `found` pages or on none
+        self._version = version  # of the model, for a sample that begins on `found` pages or on none
         self.chunk = room.widest(limits.max_tokens)
         self.running: list[Sample] = []
         self.queued: list[Sample] = []
         self._smallest = min(store.allocator.page_size for store in room.stores)
-        self._returns = 0  # counts what may have brought pages back
-        self._refused: tuple[Sample, int] | None = None  # who did not fit, and at which count
+        self._returns = 0  # counts the events that may have freed pages
+        self._refused: tuple[Sample, int] | None = None  # which sample did not fit, and at which count
 
     # ---- samples come and go ---------------------------------------------------------------------------------------
 
@@ -137,7 +136,7 @@ class Scheduler:
             )
 
     def remove(self, sample: Sample, keep: bool = True) -> None:
-        """A sample has ended, or is not wanted any more; with `keep`, later prompts may find what it computed."""
+        """A sample has ended or was cancelled; with `keep`, later prompts may find what it computed."""
         side = self.running if sample in self.running else self.queued
         side.remove(sample)
         if sample.seq is not None:
@@ -148,7 +147,7 @@ class Scheduler:
         self._returns += 1
 
     def fork(self, sample: Sample, forks: Sequence[Sample]) -> None:
-        """Let the samples that were split off from one whose prompt is computed run beside it, on the same pages."""
+        """Let samples that were forked from one whose prompt is computed run beside it, on the same pages."""
         assert sample.seq is not None, "its prompt is computed"
         for fork, seq in zip(forks, self.room.fork(sample.seq, len(forks)), strict=True):
             fork.seq, fork.computed, fork.kept = seq, sample.computed, sample.kept
@@ -185,7 +184,7 @@ class Scheduler:
             pass
         batch = self._chunks()
         if batch and not self.room.reserve(_named(batch)):
-            [sample] = self.running  # taken in alone: more were taken in only with pages to spare
+            [sample] = self.running  # admitted alone: more are admitted only with pages to spare
             self._restart(sample)
             batch = self._chunks()
             fits = self.room.reserve(_named(batch))
@@ -213,7 +212,7 @@ class Scheduler:
     # ---- within ----------------------------------------------------------------------------------------------------
 
     def _chunks(self) -> list[Chunk]:
-        """What the running samples would have: a token for those that decode, then prompts, oldest first."""
+        """What running samples would compute: a token for those that decode, then prompts, oldest first."""
         limits = self.limits
         for sample in self.running if limits.whole is not None else ():
             if self._is_whole(sample):
@@ -228,7 +227,7 @@ class Scheduler:
         return [Chunk(sample, count) for sample, count in zip(self.running, counts, strict=True) if count]
 
     def _admit(self) -> bool:
-        """Let the oldest of the queue run, if it fits. See [Note: whole prompts]."""
+        """Let the oldest sample of the queue run, if it fits. See [Note: whole prompts]."""
         if not self.queued or self._refused == (self.queued[0], self._returns):
             return False
         sample, rows = self.queued[0], sum(1 + each.forks for each in self.running)
@@ -243,7 +242,7 @@ class Scheduler:
         return True
 
     def _budget_left(self) -> int:
-        """The budget that those who run leave."""
+        """The budget that running samples leave."""
         return self.limits.max_tokens - sum(chunk.new for chunk in self._chunks())
 
     def _start(self, sample: Sample) -> bool:
@@ -260,12 +259,12 @@ class Scheduler:
         return True
 
     def _look_up(self, sample: Sample, version: int) -> None:
-        """Let a sample begin, on pages that the same version of what computes has left, if there are any."""
+        """Let a sample begin, on pages that the same version of the model has left, if there are any."""
         sample.version = version
         sample.seq, sample.computed = self.room.add(sample.tokens, sample.kept_as, not sample.unshared)
 
     def _confirm(self, sample: Sample) -> None:
-        """What a sample was found is of the model as it is; else it begins anew."""
+        """Check that found pages are of the model as it is now; else the sample begins without them."""
         assert sample.seq is not None, "it was found something"
         version = -1
         try:
@@ -291,7 +290,7 @@ class Scheduler:
         return True
 
     def _fits(self, sample: Sample) -> bool:
-        """Whether all that run, and this one, can be fed what they have, with a page to spare for each."""
+        """Whether all running samples, and this one, fit with all of their tokens, and a page to spare for each."""
         everyone = [(each.seq, each.rest) for each in self.running if each.seq is not None]
         newcomer = len(sample.tokens) if sample.swapped else 0
         if not sample.swapped and sample.seq is not None:
@@ -305,7 +304,7 @@ class Scheduler:
         return whole is not None and not sample.computed and sample.rest >= whole and self.room.holds(sample.rest)
 
     def _preempt(self) -> None:
-        """The youngest goes back to the queue. See [Note: nothing lost]."""
+        """Send the youngest running sample back to the queue. See [Note: preemption]."""
         if len(self.running) == 1:
             self._restart(self.running[0])
             return
@@ -334,13 +333,13 @@ class Scheduler:
         self.counts.recomputed += 1
 
     def _publish_alike(self, newcomer: Sample) -> None:
-        """See [Note: shown when looked for]."""
+        """See [Note: published on demand]."""
         for sample in self.running:
             if sample.beginning == newcomer.beginning:
                 self._publish(sample)
 
     def _publish(self, sample: Sample) -> None:
-        """Show a sample's pages to the prefix cache, if there is a full one that it has not seen."""
+        """Publish a sample's pages to the prefix cache, if there is a full one that it does not have."""
         if sample.computed - sample.kept >= self._smallest and sample.seq is not None and not sample.unshared:
             self.room.keep(sample.seq, sample.tokens[: sample.computed], sample.kept_as)
             sample.kept = sample.computed - sample.computed % self._smallest

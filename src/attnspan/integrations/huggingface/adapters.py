@@ -1,7 +1,7 @@
-"""Adapters of peft that are not served, by their names: those that look at a whole row of tokens, or add to it.
+"""Adapters of peft: those that are refused by name, because they use a whole row of tokens, and those in use.
 
 Most adapters change layers, and compute each token by itself; they are as exact as the model. Nothing of peft is
-imported: adapters are known by what their classes have.
+imported: adapters are recognised by the attributes of their classes.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""The function that layers of an enabled model are handed to, by the name of an implementation: ``"attnspan"``.
+"""The attention function of enabled models, registered with transformers by the name ``"attnspan"``.
 
-transformers looks it up for every call of a layer and gives it the module, shards of query, key and value, the mask
-that the model asked for (masking.py) and what the layer wants of its scores. The module knows its `Seat`: the layer
-that it was found to be, and the model it belongs to, which knows the batch. What arrives is compared with what the
-layer was enabled for, and whatever is more, or less, is refused before anything travels.
+transformers looks it up for every call of a layer and passes it the module, shards of query, key and value, the mask
+that the model asked for (masking.py) and the options of the layer. The module has a `Seat`: its layer as data, and the
+enabled model that it belongs to, which knows the batch. The arguments are compared with what the layer was enabled for,
+and any difference is refused before anything travels.
 
-Registered once, when the first model is enabled; a module without a seat belongs to a model that was not, and is told.
+Registered when the first model is enabled. A module without a seat belongs to a model that was not enabled: an error.
 
 Shapes: query (B, H, S, D), key (B, Hk, S, D), value (B, Hk, S, Dv), out (B, S, H, Dv), S this rank's tokens.
 """
@@ -45,7 +45,7 @@ def register() -> None:
 
 @dataclass(frozen=True, eq=False)
 class Seat:
-    """What a module of an enabled model knows: its layer, which of the batch's attentions is its, and the model."""
+    """What a module of an enabled model knows: its layer, the number of its attention in a pass, and the model."""
 
     layer: AttentionLayer
     kind: int

@@ -1,6 +1,6 @@
-"""A batch as transformers' collators give it, whole on every rank, cut for one: what a rank's forward pass is made of.
+"""A batch as transformers' collators give it, whole on every rank, sharded for the forward pass of one.
 
-What tells who sees whom goes into the session's mask, the rest is sharded (parallel/batch.py)::
+Entries that say which tokens see each other go into the session's mask, the rest is sharded (parallel/batch.py)::
 
     attention_mask        ones where tokens are: padding at either end becomes part of the mask
     position_ids          where they do not go up by one, a document begins, if there is no attention_mask
@@ -11,9 +11,9 @@ What tells who sees whom goes into the session's mask, the rest is sharded (para
 The model gets, beside its tokens, their global positions and an attention_mask of ones: without one, transformers would
 take the jumps in a shard's positions for documents.
 
-[Note: as on one device] transformers leaves documents aside where an attention_mask is given as well. Whoever gives
-both means one of two things, so that is refused. Labels are moved over the borders of documents, as one device does
-it: a collator that packs puts -100 there.
+[Note: as on one device] transformers ignores documents if an attention_mask is given as well. A batch with both is
+ambiguous, and refused. Labels are shifted across the borders of documents, as on one device: a collator that packs puts
+-100 there.
 
 Shapes: B batch rows, S tokens of the whole sequence.
 """
@@ -36,14 +36,14 @@ Entries = dict[str, Any]
 
 LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens")
 SAID_ELSEWHERE = ("max_length_q", "max_length_k", "seq_idx")
-"""What goes with lengths of documents, and tells nothing more."""
+"""What comes with lengths of documents, and adds nothing to them."""
 
 DECODER = "decoder_"
 
 
 @dataclass(frozen=True)
 class Sequence:
-    """One sequence of a batch, whole: its entries, without those that tell who sees whom."""
+    """One sequence of a batch, whole: its entries, without those that became part of the mask."""
 
     entries: Entries
     hidden: tuple[Mask, ...]  # what documents and padding add to every layer's mask
@@ -68,7 +68,7 @@ class Shards:
 
 
 def sequence_of(given: Entries) -> Sequence:
-    """The sequence of a batch: its length, and what its entries say of who sees whom."""
+    """The sequence of a batch: its length, and the documents and padding that its entries describe."""
     entries = {name: value for name, value in given.items() if value is not None}
     tokens = entries.get("input_ids", entries.get("inputs_embeds"))
     if not isinstance(tokens, Tensor) or tokens.dim() < 2:
@@ -85,7 +85,7 @@ def sequence_of(given: Entries) -> Sequence:
 
 
 def shards_of(sequence: Sequence, session: ContextParallel, labels: Tensor | None) -> Shards:
-    """A rank's part of a sequence; `labels` are whole, and stand where they are to be told."""
+    """A rank's part of a sequence; `labels` are whole, each at the token that predicts it."""
     empty = [rank for rank, tokens in enumerate(session.sharding.sizes) if not tokens]
     if empty:
         raise ModelError(
@@ -105,7 +105,7 @@ def shards_of(sequence: Sequence, session: ContextParallel, labels: Tensor | Non
 
 
 def _check_told(sequence: Sequence, labels: Tensor | None) -> None:
-    """Refuse labels that padding before a row is to tell: it sees no token, and what it computes is nobody's."""
+    """Refuse labels that padding before a row would predict: it sees no token."""
     if labels is None or sequence.starts is None:
         return
     before = torch.arange(labels.shape[1]) < torch.tensor(sequence.starts)[:, None]
@@ -118,7 +118,7 @@ def _check_told(sequence: Sequence, labels: Tensor | None) -> None:
 
 
 def labels_of(given: Entries, kind: Kind | None, model: str) -> Tensor | None:
-    """The labels of a batch, taken out of it, where they are to be told."""
+    """The labels of a batch, taken out of it, each at the token that predicts it."""
     labels, shifted = given.pop("labels", None), given.pop("shift_labels", None)
     if labels is None and shifted is None:
         return None

@@ -3,13 +3,13 @@
     cache = PagedCache(model, pages=1024)
     out = model.generate(tokens, past_key_values=cache, max_new_tokens=100)
 
-Every row of the batch is a sequence of an allocator. Keys are written to pages as they come; what a layer attends over
-is copied side by side again at every call, since that is what the model's own attention wants. So memory follows the
-tokens that are there, rows of a beam share what they have in common, and results are those of any other cache, with any
-attention implementation and any mask; what is read is copied once a layer and step.
+Every row of the batch is a sequence of an allocator. Keys are written to pages as they come, and copied into one
+contiguous tensor at every call, since that is what the model's own attention wants. So memory follows the tokens that
+are there, rows of a beam share pages, and results are those of any other cache, with any attention implementation and
+any mask, for one copy per layer and step.
 
-What a layer hands to a cache is seen when the cache is made, by running the model on one token: most hand over keys and
-values of their heads, some what both are made of (the latents of DeepSeek-V3), and pages hold either.
+What a layer hands to a cache is probed when the cache is made, by running the model on one token: most hand over keys
+and values of their heads, some what both are made of (the latents of DeepSeek-V3), and pages hold either.
 
 Rows are filled alike: a batch with padding stores the padding too, which the attention mask hides as ever. Layers with
 a window keep all their keys here (the mask cuts them; only the engine gives pages back).
@@ -42,7 +42,7 @@ from attnspan.integrations.huggingface.layers import attention_layers
 from attnspan.paged import Layer, PageAllocator, PagePool, StepPlan
 
 
-class Rows:
+class CachedRows:
     """The rows of a batch in a pool: what a cache and its layers share."""
 
     def __init__(self, pool: PagePool, rows: list[int]) -> None:
@@ -73,13 +73,13 @@ class Rows:
             raise PageError(f"layer {layer} was called before layer 0, which makes room for the tokens")
         return self._plan
 
-    def forked(self) -> Rows:
+    def forked(self) -> CachedRows:
         """The same tokens on the same pages, until one of the two writes."""
-        return Rows(self.pool, [self.pool.allocator.fork(row)[0] for row in self.rows])
+        return CachedRows(self.pool, [self.pool.allocator.fork(row)[0] for row in self.rows])
 
 
 class PagedCache(Cache):
-    """The KV cache of a model of transformers in `pages` pages of `page_size` tokens, for one batch at a time."""
+    """The KV cache of a transformers model in `pages` pages of `page_size` tokens, for one batch at a time."""
 
     def __init__(self, model: PreTrainedModel, *, pages: int, page_size: int = 16) -> None:
         pages = whole("pages", pages, at_least=1, error=PageError)
@@ -98,9 +98,9 @@ class PagedCache(Cache):
         if len(dtypes) > 1:
             raise ModelError(f"layers hand {' and '.join(map(str, dtypes))} to the cache; PagedCache holds one dtype")
         specs = [Layer(key.shape[1], key.shape[3], value.shape[3]) for key, value in handed]
-        self._begin(Rows(PagePool(allocator, specs, dtype=next(iter(dtypes)), device=handed[0][0].device), []))
+        self._begin(CachedRows(PagePool(allocator, specs, dtype=next(iter(dtypes)), device=handed[0][0].device), []))
 
-    def _begin(self, held: Rows) -> None:
+    def _begin(self, held: CachedRows) -> None:
         self._held, self.pool, self.allocator = held, held.pool, held.pool.allocator
         super().__init__(layers=[PagedLayer(held, place) for place in range(len(held.pool.layers))])
         # Nothing in a cache refers back to it, so that it is gone, and has given its pages back, once nobody holds it.
@@ -242,7 +242,7 @@ class PagedLayer(CacheLayerMixin):
     is_croppable = True
     is_sliding = False
 
-    def __init__(self, held: Rows, index: int) -> None:
+    def __init__(self, held: CachedRows, index: int) -> None:
         super().__init__()
         self.held, self.index, self.length = held, index, 0
         self.is_initialized = True

@@ -1,11 +1,11 @@
-"""What of a model, or of a call of it, cannot be served, beside what its attention layers ask for (layers.py).
+"""What is refused of a model, or of a call of it, besides what its attention layers ask for (layers.py).
 
-A rank has some of the tokens. So everything that is computed of one token by itself is right as it is, and the rest is
-looked for here, by what transformers' classes are called and what their methods take::
+A rank has some of the tokens. Whatever is computed of each token by itself is right as it is; the rest is found here,
+by the names of transformers' classes and the arguments of their methods::
 
     heads        that look at one token for all, such as the class of a text
     neighbours   that a module looks at without attention (neighbours.py)
-    positions    must be told: a model that counts would count each rank's tokens from 0
+    positions    must be taken: a model that counts would count each rank's tokens from 0
     outputs      must be of each token, or they were taken of a rank's tokens
     calls        that want what no rank has (weights of attention, the last logits), or a cache
 """
@@ -39,7 +39,7 @@ REFUSED = {
 
 
 def check_positions(model: nn.Module) -> None:
-    """Refuse a model that knows better where its tokens are than whoever calls it."""
+    """Refuse a model that computes positions by itself, whatever position_ids it is given."""
     for path, module in model.named_modules():
         if _mentions(module, "create_position_ids_from_input"):
             raise ModelError(

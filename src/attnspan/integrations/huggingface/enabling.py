@@ -1,4 +1,4 @@
-"""``enable(model, cp)``: a model of transformers whose sequences lie on many ranks, and nothing else about it changes.
+"""``enable(model, cp)``: a transformers model whose sequences are sharded over ranks, and nothing else changes.
 
 >>> import copy, torch
 >>> import attnspan as span
@@ -19,15 +19,15 @@ public means of torch and transformers:
 
     before forward    the batch becomes a session and shards (batches.py)
     attention         layers ask for the implementation "attnspan" (attending.py)
-    after forward     the loss, over all ranks (losses.py); every layer must have come by, or it is an error
+    after forward     the loss, over all ranks (losses.py); a layer that did not attend is an error
 
-[Note: a config of its own] The implementation is a word in the config, which another model may share. So an enabled
+[Note: a config of its own] The implementation is an entry of the config, which another model may share. So an enabled
 model gets a copy; a model that was made from the same config is not touched.
 
 [Note: the pass of a region] Layers find their session in the latest pass of their model. A checkpointed layer runs
-again in backward, when there may have been another; it gets the pass of its first run (parallel/replays.py). If the
-model was disabled by then, it is enabled for as long as the region runs. Where the whole call is checkpointed, it is
-made again in backward, with a pass of its own, which layers then find and which counts for nothing.
+again in backward, when there may have been another pass; it gets that of its first run (parallel/replays.py). If the
+model was disabled by then, it is enabled while the region runs. If the whole call is checkpointed, it is repeated in
+backward, with a pass of its own, which layers then find and which is not counted.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from threading import RLock
-from typing import Any, Literal, NamedTuple, NoReturn, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple, NoReturn, Protocol, TypeVar, cast
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -115,7 +115,7 @@ class Kind(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Pass:
-    """One forward pass: the sessions of its batch, an attention for every kind of layer, and labels to come back to."""
+    """One forward pass: the sessions of its batch, an attention for every kind of layer, and labels for the loss."""
 
     session: ContextParallel  # of what is returned: the only sequence, or the decoder's
     encoder: ContextParallel | None
@@ -136,13 +136,13 @@ def enable(
     over: Group = None,
     outputs: Literal["shards", "whole"] = "shards",
 ) -> Enabled:
-    """Make a model of transformers context parallel, on the ranks of `cp`; the result ends it by `disable` or `with`.
+    """Make a transformers model context parallel over the ranks of `cp`, until `disable()` or the end of a `with`.
 
     `cp` is a mesh, a process group or a virtual world, or a session: its ranks, layout, strategy and kernel are used,
     and the documents and padding of its mask, beside those of each batch (sessions.py). Every rank then calls the
     model with the same whole batch. What comes back is this rank's tokens, or with ``outputs="whole"`` all of them,
     and the loss of all. `over` is the group that gradients are averaged over, if larger than the session's.
-    A model of adapters (`PeftModel`) may be given in place of the one inside.
+    A `PeftModel` may be given in place of the model inside.
     """
     return Enabled(model, cp, over, outputs)
 
@@ -273,7 +273,7 @@ class Enabled:
     def assert_used(self, passes: int = 1) -> None:
         """Raise unless every attention layer ran once in each of so many forward passes since the last reset.
 
-        A pass in which one did not come by has raised by itself already.
+        A pass in which a layer did not attend has already raised by itself.
         """
         wanted = passes * len(self.layers)
         if self.passes != passes or self._calls != wanted:
@@ -285,7 +285,7 @@ class Enabled:
     def unshard(self, output: Output) -> Output:
         """What the model returned, with all tokens of logits and hidden states, on every rank.
 
-        Tensors that were made of what it returned, as by `detach`, DDP or FSDP2, are taken for the latest batch's.
+        Tensors derived from it, as by `detach`, DDP or FSDP2, are taken for the latest batch's.
         """
         if not isinstance(output, Tensor | ModelOutput):
             raise ModelError(
@@ -319,7 +319,7 @@ class Enabled:
         return (), given
 
     def _on_return(self, model: nn.Module, args: object, kwargs: object, output: Output) -> Output:
-        """After forward: every layer came by; the loss."""
+        """After forward: every layer has attended; the loss."""
         entered, self._pass = self._pass, None  # from here on a layer that runs does so by itself, or in backward
         return eagerly(self._leave)(entered, output)
 
@@ -381,7 +381,7 @@ class Enabled:
         return entries, sides, decoder.labels
 
     def _leave(self, latest: Pass, output: Output) -> Output:
-        if not latest.within:  # where it was run before, all came by
+        if not latest.within:  # a repeated call was counted when it first ran
             self._count(latest)
         for _, each in tensors_of(output):
             self._returned[each] = latest
@@ -394,7 +394,7 @@ class Enabled:
         return self.unshard(output) if self.outputs == "whole" else output
 
     def _count(self, latest: Pass) -> None:
-        """Every layer came by, once."""
+        """Every layer has attended, once."""
         ran = sum((_counted(latest.attends) - latest.calls).values())
         self.passes, self._calls = self.passes + 1, self._calls + ran
         if ran > len(self.layers):
@@ -472,9 +472,11 @@ def eagerly(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _adapted(model: nn.Module) -> PreTrainedModel:
-    """A model of transformers, or the one inside a model of adapters, which calls its forward without hooks."""
-    inner: Any = getattr(model, "get_base_model", None)
-    return model if isinstance(model, PreTrainedModel) or inner is None else inner()
+    """A transformers model, or the one inside a `PeftModel`, which calls its forward without hooks."""
+    if isinstance(model, PreTrainedModel):
+        return model
+    inner: Callable[[], PreTrainedModel] | None = getattr(model, "get_base_model", None)
+    return cast(PreTrainedModel, model) if inner is None else inner()  # which is checked next
 
 
 def _counted(attends: Iterable[LayerAttention]) -> Counter[int]:

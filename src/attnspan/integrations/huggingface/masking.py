@@ -1,14 +1,14 @@
-"""What a model of transformers makes of its masks, reduced to what is data: the direction and the window.
+"""The masks that a transformers model asks for, reduced to data: the direction and the window.
 
-A model asks for a mask once per forward pass and kind of layer, by the name of the implementation, and hands what it
-gets to its layers. Ours is no tensor but a `Pattern`; documents and padding are in the session already (batches.py).
-Here it is made sure that a model asks for nothing else: a layer compares the pattern that comes to it with the one that
-it was enabled for (attending.py).
+A model asks for a mask once per forward pass and kind of layer, by the name of the implementation, and passes it to its
+layers. Ours is no tensor but a `Pattern`; documents and padding are in the session already (batches.py). A layer
+compares the pattern that it gets with the one that it was enabled for (attending.py), so a model that asks for anything
+else is noticed.
 
-[Note: functions of masks] transformers describes a mask by a function of indices. Which one it is, is told by its code:
-those below are made by public functions of `transformers.masking_utils`, and hold their sizes. Any other, such as what
-lets tokens of an image see each other, is refused. Compiled code does not look inside of functions; what the asking
-function says of itself (`local_size`, and whether a mask might be left out) decides there.
+[Note: functions of masks] transformers describes a mask by a function of indices. The function is recognised by its
+code: those below are made by public functions of `transformers.masking_utils`, and hold their sizes. Every other, such
+as one that lets tokens of an image see each other, is refused. Compiled code cannot look inside functions; there the
+arguments of the request decide (`local_size`, and whether a mask may be skipped).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class _NoTensor(ModelError, AttributeError):
 
 
 class Pattern(NamedTuple):
-    """Who sees whom by the layer alone; `window` as in `AttentionLayer`.
+    """The mask of a layer by itself; `window` as in `AttentionLayer`.
 
     >>> Pattern(causal=True, window=3).mask
     SlidingWindow(2)

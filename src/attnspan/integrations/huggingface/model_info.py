@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from attnspan.engine.model import LayerSpec, ModelInfo
@@ -24,10 +24,11 @@ UNUSED = {
 
 def model_info(model: PreTrainedModel, layers: Iterable[AttentionLayer]) -> ModelInfo:
     """A model with these layers, as data; EngineError unless it is on one device and in evaluation mode."""
-    embeddings = model.get_input_embeddings()
+    weight = model.get_input_embeddings().weight
+    assert isinstance(weight, Tensor), "embeddings have one row for each token"
     return ModelInfo(
         layer_specs(layers),
-        vocabulary=embeddings.weight.shape[0],
+        vocabulary=weight.shape[0],
         dtype=dtype_of(model),
         device=device_of(model),
         end_tokens=end_tokens_of(model),

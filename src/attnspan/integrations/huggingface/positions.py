@@ -1,14 +1,14 @@
-"""Modules that make something of positions, and what they must be told where a rank has some of the tokens.
+"""Modules that use positions, and the hooks that give them those of a rank's tokens.
 
 Most get a shard's positions as they are, which are global. Others do not::
 
-    counting      embeddings that count tokens from 0, unless they are told (GPT-2's kin take positions; BART counts)
-    by the mask   embeddings that count the ones of an attention_mask, unless they are told (OPT)
+    counting      embeddings that count tokens from 0 unless positions are given (BART; GPT-2 and the like take them)
+    by the mask   embeddings that count the ones of an attention_mask unless positions are given (OPT)
     by length     rotary embeddings whose frequencies depend on the last position: "dynamic" and "longrope"
 
-[Note: the last position] Rotary embeddings by length look for the largest of the positions they get, which on a rank is
-its own tokens'. So they get the whole sequence's beside, as one more token, and that token is taken off what they
-return: the frequencies are those of one device, and so is what they keep from batch to batch.
+[Note: the last position] Rotary embeddings by length use the largest of the positions they get, which on a rank is that
+of its own tokens. So they also get the largest of the whole sequence, as one more token, which is removed from what
+they return: the frequencies are those of one device, and so is what they keep from batch to batch.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ BY_LENGTH = ("dynamic", "longrope")
 
 
 def counts_by_mask(module: nn.Module) -> bool:
-    """Whether a module is an embedding of positions that are counted by an attention_mask, unless it is told."""
+    """Whether a module is an embedding of positions that counts by an attention_mask unless they are given."""
     return isinstance(module, nn.Embedding) and "attention_mask" in inspect.signature(type(module).forward).parameters
 
 
 def counts_by_itself(module: nn.Module) -> bool:
-    """Whether a module is an embedding of positions that counts tokens, unless it is told."""
+    """Whether a module is an embedding of positions that counts tokens unless they are given."""
     wanted = {"position_ids", "past_key_values_length"}
     return isinstance(module, nn.Embedding) and wanted <= set(inspect.signature(type(module).forward).parameters)
 
@@ -74,7 +74,7 @@ def position_hooks(
 ) -> list[PositionHook]:
     """The hooks that give a model's modules the positions of the pass that is `here`; `takes` are forward's arguments.
 
-    A model that counts, and cannot be told, is refused. `encoder` are the modules of the first of two sequences.
+    A model that counts, and takes no positions, is refused. `encoder` are the modules of the first of two sequences.
     """
     counting = [module for module in model.modules() if counts_by_itself(module)]
     hooks = [PositionHook(each, _with_last(here), _without_last) for each in model.modules() if goes_by_length(each)]
@@ -92,7 +92,7 @@ def position_hooks(
 
 
 def _own(here: Callable[[], Pass], encoder: bool) -> Before:
-    """Tells an embedding the positions of a rank's tokens."""
+    """Gives an embedding the positions of a rank's tokens."""
 
     def before(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, object]) -> Arguments:
         session = here().encoder if encoder else here().session

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -42,13 +43,16 @@ class TransformersModel:
 
     def step(self, batch: PackedBatch, attention: StepAttention) -> Tensor:
         """Call the model on one packed row; it is served for as long as that takes."""
-        with served(self.model, self), attending(attention):
-            out = self.model(
-                input_ids=batch.tokens.unsqueeze(0),
-                position_ids=batch.positions.unsqueeze(0),
-                use_cache=False,
-                logits_to_keep=0 if batch.keep is None else batch.keep,
-            )
+        with served(self.model, self):
+            return attending(attention, partial(self._logits, batch))
+
+    def _logits(self, batch: PackedBatch) -> Tensor:
+        out = self.model(
+            input_ids=batch.tokens.unsqueeze(0),
+            position_ids=batch.positions.unsqueeze(0),
+            use_cache=False,
+            logits_to_keep=0 if batch.keep is None else batch.keep,
+        )
         logits: Tensor = out.logits[0]
         return logits
 

@@ -9,7 +9,7 @@ model has its own name back.
 name, the last to leave restores it. The name is written to the configs that layers read it from: calling
 `set_attn_implementation`, which visits every module, would cost a small model a tenth of its step.
 
-[Note: interrupts] Engines are noted by identity, not counted: one that was interrupted on its way out leaves with its
+[Note: interrupts] Engines are kept by identity, not counted: one that was interrupted on its way out leaves with its
 next step. Locks are taken and released within one line (engine/owner.py, [Note: one line]).
 """
 
@@ -17,8 +17,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
+from contextvars import ContextVar, copy_context
 from threading import Lock
+from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
@@ -36,17 +37,16 @@ NAME = "attnspan_paged"
 WHILE_SERVED = frozenset({"_attn_implementation_internal", "_attn_implementation"})
 """Entries of a config that change because the model is served."""
 
+T = TypeVar("T")
+
 _ATTENTION: ContextVar[StepAttention | None] = ContextVar("attention of the model call under way", default=None)
 
 
-@contextmanager
-def attending(attention: StepAttention) -> Iterator[None]:
-    """Inside, a model that this thread calls attends by this."""
-    before = _ATTENTION.set(attention)
-    try:
-        yield
-    finally:
-        _ATTENTION.reset(before)
+def attending(attention: StepAttention, call: Callable[[], T]) -> T:
+    """Call a model whose layers attend by this: in a context of its own, so that no interrupt can leave it set."""
+    context = copy_context()
+    context.run(_ATTENTION.set, attention)
+    return context.run(call)
 
 
 def paged(
@@ -65,8 +65,9 @@ def paged(
         raise called_meanwhile(module)
     if attention_mask is not None:
         raise ModelError(f"layer {module.layer_idx} is given a mask by its model, and an engine knows of none")
-    packed = (each[0].transpose(0, 1) for each in (query, key, value))
-    return attention.attend(module.layer_idx, *packed, s_aux).unsqueeze(0), None  # type: ignore[arg-type]
+    query, key, value = (each[0].transpose(0, 1) for each in (query, key, value))
+    out = attention.attend(module.layer_idx, query, key, value, s_aux)  # type: ignore[arg-type]  # an int
+    return out.unsqueeze(0), None
 
 
 def called_meanwhile(module: nn.Module) -> EngineError:
@@ -77,7 +78,7 @@ def called_meanwhile(module: nn.Module) -> EngineError:
     )
 
 
-def served_layers(model: nn.Module) -> list[AttentionLayer]:
+def served_layers(model: PreTrainedModel) -> list[AttentionLayer]:
     """The attention layers of a model, by their index; ModelError for what cannot be generated with."""
     if isinstance(model, nn.Module) and is_seated(model):
         raise ModelError("model is enabled for training over ranks; call disable() of its handle before it is served")
@@ -125,7 +126,8 @@ class _Serving:
     """The engines that serve a model, the names that its configs had before, and what probing it found."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        found = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
+        all_configs = (getattr(module, "config", None) for module in model.modules())
+        found = {id(config): config for config in all_configs if config is not None}
         self.config = model.config  # if it has another, all are looked for again
         self.configs: list[PreTrainedConfig] = list(found.values())  # one, for nearly every model
         self.names: list[str] | None = None  # None while no engine serves it

@@ -1,21 +1,21 @@
-"""Trainer and accelerate with an enabled model: what they deal to ranks, and what they gather from them.
+"""Trainer and accelerate with an enabled model: which batches ranks get, and what is gathered from them.
 
-Both give every process a batch of its own. The ranks of a session hold parts of one, so they must be dealt the same:
+Both give every process a batch of its own. The ranks of a session hold parts of one batch, so they must get the same:
 ``with dealing(accelerator, handle)`` around `accelerator.prepare(loader)` deals by data-parallel rank, and
 `SpanTrainer` does that for its loaders::
 
     handle = enable(model, mesh["cp"])
     SpanTrainer(model=model, args=args, train_dataset=dataset).train()
 
-Nothing else is to be told: DDP and FSDP2 average gradients over all ranks, which the loss is made for, with Trainer's
-count of items and without (losses.py). In evaluation, what `compute_metrics` gets has all tokens, each sample once.
+Nothing else is needed: DDP and FSDP2 average gradients over all ranks, which the loss accounts for, with Trainer's
+count of items and without (losses.py). In evaluation `compute_metrics` gets all tokens, each sample once.
 
 [Note: a count of Trainer] Trainer counts the tokens of all micro-batches, and multiplies a loss by the number of
 processes, since DDP will average and each has a batch of its own. The ranks of a session have one; so the count that
 the model gets is larger by their number. Where tokens are not counted over processes (`average_tokens_across_devices`),
 Trainer divides the count by the ranks of a batch all the same, and rounds down: that is refused.
 
-[Note: neighbours] Both take neighbours in rank for the ranks of one batch: on a mesh of (dp, cp), cp is the last axis.
+[Note: neighbours] Both take consecutive ranks for the ranks of one batch: on a mesh of (dp, cp), cp is the last axis.
 """
 
 from __future__ import annotations
@@ -122,6 +122,7 @@ class SpanTrainerMixin(_Trainer):
     @property
     def span(self) -> Enabled:
         """What the model was enabled by."""
+        assert self.model is not None, "a Trainer has a model"
         return enabled_of(self.model)
 
     def get_cp_size(self) -> int:
