@@ -21,6 +21,7 @@ from attnspan.engine.room import Room
 from attnspan.engine.runner import Runner
 from attnspan.engine.scheduler import Scheduler
 from attnspan.errors import UnknownRequest
+from attnspan.integrations.huggingface import serving
 from attnspan.paged import PageAllocator, PagePool, PrefixCache, StepPlan
 from tests.engine.models import greedy, prompts, tiny, tokenizer
 
@@ -191,8 +192,9 @@ def check_empty(engine):
     for store in engine._scheduler.room.stores:
         stats = store.allocator.stats()
         assert (stats.sequences, stats.used, stats.host_free) == (0, 0, stats.host_pages), "a page is lost"
-    left = engine._holds, engine._notes, engine._outputs.detokenizers, engine._streams, engine._samples
+    left = engine._holds, engine._notes, engine._outputs.detokenizers, engine._table.streams, engine._table.samples
     assert not any(left), f"something is left: {left}"
+    assert serving._ATTENTION.get() is None, "the attention of a broken-off call is left"
 
 
 # ---- faults ----------------------------------------------------------------------------------------------------------

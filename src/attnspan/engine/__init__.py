@@ -1,7 +1,7 @@
 """Generation: requests that come and go, batched step by step, over a KV cache in pages.
 
     llm_engine.py        generate and stream, over
-    core.py              requests in, tokens out: add, step, cancel
+    core.py              requests in, tokens out: add, step, cancel (request_table.py: those that are unfinished)
     scheduler.py         what is computed next; ints only, as are sample.py and room.py
     runner.py            one call of the model over pages (model.py: what is asked of a model)
     sampler.py           the next token, from a number of the request's own

@@ -47,13 +47,14 @@ from attnspan.engine.pools import pools_of
 from attnspan.engine.prompts import Prompt, encode_prompt
 from attnspan.engine.rank_consensus import RankConsensus, RanksDiverged
 from attnspan.engine.request import Continuation, Request, Token
+from attnspan.engine.request_table import RequestTable
 from attnspan.engine.room import Room, Store
 from attnspan.engine.runner import PlanSizes, Runner
 from attnspan.engine.sample import Sample
 from attnspan.engine.sampler import ChosenToken, choose_tokens, draw_for
 from attnspan.engine.scheduler import Chunk, Counts, Limits, Scheduler
 from attnspan.engine.warmup import run_warmup, warmup_batches
-from attnspan.errors import EngineError, ModelError, UnknownRequest
+from attnspan.errors import EngineError, ModelError
 from attnspan.paged import PrefixCache
 from attnspan.transports.group import Group, transport_of
 
@@ -91,11 +92,9 @@ class EngineCore(Owned):
         self._scheduler = Scheduler(Room(stores), self.limits, self._version)
         with torch.inference_mode(False):
             self._runner = self._runner_for(mesh, config)
-        self._requests: dict[int, Request] = {}
-        self._samples: dict[int, dict[int, Sample]] = {}  # by request and sample: what still runs or queues
-        self._streams: dict[int, list[Token]] = {}  # by request: all tokens of its stream
+        self._table = RequestTable()
         self._unreported: list[Token] = []  # tokens of a step that was interrupted while it was reported
-        self._journal = Journal(self._scheduler, self._live)
+        self._journal = Journal(self._scheduler, self._table.live)
         self._owner = Owner(ranks)
         self._holds: dict[int, Note] = {}  # by id, as not every note can be hashed once its hold is gone
         self._notes: deque[Note | Request] = deque()  # see owner.py, [Note: finalisers]
@@ -108,6 +107,10 @@ class EngineCore(Owned):
     def tokenizer(self) -> Tokenizer | None:
         """What prompts are encoded and answers are decoded with."""
         return self._outputs.tokenizer
+
+    @tokenizer.setter
+    def tokenizer(self, tokenizer: Tokenizer | None) -> None:
+        self._outputs.tokenizer = tokenizer
 
     @property
     def end_tokens(self) -> frozenset[int]:
@@ -148,8 +151,8 @@ class EngineCore(Owned):
         """
         self._settle()
         self._check_alive()
-        if self._requests:
-            raise EngineError(f"warm_up is for an engine without requests, got {len(self._requests)} unfinished")
+        if self._table.requests:
+            raise EngineError(f"warm_up is for an engine without requests, got {len(self._table.requests)} unfinished")
         self._model.check_ready()
         self._check_changes()
         self._journal.begin()
@@ -192,10 +195,7 @@ class EngineCore(Owned):
             into.append(request)
             self._journal.begin(redo=partial(self._discard, request))  # what is broken off here was never added
             self._next, self._added_since = number + 1, True
-            if stream is not None:
-                self._streams[number] = stream
-            self._samples[number] = {0: sample}
-            self._requests[number] = request
+            self._table.add(request, sample, stream)
             self._scheduler.add(sample)
             self._journal.end()
         return request
@@ -248,26 +248,17 @@ class EngineCore(Owned):
 
     def _cancel(self, request: Request) -> None:
         if self._owner.reentered:
-            self._check_unfinished(request)
+            self._table.check(request)
             self._notes.append(request)
         else:
             entered(self, EngineCore._cancelled, (request,), {})
 
     def _cancelled(self, request: Request) -> None:
         self._settle()
-        self._check_unfinished(request)
+        self._table.check(request)
         failed = self._end(request, "cancelled")
         if failed is not None:
             raise failed
-
-    def _check_unfinished(self, request: Request) -> None:
-        if self._requests.get(getattr(request, "number", -1)) is not request:
-            ended = isinstance(request, Request) and request.finished
-            raise UnknownRequest(
-                f"request {request.number} has ended ({request.finish_reason}) and cannot be cancelled"
-                if ended
-                else f"request must be one that add() of this engine returned, got {request!r}"
-            )
 
     def _end(self, request: Request, reason: str, error: BaseException | None = None) -> Exception | None:
         """End what is left of a request; why the end of its text could not be decoded, if it could not."""
@@ -282,7 +273,7 @@ class EngineCore(Owned):
                 except Exception as failure:
                     failed = failure
                 left.append((continuation, text))
-        samples = list(self._samples[request.number].values())
+        samples = list(self._table.samples[request.number].values())
 
         def report() -> None:
             for continuation, text in left:
@@ -301,9 +292,7 @@ class EngineCore(Owned):
     def _discard(self, request: Request) -> None:
         """A request has ended, or was never added."""
         self._outputs.discard(request)
-        self._streams.pop(request.number, None)
-        self._samples.pop(request.number, None)
-        self._requests.pop(request.number, None)
+        self._table.discard(request)
 
     @property
     def unfinished(self) -> list[Request]:
@@ -313,10 +302,7 @@ class EngineCore(Owned):
     def _unfinished(self) -> list[Request]:
         if self._owner.may_act:
             entered(self, EngineCore._settle, (), {})
-        return list(self._requests.values())
-
-    def _live(self) -> Iterator[Sample]:
-        return (sample for samples in self._samples.values() for sample in samples.values())
+        return list(self._table.requests.values())
 
     @property
     def counts(self) -> Counts:
@@ -356,7 +342,7 @@ class EngineCore(Owned):
         self._journal.begin()
         with self._comparing():
             batch = self._scheduler.step()
-        if not batch and self._samples:  # an error, or callers would step for ever
+        if not batch and self._table.samples:  # an error, or callers would step for ever
             raise EngineError("the scheduler has lost a sample; the next call computes all requests again")
         return batch
 
@@ -369,12 +355,12 @@ class EngineCore(Owned):
             if self._consensus.ranks > 1 and self._dead is None:
                 self._dead = EngineError("a call was interrupted on this rank, and others cannot know how far it came")
             self._journal.settle()
-        if self._dead is not None and self._requests:
+        if self._dead is not None and self._table.requests:
             self._die(self._dead)
         while self._notes:
             note = self._notes[0]
             for request in note.requests if isinstance(note, Note) else [note]:
-                if self._requests.get(request.number) is request:
+                if self._table.holds(request):
                     self._end(request, "cancelled")
             self._holds.pop(id(note), None)
             self._notes.popleft()
@@ -416,7 +402,7 @@ class EngineCore(Owned):
             logits = logits[torch.tensor(rows, device=logits.device)]
         draws, logprobs = [], []
         for sample in samples:
-            request = self._requests[sample.arrival]
+            request = self._table.of(sample)
             params, position = request.params, len(sample.tokens)
             for number in range(sample.number, sample.number + 1 + sample.forks):
                 draws.append(draw_for(params, request.seed, number, position))
@@ -432,45 +418,25 @@ class EngineCore(Owned):
         for sample in samples:
             for each in (sample, *forks.get(id(sample), ())):
                 try:
-                    outcomes.append(self._outputs.outcome(self._requests[each.arrival], each, next(left)))
+                    outcomes.append(self._outputs.outcome(self._table.of(each), each, next(left)))
                 except Exception as error:
                     self._journal.settle()  # to the others, the step did not happen
                     self._outputs.reset()
-                    self._end(self._requests[each.arrival], "error", error)
+                    self._end(self._table.of(each), "error", error)
                     raise
         return Commit(
-            outcomes, splits, [*self._unreported, *(outcome.token for outcome in outcomes)], self._places(outcomes)
+            outcomes,
+            splits,
+            [*self._unreported, *(outcome.token for outcome in outcomes)],
+            self._table.places(outcomes),
         )
 
-    def _places(self, outcomes: list[Outcome]) -> list[tuple[list[Token], int, Token]]:
-        """Where in which stream each token will be."""
-        found, ends = [], dict[int, int]()
-        for outcome in outcomes if self._streams else ():
-            stream = self._streams.get(outcome.token.request.number)
-            if stream is not None:
-                place = ends.get(id(stream), len(stream))
-                found.append((stream, place, outcome.token))
-                ends[id(stream)] = place + 1
-        return found
-
     def _report(self, commit: Commit) -> None:
-        """Append every token, and end samples where they end. What was appended before stays as it is."""
-        for sample, forks in commit.splits:
-            sample.forks = 0
-            if sample.arrival in self._samples:
-                self._samples[sample.arrival].update({fork.number: fork for fork in forks})
+        """Let callers see a step; it may run twice."""
+        self._table.apply(commit)
         for outcome in commit.outcomes:
-            outcome.apply()
-        for stream, place, token in commit.places:
-            if len(stream) == place:
-                stream.append(token)
-        for outcome in commit.outcomes:
-            request, number, _, _, reason = outcome.token
-            if reason is not None:
-                self._samples.get(request.number, {}).pop(number, None)
-                outcome.continuation.finish_reason = reason
-                if request.finished:
-                    self._discard(request)
+            if outcome.token.request.finished:
+                self._discard(outcome.token.request)
         self._unreported = commit.tokens
 
     def _record(self, batch: Sequence[Chunk], commit: Commit) -> None:
@@ -492,16 +458,16 @@ class EngineCore(Owned):
         self._settle()
         scheduler = self._scheduler
         scheduler.room.check()
-        held = {id(sample) for samples in self._samples.values() for sample in samples.values()}
+        held = {id(sample) for sample in self._table.live()}
         assert held == {id(sample) for sample in (*scheduler.running, *scheduler.queued)}, "a sample is lost"
-        assert set(self._samples) == set(self._requests), "a request is lost"
+        assert set(self._table.samples) == set(self._table.requests), "a request is lost"
 
     def _die(self, error: BaseException) -> None:
         """See [Note: after an error]."""
         self._dead = error
 
         def report() -> None:
-            for request in list(self._requests.values()):
+            for request in list(self._table.requests.values()):
                 for continuation in request.samples:
                     continuation.finish_reason = continuation.finish_reason or "error"
                 request.error = error

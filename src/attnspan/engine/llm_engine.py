@@ -124,9 +124,7 @@ class LLMEngine(EngineCore):
     @exclusive
     def _forgotten(self, requests: list[Request]) -> None:
         self._settle()
-        failures = [
-            self._end(request, "cancelled") for request in requests if self._requests.get(request.number) is request
-        ]
+        failures = [self._end(request, "cancelled") for request in requests if self._table.holds(request)]
         for failed in filter(None, failures):
             raise failed
 
