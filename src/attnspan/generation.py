@@ -46,15 +46,7 @@ class Engine(LLMEngine):
         cuda_graphs: bool = False,
     ) -> None:
         config = EngineConfig(
-            pages=pages,
-            page_size=page_size,
-            host_pages=host_pages,
-            max_sequences=max_sequences,
-            max_tokens=max_tokens,
-            whole_prompts=whole_prompts,
-            prefix_cache=prefix_cache,
-            kernel=kernel,
-            cuda_graphs=cuda_graphs,
+            pages, page_size, host_pages, max_sequences, max_tokens, whole_prompts, prefix_cache, kernel, cuda_graphs
         )
         super().__init__(served_model(model, stacklevel=2), config, mesh=mesh, tokenizer=tokenizer)
         self.model = model
