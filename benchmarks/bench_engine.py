@@ -39,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import transformers
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, StoppingCriteria, StoppingCriteriaList
 
-from attnspan.engine import Engine, SamplingParams
+from attnspan import Engine, SamplingParams
 from benchmarks.report import command, header
 
 RESULTS = Path(__file__).parent / "results"

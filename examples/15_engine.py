@@ -9,7 +9,7 @@ import torch
 from tiny_text import trained
 
 import attnspan as span
-from attnspan.engine import Engine, SamplingParams
+from attnspan import Engine, SamplingParams
 
 PROMPTS = ["Attention over ranks", "A mask is", "The KV cache in pages", "Every rank", "```python\nimport"]
 LONG = "A prompt that is longer than the pages of one rank, and so it is spread over all of them. " * 6

@@ -10,6 +10,7 @@ rank  tokens  runs  steps  full  causal  general  share  receives  peak keys
 imbalance 1.048; 4 keys move (50% of an all-gather's)
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from attnspan import testing
@@ -61,6 +62,8 @@ from attnspan.parallel import ContextParallel, check_model
 from attnspan.plan import Hardware, Plan, Shape, choose
 
 if TYPE_CHECKING:
+    from attnspan.engine import SamplingParams
+    from attnspan.generation import Engine
     from attnspan.parallel import ContextParallelStyle
 
 __all__ = [
@@ -76,6 +79,7 @@ __all__ = [
     "ContextParallelStyle",
     "Contiguous",
     "Documents",
+    "Engine",
     "EngineError",
     "ExpressionError",
     "Full",
@@ -100,6 +104,7 @@ __all__ = [
     "PrefixCache",
     "PrefixLM",
     "RoundRobinByWork",
+    "SamplingParams",
     "Shape",
     "ShardError",
     "ShardedPages",
@@ -120,9 +125,14 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name == "ContextParallelStyle":  # imported when it is asked for: see parallel/__init__.py
-        from attnspan.parallel import ContextParallelStyle
+_WHERE_LAZY = {
+    "ContextParallelStyle": "attnspan.parallel",  # see parallel/__init__.py
+    "Engine": "attnspan.generation",
+    "SamplingParams": "attnspan.engine",
+}
 
-        return ContextParallelStyle
+
+def __getattr__(name: str) -> Any:
+    if name in _WHERE_LAZY:  # imported when it is asked for
+        return getattr(import_module(_WHERE_LAZY[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -38,11 +38,12 @@ MAY_IMPORT = {
     "parallel": RUNS,
     "paged": {"masks", "layouts", "kernels", "transports", "attention"},
     "torch_compat": RUNS | {"parallel"},  # torch's names for what is here
-    "integrations": MODELS,
-    "engine": MODELS | {"integrations"},  # models are those of a library that may be absent: asked when one comes
+    "engine": MODELS,  # requests and pages: models are known by a protocol
+    "integrations": MODELS | {"engine"},  # other libraries' models, by that protocol too
+    "generation": {"engine", "integrations", "transports"},  # the engine, for any model
     "measure": RUNS | {"testing", "tuning"},  # a stopwatch
     "inspector": DATA,  # reads data, never runs attention
-    "attnspan": MODELS | {"engine", "inspector"},  # __init__.py: all that needs no optional package
+    "attnspan": MODELS | {"engine", "generation", "inspector"},  # __init__.py: all that needs no optional package
     "__main__": {"cli"},
     "cli": MODELS | {"engine", "inspector", "attnspan", "measure", "tuning"},
 }
@@ -52,6 +53,10 @@ NEEDS_OPTIONAL = {
     "cli",
     "integrations",
 }  # nothing below imports these, so they may say what they need at the top
+
+
+MODEL_LIBRARIES = {"accelerate", "peft", "safetensors", "tokenizers", "transformers"}
+WITHOUT_MODEL_LIBRARIES = {"engine", "paged", "parallel"}  # not even where it is used
 
 
 class Import(NamedTuple):
@@ -115,6 +120,15 @@ def eager(source: str, module: str) -> list[str]:
     ]
 
 
+def model_libraries(source: str, module: str) -> list[str]:
+    """Model libraries in a part that must know none, wherever they are imported."""
+    return [
+        f"{module}:{found.line} imports {found.module}; {part(module)} knows no model library"
+        for found in imports(source, module)
+        if part(module) in WITHOUT_MODEL_LIBRARIES and found.module.split(".")[0] in MODEL_LIBRARIES
+    ]
+
+
 def without_row(names: list[str]) -> list[str]:
     """Parts of the package that the table does not know."""
     return sorted(set(names) - set(MAY_IMPORT) - {"__init__"})
@@ -150,7 +164,8 @@ def test_imports_point_downward(module):
         ("attnspan.parallel.session", "from attnspan.paged import PagePool"),
         ("attnspan.paged.pool", "from attnspan.parallel import ContextParallel"),
         ("attnspan.inspector.draw", "from attnspan.attention import attend"),
-        ("attnspan.integrations.hf", "from attnspan.engine import Engine"),
+        ("attnspan.engine.runner", "def step():\n    from attnspan.integrations.huggingface import enable"),
+        ("attnspan.engine.core", "from attnspan.generation import Engine"),
         ("attnspan.__init__", "from attnspan.cli import main"),
         ("attnspan.__init__", "from .cli import main"),
         ("attnspan.errors", "from attnspan.masks import Causal"),
@@ -212,6 +227,25 @@ def test_twin_an_optional_package_at_the_top_is_found(source):
 )
 def test_an_optional_package_further_down_or_at_the_top_of_its_user_is_allowed(module, source):
     assert eager(source, module) == []
+
+
+@every_source
+def test_the_engine_knows_no_model_library(module):
+    assert model_libraries(SOURCES[module].read_text(encoding="utf-8"), module) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from transformers import PreTrainedModel",
+        "def layers(model):\n    from transformers import AttentionInterface",
+        "if TYPE_CHECKING:\n    import transformers.models",
+        "importlib.import_module('peft')",
+    ],
+)
+def test_twin_a_model_library_in_the_engine_is_found_wherever_it_is_imported(source):
+    assert len(model_libraries(source, "attnspan.engine.runner")) == 1
+    assert model_libraries(source, "attnspan.integrations.huggingface.serving") == []
 
 
 def test_every_part_of_the_package_has_its_row():

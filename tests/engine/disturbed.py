@@ -15,16 +15,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import attnspan
-from attnspan.engine import Engine, SamplingParams, sampler
-from attnspan.engine import engine as engine_module
+from attnspan import Engine, SamplingParams
+from attnspan.engine import core, sampler
 from attnspan.engine.room import Room
 from attnspan.engine.runner import Runner
 from attnspan.engine.scheduler import Scheduler
 from attnspan.errors import UnknownRequest
+from attnspan.integrations.huggingface import serving
 from attnspan.paged import PageAllocator, PagePool, PrefixCache, StepPlan
 from tests.engine.models import greedy, prompts, tiny, tokenizer
 
-SOURCES = tuple(str(Path(attnspan.__file__).parent / part) for part in ("engine", "paged"))
+PARTS = ("engine", "paged", "integrations/huggingface/serv")  # serving.py, served_model.py
+SOURCES = tuple(str(Path(attnspan.__file__).parent / part) for part in PARTS)
 
 
 class Fault(Exception):
@@ -190,8 +192,9 @@ def check_empty(engine):
     for store in engine._scheduler.room.stores:
         stats = store.allocator.stats()
         assert (stats.sequences, stats.used, stats.host_free) == (0, 0, stats.host_pages), "a page is lost"
-    left = engine._holds, engine._notes, engine._speeches, engine._streams, engine._samples
+    left = engine._holds, engine._notes, engine._outputs.detokenizers, engine._table.streams, engine._table.samples
     assert not any(left), f"something is left: {left}"
+    assert serving._ATTENTION.get() is None, "the attention of a broken-off call is left"
 
 
 # ---- faults ----------------------------------------------------------------------------------------------------------
@@ -203,10 +206,10 @@ CALLS = [
     (PagePool, "write attend copy copy_pages swap_out swap_in put partial _to_host _from_host"),
     (StepPlan, "step _fill"),
     (Room, "add reserve fork keep release trim free swap_out swap_in"),
-    (Scheduler, "add remove fork step computed _keep _give_up _send_back _take_in"),
+    (Scheduler, "add remove fork step computed _publish _drop_pages _preempt _admit"),
     (Runner, "prepare run _logits"),
-    (sampler, "drawn probabilities"),
-    (engine_module, "chosen uniform"),
+    (sampler, "draw_tokens probabilities uniform"),
+    (core, "choose_tokens"),
 ]  # fmt: skip
 
 

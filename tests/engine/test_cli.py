@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from attnspan import Engine, SamplingParams
 from attnspan.cli.app import app
-from attnspan.engine import Engine, SamplingParams
 from tests.engine.models import tiny, tokenizer
 
 ROOT = Path(__file__).parents[2]

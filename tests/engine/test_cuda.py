@@ -12,7 +12,7 @@ import weakref
 import pytest
 import torch
 
-from attnspan.engine import Engine, SamplingParams
+from attnspan import Engine, SamplingParams
 from attnspan.errors import EngineError
 from attnspan.integrations.huggingface import PagedCache
 from attnspan.testing import loopback
@@ -118,7 +118,7 @@ def test_by_graphs_while_requests_come_and_go(family):
         engine.step()
     engine.check()
     check_said(family, requests)
-    assert set(engine._runner._graphs._noted) == {1, 2, 4}
+    assert set(engine._runner._graphs._captured) == {1, 2, 4}
 
 
 @pytest.mark.cuda
@@ -126,10 +126,10 @@ def test_warming_up_notes_every_graph():
     model = copy.deepcopy(tiny("Llama")).to("cuda")
     engine = Engine(model, pages=64, max_tokens=32, max_sequences=20, cuda_graphs=True)
     engine.warm_up()
-    noted = set(engine._runner._graphs._noted)
+    noted = set(engine._runner._graphs._captured)
     assert noted == {1, 2, 4, 8, 16, 20}
     check_said("Llama", engine.generate(prompts([5, 17, 1]), SamplingParams(logprobs=True, max_new_tokens=9)))
-    assert set(engine._runner._graphs._noted) == noted
+    assert set(engine._runner._graphs._captured) == noted
 
 
 @pytest.mark.cuda
@@ -193,7 +193,7 @@ def test_graphs_are_captured_anew_when_the_model_is_another_one_and_kept_when_we
         plain = Engine(copy.deepcopy(model), pages=64, max_tokens=32, max_sequences=4)
         expected = plain.generate([prompt], params)[0].token_ids
         assert engine.generate([prompt], params)[0].token_ids == expected
-        return tuple(expected), engine._runner._graphs._noted[1]
+        return tuple(expected), engine._runner._graphs._captured[1]
 
     first, graph = said()
     model.model.layers[0].mlp.up_proj.weight.data.neg_()

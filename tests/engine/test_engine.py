@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from attnspan.engine import Engine, SamplingParams
-from attnspan.engine.known import positions_of
+from attnspan import Engine, SamplingParams
 from attnspan.errors import EngineError, ModelError, UnknownRequest
+from attnspan.integrations.huggingface.model_info import positions_of
 from tests.engine.models import VOCABULARY, greedy, prompts, tiny, tokenizer
 
 
@@ -600,10 +600,10 @@ def test_an_engine_that_was_made_in_inference_mode_goes_on_without():
 
 
 def test_a_model_that_is_called_while_it_is_served_says_so():
-    from attnspan.engine.served import layers_of, served
+    from attnspan.integrations.huggingface.serving import served, served_layers
 
     model = tiny("Llama")
-    layers_of(model)  # as an engine does when it is made: transformers then knows the name
+    served_layers(model)  # as an engine does when it is made: transformers then knows the name
     with served(model), pytest.raises(EngineError, match="LlamaAttention was called while an engine serves its model"):
         model(torch.tensor([[5]]))
 

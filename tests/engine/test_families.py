@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from attnspan.engine import Engine, SamplingParams
+from attnspan import Engine, SamplingParams
 from tests.engine.models import FAMILIES, greedy, prompts, tiny
 
 families = pytest.mark.parametrize("family", FAMILIES)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from attnspan.engine import Engine, SamplingParams
+from attnspan import Engine, SamplingParams
 from attnspan.engine.fingerprint import ModelFingerprint, Parts
 from attnspan.errors import ModelError
 from attnspan.parallel.checksum import Weights

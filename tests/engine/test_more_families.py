@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 
-from attnspan.engine import Engine, SamplingParams
+from attnspan import Engine, SamplingParams
 from attnspan.errors import EngineError, ModelError
 from attnspan.testing import loopback
 from tests.engine.models import greedy, prompts
@@ -179,7 +179,7 @@ def test_a_model_whose_layers_attend_elsewhere_by_now_is_refused():
 
 
 def test_another_thread_may_not_call_a_model_that_is_being_served():
-    from attnspan.engine.served import served
+    from attnspan.integrations.huggingface.serving import served
 
     model = model_of("Olmo2", SIZES)
     engine(model)

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 from torch import nn
 
-from attnspan.engine import Engine, SamplingParams
+from attnspan import Engine, SamplingParams
 from attnspan.errors import EngineError, ModelError, TransportError
 from attnspan.testing import loopback
 from tests.engine.models import FAMILIES, greedy, prompts, tiny

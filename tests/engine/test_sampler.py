@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from attnspan.engine.sampler import Chosen, Draw, chosen, drawn, probabilities, uniform
+from attnspan.engine.sampler import ChosenToken, Draw, choose_tokens, draw_tokens, probabilities, uniform
 
 GENERATOR = torch.Generator().manual_seed(0)
 LOGITS = torch.randn(4, 50, generator=GENERATOR) * 3
@@ -31,7 +31,7 @@ def test_rows_with_different_wishes_get_the_probabilities_of_transformers():
 
 @pytest.mark.parametrize("draw", [Draw(1.0, top_k=1), Draw(1.0, top_p=1e-9), Draw(1e-4), Draw(5e-324)], ids=str)
 def test_one_token_is_left_where_only_one_may_be(draw):
-    assert chosen(LOGITS, [draw] * 4, [None] * 4) == [Chosen(token) for token in LOGITS.argmax(-1).tolist()]
+    assert choose_tokens(LOGITS, [draw] * 4, [None] * 4) == [ChosenToken(token) for token in LOGITS.argmax(-1).tolist()]
 
 
 def test_a_number_finds_the_token_whose_share_it_falls_into():
@@ -39,20 +39,20 @@ def test_a_number_finds_the_token_whose_share_it_falls_into():
     edges = [0.0, *weights.cumsum(0).tolist()]
     for token in range(50):
         middle = (edges[token] + edges[token + 1]) / 2
-        assert drawn(LOGITS[:1], [DRAWS[0]._replace(number=middle)]).tolist() == [token]
+        assert draw_tokens(LOGITS[:1], [DRAWS[0]._replace(number=middle)]).tolist() == [token]
 
 
 def test_the_largest_number_there_is_does_not_fall_off_the_end():
     logits = torch.full((1, 7), -torch.inf)
     logits[0, 2:4] = 0.0
-    assert drawn(logits, [Draw(1.0, number=1 - 2.0**-53)]).tolist() == [3]
-    assert drawn(logits, [Draw(1.0, number=0.0)]).tolist() == [2]
+    assert draw_tokens(logits, [Draw(1.0, number=1 - 2.0**-53)]).tolist() == [3]
+    assert draw_tokens(logits, [Draw(1.0, number=0.0)]).tolist() == [2]
 
 
 def test_counts_follow_the_probabilities():
     draw, times = DRAWS[3], 20_000
     numbers = [draw._replace(number=uniform(5, 1, position)) for position in range(times)]
-    counts = torch.bincount(drawn(LOGITS[3:].expand(times, -1), numbers), minlength=50).double()
+    counts = torch.bincount(draw_tokens(LOGITS[3:].expand(times, -1), numbers), minlength=50).double()
     expected = warped(LOGITS[3], draw) * times
     assert (counts[expected == 0] == 0).all()
     some = expected > 0
@@ -70,7 +70,7 @@ def test_neighbouring_seeds_samples_and_positions_have_nothing_in_common():
 
 
 def test_logprobs_are_the_models_own_whatever_is_drawn():
-    told = chosen(LOGITS, [Draw(), Draw(2.0, number=0.3), Draw(), Draw()], [0, 3, None, 2])
+    told = choose_tokens(LOGITS, [Draw(), Draw(2.0, number=0.3), Draw(), Draw()], [0, 3, None, 2])
     true = LOGITS.log_softmax(-1)
     assert told[2].logprob is None
     for row in (0, 1, 3):

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from attnspan.engine import Engine, SamplingParams
+from attnspan import Engine, SamplingParams
 from attnspan.engine.journal import Journal
 from attnspan.engine.outcome import Outcome
 from attnspan.errors import EngineError, PageError
@@ -107,7 +107,7 @@ def test_tokens_that_were_being_told_when_an_interrupt_came_are_told_once_and_co
         one.add(prompt, SamplingParams(max_new_tokens=5, logprobs=True))
     requests, told = one.unfinished, []
     with monkeypatch.context() as patch:
-        patch.setattr(Outcome, "note", Once(Outcome.note, at=4, error=KeyboardInterrupt))
+        patch.setattr(Outcome, "apply", Once(Outcome.apply, at=4, error=KeyboardInterrupt))
         for _ in range(9):
             try:
                 told += one.step()
@@ -223,13 +223,13 @@ def test_calls_in_the_middle_of_a_step_are_refused_by_name_and_cancel_is_noted(h
 
 
 def test_the_model_has_its_own_attention_back_after_a_step_that_was_interrupted_on_its_way_out(monkeypatch):
-    from attnspan.engine import served
+    from attnspan.integrations.huggingface import serving
 
     one, model = engine(), tiny("Llama")
     before = model.config._attn_implementation
     request = one.add([5, 6, 7], SamplingParams(max_new_tokens=4))
     with monkeypatch.context() as patch:
-        patch.setattr(served._Serving, "end", Once(served._Serving.end, error=KeyboardInterrupt))
+        patch.setattr(serving._Serving, "end", Once(serving._Serving.end, error=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             one.step()
     drive(one)

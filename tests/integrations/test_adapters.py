@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 
-from attnspan.engine import Engine, SamplingParams
+from attnspan import Engine, SamplingParams
 from attnspan.errors import ModelError
 from attnspan.integrations.huggingface import enable
 from attnspan.testing import loopback

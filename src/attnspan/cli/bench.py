@@ -23,7 +23,7 @@ import typer
 
 from attnspan.attention.tuned import agreed_table, machine
 from attnspan.cli.expression import parse, write
-from attnspan.cli.layout import LAYOUTS, Request, named
+from attnspan.cli.layout import LAYOUTS, LayoutRequest, named
 from attnspan.cli.options import (
     BatchOption,
     DtypeOption,
@@ -91,7 +91,7 @@ def bench(
         check_chart("--chart", chart)
     if tune and tuning:
         raise PlanError("--tune measures a table and --tuning reads one; give one of them")
-    dealt = named(layout, Request(parsed, length, where.count))
+    dealt = named(layout, LayoutRequest(parsed, length, where.count))
     job = Job(
         Workload(parsed, length, dealt, shape, backward=not inference),
         tuple(strategies),

@@ -45,7 +45,7 @@ from dataclasses import MISSING, Field, fields
 from itertools import groupby
 from typing import Any
 
-from attnspan.cli.tokens import Source, Token, number, size
+from attnspan.cli.tokens import Lexeme, Source, number, size
 from attnspan.errors import AttnspanError, ExpressionError, one_of, whole
 from attnspan.masks import (
     Causal,
@@ -256,13 +256,13 @@ class _Parser:
         self.count("numbers", count, times)
         return _Several([value] * count)
 
-    def lengths(self, token: Token) -> _Several:
+    def lengths(self, token: Lexeme) -> _Several:
         with self.source.at(token.start, token.stop):
             found = _read(token.text[1:].strip("\"'"))
         self.count("numbers", len(found), token)
         return found
 
-    def built(self, name: str, positional: list[Any], named: dict[str, Any], start: Token) -> Mask:
+    def built(self, name: str, positional: list[Any], named: dict[str, Any], start: Lexeme) -> Mask:
         """The mask of a call, and proof that it fits the sequence."""
         with self.source.at(start.start, self.tokens[self.index - 1].stop):
             mask: Mask = PATTERNS[name](**_bound(name, positional, named))
@@ -274,14 +274,14 @@ class _Parser:
     # ---- moving along --------------------------------------------------------------------------------------
 
     @property
-    def token(self) -> Token:
+    def token(self) -> Lexeme:
         return self.tokens[self.index]
 
-    def take(self) -> Token:
+    def take(self) -> Lexeme:
         self.index += 1
         return self.tokens[self.index - 1]
 
-    def accept(self, sign: str) -> Token | None:
+    def accept(self, sign: str) -> Lexeme | None:
         return self.take() if self.token.text == sign else None
 
     def deepen(self) -> None:
@@ -300,7 +300,7 @@ class _Parser:
             raise self.unexpected(expected)
         self.depth -= 1
 
-    def count(self, what: str, more: int, token: Token) -> None:
+    def count(self, what: str, more: int, token: Lexeme) -> None:
         self.counts[what] += more
         if self.counts[what] > MOST[what]:
             message = f"expected at most {MOST[what]} {what} in all, got more"

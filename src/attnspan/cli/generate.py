@@ -1,4 +1,4 @@
-"""`attnspan generate`: a model of transformers continues a text, and says so as it goes.
+"""`attnspan generate`: a transformers model continues a text, printed as it comes.
 
 ::
 
@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 import typer
 
-from attnspan.engine import Engine, SamplingParams
+from attnspan import Engine, SamplingParams
 from attnspan.errors import AttnspanError, EngineError, whole
 
 
@@ -56,7 +56,7 @@ def generate(
     pages: Annotated[int | None, typer.Option(metavar="N", help="Pages on each rank; else as many as needed.")] = None,
     page_size: Annotated[int, typer.Option(metavar="N", help="Tokens of a page on each rank.")] = 16,
 ) -> None:
-    """Continue a text with a model of transformers, on one rank or several."""
+    """Continue a text with a transformers model, on one rank or several."""
     params = SamplingParams(
         max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop=stop or ()
     )

@@ -26,7 +26,7 @@ from attnspan.masks.mask import And, Not, Or
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class LayoutRequest:
     """What a layout is made for."""
 
     mask: Mask
@@ -39,7 +39,7 @@ class Request:
         return self.chunk or fitting_chunk(self.seq_len, self.ranks)
 
 
-LAYOUTS: dict[str, Callable[[Request], Layout]] = {
+LAYOUTS: dict[str, Callable[[LayoutRequest], Layout]] = {
     "contiguous": lambda ask: Contiguous(ranks=ask.ranks),
     "head_tail": lambda ask: HeadTail(ranks=ask.ranks),
     "striped": lambda ask: Striped(ranks=ask.ranks, chunk=ask.chunk or 1),
@@ -50,11 +50,11 @@ LAYOUTS: dict[str, Callable[[Request], Layout]] = {
 CHUNKED = ["striped", "round_robin_by_work", "balanced"]
 
 
-def named(name: str, ask: Request) -> Layout:
+def named(name: str, ask: LayoutRequest) -> Layout:
     """The layout of that name; case, `-` and `_` do not matter.
 
     >>> from attnspan.masks import Causal
-    >>> named("HeadTail", Request(Causal(), seq_len=8, ranks=2))
+    >>> named("HeadTail", LayoutRequest(Causal(), seq_len=8, ranks=2))
     HeadTail(ranks=2)
     """
     plain = {known.replace("_", ""): known for known in LAYOUTS}

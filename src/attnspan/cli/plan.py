@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import typer
 
 from attnspan.cli.expression import parse, write
-from attnspan.cli.layout import LAYOUTS, Request, named
+from attnspan.cli.layout import LAYOUTS, LayoutRequest, named
 from attnspan.cli.options import (
     BatchOption,
     DtypeOption,
@@ -66,9 +66,9 @@ def plan(
     shape = Shape(size(heads, "--heads"), key_heads, values, batch=rows, dtype=dtype)
     machine, count = Hardware.of(hardware), size(ranks, "--ranks")
     limit = None if memory is None else checked_memory(memory * 1e9)
-    layouts = None if layout is None else [named(layout, Request(parsed, length, count))]
+    layouts = None if layout is None else [named(layout, LayoutRequest(parsed, length, count))]
     if strategy is not None:
-        made = Plan(parsed, named(layout or "balanced", Request(parsed, length, count)), length, strategy)
+        made = Plan(parsed, named(layout or "balanced", LayoutRequest(parsed, length, count)), length, strategy)
         found = predicted(made, shape, machine, limit=limit or inf, backward=not inference)
         if found.refused:
             raise PlanError(f"--memory: {name_of(made.strategy)} {found.refused}; use more ranks or another strategy")

@@ -32,7 +32,7 @@ from rich.console import Console
 from rich.text import Text
 
 from attnspan.cli.expression import parse, write
-from attnspan.cli.layout import CHUNKED, LAYOUTS, Request, named
+from attnspan.cli.layout import CHUNKED, LAYOUTS, LayoutRequest, named
 from attnspan.cli.options import MaskText
 from attnspan.cli.tokens import optional_size, shortened
 from attnspan.errors import LayoutError
@@ -78,7 +78,7 @@ def show(
 def dealt(mask: Mask, seq_len: int, name: str | None, ranks: int | None, chunk: int | None) -> Layout | None:
     """The layout that was asked for, if one was."""
     if name is not None and ranks is not None:
-        return named(name, Request(mask, seq_len, ranks, chunk))
+        return named(name, LayoutRequest(mask, seq_len, ranks, chunk))
     given = {"--layout": name, "--ranks": ranks, "--chunk": chunk}
     for option in (option for option, value in given.items() if value is not None):
         partner = "--ranks" if option == "--layout" else "--layout"

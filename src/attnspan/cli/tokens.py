@@ -39,7 +39,7 @@ _LEXEMES = re.compile(
 )
 
 
-class Token(NamedTuple):
+class Lexeme(NamedTuple):
     """A word of the text, and the columns [start, stop) it stands in."""
 
     kind: str
@@ -58,14 +58,14 @@ class Source:
 
     text: str
 
-    def tokens(self) -> list[Token]:
+    def tokens(self) -> list[Lexeme]:
         """The words of the text, then one token for its end.
 
         >>> [token.text for token in Source("docs(4k*3)").tokens()]
         ['docs', '(', '4k', '*', '3', ')', '']
         """
-        found = (Token(m.lastgroup or "", m[0], *m.span()) for m in _LEXEMES.finditer(self.text))
-        end = Token("end", "", len(self.text), len(self.text))
+        found = (Lexeme(m.lastgroup or "", m[0], *m.span()) for m in _LEXEMES.finditer(self.text))
+        end = Lexeme("end", "", len(self.text), len(self.text))
         return [*(token for token in found if token.kind != "space"), end]
 
     def error(self, message: str, start: int, stop: int) -> ExpressionError:

@@ -1,18 +1,35 @@
 """Generation: requests that come and go, batched step by step, over a KV cache in pages.
 
-    engine.py      requests in, tokens out
-    scheduler.py   who is computed next; ints only, as are sample.py and room.py
-    runner.py      one call of the model over pages (served.py: how its attention gets there; look.py: if it may)
-    sampler.py     the next token, by a number of the request's own
-    speech.py      text from tokens, and where it stops
-    ranks.py       prompts under context parallelism, pages over ranks (accord.py: that all do the same)
-    graphs.py      decoding by CUDA graphs (rehearsal.py: noted beforehand)
+    llm_engine.py        generate and stream, over
+    core.py              requests in, tokens out: add, step, cancel (request_table.py: those that are unfinished)
+    scheduler.py         what is computed next; ints only, as are sample.py and room.py
+    runner.py            one call of the model over pages (model.py: what is asked of a model)
+    sampler.py           the next token, from a number of the request's own
+    output_processor.py  what a step came to: tokens, text (detokenizer.py), and why a sample ends
+    ranks_runner.py      prompts under context parallelism, pages over ranks (rank_consensus.py: that all do the same)
+    cuda_graphs.py       decoding by CUDA graphs (warmup.py: captured beforehand)
 
-Models are those of transformers, which is imported when an engine is made.
+Knows no model library. `attnspan.Engine` wraps transformers models (attnspan/generation.py).
 """
 
-from attnspan.engine.engine import Engine
+from attnspan.engine.config import EngineConfig
+from attnspan.engine.fingerprint import ModelFingerprint
+from attnspan.engine.llm_engine import LLMEngine
+from attnspan.engine.model import LayerSpec, ModelInfo, PackedBatch, ServedModel, StepAttention
 from attnspan.engine.params import SamplingParams
 from attnspan.engine.request import Continuation, Request, Token
 
-__all__ = ["Continuation", "Engine", "Request", "SamplingParams", "Token"]
+__all__ = [
+    "Continuation",
+    "EngineConfig",
+    "LLMEngine",
+    "LayerSpec",
+    "ModelFingerprint",
+    "ModelInfo",
+    "PackedBatch",
+    "Request",
+    "SamplingParams",
+    "ServedModel",
+    "StepAttention",
+    "Token",
+]

@@ -1,31 +1,31 @@
 """What a model computes with, as something that can be compared: its parts, their settings, the bits of its weights.
 
 Keys that another model computed must not be found by later prompts, and a CUDA graph replays the model that it was
-captured from. The same Python object may be another model at any time: trained, loaded anew, with an adapter switched
+captured from. The same Python object may become another model at any time: trained, reloaded, with an adapter switched
 or a hook added. A fingerprint has two halves.
 
 **Parts** (`Parts`): the modules and their classes, everything that is set on them (numbers, switches, replaced methods,
-active adapters), hooks, configs, and where each parameter and buffer lies and how often torch saw it written. It is
-host work of microseconds, and is compared at every step. A captured graph depends on these alone: it reads weights
-where they lie.
+active adapters), hooks, configs, and where each parameter and buffer lies and how often torch saw it written. Comparing
+them is host work of microseconds, done at every step. A captured graph depends on these alone: it reads weights where
+they lie.
 
 **Content**: the checksum of all parameters and buffers (parallel/checksum.py). It reads every weight once, on its
 device, and notices what leaves no trace: fused optimizers, writes through `.data`, foreign kernels. It is compared when
-a request begins that was added since the last comparison, and whenever one begins on pages that were found, at most
-once a step. Both are needed: the second so that no page of another model is ever served; the first so that pages which
-are kept meanwhile are told apart also if the weights go back to what they were.
+a request begins that was added since the last comparison, and whenever one begins on found pages, at most once a step.
+Both are needed: content so that no page of another model is ever served; parts so that pages of different versions stay
+apart even if the weights return to what they were.
 
 Not noticed: weights that are written without a trace, and written back to the bit, between two steps of requests that
 were all added before.
 
 [Note: what a model writes itself] Some models set attributes while they run. What differs right after a step was
-written by the model, and is taken as it is; it is looked for in the first steps, and then as long as there is any.
+written by the model, and is accepted; it is compared after the first steps, and then as long as it keeps changing.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Container, Iterator
 from itertools import chain
 from operator import attrgetter, itemgetter
 from typing import Any
@@ -45,14 +45,12 @@ COMPARED = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_p
 """What torch keeps in every module and forward depends on."""
 
 _OF_TORCH = frozenset(vars(nn.Module())) - {*COMPARED, "training"}
-_WHILE_SERVED = frozenset({"_attn_implementation_internal", "_attn_implementation"})
-"""Of a config: what changes because the model is served."""
 
 _VERSION, _FORWARD = attrgetter("_version"), attrgetter("forward")
 
 
 class Parts:
-    """All of a model that the host can see, at the time when this is made; `same` tells whether it still is so.
+    """All of a model that the host can see, when this is made; `same` tells whether it still is so.
 
     >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     >>> parts = Parts(model)
@@ -63,8 +61,9 @@ class Parts:
     False
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, ignored: Container[str] = ()) -> None:
         VERSIONS.hold()
+        self._ignored = ignored  # of a config
         self._modules = list(model.modules())
         self._held = [vars(each) for each in self._modules]
         configs = {id(each["config"]): each["config"] for each in self._held if hasattr(each.get("config"), "__dict__")}
@@ -86,7 +85,7 @@ class Parts:
             list(map(_FORWARD, self._classes)),
             list(map(len, self._held)),
             [settings(each) for settings, each in zip(self._settings, self._held, strict=True)],
-            [value for each in self._configs for key, value in each.items() if key not in _WHILE_SERVED],
+            [value for each in self._configs for key, value in each.items() if key not in self._ignored],
             list(map(Tensor.data_ptr, self._tensors)),
             list(map(_VERSION, self._counted)),
         )
@@ -132,15 +131,21 @@ def _is_hollow(tensor: Tensor) -> bool:
 
 
 class ModelFingerprint:
-    """A model, how often it was found to be another one (`version`), and how often its parts were (`changes`).
+    """A model, how often it was found changed (`version`), and how often its parts were (`changes`).
 
-    What is found is counted before it is taken as it is, so that an interrupt in between makes a version too many and
-    never one too few.
+    `ignored` are entries of configs that change while the model is served. `details` returns what must be
+    alike on every rank of a module beside its class, such as its adapters.
+
+    A change is counted before it is accepted, so that an interrupt in between makes a version too many and never one
+    too few.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(
+        self, model: nn.Module, ignored: Container[str] = (), details: Callable[[nn.Module], object] = lambda module: ()
+    ) -> None:
         self.model, self.version, self.changes = model, 0, 0
-        self._parts = Parts(model)
+        self._ignored, self._details = ignored, details
+        self._parts = Parts(model, ignored)
         self.content = self._parts.weights.content()
         self._compared = True  # the content, since the last look
         self._watched = FIRST_STEPS
@@ -151,7 +156,7 @@ class ModelFingerprint:
         if not self._parts.same():
             self.version += 1
             self.changes += 1
-            self._parts = Parts(self.model)
+            self._parts = Parts(self.model, self._ignored)
 
     def compare_content(self) -> bool:
         """Compare what weights are, unless that was done since the last look; whether it was done now."""
@@ -171,28 +176,15 @@ class ModelFingerprint:
         if self._parts.same():
             self._watched -= 1
         else:
-            self._parts, self._watched = Parts(self.model), FIRST_STEPS
+            self._parts, self._watched = Parts(self.model, self._ignored), FIRST_STEPS
 
+    def description(self) -> str:
+        """A digest of what must be alike on every rank, weights aside: classes of modules, and their details.
 
-def description(model: nn.Module) -> str:
-    """A digest of what must be alike on every rank, weights aside: classes of modules, adapters.
-
-    Hooks are not: one rank may watch what the others do not. One that changes tokens shows in the next step's record.
-    """
-    told = hashlib.sha256()
-    for name, module in model.named_modules():
-        told.update(repr((name, type(module).__qualname__, _adapters(module))).encode())
-    return told.hexdigest()
-
-
-def _adapters(module: Any) -> Iterable[Any]:
-    """Which adapters of a layer of peft are in use, and how much they count for."""
-    if not hasattr(module, "active_adapters") or not hasattr(module, "merged_adapters"):
-        return ()
-    scaling = getattr(module, "scaling", None)
-    return (
-        list(module.active_adapters),
-        list(module.merged_adapters),
-        bool(getattr(module, "disable_adapters", False)),
-        sorted(scaling.items()) if isinstance(scaling, dict) else None,
-    )
+        Hooks are not part of it: one rank may watch what the others do not. One that changes tokens shows in the next
+        step's record.
+        """
+        digest = hashlib.sha256()
+        for name, module in self.model.named_modules():
+            digest.update(repr((name, type(module).__qualname__, self._details(module))).encode())
+        return digest.hexdigest()

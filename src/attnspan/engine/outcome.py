@@ -1,7 +1,7 @@
-"""What a step came to, worked out in full before anyone is told of it.
+"""The outcome of a step, computed in full before any of it is reported.
 
-A commit may be interrupted and carried through later (journal.py), so that everything in it says what must be, not
-what is to be done: at which place a token stands, what the whole text is. To note it twice is to note it once.
+A commit may be interrupted and completed later (journal.py), so everything in it is a state and not an action: the
+place of a token, the whole text. To apply it twice is to apply it once.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from attnspan.engine.request import Continuation, Token
 from attnspan.engine.sample import Sample
-from attnspan.engine.sampler import Chosen
+from attnspan.engine.sampler import ChosenToken
 from attnspan.errors import EngineError
 
 
@@ -19,18 +19,18 @@ class Outcome(NamedTuple):
 
     sample: Sample
     continuation: Continuation
-    answer: Chosen
+    answer: ChosenToken
     place: int
     text: str
     token: Token
     error: EngineError | None = None  # where there is no next token
 
-    def note(self) -> None:
-        """Write it where it is looked for, unless it is there."""
-        sample, continuation, (token, logprob, top), place, text, told, error = self
+    def apply(self) -> None:
+        """Write it to the sample and its continuation, unless it is there."""
+        sample, continuation, (token, logprob, top), place, text, reported, error = self
         continuation.text = text
         if token is None:
-            told.request.error = error
+            reported.request.error = error
             return
         if len(sample.tokens) == sample.prompt + place:
             sample.tokens.append(token)
@@ -43,9 +43,9 @@ class Outcome(NamedTuple):
 
 
 class Commit(NamedTuple):
-    """All of a step: every outcome, samples that split off others, what `step` returns, and places in streams."""
+    """All of a step: every outcome, samples that fork, what `step` returns, and places in streams."""
 
     outcomes: list[Outcome]
     splits: list[tuple[Sample, list[Sample]]]
-    told: list[Token]
+    tokens: list[Token]
     places: list[tuple[list[Token], int, Token]]

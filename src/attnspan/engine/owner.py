@@ -1,16 +1,16 @@
-"""One call of an engine at a time: who owns it meanwhile, and what becomes of calls that come from elsewhere.
+"""One call of an engine at a time: which thread owns it meanwhile, and what becomes of calls from elsewhere.
 
-Methods that read or change an engine are `exclusive`. A call from another thread waits until the one that is under way
-returns, which for `step` is one call of the model. A call from the same thread, made in the middle of another by a
-hook, a tokenizer or a finaliser, cannot wait and is refused.
+Methods that read or change an engine are `exclusive`. A call from another thread waits until the one under way returns,
+which for `step` is one call of the model. A call from the same thread, made within another by a hook, a tokenizer or a
+finaliser, cannot wait and is refused.
 
-Over ranks the order of calls must be the same on every rank, and no lock can see to that between threads. There the
-first thread that calls owns the engine, and others are refused.
+Over ranks the order of calls must be the same on every rank, which no lock can ensure between threads. There the first
+thread that calls owns the engine, and others are refused.
 
-[Note: finalisers] Python may collect garbage at any line, also in the middle of a step. So a caller who goes away only
-leaves a note: its requests hang on a `Hold`, which lives as long as the caller's frame, and whose weak reference is
-appended to a queue when it dies. Appending is one call in C, so that no line of ours runs there and nothing can
-interrupt it. The owner acts on notes when its next call begins.
+[Note: finalisers] Python may collect garbage at any line, also in the middle of a step. So a caller that goes away only
+leaves a note: its requests belong to a `Hold`, which lives as long as the caller's frame, and whose weak reference is
+appended to a queue when it dies. Appending is one call in C: no Python line runs there, and nothing can interrupt it.
+The owner acts on notes when its next call begins.
 
 [Note: one line] A `with` whose block is on the same line has no line between the block and the release at which an
 interrupt (or a debugger, or a tracer that raises) could come. Where several lines are needed, they are a function.
@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import wraps
 from threading import Lock, RLock, current_thread, get_ident
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 from weakref import ref
 
 from attnspan.engine.request import Request
@@ -37,7 +37,7 @@ class Hold:
 
 
 class Note(ref[Hold]):
-    """A weak reference to a hold, and the requests that hang on it: the note that is left when the hold dies."""
+    """A weak reference to a hold, with the requests of the hold: the note that is left when it dies."""
 
     requests: Sequence[Request] = ()  # until it is given some: an interrupt may come first
 
@@ -95,7 +95,7 @@ def exclusive(method: Callable[Concatenate[E, P], R]) -> Callable[Concatenate[E,
     return call
 
 
-def entered(owned: Any, method: Callable[..., R], args: Any, named: Any) -> R:
+def entered(owned: Owned, method: Callable[..., R], args: tuple[object, ...], named: dict[str, object]) -> R:
     """Call a method, under the lock."""
     owned._owner.check(method.__name__.strip("_"))
     with owned._owner.inside: return method(owned, *args, **named)  # fmt: skip  # noqa: E701

@@ -1,8 +1,8 @@
-"""How a request is to be continued: how far, how at random, and where to stop.
+"""How a request is continued: how far, how randomly, and where it stops.
 
 Greedy unless a temperature is given. What is drawn depends on the seed, the sample and the position alone, so that a
-request gets the same tokens whatever else is in the batch. A model's own `generation_config` is asked for its end
-tokens and for nothing else: what is not written here is not done.
+request gets the same tokens whatever else is in the batch. Of a transformers model's `generation_config` only the end
+tokens are used.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class SamplingParams:
     `temperature` 0 takes the likeliest token. `top_k` and `top_p` leave the likeliest tokens, 0 and 1 all of them.
     `seed` None draws one. `n` samples share the prompt's pages. A sample ends after `max_new_tokens`, at an end token
     of the model (unless `ignore_eos`), at one of `stop_token_ids`, or where one of the texts `stop` appears: the text
-    is cut before it. `logprobs` notes the log-probability of every token, under the model's own distribution, and
+    is cut before it. `logprobs` records the log-probability of every token, under the model's own distribution, and
     `top_logprobs` those of the likeliest ones besides.
 
     >>> SamplingParams(max_new_tokens=8, temperature=0.7, stop="end").stop

@@ -1,4 +1,4 @@
-"""What a caller holds: a request and its continuations, which fill while the engine steps; and the tokens of a step."""
+"""What a caller holds: a request and its continuations, which grow while the engine steps, and the tokens of a step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Continuation:
     """One sample: what was generated so far.
 
     `finish_reason` is None while it runs; then "length" (as many tokens as asked for), "stop" (an end token, or a text
-    or token to stop at), "cancelled" or "error" (`error` of its request tells of what). An end token is among
+    or token to stop at), "cancelled" or "error" (`error` of its request says which). An end token is among
     `token_ids`, as are the tokens of a text to stop at; that text itself is not in `text`.
     """
 
@@ -23,6 +23,12 @@ class Continuation:
     logprobs: list[float] | None = None
     top_logprobs: list[dict[int, float]] | None = None
     finish_reason: str | None = None
+
+    @classmethod
+    def empty(cls, params: SamplingParams) -> Continuation:
+        """One with room for what the params ask for."""
+        wanted = params.logprobs or params.top_logprobs
+        return cls(logprobs=[] if wanted else None, top_logprobs=[] if params.top_logprobs else None)
 
 
 @dataclass(slots=True, eq=False)
@@ -75,7 +81,7 @@ class Request:
 class Token(NamedTuple):
     """A token that a step gave: whose it is, what it adds to the text, and why it is the last, if it is.
 
-    A sample that ends because its logits are not numbers is told of with no token: `token_id` is None.
+    A sample that ends because its logits are not numbers is reported without a token: `token_id` is None.
     """
 
     request: Request

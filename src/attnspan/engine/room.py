@@ -2,7 +2,7 @@
 
 Layers that see everything and layers that see a window cannot share pages if the latter are to give theirs back (see
 paged/pool.py, [Note: windows]), so a model that has both keeps two pools. A sample has the same number in each, because
-each is told the same things in the same order; it fits where it fits in all.
+each gets the same calls in the same order; it fits if it fits in all.
 
 [Note: the most a window needs] A sample that feeds `chunk` tokens through a window of W sees W - 1 keys before them,
 and the pages at both ends may be partly used: (W + chunk - 2) // page_size + 2 pages, however long it grows.
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from attnspan.paged import PageAllocator, PrefixCache
 
@@ -22,10 +22,10 @@ from attnspan.paged import PageAllocator, PrefixCache
 class Swaps(Protocol):
     """What moves a sequence to the host and back: a PagePool, or an allocator alone."""
 
-    def swap_out(self, seq: int) -> Any:
+    def swap_out(self, seq: int) -> object:
         """To the host."""
 
-    def swap_in(self, seq: int) -> Any:
+    def swap_in(self, seq: int) -> object:
         """And back."""
 
 

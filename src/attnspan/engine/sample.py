@@ -55,7 +55,7 @@ class Sample:
 
     @property
     def order(self) -> tuple[int, int]:
-        """Who comes first."""
+        """The order of samples: by arrival, then by number."""
         return self.arrival, self.number
 
     @property

@@ -1,11 +1,11 @@
 """The next token of every row of logits: the likeliest, or one drawn at random.
 
-A draw needs one number between 0 and 1, worked out from the request's seed, the sample and the position alone
-(`uniform`): no generator that others draw from too, so a request gets the same tokens in any batch, on any device,
-and after its pages were taken away. The number is looked up in the running sum of the probabilities, in float64.
+A draw needs one number between 0 and 1, from a counter-based generator keyed on (seed, sample, position) (`uniform`).
+No state is shared, so a request gets the same tokens in any batch, on any device, and after preemption. The number is
+looked up in the cumulative sum of the probabilities, in float64.
 
-Logits are divided by the temperature, then all but the `top_k` likeliest are left out, then all but the likeliest that
-together have `top_p` of what is left, as transformers does. Log-probabilities are the model's own, before any of that.
+Logits are divided by the temperature, then cut to the `top_k` likeliest, then to the likeliest that together have
+`top_p` of what is left, as in transformers. Log-probabilities are the model's own, before any of that.
 
 A row that is no distribution, because it holds NaN or its largest number is infinite, has no next token: None.
 
@@ -20,11 +20,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from attnspan.engine.params import SamplingParams
+
 _BITS = (1 << 64) - 1
 
 
 class Draw(NamedTuple):
-    """How one row is to be chosen: `number` is its own between 0 and 1; temperature 0 takes the likeliest."""
+    """How the token of one row is chosen: by `number` in [0, 1), or the likeliest at temperature 0."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -32,7 +34,7 @@ class Draw(NamedTuple):
     number: float = 0.0
 
 
-class Chosen(NamedTuple):
+class ChosenToken(NamedTuple):
     """A token, its log-probability, and the likeliest tokens with theirs; no token where logits are not numbers."""
 
     token: int | None
@@ -40,8 +42,18 @@ class Chosen(NamedTuple):
     top: dict[int, float] | None = None
 
 
+GREEDY = Draw()
+
+
+def draw_for(params: SamplingParams, seed: int, sample: int, position: int) -> Draw:
+    """How the token of a sample at a position is chosen."""
+    if not params.temperature:
+        return GREEDY
+    return Draw(params.temperature, params.top_k, params.top_p, uniform(seed, sample, position))
+
+
 def uniform(seed: int, sample: int, position: int) -> float:
-    """A number in [0, 1) that nothing else can tell from chance.
+    """A number in [0, 1) that is as good as random.
 
     >>> uniform(0, 0, 0) == uniform(0, 0, 0) != uniform(0, 0, 1)
     True
@@ -59,31 +71,31 @@ def _mixed(x: int) -> int:
     return x ^ x >> 31
 
 
-def chosen(logits: Tensor, draws: Sequence[Draw], wants: Sequence[int | None]) -> list[Chosen]:
-    """A token for each row of logits (R, V); `wants` is how many of the likeliest to tell of, None for nothing."""
+def choose_tokens(logits: Tensor, draws: Sequence[Draw], wants: Sequence[int | None]) -> list[ChosenToken]:
+    """A token for each row of logits (R, V); `wants` is the number of top log-probabilities, None for none at all."""
     logits = logits.float()
     largest, tokens = logits.max(-1)
     sound = largest.isfinite()  # NaN is larger than any number
     places = [place for place, draw in enumerate(draws) if draw.temperature > 0]
     if places:
         some = torch.tensor(places, device=logits.device)
-        tokens[some] = drawn(logits[some], [draws[place] for place in places])
+        tokens[some] = draw_tokens(logits[some], [draws[place] for place in places])
     found = [None if token < 0 else token for token in tokens.where(sound, -1).tolist()]
-    told = [place for place, want in enumerate(wants) if want is not None]
-    answers = [Chosen(token) for token in found]
-    if told:
-        some = torch.tensor(told, device=logits.device)
+    wanted = [place for place, want in enumerate(wants) if want is not None]
+    answers = [ChosenToken(token) for token in found]
+    if wanted:
+        some = torch.tensor(wanted, device=logits.device)
         logprobs = logits[some].log_softmax(-1)
         own = logprobs.gather(1, tokens[some].unsqueeze(1)).flatten().tolist()
-        most = max(wants[place] or 0 for place in told)
+        most = max(wants[place] or 0 for place in wanted)
         values, indices = (side.tolist() for side in logprobs.topk(min(most, logits.shape[1]), dim=-1))
-        for row, place in enumerate(told):
+        for row, place in enumerate(wanted):
             top = dict(zip(indices[row][: wants[place]], values[row][: wants[place]], strict=True))
-            answers[place] = Chosen(found[place], own[row], top)
+            answers[place] = ChosenToken(found[place], own[row], top)
     return answers
 
 
-def drawn(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
+def draw_tokens(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
     """A token (R,) for each row, by its number."""
     weights = probabilities(logits, draws).nan_to_num()  # rows without a token are drawn from like others
     sums = weights.cumsum(-1)

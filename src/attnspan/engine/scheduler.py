@@ -1,31 +1,30 @@
-"""Who is computed next: one step is a ragged batch of (sample, how many of its tokens), within a budget of tokens.
+"""What is computed next: one step is a ragged batch of (sample, number of its tokens), within a budget of tokens.
 
 Samples run, or they queue. Those that run have pages; those that queue have none, or have them on the host. A step::
 
-    1. every running sample that decodes gets its one token; prompts share what the budget leaves, oldest first
-    2. while that needs more pages than can be had, the youngest running sample is sent back to the queue
-    3. if none was, the oldest in the queue is taken in, and the next, as long as pages, rows and budget allow
+    1. every running sample that decodes gets its one token; prompts share the rest of the budget, oldest first
+    2. while that needs more pages than there are, the youngest running sample is preempted
+    3. if none was, the oldest sample of the queue is admitted, and the next, while pages, rows and budget allow
 
-[Note: order] Samples are ordered by arrival. Who is taken in is the oldest in the queue, who is sent back is the
-youngest that runs; so whoever runs is older than whoever queues, always, and that is the whole of fairness: nobody is
-overtaken, the oldest always runs, and since it fits into the pool alone (`add` sees to that) and ends, everyone's turn
-comes.
+[Note: order] Scheduling is first come, first served. The oldest of the queue is admitted, and the youngest that runs is
+preempted, so every running sample is older than every queued one. The oldest always runs; it fits into the pool alone
+(`add` checks that) and ends, so every sample has its turn.
 
-[Note: nothing lost] A sample that is sent back keeps its tokens. Its pages go to the host if there is room, and return
-as they were; else they are given up, and what was in them is computed again, less what the prefix cache kept.
+[Note: preemption] A preempted sample keeps its tokens. Its pages are swapped to the host if there is room, and return
+as they were; else they are given up, and their content is recomputed, except for what the prefix cache kept.
 
-[Note: whole prompts] A prompt is taken in only if pages for all of it can be had beside what those that run still need
-of theirs, and a page for each of them to grow into: to be sent back halfway would waste what was computed.
+[Note: whole prompts] A prompt is admitted only if there are pages for all of it beside what running samples still need,
+and a page for each of them to grow into: a preemption halfway would waste what was computed.
 
-[Note: alone] A sample that runs alone may still lack a page: it began on a shared page that it must copy, and holds on
-to the original. It starts over on pages of its own. For a like reason a sample that grows longer than a windowed pool
-shares nothing: a prefix cache gives up pages from the end, and would hold on to all that a window left behind.
+[Note: alone] A sample that runs alone may still lack a page: it began on a shared page that it must copy, and holds the
+original. It is restarted on pages of its own. For a similar reason a sample that grows longer than a windowed pool
+shares nothing: a prefix cache gives up pages from the end, and would keep all that a window left behind.
 
-[Note: shown when looked for] What a sample computed is shown to the prefix cache when one that begins alike is about
-to look for it, or when its pages are about to go. Most are like no other, and are shown once, when they end.
+[Note: published on demand] What a sample computed is published to the prefix cache when a sample that begins alike is
+about to be admitted, or when its pages are about to go. Most are like no other, and are published once, when they end.
 
-[Note: reset] What a sample has computed can be computed again from its tokens. So whatever breaks off a step halfway,
-`reset` gives back all pages and queues every sample from its first token, as if all had been sent back.
+[Note: reset] What a sample has computed can be recomputed from its tokens. So whatever breaks off a step halfway,
+`reset` gives back all pages and queues every sample from its first token, as if all had been preempted.
 
 [Note: all ranks] With `whole` (prefill under context parallelism), a prompt of at least so many tokens is a step by
 itself, and not in chunks.
@@ -56,7 +55,7 @@ class Chunk(NamedTuple):
 
     @property
     def last(self) -> bool:
-        """Whether the sample has then been fed all it has, so that its next token can be chosen."""
+        """Whether nothing is left to compute then, so that the next token can be chosen."""
         return self.new == self.sample.rest
 
 
@@ -105,13 +104,13 @@ class Scheduler:
 
     def __init__(self, room: Room, limits: Limits, version: Callable[[bool], int] = lambda found: 0) -> None:
         self.room, self.limits, self.counts = room, limits, Counts()
-        self._version = version  # of what computes, for a sample that begins on `found` pages or on none
+        self._version = version  # of the model, for a sample that begins on `found` pages or on none
         self.chunk = room.widest(limits.max_tokens)
         self.running: list[Sample] = []
         self.queued: list[Sample] = []
         self._smallest = min(store.allocator.page_size for store in room.stores)
-        self._returns = 0  # counts what may have brought pages back
-        self._refused: tuple[Sample, int] | None = None  # who did not fit, and at which count
+        self._returns = 0  # counts the events that may have freed pages
+        self._refused: tuple[Sample, int] | None = None  # which sample did not fit, and at which count
 
     # ---- samples come and go ---------------------------------------------------------------------------------------
 
@@ -137,18 +136,18 @@ class Scheduler:
             )
 
     def remove(self, sample: Sample, keep: bool = True) -> None:
-        """A sample has ended, or is not wanted any more; with `keep`, later prompts may find what it computed."""
+        """A sample has ended or was cancelled; with `keep`, later prompts may find what it computed."""
         side = self.running if sample in self.running else self.queued
         side.remove(sample)
         if sample.seq is not None:
             if keep and not sample.swapped:
-                self._keep(sample)
+                self._publish(sample)
             self.room.free(sample.seq)
         sample.seq, sample.swapped, sample.computed = None, False, 0
         self._returns += 1
 
     def fork(self, sample: Sample, forks: Sequence[Sample]) -> None:
-        """Let the samples that were split off from one whose prompt is computed run beside it, on the same pages."""
+        """Let samples that were forked from one whose prompt is computed run beside it, on the same pages."""
         assert sample.seq is not None, "its prompt is computed"
         for fork, seq in zip(forks, self.room.fork(sample.seq, len(forks)), strict=True):
             fork.seq, fork.computed, fork.kept = seq, sample.computed, sample.kept
@@ -173,21 +172,21 @@ class Scheduler:
 
     def step(self) -> list[Chunk]:
         """The next batch, for which there are pages; empty only if nothing runs or queues."""
-        batch = self._wanted()
-        sent_back = False
+        batch = self._chunks()
+        preempted = False
         while batch and not self.room.reserve(_named(batch)):
-            self._send_back()
-            sent_back = True
-            batch = self._wanted()
-        if not self.queued or (sent_back and batch):
+            self._preempt()
+            preempted = True
+            batch = self._chunks()
+        if not self.queued or (preempted and batch):
             return batch
-        while self._take_in():
+        while self._admit():
             pass
-        batch = self._wanted()
+        batch = self._chunks()
         if batch and not self.room.reserve(_named(batch)):
-            [sample] = self.running  # taken in alone: more were taken in only with pages to spare
-            self._start_over(sample)
-            batch = self._wanted()
+            [sample] = self.running  # admitted alone: more are admitted only with pages to spare
+            self._restart(sample)
+            batch = self._chunks()
             fits = self.room.reserve(_named(batch))
             assert fits, "what fits alone was added"
         return batch
@@ -199,9 +198,9 @@ class Scheduler:
             assert sample.seq is not None, "it ran"
             sample.computed += count
             self.counts.tokens += count
-            if self._returned_behind(sample, count):
+            if self._left_window(sample, count):
                 if sample.kept < sample.prompt:
-                    self._keep(sample)
+                    self._publish(sample)
                 self._returns += self.room.release(sample.seq)
 
     def rollback(self, batch: Sequence[Chunk]) -> None:
@@ -212,8 +211,8 @@ class Scheduler:
 
     # ---- within ----------------------------------------------------------------------------------------------------
 
-    def _wanted(self) -> list[Chunk]:
-        """What the running samples would have: a token for those that decode, then prompts, oldest first."""
+    def _chunks(self) -> list[Chunk]:
+        """What running samples would compute: a token for those that decode, then prompts, oldest first."""
         limits = self.limits
         for sample in self.running if limits.whole is not None else ():
             if self._is_whole(sample):
@@ -227,14 +226,14 @@ class Scheduler:
                     left -= counts[place]
         return [Chunk(sample, count) for sample, count in zip(self.running, counts, strict=True) if count]
 
-    def _take_in(self) -> bool:
-        """Let the oldest of the queue run, if it fits. See [Note: whole prompts]."""
+    def _admit(self) -> bool:
+        """Let the oldest sample of the queue run, if it fits. See [Note: whole prompts]."""
         if not self.queued or self._refused == (self.queued[0], self._returns):
             return False
         sample, rows = self.queued[0], sum(1 + each.forks for each in self.running)
-        if rows + 1 + sample.forks > self.limits.max_sequences or self._left() <= 0:
+        if rows + 1 + sample.forks > self.limits.max_sequences or self._budget_left() <= 0:
             return False
-        fits = self._brought_back(sample) if sample.swapped else self._begun(sample)
+        fits = self._swap_in(sample) if sample.swapped else self._start(sample)
         if not fits:
             self._refused = (sample, self._returns)
             return False
@@ -242,30 +241,30 @@ class Scheduler:
         insort(self.running, sample, key=_ORDER)
         return True
 
-    def _left(self) -> int:
-        """The budget that those who run leave."""
-        return self.limits.max_tokens - sum(chunk.new for chunk in self._wanted())
+    def _budget_left(self) -> int:
+        """The budget that running samples leave."""
+        return self.limits.max_tokens - sum(chunk.new for chunk in self._chunks())
 
-    def _begun(self, sample: Sample) -> bool:
-        self._show(sample)
-        self._looked_up(sample, self._version(False))
+    def _start(self, sample: Sample) -> bool:
+        self._publish_alike(sample)
+        self._look_up(sample, self._version(False))
         if sample.computed:
             self._confirm(sample)
         assert sample.seq is not None, "it was looked up"
-        if self.running and not self._fits_beside(sample):
+        if self.running and not self._fits(sample):
             self.room.free(sample.seq)
             sample.seq, sample.computed = None, 0
             return False
         self.counts.known += sample.computed
         return True
 
-    def _looked_up(self, sample: Sample, version: int) -> None:
-        """Let a sample begin, on pages that the same version of what computes has left, if there are any."""
+    def _look_up(self, sample: Sample, version: int) -> None:
+        """Let a sample begin, on pages that the same version of the model has left, if there are any."""
         sample.version = version
         sample.seq, sample.computed = self.room.add(sample.tokens, sample.kept_as, not sample.unshared)
 
     def _confirm(self, sample: Sample) -> None:
-        """What a sample was found is of the model as it is; else it begins anew."""
+        """Check that found pages are of the model as it is now; else the sample begins without them."""
         assert sample.seq is not None, "it was found something"
         version = -1
         try:
@@ -275,23 +274,23 @@ class Scheduler:
                 self.room.free(sample.seq)
                 sample.seq, sample.computed = None, 0
         if version != sample.version:
-            self._looked_up(sample, version)
+            self._look_up(sample, version)
 
-    def _brought_back(self, sample: Sample) -> bool:
+    def _swap_in(self, sample: Sample) -> bool:
         assert sample.seq is not None, "it was swapped out"
-        if self.running and not self._fits_beside(sample):
+        if self.running and not self._fits(sample):
             return False
         if not self.room.swap_in(sample.seq):
             if self.running:
                 return False
-            self._give_up(sample)  # alone, and yet no room: see [Note: alone]
-            return self._begun(sample)
+            self._drop_pages(sample)  # alone, and yet no room: see [Note: alone]
+            return self._start(sample)
         sample.swapped = False
         self.counts.swapped_in += 1
         return True
 
-    def _fits_beside(self, sample: Sample) -> bool:
-        """Whether all that run, and this one, can be fed what they have, with a page to spare for each."""
+    def _fits(self, sample: Sample) -> bool:
+        """Whether all running samples, and this one, fit with all of their tokens, and a page to spare for each."""
         everyone = [(each.seq, each.rest) for each in self.running if each.seq is not None]
         newcomer = len(sample.tokens) if sample.swapped else 0
         if not sample.swapped and sample.seq is not None:
@@ -304,48 +303,48 @@ class Scheduler:
         whole = self.limits.whole
         return whole is not None and not sample.computed and sample.rest >= whole and self.room.holds(sample.rest)
 
-    def _send_back(self) -> None:
-        """The youngest goes back to the queue. See [Note: nothing lost]."""
+    def _preempt(self) -> None:
+        """Send the youngest running sample back to the queue. See [Note: preemption]."""
         if len(self.running) == 1:
-            self._start_over(self.running[0])
+            self._restart(self.running[0])
             return
         sample = self.running.pop()
         assert sample.seq is not None, "it ran"
-        self._keep(sample)
+        self._publish(sample)
         if sample.computed and self.room.swap_out(sample.seq):
             sample.swapped = True
             self.counts.swapped_out += 1
         else:
-            self._give_up(sample)
+            self._drop_pages(sample)
         insort(self.queued, sample, key=_ORDER)
         self._returns += 1
 
-    def _start_over(self, sample: Sample) -> None:
+    def _restart(self, sample: Sample) -> None:
         """See [Note: alone]."""
         assert not sample.unshared, "what fits alone was added, and it is alone"
-        self._give_up(sample)
+        self._drop_pages(sample)
         sample.unshared = True
         sample.seq, _ = self.room.add(sample.tokens, sample.kept_as, False)
 
-    def _give_up(self, sample: Sample) -> None:
+    def _drop_pages(self, sample: Sample) -> None:
         assert sample.seq is not None, "it has pages, here or on the host"
         self.room.free(sample.seq)
         sample.seq, sample.swapped, sample.computed, sample.kept = None, False, 0, 0
         self.counts.recomputed += 1
 
-    def _show(self, newcomer: Sample) -> None:
-        """See [Note: shown when looked for]."""
+    def _publish_alike(self, newcomer: Sample) -> None:
+        """See [Note: published on demand]."""
         for sample in self.running:
             if sample.beginning == newcomer.beginning:
-                self._keep(sample)
+                self._publish(sample)
 
-    def _keep(self, sample: Sample) -> None:
-        """Show a sample's pages to the prefix cache, if there is a full one that it has not seen."""
+    def _publish(self, sample: Sample) -> None:
+        """Publish a sample's pages to the prefix cache, if there is a full one that it does not have."""
         if sample.computed - sample.kept >= self._smallest and sample.seq is not None and not sample.unshared:
             self.room.keep(sample.seq, sample.tokens[: sample.computed], sample.kept_as)
             sample.kept = sample.computed - sample.computed % self._smallest
 
-    def _returned_behind(self, sample: Sample, count: int) -> bool:
+    def _left_window(self, sample: Sample, count: int) -> bool:
         """Whether a page may have fallen behind a window: only where a page was begun."""
         for store in self.room.stores:
             if store.window is not None:

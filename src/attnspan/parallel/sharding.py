@@ -144,7 +144,9 @@ class Sharding:
         parts = {name: self._handed(given.get(name), TensorMeta(*each), source) for name, *each in every[source]}
         return parts[""] if list(parts) == [""] else parts
 
-    def _described_all(self, given: Mapping[str, Tensor], dim: int, batch_dim: int, source: int) -> list[tuple[object, ...]]:
+    def _described_all(
+        self, given: Mapping[str, Tensor], dim: int, batch_dim: int, source: int
+    ) -> list[tuple[object, ...]]:
         """The `TensorMeta` of every tensor that the source has, by name."""
         if bool(given) != (self.transport.rank == source):
             raise ShardError(f"tensor must be given on rank {source} and be None on all others")

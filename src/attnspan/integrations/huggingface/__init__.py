@@ -1,4 +1,4 @@
-"""Models of transformers over ranks and pages: see enabling.py for training, cache.py for generation."""
+"""Transformers models over ranks and pages: enabling.py for training, served_model.py and cache.py for generation."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -1,20 +1,19 @@
-"""Adapters of peft that are not served, by their names: those that look at a whole row of tokens, or add to it.
+"""Adapters of peft: those that are refused by name, because they use a whole row of tokens, and those in use.
 
 Most adapters change layers, and compute each token by itself; they are as exact as the model. Nothing of peft is
-imported: adapters are known by what their classes have.
+imported: adapters are recognised by the attributes of their classes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping, Sized
 
 from torch import nn
 
 from attnspan.errors import ModelError
 
 
-def check_adapters(model: Any) -> None:
+def check_adapters(model: nn.Module) -> None:
     """ModelError for an adapter that depends on tokens of a row which a step, or a rank, does not have."""
     configs = getattr(model, "peft_config", None)
     for name, config in configs.items() if isinstance(configs, Mapping) else ():
@@ -24,7 +23,8 @@ def check_adapters(model: Any) -> None:
                 "served; give the model inside, model.get_base_model(), or an adapter that changes layers"
             )
     for path, module in model.named_modules():
-        if len(getattr(module, "lily_router", ())):
+        routers: Sized = getattr(module, "lily_router", ())
+        if len(routers):
             raise ModelError(
                 f"{path} ({type(module).__module__}) is an adapter of the kind Lily, which takes the mean of its "
                 "routers over all tokens of a call, and is not served; remove it"
@@ -48,6 +48,21 @@ def adds_to_loss(called: nn.Module, model: nn.Module) -> str | None:
     return None
 
 
-def _kind(config: Any) -> str:
+def adapters_in_use(module: nn.Module) -> tuple[object, ...]:
+    """Which adapters of a peft layer are in use, and their scaling; nothing for any other module."""
+    active: Iterable[str] | None = getattr(module, "active_adapters", None)
+    merged: Iterable[str] | None = getattr(module, "merged_adapters", None)
+    if active is None or merged is None:
+        return ()
+    scaling = getattr(module, "scaling", None)
+    return (
+        list(active),
+        list(merged),
+        bool(getattr(module, "disable_adapters", False)),
+        sorted(scaling.items()) if isinstance(scaling, dict) else None,
+    )
+
+
+def _kind(config: object) -> str:
     kind = getattr(config, "peft_type", type(config).__name__)
     return str(getattr(kind, "value", kind))

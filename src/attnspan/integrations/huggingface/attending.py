@@ -1,11 +1,11 @@
-"""The function that layers of an enabled model are handed to, by the name of an implementation: ``"attnspan"``.
+"""The attention function of enabled models, registered with transformers by the name ``"attnspan"``.
 
-transformers looks it up for every call of a layer and gives it the module, shards of query, key and value, the mask
-that the model asked for (masking.py) and what the layer wants of its scores. The module knows its `Seat`: the layer
-that it was found to be, and the model it belongs to, which knows the batch. What arrives is compared with what the
-layer was enabled for, and whatever is more, or less, is refused before anything travels.
+transformers looks it up for every call of a layer and passes it the module, shards of query, key and value, the mask
+that the model asked for (masking.py) and the options of the layer. The module has a `Seat`: its layer as data, and the
+enabled model that it belongs to, which knows the batch. The arguments are compared with what the layer was enabled for,
+and any difference is refused before anything travels.
 
-Registered once, when the first model is enabled; a module without a seat belongs to a model that was not, and is told.
+Registered when the first model is enabled. A module without a seat belongs to a model that was not enabled: an error.
 
 Shapes: query (B, H, S, D), key (B, Hk, S, D), value (B, Hk, S, Dv), out (B, S, H, Dv), S this rank's tokens.
 """
@@ -45,13 +45,13 @@ def register() -> None:
 
 @dataclass(frozen=True, eq=False)
 class Seat:
-    """What a module of an enabled model knows: its layer, which of the batch's attentions is its, and the model."""
+    """What a module of an enabled model knows: its layer, the number of its attention in a pass, and the model."""
 
     layer: AttentionLayer
     kind: int
     enabled: Enabled
 
-    def __deepcopy__(self, memo: Any) -> Seat:
+    def __deepcopy__(self, memo: object) -> Seat:
         return self  # a copy of a model is enabled as the model is
 
 
@@ -60,13 +60,13 @@ def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Any = None,
+    attention_mask: object = None,
     *,
     s_aux: Tensor | None = None,
-    **asked: Any,
+    **asked: object,
 ) -> tuple[Tensor, None]:
     """Attention of a layer over all ranks, by the signature of `AttentionInterface`; there are no weights to return."""
-    seat = getattr(module, SEAT, None)
+    seat: Seat | None = getattr(module, SEAT, None)
     if seat is None:
         raise ModelError(
             f"{type(module).__name__} asks for attnspan's attention, and its model was not enabled: call "
@@ -74,16 +74,16 @@ def attend(
         )
     check_asked(seat.layer, attention_mask, {"s_aux": s_aux is not None, **asked})
     attention = seat.enabled.attention_for(seat.kind)
-    out: Tensor = attention(query, key, value, sinks=s_aux)
+    out = attention(query, key, value, sinks=s_aux)
     return out.transpose(1, 2).contiguous(), None
 
 
-def check_asked(layer: AttentionLayer, mask: Any, asked: Mapping[str, Any]) -> None:
+def check_asked(layer: AttentionLayer, mask: object, asked: Mapping[str, object]) -> None:
     """Refuse a call that asks for something else than its layer was found to want."""
     if asked.get("dropout"):
         raise ModelError(no_dropout(layer))
-    by_default: dict[str, Any] = {"scaling": layer.scale, "is_causal": layer.causal}
-    always: dict[str, Any] = {"sliding_window": layer.window, "softcap": layer.softcap, "s_aux": layer.sinks}
+    by_default: dict[str, object] = {"scaling": layer.scale, "is_causal": layer.causal}
+    always: dict[str, object] = {"sliding_window": layer.window, "softcap": layer.softcap, "s_aux": layer.sinks}
     for name, wanted in (by_default | always).items():
         if name in always or asked.get(name) is not None:
             _check(layer, name, asked.get(name), wanted)
@@ -101,12 +101,12 @@ def no_dropout(layer: AttentionLayer) -> str:
     )
 
 
-def _check(layer: AttentionLayer, what: str, found: Any, wanted: Any) -> None:
+def _check(layer: AttentionLayer, what: str, found: object, wanted: object) -> None:
     if isinstance(found, Tensor) or found != wanted:
         raise ModelError(f"{layer.name}: {what} must be {wanted}, as when the model was looked at, got {found}")
 
 
-def _check_mask(layer: AttentionLayer, mask: Any) -> None:
+def _check_mask(layer: AttentionLayer, mask: object) -> None:
     """Refuse another mask than the session has for the layer."""
     wanted = Pattern(False, None) if layer.cross else Pattern.of(layer)
     if mask is None and not wanted.causal and wanted.window is None:

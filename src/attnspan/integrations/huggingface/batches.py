@@ -1,6 +1,6 @@
-"""A batch as transformers' collators give it, whole on every rank, cut for one: what a rank's forward pass is made of.
+"""A batch as transformers' collators give it, whole on every rank, sharded for the forward pass of one.
 
-What tells who sees whom goes into the session's mask, the rest is sharded (parallel/batch.py)::
+Entries that say which tokens see each other go into the session's mask, the rest is sharded (parallel/batch.py)::
 
     attention_mask        ones where tokens are: padding at either end becomes part of the mask
     position_ids          where they do not go up by one, a document begins, if there is no attention_mask
@@ -11,16 +11,15 @@ What tells who sees whom goes into the session's mask, the rest is sharded (para
 The model gets, beside its tokens, their global positions and an attention_mask of ones: without one, transformers would
 take the jumps in a shard's positions for documents.
 
-[Note: as on one device] transformers leaves documents aside where an attention_mask is given as well. Whoever gives
-both means one of two things, so that is refused. Labels are moved over the borders of documents, as one device does
-it: a collator that packs puts -100 there.
+[Note: as on one device] transformers ignores documents if an attention_mask is given as well. A batch with both is
+ambiguous, and refused. Labels are shifted across the borders of documents, as on one device: a collator that packs puts
+-100 there.
 
 Shapes: B batch rows, S tokens of the whole sequence.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,18 +31,21 @@ from attnspan.integrations.huggingface.losses import IGNORED, Kind, aligned
 from attnspan.masks import Documents, KeyPadding, Mask
 from attnspan.parallel import ContextParallel
 
+Entries = dict[str, Any]
+"""What a batch is made of, by the names of forward's arguments: tensors, and whatever else a collator adds."""
+
 LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens")
 SAID_ELSEWHERE = ("max_length_q", "max_length_k", "seq_idx")
-"""What goes with lengths of documents, and tells nothing more."""
+"""What comes with lengths of documents, and adds nothing to them."""
 
 DECODER = "decoder_"
 
 
 @dataclass(frozen=True)
 class Sequence:
-    """One sequence of a batch, whole: its entries, without those that tell who sees whom."""
+    """One sequence of a batch, whole: its entries, without those that became part of the mask."""
 
-    entries: Mapping[str, Any]
+    entries: Entries
     hidden: tuple[Mask, ...]  # what documents and padding add to every layer's mask
     rows: int
     seq_len: int
@@ -61,12 +63,12 @@ class Shards:
     """What a rank's forward pass gets of a sequence, and the session it lies by."""
 
     session: ContextParallel
-    entries: dict[str, Any] = field(repr=False)
+    entries: Entries = field(repr=False)
     labels: Tensor | None = field(default=None, repr=False)
 
 
-def sequence_of(given: Mapping[str, Any]) -> Sequence:
-    """The sequence of a batch: its length, and what its entries say of who sees whom."""
+def sequence_of(given: Entries) -> Sequence:
+    """The sequence of a batch: its length, and the documents and padding that its entries describe."""
     entries = {name: value for name, value in given.items() if value is not None}
     tokens = entries.get("input_ids", entries.get("inputs_embeds"))
     if not isinstance(tokens, Tensor) or tokens.dim() < 2:
@@ -83,7 +85,7 @@ def sequence_of(given: Mapping[str, Any]) -> Sequence:
 
 
 def shards_of(sequence: Sequence, session: ContextParallel, labels: Tensor | None) -> Shards:
-    """A rank's part of a sequence; `labels` are whole, and stand where they are to be told."""
+    """A rank's part of a sequence; `labels` are whole, each at the token that predicts it."""
     empty = [rank for rank, tokens in enumerate(session.sharding.sizes) if not tokens]
     if empty:
         raise ModelError(
@@ -103,7 +105,7 @@ def shards_of(sequence: Sequence, session: ContextParallel, labels: Tensor | Non
 
 
 def _check_told(sequence: Sequence, labels: Tensor | None) -> None:
-    """Refuse labels that padding before a row is to tell: it sees no token, and what it computes is nobody's."""
+    """Refuse labels that padding before a row would predict: it sees no token."""
     if labels is None or sequence.starts is None:
         return
     before = torch.arange(labels.shape[1]) < torch.tensor(sequence.starts)[:, None]
@@ -115,8 +117,8 @@ def _check_told(sequence: Sequence, labels: Tensor | None) -> None:
         )
 
 
-def labels_of(given: dict[str, Any], kind: Kind | None, model: str) -> Tensor | None:
-    """The labels of a batch, taken out of it, where they are to be told."""
+def labels_of(given: Entries, kind: Kind | None, model: str) -> Tensor | None:
+    """The labels of a batch, taken out of it, each at the token that predicts it."""
     labels, shifted = given.pop("labels", None), given.pop("shift_labels", None)
     if labels is None and shifted is None:
         return None
@@ -131,7 +133,7 @@ def labels_of(given: dict[str, Any], kind: Kind | None, model: str) -> Tensor | 
     return shifted if shifted is not None else aligned(labels, kind)
 
 
-def parted(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def parted(given: Entries) -> tuple[Entries, Entries]:
     """The entries of an encoder, and those of a decoder, by the names they have in either."""
     decoder = {name.removeprefix(DECODER): value for name, value in given.items() if name.startswith(DECODER)}
     return {name: value for name, value in given.items() if not name.startswith(DECODER)}, decoder
@@ -140,7 +142,7 @@ def parted(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 # ---- padding ---------------------------------------------------------------------------------------------------------
 
 
-def _ends(mask: Any, rows: int, seq_len: int) -> tuple[list[int], list[int]]:
+def _ends(mask: object, rows: int, seq_len: int) -> tuple[list[int], list[int]]:
     """Where the tokens of every row begin and end, by an attention_mask."""
     if mask is None:
         return [0] * rows, [seq_len] * rows
@@ -168,7 +170,7 @@ def _ends(mask: Any, rows: int, seq_len: int) -> tuple[list[int], list[int]]:
 # ---- documents -------------------------------------------------------------------------------------------------------
 
 
-def _documents(entries: dict[str, Any], mask: Any, rows: int, seq_len: int) -> list[Mask]:
+def _documents(entries: Entries, mask: Tensor | None, rows: int, seq_len: int) -> list[Mask]:
     """The documents that a batch tells of; lengths are taken out of it."""
     told = {name: entries.pop(name) for name in LENGTHS if name in entries}
     found = [_by_lengths(name, value, rows, seq_len) for name, value in told.items()]
@@ -186,7 +188,7 @@ def _documents(entries: dict[str, Any], mask: Any, rows: int, seq_len: int) -> l
     return list(found[:1])
 
 
-def _by_lengths(name: str, edges: Any, rows: int, seq_len: int) -> Mask:
+def _by_lengths(name: str, edges: Tensor, rows: int, seq_len: int) -> Mask:
     documents = Documents.from_cu_seqlens(edges)
     if rows != 1 or documents.natural_len != seq_len:
         raise ModelError(
@@ -196,7 +198,7 @@ def _by_lengths(name: str, edges: Any, rows: int, seq_len: int) -> Mask:
     return documents
 
 
-def _by_positions(positions: Any, rows: int, seq_len: int, there: Tensor | None) -> Mask | None:
+def _by_positions(positions: object, rows: int, seq_len: int, there: Tensor | None) -> Mask | None:
     """The documents of position_ids, (B, S) or (1, S), among the tokens that are `there`; None where a row is one."""
     if not isinstance(positions, Tensor) or positions.shape[-1] != seq_len:
         raise ModelError(f"position_ids must be (B, {seq_len}), the whole batch's, got {_shown(positions)}")
@@ -214,5 +216,5 @@ def _by_positions(positions: Any, rows: int, seq_len: int, there: Tensor | None)
     return Documents.from_ids(ids if rows > 1 and len(ids) > 1 else ids[0])
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     return f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__

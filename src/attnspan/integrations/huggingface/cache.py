@@ -3,13 +3,13 @@
     cache = PagedCache(model, pages=1024)
     out = model.generate(tokens, past_key_values=cache, max_new_tokens=100)
 
-Every row of the batch is a sequence of an allocator. Keys are written to pages as they come; what a layer attends over
-is copied side by side again at every call, since that is what the model's own attention wants. So memory follows the
-tokens that are there, rows of a beam share what they have in common, and results are those of any other cache, with any
-attention implementation and any mask; what is read is copied once a layer and step.
+Every row of the batch is a sequence of an allocator. Keys are written to pages as they come, and copied into one
+contiguous tensor at every call, since that is what the model's own attention wants. So memory follows the tokens that
+are there, rows of a beam share pages, and results are those of any other cache, with any attention implementation and
+any mask, for one copy per layer and step.
 
-What a layer hands to a cache is seen when the cache is made, by running the model on one token: most hand over keys and
-values of their heads, some what both are made of (the latents of DeepSeek-V3), and pages hold either.
+What a layer hands to a cache is probed when the cache is made, by running the model on one token: most hand over keys
+and values of their heads, some what both are made of (the latents of DeepSeek-V3), and pages hold either.
 
 Rows are filled alike: a batch with padding stores the padding too, which the attention mask hides as ever. Layers with
 a window keep all their keys here (the mask cuts them; only the engine gives pages back).
@@ -31,7 +31,6 @@ a window keep all their keys here (the mask cuts them; only the engine gives pag
 from __future__ import annotations
 
 import weakref
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,7 +42,7 @@ from attnspan.integrations.huggingface.layers import attention_layers
 from attnspan.paged import Layer, PageAllocator, PagePool, StepPlan
 
 
-class Rows:
+class CachedRows:
     """The rows of a batch in a pool: what a cache and its layers share."""
 
     def __init__(self, pool: PagePool, rows: list[int]) -> None:
@@ -74,13 +73,13 @@ class Rows:
             raise PageError(f"layer {layer} was called before layer 0, which makes room for the tokens")
         return self._plan
 
-    def forked(self) -> Rows:
+    def forked(self) -> CachedRows:
         """The same tokens on the same pages, until one of the two writes."""
-        return Rows(self.pool, [self.pool.allocator.fork(row)[0] for row in self.rows])
+        return CachedRows(self.pool, [self.pool.allocator.fork(row)[0] for row in self.rows])
 
 
 class PagedCache(Cache):
-    """The KV cache of a model of transformers in `pages` pages of `page_size` tokens, for one batch at a time."""
+    """The KV cache of a transformers model in `pages` pages of `page_size` tokens, for one batch at a time."""
 
     def __init__(self, model: PreTrainedModel, *, pages: int, page_size: int = 16) -> None:
         pages = whole("pages", pages, at_least=1, error=PageError)
@@ -99,20 +98,21 @@ class PagedCache(Cache):
         if len(dtypes) > 1:
             raise ModelError(f"layers hand {' and '.join(map(str, dtypes))} to the cache; PagedCache holds one dtype")
         specs = [Layer(key.shape[1], key.shape[3], value.shape[3]) for key, value in handed]
-        self._begin(Rows(PagePool(allocator, specs, dtype=next(iter(dtypes)), device=handed[0][0].device), []))
+        self._begin(CachedRows(PagePool(allocator, specs, dtype=next(iter(dtypes)), device=handed[0][0].device), []))
 
-    def _begin(self, held: Rows) -> None:
+    def _begin(self, held: CachedRows) -> None:
         self._held, self.pool, self.allocator = held, held.pool, held.pool.allocator
         super().__init__(layers=[PagedLayer(held, place) for place in range(len(held.pool.layers))])
         # Nothing in a cache refers back to it, so that it is gone, and has given its pages back, once nobody holds it.
         weakref.finalize(self, _give_back, self.allocator, held.rows)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> PagedCache:
+    def __deepcopy__(self, memo: dict[int, object]) -> PagedCache:
         """The same tokens, on the same pages of the same pool until one of the two writes."""
         other = PagedCache.__new__(PagedCache)
         other._begin(self._held.forked())
         for theirs, ours in zip(other.layers, self.layers, strict=True):
-            theirs.length = ours.length  # type: ignore[union-attr]  # PagedLayers
+            if isinstance(theirs, PagedLayer) and isinstance(ours, PagedLayer):
+                theirs.length = ours.length
         memo[id(self)] = other
         return other
 
@@ -160,7 +160,8 @@ class PagedCache(Cache):
 
     def _all_hold(self, length: int) -> None:
         for layer in self.layers:
-            layer.length = length  # type: ignore[union-attr]  # a PagedLayer
+            if isinstance(layer, PagedLayer):
+                layer.length = length
 
     def reset(self) -> None:
         """Give back all pages."""
@@ -178,7 +179,8 @@ def handed_over(model: PreTrainedModel, names: list[str]) -> list[tuple[Tensor, 
     token = torch.zeros(1, 1, dtype=torch.int64, device=next(model.parameters()).device)
     with torch.no_grad():
         model(input_ids=token, past_key_values=cache, use_cache=True)
-    seen: list[Any] = [*cache.layers, *(SeenLayer() for _ in names[len(cache.layers) :])]
+    seen = [layer for layer in cache.layers if isinstance(layer, SeenLayer)]
+    seen += [SeenLayer() for _ in names[len(seen) :]]
     if len(seen) > len(names):
         raise ModelError(f"{len(seen)} layers hand something to the cache, and {len(names)} attention layers are known")
     found = []
@@ -209,7 +211,9 @@ class SeenLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to do."""
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
         """Note both, and return them: there is nothing else."""
         self.handed += (key_states, value_states)
         return key_states, value_states
@@ -238,7 +242,7 @@ class PagedLayer(CacheLayerMixin):
     is_croppable = True
     is_sliding = False
 
-    def __init__(self, held: Rows, index: int) -> None:
+    def __init__(self, held: CachedRows, index: int) -> None:
         super().__init__()
         self.held, self.index, self.length = held, index, 0
         self.is_initialized = True
@@ -246,7 +250,9 @@ class PagedLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to do: pages are there."""
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
         """Write (B, Hk, new, D) and return all there is, (B, Hk, length, D)."""
         rows, tokens = key_states.shape[0], key_states.shape[2]
         if key_states.requires_grad or value_states.requires_grad:
@@ -262,8 +268,8 @@ class PagedLayer(CacheLayerMixin):
         self.length += tokens
         size = pool.page_size
         wanted = plan.tables[:, : -(-self.length // size)].long().flatten()
-        pages: Any = (pool.keys[self.index], pool.values[self.index])  # not quantised
-        found = (each.flatten(1).index_select(0, wanted) for each in pages)
+        pages = (pool.keys[self.index], pool.values[self.index])
+        found = (each.flatten(1).index_select(0, wanted) for each in pages if isinstance(each, Tensor))  # not quantised
         heads = pool.layers[self.index].kv_heads
         keys, values = (x.view(rows, -1, heads, x.shape[1] // size // heads) for x in found)
         return keys[:, : self.length].transpose(1, 2), values[:, : self.length].transpose(1, 2)

@@ -1,11 +1,11 @@
-"""What of a model, or of a call of it, cannot be served, beside what its attention layers ask for (layers.py).
+"""What is refused of a model, or of a call of it, besides what its attention layers ask for (layers.py).
 
-A rank has some of the tokens. So everything that is computed of one token by itself is right as it is, and the rest is
-looked for here, by what transformers' classes are called and what their methods take::
+A rank has some of the tokens. Whatever is computed of each token by itself is right as it is; the rest is found here,
+by the names of transformers' classes and the arguments of their methods::
 
     heads        that look at one token for all, such as the class of a text
     neighbours   that a module looks at without attention (neighbours.py)
-    positions    must be told: a model that counts would count each rank's tokens from 0
+    positions    must be taken: a model that counts would count each rank's tokens from 0
     outputs      must be of each token, or they were taken of a rank's tokens
     calls        that want what no rank has (weights of attention, the last logits), or a cache
 """
@@ -15,7 +15,6 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
@@ -40,7 +39,7 @@ REFUSED = {
 
 
 def check_positions(model: nn.Module) -> None:
-    """Refuse a model that knows better where its tokens are than whoever calls it."""
+    """Refuse a model that computes positions by itself, whatever position_ids it is given."""
     for path, module in model.named_modules():
         if _mentions(module, "create_position_ids_from_input"):
             raise ModelError(
@@ -92,10 +91,10 @@ def check_model(model: PreTrainedModel, layers: tuple[AttentionLayer, ...]) -> N
         raise ModelError(f"{name} has cross-attention and no encoder, which is not served")
 
 
-def check_call(model: PreTrainedModel, given: Mapping[str, Any]) -> None:
+def check_call(model: PreTrainedModel, given: Mapping[str, object]) -> None:
     """Refuse what was asked of a call."""
 
-    def asked(name: str) -> Any:
+    def asked(name: str) -> object:
         return given[name] if given.get(name) is not None else getattr(model.config, name, None)
 
     if given.get("past_key_values") is not None or given.get("use_cache"):
@@ -125,7 +124,7 @@ def _mentions(module: nn.Module, name: str) -> bool:
 # ---- what comes back -------------------------------------------------------------------------------------------------
 
 
-def check_output(output: Any, tokens: set[int]) -> None:
+def check_output(output: object, tokens: set[int]) -> None:
     """Refuse what is not of each token by itself: all but the loss is (B, S, ...), S the tokens of a rank."""
     for name, each in tensors_of(output):
         if each.dim() < 3 or each.shape[1] not in tokens:
@@ -135,9 +134,12 @@ def check_output(output: Any, tokens: set[int]) -> None:
             )
 
 
-def tensors_of(output: Any) -> Iterator[tuple[Any, Tensor]]:
+def tensors_of(output: object) -> Iterator[tuple[str | int, Tensor]]:
     """The tensors that a model returned, with the names of the entries they are in."""
-    if not isinstance(output, Mapping):
-        output = dict(enumerate(output)) if isinstance(output, tuple | list) else {"a tensor": output}
-    for name, value in output.items():
+    named: Mapping[str | int, object] = {"a tensor": output}
+    if isinstance(output, Mapping):
+        named = output
+    elif isinstance(output, tuple | list):
+        named = dict(enumerate(output))
+    for name, value in named.items():
         yield from ((name, each) for each in tree_leaves(value) if isinstance(each, Tensor))

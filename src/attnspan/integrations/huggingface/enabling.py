@@ -1,4 +1,4 @@
-"""``enable(model, cp)``: a model of transformers whose sequences lie on many ranks, and nothing else about it changes.
+"""``enable(model, cp)``: a transformers model whose sequences are sharded over ranks, and nothing else changes.
 
 >>> import copy, torch
 >>> import attnspan as span
@@ -19,15 +19,15 @@ public means of torch and transformers:
 
     before forward    the batch becomes a session and shards (batches.py)
     attention         layers ask for the implementation "attnspan" (attending.py)
-    after forward     the loss, over all ranks (losses.py); every layer must have come by, or it is an error
+    after forward     the loss, over all ranks (losses.py); a layer that did not attend is an error
 
-[Note: a config of its own] The implementation is a word in the config, which another model may share. So an enabled
+[Note: a config of its own] The implementation is an entry of the config, which another model may share. So an enabled
 model gets a copy; a model that was made from the same config is not touched.
 
 [Note: the pass of a region] Layers find their session in the latest pass of their model. A checkpointed layer runs
-again in backward, when there may have been another; it gets the pass of its first run (checkpoint_regions.py). If the
-model was disabled by then, it is enabled for as long as the region runs. Where the whole call is checkpointed, it is
-made again in backward, with a pass of its own, which layers then find and which counts for nothing.
+again in backward, when there may have been another pass; it gets that of its first run (checkpoint_regions.py). If the
+model was disabled by then, it is enabled while the region runs. If the whole call is checkpointed, it is repeated in
+backward, with a pass of its own, which layers then find and which is not counted.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from __future__ import annotations
 import functools
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from threading import RLock
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, NoReturn, Protocol, TypeVar, cast
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -47,6 +47,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
+from attnspan.attention import Attention
 from attnspan.errors import ModelError, one_of
 from attnspan.integrations.huggingface.adapters import adds_to_loss, check_adapters
 from attnspan.integrations.huggingface.attending import (
@@ -59,12 +60,20 @@ from attnspan.integrations.huggingface.attending import (
     own_config,
     register,
 )
-from attnspan.integrations.huggingface.batches import Sequence, Shards, labels_of, parted, sequence_of, shards_of
+from attnspan.integrations.huggingface.batches import (
+    Entries,
+    Sequence,
+    Shards,
+    labels_of,
+    parted,
+    sequence_of,
+    shards_of,
+)
 from attnspan.integrations.huggingface.checking import check_call, check_model, check_output, tensors_of
 from attnspan.integrations.huggingface.layers import AttentionLayer, attention_layers
-from attnspan.integrations.huggingface.losses import kind_of, loss_of
+from attnspan.integrations.huggingface.losses import Count, kind_of, loss_of
 from attnspan.integrations.huggingface.masking import Pattern
-from attnspan.integrations.huggingface.positions import counts_by_mask, to_be_told
+from attnspan.integrations.huggingface.positions import counts_by_mask, position_hooks
 from attnspan.integrations.huggingface.sessions import Family
 from attnspan.integrations.huggingface.weights import check_same
 from attnspan.masks import Documents, Full, Mask
@@ -74,6 +83,26 @@ from attnspan.parallel.soft_cap import soft_cap
 from attnspan.transports.group import Group
 
 Side = Literal["only", "encoder", "decoder", "cross"]
+Sides = dict[Side, tuple[Shards, tuple[Mask, ...]]]
+"""The shards of each sequence of a batch, and what its documents and padding hide."""
+
+Output = Any
+"""What a model returned: a ModelOutput, a tuple, or a tensor."""
+
+T = TypeVar("T")
+
+
+class LayerAttention(Protocol):
+    """The attention of one kind of layer in a batch, called with shards (B, H, S, D)."""
+
+    @property
+    def attend(self) -> Attention:
+        """What runs, and counts its uses."""
+        ...
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, *, sinks: Tensor | None = None) -> Tensor:
+        """The output for this rank's queries (B, H, S, Dv)."""
+        ...
 
 
 class Kind(NamedTuple):
@@ -87,16 +116,18 @@ class Kind(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Pass:
-    """One forward pass: the sessions of its batch, an attention for every kind of layer, and labels to come back to."""
+    """One forward pass: the sessions of its batch, an attention for every kind of layer, and labels for the loss."""
 
     session: ContextParallel  # of what is returned: the only sequence, or the decoder's
     encoder: ContextParallel | None
-    attends: list[Callable[..., Tensor]]
+    attends: list[LayerAttention]
     calls: Counter[int]  # how often each session had attended before
     labels: Tensor | None = None
-    count: Any = None
+    count: Count = None
     last: int | Tensor = 0  # the largest position
-    within: WeakSet[Any] = field(default_factory=WeakSet)  # checkpointed regions that run again, with this call in them
+    within: WeakSet[object] = field(
+        default_factory=WeakSet
+    )  # checkpointed regions that run again, with this call in them
 
 
 def enable(
@@ -106,13 +137,13 @@ def enable(
     over: Group = None,
     outputs: Literal["shards", "whole"] = "shards",
 ) -> Enabled:
-    """Make a model of transformers context parallel, on the ranks of `cp`; the result ends it by `disable` or `with`.
+    """Make a transformers model context parallel over the ranks of `cp`, until `disable()` or the end of a `with`.
 
     `cp` is a mesh, a process group or a virtual world, or a session: its ranks, layout, strategy and kernel are used,
     and the documents and padding of its mask, beside those of each batch (sessions.py). Every rank then calls the
     model with the same whole batch. What comes back is this rank's tokens, or with ``outputs="whole"`` all of them,
     and the loss of all. `over` is the group that gradients are averaged over, if larger than the session's.
-    A model of adapters (`PeftModel`) may be given in place of the one inside.
+    A `PeftModel` may be given in place of the model inside.
     """
     return Enabled(model, cp, over, outputs)
 
@@ -154,14 +185,14 @@ class Enabled:
     # ---- beginning and ending ------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        told = to_be_told(self.model, self._takes, self._pass_here, _encoder_modules(self.model))
+        hooks = position_hooks(self.model, self._takes, self._pass_here, _encoder_modules(self.model))
         register()
         own_config(self.model)
         self._seat()
         self._hooks = [
             self._called.register_forward_pre_hook(self._on_call, with_kwargs=True),
             self._called.register_forward_hook(self._on_return, with_kwargs=True),
-            *(hook for each in told for hook in each.hooks()),
+            *(hook for each in hooks for hook in each.hooks()),
         ]
         self.model.generate = _no_generation  # type: ignore[assignment]
         self.live = True
@@ -192,7 +223,7 @@ class Enabled:
             if again is not None:
                 setattr(region, again, functools.partial(self._run_again, getattr(region, again)))
 
-    def _run_again(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _run_again(self, run: Callable[..., Any], *args: object, **kwargs: object) -> Any:
         """A region that first ran enabled does so again."""
         with self._lock:
             if is_seated(self.model):
@@ -211,10 +242,10 @@ class Enabled:
     def __exit__(self, *raised: object) -> None:
         self.disable()
 
-    def __deepcopy__(self, memo: Any) -> Enabled:
+    def __deepcopy__(self, memo: object) -> Enabled:
         return self
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> NoReturn:
         raise ModelError(
             "an enabled model cannot be saved whole: use save_pretrained or state_dict(), or disable it first"
         )
@@ -231,14 +262,6 @@ class Enabled:
         """The session of the latest batch; of an encoder-decoder, the decoder's."""
         return self._latest().session
 
-    @property
-    def encoder_session(self) -> ContextParallel:
-        """The session of the latest batch's encoder."""
-        encoder = self._latest().encoder
-        if encoder is None:
-            raise ModelError(f"{type(self.model).__name__} has one sequence; its session is `session`")
-        return encoder
-
     def _latest(self) -> Pass:
         if self._last is None:
             raise ModelError("there is no batch: call the model first")
@@ -251,7 +274,7 @@ class Enabled:
     def assert_used(self, passes: int = 1) -> None:
         """Raise unless every attention layer ran once in each of so many forward passes since the last reset.
 
-        A pass in which one did not come by has raised by itself already.
+        A pass in which a layer did not attend has already raised by itself.
         """
         wanted = passes * len(self.layers)
         if self.passes != passes or self._calls != wanted:
@@ -260,10 +283,10 @@ class Enabled:
                 f"last reset, it ran {self._calls} times in {self.passes} passes"
             )
 
-    def unshard(self, output: Any) -> Any:
+    def unshard(self, output: Output) -> Output:
         """What the model returned, with all tokens of logits and hidden states, on every rank.
 
-        Tensors that were made of what it returned, as by `detach`, DDP or FSDP2, are taken for the latest batch's.
+        Tensors derived from it, as by `detach`, DDP or FSDP2, are taken for the latest batch's.
         """
         if not isinstance(output, Tensor | ModelOutput):
             raise ModelError(
@@ -274,7 +297,7 @@ class Enabled:
             return of.session.unshard(output, dim=1)
         return type(output)(**{name: self._unsharded(of, name, value) for name, value in output.items()})
 
-    def _unsharded(self, latest: Pass, name: str, value: Any) -> Any:
+    def _unsharded(self, latest: Pass, name: str, value: T) -> T:
         session = latest.encoder if name.startswith("encoder_") and latest.encoder is not None else latest.session
         if name.removeprefix("encoder_").removeprefix("decoder_") not in (
             "logits",
@@ -286,7 +309,7 @@ class Enabled:
 
     # ---- a forward pass ------------------------------------------------------------------------------------------
 
-    def _on_call(self, model: nn.Module, args: Any, kwargs: Any) -> tuple[tuple[()], dict[str, Any]]:
+    def _on_call(self, model: nn.Module, args: tuple[Any, ...], kwargs: Entries) -> tuple[tuple[()], Entries]:
         """Before forward: a batch becomes shards."""
         if not self.live:
             raise ModelError("this is a copy of an enabled model that was disabled since; enable the copy itself")
@@ -297,15 +320,15 @@ class Enabled:
             self._last = entered
         return (), given
 
-    def _on_return(self, model: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        """After forward: every layer came by; the loss."""
+    def _on_return(self, model: nn.Module, args: object, kwargs: object, output: Output) -> Output:
+        """After forward: every layer has attended; the loss."""
         entered, self._pass = self._pass, None  # from here on a layer that runs does so by itself, or in backward
-        leave: Callable[..., Any] = (
-            eagerly(self._leave) if torch.compiler.is_compiling() else self._leave
-        )  # else a compiled loss stays so
-        return leave(entered, output)
+        # Where nothing is being compiled, a loss that was compiled by itself stays so.
+        leave = eagerly(Enabled._leave) if torch.compiler.is_compiling() else Enabled._leave
+        assert entered is not None, "set when the call began"
+        return leave(self, entered, output)
 
-    def _enter(self, model: nn.Module, args: Any, kwargs: Any) -> tuple[Pass, dict[str, Any]]:
+    def _enter(self, model: nn.Module, args: tuple[Any, ...], kwargs: Entries) -> tuple[Pass, Entries]:
         given = self._named(args, kwargs)
         check_call(self.model, given)
         if self._adds_to_loss is not None and given.get("labels") is not None:
@@ -345,11 +368,11 @@ class Enabled:
         entered = Pass(session, encoder, attends, _counted(attends), labels, count, last, again)
         return entered, {name: value for name, value in given.items() if self._is_taken(name)}
 
-    def _two(self, given: dict[str, Any]) -> tuple[dict[str, Any], dict[Side, Any], Tensor | None]:
+    def _two(self, given: Entries) -> tuple[Entries, Sides, Tensor | None]:
         """The encoder's and the decoder's sequence of a batch."""
         whole = given.get("labels")
         if given.get("decoder_input_ids") is None and given.get("decoder_inputs_embeds") is None:
-            moved: Any = getattr(self.model, "prepare_decoder_input_ids_from_labels", None)
+            moved = getattr(self.model, "prepare_decoder_input_ids_from_labels", None)
             if whole is None or moved is None:
                 raise ModelError("decoder_input_ids must be given, or labels to make them from")
             given["decoder_input_ids"] = moved(labels=whole)
@@ -361,11 +384,11 @@ class Enabled:
             )
         encoder, decoder = self._shards("encoder", theirs, None), self._shards("decoder", ours, labels)
         entries = encoder.entries | {f"decoder_{name}": value for name, value in decoder.entries.items()}
-        sides: dict[Side, Any] = {"encoder": (encoder, theirs.hidden), "decoder": (decoder, ours.hidden)}
+        sides: Sides = {"encoder": (encoder, theirs.hidden), "decoder": (decoder, ours.hidden)}
         return entries, sides, decoder.labels
 
-    def _leave(self, latest: Pass, output: Any) -> Any:
-        if not latest.within:  # where it was run before, all came by
+    def _leave(self, latest: Pass, output: Output) -> Output:
+        if not latest.within:  # a repeated call was counted when it first ran
             self._count(latest)
         for _, each in tensors_of(output):
             self._returned[each] = latest
@@ -378,7 +401,7 @@ class Enabled:
         return self.unshard(output) if self.outputs == "whole" else output
 
     def _count(self, latest: Pass) -> None:
-        """Every layer came by, once."""
+        """Every layer has attended, once."""
         ran = sum((_counted(latest.attends) - latest.calls).values())
         self.passes, self._calls = self.passes + 1, self._calls + ran
         if ran > len(self.layers):
@@ -392,7 +415,7 @@ class Enabled:
                 "this pass; the others were left out, or computed it in another way, on this rank's tokens alone"
             )
 
-    def _named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    def _named(self, args: tuple[Any, ...], kwargs: Entries) -> Entries:
         """The arguments of a call, by name."""
         return dict(zip(self._calling, args, strict=False)) | dict(kwargs)
 
@@ -415,7 +438,7 @@ class Enabled:
         pattern = Pattern(False, None) if side == "cross" else Pattern.of(layer)
         return Kind(side, pattern, layer.scale, layer.softcap)
 
-    def _attention(self, kind: Kind, sides: Mapping[Side, tuple[Shards, tuple[Mask, ...]]]) -> Callable[..., Tensor]:
+    def _attention(self, kind: Kind, sides: Sides) -> LayerAttention:
         """The attention of a kind of layer in a batch: called with shards."""
         if kind.side == "cross":
             (keys, hidden), session = sides["encoder"], sides["decoder"][0].session
@@ -427,7 +450,7 @@ class Enabled:
 
     # ---- what a layer asks ---------------------------------------------------------------------------------------
 
-    def attention_for(self, kind: int) -> Callable[..., Tensor]:
+    def attention_for(self, kind: int) -> LayerAttention:
         """The attention of a kind of layer, in the pass that it runs in. See [Note: the pass of a region]."""
         return self._pass_here().attends[kind]
 
@@ -449,13 +472,15 @@ class Enabled:
         return found
 
 
-def _adapted(model: Any) -> PreTrainedModel:
-    """A model of transformers, or the one inside a model of adapters, which calls its forward without hooks."""
-    inner: Any = getattr(model, "get_base_model", None)
-    return model if isinstance(model, PreTrainedModel) or inner is None else inner()
+def _adapted(model: nn.Module) -> PreTrainedModel:
+    """A transformers model, or the one inside a `PeftModel`, which calls its forward without hooks."""
+    if isinstance(model, PreTrainedModel):
+        return model
+    inner: Callable[[], PreTrainedModel] | None = getattr(model, "get_base_model", None)
+    return cast(PreTrainedModel, model) if inner is None else inner()  # which is checked next
 
 
-def _counted(attends: Iterable[Any]) -> Counter[int]:
+def _counted(attends: Iterable[LayerAttention]) -> Counter[int]:
     """How often attention ran, by what counts it."""
     calls = [each.attend.call.uses for each in attends]
     return Counter({id(uses): uses.forward.total() for uses in calls})
@@ -474,7 +499,7 @@ def _encoder_modules(model: PreTrainedModel) -> set[nn.Module]:
     return set() if encoder is None or encoder is model else set(encoder.modules())
 
 
-def _no_generation(*args: Any, **kwargs: Any) -> Any:
+def _no_generation(*args: object, **kwargs: object) -> NoReturn:
     raise ModelError(
         "generate() does not run on an enabled model, whose ranks hold parts of a sequence; disable() it first, then "
         "generate, or use attnspan.engine"

@@ -1,4 +1,4 @@
-"""The attention layers of a model of transformers, as data: heads, scale, window, soft-cap, sinks, direction.
+"""The attention layers of a transformers model, as data: heads, scale, window, soft-cap, sinks, direction.
 
 >>> from transformers import MistralConfig, MistralForCausalLM
 >>> sizes = dict(hidden_size=32, intermediate_size=32, num_attention_heads=4, num_key_value_heads=2)
@@ -8,20 +8,20 @@
 model.layers.0.self_attn: 4 query heads, 2 key heads of 8, scale 0.354, causal, window 5
 model.layers.1.self_attn: 4 query heads, 2 key heads of 8, scale 0.354, causal, window 5
 
-Models of transformers do not compute attention; they hand it, with all that a layer wants of it, to a function that is
-looked up by the name of an implementation (`AttentionInterface`). A layer is a module whose class does that.
+Transformers models do not compute attention themselves: a layer calls a function that is looked up by the name of an
+implementation (`AttentionInterface`), with everything that it wants of it. A layer is a module whose class does that.
 
 [Note: what a layer asks for] is written in that one call: ``scaling=self.scaling, sliding_window=self.sliding_window``.
-An attribute proves nothing, since a layer may have one that it does not hand on; so the call is read from the source
-of the class, and its arguments are worked out for the module at hand. They are attributes, numbers and the like. What
-cannot be worked out, or is not known here, is a feature that is not served, and refused by its name.
+An attribute proves nothing, since a layer may have one that it does not pass on; so the call is read from the source
+of the class, and its arguments are evaluated for the module at hand. They are attributes, numbers and the like. An
+argument that cannot be evaluated, or is not known here, is an unsupported feature, and refused by its name.
 
-[Note: others that mix tokens] A module that looks at neighbours in another way (attention without the interface, linear
-attention, convolution, recurrence) would see one rank's tokens alone, or no cache. It is refused by name, too. Known by
-class: what is called attention and does not go through the interface, nor has a part that does; torch's own modules of
-that kind; types of layers in the config that are not full or sliding attention.
+[Note: others that mix tokens] A module that mixes tokens in another way (attention without the interface, linear
+attention, convolution, recurrence) would see one rank's tokens alone, or no cache. It is refused by name, too. It is
+recognised by its class: one called attention that neither uses the interface nor contains a layer that does; torch's
+own modules of that kind; and layer types in the config that are not full or sliding attention.
 
-Not known here: what a mask of a model will be; that is compared when it is made (masking.py).
+Not known here: the masks of a model; they are compared when they are made (masking.py).
 """
 
 from __future__ import annotations
@@ -72,9 +72,9 @@ class AttentionLayer:
     """One layer that attends.
 
     `name` is the module's path; `index` its place in a KV cache, None if it has none. `scale` multiplies scores;
-    `softcap` c makes them c * tanh(score / c). Of `window` w, query q sees keys k with q - k < w, and if it is not
-    `causal` also k - q < w. `sinks` tells of one more learned score per head; `cross` of keys that come from another
-    sequence than queries. `dropout` is of attention weights, in training.
+    `softcap` c makes them c * tanh(score / c). With `window` w, query q sees keys k with q - k < w, and if it is not
+    `causal` also k - q < w. `sinks`: one more learned score per head. `cross`: keys come from another sequence than
+    queries. `dropout` applies to attention weights, in training.
     """
 
     name: str
@@ -104,7 +104,7 @@ class AttentionLayer:
 
 
 def attention_layers(model: PreTrainedModel) -> list[AttentionLayer]:
-    """The attention layers of a model of transformers, in the order of its modules; refuses a model that has others."""
+    """The attention layers of a transformers model, in the order of its modules; refuses a model that has others."""
     if not isinstance(model, nn.Module) or not isinstance(getattr(model, "config", None), PreTrainedConfig):
         raise ModelError(f"model must be a model of transformers, with a config, got {type(model).__name__}")
     _check_types(model)
@@ -279,18 +279,17 @@ def _asked(name: str, module: nn.Module) -> dict[str, Any]:
     return found
 
 
-def _same(one: Any, other: Any) -> bool:
+def _same(one: object, other: object) -> bool:
     return one is other or (isinstance(one, int | float) and isinstance(other, int | float) and one == other)
 
 
 def calls_of(module: nn.Module) -> tuple[Mapping[str, ast.expr], ...]:
     """The calls of the interface in a module's class, each as its keyword arguments; none if it is no such layer."""
-    cls: Any = type(module)
-    return _calls_in(cls)
+    return _calls_in(type(module))
 
 
 @functools.cache
-def _calls_in(cls: Any) -> tuple[Mapping[str, ast.expr], ...]:
+def _calls_in(cls: type[nn.Module]) -> tuple[Mapping[str, ast.expr], ...]:
     if cls.__module__.startswith("torch.") or issubclass(cls, PreTrainedModel):
         return ()
     found: list[Mapping[str, ast.expr]] = []
@@ -305,7 +304,7 @@ def _calls_in(cls: Any) -> tuple[Mapping[str, ast.expr], ...]:
     return tuple(found)
 
 
-def _calls(function: Callable[..., Any]) -> list[Mapping[str, ast.expr]]:
+def _calls(function: Callable[..., object]) -> list[Mapping[str, ast.expr]]:
     try:
         source = inspect.getsource(inspect.unwrap(function))
     except (OSError, TypeError):
@@ -332,7 +331,7 @@ def _calls(function: Callable[..., Any]) -> list[Mapping[str, ast.expr]]:
 
 PARSING = Lock()  # the parser of Python 3.11 fails, now and then, if two threads use it at once
 
-OPERATORS: dict[type, Callable[..., Any]] = {
+OPERATORS: dict[type, Callable[..., object]] = {
     ast.Pow: operator.pow,
     ast.Mult: operator.mul,
     ast.Div: operator.truediv,
@@ -348,7 +347,7 @@ OPERATORS: dict[type, Callable[..., Any]] = {
     ast.Is: operator.is_,
     ast.IsNot: operator.is_not,
 }
-FUNCTIONS: dict[str, Callable[..., Any]] = {
+FUNCTIONS: dict[str, Callable[..., object]] = {
     "getattr": getattr,
     "hasattr": hasattr,
     "int": int,
@@ -390,7 +389,7 @@ def _worked_out(node: ast.expr, module: nn.Module) -> Any:
     raise _Unclear(f"{ast.unparse(node)} cannot be worked out from the module")
 
 
-def _read(holder: Any, name: str) -> Any:
+def _read(holder: object, name: str) -> Any:
     if not hasattr(holder, name):
         raise _Unclear(f"there is no {name!r}")
     return getattr(holder, name)

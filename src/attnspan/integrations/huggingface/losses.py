@@ -1,8 +1,8 @@
 """The loss of ``model(labels=...)``: the mean over the tokens of all ranks, as one device would take it.
 
-A model's own would be the mean over a rank's tokens, with labels moved within the shard. So labels never reach the
-model: they are moved while they are whole (batches.py), and the loss is computed from the logits that come out. That
-is the loss of the model only where that is cross entropy, token by token; which kind, is read from the model:
+A model's own would be the mean over a rank's tokens, with labels shifted within the shard. So labels never reach the
+model: they are shifted while they are whole (batches.py), and the loss is computed from the logits. That is the loss of
+the model only if it is cross entropy, token by token; its kind is read from the model:
 
     next    causal models: a token's label is the next token
     own     masked models, classes of tokens, encoder-decoders: a token's label is its own
@@ -10,13 +10,13 @@ is the loss of the model only where that is cross entropy, token by token; which
 and everything else (a class of the whole text, the balance of experts) is refused when labels come.
 
 [Note: a count] With `num_items_in_batch` the sum of a batch's losses is divided by that, and not by the batch's own
-tokens: batches whose gradients are added up are parts of one mean. It is so over ranks as on one device.
+tokens: batches whose gradients are accumulated are parts of one mean, over ranks as on one device.
 """
 
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
@@ -34,12 +34,14 @@ IGNORED = -100
 """The label of a token that has none."""
 
 Kind = Literal["next", "own"]
+Count = int | Tensor | None
+"""The items of a batch, as Trainer counts them."""
 
-BY_FUNCTION: dict[Any, Kind] = {ForCausalLMLoss: "next", ForMaskedLMLoss: "own", ForTokenClassification: "own"}
+BY_FUNCTION: dict[object, Kind] = {ForCausalLMLoss: "next", ForMaskedLMLoss: "own", ForTokenClassification: "own"}
 
 
 def kind_of(model: nn.Module) -> Kind | None:
-    """What the labels of a model are; None if its loss is not one that is served."""
+    """The kind of a model's loss; None if it is not supported."""
     forward = inspect.unwrap(type(model).forward)
     try:
         source = inspect.getsource(forward)
@@ -54,7 +56,7 @@ def kind_of(model: nn.Module) -> Kind | None:
 
 
 def aligned(labels: Tensor, kind: Kind) -> Tensor:
-    """Whole labels, (B, S), each at the token whose logits are to tell it.
+    """Whole labels, (B, S), each at the token whose logits predict it.
 
     >>> aligned(torch.tensor([[5, 6, 7]]), "next")
     tensor([[   6,    7, -100]])
@@ -62,7 +64,7 @@ def aligned(labels: Tensor, kind: Kind) -> Tensor:
     return labels if kind == "own" else F.pad(labels[:, 1:], (0, 1), value=IGNORED)
 
 
-def loss_of(logits: Tensor, labels: Tensor, session: ContextParallel, count: Any, over: Group) -> Tensor:
+def loss_of(logits: Tensor, labels: Tensor, session: ContextParallel, count: Count, over: Group) -> Tensor:
     """The loss of this rank's logits and labels. See [Note: a count]."""
     if logits.shape[:-1] != labels.shape:
         raise ModelError(

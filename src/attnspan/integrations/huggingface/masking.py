@@ -1,20 +1,20 @@
-"""What a model of transformers makes of its masks, reduced to what is data: the direction and the window.
+"""The masks that a transformers model asks for, reduced to data: the direction and the window.
 
-A model asks for a mask once per forward pass and kind of layer, by the name of the implementation, and hands what it
-gets to its layers. Ours is no tensor but a `Pattern`; documents and padding are in the session already (batches.py).
-Here it is made sure that a model asks for nothing else: a layer compares the pattern that comes to it with the one that
-it was enabled for (attending.py).
+A model asks for a mask once per forward pass and kind of layer, by the name of the implementation, and passes it to its
+layers. Ours is no tensor but a `Pattern`; documents and padding are in the session already (batches.py). A layer
+compares the pattern that it gets with the one that it was enabled for (attending.py), so a model that asks for anything
+else is noticed.
 
-[Note: functions of masks] transformers describes a mask by a function of indices. Which one it is, is told by its code:
-those below are made by public functions of `transformers.masking_utils`, and hold their sizes. Any other, such as what
-lets tokens of an image see each other, is refused. Compiled code does not look inside of functions; what the asking
-function says of itself (`local_size`, and whether a mask might be left out) decides there.
+[Note: functions of masks] transformers describes a mask by a function of indices. The function is recognised by its
+code: those below are made by public functions of `transformers.masking_utils`, and hold their sizes. Every other, such
+as one that lets tokens of an image see each other, is refused. Compiled code cannot look inside functions; there the
+arguments of the request decide (`local_size`, and whether a mask may be skipped).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from transformers.masking_utils import (
@@ -31,13 +31,16 @@ from attnspan.errors import ModelError
 from attnspan.integrations.huggingface.layers import AttentionLayer
 from attnspan.masks import Causal, Full, Mask, SlidingWindow
 
+MaskFunction = Callable[..., Any]
+"""Of (batch, head, query, key): whether the pair is allowed. transformers' own, so its type is not known."""
+
 
 class _NoTensor(ModelError, AttributeError):
     """So that ``hasattr`` says no, and whoever reads an attribute learns why."""
 
 
 class Pattern(NamedTuple):
-    """Who sees whom by the layer alone; `window` as in `AttentionLayer`.
+    """The mask of a layer by itself; `window` as in `AttentionLayer`.
 
     >>> Pattern(causal=True, window=3).mask
     SlidingWindow(2)
@@ -58,7 +61,7 @@ class Pattern(NamedTuple):
             return Causal() if self.causal else Full()
         return SlidingWindow(self.window - 1, 0 if self.causal else self.window - 1)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> NoReturn:
         raise _NoTensor(
             f"the model reads {name!r} of its mask, to change it by itself; such masks are not served, only those "
             "that a model asks transformers for"
@@ -73,10 +76,10 @@ def asked_mask(
     q_length: int,
     kv_length: int,
     *,
-    mask_function: Callable[..., Any] = causal_mask_function,
+    mask_function: MaskFunction = causal_mask_function,
     local_size: int | None = None,
-    config: Any = None,
-    **more: Any,
+    config: object = None,
+    **more: object,
 ) -> Pattern:
     """The pattern of a mask that a model asks for, by the signature of `AttentionMaskInterface`."""
     if torch.compiler.is_compiling():
@@ -84,7 +87,7 @@ def asked_mask(
     return _read(mask_function)
 
 
-def _said(local_size: int | None, config: Any, more: dict[str, Any]) -> Pattern:
+def _said(local_size: int | None, config: object, more: dict[str, object]) -> Pattern:
     """A pattern by what is said of a mask beside its function."""
     causal = "allow_is_bidirectional_skip" not in more
     plain = more.get("allow_is_causal_skip" if causal else "allow_is_bidirectional_skip", True)
@@ -96,13 +99,13 @@ def _said(local_size: int | None, config: Any, more: dict[str, Any]) -> Pattern:
     return Pattern(causal, local_size if causal or local_size is None else local_size + 1)
 
 
-def _read(function: Callable[..., Any]) -> Pattern:
+def _read(function: MaskFunction) -> Pattern:
     """A pattern by the function of a mask. See [Note: functions of masks]."""
     PARTS.hold()
     return _pattern(function)
 
 
-def _pattern(function: Callable[..., Any]) -> Pattern:
+def _pattern(function: MaskFunction) -> Pattern:
     causal, window = False, None
     for part in _parts(function):
         code = part.__code__
@@ -120,7 +123,7 @@ def _pattern(function: Callable[..., Any]) -> Pattern:
     return Pattern(causal, window)
 
 
-def _parts(function: Callable[..., Any]) -> Iterator[Any]:
+def _parts(function: MaskFunction) -> Iterator[Any]:
     """The functions that one is the intersection of."""
     if getattr(function, "__code__", None) is _AND:
         for each in _held(function, "mask_functions"):
@@ -143,7 +146,7 @@ _PACKED = packed_sequence_mask_function(torch.zeros(1, 1)).__code__
 def _means() -> bool:
     """Whether functions of transformers allow the pairs that the patterns read from them say."""
     q, k = (x.to(torch.int64) for x in torch.meshgrid(torch.arange(8), torch.arange(8), indexing="ij"))
-    cases: list[tuple[Callable[..., Any], Pattern, torch.Tensor]] = [
+    cases: list[tuple[MaskFunction, Pattern, torch.Tensor]] = [
         (causal_mask_function, Pattern(True, None), k <= q),
         (and_masks(sliding_window_overlay(3), causal_mask_function), Pattern(True, 3), (k <= q) & (k > q - 3)),
         (bidirectional_mask_function, Pattern(False, None), k == k),

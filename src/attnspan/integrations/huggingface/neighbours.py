@@ -1,13 +1,13 @@
 """Modules that look at other tokens without attention: found by how their forward is written.
 
-A rank has some of the tokens, so ``x[:, 1:]`` has not the next token of each, nor ``x[:, 0]`` the first of all. Such a
-module is computed on a rank as well as anywhere, and wrong. It is known by the source of its class::
+A rank has some of the tokens, so ``x[:, 1:]`` does not hold the next token of each, nor ``x[:, 0]`` the first of all.
+Such a module would run on a rank without an error, and be wrong. It is recognised by the source of its class::
 
     x[:, 0]  x[:, -1]  x[:, 1:]  x[:, :-1]      one token for all, or all moved by one: numbers at the place of tokens
     roll(x)  pad(x)  conv1d(x)  flip(x)         functions that move tokens
 
-Attention is looked at elsewhere (layers.py). Not known here: modules without source, and what other functions do that
-forward calls; what comes out of a model is looked at too (checking.py).
+Attention is checked elsewhere (layers.py). Not known here: modules without source, and other functions that forward
+calls; the output of a model is checked too (checking.py).
 """
 
 from __future__ import annotations

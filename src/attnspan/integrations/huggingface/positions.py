@@ -1,14 +1,14 @@
-"""Modules that make something of positions, and what they must be told where a rank has some of the tokens.
+"""Modules that use positions, and the hooks that give them those of a rank's tokens.
 
 Most get a shard's positions as they are, which are global. Others do not::
 
-    counting      embeddings that count tokens from 0, unless they are told (GPT-2's kin take positions; BART counts)
-    by the mask   embeddings that count the ones of an attention_mask, unless they are told (OPT)
+    counting      embeddings that count tokens from 0 unless positions are given (BART; GPT-2 and the like take them)
+    by the mask   embeddings that count the ones of an attention_mask unless positions are given (OPT)
     by length     rotary embeddings whose frequencies depend on the last position: "dynamic" and "longrope"
 
-[Note: the last position] Rotary embeddings by length look for the largest of the positions they get, which on a rank is
-its own tokens'. So they get the whole sequence's beside, as one more token, and that token is taken off what they
-return: the frequencies are those of one device, and so is what they keep from batch to batch.
+[Note: the last position] Rotary embeddings by length use the largest of the positions they get, which on a rank is that
+of its own tokens. So they also get the largest of the whole sequence, as one more token, which is removed from what
+they return: the frequencies are those of one device, and so is what they keep from batch to batch.
 """
 
 from __future__ import annotations
@@ -29,16 +29,21 @@ from attnspan.errors import ModelError
 if TYPE_CHECKING:
     from attnspan.integrations.huggingface.enabling import Pass
 
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+Before = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Arguments]
+After = Callable[[nn.Module, tuple[Any, ...], object], object]
+"""Hooks before and after forward."""
+
 BY_LENGTH = ("dynamic", "longrope")
 
 
 def counts_by_mask(module: nn.Module) -> bool:
-    """Whether a module is an embedding of positions that are counted by an attention_mask, unless it is told."""
+    """Whether a module is an embedding of positions that counts by an attention_mask unless they are given."""
     return isinstance(module, nn.Embedding) and "attention_mask" in inspect.signature(type(module).forward).parameters
 
 
 def counts_by_itself(module: nn.Module) -> bool:
-    """Whether a module is an embedding of positions that counts tokens, unless it is told."""
+    """Whether a module is an embedding of positions that counts tokens unless they are given."""
     wanted = {"position_ids", "past_key_values_length"}
     return isinstance(module, nn.Embedding) and wanted <= set(inspect.signature(type(module).forward).parameters)
 
@@ -51,28 +56,28 @@ def goes_by_length(module: nn.Module) -> bool:
 
 
 @dataclass(frozen=True)
-class Told:
-    """A module that must be told, and hooks that tell it."""
+class PositionHook:
+    """A module that must be given positions, and the hooks that do it."""
 
     module: nn.Module
-    before: Callable[..., Any]
-    after: Callable[..., Any] | None = None
+    before: Before
+    after: After | None = None
 
     def hooks(self) -> list[RemovableHandle]:
-        """Tell it from here on."""
+        """Give it positions from here on."""
         before = self.module.register_forward_pre_hook(self.before, with_kwargs=True)
         return [before] if self.after is None else [before, self.module.register_forward_hook(self.after)]
 
 
-def to_be_told(
+def position_hooks(
     model: PreTrainedModel, takes: Container[str], here: Callable[[], Pass], encoder: set[nn.Module]
-) -> list[Told]:
-    """What in a model must be told of positions, by the pass that is `here`; `takes` are the arguments of its forward.
+) -> list[PositionHook]:
+    """The hooks that give a model's modules the positions of the pass that is `here`; `takes` are forward's arguments.
 
-    A model that counts, and cannot be told, is refused. `encoder` are the modules of the first of two sequences.
+    A model that counts, and takes no positions, is refused. `encoder` are the modules of the first of two sequences.
     """
     counting = [module for module in model.modules() if counts_by_itself(module)]
-    told = [Told(each, _with_last(here), _without_last) for each in model.modules() if goes_by_length(each)]
+    hooks = [PositionHook(each, _with_last(here), _without_last) for each in model.modules() if goes_by_length(each)]
     for name in ("position_ids", "decoder_position_ids") if encoder else ("position_ids",):
         if name in takes:
             continue
@@ -82,26 +87,28 @@ def to_be_told(
             raise ModelError(
                 f"{type(model).__name__} takes no {name} and would count each rank's tokens from 0, which is not served"
             )
-        told += [Told(module, _own(here, first)) for module in found]
-    return told
+        hooks += [PositionHook(module, _own(here, first)) for module in found]
+    return hooks
 
 
-def _own(here: Callable[[], Pass], encoder: bool) -> Callable[..., Any]:
-    """Tells an embedding the positions of a rank's tokens."""
+def _own(here: Callable[[], Pass], encoder: bool) -> Before:
+    """Gives an embedding the positions of a rank's tokens."""
 
-    def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def before(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, object]) -> Arguments:
         session = here().encoder if encoder else here().session
-        return args, kwargs | {"position_ids": session.positions}  # type: ignore[union-attr]
+        assert session is not None, "an encoder has a session"
+        return args, kwargs | {"position_ids": session.positions}
 
     return before
 
 
-def _with_last(here: Callable[[], Pass]) -> Callable[..., Any]:
+def _with_last(here: Callable[[], Pass]) -> Before:
     """Gives a rotary embedding, called with (x, position_ids), one token more. See [Note: the last position]."""
 
-    def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def before(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, object]) -> Arguments:
         named = "position_ids" in kwargs
-        ids: Tensor = kwargs["position_ids"] if named else args[1]
+        ids = kwargs["position_ids"] if named else args[1]
+        assert isinstance(ids, Tensor), "rotary embeddings are called with (x, position_ids)"
         last = torch.as_tensor(here().last, dtype=ids.dtype, device=ids.device)
         longer = torch.cat([ids, last.expand(*ids.shape[:-1], 1)], dim=-1)
         return (args, kwargs | {"position_ids": longer}) if named else ((args[0], longer, *args[2:]), kwargs)
@@ -109,6 +116,6 @@ def _with_last(here: Callable[[], Pass]) -> Callable[..., Any]:
     return before
 
 
-def _without_last(module: nn.Module, args: Any, output: Any) -> Any:
+def _without_last(module: nn.Module, args: tuple[Any, ...], output: object) -> object:
     """What a rotary embedding returned, (..., S, D), without that token."""
     return tree_map_only(Tensor, lambda each: each[..., :-1, :], output)

@@ -3,9 +3,9 @@
 `Family` is made once, of a group or of a session that was given. Another batch is another session of the family
 (`ContextParallel.with_mask`), with one layout for all its masks, balanced by how many layers have each.
 
-[Note: the mask of a session] A session that is given has a mask of its own. What is data in it, `Documents` and
-`KeyPadding`, goes into every layer's mask. The rest must not hide what a layer shows: `Causal()` is right for causal
-layers, with a window too, and for an encoder it is a mistake, which is refused.
+[Note: the mask of a session] A session that is given has a mask of its own. Its `Documents` and `KeyPadding` go into
+every layer's mask. The rest must not hide keys that a layer sees: `Causal()` is right for causal layers, also with a
+window; for an encoder it is a mistake, and refused.
 """
 
 from __future__ import annotations

@@ -1,43 +1,50 @@
-"""Trainer and accelerate with an enabled model: what they deal to ranks, and what they gather from them.
+"""Trainer and accelerate with an enabled model: which batches ranks get, and what is gathered from them.
 
-Both give every process a batch of its own. The ranks of a session hold parts of one, so they must be dealt the same:
+Both give every process a batch of its own. The ranks of a session hold parts of one batch, so they must get the same:
 ``with dealing(accelerator, handle)`` around `accelerator.prepare(loader)` deals by data-parallel rank, and
 `SpanTrainer` does that for its loaders::
 
     handle = enable(model, mesh["cp"])
     SpanTrainer(model=model, args=args, train_dataset=dataset).train()
 
-Nothing else is to be told: DDP and FSDP2 average gradients over all ranks, which the loss is made for, with Trainer's
-count of items and without (losses.py). In evaluation, what `compute_metrics` gets has all tokens, each sample once.
+Nothing else is needed: DDP and FSDP2 average gradients over all ranks, which the loss accounts for, with Trainer's
+count of items and without (losses.py). In evaluation `compute_metrics` gets all tokens, each sample once.
 
 [Note: a count of Trainer] Trainer counts the tokens of all micro-batches, and multiplies a loss by the number of
 processes, since DDP will average and each has a batch of its own. The ranks of a session have one; so the count that
 the model gets is larger by their number. Where tokens are not counted over processes (`average_tokens_across_devices`),
 Trainer divides the count by the ranks of a batch all the same, and rounds down: that is refused.
 
-[Note: neighbours] Both take neighbours in rank for the ranks of one batch: on a mesh of (dp, cp), cp is the last axis.
+[Note: neighbours] Both take consecutive ranks for the ranks of one batch: on a mesh of (dp, cp), cp is the last axis.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
+from torch.utils.data import DataLoader
 from transformers import Trainer
 
 from attnspan.errors import ModelError
 from attnspan.integrations.huggingface.attending import SEAT
+from attnspan.integrations.huggingface.batches import Entries
 from attnspan.integrations.huggingface.enabling import Enabled
+from attnspan.integrations.huggingface.losses import Count
 from attnspan.transports.distributed import Distributed
 from attnspan.transports.group import transport_of
 
 if TYPE_CHECKING:
     from accelerate import Accelerator  # type: ignore[import-untyped]
+
+    _Trainer = Trainer
+else:
+    _Trainer = object  # a mixin, for Trainers of any kind
 
 
 def enabled_of(model: nn.Module) -> Enabled:
@@ -109,82 +116,88 @@ def check_neighbours(handle: Enabled, processes: int) -> None:
         )
 
 
-class SpanTrainerMixin:
+class SpanTrainerMixin(_Trainer):
     """For any Trainer whose model is enabled: ``class Mine(SpanTrainerMixin, Seq2SeqTrainer)``."""
 
     @property
     def span(self) -> Enabled:
         """What the model was enabled by."""
-        return enabled_of(self.model)  # type: ignore[attr-defined]
+        assert self.model is not None, "a Trainer has a model"
+        return enabled_of(self.model)
 
     def get_cp_size(self) -> int:
         """How many ranks are dealt the same batch."""
         return self.span.ranks
 
-    def get_train_dataloader(self) -> Any:
+    def get_train_dataloader(self) -> DataLoader[object]:
         """The loader of training, dealt by data-parallel rank."""
         with self._dealing():
-            return super().get_train_dataloader()  # type: ignore[misc]
+            return super().get_train_dataloader()
 
-    def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+    def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> DataLoader[object]:
         """The loader of evaluation, dealt by data-parallel rank."""
         with self._dealing():
-            return super().get_eval_dataloader(*args, **kwargs)  # type: ignore[misc]
+            return super().get_eval_dataloader(*args, **kwargs)
 
-    def get_test_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+    def get_test_dataloader(self, *args: Any, **kwargs: Any) -> DataLoader[object]:
         """The loader of prediction, dealt by data-parallel rank."""
         with self._dealing():
-            return super().get_test_dataloader(*args, **kwargs)  # type: ignore[misc]
+            return super().get_test_dataloader(*args, **kwargs)
 
     def compute_loss(
-        self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None, **more: Any
+        self,
+        model: nn.Module,
+        inputs: Entries,
+        return_outputs: bool = False,
+        num_items_in_batch: Count = None,
+        **more: Any,
     ) -> Any:
         """The loss of the model; others would be computed from one rank's logits. See [Note: a count of Trainer]."""
-        if self.label_smoother is not None or self.compute_loss_func is not None:  # type: ignore[attr-defined]
+        if self.label_smoother is not None or self.compute_loss_func is not None:
             raise ModelError(
                 "label_smoothing_factor and compute_loss_func: they would see one rank's logits, and are not served"
             )
-        if model.training and self.args.neftune_noise_alpha is not None:  # type: ignore[attr-defined]
+        if model.training and self.args.neftune_noise_alpha is not None:
             raise ModelError("neftune_noise_alpha: noise would be drawn for each rank's tokens, and is not served")
         if num_items_in_batch is None:
-            return super().compute_loss(model, inputs, return_outputs, **more)  # type: ignore[misc]
-        if self.span.ranks > 1 and not self.args.average_tokens_across_devices:  # type: ignore[attr-defined]
+            return super().compute_loss(model, inputs, return_outputs, **more)
+        if self.span.ranks > 1 and not self.args.average_tokens_across_devices:
             raise ModelError("average_tokens_across_devices must be True: Trainer's count of tokens would be rounded")
         over = self.span.transport if self.span.over is None else transport_of(self.span.over)
         count = num_items_in_batch * over.ranks
-        return super().compute_loss(model, inputs, return_outputs, count, **more)  # type: ignore[misc]
+        return super().compute_loss(model, inputs, return_outputs, count, **more)
 
-    def _dealing(self) -> Any:
-        return dealing(self.accelerator, self.span)  # type: ignore[attr-defined]
+    def _dealing(self) -> AbstractContextManager[None]:
+        return dealing(self.accelerator, self.span)
 
-    def _track_num_input_tokens(self, inputs: Any) -> None:
+    def _track_num_input_tokens(self, inputs: Entries) -> None:
         """Trainer adds up what processes have; the ranks of a session have the same."""
-        state: Any = self.state  # type: ignore[attr-defined]
+        state = self.state
         before = state.num_input_tokens_seen
-        super()._track_num_input_tokens(inputs)  # type: ignore[misc]
+        super()._track_num_input_tokens(inputs)
         state.num_input_tokens_seen = before + (state.num_input_tokens_seen - before) // self.span.ranks
 
     def prediction_step(
-        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any
+        self, model: nn.Module, inputs: Entries, prediction_loss_only: bool, *args: Any, **kwargs: Any
     ) -> Any:
         """A step of evaluation, whose logits are those of all tokens."""
         before, self.span.outputs = self.span.outputs, "shards" if prediction_loss_only else "whole"
         try:
-            return super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)  # type: ignore[misc]
+            return super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)
         finally:
             self.span.outputs = before
 
     @property
-    def gather_function(self) -> Callable[..., Any]:
+    def gather_function(self) -> Callable[[object], object]:
         """What gathers the results of evaluation: each sample once, whichever ranks it was on."""
         return self._gathered_once
 
     @gather_function.setter
-    def gather_function(self, theirs: Callable[..., Any]) -> None:
+    def gather_function(self, theirs: Callable[[object], object]) -> None:
         """Trainer sets accelerate's, which would give every sample as often as there are ranks in a session."""
 
-    def _gathered_once(self, tensors: Any) -> Any:
-        accelerator = self.accelerator  # type: ignore[attr-defined]
+    def _gathered_once(self, tensors: object) -> object:
+        accelerator = self.accelerator
         processes, same, state = accelerator.num_processes, self.span.ranks, accelerator.gradient_state
         last = state.remainder if state.end_of_dataloader and state.remainder > 0 else None
 

@@ -1,7 +1,7 @@
 """Whether all ranks have the same model: weights and buffers compared by checksums of their bits.
 
-Ranks whose models were made with other random numbers, or loaded from another checkpoint, would compute parts of
-different models, and nobody would notice. Weights that lie in parts on the ranks are passed over.
+Ranks whose models have other random weights, or another checkpoint, would compute parts of different models without an
+error. Weights that are sharded over ranks are skipped.
 """
 
 from __future__ import annotations

@@ -5,19 +5,21 @@ those, and one message joins the results (paged/sharded.py). That spreads memory
 A long prompt is spread in time as well: under context parallelism each rank feeds its shard of the tokens, attention is
 that of `ContextParallel`, and each layer's keys are handed over to the pages where they belong.
 
-The rank that has the prompt's last token tells the others its logits.
+The rank that has the prompt's last token sends its logits to the others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from attnspan.engine.accord import Accord
-from attnspan.engine.runner import Over, Place, Pools, Runner
+from attnspan.engine.model import PackedBatch, ServedModel, StepAttention
+from attnspan.engine.paged_attention import PagedStepAttention
+from attnspan.engine.pools import LayerPlace, Pools
+from attnspan.engine.rank_consensus import RankConsensus
+from attnspan.engine.runner import PlanSizes, Runner
 from attnspan.engine.scheduler import Chunk
 from attnspan.masks import Causal, Mask, SlidingWindow
 from attnspan.paged import PagePool, ShardedPages, StepPlan
@@ -25,74 +27,85 @@ from attnspan.parallel import ContextParallel
 from attnspan.parallel.attentions import BoundAttention
 from attnspan.transports.group import Group
 
+Kind = tuple[str, float | None, Callable[..., Tensor] | None]
+"""The mask, scale and score_mod of a layer."""
+
 
 class RanksRunner(Runner):
     """A runner whose pages are spread over the ranks of `mesh`; prompts of `whole` tokens or more are split.
 
-    What is about to be computed is compared with the other ranks of `accord` before the model is called.
+    What is about to be computed is compared with the other ranks of `consensus` before the model is called.
     """
 
     def __init__(
-        self, model: nn.Module, pools: Pools, *, mesh: Group, accord: Accord, whole: int, **sizes: Any
+        self,
+        model: ServedModel,
+        pools: Pools,
+        sizes: PlanSizes,
+        *,
+        mesh: Group,
+        consensus: RankConsensus,
+        whole: int,
+        kernel: str = "auto",
     ) -> None:
-        self.mesh, self.accord, self.whole = mesh, accord, whole
-        super().__init__(model, pools, **sizes)
+        self.mesh, self.consensus, self.whole = mesh, consensus, whole
+        super().__init__(model, pools, sizes, kernel=kernel)
         self._session: ContextParallel | None = None
 
-    def _planned(self, sizes: dict[str, Any]) -> tuple[Sequence[PagePool | ShardedPages], list[StepPlan]]:
+    def _plans(self, sizes: PlanSizes) -> tuple[Sequence[PagePool | ShardedPages], list[StepPlan]]:
         pages = [ShardedPages(pool, self.mesh, interleave=pool.page_size) for pool in self.pools.pools]
         return pages, [each.plan(**sizes) for each in pages]
 
     def run(self, batch: Sequence[Chunk]) -> Tensor:
-        """As of one rank; the same logits on every rank."""
-        self._compared = self.accord.on_step(batch)
+        """As on one rank; the same logits on every rank."""
+        self._compare = self.consensus.compare_step(batch)
         sample, count = batch[0]
         if len(batch) == 1 and sample.computed == 0 and count == sample.rest >= self.whole:
-            return self._split(sample.tokens)
+            return self._prefill(sample.tokens)
         return super().run(batch)
 
-    def _called(self, tokens: Tensor, positions: Tensor, keep: Tensor | int, attends: Any) -> Tensor:
-        self._compared()
-        return super()._called(tokens, positions, keep, attends)
+    def _call(self, batch: PackedBatch, attention: StepAttention) -> Tensor:
+        self._compare()
+        return super()._call(batch, attention)
 
-    def _split(self, tokens: Sequence[int]) -> Tensor:
+    def _prefill(self, tokens: Sequence[int]) -> Tensor:
         """The logits (1, V) after a prompt that all ranks compute."""
-        session = self._on(len(tokens))
+        session = self._session_for(len(tokens))
         positions = session.positions
         mine = [tokens[position] for position in positions.tolist()]
         last = (positions == len(tokens) - 1).nonzero().flatten().tolist()
-        found = self._logits(mine, positions, last, Split(session, self._over))
+        found = self._logits(mine, positions, last, PrefillAttention(session, self._attention))
         logits = found.new_zeros(1, found.shape[1], dtype=torch.float32)
         if last:
             logits.copy_(found)
         session.transport.all_reduce(logits, "logits").wait()
         return logits
 
-    def _on(self, length: int) -> ContextParallel:
-        """A session for a prompt of that length; those of the same length share one."""
+    def _session_for(self, length: int) -> ContextParallel:
+        """A session for a prompt of that length; prompts of the same length share one."""
         masks: dict[str, Mask] = {_name(place): _mask(place) for place in self.pools.places}
         if self._session is None:
             self._session = ContextParallel(self.mesh, seq_len=length, mask=masks)
         return self._session.with_mask(masks, seq_len=length)
 
 
-class Split:
-    """Attention under context parallelism: what serves a call of the model on a shard of a prompt."""
+class PrefillAttention(StepAttention):
+    """Attention under context parallelism over the shards of a prompt, whose keys end in pages."""
 
-    def __init__(self, session: ContextParallel, over: Over) -> None:
-        self.session, self.over = session, over
-        self._attends: dict[tuple[str, float, Any], BoundAttention] = {}
+    def __init__(self, session: ContextParallel, paged: PagedStepAttention) -> None:
+        self.session, self.paged = session, paged
+        self._attends: dict[Kind, BoundAttention] = {}
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
-        """Attend, and hand the keys over to their pages. (1, H, S, D) of the shard; (1, S, H, D) out."""
-        place = self.over.pools.places[layer]
+    def _attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
+        query, key, value = (each.transpose(0, 1).unsqueeze(0) for each in (query, key, value))  # (1, H, S, D)
+        place = self.paged.pools.places[layer]
         out = self._attention_for(place)(query, key, value, sinks=sinks)
-        pages = self.over.pages[place.pool]
+        pages = self.paged.pages[place.pool]
         assert isinstance(pages, ShardedPages), "made so"
-        pages.from_context_parallel(place.index, key, value, self.session, self.over.plans[place.pool])
-        return out.transpose(1, 2).contiguous()
+        pages.from_context_parallel(place.index, key, value, self.session, self.paged.plans[place.pool])
+        return out.transpose(1, 2).contiguous()[0]
 
-    def _attention_for(self, place: Place) -> BoundAttention:
+    def _attention_for(self, place: LayerPlace) -> BoundAttention:
         """One for all layers of a kind."""
         kind = _name(place), place.scale, place.score_mod
         if kind not in self._attends:
@@ -100,9 +113,9 @@ class Split:
         return self._attends[kind]
 
 
-def _name(place: Place) -> str:
+def _name(place: LayerPlace) -> str:
     return "full" if place.window is None else f"window {place.window}"
 
 
-def _mask(place: Place) -> Mask:
+def _mask(place: LayerPlace) -> Mask:
     return Causal() if place.window is None else SlidingWindow(place.window - 1)

@@ -1,34 +1,36 @@
-"""Text from tokens as they come, and the places where it must stop.
+"""Text from tokens as they come, and the stop strings where it ends.
 
-A token is seldom a text of its own: bytes of one letter may be spread over several, and some tokenizers write the space
-before a word only where a word came before. So the newest tokens are decoded together with a few before them, at first
-those of the prompt, and what is new is what the text grew by: a prompt and its answer can be joined. Where a text ends
-in the middle of a letter, the letter waits for the rest of it.
+A token is seldom a text of its own: the bytes of one character may be spread over several, and some tokenizers write
+the space before a word only if a word came before. So the newest tokens are decoded together with a few before them, at
+first those of the prompt, and the text that is new is what the decoded text grew by: a prompt and its answer can be
+joined. A character whose bytes are not all there waits for the rest.
 
-[Note: held back] A text to stop at may begin in one token and end in a later one. What may still become one is held
-back, so that nothing is ever told that is cut off later. Joined, the pieces are the text.
+[Note: held back] A stop string may begin in one token and end in a later one. Text that may still become one is held
+back, so that nothing is reported that is cut off later. Joined, the pieces are the text.
 
-[Note: special tokens] A special token has no part in the text, and is not decoded with others. A text to stop at may
-name it, as in stop="<|im_end|>": for each such token a symbol that no text has stands in what is held back and in the
-texts to stop at, and is taken out before anything is told. A text to stop at that only looks like a part of its name
-does not meet it.
+[Note: special tokens] A special token is not part of the text, and is not decoded with others. A stop string may name
+it, as in stop="<|im_end|>": each such token is replaced by a private-use character in the held-back text and in the
+stop strings, which is removed before anything is reported. A stop string that is only a part of its name does not match
+it.
 
-[Note: cleaned texts] A tokenizer may clean up spaces (`clean_up_tokenization_spaces`), which changes what came earlier:
+[Note: cleaned texts] A tokenizer may clean up spaces (`clean_up_tokenization_spaces`), which changes earlier text:
 "do n ' t" becomes "don't" with its last token. Tokens are decoded without, and the text is cleaned up to a space that
-no rule reaches across; what comes after that waits, but is searched for texts to stop at as it would be now.
+no rule reaches across; later text waits, but is searched for stop strings as it would be now.
 
 Knows nothing of models or requests.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from typing import Any, Protocol
+
+from attnspan.errors import EngineError
 
 CONTEXT = 8
 """Tokens of a prompt that an answer is read after."""
 
-UNFINISHED = "\ufffd"
+REPLACEMENT = "\ufffd"
 """What decoding puts where bytes are not yet a letter."""
 
 SYMBOLS = range(0xF0000, 0xFFFFE)
@@ -36,7 +38,7 @@ SYMBOLS = range(0xF0000, 0xFFFFE)
 
 
 class Tokenizer(Protocol):
-    """What is asked of a tokenizer; those of transformers are such."""
+    """A tokenizer, such as those of transformers."""
 
     def encode(self, text: str) -> list[int]:
         """Tokens of a text."""
@@ -47,35 +49,50 @@ class Tokenizer(Protocol):
         ...
 
 
-class Speech:
-    """The text of one sample `after` a prompt: `push` tokens, get what can be told.
+def check_tokenizer(tokenizer: object, vocabulary: int) -> None:
+    """EngineError for what is no tokenizer, or one with more tokens than the model knows."""
+    if tokenizer is None:
+        return
+    for method in ("encode", "decode"):
+        if not callable(getattr(tokenizer, method, None)):
+            raise EngineError(f"tokenizer must have encode and decode, got {type(tokenizer).__name__}")
+    size = len(tokenizer) if isinstance(tokenizer, Sized) else 0
+    if size > vocabulary:
+        raise EngineError(
+            f"tokenizer does not fit the model: it has {size} tokens, and the model knows {vocabulary}; give the one "
+            "that the model was trained with"
+        )
+
+
+class Detokenizer:
+    """The text of one sample `after` a prompt: `push` a token, get the text that it settles.
 
     >>> class Letters:
     ...     def decode(self, token_ids, skip_special_tokens=True):
     ...         return "".join(map(chr, token_ids))
-    >>> speech = Speech(Letters(), stop=("end",))
-    >>> [speech.push(ord(letter)) for letter in "an end"]
+    >>> detokenizer = Detokenizer(Letters(), stop=("end",))
+    >>> [detokenizer.push(ord(letter)) for letter in "an end"]
     ['a', 'n', ' ', '', '', '']
-    >>> speech.stopped
+    >>> detokenizer.stopped
     True
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), after: Sequence[int] = ()) -> None:
         self.tokenizer = tokenizer
         self.stopped = False
-        self._cleaner = Cleaner(tokenizer) if cleans(tokenizer) else None
-        self._stops = Stops(stop)
+        self._cleaner = SpaceCleaner(tokenizer) if cleans(tokenizer) else None
+        self._stops = StopStrings(stop)
         self._special: dict[int, str] = {}  # those that came by, and their names
         self._tokens = list(after[-CONTEXT:])
         self._before = 0
-        self._read = len(self._tokens)  # tokens [before, read) were told, and are decoded again with what comes next
+        self._read = len(self._tokens)  # tokens [before, read) were returned, and are decoded again with the next
         self._length = len(text := self._decoded(0))  # of what those from `before` on are, when last decoded
-        if text.endswith(UNFINISHED):
+        if text.endswith(REPLACEMENT):
             self._before, self._length = self._read, 0  # a prompt that ends within a letter
-        self._told_of = self._length  # how much of that was handed on
+        self._reported = self._length  # how much of that was returned
 
     def push(self, token: int) -> str:
-        """What the text grew by, as far as it can be told."""
+        """What the text grew by, as far as it is settled."""
         if token not in self._special:
             self._tokens.append(token)
             whole = self._decoded(self._before)
@@ -89,30 +106,30 @@ class Speech:
         """What was held back, when no more tokens come."""
         if self.stopped:
             return ""
-        rest = self._decoded(self._before)[self._told_of :]
-        self._told_of += len(rest)
+        rest = self._decoded(self._before)[self._reported :]
+        self._reported += len(rest)
         return self._on(rest, ended=True)
 
     def _grown(self, whole: str) -> str:
         """What is new in the text of the tokens from `before` on, up to a letter that is not there yet."""
-        settled = whole.rstrip(UNFINISHED)
-        new = settled[self._told_of :]
-        self._told_of, self._length = max(self._told_of, len(settled)), len(whole)
+        settled = whole.rstrip(REPLACEMENT)
+        new = settled[self._reported :]
+        self._reported, self._length = max(self._reported, len(settled)), len(whole)
         if len(settled) == len(whole) and new:
             self._before, self._read = self._read, len(self._tokens)
-            self._told_of = self._length = len(self._decoded(self._before))
+            self._reported = self._length = len(self._decoded(self._before))
         return new
 
     def _on(self, new: str, ended: bool = False) -> str:
-        """Clean what is new, look for texts to stop at, and hold back what may become one."""
+        """Clean new text, look for stop strings, and hold back what may become one."""
         tentative = ""
         if self._cleaner is not None:
             new, tentative = self._cleaner.cleaned(new, ended or new[:1] in self._stops.symbols)
-        told, self.stopped = self._stops.cut(new, tentative, ended)
-        return told
+        text, self.stopped = self._stops.cut(new, tentative, ended)
+        return text
 
     def _is_special(self, token: int) -> bool:
-        """Whether a token has a name and no text; it is noted as such."""
+        """Whether a token has a name and no text; it is remembered."""
         name = self.tokenizer.decode([token], skip_special_tokens=False)
         if not name or self.tokenizer.decode([token], skip_special_tokens=True):
             return False
@@ -126,8 +143,8 @@ class Speech:
         return self.tokenizer.decode(tokens, skip_special_tokens=True) if tokens else ""
 
 
-class Stops:
-    """Texts to stop at, and what is held back because it may become one."""
+class StopStrings:
+    """Stop strings, and text that is held back because it may become one."""
 
     def __init__(self, texts: Sequence[str]) -> None:
         self.texts = tuple(texts)
@@ -154,7 +171,7 @@ class Stops:
         return next((symbol for symbol, each in self.symbols.items() if each == name), "")
 
     def cut(self, new: str, tentative: str, ended: bool) -> tuple[str, bool]:
-        """What can be told of a text that goes on with `new`, and whether it stops there.
+        """What is settled of a text that continues with `new`, and whether it stops there.
 
         `tentative` comes after it and may yet be another; at the end nothing is held back.
         """
@@ -168,14 +185,14 @@ class Stops:
         return self._shown(text[:kept]), False
 
     def _first(self, text: str) -> int | None:
-        """Where the first text to stop at begins, in what is shown or with special tokens."""
+        """Where the first stop string begins, in the visible text or with special tokens."""
         shown, places = self._places(text)
         found = [places[place] for place in (shown.find(each) for each in self.texts) if place >= 0]
         found += [place for place in (text.find(each) for each in self._with_symbols) if place >= 0]
         return min(found, default=None)
 
     def _beginning(self, text: str) -> int:
-        """Where what may become a text to stop at begins; the end of the text if nothing may."""
+        """Where a possible stop string begins; the end of the text if there is none."""
         shown, places = self._places(text)
         begun = places[len(shown) - _overlap(shown, self.texts)]
         return min(begun, len(text) - _overlap(text, self._with_symbols))
@@ -197,8 +214,8 @@ def _overlap(text: str, stops: Sequence[str]) -> int:
     return max((len(each) for each in beginnings if text.endswith(each)), default=0)
 
 
-def cleans(tokenizer: Any) -> bool:
-    """Whether a tokenizer cleans up spaces when it decodes: those of transformers do not for BPE, unless forced to."""
+def cleans(tokenizer: object) -> bool:
+    """Whether a tokenizer cleans up spaces when it decodes; transformers does not for BPE, unless forced to."""
     if not getattr(tokenizer, "clean_up_tokenization_spaces", False):
         return False
     model = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
@@ -206,7 +223,7 @@ def cleans(tokenizer: Any) -> bool:
     return type(model).__name__ != "BPE" or bool(getattr(tokenizer, forced, False))
 
 
-class Cleaner:
+class SpaceCleaner:
     """Text as its tokenizer cleans it, piece by piece. See [Note: cleaned texts]."""
 
     def __init__(self, tokenizer: Any) -> None:

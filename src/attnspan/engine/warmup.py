@@ -1,7 +1,7 @@
-"""Made-up prompts: what is done when something is first met is done before anyone waits for it.
+"""Warm-up: prompts of zeros are run before the first request, so that no request waits for what happens only once.
 
-Kernels are compiled for numbers of new tokens, graphs are noted for numbers of rows. Both are met here by running them,
-in pages that are given back; nothing is found, kept or counted.
+Kernels are compiled for numbers of new tokens, and graphs are captured for numbers of rows. Both happen here, in pages
+that are given back; nothing is found, kept or counted.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from attnspan.engine.sample import Sample
 from attnspan.engine.scheduler import Scheduler
 
 LENGTHS = (8, 64, 512)
-"""Of single prompts: kernels differ by how many new tokens a sample has, up to some 64."""
+"""Lengths of single prompts: kernels differ by the number of new tokens of a sample, up to about 64."""
 
 
-def rehearsed(runner: Runner) -> list[list[int]]:
-    """Lengths of the prompts that are run together, time after time."""
+def warmup_batches(runner: Runner) -> list[list[int]]:
+    """Batches to run one after another, each as the lengths of its prompts."""
     return [*([1] * rows for rows in runner.sizes), *([length] for length in LENGTHS)]
 
 
-def rehearse(runner: Runner, scheduler: Scheduler, lengths: list[int]) -> None:
+def run_warmup(runner: Runner, scheduler: Scheduler, lengths: list[int]) -> None:
     """Run prompts of these lengths and a token after each, as far as there is room for them.
 
     Where it fails, pages are left to the scheduler's `reset`.

@@ -1,10 +1,10 @@
-"""What the ranks of an engine must have in common: options, the model, requests, cancellations, what a step computes.
+"""What the ranks of an engine must have in common: options, the model, requests, cancellations, and each step.
 
-Each rank decides by itself what to do next, and all decide alike because all know the same. What they were told is
-therefore compared, and refused on every rank where it differs. Of one rank, nothing is asked.
+Each rank decides by itself what to do next, and all decide alike because all know the same. What they know is therefore
+compared, and refused on every rank where it differs. One rank alone compares nothing.
 
 [Note: records] What is compared while an engine runs is a record of a fixed size: what a rank is doing, a digest of it,
-and a number. So ranks that do different things, one adding a request while another steps, hear of that as well.
+and a number. So ranks that do different things, one adding a request while another steps, learn of that as well.
 
 | compared | when | where it differs |
 |---|---|---|
@@ -13,8 +13,8 @@ and a number. So ranks that do different things, one adding a request while anot
 | weights and buffers, how often the model was found changed | where requests begin | the step is not made |
 | cancellations, samples, their versions, the tokens they are fed | in every step | the engine takes no more |
 
-The record of a step leaves when its batch is known, and is waited for when the model is about to be called: it travels
-while the step is planned. Cancellations say nothing when they happen, and are part of the next record.
+The record of a step is sent when its batch is known, and awaited when the model is about to be called: it travels while
+the step is planned. A cancellation sends nothing by itself, and is part of the next record.
 
 See attention/unbroken.py for what becomes of a group on which a rank failed in the middle.
 """
@@ -27,23 +27,23 @@ from contextlib import contextmanager
 from typing import Any
 
 from attnspan.attention.unbroken import unbroken
-from attnspan.engine.fingerprint import ModelFingerprint, description
+from attnspan.engine.fingerprint import ModelFingerprint
 from attnspan.engine.scheduler import Chunk
 from attnspan.errors import EngineError, ModelError
 from attnspan.transports import Transport, consensus
 
-DOINGS = ("adding a request", "beginning a request", "making a step")
+ACTIVITIES = ("adding a request", "beginning a request", "making a step")
 """What a rank may be doing when it is heard of."""
 
 DIGEST, NUMBER = 23, 8
 """Bytes of a record, after one for what is being done."""
 
 
-class OutOfStep(EngineError):
+class RanksDiverged(EngineError):
     """Ranks of an engine do different things, and cannot be brought together again."""
 
 
-class Accord:
+class RankConsensus:
     """The ranks of an engine. `transport` is None for one rank."""
 
     def __init__(self, transport: Transport | None) -> None:
@@ -62,7 +62,7 @@ class Accord:
         if self.transport is None:
             yield
         else:
-            with unbroken(self.transport, but=(OutOfStep,)):
+            with unbroken(self.transport, but=(RanksDiverged,)):
                 yield
 
     # ---- records ---------------------------------------------------------------------------------------------------
@@ -72,7 +72,7 @@ class Accord:
         assert self.transport is not None, "there are others to hear"
         transport = self.transport
         digest = hashlib.blake2b(said, digest_size=DIGEST).digest()
-        record = bytes([DOINGS.index(doing)]) + digest + number.to_bytes(NUMBER, "little")
+        record = bytes([ACTIVITIES.index(doing)]) + digest + number.to_bytes(NUMBER, "little")
         with unbroken(transport):
             arrived = consensus.post(transport, record, "records of an engine")
 
@@ -81,8 +81,8 @@ class Accord:
                 found = arrived()
             others = consensus.odd([each[:1] for each in found])
             if others:
-                here, there = (DOINGS[found[rank][0]] for rank in (0, others[0]))
-                raise OutOfStep(
+                here, there = (ACTIVITIES[found[rank][0]] for rank in (0, others[0]))
+                raise RanksDiverged(
                     f"rank 0 is {here} while ranks {others} are not: rank {others[0]} is {there}; every rank adds, "
                     "cancels and steps alike, in the same order"
                 )
@@ -90,11 +90,11 @@ class Accord:
 
         return heard
 
-    def on_request(self, request: tuple[Any, ...], seed: int) -> int:
+    def compare_request(self, request: tuple[Any, ...], seed: int) -> int:
         """Rank 0's seed; EngineError if requests differ."""
         if self.transport is None:
             return seed
-        told = self._posted(DOINGS[0], repr(request).encode(), seed)()
+        told = self._posted(ACTIVITIES[0], repr(request).encode(), seed)()
         others = consensus.odd([each[:DIGEST] for each in told])
         if others:
             raise EngineError(
@@ -102,7 +102,7 @@ class Accord:
             )
         return int.from_bytes(told[0][DIGEST:], "little")
 
-    def on_version(self, model: ModelFingerprint, again: bool) -> None:
+    def compare_version(self, model: ModelFingerprint, again: bool) -> None:
         """Give a model the version that all ranks have; EngineError if weights or buffers differ.
 
         A change on one rank, such as a hook that only watches, is a new version on all: what was kept is not found by
@@ -110,7 +110,7 @@ class Accord:
         """
         if self.transport is None or (self._agreed and not again):
             return
-        told = self._posted(DOINGS[1], f"{model.content.whole:x}".encode(), model.version)()
+        told = self._posted(ACTIVITIES[1], f"{model.content.whole:x}".encode(), model.version)()
         others = consensus.odd([each[:DIGEST] for each in told])
         if others:
             raise EngineError(
@@ -120,21 +120,21 @@ class Accord:
         model.version = max(int.from_bytes(each[DIGEST:], "little") for each in told)
         self._agreed = True
 
-    def on_step(self, batch: Sequence[Chunk]) -> Callable[[], None]:
-        """What waits for the others, and raises OutOfStep if they are about to compute something else."""
+    def compare_step(self, batch: Sequence[Chunk]) -> Callable[[], None]:
+        """What waits for the others, and raises RanksDiverged if they are about to compute something else."""
         if self.transport is None:
             return _nothing
         said = [repr(self._cancelled).encode()]
         for sample, new in batch:
             fed = sample.tokens[sample.computed : sample.computed + new]
             said.append(repr((sample.arrival, sample.number, sample.version, sample.computed, *fed)).encode())
-        heard = self._posted(DOINGS[2], b"".join(said))
+        heard = self._posted(ACTIVITIES[2], b"".join(said))
         self._cancelled, self._agreed = [], False
 
         def compared() -> None:
             others = consensus.odd(heard())
             if others:
-                raise OutOfStep(
+                raise RanksDiverged(
                     f"steps differ between rank 0 and ranks {others}: they cancelled other requests, or chose other "
                     "tokens; every rank adds, cancels and steps alike, in the same order"
                 )
@@ -148,7 +148,7 @@ class Accord:
 
     # ---- when an engine is made ------------------------------------------------------------------------------------
 
-    def on_options(self, options: dict[str, Any]) -> None:
+    def compare_options(self, options: dict[str, Any]) -> None:
         """EngineError if engines differ in an option."""
         if self.transport is None:
             return
@@ -159,14 +159,13 @@ class Accord:
             if found != found[:1] * len(found):
                 raise EngineError(f"{name} must be the same on every rank, got {found}, by rank")
 
-    def on_model(self, model: ModelFingerprint) -> None:
+    def compare_model(self, model: ModelFingerprint) -> None:
         """ModelError if models differ: in weights and buffers, or in modules and adapters."""
         if self.transport is None:
             return
         with unbroken(self.transport):
-            told = consensus.heard(
-                self.transport, (model.content.whole, description(model.model)), "fingerprints of models"
-            )
+            said = model.content.whole, model.description()
+            told = consensus.heard(self.transport, said, "fingerprints of models")
         for what, each in zip(("weights or buffers", "modules or adapters"), zip(*told, strict=True), strict=True):
             others = consensus.odd(each)
             if others:

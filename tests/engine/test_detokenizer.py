@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from attnspan.engine.speech import Speech
+from attnspan.engine.detokenizer import Detokenizer
 from tests.engine.models import tokenizer
 
 texts = st.text(alphabet="the cat äß猫🙂and", max_size=30)
@@ -16,12 +16,12 @@ stops = st.lists(st.text(alphabet="theca 猫", min_size=1, max_size=4), max_size
 
 
 def spoken(tokens, stop=(), after=(), by=tokenizer):
-    speech, pieces = Speech(by(), stop, after), []
+    detokenizer, pieces = Detokenizer(by(), stop, after), []
     for token in tokens:
-        pieces.append(speech.push(token))
-        if speech.stopped:
+        pieces.append(detokenizer.push(token))
+        if detokenizer.stopped:
             return pieces, True
-    return [*pieces, speech.end()], False
+    return [*pieces, detokenizer.end()], False
 
 
 @given(texts)
@@ -160,8 +160,8 @@ def test_runs_of_special_tokens_take_as_long_as_they_are():
             counted.append(len(token_ids))
             return by.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
-    speech = Speech(Counting(), after=by.encode("the cat"))
-    told = [speech.push(token) for token in [END] * 8000 + by.encode(" and")]
+    detokenizer = Detokenizer(Counting(), after=by.encode("the cat"))
+    told = [detokenizer.push(token) for token in [END] * 8000 + by.encode(" and")]
     assert "".join(told) == " and"
     assert sum(counted) < 100
 
@@ -181,11 +181,15 @@ def test_a_text_to_stop_at_is_found_at_once_though_a_letter_is_half_there():
             tokens = [each for token in token_ids for each in ([*cat, letter[0]] if token == -1 else [token])]
             return inner.decode(tokens, skip_special_tokens=skip_special_tokens)
 
-    speech = Speech(Joined(), ["cat"])
-    assert speech.push(-1) == ""
-    assert speech.stopped
-    speech = Speech(Joined())
-    assert [speech.push(-1), *(speech.push(token) for token in letter[1:])] == ["cat", *[""] * (len(letter) - 2), "猫"]
+    detokenizer = Detokenizer(Joined(), ["cat"])
+    assert detokenizer.push(-1) == ""
+    assert detokenizer.stopped
+    detokenizer = Detokenizer(Joined())
+    assert [detokenizer.push(-1), *(detokenizer.push(token) for token in letter[1:])] == [
+        "cat",
+        *[""] * (len(letter) - 2),
+        "猫",
+    ]
 
 
 # ---- texts that are cleaned ------------------------------------------------------------------------------------------

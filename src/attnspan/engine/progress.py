@@ -8,7 +8,7 @@ from attnspan.engine.request import Request
 from attnspan.errors import EngineError
 
 
-class Bar:
+class ProgressBar:
     """A bar for ``with``; `advance` does nothing where none is wanted."""
 
     def __init__(self, requests: list[Request], wanted: bool) -> None:
@@ -22,7 +22,7 @@ class Bar:
                 raise EngineError('progress=True needs rich; run pip install "attnspan[cli]"') from None
             self._bar = Progress()
 
-    def __enter__(self) -> Bar:
+    def __enter__(self) -> ProgressBar:
         if self._bar is not None:
             self._bar.start()
             self._task = self._bar.add_task("generating", total=self._total)

@@ -1,0 +1,34 @@
+"""The options of an engine, checked once and compared between ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from attnspan.errors import EngineError, one_of, whole
+from attnspan.paged.kernels import KERNELS
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """The options of `attnspan.Engine`, described there.
+
+    >>> EngineConfig(pages=0)
+    Traceback (most recent call last):
+    attnspan.errors.EngineError: pages must be a whole number >= 1, got 0
+    """
+
+    pages: int
+    page_size: int = 16
+    host_pages: int = 0
+    max_sequences: int = 64
+    max_tokens: int = 512
+    whole_prompts: int = 256
+    prefix_cache: bool = True
+    kernel: str = "auto"
+    cuda_graphs: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("pages", "page_size", "host_pages", "whole_prompts", "max_sequences", "max_tokens"):
+            least = 0 if name == "host_pages" else 1
+            object.__setattr__(self, name, whole(name, getattr(self, name), at_least=least, error=EngineError))
+        one_of("kernel", self.kernel, ["auto", *KERNELS], error=EngineError)

@@ -1,0 +1,496 @@
+"""The core of the engine: requests in, tokens out, over one pool of pages.
+
+`add` requests at any time, call `step` as long as there is something to do, and look at the requests, which fill as it
+goes. A step is one call of the model for whatever is due, prompts and single tokens together (scheduler.py), and then a
+token for every sample with no tokens left to compute (sampler.py).
+
+[Note: after an error] A step is a transaction (journal.py): whatever fails, and whatever interrupts it, the engine is
+afterwards as before the step, so that it can be tried again, or as after it, if tokens were already being reported.
+Over ranks a step cannot be tried again: if a rank does not answer, or fails by itself, the others cannot know how far
+it came, and what it sends next would be taken for what it owes. Every request ends with that error, all pages are
+given back, the engine takes no more requests, and nothing else is sent on that group (attention/unbroken.py).
+
+[Note: threads] One call is under way at a time, and calls of other threads wait for it; over ranks they are refused.
+Callers that go away leave notes (owner.py).
+
+[Note: the same on every rank] With a mesh, every rank makes its engine of the same model and gives it the same requests
+in the same order; seeds that were not given are rank 0's. Requests are compared when they come, and logits have the
+same bits on every rank, so that all choose the same tokens.
+
+[Note: a model that changes] What another model computed must not be found by later prompts. A model that was trained,
+reloaded, or changed in any other way is recognised by its fingerprint (fingerprint.py): how often it was found changed
+is part of the salt, and captured graphs are dropped with its parts. A request that is under way continues with the keys
+it has, and leaves nothing to be found.
+"""
+
+from __future__ import annotations
+
+import secrets
+from array import array
+from collections import deque
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from functools import partial
+
+import torch
+
+from attnspan.engine.config import EngineConfig
+from attnspan.engine.detokenizer import Tokenizer, check_tokenizer
+from attnspan.engine.journal import Journal
+from attnspan.engine.model import ServedModel
+from attnspan.engine.outcome import Commit, Outcome
+from attnspan.engine.output_processor import OutputProcessor
+from attnspan.engine.owner import Note, Owned, Owner, entered, exclusive
+from attnspan.engine.params import SamplingParams
+from attnspan.engine.pools import pools_of
+from attnspan.engine.prompts import Prompt, encode_prompt
+from attnspan.engine.rank_consensus import RankConsensus, RanksDiverged
+from attnspan.engine.request import Continuation, Request, Token
+from attnspan.engine.request_table import RequestTable
+from attnspan.engine.room import Room, Store
+from attnspan.engine.runner import PlanSizes, Runner
+from attnspan.engine.sample import Sample
+from attnspan.engine.sampler import ChosenToken, choose_tokens, draw_for
+from attnspan.engine.scheduler import Chunk, Counts, Limits, Scheduler
+from attnspan.engine.warmup import run_warmup, warmup_batches
+from attnspan.errors import EngineError, ModelError
+from attnspan.paged import PrefixCache
+from attnspan.transports.group import Group, transport_of
+
+
+class EngineCore(Owned):
+    """Requests in, tokens out, with any `ServedModel`; all that `generate` and `stream` are made of."""
+
+    def __init__(
+        self,
+        model: ServedModel,
+        config: EngineConfig,
+        *,
+        mesh: Group = None,
+        tokenizer: Tokenizer | None = None,
+    ) -> None:
+        info = model.info()
+        check_tokenizer(tokenizer, info.vocabulary)
+        self.model: object = model
+        self.vocabulary, self._outputs = info.vocabulary, OutputProcessor(tokenizer, info.end_tokens)
+        self._model, self._layers = model, info.layers
+        self._consensus = RankConsensus(None if mesh is None else transport_of(mesh))
+        ranks = self._consensus.ranks
+        whole_prompts = max(config.whole_prompts, 2 * ranks) if ranks > 1 else None
+        self.limits = Limits(config.max_sequences, config.max_tokens, whole_prompts)
+        self._consensus.compare_options(asdict(config) | {"whole_prompts": whole_prompts, "ranks": ranks})
+        self._fingerprint = model.fingerprint()
+        self._consensus.compare_model(self._fingerprint)
+        with torch.inference_mode(False):  # tensors made in inference mode could not be written to outside of it
+            self._pools = pools_of(info, config, ranks)
+        stores = [
+            Store(pool.allocator, pool, window, PrefixCache(pool.allocator) if config.prefix_cache else None)
+            for pool, window in zip(self._pools.pools, self._pools.windows, strict=True)
+        ]
+        self.max_length = self._longest(info.max_positions, config.pages * config.page_size * ranks)
+        self._scheduler = Scheduler(Room(stores), self.limits, self._version)
+        with torch.inference_mode(False):
+            self._runner = self._runner_for(mesh, config)
+        self._table = RequestTable()
+        self._unreported: list[Token] = []  # tokens of a step that was interrupted while it was reported
+        self._journal = Journal(self._scheduler, self._table.live)
+        self._owner = Owner(ranks)
+        self._holds: dict[int, Note] = {}  # by id, as not every note can be hashed once its hold is gone
+        self._notes: deque[Note | Request] = deque()  # see owner.py, [Note: finalisers]
+        self._known_changes = 0  # how often the parts of the model had changed at the last step
+        self._added_since = False  # whether requests came since contents were last compared
+        self._next = 0
+        self._dead: BaseException | None = None
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """What prompts are encoded and answers are decoded with."""
+        return self._outputs.tokenizer
+
+    @tokenizer.setter
+    def tokenizer(self, tokenizer: Tokenizer | None) -> None:
+        self._outputs.tokenizer = tokenizer
+
+    @property
+    def end_tokens(self) -> frozenset[int]:
+        """The tokens that end a sample, unless `ignore_eos`."""
+        return self._outputs.end_tokens
+
+    @end_tokens.setter
+    def end_tokens(self, tokens: frozenset[int]) -> None:
+        self._outputs.end_tokens = tokens
+
+    def _runner_for(self, mesh: Group, config: EngineConfig) -> Runner:
+        sizes = PlanSizes(max_sequences=config.max_sequences, max_tokens=config.max_tokens, max_length=self.max_length)
+        if self._consensus.ranks == 1:
+            return Runner(self._model, self._pools, sizes, kernel=config.kernel, cuda_graphs=config.cuda_graphs)
+        if config.cuda_graphs:
+            raise EngineError("cuda_graphs=True is for one rank: messages between ranks are not part of a graph")
+        from attnspan.engine.ranks_runner import RanksRunner
+
+        sizes["max_tokens"] = max(config.max_tokens, self.max_length)
+        assert self.limits.whole is not None, "there are ranks"
+        return RanksRunner(
+            self._model, self._pools, sizes, mesh=mesh, consensus=self._consensus, whole=self.limits.whole,
+            kernel=config.kernel,
+        )  # fmt: skip
+
+    def _longest(self, positions: int | None, held: int) -> int:
+        """The most tokens of a sample: what the model has positions for, and unless all layers are windowed, pages."""
+        if None in self._pools.windows:
+            return min(held, positions) if positions else held
+        return positions or 64 * held
+
+    @exclusive
+    def warm_up(self) -> None:
+        """Do now what a first request would wait for: compile kernels, capture graphs of every size.
+
+        Over ranks, on all of them. Nothing of it is counted or kept, but cached prefixes may have to make room for it.
+        EngineError while there are requests.
+        """
+        self._settle()
+        self._check_alive()
+        if self._table.requests:
+            raise EngineError(f"warm_up is for an engine without requests, got {len(self._table.requests)} unfinished")
+        self._model.check_ready()
+        self._check_changes()
+        self._journal.begin()
+        with self._on_all_ranks():
+            for lengths in warmup_batches(self._runner):
+                fitting = [length for length in (min(each, self.max_length - 1) for each in lengths) if length]
+                run_warmup(self._runner, Scheduler(self._scheduler.room, self.limits), fitting)
+        self._journal.end()
+
+    # ---- requests --------------------------------------------------------------------------------------------------
+
+    def add(self, prompt: Prompt, params: SamplingParams | None = None, *, salt: Hashable = None) -> Request:
+        """A new request. What it computes can be found by later prompts that begin alike and have the same salt."""
+        return self._add(prompt, params, salt, [])
+
+    @exclusive
+    def _add(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        salt: Hashable,
+        into: list[Request],
+        stream: list[Token] | None = None,
+    ) -> Request:
+        """A new request, appended to `into` before it is added; its tokens are appended to `stream`."""
+        self._settle()
+        self._check_alive()
+        params = SamplingParams() if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise EngineError(f"params must be SamplingParams(...), got {params!r}")
+        tokens = encode_prompt(prompt, self.tokenizer, self.vocabulary)
+        self._check_request(tokens, params, salt)
+        number, seed = self._next, secrets.randbits(63) if params.seed is None else params.seed
+        sample = Sample(number, array("Q", tokens), _most_fed(tokens, params), forks=params.n - 1, salt=salt)
+        self._scheduler.check_fits(sample)
+        with self._comparing():
+            common = self._consensus.compare_request((tokens, params, salt, number), seed)
+            request = Request(number, tokens, params, common if params.seed is None else seed, salt)
+            request.samples += [Continuation.empty(params) for _ in range(params.n)]
+            into.append(request)
+            self._journal.begin(redo=partial(self._discard, request))  # what is broken off here was never added
+            self._next, self._added_since = number + 1, True
+            self._table.add(request, sample, stream)
+            self._scheduler.add(sample)
+            self._journal.end()
+        return request
+
+    def _check_request(self, tokens: list[int], params: SamplingParams, salt: Hashable) -> None:
+        """EngineError for a request that this engine can never serve; whether it fits is the scheduler's question."""
+        try:
+            hash(salt)
+        except TypeError:
+            raise EngineError(f"salt must be hashable, such as a text or a number, got {salt!r}") from None
+        if max(params.stop_token_ids, default=0) >= self.vocabulary or params.top_logprobs > self.vocabulary:
+            raise EngineError(
+                f"stop_token_ids must be tokens of the model's {self.vocabulary}, and top_logprobs at most so many, "
+                f"got {params.stop_token_ids} and {params.top_logprobs}"
+            )
+        if params.stop and self.tokenizer is None:
+            raise EngineError(f"stop={params.stop!r} needs a tokenizer; give the engine one, or use stop_token_ids")
+        fed = _most_fed(tokens, params)
+        if fed > self.max_length and self._scheduler.room.refusal(fed, self._scheduler.chunk) is None:
+            raise EngineError(
+                f"the model has positions for {self.max_length} tokens; the prompt has {len(tokens)} and "
+                f"max_new_tokens={params.max_new_tokens} more are asked for"
+            )
+
+    def _check_changes(self) -> None:
+        """Notice a model whose parts have changed. See [Note: a model that changes]."""
+        self._fingerprint.look()
+        changes = self._fingerprint.changes
+        if changes != self._known_changes:
+            self._runner.forget_graphs()
+            if self._model.info().layers != self._layers:
+                raise ModelError(
+                    "the attention layers of model are others than when the engine was made; make a new one"
+                )
+            self._known_changes = changes
+
+    def _version(self, found: bool) -> int:
+        """The version of the model for a request that begins, on `found` pages or on none."""
+        read = (found or self._added_since) and self._fingerprint.compare_content()
+        self._consensus.compare_version(self._fingerprint, again=read)
+        self._added_since = False
+        return self._fingerprint.version
+
+    def cancel(self, request: Request) -> None:
+        """End a request: its pages are given back, and it keeps what it has. UnknownRequest if it has ended.
+
+        In the middle of a step (by a hook, or a finaliser) it takes effect when the next call begins.
+        """
+        with self._owner.lock: self._cancel(request)  # fmt: skip  # noqa: E701
+
+    def _cancel(self, request: Request) -> None:
+        if self._owner.reentered:
+            self._table.check(request)
+            self._notes.append(request)
+        else:
+            entered(self, EngineCore._cancelled, (request,), {})
+
+    def _cancelled(self, request: Request) -> None:
+        self._settle()
+        self._table.check(request)
+        failed = self._end(request, "cancelled")
+        if failed is not None:
+            raise failed
+
+    def _end(self, request: Request, reason: str, error: BaseException | None = None) -> Exception | None:
+        """End what is left of a request; why the end of its text could not be decoded, if it could not."""
+        left, failed = [], None
+        if reason == "cancelled":
+            self._consensus.cancelled(request.number)
+        for number, continuation in enumerate(request.samples):
+            if continuation.finish_reason is None:
+                text = continuation.text
+                try:
+                    text += self._outputs.flush(request, number) if error is None else ""
+                except Exception as failure:
+                    failed = failure
+                left.append((continuation, text))
+        samples = list(self._table.samples[request.number].values())
+
+        def report() -> None:
+            for continuation, text in left:
+                continuation.text = text
+                continuation.finish_reason = reason
+            request.error = error
+            self._discard(request)
+
+        def record() -> None:
+            for sample in samples:
+                self._scheduler.remove(sample, keep=error is None)
+
+        self._journal.commit(report, record)
+        return failed
+
+    def _discard(self, request: Request) -> None:
+        """A request has ended, or was never added."""
+        self._outputs.discard(request)
+        self._table.discard(request)
+
+    @property
+    def unfinished(self) -> list[Request]:
+        """Requests that have not ended, oldest first."""
+        with self._owner.lock: return self._unfinished()  # fmt: skip  # noqa: E701
+
+    def _unfinished(self) -> list[Request]:
+        if self._owner.may_act:
+            entered(self, EngineCore._settle, (), {})
+        return list(self._table.requests.values())
+
+    @property
+    def counts(self) -> Counts:
+        """What was computed, found, swapped and recomputed so far."""
+        return self._scheduler.counts
+
+    # ---- steps -----------------------------------------------------------------------------------------------------
+
+    @exclusive
+    def step(self) -> list[Token]:
+        """Call the model once for what is due; the tokens that came of it. Empty if there is nothing to do, or while
+        a long prompt is computed in chunks.
+
+        Tokens of a step that was interrupted while they were reported come with the next.
+        """
+        self._settle()
+        self._check_alive()
+        self._model.check_ready()
+        self._check_changes()
+        batch = self._schedule()
+        if not batch:
+            self._journal.end()
+        else:
+            with self._on_all_ranks():
+                self._runner.prepare(batch)
+                self._journal.planned(batch)
+                samples = [chunk.sample for chunk in batch if chunk.last]
+                answers = self._choose(samples, self._runner.run(batch))
+                self._fingerprint.ran()
+                commit = self._outcomes(samples, answers)
+                self._journal.commit(partial(self._report, commit), partial(self._record, batch, commit))
+        tokens, self._unreported = self._unreported, []
+        return tokens
+
+    def _schedule(self) -> list[Chunk]:
+        """The next batch. The journal has begun."""
+        self._journal.begin()
+        with self._comparing():
+            batch = self._scheduler.step()
+        if not batch and self._table.samples:  # an error, or callers would step for ever
+            raise EngineError("the scheduler has lost a sample; the next call computes all requests again")
+        return batch
+
+    def _settle(self) -> None:
+        """Carry through or roll back what an earlier call left, and act on notes. Every call begins with it."""
+        if not self._journal.settled:
+            self._outputs.reset()
+            if self._runner.device.type == "cuda":
+                torch.cuda.synchronize(self._runner.device)  # buffers that are still being sent are not to be filled
+            if self._consensus.ranks > 1 and self._dead is None:
+                self._dead = EngineError("a call was interrupted on this rank, and others cannot know how far it came")
+            self._journal.settle()
+        if self._dead is not None and self._table.requests:
+            self._die(self._dead)
+        while self._notes:
+            note = self._notes[0]
+            for request in note.requests if isinstance(note, Note) else [note]:
+                if self._table.holds(request):
+                    self._end(request, "cancelled")
+            self._holds.pop(id(note), None)
+            self._notes.popleft()
+
+    @contextmanager
+    def _on_all_ranks(self) -> Iterator[None]:
+        """Inside, ranks do the same; a rank that fails ends the engine on all of them. See [Note: after an error]."""
+        try:
+            with self._consensus.under_way():
+                yield
+        except BaseException as error:
+            if self._consensus.ranks > 1:
+                self._die(error)
+            raise
+
+    @contextmanager
+    def _comparing(self) -> Iterator[None]:
+        """Inside, ranks compare what they are asked to do. What all refuse has not happened; any other error ends the
+        engine on all of them."""
+        if self._consensus.ranks == 1:
+            yield
+            return
+        self._journal.begin()
+        try:
+            yield
+        except BaseException as error:
+            if isinstance(error, EngineError) and not isinstance(error, RanksDiverged):
+                self._journal.settle()
+                raise
+            self._die(error)
+            raise
+
+    def _choose(self, samples: list[Sample], logits: torch.Tensor) -> list[ChosenToken]:
+        """A token for each sample whose logits these are, and for those that will be split off from it."""
+        rows = [row for row, sample in enumerate(samples) for _ in range(1 + sample.forks)]
+        if not rows:
+            return []
+        if len(rows) > len(samples):
+            logits = logits[torch.tensor(rows, device=logits.device)]
+        draws, logprobs = [], []
+        for sample in samples:
+            request = self._table.of(sample)
+            params, position = request.params, len(sample.tokens)
+            for number in range(sample.number, sample.number + 1 + sample.forks):
+                draws.append(draw_for(params, request.seed, number, position))
+                logprobs.append(params.top_logprobs if params.logprobs or params.top_logprobs else None)
+        return choose_tokens(logits, draws, logprobs)
+
+    def _outcomes(self, samples: list[Sample], answers: list[ChosenToken]) -> Commit:
+        """What the step came to; nothing is reported yet. A request whose text cannot be decoded ends."""
+        outcomes: list[Outcome] = []
+        splits = [(sample, sample.split()) for sample in samples if sample.forks]
+        forks = {id(sample): group for sample, group in splits}
+        left = iter(answers)
+        for sample in samples:
+            for each in (sample, *forks.get(id(sample), ())):
+                try:
+                    outcomes.append(self._outputs.outcome(self._table.of(each), each, next(left)))
+                except Exception as error:
+                    self._journal.settle()  # to the others, the step did not happen
+                    self._outputs.reset()
+                    self._end(self._table.of(each), "error", error)
+                    raise
+        return Commit(
+            outcomes,
+            splits,
+            [*self._unreported, *(outcome.token for outcome in outcomes)],
+            self._table.places(outcomes),
+        )
+
+    def _report(self, commit: Commit) -> None:
+        """Let callers see a step; it may run twice."""
+        self._table.apply(commit)
+        for outcome in commit.outcomes:
+            if outcome.token.request.finished:
+                self._discard(outcome.token.request)
+        self._unreported = commit.tokens
+
+    def _record(self, batch: Sequence[Chunk], commit: Commit) -> None:
+        """Tell the scheduler: keys are in pages, samples run beside the one they were forked from, some have ended."""
+        scheduler = self._scheduler
+        scheduler.computed(batch)
+        for sample, forks in commit.splits:
+            scheduler.fork(sample, forks)
+        for outcome in commit.outcomes:
+            reason = outcome.token.finish_reason
+            if reason is not None:
+                scheduler.remove(outcome.sample, keep=reason != "error")
+
+    # ---- checks ----------------------------------------------------------------------------------------------------
+
+    @exclusive
+    def check(self) -> None:
+        """Hold pages, queues and requests to what must be true of them; AssertionError if anything is not."""
+        self._settle()
+        scheduler = self._scheduler
+        scheduler.room.check()
+        held = {id(sample) for sample in self._table.live()}
+        assert held == {id(sample) for sample in (*scheduler.running, *scheduler.queued)}, "a sample is lost"
+        assert set(self._table.samples) == set(self._table.requests), "a request is lost"
+
+    def _die(self, error: BaseException) -> None:
+        """See [Note: after an error]."""
+        self._dead = error
+
+        def report() -> None:
+            for request in list(self._table.requests.values()):
+                for continuation in request.samples:
+                    continuation.finish_reason = continuation.finish_reason or "error"
+                request.error = error
+                self._discard(request)
+
+        self._journal.commit(report, partial(self._scheduler.reset, ()))
+
+    def _check_alive(self) -> None:
+        if self._dead is not None:
+            raise EngineError(
+                "the engine has lost a rank, or failed on this one, and takes no more requests; make a new one, of a "
+                f"new group ({self._dead})"
+            )
+
+    def __repr__(self) -> str:
+        scheduler, store = self._scheduler, self._scheduler.room.stores[0]
+        kind, model, size = type(self).__name__, type(self.model).__name__, store.allocator.page_size
+        return (
+            f"{kind}({model}, {store.pages} pages of {size} tokens, "
+            f"{len(scheduler.running)} running, {len(scheduler.queued)} queued)"
+        )
+
+
+def _most_fed(tokens: list[int], params: SamplingParams) -> int:
+    """The most tokens of a sample that the model is fed: the last one never is, and needs no room."""
+    return len(tokens) + params.max_new_tokens - 1

@@ -1,0 +1,137 @@
+"""Generation in one call: `generate` and `stream`, made of the core's `add` and `step`::
+
+    engine = attnspan.Engine(model, pages=1024)
+    for answer in engine.generate(prompts, SamplingParams(max_new_tokens=100)):
+        print(answer.token_ids)
+
+Requests belong to the call that made them: one that fails, or a stream that is let go of, ends them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from attnspan.engine.core import EngineCore
+from attnspan.engine.owner import Hold, Note, exclusive
+from attnspan.engine.params import SamplingParams
+from attnspan.engine.progress import ProgressBar
+from attnspan.engine.prompts import Prompt, one_or_several, params_for_each, several
+from attnspan.engine.request import Request, Token
+
+
+class LLMEngine(EngineCore):
+    """Generation with any `ServedModel`; `attnspan.Engine` takes transformers models too."""
+
+    def generate(
+        self,
+        prompts: Iterable[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        salt: Hashable = None,
+        progress: bool = False,
+    ) -> list[Request]:
+        """Continue every prompt; the finished requests in the order of the prompts.
+
+        `params` is one for all, or one for each. If anything goes wrong, none of these requests is left behind.
+        """
+        requests: list[Request] = []
+        hold = self._held(requests)  # should the `finally` be interrupted
+        try:
+            self._add_all(requests, prompts, params, salt)
+            with ProgressBar(requests, progress) as bar:
+                while not all(request.finished for request in requests):
+                    bar.advance(sum(token.finish_reason is not None for token in self.step()))
+        finally:
+            self._forget(requests)
+            del hold
+        return requests
+
+    def stream(
+        self,
+        prompts: Prompt | Iterable[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        salt: Hashable = None,
+    ) -> Iterator[Token]:
+        """The tokens of one prompt, or of several, as they come. A stream that is closed or dropped ends its requests.
+
+        Several streams, `generate` and `step` may take turns on one engine: each stream has all of its own tokens.
+        """
+        stream = self._streamed(one_or_several(prompts), params, salt)
+        next(stream)  # as far as its first yield: requests are added now, and end if nobody reads the stream
+        return stream
+
+    def _streamed(
+        self, prompts: Iterable[Prompt], params: SamplingParams | Sequence[SamplingParams] | None, salt: Hashable
+    ) -> Iterator[Any]:
+        """None at first, then tokens. A reader that goes away drops the hold, which leaves a note, and no more."""
+        requests: list[Request] = []
+        tokens: list[Token] = []
+        hold = self._held(requests)
+        try:
+            self._add_all(requests, prompts, params, salt, tokens)
+            yield None
+            read = 0
+            while True:
+                done = all(request.finished for request in requests)  # first: another thread may step in between
+                if read < len(tokens):
+                    read += 1
+                    yield tokens[read - 1]
+                elif done:
+                    break
+                else:
+                    try:
+                        self.step()
+                    except BaseException:
+                        self._forget(requests)
+                        raise
+        finally:
+            del hold  # close() of Python 3.12 keeps what a generator holds, unless there is something to be done
+
+    def _held(self, requests: list[Request]) -> Hold:
+        """What the caller's frame must keep while it wants these requests. See owner.py, [Note: finalisers]."""
+        hold = Hold()
+        note = Note(hold, self._notes.append)
+        note.requests = requests
+        self._holds[id(note)] = note
+        return hold
+
+    def _add_all(
+        self,
+        requests: list[Request],
+        prompts: Iterable[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        salt: Hashable,
+        stream: list[Token] | None = None,
+    ) -> None:
+        """Add all of the requests, or none."""
+        prompts = several(prompts)
+        each = params_for_each(params, len(prompts))
+        try:
+            for prompt, one in zip(prompts, each, strict=True):
+                self._add(prompt, one, salt, requests, stream)
+        except BaseException:
+            self._forget(requests)
+            raise
+
+    def _forget(self, requests: list[Request]) -> None:
+        """End those that have not ended."""
+        if not all(request.finished for request in requests):
+            self._forgotten(requests)
+
+    @exclusive
+    def _forgotten(self, requests: list[Request]) -> None:
+        self._settle()
+        failures = [self._end(request, "cancelled") for request in requests if self._table.holds(request)]
+        for failed in filter(None, failures):
+            raise failed
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._forget(self.unfinished)

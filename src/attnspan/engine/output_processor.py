@@ -1,0 +1,88 @@
+"""From a chosen token to what is reported: the text it adds, whether the sample ends there, and why.
+
+Detokenizers are a cache. One that was lost, because a step was broken off, reads the tokens of its sample again.
+"""
+
+from __future__ import annotations
+
+from attnspan.engine.detokenizer import Detokenizer, Tokenizer
+from attnspan.engine.outcome import Outcome
+from attnspan.engine.request import Request, Token
+from attnspan.engine.sample import Sample
+from attnspan.engine.sampler import ChosenToken
+from attnspan.errors import EngineError
+
+
+class OutputProcessor:
+    """The text of every unfinished sample, and the outcomes of its tokens."""
+
+    def __init__(self, tokenizer: Tokenizer | None, end_tokens: frozenset[int]) -> None:
+        self.tokenizer, self.end_tokens = tokenizer, end_tokens
+        self.detokenizers: dict[tuple[int, int], Detokenizer] = {}  # by request and sample
+
+    def outcome(self, request: Request, sample: Sample, chosen: ChosenToken) -> Outcome:
+        """What a sample's next token comes to; nothing is reported yet."""
+        params, continuation = request.params, request.samples[sample.number]
+        place = len(continuation.token_ids)
+        if chosen.token is None:
+            return self._without_token(request, sample, chosen, place)
+        reason = None
+        if chosen.token in params.stop_token_ids or (chosen.token in self.end_tokens and not params.ignore_eos):
+            reason = "stop"
+        elif place + 1 == params.max_new_tokens:
+            reason = "length"
+        text, reason = self._text(request, sample.number, chosen.token, reason)
+        token = Token(request, sample.number, chosen.token, text, reason)
+        return Outcome(sample, continuation, chosen, place, continuation.text + text, token)
+
+    def _without_token(self, request: Request, sample: Sample, chosen: ChosenToken, place: int) -> Outcome:
+        """The end of a sample whose logits are not numbers. What it computed is not found by others."""
+        continuation = request.samples[sample.number]
+        error = EngineError(
+            f"sample {sample.number} of request {request.number} ended after {len(sample.tokens)} tokens: the model's "
+            "logits are NaN or infinite there; look for such numbers in its weights, or for a dtype that is too narrow"
+        )
+        text = self.flush(request, sample.number)
+        token = Token(request, sample.number, None, text, "error")
+        return Outcome(sample, continuation, chosen, place, continuation.text + text, token, error)
+
+    def flush(self, request: Request, number: int) -> str:
+        """The end of a sample's text: what was held back because it might have become a stop string."""
+        if self.tokenizer is None or not request.samples[number].token_ids:
+            return ""
+        detokenizer = self._detokenizer(request, number)
+        del self.detokenizers[request.number, number]  # the sample has ended, and its request not yet
+        return detokenizer.end()
+
+    def discard(self, request: Request) -> None:
+        """A request has ended."""
+        for number in range(len(request.samples)):
+            self.detokenizers.pop((request.number, number), None)
+
+    def reset(self) -> None:
+        """Forget all text: detokenizers may have read tokens that were never reported."""
+        self.detokenizers.clear()
+
+    def _text(self, request: Request, number: int, token: int, reason: str | None) -> tuple[str, str | None]:
+        """What a token adds to the text, and why the sample ends, if it does: stop strings are found here."""
+        if self.tokenizer is None:
+            return "", reason
+        detokenizer = self._detokenizer(request, number)
+        text = detokenizer.push(token)
+        if detokenizer.stopped:
+            reason = "stop"
+        elif reason is not None:
+            text += detokenizer.end()
+            reason = "stop" if detokenizer.stopped else reason
+        return text, reason
+
+    def _detokenizer(self, request: Request, number: int) -> Detokenizer:
+        """That of a sample, after all of its tokens."""
+        found = self.detokenizers.get((request.number, number))
+        if found is None:
+            assert self.tokenizer is not None, "there is text"
+            found = Detokenizer(self.tokenizer, request.params.stop, request.prompt)
+            for token in request.samples[number].token_ids:
+                found.push(token)
+            self.detokenizers[request.number, number] = found
+        return found

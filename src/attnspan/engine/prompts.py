@@ -1,0 +1,77 @@
+"""Prompts and params as callers give them, checked and brought into one form: lists of tokens, one params for each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from attnspan.engine.detokenizer import Tokenizer
+from attnspan.engine.params import SamplingParams
+from attnspan.errors import EngineError, whole_list
+
+Prompt = str | Sequence[int]
+"""A text, or tokens."""
+
+
+def encode_prompt(prompt: Prompt, tokenizer: Tokenizer | None, vocabulary: int) -> list[int]:
+    """The tokens of a prompt, at least one, all known to the model."""
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            raise EngineError("prompt is a text, which needs a tokenizer; give the engine one, or tokens")
+        tokens = list(tokenizer.encode(prompt))
+    else:
+        plain = isinstance(prompt, list | tuple) and set(map(type, prompt)) <= {int} and min(prompt, default=0) >= 0
+        tokens = list(prompt if plain else whole_list("prompt", prompt, error=EngineError))
+    if not tokens:
+        raise EngineError("prompt must hold at least one token, got none; begin with the model's first token")
+    if max(tokens) >= vocabulary:
+        raise EngineError(f"prompt must hold tokens below the model's {vocabulary}, got {max(tokens)}")
+    return tokens
+
+
+def one_or_several(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
+    """A list of prompts, made of several or of one."""
+    if isinstance(prompts, str):
+        return [prompts]
+    several = listed(prompts)
+    return several if any(map(_is_prompt, several)) else [several]  # type: ignore[list-item]  # tokens of one
+
+
+def several(prompts: Iterable[Prompt]) -> list[Prompt]:
+    """A list of prompts; one prompt alone is refused."""
+    if isinstance(prompts, str):
+        raise EngineError("prompts must be a list of prompts, got a text; as in generate([prompt])")
+    found = listed(prompts)
+    if found and not any(map(_is_prompt, found)):
+        raise EngineError(
+            f"prompts must be a list of texts or of lists of tokens, got one that begins with {found[0]!r}; as "
+            "in generate([prompt])"
+        )
+    return found
+
+
+def listed(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
+    """Prompts as a list. The keys of a dict, such as a tokenizer returns, would be taken for texts: it is refused."""
+    if isinstance(prompts, Mapping) or not isinstance(prompts, Iterable):
+        raise EngineError(
+            f"prompts must be a list of texts or of lists of tokens, got {type(prompts).__name__}; of what a tokenizer "
+            'returns, take its "input_ids"'
+        )
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def params_for_each(
+    params: SamplingParams | Sequence[SamplingParams] | None, count: int
+) -> Sequence[SamplingParams | None]:
+    """One params for each of `count` prompts, of one for all or one for each."""
+    if params is None or isinstance(params, SamplingParams):
+        return [params] * count
+    if not isinstance(params, Sequence):
+        raise EngineError(f"params must be SamplingParams(...), or a list of them, got {params!r}")
+    if len(params) != count:
+        raise EngineError(f"params must be one for all {count} prompts, or one for each, got {len(params)}")
+    return params
+
+
+def _is_prompt(one: object) -> bool:
+    """Whether this is a prompt and not a token; a tensor of no dimensions is iterable, and yet a token."""
+    return isinstance(one, Iterable) and getattr(one, "ndim", 1) > 0

@@ -1,0 +1,86 @@
+"""The unfinished requests of an engine: their samples that run or queue, and the streams that read their tokens.
+
+Everything here is what callers see, or leads to it. It is changed by assignments that may run twice, so that a change
+that was broken off is completed by running it again (journal.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from attnspan.engine.outcome import Commit, Outcome
+from attnspan.engine.request import Request, Token
+from attnspan.engine.sample import Sample
+from attnspan.errors import UnknownRequest
+
+
+class RequestTable:
+    """Requests by number, oldest first."""
+
+    def __init__(self) -> None:
+        self.requests: dict[int, Request] = {}
+        self.samples: dict[int, dict[int, Sample]] = {}  # by request and sample: those that run or queue
+        self.streams: dict[int, list[Token]] = {}  # by request: all tokens of its stream
+
+    def add(self, request: Request, sample: Sample, stream: list[Token] | None) -> None:
+        """A request with its first sample."""
+        if stream is not None:
+            self.streams[request.number] = stream
+        self.samples[request.number] = {sample.number: sample}
+        self.requests[request.number] = request
+
+    def discard(self, request: Request) -> None:
+        """A request has ended, or was never added."""
+        self.streams.pop(request.number, None)
+        self.samples.pop(request.number, None)
+        self.requests.pop(request.number, None)
+
+    def of(self, sample: Sample) -> Request:
+        """The request of a sample."""
+        return self.requests[sample.arrival]
+
+    def holds(self, request: Request) -> bool:
+        """Whether this very request is unfinished."""
+        return self.requests.get(getattr(request, "number", -1)) is request
+
+    def check(self, request: Request) -> None:
+        """UnknownRequest unless it is unfinished."""
+        if not self.holds(request):
+            ended = isinstance(request, Request) and request.finished
+            raise UnknownRequest(
+                f"request {request.number} has ended ({request.finish_reason}) and cannot be cancelled"
+                if ended
+                else f"request must be one that add() of this engine returned, got {request!r}"
+            )
+
+    def live(self) -> Iterator[Sample]:
+        """All samples that run or queue."""
+        return (sample for samples in self.samples.values() for sample in samples.values())
+
+    def places(self, outcomes: list[Outcome]) -> list[tuple[list[Token], int, Token]]:
+        """Where in which stream each token will be."""
+        found, ends = [], dict[int, int]()
+        for outcome in outcomes if self.streams else ():
+            stream = self.streams.get(outcome.token.request.number)
+            if stream is not None:
+                place = ends.get(id(stream), len(stream))
+                found.append((stream, place, outcome.token))
+                ends[id(stream)] = place + 1
+        return found
+
+    def apply(self, commit: Commit) -> None:
+        """Append every token, and end samples where they end. What was appended before stays as it is."""
+        for sample, forks in commit.splits:
+            sample.forks = 0
+            if sample.arrival in self.samples:
+                self.samples[sample.arrival].update({fork.number: fork for fork in forks})
+        for outcome in commit.outcomes:
+            outcome.apply()
+        for stream, place, token in commit.places:
+            if len(stream) == place:
+                stream.append(token)
+        for outcome in commit.outcomes:
+            request, number, _, _, reason = outcome.token
+            if reason is not None:
+                self.samples.get(request.number, {}).pop(number, None)
+                outcome.continuation.finish_reason = reason

@@ -1,0 +1,66 @@
+"""`attnspan.Engine`: generation with a transformers model, or with a model of your own.
+
+The engine itself knows a protocol of four methods (engine/model.py). A transformers model is wrapped here in an object
+that implements it; transformers is imported only then.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+from torch import nn
+
+from attnspan.engine import EngineConfig, LLMEngine, ServedModel
+from attnspan.engine.detokenizer import Tokenizer
+from attnspan.errors import ModelError
+from attnspan.transports.group import Group
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class Engine(LLMEngine):
+    """Generation over `pages` pages of `page_size` tokens, with a transformers model or a `ServedModel`.
+
+    `host_pages` more pages on the host hold preempted samples; without them, these are recomputed. A step has at most
+    `max_sequences` samples and `max_tokens` tokens. With `mesh` (a DeviceMesh, a process group, a virtual world) every
+    rank has that many pages, and prompts of `whole_prompts` tokens or more are computed by all ranks together
+    (engine/ranks_runner.py). `cuda_graphs` decodes by CUDA graphs (engine/cuda_graphs.py). Threads may share an engine
+    of one rank (engine/owner.py).
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel | nn.Module | ServedModel,
+        *,
+        pages: int,
+        page_size: int = 16,
+        mesh: Group = None,
+        tokenizer: Tokenizer | None = None,
+        host_pages: int = 0,
+        max_sequences: int = 64,
+        max_tokens: int = 512,
+        whole_prompts: int = 256,
+        prefix_cache: bool = True,
+        kernel: str = "auto",
+        cuda_graphs: bool = False,
+    ) -> None:
+        config = EngineConfig(
+            pages, page_size, host_pages, max_sequences, max_tokens, whole_prompts, prefix_cache, kernel, cuda_graphs
+        )
+        super().__init__(served_model(model, stacklevel=2), config, mesh=mesh, tokenizer=tokenizer)
+        self.model = model
+
+
+def served_model(model: PreTrainedModel | nn.Module | ServedModel, stacklevel: int = 1) -> ServedModel:
+    """The model itself if it implements `ServedModel`; else it is taken for a transformers model, and wrapped."""
+    if isinstance(model, ServedModel):
+        return model
+    if not hasattr(model, "config"):
+        raise ModelError(
+            f"model must be a model of transformers, got {type(model).__name__}; to serve another, give it the "
+            "four methods of attnspan.engine.ServedModel"
+        )
+    from attnspan.integrations.huggingface.served_model import TransformersModel
+
+    return TransformersModel(cast("PreTrainedModel", model), stacklevel + 1)  # which checks it

@@ -1,0 +1,87 @@
+"""A probe of a model before it is served: it is run on two tokens with attention that computes nothing.
+
+The layers of a model say what they want in their source (layers.py); whether the model does as they say shows only when
+it runs. A mask may have numbers of the model's own; a layer may attend twice, for which there is no place in a cache,
+or not at all. An engine would not notice, and generate other tokens. So each call is compared here with its layer, and
+a model that differs is refused by name, before any page is written. A window that is in a mask alone, and that no layer
+mentions, is found here, and is the layer's from then on.
+
+What holds for two tokens is taken to hold for any number.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextvars import ContextVar
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+from attnspan.errors import ModelError
+from attnspan.integrations.huggingface.attending import check_asked
+from attnspan.integrations.huggingface.layers import AttentionLayer
+from attnspan.integrations.huggingface.masking import asked_mask
+from attnspan.integrations.huggingface.serving import called_meanwhile, probed_once
+
+NAME = "attnspan_probe"
+
+
+class Probe:
+    """The layers as they were found so far, and how often each attended."""
+
+    def __init__(self, layers: list[AttentionLayer]) -> None:
+        self.layers = {layer.module: layer for layer in layers}
+        self.calls: Counter[nn.Module] = Counter()
+
+
+_PROBE: ContextVar[Probe | None] = ContextVar("the probe under way", default=None)
+
+
+def probe_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: object = None, **asked: object
+) -> tuple[Tensor, None]:
+    """The attention function: compares, and returns zeros (B, S, H, Dv)."""
+    probe = _PROBE.get()
+    if probe is None:
+        raise called_meanwhile(module)
+    layer, window = probe.layers[module], getattr(attention_mask, "window", None)
+    if layer.window is None and window is not None:
+        probe.layers[module] = layer = replace(layer, window=window)
+        asked["sliding_window"] = window
+    check_asked(layer, attention_mask, asked | {"s_aux": asked.get("s_aux") is not None})
+    probe.calls[module] += 1
+    batch, heads, length, _ = query.shape
+    return value.new_zeros(batch, length, heads, value.shape[-1]), None
+
+
+def probe_model(model: PreTrainedModel, layers: list[AttentionLayer]) -> list[AttentionLayer]:
+    """The layers with the windows of their masks; ModelError for a model that asks for more, or less, than they say."""
+    AttentionInterface.register(NAME, probe_attention)
+    AttentionMaskInterface.register(NAME, asked_mask)
+    windows = probed_once(model, layers, NAME, lambda: _windows(Probe(layers), model))
+    return [replace(layer, window=window) for layer, window in zip(layers, windows, strict=True)]
+
+
+def _windows(probe: Probe, model: PreTrainedModel) -> list[int | None]:
+    tokens = torch.zeros(1, 2, dtype=torch.int64, device=next(model.parameters()).device)
+    positions = torch.arange(2, device=tokens.device).unsqueeze(0)
+    before = _PROBE.set(probe)
+    try:
+        with torch.no_grad():
+            out = model(input_ids=tokens, position_ids=positions, use_cache=False, logits_to_keep=positions[0, 1:])
+    finally:
+        _PROBE.reset(before)
+    for module, layer in probe.layers.items():
+        calls = probe.calls[module]
+        if calls != 1:
+            raise ModelError(
+                f"{layer.name} attends {calls} times in one pass, and an engine serves layers that do once"
+            )
+    if out.logits.shape[1] != 1:
+        raise ModelError(
+            f"{type(model).__name__} gives logits of {out.logits.shape[1]} tokens where logits_to_keep asks for one, "
+            "and an engine asks for those of last tokens alone"
+        )
+    return [layer.window for layer in probe.layers.values()]
