@@ -285,7 +285,8 @@ def _same(one: object, other: object) -> bool:
 
 def calls_of(module: nn.Module) -> tuple[Mapping[str, ast.expr], ...]:
     """The calls of the interface in a module's class, each as its keyword arguments; none if it is no such layer."""
-    return _calls_in(type(module))
+    cls: Any = type(module)  # whose __hash__ is its instances', to mypy
+    return _calls_in(cls)
 
 
 @functools.cache
