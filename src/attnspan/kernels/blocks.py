@@ -21,12 +21,13 @@ from torch import Tensor
 
 from attnspan.kernels import cpu_flash
 from attnspan.kernels.accumulator import Accumulator
-from attnspan.kernels.kernel import Spec
+from attnspan.kernels.kernel import Spec, Traits
 from attnspan.kernels.mods import Region, Rows, as_slice
 from attnspan.kernels.parts import lse_dtype
 from attnspan.masks.tile import Tile
 
 name = "blocks"
+traits = Traits(order=80, programs=True, measured=False)
 
 ROWS = 128
 """Rows of a block: more waste scores outside of bands and allowed blocks, fewer waste calls."""
@@ -37,7 +38,7 @@ AT_ONCE = 1 << 20
 
 def supports(spec: Spec, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> str | None:
     """Everything that floats."""
-    return None if q.is_floating_point() else f"blocks needs a floating-point dtype, got {q.dtype}"
+    return f"blocks {reason}" if (reason := traits.misfit(q)) else None
 
 
 def forward(spec: Spec, q: Tensor, k: Tensor, v: Tensor, region: Region) -> tuple[Tensor, Tensor]:

@@ -19,18 +19,17 @@ import torch
 from torch import Tensor
 
 from attnspan.kernels.aten import CUDNN, CUDNN_BACKWARD
-from attnspan.kernels.kernel import Spec, not_among
+from attnspan.kernels.kernel import Spec, Traits
 from attnspan.kernels.parts import backward_by_parts, cut_rows, forward_by_parts, last_dim_dense
 from attnspan.masks.tile import Tile
 
 name = "cudnn"
+traits = Traits(devices=("cuda",), dtypes=(torch.float16, torch.bfloat16), order=10, rounds=True)
 
 
 def supports(spec: Spec, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> str | None:
     """Full and causal tiles in half precision with head dims that are multiples of 8 up to 128."""
-    if q.device.type != "cuda":
-        return f"cudnn runs on cuda, got tensors on {q.device.type}"
-    if reason := not_among(q.dtype, (torch.float16, torch.bfloat16)):
+    if reason := traits.misfit(q):
         return f"cudnn {reason}"
     if tile.kind == "general":
         return f"cudnn computes full and causal tiles, got {tile}"

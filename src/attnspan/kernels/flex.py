@@ -44,7 +44,7 @@ import torch
 from torch import Tensor, fx
 
 from attnspan.assumptions import Assumption
-from attnspan.kernels.kernel import Spec, not_among
+from attnspan.kernels.kernel import Spec, Traits
 from attnspan.kernels.merge import has_triton
 from attnspan.kernels.mods import Mods, Region, Rows
 from attnspan.kernels.parts import lse_dtype
@@ -53,6 +53,14 @@ from attnspan.masks.program import LOOKUP, Program
 from attnspan.masks.tile import Tile
 
 name = "flex"
+traits = Traits(
+    devices=("cuda",),
+    dtypes=(torch.float16, torch.bfloat16, torch.float32),
+    order=70,
+    rounds=True,
+    programs=True,
+    measured=False,
+)
 
 BLOCK = 128
 """Rows and columns of a block."""
@@ -70,12 +78,10 @@ _AUTOGRAD = (
 
 def supports(spec: Spec, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> str | None:
     """Every tile on CUDA, in half and single precision."""
-    if q.device.type != "cuda":
-        return f"flex runs on cuda, got tensors on {q.device.type}"
+    if reason := traits.misfit(q):
+        return f"flex {reason}"
     if not has_triton():
         return "flex needs the package triton, which is not installed"
-    if reason := not_among(q.dtype, (torch.float16, torch.bfloat16, torch.float32)):
-        return f"flex {reason}"
     for head_dim in (q.shape[3], v.shape[3]):
         if head_dim < LEAST_DIM:
             return f"flex needs head dims of at least {LEAST_DIM}, got {head_dim}"

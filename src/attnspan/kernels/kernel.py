@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from attnspan.kernels.mods import Mods, Region, Rows
@@ -48,10 +49,58 @@ class Spec:
     preference: Preference | None = field(default=None, repr=False)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traits:
+    """What others must know of a kernel.
+
+    >>> import torch
+    >>> cuda_only = Traits(devices=("cuda",), dtypes=(torch.float16, torch.bfloat16), order=10)
+    >>> cuda_only.misfit(torch.empty(1))
+    'runs on cuda, got tensors on cpu'
+    """
+
+    order: int
+    """In which "auto" tries kernels: the lowest number that can compute a tile does."""
+
+    order_float32: int | None = None
+    """The same in float32, where that differs."""
+
+    devices: tuple[str, ...] = ()
+    """The types of devices that it runs on; empty where it runs on any."""
+
+    dtypes: tuple[torch.dtype, ...] = ()
+    """The dtypes that it computes; empty where it computes all that float."""
+
+    rounds: bool = False
+    """Whether its gradients may be rounded to the tensors' dtype."""
+
+    programs: bool = False
+    """Whether it runs FlexAttention programs: "auto" takes it for those, and for nothing else."""
+
+    measured: bool = True
+    """Whether `attnspan tune` measures it unasked. Not what is there to be right, nor what takes long to compile."""
+
+    joins: float = 0.0
+    """Operations of a tile below which "auto" has it compute all tiles of a step in half precision, if it can compute
+    them in one call; 0 where it cannot."""
+
+    def runs_on(self, device: torch.device) -> bool:
+        return not self.devices or device.type in self.devices
+
+    def misfit(self, q: Tensor) -> str | None:
+        """Why such tensors are not for this kernel, by their device and dtype; or None."""
+        if not self.runs_on(q.device):
+            return f"runs on {' or '.join(self.devices)}, got tensors on {q.device.type}"
+        if self.dtypes:
+            return not_among(q.dtype, self.dtypes)
+        return None if q.is_floating_point() else f"needs a floating-point dtype, got {q.dtype}"
+
+
 class Kernel(Protocol):
     """The interface that every kernel module has."""
 
     name: str
+    traits: Traits
 
     def supports(self, spec: Spec, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> str | None:
         """None if the kernel computes this exactly, else the reason why it does not. Reads no values."""
@@ -75,6 +124,7 @@ class ProgramKernel(Protocol):
     """
 
     name: str
+    traits: Traits
 
     def supports(self, spec: Spec, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> str | None:
         """As of `Kernel`, for each of the tiles."""

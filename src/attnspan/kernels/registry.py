@@ -34,7 +34,7 @@ _IN_FLOAT32: dict[str, Kernel] = {kernel.name: kernel for kernel in (efficient, 
 PROGRAM_KERNELS: dict[str, ProgramKernel] = {kernel.name: kernel for kernel in (flex, blocks)}
 
 
-SMALL = 1.5e11
+SMALL = band.traits.joins
 """Floating-point operations of a tile's forward pass below which a tile is small; measured on an H200."""
 
 
