@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from attnspan.kernels import bands
-from attnspan.kernels.kernel import Spec, Traits
+from attnspan.kernels.kernel import Final, Into, Spec, Tiles, Traits
 from attnspan.kernels.merge import has_triton
-from attnspan.kernels.mods import Rows
 from attnspan.masks.tile import Tile
 
 name = "band"
@@ -51,10 +50,10 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv), all in float32."""
     dq, dk, dv = (torch.empty(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v))
-    bands.backward(spec, Rows(grad, None, out, lse), q, k, v, _whole(tile), bands.Into(dq, dk, dv))
+    bands.backward(spec, Final(grad, None, out, lse), q, k, v, _whole(tile), Into(dq, dk, dv))
     return dq, dk, dv
 
 
-def _whole(tile: Tile) -> tuple[Tile, ...]:
+def _whole(tile: Tile) -> Tiles:
     """The tile as it lies in tensors that were sliced for it."""
     return (Tile(range(len(tile.rows)), range(len(tile.cols)), tile.lo, tile.hi),)

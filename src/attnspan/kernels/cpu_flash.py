@@ -46,7 +46,7 @@ def supports(spec: Spec, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> str | N
     """Every tile on a CPU whose keys and values have the same head dim."""
     if reason := traits.misfit(q):
         return f"cpu_flash {reason}"
-    if k.shape[2] == 0:
+    if len(tile.cols) == 0:
         return "cpu_flash needs a key, got none"
     if q.shape[3] != v.shape[3]:
         return f"cpu_flash needs one head dim for keys and values, got {q.shape[3]} and {v.shape[3]}"

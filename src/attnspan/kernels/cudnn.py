@@ -36,7 +36,7 @@ def supports(spec: Spec, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> str | N
     for head_dim in (q.shape[3], v.shape[3]):
         if head_dim % 8 or head_dim > 128:
             return f"cudnn needs head dims that are multiples of 8 up to 128, got {head_dim}"
-    if k.shape[2] == 1:
+    if len(tile.cols) == 1:
         return "cudnn needs more than one key, got 1"
     if torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled():
         return "cudnn's backward is not deterministic, which torch.use_deterministic_algorithms(True) asks for"
