@@ -20,10 +20,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from attnspan import Balanced, Causal, Contiguous, Documents, HeadTail, Layout, Plan, SlidingWindow
 from attnspan.attention import execute
 from attnspan.attention.call import Call
-from attnspan.attention.lane import Final
-from attnspan.kernels import Spec, bands
+from attnspan.kernels import Final, Into, Spec, bands
 from attnspan.kernels.merge import Part, merge
-from attnspan.kernels.mods import Rows
 from attnspan.masks import Mask
 from attnspan.masks.tile import tiles_of
 from benchmarks.flex_cuda import documents
@@ -130,8 +128,8 @@ def by_band(work: Work) -> Times:
         return bands.forward(spec, q, k, v, tiles, q.dtype)
 
     def both() -> None:
-        into = bands.Into(*(torch.empty_like(x) for x in (q, k, v)))
-        bands.backward(spec, Rows(grad, None, *forward()), q, k, v, tiles, into)
+        into = Into(*(torch.empty_like(x) for x in (q, k, v)))
+        bands.backward(spec, Final(grad, None, *forward()), q, k, v, tiles, into)
 
     return timed(forward), timed(both)
 

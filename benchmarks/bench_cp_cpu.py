@@ -41,7 +41,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from attnspan import Balanced, Causal, Documents, HeadTail, Layout, Mask, Plan
 from attnspan.attention import Attention, execute
 from attnspan.attention.call import Call
-from attnspan.attention.lane import Final
+from attnspan.kernels import Final
 from attnspan.testing import loopback
 from attnspan.transports.group import transport_of
 from benchmarks.corpus import lognormal

@@ -19,8 +19,8 @@ import torch
 from attnspan import Balanced, Causal, Documents, HeadTail, Layout, Plan, RoundRobinByWork
 from attnspan.attention import execute
 from attnspan.attention.call import Call
-from attnspan.attention.lane import Final
 from attnspan.attention.score import Score
+from attnspan.kernels import Final
 from benchmarks.report import header
 from benchmarks.silent import Silent, random_arenas
 

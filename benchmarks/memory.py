@@ -17,7 +17,7 @@ import torch
 from attnspan import Causal, HeadTail, Plan
 from attnspan.attention import execute
 from attnspan.attention.call import Call
-from attnspan.attention.lane import Final
+from attnspan.kernels import Final
 from attnspan.plan import Shape
 from attnspan.transports import Pending
 from benchmarks.report import command, header, progress

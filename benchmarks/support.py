@@ -22,8 +22,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from attnspan.errors import PlanError
-from attnspan.kernels import Mods, Spec, band, flex
-from attnspan.kernels.registry import refusal
+from attnspan.kernels import KERNELS, Mods, Spec, band, flex, refusal
 from attnspan.layouts import Balanced, Contiguous, HeadTail, Layout, Striped
 from attnspan.masks import (
     BlockSparse,
@@ -47,16 +46,12 @@ from tests.attention.harness import Problem
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "support.md"
 
 DEVICES = {
-    "reference": "cpu",
-    "cpu_flash": "cpu",
-    "blocks": "cpu",
-    "cudnn": "cuda",
-    "band": "cuda",
-    "cuda_flash": "cuda",
-    "efficient": "cuda",
-    "flex": "cuda",
+    name: device
+    for device in ("cpu", "cuda")
+    for name, kernel in KERNELS.items()
+    if device == (kernel.traits.devices or ("cpu",))[0]
 }
-"""Where each kernel is tried."""
+"""Where each kernel is tried: one that runs anywhere on the CPU."""
 
 DTYPES = {"cpu": torch.float64, "cuda": torch.bfloat16}
 """What it is tried in, where the feature is not another dtype."""
@@ -267,7 +262,7 @@ def refusals(kernel: str, problem: Problem, plan: Plan, mods: Mods | None = None
                 torch.empty(1, 1, len(span), dim, dtype=problem.dtype, device=problem.device)
                 for span, dim in zip((tile.rows, tile.cols, tile.cols), dims, strict=True)
             )
-            if reason := refusal(kernel, Spec(1.0, mods), q, k, v, tile):
+            if reason := refusal(kernel, Spec(1.0, mods), q, k, v, (tile,)):
                 found[reason.partition(" [")[0].partition(" (")[0]] = None  # without the tile's numbers, or a name
     return list(found)
 
@@ -369,9 +364,10 @@ INTRODUCTION = [
     "",
     "Written by `python -m benchmarks.support` and checked by the tests; do not edit.",
     "",
-    "tests/attention/test_conformance.py and test_programs.py run the cells, forward and backward, those of the last",
-    "five kernels on a CUDA device. A cell is exact (against dense attention in float64, to the rounding of its",
-    'dtype), or it is refused before anything travels, with the reason given. `kernel="auto"` takes for every tile',
+    "tests/attention/test_conformance.py and test_programs.py run the cells, forward and backward, those of",
+    f"{', '.join(name for name, device in DEVICES.items() if device == 'cuda')} on a CUDA device.",
+    "A cell is exact (against dense attention in float64, to the rounding of its dtype),",
+    'or it is refused before anything travels, with the reason given. `kernel="auto"` takes for every tile',
     "the fastest kernel that serves it; `reference` serves every mask, and `blocks` every program.",
     "",
     "The plain cell has 33 tokens, dealt by HeadTail to 4 ranks, and 4 heads on 2 key heads of dim 16, in float64 on",

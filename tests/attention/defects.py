@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -24,10 +25,10 @@ import torch
 from attnspan.attention import lane, loop, ops
 from attnspan.attention.call import Call
 from attnspan.attention.heads import Trade
-from attnspan.attention.lane import Computing, Lane
+from attnspan.attention.lane import Lane
 from attnspan.attention.sums import Total
 from attnspan.attention.wire import Arrivals, Staged
-from attnspan.kernels import Accumulator, Rows, Spec, accumulator, blocks
+from attnspan.kernels import AUTO, Accumulator, Final, PerTile, Spec, accumulator, blocks
 from attnspan.masks import Causal
 from attnspan.masks.program import Program
 from attnspan.masks.tile import Tile
@@ -74,8 +75,8 @@ def bend_kernels(plant: Plant, forward: Callable | None = None, backward: Callab
     """Whichever kernel is chosen, `forward(kernel, spec, q, k, v, tile)` stands in for its own, likewise backward."""
 
     def of(real):
-        def chosen(computing, query, key, value, tile):
-            kernel = real(computing, query, key, value, tile)
+        def chosen(self, *request):
+            kernel = real(self, *request)
             return SimpleNamespace(
                 forward=partial(forward, kernel) if forward else kernel.forward,
                 backward=partial(backward, kernel) if backward else kernel.backward,
@@ -83,7 +84,8 @@ def bend_kernels(plant: Plant, forward: Callable | None = None, backward: Callab
 
         return chosen
 
-    plant(Computing, "of", of)
+    plant(PerTile, "of", of)
+    plant(type(AUTO), "of", of)
 
 
 def unmasked(tile: Tile) -> Tile:
@@ -609,13 +611,13 @@ def the_gradient_of_lse_is_dropped(plant):
 @defect
 def the_gradient_of_lse_reaches_queries_but_not_keys(plant):
     def bend(real):
-        def through_lse(self, tile, arena, final):
-            dq, dk = real(self, tile, arena, final)
+        def through_lse(self, *request):
+            dq, dk = real(self, *request)
             return dq, torch.zeros_like(dk)
 
         return through_lse
 
-    plant(Lane, "_through_lse", bend)
+    plant(PerTile, "_through_lse", bend)
 
 
 # ---- programs ------------------------------------------------------------------------------------------------------
@@ -704,4 +706,4 @@ def only_the_last_block_counts_for_a_captured_tensor(plant):
 
 @defect
 def the_gradient_of_lse_does_not_reach_programs(plant):
-    plant(Rows, "delta", lambda real: lambda self: real(self._replace(grad_lse=None)))
+    plant(Final, "delta", lambda real: lambda self: real(replace(self, grad_lse=None)))

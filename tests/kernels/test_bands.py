@@ -5,10 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnspan.kernels import Spec, band_hopper, bands, joins
+from attnspan.kernels import AUTO, KERNELS, Final, Into, Spec, band_hopper, bands, choose
 from attnspan.kernels.agenda import agenda
-from attnspan.kernels.mods import Rows
-from attnspan.kernels.registry import SMALL
 from attnspan.layouts import Balanced, HeadTail
 from attnspan.masks import Causal, Documents, Full, SlidingWindow
 from attnspan.masks.tile import Tile
@@ -67,11 +65,11 @@ def test_the_most_work_comes_first():
 def test_nothing_is_joined_where_band_cannot_compute():
     x = torch.empty(1, 1, 4, 8)
     tiles = (Tile(range(4), range(4), -3, 0),)
-    assert not joins("auto", Spec(1.0), x, x, x, tiles)
+    assert choose("auto", Spec(1.0), x, x, x, tiles) is AUTO
 
 
 def test_the_cost_model_joins_what_the_registry_joins():
-    assert Hardware.of("h100-nvlink").joins == SMALL
+    assert Hardware.of("h100-nvlink").joins == KERNELS["band"].traits.joins
 
 
 MASKS = {
@@ -103,12 +101,12 @@ def test_one_call_is_all_of_its_tiles(mask, dtype, heads, dims, monkeypatch):
             true = _truth(q, k, v, seen, grad, grad_lse)
             spec = Spec(0.2)
             out, lse = bands.forward(spec, q, k, v, step.tiles, dtype)
-            into = bands.Into(
+            into = Into(
                 torch.empty_like(q, dtype=torch.float32),
                 *(torch.ones_like(x, dtype=torch.float32) for x in (k, v)),
                 add_keys=True,
             )
-            bands.backward(spec, Rows(grad, grad_lse, out, lse), q, k, v, step.tiles, into)
+            bands.backward(spec, Final(grad, grad_lse, out, lse), q, k, v, step.tiles, into)
             found = (out, lse, into.dq, into.dk - 1, into.dv - 1)
             rounding = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]  # of p and of scores
             for name, x, y in zip(("out", "lse", "dq", "dk", "dv"), found, true, strict=True):

@@ -91,7 +91,7 @@ def test_every_cell_is_exact_or_refused_on_cuda(kernel, case):
 
 def check(kernel, case):
     problem = Problem(case)
-    request = (kernel, problem.spec, *problem.inputs, problem.tile)
+    request = (kernel, problem.spec, *problem.inputs, (problem.tile,))
     reason = KERNELS[kernel].supports(*request[1:])
     assert (reason is not None) == refuses(kernel, case), reason
     if reason is not None:
@@ -99,8 +99,8 @@ def check(kernel, case):
             choose(*request)
         assert reason in str(refusal.value)
         return
-    check_forward(choose(*request), problem)
-    check_backward(choose(*request), problem)
+    check_forward(choose(*request).kernel, problem)
+    check_backward(choose(*request).kernel, problem)
 
 
 def check_forward(kernel, problem):

@@ -22,7 +22,7 @@ def layouts(x):
 
 def backward_is_the_same_in_every_layout(kernel, device, dtype):
     problem = Problem(Case("causal, square", dtype, device=device))
-    kernel = KERNELS[kernel]
+    kernel = KERNELS[kernel].kernel
     out, lse = problem.final(kernel)
     wide = torch.stack([lse, lse], -1)[..., 0]  # not dense
     first = kernel.backward(problem.spec, problem.grad, *problem.inputs, out, lse, problem.tile)
@@ -63,10 +63,10 @@ def dtype_on(device):
 @anywhere
 def test_a_row_that_saw_no_key_gets_no_gradient(kernel, device):
     problem = Problem(Case("rows that see no key", dtype_on(device), device=device))
-    out, lse = KERNELS[kernel].forward(problem.spec, *problem.inputs, problem.tile)
+    out, lse = KERNELS[kernel].kernel.forward(problem.spec, *problem.inputs, problem.tile)
     empty = lse == -torch.inf
     assert empty.any()
-    grads = KERNELS[kernel].backward(problem.spec, problem.grad, *problem.inputs, out, lse, problem.tile)
+    grads = KERNELS[kernel].kernel.backward(problem.spec, problem.grad, *problem.inputs, out, lse, problem.tile)
     assert not grads[0][empty].any()
     assert all(x.isfinite().all() for x in grads)
 
@@ -74,9 +74,9 @@ def test_a_row_that_saw_no_key_gets_no_gradient(kernel, device):
 @anywhere
 def test_a_row_whose_final_lse_is_empty_gets_no_gradient_even_inside_a_tile(kernel, device):
     problem = Problem(Case("causal, square", dtype_on(device), device=device))
-    out, lse = problem.final(KERNELS[kernel])
+    out, lse = problem.final(KERNELS[kernel].kernel)
     lse[0, 0, 5] = -torch.inf
-    grads = KERNELS[kernel].backward(problem.spec, problem.grad, *problem.inputs, out, lse, problem.tile)
+    grads = KERNELS[kernel].kernel.backward(problem.spec, problem.grad, *problem.inputs, out, lse, problem.tile)
     assert not grads[0][0, 0, 5].any()
     assert all(x.isfinite().all() for x in grads)
 

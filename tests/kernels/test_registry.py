@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from attnspan.errors import KernelError
-from attnspan.kernels import KERNELS, Spec, band, choose, refusals
+from attnspan.kernels import KERNELS, Spec, band, choose, fastest, refusals
 from attnspan.masks.tile import Tile
 from tests.kernels.cases import deterministic
 
@@ -90,10 +90,10 @@ def inputs(value_dim=None, **placed):
 )
 def test_a_refusal_is_a_reason(kernel, placed, tile, reason):
     q, k, v = inputs(**placed)
-    assert KERNELS[kernel].supports(SPEC, q, k, v, tile) == reason
-    assert refusals(SPEC, q, k, v, tile)[kernel] == reason
+    assert KERNELS[kernel].supports(SPEC, q, k, v, (tile,)) == reason
+    assert refusals(SPEC, q, k, v, (tile,))[kernel] == reason
     with pytest.raises(KernelError, match=re.escape(f"kernel={kernel!r} cannot compute {tile}: {reason}; ")):
-        choose(kernel, SPEC, q, k, v, tile)
+        choose(kernel, SPEC, q, k, v, (tile,))
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_a_refusal_is_a_reason(kernel, placed, tile, reason):
     ],
 )
 def test_auto_takes_the_fastest_that_can(placed, tile, chosen):
-    assert choose("auto", SPEC, *inputs(**placed), tile).name == chosen
+    assert fastest(SPEC, *inputs(**placed), tile).name == chosen
 
 
 @pytest.mark.parametrize(
@@ -130,28 +130,28 @@ def test_auto_takes_the_fastest_that_can(placed, tile, chosen):
 )
 def test_without_triton_auto_takes_the_next(placed, tile, chosen, monkeypatch):
     monkeypatch.setattr(band, "has_triton", lambda: False)
-    assert choose("auto", SPEC, *inputs(**placed), tile).name == chosen
+    assert fastest(SPEC, *inputs(**placed), tile).name == chosen
     reason = "band needs the package triton, which is not installed"
     with pytest.raises(KernelError, match=re.escape(f"kernel='band' cannot compute {tile}: {reason}; ")):
-        choose("band", SPEC, *inputs(**placed), tile)
+        choose("band", SPEC, *inputs(**placed), (tile,))
 
 
 def test_a_scale_of_nothing_is_refused_by_band_alone():
     """It looks for the largest score before scaling, and nothing times -inf is no number."""
-    assert refusals(Spec(scale=0.0), *inputs(), FULL)["band"] == "band needs a scale other than 0"
-    assert choose("auto", Spec(scale=0.0), *inputs(), WINDOW).name == "cuda_flash"
+    assert refusals(Spec(scale=0.0), *inputs(), (FULL,))["band"] == "band needs a scale other than 0"
+    assert fastest(Spec(scale=0.0), *inputs(), WINDOW).name == "cuda_flash"
 
 
 def test_where_torch_must_be_deterministic_auto_leaves_cudnn_out_and_asking_for_it_is_refused():
     """See test_determinism.py for what the kernels do then."""
-    assert choose("auto", SPEC, *inputs(), CAUSAL).name == "cudnn"
+    assert fastest(SPEC, *inputs(), CAUSAL).name == "cudnn"
     with deterministic():
-        assert choose("auto", SPEC, *inputs(), CAUSAL).name == "band"
+        assert fastest(SPEC, *inputs(), CAUSAL).name == "band"
         reason = "cudnn's backward is not deterministic, which torch.use_deterministic_algorithms(True) asks for"
         with pytest.raises(KernelError, match=re.escape(f"{CAUSAL}: {reason}; for this tile use band or ")):
-            choose("cudnn", SPEC, *inputs(), CAUSAL)
+            choose("cudnn", SPEC, *inputs(), (CAUSAL,))
     with deterministic(warn_only=True):
-        assert choose("auto", SPEC, *inputs(), CAUSAL).name == "cudnn"
+        assert fastest(SPEC, *inputs(), CAUSAL).name == "cudnn"
 
 
 def test_an_explicit_request_names_those_that_would_do():
@@ -161,7 +161,7 @@ def test_an_explicit_request_names_those_that_would_do():
         "for this tile use band or cuda_flash or efficient or reference, or auto"
     )
     with pytest.raises(KernelError, match=f"^{re.escape(message)}$"):
-        choose("cudnn", SPEC, *inputs(), WINDOW)
+        choose("cudnn", SPEC, *inputs(), (WINDOW,))
 
 
 def test_a_name_that_is_no_kernel_is_refused_with_the_nearest():
@@ -170,9 +170,9 @@ def test_a_name_that_is_no_kernel_is_refused_with_the_nearest():
         "got 'cuda-flash'; did you mean 'cuda_flash'?"
     )
     with pytest.raises(KernelError, match=f"^{re.escape(message)}$"):
-        choose("cuda-flash", SPEC, *inputs(), FULL)
+        choose("cuda-flash", SPEC, *inputs(), (FULL,))
 
 
 def test_where_none_can_auto_tells_every_reason():
     with pytest.raises(KernelError, match=r"no kernel can; .*cudnn runs on.*reference needs a floating-point dtype"):
-        choose("auto", SPEC, *inputs(dtype="int64", device="cpu"), FULL)
+        fastest(SPEC, *inputs(dtype="int64", device="cpu"), FULL)

@@ -14,8 +14,8 @@ def test_calls_fit_the_ops_and_shapes_come_out_right(kernel, tile, key_heads):
         pytest.skip("cudnn computes full and causal tiles")
     problem = Problem(Case(tile, "bfloat16", key_heads=key_heads))
     q, k, v, grad = (x.to("meta") for x in (*problem.inputs, problem.grad))
-    out, lse = KERNELS[kernel].forward(problem.spec, q, k, v, problem.tile)
+    out, lse = KERNELS[kernel].kernel.forward(problem.spec, q, k, v, problem.tile)
     assert out.shape == grad.shape
     assert lse.shape == grad.shape[:3]
-    grads = KERNELS[kernel].backward(problem.spec, grad, q, k, v, out, lse, problem.tile)
+    grads = KERNELS[kernel].kernel.backward(problem.spec, grad, q, k, v, out, lse, problem.tile)
     assert [x.shape for x in grads] == [x.shape for x in (q, k, v)]

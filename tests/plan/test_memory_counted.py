@@ -10,8 +10,7 @@ import torch
 from attnspan import Causal, HeadTail, Plan
 from attnspan.attention import execute, lane, sums
 from attnspan.attention.call import Call
-from attnspan.attention.lane import Final
-from attnspan.kernels import accumulator, bands
+from attnspan.kernels import AUTO, KERNELS, Final, accumulator, bands
 from attnspan.plan import Shape
 from benchmarks.memory import Keeping
 from tests.plan.test_memory_growth import Live
@@ -55,9 +54,9 @@ def one_call_back(spec, final, q, k, v, tiles, into):
 
 @pytest.fixture
 def stand_ins(monkeypatch):
-    monkeypatch.setattr(lane.Computing, "of", lambda *args: Library)
-    monkeypatch.setattr(lane, "joins", lambda name, spec, q, k, v, tiles: JOINS[name] and bool(tiles))
-    monkeypatch.setattr(lane, "rounds", lambda name, q: name != "band")
+    monkeypatch.setattr(type(AUTO), "of", lambda *args: Library)
+    monkeypatch.setattr(lane, "choose", lambda name, *request: KERNELS["band"] if JOINS[name] else AUTO)
+    monkeypatch.setattr(lane, "rounds", lambda name, device: name != "band")
     monkeypatch.setattr(bands, "forward", one_call)
     monkeypatch.setattr(bands, "backward", one_call_back)
     monkeypatch.setattr(accumulator, "merge", lambda *parts: None)

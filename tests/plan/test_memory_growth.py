@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from attnspan.attention import execute
 from attnspan.attention.call import Call
-from attnspan.attention.lane import Final
+from attnspan.kernels import Final
 from attnspan.layouts import Contiguous, HeadTail
 from attnspan.masks import Causal, Full, SlidingWindow
 from attnspan.plan import Plan, Shape

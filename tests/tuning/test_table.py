@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from attnspan.errors import TuningError
-from attnspan.kernels import KERNELS, Spec, choose
+from attnspan.kernels import KERNELS, Spec, choose, fastest
 from attnspan.layouts import HeadTail
 from attnspan.masks import Causal
 from attnspan.masks.tile import Tile
@@ -133,17 +133,17 @@ def test_a_table_is_silent_on_what_it_did_not_measure(dtype, head_dim, tile):
 def test_auto_takes_the_kernel_that_the_table_prefers_and_the_registrys_where_it_is_silent():
     x = torch.empty(1, 1, 1024, 64)
     spec = Spec(1.0, preference=table(rate("reference", forward=0.1), rate("cpu_flash", forward=0.9)))
-    assert choose("auto", spec, x, x, x, full(1024)).name == "reference"
-    assert choose("auto", Spec(1.0), x, x, x, full(1024)).name == "cpu_flash"
+    assert fastest(spec, x, x, x, full(1024)).name == "reference"
+    assert fastest(Spec(1.0), x, x, x, full(1024)).name == "cpu_flash"
     causal = Tile(range(1024), range(1024), -1023, 0)
-    assert choose("auto", spec, x, x, x, causal).name == "cpu_flash"
-    assert choose("cpu_flash", spec, x, x, x, full(1024)).name == "cpu_flash"
+    assert fastest(spec, x, x, x, causal).name == "cpu_flash"
+    assert choose("cpu_flash", spec, x, x, x, (full(1024),)).name == "cpu_flash"
 
 
 def test_a_kernel_that_refuses_is_not_taken_however_fast_it_was():
     x = torch.empty(1, 1, 1024, 64)
     spec = Spec(1.0, preference=table(rate("cudnn", forward=1e-3), rate("unknown", forward=1e-4)))
-    assert choose("auto", spec, x, x, x, full(1024)).name == "cpu_flash"
+    assert fastest(spec, x, x, x, full(1024)).name == "cpu_flash"
 
 
 def test_explaining_lists_kernels_the_first_first():

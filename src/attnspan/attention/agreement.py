@@ -189,16 +189,12 @@ def _wrong_captured(call: Call, inputs: Inputs) -> str:
 
 
 def _ask_kernel(call: Call, inputs: Inputs) -> None:
-    """Raise what the kernel would at any tile of this rank. It reads shapes alone: one number stands for a tensor."""
-    query, key, value = inputs.query, inputs.key, inputs.value
-    spec, number = call.spec(query), query.new_empty(1)
+    """Raise what the kernel would at any tile of this rank."""
+    spec, tensors = call.spec(inputs.query), (inputs.query, inputs.key, inputs.value)
     tiles = [tile for row in range(call.plan.rows) for step in call.plan.steps(call.rank, row) for tile in step.tiles]
     for tile in {(tile.kind, tile.asked, len(tile.rows), len(tile.cols)): tile for tile in tiles}.values():
-        q, k, v = (
-            number.expand(*tensor.shape[:2], len(span), tensor.shape[3])
-            for tensor, span in ((query, tile.rows), (key, tile.cols), (value, tile.cols))
-        )
-        choose(call.kernel, spec, q, k, v, tile)
+        if reason := choose(call.kernel, spec, *tensors, (tile,)).supports(spec, *tensors, (tile,)):
+            raise KernelError(reason)
 
 
 def _words(call: Call, inputs: Inputs) -> dict[str, str]:

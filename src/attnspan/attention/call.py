@@ -25,7 +25,7 @@ from attnspan.attention.tuned import agreed_table, machine
 from attnspan.attention.uses import Uses
 from attnspan.dtypes import dtype_name
 from attnspan.errors import AttentionError, PlanError
-from attnspan.kernels import PROGRAM_KERNELS, Mods, Spec
+from attnspan.kernels import Mods, Spec, runs_programs
 from attnspan.layouts.run import Runs
 from attnspan.masks import Mask
 from attnspan.masks.program import traced
@@ -129,7 +129,7 @@ class Call:
     def _found_mods(self, device: torch.device, dtype: torch.dtype) -> Mods | None:
         score = None if self.score is None else self.score.program(dtype).on(device)
         plan, mask = self.plan, None
-        if plan.asks or score is not None or self.kernel in PROGRAM_KERNELS:
+        if plan.asks or score is not None or runs_programs(self.kernel):
             mask_mod = plan.mask.mask_mod(plan.seq_len, plan.key_len)
             mask = replace(traced(mask_mod, error=AttentionError).on(device), name=repr(plan.mask))
         return None if score is mask is None else Mods(score, mask)

@@ -15,7 +15,8 @@ from torch import Tensor
 from attnspan.attention import loop
 from attnspan.attention.call import Call
 from attnspan.attention.heads import Side, Trade, segments
-from attnspan.attention.lane import Computing, Final, Lane, Place, wide
+from attnspan.attention.lane import Computing, Lane, Place, wide
+from attnspan.kernels import Final
 
 
 def forward(

@@ -1,12 +1,7 @@
 """One batch row on one rank (or all rows, where they are alike): its tensors, its steps, and what they come to.
 
-A lane knows how to send and receive the keys of a step, compute the step's tiles, and in backward send gradients
-home. It decides nothing: every question was answered by the plan. The loop over steps is in loop.py.
-
-[Note: gradients of lse] Where lse itself is used in a loss, d lse / d score is the probability p, so that dq gains
-scale * grad_lse * (p @ k) and dk gains scale * p.T @ (grad_lse * q). The first is what a kernel computes forward with
-keys in place of values, the second what it gives as dv for the gradient scale * grad_lse * q: no new kernel is
-needed.
+A lane knows how to send and receive the keys of a step, has a kernel compute the step's tiles, and in backward sends
+gradients home. It decides nothing: every question was answered by the plan. The loop over steps is in loop.py.
 
 [Note: gradients that travel] Each key's gradient is computed on every rank that saw the key, sent home, and summed
 there in float32. It travels in float32 too, but where the kernels asked for may round it to the tensors' dtype anyway:
@@ -27,23 +22,8 @@ from torch import Tensor
 
 from attnspan.attention.sums import Sum, Total
 from attnspan.attention.wire import Arrivals, Places, Staged, arriving, empty, leaving, packed, places, unpacked
-from attnspan.kernels import (
-    PROGRAM_KERNELS,
-    Accumulator,
-    Kernel,
-    ProgramKernel,
-    Region,
-    Rows,
-    Spec,
-    Where,
-    bands,
-    choose,
-    joins,
-    rounds,
-    write_into,
-)
+from attnspan.kernels import Accumulator, Final, Into, Region, Spec, Where, choose, rounds, write_into
 from attnspan.layouts.run import Runs
-from attnspan.masks.tile import Tile
 from attnspan.plan.step import Step, Transfer
 
 Message = tuple[int, Tensor]
@@ -67,17 +47,6 @@ class Computing:
     kernel: str
     spec: Spec
     captured: Sequence[Tensor] = ()
-
-    def of(self, query: Tensor, key: Tensor, value: Tensor, tile: Tile) -> Kernel:
-        return choose(self.kernel, self.spec, query, key, value, tile)  # type: ignore[return-value]  # see `whole`
-
-    def whole(self, query: Tensor, key: Tensor, value: Tensor, tiles: Sequence[Tile]) -> ProgramKernel | None:
-        """The kernel that takes all tiles of a step at once; None where each is computed by a kernel of its own."""
-        mods = self.spec.mods
-        if self.kernel not in PROGRAM_KERNELS and (mods is None or not any(map(mods.of, tiles))):
-            return None
-        odd = next((tile for tile in tiles if mods is not None and mods.of(tile)), tiles[0])
-        return choose(self.kernel, self.spec, query, key, value, odd)  # type: ignore[return-value]
 
 
 class Place(NamedTuple):
@@ -165,7 +134,7 @@ class Lane:
     def _travels(self) -> torch.dtype:
         """What gradients go home in: see [Note: gradients that travel]."""
         own = self.key.dtype
-        return own if rounds(self.computing.kernel, self.query) else wide(own)
+        return own if rounds(self.computing.kernel, self.query.device) else wide(own)
 
     def accumulator(self) -> Accumulator:
         batch, heads, rows, _ = self.query.shape
@@ -174,40 +143,23 @@ class Lane:
 
     def compute(self, step: Step, arena: Arena, total: Accumulator) -> None:
         """Every tile of a step, joined into the total."""
-        if self._joint(step):
-            query, spec = self.query, self.computing.spec
-            dtype = query.dtype if self._lone else torch.float32
-            total.add(range(query.shape[2]), *bands.forward(spec, query, arena.key, arena.value, step.tiles, dtype))
-            return
-        if whole := self._whole(step, arena):
-            out, lse = whole.forward(self.computing.spec, self.query, arena.key, arena.value, self._region(step))
-            total.add(range(self.query.shape[2]), out, lse)
-            return
-        for tile in step.tiles:
-            query, key, value = self._sliced(tile, arena)
-            kernel = self.computing.of(query, key, value, tile)
-            total.add(tile.rows, *kernel.forward(self.computing.spec, query, key, value, tile))
+        if step.tiles:
+            kernel, spec, query = self.computing.kernel, self.computing.spec, self.query
+            chosen = choose(kernel, spec, query, arena.key, arena.value, step.tiles)
+            chosen.forward(spec, query, arena.key, arena.value, self._region(step), total)
 
-    def _whole(self, step: Step, arena: Arena) -> ProgramKernel | None:
-        return self.computing.whole(self.query, arena.key, arena.value, step.tiles) if step.tiles else None
+    def _region(self, step: Step) -> Region:
+        return Region(step.tiles, functools.partial(self._where, step), self.computing.captured, self._lone)
 
-    def _joint(self, step: Step) -> bool:
-        return joins(self.computing.kernel, self.computing.spec, self.query, self.key, self.value, step.tiles)
+    def _where(self, step: Step) -> Where:
+        """The positions that a step's rows and columns stand for."""
+        device = self.query.device
+        return Where(positions(self.route.queries, device), positions(step.arena, device), *self.place)
 
-    @property
+    @functools.cached_property
     def _lone(self) -> bool:
         """Whether one step computes everything, so that its results are final and may be rounded."""
         return sum(bool(step.tiles) for step in self.route.steps) == 1
-
-    def _region(self, step: Step) -> Region:
-        """A step's tiles, with the positions that they stand for."""
-        device = self.query.device
-        rows, cols = positions(self.route.queries, device), positions(step.arena, device)
-        return Region(step.tiles, Where(rows, cols, *self.place), self.computing.captured)
-
-    def _sliced(self, tile: Tile, arena: Arena) -> tuple[Tensor, Tensor, Tensor]:
-        rows, cols = _slice(tile.rows), _slice(tile.cols)
-        return self.query[:, :, rows], arena.key[:, :, cols], arena.value[:, :, cols]
 
     # ---- backward ----------------------------------------------------------------------------------------------
 
@@ -218,65 +170,12 @@ class Lane:
         Returns those of the arena's keys and values; of own ones as they lie none, those are added to `grads`.
         """
         keys = None if arena.is_own else self.key_sum(arena.key.shape[2], self._travels)
-        if self._joint(step):
-            self._differentiate_at_once(step, arena, final, grads, keys)
-            return keys
-        total = grads.keys if keys is None else keys
-        if whole := self._whole(step, arena):
-            merged, inputs = (
-                Rows(final.grad, final.grad_lse, final.out, final.lse),
-                (self.query, arena.key, arena.value),
-            )
-            region = self._region(step)._replace(alone=self._lone and not final.sinks)
-            dq, dk, dv = whole.backward(self.computing.spec, merged, *inputs, region, grads.captured)
-            grads.query.add(range(dq.shape[2]), dq)
-            total.add(range(dk.shape[2]), dk, dv)
-            return keys
-        for tile in step.tiles:
-            dq, dk, dv = self._differentiated(tile, arena, final)
-            grads.query.add(tile.rows, dq)
-            total.add(tile.cols, dk, dv)
-            del dq, dk, dv  # or they would be there still while the next tile is computed
+        if step.tiles:
+            kernel, spec, query = self.computing.kernel, self.computing.spec, self.query
+            chosen = choose(kernel, spec, query, arena.key, arena.value, step.tiles)
+            into = StepGrads(self, grads, keys, grads.captured)
+            chosen.backward(spec, final, query, arena.key, arena.value, self._region(step), into)
         return keys
-
-    def _differentiated(self, tile: Tile, arena: Arena, final: Final) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk and dv of one tile."""
-        query, key, value = self._sliced(tile, arena)
-        kernel, spec = self.computing.of(query, key, value, tile), self.computing.spec
-        rows = _slice(tile.rows)
-        out, lse, grad = final.out[:, :, rows], final.lse[:, :, rows], final.grad[:, :, rows]
-        dq, dk, dv = kernel.backward(spec, grad, query, key, value, out, lse, tile)
-        if final.grad_lse is not None:
-            more_dq, more_dk = self._through_lse(tile, arena, final)
-            dq, dk = dq.to(wide(dq.dtype)) + more_dq, dk.to(wide(dk.dtype)) + more_dk
-        return dq, dk, dv
-
-    def _differentiate_at_once(self, step: Step, arena: Arena, final: Final, grads: Grads, keys: KeySum | None) -> None:
-        """All tiles of a step in one call, which writes gradients where they stay, or leave from."""
-        query, key, value = self.query, arena.key, arena.value
-        (dq,), begun = ((query.new_empty(query.shape),), False) if self._lone else grads.query.open()
-        dk, dv = keys.views if keys is not None else (x.new_empty(x.shape, dtype=self._travels) for x in (key, value))
-        merged = Rows(final.grad, final.grad_lse, final.out, final.lse)
-        bands.backward(self.computing.spec, merged, query, key, value, step.tiles, bands.Into(dq, dk, dv, begun))
-        if self._lone:
-            grads.query.add(range(dq.shape[2]), dq)
-        if keys is None:
-            grads.keys.add(range(dk.shape[2]), dk, dv)
-        else:
-            keys.open()
-
-    def _through_lse(self, tile: Tile, arena: Arena, final: Final) -> tuple[Tensor, Tensor]:
-        """What a gradient of lse adds to dq and dk. See [Note: gradients of lse]."""
-        assert final.grad_lse is not None, "asked only where lse has a gradient"
-        rows = _slice(tile.rows)
-        query, key, _ = self._sliced(tile, arena)
-        kernel, spec = self.computing.of(query, key, key, tile), self.computing.spec
-        weight = (final.grad_lse[:, :, rows] * spec.scale).unsqueeze(-1)
-        mean_key, part_lse = kernel.forward(spec, query, key, key, tile)
-        share = (part_lse - final.lse[:, :, rows]).exp().unsqueeze(-1)
-        seed = (weight * query).to(query.dtype)
-        _, _, dk = kernel.backward(spec, seed, query, key, key, torch.zeros_like(query), final.lse[:, :, rows], tile)
-        return weight * share * mean_key, dk
 
     def send_home(self, step: Step, keys: KeySum | None, grads: Grads) -> tuple[list[Message], Arrivals]:
         """Gradients of others' keys leave, those of own keys will arrive."""
@@ -306,30 +205,6 @@ class Lane:
 
 
 @dataclass(frozen=True, slots=True)
-class Final:
-    """What backward is given: the merged out and lse of all rows, the gradients that arrived for them, and whether
-    sinks have a share in them."""
-
-    grad: Tensor
-    grad_lse: Tensor | None
-    out: Tensor
-    lse: Tensor
-    sinks: bool = False
-
-    def of(self, rows: slice) -> Final:
-        """Some batch rows."""
-        return self._at(rows)
-
-    def heads(self, heads: slice) -> Final:
-        """Some heads."""
-        return self._at((slice(None), heads))
-
-    def _at(self, at: slice | tuple[slice, slice]) -> Final:
-        grad_lse = None if self.grad_lse is None else self.grad_lse[at]
-        return Final(self.grad[at], grad_lse, self.out[at], self.lse[at], self.sinks)
-
-
-@dataclass(frozen=True, slots=True)
 class Grads:
     """Sums of gradients: of the queries, of own keys and values, and of what a score_mod captured."""
 
@@ -349,6 +224,38 @@ class Grads:
         return *self.query.result(dtype), *self.keys.result(dtype)
 
 
+class StepGrads(NamedTuple):
+    """Where a kernel puts the gradients of one step: those of queries in their total; those of keys in theirs, if they
+    are the rank's own, or else in the buffer that they leave from."""
+
+    lane: Lane
+    totals: Grads
+    keys: KeySum | None
+    captured: Sequence[Tensor | None]
+
+    def add(self, rows: range, cols: range, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
+        self.totals.query.add(rows, dq)
+        (self.totals.keys if self.keys is None else self.keys).add(cols, dk, dv)
+
+    def open(self) -> Into:
+        """Where they stay or leave from; what is final in the dtype of the tensors."""
+        lane = self.lane
+        (dq,), begun = ((lane.query.new_empty(lane.query.shape),), False) if lane._lone else self.totals.query.open()
+        if self.keys is not None:
+            dk, dv = self.keys.views
+        else:
+            dk, dv = (x.new_empty(x.shape, dtype=lane._travels) for x in (lane.key, lane.value))
+        return Into(dq, dk, dv, begun)
+
+    def close(self, into: Into) -> None:
+        if self.lane._lone:
+            self.totals.query.add(range(into.dq.shape[2]), into.dq)
+        if self.keys is None:
+            self.totals.keys.add(range(into.dk.shape[2]), into.dk, into.dv)
+        else:
+            self.keys.open()
+
+
 @functools.lru_cache(maxsize=256)
 def positions(runs: Runs, device: torch.device) -> Tensor:
     """The positions of runs, one after another."""
@@ -359,7 +266,3 @@ def positions(runs: Runs, device: torch.device) -> Tensor:
 def wide(dtype: torch.dtype) -> torch.dtype:
     """The precision that sums are kept in."""
     return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def _slice(rows: range) -> slice:
-    return slice(rows.start, rows.stop, rows.step)

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from attnspan.attention.lane import Arena, Final, Grads, KeySum, Lane, Message
-from attnspan.kernels import Accumulator
+from attnspan.attention.lane import Arena, Grads, KeySum, Lane, Message
+from attnspan.kernels import Accumulator, Final
 from attnspan.transports import Pending, Transport
 
 

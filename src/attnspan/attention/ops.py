@@ -32,10 +32,11 @@ from torch import Tensor
 from attnspan.attention import execute
 from attnspan.attention.agreement import Inputs, agree
 from attnspan.attention.call import Call, shape_of
-from attnspan.attention.lane import Final, wide
+from attnspan.attention.lane import wide
 from attnspan.attention.transforms import check_no_tangents, check_untransformed
 from attnspan.attention.unbroken import unbroken
 from attnspan.errors import AttentionError, KernelError
+from attnspan.kernels import Final
 from attnspan.kernels.merge import share_of, with_sinks
 from attnspan.transports.operations import under_way
 

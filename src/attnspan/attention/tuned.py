@@ -21,6 +21,7 @@ import torch
 
 from attnspan.attention.unbroken import unbroken
 from attnspan.errors import AttnspanError, TuningError
+from attnspan.kernels import KERNELS, rounds
 from attnspan.plan import Hardware, Shape
 from attnspan.transports import Transport, consensus
 from attnspan.transports.operations import group_of
@@ -43,9 +44,11 @@ def agreed_table(transport: Transport) -> Table | None:
 def machine(table: Table | None, shape: Shape, device: torch.device, kernel: str = "auto") -> Hardware:
     """What the cost model predicts with."""
     base = Hardware.of(_preset(table.device if table else "") if device.type == "cuda" else "cpu-gloo")
-    if device.type == "cuda":  # as kernels/registry.py has it: `rounds`, `joins`
-        joins = {"auto": base.joins if shape.width < 4 else 0.0, "band": inf}.get(kernel, 0.0)
-        base = replace(base, rounds=kernel not in ("band", "blocks", "reference"), joins=joins)
+    if kernel == "auto":
+        joins = base.joins if shape.width < 4 else 0.0
+    else:
+        joins = inf if kernel in KERNELS and KERNELS[kernel].traits.joins else 0.0
+    base = replace(base, rounds=rounds(kernel, device), joins=joins)
     return base if table is None else table.hardware(shape, base, kernel)
 
 

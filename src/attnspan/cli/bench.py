@@ -36,7 +36,7 @@ from attnspan.cli.options import (
 from attnspan.cli.tokens import optional_size, shortened, size
 from attnspan.cli.tune import DeviceOption, RanksOption, VirtualOption, bar
 from attnspan.errors import PlanError, one_of
-from attnspan.kernels import KERNELS, PROGRAM_KERNELS
+from attnspan.kernels import KERNELS
 from attnspan.measure import Bench, Measured, Ranks, Tuning, Workload
 from attnspan.measure import chart as draw
 from attnspan.measure import tune as measure
@@ -86,7 +86,7 @@ def bench(
     for each in (each for each in strategies if each != "auto"):
         Strategy.of(each)
     for each in kernel or ():
-        one_of("--kernel", each, ["auto", *KERNELS, *PROGRAM_KERNELS], error=PlanError)
+        one_of("--kernel", each, ["auto", *KERNELS], error=PlanError)
     if chart is not None:
         check_chart("--chart", chart)
     if tune and tuning:

@@ -85,7 +85,7 @@ def devices() -> Iterator[str]:
 def kernels(device: str, dtype: torch.dtype) -> Iterator[str]:
     """For every kernel the kinds of tile that it computes, or why it does not."""
     x = torch.empty(1, 2, 64, 64, dtype=dtype, device=device)
-    reasons = {kind: refusals(Spec(scale=0.125), x, x, x, tile) for kind, tile in TILES.items()}
+    reasons = {kind: refusals(Spec(scale=0.125), x, x, x, (tile,)) for kind, tile in TILES.items()}
     for name in KERNELS:
         able = [kind for kind in TILES if name not in reasons[kind]]
         why = next((reasons[kind][name] for kind in TILES if name in reasons[kind]), "")

@@ -1,32 +1,37 @@
-"""Kernels: one tile in, (out, lse) out, and its backward. kernel.py has the contract."""
+"""Kernels: the tiles between two buffers in, (out, lse) out, and the way back. kernel.py has the contract."""
 
-from attnspan.kernels import bands
 from attnspan.kernels.accumulator import Accumulator
 from attnspan.kernels.adding import add_into, sum_into, write_into
-from attnspan.kernels.kernel import Kernel, Preference, ProgramKernel, Spec
+from attnspan.kernels.kernel import Final, Gradients, Into, Kernel, Preference, Region, Spec, TileKernel, Traits
 from attnspan.kernels.merge import merge_into
-from attnspan.kernels.mods import Mods, Region, Rows, Where
-from attnspan.kernels.registry import KERNELS, PROGRAM_KERNELS, choose, joins, refusals, rounds
+from attnspan.kernels.mods import Mods, Where
+from attnspan.kernels.per_tile import PerTile
+from attnspan.kernels.registry import AUTO, KERNELS, choose, fastest, refusal, refusals, rounds, runs_programs
 
 __all__ = [
+    "AUTO",
     "KERNELS",
-    "PROGRAM_KERNELS",
     "Accumulator",
+    "Final",
+    "Gradients",
+    "Into",
     "Kernel",
     "Mods",
+    "PerTile",
     "Preference",
-    "ProgramKernel",
     "Region",
-    "Rows",
     "Spec",
+    "TileKernel",
+    "Traits",
     "Where",
     "add_into",
-    "bands",
     "choose",
-    "joins",
+    "fastest",
     "merge_into",
+    "refusal",
     "refusals",
     "rounds",
+    "runs_programs",
     "sum_into",
     "write_into",
 ]

@@ -13,24 +13,26 @@ import torch
 from torch import Tensor
 
 from attnspan.kernels import bands
-from attnspan.kernels.kernel import Spec, not_among
+from attnspan.kernels.kernel import Final, Into, Spec, Tiles, Traits
 from attnspan.kernels.merge import has_triton
-from attnspan.kernels.mods import Rows
 from attnspan.masks.tile import Tile
 
 name = "band"
+
+SMALL = 1.5e11
+"""Floating-point operations of a tile's forward pass below which a tile is small; measured on an H200."""
+
+traits = Traits(devices=("cuda",), dtypes=(torch.float32, torch.float16, torch.bfloat16), order=20, joins=SMALL)
 
 MOST_DIM = 256
 
 
 def supports(spec: Spec, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> str | None:
     """Every tile, with head dims up to 256."""
-    if q.device.type != "cuda":
-        return f"band runs on cuda, got tensors on {q.device.type}"
+    if reason := traits.misfit(q):
+        return f"band {reason}"
     if not has_triton():
         return "band needs the package triton, which is not installed"
-    if reason := not_among(q.dtype, (torch.float32, torch.float16, torch.bfloat16)):
-        return f"band {reason}"
     if (most := max(q.shape[3], v.shape[3])) > MOST_DIM:
         return f"band needs head dims up to {MOST_DIM}, got {most}"
     if spec.scale == 0:  # the largest score is found before scaling: see `attend`
@@ -48,10 +50,10 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv), all in float32."""
     dq, dk, dv = (torch.empty(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v))
-    bands.backward(spec, Rows(grad, None, out, lse), q, k, v, _whole(tile), bands.Into(dq, dk, dv))
+    bands.backward(spec, Final(grad, None, out, lse), q, k, v, _whole(tile), Into(dq, dk, dv))
     return dq, dk, dv
 
 
-def _whole(tile: Tile) -> tuple[Tile, ...]:
+def _whole(tile: Tile) -> Tiles:
     """The tile as it lies in tensors that were sliced for it."""
     return (Tile(range(len(tile.rows)), range(len(tile.cols)), tile.lo, tile.hi),)

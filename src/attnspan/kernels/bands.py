@@ -5,8 +5,8 @@ of its gradients, and a GPU that is never full. Here one program meets all keys 
 final when it is written, and goes straight to the caller's dtype where nothing else will be merged into it. Gradients
 are written where they are summed, or added to what is there.
 
-`supports` of band.py says what can be computed; tiles must be of neighbouring rows and columns. Block sizes are fixed.
-On Hopper GPUs some programs are others (band_hopper.py).
+`Bands` is the kernel; `forward` and `backward` are its calls, for tiles of neighbouring rows and columns. Others go one
+by one, as band.py computes them. Block sizes are fixed. On Hopper GPUs some programs are others (band_hopper.py).
 Shapes: kernel.py; any strides with the last dim dense.
 """
 
@@ -20,17 +20,45 @@ import torch
 from torch import Tensor
 
 from attnspan.kernels import band_hopper
+from attnspan.kernels.accumulator import Accumulator
 from attnspan.kernels.agenda import Agenda, agenda
 from attnspan.kernels.band_programs import programs
-from attnspan.kernels.kernel import Spec
-from attnspan.kernels.mods import Rows
+from attnspan.kernels.kernel import Final, Gradients, Into, Region, Spec, Tiles
 from attnspan.kernels.parts import last_dim_dense
-from attnspan.masks.tile import Tile
+from attnspan.kernels.per_tile import PerTile
 
 
-def forward(
-    spec: Spec, q: Tensor, k: Tensor, v: Tensor, tiles: tuple[Tile, ...], dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
+class Bands(PerTile):
+    """`band` for all tiles of a region: in one call where neighbours in a tile are neighbours in its buffers."""
+
+    def supports(self, spec: Spec, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles) -> str | None:
+        """What `band` says of any tile, it says of all."""
+        return self.kernel.supports(spec, q, k, v, tiles[0])
+
+    def forward(self, spec: Spec, q: Tensor, k: Tensor, v: Tensor, region: Region, total: Accumulator) -> None:
+        if not are_dense(region.tiles):
+            super().forward(spec, q, k, v, region, total)
+            return
+        dtype = q.dtype if region.alone else torch.float32
+        total.add(range(q.shape[2]), *forward(spec, q, k, v, region.tiles, dtype))
+
+    def backward(
+        self, spec: Spec, final: Final, q: Tensor, k: Tensor, v: Tensor, region: Region, grads: Gradients
+    ) -> None:
+        if not are_dense(region.tiles):
+            super().backward(spec, final, q, k, v, region, grads)
+            return
+        into = grads.open()
+        backward(spec, final, q, k, v, region.tiles, into)
+        grads.close(into)
+
+
+def are_dense(tiles: Tiles) -> bool:
+    """Whether neighbours in tiles are neighbours in their buffers."""
+    return all(tile.rows.step == tile.cols.step == 1 for tile in tiles)
+
+
+def forward(spec: Spec, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """(out, lse) of all rows, out in `dtype`, lse in float32; 0 and -inf for rows in no tile."""
     q, k, v = last_dim_dense(q, k, v)
     shape = _Shape.of(q, k, v)
@@ -51,17 +79,7 @@ def forward(
     return out, lse
 
 
-class Into(NamedTuple):
-    """Where gradients go: tensors of any strides and dtype, and whether they hold a sum already that is added to."""
-
-    dq: Tensor
-    dk: Tensor
-    dv: Tensor
-    add_rows: bool = False
-    add_keys: bool = False
-
-
-def backward(spec: Spec, final: Rows, q: Tensor, k: Tensor, v: Tensor, tiles: tuple[Tile, ...], into: Into) -> None:
+def backward(spec: Spec, final: Final, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, into: Into) -> None:
     """Write the gradients of all rows and columns; those in no tile are 0."""
     grad, q, k, v, out = last_dim_dense(final.grad.to(q.dtype), q, k, v, final.out)
     shape = _Shape.of(q, k, v)

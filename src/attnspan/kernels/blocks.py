@@ -21,12 +21,13 @@ from torch import Tensor
 
 from attnspan.kernels import cpu_flash
 from attnspan.kernels.accumulator import Accumulator
-from attnspan.kernels.kernel import Spec
-from attnspan.kernels.mods import Region, Rows, as_slice
+from attnspan.kernels.kernel import Final, Gradients, Region, Spec, Tiles, Traits
+from attnspan.kernels.mods import as_slice
 from attnspan.kernels.parts import lse_dtype
 from attnspan.masks.tile import Tile
 
 name = "blocks"
+traits = Traits(order=80, programs=True, measured=False)
 
 ROWS = 128
 """Rows of a block: more waste scores outside of bands and allowed blocks, fewer waste calls."""
@@ -35,15 +36,14 @@ AT_ONCE = 1 << 20
 """Scores of a block, about, over all batch rows and heads."""
 
 
-def supports(spec: Spec, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> str | None:
+def supports(spec: Spec, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles) -> str | None:
     """Everything that floats."""
-    return None if q.is_floating_point() else f"blocks needs a floating-point dtype, got {q.dtype}"
+    return f"blocks {reason}" if (reason := traits.misfit(q)) else None
 
 
-def forward(spec: Spec, q: Tensor, k: Tensor, v: Tensor, region: Region) -> tuple[Tensor, Tensor]:
-    """(out, lse) of all rows, both in float32, or float64 for float64."""
+def forward(spec: Spec, q: Tensor, k: Tensor, v: Tensor, region: Region, total: Accumulator) -> None:
+    """Block by block, in float32, or float64 for float64."""
     wide = lse_dtype(q)
-    total = Accumulator((*q.shape[:3], v.shape[3]), wide, q.device)
     for tile in region.tiles:
         rows, cols = as_slice(tile.rows), as_slice(tile.cols)
         if _is_plain(spec, q, k, v, tile):
@@ -54,13 +54,10 @@ def forward(spec: Spec, q: Tensor, k: Tensor, v: Tensor, region: Region) -> tupl
             lse = scores.logsumexp(-1)
             value = v[:, :, as_slice(block.cols)].to(wide)
             total.add(block.rows, _by_head(_stacked(_shares(scores, lse), v) @ value, q), lse)
-    return total.result(wide)
 
 
-def backward(
-    spec: Spec, final: Rows, q: Tensor, k: Tensor, v: Tensor, region: Region, sums: Sequence[Tensor | None]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv) of all rows and columns; gradients of captured tensors are added to `sums`."""
+def backward(spec: Spec, final: Final, q: Tensor, k: Tensor, v: Tensor, region: Region, grads: Gradients) -> None:
+    """(dq, dk, dv) of all rows and columns, at once."""
     wide = lse_dtype(q)
     dq, dk, dv = (torch.zeros_like(x, dtype=wide) for x in (q, k, v))
     delta = final.delta()
@@ -84,12 +81,12 @@ def backward(
                 shares.append(_shares(_hidden(spec, scores, block, region), final.lse[:, :, rows]))
                 return shares[0] * (_by_head(grad @ value.mT, q) - delta[:, :, rows].unsqueeze(-1))
 
-            d_scores = _pulled(spec, raw, block, region, sums, slope)
+            d_scores = _pulled(spec, raw, block, region, grads.captured, slope)
             d_scores = _stacked(d_scores.masked_fill_(shares[0] == 0, 0.0) * spec.scale, k)
             dq[:, :, rows] += _by_head(d_scores @ key, q)
             dk[:, :, cols] += d_scores.mT @ query
             dv[:, :, cols] += _stacked(shares[0], v).mT @ grad
-    return dq, dk, dv
+    grads.add(range(q.shape[2]), range(k.shape[2]), dq, dk, dv)
 
 
 class Block(NamedTuple):

@@ -29,26 +29,24 @@ import torch
 from torch import Tensor
 
 from attnspan.kernels.aten import CPU_FLASH, CPU_FLASH_BACKWARD
-from attnspan.kernels.kernel import Spec, not_among
+from attnspan.kernels.kernel import Spec, Traits
 from attnspan.kernels.parts import Part, backward_by_parts, cut_rows, forward_by_parts, last_dim_dense
 from attnspan.masks.tile import Tile
-
-name = "cpu_flash"
 
 BLOCK = 256
 """Rows in one call of a general tile: more waste scores outside the band, fewer waste calls."""
 
 _HALVES = (torch.bfloat16, torch.float16)
-_DTYPES = (torch.float32, torch.float64, *_HALVES)
+
+name = "cpu_flash"
+traits = Traits(devices=("cpu",), dtypes=(torch.float32, torch.float64, *_HALVES), order=50)
 
 
 def supports(spec: Spec, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> str | None:
     """Every tile on a CPU whose keys and values have the same head dim."""
-    if q.device.type != "cpu":
-        return f"cpu_flash runs on cpu, got tensors on {q.device.type}"
-    if reason := not_among(q.dtype, _DTYPES):
+    if reason := traits.misfit(q):
         return f"cpu_flash {reason}"
-    if k.shape[2] == 0:
+    if len(tile.cols) == 0:
         return "cpu_flash needs a key, got none"
     if q.shape[3] != v.shape[3]:
         return f"cpu_flash needs one head dim for keys and values, got {q.shape[3]} and {v.shape[3]}"

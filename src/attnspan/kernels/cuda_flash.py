@@ -21,18 +21,17 @@ import torch
 from torch import Tensor
 
 from attnspan.kernels.aten import CUDA_FLASH, CUDA_FLASH_BACKWARD
-from attnspan.kernels.kernel import Spec, not_among
+from attnspan.kernels.kernel import Spec, Traits
 from attnspan.kernels.parts import Part, backward_by_parts, cut_rows, forward_by_parts, last_dim_dense
 from attnspan.masks.tile import Tile
 
 name = "cuda_flash"
+traits = Traits(devices=("cuda",), dtypes=(torch.float16, torch.bfloat16), order=30, rounds=True)
 
 
 def supports(spec: Spec, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> str | None:
     """Every tile in half precision whose head dim is a multiple of 8 up to 256."""
-    if q.device.type != "cuda":
-        return f"cuda_flash runs on cuda, got tensors on {q.device.type}"
-    if reason := not_among(q.dtype, (torch.float16, torch.bfloat16)):
+    if reason := traits.misfit(q):
         return f"cuda_flash {reason}"
     if q.shape[3] != v.shape[3]:
         return f"cuda_flash needs one head dim for keys and values, got {q.shape[3]} and {v.shape[3]}"

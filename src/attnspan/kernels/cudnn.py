@@ -19,25 +19,24 @@ import torch
 from torch import Tensor
 
 from attnspan.kernels.aten import CUDNN, CUDNN_BACKWARD
-from attnspan.kernels.kernel import Spec, not_among
+from attnspan.kernels.kernel import Spec, Traits
 from attnspan.kernels.parts import backward_by_parts, cut_rows, forward_by_parts, last_dim_dense
 from attnspan.masks.tile import Tile
 
 name = "cudnn"
+traits = Traits(devices=("cuda",), dtypes=(torch.float16, torch.bfloat16), order=10, rounds=True)
 
 
 def supports(spec: Spec, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> str | None:
     """Full and causal tiles in half precision with head dims that are multiples of 8 up to 128."""
-    if q.device.type != "cuda":
-        return f"cudnn runs on cuda, got tensors on {q.device.type}"
-    if reason := not_among(q.dtype, (torch.float16, torch.bfloat16)):
+    if reason := traits.misfit(q):
         return f"cudnn {reason}"
     if tile.kind == "general":
         return f"cudnn computes full and causal tiles, got {tile}"
     for head_dim in (q.shape[3], v.shape[3]):
         if head_dim % 8 or head_dim > 128:
             return f"cudnn needs head dims that are multiples of 8 up to 128, got {head_dim}"
-    if k.shape[2] == 1:
+    if len(tile.cols) == 1:
         return "cudnn needs more than one key, got 1"
     if torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled():
         return "cudnn's backward is not deterministic, which torch.use_deterministic_algorithms(True) asks for"

@@ -17,11 +17,14 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from attnspan.kernels.aten import EFFICIENT, EFFICIENT_BACKWARD
-from attnspan.kernels.kernel import Spec, not_among
+from attnspan.kernels.kernel import Spec, Traits
 from attnspan.kernels.parts import Part, backward_by_parts, cut_rows, forward_by_parts, last_dim_dense
 from attnspan.masks.tile import Tile
 
 name = "efficient"
+traits = Traits(
+    devices=("cuda",), dtypes=(torch.float32, torch.float16, torch.bfloat16), order=40, order_float32=5, rounds=True
+)
 
 BIAS = 1 << 25
 """Numbers in the bias of one block of a general tile, about; a block has 128 to 4096 rows."""
@@ -29,9 +32,7 @@ BIAS = 1 << 25
 
 def supports(spec: Spec, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> str | None:
     """Every tile whose head dims fill whole 16-byte words."""
-    if q.device.type != "cuda":
-        return f"efficient runs on cuda, got tensors on {q.device.type}"
-    if reason := not_among(q.dtype, (torch.float32, torch.float16, torch.bfloat16)):
+    if reason := traits.misfit(q):
         return f"efficient {reason}"
     whole = 16 // q.element_size()
     for head_dim in (q.shape[3], v.shape[3]):

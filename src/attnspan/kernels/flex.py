@@ -44,15 +44,23 @@ import torch
 from torch import Tensor, fx
 
 from attnspan.assumptions import Assumption
-from attnspan.kernels.kernel import Spec, not_among
+from attnspan.kernels.accumulator import Accumulator
+from attnspan.kernels.kernel import Final, Gradients, Region, Spec, Tiles, Traits
 from attnspan.kernels.merge import has_triton
-from attnspan.kernels.mods import Mods, Region, Rows
+from attnspan.kernels.mods import Mods
 from attnspan.kernels.parts import lse_dtype
 from attnspan.masks.blocks import lists_of_tiles
 from attnspan.masks.program import LOOKUP, Program
-from attnspan.masks.tile import Tile
 
 name = "flex"
+traits = Traits(
+    devices=("cuda",),
+    dtypes=(torch.float16, torch.bfloat16, torch.float32),
+    order=70,
+    rounds=True,
+    programs=True,
+    measured=False,
+)
 
 BLOCK = 128
 """Rows and columns of a block."""
@@ -68,14 +76,12 @@ _AUTOGRAD = (
 )
 
 
-def supports(spec: Spec, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> str | None:
+def supports(spec: Spec, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles) -> str | None:
     """Every tile on CUDA, in half and single precision."""
-    if q.device.type != "cuda":
-        return f"flex runs on cuda, got tensors on {q.device.type}"
+    if reason := traits.misfit(q):
+        return f"flex {reason}"
     if not has_triton():
         return "flex needs the package triton, which is not installed"
-    if reason := not_among(q.dtype, (torch.float16, torch.bfloat16, torch.float32)):
-        return f"flex {reason}"
     for head_dim in (q.shape[3], v.shape[3]):
         if head_dim < LEAST_DIM:
             return f"flex needs head dims of at least {LEAST_DIM}, got {head_dim}"
@@ -85,18 +91,17 @@ def supports(spec: Spec, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> str | N
     return None
 
 
-def forward(spec: Spec, q: Tensor, k: Tensor, v: Tensor, region: Region) -> tuple[Tensor, Tensor]:
-    """(out, lse) of all rows."""
+def forward(spec: Spec, q: Tensor, k: Tensor, v: Tensor, region: Region, total: Accumulator) -> None:
+    """(out, lse) of all rows, at once."""
     with torch.no_grad():
         keys = _side_by_side(k.detach(), v.detach())
         out, lse = _attend(spec, q.detach(), keys, region, _tables_of(spec, region.captured))
-    return out, lse.to(lse_dtype(q))
+    total.add(range(q.shape[2]), out, lse.to(lse_dtype(q)))
 
 
-def backward(
-    spec: Spec, final: Rows, q: Tensor, k: Tensor, v: Tensor, region: Region, sums: Sequence[Tensor | None]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv) of all rows and columns; gradients of captured tensors are added to `sums`."""
+def backward(spec: Spec, final: Final, q: Tensor, k: Tensor, v: Tensor, region: Region, into: Gradients) -> None:
+    """(dq, dk, dv) of all rows and columns, at once."""
+    sums = into.captured
     with _differentiable():
         q, *keys = (x.detach().requires_grad_() for x in (q, *_side_by_side(k, v)))
         captured = [
@@ -107,12 +112,11 @@ def backward(
         leaves = [x.detach().requires_grad_(x.requires_grad) for x in tables]
         out, lse = _attend(spec, q, tuple(keys), region, leaves)
         learned = [x for x in leaves if x.requires_grad]
-        of_parts, seeds = _seeds(final, out, lse, region.alone)
+        of_parts, seeds = _seeds(final, out, lse, region.alone and not final.sinks)
         dq, *grads = torch.autograd.grad(of_parts, [q, *keys, *learned], seeds)
         if learned:
             _walk_back([x for x in tables if x.requires_grad], grads[len(keys) :], captured, sums)
-    dk, dv = _apart(tuple(grads[: len(keys)]), k.shape[3])
-    return dq, dk, dv
+    into.add(range(q.shape[2]), range(k.shape[2]), dq, *_apart(tuple(grads[: len(keys)]), k.shape[3]))
 
 
 def _walk_back(
@@ -127,7 +131,7 @@ def _walk_back(
                 total += part
 
 
-def _seeds(final: Rows, out: Tensor, lse: Tensor, alone: bool) -> tuple[list[Tensor], list[Tensor]]:
+def _seeds(final: Final, out: Tensor, lse: Tensor, alone: bool) -> tuple[list[Tensor], list[Tensor]]:
     """What to differentiate of a part, and its gradients. See [Note: backward by parts]."""
     if alone:  # out and lse are the final ones
         pairs = [(out, final.grad)] + ([(lse, final.grad_lse)] if final.grad_lse is not None else [])

@@ -1,10 +1,15 @@
-"""What a kernel is: a module that computes one tile, says what it cannot do, and knows the way back.
+"""What a kernel is: it computes everything between a buffer of queries and one of keys, and knows the way back.
 
-A kernel is handed the rows and columns of its tile, already sliced, and computes::
+The work is a `Region`: the tiles of one step of a plan, over rows of q and columns of k and v. For each pair that a
+tile allows::
 
-    score = scale * q @ k.T            where the tile allows the pair, else nothing
+    score = scale * q @ k.T
     lse   = log(sum(exp(score)))       natural log; -inf for a row that saw no key, whose out is 0
     out   = exp(score - lse) @ v
+
+A kernel of one tile is a `TileKernel`: it is handed the rows and columns of its tile, already sliced, and `PerTile`
+(per_tile.py) makes a `Kernel` of it. What others must know of a kernel is in its `Traits`. So a new kernel is one file,
+and one line in registry.py.
 
 [Note: final out and lse] A row's keys are spread over many tiles, and the softmax over all of them is only known
 once they are merged. Backward is therefore given the FINAL out and lse of its rows, not this tile's own: then
@@ -17,15 +22,20 @@ head h; any strides. out and grad (B, H, n, Dv), lse (B, H, n). Knows nothing of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from functools import cached_property
+from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from attnspan.dtypes import dtype_name
-from attnspan.kernels.mods import Mods, Region, Rows
+from attnspan.kernels.accumulator import Accumulator
+from attnspan.kernels.mods import Mods, Where
 from attnspan.masks.tile import Tile
+
+Tiles = tuple[Tile, ...]
 
 
 class Preference(Protocol):
@@ -49,48 +59,166 @@ class Spec:
     preference: Preference | None = field(default=None, repr=False)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traits:
+    """What others must know of a kernel.
+
+    >>> import torch
+    >>> cuda_only = Traits(devices=("cuda",), dtypes=(torch.float16, torch.bfloat16), order=10)
+    >>> cuda_only.misfit(torch.empty(1))
+    'runs on cuda, got tensors on cpu'
+    """
+
+    order: int
+    """In which "auto" tries kernels: the lowest number that can compute a tile does."""
+
+    order_float32: int | None = None
+    """The same in float32, where that differs."""
+
+    devices: tuple[str, ...] = ()
+    """The types of devices that it runs on; empty where it runs on any."""
+
+    dtypes: tuple[torch.dtype, ...] = ()
+    """The dtypes that it computes; empty where it computes all that float."""
+
+    rounds: bool = False
+    """Whether its gradients may be rounded to the tensors' dtype."""
+
+    programs: bool = False
+    """Whether it runs FlexAttention programs: "auto" takes it for those, and for nothing else."""
+
+    measured: bool = True
+    """Whether `attnspan tune` measures it unasked. Not what is there to be right, nor what takes long to compile."""
+
+    joins: float = 0.0
+    """Operations of a tile below which "auto" has it compute all tiles of a step in half precision, if it can compute
+    them in one call; 0 where it cannot."""
+
+    def runs_on(self, device: torch.device) -> bool:
+        return not self.devices or device.type in self.devices
+
+    def misfit(self, q: Tensor) -> str | None:
+        """Why such tensors are not for this kernel, by their device and dtype; or None."""
+        if self.devices and q.device.type not in self.devices:
+            return f"runs on {' or '.join(self.devices)}, got tensors on {q.device.type}"
+        if self.dtypes:
+            return not_among(q.dtype, self.dtypes)
+        return None if q.is_floating_point() else f"needs a floating-point dtype, got {q.dtype}"
+
+
+@dataclass(eq=False)
+class Region:
+    """Everything that is computed between two buffers: tiles, where they lie in the whole attention, the tensors that
+    the score_mod captured, and whether nothing else is computed, so that out and lse are final (but for sinks)."""
+
+    tiles: Tiles
+    locate: Callable[[], Where]
+    captured: Sequence[Tensor] = ()
+    alone: bool = False
+
+    @cached_property
+    def where(self) -> Where:
+        """What rows and columns stand for, worked out for kernels that ask."""
+        return self.locate()
+
+
+@dataclass(frozen=True, slots=True)
+class Final:
+    """What backward is given of all rows: the gradients of out and of lse, the merged out and lse, and whether sinks
+    have a share in them."""
+
+    grad: Tensor
+    grad_lse: Tensor | None
+    out: Tensor
+    lse: Tensor
+    sinks: bool = False
+
+    def of(self, rows: slice) -> Final:
+        """Some batch rows."""
+        return self._at(rows)
+
+    def heads(self, heads: slice) -> Final:
+        """Some heads."""
+        return self._at((slice(None), heads))
+
+    def delta(self) -> Tensor:
+        """What a score's gradient is corrected by. lse's own gradient is part of it: d lse / d score is the
+        probability, and the gradient of a score is probability x (grad @ value - delta)."""
+        wide = self.lse.dtype
+        correction = (self.grad.to(wide) * self.out.to(wide)).sum(-1)
+        return correction if self.grad_lse is None else correction - self.grad_lse.to(wide)
+
+    def _at(self, at: slice | tuple[slice, slice]) -> Final:
+        grad_lse = None if self.grad_lse is None else self.grad_lse[at]
+        return Final(self.grad[at], grad_lse, self.out[at], self.lse[at], self.sinks)
+
+
+class Into(NamedTuple):
+    """Where gradients are written: tensors of any strides and dtype, and whether they hold a sum that is added to."""
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    add_rows: bool = False
+    add_keys: bool = False
+
+
+class Gradients(Protocol):
+    """Who takes the gradients of a region."""
+
+    @property
+    def captured(self) -> Sequence[Tensor | None]:
+        """Sums for what the score_mod captured, where they are wanted."""
+        ...
+
+    def add(self, rows: range, cols: range, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
+        """Take those of some rows and columns, which belong to the taker from then on."""
+
+    def open(self) -> Into:
+        """For one writer of all rows and columns: where to. `close` follows."""
+        ...
+
+    def close(self, into: Into) -> None:
+        """Take what was written."""
+
+
 class Kernel(Protocol):
-    """The interface that every kernel module has."""
+    """Computes a region. Tiles have the rows and columns of the buffers q, k and v, which are not sliced."""
 
     name: str
+    traits: Traits
+
+    def supports(self, spec: Spec, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles) -> str | None:
+        """None if the kernel computes these tiles exactly, else the reason why it does not. Reads no values."""
+
+    def forward(self, spec: Spec, q: Tensor, k: Tensor, v: Tensor, region: Region, total: Accumulator) -> None:
+        """Join (out, lse) of all tiles into the total: out in q's dtype or a wider one, lse in float32 (float64 for
+        float64)."""
+
+    def backward(
+        self, spec: Spec, final: Final, q: Tensor, k: Tensor, v: Tensor, region: Region, grads: Gradients
+    ) -> None:
+        """Hand over (dq, dk, dv) of all tiles, what lse's gradient adds to them included, from the final out and lse.
+        Gradients of captured tensors are added to those of `grads`, where it has one."""
+
+
+class TileKernel(Protocol):
+    """Computes one tile, from the rows and columns of it alone. The interface of most kernel modules."""
+
+    name: str
+    traits: Traits
 
     def supports(self, spec: Spec, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> str | None:
-        """None if the kernel computes this exactly, else the reason why it does not. Reads no values."""
+        """As of `Kernel`. Tensors may be larger than the tile: lengths are those of the tile."""
 
     def forward(self, spec: Spec, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
-        """(out, lse): out in q's dtype or a wider one, lse in float32 (float64 for float64)."""
+        """(out, lse), in the dtypes of `Kernel.forward`."""
         ...
 
     def backward(
         self, spec: Spec, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tile: Tile
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(dq, dk, dv) from the final out and lse; dk and dv summed over the query heads of each key head."""
-        ...
-
-
-class ProgramKernel(Protocol):
-    """The interface of a kernel that runs FlexAttention programs.
-
-    It takes everything that is computed between two buffers at once: tiles, and what their rows and columns stand for.
-    Rows and columns are those of the buffers, not sliced.
-    """
-
-    name: str
-
-    def supports(self, spec: Spec, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> str | None:
-        """As of `Kernel`, for each of the tiles."""
-
-    def forward(self, spec: Spec, q: Tensor, k: Tensor, v: Tensor, region: Region) -> tuple[Tensor, Tensor]:
-        """(out, lse) of all rows; 0 and -inf for those without a key."""
-        ...
-
-    def backward(
-        self, spec: Spec, final: Rows, q: Tensor, k: Tensor, v: Tensor, region: Region, sums: Sequence[Tensor | None]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """(dq, dk, dv) of all rows and columns, that of lse's gradient included.
-
-        Gradients of captured tensors are added to `sums`, where there is one.
-        """
         ...
 
 

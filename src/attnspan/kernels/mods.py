@@ -10,7 +10,6 @@ Knows nothing of ranks: who holds what is the caller's business.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -58,32 +57,6 @@ class Where(NamedTuple):
         device = self.rows.device
         b, h = (torch.arange(some.start, some.stop, device=device) for some in (self.batch, self.heads))
         return [b, h, self.rows[as_slice(rows)], self.cols[as_slice(cols)]]
-
-
-class Region(NamedTuple):
-    """Everything that is computed between two buffers: tiles, what they stand for, the tensors that the score_mod
-    captured, and whether there is nothing else, so that out and lse are final."""
-
-    tiles: tuple[Tile, ...]
-    where: Where
-    captured: Sequence[Tensor] = ()
-    alone: bool = False
-
-
-class Rows(NamedTuple):
-    """What backward is given of all rows: the gradients of out and of lse, and the final out and lse."""
-
-    grad: Tensor
-    grad_lse: Tensor | None
-    out: Tensor
-    lse: Tensor
-
-    def delta(self) -> Tensor:
-        """What a score's gradient is corrected by. lse's own gradient is part of it: d lse / d score is the
-        probability, and the gradient of a score is probability x (grad @ value - delta)."""
-        wide = self.lse.dtype
-        correction = (self.grad.to(wide) * self.out.to(wide)).sum(-1)
-        return correction if self.grad_lse is None else correction - self.grad_lse.to(wide)
 
 
 def as_slice(rows: range) -> slice:

@@ -13,15 +13,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attnspan.kernels.kernel import Spec
+from attnspan.kernels.kernel import Spec, Traits
 from attnspan.masks.tile import Tile
 
 name = "reference"
+traits = Traits(order=60, measured=False)
 
 
 def supports(spec: Spec, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> str | None:
     """Everything that floats."""
-    return None if q.is_floating_point() else f"reference needs a floating-point dtype, got {q.dtype}"
+    return f"reference {reason}" if (reason := traits.misfit(q)) else None
 
 
 def forward(spec: Spec, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:

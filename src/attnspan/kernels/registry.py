@@ -1,20 +1,23 @@
-"""Which kernel computes a tile: the one that was asked for, or for "auto" the first that can.
+"""Which kernel computes the tiles of a step: the one that was asked for, or for "auto" the fastest.
 
-`KERNELS` is in order of speed where several can; float32, which goes through no tensor cores in `band`, is tried by
-`efficient` first. Where `Spec.preference` has measured this device, its order comes first. An explicit request never
-falls back: it is met, or refused with the kernel's own reason and the names of those that would do.
+This is the only list of kernels. What else is to be known of one, it says itself (`Traits`): the order in which "auto"
+tries it, where it runs, whether it rounds, whether it is measured. An explicit request never falls back: it is met, or
+refused with the kernel's own reason and the names of those that would do.
 
-`PROGRAM_KERNELS` run FlexAttention programs. They are chosen where there is a score_mod or a tile whose pairs must be
-asked; the others refuse such a tile, all by the same rule, which is here.
+"auto" gives a tile to the first kernel in order that can compute it (`fastest`). Where `Spec.preference` has measured
+this device, its order comes first. Two kinds of steps are not taken apart:
 
-`joins` says where all tiles of a step are computed in one call (bands.py), as `band` always does: many small tiles cost
-more in launches and merges than a faster kernel gains.
+* A score_mod, or a tile whose pairs must be asked, is for a kernel that runs programs, which takes all tiles. Other
+  kernels refuse, all by the same rule, which is here.
+* A kernel that `joins` takes all tiles in one call where no kernel before it in order can compute any of them, or where
+  they are many and small: launches and merges cost more than a faster kernel gains. Not in float32, which goes through
+  no tensor cores, nor tiles of every n-th row or column.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import lru_cache
+from collections.abc import Collection, Iterable
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 import torch
@@ -23,63 +26,139 @@ from torch import Tensor
 from attnspan.dtypes import dtype_name
 from attnspan.errors import KernelError, one_of
 from attnspan.kernels import band, blocks, cpu_flash, cuda_flash, cudnn, efficient, flex, reference
-from attnspan.kernels.kernel import Kernel, ProgramKernel, Spec
+from attnspan.kernels.bands import Bands, are_dense
+from attnspan.kernels.kernel import Kernel, Spec, TileKernel, Tiles, Traits
+from attnspan.kernels.per_tile import PerTile
 from attnspan.masks.tile import Tile
 
-_BY_SPEED: tuple[Kernel, ...] = (cudnn, band, cuda_flash, efficient, cpu_flash, reference)
+_ALL: tuple[Kernel, ...] = (
+    Bands(band),
+    PerTile(cpu_flash),
+    PerTile(cuda_flash),
+    PerTile(cudnn),
+    PerTile(efficient),
+    PerTile(reference),
+    blocks,
+    flex,
+)
 
-KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in _BY_SPEED}
+KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in sorted(_ALL, key=lambda each: each.traits.order)}
+"""By name, in the order in which "auto" tries them."""
 
-_IN_FLOAT32: dict[str, Kernel] = {kernel.name: kernel for kernel in (efficient, *_BY_SPEED)}
-
-PROGRAM_KERNELS: dict[str, ProgramKernel] = {kernel.name: kernel for kernel in (flex, blocks)}
-
-
-SMALL = 1.5e11
-"""Floating-point operations of a tile's forward pass below which a tile is small; measured on an H200."""
+_PROGRAMS = tuple(kernel for kernel in KERNELS.values() if kernel.traits.programs)
+_OTHERS = tuple(kernel for kernel in KERNELS.values() if not kernel.traits.programs)
+_JOINING = tuple((kernel, _OTHERS[:index]) for index, kernel in enumerate(_OTHERS) if kernel.traits.joins)
+_ROUNDING = frozenset(device for kernel in _ALL if kernel.traits.rounds for device in kernel.traits.devices)
 
 
-def choose(name: str, spec: Spec, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> Kernel | ProgramKernel:
-    """The kernel of that name, or for "auto" the first that can; raises KernelError if it cannot.
+def choose(name: str, spec: Spec, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles) -> Kernel:
+    """The kernel of that name, or for "auto" the one that suits the tiles; raises KernelError if it cannot.
 
-    >>> import torch
+    >>> x, tiles = torch.empty(1, 1, 4, 8), (Tile(range(4), range(4), lo=-3, hi=0),)
+    >>> choose("cpu_flash", Spec(scale=1.0), x, x, x, tiles).name, choose("auto", Spec(scale=1.0), x, x, x, tiles).name
+    ('cpu_flash', 'auto')
+    """
+    if name == "auto":
+        odd = _with_program(spec, tiles)
+        if odd is None:
+            return _joining(spec, q, k, v, tiles) or AUTO
+        for kernel in _PROGRAMS:
+            if kernel.supports(spec, q, k, v, tiles) is None:
+                return kernel
+        raise KernelError(_message("auto", "no kernel can", spec, q, k, v, odd))
+    if name not in KERNELS:
+        one_of("kernel", name, ["auto", *KERNELS], error=KernelError)
+    if reason := refusal(name, spec, q, k, v, tiles):
+        odd = next((tile for tile in tiles if refusal(name, spec, q, k, v, (tile,))), tiles[0])
+        raise KernelError(_message(name, reason, spec, q, k, v, odd))
+    return KERNELS[name]
+
+
+def fastest(spec: Spec, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> TileKernel:
+    """The kernel that "auto" has for one tile by itself; raises KernelError if there is none.
+
     >>> x = torch.empty(1, 1, 4, 8)
-    >>> choose("auto", Spec(scale=1.0), x, x, x, Tile(range(4), range(4), lo=-3, hi=0)).name
+    >>> fastest(Spec(scale=1.0), x, x, x, Tile(range(4), range(4), lo=-3, hi=0)).name
     'cpu_flash'
     """
-    one_of("kernel", name, ["auto", *KERNELS, *PROGRAM_KERNELS], error=KernelError)
-    if name == "auto":
-        for able, kernel in _fitting(spec, q, tile).items():
-            if refusal(able, spec, q, k, v, tile) is None:
-                return kernel
-        raise KernelError(_message(name, "no kernel can", spec, q, k, v, tile))
-    reason = refusal(name, spec, q, k, v, tile)
-    if reason is not None:
-        raise KernelError(_message(name, reason, spec, q, k, v, tile))
-    return KERNELS[name] if name in KERNELS else PROGRAM_KERNELS[name]
+    for each in _by_speed(spec, q, tile):
+        if each.kernel.supports(spec, q, k, v, tile) is None:
+            return each.kernel
+    raise KernelError(_message("auto", "no kernel can", spec, q, k, v, tile))
 
 
-def joins(name: str, spec: Spec, q: Tensor, k: Tensor, v: Tensor, tiles: tuple[Tile, ...]) -> bool:
-    """Whether all tiles between two buffers are computed in one call, by bands.py."""
-    if name not in ("auto", band.name) or not tiles or band.supports(spec, q, k, v, tiles[0]):
-        return False
-    some = _glance(tiles)
-    if not some.dense or (spec.mods is not None and any(map(spec.mods.of, tiles))):
-        return False
-    if name == band.name:
-        return True
-    if q.dtype == torch.float32:
-        return False
-    small = 2 * q.shape[0] * q.shape[1] * (q.shape[3] + v.shape[3]) * some.area < SMALL * len(tiles)
-    return (small and len(tiles) > 1) or all(cudnn.supports(spec, q, k, v, tile) for tile in some.kinds)
+class _Fastest(PerTile):
+    """Every tile by the kernel that is the fastest for it."""
+
+    def __init__(self) -> None:
+        self.name, self.traits = "auto", Traits(order=0)
+
+    def of(self, spec: Spec, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> TileKernel:
+        return fastest(spec, q, k, v, tile)
+
+    def supports(self, spec: Spec, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles) -> str | None:
+        """Why there is a tile that no kernel can compute."""
+        try:
+            for tile in tiles:
+                fastest(spec, q, k, v, tile)
+        except KernelError as none:
+            return str(none)
+        return None
 
 
-def rounds(name: str, q: Tensor) -> bool:
-    """Whether what is asked for by that name may give gradients in q's dtype, rounded: library kernels on CUDA do.
+AUTO = _Fastest()
+
+
+def rounds(name: str, device: torch.device) -> bool:
+    """Whether what is asked for by that name may round gradients to the tensors' dtype there.
 
     A pure function of what all ranks have in common, so that they agree on what travels.
+
+    >>> rounds("auto", torch.device("cuda")), rounds("band", torch.device("cuda")), rounds("auto", torch.device("cpu"))
+    (True, False, False)
     """
-    return q.is_cuda and name in ("auto", cudnn.name, cuda_flash.name, efficient.name, flex.name)
+    return device.type in _ROUNDING and (name == "auto" or (name in KERNELS and KERNELS[name].traits.rounds))
+
+
+def runs_programs(name: str) -> bool:
+    """Whether the kernel of that name always wants the mask's program."""
+    return name in KERNELS and KERNELS[name].traits.programs
+
+
+def refusal(name: str, spec: Spec, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles) -> str | None:
+    """Why a kernel cannot compute some tiles; None if it can."""
+    kernel = KERNELS[name]
+    odd = None if kernel.traits.programs else _with_program(spec, tiles)
+    if odd is not None and spec.mods is not None:
+        return f"{name} runs no {spec.mods.of(odd)}"
+    return kernel.supports(spec, q, k, v, tiles)
+
+
+def refusals(spec: Spec, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles) -> dict[str, str]:
+    """The reason of every kernel that cannot, by its name."""
+    reasons = {name: refusal(name, spec, q, k, v, tiles) for name in KERNELS}
+    return {name: reason for name, reason in reasons.items() if reason is not None}
+
+
+def _with_program(spec: Spec, tiles: Tiles) -> Tile | None:
+    """The first tile that needs a program."""
+    return None if spec.mods is None else next(filter(spec.mods.of, tiles), None)
+
+
+def _joining(spec: Spec, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles) -> Kernel | None:
+    """The kernel that "auto" gives all tiles at once, or None where each is for the fastest."""
+    if q.dtype == torch.float32:
+        return None
+    for kernel, faster in _JOINING:
+        if kernel.supports(spec, q, k, v, tiles) is None:
+            dense, area, kinds = _glance(tiles)
+            if not dense:
+                continue
+            flops = 2 * q.shape[0] * q.shape[1] * (q.shape[3] + v.shape[3]) * area
+            small = len(tiles) > 1 and flops < kernel.traits.joins * len(tiles)
+            if small or all(other.supports(spec, q, k, v, (tile,)) for other in faster for tile in kinds):
+                return kernel
+    return None
 
 
 class _Glance(NamedTuple):
@@ -87,43 +166,36 @@ class _Glance(NamedTuple):
 
     dense: bool
     area: int
-    kinds: tuple[Tile, ...]
+    kinds: Tiles
 
 
 @lru_cache(maxsize=2048)
-def _glance(tiles: tuple[Tile, ...]) -> _Glance:
-    dense = all(tile.rows.step == tile.cols.step == 1 for tile in tiles)
+def _glance(tiles: Tiles) -> _Glance:
     kinds = {tile.kind: tile for tile in tiles}
-    return _Glance(dense, sum(tile.area for tile in tiles), tuple(kinds.values()))
+    return _Glance(are_dense(tiles), sum(tile.area for tile in tiles), tuple(kinds.values()))
 
 
-def refusal(name: str, spec: Spec, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> str | None:
-    """Why a kernel cannot compute a tile; None if it can."""
-    if name in PROGRAM_KERNELS:
-        return PROGRAM_KERNELS[name].supports(spec, q, k, v, tile)
-    program = spec.mods.of(tile) if spec.mods is not None else ""
-    return f"{name} runs no {program}" if program else KERNELS[name].supports(spec, q, k, v, tile)
-
-
-def refusals(spec: Spec, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> dict[str, str]:
-    """The reason of every kernel that cannot, by its name."""
-    reasons = {name: refusal(name, spec, q, k, v, tile) for name in (*KERNELS, *PROGRAM_KERNELS)}
-    return {name: reason for name, reason in reasons.items() if reason is not None}
-
-
-def _fitting(spec: Spec, q: Tensor, tile: Tile) -> Mapping[str, Kernel | ProgramKernel]:
-    """The kernels that "auto" looks at, the first first."""
-    if spec.mods is not None and spec.mods.of(tile):
-        return PROGRAM_KERNELS
-    usual = _IN_FLOAT32 if q.dtype == torch.float32 else KERNELS
+def _by_speed(spec: Spec, q: Tensor, tile: Tile) -> Collection[PerTile]:
+    """The kernels that "auto" tries for one tile, the first first."""
+    usual = _running(q.device.type, q.dtype == torch.float32)
     if spec.preference is None:
-        return usual
+        return usual.values()
     measured = spec.preference.order(dtype_name(q.dtype), q.shape[3], tile)
-    return {name: usual[name] for name in (*(name for name in measured if name in usual), *usual)}
+    return [usual[name] for name in dict.fromkeys((*measured, *usual)) if name in usual]
+
+
+@cache
+def _running(device: str, float32: bool) -> dict[str, PerTile]:
+    """The kernels of single tiles that run on a device, in order."""
+    there = [each for each in _OTHERS if isinstance(each, PerTile) and device in (each.traits.devices or (device,))]
+    if float32:
+        there.sort(key=lambda each: each.traits.order_float32 or each.traits.order)
+    return {each.name: each for each in there}
 
 
 def _message(name: str, reason: str, spec: Spec, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> str:
-    refused = refusals(spec, q, k, v, tile)
-    able = [other for other in _fitting(spec, q, tile) if other not in refused]
+    refused = refusals(spec, q, k, v, (tile,))
+    usual: Iterable[Kernel] = _PROGRAMS if _with_program(spec, (tile,)) else _by_speed(spec, q, tile)
+    able = [other.name for other in usual if other.name not in refused]
     hint = f"for this tile use {' or '.join(able)}, or auto" if able else "; ".join(refused.values())
     return f"kernel={name!r} cannot compute {tile}: {reason}; {hint}"

@@ -1,8 +1,8 @@
 """Kernels on tiles: the times that a tuning table is made of.
 
 Every kind of tile, at several sizes, by every kernel that computes it here; those that refuse are left out. Keys and
-values lie packed, as they do in an arena (attention/wire.py). Kernels of programs, such as `flex`, are measured if
-asked for, on the tile's own mask_mod; "auto" takes them for programs only.
+values lie packed, as they do in an arena (attention/wire.py). Kernels that run programs, such as `flex`, are given the
+tile's own mask_mod.
 
 A general tile of size n is a window of n keys over 2 n rows.
 """
@@ -15,8 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attnspan.kernels import KERNELS, PROGRAM_KERNELS, Kernel, Mods, ProgramKernel, Region, Rows, Spec, Where
-from attnspan.kernels.registry import refusal
+from attnspan.kernels import KERNELS, Accumulator, Final, Into, Mods, Region, Spec, Where, refusal, runs_programs
 from attnspan.masks import Causal, Full, Mask, SlidingWindow
 from attnspan.masks.program import traced
 from attnspan.masks.tile import Kind, Tile
@@ -24,8 +23,6 @@ from attnspan.measure.stopwatch import seconds
 from attnspan.tuning import Rate
 
 SIZES = {"cpu": (64, 256, 1024, 4096), "cuda": (256, 1024, 4096, 16384)}
-UNASKED = {"reference", "blocks", "flex"}
-"""Measured only if asked for by name: kernels that are there to be right, and those of programs, which compile long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +54,7 @@ class Case:
         """What it takes; None if the kernel refuses."""
         tile, tensors = self.tile, Tensors.of(self, device)
         spec = self._spec(tensors, device)
-        if refusal(self.kernel, spec, tensors.q, tensors.k, tensors.v, tile) is not None:
+        if refusal(self.kernel, spec, tensors.q, tensors.k, tensors.v, (tile,)) is not None:
             return None
         forward, backward = (seconds(work, device) for work in tensors.work(self, spec))
         return Rate(
@@ -66,7 +63,7 @@ class Case:
 
     def _spec(self, tensors: Tensors, device: torch.device) -> Spec:
         mods = None
-        if self.kernel in PROGRAM_KERNELS:
+        if runs_programs(self.kernel):
             length = tensors.q.shape[2]
             mods = Mods(None, traced(self.mask.mask_mod(length, length)).on(device))
         return Spec(self.head_dim**-0.5, mods)
@@ -90,24 +87,36 @@ class Tensors:
 
     def work(self, case: Case, spec: Spec) -> tuple[Callable[[], object], Callable[[], object]]:
         """Forward and backward, ready to run."""
-        q, k, v, grad, tile = self.q, self.k, self.v, self.grad, case.tile
-        if case.kernel in PROGRAM_KERNELS:
-            program: ProgramKernel = PROGRAM_KERNELS[case.kernel]
-            positions = torch.arange(q.shape[2], device=q.device)
-            region = Region((tile,), Where(positions, positions, range(1), range(q.shape[1])))
-            out, lse = program.forward(spec, q, k, v, region)
-            rows = Rows(grad, None, out.to(q.dtype), lse)
-            return (
-                lambda: program.forward(spec, q, k, v, region),
-                lambda: program.backward(spec, rows, q, k, v, region, ()),
-            )
-        kernel: Kernel = KERNELS[case.kernel]
-        out, lse = kernel.forward(spec, q, k, v, tile)
-        out = out.to(q.dtype)
-        return (
-            lambda: kernel.forward(spec, q, k, v, tile),
-            lambda: kernel.backward(spec, grad, q, k, v, out, lse, tile),
-        )
+        kernel, q, k, v, tile = KERNELS[case.kernel], self.q, self.k, self.v, case.tile
+        positions = torch.arange(q.shape[2], device=q.device)
+        region = Region((tile,), lambda: Where(positions, positions, range(1), range(q.shape[1])))
+
+        def forward() -> Accumulator:
+            total = Accumulator((*q.shape[:3], v.shape[3]), torch.float32, q.device)
+            kernel.forward(spec, q, k, v, region, total)
+            return total
+
+        final = Final(self.grad, None, *forward().result(q.dtype))
+        return forward, lambda: kernel.backward(spec, final, q, k, v, region, Loose(q, k, v))
+
+
+class Loose:
+    """Takes gradients, and keeps none."""
+
+    captured: tuple[()] = ()
+
+    def __init__(self, *tensors: Tensor):
+        self.tensors = tensors
+
+    def add(self, rows: range, cols: range, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
+        pass
+
+    def open(self) -> Into:
+        dq, dk, dv = (torch.empty(x.shape, dtype=torch.float32, device=x.device) for x in self.tensors)
+        return Into(dq, dk, dv)
+
+    def close(self, into: Into) -> None:
+        pass
 
 
 def launch(kernel: str, case: Case, device: torch.device) -> tuple[float, float]:
@@ -119,5 +128,6 @@ def launch(kernel: str, case: Case, device: torch.device) -> tuple[float, float]
 
 def kernels_here(device: torch.device) -> Iterator[str]:
     """Those worth measuring on a device."""
-    foreign = {"cpu": {"cuda_flash", "cudnn", "efficient", "band"}, "cuda": {"cpu_flash"}}[device.type]
-    yield from (name for name in (*KERNELS, *PROGRAM_KERNELS) if name not in UNASKED | foreign)
+    for name, kernel in KERNELS.items():
+        if kernel.traits.measured and kernel.traits.runs_on(device):
+            yield name

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from attnspan.errors import TuningError, one_of
-from attnspan.kernels import KERNELS, PROGRAM_KERNELS
+from attnspan.kernels import KERNELS
 from attnspan.masks.tile import Kind
 from attnspan.measure.links import link
 from attnspan.measure.stopwatch import seconds
@@ -56,7 +56,7 @@ class Tuning:
         for dtype in dtypes:
             one_of("dtype", dtype, list(DTYPES), error=TuningError)
         for kernel in kernels:
-            one_of("kernel", kernel, [*KERNELS, *PROGRAM_KERNELS], error=TuningError)
+            one_of("kernel", kernel, list(KERNELS), error=TuningError)
         heads = heads or (32 if cuda else 4)
         return Tuning(
             device,

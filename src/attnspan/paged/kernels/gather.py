@@ -12,12 +12,10 @@ Knows where a row's keys end, so that what lies behind them is never read.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from attnspan.kernels import Spec, choose
+from attnspan.kernels import Spec, fastest
 from attnspan.masks.tile import Tile
 from attnspan.paged.kernels import together
 from attnspan.paged.reading import Pages, Reading
@@ -91,8 +89,7 @@ def _by_tile(spec: Scoring, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> tupl
 def _dense(spec: Scoring, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
     """One tile by the fastest kernel that knows no pages."""
     asked = Spec(scale=spec.scale)
-    kernel: Any = choose("auto", asked, q, k, v, tile)
-    return kernel.forward(asked, q, k, v, tile)
+    return fastest(asked, q, k, v, tile).forward(asked, q, k, v, tile)
 
 
 def _by_pairs(
