@@ -25,7 +25,7 @@ from attnspan.kernels.merge import Part, merge
 from attnspan.masks import Mask
 from attnspan.masks.tile import tiles_of
 from benchmarks.flex_cuda import documents
-from benchmarks.report import command, header, progress
+from benchmarks.report import command, folded, header, progress
 from benchmarks.silent import Silent, random_arenas
 from benchmarks.torch_ring import ring
 
@@ -231,7 +231,7 @@ def main() -> None:
             "",
         ]
     )
-    Path(args.out).write_text(text)
+    Path(args.out).write_text(folded(text))
     print(text.splitlines()[-1], flush=True)
 
 

@@ -40,7 +40,7 @@ import transformers
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, StoppingCriteria, StoppingCriteriaList
 
 from attnspan import Engine, SamplingParams
-from benchmarks.report import command, header
+from benchmarks.report import command, folded, header
 
 RESULTS = Path(__file__).parent / "results"
 PAGE = 16
@@ -401,7 +401,7 @@ def main() -> None:
         lines += (found := compared(case, device, options.turns, options.graphs))
         print("\n".join(found), flush=True)
         if not options.quick and not options.only:
-            (RESULTS / f"engine_{'cuda' if options.cuda else 'cpu'}.md").write_text("\n".join(lines))
+            (RESULTS / f"engine_{'cuda' if options.cuda else 'cpu'}.md").write_text(folded("\n".join(lines)))
 
 
 if __name__ == "__main__":

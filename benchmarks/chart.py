@@ -1,4 +1,4 @@
-"""Draws benchmarks/results/cp_compute.md as the chart of the README: attnspan and torch's ring beside one device.
+"""Draws benchmarks/results/cp_compute.md for docs/performance.md: attnspan and torch's ring beside one device.
 
 Run: python -m benchmarks.chart        writes docs/speed.svg
 """

@@ -21,7 +21,7 @@ from attnspan.attention import execute
 from attnspan.attention.call import Call
 from attnspan.attention.score import Score
 from attnspan.kernels import Final
-from benchmarks.report import header
+from benchmarks.report import folded, header
 from benchmarks.silent import Silent, random_arenas
 
 RESULTS = Path(__file__).parent / "results"
@@ -154,7 +154,7 @@ def main() -> None:
         )
         print(table[-1], base[biased], flush=True)
         torch.cuda.empty_cache()
-        Path(args.out).write_text("\n".join([*text, *table, ""]))
+        Path(args.out).write_text(folded("\n".join([*text, *table, ""])))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
     PYTHONPATH=src:. python -m benchmarks.headers 2 4
 
 Forward + backward over NCCL ranks, which share one GPU where there are too few; wall time and the host's share of it in
-milliseconds, medians of turns in both orders. Results are in docs/log.md.
+milliseconds, medians of turns in both orders. Results are in benchmarks/log.md.
 """
 
 import statistics

@@ -20,7 +20,7 @@ from attnspan.attention.call import Call
 from attnspan.kernels import Final
 from attnspan.plan import Shape
 from attnspan.transports import Pending
-from benchmarks.report import command, header, progress
+from benchmarks.report import command, folded, header, progress
 from benchmarks.silent import Silent
 from benchmarks.torch_ring import ring
 
@@ -130,7 +130,7 @@ def main() -> None:
             "",
         ]
     )
-    Path(args.out).write_text(text)
+    Path(args.out).write_text(folded(text))
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attnspan import Causal, Documents, Full, HeadTail, Mask, SlidingWindow
-from benchmarks.report import header
+from benchmarks.report import folded, header
 from tests import oracle
 from tests.attention.harness import Problem, run
 
@@ -139,7 +139,7 @@ def main() -> None:
             "",
         ]
     )
-    Path(args.out).write_text(text)
+    Path(args.out).write_text(folded(text))
 
 
 if __name__ == "__main__":

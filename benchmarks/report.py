@@ -1,4 +1,4 @@
-"""What every result file begins with, and a progress bar for long runs."""
+"""What every result file begins with, prose no wider than 120 columns, and a progress bar for long runs."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import datetime
 import platform
 import shlex
 import sys
+import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -27,9 +28,25 @@ def header(title: str, command: str) -> list[str]:
 
 
 def command(program: str) -> str:
-    """How a program was called, but for where its result goes."""
+    """How a program was called, except where its result goes."""
     given = [each for n, each in enumerate(sys.argv[1:]) if "--out" not in (each, sys.argv[n])]
     return shlex.join([*program.split(), *given])
+
+
+def folded(text: str, columns: int = 120) -> str:
+    """A page whose lines are no longer than so many columns, except rows of tables, which cannot be folded.
+
+    >>> folded("- one two three\\n| a long row of a table |", columns=10)
+    '- one two\\n  three\\n| a long row of a table |'
+    """
+
+    def lines(line: str) -> list[str]:
+        if len(line) <= columns or line.startswith("|"):
+            return [line]
+        inside = "  " if line.startswith("- ") else ""
+        return textwrap.wrap(line, columns, subsequent_indent=inside, break_long_words=False, break_on_hyphens=False)
+
+    return "\n".join(each for line in text.split("\n") for each in lines(line))
 
 
 def hardware() -> str:

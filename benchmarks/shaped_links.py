@@ -49,7 +49,7 @@ from attnspan.measure.tune import linked
 from attnspan.plan import predict
 from attnspan.transports import Distributed, Pending, Transport
 from attnspan.tuning import Table
-from benchmarks.report import header, progress
+from benchmarks.report import folded, header, progress
 from benchmarks.silent import Silent
 
 RESULT = Path(__file__).parent / "results" / "shaped_links.md"
@@ -312,7 +312,7 @@ def main() -> None:
         finally:
             ranks.end()
     text = page(table, found, spaces.netem, time.monotonic() - start)
-    Path(args.out).write_text(text)
+    Path(args.out).write_text(folded(text))
     print(verdict(found))
 
 

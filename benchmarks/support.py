@@ -298,9 +298,7 @@ class Notes:
         found = list(dict.fromkeys(reason for reason in reasons if reason))
         if not found:
             return "exact"
-        return "refused " + " ".join(
-            f"[{self.numbers.setdefault(each, len(self.numbers) + 1)}]" for each in found[:most]
-        )
+        return "no " + " ".join(f"[{self.numbers.setdefault(each, len(self.numbers) + 1)}]" for each in found[:most])
 
 
 def page() -> str:
@@ -343,7 +341,7 @@ def page() -> str:
         "## Kernels and programs",
         "",
         "FlexAttention's mask_mods and score_mods, under every strategy. A mask_mod whose pairs are few bands is",
-        "planned as bands, and every kernel serves it.",
+        "planned as bands, and every kernel supports it.",
         "",
         *programs_table(),
         "## Strategies and masks",
@@ -360,15 +358,16 @@ def page() -> str:
 
 
 INTRODUCTION = [
-    "# What is served",
+    "# Support: kernels, strategies, masks, features",
     "",
     "Written by `python -m benchmarks.support` and checked by the tests; do not edit.",
     "",
     "tests/attention/test_conformance.py and test_programs.py run the cells, forward and backward, those of",
     f"{', '.join(name for name, device in DEVICES.items() if device == 'cuda')} on a CUDA device.",
-    "A cell is exact (against dense attention in float64, to the rounding of its dtype),",
-    'or it is refused before anything travels, with the reason given. `kernel="auto"` takes for every tile',
-    "the fastest kernel that serves it; `reference` serves every mask, and `blocks` every program.",
+    "A cell is exact (against dense attention in float64, to the rounding of its",
+    "dtype), or it is refused before anything travels: `no [1]` is refused with reason 1 at the end of the page.",
+    '`kernel="auto"` takes for every tile the fastest kernel that supports it; `reference` supports every mask, and',
+    "`blocks` every program.",
     "",
     "The plain cell has 33 tokens, dealt by HeadTail to 4 ranks, and 4 heads on 2 key heads of dim 16, in float64 on",
     "the CPU and in bfloat16 on CUDA. Every row changes one thing.",

@@ -28,7 +28,7 @@ def test_what_is_measured_is_kept_where_auto_looks_for_it(cache):
     result = run(*SMALL, "--kernel", "cpu_flash", "--kernel", "reference")
     assert result.exit_code == 0, result.output
     name = device_name(torch.device("cpu"))
-    assert result.stdout.splitlines()[-1] == f"kept in {cached(name)}"
+    assert result.stdout.splitlines()[-1] == f"saved to {cached(name)}"
     table = found(torch.device("cpu"))
     assert (table.device, table.torch) == (name, torch.__version__)
     # Three kinds, two sizes, two kernels; every time is positive, or the table would have refused itself.
@@ -43,7 +43,7 @@ def test_what_is_measured_is_kept_where_auto_looks_for_it(cache):
 def test_without_a_table_there_is_nothing_to_show(cache):
     result = run("--show", "--device", "cpu")
     assert result.exit_code == 2
-    assert "no table speaks for" in result.stderr
+    assert "no tuning table for" in result.stderr
 
 
 def test_links_are_measured_between_ranks_and_written_where_asked(cache):

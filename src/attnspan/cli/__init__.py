@@ -1,4 +1,4 @@
-"""The command line: `attnspan show MASK` draws a mask. See expression.py for how masks are written.
+"""The command line: one command per file, such as `attnspan show MASK`. expression.py reads masks.
 
 A command is one file with one function, listed in app.py.
 """
@@ -7,7 +7,7 @@ import sys
 
 
 def main() -> None:
-    """Run the command line, or say which extra it needs."""
+    """Run the command line, or name the extra that it needs."""
     try:
         from attnspan.cli.app import app
     except ModuleNotFoundError as missing:

@@ -50,12 +50,14 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def attnspan(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Say which.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
 ) -> None:
-    """Exact context-parallel attention: see what attends, who owns it, and what it costs.
+    """Exact context-parallel attention: draw masks, compare strategies, measure, generate.
 
     MASK is an expression such as "causal & documents(4096, 1000, 2904)". Patterns: full, causal, window,
-    documents, prefix, chunked, sinks, padding, tree; operators: & | ~. window(3) shows a token and the 3 before it.
-    A file of document lengths is @lengths.txt: "documents(@lengths.txt)" are the documents, and @lengths.txt alone
-    is "causal & documents(@lengths.txt)". In numbers, k is 1024 and M is 1024 * 1024.
+    documents, prefix, chunked, sinks, padding, tree. Operators: & | ~. With window(3) a token sees itself and the 3
+    tokens before it. "documents(@lengths.txt)" reads document lengths from a file, and @lengths.txt alone means
+    "causal & documents(@lengths.txt)". In numbers, k is 1024 and M is 1024 * 1024.
     """

@@ -1,13 +1,13 @@
-"""`attnspan bench`: your sizes on your cluster, every strategy and kernel, measured beside predicted.
+"""`attnspan bench`: measure every strategy and kernel at your sizes, beside the prediction.
 
 ::
 
     $ torchrun --nproc-per-node 8 -m attnspan bench "causal & documents(@lengths.txt)" --heads 32 --kv-heads 8
     $ attnspan bench causal --seq-len 8k --ranks 2 --heads 4 --head-dim 64 --dtype fp32 --tune
 
-Under torchrun on its ranks; alone, on processes that it starts (--ranks), or on virtual ranks (--virtual), where one
-device does all the work and nothing travels. Predictions go by the table that speaks for the device (`attnspan tune`),
-or by one that --tune measures first at these sizes; without any they go by a preset, and say so.
+Runs on torchrun's ranks, on processes that it starts (--ranks), or on virtual ranks (--virtual), where one device does
+all the work and nothing travels. Predictions use the table for the device (`attnspan tune`), or one that --tune
+measures first at these sizes. Without a table they use a preset, and the output says so.
 """
 
 from __future__ import annotations
@@ -60,18 +60,25 @@ def bench(
     batch: BatchOption = None,
     dtype: DtypeOption = "bf16",
     layout: Annotated[str, typer.Option(metavar="L", help=f"One of {', '.join(LAYOUTS)}.")] = "balanced",
-    strategy: Annotated[list[str] | None, typer.Option(metavar="S", help="Only this one; again for more.")] = None,
-    kernel: Annotated[list[str] | None, typer.Option(metavar="K", help="Not auto but this; again for more.")] = None,
-    repeats: Annotated[int, typer.Option(metavar="N", min=1, help="Measure so often; the median counts.")] = 3,
-    inference: Annotated[bool, typer.Option("--inference", help="Forward only; else a training step.")] = False,
+    strategy: Annotated[
+        list[str] | None, typer.Option(metavar="S", help="Measure only this strategy. Repeatable.")
+    ] = None,
+    kernel: Annotated[
+        list[str] | None, typer.Option(metavar="K", help="Use this kernel, not auto. Repeatable.")
+    ] = None,
+    repeats: Annotated[int, typer.Option(metavar="N", min=1, help="Repeats; the median is reported.")] = 3,
+    inference: Annotated[bool, typer.Option("--inference", help="Forward only, not a training step.")] = False,
     device: DeviceOption = None,
     virtual: VirtualOption = False,
-    tune: Annotated[bool, typer.Option("--tune", help="Measure tiles and links of these sizes first.")] = False,
+    tune: Annotated[bool, typer.Option("--tune", help="Measure tiles and links at these sizes first.")] = False,
     tuning: Annotated[Path | None, typer.Option(metavar="FILE", help="Predict with this table.")] = None,
-    chart: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw a chart; needs matplotlib.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Data for machines, nothing else.")] = False,
+    chart: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a chart. Needs matplotlib.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
 ) -> None:
-    """Measure strategies and kernels here, beside what is predicted of them."""
+    """Measure strategies and kernels, beside predictions.
+
+    Runs on torchrun's ranks, on local processes (--ranks), or on virtual ranks (--virtual).
+    """
     where = Ranks(optional_size("--ranks", ranks), device, virtual)
     length = optional_size("--seq-len", seq_len)
     parsed = parse(mask, seq_len=length)

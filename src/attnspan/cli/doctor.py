@@ -1,4 +1,4 @@
-"""`attnspan doctor`: what is installed, which kernels run here and why others do not, and a self-test of a second.
+"""`attnspan doctor`: versions, devices, which kernels run here and why others do not, and a self-test of a second.
 
 The self-test is the real thing on virtual ranks: every strategy, forward and backward, against dense attention in
 float64. It ends with exit code 1 if anything differs.
@@ -39,7 +39,11 @@ BOUND = 2e-5
 
 
 def doctor() -> None:
-    """Say what is installed, which kernels run here and why others do not; then test attention on virtual ranks."""
+    """Report what runs on this machine, and test it.
+
+    Prints versions, devices, and for every kernel whether it runs here and why not; then tests attention on virtual
+    ranks, against dense attention in float64.
+    """
     for line in (*versions(), "", *devices(), ""):
         typer.echo(line)
     here = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]

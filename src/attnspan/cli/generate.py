@@ -1,4 +1,4 @@
-"""`attnspan generate`: a transformers model continues a text, printed as it comes.
+"""`attnspan generate`: continue a text with a transformers model, and print it as it comes.
 
 ::
 
@@ -6,8 +6,8 @@
     $ attnspan generate --model ./my-model --prompt @book.txt --ranks 2          # two processes on this machine
     $ torchrun --nproc-per-node=8 -m attnspan generate --model ./my-model --prompt @book.txt
 
-Under torchrun its group is joined; otherwise `--ranks` processes are started here. Keys are then spread over all of
-them, and long prompts are computed by all of them together. The text goes to stdout, everything else to stderr.
+Under torchrun it joins the group; otherwise it starts `--ranks` processes. Keys are spread over all ranks, and all
+ranks together compute long prompts. The text goes to stdout, everything else to stderr.
 """
 
 from __future__ import annotations
@@ -44,19 +44,24 @@ class Job:
 
 
 def generate(
-    model: Annotated[str, typer.Option(metavar="PATH_OR_NAME", help="A folder, or a name that transformers finds.")],
-    prompt: Annotated[str, typer.Option(metavar="TEXT", help="What to continue; @file reads it from a file.")],
-    max_new_tokens: Annotated[int, typer.Option(metavar="N", help="How far.")] = 64,
-    temperature: Annotated[float, typer.Option(metavar="T", help="0 takes the likeliest token.")] = 0.0,
-    top_k: Annotated[int, typer.Option(metavar="K", help="Only the K likeliest tokens; 0: all.")] = 0,
-    top_p: Annotated[float, typer.Option(metavar="P", help="Only the likeliest that have P together.")] = 1.0,
-    seed: Annotated[int | None, typer.Option(metavar="N", help="The same number, the same text.")] = None,
-    stop: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="Stop before this text.")] = None,
-    ranks: Annotated[int, typer.Option(metavar="R", help="Processes to spread keys and prompt over.")] = 1,
-    pages: Annotated[int | None, typer.Option(metavar="N", help="Pages on each rank; else as many as needed.")] = None,
-    page_size: Annotated[int, typer.Option(metavar="N", help="Tokens of a page on each rank.")] = 16,
+    model: Annotated[str, typer.Option(metavar="PATH_OR_NAME", help="A folder, or a model name for transformers.")],
+    prompt: Annotated[str, typer.Option(metavar="TEXT", help="Text to continue; @FILE reads it from a file.")],
+    max_new_tokens: Annotated[int, typer.Option(metavar="N", help="Tokens to generate at most.")] = 64,
+    temperature: Annotated[float, typer.Option(metavar="T", help="Sampling temperature; 0 is greedy.")] = 0.0,
+    top_k: Annotated[int, typer.Option(metavar="K", help="Sample from the K likeliest tokens; 0: all.")] = 0,
+    top_p: Annotated[
+        float, typer.Option(metavar="P", help="Sample from the likeliest tokens of total probability P.")
+    ] = 1.0,
+    seed: Annotated[int | None, typer.Option(metavar="N", help="Seed: the same seed gives the same text.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="Stop before this text. Repeatable.")] = None,
+    ranks: Annotated[int, typer.Option(metavar="R", help="Processes that share keys and prompt.")] = 1,
+    pages: Annotated[int | None, typer.Option(metavar="N", help="Pages per rank. Default: as many as needed.")] = None,
+    page_size: Annotated[int, typer.Option(metavar="N", help="Tokens per page on each rank.")] = 16,
 ) -> None:
-    """Continue a text with a transformers model, on one rank or several."""
+    """Continue a text with a transformers model.
+
+    Runs on one rank, on local processes (--ranks), or under torchrun. Keys are spread over the ranks.
+    """
     params = SamplingParams(
         max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop=stop or ()
     )

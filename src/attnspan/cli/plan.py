@@ -1,4 +1,4 @@
-"""`attnspan plan`: the strategies compared for a mask, a length and a machine, and which to take.
+"""`attnspan plan`: compare strategies for a mask, a length and a machine, and choose one.
 
 ::
 
@@ -39,7 +39,7 @@ from attnspan.plan.strategy import name_of
 
 def plan(
     mask: MaskText,
-    ranks: Annotated[str, typer.Option(metavar="R", help="Over how many ranks.")],
+    ranks: Annotated[str, typer.Option(metavar="R", help="Number of ranks.")],
     seq_len: SeqLenOption = None,
     heads: HeadsOption = "32",
     kv_heads: KvHeadsOption = None,
@@ -47,13 +47,16 @@ def plan(
     batch: BatchOption = None,
     dtype: DtypeOption = "bf16",
     hardware: Annotated[str, typer.Option(metavar="H", help=f"One of {', '.join(PRESETS)}.")] = "h100-nvlink",
-    memory: Annotated[float | None, typer.Option(metavar="GB", help="The most memory for keys per rank.")] = None,
-    layout: Annotated[str | None, typer.Option(metavar="L", help=f"Only this one: {', '.join(LAYOUTS)}.")] = None,
-    strategy: Annotated[str | None, typer.Option(metavar="S", help="Print this plan: ring, needed(2), ...")] = None,
-    inference: Annotated[bool, typer.Option("--inference", help="Forward only; else a training step.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Data for machines, nothing else.")] = False,
+    memory: Annotated[float | None, typer.Option(metavar="GB", help="Memory limit for keys per rank.")] = None,
+    layout: Annotated[str | None, typer.Option(metavar="L", help=f"Only this layout: {', '.join(LAYOUTS)}.")] = None,
+    strategy: Annotated[str | None, typer.Option(metavar="S", help="Print one plan: ring, needed(2), ...")] = None,
+    inference: Annotated[bool, typer.Option("--inference", help="Forward only, not a training step.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
 ) -> None:
-    """Compare strategies for a mask on a machine, and choose one."""
+    """Compare strategies for a mask, and choose one.
+
+    Prints balance, bytes, memory of keys and predicted time of every candidate, and why the others lost.
+    """
     length = optional_size("--seq-len", seq_len)
     parsed = parse(mask, seq_len=length)
     length = length or parsed.natural_len

@@ -51,18 +51,18 @@ MOST_RANKS, MOST_RUNS = 32, 4
 def show(
     mask: MaskText,
     seq_len: Annotated[
-        str | None, typer.Option(metavar="N", help="Queries; else the mask's own length, or 32.")
+        str | None, typer.Option(metavar="N", help="Queries. Default: the mask's own length, or 32.")
     ] = None,
-    kv_len: Annotated[
-        str | None, typer.Option(metavar="N", help="Keys, where there are not as many as queries.")
+    kv_len: Annotated[str | None, typer.Option(metavar="N", help="Keys. Default: as many as queries.")] = None,
+    row: Annotated[int, typer.Option(metavar="R", help="Batch row to draw, if rows differ.")] = 0,
+    layout: Annotated[
+        str | None, typer.Option(metavar="L", help=f"Label rows with their owners: {', '.join(LAYOUTS)}.")
     ] = None,
-    row: Annotated[int, typer.Option(metavar="R", help="The batch row to draw, where rows differ.")] = 0,
-    layout: Annotated[str | None, typer.Option(metavar="L", help=f"Who owns which rows: {', '.join(LAYOUTS)}.")] = None,
-    ranks: Annotated[str | None, typer.Option(metavar="R", help="Over how many ranks; with --layout.")] = None,
-    chunk: Annotated[str | None, typer.Option(metavar="N", help=f"The smallest piece of {', '.join(CHUNKED)}.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Data for machines, nothing else.")] = False,
+    ranks: Annotated[str | None, typer.Option(metavar="R", help="Number of ranks; needs --layout.")] = None,
+    chunk: Annotated[str | None, typer.Option(metavar="N", help=f"Chunk size of {', '.join(CHUNKED)}.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
 ) -> None:
-    """Draw a mask, and who owns its rows."""
+    """Draw a mask, and which rank owns each row."""
     queries, keys = optional_size("--seq-len", seq_len), optional_size("--kv-len", kv_len)
     parsed = parse(mask, seq_len=queries if keys is None else None)
     queries = queries or parsed.natural_len or 32

@@ -1,12 +1,12 @@
-"""`attnspan tune`: measure this device's kernels and the links between ranks, and keep the table.
+"""`attnspan tune`: measure this device's kernels and the links between ranks, and save the table.
 
 ::
 
     $ attnspan tune                                     one device
     $ torchrun --nproc-per-node 8 -m attnspan tune      and the links between its ranks
 
-The table is kept where `kernel="auto"` and `strategy="auto"` look for it (tuning/store.py), or written to --out; from
-there ATTNSPAN_TUNING=FILE takes it. --show prints the table that speaks for this device and measures nothing.
+The table is saved where `kernel="auto"` and `strategy="auto"` look for it (tuning/store.py), or written to --out, for
+ATTNSPAN_TUNING=FILE. --show prints the table in use for this device, and measures nothing.
 """
 
 from __future__ import annotations
@@ -29,33 +29,36 @@ from attnspan.tuning import Table, cached, device_name, found, write
 
 T = TypeVar("T")
 
-RanksOption = Annotated[str | None, typer.Option(metavar="R", help="Start so many; under torchrun, its ranks.")]
-DeviceOption = Annotated[str | None, typer.Option(metavar="D", help="cpu or cuda; else cuda if there is one.")]
-VirtualOption = Annotated[bool, typer.Option("--virtual", help="Virtual ranks in one process, on one device.")]
+RanksOption = Annotated[str | None, typer.Option(metavar="R", help="Processes to start. Under torchrun: its ranks.")]
+DeviceOption = Annotated[str | None, typer.Option(metavar="D", help="cpu or cuda. Default: cuda if available.")]
+VirtualOption = Annotated[bool, typer.Option("--virtual", help="Use virtual ranks: one process, one device.")]
 
 
 def tune(
     ranks: RanksOption = None,
     device: DeviceOption = None,
-    dtype: Annotated[list[str] | None, typer.Option(metavar="T", help="bf16, fp32, ...; again for more.")] = None,
-    head_dim: Annotated[list[str] | None, typer.Option(metavar="N", help="Values per head; again for more.")] = None,
+    dtype: Annotated[list[str] | None, typer.Option(metavar="T", help="bf16, fp32, ... Repeatable.")] = None,
+    head_dim: Annotated[list[str] | None, typer.Option(metavar="N", help="Head dim. Repeatable.")] = None,
     heads: Annotated[str | None, typer.Option(metavar="N", help="Query heads.")] = None,
-    kv_heads: Annotated[str | None, typer.Option(metavar="N", help="Key heads; else as many.")] = None,
-    kernel: Annotated[list[str] | None, typer.Option(metavar="K", help="Only this one; again for more.")] = None,
+    kv_heads: Annotated[str | None, typer.Option(metavar="N", help="Key heads. Default: as many.")] = None,
+    kernel: Annotated[list[str] | None, typer.Option(metavar="K", help="Only this kernel. Repeatable.")] = None,
     sizes: Annotated[
-        list[str] | None, typer.Option("--size", metavar="N", help="Tokens of a tile; again for more.")
+        list[str] | None, typer.Option("--size", metavar="N", help="Tokens of a tile. Repeatable.")
     ] = None,
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Where to; else the cache.")] = None,
-    show: Annotated[bool, typer.Option("--show", help="Print the table that is in use, measure nothing.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Data for machines, nothing else.")] = False,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Output file. Default: the cache.")] = None,
+    show: Annotated[bool, typer.Option("--show", help="Print the table in use; measure nothing.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
 ) -> None:
-    """Measure kernels and links here, and keep the table for "auto"."""
+    """Measure kernels and links of this machine.
+
+    The table is saved where kernel="auto" and strategy="auto" look for it.
+    """
     asked = Ranks(optional_size("--ranks", ranks), device)
     if show:
         table = found(torch.device(asked.device or "cpu"))
         if table is None:
             raise TuningError(
-                f"no table speaks for {device_name(torch.device(asked.device or 'cpu'))}; run attnspan tune"
+                f"no tuning table for {device_name(torch.device(asked.device or 'cpu'))}; run attnspan tune"
             )
         typer.echo(json.dumps(table.data(), indent=1) if as_json else text(table))
         return
@@ -74,7 +77,7 @@ def tune(
     table = Table.of(data, "what was measured")
     path = out or cached(table.device)
     write(table, path)
-    typer.echo(json.dumps(data, indent=1) if as_json else f"{text(table)}\nkept in {path}")
+    typer.echo(json.dumps(data, indent=1) if as_json else f"{text(table)}\nsaved to {path}")
 
 
 def on_rank(wanted: dict[str, Any], transport: Transport) -> dict[str, Any]:

@@ -87,7 +87,7 @@ class Tuning(NamedTuple):
     """How a program goes about its part: keys in a block, blocks on their way, warps.
 
     And for [Note: waves]: programs that a multiprocessor holds, and waves where rows may differ. Measured on an H200,
-    head dim 128, bf16 (docs/log.md).
+    head dim 128, bf16 (benchmarks/log.md).
     """
 
     block: int = 64
