@@ -13,7 +13,8 @@ INSTALLED := .venv/.installed
 CONSTRAINTS ?= constraints.txt
 
 # Two workers with one thread each: more threads than cores make small tensors slower, not faster.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+# A worker is given neighbouring tests, which share fixtures and caches, and takes from the other when it has done its own.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 .PHONY: demo test check test-slow format clean
 
