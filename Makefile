@@ -10,9 +10,11 @@
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
+CONSTRAINTS ?= constraints.txt
 
 # Two workers with one thread each: more threads than cores make small tensors slower, not faster.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+# A worker is given neighbouring tests, which share fixtures and caches, and takes from the other when it has done its own.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 .PHONY: demo test check test-slow format clean
 
@@ -40,7 +42,7 @@ clean:
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamp is written last, so that an install that was broken off is done again.
-$(INSTALLED): pyproject.toml constraints.txt
+$(INSTALLED): pyproject.toml $(CONSTRAINTS)
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[dev]'
 	touch $@

@@ -2,13 +2,14 @@
 
 Hypothesis profiles, by ``HYPOTHESIS_PROFILE`` or else by where we are::
 
-    dev     at a desk: new examples on every run
-    ci      where CI=true: the same examples on every run, so that a red build is red again when looked at
-    long    `make test-slow`: many more examples
+    dev     at a desk: 60 new examples for each law on every run
+    ci      where CI=true: the same 60 on every run, so that a red build is red again when looked at
+    long    `make test-slow`: 2000
 
 No profile has a deadline or minds slow examples: time is measured in benchmarks, never in tests.
 """
 
+import gc
 import os
 import warnings
 
@@ -20,12 +21,37 @@ os.environ.setdefault("ATTNSPAN_TUNING", "none")
 import pytest
 from hypothesis import HealthCheck, settings
 
-untimed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+untimed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=60)
 settings.register_profile("dev", untimed)
 settings.register_profile("ci", untimed, derandomize=True, print_blob=True)
 settings.register_profile("long", untimed, max_examples=2000)
 
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") == "true" else "dev"))
+
+
+def pytest_configure(config):
+    """One measurement for all workers of pytest-xdist, which inherit the environment of the process they start from."""
+    if getattr(config.option, "numprocesses", None):
+        from tests.pace import pace
+
+        pace()
+
+
+def pytest_collection_finish(session):
+    """What was imported and collected stays until the end: no search for garbage looks at it again, 0.2 s each."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def unhurried():
+    """Virtual ranks await each other for longer where the machine is slow, if that was measured."""
+    from tests.pace import KEPT, stretched
+
+    if KEPT in os.environ:
+        from attnspan.testing import loopback
+
+        loopback.__kwdefaults__["timeout"] = stretched(loopback.__kwdefaults__["timeout"])
 
 
 @pytest.fixture(autouse=True)

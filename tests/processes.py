@@ -1,8 +1,10 @@
 """Real processes: ``spawn(ranks, fn, *args)`` calls ``fn(rank, *args)`` in each of a group, gloo's or NCCL's.
 
-``fn`` and its results travel by pickle, so ``fn`` stands at the top of a module. Processes start afresh, which costs
-two or three seconds: a spawn runs many checks. A child that raises is reported with its traceback; when one is silent
-for too long all are killed. Nothing outlives a spawn.
+``fn`` and its results travel by pickle, so ``fn`` stands at the top of a module. A child that raises is reported with
+its traceback; when one is silent for too long all are killed. No rank outlives a spawn.
+
+Importing torch costs a process seconds. A server therefore imports it once per session (`PRELOADED`), computes nothing
+and starts no thread; every rank is a fork of it. A rank has the caller's environment, not the server's.
 """
 
 import os
@@ -17,6 +19,20 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+
+from tests.pace import patiently, stretched
+
+PRELOADED = [
+    "torch._dynamo.testing",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "torch.nn.attention.flex_attention",
+    "attnspan",
+    "hypothesis",
+    "pytest",
+    "transformers",
+]
 
 
 class ChildError(AssertionError):
@@ -39,28 +55,29 @@ class Died:
 def spawn(ranks, fn, *args, backend="gloo", timeout=60, group_timeout=30, may_die=False):
     """What ``fn(rank, *args)`` returned in each of ``ranks`` processes of one group.
 
-    With ``may_die`` a process that was killed has `Died` for its result; otherwise that too is an error.
+    With ``may_die`` a process that was killed has `Died` for its result; otherwise that too is an error. Times are in
+    seconds of an idle machine, see pace.py.
     """
-    context = mp.get_context("spawn")
+    context = _context()
     with tempfile.TemporaryDirectory() as folder:
         joining = {
             "backend": backend,
             "init_method": f"file://{Path(folder) / 'store'}",
             "world_size": ranks,
-            "timeout": timedelta(seconds=group_timeout),
+            "timeout": timedelta(seconds=stretched(group_timeout)),
         }
         pipes = [context.Pipe(duplex=False) for _ in range(ranks)]
         children = [
-            context.Process(target=_live, args=(joining, rank, pipe, fn, args), daemon=True)
+            context.Process(target=_live, args=(dict(os.environ), joining, rank, pipe, fn, args), daemon=True)
             for rank, (_, pipe) in enumerate(pipes)
         ]
         try:
             for child, (_, pipe) in zip(children, pipes, strict=True):
                 child.start()
                 pipe.close()  # the child's end: so that its death reads as the end of the pipe
-            deadline = time.monotonic() + timeout
+            began = time.monotonic()
             told = [
-                _told(rank, child, pipe, deadline)
+                _told(rank, child, pipe, began, timeout)
                 for rank, (child, (pipe, _)) in enumerate(zip(children, pipes, strict=True))
             ]
         finally:
@@ -74,9 +91,18 @@ def spawn(ranks, fn, *args, backend="gloo", timeout=60, group_timeout=30, may_di
     return [said for _, said in told]
 
 
-def _told(rank, child, pipe, deadline):
+def _context():
+    """How ranks start: afresh where there is CUDA, which an import may have woken and which does not survive a fork."""
+    if torch.cuda.is_available():
+        return mp.get_context("spawn")
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    return context
+
+
+def _told(rank, child, pipe, began, timeout):
     """What became of a child: ("returned", result), ("raised", text) or ("died", signal)."""
-    if not pipe.poll(max(0.0, deadline - time.monotonic())):
+    if not patiently(pipe.poll, timeout, began):
         return "raised", f"rank {rank} did not end in time"
     try:
         return pipe.recv()
@@ -85,7 +111,9 @@ def _told(rank, child, pipe, deadline):
         return "died", Died(signal.Signals(-child.exitcode).name if child.exitcode < 0 else child.exitcode)
 
 
-def _live(joining, rank, pipe, fn, args):
+def _live(environment, joining, rank, pipe, fn, args):
+    os.environ.clear()
+    os.environ.update(environment)
     warnings.simplefilter("error")
     warnings.filterwarnings(
         "ignore", "`torch.jit.script_method` is deprecated", DeprecationWarning

@@ -1,10 +1,11 @@
 """``import attnspan`` needs torch alone, and starts nothing.
 
-Each test runs a fresh interpreter in which the optional packages cannot be found. torch comes first, with
-its warnings let through: what it says about a missing numpy is its own business. From then on a warning is
-an error.
+Each test runs a fork of a fresh interpreter in which the optional packages cannot be found. torch comes first, once,
+with its warnings let through: what it says about a missing numpy is its own business. From then on a warning is an
+error.
 """
 
+import json
 import subprocess
 import sys
 
@@ -36,37 +37,66 @@ assert torch.get_rng_state().equal(seed), "random numbers were drawn"
 """
 
 
-def cold(body):
-    """Run ``body`` where nothing optional is installed; its exit status and what it printed to stderr."""
-    command = [sys.executable, "-c", COLD + body, *OPTIONAL]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return done.returncode, done.stderr
+FORKS = """
+import json, os, tempfile, traceback
+
+for line in sys.stdin:
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as said:
+        child = os.fork()
+        if not child:
+            os.dup2(said.fileno(), 2)
+            status = 1
+            try:
+                exec(json.loads(line))
+                status = 0
+            except BaseException:
+                traceback.print_exc()
+            sys.stderr.flush()
+            os._exit(status)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        said.seek(0)
+        print(json.dumps([status, said.read()]), flush=True)
+"""
 
 
-def quiet(body):
-    """Run ``body``, then look for what it may have started."""
-    return cold("threads, seed = threading.active_count(), torch.get_rng_state()\n" + body + QUIET)
+@pytest.fixture(scope="module")
+def cold():
+    """``cold(body)`` runs code where nothing optional is installed: its exit status and what it printed to stderr."""
+    command = [sys.executable, "-c", COLD + FORKS, *OPTIONAL]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as fresh:
+
+        def run(body):
+            print(json.dumps(body), file=fresh.stdin, flush=True)
+            return json.loads(fresh.stdout.readline())
+
+        yield run
 
 
-def test_importing_needs_no_optional_package_and_warns_of_nothing():
+@pytest.fixture
+def quiet(cold):
+    """``quiet(body)`` runs code, then looks for what it may have started."""
+    return lambda body: cold(f"threads, seed = threading.active_count(), torch.get_rng_state()\n{body}\n{QUIET}")
+
+
+def test_importing_needs_no_optional_package_and_warns_of_nothing(cold):
     status, said = cold("import attnspan")
     assert status == 0, said
 
 
 @pytest.mark.parametrize("package", sorted(OPTIONAL))
-def test_twin_an_optional_package_cannot_be_imported(package):
+def test_twin_an_optional_package_cannot_be_imported(package, cold):
     status, said = cold(f"import {package}")
     assert status != 0
     assert f"No module named '{package}'" in said
 
 
-def test_twin_a_warning_is_noticed():
+def test_twin_a_warning_is_noticed(cold):
     status, said = cold("warnings.warn('careful')")
     assert status != 0
     assert "UserWarning: careful" in said
 
 
-def test_importing_starts_nothing():
+def test_importing_starts_nothing(quiet):
     status, said = quiet("import attnspan")
     assert status == 0, said
 
@@ -85,7 +115,7 @@ THREAD = "threading.Thread(target=threading.Event().wait, daemon=True).start()"
         ("torch.rand(1)", "random numbers were drawn"),
     ],
 )
-def test_twin_what_an_import_might_start_is_noticed(deed, noticed):
+def test_twin_what_an_import_might_start_is_noticed(deed, noticed, quiet):
     status, said = quiet(deed)
     assert status != 0
     assert noticed in said

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import torch
@@ -32,6 +32,12 @@ from attnspan.masks import Mask
 from attnspan.plan import Plan, Strategy
 from attnspan.testing import loopback
 from tests import oracle
+
+
+@lru_cache(maxsize=256)
+def dense(mask: Mask, q_len: int, kv_len: int, row: int, head: int) -> Tensor:
+    """`Mask.dense`, kept: slow to ask for, and the same for every strategy, layout and kernel."""
+    return mask.dense(q_len, kv_len, row, head)
 
 
 class Result(NamedTuple):
@@ -140,7 +146,7 @@ class Problem:
         """Who sees whom, (B, 1 or H, S, Sk)."""
         n, m, rows = self.plan.seq_len, self.plan.key_len, self.mask.rows
         heads = range(self.mask.heads)
-        each = [torch.stack([self.mask.dense(n, m, row, head) for head in heads]) for row in range(rows)]
+        each = [torch.stack([dense(self.mask, n, m, row, head) for head in heads]) for row in range(rows)]
         return torch.stack([each[row % rows] for row in range(self.rows)])
 
     @property

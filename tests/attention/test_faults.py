@@ -24,9 +24,12 @@ from attnspan.layouts import Contiguous, HeadTail
 from attnspan.masks import Causal, Documents, Full
 from attnspan.testing import loopback
 from tests.attention.harness import Problem, Result, expected, on_rank, run
+from tests.pace import stretched
 from tests.processes import Died, spawn
 
-TIMEOUT = 5  # of groups, in seconds; what is noticed after more than SLACK beyond it is noticed too late
+TIMEOUT = (
+    5  # of groups, in seconds of an idle machine; what is noticed after more than SLACK beyond it is noticed too late
+)
 SLACK = 4
 RANKS, VICTIM = 3, 1
 COMPUTES = {"forward": "compute", "backward": "differentiate"}  # the methods of a lane, by pass
@@ -89,7 +92,7 @@ def awaiting(rank, said):
 
 def killed(rank, strategy, when):
     """An attention in peace, then in a less patient group one in which a rank is killed, and the next."""
-    calm, group = outcome(problem(strategy)), dist.new_group(timeout=timedelta(seconds=TIMEOUT))
+    calm, group = outcome(problem(strategy)), dist.new_group(timeout=timedelta(seconds=stretched(TIMEOUT)))
     with pytest.MonkeyPatch.context() as patch:
         if rank == VICTIM:
             doom(patch, when, lambda: os.kill(os.getpid(), signal.SIGKILL))
@@ -103,7 +106,7 @@ def test_when_a_rank_is_killed_the_others_say_whom_they_awaited_and_return_nothi
     for calm, during, after in saw:
         assert calm.right
         assert during.kind == after.kind == "TransportError"
-        assert during.seconds + after.seconds < TIMEOUT + SLACK
+        assert during.seconds + after.seconds < stretched(TIMEOUT + SLACK)
         assert "an earlier attention broke off here with TransportError: " in after.said
     # A rank that awaits one who awaits the dead hears of that one.
     assert VICTIM in [awaiting(rank, during.said) for rank, (_, during, _) in zip((0, 2), saw, strict=True)]
@@ -121,7 +124,7 @@ def raised(rank, faults):
     saw = []
     for strategy, when in faults:
         assert outcome(problem(strategy)).right  # in peace, with patience: what comes after is about the fault alone
-        group = dist.new_group(timeout=timedelta(seconds=TIMEOUT))
+        group = dist.new_group(timeout=timedelta(seconds=stretched(TIMEOUT)))
         with pytest.MonkeyPatch.context() as patch:
             if rank == VICTIM:
                 doom(patch, when, fails)
@@ -144,7 +147,7 @@ def seen_when_raised():
 def test_when_a_rank_raises_the_others_say_whom_they_awaited_and_return_nothing(seen_when_raised, fault):
     during = {rank: saw[fault][0] for rank, saw in enumerate(seen_when_raised)}
     assert during.pop(VICTIM)[1:] == ("RuntimeError", "out of memory", False)
-    assert all(each.kind == "TransportError" and each.seconds < TIMEOUT + SLACK for each in during.values())
+    assert all(each.kind == "TransportError" and each.seconds < stretched(TIMEOUT + SLACK) for each in during.values())
     assert VICTIM in [awaiting(rank, each.said) for rank, each in during.items()]
 
 

@@ -83,7 +83,7 @@ def refused(problem, grid):
     return str(error.value)
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow), 4])
 def test_processes_compute_attention(ranks):
     """Exactly, and to the bit what virtual ranks find: sums have one order, whatever carries their parts."""
     told = [torch.load(BytesIO(each), weights_only=False) for each in spawn(ranks, live, ranks, timeout=120)]

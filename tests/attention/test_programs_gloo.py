@@ -37,7 +37,7 @@ def live(rank, ranks):
         return file.getvalue()
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow), 4])
 def test_processes_run_every_program(ranks):
     told = [torch.load(BytesIO(each), weights_only=False) for each in spawn(ranks, live, ranks, timeout=120)]
     wrong = {}

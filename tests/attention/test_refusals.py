@@ -17,6 +17,7 @@ from attnspan.masks import Causal, Documents, Full, KeyPadding, SlidingWindow
 from attnspan.plan import Plan
 from attnspan.testing import loopback
 from attnspan.transports import Counting
+from tests.pace import stretched
 from tests.processes import spawn
 
 DIFFER = "all ranks must run the same plan, kernel, scale, programs and shapes"
@@ -43,7 +44,7 @@ def refused(call, ranks=3):
             return type(error), str(error)
         return None, "not refused"
 
-    found = set(loopback(ranks, timeout=10).run(rank))
+    found = set(loopback(ranks, timeout=stretched(10)).run(rank))
     assert len(found) == 1, f"ranks differ: {found}"
     return found.pop()
 

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from attnspan import Engine, SamplingParams
 from attnspan.cli.app import app
 from tests.engine.models import tiny, tokenizer
+from tests.pace import stretched
 
 ROOT = Path(__file__).parents[2]
 
@@ -51,7 +52,7 @@ def test_two_ranks_say_the_same(folder):
     command = [sys.executable, "-m", "attnspan", "generate", "--model", str(folder), "--prompt", prompt]
     ours = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
     said = subprocess.run(
-        [*command, "--ranks", "2", "--max-new-tokens", "8"], env=ours, capture_output=True, timeout=300
+        [*command, "--ranks", "2", "--max-new-tokens", "8"], env=ours, capture_output=True, timeout=stretched(300)
     )
     assert said.returncode == 0, said.stderr.decode()
     assert said.stdout.decode() == spoken(prompt, max_new_tokens=8) + "\n"

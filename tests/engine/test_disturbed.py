@@ -23,6 +23,7 @@ from tests.engine.disturbed import (
     said,
     speaker,
 )
+from tests.pace import stretched
 from tests.processes import spawn
 
 FAMILIES = ["Llama", "Gemma3"]  # Gemma3 has two pools, one of them windowed
@@ -151,7 +152,7 @@ def loaded(seconds, rarely, enough=None, seed=0):
             thread.start()
         lives(first, disturb)
         for thread in threads:
-            thread.join(timeout=60)
+            thread.join(timeout=stretched(60))
         faults.armed = None
     assert not errors, errors
     assert not any(thread.is_alive() for thread in threads), "a thread waits for ever"
@@ -163,7 +164,7 @@ def loaded(seconds, rarely, enough=None, seed=0):
 
 
 def test_threads_under_faults_interrupts_and_collections_get_what_they_asked_for():
-    planted, lines, finished = loaded(seconds=60, rarely=3000, enough=12)
+    planted, lines, finished = loaded(stretched(60), rarely=3000, enough=12)
     assert planted + lines >= 12
     assert finished
 
@@ -184,7 +185,7 @@ def disturbed_rank(rank, trials):
     found, asked = [], catalogue("Llama")[:6]
     for kind, seed in trials:
         draw, faults, lines = random.Random(seed), Faults(seed), Lines(interrupt)
-        group = dist.new_group(timeout=timedelta(seconds=3))
+        group = dist.new_group(timeout=timedelta(seconds=stretched(3)))
         sizes = {"pages": 9, "page_size": 3, "max_sequences": 4, "max_tokens": 8, "host_pages": 7, "whole_prompts": 12}
         engine, requests, died = made(mesh=group, **sizes), [], False
         with faults.into(speaker("Llama")):

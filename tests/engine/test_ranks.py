@@ -15,6 +15,7 @@ from attnspan import Engine, SamplingParams
 from attnspan.errors import EngineError, ModelError, TransportError
 from attnspan.testing import loopback
 from tests.engine.models import FAMILIES, greedy, prompts, tiny
+from tests.pace import stretched
 from tests.processes import Died, spawn
 
 DEAD = "the engine has lost a rank, or failed on this one, and takes no more requests; make a new one"
@@ -121,7 +122,7 @@ def test_a_step_that_failed_over_ranks_is_never_tried_again(alone):
 
     lost = pytest.raises(TransportError, match="some messages never arrived") if alone else nullcontext()
     with lost:
-        loopback(2, timeout=5).run(rank)
+        loopback(2, timeout=stretched(5)).run(rank)
     assert sorted(ended) == [0, 1]
 
 
@@ -215,7 +216,7 @@ def test_weights_change_on_all_ranks_or_the_next_request_is_refused():
 def over_gloo(rank):
     """The same in real processes; then one dies while the others generate."""
     model, asked = tiny("Llama"), prompts([40, 5])
-    group = dist.new_group(timeout=timedelta(seconds=30))
+    group = dist.new_group(timeout=timedelta(seconds=stretched(30)))
     engine = Engine(model, mesh=group, pages=40, page_size=4, whole_prompts=20)
     found = [answer.token_ids for answer in engine.generate(asked, SamplingParams(max_new_tokens=6))]
     request = engine.add(asked[0], SamplingParams(max_new_tokens=100))
@@ -309,7 +310,7 @@ def test_a_rank_that_does_something_else_is_told_so_and_nobody_waits():
         with pytest.raises(EngineError, match=DEAD):
             engine.step()
 
-    loopback(2, timeout=10).run(rank)
+    loopback(2, timeout=stretched(10)).run(rank)
 
 
 def test_ranks_that_chose_other_tokens_are_told_so():

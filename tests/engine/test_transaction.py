@@ -15,6 +15,7 @@ from attnspan.paged import PagePool
 from attnspan.testing import loopback
 from tests.engine.disturbed import quick_collections
 from tests.engine.models import greedy, prompts, tiny, tokenizer
+from tests.pace import stretched
 
 
 def engine(**options):
@@ -283,10 +284,10 @@ def test_threads_add_stream_and_generate_while_another_steps():
         futures = [pool.submit(call, some) for call, some in work]
         try:
             for (_, some), future in zip(work, futures, strict=True):
-                assert future.result(timeout=120) == [expected[tuple(prompt)] for prompt in some]
+                assert future.result(timeout=stretched(120)) == [expected[tuple(prompt)] for prompt in some]
         finally:
             over.set()
-        stepping.result(timeout=60)
+        stepping.result(timeout=stretched(60))
     assert one.unfinished == []
     one.check()
 

@@ -25,6 +25,7 @@ from attnspan.parallel.marks import mark_of
 from attnspan.testing import loopback
 from attnspan.transports.counting import Counting
 from tests.layouts.strategies import lengths_of
+from tests.pace import stretched
 from tests.parallel.cases import DTYPES, Case, Listed, cases, numbers, on_ranks, same
 from tests.processes import spawn
 
@@ -414,7 +415,7 @@ def real_cases(ranks):
             yield Case(layout, 13, numbers((2, 13, 3), dtype), 1, 0)
 
 
-TIMEOUT = 2  # of the group that is kept waiting, in seconds
+TIMEOUT = 2  # of the group that is kept waiting, in seconds of an idle machine
 
 
 def live(rank, ranks):
@@ -467,7 +468,7 @@ def destroyed(ranks):
 
 def wrong_later(rank):
     """Rank 1 is wrong when all others have agreed: nobody returns, nobody hangs."""
-    cp = session(dist.new_group(timeout=timedelta(seconds=TIMEOUT)))
+    cp = session(dist.new_group(timeout=timedelta(seconds=stretched(TIMEOUT))))
     cp.unshard(cp.shard(X))
     began = time.monotonic()
     with pytest.raises((ShardError, TransportError)) as error:
@@ -491,7 +492,7 @@ def meshes():
     return [*said, str(error.value)]
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow), 4])
 def test_processes_move_tensors_refuse_together_and_know_when_their_group_is_gone(ranks):
     told = spawn(ranks, live, ranks)
     for rank, ((length, dtype), _, _, gone) in enumerate(told):
@@ -502,7 +503,7 @@ def test_processes_move_tensors_refuse_together_and_know_when_their_group_is_gon
     if ranks == 2:
         (other, waited), (wrong, until) = [late for _, late, _, _ in told]
         assert (other, wrong) == ("TransportError", "ShardError")
-        assert max(waited, until) < TIMEOUT + 4
+        assert max(waited, until) < stretched(TIMEOUT + 4)
     if ranks == 4:
         for _, _, (both, dp, tp, three), _ in told:
             assert both == "mesh: axis 'dp' does not split the sequence; pass mesh['cp']"

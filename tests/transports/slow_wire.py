@@ -18,6 +18,7 @@ from collections import defaultdict
 import torch
 
 from attnspan.transports import Pending, Transport
+from tests.pace import stretched
 
 POISON = 0xFF  # as every byte of a float: NaN
 
@@ -67,7 +68,7 @@ class SlowWire(Transport):
         time.sleep(self.seconds)
         self.wrong += [f"{what}: a buffer was written to while it was sent" for x, was in sent if not same(x, was)]
         for (_, tensor), box in zip(receives, boxes, strict=True):
-            message = box.get(timeout=30)
+            message = box.get(timeout=stretched(30))
             if bool((raw(tensor) != POISON).any()):
                 self.wrong.append(f"{what}: a buffer was written to before its message came")
             raw(tensor).copy_(raw(message))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ from attnspan.kernels import KERNELS, Spec, refusals
 from attnspan.layouts import Balanced
 from attnspan.masks import Causal, Documents
 from attnspan.masks.tile import Tile
-from attnspan.testing import loopback
+from attnspan.testing import World, loopback
 
 PACKAGES = ["triton", "numpy", "rich", "typer", "matplotlib", "transformers"]
 STRATEGIES = ["ring", "gather", "needed(2)", "ulysses", "ulysses(2) x ring"]
@@ -104,11 +104,11 @@ def self_test(strategy: str, device: str) -> float:
     whole = [torch.randn(1, heads, seq_len, 32, generator=draw).to(device) for heads in (4, 2, 2)]
     true = _differentiated([x.double() for x in whole], lambda q, k, v: _dense(q, k, v, mask.dense(seq_len).to(device)))
 
-    def rank(world: object) -> list[Tensor]:
-        own = torch.tensor(layout.positions(seq_len)[world.rank], device=device)  # type: ignore[attr-defined]
+    def rank(world: World) -> list[Tensor]:
+        own = torch.tensor(layout.positions(seq_len)[world.rank], device=device)
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            out = attention(q, k, v, mask=mask, layout=layout, seq_len=seq_len, group=world, strategy=strategy)  # type: ignore[arg-type]
+            out = attention(q, k, v, mask=mask, layout=layout, seq_len=seq_len, group=world, strategy=strategy)
             assert isinstance(out, Tensor), "no lse was asked for"
             return out
 
@@ -120,14 +120,14 @@ def self_test(strategy: str, device: str) -> float:
 
 def _dense(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(~allowed, -torch.inf)
+    scores: Tensor = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(~allowed, -torch.inf)
     return scores.softmax(-1) @ v
 
 
-def _differentiated(tensors: list[Tensor], attend: object) -> list[Tensor]:
+def _differentiated(tensors: list[Tensor], attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> list[Tensor]:
     """Out and the gradients of a loss that looks at all of it."""
     leaves = [x.detach().requires_grad_() for x in tensors]
-    out = attend(*leaves)  # type: ignore[operator]
+    out = attend(*leaves)
     return [out.detach(), *torch.autograd.grad(out.sin().sum(), leaves)]
 
 
@@ -139,4 +139,5 @@ def _version(package: str) -> str:
 
 
 def _cudnn() -> str:
-    return str(torch.backends.cudnn.version()) if torch.backends.cudnn.is_available() else "absent"
+    cudnn = torch.backends.cudnn
+    return str(cudnn.version()) if cudnn.is_available() else "absent"  # type: ignore[no-untyped-call]
