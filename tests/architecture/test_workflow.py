@@ -60,6 +60,5 @@ def test_each_job_runs_its_target_of_make_with_wheels_for_the_cpu():
 def test_pre_commit_runs_what_make_check_runs():
     recipe = re.search(r"^check:.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.M)[1]
     checks = [line.strip().replace("$(BIN)", ".venv/bin").removesuffix(" --check") for line in recipe.splitlines()]
-    assert len(checks) == len(HOOKS) == 3
     for check, hook in zip(checks, HOOKS, strict=True):
         assert hook["entry"].startswith(check)

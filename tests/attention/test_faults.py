@@ -20,6 +20,7 @@ import torch.distributed as dist
 from attnspan.attention import attention
 from attnspan.attention.lane import Lane
 from attnspan.errors import AttentionError, TransportError
+from attnspan.kernels import per_tile
 from attnspan.layouts import Contiguous, HeadTail
 from attnspan.masks import Causal, Documents, Full
 from attnspan.testing import loopback
@@ -193,7 +194,7 @@ def test_twin_what_is_wrong_is_not_called_right():
         alone = Problem(Full(), Contiguous(1), 8)
         assert outcome(alone).right
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Lane, "_sliced", lambda self, tile, arena: (self.query, arena.key.flip(2), arena.value))
+            patch.setattr(per_tile, "_sliced", lambda q, k, v, tile: (q, k.flip(2), v))
             assert outcome(alone)[1:] == ("", "", False)
     finally:
         dist.destroy_process_group()
