@@ -71,7 +71,7 @@ class Attention:
         return self.call.plan
 
     def variant(self, **changes: Any) -> Attention:
-        """The same but for its scale, or what is asked before it runs; both are counted together."""
+        """A copy whose `Call` has other fields; both are counted together, unless `uses` is among them."""
         other = copy(self)
         other.call = replace(self.call, **changes)
         other.handle = other.call.handle()

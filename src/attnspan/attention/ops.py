@@ -1,8 +1,8 @@
 """The custom ops: one node in the autograd graph, opaque to torch.compile, replayable by checkpointing.
 
-`attnspan::attention` takes tensors only (see [Note: handles] in call.py), so everything that backward needs is in its
-node: queries, keys, values, out, lse, the handle, and the header by which ranks match their backward passes
-(transports/operations.py). No context manager has to be alive when activation checkpointing
+`attnspan::attention` takes tensors and one flag (see [Note: handles] in call.py), so everything that backward needs is
+in its node: queries, keys, values, sinks, captured tensors, out, lse, the handle, and the header by which ranks match
+their backward passes (transports/operations.py). No context manager has to be alive when activation checkpointing
 replays it, and a selective policy can save `torch.ops.attnspan.attention.default` so that its collectives are not
 replayed.
 

@@ -9,6 +9,11 @@
     ranks_runner.py      prompts under context parallelism, pages over ranks (rank_consensus.py: that all do the same)
     cuda_graphs.py       decoding by CUDA graphs (warmup.py: captured beforehand)
 
+    params.py, config.py  what a request and an engine are asked for (prompts.py, request.py: what is made of prompts)
+    pools.py             where each layer's keys are (paged_attention.py: attention over them)
+    journal.py           a step is a transaction (outcome.py, owner.py: its outcome, and whose turn it is)
+    fingerprint.py       what the model computes (progress.py: bars)
+
 Knows no model library. `attnspan.Engine` wraps transformers models (attnspan/generation.py).
 """
 

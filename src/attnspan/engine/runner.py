@@ -1,6 +1,7 @@
 """A step of the model: tokens of many samples packed into one row, keys to their pages, logits of those that want them.
 
-    runner = Runner(model, pools_of(model.info(), config, ranks=1), max_sequences=64, max_tokens=512, max_length=4096)
+    sizes = PlanSizes(max_sequences=64, max_tokens=512, max_length=4096)
+    runner = Runner(model, pools_of(model.info(), config, ranks=1), sizes)
     runner.prepare(batch)  # pages
     logits = runner.run(batch)  # a row for every chunk that ends its sample
 

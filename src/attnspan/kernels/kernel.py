@@ -17,7 +17,7 @@ once they are merged. Backward is therefore given the FINAL out and lse of its r
 the tiles' gradients simply add up, and no partial result has to be kept.
 
 Shapes: q (B, H, n, D), k (B, Hk, m, D), v (B, Hk, m, Dv) with Hk dividing H, key head h // (H / Hk) serving query
-head h; any strides. out and grad (B, H, n, Dv), lse (B, H, n). Knows nothing of ranks, plans or masks.
+head h; any strides. out and grad (B, H, n, Dv), lse (B, H, n). Knows tiles; nothing of ranks or plans.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """The core of a session: its ranks, its sequence, its masks, and where tokens lie.
 
-A session (session.py) is made of parts: attention by name or by BlockMask, blocks, attached modules, DTensors, checks.
-All of them are handed this, and know nothing else of the session. It is frozen: another batch is another core. Two
-cores are never equal, whatever they hold, so that a core tells whose attention a checkpointed region used.
+A session (session.py) is made of parts: attention by name or by BlockMask, blocks, attached modules, DTensors,
+checks. Attention, handlers and DTensors are built from it; `attach` and `shard_batch` take the session itself. It is
+frozen: another batch is another core. Two cores are never equal, whatever they hold, so that a core tells whose
+attention a checkpointed region used.
 """
 
 from __future__ import annotations

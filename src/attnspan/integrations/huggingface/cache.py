@@ -288,6 +288,6 @@ class PagedLayer(CacheLayerMixin):
 
     def offload(self) -> None:
         """Refused: pages stay where they are."""
-        raise PageError("PagedCache does not offload layers; take host_pages of attnspan.engine.Engine instead")
+        raise PageError("PagedCache does not offload layers; use host_pages of attnspan.Engine instead")
 
     prefetch = offload

@@ -100,7 +100,7 @@ def check_call(model: PreTrainedModel, given: Mapping[str, object]) -> None:
     if given.get("past_key_values") is not None or given.get("use_cache"):
         raise ModelError(
             "use_cache and past_key_values: a model over ranks keeps no cache; leave them out. To generate, disable() "
-            "it, or use attnspan.engine"
+            "it, then use attnspan.Engine(model, pages=...)"
         )
     for name, why in REFUSED.items():
         if asked(name):

@@ -14,8 +14,8 @@
 >>> span.testing.loopback(ranks=2).run(rank)
 [((1, 7, 64), True), ((1, 6, 64), True)]
 
-The model is called with whole batches, the same on every rank, and computes this rank's tokens. Three hooks do it, by
-public means of torch and transformers:
+The model is called with whole batches, the same on every rank, and computes this rank's tokens. Three places do it, and
+positions.py adds hooks where a module counts positions itself:
 
     before forward    the batch becomes a session and shards (batches.py)
     attention         layers ask for the implementation "attnspan" (attending.py)
@@ -502,5 +502,5 @@ def _encoder_modules(model: PreTrainedModel) -> set[nn.Module]:
 def _no_generation(*args: object, **kwargs: object) -> NoReturn:
     raise ModelError(
         "generate() does not run on an enabled model, whose ranks hold parts of a sequence; disable() it first, then "
-        "generate, or use attnspan.engine"
+        "generate, or use attnspan.Engine(model, pages=...)"
     )
