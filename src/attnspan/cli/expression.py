@@ -343,13 +343,13 @@ def _bound(name: str, positional: list[Any], named: dict[str, Any]) -> dict[str,
     for twice in given.keys() & named.keys():
         raise AttnspanError(f"{twice} must be given once, got it twice")
     for parameter in fields(PATTERNS[name]):
-        if _is_required(parameter) and parameter.name not in given | named:
+        if parameter.init and _is_required(parameter) and parameter.name not in given | named:
             raise AttnspanError(f"{name} needs {parameter.name}, got nothing; write {name}({parameter.name}=...)")
     return given | named
 
 
 def _parameters(name: str) -> list[str]:
-    return [parameter.name for parameter in fields(PATTERNS[name])]
+    return [parameter.name for parameter in fields(PATTERNS[name]) if parameter.init]
 
 
 def _is_required(parameter: Field[Any]) -> bool:
@@ -400,6 +400,8 @@ def _grouped(mask: Mask, *loose: type[Mask]) -> str:
 
 def _written_arguments(mask: Any) -> Iterable[str]:
     for parameter in fields(mask):
+        if not parameter.init:
+            continue
         value = getattr(mask, parameter.name)
         if not _is_required(parameter):
             if value != parameter.default and not (isinstance(mask, Tree) and set(value) == {1}):

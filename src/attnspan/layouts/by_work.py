@@ -29,12 +29,17 @@ class ByWork(Layout):
     ranks: int = field(kw_only=True)
     weights: Sequence[float] | None = field(default=None, kw_only=True)
     per_row: bool = field(default=False, kw_only=True)
+    _masks: tuple[Mask, ...] = field(init=False, repr=False, compare=False)
+    _weights: tuple[int, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         masks = checked_masks(self.masks)
         object.__setattr__(self, "masks", masks)
+        object.__setattr__(self, "_masks", masks)
         object.__setattr__(self, "ranks", check_ranks(self.ranks))
-        object.__setattr__(self, "weights", checked_weights(self.weights, len(masks)))
+        weights = checked_weights(self.weights, len(masks))
+        object.__setattr__(self, "weights", weights)
+        object.__setattr__(self, "_weights", weights)
         if not isinstance(self.per_row, bool):
             raise LayoutError(f"per_row must be True or False, got {self.per_row!r}")
 
@@ -49,14 +54,6 @@ class ByWork(Layout):
     @property
     def least_len(self) -> int:
         return max(mask.least_len for mask in self._masks)
-
-    @property
-    def _masks(self) -> tuple[Mask, ...]:
-        return self.masks  # type: ignore[return-value]  # normalised in __post_init__
-
-    @property
-    def _weights(self) -> tuple[int, ...]:
-        return self.weights  # type: ignore[return-value]  # normalised in __post_init__
 
     @property
     def _mask_rows(self) -> int:

@@ -39,10 +39,13 @@ class PerDocument(Layout):
 
     lengths: Lengths
     ranks: int = field(kw_only=True)
+    _lengths: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ranks", check_ranks(self.ranks))
-        object.__setattr__(self, "lengths", Documents(self.lengths).lengths)  # checked there
+        lengths = Documents(self.lengths)._lengths  # checked there
+        object.__setattr__(self, "lengths", lengths)
+        object.__setattr__(self, "_lengths", lengths)
 
     @property
     def rows(self) -> int:
@@ -51,10 +54,6 @@ class PerDocument(Layout):
     @property
     def natural_len(self) -> int | None:
         return sum(self._lengths[0])
-
-    @property
-    def _lengths(self) -> tuple[tuple[int, ...], ...]:
-        return self.lengths  # type: ignore[return-value]  # normalised in __post_init__
 
     def _shards(self, seq_len: int, row: int) -> Shards:
         lengths = self._lengths[row]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
 import torch
@@ -15,6 +15,7 @@ from attnspan.masks.mask import Mask, Rule, Space
 from attnspan.masks.rows import listed, of_row, select, shown
 
 Lengths = Sequence[int] | Sequence[Sequence[int]]
+Rows = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +34,17 @@ class Documents(Mask):
 
     lengths: Lengths
     kv_lengths: Lengths | None = None
+    _lengths: Rows = field(init=False, repr=False, compare=False)
+    _kv_lengths: Rows = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         lengths = _per_row("lengths", self.lengths)
+        kv_lengths = lengths if self.kv_lengths is None else _per_row("kv_lengths", self.kv_lengths)
+        object.__setattr__(self, "_lengths", lengths)
+        object.__setattr__(self, "_kv_lengths", kv_lengths)
         object.__setattr__(self, "lengths", lengths)
         if self.kv_lengths is None:
             return
-        kv_lengths = _per_row("kv_lengths", self.kv_lengths)
         object.__setattr__(self, "kv_lengths", kv_lengths)
         counts, kv_counts = [len(row) for row in lengths], [len(row) for row in kv_lengths]
         if counts != kv_counts:
@@ -89,14 +94,6 @@ class Documents(Mask):
     @property
     def natural_kv_len(self) -> int | None:
         return sum(self._kv_lengths[0])
-
-    @property
-    def _lengths(self) -> tuple[tuple[int, ...], ...]:
-        return self.lengths  # type: ignore[return-value]  # normalised in __post_init__
-
-    @property
-    def _kv_lengths(self) -> tuple[tuple[int, ...], ...]:
-        return self._lengths if self.kv_lengths is None else self.kv_lengths  # type: ignore[return-value]
 
     def _check(self, q_len: int, kv_len: int, row: int) -> None:
         if self.kv_lengths is None and q_len != kv_len:
@@ -178,7 +175,8 @@ def _run_lengths(ids: torch.Tensor) -> list[int]:
             again = int(lengths[:run].sum())
             raise MaskError(f"ids must keep each document's tokens together, got id {i} again at {again}")
         seen.add(i)
-    return lengths.tolist()  # type: ignore[no-any-return]
+    found: list[int] = lengths.tolist()
+    return found
 
 
 def _shown(rows: tuple[tuple[int, ...], ...]) -> str:

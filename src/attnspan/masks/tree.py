@@ -8,7 +8,7 @@ Shared prefixes in training and candidate trees in speculative decoding are this
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 import torch
@@ -37,6 +37,7 @@ class Tree(Mask):
 
     parents: Sequence[int]
     lengths: Sequence[int] | None = None
+    _lengths: tuple[int, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         parents = whole_list("parents", self.parents, at_least=-1, error=MaskError)
@@ -51,15 +52,12 @@ class Tree(Mask):
                 raise MaskError(f"parents[{node}] must be a node below {len(parents)} or -1, got {parent}")
         object.__setattr__(self, "parents", parents)
         object.__setattr__(self, "lengths", lengths)
+        object.__setattr__(self, "_lengths", lengths)
         _topological(parents)
 
     @property
     def natural_len(self) -> int | None:
         return sum(self._lengths)
-
-    @property
-    def _lengths(self) -> tuple[int, ...]:
-        return self.lengths  # type: ignore[return-value]  # normalised in __post_init__
 
     def _check(self, q_len: int, kv_len: int, row: int) -> None:
         total = sum(self._lengths)

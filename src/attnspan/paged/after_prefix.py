@@ -11,7 +11,7 @@ Speaks of rows of a plan, so it is for attention over pages only.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -33,6 +33,7 @@ class AfterPrefix:
     """
 
     masks: Mask | Sequence[Mask]
+    _each: tuple[Mask, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         masks = (self.masks,) if isinstance(self.masks, Mask) else tuple(self.masks)
@@ -45,10 +46,11 @@ class AfterPrefix:
                     f"of {mask!r}; give a list with a mask for each row"
                 )
         object.__setattr__(self, "masks", masks)
+        object.__setattr__(self, "_each", masks)
 
     def check_fits(self, queries: tuple[int, ...]) -> None:
         """Refuse another number of rows, or of new tokens, than the masks are for."""
-        masks = self._each()
+        masks = self._each
         if len(masks) not in (1, len(queries)):
             raise MaskError(f"masks must be one for all rows, or one for each of the {len(queries)}, got {len(masks)}")
         for row, count in enumerate(queries):
@@ -58,7 +60,7 @@ class AfterPrefix:
 
     def mask_mod(self, queries: tuple[int, ...], starts: Tensor) -> MaskFunction:
         """The FlexAttention function; `starts` (rows,) are the positions of the rows' first new tokens."""
-        most, masks = max(queries, default=0) or 1, self._each()
+        most, masks = max(queries, default=0) or 1, self._each
         table = torch.zeros(len(masks), most, most, dtype=torch.bool)
         for row, mask in enumerate(masks):
             count = queries[row] if len(masks) > 1 else most
@@ -73,6 +75,3 @@ class AfterPrefix:
             return (k < start) | table[row, place, seen]
 
         return after_prefix
-
-    def _each(self) -> tuple[Mask, ...]:
-        return self.masks  # type: ignore[return-value]  # normalised in __post_init__

@@ -53,11 +53,11 @@ class Shape:
 
     @property
     def _kv_heads(self) -> int:
-        return self.kv_heads  # type: ignore[return-value]  # filled in __post_init__
+        return self.heads if self.kv_heads is None else self.kv_heads
 
     @property
     def _dims(self) -> int:
-        return self.head_dim + self.v_head_dim  # type: ignore[operator]  # filled in __post_init__
+        return self.head_dim + (self.head_dim if self.v_head_dim is None else self.v_head_dim)
 
     @property
     def kv_values(self) -> int:
