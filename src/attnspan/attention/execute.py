@@ -6,6 +6,7 @@ the loop in between is the same.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -124,7 +125,7 @@ def _backward_heads(
     precision = wide(query.dtype)  # all ranks alike, whatever they computed
     parts = [each.results(precision) for each in loop.backward(work.call.transport, lanes, finals, sums)]
     found = [
-        _by_heads([part[i] for part in parts], lambda x=x: torch.empty_like(x, dtype=precision))  # type: ignore[misc]
+        _by_heads([part[i] for part in parts], functools.partial(torch.empty_like, x, dtype=precision))
         for i, x in enumerate(tensors)
     ]
     dq, dk, dv = trade.scatter_tokens(found, ["query", "key", "key"])

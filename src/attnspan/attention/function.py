@@ -166,13 +166,15 @@ def _memo(transport: Transport) -> Callable[..., Attention]:
     """Attention on a group, made once for each plan: ranks agree on it once, and a group's ranks forget alike."""
     memo = transport.memo
     if Attention in memo:
-        return memo[Attention]
+        known: Callable[..., Attention] = memo[Attention]
+        return known
 
     @functools.lru_cache(maxsize=256)
     def made(plan: Plan, **options: Any) -> Attention:
         return Attention(plan, transport, **options).variant(watched=None)  # the mask may be an equal one of somebody
 
-    return memo.setdefault(Attention, made)
+    first: Callable[..., Attention] = memo.setdefault(Attention, made)
+    return first
 
 
 def score_of(score_mod: ScoreFunction | Score | None, transport: Transport) -> Score | None:

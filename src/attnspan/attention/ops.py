@@ -25,6 +25,7 @@ give a part of their gradients; every rank gets the sum, as of a sink.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -115,19 +116,33 @@ def attention_backward(
 
 
 @attention_backward.register_fake
-def _(grad, grad_lse, query, key, value, out, lse, header, sinks, captured, wanted, handle, returned):
+def _(
+    grad: Tensor,
+    grad_lse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    header: Tensor,
+    sinks: Tensor | None,
+    captured: Sequence[Tensor],
+    wanted: Sequence[int],
+    handle: Tensor,
+    returned: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
     d_sinks = query.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
     d_captured = [x.new_empty(x.shape if i in wanted else 0) for i, x in enumerate(captured)]
     return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape), d_sinks, d_captured
 
 
-def _save(ctx, inputs, output) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     query, key, value, sinks, captured, handle, ctx.returned = inputs
     ctx.save_for_backward(query, key, value, sinks, handle, *output, *captured)
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx, grad, grad_lse, _):
+def _backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None, _: None) -> tuple[object, ...]:
     query, key, value, sinks, handle, out, lse, header, *captured = ctx.saved_tensors
     check_untransformed("attention's backward", grad, grad_lse, instead="take one gradient after another")
     grad = torch.zeros_like(out) if grad is None else grad
@@ -139,7 +154,7 @@ def _backward(ctx, grad, grad_lse, _):
     return dq, dk, dv, None if sinks is None else d_sinks, d_captured, None, None
 
 
-def _second(ctx, *grads):
+def _second(ctx: Any, *grads: Tensor | None) -> NoReturn:
     raise AttentionError("attention has no second derivatives; take gradients without create_graph=True")
 
 

@@ -140,4 +140,4 @@ def _version(package: str) -> str:
 
 def _cudnn() -> str:
     cudnn = torch.backends.cudnn
-    return str(cudnn.version()) if cudnn.is_available() else "absent"  # type: ignore[no-untyped-call]
+    return str(cudnn.version()) if cudnn.is_available() else "absent"

@@ -111,7 +111,7 @@ def _loaded(name: str, bar: bool) -> tuple[Any, Any]:
     except ImportError:
         raise EngineError('transformers is not installed; run pip install "attnspan[hf]"') from None
     if not bar:
-        bars.disable_progress_bar()  # type: ignore[no-untyped-call]
+        bars.disable_progress_bar()
     part = "model"
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(name, dtype="auto")
@@ -175,7 +175,7 @@ def _spawn(job: Job) -> None:
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory() as folder:
         try:
-            mp.spawn(_join, (job, f"file://{folder}/store"), nprocs=job.ranks)  # type: ignore[no-untyped-call]
+            mp.spawn(_join, (job, f"file://{folder}/store"), nprocs=job.ranks)
         except mp.ProcessExitedException as ended:
             raise typer.Exit(ended.exit_code) from None
 

@@ -89,7 +89,7 @@ def exclusive(method: Callable[Concatenate[E, P], R]) -> Callable[Concatenate[E,
     """A method of which one call is under way at a time. See [Note: one line]."""
 
     @wraps(method)
-    def call(self: E, *args: P.args, **named: P.kwargs) -> R:
+    def call(self: E, /, *args: P.args, **named: P.kwargs) -> R:
         with self._owner.lock: return entered(self, method, args, named)  # fmt: skip  # noqa: E701
 
     return call

@@ -100,7 +100,8 @@ def _available(device: torch.device) -> bool:
         return False
     import triton
 
-    return triton.__version__.startswith(VERSIONS)
+    version: str = triton.__version__
+    return version.startswith(VERSIONS)
 
 
 def _aligned(x: Tensor) -> bool:

@@ -76,7 +76,14 @@ def backward(spec: Spec, final: Final, q: Tensor, k: Tensor, v: Tensor, region: 
             raw = _scores(spec, q, k, block)
             shares: list[Tensor] = []
 
-            def slope(scores: Tensor, grad=grad, value=value, rows=rows, block=block, shares=shares) -> Tensor:
+            def slope(
+                scores: Tensor,
+                grad: Tensor = grad,
+                value: Tensor = value,
+                rows: slice = rows,
+                block: Block = block,
+                shares: list[Tensor] = shares,
+            ) -> Tensor:
                 """The gradient of changed scores."""
                 shares.append(_shares(_hidden(spec, scores, block, region), final.lse[:, :, rows]))
                 return shares[0] * (_by_head(grad @ value.mT, q) - delta[:, :, rows].unsqueeze(-1))
@@ -174,9 +181,11 @@ def _shares(scores: Tensor, lse: Tensor) -> Tensor:
 
 def _stacked(x: Tensor, k: Tensor) -> Tensor:
     """(B, H, n, ...) as (B, Hk, G * n, ...): the query heads of a key head as further rows of it."""
-    return x.unflatten(1, (k.shape[1], -1)).flatten(2, 3)
+    by_group: Tensor = x.unflatten(1, (k.shape[1], -1))
+    return by_group.flatten(2, 3)
 
 
 def _by_head(x: Tensor, q: Tensor) -> Tensor:
     """(B, Hk, G * n, ...) as (B, H, n, ...)."""
-    return x.unflatten(2, (q.shape[1] // x.shape[1], -1)).flatten(1, 2)
+    by_group: Tensor = x.unflatten(2, (q.shape[1] // x.shape[1], -1))
+    return by_group.flatten(1, 2)

@@ -22,8 +22,7 @@ accuracy: on a CPU with bfloat16 instructions a causal forward and backward take
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -57,10 +56,11 @@ def forward(spec: Spec, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> tuple[Te
     """(out, lse), both in float32, or float64 for float64."""
     if q.dtype in _HALVES:
         each = _by_key_head(k.shape[1], q, k, v)
-        return _joined([forward(spec, q, k, v, tile) for q, k, v in each])
+        out, lse = _joined([forward(spec, q, k, v, tile) for q, k, v in each])
+        return out, lse
 
     def call(q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
-        flash = CPU_FLASH
+        flash: Callable[..., tuple[Tensor, Tensor]] = CPU_FLASH
         if tile.kind != "general":
             return flash(q, k, v, 0.0, tile.kind == "causal", scale=spec.scale)
         out, lse = flash(q.flip(2), k, v, attn_mask=_upside_down(tile, q), scale=spec.scale)
@@ -76,12 +76,13 @@ def backward(
     """(dq, dk, dv), in the dtypes of `forward`."""
     if q.dtype in _HALVES:
         each = _by_key_head(k.shape[1], grad, q, k, v, out, lse)
-        return _joined([backward(spec, grad, q, k, v, out, lse, tile) for grad, q, k, v, out, lse in each])
+        dq, dk, dv = _joined([backward(spec, grad, q, k, v, out, lse, tile) for grad, q, k, v, out, lse in each])
+        return dq, dk, dv
 
     def call(
         grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tile: Tile
     ) -> tuple[Tensor, Tensor, Tensor]:
-        flash = CPU_FLASH_BACKWARD
+        flash: Callable[..., tuple[Tensor, Tensor, Tensor]] = CPU_FLASH_BACKWARD
         if tile.kind != "general":
             return flash(grad, q, k, v, out, lse, 0.0, tile.kind == "causal", scale=spec.scale)
         mask = _upside_down(tile, q)
@@ -99,7 +100,7 @@ def _by_key_head(key_heads: int, *tensors: Tensor) -> Iterator[list[Tensor]]:
         yield [x.float() for x in heads]
 
 
-def _joined(parts: list[tuple[Tensor, ...]]) -> Any:
+def _joined(parts: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
     return tuple(torch.cat(each, dim=1) for each in zip(*parts, strict=True))
 
 

@@ -15,6 +15,8 @@ Shapes: kernel.py; cuDNN's lse is (B, H, n, 1).
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -64,7 +66,7 @@ def backward(
     def call(
         grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tile: Tile
     ) -> tuple[Tensor, Tensor, Tensor]:
-        attend = CUDNN_BACKWARD
+        attend: Callable[..., tuple[Tensor, Tensor, Tensor]] = CUDNN_BACKWARD
         grad, out, lse = laid_out_as(q, grad), laid_out_as(q, out), lse.contiguous().unsqueeze(-1)
         sizes = (q.shape[2], k.shape[2], 0.0, tile.kind == "causal")
         state = (unused, unused, None, None, None)

@@ -110,7 +110,7 @@ def _bias(tile: Tile, k: Tensor) -> Tensor | None:
 
 def _groups(x: Tensor, k: Tensor, tile: Tile) -> list[Tensor]:
     """(B, H, n, ...) as tensors with as many heads as k: one with all rows stacked, or one for each head of a group."""
-    apart = x.unflatten(1, (k.shape[1], -1))
+    apart: Tensor = x.unflatten(1, (k.shape[1], -1))
     return [apart.flatten(2, 3)] if tile.kind == "full" else list(apart.unbind(2))
 
 
@@ -118,7 +118,8 @@ def _ungrouped(parts: tuple[Tensor, ...], q: Tensor) -> Tensor:
     """What `_groups` took apart, together again."""
     if len(parts) > 1:
         return torch.stack(parts, 2).flatten(1, 2)
-    return parts[0].unflatten(2, (-1, q.shape[2])).flatten(1, 2)
+    apart: Tensor = parts[0].unflatten(2, (-1, q.shape[2]))
+    return apart.flatten(1, 2)
 
 
 def _total(parts: tuple[Tensor, ...]) -> Tensor:

@@ -246,7 +246,9 @@ class Compiled:
 
     def __init__(self) -> None:
         code = _call.__code__.replace(co_name=f"flex_{next(_NUMBERS)}")
-        self.fn = torch.compile(FunctionType(code, _call.__globals__), fullgraph=True)
+        self.fn: Callable[..., tuple[Tensor, Tensor]] = torch.compile(
+            FunctionType(code, _call.__globals__), fullgraph=True
+        )
         self._seen: set[tuple[object, ...]] = set()
 
     def roomy(self, *tensors: Tensor) -> AbstractContextManager[object]:
@@ -255,7 +257,8 @@ class Compiled:
         if shapes in self._seen:
             return nullcontext()
         self._seen.add(shapes)
-        return torch._dynamo.config.patch(recompile_limit=64)
+        room: AbstractContextManager[object] = torch._dynamo.config.patch(recompile_limit=64)
+        return room
 
 
 @functools.lru_cache(maxsize=256)

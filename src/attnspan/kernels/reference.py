@@ -50,7 +50,8 @@ def _scores(spec: Spec, q: Tensor, k: Tensor, tile: Tile) -> Tensor:
     distance = torch.arange(m, device=q.device) - torch.arange(n, device=q.device).unsqueeze(-1)
     hidden = (distance < tile.lo) | (distance > tile.hi)
     scores = _stacked(q, k) @ k.mT * spec.scale
-    return scores.unflatten(2, (-1, n)).masked_fill(hidden, -torch.inf).flatten(2, 3)
+    by_head: Tensor = scores.unflatten(2, (-1, n))
+    return by_head.masked_fill(hidden, -torch.inf).flatten(2, 3)
 
 
 def _shares(scores: Tensor, lse: Tensor) -> Tensor:
@@ -60,11 +61,13 @@ def _shares(scores: Tensor, lse: Tensor) -> Tensor:
 
 
 def _stacked(x: Tensor, k: Tensor) -> Tensor:
-    return x.unflatten(1, (k.shape[1], -1)).flatten(2, 3)
+    by_group: Tensor = x.unflatten(1, (k.shape[1], -1))
+    return by_group.flatten(2, 3)
 
 
 def _unstacked(x: Tensor, q: Tensor) -> Tensor:
-    return x.unflatten(2, (-1, q.shape[2])).flatten(1, 2)
+    by_group: Tensor = x.unflatten(2, (-1, q.shape[2]))
+    return by_group.flatten(1, 2)
 
 
 def _exact(x: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ class Grouped(Layout):
             raise LayoutError(f"size must divide the layout's {self.layout.ranks} ranks, got {self.size}")
 
     @property
-    def ranks(self) -> int:  # type: ignore[override]  # derived here, a field elsewhere
+    def ranks(self) -> int:
         return self.layout.ranks // self.size
 
     @property

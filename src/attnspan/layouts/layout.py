@@ -20,6 +20,7 @@ from __future__ import annotations
 import functools
 from abc import ABC, abstractmethod
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -37,7 +38,10 @@ class Layout(ABC):
 
     __slots__ = ()
 
-    ranks: int
+    if TYPE_CHECKING:  # most have it as a field, some derive it
+
+        @property
+        def ranks(self) -> int: ...
 
     # ---- what a new layout defines -------------------------------------------------------------------------
 

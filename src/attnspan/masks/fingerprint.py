@@ -155,7 +155,8 @@ class _Reading:
             assert isinstance(value, dict), "its type says so"
             return kind, *self._parts(value.keys()), *self._parts(value.values())
         if kind is type:
-            return self._class(value)  # type: ignore[arg-type]
+            assert isinstance(value, type), "its type says so"
+            return self._class(value)
         return self._object(value)
 
     def _parts(self, values: Iterable[object]) -> list[tuple[object, ...]]:

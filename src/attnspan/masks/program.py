@@ -138,11 +138,12 @@ class Program:
         """
         captured = self.captured if captured is None else captured
         score, indices = arguments[:-4], arguments[-4:]
+        result: Tensor
         if self.is_flat:
             result = self.graph(*score, *_spread(indices), *captured)
         else:
             result = _mapped(self.graph, len(score))(*score, *indices, *captured)
-        return result[(None,) * (4 - result.dim())]  # type: ignore[no-any-return]
+        return result[(None,) * (4 - result.dim())]
 
     def pull(
         self,
@@ -172,18 +173,22 @@ class Program:
             given = list(captured)
             for i, x in zip(others, some, strict=True):
                 given[i] = x
-            return run(score, *spread, *given, *looked).expand(score.shape)  # type: ignore[no-any-return]
+            found: Tensor = run(score, *spread, *given, *looked)
+            return found.expand(score.shape)
 
         result, back = torch.func.vjp(call, score, looked, [captured[i] for i in others])  # type: ignore[misc]
+        d_score: Tensor
         d_score, d_looked, d_others = back(grad(result).to(result.dtype))
         for i, part in zip(others, d_others, strict=True):
-            sums[i].add_(part)  # type: ignore[union-attr]
+            total = sums[i]
+            assert total is not None, "others are those that have one"
+            total.add_(part)
         for table, where, part in zip(tables, places, d_looked, strict=True):
             total = sums[table]
             if total is not None:
-                at = torch.broadcast_tensors(*where)  # type: ignore[no-untyped-call]
+                at = torch.broadcast_tensors(*where)
                 total.index_put_(tuple(at), part.to(total.dtype).expand(at[0].shape), accumulate=True)
-        return d_score  # type: ignore[no-any-return]
+        return d_score
 
     # ---- inside ------------------------------------------------------------------------------------------------
 
@@ -314,7 +319,7 @@ class _Lookups(TorchFunctionMode):
         return result
 
 
-class _Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Values(TorchDispatchMode):
     """Inside, operations that read a value out of a tensor are noticed: see [Note: values]."""
 
     reads_values = False
@@ -456,10 +461,16 @@ def _join_lookups(graph: fx.Graph) -> None:
     """`table[i][j]` as `table[i, j]`: a number, not first a row."""
     for node in graph.nodes:
         while node.target is LOOKUP and isinstance(row := node.args[0], fx.Node) and row.target is LOOKUP:
-            at = [*row.args[1], *node.args[1]]  # type: ignore[misc]
+            at = [*_indices(row), *_indices(node)]
             if not all(isinstance(i, fx.Node) and _rank(i) == 0 for i in at):
                 break
             node.args = (row.args[0], at)
+
+
+def _indices(lookup: fx.Node) -> Sequence[object]:
+    indices = lookup.args[1]
+    assert isinstance(indices, list | tuple), "a lookup has a list of them"
+    return indices
 
 
 def _shared(graph: fx.Graph) -> fx.GraphModule:

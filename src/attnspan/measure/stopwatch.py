@@ -32,7 +32,8 @@ def _timed(work: Callable[[], object], device: torch.device, runs: int) -> float
             work()
         after.record()
         after.synchronize()
-        return before.elapsed_time(after) / 1e3 / runs
+        elapsed: float = before.elapsed_time(after)
+        return elapsed / 1e3 / runs
     start = perf_counter()
     for _ in range(runs):
         work()

@@ -61,8 +61,9 @@ class Workload:
         """query, key and value of a rank, and the gradient of its output."""
         rows, shape, dtype = self.layout.tokens(self.seq_len)[rank], self.shape, _dtype(self.shape)
         assert shape.kv_heads is not None, "filled in by Shape"
+        assert shape.v_head_dim is not None, "filled in by Shape"
         dims = ((shape.heads, shape.head_dim), (shape.kv_heads, shape.head_dim), (shape.kv_heads, shape.v_head_dim))
-        q, k, v = (torch.randn(shape.batch, h, rows, d, dtype=dtype, device=device) for h, d in dims)  # type: ignore[arg-type]
+        q, k, v = (torch.randn(shape.batch, h, rows, d, dtype=dtype, device=device) for h, d in dims)
         return q, k, v, torch.randn(shape.batch, shape.heads, rows, v.shape[3], dtype=dtype, device=device)
 
 
@@ -160,7 +161,7 @@ class Bench:
             self._synchronise()
             times.append(perf_counter() - start)
         said = heard(self.transport, times[1:], "measurements")
-        slowest = sorted(max(each) for each in zip(*said, strict=True))
+        slowest: list[float] = sorted(max(each) for each in zip(*said, strict=True))
         return slowest[len(slowest) // 2]
 
     def _synchronise(self) -> None:
@@ -170,4 +171,5 @@ class Bench:
 
 def _dtype(shape: Shape) -> torch.dtype:
     long = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-    return getattr(torch, long.get(shape.dtype, shape.dtype))
+    dtype: torch.dtype = getattr(torch, long.get(shape.dtype, shape.dtype))
+    return dtype

@@ -548,4 +548,5 @@ class PageAllocator:
                 elif left == 1 and kept[page]:
                     idle.append(page)
         if idle:
-            self._when_idle(idle)  # type: ignore[misc]  # set by whoever keeps pages
+            assert self._when_idle is not None, "set by whoever keeps pages"
+            self._when_idle(idle)

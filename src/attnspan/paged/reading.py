@@ -27,6 +27,7 @@ from torch import Tensor
 from attnspan.paged.quantised import Quantised
 
 T = TypeVar("T")
+N = TypeVar("N", int, Tensor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,7 @@ class Spread:
         rounds, rest = divmod(length, self.interleave * self.ranks)
         return rounds * self.interleave + min(max(rest - self.rank * self.interleave, 0), self.interleave)
 
-    def position(self, key: Any) -> Any:
+    def position(self, key: N) -> N:
         """The position of the key-th key that lies here; of ints and of tensors."""
         if self.ranks == 1:
             return key
@@ -92,7 +93,8 @@ class Reading:
         """The result of `work`, which is done once a step: layers that are alike share it."""
         if what not in self.memo:
             self.memo[what] = work()
-        return self.memo[what]
+        found: T = self.memo[what]
+        return found
 
     @property
     def in_order(self) -> bool:

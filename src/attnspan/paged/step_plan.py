@@ -318,10 +318,9 @@ class _Buffer:
         sizes = [2 * t, t, t, n + 1, n, n, n, 3 * n, 1, n * width]
         self.places = list(accumulate(sizes, initial=0))
         self.device_ints = torch.zeros(self.places[-1], dtype=torch.int32, device=device)
-        wide, self.rows, self.positions, self.offsets, self.lengths, self.begins, self.ends = self.device_ints.split(
-            sizes
-        )[:7]
-        self._shared, self.zero, flat = self.device_ints.split(sizes)[7:]
+        parts: tuple[Tensor, ...] = self.device_ints.split(sizes)
+        wide, self.rows, self.positions, self.offsets, self.lengths, self.begins, self.ends = parts[:7]
+        self._shared, self.zero, flat = parts[7:]
         self.slots, self.tables = wide.view(torch.int64), flat.view(n, width)
         self._zeros = torch.zeros(1, dtype=torch.int32, device=device)
         self.head, self._turn = self.places[-2], 0

@@ -417,7 +417,8 @@ def _own_forward(module: nn.Module, own: Attached) -> Callable[..., object]:
     theirs = own.theirs
     assert theirs is not None, "asked only where there is one"
     if isinstance(theirs, MethodType) and isinstance(theirs.__self__, nn.Module) and theirs.__self__ is not module:
-        return theirs.__func__.__get__(module)
+        bound: Callable[..., object] = theirs.__func__.__get__(module)
+        return bound
     return theirs
 
 

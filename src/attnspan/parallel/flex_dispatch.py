@@ -21,6 +21,7 @@ from __future__ import annotations
 import inspect
 from threading import RLock
 from types import CodeType, FunctionType
+from typing import TYPE_CHECKING, Self
 
 import torch
 import torch.nn.attention.flex_attention as theirs
@@ -35,6 +36,12 @@ _OPEN = [0]  # blocks and attachments, of all threads
 
 class FlexMode(TorchFunctionMode):
     """A mode that flex_attention is handed to."""
+
+    if TYPE_CHECKING:  # torch's, which it does not annotate
+
+        def __enter__(self) -> Self: ...
+
+        def __exit__(self, *raised: object) -> None: ...
 
     def flex_attention(self, *args: object, **kwargs: object) -> object:
         """In place of torch's."""

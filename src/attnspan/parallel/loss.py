@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.utils.checkpoint
@@ -101,6 +101,8 @@ def total(values: Tensor, valid: Tensor | None, transport: Transport) -> Tensor:
 
 class _Mean(torch.autograd.Function):
     """The mean over all ranks as a function of this rank's sum, whose gradient is `ranks / count`."""
+
+    apply: ClassVar[Callable[..., Tensor]]  # torch's, which it does not annotate
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, mean: Tensor, slope: Tensor) -> Tensor:
@@ -370,6 +372,8 @@ def shared(parameter: Tensor, ranks: int) -> Tensor:
 
 
 class _Shared(torch.autograd.Function):
+    apply: ClassVar[Callable[..., Tensor]]  # torch's, which it does not annotate
+
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, ranks: int) -> Tensor:
         ctx.ranks = ranks

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -117,6 +117,8 @@ def _moved(transport: Transport, name: str | int, move: Callable[[], Pending]) -
 class MovedTokens(torch.autograd.Function):
     """Tokens sent by moves, `fill` where none lands; gradients go the way back."""
 
+    apply: ClassVar[Callable[..., Tensor]]  # torch's, which it does not annotate
+
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, transport: Transport, moves: Moves, fill: Tensor, name: str | int) -> Tensor:
         ctx.transport, ctx.moves = transport, moves
@@ -136,6 +138,8 @@ class MovedTokens(torch.autograd.Function):
 class GatheredTokens(torch.autograd.Function):
     """Everybody's tokens, one rank after another; gradients are summed at their owner."""
 
+    apply: ClassVar[Callable[..., Tensor]]  # torch's, which it does not annotate
+
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, transport: Transport, sizes: list[int], name: str | int) -> Tensor:
         ctx.transport, ctx.sizes = transport, sizes
@@ -150,6 +154,8 @@ class GatheredTokens(torch.autograd.Function):
 
 class SummedTokens(torch.autograd.Function):
     """Of tokens that every rank has a value for, the sum over ranks, each token at its owner."""
+
+    apply: ClassVar[Callable[..., Tensor]]  # torch's, which it does not annotate
 
     @staticmethod
     def forward(ctx: Any, full: Tensor, transport: Transport, sizes: list[int], name: str | int) -> Tensor:

@@ -300,7 +300,8 @@ class Dims(NamedTuple):
         """Tokens back where they belong; contiguous, so that it can be viewed as the caller likes."""
         if self.batch is None:
             return tokens.movedim(0, self.seq).contiguous()
-        return tokens.unflatten(0, (rows, len(tokens) // rows)).movedim((0, 1), (self.batch, self.seq)).contiguous()
+        by_row: Tensor = tokens.unflatten(0, (rows, len(tokens) // rows))
+        return by_row.movedim((0, 1), (self.batch, self.seq)).contiguous()
 
 
 class TensorMeta(NamedTuple):

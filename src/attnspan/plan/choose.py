@@ -157,10 +157,9 @@ def sampled_ranks(plan: Plan) -> list[int]:
 
 def checked_memory(memory: object) -> float:
     """A number of bytes, or a PlanError."""
-    number = isinstance(memory, Real) and not isinstance(memory, bool)
-    if not number or not isfinite(memory) or memory <= 0:  # type: ignore[arg-type, operator]  # a Real, if asked
+    if isinstance(memory, bool) or not isinstance(memory, Real) or not isfinite(memory) or memory <= 0:
         raise PlanError(f"memory must be a positive number of bytes, got {memory!r}")
-    return float(memory)  # type: ignore[arg-type]
+    return float(memory)
 
 
 def _check_parts(mask: Mask, shape: Shape, layouts: Sequence[Layout] | None, ranks: int) -> None:

@@ -37,7 +37,7 @@ class Allgather(CustomOpDef):
                     f"pg_name must be the name of a process group under torch.compile, got {type(pg_name).__name__}; "
                     "pass mesh.get_group().group_name"
                 )
-            return super().__call__(k, v, seq_dim, pg_name)
+            return super().__call__(k, v, seq_dim, pg_name)  # type: ignore[no-untyped-call]
         transport = _transport(pg_name)
         sizes = _sizes(k, v, seq_dim, transport)
         return tuple(_gathered(x, seq_dim, transport, sizes) for x in (k, v))
@@ -66,7 +66,7 @@ def _backward(grad_full_k: Tensor, grad_full_v: Tensor, seq_dim: int, pg_name: s
     return _summed(grad_full_k, seq_dim, transport, sizes), _summed(grad_full_v, seq_dim, transport, sizes)
 
 
-def _op(name: str, fn: Any, kind: type[CustomOpDef] = CustomOpDef) -> Any:
+def _op(name: str, fn: Any, kind: type[CustomOpDef] = CustomOpDef) -> CustomOpDef:
     """A custom op of a kind; `torch.library.custom_op` makes plain ones alone."""
     op = kind("attnspan", name, infer_schema(fn, mutates_args=()), fn)
     op.register_kernel(None)(fn)
@@ -86,7 +86,8 @@ def _(k: Tensor, v: Tensor, seq_dim: int, pg_name: str) -> tuple[Tensor, Tensor]
 @flex_cp_allgather_backward.register_fake
 def _(grad_full_k: Tensor, grad_full_v: Tensor, seq_dim: int, pg_name: str) -> tuple[Tensor, Tensor]:
     ranks = _ranks(pg_name)
-    return tuple(_resized(x, seq_dim, x.shape[seq_dim] // ranks) for x in (grad_full_k, grad_full_v))  # type: ignore[return-value]
+    own_k, own_v = (_resized(x, seq_dim, x.shape[seq_dim] // ranks) for x in (grad_full_k, grad_full_v))
+    return own_k, own_v
 
 
 def _save(ctx: Any, inputs: Any, output: Any) -> None:

@@ -162,7 +162,7 @@ class Listed(Layout):
     listed: tuple[Shards, ...]
 
     @property
-    def ranks(self) -> int:  # type: ignore[override]  # said by what is listed
+    def ranks(self) -> int:
         return len(self.listed[0])
 
     @property

@@ -239,7 +239,16 @@ def _assign(
 
 
 @_assign.register_fake
-def _(page_table, page_size, batch_idx, input_pos, k_val, v_val, k_cache, v_cache):
+def _(
+    page_table: Tensor,
+    page_size: int,
+    batch_idx: Tensor,
+    input_pos: Tensor,
+    k_val: Tensor,
+    v_val: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+) -> None:
     return None
 
 

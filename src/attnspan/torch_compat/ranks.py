@@ -217,7 +217,8 @@ def ranks_of(mesh: Group) -> Ranks:
         raise AttentionError(f"mesh must have one axis, got {mesh.ndim} of {tuple(mesh.shape)}; {hint}")
     transport = transport_of(mesh)
     memo = transport.memo
-    return memo.get(Ranks) or memo.setdefault(Ranks, Ranks(transport))
+    known: Ranks = memo.get(Ranks) or memo.setdefault(Ranks, Ranks(transport))
+    return known
 
 
 def _fits(layout: Layout, sizes: list[int]) -> bool:

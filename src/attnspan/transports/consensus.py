@@ -143,4 +143,5 @@ def digest(*parts: object) -> str:
 def _kind(error: AttnspanError) -> str:
     """The name of the nearest class in errors.py that is made of a text alone."""
     known = (each for each in type(error).__mro__ if getattr(errors, each.__name__, None) is each)
-    return next(each.__name__ for each in known if each.__init__ is AttnspanError.__init__)
+    name: str = next(each.__name__ for each in known if each.__init__ is AttnspanError.__init__)
+    return name

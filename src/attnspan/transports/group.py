@@ -26,17 +26,17 @@ def transport_of(group: Group) -> Transport:
         return group
     if isinstance(group, DeviceMesh):
         return _of_mesh(group)
-    if group is dist.GroupMember.NON_GROUP_MEMBER:
+    outside: object = dist.GroupMember.NON_GROUP_MEMBER  # a number, where a group is meant
+    if group is outside:
         raise TransportError("group: this process is not a member; only members take part")
     if not dist.is_initialized():
         raise TransportError(
             f"group must be a DeviceMesh, a process group or a virtual world, got {group!r} and torch.distributed is "
             "not initialised; call init_process_group() or init_device_mesh(), or use attnspan.testing.loopback()"
         )
-    if group is None:
-        return Distributed(dist.group.WORLD)  # type: ignore[arg-type]  # initialised, so there is one
-    if isinstance(group, dist.ProcessGroup):
-        return Distributed(group)
+    found = dist.group.WORLD if group is None else group
+    if isinstance(found, dist.ProcessGroup):
+        return Distributed(found)
     raise TransportError(
         f"group must be a DeviceMesh, a process group or a virtual world, got {group!r} ({type(group).__name__})"
     )
@@ -62,7 +62,8 @@ def _flat(mesh: DeviceMesh) -> dist.ProcessGroup:
     """All ranks of a mesh of two axes as one group."""
     ranks = mesh.mesh.flatten().tolist()
     if sorted(ranks) == list(range(dist.get_world_size())):
-        return dist.group.WORLD  # type: ignore[return-value]  # initialised, so there is one
+        assert dist.group.WORLD is not None, "initialised, so there is one"
+        return dist.group.WORLD
     if mesh not in _FLAT:
         _FLAT[mesh] = dist.new_group(ranks, use_local_synchronization=True)
     return _FLAT[mesh]

@@ -40,7 +40,7 @@ from attnspan.transports.distributed import Distributed
 from attnspan.transports.group import transport_of
 
 if TYPE_CHECKING:
-    from accelerate import Accelerator  # type: ignore[import-untyped]
+    from accelerate import Accelerator
 
     _Trainer = Trainer
 else:

@@ -80,7 +80,7 @@ def forward(spec: Scoring, reading: Reading, q: Tensor, keys: Pages, values: Pag
     lse = q.new_full(q.shape[:2], -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32))
     _clean_tails(reading, keys, values)
     for count in sorted(set(reading.queries) - {0}):
-        rows = reading.once(("rows", count), lambda count=count: _rows(reading, count))  # type: ignore[misc]
+        rows = reading.once(("rows", count), functools.partial(_rows, reading, count))
         lists = _lists(spec, reading, rows)
         found, found_lse = _call(spec, reading, rows, lists, q[rows.tokens], keys, values)
         out[rows.tokens], lse[rows.tokens] = found.transpose(1, 2), found_lse.transpose(1, 2)
@@ -232,7 +232,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, score_mod: Any, block_mask: Any, sc
 
 
 @functools.lru_cache(maxsize=256)
-def _compiled(programs: tuple[object, ...]) -> Any:
+def _compiled(programs: tuple[object, ...]) -> Callable[..., tuple[Tensor, Tensor]]:
     """FlexAttention for one mask and score_mod. See [Note: what is compiled]."""
     code = _attend.__code__.replace(co_name=f"over_pages_{next(_NUMBERS)}")
     return torch.compile(FunctionType(code, _attend.__globals__), fullgraph=True)

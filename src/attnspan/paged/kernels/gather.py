@@ -70,7 +70,7 @@ def _tile(spec: Scoring, reading: Reading, row: int, begin: int, end: int) -> Ti
     if not (before and within) and (reading.spread.ranks > 1 or not reading.in_order):
         return None
     hi = end - begin - 1 if before else start - begin
-    lo = 1 - n if within else start - begin - spec.window + 1  # type: ignore[operator]  # not within: there is one
+    lo = 1 - n if within or spec.window is None else start - begin - spec.window + 1
     return Tile(range(n), range(end - begin), lo, min(hi, end - begin - 1))
 
 

@@ -40,10 +40,12 @@ class Together(NamedTuple):
 
 def groups(spec: Scoring, reading: Reading, q: Tensor, keys: Pages, values: Pages) -> list[Together]:
     """The rows that are done together; none where that does not pay, or the kernel does not know how."""
-    plain = isinstance(keys, Tensor) and isinstance(values, Tensor) and spec.mask_mod is None and reading.in_order
+    if not isinstance(keys, Tensor) or not isinstance(values, Tensor):
+        return []
+    plain = spec.mask_mod is None and reading.in_order
     if not plain or q.device.type != "cpu" or q.shape[2] != values.shape[3]:
         return []
-    page_bytes = 2 * keys[0].numel() * keys.element_size()  # type: ignore[union-attr]  # plain
+    page_bytes = 2 * keys[0].numel() * keys.element_size()
     wide = torch.promote_types(q.dtype, torch.float32)
     what = ("together", spec.causal, spec.window, page_bytes, wide)
     return reading.once(what, lambda: _grouped(spec, reading, page_bytes, wide))
