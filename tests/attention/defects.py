@@ -24,7 +24,7 @@ import torch
 
 from attnspan.attention import lane, loop, ops
 from attnspan.attention.call import Call
-from attnspan.attention.heads import Trade
+from attnspan.attention.heads import HeadAllToAll
 from attnspan.attention.lane import Lane
 from attnspan.attention.sums import Total
 from attnspan.attention.wire import Arrivals, Staged
@@ -268,7 +268,7 @@ def keys_are_read_before_they_have_arrived(plant):
 
 @defect
 def gradients_are_added_before_they_have_arrived(plant):
-    plant(loop.Homeward, "wait", _early)
+    plant(loop.GradientExchange, "wait", _early)
 
 
 # ---- the kernel ----------------------------------------------------------------------------------------------------
@@ -548,12 +548,12 @@ def heads_come_back_in_the_wrong_order(plant):
 
         return by_head
 
-    plant(Trade, "_by_head", bend)
+    plant(HeadAllToAll, "_by_head", bend)
 
 
 @defect
 def tokens_of_a_group_lie_in_the_order_of_ranks_instead_of_positions(plant):
-    plant(Trade, "_by_position", lambda real: lambda self, parts, side: torch.cat(parts, dim=2))
+    plant(HeadAllToAll, "_by_position", lambda real: lambda self, parts, side: torch.cat(parts, dim=2))
 
 
 @defect
@@ -567,7 +567,7 @@ def gradients_of_key_heads_that_several_ranks_took_are_not_summed(plant):
 
         return by_head
 
-    plant(Trade, "_by_head", bend)
+    plant(HeadAllToAll, "_by_head", bend)
 
 
 @defect

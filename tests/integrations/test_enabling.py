@@ -501,7 +501,7 @@ def test_a_refused_model_is_left_as_it_was():
     )
     assert model.config is config
     assert config._attn_implementation == "sdpa"
-    assert not any(hasattr(module, "attnspan_seat") or module._forward_pre_hooks for module in model.modules())
+    assert not any(hasattr(module, "attnspan_binding") or module._forward_pre_hooks for module in model.modules())
 
 
 def test_documents_of_an_encoder_decoder_are_refused():

@@ -18,7 +18,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from attnspan.attention.heads import Side, Trade
+from attnspan.attention.heads import HeadAllToAll, Side
 from attnspan.attention.lane import Route, wide
 from attnspan.attention.score import Score
 from attnspan.attention.tuned import agreed_table, machine
@@ -79,7 +79,7 @@ class Call:
             raise AttentionError("handle is a copy whose original is gone; keep the Attention that it belongs to")
         return call
 
-    def suited(self, query: Tensor, key: Tensor, value: Tensor) -> Call:
+    def for_shapes(self, query: Tensor, key: Tensor, value: Tensor) -> Call:
         """This call, or where the strategy is "auto", the one whose strategy suits these shapes.
 
         Chosen here and not earlier because only tensors tell their shapes; chosen by a pure function of them and of a
@@ -148,9 +148,9 @@ class Call:
         steps = self.plan.steps(self.rank, row)
         if degree > 1:  # transfers name groups; the peer in another group has this rank's place in its own
             steps = tuple(step.between(degree, self.rank % degree) for step in steps)
-        return Route(self.plan.queries(self.rank, row), self.plan.keys(self.rank, row), steps, self._hands_on)
+        return Route(self.plan.queries(self.rank, row), self.plan.keys(self.rank, row), steps, self._forwards_buffers)
 
-    def trade(self, row: int, heads: int, kv_heads: int) -> Trade:
+    def trade(self, row: int, heads: int, kv_heads: int) -> HeadAllToAll:
         """The exchange of heads inside this rank's group."""
         plan, degree = self.plan, self.plan.degree
         first = self.rank - self.rank % degree
@@ -160,10 +160,10 @@ class Call:
             "key": plan.key_layout.shards(plan.key_len, row)[first : first + degree],
         }
         arenas: dict[Side, Runs] = {"query": plan.queries(self.rank, row), "key": plan.keys(self.rank, row)}
-        return Trade(self.transport, members, split_heads(heads, kv_heads, degree), shards, arenas)
+        return HeadAllToAll(self.transport, members, split_heads(heads, kv_heads, degree), shards, arenas)
 
     @cached_property
-    def _hands_on(self) -> bool:
+    def _forwards_buffers(self) -> bool:
         strategy = Strategy.of(self.plan.strategy)
         return isinstance(strategy.inner if isinstance(strategy, Ulysses) else strategy, Ring)
 

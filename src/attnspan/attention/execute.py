@@ -15,7 +15,7 @@ from torch import Tensor
 
 from attnspan.attention import loop
 from attnspan.attention.call import Call
-from attnspan.attention.heads import Side, Trade, segments
+from attnspan.attention.heads import HeadAllToAll, Side, segments
 from attnspan.attention.lane import Computing, Lane, Place, wide
 from attnspan.kernels import Final
 
@@ -132,7 +132,9 @@ def _backward_heads(
     return dq, dk, dv
 
 
-def _head_lanes(work: Work, trade: Trade, row: int, rows: slice, tensors: list[Tensor], group: int) -> list[Lane]:
+def _head_lanes(
+    work: Work, trade: HeadAllToAll, row: int, rows: slice, tensors: list[Tensor], group: int
+) -> list[Lane]:
     """A lane for each segment of this rank's share of the heads."""
     query, key, value = tensors
     share = trade.shares[trade.here]

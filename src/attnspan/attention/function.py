@@ -107,7 +107,7 @@ class Attention:
     def check_mask(self, mask: Mask, inputs: Inputs) -> None:
         """Refuse tensors, together with the other ranks, if a mask has changed since it was made."""
         query, key, value = (_as_autocast(x) for x in (inputs.query, inputs.key, inputs.value))
-        call = self.call.suited(query, key, value)
+        call = self.call.for_shapes(query, key, value)
         check_mask(mask, call, Inputs(query, key, value, inputs.sinks, *inputs.captured, lse=inputs.lse))
 
 

@@ -25,7 +25,7 @@ Side = Literal["query", "key"]
 
 
 @dataclass(frozen=True, slots=True)
-class Trade:
+class HeadAllToAll:
     """Who trades: the group's ranks, the heads each takes, and the positions each holds, of queries and of keys."""
 
     transport: Transport

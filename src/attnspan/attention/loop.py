@@ -41,7 +41,7 @@ def backward(
     """The gradients of every lane; those of what a score_mod captured are added to `captured`."""
     grads = [Grads.of(lane, captured) for lane in lanes]
     coming = Exchange(transport, lanes, 0)
-    going: Homeward | None = None
+    going: GradientExchange | None = None
     for index in range(_steps(lanes)):
         arenas = coming.wait()
         coming = Exchange(transport, lanes, index + 1)
@@ -51,7 +51,7 @@ def backward(
         ]
         if going is not None:
             going.wait()
-        going = Homeward(transport, lanes, keys, grads, index)
+        going = GradientExchange(transport, lanes, keys, grads, index)
     if going is not None:
         going.wait()
     return grads
@@ -81,7 +81,7 @@ class Exchange:
         return self._arenas
 
 
-class Homeward:
+class GradientExchange:
     """The gradients of one step's keys, on their way to their owners."""
 
     def __init__(

@@ -53,7 +53,7 @@ def attention(
     returned: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     check_no_tangents("attention", query, key, value, sinks, *captured)  # see transforms.py
-    call = Call.of(handle).suited(query, key, value)
+    call = Call.of(handle).for_shapes(query, key, value)
     if call.guard is not None:
         call.guard()
     with unbroken(call.transport, but=(AttentionError, KernelError)):
@@ -102,7 +102,7 @@ def attention_backward(
     handle: Tensor,
     returned: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
-    call = Call.of(handle).suited(query, key, value)
+    call = Call.of(handle).for_shapes(query, key, value)
     if grad_lse is None and returned and call.plan.degree > 1:  # see [Note: gradients of lse over ranks]
         grad_lse = torch.zeros_like(lse)
     assert returned or grad_lse is None, "an lse that was not returned has no gradient"

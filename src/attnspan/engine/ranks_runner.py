@@ -27,7 +27,7 @@ from attnspan.parallel import ContextParallel
 from attnspan.parallel.attentions import BoundAttention
 from attnspan.transports.group import Group
 
-Kind = tuple[str, float | None, Callable[..., Tensor] | None]
+AttentionKey = tuple[str, float | None, Callable[..., Tensor] | None]
 """The mask, scale and score_mod of a layer."""
 
 
@@ -94,7 +94,7 @@ class PrefillAttention(StepAttention):
 
     def __init__(self, session: ContextParallel, paged: PagedStepAttention) -> None:
         self.session, self.paged = session, paged
-        self._attends: dict[Kind, BoundAttention] = {}
+        self._attends: dict[AttentionKey, BoundAttention] = {}
 
     def _attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
         query, key, value = (each.transpose(0, 1).unsqueeze(0) for each in (query, key, value))  # (1, H, S, D)

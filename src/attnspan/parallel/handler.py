@@ -114,7 +114,7 @@ class SessionHandler(Handler):
         ):
             shards = [flat(x) for x in tensors]
             try:
-                call = attend.call.suited(*shards)
+                call = attend.call.for_shapes(*shards)
             except AttnspanError:  # there is no plan for such tensors, on which all could agree
                 raise wrong from None
             refuse(call, Inputs(*shards), wrong)

@@ -1,11 +1,12 @@
 """The attention function of enabled models, registered with transformers by the name ``"attnspan"``.
 
 transformers looks it up for every call of a layer and passes it the module, shards of query, key and value, the mask
-that the model asked for (masking.py) and the options of the layer. The module has a `Seat`: its layer as data, and the
-enabled model that it belongs to, which knows the batch. The arguments are compared with what the layer was enabled for,
-and any difference is refused before anything travels.
+that the model asked for (masking.py) and the options of the layer. The module has a `LayerBinding`: its layer as
+data, and the enabled model that it belongs to, which knows the batch. The arguments are compared with what the layer
+was enabled for, and any difference is refused before anything travels.
 
-Registered when the first model is enabled. A module without a seat belongs to a model that was not enabled: an error.
+Registered when the first model is enabled. A module without a binding belongs to a model that was not enabled: an
+error.
 
 Shapes: query (B, H, S, D), key (B, Hk, S, D), value (B, Hk, S, Dv), out (B, S, H, Dv), S this rank's tokens.
 """
@@ -30,8 +31,8 @@ if TYPE_CHECKING:
 NAME = "attnspan"
 """The implementation of attention, as transformers knows it."""
 
-SEAT = "attnspan_seat"
-"""The attribute of a module that holds its seat."""
+BINDING = "attnspan_binding"
+"""The attribute of a module that holds its binding."""
 
 UNSERVED = ("position_bias", "indices", "block_indices", "cache", "cu_seq_lens_q", "cu_seq_lens_k")
 """Arguments that would change the result."""
@@ -44,14 +45,14 @@ def register() -> None:
 
 
 @dataclass(frozen=True, eq=False)
-class Seat:
+class LayerBinding:
     """What a module of an enabled model knows: its layer, the number of its attention in a pass, and the model."""
 
     layer: AttentionLayer
     kind: int
     enabled: Enabled
 
-    def __deepcopy__(self, memo: object) -> Seat:
+    def __deepcopy__(self, memo: object) -> LayerBinding:
         return self  # a copy of a model is enabled as the model is
 
 
@@ -66,14 +67,14 @@ def attend(
     **asked: object,
 ) -> tuple[Tensor, None]:
     """Attention of a layer over all ranks, by the signature of `AttentionInterface`; there are no weights to return."""
-    seat: Seat | None = getattr(module, SEAT, None)
-    if seat is None:
+    binding: LayerBinding | None = getattr(module, BINDING, None)
+    if binding is None:
         raise ModelError(
             f"{type(module).__name__} asks for attnspan's attention, and its model was not enabled: call "
             "enable(model, cp), or model.set_attn_implementation('sdpa') to go on without"
         )
-    check_asked(seat.layer, attention_mask, {"s_aux": s_aux is not None, **asked})
-    attention = seat.enabled.attention_for(seat.kind)
+    check_asked(binding.layer, attention_mask, {"s_aux": s_aux is not None, **asked})
+    attention = binding.enabled.attention_for(binding.kind)
     out = attention(query, key, value, sinks=s_aux)
     return out.transpose(1, 2).contiguous(), None
 
@@ -121,9 +122,9 @@ def _check_mask(layer: AttentionLayer, mask: object) -> None:
         raise ModelError(f"{layer.name} is {wanted}, and the model gives it a mask that is {mask}")
 
 
-def is_seated(model: nn.Module) -> bool:
+def is_bound(model: nn.Module) -> bool:
     """Whether a model, or a part of it, is enabled."""
-    return any(hasattr(module, SEAT) for module in model.modules())
+    return any(hasattr(module, BINDING) for module in model.modules())
 
 
 # ---- configs ---------------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from attnspan.errors import ModelError
-from attnspan.integrations.huggingface.losses import IGNORED, Kind, aligned
+from attnspan.integrations.huggingface.losses import IGNORED, LabelKind, aligned
 from attnspan.masks import Documents, KeyPadding, Mask
 from attnspan.parallel import ContextParallel
 
@@ -42,7 +42,7 @@ DECODER = "decoder_"
 
 
 @dataclass(frozen=True)
-class Sequence:
+class SequenceInputs:
     """One sequence of a batch, whole: its entries, without those that became part of the mask."""
 
     entries: Entries
@@ -67,7 +67,7 @@ class Shards:
     labels: Tensor | None = field(default=None, repr=False)
 
 
-def sequence_of(given: Entries) -> Sequence:
+def sequence_of(given: Entries) -> SequenceInputs:
     """The sequence of a batch: its length, and the documents and padding that its entries describe."""
     entries = {name: value for name, value in given.items() if value is not None}
     tokens = entries.get("input_ids", entries.get("inputs_embeds"))
@@ -81,10 +81,10 @@ def sequence_of(given: Entries) -> Sequence:
         entries.pop(name, None)
     left, right = any(starts), any(stop < seq_len for stop in stops)
     hidden = [*([~KeyPadding(starts)] if left else []), *([KeyPadding(stops)] if right else []), *documents]
-    return Sequence(entries, tuple(hidden), rows, seq_len, starts if left else None)
+    return SequenceInputs(entries, tuple(hidden), rows, seq_len, starts if left else None)
 
 
-def shards_of(sequence: Sequence, session: ContextParallel, labels: Tensor | None) -> Shards:
+def shards_of(sequence: SequenceInputs, session: ContextParallel, labels: Tensor | None) -> Shards:
     """A rank's part of a sequence; `labels` are whole, each at the token that predicts it."""
     empty = [rank for rank, tokens in enumerate(session.sharding.sizes) if not tokens]
     if empty:
@@ -104,7 +104,7 @@ def shards_of(sequence: Sequence, session: ContextParallel, labels: Tensor | Non
     return Shards(session, cut, own)
 
 
-def _check_told(sequence: Sequence, labels: Tensor | None) -> None:
+def _check_told(sequence: SequenceInputs, labels: Tensor | None) -> None:
     """Refuse labels that padding before a row would predict: it sees no token."""
     if labels is None or sequence.starts is None:
         return
@@ -117,7 +117,7 @@ def _check_told(sequence: Sequence, labels: Tensor | None) -> None:
         )
 
 
-def labels_of(given: Entries, kind: Kind | None, model: str) -> Tensor | None:
+def labels_of(given: Entries, kind: LabelKind | None, model: str) -> Tensor | None:
     """The labels of a batch, taken out of it, each at the token that predicts it."""
     labels, shifted = given.pop("labels", None), given.pop("shift_labels", None)
     if labels is None and shifted is None:

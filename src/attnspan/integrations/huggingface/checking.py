@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from attnspan.errors import ModelError
-from attnspan.integrations.huggingface.attending import is_seated
+from attnspan.integrations.huggingface.attending import is_bound
 from attnspan.integrations.huggingface.layers import AttentionLayer
 from attnspan.integrations.huggingface.losses import IGNORED
 from attnspan.integrations.huggingface.neighbours import looks_aside
@@ -50,7 +50,7 @@ def check_positions(model: nn.Module) -> None:
 def check_model(model: PreTrainedModel, layers: tuple[AttentionLayer, ...]) -> None:
     """Refuse a model for what it is, beside its layers."""
     name = type(model).__name__
-    if is_seated(model):
+    if is_bound(model):
         raise ModelError(f"{name} is enabled already; disable() it first")
     if any(is_attached(module) for module in model.modules()):
         raise ModelError(f"{name} is attached to a session already; detach() it first")

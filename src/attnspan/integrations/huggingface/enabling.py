@@ -51,18 +51,18 @@ from attnspan.attention import Attention
 from attnspan.errors import ModelError, one_of
 from attnspan.integrations.huggingface.adapters import adds_to_loss, check_adapters
 from attnspan.integrations.huggingface.attending import (
+    BINDING,
     NAME,
-    SEAT,
-    Seat,
+    LayerBinding,
     implementations,
-    is_seated,
+    is_bound,
     no_dropout,
     own_config,
     register,
 )
 from attnspan.integrations.huggingface.batches import (
     Entries,
-    Sequence,
+    SequenceInputs,
     Shards,
     labels_of,
     parted,
@@ -105,7 +105,7 @@ class LayerAttention(Protocol):
         ...
 
 
-class Kind(NamedTuple):
+class LayerKind(NamedTuple):
     """Layers of one kind share an attention."""
 
     side: Side
@@ -188,7 +188,7 @@ class Enabled:
         hooks = position_hooks(self.model, self._takes, self._pass_here, _encoder_modules(self.model))
         register()
         own_config(self.model)
-        self._seat()
+        self._bind()
         self._hooks = [
             self._called.register_forward_pre_hook(self._on_call, with_kwargs=True),
             self._called.register_forward_hook(self._on_return, with_kwargs=True),
@@ -197,15 +197,15 @@ class Enabled:
         self.model.generate = _no_generation  # type: ignore[assignment]
         self.live = True
 
-    def _seat(self) -> None:
+    def _bind(self) -> None:
         self._before = implementations(self.model)
         self.model.set_attn_implementation(NAME)
         for layer in self.layers:
-            setattr(layer.module, SEAT, Seat(layer, self.kinds.index(self._kind(layer)), self))
+            setattr(layer.module, BINDING, LayerBinding(layer, self.kinds.index(self._kind(layer)), self))
 
     def _unseat(self) -> None:
         for layer in self.layers:
-            delattr(layer.module, SEAT)
+            delattr(layer.module, BINDING)
         for config, name in self._before:
             config._attn_implementation = name
 
@@ -226,11 +226,11 @@ class Enabled:
     def _run_again(self, run: Callable[..., Any], *args: object, **kwargs: object) -> Any:
         """A region that first ran enabled does so again."""
         with self._lock:
-            if is_seated(self.model):
+            if is_bound(self.model):
                 raise ModelError(
                     "a checkpointed region runs backward after disable(), and the model is enabled anew; run it before"
                 )
-            self._seat()
+            self._bind()
             try:
                 return run(*args, **kwargs)
             finally:
@@ -426,19 +426,19 @@ class Enabled:
 
     # ---- sessions ------------------------------------------------------------------------------------------------
 
-    def _shards(self, side: Side, sequence: Sequence, labels: Tensor | None) -> Shards:
+    def _shards(self, side: Side, sequence: SequenceInputs, labels: Tensor | None) -> Shards:
         return shards_of(sequence, self._families[side].session(sequence), labels)
 
     def _patterns(self, side: Side) -> Counter[Pattern]:
         """How many layers of a side have each pattern."""
         return Counter(kind.pattern for kind in map(self._kind, self.layers) if kind.side == side)
 
-    def _kind(self, layer: AttentionLayer) -> Kind:
+    def _kind(self, layer: AttentionLayer) -> LayerKind:
         side = self._sides[layer.name]
         pattern = Pattern(False, None) if side == "cross" else Pattern.of(layer)
-        return Kind(side, pattern, layer.scale, layer.softcap)
+        return LayerKind(side, pattern, layer.scale, layer.softcap)
 
-    def _attention(self, kind: Kind, sides: Sides) -> LayerAttention:
+    def _attention(self, kind: LayerKind, sides: Sides) -> LayerAttention:
         """The attention of a kind of layer in a batch: called with shards."""
         if kind.side == "cross":
             (keys, hidden), session = sides["encoder"], sides["decoder"][0].session

@@ -33,14 +33,14 @@ if TYPE_CHECKING:
 IGNORED = -100
 """The label of a token that has none."""
 
-Kind = Literal["next", "own"]
+LabelKind = Literal["next", "own"]
 Count = int | Tensor | None
 """The items of a batch, as Trainer counts them."""
 
-BY_FUNCTION: dict[object, Kind] = {ForCausalLMLoss: "next", ForMaskedLMLoss: "own", ForTokenClassification: "own"}
+BY_FUNCTION: dict[object, LabelKind] = {ForCausalLMLoss: "next", ForMaskedLMLoss: "own", ForTokenClassification: "own"}
 
 
-def kind_of(model: nn.Module) -> Kind | None:
+def kind_of(model: nn.Module) -> LabelKind | None:
     """The kind of a model's loss; None if it is not supported."""
     forward = inspect.unwrap(type(model).forward)
     try:
@@ -55,7 +55,7 @@ def kind_of(model: nn.Module) -> Kind | None:
     return None
 
 
-def aligned(labels: Tensor, kind: Kind) -> Tensor:
+def aligned(labels: Tensor, kind: LabelKind) -> Tensor:
     """Whole labels, (B, S), each at the token whose logits predict it.
 
     >>> aligned(torch.tensor([[5, 6, 7]]), "next")

@@ -28,7 +28,7 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from attnspan.engine.model import StepAttention
 from attnspan.errors import EngineError, ModelError
 from attnspan.integrations.huggingface.adapters import check_adapters
-from attnspan.integrations.huggingface.attending import is_seated
+from attnspan.integrations.huggingface.attending import is_bound
 from attnspan.integrations.huggingface.checking import check_positions
 from attnspan.integrations.huggingface.layers import AttentionLayer, attention_layers
 
@@ -80,7 +80,7 @@ def called_meanwhile(module: nn.Module) -> EngineError:
 
 def served_layers(model: PreTrainedModel) -> list[AttentionLayer]:
     """The attention layers of a model, by their index; ModelError for what cannot be generated with."""
-    if isinstance(model, nn.Module) and is_seated(model):
+    if isinstance(model, nn.Module) and is_bound(model):
         raise ModelError("model is enabled for training over ranks; call disable() of its handle before it is served")
     layers = attention_layers(model)
     check_adapters(model)

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 
 from attnspan.errors import ModelError
-from attnspan.integrations.huggingface.batches import Sequence
+from attnspan.integrations.huggingface.batches import SequenceInputs
 from attnspan.integrations.huggingface.masking import Pattern
 from attnspan.masks import Documents, KeyPadding, Mask
 from attnspan.masks.mask import And, Not
@@ -37,7 +37,7 @@ class Family:
         self.transport = cp.transport if isinstance(cp, ContextParallel) else transport_of(cp)
         self._first: ContextParallel | None = None
 
-    def session(self, sequence: Sequence) -> ContextParallel:
+    def session(self, sequence: SequenceInputs) -> ContextParallel:
         """The session of a sequence."""
         masks = {str(pattern): self._mask(pattern, sequence) for pattern in self.patterns}
         mask = masks if len(masks) > 1 else next(iter(masks.values()))
@@ -73,7 +73,7 @@ class Family:
             weights=weights,
         )
 
-    def _mask(self, pattern: Pattern, sequence: Sequence) -> Mask:
+    def _mask(self, pattern: Pattern, sequence: SequenceInputs) -> Mask:
         """What layers of a pattern see of a sequence. See [Note: the mask of a session]."""
         length = sequence.seq_len
         data = [] if self.given is None else list(_data(self.given.mask, pattern, length))

@@ -32,7 +32,7 @@ from torch.utils.data import DataLoader
 from transformers import Trainer
 
 from attnspan.errors import ModelError
-from attnspan.integrations.huggingface.attending import SEAT
+from attnspan.integrations.huggingface.attending import BINDING
 from attnspan.integrations.huggingface.batches import Entries
 from attnspan.integrations.huggingface.enabling import Enabled
 from attnspan.integrations.huggingface.losses import Count
@@ -49,7 +49,7 @@ else:
 
 def enabled_of(model: nn.Module) -> Enabled:
     """What a model was enabled by, wrapped or not."""
-    found = {seat.enabled for module in model.modules() if (seat := getattr(module, SEAT, None)) is not None}
+    found = {binding.enabled for module in model.modules() if (binding := getattr(module, BINDING, None)) is not None}
     if len(found) != 1:
         raise ModelError(
             f"model must be enabled, or hold one model that is, got {len(found)}; call enable(model, cp) first"
