@@ -21,7 +21,7 @@ from attnspan import Balanced, Causal, Contiguous, Documents, HeadTail, Layout, 
 from attnspan.attention import execute
 from attnspan.attention.call import Call
 from attnspan.kernels import Final, Into, Spec, bands
-from attnspan.kernels.merge import Part, merge
+from attnspan.kernels.merge import PartialResult, merge
 from attnspan.masks import Mask
 from attnspan.masks.tile import tiles_of
 from benchmarks.flex_cuda import documents
@@ -179,8 +179,8 @@ def largest(measure: Callable[[int], Times]) -> Times:
 def merging() -> str:
     """Two partial results of 8k rows joined into a third, over a copy of as many bytes."""
 
-    def part() -> Part:
-        return Part(random(HEADS, 8192), torch.randn(1, HEADS, 8192, device="cuda"))
+    def part() -> PartialResult:
+        return PartialResult(random(HEADS, 8192), torch.randn(1, HEADS, 8192, device="cuda"))
 
     into, a, b = part(), part(), part()
     moved = 3 * sum(x.numel() * x.element_size() for x in a)

@@ -1,4 +1,4 @@
-"""A class of `parallel` has a name of its own in the whole package: who searches for it finds one thing."""
+"""A class has a name of its own in the whole package: who searches for it finds one thing."""
 
 import ast
 from collections.abc import Iterable
@@ -7,7 +7,6 @@ from pathlib import Path
 import attnspan
 
 ROOT = Path(attnspan.__file__).parent
-PART = "parallel"
 
 
 def classes(source: str) -> set[str]:
@@ -15,22 +14,21 @@ def classes(source: str) -> set[str]:
 
 
 def shared(files: Iterable[tuple[str, str]]) -> list[str]:
-    """Names that a file of the part has in common with another file; (path, source) each."""
-    known = [(path, classes(source)) for path, source in files]
+    """Names that two files have in common; (path, source) each."""
+    first: dict[str, str] = {}
     return [
-        f"{name}: {path} and {other}"
-        for path, names in known
-        for other, others in known
-        if path.startswith(PART) and path != other
-        for name in sorted(names & others)
+        f"{name}: {path} and {first[name]}"
+        for path, source in files
+        for name in sorted(classes(source))
+        if first.setdefault(name, path) != path
     ]
 
 
-def test_a_class_of_parallel_has_a_name_of_its_own():
+def test_a_class_has_a_name_of_its_own():
     files = [(str(file.relative_to(ROOT)), file.read_text()) for file in sorted(ROOT.rglob("*.py"))]
     assert not shared(files)
 
 
 def test_twin_a_name_that_two_files_have_is_found():
-    assert shared([("parallel/a.py", "class Run: ..."), ("paged/b.py", "def f():\n    class Run: ...")])
-    assert not shared([("plan/a.py", "class Run: ..."), ("paged/b.py", "class Run: ...")])
+    assert shared([("plan/a.py", "class Run: ..."), ("paged/b.py", "def f():\n    class Run: ...")])
+    assert not shared([("plan/a.py", "class Run: ..."), ("paged/b.py", "class Walk: ...")])

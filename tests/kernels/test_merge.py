@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnspan.kernels import Accumulator, merge_into
-from attnspan.kernels.merge import Part, _merge_fused, _merge_plain
+from attnspan.kernels.merge import PartialResult, _merge_fused, _merge_plain
 
 SHAPE = (2, 3, 5, 4)
 TOLERANCE = 2e-6  # of the largest magnitude: some roundings of float32, for each of a few merges
@@ -169,8 +169,8 @@ def test_the_fused_merge_is_the_plain_one(dim, dtype, strided):
             return x.cuda()
 
     plain, fused = (lay(out), lay(lse)), (lay(out), lay(lse))
-    _merge_plain(Part(*plain), Part(*plain), Part(lay(part), lay(part_lse)))
-    _merge_fused(Part(*fused), Part(*fused), Part(lay(part), lay(part_lse)))
+    _merge_plain(PartialResult(*plain), PartialResult(*plain), PartialResult(lay(part), lay(part_lse)))
+    _merge_fused(PartialResult(*fused), PartialResult(*fused), PartialResult(lay(part), lay(part_lse)))
     same([x.cpu() for x in fused], [x.cpu() for x in plain])
     same([x.cpu() for x in fused], joined([(out, lse), (part.float(), part_lse)]))
     assert not fused[0].isnan().any()
@@ -179,9 +179,11 @@ def test_the_fused_merge_is_the_plain_one(dim, dtype, strided):
 @pytest.mark.cuda
 def test_the_triton_merge_joins_halves_into_a_third_buffer_in_one_pass():
     (a, a_lse), (b, b_lse) = parts_of(8, 2, torch.float32, (2, 3, 130, 64))
-    halves = Part(a.cuda().bfloat16(), a_lse.cuda()), Part(b.cuda().bfloat16(), b_lse.cuda())
+    halves = PartialResult(a.cuda().bfloat16(), a_lse.cuda()), PartialResult(b.cuda().bfloat16(), b_lse.cuda())
     for dtype in (torch.bfloat16, torch.float32):
-        fused, plain = (Part(torch.empty_like(a, dtype=dtype).cuda(), torch.empty_like(a_lse).cuda()) for _ in range(2))
+        fused, plain = (
+            PartialResult(torch.empty_like(a, dtype=dtype).cuda(), torch.empty_like(a_lse).cuda()) for _ in range(2)
+        )
         _merge_fused(fused, *halves)
         _merge_plain(plain, *halves)
         same([fused.lse.cpu()], [plain.lse.cpu()])

@@ -60,7 +60,7 @@ def test_long_rows_are_joined_from_parts(page_size, lengths, window):
     for new in (1, 3):
         cache.step([(seq, new) for seq in seqs])
         reading = cache.plan.reading
-        assert decode._splits(reading, 2 * len(lengths), cache.pool.device, decode.Tuning()) > 1
+        assert decode._splits(reading, 2 * len(lengths), cache.pool.device, decode.DecodeTuning()) > 1
         agree(cache.attend(kernel="decode"), cache.expected(), torch.float32)
 
 

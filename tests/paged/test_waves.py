@@ -10,7 +10,7 @@ import torch
 
 from attnspan.paged.kernels import decode
 
-TUNING = decode.Tuning()
+TUNING = decode.DecodeTuning()
 WAVE = 132 * TUNING.resident
 
 

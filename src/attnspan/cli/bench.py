@@ -99,7 +99,7 @@ def bench(
     if tune and tuning:
         raise PlanError("--tune measures a table and --tuning reads one; give one of them")
     dealt = named(layout, LayoutRequest(parsed, length, where.count))
-    job = Job(
+    job = BenchJob(
         Workload(parsed, length, dealt, shape, backward=not inference),
         tuple(strategies),
         tuple(kernel or ["auto"]),
@@ -120,7 +120,7 @@ def bench(
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class BenchJob:
     """What every rank does."""
 
     work: Workload
@@ -131,7 +131,7 @@ class Job:
     tuning: Path | None
 
 
-def on_rank(job: Job, transport: Transport) -> dict[str, Any]:
+def on_rank(job: BenchJob, transport: Transport) -> dict[str, Any]:
     """One rank's part."""
     shape, device = job.work.shape, transport.device
     known = table_for(job, transport)
@@ -146,7 +146,7 @@ def on_rank(job: Job, transport: Transport) -> dict[str, Any]:
     }
 
 
-def table_for(job: Job, transport: Transport) -> Table | None:
+def table_for(job: BenchJob, transport: Transport) -> Table | None:
     """What predictions go by."""
     if job.tuning is not None:
         return read(job.tuning, device_name(transport.device))

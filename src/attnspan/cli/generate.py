@@ -32,7 +32,7 @@ from attnspan.errors import AttnspanError, EngineError, whole
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class GenerateJob:
     """What is to be done, as it travels to the processes that do it."""
 
     model: str
@@ -67,7 +67,7 @@ def generate(
     )
     ranks = whole("--ranks", ranks, at_least=1, error=EngineError)
     page_size = whole("--page-size", page_size, at_least=1, error=EngineError)
-    job = Job(_found(model), _read(prompt), params, pages, page_size, ranks)
+    job = GenerateJob(_found(model), _read(prompt), params, pages, page_size, ranks)
     if "RANK" in os.environ:
         if ranks not in (1, int(os.environ["WORLD_SIZE"])):
             raise EngineError(f"--ranks must be torchrun's {os.environ['WORLD_SIZE']}, or not given, got {ranks}")
@@ -133,7 +133,7 @@ def _device() -> torch.device:
 # ---- doing it --------------------------------------------------------------------------------------------------------
 
 
-def _speak(job: Job, mesh: Any) -> None:
+def _speak(job: GenerateJob, mesh: Any) -> None:
     """Generate, and print as it comes; on rank 0 alone."""
     model, tokenizer = _loaded(job.model, bar=mesh is None)  # bars of several ranks would write over one another
     ranks = 1 if mesh is None else dist.get_world_size(mesh)
@@ -167,7 +167,7 @@ def _group(method: str, **member: Any) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _spawn(job: Job) -> None:
+def _spawn(job: GenerateJob) -> None:
     """Start the ranks here; what they refuse is told once, and ends with their exit code."""
     import torch.multiprocessing as mp
 
@@ -180,7 +180,7 @@ def _spawn(job: Job) -> None:
             raise typer.Exit(ended.exit_code) from None
 
 
-def _join(rank: int, job: Job, store: str) -> None:
+def _join(rank: int, job: GenerateJob, store: str) -> None:
     os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(job.ranks))
     torch.set_num_threads(max(1, torch.get_num_threads() // job.ranks))
     code = 0

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from attnspan.kernels.merge import Part, merge
+from attnspan.kernels.merge import PartialResult, merge
 
 
 @dataclass(slots=True)
@@ -27,7 +27,7 @@ class _Stretch:
     start: int
     stop: int
     summed: bool = False
-    waiting: list[Part] = field(default_factory=list)
+    waiting: list[PartialResult] = field(default_factory=list)
 
 
 class Accumulator:
@@ -48,19 +48,19 @@ class Accumulator:
     ) -> None:
         self._shape, self._dtype, self._device = shape, dtype, device
         self._stretches = [_Stretch(0, shape[2])] if shape[2] else []
-        self._buffer: Part | None = None
+        self._buffer: PartialResult | None = None
 
     def add(self, rows: range, out: Tensor, lse: Tensor) -> None:
         """Join a tile's result into `rows`."""
         if rows.step > 1:
-            self._add_strided(rows, Part(out, lse))
+            self._add_strided(rows, PartialResult(out, lse))
             return
         self._cut(rows.start)
         self._cut(rows.stop)
         index = bisect_left(self._stretches, rows.start, key=lambda stretch: stretch.start)
         while index < len(self._stretches) and self._stretches[index].start < rows.stop:
             stretch = self._stretches[index]
-            self._push(stretch, Part(out, lse).rows(stretch.start - rows.start, stretch.stop - rows.start))
+            self._push(stretch, PartialResult(out, lse).rows(stretch.start - rows.start, stretch.stop - rows.start))
             index += 1
 
     def result(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -75,7 +75,7 @@ class Accumulator:
 
     # ---- inside ------------------------------------------------------------------------------------------------
 
-    def _push(self, stretch: _Stretch, part: Part) -> None:
+    def _push(self, stretch: _Stretch, part: PartialResult) -> None:
         if len(stretch.waiting) + stretch.summed == 2:
             self._settle(stretch)
         stretch.waiting.append(part)
@@ -85,7 +85,7 @@ class Accumulator:
         self._finish(stretch, self._summed(stretch))
         stretch.summed, stretch.waiting = True, []
 
-    def _finish(self, stretch: _Stretch, into: Part) -> None:
+    def _finish(self, stretch: _Stretch, into: PartialResult) -> None:
         """Write what a stretch holds, two parts at most."""
         parts = ([self._summed(stretch)] if stretch.summed else []) + stretch.waiting
         if len(parts) == 2:
@@ -94,14 +94,14 @@ class Accumulator:
         out, lse = parts[0] if parts else (0.0, -torch.inf)
         into.out[...], into.lse[...] = out, lse
 
-    def _summed(self, stretch: _Stretch) -> Part:
+    def _summed(self, stretch: _Stretch) -> PartialResult:
         if self._buffer is None:
             self._buffer = self._empty(self._dtype)
         return self._buffer.rows(stretch.start, stretch.stop)
 
-    def _empty(self, dtype: torch.dtype) -> Part:
+    def _empty(self, dtype: torch.dtype) -> PartialResult:
         out = torch.empty(self._shape, dtype=dtype, device=self._device)
-        return Part(out, torch.empty(self._shape[:3], dtype=self._dtype, device=self._device))
+        return PartialResult(out, torch.empty(self._shape[:3], dtype=self._dtype, device=self._device))
 
     def _cut(self, row: int) -> None:
         """Make a row the start of a stretch."""
@@ -119,12 +119,12 @@ class Accumulator:
             _Stretch(row, whole.stop, whole.summed, right),
         ]
 
-    def _add_strided(self, rows: range, part: Part) -> None:
+    def _add_strided(self, rows: range, part: PartialResult) -> None:
         """Every n-th row would cut into stretches of one row: settle all rows instead, and join in the buffer."""
         for stretch in self._stretches:
             self._settle(stretch)
         self._stretches = [_Stretch(0, self._shape[2], summed=True)]
         buffer = self._summed(self._stretches[0])
         at = (slice(None), slice(None), slice(rows.start, rows.stop, rows.step))
-        target = Part(buffer.out[at], buffer.lse[at])
+        target = PartialResult(buffer.out[at], buffer.lse[at])
         merge(target, target, part)

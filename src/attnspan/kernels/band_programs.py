@@ -24,14 +24,14 @@ from typing import Any, NamedTuple
 tl: Any = None  # triton.language: Triton looks names up among the globals of what it compiles, so it must be one
 
 
-class Programs(NamedTuple):
+class BandPrograms(NamedTuple):
     forward: Any
     by_rows: Any
     by_keys: Any
 
 
 @cache
-def programs() -> Programs:
+def programs() -> BandPrograms:
     """The Triton kernels. In them n is a row, m a column, d a feature; a block is rows [first, end)."""
     global tl
     import triton
@@ -278,4 +278,4 @@ def programs() -> Programs:
         store(dv + b * dv_b + h * dv_h, dv_n, first, end, dim_v, block_m, block_v, dv_sum, add)
     # fmt: on
 
-    return Programs(forward, by_rows, by_keys)
+    return BandPrograms(forward, by_rows, by_keys)

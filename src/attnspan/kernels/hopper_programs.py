@@ -32,13 +32,13 @@ warpgroup_mma_wait: Any = None
 fence_async_shared: Any = None
 
 
-class Programs(NamedTuple):
+class HopperPrograms(NamedTuple):
     forward: Any
     by_keys: Any
 
 
 @cache
-def programs() -> Programs:
+def programs() -> HopperPrograms:
     """The Gluon kernels."""
     global gl, tma, mbarrier, warpgroup_mma, warpgroup_mma_wait, fence_async_shared
     from triton.experimental import gluon
@@ -383,4 +383,4 @@ def programs() -> Programs:
         ], [4, 1], [240, 24])
     # fmt: on
 
-    return Programs(forward, by_keys)
+    return HopperPrograms(forward, by_keys)

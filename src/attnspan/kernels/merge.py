@@ -29,21 +29,21 @@ def merge_into(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> 
     >>> out.item(), lse.exp().item()
     (3.0, 3.0)
     """
-    merge(Part(out, lse), Part(out, lse), Part(part_out, part_lse))
+    merge(PartialResult(out, lse), PartialResult(out, lse), PartialResult(part_out, part_lse))
 
 
-class Part(NamedTuple):
+class PartialResult(NamedTuple):
     """A result over some keys: out (B, H, n, D) and lse (B, H, n)."""
 
     out: Tensor
     lse: Tensor
 
-    def rows(self, first: int, last: int) -> "Part":
+    def rows(self, first: int, last: int) -> "PartialResult":
         """Some of its rows, as views."""
-        return Part(self.out[:, :, first:last], self.lse[:, :, first:last])
+        return PartialResult(self.out[:, :, first:last], self.lse[:, :, first:last])
 
 
-def merge(into: Part, a: Part, b: Part) -> None:
+def merge(into: PartialResult, a: PartialResult, b: PartialResult) -> None:
     """Write the join of two parts into a third, which may be one of them; all three may differ in dtype.
 
     What is read is widened to lse's dtype, joined there and rounded once.
@@ -54,7 +54,7 @@ def merge(into: Part, a: Part, b: Part) -> None:
         _merge_plain(into, a, b)
 
 
-def _merge_plain(into: Part, a: Part, b: Part) -> None:
+def _merge_plain(into: PartialResult, a: PartialResult, b: PartialResult) -> None:
     dtype = into.lse.dtype
     a_lse, b_lse = a.lse.to(dtype), b.lse.to(dtype)
     # An empty part has the share 0, also beside another empty one, where the difference would be NaN.
@@ -66,7 +66,7 @@ def _merge_plain(into: Part, a: Part, b: Part) -> None:
     torch.logaddexp(a_lse, b_lse, out=into.lse)
 
 
-def _merge_fused(into: Part, a: Part, b: Part) -> None:
+def _merge_fused(into: PartialResult, a: PartialResult, b: PartialResult) -> None:
     batch, heads, rows, dim = into.out.shape
     if into.out.numel() == 0:
         return
@@ -78,7 +78,7 @@ def _merge_fused(into: Part, a: Part, b: Part) -> None:
         _fused()[grid](*into, *a, *b, heads, rows, dim, *strides, block_n, block_d)
 
 
-def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Part:
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> PartialResult:
     """Fold logits into every softmax: lse' = log(e^lse + e^sink), out' = out e^(lse - lse'). `sinks` broadcasts to lse.
 
     >>> out, lse = torch.tensor([[[[3.0]]]]), torch.tensor([[[2.0]]]).log()
@@ -87,7 +87,7 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Part:
     (2.0, 3.0)
     """
     folded = torch.logaddexp(lse, sinks.to(lse.dtype).expand_as(lse))
-    return Part((out * share_of(lse, folded).unsqueeze(-1)).to(out.dtype), folded)
+    return PartialResult((out * share_of(lse, folded).unsqueeze(-1)).to(out.dtype), folded)
 
 
 def share_of(part: Tensor, whole: Tensor) -> Tensor:

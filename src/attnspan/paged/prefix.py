@@ -79,18 +79,18 @@ class Metrics:
 
 
 @dataclass(slots=True, eq=False)
-class Run:
+class PageRun:
     """Kept pages in a row and their tokens, what comes before, and what comes after, by first token and first page."""
 
     pages: list[int]
     tokens: bytes
-    parent: Run | None
+    parent: PageRun | None
     used: int = 0
-    after: dict[bytes, dict[bytes, Run]] = field(default_factory=dict)
+    after: dict[bytes, dict[bytes, PageRun]] = field(default_factory=dict)
     children: int = 0
     salt: Hashable = None  # of a root, which has no pages and no parent
 
-    def child(self, page: bytes) -> Run | None:
+    def child(self, page: bytes) -> PageRun | None:
         """The run whose first page has exactly these tokens."""
         return self.after.get(page[:WIDTH], {}).get(page)
 
@@ -103,9 +103,9 @@ class Run:
             count += 1
         return count
 
-    def nearest(self, tokens: bytes) -> tuple[Run | None, int]:
+    def nearest(self, tokens: bytes) -> tuple[PageRun | None, int]:
         """The run below whose first page agrees with the most of `tokens` from their start, and with how many."""
-        best: tuple[Run | None, int] = (None, 0)
+        best: tuple[PageRun | None, int] = (None, 0)
         for _, run in zip(range(MOST_COMPARED), reversed(self.after.get(tokens[:WIDTH], {}).values()), strict=False):
             agreed = _agreed(run.tokens, tokens)
             if agreed > best[1]:
@@ -119,10 +119,10 @@ def _agreed(a: bytes, b: bytes) -> int:
     return next((i for i, (x, y) in enumerate(pairs) if x != y), min(len(a), len(b)) // WIDTH)
 
 
-Entry = tuple[int, int, Run]
+Entry = tuple[int, int, PageRun]
 """A run whose last page is idle: when it was used, a number that tells apart what was used at once, and the run."""
 
-Path = list[tuple[Run, int]]
+Path = list[tuple[PageRun, int]]
 """From a root on: runs, and how many of their pages; of all but the last, all."""
 
 
@@ -143,12 +143,12 @@ class PrefixCache:
         allocator.attach_cache(when_idle=self._left_alone, reclaim=self._reclaim)
         self.allocator, self.metrics = allocator, Metrics()
         self._width = allocator.page_size * WIDTH  # bytes of a page's tokens
-        self._roots: dict[Hashable, Run] = {}
+        self._roots: dict[Hashable, PageRun] = {}
         self._clock = 0
         self._pushed = 0
         self._idle: list[Entry] = []
         self._count = 0
-        self._tails: dict[int, Run] = {}  # by the last page of each
+        self._tails: dict[int, PageRun] = {}  # by the last page of each
 
     def add(self, tokens: Iterable[int], *, salt: Hashable = None) -> Hit:
         """A new sequence that begins with what is kept of `tokens`, but for at least the last of them."""
@@ -182,7 +182,7 @@ class PrefixCache:
         if pages[: len(known)] != known or any(map(self.allocator.kept.__getitem__, new)):
             self._check_own(seq, pages, known)
         self._clock += 1
-        last = self._roots.get(salt) or Run([], b"", None, salt=salt)
+        last = self._roots.get(salt) or PageRun([], b"", None, salt=salt)
         for run, count in path:
             last = self._touch(run, count)
         if NULL_PAGE in new:
@@ -225,7 +225,7 @@ class PrefixCache:
     def check(self) -> None:
         """Hold the pages to what must be true of them, the allocator included."""
         self.allocator.check()
-        found: dict[int, Run] = {}
+        found: dict[int, PageRun] = {}
         waiting = {id(run): used for used, _, run in self._idle if used == run.used}
         for root in self._roots.values():
             runs = [root]
@@ -281,7 +281,7 @@ class PrefixCache:
         if rest:
             last, count = path[-1] if path else (root, 0)
             if count < len(last.pages):
-                partly: Run | None = last
+                partly: PageRun | None = last
                 agreed = _agreed(last.tokens[count * width : (count + 1) * width], rest)
                 beyond = [*path[:-1], (last, count + 1)]
             else:
@@ -296,7 +296,7 @@ class PrefixCache:
                 self._touch(run, count)
         return found, length
 
-    def _append(self, last: Run, tokens: bytes, pages: list[int]) -> None:
+    def _append(self, last: PageRun, tokens: bytes, pages: list[int]) -> None:
         """Keep pages that come after a run, which was just used."""
         if last.pages and not last.children:
             del self._tails[last.pages[-1]]
@@ -305,7 +305,7 @@ class PrefixCache:
         else:
             if last.parent is None:
                 self._roots[last.salt] = last
-            run = Run(pages, tokens, last, self._clock)
+            run = PageRun(pages, tokens, last, self._clock)
             last.after.setdefault(tokens[:WIDTH], {})[tokens[: self._width]] = run
             last.children += 1
             last = run
@@ -313,7 +313,7 @@ class PrefixCache:
         self._count += len(pages)
         self.allocator.keep(pages)
 
-    def _touch(self, run: Run, count: int) -> Run:
+    def _touch(self, run: PageRun, count: int) -> PageRun:
         """Use the first `count` pages of a run; the run that has those and no others."""
         if count < len(run.pages):
             run = self._parted(run, count)
@@ -322,11 +322,11 @@ class PrefixCache:
             self._wait(run)
         return run
 
-    def _parted(self, run: Run, count: int) -> Run:
+    def _parted(self, run: PageRun, count: int) -> PageRun:
         """A run of the first `count` pages, which the rest comes after. See [Note: runs]."""
         width, parent = self._width, run.parent
         assert parent is not None, "a root has no pages"
-        head = Run(run.pages[:count], run.tokens[: count * width], parent, run.used, children=1)
+        head = PageRun(run.pages[:count], run.tokens[: count * width], parent, run.used, children=1)
         parent.after[head.tokens[:WIDTH]][head.tokens[:width]] = head
         run.pages, run.tokens, run.parent = run.pages[count:], run.tokens[count * width :], head
         head.after[run.tokens[:WIDTH]] = {run.tokens[:width]: run}
@@ -338,7 +338,7 @@ class PrefixCache:
         for run in filter(None, map(self._tails.get, pages)):
             self._wait(run)
 
-    def _wait(self, run: Run) -> None:
+    def _wait(self, run: PageRun) -> None:
         """Queue a run whose last page may be given up, if nothing comes after it."""
         if run.children:
             return
@@ -347,7 +347,7 @@ class PrefixCache:
             heapq.heapify(self._idle)
         self._push(run)
 
-    def _push(self, run: Run) -> None:
+    def _push(self, run: PageRun) -> None:
         self._pushed += 1
         heapq.heappush(self._idle, (run.used, self._pushed, run))
 
@@ -391,7 +391,7 @@ class PrefixCache:
                     self._push(parent)
         return victims
 
-    def _cut(self, run: Run, count: int) -> None:
+    def _cut(self, run: PageRun, count: int) -> None:
         """Give up the last pages of a run, which nobody else reads."""
         pages, parent = run.pages[: -count - 1 : -1], run.parent
         assert parent is not None, "a root holds no page"

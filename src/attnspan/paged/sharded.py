@@ -48,7 +48,7 @@ class Laid(Protocol):
     transport: Transport
 
 
-class Route(NamedTuple):
+class KeyRoute(NamedTuple):
     """One rank's side of handing over: which of its tokens go to each rank, which of the plan's come from each."""
 
     sends: list[Tensor]
@@ -152,7 +152,7 @@ class ShardedPages(Attends):
                 where = f"{spec.dtype} on {self.pool.device}"
                 raise PageError(f"{name} must be {where}, got {given.dtype} on {given.device}")
 
-    def _route(self, cp: Laid, plan: StepPlan) -> Route:
+    def _route(self, cp: Laid, plan: StepPlan) -> KeyRoute:
         """See [Note: handing over]. Tokens are numbered as in the plan; sends as in this rank's packed shard."""
         mine, ranks = self.transport.rank, self.transport.ranks
         if (cp.transport.rank, cp.transport.ranks) != (mine, ranks):
@@ -173,7 +173,7 @@ class ShardedPages(Attends):
         device = self.pool.device
         sends = [(to_whom == peer).nonzero().flatten().to(device) for peer in range(ranks)]
         receives = [tokens[owners[tokens] == mine].to(device) for tokens in held]
-        return Route(sends, receives)
+        return KeyRoute(sends, receives)
 
     def agree(self) -> None:
         """Compare all ranks' tables and lengths; PageError on every rank if they differ. Every rank calls it."""

@@ -120,7 +120,7 @@ class Walk:
 
     def _forward(self) -> Iterator[Moment]:
         part = self.sizes.out * self._widened + self.sizes.lse
-        waiting = Waiting(self.rows, self.sizes, part, [rows for step in self.steps for rows in self._calls(step)])
+        waiting = WaitingParts(self.rows, self.sizes, part, [rows for step in self.steps for rows in self._calls(step)])
         for index, step in enumerate(self.steps):
             for rows in self._calls(step):
                 now = {**self._arenas(index), "tile": len(rows) * part}
@@ -282,7 +282,7 @@ class Gathered:
         return self._rows * self._size * self._wide
 
 
-class Waiting:
+class WaitingParts:
     """Rows, and the results of tiles that wait for each: at most two, or one beside a sum (kernels/accumulator.py).
 
     A tile's result is kept whole for as long as any of its rows waits.
@@ -341,7 +341,7 @@ class Waiting:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class MemoryRow:
     """One batch row of a plan on one rank, or all of them where they are alike."""
 
     plan: Plan
@@ -405,7 +405,7 @@ class Row:
 def memory(plan: Plan, rank: int, shape: Shape, backward: bool, kernels: Kernels) -> Memory:
     """`Plan.memory`. Batch rows with steps of their own are taken to have their peak at once, but under Ulysses, where
     one comes after another."""
-    rows = [Row(plan, rank, shape, row, backward, kernels) for row in range(plan.rows)]
+    rows = [MemoryRow(plan, rank, shape, row, backward, kernels) for row in range(plan.rows)]
     peaks = [max(row.moments(), key=lambda moment: sum(moment.values())) for row in rows]
     if plan.degree > 1:
         peaks = [max(peaks, key=lambda moment: sum(moment.values()))]

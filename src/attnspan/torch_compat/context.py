@@ -34,7 +34,7 @@ from attnspan.errors import ShardError
 from attnspan.masks.versions import version_of
 from attnspan.parallel.session import ContextParallel
 from attnspan.torch_compat.errors import ShardRuntime
-from attnspan.torch_compat.ranks import Order, Ranks, ranks_of
+from attnspan.torch_compat.ranks import MeshRanks, Order, ranks_of
 from attnspan.torch_compat.sharding import length_of, paired, part_of, part_on
 from attnspan.transports.group import Group
 
@@ -139,7 +139,7 @@ class Buffer:
 
 
 @contextmanager
-def _cut(ranks: Ranks, buffers: list[Buffer], kept: list[Tensor]) -> Iterator[None]:
+def _cut(ranks: MeshRanks, buffers: list[Buffer], kept: list[Tensor]) -> Iterator[None]:
     """The buffers are shards; then whole, but those that are kept as they are."""
     tensors = [buffer.tensor for buffer in buffers]
     for tensor in tensors:
@@ -159,7 +159,7 @@ def _cut(ranks: Ranks, buffers: list[Buffer], kept: list[Tensor]) -> Iterator[No
             buffer.restore()
 
 
-def _check_kept(ranks: Ranks, buffers: list[Buffer]) -> None:
+def _check_kept(ranks: MeshRanks, buffers: list[Buffer]) -> None:
     """Refuse shards that were overwritten. See [Note: overwritten]."""
     ranks.contexts += 1
     rarely = ranks.contexts & (ranks.contexts - 1)

@@ -28,7 +28,7 @@ from attnspan.plan.local_blocks import local_block_mask
 from attnspan.torch_compat.balancers import _LoadBalancer, layout_of
 from attnspan.torch_compat.errors import AttentionNotImplemented, ShardNotImplemented
 from attnspan.torch_compat.options import _cp_options
-from attnspan.torch_compat.ranks import Ranks, ranks_of
+from attnspan.torch_compat.ranks import MeshRanks, ranks_of
 from attnspan.torch_compat.sdpa import PART, WholeMask
 from attnspan.transports.group import Group
 
@@ -78,12 +78,12 @@ def _told_apart(*arguments: Any) -> tuple[Any, tuple[int, int]]:
     return (balancers[0] if balancers else None), (query, key)
 
 
-def block_mask_part(block_mask: BlockMask, ranks: Ranks, layout: Layout) -> BlockMask:
+def block_mask_part(block_mask: BlockMask, ranks: MeshRanks, layout: Layout) -> BlockMask:
     """This rank's rows of a BlockMask."""
     return part_of_mask(mask_of(block_mask), ranks, layout, block_mask.BLOCK_SIZE)
 
 
-def part_of_mask(mask: Mask, ranks: Ranks, layout: Layout, size: Any) -> BlockMask:
+def part_of_mask(mask: Mask, ranks: MeshRanks, layout: Layout, size: Any) -> BlockMask:
     """This rank's rows of a mask, which remember the whole. See [Note: order of keys]."""
     assert mask.natural_len is not None, "a BlockMask is for one length"
     session = ranks.session(layout, mask.natural_len, _cp_options.strategy)

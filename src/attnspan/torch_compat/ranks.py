@@ -55,7 +55,7 @@ REMEMBERED = 256
 """How many orders of cuts a mesh remembers, so that ranks forget alike."""
 
 
-class Ranks:
+class MeshRanks:
     """The ranks of one mesh, seen from this one."""
 
     def __init__(self, transport: Transport):
@@ -199,11 +199,11 @@ class Ranks:
         if self.lifetimes:  # a compiled backward pass may run the op again when there is none: it has all that it needs
             self.lifetimes[-1].guard()
 
-    def __deepcopy__(self, memo: Any) -> Ranks:
+    def __deepcopy__(self, memo: Any) -> MeshRanks:
         return self  # a copy of a model stays on its mesh
 
 
-def ranks_of(mesh: Group) -> Ranks:
+def ranks_of(mesh: Group) -> MeshRanks:
     """The ranks of a mesh of one axis; a process group or a virtual world will do as well."""
     simulated = sys.modules.get("torch.distributed._local_tensor")  # if nobody imported it, no mode is on
     if simulated is not None and simulated.local_tensor_mode() is not None:
@@ -217,7 +217,7 @@ def ranks_of(mesh: Group) -> Ranks:
         raise AttentionError(f"mesh must have one axis, got {mesh.ndim} of {tuple(mesh.shape)}; {hint}")
     transport = transport_of(mesh)
     memo = transport.memo
-    known: Ranks = memo.get(Ranks) or memo.setdefault(Ranks, Ranks(transport))
+    known: MeshRanks = memo.get(MeshRanks) or memo.setdefault(MeshRanks, MeshRanks(transport))
     return known
 
 

@@ -32,7 +32,7 @@ from attnspan.attention.unbroken import unbroken
 from attnspan.errors import AttentionError
 from attnspan.layouts import Contiguous, HeadTail
 from attnspan.torch_compat.errors import AttentionNotImplemented
-from attnspan.torch_compat.ranks import Ranks, ranks_of
+from attnspan.torch_compat.ranks import MeshRanks, ranks_of
 from attnspan.transports import Transport
 from attnspan.transports.group import Group
 
@@ -50,7 +50,7 @@ def _templated_ring_attention(
     **kwargs: object,
 ) -> tuple[Any, ...]:
     """Attention of this rank's queries over the keys of all ranks, by an op for one pair of shards: (out, lse, ...)."""
-    ring = Ring.of(group, seq_dim, (query, key, value), is_causal, kwargs)
+    ring = TemplatedRing.of(group, seq_dim, (query, key, value), is_causal, kwargs)
     merged, rest = Merged(query.new_empty(0), query.new_empty(0)), []
     with unbroken(ring.transport):
         for source, kv in ring.shards(_packed(key, value)):
@@ -81,7 +81,7 @@ def _templated_ring_attention_backward(
     **kwargs: Any,
 ) -> tuple[Any, ...]:
     """Gradients of query, key and value, by the backward op of one pair of shards; out and lse are the merged ones."""
-    ring = Ring.of(group, seq_dim, (query, key, value), is_causal, kwargs)
+    ring = TemplatedRing.of(group, seq_dim, (query, key, value), is_causal, kwargs)
     grads = [torch.zeros_like(x, dtype=_wide(x)) for x in (query, key, value)]
     rest: list[Any] = []
     with unbroken(ring.transport):
@@ -106,7 +106,7 @@ def _templated_ring_attention_backward(
 
 
 @dataclass(frozen=True)
-class Piece:
+class RingPiece:
     """What is attended to of a pair of shards: all queries or the second half, all keys or the first half."""
 
     causal: bool = False
@@ -123,7 +123,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Ring:
+class TemplatedRing:
     """Ranks in a circle, and what each attends to of the others' shards."""
 
     transport: Transport
@@ -131,7 +131,7 @@ class Ring:
     balanced: bool
 
     @classmethod
-    def of(cls, group: Group, seq_dim: int, tensors: Any, is_causal: bool, kwargs: dict[str, Any]) -> Ring:
+    def of(cls, group: Group, seq_dim: int, tensors: Any, is_causal: bool, kwargs: dict[str, Any]) -> TemplatedRing:
         """Checked: what the table above does not hold is refused, on every rank."""
         query, key, _ = tensors
         if seq_dim != SEQ_DIM:
@@ -158,14 +158,14 @@ class Ring:
             )
         return cls(ranks.transport, is_causal, is_causal and _balanced(ranks, sizes))
 
-    def piece(self, source: int) -> Piece | None:
+    def piece(self, source: int) -> RingPiece | None:
         """What to attend to of a rank's keys; None for nothing."""
         rank = self.transport.rank
         if not self.is_causal or source == rank:
-            return Piece(causal=self.is_causal)
+            return RingPiece(causal=self.is_causal)
         if not self.balanced:
-            return Piece() if source < rank else None
-        return Piece(early_keys=source < rank, late_queries=source > rank)
+            return RingPiece() if source < rank else None
+        return RingPiece(early_keys=source < rank, late_queries=source > rank)
 
     def shards(self, own: Tensor) -> Iterator[tuple[int, Tensor]]:
         """Every rank's shard and whose it is, own first; the next one travels while one is attended to."""
@@ -198,7 +198,7 @@ class Merged:
         self.dtypes: tuple[torch.dtype, torch.dtype] | None = None
         self.column = False
 
-    def add(self, piece: Piece, out: Tensor, lse: Tensor, tokens: int) -> None:
+    def add(self, piece: RingPiece, out: Tensor, lse: Tensor, tokens: int) -> None:
         """Merge another; the first is that of the own keys, of all queries."""
         self.column = lse.dim() == out.dim()
         first, self.dtypes = self.dtypes is None, (out.dtype, lse.dtype)
@@ -224,7 +224,7 @@ class Merged:
         return self.out.to(self.dtypes[0]), lse.to(self.dtypes[1])
 
 
-def _balanced(ranks: Ranks, sizes: list[int]) -> bool:
+def _balanced(ranks: MeshRanks, sizes: list[int]) -> bool:
     """Whether sequences lie head and tail, or in spans; nothing else is served."""
     layout = ranks.meant(sizes)
     if isinstance(layout, Contiguous):

@@ -41,7 +41,7 @@ from attnspan.errors import AttentionError
 from attnspan.parallel import flex_dispatch
 from attnspan.torch_compat.allgather import flex_cp_allgather
 from attnspan.torch_compat.errors import AttentionAssertion, ShardAssertion
-from attnspan.torch_compat.ranks import Ranks, ranks_of
+from attnspan.torch_compat.ranks import MeshRanks, ranks_of
 from attnspan.transports.group import Group
 
 SEQ_DIM = 2
@@ -96,7 +96,7 @@ class _ContextParallel(ParallelStyle):
         placed = [self._placed(each, ranks) for each in (*args, *kwargs.values())]
         return tuple(placed[: len(args)]), dict(zip(kwargs, placed[len(args) :], strict=True))
 
-    def _placed(self, each: Any, ranks: Ranks) -> Any:
+    def _placed(self, each: Any, ranks: MeshRanks) -> Any:
         if isinstance(each, DTensor):
             if tuple(each.placements) != (Shard(self.seq_dim),):
                 raise ShardAssertion(f"a DTensor must be Shard({self.seq_dim}), got {tuple(each.placements)}")
@@ -117,10 +117,10 @@ class SequenceShard(Tensor):
     and off again for everybody; this is for the tensors that came through the hook.
     """
 
-    ranks: Ranks
+    ranks: MeshRanks
 
     @staticmethod
-    def of(tensor: Tensor, ranks: Ranks) -> SequenceShard:
+    def of(tensor: Tensor, ranks: MeshRanks) -> SequenceShard:
         """The same tensor, with its ranks."""
         shard = local(tensor).as_subclass(SequenceShard)
         shard.ranks = ranks
@@ -146,7 +146,7 @@ def local(tensor: Tensor) -> Tensor:
         return tensor.as_subclass(Tensor) if isinstance(tensor, SequenceShard) else tensor
 
 
-def _forward(ranks: Ranks, theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _forward(ranks: MeshRanks, theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     with ranks.scope():
         out = theirs(*args, **kwargs)
     return tree_map_only(DTensor, DTensor.to_local, out)

@@ -1,7 +1,7 @@
 """Transports: how shards move. See transport.py for the idea, loopback.py for virtual ranks."""
 
 from attnspan.transports import consensus
-from attnspan.transports.counting import Counting, Event
+from attnspan.transports.counting import Counting, Traffic
 from attnspan.transports.delayed import Delayed
 from attnspan.transports.distributed import Distributed
 from attnspan.transports.group import transport_of
@@ -12,9 +12,9 @@ __all__ = [
     "Counting",
     "Delayed",
     "Distributed",
-    "Event",
     "Loopback",
     "Pending",
+    "Traffic",
     "Transport",
     "World",
     "consensus",

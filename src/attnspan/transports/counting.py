@@ -22,7 +22,7 @@ from torch import Tensor
 from attnspan.transports.transport import Messages, Pending, Transport
 
 
-class Event(NamedTuple):
+class Traffic(NamedTuple):
     """Something that happened: `kind` is the method called, ``"wait"`` or ``"mark"``; bytes are by peer."""
 
     kind: str
@@ -38,7 +38,7 @@ class Counting(Transport):
         self.transport = transport
         self.rank, self.ranks = transport.rank, transport.ranks
         self.device, self.name = transport.device, transport.name
-        self.log: list[Event] = []
+        self.log: list[Traffic] = []
 
     @property
     def calls(self) -> Counter[str]:
@@ -57,41 +57,41 @@ class Counting(Transport):
 
     def mark(self, what: str) -> None:
         """Note in the log that the caller did something."""
-        self.log.append(Event("mark", what))
+        self.log.append(Traffic("mark", what))
 
     def exchange(self, sends: Messages, receives: Messages, what: str = "tensors") -> Pending:
         """As the wrapped transport's."""
         pending = self.transport.exchange(sends, receives, what)
-        return self._noted(pending, Event("exchange", what, self._count(sends), self._count(receives)))
+        return self._noted(pending, Traffic("exchange", what, self._count(sends), self._count(receives)))
 
     def gather(self, tensor: Tensor, outputs: Sequence[Tensor], what: str = "tensors") -> Pending:
         """As the wrapped transport's."""
         pending = self.transport.gather(tensor, outputs, what)
         sent = self._count([(peer, tensor) for peer in range(self.ranks)])
-        return self._noted(pending, Event("gather", what, sent, self._count(list(enumerate(outputs)))))
+        return self._noted(pending, Traffic("gather", what, sent, self._count(list(enumerate(outputs)))))
 
     def reduce_scatter(self, inputs: Sequence[Tensor], output: Tensor, what: str = "tensors") -> Pending:
         """As the wrapped transport's."""
         pending = self.transport.reduce_scatter(inputs, output, what)
         received = self._count([(peer, inputs[self.rank]) for peer in range(self.ranks)])
-        return self._noted(pending, Event("reduce_scatter", what, self._count(list(enumerate(inputs))), received))
+        return self._noted(pending, Traffic("reduce_scatter", what, self._count(list(enumerate(inputs))), received))
 
     def all_reduce(self, tensor: Tensor, what: str = "tensors") -> Pending:
         """As the wrapped transport's."""
         count = self._count([(peer, tensor) for peer in range(self.ranks)])
-        return self._noted(self.transport.all_reduce(tensor, what), Event("all_reduce", what, count, count))
+        return self._noted(self.transport.all_reduce(tensor, what), Traffic("all_reduce", what, count, count))
 
     def agree(self, payload: bytes, what: str = "an agreement") -> list[bytes]:
         """As the wrapped transport's. Its few bytes are not counted: they depend on what is said, not on a plan."""
-        self.log.append(Event("agree", what))
+        self.log.append(Traffic("agree", what))
         return self.transport.agree(payload, what)
 
     def _post(self, sends: Messages, receives: Messages, what: str) -> Pending:
         raise AssertionError("every method goes to the wrapped transport")
 
-    def _noted(self, pending: Pending, event: Event) -> Pending:
+    def _noted(self, pending: Pending, event: Traffic) -> Pending:
         self.log.append(event)
-        return pending.then(lambda: self.log.append(Event("wait", event.what)))
+        return pending.then(lambda: self.log.append(Traffic("wait", event.what)))
 
     def _count(self, messages: Messages) -> Counter[int]:
         """Bytes by peer. What does not travel is left out: no peer has a count of 0."""

@@ -83,7 +83,7 @@ VARYING = ["width", "tokens", "splits", "tiles", "window", "interleave", "rank"]
 """Numbers that differ from step to step: Triton would compile anew for 1, for multiples of 16, and for the rest."""
 
 
-class Tuning(NamedTuple):
+class DecodeTuning(NamedTuple):
     """How a program goes about its part: keys in a block, blocks on their way, warps.
 
     And for [Note: waves]: programs that a multiprocessor holds, and waves where rows may differ. Measured on an H200,
@@ -127,7 +127,7 @@ def is_outrun(reading: Reading, q: Tensor) -> bool:
 
 
 def forward(
-    spec: Scoring, reading: Reading, q: Tensor, keys: Pages, values: Pages, tuning: Tuning | None = None
+    spec: Scoring, reading: Reading, q: Tensor, keys: Pages, values: Pages, tuning: DecodeTuning | None = None
 ) -> tuple[Tensor, Tensor]:
     """out (T, H, Dv) in q's dtype, or float32 where it is merged, and lse (T, H) in float32."""
     stored = isinstance(keys, Quantised)
@@ -181,14 +181,14 @@ def _parts(pages: Pages) -> tuple[Tensor, Tensor]:
     return (pages.codes.view(pages.dtype), pages.scales) if isinstance(pages, Quantised) else (pages, pages)
 
 
-def _tuning(q: Tensor, value_dim: int) -> Tuning:
+def _tuning(q: Tensor, value_dim: int) -> DecodeTuning:
     row = (q.shape[2] + value_dim) * q.element_size()  # codes too are multiplied as numbers of the query's dtype
     if row > 512:  # keys and values in flight must fit beside the queries
-        return Tuning(block=32, stages=3 if row <= 1024 else 2, resident=2)
-    return Tuning()
+        return DecodeTuning(block=32, stages=3 if row <= 1024 else 2, resident=2)
+    return DecodeTuning()
 
 
-def _splits(reading: Reading, programs: int, device: torch.device, tuning: Tuning) -> int:
+def _splits(reading: Reading, programs: int, device: torch.device, tuning: DecodeTuning) -> int:
     """The most whole waves whose parts are long enough. See [Note: waves] and [Note: capture]."""
     if device.type != "cuda":
         return min(3, max(1, max(reading.host_ends) // 8))  # the interpreter: enough to have some

@@ -94,7 +94,7 @@ class Rows(NamedTuple):
     tokens: Tensor
 
 
-class Lists(NamedTuple):
+class PageLists(NamedTuple):
     """Numbers and pages of asked and of full blocks, (g,) and (g, W)."""
 
     asked: Tensor
@@ -110,13 +110,13 @@ def _rows(reading: Reading, count: int) -> Rows:
     return Rows(chosen, first.unsqueeze(1) + torch.arange(count, device=first.device))
 
 
-def _lists(spec: Scoring, reading: Reading, rows: Rows) -> Lists:
+def _lists(spec: Scoring, reading: Reading, rows: Rows) -> PageLists:
     """The block lists of some rows, the same for every layer that is alike."""
     key = ("lists", rows.tokens.shape[1], spec.causal, spec.window, spec.mask_mod is None)
     return reading.once(key, lambda: _listed(spec, reading, rows))
 
 
-def _listed(spec: Scoring, reading: Reading, rows: Rows) -> Lists:
+def _listed(spec: Scoring, reading: Reading, rows: Rows) -> PageLists:
     size = reading.page_size
     tables, begin, end = (x.index_select(0, rows.numbers) for x in (reading.tables, reading.begins, reading.ends))
     at = reading.positions[rows.tokens]
@@ -135,7 +135,7 @@ def _listed(spec: Scoring, reading: Reading, rows: Rows) -> Lists:
     def pages_from(start: Tensor) -> Tensor:
         return tables.gather(1, (start.unsqueeze(1) + column).clamp(max=tables.shape[1] - 1))
 
-    return Lists((high - whole).clamp(min=0).int(), pages_from(whole), (whole - low).int(), pages_from(low))
+    return PageLists((high - whole).clamp(min=0).int(), pages_from(whole), (whole - low).int(), pages_from(low))
 
 
 def _index_of_pages(reading: Reading, pages: int) -> Tensor:
@@ -166,7 +166,7 @@ def _clean_tails(reading: Reading, keys: Tensor, values: Tensor) -> None:
 
 
 def _call(
-    spec: Scoring, reading: Reading, rows: Rows, lists: Lists, q: Tensor, keys: Tensor, values: Tensor
+    spec: Scoring, reading: Reading, rows: Rows, lists: PageLists, q: Tensor, keys: Tensor, values: Tensor
 ) -> tuple[Tensor, Tensor]:
     from torch.nn.attention.flex_attention import BlockMask
 
