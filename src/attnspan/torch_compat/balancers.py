@@ -155,7 +155,7 @@ def _create_default_load_balancer(seq_length: int, world_size: int, device: str 
 class ListedBalancer(Layout):
     """A layout that is its list of runs: of every rank, for every batch row.
 
-    >>> Listed(((((Run(0, 2), Run(6, 8))), (Run(2, 6),)),)).positions(8)
+    >>> ListedBalancer(((((Run(0, 2), Run(6, 8))), (Run(2, 6),)),)).positions(8)
     [[0, 1, 6, 7], [2, 3, 4, 5]]
     """
 
