@@ -116,7 +116,7 @@ class _PTRRLoadBalancer(_Layout):
             seen = seen + block_mask.full_kv_num_blocks
         counts = seen.sum(1).tolist()  # (B, query blocks): over heads
         block = block_mask.BLOCK_SIZE[0]
-        self.layout = ListedBalancer(tuple(_by_counts(row, self.seq_length, self.world_size, block) for row in counts))
+        self.layout = ListedLayout(tuple(_by_counts(row, self.seq_length, self.world_size, block) for row in counts))
 
     @staticmethod
     def ptrr_scheduling(process_time: Tensor, group_size: int) -> Tensor:
@@ -152,10 +152,10 @@ def _create_default_load_balancer(seq_length: int, world_size: int, device: str 
 
 
 @dataclass(frozen=True, slots=True)
-class ListedBalancer(Layout):
+class ListedLayout(Layout):
     """A layout that is its list of runs: of every rank, for every batch row.
 
-    >>> ListedBalancer(((((Run(0, 2), Run(6, 8))), (Run(2, 6),)),)).positions(8)
+    >>> ListedLayout(((((Run(0, 2), Run(6, 8))), (Run(2, 6),)),)).positions(8)
     [[0, 1, 6, 7], [2, 3, 4, 5]]
     """
 
@@ -200,14 +200,14 @@ def layout_of(balancer: object, ranks: int) -> tuple[Layout, int | None]:
     return layout, length
 
 
-def _of_indices(indices: Tensor, ranks: int) -> ListedBalancer:
+def _of_indices(indices: Tensor, ranks: int) -> ListedLayout:
     if indices.dim() != 2 or not indices.numel():
         raise LayoutAssertion(f"load_balancer: indices must be (1, S) or (B, S), got shape {tuple(indices.shape)}")
     rows = indices.cpu().to(torch.int64)
     if not torch.equal(rows.sort(-1).values, torch.arange(rows.shape[1]).expand_as(rows)):
         raise LayoutError(f"load_balancer: indices must hold each of {rows.shape[1]} positions once, in every row")
     size = -(-rows.shape[1] // ranks)  # as DTensor cuts: the last parts are shorter
-    return ListedBalancer(tuple(tuple(_runs(row[r * size : (r + 1) * size]) for r in range(ranks)) for row in rows))
+    return ListedLayout(tuple(tuple(_runs(row[r * size : (r + 1) * size]) for r in range(ranks)) for row in rows))
 
 
 def _runs(positions: Tensor) -> Runs:
