@@ -305,7 +305,8 @@ class Enabled:
             "hidden_states",
         ):
             return value
-        return session.unshard(value, dim=1)
+        whole: T = session.unshard(value, dim=1)
+        return whole
 
     # ---- a forward pass ------------------------------------------------------------------------------------------
 

@@ -49,7 +49,9 @@ else:
 
 def enabled_of(model: nn.Module) -> Enabled:
     """What a model was enabled by, wrapped or not."""
-    found = {binding.enabled for module in model.modules() if (binding := getattr(module, BINDING, None)) is not None}
+    found: set[Enabled] = {
+        binding.enabled for module in model.modules() if (binding := getattr(module, BINDING, None)) is not None
+    }
     if len(found) != 1:
         raise ModelError(
             f"model must be enabled, or hold one model that is, got {len(found)}; call enable(model, cp) first"
@@ -202,7 +204,8 @@ class SpanTrainerMixin(_Trainer):
         last = state.remainder if state.end_of_dataloader and state.remainder > 0 else None
 
         def once(gathered: Tensor) -> Tensor:
-            return gathered.unflatten(0, (processes, -1))[::same].flatten(0, 1)[:last]
+            by_process: Tensor = gathered.unflatten(0, (processes, -1))
+            return by_process[::same].flatten(0, 1)[:last]
 
         return tree_map_only(Tensor, once, accelerator.gather(tensors))
 
