@@ -435,7 +435,7 @@ class EngineCore(Owned):
         """Let callers see a step; it may run twice."""
         self._table.apply(commit)
         for outcome in commit.outcomes:
-            if outcome.token.request.finished:
+            if outcome.token.finish_reason is not None and outcome.token.request.finished:
                 self._discard(outcome.token.request)
         self._unreported = commit.tokens
 
