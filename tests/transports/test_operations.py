@@ -5,6 +5,7 @@ expects, so that without identities the results would be wrong and nothing would
 """
 
 import re
+import threading
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import torch.distributed as dist
 import attnspan as span
 from attnspan.attention import attention
 from attnspan.errors import TransportError
+from attnspan.testing import loopback
 from attnspan.transports import Counting, Delayed, transport_of
 from attnspan.transports.operations import NAMES, Ledger, Operation, under_way
 from tests.processes import spawn
@@ -247,3 +249,36 @@ def test_operations_nest_and_end_with_their_block():
             world.all_reduce(torch.ones(1)).wait()
 
     span.testing.loopback(2).run(rank)
+
+
+# ---- threads ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_group_in_use_by_one_thread_is_refused_to_another():
+    """Ranks could not tell which of the two comes first elsewhere."""
+
+    def rank(world):
+        inside, leave, refusals = threading.Event(), threading.Event(), []
+
+        def first():
+            with under_way(world, "attention, causal"):
+                inside.set()
+                leave.wait()
+
+        thread = threading.Thread(target=first)
+        thread.start()
+        inside.wait()
+        with pytest.raises(TransportError) as caught, under_way(world, "another"):
+            pass
+        refusals.append(str(caught.value))
+        leave.set()
+        thread.join()
+        with under_way(world, "another") as operation, under_way(world, "one inside it"):
+            return refusals[0], operation.number
+
+    refused, number = loopback(1).run(rank)[0]
+    assert refused == (
+        "rank 0 of 1, group loopback: another thread of this process is in attention, causal (operation 1) on the same "
+        "group; use a group from one thread at a time, or make a group for each thread"
+    )
+    assert number == 2
