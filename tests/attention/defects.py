@@ -243,12 +243,12 @@ def _stale(real):
 
 @defect
 def at_the_second_hop_forward_still_sees_the_keys_of_the_first(plant):
-    plant(Lane, "compute", _stale)
+    plant(Lane, "forward", _stale)
 
 
 @defect
 def at_the_second_hop_backward_still_sees_the_keys_of_the_first(plant):
-    plant(Lane, "differentiate", _stale)
+    plant(Lane, "backward", _stale)
 
 
 def _early(real):

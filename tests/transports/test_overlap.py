@@ -43,8 +43,8 @@ def slow(work, here):
 def ran(strategy, monkeypatch):
     """Of each rank: out, gradients, seconds in all, computed, on the wire, and what was wrong."""
     here = threading.local()
-    monkeypatch.setattr(lane.Lane, "compute", slow(lane.Lane.compute, here))
-    monkeypatch.setattr(lane.Lane, "differentiate", slow(lane.Lane.differentiate, here))
+    monkeypatch.setattr(lane.Lane, "forward", slow(lane.Lane.forward, here))
+    monkeypatch.setattr(lane.Lane, "backward", slow(lane.Lane.backward, here))
     plan = Plan(Full(), Contiguous(RANKS), TOKENS, strategy)
     whole = torch.randn(4, 1, 2, TOKENS, 8, generator=torch.Generator().manual_seed(0))
 

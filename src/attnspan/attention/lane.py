@@ -141,7 +141,7 @@ class Lane:
         shape = (batch, heads, rows, self.value.shape[-1])
         return Accumulator(shape, wide(self.query.dtype), self.query.device)
 
-    def compute(self, step: Step, arena: Arena, total: Accumulator) -> None:
+    def forward(self, step: Step, arena: Arena, total: Accumulator) -> None:
         """Every tile of a step, joined into the total."""
         if step.tiles:
             kernel, spec, query = self.computing.kernel, self.computing.spec, self.query
@@ -163,7 +163,7 @@ class Lane:
 
     # ---- backward ----------------------------------------------------------------------------------------------
 
-    def differentiate(self, step: Step, arena: Arena, final: Final, grads: Grads) -> KeySum | None:
+    def backward(self, step: Step, arena: Arena, final: Final, grads: Grads) -> KeySum | None:
         """The gradients of every tile of a step, from the final out and lse. See [Note: final out and lse] in
         kernels/kernel.py.
 

@@ -32,7 +32,7 @@ def forward(transport: Transport, lanes: Sequence[Lane]) -> list[tuple[Tensor, T
 def _compute(lanes: Sequence[Lane], arenas: list[Arena], totals: list[Accumulator], index: int) -> None:
     # A function of its own, so that no variable of a loop keeps an arena alive while the next one is made.
     for lane, arena, total in zip(lanes, arenas, totals, strict=True):
-        lane.compute(lane.route.steps[index], arena, total)
+        lane.forward(lane.route.steps[index], arena, total)
 
 
 def backward(
@@ -46,7 +46,7 @@ def backward(
         arenas = coming.wait()
         coming = Exchange(transport, lanes, index + 1)
         keys = [
-            lane.differentiate(lane.route.steps[index], arena, final, grad)
+            lane.backward(lane.route.steps[index], arena, final, grad)
             for lane, arena, final, grad in zip(lanes, arenas, finals, grads, strict=True)
         ]
         if going is not None:
