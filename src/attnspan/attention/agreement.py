@@ -24,8 +24,7 @@ import torch
 from torch import Tensor
 
 from attnspan.attention.call import Call
-from attnspan.attention.lane import wide
-from attnspan.dtypes import dtype_name
+from attnspan.dtypes import dtype_name, lse_dtype
 from attnspan.errors import AttentionError, AttnspanError, KernelError, MaskError, TuningError
 from attnspan.kernels import choose
 from attnspan.layouts.run import tokens_in
@@ -174,7 +173,7 @@ def _wrong_captured(call: Call, inputs: Inputs) -> str:
     if call.score is None:
         return ""
     try:
-        program = call.score.program(wide(inputs.query.dtype))
+        program = call.score.program(lse_dtype(inputs.query.dtype))
     except AttentionError as wrong:
         return str(wrong)
     for found, traced in zip(inputs.captured, program.captured, strict=True):

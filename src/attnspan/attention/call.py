@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from attnspan.attention.heads import HeadAllToAll, Side
-from attnspan.attention.lane import Route, wide
+from attnspan.attention.lane import Route
 from attnspan.attention.score import Score
 from attnspan.attention.tuned import agreed_table, machine
 from attnspan.attention.uses import Uses
-from attnspan.dtypes import dtype_name
+from attnspan.dtypes import dtype_name, lse_dtype
 from attnspan.errors import AttentionError, PlanError
 from attnspan.kernels import Mods, Spec, runs_programs
 from attnspan.layouts.run import Runs
@@ -121,7 +121,7 @@ class Call:
 
     def mods(self, query: Tensor) -> Mods | None:
         """The programs that kernels run, for such queries; None where there are none."""
-        known = query.device, wide(query.dtype)
+        known = query.device, lse_dtype(query.dtype)
         if known not in self._mods:
             self._mods[known] = self._found_mods(*known)
         return self._mods[known]

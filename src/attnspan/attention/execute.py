@@ -16,7 +16,8 @@ from torch import Tensor
 from attnspan.attention import loop
 from attnspan.attention.call import Call
 from attnspan.attention.heads import HeadAllToAll, Side, segments
-from attnspan.attention.lane import Computing, Lane, Place, wide
+from attnspan.attention.lane import Computing, Lane, Place
+from attnspan.dtypes import lse_dtype
 from attnspan.kernels import Final
 
 
@@ -45,7 +46,7 @@ def backward(
     of the captured tensors, in the precision that sums are kept in."""
     found: list[tuple[Tensor, ...]] = []
     work, query = Work(call, captured), call.signed(query)
-    sums = [torch.zeros_like(x, dtype=wide(x.dtype)) if i in wanted else None for i, x in enumerate(captured)]
+    sums = [torch.zeros_like(x, dtype=lse_dtype(x.dtype)) if i in wanted else None for i, x in enumerate(captured)]
     parts = [(row, rows, query[rows], key[rows], value[rows]) for row, rows in _rows(call, query)]
     if call.plan.degree > 1:
         for row, rows, q, k, v in parts:
@@ -96,7 +97,9 @@ def _forward_heads(
     parts = loop.forward(work.call.transport, lanes)
     batch, heads, tokens, _ = tensors[0].shape
     out = _by_heads([out for out, _ in parts], lambda: query.new_empty(batch, heads, tokens, value.shape[-1]))
-    lse = _by_heads([lse for _, lse in parts], lambda: query.new_empty(batch, heads, tokens, dtype=wide(query.dtype)))
+    lse = _by_heads(
+        [lse for _, lse in parts], lambda: query.new_empty(batch, heads, tokens, dtype=lse_dtype(query.dtype))
+    )
     (out,) = trade.scatter_tokens([out], ["query"])
     (lse,) = trade.scatter_tokens([lse.unsqueeze(-1)], ["query"])
     return out, lse.squeeze(-1)
@@ -122,7 +125,7 @@ def _backward_heads(
     lanes = _head_lanes(work, trade, row, rows, tensors, group)
     cuts = segments(trade.shares[trade.here], group)
     finals = [whole.heads(q) for q, _ in cuts]
-    precision = wide(query.dtype)  # all ranks alike, whatever they computed
+    precision = lse_dtype(query.dtype)  # all ranks alike, whatever they computed
     parts = [each.results(precision) for each in loop.backward(work.call.transport, lanes, finals, sums)]
     found = [
         _by_heads([part[i] for part in parts], functools.partial(torch.empty_like, x, dtype=precision))

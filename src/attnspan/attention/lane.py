@@ -22,6 +22,7 @@ from torch import Tensor
 
 from attnspan.attention.sums import Sum, Total
 from attnspan.attention.wire import Arrivals, Places, Staged, arriving, empty, leaving, packed, places, unpacked
+from attnspan.dtypes import lse_dtype
 from attnspan.kernels import Accumulator, Final, Into, Region, Spec, Where, choose, rounds, write_into
 from attnspan.layouts.run import Runs
 from attnspan.plan.step import Step, Transfer
@@ -134,12 +135,12 @@ class Lane:
     def _travels(self) -> torch.dtype:
         """What gradients go home in: see [Note: gradients that travel]."""
         own = self.key.dtype
-        return own if rounds(self.computing.kernel, self.query.device) else wide(own)
+        return own if rounds(self.computing.kernel, self.query.device) else lse_dtype(own)
 
     def accumulator(self) -> Accumulator:
         batch, heads, rows, _ = self.query.shape
         shape = (batch, heads, rows, self.value.shape[-1])
-        return Accumulator(shape, wide(self.query.dtype), self.query.device)
+        return Accumulator(shape, lse_dtype(self.query.dtype), self.query.device)
 
     def forward(self, step: Step, arena: Arena, total: Accumulator) -> None:
         """Every tile of a step, joined into the total."""
@@ -216,8 +217,8 @@ class Grads:
     def of(cls, lane: Lane, captured: Sequence[Tensor | None]) -> Grads:
         """Nothing yet; `captured` are sums that all lanes share."""
         query, key, value = lane.query, lane.key, lane.value
-        of_query = Total([query.shape], wide(query.dtype), query.device)
-        return cls(of_query, Total([key.shape, value.shape], wide(key.dtype), key.device), captured)
+        of_query = Total([query.shape], lse_dtype(query.dtype), query.device)
+        return cls(of_query, Total([key.shape, value.shape], lse_dtype(key.dtype), key.device), captured)
 
     def results(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
         """dq, dk and dv."""
@@ -261,8 +262,3 @@ def positions(runs: Runs, device: torch.device) -> Tensor:
     """The positions of runs, one after another."""
     with torch.inference_mode(False):  # made during evaluation, they may be saved for backward later
         return torch.cat([torch.arange(*run) for run in runs] or [torch.arange(0)]).to(device)
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """The precision that sums are kept in."""
-    return torch.float64 if dtype == torch.float64 else torch.float32

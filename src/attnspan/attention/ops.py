@@ -33,9 +33,9 @@ from torch import Tensor
 from attnspan.attention import execute
 from attnspan.attention.agreement import Inputs, agree
 from attnspan.attention.call import Call, shape_of
-from attnspan.attention.lane import wide
 from attnspan.attention.transforms import check_no_tangents, check_untransformed
 from attnspan.attention.unbroken import unbroken
+from attnspan.dtypes import lse_dtype
 from attnspan.errors import AttentionError, KernelError
 from attnspan.kernels import Final
 from attnspan.kernels.merge import share_of, with_sinks
@@ -82,7 +82,7 @@ def _(
         raise AttentionError(f"query, key, value and sinks must be on one device, got {sorted(map(str, devices))}")
     batch, heads, rows, _ = query.shape
     out = query.new_empty(batch, heads, rows, value.shape[-1])
-    lse = query.new_empty(batch, heads, rows, dtype=wide(query.dtype))
+    lse = query.new_empty(batch, heads, rows, dtype=lse_dtype(query.dtype))
     return out, lse, torch.empty((), dtype=torch.int64, device="cpu")
 
 

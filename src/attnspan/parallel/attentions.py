@@ -24,9 +24,9 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from attnspan.attention import Attention
 from attnspan.attention.agreement import Inputs
-from attnspan.attention.lane import wide
 from attnspan.attention.score import DTYPES, Captured, Score, ScoreFunction
 from attnspan.attention.uses import Uses
+from attnspan.dtypes import lse_dtype
 from attnspan.errors import AttentionError
 from attnspan.masks import Full, Mask
 from attnspan.masks.fingerprint import fingerprint
@@ -144,7 +144,7 @@ class Attentions:
         """The attention of a call, and what its score_mod captures at present. See [Note: time of asking]."""
         query, key, value = args[:3]
         own, mask = self._mask(args.block_mask, name)
-        score = None if args.score_mod is None else self._score(args.score_mod, (wide(query.dtype),))
+        score = None if args.score_mod is None else self._score(args.score_mod, (lse_dtype(query.dtype),))
         scale = None if args.scale == query.shape[-1] ** -0.5 else args.scale
         attend, captured = self._found(own, mask, score, scale), [] if score is None else score.captured.of(query)
         if not isinstance(args.block_mask, BlockMask) and not is_dtensor(query):

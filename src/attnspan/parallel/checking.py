@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_leaves
 
 from attnspan.attention.call import shape_of
 from attnspan.attention.uses import Uses
+from attnspan.dtypes import lse_dtype
 from attnspan.errors import AttentionError
 from attnspan.layouts import Contiguous, Layout
 from attnspan.parallel.attach import is_attached
@@ -310,7 +311,7 @@ def _loss_and_logits(out: object, cp: ContextParallel) -> tuple[Tensor, Tensor |
         loss = out
     if loss is None:
         logits = _logits(out)
-        loss = cp.mean_loss(logits.to(torch.promote_types(logits.dtype, torch.float32)).logsumexp(-1))
+        loss = cp.mean_loss(logits.to(lse_dtype(logits.dtype)).logsumexp(-1))
     return loss, logits
 
 
@@ -356,8 +357,7 @@ class DenseAttention:
             scores = torch.cat([scores, sinks[None, :, None, None].expand(*scores.shape[:3], 1).to(scores.dtype)], -1)
         empty = (scores == -torch.inf).all(-1, keepdim=True)
         weights = scores.masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0)
-        wide = torch.promote_types(query.dtype, torch.float32)
-        return weights[..., : value.shape[2]] @ value, scores.to(wide).logsumexp(-1)
+        return weights[..., : value.shape[2]] @ value, scores.to(lse_dtype(query.dtype)).logsumexp(-1)
 
     def _allowed(self, device: torch.device) -> Tensor:
         plan, mask = self.plan, self.plan.mask
