@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
-from attnspan.attention.call import shape_of
+from attnspan.attention.call import Inputs
 from attnspan.attention.uses import Uses
 from attnspan.dtypes import lse_dtype
 from attnspan.errors import AttentionError
@@ -340,14 +340,10 @@ class DenseAttention:
         """With another scale; a guard has nothing to guard here."""
         return replace(self, scale=self.scale if scale is None else scale)
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, *, sinks: Tensor | None = None) -> Tensor:
-        return self.with_lse(query, key, value, sinks=sinks)[0]
-
-    def with_lse(
-        self, query: Tensor, key: Tensor, value: Tensor, *, sinks: Tensor | None = None, returned: bool = True
-    ) -> tuple[Tensor, Tensor]:
-        """(out, lse), as `Attention.with_lse`."""
-        self.uses.add_forward(self.plan, shape_of(query, key, value))
+    def run(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        """(out, lse), as `Attention.run`."""
+        self.uses.add_forward(self.plan, inputs.shape)
+        query, key, value, sinks = inputs[:4]
         group = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
         scores = query @ key.mT * (query.shape[-1] ** -0.5 if self.scale is None else self.scale)

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, FlexKernelOptions
 
+from attnspan.attention.call import Inputs
 from attnspan.attention.score import ScoreFunction
 from attnspan.errors import AttentionError, ShardError, whole
 from attnspan.layouts import Layout
@@ -37,7 +38,7 @@ from attnspan.parallel.attentions import Attentions, BoundAttention
 from attnspan.parallel.batch import Batch, SameBatch, shard_batch
 from attnspan.parallel.core import Core, Masks, SessionOptions, named_masks
 from attnspan.parallel.documents import documents_of
-from attnspan.parallel.dtensors import carried
+from attnspan.parallel.dtensors import run_attention
 from attnspan.parallel.flex import flex_attention
 from attnspan.parallel.flex_args import FlexArgs, FlexResult
 from attnspan.parallel.handler import SessionHandler
@@ -173,7 +174,7 @@ class ContextParallel:
         if not torch.compiler.is_compiling():  # what is computed from a shard bears no mark: only the plainest mistake
             for tensor in (query, key, value):
                 self.sharding.check_mark(tensor)
-        out, lse = carried(self.core, attend, query, key, value, sinks, lse=return_lse)
+        out, lse = run_attention(self.core, attend, Inputs(query, key, value, sinks, return_lse=return_lse))
         return (out, lse) if return_lse else out
 
     def flex_attention(
