@@ -100,13 +100,13 @@ def test_what_travels_is_left_alone_and_the_result_is_right(strategy, monkeypatc
 
 
 def test_twin_a_loop_that_waits_at_once_is_found(monkeypatch):
-    begin = loop.Exchange.__init__
+    begin = loop.KeyExchange.__init__
 
     def waiting(self, *args):
         begin(self, *args)
         self._pending.wait()
 
-    monkeypatch.setattr(loop.Exchange, "__init__", waiting)
+    monkeypatch.setattr(loop.KeyExchange, "__init__", waiting)
     with pytest.raises(AssertionError, match=r"s for .* of compute and .* of messages"):
         check_overlap("ring", monkeypatch)
 

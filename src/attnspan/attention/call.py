@@ -19,10 +19,10 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from attnspan.attention.heads import HeadAllToAll, Side
 from attnspan.attention.lane import Route
 from attnspan.attention.score import Score
 from attnspan.attention.tuned import agreed_table, machine
+from attnspan.attention.ulysses import HeadAllToAll, Side
 from attnspan.attention.uses import Uses
 from attnspan.dtypes import dtype_name, lse_dtype
 from attnspan.errors import AttentionError, PlanError
@@ -167,7 +167,7 @@ class Call:
             steps = tuple(step.between(degree, self.rank % degree) for step in steps)
         return Route(self.plan.queries(self.rank, row), self.plan.keys(self.rank, row), steps, self._forwards_buffers)
 
-    def trade(self, row: int, heads: int, kv_heads: int) -> HeadAllToAll:
+    def head_exchange(self, row: int, heads: int, kv_heads: int) -> HeadAllToAll:
         """The exchange of heads inside this rank's group."""
         plan, degree = self.plan, self.plan.degree
         first = self.rank - self.rank % degree

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from attnspan.attention import loop
 from attnspan.attention.call import Call, Inputs
-from attnspan.attention.heads import HeadAllToAll, segments
 from attnspan.attention.lane import Lane, Place
+from attnspan.attention.ulysses import HeadAllToAll, segments
 from attnspan.dtypes import lse_dtype
 from attnspan.kernels import Final
 
@@ -78,46 +78,49 @@ class PlanRow:
 
     def forward(self) -> tuple[Tensor, Tensor]:
         """(out, lse)."""
-        trade, (query, key, value) = self._trade(), self.inputs[:3]
-        tensors = trade.gather_tokens([query, key, value], ["query", "key", "key"])
-        parts = loop.forward(self.call.transport, self._head_lanes(trade, tensors))
+        exchange, (query, key, value) = self._exchange(), self.inputs[:3]
+        tensors = exchange.gather_tokens([query, key, value], ["query", "key", "key"])
+        parts = loop.forward(self.call.transport, self._head_lanes(exchange, tensors))
         shape, precision = tensors[0].shape[:3], lse_dtype(query.dtype)
         out = _by_heads([out for out, _ in parts], lambda: query.new_empty(*shape, value.shape[-1]))
         lse = _by_heads([lse for _, lse in parts], lambda: query.new_empty(shape, dtype=precision))
-        (out,) = trade.scatter_tokens([out], ["query"])
-        (lse,) = trade.scatter_tokens([lse.unsqueeze(-1)], ["query"])
+        (out,) = exchange.scatter_tokens([out], ["query"])
+        (lse,) = exchange.scatter_tokens([lse.unsqueeze(-1)], ["query"])
         return out, lse.squeeze(-1)
 
     def backward(self, final: Final, sums: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
         """The gradients of query, key and value."""
-        trade, precision = self._trade(), lse_dtype(self.inputs.query.dtype)  # all ranks alike, whatever they computed
-        *tensors, out, grad = trade.gather_tokens(
+        exchange, precision = (
+            self._exchange(),
+            lse_dtype(self.inputs.query.dtype),
+        )  # all ranks alike, whatever they computed
+        *tensors, out, grad = exchange.gather_tokens(
             [*self.inputs[:3], final.out, final.grad], ["query", "key", "key", "query", "query"]
         )
         scalars = [x.unsqueeze(-1) for x in (final.lse, final.grad_lse) if x is not None]
-        lse, *grad_lse = (x.squeeze(-1) for x in trade.gather_tokens(scalars, ["query"] * len(scalars)))
+        lse, *grad_lse = (x.squeeze(-1) for x in exchange.gather_tokens(scalars, ["query"] * len(scalars)))
         whole = Final(grad, grad_lse[0] if grad_lse else None, out, lse, final.sinks)
-        finals = [whole.heads(query) for query, _ in self._segments(trade)]
-        grads = loop.backward(self.call.transport, self._head_lanes(trade, tensors), finals, sums)
+        finals = [whole.heads(query) for query, _ in self._segments(exchange)]
+        grads = loop.backward(self.call.transport, self._head_lanes(exchange, tensors), finals, sums)
         parts = [each.results(precision) for each in grads]
         found = [
             _by_heads([part[i] for part in parts], functools.partial(torch.empty_like, x, dtype=precision))
             for i, x in enumerate(tensors)
         ]
-        return tuple(trade.scatter_tokens(found, ["query", "key", "key"]))
+        return tuple(exchange.scatter_tokens(found, ["query", "key", "key"]))
 
-    def _trade(self) -> HeadAllToAll:
-        return self.call.trade(self.row, self.heads, self.kv_heads)
+    def _exchange(self) -> HeadAllToAll:
+        return self.call.head_exchange(self.row, self.heads, self.kv_heads)
 
-    def _segments(self, trade: HeadAllToAll) -> list[tuple[slice, slice]]:
-        return segments(trade.shares[trade.here], self.heads // self.kv_heads)
+    def _segments(self, exchange: HeadAllToAll) -> list[tuple[slice, slice]]:
+        return segments(exchange.shares[exchange.here], self.heads // self.kv_heads)
 
-    def _head_lanes(self, trade: HeadAllToAll, tensors: Sequence[Tensor]) -> list[Lane]:
+    def _head_lanes(self, exchange: HeadAllToAll, tensors: Sequence[Tensor]) -> list[Lane]:
         query, key, value = tensors
-        heads = trade.shares[trade.here].query
+        heads = exchange.shares[exchange.here].query
         return [
             self._lane(self.inputs._replace(query=query[:, q], key=key[:, k], value=value[:, k]), heads[q])
-            for q, k in self._segments(trade)
+            for q, k in self._segments(exchange)
         ]
 
     def _lane(self, inputs: Inputs, heads: range) -> Lane:

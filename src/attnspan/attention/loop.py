@@ -21,10 +21,10 @@ from attnspan.transports import Pending, Transport
 def forward(transport: Transport, lanes: Sequence[Lane]) -> list[tuple[Tensor, Tensor]]:
     """(out, lse) of every lane."""
     totals = [lane.accumulator() for lane in lanes]
-    coming = Exchange(transport, lanes, 0)
+    coming = KeyExchange(transport, lanes, 0)
     for index in range(_steps(lanes)):
         arenas = coming.wait()
-        coming = Exchange(transport, lanes, index + 1)
+        coming = KeyExchange(transport, lanes, index + 1)
         _compute(lanes, arenas, totals, index)
     return [total.result(lane.query.dtype) for lane, total in zip(lanes, totals, strict=True)]
 
@@ -40,11 +40,11 @@ def backward(
 ) -> list[Grads]:
     """The gradients of every lane; those of what a score_mod captured are added to `captured`."""
     grads = [Grads.of(lane, captured) for lane in lanes]
-    coming = Exchange(transport, lanes, 0)
+    coming = KeyExchange(transport, lanes, 0)
     going: GradientExchange | None = None
     for index in range(_steps(lanes)):
         arenas = coming.wait()
-        coming = Exchange(transport, lanes, index + 1)
+        coming = KeyExchange(transport, lanes, index + 1)
         keys = [
             lane.backward(lane.route.steps[index], arena, final, grad)
             for lane, arena, final, grad in zip(lanes, arenas, finals, grads, strict=True)
@@ -57,7 +57,7 @@ def backward(
     return grads
 
 
-class Exchange:
+class KeyExchange:
     """The keys of one step, on their way; past the last step, nothing."""
 
     def __init__(self, transport: Transport, lanes: Sequence[Lane], index: int):

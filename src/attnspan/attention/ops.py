@@ -14,9 +14,9 @@ in once, after everything is merged: lse' = log(e^lse + e^sink), out' = out * e^
 out and lse is then right as it stands, and the sink's own gradient is -sum of its probability times sum(grad * out),
 over rows and over ranks. A row that saw no key keeps out 0; its lse becomes the sink. A sink of -inf is none at all.
 
-[Note: gradients of lse over ranks] Under Ulysses heads are traded in backward too, and with them the gradient of lse. A
-rank whose own loss leaves lse out has none; the others expect it all the same. So what is traded follows from the call
-(`return_lse`), which ranks agree on, and a gradient that did not come is zero.
+[Note: gradients of lse over ranks] Under Ulysses heads are exchanged in backward too, and with them the gradient of
+lse. A rank whose own loss leaves lse out has none; the others expect it all the same. So what is exchanged follows from
+`return_lse`, which ranks agree on, and a gradient that did not come is zero.
 
 [Note: captured] Tensors that a score_mod captured (a learned bias) are inputs too, whole on every rank. A rank's pairs
 give a part of their gradients; every rank gets the sum, as of a sink.
