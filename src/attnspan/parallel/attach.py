@@ -56,7 +56,7 @@ from attnspan.parallel import checkpoint_regions, compiled_checkpoints, flex_dis
 from attnspan.parallel.compiled_inputs import checked_inputs
 from attnspan.parallel.guards import regions_of
 from attnspan.parallel.handler import Handler, UnnamedMask
-from attnspan.parallel.sdpa import Scope
+from attnspan.parallel.sdpa import AttentionMode
 
 if TYPE_CHECKING:
     from attnspan.parallel.session import ContextParallel
@@ -138,11 +138,11 @@ class Attachment:
 
     # ---- what a forward asks -------------------------------------------------------------------------------------
 
-    def scope(self, name: str | None, session: ContextParallel) -> Scope:
+    def mode(self, name: str | None, session: ContextParallel) -> AttentionMode:
         """The block that a module's forward runs in; without a mask's name, one that refuses attention."""
         if name is None:
-            return Scope(UNNAMED)
-        return Scope(self._handlers[name]) if session is self.session else session.sdpa(mask=name)
+            return AttentionMode(UNNAMED)
+        return AttentionMode(self._handlers[name]) if session is self.session else session.sdpa(mask=name)
 
     def session_of(self, given: object) -> ContextParallel:
         """The session that a module attends by, in eager code; what it is given must be a batch of that."""
@@ -406,7 +406,7 @@ def _forward(self: Any, *args: object, **kwargs: object) -> object:
             args, kwargs = checked_inputs(session.sharding, (args, kwargs))
     else:
         session = attachment.session_of((args, kwargs))
-    with attachment.scope(own.name, session):
+    with attachment.mode(own.name, session):
         if own.around is not None:
             return own.around(session, theirs, args, kwargs)
         return theirs(*args, **kwargs)

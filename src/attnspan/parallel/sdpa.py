@@ -55,7 +55,7 @@ ATTENTION_NAMES = re.compile(r"(?<!fl)att(?!er)|flash|fmha|mha_|(?<!f)sdp(?!_cho
 """What names of attention have in common; not flatten, scatter or FSDP."""
 
 
-class Scope(FlexMode):
+class AttentionMode(FlexMode):
     """A block in which SDPA and flex_attention are a session's attention."""
 
     def __init__(self, handler: Handler, eager: bool = False):
@@ -65,7 +65,7 @@ class Scope(FlexMode):
         self.compiled = False  # whether the block was compiled with what is in it
         self.pushed: list[bool] = []
 
-    def __enter__(self) -> Scope:
+    def __enter__(self) -> AttentionMode:
         self.compiled = torch.compiler.is_compiling()
         if self.compiled:
             return super().__enter__()
@@ -73,7 +73,7 @@ class Scope(FlexMode):
         checkpoint_regions.enter()
         around = _get_current_function_mode()
         # A second mode just like the one that is on would cost every call of torch a detour, and change nothing.
-        self.pushed.append(not (isinstance(around, Scope) and around.handler is self.handler))
+        self.pushed.append(not (isinstance(around, AttentionMode) and around.handler is self.handler))
         flex_dispatch.install()
         return super().__enter__() if self.pushed[-1] else self
 
@@ -93,7 +93,7 @@ class Scope(FlexMode):
         if torch.compiler.is_compiling():
             return self._traced(func, args, kwargs)
         name = getattr(func, "__name__", "")
-        if isinstance(func, OPS) or _names_attention(name):  # nearly every call ends here: it must be cheap
+        if isinstance(func, OPS) or _is_attention_name(name):  # nearly every call ends here: it must be cheap
             return self._dispatched(func, name, args, kwargs)
         return func(*args, **kwargs)
 
@@ -157,7 +157,7 @@ class Scope(FlexMode):
         return tuple(_reentering(self.handler, arg, eager) if callable(arg) else arg for arg in args)
 
 
-flex_dispatch.run_eagerly(Scope.__torch_function__.__code__)
+flex_dispatch.run_eagerly(AttentionMode.__torch_function__.__code__)
 
 
 def _flex_now(handler: Handler, args: FlexArgs) -> FlexResult:
@@ -166,7 +166,7 @@ def _flex_now(handler: Handler, args: FlexArgs) -> FlexResult:
 
 def _reentering(handler: Handler, function: Function, eager: bool = False) -> Function:
     def entered(*args: object, **kwargs: object) -> object:
-        with Scope(handler, eager):
+        with AttentionMode(handler, eager):
             return function(*args, **kwargs)
 
     return entered
@@ -177,7 +177,7 @@ def _is_function(arg: object) -> TypeGuard[Function]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _names_attention(name: str) -> bool:
+def _is_attention_name(name: str) -> bool:
     """Whether the name of a function may tell of attention."""
     return ATTENTION_NAMES.search(name) is not None
 
@@ -187,7 +187,7 @@ def _attends(func: object) -> bool:
     if not isinstance(func, OPS):
         return isinstance(func, BuiltinFunctionType) and func in FUSED
     library = (getattr(func, "__module__", None) or "").removeprefix("torch._ops.")
-    return library != "attnspan" and (_names_attention(func.__name__) or "attn" in library or "attention" in library)
+    return library != "attnspan" and (_is_attention_name(func.__name__) or "attn" in library or "attention" in library)
 
 
 # What torch.compiler.assume_constant_result does, which would import all of dynamo to say so.

@@ -44,7 +44,7 @@ from attnspan.parallel.flex_args import FlexArgs, FlexResult
 from attnspan.parallel.handler import SessionHandler
 from attnspan.parallel.moves import Moves, shifted
 from attnspan.parallel.report import Report, check_used
-from attnspan.parallel.sdpa import Scope
+from attnspan.parallel.sdpa import AttentionMode
 from attnspan.plan import Plan, Strategy
 from attnspan.transports import Transport
 from attnspan.transports.group import Group, transport_of
@@ -216,20 +216,20 @@ class ContextParallel:
         """
         return self.attentions.attention_for(mask, scale, score_mod)
 
-    def sdpa(self, *, mask: str | None = None) -> Scope:
+    def sdpa(self, *, mask: str | None = None) -> AttentionMode:
         """A block for ``with``: F.scaled_dot_product_attention inside is this session's, in this thread (sdpa.py).
 
         So is flex_attention, see `flex`. `mask` names one of the session's masks, if it has several. Activation
         checkpointing needs `attach`.
         """
-        return Scope(self._handler(self.core.mask_name(mask)))
+        return AttentionMode(self._handler(self.core.mask_name(mask)))
 
-    def flex(self, *, mask: str | None = None) -> Scope:
+    def flex(self, *, mask: str | None = None) -> AttentionMode:
         """A block for ``with``: torch's flex_attention inside is this session's, in this thread, as `flex_attention`.
 
         SDPA is served too; `mask` names one of the session's masks for it, if it has several.
         """
-        return Scope(self._handlers[None]) if mask is None and len(self.masks) > 1 else self.sdpa(mask=mask)
+        return AttentionMode(self._handlers[None]) if mask is None and len(self.masks) > 1 else self.sdpa(mask=mask)
 
     def attach(self, model: nn.Module, modules: Chosen | None = None, *, mask: str | None = None) -> Attachment:
         """Run the forward of a model's modules inside `sdpa`, when checkpointing runs them again too (attach.py).

@@ -30,7 +30,7 @@ from attnspan.parallel.core import Core
 from attnspan.parallel.flex_args import FlexArgs, FlexResult
 from attnspan.parallel.guards import Entry, Guards
 from attnspan.parallel.handler import Handler, SessionHandler
-from attnspan.parallel.sdpa import Scope
+from attnspan.parallel.sdpa import AttentionMode
 from attnspan.parallel.sdpa_args import SdpaArgs
 from attnspan.parallel.session import ContextParallel
 from attnspan.torch_compat.errors import AttentionNotImplemented
@@ -137,8 +137,8 @@ class Lifetime:
     Regions that were around when it began are not its business: their second run begins it anew.
     """
 
-    def __init__(self, scope: Scope) -> None:
-        self.scope = scope
+    def __init__(self, mode: AttentionMode) -> None:
+        self.mode = mode
         self.over = False
         self._around = [region.name for region in regions()]
         self._watched: WeakSet[Any] = WeakSet()
@@ -161,7 +161,7 @@ class Lifetime:
     def _run(self, again: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self.over:
             raise AttentionError(f"a checkpointed region runs again after context_parallel was left; {ELSE}")
-        with self.scope:
+        with self.mode:
             return again(*args, **kwargs)
 
 
