@@ -29,7 +29,7 @@ from attnspan.assumptions import Assumption
 from attnspan.errors import AttentionError
 from attnspan.parallel import checkpoint_regions, flex_dispatch, multihead
 from attnspan.parallel.compiled_checkpoints import enter_empty_block
-from attnspan.parallel.eager import eagerly
+from attnspan.parallel.eager import eagerly, run_eagerly
 from attnspan.parallel.flex_args import FLEX, FlexArgs, FlexResult
 from attnspan.parallel.flex_dispatch import FlexMode
 from attnspan.parallel.guards import Entry
@@ -61,7 +61,7 @@ class AttentionMode(FlexMode):
     def __init__(self, handler: Handler, eager: bool = False):
         super().__init__()
         self.handler = handler
-        self.eager = eager  # whether it stands, in compiled code, for a block of eager code around that
+        self.eager = eager  # whether it stands, in compiled code, for the block of eager code around that
         self.compiled = False  # whether the block was compiled with what is in it
         self.pushed: list[bool] = []
 
@@ -105,7 +105,7 @@ class AttentionMode(FlexMode):
 
     def _compiled_entry(self) -> Entry:
         """Whether compiled code enters the block itself: see [Note: ways of entry] in guards.py."""
-        return "inside" if self.compiled and not self.eager else "around"
+        return "compiled_with_block" if self.compiled and not self.eager else "compiled_in_block"
 
     def _dispatched(self, func: Function, name: str, args: Args, kwargs: Kwargs) -> object:
         """An op, or a function whose name may tell of attention."""
@@ -153,11 +153,11 @@ class AttentionMode(FlexMode):
             )
         if not self.compiled:
             enter_empty_block()
-        eager = self._compiled_entry() == "around"
+        eager = self._compiled_entry() == "compiled_in_block"
         return tuple(_reentering(self.handler, arg, eager) if callable(arg) else arg for arg in args)
 
 
-flex_dispatch.run_eagerly(AttentionMode.__torch_function__.__code__)
+run_eagerly(AttentionMode.__torch_function__.__code__)
 
 
 def _flex_now(handler: Handler, args: FlexArgs) -> FlexResult:

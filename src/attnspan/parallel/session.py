@@ -32,13 +32,14 @@ from attnspan.attention.score import ScoreFunction
 from attnspan.errors import AttentionError, ShardError, whole
 from attnspan.layouts import Layout
 from attnspan.masks import Full, Mask
-from attnspan.parallel import flex_dispatch, loss
+from attnspan.parallel import loss
 from attnspan.parallel.attach import Attachment, Chosen, attach
 from attnspan.parallel.attentions import Attentions, BoundAttention
 from attnspan.parallel.batch import Batch, SameBatch, shard_batch
 from attnspan.parallel.core import Core, Masks, SessionOptions, named_masks
 from attnspan.parallel.documents import documents_of
 from attnspan.parallel.dtensors import run_attention
+from attnspan.parallel.eager import run_eagerly
 from attnspan.parallel.flex import flex_attention
 from attnspan.parallel.flex_args import FlexArgs, FlexResult
 from attnspan.parallel.handler import SessionHandler
@@ -398,7 +399,7 @@ class ContextParallel:
         return f"ContextParallel(rank {self.rank} of {self.ranks}, {self.seq_len} tokens, {masks}, {self.layout!r})"
 
 
-flex_dispatch.run_eagerly(ContextParallel.flex_attention.__code__)
+run_eagerly(ContextParallel.flex_attention.__code__)
 
 
 def _each(do: Callable[[Any], object], tree: object) -> Any:

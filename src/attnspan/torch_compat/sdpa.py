@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args
 from weakref import WeakSet
 
 import torch
@@ -45,7 +45,7 @@ class CausalOrFull(Handler):
     """
 
     def __init__(self, session: ContextParallel, guard: Callable[[], None] | None = None):
-        guards: Guards | None = None if guard is None else {"eager": guard, "inside": guard, "around": guard}
+        guards: Guards | None = None if guard is None else dict.fromkeys(get_args(Entry), guard)
         self.core = session.core
         self._causal, self._full = (CompatHandler(session.attentions, name, guards) for name in MASKS)
         self._flex = SessionHandler(session.attentions, None, guards)
