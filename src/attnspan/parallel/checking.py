@@ -34,7 +34,7 @@ from attnspan.attention.uses import Uses
 from attnspan.dtypes import lse_dtype
 from attnspan.errors import AttentionError
 from attnspan.layouts import Contiguous, Layout
-from attnspan.parallel.attach import is_attached
+from attnspan.parallel.attached_forward import is_attached
 from attnspan.parallel.core import Masks
 from attnspan.parallel.session import ContextParallel
 from attnspan.plan import Plan, Strategy

@@ -33,7 +33,8 @@ from attnspan.errors import AttentionError, ShardError, whole
 from attnspan.layouts import Layout
 from attnspan.masks import Full, Mask
 from attnspan.parallel import loss
-from attnspan.parallel.attach import Attachment, Chosen, attach
+from attnspan.parallel.attach import Attachment, attach
+from attnspan.parallel.attached_modules import Chosen
 from attnspan.parallel.attentions import Attentions, BoundAttention
 from attnspan.parallel.batch import Batch, SameBatch, shard_batch
 from attnspan.parallel.core import Core, Masks, SessionOptions, named_masks
