@@ -31,9 +31,9 @@ from attnspan.errors import AttentionError
 from attnspan.masks import Full, Mask
 from attnspan.masks.fingerprint import fingerprint
 from attnspan.parallel.block_masks import ReadBlockMask, alone_of
+from attnspan.parallel.call_args import FlexArgs
 from attnspan.parallel.core import Core
 from attnspan.parallel.dtensors import is_dtensor, run_attention
-from attnspan.parallel.flex_args import FlexArgs
 from attnspan.parallel.flex_checks import check_alone, check_filled, check_lengths, check_scale
 from attnspan.parallel.guards import guarded, guards_of
 from attnspan.parallel.report import PastUses, Report, report

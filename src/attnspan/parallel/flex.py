@@ -28,9 +28,9 @@ from attnspan.attention.call import Inputs
 from attnspan.errors import AttentionError
 from attnspan.parallel.attentions import Attentions, BoundAttention
 from attnspan.parallel.block_masks import alone_of
+from attnspan.parallel.call_args import FlexArgs, FlexResult
 from attnspan.parallel.dtensors import run_attention
 from attnspan.parallel.eager import eagerly, run_eagerly
-from attnspan.parallel.flex_args import FlexArgs, FlexResult
 from attnspan.parallel.flex_checks import check, check_alone, check_bound, check_scale, check_unsplit
 from attnspan.parallel.guards import Entry
 

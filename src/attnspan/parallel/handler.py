@@ -21,12 +21,11 @@ from attnspan.attention.agreement import refuse
 from attnspan.attention.call import Inputs
 from attnspan.errors import AttentionError, AttnspanError
 from attnspan.parallel.attentions import Attentions
+from attnspan.parallel.call_args import SDPA, FlexArgs, FlexResult, SdpaArgs, flat
 from attnspan.parallel.dtensors import is_dtensor, run_attention
 from attnspan.parallel.flex import flex_attention
-from attnspan.parallel.flex_args import FlexArgs, FlexResult
 from attnspan.parallel.guards import Entry, Guards, guarded, guards_of
 from attnspan.parallel.multihead import multi_head_attention
-from attnspan.parallel.sdpa_args import SDPA, SdpaArgs, flat
 from attnspan.parallel.sdpa_checks import SdpaChecks
 
 

@@ -28,14 +28,13 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from attnspan.assumptions import Assumption
 from attnspan.errors import AttentionError
 from attnspan.parallel import checkpoint_regions, flex_dispatch, multihead
+from attnspan.parallel.call_args import FLEX, SDPA, FlexArgs, FlexResult, SdpaArgs
 from attnspan.parallel.compiled_checkpoints import enter_empty_block
 from attnspan.parallel.eager import eagerly, run_eagerly
-from attnspan.parallel.flex_args import FLEX, FlexArgs, FlexResult
 from attnspan.parallel.flex_dispatch import FlexMode
 from attnspan.parallel.guards import Entry
 from attnspan.parallel.handler import Handler
 from attnspan.parallel.multihead import check_weights
-from attnspan.parallel.sdpa_args import SDPA, SdpaArgs
 
 Function = Callable[..., object]
 Args = tuple[object, ...]

@@ -37,12 +37,12 @@ from attnspan.parallel.attach import Attachment, attach
 from attnspan.parallel.attached_modules import Chosen
 from attnspan.parallel.attentions import Attentions, BoundAttention
 from attnspan.parallel.batch import Batch, SameBatch, shard_batch
+from attnspan.parallel.call_args import FlexArgs, FlexResult
 from attnspan.parallel.core import Core, Masks, SessionOptions, named_masks
 from attnspan.parallel.documents import documents_of
 from attnspan.parallel.dtensors import run_attention
 from attnspan.parallel.eager import run_eagerly
 from attnspan.parallel.flex import flex_attention
-from attnspan.parallel.flex_args import FlexArgs, FlexResult
 from attnspan.parallel.handler import SessionHandler
 from attnspan.parallel.moves import Moves, shifted
 from attnspan.parallel.report import Report, check_used

@@ -25,13 +25,12 @@ from attnspan.attention import Attention
 from attnspan.errors import AttentionError
 from attnspan.masks import Causal, Full
 from attnspan.parallel.attentions import BoundAttention
+from attnspan.parallel.call_args import FlexArgs, FlexResult, SdpaArgs
 from attnspan.parallel.checkpoint_regions import regions, rerun_of
 from attnspan.parallel.core import Core
-from attnspan.parallel.flex_args import FlexArgs, FlexResult
 from attnspan.parallel.guards import Entry, Guards
 from attnspan.parallel.handler import Handler, SessionHandler
 from attnspan.parallel.sdpa import AttentionMode
-from attnspan.parallel.sdpa_args import SdpaArgs
 from attnspan.parallel.session import ContextParallel
 from attnspan.torch_compat.errors import AttentionNotImplemented
 
