@@ -33,7 +33,6 @@ TIMEOUT = (
 )
 SLACK = 4
 RANKS, VICTIM = 3, 1
-COMPUTES = {"forward": "compute", "backward": "differentiate"}  # the methods of a lane, by pass
 
 
 def problem(strategy):
@@ -65,15 +64,14 @@ def outcome(problem, group=None):
 
 def doom(patch, when, act):
     """Make this process `act` before it computes its next tiles, once."""
-    method = COMPUTES[when]
-    real = getattr(Lane, method)
+    real = getattr(Lane, when)  # the method of a lane is called as the pass
 
     def doomed(self, *args):
-        patch.setattr(Lane, method, real)
+        patch.setattr(Lane, when, real)
         act()
         return real(self, *args)
 
-    patch.setattr(Lane, method, doomed)
+    patch.setattr(Lane, when, doomed)
 
 
 def awaiting(rank, said):

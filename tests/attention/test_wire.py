@@ -193,8 +193,8 @@ def test_exchanges_travel_under_compute(strategy, monkeypatch):
         on_rank(problem, here.transport)
         return [(event.kind, event.what) for event in here.transport.log if event.kind != "agree"]
 
-    monkeypatch.setattr(Lane, "compute", marked(Lane.compute))
-    monkeypatch.setattr(Lane, "differentiate", marked(Lane.differentiate))
+    monkeypatch.setattr(Lane, "forward", marked(Lane.forward))
+    monkeypatch.setattr(Lane, "backward", marked(Lane.backward))
     problem = Problem(Full(), Contiguous(ranks=4), 16, strategy)
     exchanges = len(problem.plan.steps(0)) - 1
     for log in loopback(4).run(rank):

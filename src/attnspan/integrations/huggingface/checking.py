@@ -26,7 +26,7 @@ from attnspan.integrations.huggingface.layers import AttentionLayer
 from attnspan.integrations.huggingface.losses import IGNORED
 from attnspan.integrations.huggingface.neighbours import looks_aside
 from attnspan.integrations.huggingface.positions import goes_by_length
-from attnspan.parallel.attach import is_attached
+from attnspan.parallel.attached_forward import is_attached
 
 HEADS = re.compile(r"((?<!PreTrained)Model|ForCausalLM|ForMaskedLM|ForTokenClassification|ForConditionalGeneration)$")
 """What is computed of each token by itself; other heads look at one token for all."""
