@@ -23,7 +23,7 @@ from torch import Tensor
 from attnspan.errors import MaskError
 from attnspan.masks import Causal, Full, Mask, SlidingWindow
 from attnspan.masks.mask import And, MaskFunction
-from attnspan.paged.reading import Reading
+from attnspan.paged.metadata import PagedMetadata
 
 ScoreFunction = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 """A FlexAttention score_mod: (score, batch row, head, query position, key position) -> score."""
@@ -44,17 +44,17 @@ class Scoring:
         """What a kernel must run besides the two numbers, or nothing."""
         return "score_mod" if self.score_mod is not None else "mask" if self.mask_mod is not None else ""
 
-    def visible(self, reading: Reading, row: int) -> tuple[int, int]:
+    def visible(self, metadata: PagedMetadata, row: int) -> tuple[int, int]:
         """Bounds of the keys of a row that any of its queries may see. See [Note: bounds]."""
-        begin, end = reading.host_begins[row], reading.host_ends[row]
-        start = reading.starts[row]
+        begin, end = metadata.host_begins[row], metadata.host_ends[row]
+        start = metadata.starts[row]
         if self.causal:
-            end = min(end, reading.spread.held(reading.last(row) + 1))
+            end = min(end, metadata.spread.held(metadata.last(row) + 1))
         if self.window is not None:
-            begin = max(begin, reading.spread.held(max(0, start - self.window + 1)))
+            begin = max(begin, metadata.spread.held(max(0, start - self.window + 1)))
         return begin, max(begin, end)
 
-    def allowed(self, reading: Reading, row: int, heads: int, queries: Tensor, keys: Tensor) -> Tensor | None:
+    def allowed(self, metadata: PagedMetadata, row: int, heads: int, queries: Tensor, keys: Tensor) -> Tensor | None:
         """Which pairs count, bool of (1 or heads, n, m), for query and key positions of a row; None for all."""
         distance = queries.unsqueeze(-1) - keys
         allowed = None

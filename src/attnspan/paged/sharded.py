@@ -30,9 +30,9 @@ from torch import Tensor
 from attnspan.errors import PageError, whole
 from attnspan.kernels.merge import share_of
 from attnspan.layouts import Layout
-from attnspan.paged.attending import Attends, Options
+from attnspan.paged.kv_cache import Options, PagedKVCache
+from attnspan.paged.metadata import Spread
 from attnspan.paged.pool import Layer, PagePool
-from attnspan.paged.reading import Spread
 from attnspan.paged.step_plan import StepPlan
 from attnspan.transports.consensus import digest, heard, odd
 from attnspan.transports.group import Group, transport_of
@@ -55,7 +55,7 @@ class KeyRoute(NamedTuple):
     receives: list[Tensor]
 
 
-class ShardedPages(Attends):
+class ShardedPages(PagedKVCache):
     """A pool whose pages are spread over the ranks of `mesh`: a DeviceMesh, a process group or a virtual world.
 
     >>> from attnspan.paged import Layer, PageAllocator
@@ -67,7 +67,7 @@ class ShardedPages(Attends):
     ...     plan.step([(allocator.add(), 5)])
     ...     pages.write(0, torch.ones(5, 1, 2), torch.ones(5, 1, 2), plan)
     ...     out = pages.attend(0, torch.ones(5, 2, 2), plan)
-    ...     return plan.reading.spans[0], out[4, 0].round().tolist()
+    ...     return plan.metadata.spans[0], out[4, 0].round().tolist()
     >>> loopback(ranks=2).run(rank)  # which keys each rank reads, and what all of them get
     [((0, 3), [1.0, 1.0]), ((0, 2), [1.0, 1.0])]
     """
@@ -164,8 +164,8 @@ class ShardedPages(Attends):
             raise PageError(
                 f"the plan must hold the tokens of every row, a multiple of seq_len={cp.seq_len}, got {plan.tokens}"
             )
-        reading = plan.reading
-        positions = torch.cat([torch.arange(s, s + n) for s, n in zip(reading.starts, reading.queries, strict=True)])
+        metadata = plan.metadata
+        positions = torch.cat([torch.arange(s, s + n) for s, n in zip(metadata.starts, metadata.queries, strict=True)])
         owners = positions // self.spread.interleave % ranks
         batch = plan.tokens // cp.seq_len
         held = [torch.cat([_shard(cp, row, rank) + row * cp.seq_len for row in range(batch)]) for rank in range(ranks)]

@@ -1,6 +1,6 @@
-"""What a kernel is told of a step: which pages each sequence's keys lie in, and at which positions.
+"""The attention metadata of a step, as kernels get it: the pages and positions of each sequence's keys and queries.
 
-A reading is a batch of B rows, each a sequence, and T packed queries. Row b has the queries ``offsets[b]`` to
+A step is a batch of B rows, each a sequence, and T packed queries. Row b has the queries ``offsets[b]`` to
 ``offsets[b + 1]`` and sees the keys ``begins[b]`` to ``ends[b]`` of those that lie here; key j is in slot ``j %
 page_size`` of page ``tables[b, j // page_size]``. What lies in any other slot is nobody's, may be NaN, and must not
 reach a result.
@@ -57,7 +57,7 @@ class Spread:
         return (run * self.ranks + self.rank) * self.interleave + key - run * self.interleave
 
 
-ALONE = Spread()
+ONE_RANK = Spread()
 
 Pages = Tensor | Quantised
 """One layer's keys or values: (pages, page_size, heads, dim)."""
@@ -69,7 +69,7 @@ def tensors(*pages: Pages) -> list[Tensor]:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Reading:
+class PagedMetadata:
     """Tables, key ranges and queries of B rows. See the file's docstring."""
 
     page_size: int
@@ -84,9 +84,9 @@ class Reading:
     host_ends: tuple[int, ...]
     starts: tuple[int, ...]  # the position of each row's first query, on the host
     latest: int | None = None  # see [Note: rows of several sequences]
-    spread: Spread = ALONE
+    spread: Spread = ONE_RANK
     merged: bool = False  # whether the result is joined with others, and should not be rounded yet
-    lasting: bool = False  # whether a graph may repeat what is decided here for later steps, of other lengths
+    for_graphs: bool = False  # whether a CUDA graph may replay the step later, for other lengths
     memo: dict[object, Any] = field(default_factory=dict, repr=False)
 
     def once(self, what: object, work: Callable[[], T]) -> T:
