@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnspan.masks import Causal, Full, PrefixLM, SlidingWindow
 from attnspan.paged import AfterPrefix
-from attnspan.paged.kernels import together
+from attnspan.paged.kernels import gather_decode
 from tests.paged.cases import Cache, words
 
 WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "unique", "_unique2", "equal", "is_nonzero", "item",
@@ -71,7 +71,7 @@ OPTIONS = [
 
 @pytest.mark.parametrize("options", OPTIONS, ids=words)
 def test_a_step_never_waits_for_the_device(options, monkeypatch):
-    monkeypatch.setattr(together, "groups", lambda *asked: [])  # done on a CPU alone, where looking is no wait
+    monkeypatch.setattr(gather_decode, "groups", lambda *asked: [])  # done on a CPU alone, where looking is no wait
     cache, batch = decoding(64)
     watched(cache, batch, **options)
     assert watched(cache, batch, **options).waits == []  # the second time: a mask's tensors are sent once

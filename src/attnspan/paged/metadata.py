@@ -126,6 +126,6 @@ class PagedMetadata:
         found = pages.flatten(1).index_select(0, self.tables[row, low:high].long()).view(-1, *pages.shape[2:])
         return found[first - low * size : last - low * size]
 
-    def key_positions(self, row: int, first: int, last: int) -> Tensor:
+    def key_positions(self, first: int, last: int) -> Tensor:
         """The positions of keys [first, last), (last - first,)."""
         return self.spread.position(torch.arange(first, last, device=self.tables.device))

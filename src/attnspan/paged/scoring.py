@@ -14,8 +14,9 @@ FlexAttention does, over the rows' own positions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +28,15 @@ from attnspan.paged.metadata import PagedMetadata
 
 ScoreFunction = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 """A FlexAttention score_mod: (score, batch row, head, query position, key position) -> score."""
+
+
+class VisibleKeys(NamedTuple):
+    """The queries of a row, among all of a step, and the keys [begin, end) that any of them may see."""
+
+    row: int
+    queries: slice
+    begin: int
+    end: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,27 +64,27 @@ class Scoring:
             begin = max(begin, metadata.spread.held(max(0, start - self.window + 1)))
         return begin, max(begin, end)
 
-    def allowed(self, metadata: PagedMetadata, row: int, heads: int, queries: Tensor, keys: Tensor) -> Tensor | None:
-        """Which pairs count, bool of (1 or heads, n, m), for query and key positions of a row; None for all."""
-        distance = queries.unsqueeze(-1) - keys
-        allowed = None
-        if self.causal:
-            allowed = distance >= 0
-        if self.window is not None:
-            near = distance < self.window
-            allowed = near if allowed is None else allowed & near
-        if allowed is not None:
-            allowed = allowed.unsqueeze(0)
-        if self.mask_mod is None:
-            return allowed
-        asked = over_pairs(self.mask_mod, row, heads, queries, keys)
-        return asked if allowed is None else asked & allowed
+    def rows(self, metadata: PagedMetadata, done: Container[int] = ()) -> Iterator[VisibleKeys]:
+        """The rows with queries that may see a key, except for those that are done."""
+        first = 0
+        for row, count in enumerate(metadata.queries):
+            begin, end = self.visible(metadata, row) if count and row not in done else (0, 0)
+            if begin < end:
+                yield VisibleKeys(row, slice(first, first + count), begin, end)
+            first += count
 
-    def scored(self, scores: Tensor, row: int, queries: Tensor, keys: Tensor) -> Tensor:
-        """Scores (heads, n, m) as the score_mod changes them."""
-        if self.score_mod is None:
-            return scores
-        return over_pairs(self.score_mod, row, scores.shape[0], queries, keys, scores)
+    def applied(self, scores: Tensor, row: int, queries: Tensor, keys: Tensor) -> Tensor:
+        """Scores (heads, n, m) of query and key positions of a row, after the score_mod; -inf where they are masked."""
+        heads, distance = scores.shape[0], queries.unsqueeze(-1) - keys
+        if self.score_mod is not None:
+            scores = over_pairs(self.score_mod, row, heads, queries, keys, scores)
+        if self.causal:
+            scores = scores.masked_fill(distance < 0, -torch.inf)
+        if self.window is not None:
+            scores = scores.masked_fill(distance >= self.window, -torch.inf)
+        if self.mask_mod is not None:
+            scores = scores.masked_fill(~over_pairs(self.mask_mod, row, heads, queries, keys), -torch.inf)
+        return scores
 
 
 def over_pairs(

@@ -1,4 +1,4 @@
-"""Rows of one query, all at once: decoding many sequences on a CPU by a handful of calls instead of some for each.
+"""Decoding on a CPU: rows of one query are gathered and attended to in batches, by a handful of calls for all rows.
 
 Rows of about the same length are copied side by side, padded to the longest of them, and attended to by one call; what
 is not a row's own is cleared in the copy, since it may be NaN, and masked. A query that is alone in its row sees all of
@@ -26,7 +26,7 @@ CHEAP = 1 << 19
 """Bytes of padding that are cheaper than one more call."""
 
 
-class Together(NamedTuple):
+class DecodeGroup(NamedTuple):
     """Rows that share a call: their queries, their pages, and which of the n x L copied keys are not theirs."""
 
     rows: tuple[int, ...]
@@ -38,20 +38,19 @@ class Together(NamedTuple):
     first: Tensor  # (n, 1): the first copied key of each row, by its place in the row
 
 
-def groups(spec: Scoring, metadata: PagedMetadata, q: Tensor, keys: Pages, values: Pages) -> list[Together]:
-    """The rows that are done together; none where that does not pay, or the kernel does not know how."""
-    if not isinstance(keys, Tensor) or not isinstance(values, Tensor):
+def groups(spec: Scoring, metadata: PagedMetadata, q: Tensor, keys: Pages, values: Pages) -> list[DecodeGroup]:
+    """The rows that share calls; none where that does not pay, or the kernel does not know how."""
+    if not isinstance(keys, Tensor) or spec.mask_mod is not None or not metadata.in_order:
         return []
-    plain = spec.mask_mod is None and metadata.in_order
-    if not plain or q.device.type != "cpu" or q.shape[2] != values.shape[3]:
+    if q.device.type != "cpu" or q.shape[2] != values.shape[3]:
         return []
     page_bytes = 2 * keys[0].numel() * keys.element_size()
     wide = torch.promote_types(q.dtype, torch.float32)
-    what = ("together", spec.causal, spec.window, page_bytes, wide)
+    what = ("decode groups", spec.causal, spec.window, page_bytes, wide)
     return metadata.once(what, lambda: _grouped(spec, metadata, page_bytes, wide))
 
 
-def _grouped(spec: Scoring, metadata: PagedMetadata, page_bytes: int, wide: torch.dtype) -> list[Together]:
+def _grouped(spec: Scoring, metadata: PagedMetadata, page_bytes: int, wide: torch.dtype) -> list[DecodeGroup]:
     """See [Note: alike in length]."""
     size, spread, bounds = metadata.page_size, metadata.spread, dict[int, tuple[int, int]]()
     offsets = list(accumulate(metadata.queries, initial=0))
@@ -76,12 +75,12 @@ def _grouped(spec: Scoring, metadata: PagedMetadata, page_bytes: int, wide: torc
         else:
             found.append([row])
             longest, padding, held = pages[row], 0, pages[row]
-    return [_together(metadata, rows, offsets, bounds, wide) for rows in found if len(rows) > 1]
+    return [_group(metadata, rows, offsets, bounds, wide) for rows in found if len(rows) > 1]
 
 
-def _together(
+def _group(
     metadata: PagedMetadata, rows: list[int], offsets: list[int], bounds: dict[int, tuple[int, int]], wide: torch.dtype
-) -> Together:
+) -> DecodeGroup:
     size = metadata.page_size
     low = torch.tensor([bounds[row][0] // size for row in rows]).unsqueeze(1)
     begin, end = (torch.tensor([bounds[row][side] for row in rows]).unsqueeze(1) for side in (0, 1))
@@ -93,11 +92,11 @@ def _together(
     mask = torch.zeros(hidden.shape, dtype=wide).masked_fill_(hidden, -torch.inf)
     cleared = hidden.flatten().nonzero().flatten()
     queries = torch.tensor([offsets[row] for row in rows])
-    return Together(tuple(rows), queries, pages.flatten(), hidden, cleared, mask, low * size)
+    return DecodeGroup(tuple(rows), queries, pages.flatten(), hidden, cleared, mask, low * size)
 
 
 def attend(
-    spec: Scoring, group: Together, metadata: PagedMetadata, q: Tensor, keys: Tensor, values: Tensor
+    spec: Scoring, group: DecodeGroup, metadata: PagedMetadata, q: Tensor, keys: Tensor, values: Tensor
 ) -> tuple[Tensor, Tensor]:
     """out (n, H, D) and lse (n, H) of a group's rows, in float32 or wider."""
     wide = torch.promote_types(q.dtype, torch.float32)
@@ -107,12 +106,11 @@ def attend(
     if spec.score_mod is not None:
         out, lse = _by_pairs(spec, group, metadata, mine, k, v)
     else:
-        flash = CPU_FLASH
-        out, lse = flash(mine, k, v, 0.0, False, attn_mask=group.mask[:, None, None], scale=spec.scale)
+        out, lse = CPU_FLASH(mine, k, v, 0.0, False, attn_mask=group.mask[:, None, None], scale=spec.scale)
     return out.reshape(n, -1, out.shape[3]), lse.reshape(n, -1)
 
 
-def _copied(pages: Tensor, group: Together, n: int) -> Tensor:
+def _copied(pages: Tensor, group: DecodeGroup, n: int) -> Tensor:
     """(n, L, Hk, D), cleared where there is nothing of the row."""
     found = pages.flatten(1).index_select(0, group.pages)
     found.view(-1, pages[0, 0].numel()).index_fill_(0, group.cleared, 0.0)  # few: a mask would look at all of them
@@ -120,7 +118,7 @@ def _copied(pages: Tensor, group: Together, n: int) -> Tensor:
 
 
 def _by_pairs(
-    spec: Scoring, group: Together, metadata: PagedMetadata, q: Tensor, k: Tensor, v: Tensor
+    spec: Scoring, group: DecodeGroup, metadata: PagedMetadata, q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The formulas, with scores as the score_mod changes them."""
     scores = (q @ k.mT * spec.scale).flatten(1, 2)  # (n, H, L)
