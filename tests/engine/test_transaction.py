@@ -9,7 +9,7 @@ import torch
 
 from attnspan import Engine, SamplingParams
 from attnspan.engine.journal import Journal
-from attnspan.engine.outcome import Outcome
+from attnspan.engine.output_processor import Outcome
 from attnspan.errors import EngineError, PageError
 from attnspan.paged import PagePool
 from attnspan.testing import loopback

@@ -148,7 +148,7 @@ def test_a_prefix_hit_finds_codes_and_scales(dtype):
     seq, _ = prefixes.add(prompt)
     cache.k[seq], cache.v[seq] = cache.random(0, 2, 8), cache.random(0, 2, 8)
     cache.step([(seq, 11)])
-    prefixes.keep(seq, prompt)
+    prefixes.insert(seq, prompt)
     hit, length = prefixes.add([*prompt[:6], 99, 98])
     cache.k[hit], cache.v[hit] = cache.k[seq][:length], cache.v[seq][:length]
     cache.step([(hit, 8 - length)])

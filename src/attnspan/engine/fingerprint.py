@@ -147,11 +147,11 @@ class ModelFingerprint:
         self._ignored, self._details = ignored, details
         self._parts = Parts(model, ignored)
         self.content = self._parts.weights.content()
-        self._compared = True  # the content, since the last look
+        self._compared = True  # the content, since parts were last compared
         self._watched = FIRST_STEPS
 
-    def look(self) -> None:
-        """Compare parts."""
+    def compare_parts(self) -> None:
+        """Compare what the host can see of the model, as every step does."""
         self._compared = False
         if not self._parts.same():
             self.version += 1
@@ -159,7 +159,7 @@ class ModelFingerprint:
             self._parts = Parts(self.model, self._ignored)
 
     def compare_content(self) -> bool:
-        """Compare what weights are, unless that was done since the last look; whether it was done now."""
+        """Compare the weights, unless that was done since parts were last compared; whether it was done now."""
         if self._compared:
             return False
         found = self._parts.weights.content()
@@ -169,8 +169,8 @@ class ModelFingerprint:
         self._compared = True
         return True
 
-    def ran(self) -> None:
-        """The model has run. See [Note: what a model writes itself]."""
+    def accept_own_writes(self) -> None:
+        """Call it when the model has run. See [Note: what a model writes itself]."""
         if not self._watched:
             return
         if self._parts.same():

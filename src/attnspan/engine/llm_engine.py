@@ -37,14 +37,14 @@ class LLMEngine(EngineCore):
         `params` is one for all, or one for each. If anything goes wrong, none of these requests is left behind.
         """
         requests: list[Request] = []
-        hold = self._held(requests)  # should the `finally` be interrupted
+        hold = self._hold(requests)  # should the `finally` be interrupted
         try:
             self._add_all(requests, prompts, params, salt)
             with ProgressBar(requests, progress) as bar:
                 while not all(request.finished for request in requests):
                     bar.advance(sum(token.finish_reason is not None for token in self.step()))
         finally:
-            self._forget(requests)
+            self._cancel_all(requests)
             del hold
         return requests
 
@@ -69,7 +69,7 @@ class LLMEngine(EngineCore):
         """None at first, then tokens. A reader that goes away drops the hold, which leaves a note, and no more."""
         requests: list[Request] = []
         tokens: list[Token] = []
-        hold = self._held(requests)
+        hold = self._hold(requests)
         try:
             self._add_all(requests, prompts, params, salt, tokens)
             yield None
@@ -85,12 +85,12 @@ class LLMEngine(EngineCore):
                     try:
                         self.step()
                     except BaseException:
-                        self._forget(requests)
+                        self._cancel_all(requests)
                         raise
         finally:
             del hold  # close() of Python 3.12 keeps what a generator holds, unless there is something to be done
 
-    def _held(self, requests: list[Request]) -> Hold:
+    def _hold(self, requests: list[Request]) -> Hold:
         """What the caller's frame must keep while it wants these requests. See owner.py, [Note: finalisers]."""
         hold = Hold()
         note = Note(hold, self._notes.append)
@@ -113,16 +113,16 @@ class LLMEngine(EngineCore):
             for prompt, one in zip(prompts, each, strict=True):
                 self._add(prompt, one, salt, requests, stream)
         except BaseException:
-            self._forget(requests)
+            self._cancel_all(requests)
             raise
 
-    def _forget(self, requests: list[Request]) -> None:
-        """End those that have not ended."""
+    def _cancel_all(self, requests: list[Request]) -> None:
+        """Cancel those that have not ended."""
         if not all(request.finished for request in requests):
-            self._forgotten(requests)
+            self._cancel_unfinished(requests)
 
     @exclusive
-    def _forgotten(self, requests: list[Request]) -> None:
+    def _cancel_unfinished(self, requests: list[Request]) -> None:
         self._settle()
         failures = [self._end(request, "cancelled") for request in requests if self._table.holds(request)]
         for failed in filter(None, failures):
@@ -134,4 +134,4 @@ class LLMEngine(EngineCore):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._forget(self.unfinished)
+        self._cancel_all(self.unfinished)

@@ -7,7 +7,7 @@ two prompts meet on a page only if they are equal up to its end::
     seq, length = cache.add(tokens)  # a sequence that holds tokens[:length] already
     allocator.step([(seq, len(tokens) - length)])
     ...  # compute and write the rest
-    cache.keep(seq, tokens)  # its full pages can be found from now on
+    cache.insert(seq, tokens)  # its full pages can be found from now on
 
 At least one token is always left to compute, since a model wants a query. Where a page agrees only in its first
 tokens, these are a hit too: the sequence shares the page and gets a copy of it when it first writes.
@@ -31,7 +31,7 @@ up. When most of the heap must be such entries they are swept out, so that it do
 [Note: bytes] Tokens are kept as bytes, `WIDTH` for each: one pass over a list finds what is no token, and from there on
 parts of a prompt are cut, compared and hashed as a whole. An array of "Q" is such bytes already.
 
-Ints only. Time: O(tokens) to add or keep, O(log pages) for each run that pages are given up of.
+Ints only. Time: O(tokens) to add or insert, O(log pages) for each run that pages are given up of.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class PrefixCache:
     >>> cache = PrefixCache(allocator)
     >>> first, length = cache.add([7, 8, 9, 1, 5])
     >>> given = allocator.step([(first, 5 - length)])
-    >>> cache.keep(first, [7, 8, 9, 1, 5])  # two full pages
+    >>> cache.insert(first, [7, 8, 9, 1, 5])  # two full pages
     2
     >>> cache.add([7, 8, 9, 2])  # one page, and the first token of another
     Hit(seq=1, length=3)
@@ -166,7 +166,7 @@ class PrefixCache:
         """How many of these tokens `add` would find; nothing changes, not even what was used last."""
         return self._match(_packed(tokens)[:-WIDTH], _typed(salt), touch=False)[1]
 
-    def keep(self, seq: int, tokens: Iterable[int], *, salt: Hashable = None) -> int:
+    def insert(self, seq: int, tokens: Iterable[int], *, salt: Hashable = None) -> int:
         """Keep the full pages of a sequence, whose first tokens are `tokens`; how many pages were new.
 
         Call it when their keys are written. Pages that were released already, and what comes after, are left out.

@@ -237,9 +237,9 @@ class StepPlan:
 
     def shared_metadata(self, index: int) -> PagedMetadata:
         """The queries of a group of rows as one row over the pages they share; see `shared`."""
-        return self.remembered(("shared", index), lambda: self._shared_reading(self.metadata, index))
+        return self.remembered(("shared", index), lambda: self._shared_metadata(self.metadata, index))
 
-    def _shared_reading(self, step: PagedMetadata, index: int) -> PagedMetadata:
+    def _shared_metadata(self, step: PagedMetadata, index: int) -> PagedMetadata:
         group = self.shared[index]
         first = sum(step.queries[: group.first])
         tokens = sum(step.queries[group.first : group.last])
