@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from attnspan.errors import ModelError
-from attnspan.integrations.huggingface.attending import check_asked
+from attnspan.integrations.huggingface.attention import check_asked
 from attnspan.integrations.huggingface.layers import AttentionLayer
 from attnspan.integrations.huggingface.masking import asked_mask
 from attnspan.integrations.huggingface.serving import called_meanwhile, probed_once
