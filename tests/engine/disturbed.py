@@ -203,7 +203,7 @@ CALLS = [
     (PageAllocator, "add fork trim release_window free may_swap_out may_swap_in swap_out swap_in needs reserve commit "
      "prepare adopt keep give_up _drop _take _needed _sharing _reclaimed"),
     (PrefixCache, "add insert _reclaim _append _touch _left_alone _match _cut _victims"),
-    (PagePool, "write attend copy copy_pages swap_out swap_in put partial _to_host _from_host"),
+    (PagePool, "write attend copy swap_out swap_in put partial _to_host _from_host"),
     (StepPlan, "step _fill"),
     (KVCacheManager, "add reserve fork cache_prefix release_windows trim free swap_out swap_in"),
     (Scheduler, "add remove fork step mark_computed _cache_prefix _drop_pages _preempt _admit"),

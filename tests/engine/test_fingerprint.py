@@ -347,15 +347,15 @@ def test_parts_can_be_compared_whatever_was_put_in_their_place():
     model[0].table = torch.ones(3)
     for value in (torch.zeros(3), Odd(), [1, 2], {"a": [1]}, None):
         parts = Parts(model)
-        assert parts.same()
+        assert parts.unchanged()
         model[0].table = value
-        assert not parts.same()
+        assert not parts.unchanged()
     parts = Parts(model)
     model[0].nested = {"a": [1]}
-    assert not parts.same()
+    assert not parts.unchanged()
     parts = Parts(model)
     model[0].nested["a"].append(2)
-    assert not parts.same()
+    assert not parts.unchanged()
 
 
 def test_a_version_counts_every_change_once():

@@ -42,7 +42,7 @@ from attnspan.engine.kv_cache_manager import KVCacheGroup, KVCacheManager
 from attnspan.engine.model import ServedModel
 from attnspan.engine.model_runner import ModelRunner, PlanSizes
 from attnspan.engine.output_processor import Commit, Outcome, OutputProcessor
-from attnspan.engine.owner import Note, Owned, Owner, entered, exclusive
+from attnspan.engine.owner import Note, Owned, Owner, call_owned, exclusive
 from attnspan.engine.params import SamplingParams
 from attnspan.engine.pools import pools_of
 from attnspan.engine.prompts import Prompt, encode_prompt
@@ -247,7 +247,7 @@ class EngineCore(Owned):
             self._table.check(request)
             self._notes.append(request)
         else:
-            entered(self, EngineCore._cancelled, (request,), {})
+            call_owned(self, EngineCore._cancelled, (request,), {})
 
     def _cancelled(self, request: Request) -> None:
         self._settle()
@@ -297,7 +297,7 @@ class EngineCore(Owned):
 
     def _unfinished(self) -> list[Request]:
         if self._owner.may_act:
-            entered(self, EngineCore._settle, (), {})
+            call_owned(self, EngineCore._settle, (), {})
         return list(self._table.requests.values())
 
     @property

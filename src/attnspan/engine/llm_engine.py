@@ -16,9 +16,12 @@ from typing import Any, Self
 from attnspan.engine.core import EngineCore
 from attnspan.engine.owner import Hold, Note, exclusive
 from attnspan.engine.params import SamplingParams
-from attnspan.engine.progress import ProgressBar
+from attnspan.engine.progress import progress_bar
 from attnspan.engine.prompts import Prompt, one_or_several, params_for_each, several
 from attnspan.engine.request import Request, Token
+
+Params = SamplingParams | Sequence[SamplingParams] | None
+"""One for all prompts, or one for each; None for the defaults."""
 
 
 class LLMEngine(EngineCore):
@@ -27,7 +30,7 @@ class LLMEngine(EngineCore):
     def generate(
         self,
         prompts: Iterable[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        params: Params = None,
         *,
         salt: Hashable = None,
         progress: bool = False,
@@ -40,9 +43,9 @@ class LLMEngine(EngineCore):
         hold = self._hold(requests)  # should the `finally` be interrupted
         try:
             self._add_all(requests, prompts, params, salt)
-            with ProgressBar(requests, progress) as bar:
+            with progress_bar(requests, progress) as advance:
                 while not all(request.finished for request in requests):
-                    bar.advance(sum(token.finish_reason is not None for token in self.step()))
+                    advance(sum(token.finish_reason is not None for token in self.step()))
         finally:
             self._cancel_all(requests)
             del hold
@@ -51,7 +54,7 @@ class LLMEngine(EngineCore):
     def stream(
         self,
         prompts: Prompt | Iterable[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        params: Params = None,
         *,
         salt: Hashable = None,
     ) -> Iterator[Token]:
@@ -60,12 +63,10 @@ class LLMEngine(EngineCore):
         Several streams, `generate` and `step` may take turns on one engine: each stream has all of its own tokens.
         """
         stream = self._streamed(one_or_several(prompts), params, salt)
-        next(stream)  # as far as its first yield: requests are added now, and end if nobody reads the stream
+        next(stream)  # as far as its first yield: requests are added now, and end if the stream is dropped unread
         return stream
 
-    def _streamed(
-        self, prompts: Iterable[Prompt], params: SamplingParams | Sequence[SamplingParams] | None, salt: Hashable
-    ) -> Iterator[Any]:
+    def _streamed(self, prompts: Iterable[Prompt], params: Params, salt: Hashable) -> Iterator[Any]:
         """None at first, then tokens. A reader that goes away drops the hold, which leaves a note, and no more."""
         requests: list[Request] = []
         tokens: list[Token] = []
@@ -102,7 +103,7 @@ class LLMEngine(EngineCore):
         self,
         requests: list[Request],
         prompts: Iterable[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None,
+        params: Params,
         salt: Hashable,
         stream: list[Token] | None = None,
     ) -> None:

@@ -42,7 +42,7 @@ from typing import NamedTuple
 
 from attnspan.engine.kv_cache_manager import KVCacheManager
 from attnspan.engine.sample import Sample
-from attnspan.errors import EngineError, whole
+from attnspan.errors import EngineError
 
 _ORDER = attrgetter("order")
 
@@ -68,8 +68,6 @@ class Limits:
     whole_prompts: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_sequences", "max_tokens"):
-            object.__setattr__(self, name, whole(name, getattr(self, name), at_least=1, error=EngineError))
         if self.max_tokens < self.max_sequences:
             raise EngineError(
                 f"max_tokens must be at least max_sequences={self.max_sequences}, so that all of them can decode in "

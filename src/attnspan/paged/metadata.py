@@ -2,8 +2,8 @@
 
 A step is a batch of B rows, each a sequence, and T packed queries. Row b has the queries ``offsets[b]`` to
 ``offsets[b + 1]`` and sees the keys ``begins[b]`` to ``ends[b]`` of those that lie here; key j is in slot ``j %
-page_size`` of page ``tables[b, j // page_size]``. What lies in any other slot is nobody's, may be NaN, and must not
-reach a result.
+page_size`` of page ``tables[b, j // page_size]``. What lies in any other slot belongs to no sequence, may be NaN,
+and must not reach a result.
 
 [Note: rows of several sequences] Sequences that share pages may read them as one row (pool.py, [Note: shared
 beginnings]). Its queries are then at any positions, in any order, and `latest` is the last of them.
@@ -73,7 +73,7 @@ class PagedMetadata:
     """Tables, key ranges and queries of B rows. See the file's docstring."""
 
     page_size: int
-    tables: Tensor  # (B, W) int32; entries past a row's pages are pages of nobody in particular, and one more is there
+    tables: Tensor  # (B, W) int32; entries past a row's pages mean nothing; there is at least one
     begins: Tensor  # (B,) int32
     ends: Tensor  # (B,) int32
     offsets: Tensor  # (B + 1,) int32
@@ -116,7 +116,7 @@ class PagedMetadata:
         return sum(self.queries)
 
     def keys_of(self, pages: Pages, row: int, first: int, last: int) -> Tensor:
-        """Keys [first, last) of a row as (last - first, Hk, D): a copy, of whole pages but for the ends."""
+        """Keys [first, last) of a row as (last - first, Hk, D): a copy, of whole pages except for the ends."""
         if isinstance(pages, Quantised):
             codes, scales = (self.keys_of(part, row, first, last) for part in (pages.codes, pages.scales))
             return Quantised(codes, scales, pages.dtype).numbers()

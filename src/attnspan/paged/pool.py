@@ -8,8 +8,8 @@ serves all of them.
 layer of the pool sees further. Models that mix windowed and full layers keep two pools, each with an allocator of its
 own; a layer that would look behind what was released is refused.
 
-[Note: shared beginnings] Where a plan notes rows that begin with the same pages, those are read once: the queries of
-all these rows together over the shared keys, then each row over its own, joined by lse.
+[Note: shared beginnings] Where rows of a plan begin with the same pages (`share=True`), those are read once: the
+queries of all these rows together over the shared keys, then each row over its own, joined by lse.
 
 Nothing here waits for the device, and nothing follows the size of the pool.
 """
@@ -142,16 +142,12 @@ class PagePool(PagedKVCache):
             else:
                 pages.flatten(0, 1).index_copy_(0, slots, given)
 
-    def copy_pages(self, sources: Tensor, targets: Tensor) -> None:
-        """Copy whole pages of every layer; `StepPlan.step` does so for pages that are written to and shared."""
-        sources, targets = sources.long(), targets.long()
+    def copy(self, copies: Copies) -> None:
+        """Copy whole pages of every layer, (from, to); `StepPlan.step` does so for shared pages that are written to."""
+        sources, targets = self._indices(copies)
         for pages in tensors(*self.keys, *self.values):
             rows = pages.flatten(1)
             rows.index_copy_(0, targets, rows.index_select(0, sources))
-
-    def copy(self, copies: Copies) -> None:
-        """Copy whole pages of every layer, (from, to)."""
-        self.copy_pages(*self._indices(copies))
 
     def swap_out(self, seq: int) -> None:
         """Move a sequence to the host: all of it, or nothing if that fails."""
@@ -227,14 +223,15 @@ class PagePool(PagedKVCache):
             shared = plan.shared_metadata(nth)
             first = sum(metadata.queries[: group.first])
             some = slice(first, first + shared.queries[0])
-            merge_into(*(_heads_first(x) for x in (out[some], lse[some], *read(shared, query[some]))))
+            parts = (out[some], lse[some], *read(shared, query[some]))
+            merge_into(*(x.transpose(0, 1).unsqueeze(0) for x in parts))  # (1, H, n, ...)
         return out, lse
 
     def _scoring(self, mask: Mask | AfterPrefix, window: int | None, plan: StepPlan, heads: int) -> Scoring:
         """What a mask comes to, remembered: its tensors are sent to the device once, or once a step."""
         if isinstance(mask, AfterPrefix):
             mask.check_fits(plan.metadata.queries)
-            mod = plan.remembered(mask, lambda: mask.mask_mod(plan.metadata.queries, plan.starts))
+            mod = plan.metadata.once(mask, lambda: mask.mask_mod(plan.metadata.queries, plan.starts))
             return Scoring(1.0, window=window, mask_mod=mod)
         if not isinstance(mask, Mask):
             raise PageError(f"mask must be a mask such as Causal(), got {mask!r}")
@@ -295,13 +292,8 @@ class PagePool(PagedKVCache):
             )
 
 
-def _heads_first(x: Tensor) -> Tensor:
-    """(n, H, ...) as (1, H, n, ...), the shape of kernels that know no pages."""
-    return x.transpose(0, 1).unsqueeze(0)
-
-
 def _host_memory() -> float:
-    """Bytes, or infinity where the system does not tell."""
+    """Bytes, or infinity where they are not known."""
     try:
         return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     except (AttributeError, ValueError, OSError):

@@ -1,12 +1,12 @@
-"""What a pair of query and key counts: the mask, the window, the scale and the score_mod of one attention over pages.
+"""The scores of one attention over pages: the mask, the window, the scale and the score_mod.
 
 A mask here speaks of positions in a sequence: query p and key k of the same sequence, both counted from its start. So
 ``Causal()`` means the same for a prompt, the third chunk of it, and one token. Masks that part their batch rows speak
 of the rows of the plan, in order.
 
 The masks that matter for speed are two numbers, `causal` and `window`, which every kernel knows; any other is asked
-pair by pair, through its mask_mod. [Note: bounds] Two numbers say something of every mask besides: `causal` also says
-that no later key counts, and `window` that none further back does, so that pages outside need not be read.
+pair by pair, through its mask_mod. [Note: bounds] The two numbers also bound every other mask: with `causal` no
+later key counts, and with `window` none further back, so that pages outside need not be read.
 
 [Note: one pair at a time] A FlexAttention function is written for one pair of numbers. It is asked under vmap, as
 FlexAttention does, over the rows' own positions.
@@ -123,7 +123,7 @@ def scoring(mask: Mask, window: int | None, device: torch.device) -> Scoring:
 
 
 def _numbers(mask: Mask) -> Scoring | None:
-    """A mask that two numbers say, or None."""
+    """A mask that two numbers describe, or None."""
     match mask:
         case Causal(align=None | "top"):
             return Scoring(1.0, causal=True)

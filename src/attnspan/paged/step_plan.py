@@ -1,6 +1,6 @@
 """One step of many sequences: which tokens are new, where they go, and which pages each sequence reads.
 
-A plan is made once and filled anew at every step. Its tensors are views of buffers that never move and are padded to
+A plan is made once and refilled at every step. Its tensors are views of buffers that never move and are padded to
 the sizes it was made for, so that compiled code and CUDA graphs find every step in the same place::
 
     plan = StepPlan(pool, max_sequences=64, max_tokens=2048, max_length=32768)
@@ -30,10 +30,10 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, compress
 from operator import ne
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,8 +44,6 @@ from attnspan.paged.metadata import ONE_RANK, PagedMetadata, Spread
 
 if TYPE_CHECKING:
     from attnspan.paged.pool import PagePool
-
-T = TypeVar("T")
 
 LONGEST = (1 << 31) - 1
 """See [Note: 32 bits]."""
@@ -102,7 +100,7 @@ class StepPlan:
     def step(self, batch: Iterable[tuple[int, int]], *, pad_to: int | None = None, share: bool = False) -> StepPlan:
         """Make room for new tokens and describe them: `batch` is (sequence, number of new tokens), each once.
 
-        With `share`, neighbours in the batch that begin with the same pages are noted, and `attend` reads those pages
+        With `share`, neighbours in the batch that begin with the same pages are found, and `attend` reads those pages
         once for all of them. If anything does not fit, nothing is changed. Returns itself.
         """
         batch = list(batch)
@@ -237,7 +235,8 @@ class StepPlan:
 
     def shared_metadata(self, index: int) -> PagedMetadata:
         """The queries of a group of rows as one row over the pages they share; see `shared`."""
-        return self.remembered(("shared", index), lambda: self._shared_metadata(self.metadata, index))
+        step = self.metadata
+        return step.once(("shared", index), lambda: self._shared_metadata(step, index))
 
     def _shared_metadata(self, step: PagedMetadata, index: int) -> PagedMetadata:
         group = self.shared[index]
@@ -288,10 +287,6 @@ class StepPlan:
         """(rows,) int32: the position of each sequence's first new token."""
         offsets = self.offsets
         return self.lengths - (offsets[1:] - offsets[:-1])
-
-    def remembered(self, what: object, work: Callable[[], T]) -> T:
-        """The result of `work`, which is done once a step."""
-        return self.metadata.once(what, work)
 
     @property
     def last_tokens(self) -> Tensor:
@@ -356,7 +351,7 @@ class _Buffer:
         side.ints[3 * self.t : 3 * self.t + count] = positions
 
     def put(self, offsets: list[int], lengths: list[int], begins: array[int], ends: list[int]) -> None:
-        """What is said of every sequence."""
+        """The numbers of every sequence."""
         ints = self._sides[self._turn].ints
         for at, values in zip(self.places[3:], (array("i", offsets), array("i", lengths), begins), strict=False):
             ints[at : at + len(values)] = values

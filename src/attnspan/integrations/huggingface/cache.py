@@ -103,7 +103,7 @@ class PagedCache(Cache):
     def _begin(self, held: CachedRows) -> None:
         self._held, self.pool, self.allocator = held, held.pool, held.pool.allocator
         super().__init__(layers=[PagedLayer(held, place) for place in range(len(held.pool.layers))])
-        # Nothing in a cache refers back to it, so that it is gone, and has given its pages back, once nobody holds it.
+        # Nothing in a cache refers back to it, so that it is gone, and has given its pages back, once it is dropped.
         weakref.finalize(self, _give_back, self.allocator, held.rows)
 
     def __deepcopy__(self, memo: dict[int, object]) -> PagedCache:
@@ -127,7 +127,7 @@ class PagedCache(Cache):
         return self._held.length
 
     def select(self, indices: list[int]) -> None:
-        """Rows anew: row i becomes a continuation of what was row indices[i], on the same pages."""
+        """Replace the rows: row i becomes a continuation of what was row indices[i], on the same pages."""
         if not self.rows:
             return
         before = self.rows[:]

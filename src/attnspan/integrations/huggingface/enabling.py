@@ -233,7 +233,7 @@ class Enabled:
         with self._lock:
             if is_bound(self.model):
                 raise ModelError(
-                    "a checkpointed region runs backward after disable(), and the model is enabled anew; run it before"
+                    "a checkpointed region runs backward after disable(), and the model is enabled again; run it before"
                 )
             self._bind()
             try:
@@ -273,7 +273,7 @@ class Enabled:
         return self._last
 
     def reset(self) -> None:
-        """Start counting anew."""
+        """Start counting from 0."""
         self.passes = self._calls = 0
 
     def assert_used(self, passes: int = 1) -> None:

@@ -47,7 +47,7 @@ INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 """What modeling files of transformers call the functions that compute attention."""
 
 SERVED = {"scaling", "dropout", "is_causal", "sliding_window", "softcap", "s_aux"}
-"""Arguments by which a layer says what it wants."""
+"""Arguments that describe the attention of a layer."""
 
 IGNORED = {"attention_mask", "output_attentions", "position_ids", "deterministic", "training", "use_cache"}
 """Arguments that ask for nothing else than what is computed anyway, or are looked at when they come."""
@@ -130,7 +130,7 @@ def _layer(model: PreTrainedModel, name: str, module: nn.Module) -> AttentionLay
     heads = _number(module, HEADS, ("num_attention_heads", "num_heads", "n_head", "n_heads"))
     head_dim = _number(module, HEAD_DIMS, ("head_dim", "d_kv"))
     if heads is None or head_dim is None:
-        refuse(name, module, f"a {'number of heads' if heads is None else 'head dim'} that is not told")
+        refuse(name, module, f"a {'number of heads' if heads is None else 'head dim'} that is not known")
     scale, softcap, window = asked.get("scaling"), asked.get("softcap"), asked.get("sliding_window")
     causal = asked.get("is_causal")
     return AttentionLayer(
@@ -181,7 +181,7 @@ def _kv_heads(module: nn.Module, heads: int) -> int:
 
 
 def _is_cross(name: str, module: nn.Module) -> bool:
-    """Whether keys come from another sequence: by what the layer, its class or its place says."""
+    """Whether keys come from another sequence, by the attributes, the class or the place of the layer."""
     if getattr(module, "is_cross_attention", False):
         return True
     last = name.rpartition(".")[2]
@@ -258,7 +258,7 @@ def _asked(name: str, module: nn.Module) -> dict[str, Any]:
                 try:
                     value = _evaluate(expression, module)
                 except _Unclear as unclear:
-                    if argument == "is_causal":  # a local variable: what the module says
+                    if argument == "is_causal":  # a local variable: the module's attribute
                         continue
                     refuse(name, module, f"{argument}={ast.unparse(expression)} ({unclear})")
                 if argument in found and not _same(found[argument], value):

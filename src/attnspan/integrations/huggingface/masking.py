@@ -36,7 +36,7 @@ MaskFunction = Callable[..., Any]
 
 
 class _NoTensor(ModelError, AttributeError):
-    """So that ``hasattr`` says no, and whoever reads an attribute learns why."""
+    """An AttributeError, so that ``hasattr`` is False, with the reason for code that reads an attribute."""
 
 
 class Pattern(NamedTuple):
@@ -144,7 +144,7 @@ _PACKED = packed_sequence_mask_function(torch.zeros(1, 1)).__code__
 
 
 def _means() -> bool:
-    """Whether functions of transformers allow the pairs that the patterns read from them say."""
+    """Whether functions of transformers allow the same pairs as the patterns that are read from them."""
     q, k = (x.to(torch.int64) for x in torch.meshgrid(torch.arange(8), torch.arange(8), indexing="ij"))
     cases: list[tuple[MaskFunction, Pattern, torch.Tensor]] = [
         (causal_mask_function, Pattern(True, None), k <= q),

@@ -94,7 +94,7 @@ def layer_specs(layers: Iterable[AttentionLayer]) -> tuple[LayerSpec, ...]:
 def check_evaluates(model: nn.Module) -> None:
     """EngineError in training mode."""
     if model.training:
-        raise EngineError("model is in training mode, in which dropout may change what it says; call model.eval()")
+        raise EngineError("model is in training mode, in which dropout may change its tokens; call model.eval()")
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -128,7 +128,7 @@ def end_tokens_of(model: nn.Module) -> frozenset[int]:
 
 
 def positions_of(model: PreTrainedModel) -> int | None:
-    """How many positions the model has, if it says so.
+    """How many positions the model has, if its config has a limit.
 
     Rotary embeddings whose angles depend on the longest sample of a batch are exact only until they change: up to the
     length that the model was first trained for.

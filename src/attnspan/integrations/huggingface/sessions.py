@@ -30,9 +30,7 @@ class SessionFactory:
         self.patterns = patterns
         self.given = cp if isinstance(cp, ContextParallel) else None
         if self.given is not None and len(self.given.masks) > 1:
-            raise ModelError(
-                "cp must have one mask, which is for all layers; windows of layers are the model's to tell"
-            )
+            raise ModelError("cp must have one mask, which is for all layers; windows of layers are the model's own")
         self.group = cp.mesh if isinstance(cp, ContextParallel) else cp
         self.transport = cp.transport if isinstance(cp, ContextParallel) else transport_of(cp)
         self._first: ContextParallel | None = None

@@ -24,13 +24,13 @@ are whole waves still.
 ended, so that its launch is hidden: on devices of compute capability 9.0 or more.
 
 [Note: few variants] A kernel is compiled for each of its constants, which takes a second. So `walk` announces what
-comes early whether or not there will be a `join`, which nobody minds, and `join` is there for 16 parts and for 64.
+comes early whether or not there will be a `join`, which costs nothing, and `join` is there for 16 parts and for 64.
 
 [Note: capture] Which keys a program reads is decided by numbers on the device. A captured graph therefore serves later
 steps, of other lengths, with the splits it was captured with; they are chosen for the longest sequence that the
 plan allows.
 
-[Note: slots that are nobody's] A key past a row's end is not loaded: its score is -inf and its value 0, whatever is in
+[Note: unowned slots] A key past a row's end is not loaded: its score is -inf and its value 0, whatever is in
 its slot.
 
 [Note: codes] Keys in 8 bits are multiplied as the codes they are, exact in every dtype of a query, and a score is
@@ -80,7 +80,7 @@ JOINED = 32
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 VARYING = ["width", "tokens", "splits", "tiles", "window", "interleave", "rank"]
-"""Numbers that differ from step to step: Triton would compile anew for 1, for multiples of 16, and for the rest."""
+"""Numbers that differ from step to step: Triton would recompile for 1, for multiples of 16, and for the rest."""
 
 
 class DecodeTuning(NamedTuple):

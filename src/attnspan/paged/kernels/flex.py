@@ -11,11 +11,11 @@ One table is enough: sequences that share a page share all before it, so a page 
 Nothing backward is built, and nothing as long as the pool.
 
 [Note: clean tails] FlexAttention multiplies every value of a block with a weight, and a weight of 0 does not undo a
-NaN. The slots behind a row's last key are nobody's (a row that has new tokens shares its last page with no one), so
-they are set to 0 before.
+NaN. The slots behind a row's last key belong to no sequence (a row that has new tokens shares its last page with no
+other), so they are set to 0 before.
 
 [Note: rows of one size] Rows with the same number of new tokens are one call. Shapes are those of the plan, not of the
-sequences, so that growing does not compile anew.
+sequences, so that growing does not recompile.
 
 [Note: what is compiled] torch gives up on code that it compiled too often, so every mask and score_mod has a code
 object of its own, told apart by its own code: functions that differ only in the tensors they capture share it.
@@ -81,7 +81,8 @@ def forward(spec: Scoring, metadata: PagedMetadata, q: Tensor, keys: Pages, valu
     _clean_tails(metadata, keys, values)
     for count in sorted(set(metadata.queries) - {0}):
         rows = metadata.once(("rows", count), functools.partial(_rows, metadata, count))
-        lists = _lists(spec, metadata, rows)
+        alike = ("lists", count, spec.causal, spec.window, spec.mask_mod is None)  # the same for every such layer
+        lists = metadata.once(alike, functools.partial(_lists, spec, metadata, rows))
         found, found_lse = _call(spec, metadata, rows, lists, q[rows.tokens], keys, values)
         out[rows.tokens], lse[rows.tokens] = found.transpose(1, 2), found_lse.transpose(1, 2)
     return out, lse
@@ -111,12 +112,7 @@ def _rows(metadata: PagedMetadata, count: int) -> Rows:
 
 
 def _lists(spec: Scoring, metadata: PagedMetadata, rows: Rows) -> PageLists:
-    """The block lists of some rows, the same for every layer that is alike."""
-    key = ("lists", rows.tokens.shape[1], spec.causal, spec.window, spec.mask_mod is None)
-    return metadata.once(key, lambda: _listed(spec, metadata, rows))
-
-
-def _listed(spec: Scoring, metadata: PagedMetadata, rows: Rows) -> PageLists:
+    """The block lists of some rows."""
     size = metadata.page_size
     tables, begin, end = (x.index_select(0, rows.numbers) for x in (metadata.tables, metadata.begins, metadata.ends))
     at = metadata.positions[rows.tokens]
