@@ -89,8 +89,9 @@ def awaiting(rank, said):
 # ---- a rank dies -----------------------------------------------------------------------------------------------------
 
 
-def killed(rank, strategy, when):
+def killed(world, strategy, when):
     """An attention in peace, then in a less patient group one in which a rank is killed, and the next."""
+    rank = world.rank
     calm, group = outcome(problem(strategy)), dist.new_group(timeout=timedelta(seconds=stretched(TIMEOUT)))
     with pytest.MonkeyPatch.context() as patch:
         if rank == VICTIM:
@@ -118,8 +119,9 @@ def fails():
     raise RuntimeError("out of memory")
 
 
-def raised(rank, faults):
+def raised(world, faults):
     """For each fault: an attention in which a rank raises, the next one on that group, and one on a new group."""
+    rank = world.rank
     saw = []
     for strategy, when in faults:
         assert outcome(problem(strategy)).right  # in peace, with patience: what comes after is about the fault alone

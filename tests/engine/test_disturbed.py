@@ -180,8 +180,9 @@ def test_ten_minutes_of_load_under_faults_interrupts_and_collections():
 # ---- over ranks ------------------------------------------------------------------------------------------------------
 
 
-def disturbed_rank(rank, trials):
+def disturbed_rank(world, trials):
     """Rank 1 is disturbed once in each trial, (kind, seed); what became of each, and how many answers there were."""
+    rank = world.rank
     found, asked = [], catalogue("Llama")[:6]
     for kind, seed in trials:
         draw, faults, lines = random.Random(seed), Faults(seed), Lines(interrupt)

@@ -213,8 +213,9 @@ def test_weights_change_on_all_ranks_or_the_next_request_is_refused():
         assert known == 0
 
 
-def over_gloo(rank):
+def over_gloo(world):
     """The same in real processes; then one dies while the others generate."""
+    rank = world.rank
     model, asked = tiny("Llama"), prompts([40, 5])
     group = dist.new_group(timeout=timedelta(seconds=stretched(30)))
     engine = Engine(model, mesh=group, pages=40, page_size=4, whole_prompts=20)

@@ -425,7 +425,7 @@ def test_a_batch_without_a_length_is_refused():
 # ---- real ranks ------------------------------------------------------------------------------------------------------
 
 
-def _on_mesh(rank):
+def _on_mesh(world):
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
     right, wrong = (check(mistake, forward=step(), mesh=mesh) for mistake in (None, "local positions"))
     return right.ok, str(right), wrong.ok, wrong.first.where, wrong.errors["loss"]

@@ -143,7 +143,7 @@ def test_virtual_ranks_hear_that_they_are_out_of_step(program, wrapped):
 # ---- real processes -------------------------------------------------------------------------------------------------
 
 
-def out_of_step(rank):
+def out_of_step(world):
     """What each program raised here, each on a group of its own."""
     heard = {}
     for program in PROGRAMS:
@@ -170,7 +170,7 @@ def test_both_ends_name_both_operations(heard, program):
     named_on_both_ends(heard, program)
 
 
-@pytest.mark.cuda
+@pytest.mark.nccl
 def test_ranks_of_nccl_hear_that_they_are_out_of_step():
     heard = spawn(2, out_of_step, backend="nccl", timeout=120)
     for program in PROGRAMS:
@@ -196,8 +196,9 @@ def test_an_operation_is_named_for_what_it_does(heard):
     )
 
 
-def compiled_on_one_rank(rank):
+def compiled_on_one_rank(world):
     """Whether gradients are right where rank 1 alone compiles three attentions into one graph."""
+    rank = world.rank
     cp = span.ContextParallel(dist.group.WORLD, seq_len=S, mask=span.Causal(), layout=LAYOUT)
     attend = span.Attention(cp.plan, dist.group.WORLD)
 
