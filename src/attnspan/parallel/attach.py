@@ -27,7 +27,6 @@ recomputation attaches the modules for as long as it takes, or refuses if they a
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from threading import RLock
 from typing import TYPE_CHECKING, NoReturn
@@ -177,10 +176,8 @@ class Attachment:
 
     def _notify(self, region: object) -> None:
         """From here on the region runs again attached, or not at all. See [Note: after the end]."""
-        again = checkpoint_regions.rerun_of(region)
-        if again is not None:
-            setattr(region, again, functools.partial(self._run, getattr(region, again)))
-        elif hasattr(region, "register_prehook"):  # the node of an autograd function
+        known = checkpoint_regions.rerun_through(region, self._run)
+        if not known and hasattr(region, "register_prehook"):  # the node of an autograd function
             region.register_prehook(self._refuse)
         self._notified.add(region)
 

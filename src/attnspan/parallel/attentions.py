@@ -34,7 +34,7 @@ from attnspan.parallel.block_masks import ReadBlockMask, alone_of
 from attnspan.parallel.call_args import FlexArgs
 from attnspan.parallel.core import Core
 from attnspan.parallel.dtensors import is_dtensor, run_attention
-from attnspan.parallel.flex_checks import check_alone, check_filled, check_lengths, check_scale
+from attnspan.parallel.flex_checks import check_alone, check_filled, check_lengths
 from attnspan.parallel.guards import guarded, guards_of
 from attnspan.parallel.report import PastUses, Report, report
 from attnspan.plan import Plan
@@ -111,7 +111,7 @@ class Attentions:
             raise AttentionError("under torch.compile, call cp.attention_for(...) outside and use its result inside")
         if isinstance(asked, BoundAttention):
             raise AttentionError(f"mask is an attention already: {asked!r}")
-        check_scale(scale, self.core)
+        self.core.check_scale(scale)
         own, mask = self._mask(self.core.mask_name(None) if asked is None else asked, None)
         score = None if score_mod is None else self._score(score_mod, DTYPES)
         mine = self._found(own, mask, score, scale).variant(watched=mask)  # a call of its own captures other tensors

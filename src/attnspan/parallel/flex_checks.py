@@ -60,14 +60,6 @@ def _check_options(options: Mapping[str, object]) -> None:
             )
 
 
-def check_scale(scale: float | None, core: Core) -> None:
-    if scale is None and core.options.scale is not None:
-        raise AttentionError(
-            f"scale must be given: the session was made with scale={core.options.scale}, and a call without means "
-            "1 / sqrt(head dim); give it in the call, or make the session without"
-        )
-
-
 def check_bound(known: BoundAttention, args: FlexArgs, core: Core) -> None:
     if known.core is not core:
         raise AttentionError("block_mask was prepared by another session; prepare it with the one that shards lie by")

@@ -183,10 +183,12 @@ class MeshRanks:
         strategy = _cp_options.strategy
         if order.seq_len is not None:
             return self.either(order, strategy, guarded)
-        return DeferredHandler(lambda tokens: self.either(self._measured(order, tokens), strategy, guarded))
 
-    def _measured(self, order: Order, tokens: int) -> Order:
-        return Order(order.layout, self.length(order.layout, self.sizes(tokens)))
+        def measured(tokens: int) -> CausalOrFull:
+            length = self.length(order.layout, self.sizes(tokens))
+            return self.either(Order(order.layout, length), strategy, guarded)
+
+        return DeferredHandler(measured)
 
     def _session(self, layout: Layout, seq_len: int, strategy: str = "gather") -> ContextParallel:
         return ContextParallel(self.transport, seq_len=seq_len, mask=MASKS, layout=layout, strategy=strategy)
