@@ -182,7 +182,6 @@ class Lane:
             grads.keys.gather(range(to.start, to.stop), *stacks, wait=self._last(step))  # that holds all of `keys`
 
     def take_home(self, step: Step, arrivals: Arrivals, grads: Grads) -> None:
-        """Add what arrived."""
         for run, parts in arrivals.parts():
             (rows,) = self._own_places.slices((run,))
             stacks = unpacked(parts, self.key.shape[3])

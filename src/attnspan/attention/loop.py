@@ -99,7 +99,6 @@ class GradientExchange:
         self._pending = transport.exchange(sends, receives, "gradients") if sends or receives else Pending()
 
     def wait(self) -> None:
-        """Add what arrived."""
         self._pending.wait()
         for lane, step, arrivals, grad in self._landing:
             lane.take_home(step, arrivals, grad)

@@ -40,7 +40,6 @@ class HeadAllToAll:
         return self.transport.rank - self.members.start
 
     def heads(self, member: int, side: Side) -> slice:
-        """The heads that a member takes."""
         share = getattr(self.shares[member], side)
         return slice(share.start, share.stop)
 
@@ -49,7 +48,6 @@ class HeadAllToAll:
         return places(self.arenas[side]).slices(self.shards[side][member])
 
     def tokens(self, member: int, side: Side) -> int:
-        """How many tokens a member holds."""
         return len(places(self.shards[side][member]))
 
     # ---- there and back ----------------------------------------------------------------------------------------

@@ -500,7 +500,6 @@ def _rank_of(error: float) -> float:
 def _hints(
     errors: Mapping[str, float], first: Difference | None, calls: int, tolerance: float, alike: bool
 ) -> tuple[str, ...]:
-    """What to look at."""
     hints = []
     wrong = not all(error <= tolerance for error in errors.values())
     if calls == 0 and (wrong or first is not None):

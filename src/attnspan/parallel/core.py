@@ -60,12 +60,10 @@ class Core:
 
     @property
     def rank(self) -> int:
-        """This rank's number in the group."""
         return self.transport.rank
 
     @property
     def ranks(self) -> int:
-        """How many ranks the sequence is spread over."""
         return self.transport.ranks
 
     def mask_name(self, mask: str | None) -> str:

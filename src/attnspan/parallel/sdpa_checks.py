@@ -24,7 +24,6 @@ class SdpaChecks:
         self.sees_earlier = any(band.lo < 0 for band in bands)
 
     def check(self, args: SdpaArgs) -> None:
-        """Refuse what the session was not made for."""
         query, key = args[:2]
         if min(query.dim(), key.dim()) > 1 and key.shape[-2] != query.shape[-2] == self.tokens:
             raise AttentionError(

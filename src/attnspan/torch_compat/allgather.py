@@ -121,7 +121,6 @@ def _ranks(name: Any) -> int:
 
 
 def _sizes(k: Tensor, v: Tensor, seq_dim: int, transport: Transport) -> list[int]:
-    """How many tokens every rank has."""
     if k.shape[seq_dim] != v.shape[seq_dim]:
         raise ShardError(
             f"k and v must have as many tokens in dim {seq_dim}, got shapes {tuple(k.shape)} and {tuple(v.shape)}"

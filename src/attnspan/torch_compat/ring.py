@@ -124,11 +124,9 @@ class RingPiece:
         return range(tokens // 2 if self.late_queries else 0, tokens)
 
     def queries(self, tensor: Tensor) -> Tensor:
-        """Those that attend."""
         return tensor.chunk(2, SEQ_DIM)[1] if self.late_queries else tensor
 
     def keys(self, tensor: Tensor) -> Tensor:
-        """Those that are attended to."""
         return tensor.chunk(2, SEQ_DIM)[0] if self.early_keys else tensor
 
 

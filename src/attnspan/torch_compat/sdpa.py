@@ -49,7 +49,6 @@ class CausalOrFull(Handler):
         self._flex = SessionHandler(session.attentions, None, guards)
 
     def sdpa(self, entry: Entry, args: SdpaArgs) -> Tensor:
-        """SDPA under one of two masks."""
         return (self._causal if args.is_causal else self._full).sdpa(entry, args)
 
     def flex(self, entry: Entry, args: FlexArgs) -> FlexResult:
@@ -66,7 +65,6 @@ class CompatHandler(SessionHandler):
     """A session's attention, with torch's kinds of errors."""
 
     def check(self, args: SdpaArgs) -> None:
-        """Refuse what torch's names do not take."""
         if args.attn_mask is not None:
             raise AttentionNotImplemented(
                 "attn_mask must be None: torch's names take causal and full attention alone; ContextParallel takes "
@@ -96,11 +94,9 @@ class DeferredHandler(Handler):
         self._known: CausalOrFull | None = None
 
     def sdpa(self, entry: Entry, args: SdpaArgs) -> Tensor:
-        """SDPA of the sequence."""
         return self._handler(entry, args.query).sdpa(entry, args)
 
     def flex(self, entry: Entry, args: FlexArgs) -> FlexResult:
-        """flex_attention of the sequence."""
         return self._handler(entry, args.query).flex(entry, args)
 
     def _handler(self, entry: Entry, query: Tensor) -> CausalOrFull:
