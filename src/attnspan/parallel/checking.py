@@ -124,7 +124,7 @@ def check_model(
     tolerance: float | None = None,
     raises: bool = False,
 ) -> ModelCheck:
-    """ModelRun a model on one device and context parallel, and compare loss, logits, gradients and every module.
+    """Run a model on one device and context parallel, and compare loss, logits, gradients and every module.
 
     `batch` is whole, the same on every rank. `forward(model, batch, cp)` is one training step's forward as the script
     does it: shard the batch, run the model, return the loss, the logits or both; it runs with a session of one rank

@@ -55,7 +55,7 @@ def flex_attention(
             torch._dynamo.graph_break(msg=UNBOUND)
         elif torch.compiler.is_compiling():
             raise AttentionError(UNBOUND)
-        attend, captured = eagerly(Attentions.at_call)(attentions, args, name)
+        attend, captured = eagerly(Attentions.for_call)(attentions, args, name)
         alone = alone_of(attend.plan.mask)
     check_alone(alone, args.query)
     if captured or attend.plan.mask.heads > 1 or attend.call.score is not None:

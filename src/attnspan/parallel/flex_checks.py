@@ -92,7 +92,7 @@ def check_lengths(block_mask: BlockMask, core: Core) -> None:
 
 
 def check_alone(known: tuple[bool, bool], query: Tensor) -> None:
-    """See [Note: one of its kind]."""
+    """See [Note: one of its kind] in block_masks.py."""
     for dim, what in enumerate(("batch row", "head")):
         if known[dim] and query.shape[dim] != 1:
             raise AttentionError(

@@ -294,7 +294,7 @@ class ContextParallel:
         return shard_batch(self, batch, shift_labels=shift_labels, padding=padding, dims=dims or {})
 
     def unshard(self, tensor: object, dim: int = 1, *, batch_dim: int = 0) -> Any:
-        """The whole tensor on every rank, from everybody's shard. Differentiable: see [Note: gradients]."""
+        """The whole tensor on every rank, from all shards. Differentiable: see [Note: gradients] in sharding.py."""
         return _each(lambda x: self.sharding.unshard(x, dim, batch_dim), tensor)
 
     def shard_from(

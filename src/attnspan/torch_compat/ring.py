@@ -200,7 +200,7 @@ class TemplatedRing:
 
 def _balanced(ranks: MeshRanks, sizes: list[int]) -> bool:
     """Whether sequences lie head and tail, or in spans; nothing else is served."""
-    layout = ranks.meant(sizes)
+    layout = ranks.layout_of_shards(sizes)
     if isinstance(layout, Contiguous):
         return False
     if not isinstance(layout, HeadTail) or sizes[0] % 2:
