@@ -233,7 +233,7 @@ def _stale(real):
     """At the third step, `real` sees the arena of the second, where they are of one size."""
 
     def method(self, step, arena, *rest):
-        index, kept = self.route.steps.index(step), self.__dict__.setdefault("_kept", {})
+        index, kept = self.steps.index(step), self.__dict__.setdefault("_kept", {})
         kept[index] = arena
         stale = index == 2 and kept[1].key.shape == arena.key.shape
         return real(self, step, kept[1] if stale else arena, *rest)

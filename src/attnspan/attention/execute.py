@@ -77,7 +77,6 @@ class PlanRow:
         return self._lane(self.inputs, range(self.heads))
 
     def forward(self) -> tuple[Tensor, Tensor]:
-        """(out, lse)."""
         exchange, (query, key, value) = self._exchange(), self.inputs[:3]
         tensors = exchange.gather_tokens([query, key, value], ["query", "key", "key"])
         parts = loop.forward(self.call.transport, self._head_lanes(exchange, tensors))
@@ -89,7 +88,6 @@ class PlanRow:
         return out, lse.squeeze(-1)
 
     def backward(self, final: Final, sums: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
-        """The gradients of query, key and value."""
         exchange, precision = (
             self._exchange(),
             lse_dtype(self.inputs.query.dtype),

@@ -51,7 +51,6 @@ class ReportLine:
 
     @property
     def strategy(self) -> str:
-        """Its plan's."""
         return name_of(self.plan.strategy)
 
     @property

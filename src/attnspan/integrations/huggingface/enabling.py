@@ -224,9 +224,7 @@ class Enabled:
         vars(self.model).pop("generate", None)
         self.live, self._last = False, None
         for region in list(self._first):
-            again = checkpoint_regions.rerun_of(region)
-            if again is not None:
-                setattr(region, again, functools.partial(self._run_again, getattr(region, again)))
+            checkpoint_regions.rerun_through(region, self._run_again)
 
     def _run_again(self, run: Callable[..., Any], *args: object, **kwargs: object) -> Any:
         """A region that first ran enabled does so again."""
