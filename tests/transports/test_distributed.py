@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from attnspan.errors import TransportError
+from attnspan.errors import RankError, TransportError
 from attnspan.transports import Distributed, transport_of
 from tests.pace import stretched
-from tests.processes import ChildError, Died, spawn
+from tests.processes import Died, spawn
 from tests.transports.conformance import LAWS, held, neighbours, same
 
 
@@ -265,7 +265,7 @@ def one_raises(rank):
 
 
 def test_a_rank_that_raises_ends_the_others_and_all_are_reported():
-    with pytest.raises(ChildError) as caught:
+    with pytest.raises(RankError) as caught:
         spawn(2, one_raises, group_timeout=10)
     said = str(caught.value)
     assert "ValueError: boom" in said
@@ -277,5 +277,5 @@ def hang(rank):
 
 
 def test_twin_a_process_that_does_not_end_is_killed_and_reported():
-    with pytest.raises(ChildError, match="rank 0 did not end in time"):
+    with pytest.raises(RankError, match="rank 0 did not end within 1 s"):
         spawn(1, hang, timeout=1)
