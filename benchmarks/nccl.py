@@ -37,10 +37,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import attnspan as span
+from attnspan.errors import RankError
 from attnspan.plan.drawing import table
 from attnspan.plan.strategy import name_of
+from attnspan.transports import Transport
 from benchmarks.report import command, folded, header
-from tests.processes import ChildError, spawn
 
 RESULT = Path(__file__).parent / "results" / "nccl.md"
 RANKS, TOKENS, HEADS, DIM = (4, 2), (32768, 16384), ((32, 8), (32, 32), (32, 1)), 128
@@ -385,10 +386,10 @@ class Job:
     until: float
 
 
-def on_rank(rank: int, job: Job) -> bool:
+def on_rank(world: Transport, job: Job) -> bool:
     """One rank's part; whether all was done."""
     warnings.simplefilter("ignore")  # torch's, of its experimental parts
-    book = Book(job.out, resume=True)
+    book, rank = Book(job.out, resume=True), world.rank
     for contest in (contenders, extra):
         for cell in job.cells:
             left = [name for name in contest(cell) if not book.has(cell, name)]
@@ -647,8 +648,8 @@ def ended(job: Job) -> bool:
     left = max(1.0, job.until - time.time())
     backend = "nccl" if job.device == "cuda" else "gloo"
     try:
-        spawn(job.cells[0].ranks, on_rank, job, backend=backend, timeout=left + 60, group_timeout=60)
-    except ChildError as failed:
+        span.testing.processes(job.cells[0].ranks, backend, timeout=left + 60, group_timeout=60).run(on_rank, job)
+    except RankError as failed:
         print(f"{job.cells[0].ranks} ranks: {failed}", flush=True)
         return False
     return True
