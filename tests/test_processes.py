@@ -21,7 +21,7 @@ from tests.processes import Patient, spawn
 MARK = "ATTNSPAN_TEST_MARK"
 
 
-def here(rank):
+def here(world):
     """Who a rank is, what it was told by the environment, and whether what it changes stays its own."""
     found = os.getpid(), os.environ.get(MARK), dist.get_rank(), dist.get_world_size()
     os.environ[MARK] = "changed by a rank"

@@ -34,29 +34,6 @@ import reprlib
 from collections.abc import Collection, Iterable
 from difflib import get_close_matches
 
-__all__ = [
-    "AttentionError",
-    "AttnspanError",
-    "EngineError",
-    "ExpressionError",
-    "KernelError",
-    "LayoutError",
-    "MaskError",
-    "ModelError",
-    "PageError",
-    "PlanError",
-    "PoolExhausted",
-    "RankError",
-    "ShardError",
-    "TransportError",
-    "TuningError",
-    "UnknownRequest",
-    "UnknownSequence",
-    "one_of",
-    "whole",
-    "whole_list",
-]
-
 
 class AttnspanError(ValueError):
     """The root: catch it to catch everything this library refuses."""

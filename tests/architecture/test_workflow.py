@@ -3,11 +3,14 @@
 Versions stand in three places that cannot read each other: the workflow, pyproject.toml and constraints.txt.
 """
 
+import os
 import re
+import subprocess
 import tomllib
 from copy import deepcopy
 from pathlib import Path
 
+import pytest
 import yaml
 
 ROOT = Path(__file__).parents[2]
@@ -55,6 +58,16 @@ def test_each_job_runs_its_target_of_make_with_wheels_for_the_cpu():
     assert WORKFLOW["env"]["PIP_EXTRA_INDEX_URL"].endswith("/cpu")
     for name, job in WORKFLOW["jobs"].items():
         assert job["steps"][-1]["run"].startswith(f"make {name}")
+
+
+@pytest.mark.parametrize("torch", WORKFLOW["jobs"]["test"]["strategy"]["matrix"]["torch"])
+def test_the_constraints_of_a_job_pin_everything_and_its_own_torch(torch, tmp_path):
+    (step,) = (step for step in WORKFLOW["jobs"]["test"]["steps"] if step.get("name", "").startswith("constraints"))
+    env = {"PATH": os.environ["PATH"], "RUNNER_TEMP": str(tmp_path), "TORCH": torch}
+    subprocess.run(["bash", "-e", "-c", step["run"]], cwd=ROOT, env=env, check=True)
+    others = [line for line in CONSTRAINTS.splitlines() if not line.startswith("torch==")]
+    own = [] if torch == "newest" else [f"torch=={torch}.*"]
+    assert (tmp_path / "constraints.txt").read_text().splitlines() == others + own
 
 
 def test_pre_commit_runs_what_make_check_runs():

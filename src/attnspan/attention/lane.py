@@ -15,16 +15,20 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from attnspan.attention.sums import Sum, Total
 from attnspan.attention.wire import Arrivals, Places, Staged, arriving, empty, leaving, packed, places, unpacked
-from attnspan.kernels import Accumulator, Final, Into, Region, Spec, Where, choose, rounds, write_into
+from attnspan.dtypes import lse_dtype
+from attnspan.kernels import Accumulator, Final, Into, Kernel, Region, Where, choose, rounds, write_into
 from attnspan.layouts.run import Runs
 from attnspan.plan.step import Step, Transfer
+
+if TYPE_CHECKING:
+    from attnspan.attention.call import Call, Inputs
 
 Message = tuple[int, Tensor]
 
@@ -38,15 +42,6 @@ class Route:
     own: Runs
     steps: tuple[Step, ...]
     whole: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Computing:
-    """How tiles are computed: the kernel asked for and what all tiles have in common."""
-
-    kernel: str
-    spec: Spec
-    captured: Sequence[Tensor] = ()
 
 
 class Place(NamedTuple):
@@ -77,10 +72,11 @@ class KeySum(Sum):
 class Lane:
     """The keys of one batch row on their way through the steps of one rank."""
 
-    def __init__(self, route: Route, computing: Computing, place: Place, query: Tensor, key: Tensor, value: Tensor):
-        self.route, self.computing, self.place = route, computing, place
-        self.query, self.key, self.value = query, key, value
-        self._own_places = places(route.own)
+    def __init__(self, call: Call, row: int, place: Place, inputs: Inputs):
+        self.route, self.place, self.kernel = call.route(row), place, call.kernel
+        self.query, self.key, self.value, self.captured = *inputs[:3], inputs.captured
+        self.spec = call.spec(self.query)
+        self._own_places = places(self.route.own)
         self._own_packed: Tensor | None = None
         self._held: Tensor | None = None  # by a ring: the buffer to hand on
 
@@ -134,22 +130,23 @@ class Lane:
     def _travels(self) -> torch.dtype:
         """What gradients go home in: see [Note: gradients that travel]."""
         own = self.key.dtype
-        return own if rounds(self.computing.kernel, self.query.device) else wide(own)
+        return own if rounds(self.kernel, self.query.device) else lse_dtype(own)
 
     def accumulator(self) -> Accumulator:
         batch, heads, rows, _ = self.query.shape
         shape = (batch, heads, rows, self.value.shape[-1])
-        return Accumulator(shape, wide(self.query.dtype), self.query.device)
+        return Accumulator(shape, lse_dtype(self.query.dtype), self.query.device)
 
-    def compute(self, step: Step, arena: Arena, total: Accumulator) -> None:
+    def forward(self, step: Step, arena: Arena, total: Accumulator) -> None:
         """Every tile of a step, joined into the total."""
         if step.tiles:
-            kernel, spec, query = self.computing.kernel, self.computing.spec, self.query
-            chosen = choose(kernel, spec, query, arena.key, arena.value, step.tiles)
-            chosen.forward(spec, query, arena.key, arena.value, self._region(step), total)
+            self._kernel(step, arena).forward(self.spec, self.query, arena.key, arena.value, self._region(step), total)
+
+    def _kernel(self, step: Step, arena: Arena) -> Kernel:
+        return choose(self.kernel, self.spec, self.query, arena.key, arena.value, step.tiles)
 
     def _region(self, step: Step) -> Region:
-        return Region(step.tiles, functools.partial(self._where, step), self.computing.captured, self._lone)
+        return Region(step.tiles, functools.partial(self._where, step), self.captured, self._lone)
 
     def _where(self, step: Step) -> Where:
         """The positions that a step's rows and columns stand for."""
@@ -163,7 +160,7 @@ class Lane:
 
     # ---- backward ----------------------------------------------------------------------------------------------
 
-    def differentiate(self, step: Step, arena: Arena, final: Final, grads: Grads) -> KeySum | None:
+    def backward(self, step: Step, arena: Arena, final: Final, grads: Grads) -> KeySum | None:
         """The gradients of every tile of a step, from the final out and lse. See [Note: final out and lse] in
         kernels/kernel.py.
 
@@ -171,10 +168,10 @@ class Lane:
         """
         keys = None if arena.is_own else self.key_sum(arena.key.shape[2], self._travels)
         if step.tiles:
-            kernel, spec, query = self.computing.kernel, self.computing.spec, self.query
-            chosen = choose(kernel, spec, query, arena.key, arena.value, step.tiles)
             into = StepGrads(self, grads, keys, grads.captured)
-            chosen.backward(spec, final, query, arena.key, arena.value, self._region(step), into)
+            self._kernel(step, arena).backward(
+                self.spec, final, self.query, arena.key, arena.value, self._region(step), into
+            )
         return keys
 
     def send_home(self, step: Step, keys: KeySum | None, grads: Grads) -> tuple[list[Message], Arrivals]:
@@ -216,8 +213,8 @@ class Grads:
     def of(cls, lane: Lane, captured: Sequence[Tensor | None]) -> Grads:
         """Nothing yet; `captured` are sums that all lanes share."""
         query, key, value = lane.query, lane.key, lane.value
-        of_query = Total([query.shape], wide(query.dtype), query.device)
-        return cls(of_query, Total([key.shape, value.shape], wide(key.dtype), key.device), captured)
+        of_query = Total([query.shape], lse_dtype(query.dtype), query.device)
+        return cls(of_query, Total([key.shape, value.shape], lse_dtype(key.dtype), key.device), captured)
 
     def results(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
         """dq, dk and dv."""
@@ -261,8 +258,3 @@ def positions(runs: Runs, device: torch.device) -> Tensor:
     """The positions of runs, one after another."""
     with torch.inference_mode(False):  # made during evaluation, they may be saved for backward later
         return torch.cat([torch.arange(*run) for run in runs] or [torch.arange(0)]).to(device)
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """The precision that sums are kept in."""
-    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -21,10 +21,10 @@ from attnspan.transports import Pending, Transport
 def forward(transport: Transport, lanes: Sequence[Lane]) -> list[tuple[Tensor, Tensor]]:
     """(out, lse) of every lane."""
     totals = [lane.accumulator() for lane in lanes]
-    coming = Exchange(transport, lanes, 0)
+    coming = KeyExchange(transport, lanes, 0)
     for index in range(_steps(lanes)):
         arenas = coming.wait()
-        coming = Exchange(transport, lanes, index + 1)
+        coming = KeyExchange(transport, lanes, index + 1)
         _compute(lanes, arenas, totals, index)
     return [total.result(lane.query.dtype) for lane, total in zip(lanes, totals, strict=True)]
 
@@ -32,7 +32,7 @@ def forward(transport: Transport, lanes: Sequence[Lane]) -> list[tuple[Tensor, T
 def _compute(lanes: Sequence[Lane], arenas: list[Arena], totals: list[Accumulator], index: int) -> None:
     # A function of its own, so that no variable of a loop keeps an arena alive while the next one is made.
     for lane, arena, total in zip(lanes, arenas, totals, strict=True):
-        lane.compute(lane.route.steps[index], arena, total)
+        lane.forward(lane.route.steps[index], arena, total)
 
 
 def backward(
@@ -40,13 +40,13 @@ def backward(
 ) -> list[Grads]:
     """The gradients of every lane; those of what a score_mod captured are added to `captured`."""
     grads = [Grads.of(lane, captured) for lane in lanes]
-    coming = Exchange(transport, lanes, 0)
+    coming = KeyExchange(transport, lanes, 0)
     going: GradientExchange | None = None
     for index in range(_steps(lanes)):
         arenas = coming.wait()
-        coming = Exchange(transport, lanes, index + 1)
+        coming = KeyExchange(transport, lanes, index + 1)
         keys = [
-            lane.differentiate(lane.route.steps[index], arena, final, grad)
+            lane.backward(lane.route.steps[index], arena, final, grad)
             for lane, arena, final, grad in zip(lanes, arenas, finals, grads, strict=True)
         ]
         if going is not None:
@@ -57,7 +57,7 @@ def backward(
     return grads
 
 
-class Exchange:
+class KeyExchange:
     """The keys of one step, on their way; past the last step, nothing."""
 
     def __init__(self, transport: Transport, lanes: Sequence[Lane], index: int):

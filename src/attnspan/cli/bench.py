@@ -22,19 +22,11 @@ from typing import Annotated, Any
 import typer
 
 from attnspan.attention.tuned import agreed_table, machine
-from attnspan.cli.expression import parse, write
+from attnspan.cli import options
+from attnspan.cli.expression import write
 from attnspan.cli.layout import LAYOUTS, LayoutRequest, named
-from attnspan.cli.options import (
-    BatchOption,
-    DtypeOption,
-    HeadDimOption,
-    HeadsOption,
-    KvHeadsOption,
-    MaskText,
-    SeqLenOption,
-)
-from attnspan.cli.tokens import optional_size, shortened, size
-from attnspan.cli.tune import DeviceOption, RanksOption, VirtualOption, bar
+from attnspan.cli.tokens import optional_size, shortened
+from attnspan.cli.tune import bar
 from attnspan.errors import PlanError, one_of
 from attnspan.kernels import KERNELS
 from attnspan.measure import Bench, Measured, Ranks, Tuning, Workload
@@ -42,7 +34,7 @@ from attnspan.measure import chart as draw
 from attnspan.measure import tune as measure
 from attnspan.measure.chart import check_chart
 from attnspan.measure.links import link
-from attnspan.plan import Link, Shape
+from attnspan.plan import Link
 from attnspan.plan.drawing import in_seconds, table
 from attnspan.plan.strategy import Strategy
 from attnspan.transports import Transport
@@ -52,14 +44,14 @@ STRATEGIES = ["auto", "gather", "needed(1)", "needed(2)", "ring", "ulysses"]
 
 
 def bench(
-    mask: MaskText,
-    ranks: RanksOption = None,
-    seq_len: SeqLenOption = None,
-    heads: HeadsOption = "32",
-    kv_heads: KvHeadsOption = None,
-    head_dim: HeadDimOption = "128",
-    batch: BatchOption = None,
-    dtype: DtypeOption = "bf16",
+    mask: options.MaskText,
+    ranks: options.RanksOption = None,
+    seq_len: options.SeqLenOption = None,
+    heads: options.HeadsOption = "32",
+    kv_heads: options.KvHeadsOption = None,
+    head_dim: options.HeadDimOption = "128",
+    batch: options.BatchOption = None,
+    dtype: options.DtypeOption = "bf16",
     layout: Annotated[str, typer.Option(metavar="L", help=f"One of {', '.join(LAYOUTS)}.")] = "balanced",
     strategy: Annotated[
         list[str] | None, typer.Option(metavar="S", help="Measure only this strategy. Repeatable.")
@@ -68,29 +60,21 @@ def bench(
         list[str] | None, typer.Option(metavar="K", help="Use this kernel, not auto. Repeatable.")
     ] = None,
     repeats: Annotated[int, typer.Option(metavar="N", min=1, help="Repeats; the median is reported.")] = 3,
-    inference: Annotated[bool, typer.Option("--inference", help="Forward only, not a training step.")] = False,
-    device: DeviceOption = None,
-    virtual: VirtualOption = False,
+    inference: options.InferenceOption = False,
+    device: options.DeviceOption = None,
+    virtual: options.VirtualOption = False,
     tune: Annotated[bool, typer.Option("--tune", help="Measure tiles and links at these sizes first.")] = False,
     tuning: Annotated[Path | None, typer.Option(metavar="FILE", help="Predict with this table.")] = None,
     chart: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a chart. Needs matplotlib.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
+    as_json: options.JsonOption = False,
 ) -> None:
     """Measure strategies and kernels, beside predictions.
 
     Runs on torchrun's ranks, on local processes (--ranks), or on virtual ranks (--virtual).
     """
     where = Ranks(optional_size("--ranks", ranks), device, virtual)
-    length = optional_size("--seq-len", seq_len)
-    parsed = parse(mask, seq_len=length)
-    length = length or parsed.natural_len
-    if length is None:
-        raise PlanError(f"--seq-len must be given: {write(parsed)} has no length of its own")
-    rows = optional_size("--batch", batch) or parsed.rows
-    parsed.check_rows(rows)
-    values = size(head_dim, "--head-dim")
-    shape = Shape(size(heads, "--heads"), optional_size("--kv-heads", kv_heads), values, batch=rows, dtype=dtype)
-    strategies = strategy or [*(each for each in STRATEGIES if each != "ulysses" or where.count <= shape.heads)]
+    parsed, length, shape = options.attended(mask, seq_len, heads, kv_heads, head_dim, batch, dtype)
+    strategies = strategy or [each for each in STRATEGIES if each != "ulysses" or where.count <= shape.heads]
     for each in (each for each in strategies if each != "auto"):
         Strategy.of(each)
     for each in kernel or ():
@@ -111,10 +95,7 @@ def bench(
     found = where.run(partial(on_rank, job))
     if found is None:
         return
-    if as_json:
-        typer.echo(json.dumps(found, indent=2))
-    else:
-        typer.echo(text(found))
+    typer.echo(json.dumps(found, indent=2) if as_json else text(found))
     if chart is not None:
         path = draw([Measured(**row) for row in found["rows"]], shortened(found["what"], 90), chart)
         typer.echo(f"chart: {path}", err=True)

@@ -12,14 +12,11 @@ ranks together compute long prompts. The text goes to stdout, everything else to
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,7 +25,9 @@ import torch.distributed as dist
 import typer
 
 from attnspan import Engine, SamplingParams
-from attnspan.errors import AttnspanError, EngineError, whole
+from attnspan.errors import EngineError, whole
+from attnspan.measure import Ranks
+from attnspan.transports import Transport
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +39,6 @@ class GenerateJob:
     params: SamplingParams
     pages: int | None
     page_size: int
-    ranks: int
 
 
 def generate(
@@ -67,16 +65,14 @@ def generate(
     )
     ranks = whole("--ranks", ranks, at_least=1, error=EngineError)
     page_size = whole("--page-size", page_size, at_least=1, error=EngineError)
-    job = GenerateJob(_found(model), _read(prompt), params, pages, page_size, ranks)
-    if "RANK" in os.environ:
-        if ranks not in (1, int(os.environ["WORLD_SIZE"])):
-            raise EngineError(f"--ranks must be torchrun's {os.environ['WORLD_SIZE']}, or not given, got {ranks}")
-        with _group("env://"):
-            _speak(job, dist.group.WORLD)
-    elif ranks == 1:
-        _speak(job, None)
+    job = GenerateJob(_found(model), _read(prompt), params, pages, page_size)
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))  # processes on this machine: each has a GPU, or none has
+    device = "cuda" if torch.cuda.device_count() >= here else "cpu"
+    asked = Ranks(None if ranks == 1 else ranks, device)
+    if asked.launched or asked.count > 1:
+        asked.run(partial(on_rank, job))
     else:
-        _spawn(job)
+        _speak(job, torch.device(device))
 
 
 # ---- what is asked ---------------------------------------------------------------------------------------------------
@@ -102,7 +98,7 @@ def _read(prompt: str) -> str:
         raise EngineError(f"--prompt {prompt}: the file cannot be read ({error})") from None
 
 
-def _loaded(name: str, bar: bool) -> tuple[Any, Any]:
+def _loaded(name: str, device: torch.device, bar: bool) -> tuple[Any, Any]:
     """The model and its tokenizer; with a bar while it loads, if one is wanted."""
     try:
         from safetensors import SafetensorError
@@ -120,24 +116,21 @@ def _loaded(name: str, bar: bool) -> tuple[Any, Any]:
     except (OSError, ValueError, ImportError, SafetensorError) as error:  # of files, and of what reads them
         said = " ".join(str(error).split()) or repr(error)  # in one line
         raise EngineError(f"--model {name}: transformers cannot load its {part}: {said}") from None
-    return model.to(_device()).eval(), tokenizer
-
-
-def _device() -> torch.device:
-    """A GPU, if every process of this machine can have its own."""
-    if torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", 1)):
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-    return torch.device("cpu")
+    return model.to(device).eval(), tokenizer
 
 
 # ---- doing it --------------------------------------------------------------------------------------------------------
 
 
-def _speak(job: GenerateJob, mesh: Any) -> None:
+def on_rank(job: GenerateJob, transport: Transport) -> None:
+    """One rank's part."""
+    _speak(job, transport.device, dist.group.WORLD)
+
+
+def _speak(job: GenerateJob, device: torch.device, mesh: Any = None) -> None:
     """Generate, and print as it comes; on rank 0 alone."""
-    model, tokenizer = _loaded(job.model, bar=mesh is None)  # bars of several ranks would write over one another
-    ranks = 1 if mesh is None else dist.get_world_size(mesh)
-    speaks = mesh is None or dist.get_rank(mesh) == 0
+    model, tokenizer = _loaded(job.model, device, bar=mesh is None)  # bars of several ranks would overwrite each other
+    ranks, rank = (1, 0) if mesh is None else (dist.get_world_size(mesh), dist.get_rank(mesh))
     tokens = tokenizer.encode(job.prompt)
     needed = -(-(len(tokens) + job.params.max_new_tokens) // (job.page_size * ranks)) + 1
     pages = needed if job.pages is None else job.pages
@@ -145,56 +138,11 @@ def _speak(job: GenerateJob, mesh: Any) -> None:
     start, count = time.perf_counter(), 0
     for token in engine.stream(tokens, job.params):
         count += 1
-        if speaks and token.text:
+        if rank == 0 and token.text:
             typer.echo(token.text, nl=False)
             sys.stdout.flush()
-    if speaks:
+    if rank == 0:
         typer.echo()
         rate = count / (time.perf_counter() - start)
         where = "one rank" if ranks == 1 else f"{ranks} ranks"
         typer.echo(f"{len(tokens)} tokens of prompt, {count} more, {rate:.1f} per second on {where}", err=True)
-
-
-@contextmanager
-def _group(method: str, **member: Any) -> Iterator[None]:
-    device = _device()
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", init_method=method, **member)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
-def _spawn(job: GenerateJob) -> None:
-    """Start the ranks here; what they refuse is told once, and ends with their exit code."""
-    import torch.multiprocessing as mp
-
-    # What a rank refuses, rank 0 tells; that the others are then ended is no news.
-    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            mp.spawn(_join, (job, f"file://{folder}/store"), nprocs=job.ranks)
-        except mp.ProcessExitedException as ended:
-            raise typer.Exit(ended.exit_code) from None
-
-
-def _join(rank: int, job: GenerateJob, store: str) -> None:
-    os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(job.ranks))
-    torch.set_num_threads(max(1, torch.get_num_threads() // job.ranks))
-    code = 0
-    try:
-        with _group(store, rank=rank, world_size=job.ranks):
-            _speak(job, dist.group.WORLD)
-            dist.barrier()
-    except AttnspanError as error:
-        if rank == 0:
-            typer.echo(f"attnspan: {error}", err=True)
-        code = 2
-    # Threads of gloo may still run while Python takes itself down, which now and then aborts it: leave at once.
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if code and rank:
-        time.sleep(1.0)  # let rank 0 speak first
-    os._exit(code)

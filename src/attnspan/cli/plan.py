@@ -16,21 +16,12 @@ from typing import Annotated, Any
 
 import typer
 
-from attnspan.cli.expression import parse, write
+from attnspan.cli import options
 from attnspan.cli.layout import LAYOUTS, LayoutRequest, named
-from attnspan.cli.options import (
-    BatchOption,
-    DtypeOption,
-    HeadDimOption,
-    HeadsOption,
-    KvHeadsOption,
-    MaskText,
-    SeqLenOption,
-)
-from attnspan.cli.tokens import optional_size, size
+from attnspan.cli.tokens import size
 from attnspan.errors import PlanError
 from attnspan.layouts.run import tokens_in
-from attnspan.plan import Choice, Hardware, Plan, Shape, Timeline, choose
+from attnspan.plan import Choice, Hardware, Plan, choose
 from attnspan.plan.choose import Candidate, checked_memory, in_bytes, predicted, sampled_ranks
 from attnspan.plan.cost import PRESETS
 from attnspan.plan.drawing import in_seconds
@@ -38,40 +29,31 @@ from attnspan.plan.strategy import name_of
 
 
 def plan(
-    mask: MaskText,
+    mask: options.MaskText,
     ranks: Annotated[str, typer.Option(metavar="R", help="Number of ranks.")],
-    seq_len: SeqLenOption = None,
-    heads: HeadsOption = "32",
-    kv_heads: KvHeadsOption = None,
-    head_dim: HeadDimOption = "128",
-    batch: BatchOption = None,
-    dtype: DtypeOption = "bf16",
+    seq_len: options.SeqLenOption = None,
+    heads: options.HeadsOption = "32",
+    kv_heads: options.KvHeadsOption = None,
+    head_dim: options.HeadDimOption = "128",
+    batch: options.BatchOption = None,
+    dtype: options.DtypeOption = "bf16",
     hardware: Annotated[str, typer.Option(metavar="H", help=f"One of {', '.join(PRESETS)}.")] = "h100-nvlink",
     memory: Annotated[float | None, typer.Option(metavar="GB", help="Memory limit for keys per rank.")] = None,
     layout: Annotated[str | None, typer.Option(metavar="L", help=f"Only this layout: {', '.join(LAYOUTS)}.")] = None,
     strategy: Annotated[str | None, typer.Option(metavar="S", help="Print one plan: ring, needed(2), ...")] = None,
-    inference: Annotated[bool, typer.Option("--inference", help="Forward only, not a training step.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
+    inference: options.InferenceOption = False,
+    as_json: options.JsonOption = False,
 ) -> None:
     """Compare strategies for a mask, and choose one.
 
     Prints balance, bytes, memory of keys and predicted time of every candidate, and why the others lost.
     """
-    length = optional_size("--seq-len", seq_len)
-    parsed = parse(mask, seq_len=length)
-    length = length or parsed.natural_len
-    if length is None:
-        raise PlanError(f"--seq-len must be given: {write(parsed)} has no length of its own")
-    key_heads = optional_size("--kv-heads", kv_heads)
-    values = size(head_dim, "--head-dim")
-    rows = optional_size("--batch", batch) or parsed.rows
-    parsed.check_rows(rows)
-    shape = Shape(size(heads, "--heads"), key_heads, values, batch=rows, dtype=dtype)
+    parsed, length, shape = options.attended(mask, seq_len, heads, kv_heads, head_dim, batch, dtype)
     machine, count = Hardware.of(hardware), size(ranks, "--ranks")
     limit = None if memory is None else checked_memory(memory * 1e9)
-    layouts = None if layout is None else [named(layout, LayoutRequest(parsed, length, count))]
+    asked = LayoutRequest(parsed, length, count)
     if strategy is not None:
-        made = Plan(parsed, named(layout or "balanced", LayoutRequest(parsed, length, count)), length, strategy)
+        made = Plan(parsed, named(layout or "balanced", asked), length, strategy)
         found = predicted(made, shape, machine, limit=limit or inf, backward=not inference)
         if found.refused:
             raise PlanError(f"--memory: {name_of(made.strategy)} {found.refused}; use more ranks or another strategy")
@@ -84,7 +66,7 @@ def plan(
         shape=shape,
         hardware=machine,
         memory=limit,
-        layouts=layouts,
+        layouts=None if layout is None else [named(layout, asked)],
         backward=not inference,
     )
     typer.echo(json.dumps(data(choice), indent=2) if as_json else text(choice, inference))
@@ -143,28 +125,13 @@ def data(choice: Choice) -> dict[str, Any]:
 
 def candidate_data(candidate: Candidate) -> dict[str, Any]:
     return {
-        **plan_data(candidate.plan),
+        "strategy": name_of(candidate.plan.strategy),
+        "layout": type(candidate.plan.layout).__name__,
+        "ranks": candidate.plan.ranks,
+        "seq_len": candidate.plan.seq_len,
         "imbalance": candidate.imbalance,
         "moved_bytes_per_rank": candidate.moved,
         "peak_kv_bytes": candidate.peak,
-        "timeline": timeline_data(candidate.timeline),
+        "timeline": {name: getattr(candidate.timeline, name) for name in ("rank", "seconds", "computing", "exposed")},
         "refused": candidate.refused or None,
-    }
-
-
-def plan_data(made: Plan) -> dict[str, Any]:
-    return {
-        "strategy": name_of(made.strategy),
-        "layout": type(made.layout).__name__,
-        "ranks": made.ranks,
-        "seq_len": made.seq_len,
-    }
-
-
-def timeline_data(timeline: Timeline) -> dict[str, Any]:
-    return {
-        "rank": timeline.rank,
-        "seconds": timeline.seconds,
-        "computing": timeline.computing,
-        "exposed": timeline.exposed,
     }

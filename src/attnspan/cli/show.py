@@ -31,12 +31,14 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from attnspan.cli import options
 from attnspan.cli.expression import parse, write
 from attnspan.cli.layout import CHUNKED, LAYOUTS, LayoutRequest, named
-from attnspan.cli.options import MaskText
 from attnspan.cli.tokens import optional_size, shortened
 from attnspan.errors import LayoutError
 from attnspan.layouts import Layout, Run
+from attnspan.layouts.drawing import cells_of, listed
+from attnspan.layouts.layout import imbalance
 from attnspan.masks import Band, Mask
 from attnspan.masks.algebra import area
 from attnspan.masks.band import ceil_div
@@ -49,7 +51,7 @@ MOST_RANKS, MOST_RUNS = 32, 4
 
 
 def show(
-    mask: MaskText,
+    mask: options.MaskText,
     seq_len: Annotated[
         str | None, typer.Option(metavar="N", help="Queries. Default: the mask's own length, or 32.")
     ] = None,
@@ -60,7 +62,7 @@ def show(
     ] = None,
     ranks: Annotated[str | None, typer.Option(metavar="R", help="Number of ranks; needs --layout.")] = None,
     chunk: Annotated[str | None, typer.Option(metavar="N", help=f"Chunk size of {', '.join(CHUNKED)}.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
+    as_json: options.JsonOption = False,
 ) -> None:
     """Draw a mask, and which rank owns each row."""
     queries, keys = optional_size("--seq-len", seq_len), optional_size("--kv-len", kv_len)
@@ -96,10 +98,7 @@ class Share:
     runs: tuple[Run, ...]
 
     def __str__(self) -> str:
-        runs = [str(run) for run in self.runs[:MOST_RUNS]]
-        more = len(self.runs) - len(runs)
-        listed = " ".join([*runs, f"... {more} more"] if more else runs) or "nothing"
-        return f"rank {self.rank}: {self.tokens} tokens, {self.work} pairs, {listed}"
+        return f"rank {self.rank}: {self.tokens} tokens, {self.work} pairs, {listed(self.runs, MOST_RUNS, what='')}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,22 +213,9 @@ def line_owners(shards: tuple[tuple[Run, ...], ...], height: int, lines: int) ->
     """
     owners: list[list[int]] = [[] for _ in range(lines)]
     for rank, runs in enumerate(shards):
-        lines_of = {line for run in runs for line in lines_touched(run.positions, height)}
-        for line in lines_of:
+        for line in {line for run in runs for line in cells_of(run, height)}:
             owners[line].append(rank)
     return owners
-
-
-def lines_touched(positions: range, height: int) -> Iterator[int]:
-    """The lines of `height` rows that hold any of the positions."""
-    if positions.step >= height:
-        return (position // height for position in positions)
-    return iter(range(positions[0] // height, positions[-1] // height + 1))
-
-
-def imbalance(works: list[int]) -> float:
-    """The largest over the mean."""
-    return max(works) * len(works) / sum(works) if any(works) else 1.0
 
 
 def chunk_of(layout: Layout) -> int | None:

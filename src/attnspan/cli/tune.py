@@ -20,6 +20,7 @@ from typing import Annotated, Any, TypeVar
 import torch
 import typer
 
+from attnspan.cli import options
 from attnspan.cli.tokens import optional_size, size
 from attnspan.errors import TuningError
 from attnspan.measure import Ranks, Tuning
@@ -29,14 +30,10 @@ from attnspan.tuning import Table, cached, device_name, found, write
 
 T = TypeVar("T")
 
-RanksOption = Annotated[str | None, typer.Option(metavar="R", help="Processes to start. Under torchrun: its ranks.")]
-DeviceOption = Annotated[str | None, typer.Option(metavar="D", help="cpu or cuda. Default: cuda if available.")]
-VirtualOption = Annotated[bool, typer.Option("--virtual", help="Use virtual ranks: one process, one device.")]
-
 
 def tune(
-    ranks: RanksOption = None,
-    device: DeviceOption = None,
+    ranks: options.RanksOption = None,
+    device: options.DeviceOption = None,
     dtype: Annotated[list[str] | None, typer.Option(metavar="T", help="bf16, fp32, ... Repeatable.")] = None,
     head_dim: Annotated[list[str] | None, typer.Option(metavar="N", help="Head dim. Repeatable.")] = None,
     heads: Annotated[str | None, typer.Option(metavar="N", help="Query heads.")] = None,
@@ -47,19 +44,18 @@ def tune(
     ] = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Output file. Default: the cache.")] = None,
     show: Annotated[bool, typer.Option("--show", help="Print the table in use; measure nothing.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
+    as_json: options.JsonOption = False,
 ) -> None:
     """Measure kernels and links of this machine.
 
     The table is saved where kernel="auto" and strategy="auto" look for it.
     """
     asked = Ranks(optional_size("--ranks", ranks), device)
+    here = torch.device(asked.device or "cpu")
     if show:
-        table = found(torch.device(asked.device or "cpu"))
+        table = found(here)
         if table is None:
-            raise TuningError(
-                f"no tuning table for {device_name(torch.device(asked.device or 'cpu'))}; run attnspan tune"
-            )
+            raise TuningError(f"no tuning table for {device_name(here)}; run attnspan tune")
         typer.echo(json.dumps(table.data(), indent=1) if as_json else text(table))
         return
     wanted: dict[str, Any] = {
@@ -70,7 +66,7 @@ def tune(
         "kernels": tuple(kernel or ()),
         "sizes": tuple(size(each, "--size") for each in sizes or ()),
     }
-    Tuning.of(torch.device(asked.device or "cpu"), **wanted)  # refused here, once, rather than by every rank
+    Tuning.of(here, **wanted)  # refused here, once, rather than by every rank
     data = asked.run(partial(on_rank, wanted))
     if data is None:
         return

@@ -50,7 +50,7 @@ from attnspan.kernels.merge import has_triton
 from attnspan.kernels.mods import Mods
 from attnspan.kernels.parts import lse_dtype
 from attnspan.masks.blocks import lists_of_tiles
-from attnspan.masks.program import LOOKUP, Program
+from attnspan.masks.program import LOOKUP, Program, depending
 
 name = "flex"
 traits = Traits(
@@ -273,25 +273,22 @@ class Split(NamedTuple):
     ask: Callable[..., Tensor]  # (None, *arguments, *tables) -> result
 
 
-_SPLITS: dict[str, Split] = {}
-
-
 def split(program: Program) -> Split:
-    """The two parts of a program, the same objects for the same program."""
-    if program.key not in _SPLITS:
-        _SPLITS[program.key] = _split(program)
-    return _SPLITS[program.key]
+    """The two parts of a program, the same objects for programs of the same graph."""
+    return _split(program.graph, len(program.captured))
 
 
-def _split(program: Program) -> Split:
-    whole = list(program.graph.graph.nodes)
+@functools.lru_cache(maxsize=256)
+def _split(graph: fx.GraphModule, count: int) -> Split:
+    """Of a graph whose last `count` inputs are captured."""
+    whole = list(graph.graph.nodes)
     given = [node for node in whole if node.op == "placeholder"]
-    arguments, captured = given[: len(given) - len(program.captured)], given[len(given) - len(program.captured) :]
-    fixed = set(captured)
+    arguments, captured = given[: len(given) - count], given[len(given) - count :]
+    moving, fixed = depending(graph.graph, arguments), set(captured)
     for node in whole:
-        if node not in program.moving and fixed.intersection(node.all_input_nodes):
+        if node not in moving and fixed.intersection(node.all_input_nodes):
             fixed.add(node)
-    tables = [node for node in whole if node in fixed and any(user in program.moving for user in node.users)]
+    tables = [node for node in whole if node in fixed and any(user in moving for user in node.users)]
 
     prepare, ask = fx.Graph(), fx.Graph()
     before: dict[fx.Node, fx.Node] = {node: prepare.node_copy(node) for node in captured}
@@ -306,7 +303,7 @@ def _split(program: Program) -> Split:
         if node in fixed and node not in before:
             before[node] = prepare.node_copy(node, before.__getitem__)
         elif node.op == "call_function" and node not in fixed:
-            if node not in program.moving:  # a constant: both parts may use it
+            if node not in moving:  # a constant: both parts may use it
                 before[node] = prepare.node_copy(node, before.__getitem__)
             if node.target is LOOKUP:
                 at = tuple(inside[i] for i in node.args[1])

@@ -72,18 +72,9 @@ class Balanced(ByWork):
             self.ranks,
             self.chunk,
             self.rows > 1,
-            self._work(seq_len, row),
-            self._crossing(seq_len, row),
+            self._tally(seq_len, row),
+            self._tally(seq_len, row, crossing_pieces),
         ).best()
-
-    def _crossing(self, seq_len: int, row: int) -> Tally:
-        """The weighted number of keys that a cut at each position parts from their queries."""
-        return Tally(
-            (start, stop, weight * constant, weight * slope)
-            for weight, bands in self._weighted(seq_len, row)
-            for band in bands
-            for start, stop, constant, slope in crossing_pieces(band)
-        )
 
     def __repr__(self) -> str:
         return self._shown(chunk=self.chunk if self.chunk != 128 else None)

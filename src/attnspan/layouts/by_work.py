@@ -7,15 +7,15 @@ row by row. Knows nothing of how the work is then divided.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import gcd, isfinite
 
 from attnspan.errors import LayoutError
 from attnspan.layouts.layout import Layout, check_ranks
-from attnspan.masks import Mask
+from attnspan.masks import Band, Mask
 from attnspan.masks.algebra import Bands
-from attnspan.masks.profile import Tally, row_pieces
+from attnspan.masks.profile import Piece, Tally, row_pieces
 
 FINENESS = 1 << 16
 """Weights that are not whole are kept to one part in this many of the smallest."""
@@ -66,13 +66,13 @@ class ByWork(Layout):
             for r in rows:
                 yield weight, mask.cover(seq_len, row=r).bands
 
-    def _work(self, seq_len: int, row: int) -> Tally:
-        """The weighted work of every row."""
+    def _tally(self, seq_len: int, row: int, pieces: Callable[[Band], Iterable[Piece]] = row_pieces) -> Tally:
+        """The weighted sum of what is counted in pieces of bands; by default the work of every row."""
         return Tally(
             (start, stop, weight * constant, weight * slope)
             for weight, bands in self._weighted(seq_len, row)
             for band in bands
-            for start, stop, constant, slope in row_pieces(band)
+            for start, stop, constant, slope in pieces(band)
         )
 
     def _shown(self, **options: object) -> str:

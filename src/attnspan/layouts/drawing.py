@@ -35,7 +35,7 @@ def draw(layout: Layout) -> str:
     except AttnspanError as error:
         return f"{title}\n(cannot be drawn: {error})"
     lines = [title, owners(shards, seq_len)]
-    lines += [f"rank {rank}: {_listed(runs)}" for rank, runs in enumerate(shards[:LINES])]
+    lines += [f"rank {rank}: {listed(runs)}" for rank, runs in enumerate(shards[:LINES])]
     if layout.ranks > LINES:
         lines.append(f"... {layout.ranks - LINES} more ranks")
     return "\n".join(lines)
@@ -53,19 +53,24 @@ def owners(shards: Shards, seq_len: int) -> str:
     cells = [""] * ceil_div(seq_len, size)
     for rank, runs in enumerate(shards):
         for run in runs:
-            for cell in _touched(run, size):
+            for cell in cells_of(run, size):
                 cells[cell] = str(rank) if cells[cell] in ("", str(rank)) else "*"
     note = f"  each cell is {size} tokens" if size > 1 else ""
     return " ".join(cell.rjust(digits) for cell in cells) + note
 
 
-def _touched(run: Run, size: int) -> Iterable[int]:
-    """The cells that hold a position of the run."""
+def cells_of(run: Run, size: int) -> Iterable[int]:
+    """The cells of `size` positions that hold one of the run.
+
+    >>> list(cells_of(Run(3, 6), 2)), sorted(cells_of(Run(0, 13, 6), 2))
+    ([1, 2], [0, 3, 6])
+    """
     if run.step > size:
         return {position // size for position in run.positions}
     return range(run.start // size, ceil_div(run.stop, size))  # no step is long enough to miss a cell
 
 
-def _listed(runs: Runs) -> str:
-    more = f" ... {len(runs) - LINES} more runs" if len(runs) > LINES else ""
-    return (" ".join(str(run) for run in runs[:LINES]) or "nothing") + more
+def listed(runs: Runs, most: int = LINES, what: str = " runs") -> str:
+    """The runs, or the first of them and how many more there are."""
+    more = f" ... {len(runs) - most} more{what}" if len(runs) > most else ""
+    return (" ".join(str(run) for run in runs[:most]) or "nothing") + more

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -143,8 +144,7 @@ class Layout(ABC):
         >>> HeadTail(ranks=2).imbalance(Causal(), 8)
         1.0
         """
-        work = self.work_per_rank(mask, seq_len)
-        return max(work) * self.ranks / sum(work) if sum(work) else 1.0
+        return imbalance(self.work_per_rank(mask, seq_len))
 
     def check_rows(self, rows: int) -> None:
         """Refuse a batch (or a mask) whose number of rows is not the layout's."""
@@ -161,6 +161,11 @@ class Layout(ABC):
 def _cached_shards(layout: Layout, seq_len: int, row: int) -> Shards:
     # A memo of a pure function: layouts are frozen and compare by value.
     return tuple(joined_runs(runs) for runs in layout._shards(seq_len, row))
+
+
+def imbalance(works: Sequence[float]) -> float:
+    """The largest of some works over their mean; 1.0 where there is no work at all."""
+    return max(works) * len(works) / sum(works) if any(works) else 1.0
 
 
 def check_ranks(ranks: object) -> int:

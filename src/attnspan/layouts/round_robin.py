@@ -41,7 +41,7 @@ class RoundRobinByWork(ByWork):
         object.__setattr__(self, "block", whole("block", self.block, at_least=1, error=LayoutError))
 
     def _shards(self, seq_len: int, row: int) -> Shards:
-        return dealt(self._work(seq_len, row), seq_len, self.ranks, self.block)
+        return dealt(self._tally(seq_len, row), seq_len, self.ranks, self.block)
 
     def __repr__(self) -> str:
         return self._shown(block=self.block if self.block != 128 else None)

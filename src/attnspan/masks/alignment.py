@@ -11,7 +11,6 @@ from __future__ import annotations
 from typing import Literal
 
 from attnspan.errors import MaskError, one_of
-from attnspan.masks.mask import Space
 
 Align = Literal["top", "bottom"] | None
 
@@ -24,6 +23,8 @@ def check_align(align: Align) -> None:
 
 def offset(align: Align, q_len: int | None, kv_len: int | None) -> int:
     """The position of query 0 on the key axis, or a refusal where nobody said how the axes meet.
+
+    Lengths that are not known are taken as equal.
 
     >>> offset("bottom", 4, 6), offset("top", 4, 6), offset(None, 6, 6)
     (2, 0, 0)
@@ -38,8 +39,3 @@ def offset(align: Align, q_len: int | None, kv_len: int | None) -> int:
             '"top" if query 0 meets key 0, "bottom" if the last query meets the last key'
         )
     return 0
-
-
-def offset_in(align: Align, space: Space) -> int:
-    """`offset` for the lengths of a space; unknown lengths are taken as equal."""
-    return offset(align, space.q_len, space.kv_len)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from attnspan.masks.alignment import Align, check_align, offset, offset_in
+from attnspan.masks.alignment import Align, check_align, offset
 from attnspan.masks.band import Band, tight
 from attnspan.masks.mask import Mask, Rule, Space
 
@@ -30,7 +30,7 @@ class Causal(Mask):
         yield tight(0, q_len, 0, kv_len, hi=offset(self.align, q_len, kv_len))
 
     def _rule(self, space: Space) -> Rule:
-        start = offset_in(self.align, space)
+        start = offset(self.align, space.q_len, space.kv_len)
         return lambda b, h, q, k: k <= q + start
 
     def __repr__(self) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from attnspan.errors import MaskError, whole
-from attnspan.masks.alignment import Align, check_align, offset, offset_in
+from attnspan.masks.alignment import Align, check_align, offset
 from attnspan.masks.band import Band, tight
 from attnspan.masks.mask import Mask, Rule, Space
 
@@ -38,7 +38,7 @@ class Chunked(Mask):
             yield tight(max(k0 - start, 0), min(k0 + self.size - start, q_len), k0, k1)
 
     def _rule(self, space: Space) -> Rule:
-        start = offset_in(self.align, space)
+        start = offset(self.align, space.q_len, space.kv_len)
         size = self.size
         return lambda b, h, q, k: (q + start) // size == k // size
 

@@ -42,32 +42,10 @@ LIBRARIES = (torch, F, math)
 """Modules whose functions mean what they mean."""
 
 BUILTINS = {
-    *(
-        "abs",
-        "all",
-        "any",
-        "bool",
-        "callable",
-        "complex",
-        "dict",
-        "divmod",
-        "enumerate",
-        "filter",
-        "float",
-        "frozenset",
-    ),
-    *("int", "isinstance", "len", "list", "map", "max", "min", "pow", "range", "reversed", "round", "set", "slice"),
-    *(
-        "sorted",
-        "sum",
-        "tuple",
-        "zip",
-        "ValueError",
-        "TypeError",
-        "AssertionError",
-        "NotImplementedError",
-        "NotImplemented",
-    ),
+    *("abs", "all", "any", "bool", "callable", "complex", "dict", "divmod", "enumerate", "filter", "float"),
+    *("frozenset", "int", "isinstance", "len", "list", "map", "max", "min", "pow", "range", "reversed", "round"),
+    *("set", "slice", "sorted", "sum", "tuple", "zip", "NotImplemented"),
+    *("ValueError", "TypeError", "AssertionError", "NotImplementedError"),
 }
 """Names of Python's own that compute from their arguments alone."""
 
@@ -144,18 +122,13 @@ class _Reading:
             return _builtin(value)
         if isinstance(value, MethodType):
             return "method", *self._parts((value.__func__, value.__self__))
-        kind = type(value)
-        if kind is functools.partial:
-            assert isinstance(value, functools.partial), "its type says so"
+        if type(value) is functools.partial:
             return "partial", *self._parts((value.func, value.args, value.keywords))
-        if kind in (tuple, list, torch.Size):
-            assert isinstance(value, list | tuple), "its type says so"
-            return kind, *self._parts(value)
-        if kind is dict:
-            assert isinstance(value, dict), "its type says so"
-            return kind, *self._parts(value.keys()), *self._parts(value.values())
-        if kind is type:
-            assert isinstance(value, type), "its type says so"
+        if type(value) is tuple or type(value) is list or type(value) is torch.Size:
+            return type(value), *self._parts(value)
+        if type(value) is dict:
+            return dict, *self._parts(value.keys()), *self._parts(value.values())
+        if type(value) is type:
             return self._class(value)
         return self._object(value)
 

@@ -31,13 +31,13 @@ import reprlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
 from attnspan.errors import MaskError, whole
 from attnspan.masks.algebra import Bands, area, intersect, subtract, union
-from attnspan.masks.band import Band, tight
+from attnspan.masks.band import Band
 from attnspan.masks.cover import Cover
 from attnspan.masks.drawing import shortened
 
@@ -319,9 +319,60 @@ end a document of its own
         return f"{shortened(repr(self))}\n{drawing}"
 
 
+class _Combination(Mask):
+    """Masks over the same lengths, batch rows and heads, made into one."""
+
+    __slots__ = ()
+
+    @property
+    @abstractmethod
+    def _parts(self) -> tuple[Mask, ...]:
+        """The masks it is made of."""
+
+    @abstractmethod
+    def _covered(self, covers: list[Cover], q_len: int, kv_len: int) -> Cover:
+        """Its cover from those of its parts, where a part is a function."""
+
+    @property
+    def rows(self) -> int:
+        return max(part.rows for part in self._parts)
+
+    @property
+    def heads(self) -> int:
+        return max(part.heads for part in self._parts)
+
+    @property
+    def natural_len(self) -> int | None:
+        return next((part.natural_len for part in self._parts if part.natural_len), None)
+
+    @property
+    def natural_kv_len(self) -> int | None:
+        return next((part.natural_kv_len for part in self._parts if part.natural_kv_len), None)
+
+    @property
+    def least_len(self) -> int:
+        return max(part.least_len for part in self._parts)
+
+    def check_fresh(self) -> None:
+        for part in self._parts:
+            part.check_fresh()
+
+    def _check(self, q_len: int, kv_len: int, row: int) -> None:
+        for part in self._parts:
+            part._check(q_len, kv_len, row)
+
+    def _cover(self, q_len: int, kv_len: int, row: int) -> Cover:
+        covers = [part.cover(q_len, kv_len, row) for part in self._parts]
+        if self.heads == 1 and all(cover.is_exact for cover in covers):
+            return Cover(self.bands(q_len, kv_len, row))
+        return self._covered(covers, q_len, kv_len)
+
+
 @dataclass(frozen=True, slots=True, repr=False)
-class _Both(Mask):
-    """Two masks over the same lengths and batch rows."""
+class _Both(_Combination):
+    """Two masks, joined by a sign."""
+
+    _sign: ClassVar[str]
 
     left: Mask
     right: Mask
@@ -339,51 +390,15 @@ class _Both(Mask):
             )
 
     @property
-    @abstractmethod
-    def _sign(self) -> str:
-        """How the two are written together."""
-
-    @property
-    def rows(self) -> int:
-        return max(self.left.rows, self.right.rows)
-
-    @property
-    def heads(self) -> int:
-        return max(self.left.heads, self.right.heads)
-
-    def check_fresh(self) -> None:
-        self.left.check_fresh()
-        self.right.check_fresh()
-
-    def _covers(self, q_len: int, kv_len: int, row: int) -> tuple[Cover, Cover] | None:
-        """Those of both sides, or None where bands say all."""
-        left, right = self.left.cover(q_len, kv_len, row), self.right.cover(q_len, kv_len, row)
-        return None if left.is_exact and right.is_exact and self.heads == 1 else (left, right)
-
-    @property
-    def natural_len(self) -> int | None:
-        return self.left.natural_len or self.right.natural_len
-
-    @property
-    def natural_kv_len(self) -> int | None:
-        return self.left.natural_kv_len or self.right.natural_kv_len
-
-    @property
-    def least_len(self) -> int:
-        return max(self.left.least_len, self.right.least_len)
-
-    def _check(self, q_len: int, kv_len: int, row: int) -> None:
-        self.left._check(q_len, kv_len, row)
-        self.right._check(q_len, kv_len, row)
+    def _parts(self) -> tuple[Mask, ...]:
+        return self.left, self.right
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class And(_Both):
     """The pairs in both masks; what `left & right` makes."""
 
-    @property
-    def _sign(self) -> str:
-        return "&"
+    _sign: ClassVar[str] = "&"
 
     def _bands(self, q_len: int, kv_len: int, row: int) -> Bands:
         left, right = self.left, self.right
@@ -397,9 +412,8 @@ class And(_Both):
         left, right = self.left._rule(space), self.right._rule(space)
         return lambda b, h, q, k: left(b, h, q, k) & right(b, h, q, k)
 
-    def _cover(self, q_len: int, kv_len: int, row: int) -> Cover:
-        both = self._covers(q_len, kv_len, row)
-        return both[0] & both[1] if both else Cover(self.bands(q_len, kv_len, row))
+    def _covered(self, covers: list[Cover], q_len: int, kv_len: int) -> Cover:
+        return covers[0] & covers[1]
 
     def __repr__(self) -> str:
         return f"{_grouped(self.left, Or)} & {_grouped(self.right, Or, And)}"
@@ -409,9 +423,7 @@ class And(_Both):
 class Or(_Both):
     """The pairs in either mask; what `left | right` makes."""
 
-    @property
-    def _sign(self) -> str:
-        return "|"
+    _sign: ClassVar[str] = "|"
 
     def _bands(self, q_len: int, kv_len: int, row: int) -> Bands:
         return union(self.left.bands(q_len, kv_len, row), self.right.bands(q_len, kv_len, row))
@@ -420,62 +432,32 @@ class Or(_Both):
         left, right = self.left._rule(space), self.right._rule(space)
         return lambda b, h, q, k: left(b, h, q, k) | right(b, h, q, k)
 
-    def _cover(self, q_len: int, kv_len: int, row: int) -> Cover:
-        both = self._covers(q_len, kv_len, row)
-        return both[0] | both[1] if both else Cover(self.bands(q_len, kv_len, row))
+    def _covered(self, covers: list[Cover], q_len: int, kv_len: int) -> Cover:
+        return covers[0] | covers[1]
 
     def __repr__(self) -> str:
         return f"{self.left!r} | {_grouped(self.right, Or)}"
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Not(Mask):
+class Not(_Combination):
     """The pairs that are not in the mask; what `~mask` makes."""
 
     inner: Mask
 
     @property
-    def rows(self) -> int:
-        return self.inner.rows
-
-    @property
-    def heads(self) -> int:
-        return self.inner.heads
-
-    def check_fresh(self) -> None:
-        self.inner.check_fresh()
-
-    @property
-    def natural_len(self) -> int | None:
-        return self.inner.natural_len
-
-    @property
-    def natural_kv_len(self) -> int | None:
-        return self.inner.natural_kv_len
-
-    @property
-    def least_len(self) -> int:
-        return self.inner.least_len
-
-    def _check(self, q_len: int, kv_len: int, row: int) -> None:
-        self.inner._check(q_len, kv_len, row)
+    def _parts(self) -> tuple[Mask, ...]:
+        return (self.inner,)
 
     def _bands(self, q_len: int, kv_len: int, row: int) -> Bands:
-        everything = tight(0, q_len, 0, kv_len)
-        assert everything is not None, "lengths are at least 1"
-        return subtract([everything], self.inner.bands(q_len, kv_len, row))
+        return subtract([_everything(q_len, kv_len)], self.inner.bands(q_len, kv_len, row))
 
     def _rule(self, space: Space) -> Rule:
         inner = self.inner._rule(space)
         return lambda b, h, q, k: ~inner(b, h, q, k)
 
-    def _cover(self, q_len: int, kv_len: int, row: int) -> Cover:
-        inner = self.inner.cover(q_len, kv_len, row)
-        if inner.is_exact and self.heads == 1:
-            return Cover(self.bands(q_len, kv_len, row))
-        everything = tight(0, q_len, 0, kv_len)
-        assert everything is not None, "lengths are at least 1"
-        return inner.complement(everything)
+    def _covered(self, covers: list[Cover], q_len: int, kv_len: int) -> Cover:
+        return covers[0].complement(_everything(q_len, kv_len))
 
     def __repr__(self) -> str:
         return f"~{_grouped(self.inner, And, Or)}"
@@ -510,6 +492,10 @@ def _cached_cover(mask: Mask, q_len: int, kv_len: int, row: int) -> Cover:
 def _lengths(q_len: int, kv_len: int | None) -> tuple[int, int]:
     q_len = whole("q_len", q_len, at_least=1, error=MaskError)
     return q_len, q_len if kv_len is None else whole("kv_len", kv_len, at_least=1, error=MaskError)
+
+
+def _everything(q_len: int, kv_len: int) -> Band:
+    return Band(0, q_len, 0, kv_len, 1 - q_len, kv_len - 1)
 
 
 def _grouped(mask: Mask, *loose: type[Mask]) -> str:

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import torch
 
-from attnspan.masks.alignment import Align, check_align, offset, offset_in
+from attnspan.masks.alignment import Align, check_align, offset
 from attnspan.masks.band import Band, tight
 from attnspan.masks.first_keys import FirstKeys
 from attnspan.masks.mask import Rule, Space
@@ -43,7 +43,7 @@ class PrefixLM(FirstKeys):
         yield tight(0, q_len, length, kv_len, hi=offset(self.align, q_len, kv_len))
 
     def _rule(self, space: Space) -> Rule:
-        start = offset_in(self.align, space)
+        start = offset(self.align, space.q_len, space.kv_len)
         lengths = torch.tensor(self._lengths, device=space.device)
         return lambda b, h, q, k: (k < select(lengths, b)) | (k <= q + start)
 

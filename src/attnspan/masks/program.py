@@ -195,7 +195,7 @@ class Program:
     @cached_property
     def moving(self) -> set[fx.Node]:
         """The nodes of its graph that depend on an argument; the others are the same for all pairs."""
-        return _depending(self.graph.graph, _inputs(self.graph.graph)[: self._arguments])
+        return depending(self.graph.graph, _inputs(self.graph.graph)[: self._arguments])
 
     @property
     def _arguments(self) -> int:
@@ -485,7 +485,8 @@ def _inputs(graph: fx.Graph) -> list[fx.Node]:
     return [node for node in graph.nodes if node.op == "placeholder"]
 
 
-def _depending(graph: fx.Graph, sources: Sequence[fx.Node]) -> set[fx.Node]:
+def depending(graph: fx.Graph, sources: Sequence[fx.Node]) -> set[fx.Node]:
+    """The nodes that are computed from any of the sources, and these themselves."""
     found = set(sources)
     for node in graph.nodes:
         if found.intersection(node.all_input_nodes):
@@ -494,7 +495,7 @@ def _depending(graph: fx.Graph, sources: Sequence[fx.Node]) -> set[fx.Node]:
 
 
 def _reaches(graph: fx.Graph, source: fx.Node) -> bool:
-    return any(node.op == "output" for node in _depending(graph, [source]))
+    return any(node.op == "output" for node in depending(graph, [source]))
 
 
 def _is_flat(node: fx.Node) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from attnspan.errors import MaskError, whole
-from attnspan.masks.alignment import Align, check_align, offset, offset_in
+from attnspan.masks.alignment import Align, check_align, offset
 from attnspan.masks.band import Band, tight
 from attnspan.masks.mask import Mask, Rule, Space
 
@@ -39,7 +39,7 @@ class SlidingWindow(Mask):
         yield tight(0, q_len, 0, kv_len, lo=start - self.left, hi=start + self.right)
 
     def _rule(self, space: Space) -> Rule:
-        start = offset_in(self.align, space)
+        start = offset(self.align, space.q_len, space.kv_len)
         lo, hi = start - self.left, start + self.right
         return lambda b, h, q, k: (k - q >= lo) & (k - q <= hi)
 

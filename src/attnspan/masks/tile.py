@@ -20,6 +20,7 @@ from typing import Literal, NamedTuple
 
 from attnspan.masks.algebra import joined
 from attnspan.masks.band import Band, tight
+from attnspan.masks.spans import merged
 
 MOST_STACKED = 32
 """The most full tiles of one buffer that are looked at for a better cut: few and large ones gain by it."""
@@ -109,21 +110,10 @@ def _stacked(full: list[Band]) -> list[Band]:
     columns = (
         tight(q0, q1, k0, k1)
         for k0, k1 in pairwise(edges)
-        for q0, q1 in _row_spans([band for band in full if band.k0 <= k0 and k1 <= band.k1])
+        for q0, q1 in merged((band.q0, band.q1) for band in full if band.k0 <= k0 and k1 <= band.k1)
     )
     stacked = joined(column for column in columns if column is not None)
     return list(stacked) if len(stacked) <= len(full) else full
-
-
-def _row_spans(bands: list[Band]) -> list[tuple[int, int]]:
-    """The rows of rectangles, neighbours as one."""
-    spans: list[tuple[int, int]] = []
-    for band in sorted(bands):
-        if spans and spans[-1][1] == band.q0:
-            spans[-1] = (spans[-1][0], band.q1)
-        else:
-            spans.append((band.q0, band.q1))
-    return spans
 
 
 def band_of(tile: Tile) -> Band:

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from attnspan.attention import Attention
-from attnspan.attention.agreement import Inputs, refusal
+from attnspan.attention.agreement import refusal
+from attnspan.attention.call import Inputs
 from attnspan.attention.tuned import machine
 from attnspan.errors import AttnspanError
 from attnspan.layouts import Layout

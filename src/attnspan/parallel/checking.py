@@ -29,11 +29,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
-from attnspan.attention.call import shape_of
+from attnspan.attention.call import Inputs
 from attnspan.attention.uses import Uses
+from attnspan.dtypes import lse_dtype
 from attnspan.errors import AttentionError
 from attnspan.layouts import Contiguous, Layout
-from attnspan.parallel.attach import is_attached
+from attnspan.parallel.attached_forward import is_attached
 from attnspan.parallel.core import Masks
 from attnspan.parallel.session import ContextParallel
 from attnspan.plan import Plan, Strategy
@@ -310,7 +311,7 @@ def _loss_and_logits(out: object, cp: ContextParallel) -> tuple[Tensor, Tensor |
         loss = out
     if loss is None:
         logits = _logits(out)
-        loss = cp.mean_loss(logits.to(torch.promote_types(logits.dtype, torch.float32)).logsumexp(-1))
+        loss = cp.mean_loss(logits.to(lse_dtype(logits.dtype)).logsumexp(-1))
     return loss, logits
 
 
@@ -339,14 +340,10 @@ class DenseAttention:
         """With another scale; a guard has nothing to guard here."""
         return replace(self, scale=self.scale if scale is None else scale)
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, *, sinks: Tensor | None = None) -> Tensor:
-        return self.with_lse(query, key, value, sinks=sinks)[0]
-
-    def with_lse(
-        self, query: Tensor, key: Tensor, value: Tensor, *, sinks: Tensor | None = None, returned: bool = True
-    ) -> tuple[Tensor, Tensor]:
-        """(out, lse), as `Attention.with_lse`."""
-        self.uses.add_forward(self.plan, shape_of(query, key, value))
+    def run(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        """(out, lse), as `Attention.run`."""
+        self.uses.add_forward(self.plan, inputs.shape)
+        query, key, value, sinks = inputs[:4]
         group = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
         scores = query @ key.mT * (query.shape[-1] ** -0.5 if self.scale is None else self.scale)
@@ -356,8 +353,7 @@ class DenseAttention:
             scores = torch.cat([scores, sinks[None, :, None, None].expand(*scores.shape[:3], 1).to(scores.dtype)], -1)
         empty = (scores == -torch.inf).all(-1, keepdim=True)
         weights = scores.masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0)
-        wide = torch.promote_types(query.dtype, torch.float32)
-        return weights[..., : value.shape[2]] @ value, scores.to(wide).logsumexp(-1)
+        return weights[..., : value.shape[2]] @ value, scores.to(lse_dtype(query.dtype)).logsumexp(-1)
 
     def _allowed(self, device: torch.device) -> Tensor:
         plan, mask = self.plan, self.plan.mask

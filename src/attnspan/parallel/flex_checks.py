@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from attnspan.errors import AttentionError, ShardError
+from attnspan.parallel.call_args import FlexArgs
 from attnspan.parallel.core import Core
 from attnspan.parallel.dtensors import is_split
-from attnspan.parallel.flex_args import FlexArgs
 
 if TYPE_CHECKING:
     from attnspan.parallel.attentions import BoundAttention

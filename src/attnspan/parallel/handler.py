@@ -17,15 +17,15 @@ from typing import NoReturn
 from torch import Tensor
 
 from attnspan.attention import Attention
-from attnspan.attention.agreement import Inputs, refuse
+from attnspan.attention.agreement import refuse
+from attnspan.attention.call import Inputs
 from attnspan.errors import AttentionError, AttnspanError
 from attnspan.parallel.attentions import Attentions
-from attnspan.parallel.dtensors import carried, is_dtensor
+from attnspan.parallel.call_args import SDPA, FlexArgs, FlexResult, SdpaArgs, flat
+from attnspan.parallel.dtensors import is_dtensor, run_attention
 from attnspan.parallel.flex import flex_attention
-from attnspan.parallel.flex_args import FlexArgs, FlexResult
 from attnspan.parallel.guards import Entry, Guards, guarded, guards_of
 from attnspan.parallel.multihead import multi_head_attention
-from attnspan.parallel.sdpa_args import SDPA, SdpaArgs, flat
 from attnspan.parallel.sdpa_checks import SdpaChecks
 
 
@@ -99,8 +99,9 @@ class SessionHandler(Handler):
     def _run(self, attend: Attention, args: SdpaArgs) -> Tensor:
         query, key, value = args[:3]
         if query.dim() == 4:
-            return carried(self.core, attend, query, key, value)[0]
-        return attend(flat(query), flat(key), flat(value)).reshape(*query.shape[:-1], value.shape[-1])
+            return run_attention(self.core, attend, Inputs(query, key, value))[0]
+        out, _ = attend.run(Inputs(flat(query), flat(key), flat(value)))
+        return out.reshape(*query.shape[:-1], value.shape[-1])
 
     def check(self, args: SdpaArgs) -> None:
         """Refuse what the session was not made for."""
@@ -108,16 +109,15 @@ class SessionHandler(Handler):
 
     def refuse(self, attend: Attention, args: SdpaArgs, wrong: AttentionError) -> NoReturn:
         """Raise what is wrong. See [Note: refused together]."""
-        tensors = args[:3]
         if isinstance(attend, Attention) and all(
-            isinstance(x, Tensor) and x.dim() > 1 and not is_dtensor(x) for x in tensors
+            isinstance(x, Tensor) and x.dim() > 1 and not is_dtensor(x) for x in args[:3]
         ):
-            shards = [flat(x) for x in tensors]
+            inputs = Inputs(flat(args.query), flat(args.key), flat(args.value))
             try:
-                call = attend.call.for_shapes(*shards)
+                call = attend.call.for_inputs(inputs)
             except AttnspanError:  # there is no plan for such tensors, on which all could agree
                 raise wrong from None
-            refuse(call, Inputs(*shards), wrong)
+            refuse(call, inputs, wrong)
         raise wrong
 
 

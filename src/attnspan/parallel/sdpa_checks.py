@@ -8,8 +8,8 @@ keys fits both, and so does a rank of at most one query: models write ``is_causa
 from __future__ import annotations
 
 from attnspan.errors import AttentionError
+from attnspan.parallel.call_args import SdpaArgs
 from attnspan.parallel.core import Core
-from attnspan.parallel.sdpa_args import SdpaArgs
 from attnspan.plan import Plan
 
 

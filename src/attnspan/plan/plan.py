@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING
 
 from attnspan.errors import PlanError, whole
 from attnspan.layouts.grouped import Grouped
-from attnspan.layouts.layout import Layout
+from attnspan.layouts.layout import Layout, imbalance
 from attnspan.layouts.run import Runs, tokens_in
 from attnspan.masks import Mask
 from attnspan.masks.algebra import Bands
@@ -149,8 +149,7 @@ class Plan:
 
     def imbalance(self) -> float:
         """The largest rank's work over the mean."""
-        work = self.group_works()
-        return max(work) * len(work) / sum(work) if sum(work) else 1.0
+        return imbalance(self.group_works())
 
     def received(self, rank: int) -> dict[int, int]:
         """For each rank (or group) that sends keys to this one: how many, over all steps and batch rows."""

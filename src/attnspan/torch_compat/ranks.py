@@ -33,7 +33,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from attnspan.errors import AttentionError, ShardError
 from attnspan.layouts import Contiguous, HeadTail, Layout
 from attnspan.parallel.handler import Handler
-from attnspan.parallel.sdpa import Scope
+from attnspan.parallel.sdpa import AttentionMode
 from attnspan.parallel.session import ContextParallel
 from attnspan.torch_compat.errors import AttentionNotImplemented
 from attnspan.torch_compat.options import _cp_options
@@ -109,11 +109,11 @@ class MeshRanks:
         self.use(order)
         self._remember(order)
         self.entered.append(order)
-        scope = Scope(self._handler(order, guarded=True))
-        lifetime = Lifetime(scope)
+        mode = AttentionMode(self._handler(order, guarded=True))
+        lifetime = Lifetime(mode)
         self.lifetimes.append(lifetime)
         try:
-            with scope:
+            with mode:
                 yield
         finally:
             lifetime.over = True
@@ -175,9 +175,9 @@ class MeshRanks:
 
     # ---- what is made for an order -------------------------------------------------------------------------------
 
-    def scope(self) -> Scope:
+    def mode(self) -> AttentionMode:
         """A block in which SDPA is context parallel, for sequences in the latest order."""
-        return Scope(self.handler or self._handler(self.order))
+        return AttentionMode(self.handler or self._handler(self.order))
 
     def _handler(self, order: Order, guarded: bool = False) -> Handler:
         strategy = _cp_options.strategy

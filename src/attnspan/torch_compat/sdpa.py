@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args
 from weakref import WeakSet
 
 import torch
@@ -25,13 +25,12 @@ from attnspan.attention import Attention
 from attnspan.errors import AttentionError
 from attnspan.masks import Causal, Full
 from attnspan.parallel.attentions import BoundAttention
+from attnspan.parallel.call_args import FlexArgs, FlexResult, SdpaArgs
 from attnspan.parallel.checkpoint_regions import regions, rerun_of
 from attnspan.parallel.core import Core
-from attnspan.parallel.flex_args import FlexArgs, FlexResult
 from attnspan.parallel.guards import Entry, Guards
 from attnspan.parallel.handler import Handler, SessionHandler
-from attnspan.parallel.sdpa import Scope
-from attnspan.parallel.sdpa_args import SdpaArgs
+from attnspan.parallel.sdpa import AttentionMode
 from attnspan.parallel.session import ContextParallel
 from attnspan.torch_compat.errors import AttentionNotImplemented
 
@@ -45,7 +44,7 @@ class CausalOrFull(Handler):
     """
 
     def __init__(self, session: ContextParallel, guard: Callable[[], None] | None = None):
-        guards: Guards | None = None if guard is None else {"eager": guard, "inside": guard, "around": guard}
+        guards: Guards | None = None if guard is None else dict.fromkeys(get_args(Entry), guard)
         self.core = session.core
         self._causal, self._full = (CompatHandler(session.attentions, name, guards) for name in MASKS)
         self._flex = SessionHandler(session.attentions, None, guards)
@@ -137,8 +136,8 @@ class Lifetime:
     Regions that were around when it began are not its business: their second run begins it anew.
     """
 
-    def __init__(self, scope: Scope) -> None:
-        self.scope = scope
+    def __init__(self, mode: AttentionMode) -> None:
+        self.mode = mode
         self.over = False
         self._around = [region.name for region in regions()]
         self._watched: WeakSet[Any] = WeakSet()
@@ -161,7 +160,7 @@ class Lifetime:
     def _run(self, again: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self.over:
             raise AttentionError(f"a checkpointed region runs again after context_parallel was left; {ELSE}")
-        with self.scope:
+        with self.mode:
             return again(*args, **kwargs)
 
 

@@ -134,7 +134,7 @@ class SequenceShard(Tensor):
         if func is not F.scaled_dot_product_attention:
             out = func(*args, **kwargs)
             return tree_map_only(Tensor, lambda x: SequenceShard.of(x, ranks), out)
-        with ranks.scope():
+        with ranks.mode():
             return SequenceShard.of(func(*args, **kwargs), ranks)
 
 
@@ -147,7 +147,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def _forward(ranks: MeshRanks, theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    with ranks.scope():
+    with ranks.mode():
         out = theirs(*args, **kwargs)
     return tree_map_only(DTensor, DTensor.to_local, out)
 

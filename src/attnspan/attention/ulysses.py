@@ -1,4 +1,4 @@
-"""Heads for sequence: the exchange inside a Ulysses group.
+"""Ulysses: heads for sequence, the exchange inside a group of ranks.
 
 Before: a rank holds its own tokens, all heads. After: it holds all tokens of its group, by position, and its share of
 the heads (`plan/heads.py`). Each pair of ranks exchanges one message, all tensors of one dtype in it. The way back is
@@ -26,7 +26,7 @@ Side = Literal["query", "key"]
 
 @dataclass(frozen=True, slots=True)
 class HeadAllToAll:
-    """Who trades: the group's ranks, the heads each takes, and the positions each holds, of queries and of keys."""
+    """Who exchanges: the group's ranks, the heads each takes, and the positions each holds, of queries and of keys."""
 
     transport: Transport
     members: range
