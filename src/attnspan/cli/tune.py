@@ -37,7 +37,7 @@ def tune(
     dtype: Annotated[list[str] | None, typer.Option(metavar="T", help="bf16, fp32, ... Repeatable.")] = None,
     head_dim: Annotated[list[str] | None, typer.Option(metavar="N", help="Head dim. Repeatable.")] = None,
     heads: Annotated[str | None, typer.Option(metavar="N", help="Query heads.")] = None,
-    kv_heads: Annotated[str | None, typer.Option(metavar="N", help="Key heads. Default: as many.")] = None,
+    kv_heads: options.KvHeadsOption = None,
     kernel: Annotated[list[str] | None, typer.Option(metavar="K", help="Only this kernel. Repeatable.")] = None,
     sizes: Annotated[
         list[str] | None, typer.Option("--size", metavar="N", help="Tokens of a tile. Repeatable.")
