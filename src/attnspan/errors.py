@@ -105,12 +105,7 @@ class TransportError(AttnspanError, RuntimeError):
 
 
 def whole(
-    name: str,
-    value: object,
-    *,
-    at_least: int = 0,
-    hint: str = "",
-    error: type[AttnspanError] = AttnspanError,
+    name: str, value: object, *, at_least: int = 0, hint: str = "", error: type[AttnspanError] = AttnspanError
 ) -> int:
     """Return ``value`` as an int, or raise ``error`` naming the argument ``name``.
 
@@ -127,12 +122,7 @@ def whole(
 
 
 def whole_list(
-    name: str,
-    values: object,
-    *,
-    at_least: int = 0,
-    hint: str = "",
-    error: type[AttnspanError] = AttnspanError,
+    name: str, values: object, *, at_least: int = 0, hint: str = "", error: type[AttnspanError] = AttnspanError
 ) -> tuple[int, ...]:
     """Return ``values`` as a tuple of ints, or raise ``error`` naming the first item that is not whole.
 
@@ -149,12 +139,7 @@ def whole_list(
 
 
 def one_of(
-    name: str,
-    value: object,
-    choices: Collection[str],
-    *,
-    hint: str = "",
-    error: type[AttnspanError] = AttnspanError,
+    name: str, value: object, choices: Collection[str], *, hint: str = "", error: type[AttnspanError] = AttnspanError
 ) -> str:
     """Return ``value`` if it is among ``choices``, or raise ``error`` with the nearest name that is.
 
