@@ -31,7 +31,7 @@ check: $(INSTALLED)
 	$(BIN)/vulture
 
 test-slow: $(INSTALLED)
-	HYPOTHESIS_PROFILE=long $(PYTEST) -m "not cuda"
+	HYPOTHESIS_PROFILE=long $(PYTEST) -m "not cuda and not nccl"
 
 format: $(INSTALLED)
 	$(BIN)/ruff format

@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attnspan import Balanced, Causal, Contiguous, Documents, HeadTail, Layout, Plan, SlidingWindow
 from attnspan.attention import execute
-from attnspan.attention.call import Call
+from attnspan.attention.call import Call, Inputs
 from attnspan.kernels import Final, Into, Spec, bands
 from attnspan.kernels.merge import PartialResult, merge
 from attnspan.masks import Mask
@@ -149,11 +149,11 @@ def ours(work: Work, strategy: str, rank: int) -> Times:
     grad = random(HEADS, rows)
 
     def both() -> None:
-        out, lse = execute.forward(call, q, k, v)
-        execute.backward(call, q, k, v, Final(grad, None, out, lse))
+        out, lse = execute.forward(call, Inputs(q, k, v))
+        execute.backward(call, Inputs(q, k, v), Final(grad, None, out, lse))
 
     with torch.no_grad(), random_arenas():
-        return timed(lambda: execute.forward(call, q, k, v)), timed(both)
+        return timed(lambda: execute.forward(call, Inputs(q, k, v))), timed(both)
 
 
 def torch_ring(work: Work, rank: int) -> Times:

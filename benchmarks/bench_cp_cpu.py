@@ -40,7 +40,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnspan import Balanced, Causal, Documents, HeadTail, Layout, Mask, Plan
 from attnspan.attention import Attention, execute
-from attnspan.attention.call import Call
+from attnspan.attention.call import Call, Inputs
 from attnspan.kernels import Final
 from attnspan.testing import loopback
 from attnspan.transports.group import transport_of
@@ -218,9 +218,9 @@ def memory(work: Workload, layout: str, strategy: str) -> dict[str, float]:
     q, k, v, grad = (x.detach() for x in work.tensors(rows))
     said = plan.peak_keys(rank) * KEY_HEADS * 2 * DIM * k.element_size()
     with Live(k.dtype) as forward:
-        out, lse = execute.forward(call, q, k, v)
+        out, lse = execute.forward(call, Inputs(q, k, v))
     with Live(k.dtype) as backward:
-        execute.backward(call, q, k, v, Final(grad, None, out, lse))
+        execute.backward(call, Inputs(q, k, v), Final(grad, None, out, lse))
     return {
         "said": said,
         "own": k.nbytes + v.nbytes,

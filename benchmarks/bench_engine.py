@@ -150,7 +150,7 @@ class Ours:
 
     def __call__(self, asked: list[tuple[list[int], int]], watch: bool = False) -> Run:
         engine, first = self.engine, {}
-        allocator = engine._scheduler.room.stores[0].allocator
+        allocator = engine._scheduler.kv_cache.groups[0].allocator
         with Timed(self.device) as timed:
             requests = [engine.add(prompt, SamplingParams(max_new_tokens=new)) for prompt, new in asked]
             while engine.unfinished:
@@ -351,13 +351,13 @@ class Stopwatch:
 def costs(case: Case, device: str, ours: Ours) -> list[str]:
     """The prefix cache where nothing is found in it, and slots that hold no token."""
     some = turned(case.asked(), 100, case.vocabulary)
-    known, [store] = ours.engine.counts.known, ours.engine._scheduler.room.stores
-    assert store.prefixes is not None, "it is on unless asked for"
-    asked = [(store.prefixes, name) for name in ("add", "keep")]
-    called = [(store.allocator, name) for name in ("_reclaim", "_when_idle")]  # by the allocator, when pages are short
+    known, [group] = ours.engine.counts.cached, ours.engine._scheduler.kv_cache.groups
+    assert group.prefix_cache is not None, "it is on unless asked for"
+    asked = [(group.prefix_cache, name) for name in ("add", "insert")]
+    called = [(group.allocator, name) for name in ("_reclaim", "_when_idle")]  # by the allocator, when pages are short
     with Stopwatch(*asked, *called) as watch, Timed(device) as timed:
         ours(some)
-    hits = ours.engine.counts.known - known
+    hits = ours.engine.counts.cached - known
     ours(turned(case.asked(), 101, case.vocabulary), watch=True)
     return [
         f"Prefix cache, {hits} of {sum(len(prompt) for prompt, _ in some)} tokens found: "

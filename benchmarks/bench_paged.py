@@ -19,7 +19,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from attnspan.paged import Layer, PageAllocator, PagePool, StepPlan
-from attnspan.paged.reading import tensors
+from attnspan.paged.metadata import tensors
 from benchmarks.report import header
 
 RESULTS = Path(__file__).parent / "results"

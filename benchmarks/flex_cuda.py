@@ -18,7 +18,7 @@ import torch
 
 from attnspan import Balanced, Causal, Documents, HeadTail, Layout, Plan, RoundRobinByWork
 from attnspan.attention import execute
-from attnspan.attention.call import Call
+from attnspan.attention.call import Call, Inputs
 from attnspan.attention.score import Score
 from attnspan.kernels import Final
 from benchmarks.report import folded, header
@@ -89,15 +89,15 @@ def ours(plan: Plan, kernel: str, score: Score | None, rank: int) -> tuple[float
     call = Call(plan, Silent(rank, RANKS, "cuda"), kernel, score=score)
     rows = plan.layout.tokens(plan.seq_len)[rank]
     q, k, v, grad = (random(rows) for _ in range(4))
-    captured = [] if score is None else score.captured
+    inputs = Inputs(q, k, v, captured=[] if score is None else score.captured.of(q))
 
     def both() -> None:
-        out, lse = execute.forward(call, q, k, v, captured)
-        execute.backward(call, q, k, v, Final(grad, None, out, lse), captured)
+        out, lse = execute.forward(call, inputs)
+        execute.backward(call, inputs, Final(grad, None, out, lse))
 
     with torch.no_grad(), random_arenas():
-        forward = timed(lambda: execute.forward(call, q, k, v, captured))
-        return forward, timed(both), enqueued(lambda: execute.forward(call, q, k, v, captured))
+        forward = timed(lambda: execute.forward(call, inputs))
+        return forward, timed(both), enqueued(lambda: execute.forward(call, inputs))
 
 
 def rows(mask, seq_len: int) -> list[tuple[str, Layout, str, str, bool]]:

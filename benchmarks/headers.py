@@ -21,7 +21,7 @@ SHAPES = [(1024, 8, 8), (8192, 16, 4), (16384, 32, 8)]  # tokens, heads, key hea
 TURNS, CALLS = 12, 3
 
 
-def measured(rank):
+def measured(world):
     """(tokens, heads, key heads, strategy, {with headers: (wall, host)}) of every case."""
     greet, rows = Distributed._greet, []
     for tokens, heads, kv_heads in SHAPES:

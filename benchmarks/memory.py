@@ -16,7 +16,7 @@ import torch
 
 from attnspan import Causal, HeadTail, Plan
 from attnspan.attention import execute
-from attnspan.attention.call import Call
+from attnspan.attention.call import Call, Inputs
 from attnspan.kernels import Final
 from attnspan.plan import Shape
 from attnspan.transports import Pending
@@ -57,11 +57,11 @@ def measured(plan: Plan, rank: int, shape: Shape, kernel: str) -> tuple[int, int
         for heads in (HEADS, shape.kv_heads, shape.kv_heads)
     )
     torch.cuda.reset_peak_memory_stats()
-    out, lse = execute.forward(call, q, k, v)
+    out, lse = execute.forward(call, Inputs(q, k, v))
     forward = torch.cuda.max_memory_allocated() - before
     final = Final(torch.randn_like(out), None, out, lse)
     torch.cuda.reset_peak_memory_stats()
-    execute.backward(call, q, k, v, final)
+    execute.backward(call, Inputs(q, k, v), final)
     return forward, torch.cuda.max_memory_allocated() - before
 
 

@@ -22,7 +22,7 @@ for tenant, question in REQUESTS:
     seq, known = prefixes.add(prompt, salt=tenant)  # a sequence that holds the first tokens already
     plan.step([(seq, len(prompt) - known)])
     [last] = logits(model, pool, plan, prompt[known:])
-    prefixes.keep(seq, prompt, salt=tenant)
+    prefixes.insert(seq, prompt, salt=tenant)
     error = (without_pages(model, prompt) - last).abs().max().item()
     print(f"tenant {tenant}: {known:3} of {len(prompt)} tokens were there, largest difference {error:.1e}")
     assert error < 1e-9

@@ -42,7 +42,7 @@ def main():
         pages.from_context_parallel(layer, k, v, cp, plan)
     pages.agree()
     say(f"{len(PROMPT)} tokens on {ranks} ranks by {cp.layout}".splitlines()[0])
-    say(f"handed over to pages: rank 0 holds {plan.reading.spans[0][1]} keys of each layer")
+    say(f"handed over to pages: rank 0 holds {plan.metadata.spans[0][1]} keys of each layer")
 
     # 3. Decode: every rank reads its keys, and one message joins the results.
     text = list(PROMPT)

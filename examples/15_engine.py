@@ -49,10 +49,10 @@ before = engine.counts.tokens
 print(
     f"\n{len(answer.prompt)} tokens of prompt, {len(answer.samples)} samples, {engine.counts.tokens - before} computed"
 )
-known = engine.counts.known
+known = engine.counts.cached
 [again] = engine.generate([LONG + " And"], SamplingParams(max_new_tokens=8))
-print(f"the next one began with {engine.counts.known - known} tokens that were there already")
-assert engine.counts.known > known
+print(f"the next one began with {engine.counts.cached - known} tokens that were there already")
+assert engine.counts.cached > known
 
 # 4. A pool so small that requests must wait for one another: the same tokens.
 small = Engine(model, pages=6, tokenizer=tokenizer, max_sequences=4, max_tokens=16)

@@ -1,25 +1,28 @@
-"""Real processes: ``spawn(ranks, fn, *args)`` calls ``fn(rank, *args)`` in each of a group, gloo's or NCCL's.
+"""Real processes for the suite: ``spawn(ranks, fn, *args)`` calls ``fn(world, *args)`` in each of a group.
 
-``fn`` and its results travel by pickle, so ``fn`` stands at the top of a module. A child that raises is reported with
-its traceback; when one is silent for too long all are killed. No rank outlives a spawn.
+They are `attnspan.testing.processes`, with what only tests need. Warnings are errors, ranks compute on one thread, and
+limits are in seconds of an idle machine (pace.py). Importing torch costs a process seconds. A server therefore imports
+it once per session (`PRELOADED`), computes nothing and starts no thread; every rank is a fork of it.
 
-Importing torch costs a process seconds. A server therefore imports it once per session (`PRELOADED`), computes nothing
-and starts no thread; every rank is a fork of it. A rank has the caller's environment, not the server's.
+[Note: the NCCL lane] Tests that ``@on_ranks(...)`` decorates run on gloo, and, marked `nccl`, on NCCL: the same
+functions, whose tensors are on the world's device by default. NCCL's processes cannot be forks and take long to start,
+so those of one number of ranks serve all tests of a session; what a function leaves behind in one (warning filters,
+environment, compiled code) is cleared away. A function that ends its group, or its process, asks for ``fresh`` ones.
 """
 
+import multiprocessing
 import os
-import signal
-import tempfile
-import time
-import traceback
+import sys
 import warnings
-from datetime import timedelta
-from pathlib import Path
+from contextlib import nullcontext
+from multiprocessing.connection import wait
 
+import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
+from torch.utils._pytree import tree_map_only
 
+from attnspan.errors import RankError
+from attnspan.testing import Processes
 from tests.pace import patiently, stretched
 
 PRELOADED = [
@@ -35,10 +38,6 @@ PRELOADED = [
 ]
 
 
-class ChildError(AssertionError):
-    """A process raised, died or did not end."""
-
-
 class Died:
     """Stands for the result of a process that ended by a signal."""
 
@@ -52,93 +51,84 @@ class Died:
         return f"Died(by={self.by})"
 
 
-def spawn(ranks, fn, *args, backend="gloo", timeout=60, group_timeout=30, may_die=False):
-    """What ``fn(rank, *args)`` returned in each of ``ranks`` processes of one group.
+class Patient(Processes):
+    """Ranks that are given more time where the machine is slow, and start as forks where there is no CUDA."""
 
-    With ``may_die`` a process that was killed has `Died` for its result; otherwise that too is an error. Times are in
-    seconds of an idle machine, see pace.py.
+    def _context(self):
+        # An import may have woken CUDA, which does not survive a fork.
+        if torch.cuda.is_available():
+            return super()._context()
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
+        return context
+
+    def _ready(self, pipes, began):
+        found = []
+
+        def look(seconds):
+            found[:] = wait(pipes, seconds)
+            return found
+
+        patiently(look, self.timeout, began)
+        return found
+
+
+POOLS = {}
+
+
+def on_ranks(*gloo, slow=(), nccl=None):
+    """A mark that gives a test its ``ranks`` and ``backend``: these numbers on gloo, and on NCCL, if not others."""
+    nccl = sorted({*gloo, *slow}) if nccl is None else nccl
+    rows = [pytest.param(ranks, "gloo", marks=[pytest.mark.slow] if ranks in slow else []) for ranks in (*gloo, *slow)]
+    rows += [pytest.param(ranks, "nccl", marks=pytest.mark.nccl) for ranks in nccl]
+    return pytest.mark.parametrize(("ranks", "backend"), rows)
+
+
+def spawn(ranks, fn, *args, backend="gloo", timeout=60, group_timeout=30, may_die=False, fresh=False):
+    """What ``fn(world, *args)`` returned in each of ``ranks`` processes of one group, tensors on the CPU.
+
+    With ``may_die`` a process that was killed has `Died` for its result; otherwise that too is a `RankError`. Times are
+    in seconds of an idle machine.
     """
-    context = _context()
-    with tempfile.TemporaryDirectory() as folder:
-        joining = {
-            "backend": backend,
-            "init_method": f"file://{Path(folder) / 'store'}",
-            "world_size": ranks,
-            "timeout": timedelta(seconds=stretched(group_timeout)),
-        }
-        pipes = [context.Pipe(duplex=False) for _ in range(ranks)]
-        children = [
-            context.Process(target=_live, args=(dict(os.environ), joining, rank, pipe, fn, args), daemon=True)
-            for rank, (_, pipe) in enumerate(pipes)
-        ]
-        try:
-            for child, (_, pipe) in zip(children, pipes, strict=True):
-                child.start()
-                pipe.close()  # the child's end: so that its death reads as the end of the pipe
-            began = time.monotonic()
-            told = [
-                _told(rank, child, pipe, began, timeout)
-                for rank, (child, (pipe, _)) in enumerate(zip(children, pipes, strict=True))
-            ]
-        finally:
-            for child in children:
-                if child.pid is not None:
-                    child.kill()
-                    child.join()
-    failures = [said for kind, said in told if kind == "raised" or (kind == "died" and not may_die)]
-    if failures:
-        raise ChildError("\n".join(map(str, failures)))
-    return [said for _, said in told]
-
-
-def _context():
-    """How ranks start: afresh where there is CUDA, which an import may have woken and which does not survive a fork."""
-    if torch.cuda.is_available():
-        return mp.get_context("spawn")
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    return context
-
-
-def _told(rank, child, pipe, began, timeout):
-    """What became of a child: ("returned", result), ("raised", text) or ("died", signal)."""
-    if not patiently(pipe.poll, timeout, began):
-        return "raised", f"rank {rank} did not end in time"
+    if backend == "gloo" or may_die or fresh:
+        group = Patient(ranks, backend, timeout, stretched(group_timeout))
+    else:
+        group = _pool(ranks, backend)
+        group.timeout = max(timeout, 2 * POOLED)
     try:
-        return pipe.recv()
-    except EOFError:
-        child.join()
-        return "died", Died(signal.Signals(-child.exitcode).name if child.exitcode < 0 else child.exitcode)
+        return group.run(strictly, fn, *args)
+    except RankError as error:
+        if not may_die or any(outcome.kind not in ("returned", "died") for outcome in error.outcomes):
+            raise
+        return [Died(each.value) if each.kind == "died" else each.value for each in error.outcomes]
 
 
-def _live(environment, joining, rank, pipe, fn, args):
-    os.environ.clear()
-    os.environ.update(environment)
-    warnings.simplefilter("error")
-    warnings.filterwarnings(
-        "ignore", "`torch.jit.script_method` is deprecated", DeprecationWarning
-    )  # as pyproject.toml
+POOLED = 90
+"""Seconds for which ranks that serve many tests await each other: CUDA loads, and triton compiles, at first use."""
+
+
+def _pool(ranks, backend):
+    """Processes that stay; see [Note: the NCCL lane]."""
+    if (ranks, backend) not in POOLS:
+        POOLS[ranks, backend] = Patient(ranks, backend, 2 * POOLED, stretched(POOLED)).__enter__()
+    return POOLS[ranks, backend]
+
+
+def strictly(world, fn, *args):
+    """Run a test's function as tests run: every warning is an error, on one thread, on the world's device."""
+    environment = dict(os.environ)
     torch.set_num_threads(1)
-    if joining["backend"] == "nccl":
-        joining["device_id"] = _claimed_device(rank, joining["world_size"])
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
     try:
-        dist.init_process_group(rank=rank, **joining)
-        pipe.send(("returned", fn(rank, *args)))
-    except BaseException:
-        pipe.send(("raised", f"rank {rank}:\n{traceback.format_exc()}"))
-    # Leaving by the front door waits for peers that may be dead.
-    pipe.close()
-    os._exit(0)
-
-
-def _claimed_device(rank, ranks):
-    """A CUDA device for each rank; where there are too few, one for all.
-
-    NCCL lets ranks of different hosts share a device, so each claims a host of its own, and they talk over sockets.
-    """
-    if torch.cuda.device_count() >= ranks:
-        torch.cuda.set_device(rank)
-        return torch.device("cuda", rank)
-    os.environ.update(NCCL_HOSTID=f"host{rank}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
-    torch.cuda.set_device(0)
-    return torch.device("cuda", 0)
+        # The CPU needs no naming, and torch.compile follows plain code best.
+        with warnings.catch_warnings(), nullcontext() if world.device.type == "cpu" else world.device:
+            warnings.simplefilter("error")
+            warnings.filterwarnings(
+                "ignore", "`torch.jit.script_method` is deprecated", DeprecationWarning
+            )  # as pyproject.toml
+            found = fn(world, *args)
+    finally:
+        os.environ.clear()
+        os.environ.update(environment)
+    return tree_map_only(torch.Tensor, lambda x: x.cpu(), found)

@@ -127,7 +127,7 @@ def tree(root, prefix=""):
 
 def drawn(docstring):
     """The branches that a docstring draws, without what is said about them."""
-    return re.findall(r"[│├└][│├└─ ]*\w+", docstring)
+    return re.findall(r"^    ((?:[│ ] {3})*[├└]── \w+)", docstring, re.MULTILINE)
 
 
 def test_every_error_is_a_value_error():

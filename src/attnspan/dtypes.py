@@ -1,13 +1,23 @@
-"""What dtypes are called: in messages, in tables of measured times, and where ranks compare what they have."""
+"""Dtypes: their names, in messages, tables of measured times and where ranks compare; and what sums are kept in."""
 
 from __future__ import annotations
+
+import torch
 
 
 def dtype_name(dtype: object) -> str:
     """The name of a dtype, or of a layout, without torch's.
 
-    >>> import torch
     >>> dtype_name(torch.bfloat16)
     'bfloat16'
     """
     return str(dtype).removeprefix("torch.")
+
+
+def lse_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What lse and sums of gradients are kept in, for tensors of a dtype.
+
+    >>> lse_dtype(torch.bfloat16), lse_dtype(torch.float64)
+    (torch.float32, torch.float64)
+    """
+    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -18,6 +18,7 @@ Every error names the argument, says what was asked of it and what arrived, and 
     ├── EngineError        a model, a request or a sampling value that the engine does not serve
     │   └── UnknownRequest     a request that has ended, or is another engine's
     └── TransportError     a group of ranks that cannot be reached, or a rank that did not answer (a RuntimeError too)
+        └── RankError          ranks that were started for a test raised, died or did not end
 
 The three checks below write such messages, so that the same mistake reads the same everywhere:
 
@@ -102,6 +103,14 @@ class UnknownRequest(EngineError):
 
 class TransportError(AttnspanError, RuntimeError):
     """A group cannot be used as asked, or a rank of it did not do its part."""
+
+
+class RankError(TransportError):
+    """Processes that were started as ranks raised, died or did not end; `outcomes` says by rank what became of each."""
+
+    def __init__(self, message: str, outcomes: tuple[object, ...] = ()):
+        super().__init__(message)
+        self.outcomes = outcomes
 
 
 def whole(

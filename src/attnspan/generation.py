@@ -25,8 +25,8 @@ class Engine(LLMEngine):
     `host_pages` more pages on the host hold preempted samples; without them, these are recomputed. A step has at most
     `max_sequences` samples and `max_tokens` tokens. With `mesh` (a DeviceMesh, a process group, a virtual world) every
     rank has that many pages, and prompts of `whole_prompts` tokens or more are computed by all ranks together
-    (engine/ranks_runner.py). `cuda_graphs` decodes by CUDA graphs (engine/cuda_graphs.py). Threads may share an engine
-    of one rank (engine/owner.py).
+    (engine/context_parallel_runner.py). `cuda_graphs` decodes by CUDA graphs (engine/cuda_graphs.py). Threads may share
+    an engine of one rank (engine/owner.py).
     """
 
     def __init__(

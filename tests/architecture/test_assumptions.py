@@ -141,7 +141,7 @@ def moved_frame(monkeypatch):
 
 
 def moved_rerun(monkeypatch):
-    monkeypatch.setattr("attnspan.parallel.checkpoint_regions.rerun_of", lambda region: None)
+    monkeypatch.setattr("attnspan.parallel.checkpoint_regions._rerun_of", lambda region: None)
 
 
 CHECKPOINTING = [moved_file, moved_local, moved_frame, moved_rerun]
@@ -172,7 +172,7 @@ def run_checkpointed(cp, mine, shard, reentrant):
 MOVED = {
     "a call of flex_attention reaches": lambda m: m.setattr(torch._C, "_len_torch_function_stack", lambda: 0),
     "a torch function mode sees": lambda m: m.setattr("attnspan.parallel.multihead.NEED_WEIGHTS", 14),
-    "the module that is called": lambda m: m.setattr("attnspan.parallel.attach.MODULES", "elsewhere.py"),
+    "the module that is called": lambda m: m.setattr("attnspan.parallel.attached_forward.MODULES", "elsewhere.py"),
     "torch.func's tensors": lambda m: m.setattr(torch._C._functorch, "is_functorch_wrapped_tensor", lambda x: False),
     "code that runs in backward": lambda m: m.setattr(torch._C, "_current_graph_task_id", lambda: 0),
     "`aten._scaled_dot_product_flash_attention_for_cpu` has": lambda m: m.setattr(

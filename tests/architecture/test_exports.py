@@ -43,6 +43,7 @@ PUBLIC = [
     "PoolExhausted",
     "PrefixCache",
     "PrefixLM",
+    "RankError",
     "RoundRobinByWork",
     "SamplingParams",
     "Shape",

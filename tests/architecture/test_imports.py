@@ -164,7 +164,7 @@ def test_imports_point_downward(module):
         ("attnspan.parallel.session", "from attnspan.paged import PagePool"),
         ("attnspan.paged.pool", "from attnspan.parallel import ContextParallel"),
         ("attnspan.inspector.draw", "from attnspan.attention import attend"),
-        ("attnspan.engine.runner", "def step():\n    from attnspan.integrations.huggingface import enable"),
+        ("attnspan.engine.model_runner", "def step():\n    from attnspan.integrations.huggingface import enable"),
         ("attnspan.engine.core", "from attnspan.generation import Engine"),
         ("attnspan.__init__", "from attnspan.cli import main"),
         ("attnspan.__init__", "from .cli import main"),
@@ -244,7 +244,7 @@ def test_the_engine_knows_no_model_library(module):
     ],
 )
 def test_twin_a_model_library_in_the_engine_is_found_wherever_it_is_imported(source):
-    assert len(model_libraries(source, "attnspan.engine.runner")) == 1
+    assert len(model_libraries(source, "attnspan.engine.model_runner")) == 1
     assert model_libraries(source, "attnspan.integrations.huggingface.serving") == []
 
 

@@ -24,9 +24,9 @@ import torch
 
 from attnspan.attention import lane, loop, ops
 from attnspan.attention.call import Call
-from attnspan.attention.heads import HeadAllToAll
 from attnspan.attention.lane import Lane
 from attnspan.attention.sums import Total
+from attnspan.attention.ulysses import HeadAllToAll
 from attnspan.attention.wire import Arrivals, Staged
 from attnspan.kernels import AUTO, Accumulator, Final, PerTile, Spec, accumulator, blocks
 from attnspan.masks import Causal
@@ -233,7 +233,7 @@ def _stale(real):
     """At the third step, `real` sees the arena of the second, where they are of one size."""
 
     def method(self, step, arena, *rest):
-        index, kept = self.route.steps.index(step), self.__dict__.setdefault("_kept", {})
+        index, kept = self.steps.index(step), self.__dict__.setdefault("_kept", {})
         kept[index] = arena
         stale = index == 2 and kept[1].key.shape == arena.key.shape
         return real(self, step, kept[1] if stale else arena, *rest)
@@ -243,12 +243,12 @@ def _stale(real):
 
 @defect
 def at_the_second_hop_forward_still_sees_the_keys_of_the_first(plant):
-    plant(Lane, "compute", _stale)
+    plant(Lane, "forward", _stale)
 
 
 @defect
 def at_the_second_hop_backward_still_sees_the_keys_of_the_first(plant):
-    plant(Lane, "differentiate", _stale)
+    plant(Lane, "backward", _stale)
 
 
 def _early(real):
@@ -263,7 +263,7 @@ def _early(real):
 
 @defect
 def keys_are_read_before_they_have_arrived(plant):
-    plant(loop.Exchange, "wait", _early)
+    plant(loop.KeyExchange, "wait", _early)
 
 
 @defect

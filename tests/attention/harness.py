@@ -127,7 +127,7 @@ class Problem:
         random = torch.Generator().manual_seed(self.seed)
 
         def normal(*shape):
-            return torch.randn(shape, generator=random, dtype=torch.float64).to(self.dtype)
+            return torch.randn(shape, generator=random, dtype=torch.float64, device="cpu").to(self.dtype)
 
         n, m, out_dim = self.plan.seq_len, self.plan.key_len, self.value_dim or self.dim
         wide = torch.promote_types(self.dtype, torch.float32)
@@ -157,7 +157,9 @@ class Problem:
         """A rank's part of a whole tensor (B, H, S, ...), on `device`, in memory as `memory` says."""
         layout, length = self._side(side)
         places = [layout.positions(length, row if layout.rows > 1 else 0)[rank] for row in range(self.rows)]
-        own = torch.stack([x[row][:, torch.tensor(at, dtype=torch.long)] for row, at in enumerate(places)])
+        own = torch.stack(
+            [x[row][:, torch.tensor(at, dtype=torch.long, device="cpu")] for row, at in enumerate(places)]
+        )
         return laid(own.to(self.device), self.memory)
 
     def unshard(self, parts: list[Tensor], side: str = "query") -> Tensor:

@@ -33,7 +33,6 @@ TIMEOUT = (
 )
 SLACK = 4
 RANKS, VICTIM = 3, 1
-COMPUTES = {"forward": "compute", "backward": "differentiate"}  # the methods of a lane, by pass
 
 
 def problem(strategy):
@@ -65,15 +64,14 @@ def outcome(problem, group=None):
 
 def doom(patch, when, act):
     """Make this process `act` before it computes its next tiles, once."""
-    method = COMPUTES[when]
-    real = getattr(Lane, method)
+    real = getattr(Lane, when)  # the method of a lane is called as the pass
 
     def doomed(self, *args):
-        patch.setattr(Lane, method, real)
+        patch.setattr(Lane, when, real)
         act()
         return real(self, *args)
 
-    patch.setattr(Lane, method, doomed)
+    patch.setattr(Lane, when, doomed)
 
 
 def awaiting(rank, said):
@@ -91,8 +89,9 @@ def awaiting(rank, said):
 # ---- a rank dies -----------------------------------------------------------------------------------------------------
 
 
-def killed(rank, strategy, when):
+def killed(world, strategy, when):
     """An attention in peace, then in a less patient group one in which a rank is killed, and the next."""
+    rank = world.rank
     calm, group = outcome(problem(strategy)), dist.new_group(timeout=timedelta(seconds=stretched(TIMEOUT)))
     with pytest.MonkeyPatch.context() as patch:
         if rank == VICTIM:
@@ -120,8 +119,9 @@ def fails():
     raise RuntimeError("out of memory")
 
 
-def raised(rank, faults):
+def raised(world, faults):
     """For each fault: an attention in which a rank raises, the next one on that group, and one on a new group."""
+    rank = world.rank
     saw = []
     for strategy, when in faults:
         assert outcome(problem(strategy)).right  # in peace, with patience: what comes after is about the fault alone

@@ -348,11 +348,12 @@ def test_planning_inside_a_whole_graph_is_refused_and_otherwise_done_outside_of_
     on_one_rank(rank)
 
 
-def _compile_on_two(rank, store):
+def _compile_on_two(world, store):
     """Eager and compiled blocks on real processes: the count of compilations and the largest difference.
 
     And then a plain call, on this default group and on another.
     """
+    rank = world.rank
     block = Block()
     with torch.no_grad():
         for weight in block.parameters():

@@ -1,4 +1,4 @@
-"""On real processes: every strategy on 2, 3 and 4 gloo ranks, forward and backward, against the oracle.
+"""On real processes: every strategy on 2, 3 and 4 ranks, of gloo and of NCCL, forward and backward, against the oracle.
 
 The code is the one that virtual ranks run; what is new here is the wire. A spawn takes seconds, so each tries every
 problem. Ranks return shards; the parent puts them together and judges.
@@ -6,7 +6,6 @@ problem. Ranks return shards; the parent puts them together and judges.
 
 from dataclasses import replace
 from functools import partial
-from io import BytesIO
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ from attnspan.layouts import Balanced, Contiguous, HeadTail, Striped
 from attnspan.masks import Causal, Documents, KeyPadding, SlidingWindow
 from attnspan.testing import loopback
 from tests.attention.harness import Problem, compare, on_rank, together
-from tests.processes import spawn
+from tests.processes import on_ranks, spawn
 
 STRATEGIES = ["ring", "gather", "needed", "needed(3)", "ulysses"]
 HYBRIDS = ["ulysses(2) x ring", "ulysses(2) x gather", "ulysses(2) x needed", "ulysses(2) x needed(2)"]
@@ -44,33 +43,31 @@ def problems(ranks):
     return {(s, name): replace(problem, strategy=s) for s in strategies for name, problem in plain.items()}
 
 
-def live(rank, ranks):
-    """One process: every problem on the default group, and on four ranks every form that a group can have.
-
-    As bytes: tensors would travel as shared memory, which ends with its process.
-    """
-    found = {name: on_rank(problem, None) for name, problem in problems(ranks).items()}
-    if ranks == 4:
-        found["forms"] = forms(rank)
-    with BytesIO() as file:
-        torch.save(found, file)
-        return file.getvalue()
+def live(world):
+    """One process: every problem on the default group, and on four ranks every form that a group can have."""
+    found = {name: on_rank(there(problem, world), None) for name, problem in problems(world.ranks).items()}
+    return found | {"forms": forms(world)} if world.ranks == 4 else found
 
 
-def forms(rank):
+def there(problem, world):
+    """A problem whose shards are where the world's are."""
+    return replace(problem, device=str(world.device))
+
+
+def forms(world):
     """The same problem on a mesh, on an axis of one, on a process group and on a part of one; twice on one object."""
-    four, two = (problems(n)["ring", "causal"] for n in (4, 2))
-    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("cp",))
-    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    four, two = (there(problems(n)["ring", "causal"], world) for n in (4, 2))
+    mesh = init_device_mesh(world.device.type, (4,), mesh_dim_names=("cp",))
+    grid = init_device_mesh(world.device.type, (2, 2), mesh_dim_names=("dp", "cp"))
     pair = dist.new_group(PAIR)
     attend = Attention(four.plan)
     return {
         "mesh": on_rank(four, mesh),
         "process group": on_rank(four, dist.group.WORLD),
         "axis of a mesh": on_rank(two, grid["cp"]),
-        "mesh of two axes": on_rank(problems(4)[GRID, "causal"], grid),
+        "mesh of two axes": on_rank(there(problems(4)[GRID, "causal"], world), grid),
         "mesh of other axes": refused(four, grid),
-        "part of the ranks": on_rank(two, pair) if rank in PAIR else None,
+        "part of the ranks": on_rank(two, pair) if world.rank in PAIR else None,
         "an object, first": on_rank(four, None, lambda q, k, v, s: attend.with_lse(q, k, v)),
         "an object, again": on_rank(four, None, lambda q, k, v, s: attend.with_lse(q, k, v)),
     }
@@ -83,22 +80,27 @@ def refused(problem, grid):
     return str(error.value)
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow), 4])
-def test_processes_compute_attention(ranks):
-    """Exactly, and to the bit what virtual ranks find: sums have one order, whatever carries their parts."""
-    told = [torch.load(BytesIO(each), weights_only=False) for each in spawn(ranks, live, ranks, timeout=120)]
+@on_ranks(2, 4, slow=(3,))
+def test_processes_compute_attention(ranks, backend):
+    """Exactly, and on gloo to the bit what virtual ranks find: sums have one order, whatever carries their parts."""
+    told = spawn(ranks, live, backend=backend, timeout=120)
     wrong = {}
     for name, problem in problems(ranks).items():
-        real, virtual = [each[name] for each in told], loopback(ranks).run(partial(on_rank, problem))
+        real = [each[name] for each in told]
         try:
             compare(problem, together(problem, real))
-            for one, other in zip(real, virtual, strict=True):
-                assert all(torch.equal(x, y) for x, y in zip(one, other, strict=True) if x is not None), "virtual ranks"
+            if backend == "gloo":
+                to_the_bit(real, loopback(ranks).run(partial(on_rank, problem)))
         except AssertionError as error:
             wrong[name] = str(error)
     assert not wrong
     if ranks == 4:
         judge_forms([each["forms"] for each in told])
+
+
+def to_the_bit(real, virtual):
+    for one, other in zip(real, virtual, strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(one, other, strict=True) if x is not None), "virtual ranks"
 
 
 def judge_forms(told):

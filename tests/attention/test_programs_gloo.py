@@ -1,19 +1,16 @@
-"""Every program on real processes: what virtual ranks compute, 2 to 4 gloo ranks compute too, to the bit.
+"""Every program on real processes: what virtual ranks compute, 2 to 4 ranks compute too, on gloo to the bit.
 
 A spawn takes seconds, so each tries every program, under one strategy after another.
 """
 
 from functools import partial
-from io import BytesIO
-
-import pytest
-import torch
 
 from attnspan.layouts import HeadTail, Striped
 from attnspan.testing import loopback
 from tests.attention.harness import compare, on_rank, together
 from tests.attention.programs import WRITTEN, problem
-from tests.processes import spawn
+from tests.attention.test_gloo import there, to_the_bit
+from tests.processes import on_ranks, spawn
 
 STRATEGIES = ["ring", "gather", "needed", "needed(2)", "ulysses"]
 
@@ -29,24 +26,21 @@ def problems(ranks):
     }
 
 
-def live(rank, ranks):
-    """One process; results as bytes: tensors would travel as shared memory, which ends with its process."""
-    found = {name: on_rank(each, None) for name, each in problems(ranks).items()}
-    with BytesIO() as file:
-        torch.save(found, file)
-        return file.getvalue()
+def live(world):
+    """One process."""
+    return {name: on_rank(there(each, world), None) for name, each in problems(world.ranks).items()}
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow), 4])
-def test_processes_run_every_program(ranks):
-    told = [torch.load(BytesIO(each), weights_only=False) for each in spawn(ranks, live, ranks, timeout=120)]
+@on_ranks(2, 4, slow=(3,))
+def test_processes_run_every_program(ranks, backend):
+    told = spawn(ranks, live, backend=backend, timeout=240)
     wrong = {}
     for name, each in problems(ranks).items():
-        real, virtual = [rank[name] for rank in told], loopback(ranks).run(partial(on_rank, each))
+        real = [rank[name] for rank in told]
         try:
             compare(each, together(each, real))
-            for one, other in zip(real, virtual, strict=True):
-                assert all(torch.equal(x, y) for x, y in zip(one, other, strict=True) if x is not None), "virtual ranks"
+            if backend == "gloo":
+                to_the_bit(real, loopback(ranks).run(partial(on_rank, each)))
         except AssertionError as error:
             wrong[name] = str(error)
     assert not wrong

@@ -375,7 +375,9 @@ def test_auto_refuses_nothing_that_floats():
 # ---- real processes --------------------------------------------------------------------------------------------------
 
 
-def _on_processes(rank):
+def _on_processes(world):
+    rank = world.rank
+
     def told(call):
         try:
             call()

@@ -5,6 +5,7 @@ that travels costs as many, in float32. All counts below are taken from the plan
 that the mask allows is shown in tests/plan.
 """
 
+import itertools
 import threading
 from collections import Counter
 
@@ -19,6 +20,8 @@ from attnspan.plan.heads import split_heads
 from attnspan.testing import loopback
 from attnspan.transports import Counting
 from tests.attention.harness import Problem, on_rank, together
+from tests.attention.test_gloo import there
+from tests.processes import on_ranks, spawn
 
 STRATEGIES = ["ring", "gather", "needed", "needed(3)"]
 MASK = Causal() & Documents([11, 9, 14])
@@ -55,8 +58,32 @@ def watched(problem, calls=1):
     return loopback(problem.layout.ranks).run(rank)
 
 
+def counted(world):
+    """On a process: by case and strategy, the log of a call."""
+    found = {}
+    for name, strategy in itertools.product(of_ranks(world.ranks), STRATEGIES):
+        counting = Counting(world)
+        on_rank(there(problem_of(*CASES[name], strategy), world), counting)
+        found[name, strategy] = counting.log
+    return found
+
+
+def of_ranks(ranks):
+    """The names of the cases for so many ranks."""
+    return [name for name, (_, layout) in CASES.items() if layout.ranks == ranks]
+
+
+@on_ranks(2, 4, slow=(3,))
+def test_between_processes_travels_what_the_plan_says(ranks, backend):
+    logs = spawn(ranks, counted, backend=backend)
+    for name, strategy in logs[0]:
+        problem = problem_of(*CASES[name], strategy)
+        for rank, log in enumerate(logs):
+            check_log(problem, rank, log[name, strategy])
+
+
 def posted(log, what):
-    return [event for event in log if event.what == what and event.kind == "exchange"]
+    return [event for event in log if event.what == what and event.kind not in ("wait", "mark")]
 
 
 def sent(events):
@@ -93,17 +120,20 @@ def said(problem, rank, way):
 def test_keys_and_gradients_travel_as_the_plan_says(mask, layout, strategy):
     problem = problem_of(mask, layout, strategy)
     for rank, (log,) in enumerate(watched(problem)):
-        keys, gradients = posted(log, "keys"), posted(log, "gradients")
-        arriving, leaving = said(problem, rank, "receives"), said(problem, rank, "sends")
-        # An exchange for every step in which the rank has part, once forward and once backward, and no other.
-        steps = [(into, out) for into, out in zip(arriving, leaving, strict=True) if into or out]
-        assert [(event.received, event.sent) for event in keys] == steps * 2
-        home = zip(said(problem, rank, "returns"), said(problem, rank, "home"), strict=True)
-        assert [(event.received, event.sent) for event in gradients] == [(i, o) for i, o in home if i or o]
-        assert Counter(event.kind for event in log if event.kind != "wait") == {
-            "agree": 1,
-            **({"exchange": len(keys) + len(gradients)} if keys or gradients else {}),
-        }
+        check_log(problem, rank, log)
+
+
+def check_log(problem, rank, log):
+    """One agreement, and in every step in which the rank has part what the plan says; no other message."""
+    keys, gradients = posted(log, "keys"), posted(log, "gradients")
+    arriving, leaving = said(problem, rank, "receives"), said(problem, rank, "sends")
+    steps = [(into, out) for into, out in zip(arriving, leaving, strict=True) if into or out]
+    assert [(event.received, event.sent) for event in keys] == steps * 2  # forward and backward
+    home = zip(said(problem, rank, "returns"), said(problem, rank, "home"), strict=True)
+    assert [(event.received, event.sent) for event in gradients] == [(i, o) for i, o in home if i or o]
+    kinds = Counter(event.kind for event in log if event.kind != "wait")
+    assert kinds.pop("agree") == 1
+    assert kinds.total() == len(keys) + len(gradients)
 
 
 @cases
@@ -193,8 +223,8 @@ def test_exchanges_travel_under_compute(strategy, monkeypatch):
         on_rank(problem, here.transport)
         return [(event.kind, event.what) for event in here.transport.log if event.kind != "agree"]
 
-    monkeypatch.setattr(Lane, "compute", marked(Lane.compute))
-    monkeypatch.setattr(Lane, "differentiate", marked(Lane.differentiate))
+    monkeypatch.setattr(Lane, "forward", marked(Lane.forward))
+    monkeypatch.setattr(Lane, "backward", marked(Lane.backward))
     problem = Problem(Full(), Contiguous(ranks=4), 16, strategy)
     exchanges = len(problem.plan.steps(0)) - 1
     for log in loopback(4).run(rank):

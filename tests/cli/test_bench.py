@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -10,7 +11,8 @@ import torch
 from typer.testing import CliRunner
 
 from attnspan.cli.app import app
-from attnspan.measure import Ranks
+from attnspan.cli.bench import text
+from attnspan.measure import Measured, Ranks
 from attnspan.measure.tiles import SIZES
 from attnspan.tuning import device_name, write
 from tests.tuning.test_table import rate, table
@@ -120,8 +122,36 @@ PROCESSES = ("causal", "--seq-len", "64", "--ranks", "2", "--repeats", "1", "--s
 def test_ranks_are_processes():
     result = run(*PROCESSES, "--json")
     assert result.exit_code == 0, result.output
-    (row,) = json.loads(result.stdout)["rows"]
-    assert row["seconds"] > 0
+    found = json.loads(result.stdout)
+    (row,) = found["rows"]
+    assert row["seconds"] > row["waits"] > 0
+    assert row["wire"] > 0
+    assert found["link"]["latency"] > 0
+    assert found["link"]["bandwidth"] > 0
+
+
+def test_the_text_shows_the_link_and_what_of_the_wire_is_hidden():
+    row = Measured("ring", "auto", seconds=0.5, predicted=0.25, waits=0.002, wire=0.005)
+    link = {"bandwidth": 5e9, "latency": 3e-5}
+    found = {"what": "causal", "predicted_with": "a table", "virtual": False, "link": link, "rows": [row.data()]}
+    *_, link, head, line = text(found).splitlines()
+    assert link == "link measured: 5 GB/s, 30 us, all ranks sending at once"
+    columns = ["strategy", "kernel", "measured", "predicted", "ratio", "on the wire", "waits", "hidden"]
+    assert re.split(r"\s{2,}", head) == [*columns, "over the fastest"]
+    assert line.split()[2:] == [
+        "500.00",
+        "ms",
+        "250.00",
+        "ms",
+        "2.00",
+        "5.00",
+        "ms",
+        "2.00",
+        "ms",
+        "3.00",
+        "ms",
+        "1.00x",
+    ]
 
 
 @pytest.mark.slow

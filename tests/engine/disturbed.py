@@ -17,8 +17,8 @@ from pathlib import Path
 import attnspan
 from attnspan import Engine, SamplingParams
 from attnspan.engine import core, sampler
-from attnspan.engine.room import Room
-from attnspan.engine.runner import Runner
+from attnspan.engine.kv_cache_manager import KVCacheManager
+from attnspan.engine.model_runner import ModelRunner
 from attnspan.engine.scheduler import Scheduler
 from attnspan.errors import UnknownRequest
 from attnspan.integrations.huggingface import serving
@@ -189,8 +189,8 @@ class History:
 def check_empty(engine):
     """Nothing is left of what an engine was asked."""
     engine.check()
-    for store in engine._scheduler.room.stores:
-        stats = store.allocator.stats()
+    for group in engine._scheduler.kv_cache.groups:
+        stats = group.allocator.stats()
         assert (stats.sequences, stats.used, stats.host_free) == (0, 0, stats.host_pages), "a page is lost"
     left = engine._holds, engine._notes, engine._outputs.detokenizers, engine._table.streams, engine._table.samples
     assert not any(left), f"something is left: {left}"
@@ -202,12 +202,12 @@ def check_empty(engine):
 CALLS = [
     (PageAllocator, "add fork trim release_window free may_swap_out may_swap_in swap_out swap_in needs reserve commit "
      "prepare adopt keep give_up _drop _take _needed _sharing _reclaimed"),
-    (PrefixCache, "add keep _reclaim _append _touch _left_alone _match _cut _victims"),
-    (PagePool, "write attend copy copy_pages swap_out swap_in put partial _to_host _from_host"),
+    (PrefixCache, "add insert _reclaim _append _touch _left_alone _match _cut _victims"),
+    (PagePool, "write attend copy swap_out swap_in put partial _to_host _from_host"),
     (StepPlan, "step _fill"),
-    (Room, "add reserve fork keep release trim free swap_out swap_in"),
-    (Scheduler, "add remove fork step computed _publish _drop_pages _preempt _admit"),
-    (Runner, "prepare run _logits"),
+    (KVCacheManager, "add reserve fork cache_prefix release_windows trim free swap_out swap_in"),
+    (Scheduler, "add remove fork step mark_computed _cache_prefix _drop_pages _preempt _admit"),
+    (ModelRunner, "prepare run _logits"),
     (sampler, "draw_tokens probabilities uniform"),
     (core, "choose_tokens"),
 ]  # fmt: skip

@@ -9,7 +9,7 @@ import torch
 
 from attnspan import Engine, SamplingParams
 from attnspan.errors import EngineError, ModelError, UnknownRequest
-from attnspan.integrations.huggingface.model_info import positions_of
+from attnspan.integrations.huggingface.served_model import positions_of
 from tests.engine.models import VOCABULARY, greedy, prompts, tiny, tokenizer
 
 
@@ -123,7 +123,7 @@ def test_prefixes_are_found_only_under_the_same_salt():
     for salt, known in (("a", 0), ("b", 0), ("a", 32), ("b", 64)):
         [answer] = one.generate([prompt], SamplingParams(max_new_tokens=2), salt=salt)
         assert answer.token_ids == greedy(tiny("Llama"), prompt, 2)
-        assert one.counts.known == known
+        assert one.counts.cached == known
 
 
 # ---- text ------------------------------------------------------------------------------------------------------------
@@ -467,9 +467,9 @@ def test_what_other_weights_computed_is_not_found_again(change):
     one.generate([prompt], params)
     change(model, prompt)
     assert one.generate([prompt], params)[0].token_ids == greedy(model, prompt, 6)
-    assert one.counts.known == 0  # though the pages of the first two are there
+    assert one.counts.cached == 0  # though the pages of the first two are there
     assert one.generate([prompt], params)[0].token_ids == greedy(model, prompt, 6)
-    assert one.counts.known > 0  # with the same weights it is found
+    assert one.counts.cached > 0  # with the same weights it is found
     drive(one)
     assert running.finish_reason == "length"
     one.check()
@@ -497,8 +497,8 @@ def test_an_engine_that_is_warm_says_the_same_and_has_counted_and_kept_nothing(f
     assert max(map(sum, rows)) == min(512, one._scheduler.chunk, 4 * pages - 1)
     assert one.counts == engine(model).counts
     one.check()
-    for store in one._scheduler.room.stores:
-        assert store.allocator.stats().free == store.pages
+    for group in one._scheduler.kv_cache.groups:
+        assert group.allocator.stats().free == group.num_pages
     answers = one.generate(asked, SamplingParams(max_new_tokens=3))
     assert [answer.token_ids for answer in answers] == [greedy(model, prompt, 3) for prompt in asked]
 
@@ -514,7 +514,7 @@ def test_an_engine_with_requests_is_not_warmed_up_and_one_that_fails_meanwhile_i
         with pytest.raises(MemoryError):
             one.warm_up()
     one.check()
-    assert one._scheduler.room.stores[0].allocator.stats().free == 64
+    assert one._scheduler.kv_cache.groups[0].allocator.stats().free == 64
     assert one.generate([[5]], SamplingParams(max_new_tokens=2))[0].token_ids == greedy(tiny("Llama"), [5], 2)
 
 
@@ -675,11 +675,11 @@ def test_salts_of_different_types_are_different():
     salts = [1, True, 1.0, (1, "a"), (True, "a"), frozenset([1]), frozenset([1.0]), "1", None, 0, False]
     for salt in salts:
         one.generate([prompt], salt=salt)
-    assert one.counts.known == 0
+    assert one.counts.cached == 0
     for salt in salts:
-        known = one.counts.known
+        known = one.counts.cached
         one.generate([prompt], salt=salt)
-        assert one.counts.known == known + 39
+        assert one.counts.cached == known + 39
 
 
 def test_a_special_token_is_a_text_to_stop_at():

@@ -22,7 +22,7 @@ def test_greedy_tokens_are_those_of_model_generate(family, prefix_cache):
         assert [answer.token_ids for answer in answers] == [greedy(model, prompt, 12) for prompt in asked]
         assert {answer.finish_reason for answer in answers} == {"length"}
         engine.check()
-    assert (engine.counts.known > 0) is prefix_cache
+    assert (engine.counts.cached > 0) is prefix_cache
 
 
 @families
@@ -61,7 +61,7 @@ def test_a_windowed_model_continues_prompts_longer_than_the_pool(family):
 
 def test_layers_that_see_everything_and_layers_that_see_a_window_are_in_pools_of_their_own():
     engine = Engine(tiny("Gemma3"), pages=64, page_size=4, max_tokens=16, max_sequences=4)
-    full, windowed = engine._scheduler.room.stores
+    full, windowed = engine._scheduler.kv_cache.groups
     request = engine.add(prompts([60])[0], SamplingParams(max_new_tokens=20))
     for _ in range(10):
         engine.step()

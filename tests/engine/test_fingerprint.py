@@ -142,12 +142,12 @@ def test_what_another_model_computed_is_not_found(model, change):
     running = one.add(prompt, SamplingParams(max_new_tokens=20))
     before = one.generate([prompt], PARAMS)[0].token_ids
     change(model)
-    known, expected = one.counts.known, alone(model, prompt)
+    known, expected = one.counts.cached, alone(model, prompt)
     assert expected != before  # or the test would show nothing
     assert one.generate([prompt], PARAMS)[0].token_ids == expected
-    assert one.counts.known == known
+    assert one.counts.cached == known
     assert one.generate([prompt], PARAMS)[0].token_ids == expected
-    assert one.counts.known > known  # of the model as it is, it is found
+    assert one.counts.cached > known  # of the model as it is, it is found
     drive(one)
     assert running.finish_reason == "length"
     one.check()
@@ -258,7 +258,7 @@ def test_a_model_that_notes_its_own_calls_finds_what_it_computed(model):
     for _ in range(4):
         assert one.generate([prompt], PARAMS)[0].token_ids == alone(tiny("Llama"), prompt)
     assert one._fingerprint.version == 0
-    assert one.counts.known == 3 * 39
+    assert one.counts.cached == 3 * 39
     model.model.norm.last = None  # from outside
     one.generate([prompt], PARAMS)
     assert one._fingerprint.version == 1
@@ -273,11 +273,11 @@ def test_what_is_the_same_before_and_after_is_no_change(model):
     model.requires_grad_(False)
     model.set_attn_implementation("eager")
     model.load_state_dict(copy.deepcopy(model.state_dict()), assign=False)
-    known = one.counts.known
+    known = one.counts.cached
     one.generate([prompt], PARAMS)
     assert one._fingerprint.version <= 1  # weights were written to
     assert one.generate([prompt], PARAMS)[0].token_ids == alone(model, prompt)
-    assert one.counts.known > known
+    assert one.counts.cached > known
 
 
 def test_weights_are_read_when_requests_come_or_find_something_and_never_twice_a_step(model, monkeypatch):
@@ -347,21 +347,21 @@ def test_parts_can_be_compared_whatever_was_put_in_their_place():
     model[0].table = torch.ones(3)
     for value in (torch.zeros(3), Odd(), [1, 2], {"a": [1]}, None):
         parts = Parts(model)
-        assert parts.same()
+        assert parts.unchanged()
         model[0].table = value
-        assert not parts.same()
+        assert not parts.unchanged()
     parts = Parts(model)
     model[0].nested = {"a": [1]}
-    assert not parts.same()
+    assert not parts.unchanged()
     parts = Parts(model)
     model[0].nested["a"].append(2)
-    assert not parts.same()
+    assert not parts.unchanged()
 
 
 def test_a_version_counts_every_change_once():
     model = nn.Sequential(nn.Linear(2, 2))
     known = ModelFingerprint(model)
-    known.look()
+    known.compare_parts()
     assert (known.version, known.changes) == (0, 0)
     model[0].weight.data.add_(1)
     known.compare_content()
@@ -370,9 +370,9 @@ def test_a_version_counts_every_change_once():
     model[0].weight.data.add_(1)
     known.compare_content()
     assert known.version == 1  # compared since the last look
-    known.look()
+    known.compare_parts()
     known.compare_content()
     assert (known.version, known.changes) == (2, 0)
     model[0].bias = None
-    known.look()
+    known.compare_parts()
     assert (known.version, known.changes) == (3, 1)

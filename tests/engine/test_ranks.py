@@ -206,15 +206,16 @@ def test_weights_change_on_all_ranks_or_the_next_request_is_refused():
             engine.generate(asked, params)
         if world.rank == 1:
             model.lm_head.weight.neg_()
-        return engine.generate(asked, params)[0].token_ids, engine.counts.known, greedy(model, asked[0], 4)
+        return engine.generate(asked, params)[0].token_ids, engine.counts.cached, greedy(model, asked[0], 4)
 
     for found, known, expected in loopback(2).run(rank):
         assert found == expected
         assert known == 0
 
 
-def over_gloo(rank):
+def over_gloo(world):
     """The same in real processes; then one dies while the others generate."""
+    rank = world.rank
     model, asked = tiny("Llama"), prompts([40, 5])
     group = dist.new_group(timeout=timedelta(seconds=stretched(30)))
     engine = Engine(model, mesh=group, pages=40, page_size=4, whole_prompts=20)
@@ -230,7 +231,7 @@ def over_gloo(rank):
     except TransportError as lost:
         error = str(lost)
     engine.check()
-    stats = engine._scheduler.room.stores[0].allocator.stats()
+    stats = engine._scheduler.kv_cache.groups[0].allocator.stats()
     refused = None
     try:
         engine.add([1, 2])
@@ -379,6 +380,6 @@ def test_a_change_on_one_rank_is_a_new_version_on_all_and_the_engine_goes_on():
         if world.rank == 0:
             own.lm_head.register_forward_hook(lambda module, given, out: None)
         found = [engine.generate(asked, params)[0].token_ids for _ in range(2)]
-        return found, engine.counts.known
+        return found, engine.counts.cached
 
     assert loopback(2).run(rank) == [([greedy(model, asked[0], 4)] * 2, 29)] * 2

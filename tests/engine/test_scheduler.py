@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnspan.engine.room import Room, Store
+from attnspan.engine.kv_cache_manager import KVCacheGroup, KVCacheManager
 from attnspan.engine.sample import Sample
 from attnspan.engine.scheduler import Limits, Scheduler
 from attnspan.errors import EngineError
@@ -19,7 +19,7 @@ class Shadow:
     def __init__(self, num_pages, page_size, host_pages, window, prefixes):
         self.allocator = PageAllocator(num_pages=num_pages, page_size=page_size, host_pages=host_pages)
         self.pages, self.host = defaultdict(dict), {}
-        self.store = Store(self.allocator, self, window, PrefixCache(self.allocator) if prefixes else None)
+        self.group = KVCacheGroup(self.allocator, self, window, PrefixCache(self.allocator) if prefixes else None)
 
     def swap_out(self, seq):
         for page, there in self.allocator.swap_out(seq):
@@ -45,7 +45,7 @@ class Shadow:
             for position in range(sample.computed, after):
                 assert table[position // size], "a page that is written to is no null page"
                 self.pages[table[position // size]][position % size] = sample.tokens[position]
-            seen = 0 if self.store.window is None else max(0, sample.computed - self.store.window + 1)
+            seen = 0 if self.group.window is None else max(0, sample.computed - self.group.window + 1)
             found = [self.pages[table[p // size]].get(p % size) for p in range(seen, after)]
             assert found == sample.tokens[seen:after]
 
@@ -60,7 +60,7 @@ class Driver:
 
     def __init__(self, shadows, limits):
         self.shadows = shadows
-        self.scheduler = Scheduler(Room([shadow.store for shadow in shadows]), limits)
+        self.scheduler = Scheduler(KVCacheManager([shadow.group for shadow in shadows]), limits)
         self.alive, self.ended, self.arrivals = {}, {}, 0
 
     def add(self, prompt, new, n=1, salt=None):
@@ -79,7 +79,7 @@ class Driver:
         batch = scheduler.step()
         assert batch or scheduler.idle
         assert len(batch) <= limits.max_sequences
-        whole = len(batch) == 1 and limits.whole is not None and batch[0].new >= limits.whole
+        whole = len(batch) == 1 and limits.whole_prompts is not None and batch[0].new >= limits.whole_prompts
         assert whole or sum(count for _, count in batch) <= limits.max_tokens
         assert all(count >= 1 for _, count in batch)
         running, queued = ([sample.order for sample in side] for side in (scheduler.running, scheduler.queued))
@@ -87,7 +87,7 @@ class Driver:
         for shadow in self.shadows:
             shadow.feed(batch)
         done = [chunk.sample for chunk in batch if chunk.last]
-        scheduler.computed(batch)
+        scheduler.mark_computed(batch)
         for sample in done:
             forks, sample.forks = sample.split(), 0
             if forks:
@@ -95,11 +95,11 @@ class Driver:
             for each in (sample, *forks):
                 self.alive[each.order] = each
                 each.tokens.append(next_token(each))
-                if len(each.tokens) == each.most:
+                if len(each.tokens) == each.max_length:
                     self.ended[each.order] = each.tokens
                     del self.alive[each.order]
                     scheduler.remove(each)
-        scheduler.room.check()
+        scheduler.kv_cache.check()
         return batch
 
 
@@ -151,7 +151,7 @@ def test_every_request_ends_as_if_alone_and_pages_hold_what_they_should(stores, 
             try:
                 driver.add(prompt, new, n, salt)
             except EngineError:
-                assert driver.scheduler.room.refusal(len(prompt) + new, driver.scheduler.chunk) is not None
+                assert driver.scheduler.kv_cache.refusal(len(prompt) + new, driver.scheduler.chunk) is not None
                 continue
             if mood == 0:
                 cancels[step + 3].append(arrival)
@@ -202,8 +202,13 @@ def test_what_was_given_up_is_found_again_where_the_prefix_cache_kept_it():
 
 def test_what_was_computed_is_shown_to_whoever_begins_alike_and_else_once_at_the_end(monkeypatch):
     driver = alone(num_pages=20, prefixes=True)
-    shown, keep = [], Room.keep
-    monkeypatch.setattr(Room, "keep", lambda room, *given: (shown.append(len(given[1])), keep(room, *given)))
+    shown, cache_prefix = [], KVCacheManager.cache_prefix
+
+    def noted(manager, *given):
+        shown.append(len(given[1]))
+        cache_prefix(manager, *given)
+
+    monkeypatch.setattr(KVCacheManager, "cache_prefix", noted)
     driver.add([1] * 9, new=8)
     driver.step()
     driver.add([1, 1, 1, 0] * 2, new=8)  # begins otherwise, though only just
@@ -214,7 +219,7 @@ def test_what_was_computed_is_shown_to_whoever_begins_alike_and_else_once_at_the
     second = driver.add([0] * 9, new=1)
     driver.step()
     assert shown == [16, 15, 9, 9]  # the first one's, for the second to find, and the second's own when it ends
-    assert (first.computed, driver.scheduler.counts.known) == (10, 8)
+    assert (first.computed, driver.scheduler.counts.cached) == (10, 8)
     assert second.order in driver.ended
 
 

@@ -95,7 +95,7 @@ def test_a_model_that_has_changed_finds_nothing_of_what_it_computed_before():
     one.generate([prompt], PARAMS)
     model.qkv[0].weight.data.neg_()
     assert one.generate([prompt], PARAMS)[0].token_ids == alone(model, prompt)
-    assert one.counts.known == 0
+    assert one.counts.cached == 0
 
 
 def test_a_model_that_leaves_out_a_layer_is_refused():

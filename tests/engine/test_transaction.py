@@ -9,7 +9,7 @@ import torch
 
 from attnspan import Engine, SamplingParams
 from attnspan.engine.journal import Journal
-from attnspan.engine.outcome import Outcome
+from attnspan.engine.output_processor import Outcome
 from attnspan.errors import EngineError, PageError
 from attnspan.paged import PagePool
 from attnspan.testing import loopback
@@ -57,7 +57,7 @@ def test_a_shared_page_whose_copy_failed_is_copied_when_the_step_is_tried_again(
     request = one.add(prompt, params)
     one.step()
     with monkeypatch.context() as patch:
-        patch.setattr(PagePool, "copy_pages", Once(PagePool.copy_pages))
+        patch.setattr(PagePool, "copy", Once(PagePool.copy))
         with pytest.raises(MemoryError, match="planted"):
             one.step()
         one.check()

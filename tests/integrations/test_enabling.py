@@ -521,7 +521,7 @@ def test_documents_of_an_encoder_decoder_are_refused():
         ({"use_cache": True}, "use_cache and past_key_values: a model over ranks keeps no cache; leave them out."),
         ({"past_key_values": transformers.DynamicCache()}, "use_cache and past_key_values: a model over ranks keeps"),
         ({"logits_to_keep": 1}, "logits_to_keep must be 0: which logits are the last is not the same on every rank"),
-        ({"attention_mask": torch.ones(2, 1, 23, 23)}, "attention_mask must be a tensor of (B, S) that tells padding"),
+        ({"attention_mask": torch.ones(2, 1, 23, 23)}, "attention_mask must be a tensor of (B, S) that marks padding"),
         ({"attention_mask": torch.ones(2, 5)}, "attention_mask must be (2, 23), the whole batch's, got shape (2, 5)"),
         ({"attention_mask": torch.ones(2, 23) * 2}, "attention_mask must be ones and zeros"),
         (
@@ -530,11 +530,11 @@ def test_documents_of_an_encoder_decoder_are_refused():
         ),
         (
             {"attention_mask": torch.ones(2, 23).index_fill(1, torch.tensor([0, 1]), 0)},
-            "labels: in row 0 padding on the left is to tell a label, that of the first token; make it -100",
+            "labels: in row 0 padding on the left would predict a label, that of the first token; make it -100",
         ),
         (
             {"attention_mask": torch.ones(2, 23), "position_ids": torch.arange(23)[None] % 10},
-            "position_ids begin anew inside a row, which tells of documents, and attention_mask is given as well",
+            "position_ids start again inside a row, which means documents, and attention_mask is given as well",
         ),
         ({"position_ids": torch.arange(5)[None]}, "position_ids must be (B, 23), the whole batch's, got shape (1, 5)"),
         (

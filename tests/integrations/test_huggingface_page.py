@@ -69,7 +69,8 @@ def test_evaluation_is_that_of_one_device(page):
         torch.testing.assert_close(logits, true[1], rtol=1e-4, atol=1e-4)  # float32 through two layers
 
 
-def process(rank):
+def process(world):
+    rank = world.rank
     from accelerate import Accelerator
     from transformers import TrainingArguments
 

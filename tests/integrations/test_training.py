@@ -69,7 +69,8 @@ def whole_gradients(model):
     }
 
 
-def two(rank):
+def two(world):
+    rank = world.rank
     tolerant()
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
     found = {f"{name} under DDP": distance(name, mesh, DistributedDataParallel) for name in ("llama", "gpt-oss")}
@@ -182,7 +183,8 @@ def metrics(predicted):
     return {"texts": len(labels), "right": float((logits.argmax(-1) == labels)[valid].mean())}
 
 
-def on_process(rank, cp, more, over_all=False):
+def on_process(world, cp, more, over_all=False):
+    rank = world.rank
     tolerant()
     joined(rank)
     mesh = init_device_mesh("cpu", (dist.get_world_size() // cp, cp), mesh_dim_names=("dp", "cp"))
@@ -233,7 +235,7 @@ def test_trainer_with_data_parallel_ranks_trains_on_all_tokens(alone, more, over
         compare(found, true)
 
 
-def four(rank):
+def four(world):
     tolerant()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     given = batch(rows=4)

@@ -74,7 +74,7 @@ class Cache:
     def poison(self, new=False):
         """NaN in every slot that no sequence holds a token in; with `new`, in the slots of the coming tokens too."""
         owned = torch.zeros(self.allocator.num_pages, self.allocator.page_size, dtype=torch.bool)
-        fresh = dict(zip(self.plan._seen[0], self.plan._reading.queries, strict=False)) if new else {}
+        fresh = dict(zip(self.plan._seen[0], self.plan._metadata.queries, strict=False)) if new else {}
         for seq, row in self.allocator.rows.items():
             for position in range(row.first, row.length - fresh.get(seq, 0)):
                 if row.host is None:

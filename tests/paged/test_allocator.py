@@ -129,12 +129,12 @@ class Operations:
                 target[b, slot] = source.get((a, slot))
         self.out ^= {seq}
 
-    def keep(self, seq, salt=0):
+    def insert(self, seq, salt=0):
         self.done += 1
         if self.cache is None or seq in self.out:
             return
         with contextlib.suppress(PageError):  # pages that came under another salt
-            self.cache.keep(seq, self.tokens[seq], salt=salt)
+            self.cache.insert(seq, self.tokens[seq], salt=salt)
 
     def refused(self, operation, error=PageError):
         before = self.state()
@@ -181,7 +181,7 @@ class Machine(RuleBasedStateMachine):
     def add(self, tokens, salt):
         seq = self.ops.add(tokens, salt)
         if self.ops.step([(seq, tokens[len(self.ops.tokens[seq]) :])]):
-            self.ops.keep(seq, salt)
+            self.ops.insert(seq, salt)
 
     @precondition(lambda self: self.ops.tokens)
     @rule(data=st.data())
@@ -217,7 +217,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.ops.tokens)
     @rule(data=st.data(), salt=st.integers(0, 1))
     def keep(self, data, salt):
-        self.ops.keep(self.some(data), salt)
+        self.ops.insert(self.some(data), salt)
 
     @rule()
     def clear(self):
@@ -262,7 +262,7 @@ def random_run(operations, seed, check_every):
             elif kind == 10:
                 ops.swap(some)
             else:
-                ops.keep(some, salt=rng.randrange(2))
+                ops.insert(some, salt=rng.randrange(2))
             if ops.done % check_every == 0:
                 ops.check()
                 ops.read_all()
@@ -386,7 +386,7 @@ def test_a_hit_is_counted_and_idle_pages_go_least_recently_used_first():
     for prompt in prompts:
         seq, length = cache.add(prompt)
         allocator.step([(seq, len(prompt) - length)])
-        cache.keep(seq, prompt)
+        cache.insert(seq, prompt)
         allocator.free(seq)
     assert [cache.peek(prompt) for prompt in prompts] == [4, 4, 2]
     assert (cache.metrics.tokens, cache.metrics.hit_tokens, cache.metrics.lookups) == (13, 2, 3)
@@ -403,7 +403,7 @@ def test_a_step_that_fails_evicts_nothing():
     cache = PrefixCache(allocator)
     seq, _ = cache.add([1, 2, 3])
     allocator.step([(seq, 3)])
-    cache.keep(seq, [1, 2, 3])
+    cache.insert(seq, [1, 2, 3])
     allocator.free(seq)
     other = allocator.add()
     with pytest.raises(PoolExhausted):
@@ -441,10 +441,10 @@ def test_one_tenant_never_finds_what_another_kept():
     cache = PrefixCache(allocator)
     seq, _ = cache.add([1, 2, 3], salt="a")
     allocator.step([(seq, 3)])
-    cache.keep(seq, [1, 2, 3], salt="a")
+    cache.insert(seq, [1, 2, 3], salt="a")
     assert (cache.peek([1, 2, 3], salt="a"), cache.peek([1, 2, 3], salt="b"), cache.peek([1, 2, 3])) == (2, 0, 0)
     with pytest.raises(PageError, match="another salt"):
-        cache.keep(seq, [1, 2, 3], salt="b")
+        cache.insert(seq, [1, 2, 3], salt="b")
 
 
 def test_pages_behind_a_window_can_be_found_after_their_sequence_released_them():
@@ -453,7 +453,7 @@ def test_pages_behind_a_window_can_be_found_after_their_sequence_released_them()
     prompt = list(range(9))
     seq, _ = cache.add(prompt)
     allocator.step([(seq, 9)])
-    cache.keep(seq, prompt)
+    cache.insert(seq, prompt)
     allocator.release_window(seq, 2)
     assert cache.add(prompt).length == 8
     cache.check()
@@ -466,7 +466,7 @@ def test_pages_that_nothing_parts_are_kept_as_one():
     for prompt, runs in ((long[:9], 1), (long, 1), ([*long[:20], 7, 7, 7], 3), ([8, *long], 4)):
         seq, length = cache.add(prompt)
         allocator.step([(seq, len(prompt) - length)])
-        cache.keep(seq, prompt)
+        cache.insert(seq, prompt)
         assert len(cache._tails) == runs
         cache.check()
     assert cache.peek(long) == 40
@@ -476,7 +476,7 @@ def test_pages_that_nothing_parts_are_kept_as_one():
 def asked_often(cache, prompt, salt=None):
     seq, length = cache.add(prompt, salt=salt)
     cache.allocator.step([(seq, len(prompt) - length)])
-    cache.keep(seq, prompt, salt=salt)
+    cache.insert(seq, prompt, salt=salt)
     cache.allocator.free(seq)
 
 
@@ -505,7 +505,7 @@ def test_a_partial_hit_shares_the_page_and_gets_a_copy_when_it_writes():
     cache = PrefixCache(allocator)
     seq, _ = cache.add([1, 2, 3, 4, 5])
     allocator.step([(seq, 5)])
-    cache.keep(seq, [1, 2, 3, 4, 5])
+    cache.insert(seq, [1, 2, 3, 4, 5])
     hit = cache.add([1, 2, 7, 8])
     assert hit.length == 2
     assert allocator.table(hit.seq) == allocator.table(seq)[:1]
@@ -530,7 +530,7 @@ def test_a_partial_hit_shares_the_page_and_gets_a_copy_when_it_writes():
         (lambda a, s: a.swap_in(s), "not swapped out"),
         (lambda a, s: a.swap_out(s), "2 host pages needed, 1 free"),
         (lambda a, s: a.add(1000), "250 pages needed, 5 free"),
-        (lambda a, s: PrefixCache(a).keep(s, [1] * 7), "at most the 6 that sequence 0 holds"),
+        (lambda a, s: PrefixCache(a).insert(s, [1] * 7), "at most the 6 that sequence 0 holds"),
         (lambda a, s: (PrefixCache(a), PrefixCache(a)), "already has a prefix cache"),
         (lambda a, s: PrefixCache(a).add([1, "x"]), r"tokens\[1\] must be a whole number"),
         (lambda a, s: PageAllocator(num_pages=1, page_size=4), "num_pages must be a whole number >= 2"),

@@ -183,7 +183,7 @@ def test_a_prefix_hit_is_no_hit(agreed):
     seq, _ = prefixes.add(first)
     cache.k[seq], cache.v[seq] = cache.random(0, 2, 8), cache.random(0, 2, 8)
     cache.step([(seq, 12)])
-    prefixes.keep(seq, first)
+    prefixes.insert(seq, first)
     prompt = [*first[:agreed], *range(100, 105)]
     hit, length = prefixes.add(prompt)
     assert length == agreed

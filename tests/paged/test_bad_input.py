@@ -105,7 +105,7 @@ def test_a_shared_page_whose_copy_fails_stays_shared_and_the_step_can_be_tried_a
     b, c = cache.allocator.fork(a, 2)
     batch = [(a, 1), (b, 1), (c, 2)]
     with monkeypatch.context() as patch:
-        patch.setattr(cache.pool, "copy_pages", Fails(cache.pool.copy_pages, 1))
+        patch.setattr(cache.pool, "copy", Fails(cache.pool.copy, 1))
         refused(cache, MemoryError, "planted", lambda: cache.plan.step(batch))
     cache.plan.step(batch)
     before = cache.pool.keys[0][cache.allocator.table(a)[-1], :2]

@@ -59,8 +59,8 @@ def test_long_rows_are_joined_from_parts(page_size, lengths, window):
     seqs = [cache.add(length) for length in lengths]
     for new in (1, 3):
         cache.step([(seq, new) for seq in seqs])
-        reading = cache.plan.reading
-        assert decode._splits(reading, 2 * len(lengths), cache.pool.device, decode.DecodeTuning()) > 1
+        metadata = cache.plan.metadata
+        assert decode._splits(metadata, 2 * len(lengths), cache.pool.device, decode.DecodeTuning()) > 1
         agree(cache.attend(kernel="decode"), cache.expected(), torch.float32)
 
 

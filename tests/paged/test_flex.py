@@ -111,11 +111,11 @@ def test_a_tree_of_guesses(stand_in):
 def test_the_kernel_says_what_it_cannot():
     cache = Cache(page_size=16)
     cache.step([(cache.add(), 1)])
-    reading, pages = cache.plan.reading, (cache.pool.keys[0], cache.pool.values[0])
-    assert flex.supports(None, reading, cache.query, *pages) == "flex runs on cuda, got tensors on cpu"
+    metadata, pages = cache.plan.metadata, (cache.pool.keys[0], cache.pool.values[0])
+    assert flex.supports(None, metadata, cache.query, *pages) == "flex runs on cuda, got tensors on cpu"
     on_cuda = SimpleNamespace(device=torch.device("cuda"), dtype=torch.float64, shape=cache.query.shape, is_cuda=True)
-    assert "flex needs pages of 128 slots or a multiple" in flex.supports(None, reading, on_cuda, *pages)
+    assert "flex needs pages of 128 slots or a multiple" in flex.supports(None, metadata, on_cuda, *pages)
     wide = SimpleNamespace(device=torch.device("cuda"), dtype=torch.float32, shape=(1, 8, 128), is_cuda=True)
-    paged = SimpleNamespace(page_size=128, spread=reading.spread)
+    paged = SimpleNamespace(page_size=128, spread=metadata.spread)
     huge = torch.empty(16500, 128, 8, 128, device="meta")
     assert "at most 2^31 numbers" in flex.supports(None, paged, wide, huge, huge)

@@ -15,8 +15,8 @@ from attnspan.errors import KernelError, PageError
 from attnspan.masks import SlidingWindow
 from attnspan.paged import Layer, PageAllocator, PagePool, PrefixCache, StepPlan
 from attnspan.paged.kernels import decode, flex
+from attnspan.paged.metadata import tensors
 from attnspan.paged.quantised import Quantised, error_bound, quantised
-from attnspan.paged.reading import tensors
 from attnspan.paged.scoring import Scoring
 from tests.paged.cases import NAN, Cache, agree
 
@@ -148,7 +148,7 @@ def test_a_prefix_hit_finds_codes_and_scales(dtype):
     seq, _ = prefixes.add(prompt)
     cache.k[seq], cache.v[seq] = cache.random(0, 2, 8), cache.random(0, 2, 8)
     cache.step([(seq, 11)])
-    prefixes.keep(seq, prompt)
+    prefixes.insert(seq, prompt)
     hit, length = prefixes.add([*prompt[:6], 99, 98])
     cache.k[hit], cache.v[hit] = cache.k[seq][:length], cache.v[seq][:length]
     cache.step([(hit, 8 - length)])
@@ -170,7 +170,7 @@ def test_what_cannot_be_is_refused():
     cache.step([(cache.add(), 1)])
     with pytest.raises(KernelError, match="kernel='flex' cannot attend over these pages"):
         cache.attend(kernel="flex")
-    assert flex.supports(None, cache.plan.reading, *on_cuda(cache)) == (
+    assert flex.supports(None, cache.plan.metadata, *on_cuda(cache)) == (
         "flex reads keys as they were written, got torch.int8 codes"
     )
 
@@ -189,7 +189,7 @@ def test_decode_reads_codes_that_the_device_knows(capability, monkeypatch):
     for dtype in DTYPES:
         cache = Stored(dtype, page_size=4)
         cache.step([(cache.add(), 1)])
-        reasons.append(decode.supports(Scoring(1.0), cache.plan.reading, *on_cuda(cache)))
+        reasons.append(decode.supports(Scoring(1.0), cache.plan.metadata, *on_cuda(cache)))
     old = "decode needs a device of compute capability 8.9 for torch.float8_e4m3fn, got (8, 0)"
     assert reasons == [None, old if capability < (8, 9) else None]
 

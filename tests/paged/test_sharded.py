@@ -264,7 +264,7 @@ def hand_over_wrongly(world, ranks=2, seq_len=8, tokens=4, layer=0):
     pages.from_context_parallel(layer, *(drawn(0, 1, KV_HEADS, tokens, DIM) for _ in range(2)), session, plan)
 
 
-def in_a_process(rank):
+def in_a_process(world):
     found = over(dist.group.WORLD, {})
     world = transport_of(dist.group.WORLD)
     decoded = handed_over(world, HeadTail(world.ranks), 1, 23, [23])

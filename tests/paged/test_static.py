@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnspan.masks import Causal, Full, PrefixLM, SlidingWindow
 from attnspan.paged import AfterPrefix
-from attnspan.paged.kernels import together
+from attnspan.paged.kernels import gather_decode
 from tests.paged.cases import Cache, words
 
 WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "unique", "_unique2", "equal", "is_nonzero", "item",
@@ -71,7 +71,7 @@ OPTIONS = [
 
 @pytest.mark.parametrize("options", OPTIONS, ids=words)
 def test_a_step_never_waits_for_the_device(options, monkeypatch):
-    monkeypatch.setattr(together, "groups", lambda *asked: [])  # done on a CPU alone, where looking is no wait
+    monkeypatch.setattr(gather_decode, "groups", lambda *asked: [])  # done on a CPU alone, where looking is no wait
     cache, batch = decoding(64)
     watched(cache, batch, **options)
     assert watched(cache, batch, **options).waits == []  # the second time: a mask's tensors are sent once
@@ -106,7 +106,7 @@ def test_nothing_moves_in_a_hundred_steps():
         cache.step([(a, 1), (b, 1)])
         cache.attend()
         plan = cache.plan
-        kept = (plan.positions, plan.slots, plan.rows, plan.lengths, plan.offsets, plan.tables, plan.reading.ends)
+        kept = (plan.positions, plan.slots, plan.rows, plan.lengths, plan.offsets, plan.tables, plan.metadata.ends)
         places.add(tuple(x.data_ptr() for x in (*kept, *cache.pool.keys, *cache.pool.values)))
     assert len(places) == 1
 

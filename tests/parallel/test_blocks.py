@@ -185,7 +185,7 @@ def test_layers_that_differ_are_a_graph_each_and_uncompiled_ones_none():
     loopback(1).run(rank)
 
 
-def _fully_sharded(rank, attached):
+def _fully_sharded(world, attached):
     """torchtitan's order: parallelize, checkpoint, compile, shard; then batches of other documents."""
     warnings.filterwarnings("ignore", message="The .grad attribute")  # see above
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))

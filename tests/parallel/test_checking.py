@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import attnspan as span
+from attnspan.attention.call import Inputs
 from attnspan.errors import AttentionError
 from attnspan.parallel.checking import DenseAttention
 from attnspan.plan import Plan
@@ -270,12 +271,12 @@ def test_the_dense_side_is_dense_attention():
     )
     attend = DenseAttention(Plan(mask, span.Contiguous(1), 7), 0.3)
     allowed = torch.stack([mask.dense(7, row=row) for row in range(2)])[:, None]
-    out, lse = attend.with_lse(query, key, value)
+    out, lse = attend.run(Inputs(query, key, value))
     true, true_lse = oracle.attention(query, key, value, allowed, 0.3)
     torch.testing.assert_close((out, lse), (true, true_lse))
     sinks = torch.randn(4).double()
     folded = torch.logaddexp(true_lse, sinks[None, :, None])
-    out, lse = attend.with_lse(query, key, value, sinks=sinks)
+    out, lse = attend.run(Inputs(query, key, value, sinks))
     share = (true_lse - folded).exp().unsqueeze(-1)
     torch.testing.assert_close((out, lse), (true * share, folded))
 
@@ -424,7 +425,7 @@ def test_a_batch_without_a_length_is_refused():
 # ---- real ranks ------------------------------------------------------------------------------------------------------
 
 
-def _on_mesh(rank):
+def _on_mesh(world):
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
     right, wrong = (check(mistake, forward=step(), mesh=mesh) for mistake in (None, "local positions"))
     return right.ok, str(right), wrong.ok, wrong.first.where, wrong.errors["loss"]

@@ -78,7 +78,7 @@ def one_step(cp, run, model, step, average, *, micro=1, rows=slice(None), over=N
 # ---- two processes ---------------------------------------------------------------------------------------------------
 
 
-def two(rank, folder):
+def two(world, folder):
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
     true, three = one_device(), one_device(micro=3)
     found = {
@@ -120,7 +120,7 @@ def compiled(mesh, true, how):
     return off(train(mesh, Llama(), partial(how, backend=counter), average=True), true), counter.frame_count
 
 
-def two_compiled(rank):
+def two_compiled(world):
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
     return compiled(mesh, one_device(), model_compiled)
 
@@ -138,7 +138,7 @@ def saved(mesh, folder):
 # ---- four processes --------------------------------------------------------------------------------------------------
 
 
-def four(rank, folder):
+def four(world, folder):
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     line = init_device_mesh("cpu", (4,), mesh_dim_names=("cp",))
     true, row = one_device(), grid["dp"].get_local_rank()

@@ -65,7 +65,7 @@ CHECKS = [
 ]
 
 
-def checked(rank):
+def checked(world):
     """By check, whether the code was torch's before and after, or what the check raised."""
     found = {}
     for check in CHECKS:

@@ -218,7 +218,7 @@ def test_the_signature_is_torchs():
     assert told[0][1:] == told[1]
 
 
-def _on_gloo(rank):
+def _on_gloo(world):
     import torch.distributed as dist
 
     cp = session(dist.group.WORLD)

@@ -370,8 +370,9 @@ HOLES = torch.tensor([[p > 6 and p != 9 for p in range(S)], [p in (1, 11) for p 
 LAYOUTS = {ranks: Listed((tuple(range(S)),), (5, *[0] * (ranks - 2), S - 5)) for ranks in (2, 4)}
 
 
-def averaged(rank, ranks):
+def averaged(world, ranks):
     """The loss and gradients under each way of averaging; the first rank has hardly a valid token, others no token."""
+    rank = world.rank
     found = {}
     cp = ContextParallel(seq_len=S, mask=Full(), layout=LAYOUTS[ranks])
     fsdp = partial(fully_shard, mesh=init_device_mesh("cpu", (ranks,)))  # by itself it would choose a GPU that is there

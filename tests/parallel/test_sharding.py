@@ -418,8 +418,9 @@ def real_cases(ranks):
 TIMEOUT = 2  # of the group that is kept waiting, in seconds of an idle machine
 
 
-def live(rank, ranks):
+def live(world, ranks):
     """Every move on every case, with gradients; then what is refused; then a group that is no more."""
+    rank = world.rank
     for case in real_cases(ranks):
         cp, whole = session(None, seq_len=13, layout=case.layout, mask=Documents([5, 8])), case.tensor
         shard = cp.shard(whole)

@@ -26,7 +26,7 @@ def said(call):
     return "nothing was refused"
 
 
-def _styled(rank):
+def _styled(world):
     """Everything on two ranks: a list of refusals."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
     cp = span.ContextParallel(mesh, seq_len=LENGTH, mask=MASK)
@@ -100,7 +100,7 @@ def test_modules_and_dtensors_on_two_ranks():
         assert "is attached already" in twice
 
 
-def _with_heads(rank):
+def _with_heads(world):
     """Context parallel and tensor parallel: heads are sharded over the other axis of the mesh."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
     cp = span.ContextParallel(mesh["cp"], seq_len=LENGTH, mask=MASK)

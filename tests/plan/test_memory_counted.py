@@ -9,7 +9,7 @@ import torch
 
 from attnspan import Causal, HeadTail, Plan
 from attnspan.attention import execute, lane, sums
-from attnspan.attention.call import Call
+from attnspan.attention.call import Call, Inputs
 from attnspan.kernels import AUTO, KERNELS, Final, accumulator, bands
 from attnspan.plan import Shape
 from benchmarks.memory import Keeping
@@ -73,10 +73,10 @@ def counted(plan, rank, kv_heads, kernel):
     tokens = plan.layout.tokens(TOKENS)[rank]
     q, k, v = (torch.zeros(1, heads, tokens, DIM, dtype=HALF) for heads in (HEADS, kv_heads, kv_heads))
     with torch.no_grad(), Live() as forward:
-        out, lse = execute.forward(call, q, k, v)
+        out, lse = execute.forward(call, Inputs(q, k, v))
     grad = torch.zeros_like(out)
     with torch.no_grad(), Live() as backward:
-        execute.backward(call, q, k, v, Final(grad, None, out, lse))
+        execute.backward(call, Inputs(q, k, v), Final(grad, None, out, lse))
     return forward.peak + size(q, k, v), backward.peak + size(q, k, v, out, lse, grad)
 
 

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from attnspan.attention import execute
-from attnspan.attention.call import Call
+from attnspan.attention.call import Call, Inputs
 from attnspan.kernels import Final
 from attnspan.layouts import Contiguous, HeadTail
 from attnspan.masks import Causal, Full, SlidingWindow
@@ -64,9 +64,9 @@ def measured(plan):
     call = Call(plan, Silent(rank, plan.ranks, "cpu"))
     q, k, v, grad = (torch.randn(1, heads, TOKENS, 16) for heads in (2, 1, 1, 2))
     with torch.no_grad(), Live() as forward:
-        out, lse = execute.forward(call, q, k, v)
+        out, lse = execute.forward(call, Inputs(q, k, v))
     with torch.no_grad(), Live() as backward:
-        execute.backward(call, q, k, v, Final(grad, None, out, lse))
+        execute.backward(call, Inputs(q, k, v), Final(grad, None, out, lse))
     return forward.peak, forward.largest, backward.peak, backward.largest
 
 

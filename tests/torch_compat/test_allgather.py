@@ -27,7 +27,8 @@ def trained(gather, name, tokens=4):
     return [x.detach().tolist() for x in (*whole, *grads)]
 
 
-def _on_gloo(rank):
+def _on_gloo(world):
+    rank = world.rank
     name = init_device_mesh("cpu", (2,)).get_group().group_name
     opcheck(flex_cp_allgather, (*keys(rank), 2, name))
     quick = ("test_schema", "test_faketensor")  # a tenth of the time: tracing is seen below

@@ -244,7 +244,7 @@ def test_a_shard_of_one_number_on_rank_0_may_be_written_by_a_program():
     assert all(torch.equal(after, table) for after in on_ranks(2, run))
 
 
-def _with_ddp(rank, broadcast):
+def _with_ddp(world, broadcast):
     class Positions(torch.nn.Module):
         def __init__(self):
             super().__init__()

@@ -208,7 +208,7 @@ def test_a_styled_module_compiles_whole_and_other_masks_do_not_compile_anew():
     torch._dynamo.reset()
 
 
-def _on_gloo(rank):
+def _on_gloo(world):
     import torch.distributed as dist
 
     mesh = dist.device_mesh.init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))

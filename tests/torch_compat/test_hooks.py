@@ -156,7 +156,7 @@ def test_indices_of_one_batch_row():
     assert torch.equal(ours._generate_indices_for_batch([8, 8], False), ours._generate_indices()[0])
 
 
-def _on_gloo(rank):
+def _on_gloo(world):
     mesh = DeviceMesh("cpu", torch.arange(2))
     style, query = _ContextParallel(2, SDPA), whole(8)[0]
     (own,) = _context_parallel_shard(mesh, [query], [2])

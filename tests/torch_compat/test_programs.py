@@ -23,7 +23,7 @@ PROGRAMS = {
 }
 
 
-def live(rank, ranks):
+def live(world, ranks):
     """One process: the largest difference to one device, of every program."""
     line = init_device_mesh("cpu", (ranks,), mesh_dim_names=("cp",))
     grid = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("dp", "cp"))

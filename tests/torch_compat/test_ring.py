@@ -26,7 +26,8 @@ FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-def _beside_torchs(rank):
+def _beside_torchs(world):
+    rank = world.rank
     group, told = init_device_mesh("cpu", (dist.get_world_size(),)).get_group(), 0
     for balanced, causal in ((True, True), (False, True), (False, False)):
         for method in ("allgather", "alltoall"):

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from attnspan.errors import TransportError
+from attnspan.errors import RankError, TransportError
 from attnspan.transports import Distributed, transport_of
 from tests.pace import stretched
-from tests.processes import ChildError, Died, spawn
+from tests.processes import Died, on_ranks, spawn
 from tests.transports.conformance import LAWS, held, neighbours, same
 
 
@@ -37,12 +37,23 @@ def obeyed(transport):
 OBEYED = dict.fromkeys(law.__name__ for law in LAWS)
 
 
-def whole_group(rank):
-    """The laws on the default group, where its tensors live."""
-    transport = transport_of(None)
-    transport.agree(b"")  # of an NCCL group the first operation is everybody's
-    with transport.device:
-        return obeyed(transport)
+def whole_group(world):
+    """The laws on the default group, and on a mesh."""
+    mesh = init_device_mesh(world.device.type, (world.ranks,), mesh_dim_names=("cp",))
+    return {"group": obeyed(world), "mesh": obeyed(transport_of(mesh["cp"]))}
+
+
+def two_at_once(world):
+    """The laws on parts of four ranks, of which the two halves are at work at once; then on the axes of a mesh."""
+    halves = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    half = transport_of(halves[world.rank % 2])
+    half.agree(b"")  # of an NCCL group the first operation is everybody's
+    found = {"halves": obeyed(half)}
+    mesh = init_device_mesh(world.device.type, (2, 2), mesh_dim_names=("outer", "inner"))
+    for axis in ("outer", "inner"):
+        found[axis] = obeyed(transport_of(mesh[axis]))
+    odd = DeviceMesh(world.device.type, torch.tensor([3, 1, 0, 2], device="cpu"))
+    return found | {"out of order": obeyed(transport_of(odd))}
 
 
 def data_moves_by_itself(rank):
@@ -58,8 +69,9 @@ def data_moves_by_itself(rank):
     return arrived
 
 
-def many_groups(rank):
+def many_groups(world):
     """Four processes: all of them, some, alternate ones, the axes of a mesh; then errors of use."""
+    rank = world.rank
     saw = {"moves by itself": data_moves_by_itself(rank), "four": obeyed(transport_of(None))}
     for name, members in [("two", [3, 1]), ("three", [1, 2, 3])]:
         group = dist.new_group(members)
@@ -129,11 +141,22 @@ def test_processes_obey(seen_in_groups, group):
         assert not broken(saw[group])
 
 
-@pytest.mark.cuda
-@pytest.mark.parametrize("ranks", [1, 2])  # sums of two are the same in any order
-def test_cuda_devices_obey(ranks):
-    for found in spawn(ranks, whole_group, backend="nccl"):
-        assert not broken(found)
+@on_ranks(2, nccl=(1, 2, 3, 4))
+def test_a_whole_group_obeys(ranks, backend):
+    for found in spawn(ranks, whole_group, backend=backend):
+        assert [broken(each) for each in found.values()] == [[], []]
+
+
+@pytest.mark.nccl
+def test_tensors_of_the_cpu_may_travel_beside():
+    for found in spawn(2, whole_group, backend="cpu:gloo,cuda:nccl"):
+        assert [broken(each) for each in found.values()] == [[], []]
+
+
+@on_ranks(nccl=(4,))
+def test_parts_of_a_group_obey_while_others_work(ranks, backend):
+    for found in spawn(ranks, two_at_once, backend=backend):
+        assert [broken(each) for each in found.values()] == [[]] * 4
 
 
 def test_messages_move_while_their_receiver_computes(seen_in_groups):
@@ -185,8 +208,9 @@ SHORT, PATIENT = 2, 6
 SLACK = 4
 
 
-def faults(rank):
+def faults(world):
     """Three processes: a silent peer, ends that disagree, then one killed in the middle of an exchange."""
+    rank = world.rank
     short = timedelta(seconds=stretched(SHORT))
     silent, disagreeing = (dist.new_group(timeout=short) for _ in range(2))
     saw = {}
@@ -258,24 +282,25 @@ def test_a_killed_peer_is_named_within_the_groups_timeout(seen_in_faults):
         assert seconds < stretched(PATIENT + SLACK)
 
 
-def one_raises(rank):
+def one_raises(world):
+    rank = world.rank
     if rank == 1:
         raise ValueError("boom")
     transport_of(None).exchange([], [(1, torch.empty(3))], "keys").wait()
 
 
 def test_a_rank_that_raises_ends_the_others_and_all_are_reported():
-    with pytest.raises(ChildError) as caught:
+    with pytest.raises(RankError) as caught:
         spawn(2, one_raises, group_timeout=10)
     said = str(caught.value)
     assert "ValueError: boom" in said
     assert "TransportError: rank 0 of 2, group '0' (default_pg): " in said
 
 
-def hang(rank):
+def hang(world):
     time.sleep(600)
 
 
 def test_twin_a_process_that_does_not_end_is_killed_and_reported():
-    with pytest.raises(ChildError, match="rank 0 did not end in time"):
+    with pytest.raises(RankError, match="rank 0 did not end within 1 s"):
         spawn(1, hang, timeout=1)

@@ -67,7 +67,7 @@ def test_what_is_made_for_a_group_is_made_once_while_it_lives():
         assert (info.hits, info.misses) == (1, 1)
 
 
-def on_groups(rank):
+def on_groups(world):
     """Whether a group is remembered while it lives, alive once it was destroyed, and what its transport then says."""
     found = {}
     for use in USES:

@@ -5,6 +5,7 @@ expects, so that without identities the results would be wrong and nothing would
 """
 
 import re
+import threading
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import torch.distributed as dist
 import attnspan as span
 from attnspan.attention import attention
 from attnspan.errors import TransportError
+from attnspan.testing import loopback
 from attnspan.transports import Counting, Delayed, transport_of
 from attnspan.transports.operations import NAMES, Ledger, Operation, under_way
 from tests.processes import spawn
@@ -141,7 +143,7 @@ def test_virtual_ranks_hear_that_they_are_out_of_step(program, wrapped):
 # ---- real processes -------------------------------------------------------------------------------------------------
 
 
-def out_of_step(rank):
+def out_of_step(world):
     """What each program raised here, each on a group of its own."""
     heard = {}
     for program in PROGRAMS:
@@ -168,7 +170,7 @@ def test_both_ends_name_both_operations(heard, program):
     named_on_both_ends(heard, program)
 
 
-@pytest.mark.cuda
+@pytest.mark.nccl
 def test_ranks_of_nccl_hear_that_they_are_out_of_step():
     heard = spawn(2, out_of_step, backend="nccl", timeout=120)
     for program in PROGRAMS:
@@ -194,8 +196,9 @@ def test_an_operation_is_named_for_what_it_does(heard):
     )
 
 
-def compiled_on_one_rank(rank):
+def compiled_on_one_rank(world):
     """Whether gradients are right where rank 1 alone compiles three attentions into one graph."""
+    rank = world.rank
     cp = span.ContextParallel(dist.group.WORLD, seq_len=S, mask=span.Causal(), layout=LAYOUT)
     attend = span.Attention(cp.plan, dist.group.WORLD)
 
@@ -247,3 +250,36 @@ def test_operations_nest_and_end_with_their_block():
             world.all_reduce(torch.ones(1)).wait()
 
     span.testing.loopback(2).run(rank)
+
+
+# ---- threads ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_group_in_use_by_one_thread_is_refused_to_another():
+    """Ranks could not tell which of the two comes first elsewhere."""
+
+    def rank(world):
+        inside, leave, refusals = threading.Event(), threading.Event(), []
+
+        def first():
+            with under_way(world, "attention, causal"):
+                inside.set()
+                leave.wait()
+
+        thread = threading.Thread(target=first)
+        thread.start()
+        inside.wait()
+        with pytest.raises(TransportError) as caught, under_way(world, "another"):
+            pass
+        refusals.append(str(caught.value))
+        leave.set()
+        thread.join()
+        with under_way(world, "another") as operation, under_way(world, "one inside it"):
+            return refusals[0], operation.number
+
+    refused, number = loopback(1).run(rank)[0]
+    assert refused == (
+        "rank 0 of 1, group loopback: another thread of this process is in attention, causal (operation 1) on the same "
+        "group; use a group from one thread at a time, or make a group for each thread"
+    )
+    assert number == 2

@@ -43,8 +43,8 @@ def slow(work, here):
 def ran(strategy, monkeypatch):
     """Of each rank: out, gradients, seconds in all, computed, on the wire, and what was wrong."""
     here = threading.local()
-    monkeypatch.setattr(lane.Lane, "compute", slow(lane.Lane.compute, here))
-    monkeypatch.setattr(lane.Lane, "differentiate", slow(lane.Lane.differentiate, here))
+    monkeypatch.setattr(lane.Lane, "forward", slow(lane.Lane.forward, here))
+    monkeypatch.setattr(lane.Lane, "backward", slow(lane.Lane.backward, here))
     plan = Plan(Full(), Contiguous(RANKS), TOKENS, strategy)
     whole = torch.randn(4, 1, 2, TOKENS, 8, generator=torch.Generator().manual_seed(0))
 
@@ -100,13 +100,13 @@ def test_what_travels_is_left_alone_and_the_result_is_right(strategy, monkeypatc
 
 
 def test_twin_a_loop_that_waits_at_once_is_found(monkeypatch):
-    begin = loop.Exchange.__init__
+    begin = loop.KeyExchange.__init__
 
     def waiting(self, *args):
         begin(self, *args)
         self._pending.wait()
 
-    monkeypatch.setattr(loop.Exchange, "__init__", waiting)
+    monkeypatch.setattr(loop.KeyExchange, "__init__", waiting)
     with pytest.raises(AssertionError, match=r"s for .* of compute and .* of messages"):
         check_overlap("ring", monkeypatch)
 

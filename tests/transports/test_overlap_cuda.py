@@ -165,14 +165,14 @@ def test_kernels_run_under_messages_and_what_travels_is_left_alone(strategy, tmp
 
 
 def test_twin_a_loop_that_waits_at_once_is_found(tmp_path, monkeypatch):
-    begin = loop.Exchange.__init__
+    begin = loop.KeyExchange.__init__
 
     def waiting(self, *args):
         begin(self, *args)
         self._pending.wait()
 
     plan, (expected, log) = recorded("ring")
-    monkeypatch.setattr(loop.Exchange, "__init__", waiting)
+    monkeypatch.setattr(loop.KeyExchange, "__init__", waiting)
     ran = on_the_wire(plan, log, tmp_path)
     check_results(ran, expected)  # right, and slow
     with pytest.raises(AssertionError, match="nothing was computed under messages"):

@@ -17,15 +17,13 @@ what programs captured is compared too, where ranks agree: of masks it never cha
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from attnspan.attention.call import Call
-from attnspan.attention.lane import wide
-from attnspan.dtypes import dtype_name
+from attnspan.attention.call import Call, Inputs
+from attnspan.dtypes import dtype_name, lse_dtype
 from attnspan.errors import AttentionError, AttnspanError, KernelError, MaskError, TuningError
 from attnspan.kernels import choose
 from attnspan.layouts.run import tokens_in
@@ -38,25 +36,6 @@ OTHERS_SHARD = "attend by the session that sharded it (an attached model is told
 SHARED = "a plan that all ranks share"
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-
-
-class Inputs:
-    """The tensors of a call on this rank, and whether its lse is returned."""
-
-    def __init__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        sinks: Tensor | None = None,
-        *captured: Tensor,
-        lse: bool = False,
-    ):
-        self.lse = lse
-        self.query, self.key, self.value, self.sinks, self.captured = query, key, value, sinks, captured
-
-    def __iter__(self) -> Iterator[Tensor | None]:
-        return iter((self.query, self.key, self.value, self.sinks, *self.captured))
 
 
 def agree(call: Call, inputs: Inputs) -> str:
@@ -91,9 +70,10 @@ def refuse(call: Call, inputs: Inputs, wrong: AttentionError) -> None:
 
 def _seen(call: Call, inputs: Inputs) -> tuple[object, ...]:
     """What a call agrees on once."""
-    lse = inputs.lse and call.plan.degree > 1  # where its gradient travels
-    shapes = (None if x is None else (x.shape, x.dtype, x.device) for x in inputs)
-    return (*shapes, lse, torch.are_deterministic_algorithms_enabled())  # which some kernels then refuse
+    tensors = (*inputs[:4], *inputs.captured)
+    shapes = (None if x is None else (x.shape, x.dtype, x.device) for x in tensors)
+    return_lse = inputs.return_lse and call.plan.degree > 1  # where its gradient travels
+    return (*shapes, return_lse, torch.are_deterministic_algorithms_enabled())  # which some kernels then refuse
 
 
 def refusal(call: Call, inputs: Inputs) -> AttentionError | KernelError | None:
@@ -114,7 +94,7 @@ def refusal(call: Call, inputs: Inputs) -> AttentionError | KernelError | None:
 
 def _misfit(call: Call, inputs: Inputs) -> str:
     """How query, key and value do not fit one another, the group or the plan's batch rows; or nothing."""
-    query, key, value = inputs.query, inputs.key, inputs.value
+    query, key, value = inputs[:3]
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.dim() != 4:
             return f"{name} must be (batch, heads, tokens, head dim), got shape {tuple(tensor.shape)}"
@@ -174,7 +154,7 @@ def _wrong_captured(call: Call, inputs: Inputs) -> str:
     if call.score is None:
         return ""
     try:
-        program = call.score.program(wide(inputs.query.dtype))
+        program = call.score.program(lse_dtype(inputs.query.dtype))
     except AttentionError as wrong:
         return str(wrong)
     for found, traced in zip(inputs.captured, program.captured, strict=True):
@@ -190,7 +170,7 @@ def _wrong_captured(call: Call, inputs: Inputs) -> str:
 
 def _ask_kernel(call: Call, inputs: Inputs) -> None:
     """Raise what the kernel would at any tile of this rank."""
-    spec, tensors = call.spec(inputs.query), (inputs.query, inputs.key, inputs.value)
+    spec, tensors = call.spec(inputs.query), inputs[:3]
     tiles = [tile for row in range(call.plan.rows) for step in call.plan.steps(call.rank, row) for tile in step.tiles]
     for tile in {(tile.kind, tile.asked, len(tile.rows), len(tile.cols)): tile for tile in tiles}.values():
         if reason := choose(call.kernel, spec, *tensors, (tile,)).supports(spec, *tensors, (tile,)):
@@ -209,7 +189,7 @@ def _words(call: Call, inputs: Inputs) -> dict[str, str]:
         "value dim": str(inputs.value.shape[3]),
         "dtype": dtype_name(query.dtype),
         "sinks": "none" if inputs.sinks is None else "some",
-        "return_lse": str(inputs.lse and plan.degree > 1),
+        "return_lse": str(inputs.return_lse and plan.degree > 1),
         "strategy": repr(plan.strategy),
         "kernel": call.kernel,
         "scale": repr(call.scale),

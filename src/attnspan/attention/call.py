@@ -10,20 +10,20 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
-from attnspan.attention.heads import HeadAllToAll, Side
-from attnspan.attention.lane import Route, wide
 from attnspan.attention.score import Score
 from attnspan.attention.tuned import agreed_table, machine
+from attnspan.attention.ulysses import HeadAllToAll, Side
 from attnspan.attention.uses import Uses
-from attnspan.dtypes import dtype_name
+from attnspan.dtypes import dtype_name, lse_dtype
 from attnspan.errors import AttentionError, PlanError
 from attnspan.kernels import Mods, Spec, runs_programs
 from attnspan.layouts.run import Runs
@@ -36,6 +36,28 @@ from attnspan.tuning import found
 
 _CALLS: WeakValueDictionary[int, Call] = WeakValueDictionary()
 _NUMBERS = itertools.count(1)
+
+
+class Inputs(NamedTuple):
+    """The tensors of one call on this rank, and whether its lse is returned to the model."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    sinks: Tensor | None = None
+    captured: Sequence[Tensor] = ()  # by the score_mod
+    return_lse: bool = False
+
+    @property
+    def shape(self) -> Shape | None:
+        """What a choice of strategy depends on; None for tensors that will be refused."""
+        query, key, value = self[:3]
+        try:
+            return Shape(
+                query.shape[1], key.shape[1], query.shape[3], value.shape[3], query.shape[0], dtype_name(query.dtype)
+            )
+        except (IndexError, PlanError):
+            return None
 
 
 @dataclass(eq=False)
@@ -79,8 +101,8 @@ class Call:
             raise AttentionError("handle is a copy whose original is gone; keep the Attention that it belongs to")
         return call
 
-    def for_shapes(self, query: Tensor, key: Tensor, value: Tensor) -> Call:
-        """This call, or where the strategy is "auto", the one whose strategy suits these shapes.
+    def for_inputs(self, inputs: Inputs) -> Call:
+        """This call, or where the strategy is "auto", the one whose strategy suits the shapes of the inputs.
 
         Chosen here and not earlier because only tensors tell their shapes; chosen by a pure function of them and of a
         table that all ranks share (tuned.py), so that all choose alike. Tensors that no shape can be read from are
@@ -89,7 +111,7 @@ class Call:
         if not self.auto:
             return self
         table = agreed_table(self.transport)
-        shape = shape_of(query, key, value)
+        shape = inputs.shape
         if shape is None:
             return self
         if shape not in self._suited:
@@ -121,7 +143,7 @@ class Call:
 
     def mods(self, query: Tensor) -> Mods | None:
         """The programs that kernels run, for such queries; None where there are none."""
-        known = query.device, wide(query.dtype)
+        known = query.device, lse_dtype(query.dtype)
         if known not in self._mods:
             self._mods[known] = self._found_mods(*known)
         return self._mods[known]
@@ -134,24 +156,8 @@ class Call:
             mask = replace(traced(mask_mod, error=AttentionError).on(device), name=repr(plan.mask))
         return None if score is mask is None else Mods(score, mask)
 
-    # ---- one batch row -----------------------------------------------------------------------------------------
-
-    def rows(self, batch: int) -> list[tuple[int, slice]]:
-        """(row of the plan, the batch rows it stands for)."""
-        if self.plan.rows == 1:
-            return [(0, slice(0, batch))]
-        return [(row, slice(row, row + 1)) for row in range(batch)]
-
-    def route(self, row: int) -> Route:
-        """The steps of this rank, and its own queries and keys."""
-        degree = self.plan.degree
-        steps = self.plan.steps(self.rank, row)
-        if degree > 1:  # transfers name groups; the peer in another group has this rank's place in its own
-            steps = tuple(step.between(degree, self.rank % degree) for step in steps)
-        return Route(self.plan.queries(self.rank, row), self.plan.keys(self.rank, row), steps, self._forwards_buffers)
-
-    def trade(self, row: int, heads: int, kv_heads: int) -> HeadAllToAll:
-        """The exchange of heads inside this rank's group."""
+    def head_exchange(self, row: int, heads: int, kv_heads: int) -> HeadAllToAll:
+        """The exchange of heads inside this rank's group, for a row of the plan."""
         plan, degree = self.plan, self.plan.degree
         first = self.rank - self.rank % degree
         members = range(first, first + degree)
@@ -163,7 +169,8 @@ class Call:
         return HeadAllToAll(self.transport, members, split_heads(heads, kv_heads, degree), shards, arenas)
 
     @cached_property
-    def _forwards_buffers(self) -> bool:
+    def is_ring(self) -> bool:
+        """Whether buffers are handed on whole from rank to rank."""
         strategy = Strategy.of(self.plan.strategy)
         return isinstance(strategy.inner if isinstance(strategy, Ulysses) else strategy, Ring)
 
@@ -176,12 +183,3 @@ def _chosen(plan: Plan, shape: Shape, hardware: Hardware) -> Plan:
     return choose(
         plan.mask, seq_len=plan.seq_len, ranks=plan.ranks, shape=shape, hardware=hardware, layouts=[plan.layout]
     ).plan
-
-
-def shape_of(query: Tensor, key: Tensor, value: Tensor) -> Shape | None:
-    """What a choice of strategy depends on; None for tensors that will be refused."""
-    dtype = dtype_name(query.dtype)
-    try:
-        return Shape(query.shape[1], key.shape[1], query.shape[3], value.shape[3], query.shape[0], dtype)
-    except (IndexError, PlanError):
-        return None

@@ -1,147 +1,128 @@
 """A call, carried out: tensors of this rank in, its out, lse and gradients back.
 
-Without Ulysses this is the loop of loop.py over one lane per batch row. With it, heads are exchanged before and after;
-the loop in between is the same.
+Without Ulysses this is the loop of loop.py over one lane per row of the plan. With it, heads are exchanged before and
+after; the loop in between is the same.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from attnspan.attention import loop
-from attnspan.attention.call import Call
-from attnspan.attention.heads import HeadAllToAll, Side, segments
-from attnspan.attention.lane import Computing, Lane, Place, wide
+from attnspan.attention.call import Call, Inputs
+from attnspan.attention.lane import Lane, Place
+from attnspan.attention.ulysses import HeadAllToAll, segments
+from attnspan.dtypes import lse_dtype
 from attnspan.kernels import Final
 
 
-def forward(
-    call: Call, query: Tensor, key: Tensor, value: Tensor, captured: Sequence[Tensor] = ()
-) -> tuple[Tensor, Tensor]:
-    """(out, lse) of this rank's queries; `captured` are the tensors of a score_mod."""
-    work, query = Work(call, captured), call.signed(query)
-    parts = [(row, rows, query[rows], key[rows], value[rows]) for row, rows in _rows(call, query)]
+def forward(call: Call, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """(out, lse) of this rank's queries."""
+    rows = _rows(call, inputs)
     if call.plan.degree > 1:
-        return _joined([_forward_heads(work, *part) for part in parts])
-    lanes = [work.lane(row, Place(_range(rows), range(q.shape[1])), q, k, v) for row, rows, q, k, v in parts]
-    return _joined(loop.forward(call.transport, lanes))
-
-
-def backward(
-    call: Call,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    final: Final,
-    captured: Sequence[Tensor] = (),
-    wanted: Sequence[int] = (),
-) -> tuple[Tensor, Tensor, Tensor, list[Tensor | None]]:
-    """The gradients of this rank's query, key and value, each in its own dtype, and its part of those of `wanted` ones
-    of the captured tensors, in the precision that sums are kept in."""
-    found: list[tuple[Tensor, ...]] = []
-    work, query = Work(call, captured), call.signed(query)
-    sums = [torch.zeros_like(x, dtype=wide(x.dtype)) if i in wanted else None for i, x in enumerate(captured)]
-    parts = [(row, rows, query[rows], key[rows], value[rows]) for row, rows in _rows(call, query)]
-    if call.plan.degree > 1:
-        for row, rows, q, k, v in parts:
-            found.append(_backward_heads(work, row, rows, q, k, v, final.of(rows), sums))
+        parts = [row.forward() for row in rows]
     else:
-        lanes = [work.lane(row, Place(_range(rows), range(q.shape[1])), q, k, v) for row, rows, q, k, v in parts]
-        grads = loop.backward(call.transport, lanes, [final.of(rows) for _, rows, *_ in parts], sums)
-        found = [each.results(query.dtype) for each in grads]
-    whole = (torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*found, strict=True))
-    dq, dk, dv = (x.to(query.dtype).contiguous() for x in whole)  # as the op promises to code that is compiled
-    return call.signed(dq), dk, dv, sums
-
-
-class Work(NamedTuple):
-    """A call, and the tensors that its score_mod captured."""
-
-    call: Call
-    captured: Sequence[Tensor]
-
-    def lane(self, row: int, place: Place, query: Tensor, key: Tensor, value: Tensor) -> Lane:
-        computing = Computing(self.call.kernel, self.call.spec(query), self.captured)
-        return Lane(self.call.route(row), computing, place, query, key, value)
-
-
-def _rows(call: Call, query: Tensor) -> list[tuple[int, slice]]:
-    return call.rows(query.shape[0])
-
-
-def _range(rows: slice) -> range:
-    return range(rows.start, rows.stop)
-
-
-def _joined(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        parts = loop.forward(call.transport, [row.lane() for row in rows])
     if len(parts) == 1:
         return parts[0]
     return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
 
 
-# ---- Ulysses -------------------------------------------------------------------------------------------------------
+def backward(
+    call: Call, inputs: Inputs, final: Final, wanted: Sequence[int] = ()
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor | None]]:
+    """The gradients of this rank's query, key and value, each in its own dtype, and its part of those of `wanted` ones
+    of the captured tensors, in the precision that sums are kept in."""
+    rows, captured = _rows(call, inputs), inputs.captured
+    sums = [torch.zeros_like(x, dtype=lse_dtype(x.dtype)) if i in wanted else None for i, x in enumerate(captured)]
+    finals = [final.of(row.batch) for row in rows]
+    found: Sequence[tuple[Tensor, ...]]
+    if call.plan.degree > 1:
+        found = [row.backward(each, sums) for row, each in zip(rows, finals, strict=True)]
+    else:
+        grads = loop.backward(call.transport, [row.lane() for row in rows], finals, sums)
+        found = [each.results(inputs.query.dtype) for each in grads]
+    whole = (torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*found, strict=True))
+    dq, dk, dv = (x.to(inputs.query.dtype).contiguous() for x in whole)  # as the op promises to code that is compiled
+    return call.signed(dq), dk, dv, sums
 
 
-def _forward_heads(
-    work: Work, row: int, rows: slice, query: Tensor, key: Tensor, value: Tensor
-) -> tuple[Tensor, Tensor]:
-    trade = work.call.trade(row, query.shape[1], key.shape[1])
-    tensors = trade.gather_tokens([query, key, value], ["query", "key", "key"])
-    lanes = _head_lanes(work, trade, row, rows, tensors, query.shape[1] // key.shape[1])
-    parts = loop.forward(work.call.transport, lanes)
-    batch, heads, tokens, _ = tensors[0].shape
-    out = _by_heads([out for out, _ in parts], lambda: query.new_empty(batch, heads, tokens, value.shape[-1]))
-    lse = _by_heads([lse for _, lse in parts], lambda: query.new_empty(batch, heads, tokens, dtype=wide(query.dtype)))
-    (out,) = trade.scatter_tokens([out], ["query"])
-    (lse,) = trade.scatter_tokens([lse.unsqueeze(-1)], ["query"])
-    return out, lse.squeeze(-1)
-
-
-def _backward_heads(
-    work: Work,
-    row: int,
-    rows: slice,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    final: Final,
-    sums: Sequence[Tensor | None],
-) -> tuple[Tensor, Tensor, Tensor]:
-    trade = work.call.trade(row, query.shape[1], key.shape[1])
-    sides: list[Side] = ["query", "key", "key", "query", "query"]
-    *tensors, out, grad = trade.gather_tokens([query, key, value, final.out, final.grad], sides)
-    scalars = [x.unsqueeze(-1) for x in (final.lse, final.grad_lse) if x is not None]
-    lse, *grad_lse = (x.squeeze(-1) for x in trade.gather_tokens(scalars, ["query"] * len(scalars)))
-    whole = Final(grad, grad_lse[0] if grad_lse else None, out, lse, final.sinks)
-    group = query.shape[1] // key.shape[1]
-    lanes = _head_lanes(work, trade, row, rows, tensors, group)
-    cuts = segments(trade.shares[trade.here], group)
-    finals = [whole.heads(q) for q, _ in cuts]
-    precision = wide(query.dtype)  # all ranks alike, whatever they computed
-    parts = [each.results(precision) for each in loop.backward(work.call.transport, lanes, finals, sums)]
-    found = [
-        _by_heads([part[i] for part in parts], functools.partial(torch.empty_like, x, dtype=precision))
-        for i, x in enumerate(tensors)
-    ]
-    dq, dk, dv = trade.scatter_tokens(found, ["query", "key", "key"])
-    return dq, dk, dv
-
-
-def _head_lanes(
-    work: Work, trade: HeadAllToAll, row: int, rows: slice, tensors: list[Tensor], group: int
-) -> list[Lane]:
-    """A lane for each segment of this rank's share of the heads."""
-    query, key, value = tensors
-    share = trade.shares[trade.here]
+def _rows(call: Call, inputs: Inputs) -> list[PlanRow]:
+    """The rows of the plan: one for all batch rows, or one for each."""
+    query, key, value = call.signed(inputs.query), inputs.key, inputs.value
+    batches = [slice(0, len(query))] if call.plan.rows == 1 else [slice(row, row + 1) for row in range(len(query))]
     return [
-        work.lane(row, Place(_range(rows), share.query[q]), query[:, q], key[:, k], value[:, k])
-        for q, k in segments(share, group)
+        PlanRow(call, row, batch, inputs._replace(query=query[batch], key=key[batch], value=value[batch]))
+        for row, batch in enumerate(batches)
     ]
+
+
+class PlanRow:
+    """The inputs of one row of the plan, which stands for some batch rows.
+
+    Without Ulysses it is a lane. With it, `forward` and `backward` exchange heads, and go over a lane for each segment
+    of this rank's share of them.
+    """
+
+    def __init__(self, call: Call, row: int, batch: slice, inputs: Inputs):
+        self.call, self.row, self.batch, self.inputs = call, row, batch, inputs
+        self.heads, self.kv_heads = inputs.query.shape[1], inputs.key.shape[1]
+
+    def lane(self) -> Lane:
+        """All heads."""
+        return self._lane(self.inputs, range(self.heads))
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        exchange, (query, key, value) = self._exchange(), self.inputs[:3]
+        tensors = exchange.gather_tokens([query, key, value], ["query", "key", "key"])
+        parts = loop.forward(self.call.transport, self._head_lanes(exchange, tensors))
+        shape, precision = tensors[0].shape[:3], lse_dtype(query.dtype)
+        out = _by_heads([out for out, _ in parts], lambda: query.new_empty(*shape, value.shape[-1]))
+        lse = _by_heads([lse for _, lse in parts], lambda: query.new_empty(shape, dtype=precision))
+        (out,) = exchange.scatter_tokens([out], ["query"])
+        (lse,) = exchange.scatter_tokens([lse.unsqueeze(-1)], ["query"])
+        return out, lse.squeeze(-1)
+
+    def backward(self, final: Final, sums: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+        exchange, precision = (
+            self._exchange(),
+            lse_dtype(self.inputs.query.dtype),
+        )  # all ranks alike, whatever they computed
+        *tensors, out, grad = exchange.gather_tokens(
+            [*self.inputs[:3], final.out, final.grad], ["query", "key", "key", "query", "query"]
+        )
+        scalars = [x.unsqueeze(-1) for x in (final.lse, final.grad_lse) if x is not None]
+        lse, *grad_lse = (x.squeeze(-1) for x in exchange.gather_tokens(scalars, ["query"] * len(scalars)))
+        whole = Final(grad, grad_lse[0] if grad_lse else None, out, lse, final.sinks)
+        finals = [whole.heads(query) for query, _ in self._segments(exchange)]
+        grads = loop.backward(self.call.transport, self._head_lanes(exchange, tensors), finals, sums)
+        parts = [each.results(precision) for each in grads]
+        found = [
+            _by_heads([part[i] for part in parts], functools.partial(torch.empty_like, x, dtype=precision))
+            for i, x in enumerate(tensors)
+        ]
+        return tuple(exchange.scatter_tokens(found, ["query", "key", "key"]))
+
+    def _exchange(self) -> HeadAllToAll:
+        return self.call.head_exchange(self.row, self.heads, self.kv_heads)
+
+    def _segments(self, exchange: HeadAllToAll) -> list[tuple[slice, slice]]:
+        return segments(exchange.shares[exchange.here], self.heads // self.kv_heads)
+
+    def _head_lanes(self, exchange: HeadAllToAll, tensors: Sequence[Tensor]) -> list[Lane]:
+        query, key, value = tensors
+        heads = exchange.shares[exchange.here].query
+        return [
+            self._lane(self.inputs._replace(query=query[:, q], key=key[:, k], value=value[:, k]), heads[q])
+            for q, k in self._segments(exchange)
+        ]
+
+    def _lane(self, inputs: Inputs, heads: range) -> Lane:
+        return Lane(self.call, self.row, Place(range(self.batch.start, self.batch.stop), heads), inputs)
 
 
 def _by_heads(parts: list[Tensor], empty: Callable[[], Tensor]) -> Tensor:

@@ -25,8 +25,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from attnspan.attention import ops
-from attnspan.attention.agreement import Inputs, check_mask
-from attnspan.attention.call import Call
+from attnspan.attention.agreement import check_mask
+from attnspan.attention.call import Call, Inputs
 from attnspan.attention.score import Captured, Score, ScoreFunction
 from attnspan.attention.transforms import check_untransformed
 from attnspan.errors import AttentionError
@@ -79,36 +79,26 @@ class Attention:
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, *, sinks: Tensor | None = None) -> Tensor:
         """The output for this rank's queries (B, H, S, Dv)."""
-        return self.with_lse(query, key, value, sinks=sinks, returned=False)[0]
+        return self.run(Inputs(query, key, value, sinks, self.captured.of(query)))[0]
 
     def with_lse(
-        self, query: Tensor, key: Tensor, value: Tensor, *, sinks: Tensor | None = None, returned: bool = True
+        self, query: Tensor, key: Tensor, value: Tensor, *, sinks: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The output, and the log-sum-exp of every row (B, H, S), differentiable too if it is `returned` to the model:
-        on all ranks or on none."""
-        return self.with_captured(self.captured.of(query), query, key, value, sinks, returned)
+        """The output, and the log-sum-exp of every row (B, H, S), differentiable too; on all ranks or on none."""
+        return self.run(Inputs(query, key, value, sinks, self.captured.of(query), return_lse=True))
 
-    def with_captured(
-        self,
-        captured: list[Tensor],
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        sinks: Tensor | None,
-        returned: bool = True,
-    ) -> tuple[Tensor, Tensor]:
-        """`with_lse` on other tensors in place of those that the score_mod captured."""
-        check_untransformed("attention", query, key, value, sinks, *captured)
-        query, key, value = (_as_autocast(x) for x in (query, key, value))
-        out, lse, _ = ops.attention(query, key, value, sinks, captured, self.handle, returned)
+    def run(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        """(out, lse) of the inputs; lse has a gradient if it is returned to the model."""
+        check_untransformed("attention", *inputs[:4], *inputs.captured)
+        query, key, value, sinks, captured, return_lse = _under_autocast(inputs)
+        out, lse, _ = ops.attention(query, key, value, sinks, captured, self.handle, return_lse)
         return out, lse
 
     @torch._disable_dynamo
     def check_mask(self, mask: Mask, inputs: Inputs) -> None:
         """Refuse tensors, together with the other ranks, if a mask has changed since it was made."""
-        query, key, value = (_as_autocast(x) for x in (inputs.query, inputs.key, inputs.value))
-        call = self.call.for_shapes(query, key, value)
-        check_mask(mask, call, Inputs(query, key, value, inputs.sinks, *inputs.captured, lse=inputs.lse))
+        inputs = _under_autocast(inputs)
+        check_mask(mask, self.call.for_inputs(inputs), inputs)
 
 
 def attention(
@@ -157,8 +147,9 @@ def attention(
     options = {"kernel": kernel, "scale": scale, "score_mod": score, "auto": strategy == "auto" and not given}
     attend = _memo(transport)(plan, **options)
     captured = [] if score is None else score.captured.of(query)
-    attend.check_mask(plan.mask, Inputs(query, key, value, sinks, *captured, lse=return_lse))
-    out, lse = attend.with_captured(captured, query, key, value, sinks, return_lse)
+    inputs = Inputs(query, key, value, sinks, captured, return_lse)
+    attend.check_mask(plan.mask, inputs)
+    out, lse = attend.run(inputs)
     return (out, lse) if return_lse else out
 
 
@@ -180,6 +171,11 @@ def _memo(transport: Transport) -> Callable[..., Attention]:
 def score_of(score_mod: ScoreFunction | Score | None, transport: Transport) -> Score | None:
     """A score_mod, traced for a group's tensors."""
     return score_mod if score_mod is None or isinstance(score_mod, Score) else Score(score_mod, transport.device)
+
+
+def _under_autocast(inputs: Inputs) -> Inputs:
+    query, key, value = (_as_autocast(x) for x in inputs[:3])
+    return inputs._replace(query=query, key=key, value=value)
 
 
 def _as_autocast(tensor: Tensor) -> Tensor:

@@ -14,9 +14,9 @@ in once, after everything is merged: lse' = log(e^lse + e^sink), out' = out * e^
 out and lse is then right as it stands, and the sink's own gradient is -sum of its probability times sum(grad * out),
 over rows and over ranks. A row that saw no key keeps out 0; its lse becomes the sink. A sink of -inf is none at all.
 
-[Note: gradients of lse over ranks] Under Ulysses heads are traded in backward too, and with them the gradient of lse. A
-rank whose own loss leaves lse out has none; the others expect it all the same. So what is traded follows from the call
-(`returned`: whether lse was handed on), which ranks agree on, and a gradient that did not come is zero.
+[Note: gradients of lse over ranks] Under Ulysses heads are exchanged in backward too, and with them the gradient of
+lse. A rank whose own loss leaves lse out has none; the others expect it all the same. So what is exchanged follows from
+`return_lse`, which ranks agree on, and a gradient that did not come is zero.
 
 [Note: captured] Tensors that a score_mod captured (a learned bias) are inputs too, whole on every rank. A rank's pairs
 give a part of their gradients; every rank gets the sum, as of a sink.
@@ -31,11 +31,11 @@ import torch
 from torch import Tensor
 
 from attnspan.attention import execute
-from attnspan.attention.agreement import Inputs, agree
-from attnspan.attention.call import Call, shape_of
-from attnspan.attention.lane import wide
+from attnspan.attention.agreement import agree
+from attnspan.attention.call import Call, Inputs
 from attnspan.attention.transforms import check_no_tangents, check_untransformed
 from attnspan.attention.unbroken import unbroken
+from attnspan.dtypes import lse_dtype
 from attnspan.errors import AttentionError, KernelError
 from attnspan.kernels import Final
 from attnspan.kernels.merge import share_of, with_sinks
@@ -50,31 +50,26 @@ def attention(
     sinks: Tensor | None,
     captured: Sequence[Tensor],
     handle: Tensor,
-    returned: bool,
+    return_lse: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     check_no_tangents("attention", query, key, value, sinks, *captured)  # see transforms.py
-    call = Call.of(handle).for_shapes(query, key, value)
+    inputs = Inputs(query, key, value, sinks, captured, return_lse)
+    call = Call.of(handle).for_inputs(inputs)
     if call.guard is not None:
         call.guard()
     with unbroken(call.transport, but=(AttentionError, KernelError)):
-        name = agree(call, Inputs(query, key, value, sinks, *captured, lse=returned))
+        name = agree(call, inputs)
     with unbroken(call.transport), _as_given(query), under_way(call.transport, name) as operation:
-        out, lse = execute.forward(call, query, key, value, captured)
+        out, lse = execute.forward(call, inputs)
         if sinks is not None:  # see [Note: sinks]
             out, lse = with_sinks(out, lse, sinks[None, :, None])
-    call.uses.add_forward(call.plan, shape_of(query, key, value))
+    call.uses.add_forward(call.plan, inputs.shape)
     return out.contiguous(), lse.contiguous(), torch.tensor(operation.header, device="cpu")
 
 
 @attention.register_fake
 def _(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sinks: Tensor | None,
-    captured: Sequence[Tensor],
-    handle: Tensor,
-    returned: bool,
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, captured: Sequence[Tensor], *rest: object
 ) -> tuple[Tensor, Tensor, Tensor]:
     check_no_tangents("attention", query, key, value, sinks, *captured)
     devices = {x.device for x in (query, key, value, sinks) if x is not None}
@@ -82,7 +77,7 @@ def _(
         raise AttentionError(f"query, key, value and sinks must be on one device, got {sorted(map(str, devices))}")
     batch, heads, rows, _ = query.shape
     out = query.new_empty(batch, heads, rows, value.shape[-1])
-    lse = query.new_empty(batch, heads, rows, dtype=wide(query.dtype))
+    lse = query.new_empty(batch, heads, rows, dtype=lse_dtype(query.dtype))
     return out, lse, torch.empty((), dtype=torch.int64, device="cpu")
 
 
@@ -100,18 +95,19 @@ def attention_backward(
     captured: Sequence[Tensor],
     wanted: Sequence[int],
     handle: Tensor,
-    returned: bool,
+    return_lse: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
-    call = Call.of(handle).for_shapes(query, key, value)
-    if grad_lse is None and returned and call.plan.degree > 1:  # see [Note: gradients of lse over ranks]
+    inputs = Inputs(query, key, value, sinks, captured, return_lse)
+    call = Call.of(handle).for_inputs(inputs)
+    if grad_lse is None and return_lse and call.plan.degree > 1:  # see [Note: gradients of lse over ranks]
         grad_lse = torch.zeros_like(lse)
-    assert returned or grad_lse is None, "an lse that was not returned has no gradient"
+    assert return_lse or grad_lse is None, "an lse that was not returned has no gradient"
     final = Final(grad, grad_lse, out, lse, sinks is not None)
     with unbroken(call.transport), _as_given(query), under_way(call.transport, int(header)):
         d_sinks = query.new_empty(0) if sinks is None else _sink_gradient(call, final, sinks)
-        dq, dk, dv, parts = execute.backward(call, query, key, value, final, captured, wanted)
+        dq, dk, dv, parts = execute.backward(call, inputs, final, wanted)
         d_captured = [_over_ranks(call, part, x) for part, x in zip(parts, captured, strict=True)]
-    call.uses.add_backward(call.plan, shape_of(query, key, value))
+    call.uses.add_backward(call.plan, inputs.shape)
     return dq, dk, dv, d_sinks, d_captured
 
 
@@ -129,7 +125,7 @@ def _(
     captured: Sequence[Tensor],
     wanted: Sequence[int],
     handle: Tensor,
-    returned: bool,
+    return_lse: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
     d_sinks = query.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
     d_captured = [x.new_empty(x.shape if i in wanted else 0) for i, x in enumerate(captured)]
@@ -137,7 +133,7 @@ def _(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    query, key, value, sinks, captured, handle, ctx.returned = inputs
+    query, key, value, sinks, captured, handle, ctx.return_lse = inputs
     ctx.save_for_backward(query, key, value, sinks, handle, *output, *captured)
     ctx.set_materialize_grads(False)
 
@@ -148,7 +144,7 @@ def _backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None, _: None) -
     grad = torch.zeros_like(out) if grad is None else grad
     wanted = [i for i, x in enumerate(captured) if x.requires_grad]
     dq, dk, dv, d_sinks, d_captured = attention_backward(
-        grad, grad_lse, query, key, value, out, lse, header, sinks, captured, wanted, handle, ctx.returned
+        grad, grad_lse, query, key, value, out, lse, header, sinks, captured, wanted, handle, ctx.return_lse
     )
     d_captured = [x if i in wanted else None for i, x in enumerate(d_captured)]
     return dq, dk, dv, None if sinks is None else d_sinks, d_captured, None, None

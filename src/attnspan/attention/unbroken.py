@@ -3,7 +3,8 @@
 A rank that raises in the middle of a call, because memory ran out or it was interrupted, owes the others messages and
 is owed some. If it caught the error and went on with its next call, its new keys would be taken for those it owes:
 they look alike, and on every rank the result would be wrong with nobody the wiser. So from then on it refuses every
-call on that group; the others wait in vain, hear so after the group's timeout, and refuse in their turn.
+call on that group; the others wait in vain, hear so after the group's timeout, and refuse in their turn. What NCCL
+has under way on the device is aborted (transports/watchdog.py).
 
 What all ranks refuse together, before the first key travels, breaks nothing.
 """
@@ -35,4 +36,5 @@ def unbroken(transport: Transport, *, but: tuple[type[Exception], ...] = ()) -> 
         raise
     except BaseException as error:
         _BROKEN[group] = f"{type(error).__name__}: {error}"
+        transport.abort()
         raise

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -33,6 +33,8 @@ from attnspan.measure import Bench, Measured, Ranks, Tuning, Workload
 from attnspan.measure import chart as draw
 from attnspan.measure import tune as measure
 from attnspan.measure.chart import check_chart
+from attnspan.measure.links import link
+from attnspan.plan import Link
 from attnspan.plan.drawing import in_seconds, table
 from attnspan.plan.strategy import Strategy
 from attnspan.transports import Transport
@@ -122,6 +124,7 @@ def on_rank(job: BenchJob, transport: Transport) -> dict[str, Any]:
         "what": described(job.work, tried.virtual, transport),
         "predicted_with": f"{hardware.name}: {hardware.note}",
         "virtual": tried.virtual,
+        "link": None if tried.virtual else asdict(link(transport, hop=1)),
         "rows": [row.data() for row in rows],
     }
 
@@ -159,8 +162,8 @@ def text(found: dict[str, Any]) -> str:
     """The table for people."""
     rows = [Measured(**row) for row in found["rows"]]
     best = min((row.seconds for row in rows if not row.refused), default=0.0)
-    waits = "" if found["virtual"] else "waits"
-    head = ["strategy", "kernel", "measured", "predicted", "ratio", *([waits] if waits else []), "over the fastest"]
+    travels = [] if found["virtual"] else ["on the wire", "waits", "hidden"]
+    head = ["strategy", "kernel", "measured", "predicted", "ratio", *travels, "over the fastest"]
     able = [row for row in rows if not row.refused]
     lines = [
         [
@@ -169,12 +172,24 @@ def text(found: dict[str, Any]) -> str:
             in_seconds(row.seconds),
             in_seconds(row.predicted),
             f"{row.ratio:.2f}",
-            *([in_seconds(row.exposed)] if waits else []),
+            *([in_seconds(each) for each in (row.wire, row.waits, row.hidden)] if travels else []),
             f"{row.seconds / best:.2f}x",
         ]
         for row in able
     ]
-    return "\n".join([found["what"], f"predicted with {found['predicted_with']}", table(head, lines), *_refused(rows)])
+    about = [found["what"], f"predicted with {found['predicted_with']}"]
+    if found["link"]:
+        about.append(f"link measured: {in_words(Link(**found['link']))}, all ranks sending at once")
+    return "\n".join([*about, table(head, lines), *_refused(rows)])
+
+
+def in_words(link: Link) -> str:
+    """A link for people.
+
+    >>> in_words(Link(bandwidth=5e9, latency=3e-5))
+    '5 GB/s, 30 us'
+    """
+    return f"{link.bandwidth / 1e9:.3g} GB/s, {link.latency * 1e6:.0f} us"
 
 
 def _refused(rows: Sequence[Measured]) -> list[str]:

@@ -1,7 +1,8 @@
-"""`attnspan doctor`: versions, devices, which kernels run here and why others do not, and a self-test of a second.
+"""`attnspan doctor`: versions, devices, which kernels run here and why others do not, and a self-test.
 
-The self-test is the real thing on virtual ranks: every strategy, forward and backward, against dense attention in
-float64. It ends with exit code 1 if anything differs.
+The self-test (measure/checkup.py) is the real thing: every strategy, forward and backward, against dense attention in
+float64, on virtual ranks or, with --ranks, on processes that talk by NCCL or gloo. It ends with exit code 1 if anything
+differs.
 """
 
 from __future__ import annotations
@@ -9,43 +10,59 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
+from operator import attrgetter
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
 import typer
-from torch import Tensor
 
 from attnspan._version import __version__
-from attnspan.attention import attention
+from attnspan.cli.bench import in_words
+from attnspan.cli.tokens import optional_size
 from attnspan.dtypes import dtype_name
+from attnspan.errors import RankError, TransportError, whole
 from attnspan.kernels import KERNELS, Spec, refusals
-from attnspan.layouts import Balanced
-from attnspan.masks import Causal, Documents
 from attnspan.masks.tile import Tile
-from attnspan.testing import World, loopback
+from attnspan.measure.checkup import Findings, self_test
+from attnspan.plan.drawing import table
+from attnspan.testing import loopback, processes
 
 PACKAGES = ["triton", "numpy", "rich", "typer", "matplotlib", "transformers"]
-STRATEGIES = ["ring", "gather", "needed(2)", "ulysses", "ulysses(2) x ring"]
-RANKS, LENGTHS = 4, [37, 70, 21]
+RANKS, TIMEOUT = 4, 120.0
 DTYPES = (torch.float32, torch.bfloat16)
 TILES = {
     "full": Tile(range(64), range(64), -63, 63),
     "causal": Tile(range(64), range(64), -63, 0),
     "any band": Tile(range(64), range(64), -9, 5),
 }
-BOUND = 2e-5
-"""An error that a correct run in float32 stays far below, and a wrong one far above: the numbers are about 1."""
 
 
-def doctor() -> None:
+def doctor(
+    ranks: Annotated[
+        str | None, typer.Option(metavar="N", help="Test N processes: NCCL where there is CUDA, else gloo.")
+    ] = None,
+) -> None:
     """Report what runs on this machine, and test it.
 
     Prints versions, devices, and for every kernel whether it runs here and why not; then tests attention on virtual
-    ranks, against dense attention in float64.
+    ranks, against dense attention in float64. With --ranks it tests processes instead, and measures their link.
     """
+    count = optional_size("--ranks", ranks)
+    if count is not None:
+        whole("--ranks", count, at_least=2, error=TransportError)
     for line in (*versions(), "", *devices(), ""):
         typer.echo(line)
+    wrong = on_virtual_ranks() if count is None else on_processes(count)
+    for line in wrong or ["all well"]:
+        typer.echo(line)
+    if wrong:
+        raise typer.Exit(1)
+
+
+def on_virtual_ranks() -> list[str]:
+    """Test every kind of device here; what is wrong."""
     here = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
     for device in here:
         for dtype in DTYPES:
@@ -53,20 +70,66 @@ def doctor() -> None:
             for line in kernels(device, dtype):
                 typer.echo(f"  {line}")
     typer.echo()
-    ok = True
+    wrong = []
     for device in here:
         start = time.perf_counter()
-        errors = {strategy: self_test(strategy, device) for strategy in STRATEGIES}
-        worst = max(errors, key=lambda strategy: errors[strategy])
-        ok &= errors[worst] <= BOUND
-        took = time.perf_counter() - start
+        found = loopback(RANKS, device).run(self_test)
+        worst = max((each for rank in found for each in rank.strategies), key=attrgetter("error"))
         typer.echo(
-            f"self-test on {device}: {len(STRATEGIES)} strategies, {RANKS} virtual ranks, forward and backward: "
-            f"largest error {errors[worst]:.1e} ({worst}), {took:.1f} s"
+            f"self-test on {device}: {len(found[0].strategies)} strategies, {RANKS} virtual ranks, forward and "
+            f"backward: largest error {worst.error:.1e} ({worst.strategy}), {time.perf_counter() - start:.1f} s"
         )
-    typer.echo("all well" if ok else f"wrong: an error above {BOUND:.0e}")
-    if not ok:
-        raise typer.Exit(1)
+        wrong += complaints(found)
+    return wrong
+
+
+def on_processes(count: int) -> list[str]:
+    """Test so many processes; what is wrong."""
+    backend = "nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
+    group = processes(count, backend, timeout=TIMEOUT, group_timeout=TIMEOUT / 4)
+    typer.echo(f"self-test on {count} {backend} ranks, forward and backward, against dense float64")
+    start = time.perf_counter()
+    try:
+        found = group.run(self_test)
+    except RankError as failed:
+        return told(failed.outcomes)
+    typer.echo(results(found))
+    if found[0].link is not None:
+        typer.echo(f"link: {in_words(found[0].link)}, all ranks sending at once")
+    took = max(each.seconds for each in found)
+    typer.echo(f"{took:.1f} s, after {time.perf_counter() - start - took:.1f} s to start the processes")
+    return complaints(found)
+
+
+def results(found: Sequence[Findings]) -> str:
+    """A line for every strategy: over all ranks, the largest error and what they received."""
+    lines = []
+    for each in zip(*(rank.strategies for rank in found), strict=True):
+        worst = max(range(len(each)), key=lambda rank: each[rank].error)
+        passed = "wrong" if any(finding.wrong for finding in each) else "passed"
+        received, planned = (sum(getattr(finding, name) for finding in each) for name in ("received", "planned"))
+        lines.append([each[0].strategy, f"{each[worst].error:.1e}", worst, received, planned, passed])
+    return table(["strategy", "largest error", "on rank", "bytes received", "planned", ""], lines)
+
+
+def complaints(found: Sequence[Findings]) -> list[str]:
+    """What is wrong, by rank and strategy."""
+    return [
+        f"wrong: rank {rank}, {finding.strategy}: {finding.wrong}"
+        for rank, findings in enumerate(found)
+        for finding in findings.strategies
+        if finding.wrong
+    ]
+
+
+def told(outcomes: Sequence[Any]) -> list[str]:
+    """What became of ranks that returned nothing, a line each."""
+    lines = []
+    for rank, outcome in enumerate(outcomes):
+        raised = f"raised {type(outcome.value).__name__}: {outcome.value}"
+        if outcome.kind != "returned":
+            lines.append(f"wrong: rank {rank} {raised if outcome.kind == 'raised' else outcome}")
+    return lines
 
 
 def versions() -> Iterator[str]:
@@ -94,41 +157,6 @@ def kernels(device: str, dtype: torch.dtype) -> Iterator[str]:
         able = [kind for kind in TILES if name not in reasons[kind]]
         why = next((reasons[kind][name] for kind in TILES if name in reasons[kind]), "")
         yield f"{name:12}" + (", ".join(able) or "no") + (f" ({why})" if why else "")
-
-
-def self_test(strategy: str, device: str) -> float:
-    """The largest error of out and gradients over all ranks."""
-    mask, seq_len = Causal() & Documents(LENGTHS), sum(LENGTHS)
-    layout = Balanced(mask, ranks=RANKS, chunk=4)
-    draw = torch.Generator().manual_seed(0)
-    whole = [torch.randn(1, heads, seq_len, 32, generator=draw).to(device) for heads in (4, 2, 2)]
-    true = _differentiated([x.double() for x in whole], lambda q, k, v: _dense(q, k, v, mask.dense(seq_len).to(device)))
-
-    def rank(world: World) -> list[Tensor]:
-        own = torch.tensor(layout.positions(seq_len)[world.rank], device=device)
-
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            out = attention(q, k, v, mask=mask, layout=layout, seq_len=seq_len, group=world, strategy=strategy)
-            assert isinstance(out, Tensor), "no lse was asked for"
-            return out
-
-        found = _differentiated([x[:, :, own] for x in whole], attend)
-        return [(a - b[:, :, own]).abs().max() for a, b in zip(found, true, strict=True)]
-
-    return max(float(error) for errors in loopback(RANKS, device).run(rank) for error in errors)
-
-
-def _dense(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    scores: Tensor = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(~allowed, -torch.inf)
-    return scores.softmax(-1) @ v
-
-
-def _differentiated(tensors: list[Tensor], attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> list[Tensor]:
-    """Out and the gradients of a loss that looks at all of it."""
-    leaves = [x.detach().requires_grad_() for x in tensors]
-    out = attend(*leaves)
-    return [out.detach(), *torch.autograd.grad(out.sin().sum(), leaves)]
 
 
 def _version(package: str) -> str:

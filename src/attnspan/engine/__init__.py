@@ -2,17 +2,19 @@
 
     llm_engine.py        generate and stream, over
     core.py              requests in, tokens out: add, step, cancel (request_table.py: those that are unfinished)
-    scheduler.py         what is computed next; ints only, as are sample.py and room.py
-    runner.py            one call of the model over pages (model.py: what is asked of a model)
+    scheduler.py         what is computed next; ints only, as are sample.py and kv_cache_manager.py
+    model_runner.py      one call of the model over pages (model.py: what is asked of a model)
     sampler.py           the next token, from a number of the request's own
     output_processor.py  what a step came to: tokens, text (detokenizer.py), and why a sample ends
-    ranks_runner.py      prompts under context parallelism, pages over ranks (rank_consensus.py: that all do the same)
     cuda_graphs.py       decoding by CUDA graphs (warmup.py: captured beforehand)
 
+    context_parallel_runner.py  prompts under context parallelism, pages over ranks
+    rank_consensus.py           that all ranks do the same
+
     params.py, config.py  what a request and an engine are asked for (prompts.py, request.py: what is made of prompts)
-    pools.py             where each layer's keys are (paged_attention.py: attention over them)
-    journal.py           a step is a transaction (outcome.py, owner.py: its outcome, and whose turn it is)
-    fingerprint.py       what the model computes (progress.py: bars)
+    pools.py              where each layer's keys are
+    journal.py            a step is a transaction (owner.py: whose turn it is)
+    fingerprint.py        what the model computes (progress.py: bars)
 
 Knows no model library. `attnspan.Engine` wraps transformers models (attnspan/generation.py).
 """

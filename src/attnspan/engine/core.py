@@ -38,22 +38,21 @@ import torch
 from attnspan.engine.config import EngineConfig
 from attnspan.engine.detokenizer import Tokenizer, check_tokenizer
 from attnspan.engine.journal import Journal
+from attnspan.engine.kv_cache_manager import KVCacheGroup, KVCacheManager
 from attnspan.engine.model import ServedModel
-from attnspan.engine.outcome import Commit, Outcome
-from attnspan.engine.output_processor import OutputProcessor
-from attnspan.engine.owner import Note, Owned, Owner, entered, exclusive
+from attnspan.engine.model_runner import ModelRunner, PlanSizes
+from attnspan.engine.output_processor import Commit, Outcome, OutputProcessor
+from attnspan.engine.owner import Note, Owned, Owner, call_owned, exclusive
 from attnspan.engine.params import SamplingParams
 from attnspan.engine.pools import pools_of
 from attnspan.engine.prompts import Prompt, encode_prompt
 from attnspan.engine.rank_consensus import RankConsensus, RanksDiverged
 from attnspan.engine.request import Continuation, Request, Token
 from attnspan.engine.request_table import RequestTable
-from attnspan.engine.room import Room, Store
-from attnspan.engine.runner import PlanSizes, Runner
 from attnspan.engine.sample import Sample
 from attnspan.engine.sampler import ChosenToken, choose_tokens, draw_for
 from attnspan.engine.scheduler import Chunk, Counts, Limits, Scheduler
-from attnspan.engine.warmup import run_warmup, warmup_batches
+from attnspan.engine.warmup import run_warmup
 from attnspan.errors import EngineError, ModelError
 from attnspan.paged import PrefixCache
 from attnspan.transports.group import Group, transport_of
@@ -84,14 +83,13 @@ class EngineCore(Owned):
         self._consensus.compare_model(self._fingerprint)
         with torch.inference_mode(False):  # tensors made in inference mode could not be written to outside of it
             self._pools = pools_of(info, config, ranks)
-        stores = [
-            Store(pool.allocator, pool, window, PrefixCache(pool.allocator) if config.prefix_cache else None)
+            self.max_length = self._longest(info.max_positions, config.pages * config.page_size * ranks)
+            self._runner = self._runner_for(mesh, config)
+        groups = [
+            KVCacheGroup(pool.allocator, pool, window, PrefixCache(pool.allocator) if config.prefix_cache else None)
             for pool, window in zip(self._pools.pools, self._pools.windows, strict=True)
         ]
-        self.max_length = self._longest(info.max_positions, config.pages * config.page_size * ranks)
-        self._scheduler = Scheduler(Room(stores), self.limits, self._version)
-        with torch.inference_mode(False):
-            self._runner = self._runner_for(mesh, config)
+        self._scheduler = Scheduler(KVCacheManager(groups), self.limits, self._version)
         self._table = RequestTable()
         self._unreported: list[Token] = []  # tokens of a step that was interrupted while it was reported
         self._journal = Journal(self._scheduler, self._table.live)
@@ -101,7 +99,7 @@ class EngineCore(Owned):
         self._known_changes = 0  # how often the parts of the model had changed at the last step
         self._added_since = False  # whether requests came since contents were last compared
         self._next = 0
-        self._dead: BaseException | None = None
+        self._failure: BaseException | None = None
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -121,19 +119,19 @@ class EngineCore(Owned):
     def end_tokens(self, tokens: frozenset[int]) -> None:
         self._outputs.end_tokens = tokens
 
-    def _runner_for(self, mesh: Group, config: EngineConfig) -> Runner:
+    def _runner_for(self, mesh: Group, config: EngineConfig) -> ModelRunner:
         sizes = PlanSizes(max_sequences=config.max_sequences, max_tokens=config.max_tokens, max_length=self.max_length)
         if self._consensus.ranks == 1:
-            return Runner(self._model, self._pools, sizes, kernel=config.kernel, cuda_graphs=config.cuda_graphs)
+            return ModelRunner(self._model, self._pools, sizes, kernel=config.kernel, cuda_graphs=config.cuda_graphs)
         if config.cuda_graphs:
             raise EngineError("cuda_graphs=True is for one rank: messages between ranks are not part of a graph")
-        from attnspan.engine.ranks_runner import RanksRunner
+        from attnspan.engine.context_parallel_runner import ContextParallelRunner
 
         sizes["max_tokens"] = max(config.max_tokens, self.max_length)
-        assert self.limits.whole is not None, "there are ranks"
-        return RanksRunner(
-            self._model, self._pools, sizes, mesh=mesh, consensus=self._consensus, whole=self.limits.whole,
-            kernel=config.kernel,
+        assert self.limits.whole_prompts is not None, "there are ranks"
+        return ContextParallelRunner(
+            self._model, self._pools, sizes, mesh=mesh, consensus=self._consensus,
+            whole_prompts=self.limits.whole_prompts, kernel=config.kernel,
         )  # fmt: skip
 
     def _longest(self, positions: int | None, held: int) -> int:
@@ -157,9 +155,7 @@ class EngineCore(Owned):
         self._check_changes()
         self._journal.begin()
         with self._on_all_ranks():
-            for lengths in warmup_batches(self._runner):
-                fitting = [length for length in (min(each, self.max_length - 1) for each in lengths) if length]
-                run_warmup(self._runner, Scheduler(self._scheduler.room, self.limits), fitting)
+            run_warmup(self._runner, Scheduler(self._scheduler.kv_cache, self.limits), self.max_length)
         self._journal.end()
 
     # ---- requests --------------------------------------------------------------------------------------------------
@@ -214,7 +210,7 @@ class EngineCore(Owned):
         if params.stop and self.tokenizer is None:
             raise EngineError(f"stop={params.stop!r} needs a tokenizer; give the engine one, or use stop_token_ids")
         fed = _most_fed(tokens, params)
-        if fed > self.max_length and self._scheduler.room.refusal(fed, self._scheduler.chunk) is None:
+        if fed > self.max_length and self._scheduler.kv_cache.refusal(fed, self._scheduler.chunk) is None:
             raise EngineError(
                 f"the model has positions for {self.max_length} tokens; the prompt has {len(tokens)} and "
                 f"max_new_tokens={params.max_new_tokens} more are asked for"
@@ -222,7 +218,7 @@ class EngineCore(Owned):
 
     def _check_changes(self) -> None:
         """Notice a model whose parts have changed. See [Note: a model that changes]."""
-        self._fingerprint.look()
+        self._fingerprint.compare_parts()
         changes = self._fingerprint.changes
         if changes != self._known_changes:
             self._runner.forget_graphs()
@@ -251,7 +247,7 @@ class EngineCore(Owned):
             self._table.check(request)
             self._notes.append(request)
         else:
-            entered(self, EngineCore._cancelled, (request,), {})
+            call_owned(self, EngineCore._cancelled, (request,), {})
 
     def _cancelled(self, request: Request) -> None:
         self._settle()
@@ -284,7 +280,7 @@ class EngineCore(Owned):
 
         def record() -> None:
             for sample in samples:
-                self._scheduler.remove(sample, keep=error is None)
+                self._scheduler.remove(sample, cache=error is None)
 
         self._journal.commit(report, record)
         return failed
@@ -301,7 +297,7 @@ class EngineCore(Owned):
 
     def _unfinished(self) -> list[Request]:
         if self._owner.may_act:
-            entered(self, EngineCore._settle, (), {})
+            call_owned(self, EngineCore._settle, (), {})
         return list(self._table.requests.values())
 
     @property
@@ -331,7 +327,7 @@ class EngineCore(Owned):
                 self._journal.planned(batch)
                 samples = [chunk.sample for chunk in batch if chunk.last]
                 answers = self._choose(samples, self._runner.run(batch))
-                self._fingerprint.ran()
+                self._fingerprint.accept_own_writes()
                 commit = self._outcomes(samples, answers)
                 self._journal.commit(partial(self._report, commit), partial(self._record, batch, commit))
         tokens, self._unreported = self._unreported, []
@@ -352,11 +348,13 @@ class EngineCore(Owned):
             self._outputs.reset()
             if self._runner.device.type == "cuda":
                 torch.cuda.synchronize(self._runner.device)  # buffers that are still being sent are not to be filled
-            if self._consensus.ranks > 1 and self._dead is None:
-                self._dead = EngineError("a call was interrupted on this rank, and others cannot know how far it came")
+            if self._consensus.ranks > 1 and self._failure is None:
+                self._failure = EngineError(
+                    "a call was interrupted on this rank, and others cannot know how far it came"
+                )
             self._journal.settle()
-        if self._dead is not None and self._table.requests:
-            self._die(self._dead)
+        if self._failure is not None and self._table.requests:
+            self._fail(self._failure)
         while self._notes:
             note = self._notes[0]
             for request in note.requests if isinstance(note, Note) else [note]:
@@ -373,7 +371,7 @@ class EngineCore(Owned):
                 yield
         except BaseException as error:
             if self._consensus.ranks > 1:
-                self._die(error)
+                self._fail(error)
             raise
 
     @contextmanager
@@ -390,7 +388,7 @@ class EngineCore(Owned):
             if isinstance(error, EngineError) and not isinstance(error, RanksDiverged):
                 self._journal.settle()
                 raise
-            self._die(error)
+            self._fail(error)
             raise
 
     def _choose(self, samples: list[Sample], logits: torch.Tensor) -> list[ChosenToken]:
@@ -442,13 +440,13 @@ class EngineCore(Owned):
     def _record(self, batch: Sequence[Chunk], commit: Commit) -> None:
         """Tell the scheduler: keys are in pages, samples run beside the one they were forked from, some have ended."""
         scheduler = self._scheduler
-        scheduler.computed(batch)
+        scheduler.mark_computed(batch)
         for sample, forks in commit.splits:
             scheduler.fork(sample, forks)
         for outcome in commit.outcomes:
             reason = outcome.token.finish_reason
             if reason is not None:
-                scheduler.remove(outcome.sample, keep=reason != "error")
+                scheduler.remove(outcome.sample, cache=reason != "error")
 
     # ---- checks ----------------------------------------------------------------------------------------------------
 
@@ -457,14 +455,14 @@ class EngineCore(Owned):
         """Hold pages, queues and requests to what must be true of them; AssertionError if anything is not."""
         self._settle()
         scheduler = self._scheduler
-        scheduler.room.check()
+        scheduler.kv_cache.check()
         held = {id(sample) for sample in self._table.live()}
         assert held == {id(sample) for sample in (*scheduler.running, *scheduler.queued)}, "a sample is lost"
         assert set(self._table.samples) == set(self._table.requests), "a request is lost"
 
-    def _die(self, error: BaseException) -> None:
+    def _fail(self, error: BaseException) -> None:
         """See [Note: after an error]."""
-        self._dead = error
+        self._failure = error
 
         def report() -> None:
             for request in list(self._table.requests.values()):
@@ -476,17 +474,17 @@ class EngineCore(Owned):
         self._journal.commit(report, partial(self._scheduler.reset, ()))
 
     def _check_alive(self) -> None:
-        if self._dead is not None:
+        if self._failure is not None:
             raise EngineError(
                 "the engine has lost a rank, or failed on this one, and takes no more requests; make a new one, of a "
-                f"new group ({self._dead})"
+                f"new group ({self._failure})"
             )
 
     def __repr__(self) -> str:
-        scheduler, store = self._scheduler, self._scheduler.room.stores[0]
-        kind, model, size = type(self).__name__, type(self.model).__name__, store.allocator.page_size
+        scheduler, group = self._scheduler, self._scheduler.kv_cache.groups[0]
+        kind, model, size = type(self).__name__, type(self.model).__name__, group.allocator.page_size
         return (
-            f"{kind}({model}, {store.pages} pages of {size} tokens, "
+            f"{kind}({model}, {group.num_pages} pages of {size} tokens, "
             f"{len(scheduler.running)} running, {len(scheduler.queued)} queued)"
         )
 

@@ -5,7 +5,7 @@ were: plans never move (paged/step_plan.py), tokens are copied into a buffer tha
 few sizes with rows that see nothing, so that a handful of graphs serve every batch.
 
 A model that reads numbers back to the host halfway cannot be captured, and is refused with CUDA's own message; one with
-soft-caps is refused before (runner.py). An engine without `cuda_graphs` serves both.
+soft-caps is refused before (model_runner.py). An engine without `cuda_graphs` serves both.
 
 [Note: no garbage collection] CUDA ends a capture at the first call that it takes for unsafe, and freeing another graph
 is one. Python may free an engine whenever its collector runs, so the collector is off during a capture. What other

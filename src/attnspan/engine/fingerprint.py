@@ -50,14 +50,14 @@ _VERSION, _FORWARD = attrgetter("_version"), attrgetter("forward")
 
 
 class Parts:
-    """All of a model that the host can see, when this is made; `same` tells whether it still is so.
+    """All of a model that the host can see, when this is made; `unchanged` tells whether it still is so.
 
     >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     >>> parts = Parts(model)
-    >>> parts.same()
+    >>> parts.unchanged()
     True
     >>> model[1] = nn.SiLU()
-    >>> parts.same()
+    >>> parts.unchanged()
     False
     """
 
@@ -70,7 +70,8 @@ class Parts:
         self._configs = [vars(each) for each in configs.values()]
         own = [[name for name in each if name not in _OF_TORCH] for each in self._held]
         self._settings = [itemgetter(*names) for names in own]  # torch's other dicts in a module change nothing
-        self._containers = [*self._mutable(), *_global_hooks()]
+        hooks = torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks
+        self._containers = [*self._mutable(), *hooks]
         self.weights = Weights(model)
         self._tensors = [each for each in chain(self.weights, self._attributes()) if _has_address(each)]
         self._counted = [each for each in self._tensors if not each.is_inference()]
@@ -90,7 +91,7 @@ class Parts:
             list(map(_VERSION, self._counted)),
         )
 
-    def same(self) -> bool:
+    def unchanged(self) -> bool:
         """Whether nothing was replaced, set or written since."""
         try:
             return self._now() == self._then and self._containers == self._copies
@@ -108,12 +109,8 @@ class Parts:
                     yield value
 
 
-def _global_hooks() -> list[Any]:
-    return [torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks]
-
-
 def _copied(value: Any) -> Any:
-    """Containers anew, and in them what they held."""
+    """A deep copy of containers; what they hold in the end is shared."""
     if isinstance(value, dict):
         return type(value)((key, _copied(each)) for key, each in value.items()) if type(value) is dict else value.copy()
     if isinstance(value, list):
@@ -123,11 +120,8 @@ def _copied(value: Any) -> Any:
 
 def _has_address(tensor: Tensor) -> bool:
     """Not one that wraps others, nor one without numbers."""
-    return type(tensor).data_ptr is Tensor.data_ptr and tensor.layout == torch.strided and not _is_hollow(tensor)
-
-
-def _is_hollow(tensor: Tensor) -> bool:
-    return tensor.is_meta or is_traceable_wrapper_subclass(tensor)
+    hollow = tensor.is_meta or is_traceable_wrapper_subclass(tensor)
+    return type(tensor).data_ptr is Tensor.data_ptr and tensor.layout == torch.strided and not hollow
 
 
 class ModelFingerprint:
@@ -147,19 +141,19 @@ class ModelFingerprint:
         self._ignored, self._details = ignored, details
         self._parts = Parts(model, ignored)
         self.content = self._parts.weights.content()
-        self._compared = True  # the content, since the last look
+        self._compared = True  # the content, since parts were last compared
         self._watched = FIRST_STEPS
 
-    def look(self) -> None:
-        """Compare parts."""
+    def compare_parts(self) -> None:
+        """Compare what the host can see of the model, as every step does."""
         self._compared = False
-        if not self._parts.same():
+        if not self._parts.unchanged():
             self.version += 1
             self.changes += 1
             self._parts = Parts(self.model, self._ignored)
 
     def compare_content(self) -> bool:
-        """Compare what weights are, unless that was done since the last look; whether it was done now."""
+        """Compare the weights, unless that was done since parts were last compared; whether it was done now."""
         if self._compared:
             return False
         found = self._parts.weights.content()
@@ -169,17 +163,17 @@ class ModelFingerprint:
         self._compared = True
         return True
 
-    def ran(self) -> None:
-        """The model has run. See [Note: what a model writes itself]."""
+    def accept_own_writes(self) -> None:
+        """Call it when the model has run. See [Note: what a model writes itself]."""
         if not self._watched:
             return
-        if self._parts.same():
+        if self._parts.unchanged():
             self._watched -= 1
         else:
             self._parts, self._watched = Parts(self.model, self._ignored), FIRST_STEPS
 
     def description(self) -> str:
-        """A digest of what must be alike on every rank, weights aside: classes of modules, and their details.
+        """A digest of what must be alike on every rank beside the weights: classes of modules, and their details.
 
         Hooks are not part of it: one rank may watch what the others do not. One that changes tokens shows in the next
         step's record.

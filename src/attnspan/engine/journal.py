@@ -6,7 +6,7 @@ runs, how far each sample is) can be recomputed from those. So nothing is undone
     journal.begin()                  # from here on the scheduler's state is being changed
     batch = scheduler.step() ...     # ints, copies, swaps
     journal.planned(batch)           # that state is consistent again, and ahead of the model by one batch
-    ...                              # the model, sampling, text: results that nobody has seen
+    ...                              # the model, sampling, text: results that no caller has seen
     journal.commit(report, record)   # callers see them; then the scheduler's state
 
 No handler runs when something fails, since an interrupt could come in the middle of that too. The journal says how far

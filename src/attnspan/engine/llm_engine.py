@@ -16,9 +16,12 @@ from typing import Any, Self
 from attnspan.engine.core import EngineCore
 from attnspan.engine.owner import Hold, Note, exclusive
 from attnspan.engine.params import SamplingParams
-from attnspan.engine.progress import ProgressBar
+from attnspan.engine.progress import progress_bar
 from attnspan.engine.prompts import Prompt, one_or_several, params_for_each, several
 from attnspan.engine.request import Request, Token
+
+Params = SamplingParams | Sequence[SamplingParams] | None
+"""One for all prompts, or one for each; None for the defaults."""
 
 
 class LLMEngine(EngineCore):
@@ -27,7 +30,7 @@ class LLMEngine(EngineCore):
     def generate(
         self,
         prompts: Iterable[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        params: Params = None,
         *,
         salt: Hashable = None,
         progress: bool = False,
@@ -37,21 +40,21 @@ class LLMEngine(EngineCore):
         `params` is one for all, or one for each. If anything goes wrong, none of these requests is left behind.
         """
         requests: list[Request] = []
-        hold = self._held(requests)  # should the `finally` be interrupted
+        hold = self._hold(requests)  # should the `finally` be interrupted
         try:
             self._add_all(requests, prompts, params, salt)
-            with ProgressBar(requests, progress) as bar:
+            with progress_bar(requests, progress) as advance:
                 while not all(request.finished for request in requests):
-                    bar.advance(sum(token.finish_reason is not None for token in self.step()))
+                    advance(sum(token.finish_reason is not None for token in self.step()))
         finally:
-            self._forget(requests)
+            self._cancel_all(requests)
             del hold
         return requests
 
     def stream(
         self,
         prompts: Prompt | Iterable[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        params: Params = None,
         *,
         salt: Hashable = None,
     ) -> Iterator[Token]:
@@ -60,16 +63,14 @@ class LLMEngine(EngineCore):
         Several streams, `generate` and `step` may take turns on one engine: each stream has all of its own tokens.
         """
         stream = self._streamed(one_or_several(prompts), params, salt)
-        next(stream)  # as far as its first yield: requests are added now, and end if nobody reads the stream
+        next(stream)  # as far as its first yield: requests are added now, and end if the stream is dropped unread
         return stream
 
-    def _streamed(
-        self, prompts: Iterable[Prompt], params: SamplingParams | Sequence[SamplingParams] | None, salt: Hashable
-    ) -> Iterator[Any]:
+    def _streamed(self, prompts: Iterable[Prompt], params: Params, salt: Hashable) -> Iterator[Any]:
         """None at first, then tokens. A reader that goes away drops the hold, which leaves a note, and no more."""
         requests: list[Request] = []
         tokens: list[Token] = []
-        hold = self._held(requests)
+        hold = self._hold(requests)
         try:
             self._add_all(requests, prompts, params, salt, tokens)
             yield None
@@ -85,12 +86,12 @@ class LLMEngine(EngineCore):
                     try:
                         self.step()
                     except BaseException:
-                        self._forget(requests)
+                        self._cancel_all(requests)
                         raise
         finally:
             del hold  # close() of Python 3.12 keeps what a generator holds, unless there is something to be done
 
-    def _held(self, requests: list[Request]) -> Hold:
+    def _hold(self, requests: list[Request]) -> Hold:
         """What the caller's frame must keep while it wants these requests. See owner.py, [Note: finalisers]."""
         hold = Hold()
         note = Note(hold, self._notes.append)
@@ -102,7 +103,7 @@ class LLMEngine(EngineCore):
         self,
         requests: list[Request],
         prompts: Iterable[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None,
+        params: Params,
         salt: Hashable,
         stream: list[Token] | None = None,
     ) -> None:
@@ -113,16 +114,16 @@ class LLMEngine(EngineCore):
             for prompt, one in zip(prompts, each, strict=True):
                 self._add(prompt, one, salt, requests, stream)
         except BaseException:
-            self._forget(requests)
+            self._cancel_all(requests)
             raise
 
-    def _forget(self, requests: list[Request]) -> None:
-        """End those that have not ended."""
+    def _cancel_all(self, requests: list[Request]) -> None:
+        """Cancel those that have not ended."""
         if not all(request.finished for request in requests):
-            self._forgotten(requests)
+            self._cancel_unfinished(requests)
 
     @exclusive
-    def _forgotten(self, requests: list[Request]) -> None:
+    def _cancel_unfinished(self, requests: list[Request]) -> None:
         self._settle()
         failures = [self._end(request, "cancelled") for request in requests if self._table.holds(request)]
         for failed in filter(None, failures):
@@ -134,4 +135,4 @@ class LLMEngine(EngineCore):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._forget(self.unfinished)
+        self._cancel_all(self.unfinished)

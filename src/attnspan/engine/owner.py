@@ -1,4 +1,4 @@
-"""One call of an engine at a time: which thread owns it meanwhile, and what becomes of calls from elsewhere.
+"""One call of an engine at a time: which thread owns it meanwhile, and what happens to calls from elsewhere.
 
 Methods that read or change an engine are `exclusive`. A call from another thread waits until the one under way returns,
 which for `step` is one call of the model. A call from the same thread, made within another by a hook, a tokenizer or a
@@ -48,22 +48,22 @@ class Owner:
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
         self.lock = RLock()  # between threads
-        self.inside = Lock()  # taken while a call is under way, so that a call within it can tell
+        self.inside = Lock()  # taken while a call is under way, so that a call within it is recognised
         self.thread: int | None = None  # over ranks: the one that may call
         self.name = ""
 
     @property
     def reentered(self) -> bool:
-        """Whether a call of this thread is under way; for who has the lock."""
+        """Whether a call of this thread is under way; under the lock."""
         return self.inside.locked()
 
     @property
     def may_act(self) -> bool:
-        """Whether this thread may change the engine now; for who has the lock."""
+        """Whether this thread may change the engine now; under the lock."""
         return not self.inside.locked() and (self.ranks == 1 or self.thread in (None, get_ident()))
 
     def check(self, what: str) -> None:
-        """EngineError for a call that must not be made here and now; for who has the lock."""
+        """EngineError for a call that must not be made here and now; under the lock."""
         if self.inside.locked():
             raise EngineError(
                 f"{what} was called in the middle of another call of the same engine, by a hook, a tokenizer or a "
@@ -90,12 +90,12 @@ def exclusive(method: Callable[Concatenate[E, P], R]) -> Callable[Concatenate[E,
 
     @wraps(method)
     def call(self: E, /, *args: P.args, **named: P.kwargs) -> R:
-        with self._owner.lock: return entered(self, method, args, named)  # fmt: skip  # noqa: E701
+        with self._owner.lock: return call_owned(self, method, args, named)  # fmt: skip  # noqa: E701
 
     return call
 
 
-def entered(owned: Owned, method: Callable[..., R], args: tuple[object, ...], named: dict[str, object]) -> R:
+def call_owned(owned: Owned, method: Callable[..., R], args: tuple[object, ...], named: dict[str, object]) -> R:
     """Call a method, under the lock."""
     owned._owner.check(method.__name__.strip("_"))
     with owned._owner.inside: return method(owned, *args, **named)  # fmt: skip  # noqa: E701

@@ -67,79 +67,82 @@ class RankConsensus:
 
     # ---- records ---------------------------------------------------------------------------------------------------
 
-    def _posted(self, doing: str, said: bytes, number: int = 0) -> Callable[[], list[bytes]]:
-        """Tell the others; what returns what they tell, once it is called. See [Note: records]."""
+    def _post(self, doing: str, content: bytes, number: int = 0) -> Callable[[], list[bytes]]:
+        """Send a record; returns what waits for those of all ranks, as (digest, number). See [Note: records]."""
         assert self.transport is not None, "there are others to hear"
         transport = self.transport
-        digest = hashlib.blake2b(said, digest_size=DIGEST).digest()
+        digest = hashlib.blake2b(content, digest_size=DIGEST).digest()
         record = bytes([ACTIVITIES.index(doing)]) + digest + number.to_bytes(NUMBER, "little")
         with unbroken(transport):
             arrived = consensus.post(transport, record, "records of an engine")
 
-        def heard() -> list[bytes]:
+        def receive() -> list[bytes]:
             with unbroken(transport):
-                found = arrived()
-            others = consensus.odd([each[:1] for each in found])
+                records = arrived()
+            others = consensus.odd([each[:1] for each in records])
             if others:
-                here, there = (ACTIVITIES[found[rank][0]] for rank in (0, others[0]))
+                here, there = (ACTIVITIES[records[rank][0]] for rank in (0, others[0]))
                 raise RanksDiverged(
                     f"rank 0 is {here} while ranks {others} are not: rank {others[0]} is {there}; every rank adds, "
                     "cancels and steps alike, in the same order"
                 )
-            return [each[1:] for each in found]
+            return [each[1:] for each in records]
 
-        return heard
+        return receive
+
+    def _numbers(self, records: list[bytes], refusal: str) -> list[int]:
+        """The numbers of records; EngineError, which names the `ranks`, if their digests differ."""
+        others = consensus.odd([each[:DIGEST] for each in records])
+        if others:
+            raise EngineError(refusal.format(ranks=others))
+        return [int.from_bytes(each[DIGEST:], "little") for each in records]
 
     def compare_request(self, request: tuple[Any, ...], seed: int) -> int:
         """Rank 0's seed; EngineError if requests differ."""
         if self.transport is None:
             return seed
-        told = self._posted(ACTIVITIES[0], repr(request).encode(), seed)()
-        others = consensus.odd([each[:DIGEST] for each in told])
-        if others:
-            raise EngineError(
-                f"requests differ between rank 0 and ranks {others}; every rank adds the same, in the same order"
-            )
-        return int.from_bytes(told[0][DIGEST:], "little")
+        records = self._post(ACTIVITIES[0], repr(request).encode(), seed)()
+        return self._numbers(
+            records, "requests differ between rank 0 and ranks {ranks}; every rank adds the same, in the same order"
+        )[0]
 
     def compare_version(self, model: ModelFingerprint, again: bool) -> None:
         """Give a model the version that all ranks have; EngineError if weights or buffers differ.
 
-        A change on one rank, such as a hook that only watches, is a new version on all: what was kept is not found by
+        A change on one rank, such as a hook that only watches, is a new version on all: cached pages are not found by
         some and missed by others. Compared once in a step, and `again` where weights were read once more.
         """
         if self.transport is None or (self._agreed and not again):
             return
-        told = self._posted(ACTIVITIES[1], f"{model.content.whole:x}".encode(), model.version)()
-        others = consensus.odd([each[:DIGEST] for each in told])
-        if others:
-            raise EngineError(
-                f"the model was changed in another way, or at another time, on rank 0 than on ranks {others}: its "
-                "weights or buffers differ; change it on all ranks alike, between the same calls of the engine"
-            )
-        model.version = max(int.from_bytes(each[DIGEST:], "little") for each in told)
+        records = self._post(ACTIVITIES[1], f"{model.content.whole:x}".encode(), model.version)()
+        versions = self._numbers(
+            records,
+            "the model was changed in another way, or at another time, on rank 0 than on ranks {ranks}: its weights or "
+            "buffers differ; change it on all ranks alike, between the same calls of the engine",
+        )
+        model.version = max(versions)
         self._agreed = True
 
     def compare_step(self, batch: Sequence[Chunk]) -> Callable[[], None]:
         """What waits for the others, and raises RanksDiverged if they are about to compute something else."""
         if self.transport is None:
-            return _nothing
-        said = [repr(self._cancelled).encode()]
+            return lambda: None
+        content = [repr(self._cancelled).encode()]
         for sample, new in batch:
             fed = sample.tokens[sample.computed : sample.computed + new]
-            said.append(repr((sample.arrival, sample.number, sample.version, sample.computed, *fed)).encode())
-        heard = self._posted(ACTIVITIES[2], b"".join(said))
+            content.append(repr((sample.arrival, sample.number, sample.version, sample.computed, *fed)).encode())
+        receive = self._post(ACTIVITIES[2], b"".join(content))
         self._cancelled, self._agreed = [], False
 
-        def compared() -> None:
-            others = consensus.odd(heard())
+        def compare() -> None:
+            others = consensus.odd(receive())
             if others:
                 raise RanksDiverged(
                     f"steps differ between rank 0 and ranks {others}: they cancelled other requests, or chose other "
                     "tokens; every rank adds, cancels and steps alike, in the same order"
                 )
 
-        return compared
+        return compare
 
     def cancelled(self, request: int) -> None:
         """A request was ended from outside, which the others are to have done as well."""
@@ -153,9 +156,9 @@ class RankConsensus:
         if self.transport is None:
             return
         with unbroken(self.transport):
-            told = consensus.heard(self.transport, options, "options of an engine")
+            by_rank = consensus.heard(self.transport, options, "options of an engine")
         for name in options:
-            found = [each[name] for each in told]
+            found = [each[name] for each in by_rank]
             if found != found[:1] * len(found):
                 raise EngineError(f"{name} must be the same on every rank, got {found}, by rank")
 
@@ -164,9 +167,9 @@ class RankConsensus:
         if self.transport is None:
             return
         with unbroken(self.transport):
-            said = model.content.whole, model.description()
-            told = consensus.heard(self.transport, said, "fingerprints of models")
-        for what, each in zip(("weights or buffers", "modules or adapters"), zip(*told, strict=True), strict=True):
+            fingerprint = model.content.whole, model.description()
+            by_rank = consensus.heard(self.transport, fingerprint, "fingerprints of models")
+        for what, each in zip(("weights or buffers", "modules or adapters"), zip(*by_rank, strict=True), strict=True):
             others = consensus.odd(each)
             if others:
                 raise ModelError(
@@ -174,7 +177,3 @@ class RankConsensus:
                     "checkpoint, or set one seed (virtual ranks share torch's random numbers: make the model first, "
                     "and give each rank a copy)"
                 )
-
-
-def _nothing() -> None:
-    """One rank waits for nobody."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from attnspan.engine.outcome import Commit, Outcome
+from attnspan.engine.output_processor import Commit, Outcome
 from attnspan.engine.request import Request, Token
 from attnspan.engine.sample import Sample
 from attnspan.errors import UnknownRequest

@@ -1,9 +1,8 @@
 """One continuation of one prompt, as the scheduler sees it: tokens, and how many of them are in pages.
 
-Everything about progress is in two numbers. Tokens [0, computed) have their keys in pages; tokens [computed,
-len(tokens)) are still to be fed to the model, all of a prompt at first, one while decoding, everything again after
-pages were taken away. When nothing is left to feed, the model's answer is the next token. So prompts, chunks of them,
-decoding and recomputing are one case.
+All progress is two numbers. Tokens [0, computed) have their keys in pages; tokens [computed, len(tokens)) are still to
+be fed to the model: all of a prompt at first, one while decoding, everything again after a preemption. When none
+remains, the model's logits give the next token. So prefill, chunks of it, decoding and recomputing are one case.
 
 Ints only: knows nothing of models, tensors or text.
 """
@@ -18,39 +17,43 @@ from dataclasses import dataclass, replace
 class Sample:
     """Sample `number` of the request that arrived as `arrival`-th; older ones come first.
 
-    >>> sample = Sample(arrival=0, tokens=[5, 6, 7], most=8)
-    >>> sample.rest
+    >>> sample = Sample(arrival=0, tokens=[5, 6, 7], max_length=8)
+    >>> sample.remaining
     3
     """
 
     arrival: int
     tokens: MutableSequence[int]  # in an array of 64 bits each the prefix cache reads them fastest
-    most: int  # the most tokens it may ever have
+    max_length: int  # the most tokens it is ever fed
     number: int = 0
     forks: int = 0  # samples that will be split off when its prompt is computed
     salt: Hashable = None
     version: int = 0  # of the model that it was begun with
     computed: int = 0
-    seq: int | None = None  # its name in the pages, once it has some
+    seq: int = -1  # its sequence in the pages, -1 while it has none
     swapped: bool = False
     unshared: bool = False  # it must not begin on pages of others: see scheduler.py, [Note: alone]
-    kept: int = 0  # tokens whose full pages were shown to the prefix cache
-    beginning: int = 0  # the same for samples whose prompts have the same first page
-    prompt: int = 0  # how many of the tokens are the prompt: all that there are at first
+    cached: int = 0  # tokens whose full pages the prefix cache has been given
+    first_page: int = 0  # a hash of the prompt's first page
+    prompt_length: int = 0  # how many of the tokens are the prompt: all that there are at first
 
     def __post_init__(self) -> None:
-        self.prompt = self.prompt or len(self.tokens)
+        self.prompt_length = self.prompt_length or len(self.tokens)
+
+    def forget_pages(self) -> None:
+        """Its pages were given back: all of its tokens are to be computed."""
+        self.seq, self.swapped, self.computed, self.cached = -1, False, 0, 0
 
     def split(self) -> list[Sample]:
         """The samples that waited for the prompt, with the same tokens; they have no pages yet."""
         return [
-            replace(self, number=self.number + fork, seq=None, tokens=self.tokens[:], forks=0)
+            replace(self, number=self.number + fork, seq=-1, tokens=self.tokens[:], forks=0)
             for fork in range(1, 1 + self.forks)
         ]
 
     @property
-    def kept_as(self) -> Hashable:
-        """The salt of its pages."""
+    def cache_salt(self) -> Hashable:
+        """The salt of its pages in the prefix cache: what another version of the model computed is not found."""
         return self.version, self.salt
 
     @property
@@ -59,6 +62,6 @@ class Sample:
         return self.arrival, self.number
 
     @property
-    def rest(self) -> int:
+    def remaining(self) -> int:
         """Tokens to feed."""
         return len(self.tokens) - self.computed

@@ -11,7 +11,7 @@ preempted, so every running sample is older than every queued one. The oldest al
 (`add` checks that) and ends, so every sample has its turn.
 
 [Note: preemption] A preempted sample keeps its tokens. Its pages are swapped to the host if there is room, and return
-as they were; else they are given up, and their content is recomputed, except for what the prefix cache kept.
+as they were; else they are given up, and their content is recomputed, except for what the prefix cache has.
 
 [Note: whole prompts] A prompt is admitted only if there are pages for all of it beside what running samples still need,
 and a page for each of them to grow into: a preemption halfway would waste what was computed.
@@ -20,13 +20,13 @@ and a page for each of them to grow into: a preemption halfway would waste what 
 original. It is restarted on pages of its own. For a similar reason a sample that grows longer than a windowed pool
 shares nothing: a prefix cache gives up pages from the end, and would keep all that a window left behind.
 
-[Note: published on demand] What a sample computed is published to the prefix cache when a sample that begins alike is
-about to be admitted, or when its pages are about to go. Most are like no other, and are published once, when they end.
+[Note: cached on demand] The prefix cache is given what a sample computed when a sample with the same first page is
+about to be admitted, or when its pages are about to go. Most are like no other, and are cached once, when they end.
 
 [Note: reset] What a sample has computed can be recomputed from its tokens. So whatever breaks off a step halfway,
 `reset` gives back all pages and queues every sample from its first token, as if all had been preempted.
 
-[Note: all ranks] With `whole` (prefill under context parallelism), a prompt of at least so many tokens is a step by
+[Note: all ranks] A prompt of at least `whole_prompts` tokens is prefilled under context parallelism: it is a step by
 itself, and not in chunks.
 
 Ints only: knows nothing of models, tensors or time. The same calls give the same steps, on every rank.
@@ -40,9 +40,9 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import NamedTuple
 
-from attnspan.engine.room import Room
+from attnspan.engine.kv_cache_manager import KVCacheManager
 from attnspan.engine.sample import Sample
-from attnspan.errors import EngineError, whole
+from attnspan.errors import EngineError
 
 _ORDER = attrgetter("order")
 
@@ -56,20 +56,18 @@ class Chunk(NamedTuple):
     @property
     def last(self) -> bool:
         """Whether nothing is left to compute then, so that the next token can be chosen."""
-        return self.new == self.sample.rest
+        return self.new == self.sample.remaining
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The most rows and tokens of one step; `whole` as in [Note: all ranks], None for never."""
+    """The most rows and tokens of one step; `whole_prompts` as in [Note: all ranks], None for never."""
 
     max_sequences: int = 64
     max_tokens: int = 512
-    whole: int | None = None
+    whole_prompts: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_sequences", "max_tokens"):
-            object.__setattr__(self, name, whole(name, getattr(self, name), at_least=1, error=EngineError))
         if self.max_tokens < self.max_sequences:
             raise EngineError(
                 f"max_tokens must be at least max_sequences={self.max_sequences}, so that all of them can decode in "
@@ -83,33 +81,37 @@ class Counts:
 
     steps: int = 0
     tokens: int = 0  # fed to the model
-    known: int = 0  # found in the prefix cache instead
+    cached: int = 0  # found in the prefix cache instead
     swapped_out: int = 0
     swapped_in: int = 0
     recomputed: int = 0  # samples whose pages were given up
 
 
 class Scheduler:
-    """Samples that run and that queue, over a room of pages.
+    """Samples that run and that queue, over the pages of a KV cache.
 
-    >>> from attnspan.engine.room import Store
+    >>> from attnspan.engine.kv_cache_manager import KVCacheGroup
     >>> from attnspan.paged import PageAllocator
     >>> allocator = PageAllocator(num_pages=8, page_size=4)
-    >>> scheduler = Scheduler(Room([Store(allocator, allocator)]), Limits(max_sequences=2, max_tokens=6))
+    >>> scheduler = Scheduler(
+    ...     KVCacheManager([KVCacheGroup(allocator, allocator)]), Limits(max_sequences=2, max_tokens=6)
+    ... )
     >>> for arrival, length in enumerate([4, 5, 2]):
-    ...     scheduler.add(Sample(arrival, tokens=[7] * length, most=length + 2))
+    ...     scheduler.add(Sample(arrival, tokens=[7] * length, max_length=length + 2))
     >>> [(chunk.sample.arrival, chunk.new) for chunk in scheduler.step()]
     [(0, 4), (1, 2)]
     """
 
-    def __init__(self, room: Room, limits: Limits, version: Callable[[bool], int] = lambda found: 0) -> None:
-        self.room, self.limits, self.counts = room, limits, Counts()
+    def __init__(
+        self, kv_cache: KVCacheManager, limits: Limits, version: Callable[[bool], int] = lambda found: 0
+    ) -> None:
+        self.kv_cache, self.limits, self.counts = kv_cache, limits, Counts()
         self._version = version  # of the model, for a sample that begins on `found` pages or on none
-        self.chunk = room.widest(limits.max_tokens)
+        self.chunk = kv_cache.max_chunk(limits.max_tokens)
         self.running: list[Sample] = []
         self.queued: list[Sample] = []
-        self._smallest = min(store.allocator.page_size for store in room.stores)
-        self._returns = 0  # counts the events that may have freed pages
+        self._page_size = min(group.allocator.page_size for group in kv_cache.groups)
+        self._frees = 0  # counts the events that may have freed pages
         self._refused: tuple[Sample, int] | None = None  # which sample did not fit, and at which count
 
     # ---- samples come and go ---------------------------------------------------------------------------------------
@@ -117,17 +119,18 @@ class Scheduler:
     def add(self, sample: Sample) -> None:
         """Queue a sample; EngineError if it could not run even alone."""
         self.check_fits(sample)
-        sample.unshared = not self.room.holds(sample.most)
-        sample.beginning = hash(tuple(sample.tokens[: self._smallest]))
+        sample.unshared = not self.kv_cache.holds(sample.max_length)
+        sample.first_page = hash(tuple(sample.tokens[: self._page_size]))
         insort(self.queued, sample, key=_ORDER)
 
     def check_fits(self, sample: Sample) -> None:
         """EngineError for a sample that could not run even alone."""
-        reason = self.room.refusal(sample.most, self.chunk)
+        reason = self.kv_cache.refusal(sample.max_length, self.chunk)
         if reason is not None:
+            prompt = sample.prompt_length
             raise EngineError(
-                f"the request does not fit: {sample.prompt} tokens of prompt and up to {sample.most - sample.prompt} "
-                f"more, {reason}; shorten it, or give the engine more pages"
+                f"the request does not fit: {prompt} tokens of prompt and up to {sample.max_length - prompt} more, "
+                f"{reason}; shorten it, or give the engine more pages"
             )
         if sample.forks >= self.limits.max_sequences:
             raise EngineError(
@@ -135,32 +138,30 @@ class Scheduler:
                 f"together, got {sample.forks + 1}"
             )
 
-    def remove(self, sample: Sample, keep: bool = True) -> None:
-        """A sample has ended or was cancelled; with `keep`, later prompts may find what it computed."""
+    def remove(self, sample: Sample, cache: bool = True) -> None:
+        """A sample has ended or was cancelled; with `cache`, later prompts may find what it computed."""
         side = self.running if sample in self.running else self.queued
         side.remove(sample)
-        if sample.seq is not None:
-            if keep and not sample.swapped:
-                self._publish(sample)
-            self.room.free(sample.seq)
-        sample.seq, sample.swapped, sample.computed = None, False, 0
-        self._returns += 1
+        if sample.seq >= 0:
+            if cache and not sample.swapped:
+                self._cache_prefix(sample)
+            self._free(sample)
+        self._frees += 1
 
     def fork(self, sample: Sample, forks: Sequence[Sample]) -> None:
         """Let samples that were forked from one whose prompt is computed run beside it, on the same pages."""
-        assert sample.seq is not None, "its prompt is computed"
-        for fork, seq in zip(forks, self.room.fork(sample.seq, len(forks)), strict=True):
-            fork.seq, fork.computed, fork.kept = seq, sample.computed, sample.kept
+        for fork, seq in zip(forks, self.kv_cache.fork(sample.seq, len(forks)), strict=True):
+            fork.seq, fork.computed, fork.cached = seq, sample.computed, sample.cached
             insort(self.running, fork, key=_ORDER)
 
     def reset(self, samples: Iterable[Sample]) -> None:
         """Forget all pages, and queue these samples alone, each from its first token. See [Note: reset]."""
-        self.room.reset()
+        self.kv_cache.reset()
         self.running.clear()
         self.queued[:] = sorted(samples, key=_ORDER)
         for sample in self.queued:
             self.counts.recomputed += sample.computed > 0
-            sample.seq, sample.swapped, sample.computed, sample.kept = None, False, 0, 0
+            sample.forget_pages()
         self._refused = None
 
     @property
@@ -174,7 +175,7 @@ class Scheduler:
         """The next batch, for which there are pages; empty only if nothing runs or queues."""
         batch = self._chunks()
         preempted = False
-        while batch and not self.room.reserve(_named(batch)):
+        while batch and not self._reserve(batch):
             self._preempt()
             preempted = True
             batch = self._chunks()
@@ -183,104 +184,94 @@ class Scheduler:
         while self._admit():
             pass
         batch = self._chunks()
-        if batch and not self.room.reserve(_named(batch)):
+        if batch and not self._reserve(batch):
             [sample] = self.running  # admitted alone: more are admitted only with pages to spare
             self._restart(sample)
             batch = self._chunks()
-            fits = self.room.reserve(_named(batch))
+            fits = self._reserve(batch)
             assert fits, "what fits alone was added"
         return batch
 
-    def computed(self, batch: Sequence[Chunk]) -> None:
+    def mark_computed(self, batch: Sequence[Chunk]) -> None:
         """The batch was fed to the model, and its keys are in pages."""
         self.counts.steps += 1
         for sample, count in batch:
-            assert sample.seq is not None, "it ran"
             sample.computed += count
             self.counts.tokens += count
             if self._left_window(sample, count):
-                if sample.kept < sample.prompt:
-                    self._publish(sample)
-                self._returns += self.room.release(sample.seq)
+                if sample.cached < sample.prompt_length:
+                    self._cache_prefix(sample)
+                self._frees += self.kv_cache.release_windows(sample.seq)
 
     def rollback(self, batch: Sequence[Chunk]) -> None:
         """The batch was planned and not computed: pages forget it."""
         for sample, _ in batch:
-            if sample.seq is not None:
-                self.room.trim(sample.seq, sample.computed)
+            if sample.seq >= 0:
+                self.kv_cache.trim(sample.seq, sample.computed)
 
     # ---- within ----------------------------------------------------------------------------------------------------
 
     def _chunks(self) -> list[Chunk]:
         """What running samples would compute: a token for those that decode, then prompts, oldest first."""
         limits = self.limits
-        for sample in self.running if limits.whole is not None else ():
+        for sample in self.running if limits.whole_prompts is not None else ():
             if self._is_whole(sample):
-                return [Chunk(sample, sample.rest)]
-        counts = [1 if sample.rest == 1 else 0 for sample in self.running]
+                return [Chunk(sample, sample.remaining)]
+        counts = [1 if sample.remaining == 1 else 0 for sample in self.running]
         left = limits.max_tokens - sum(counts)
         if 0 in counts:
             for place, sample in enumerate(self.running):
                 if not counts[place]:
-                    counts[place] = min(sample.rest, self.chunk, left)
+                    counts[place] = min(sample.remaining, self.chunk, left)
                     left -= counts[place]
         return [Chunk(sample, count) for sample, count in zip(self.running, counts, strict=True) if count]
 
+    def _reserve(self, batch: Sequence[Chunk]) -> bool:
+        """Whether there are pages for a batch."""
+        return self.kv_cache.reserve([(sample.seq, count) for sample, count in batch])
+
     def _admit(self) -> bool:
         """Let the oldest sample of the queue run, if it fits. See [Note: whole prompts]."""
-        if not self.queued or self._refused == (self.queued[0], self._returns):
+        if not self.queued or self._refused == (self.queued[0], self._frees):
             return False
         sample, rows = self.queued[0], sum(1 + each.forks for each in self.running)
-        if rows + 1 + sample.forks > self.limits.max_sequences or self._budget_left() <= 0:
+        budget = self.limits.max_tokens - sum(chunk.new for chunk in self._chunks())
+        if rows + 1 + sample.forks > self.limits.max_sequences or budget <= 0:
             return False
         fits = self._swap_in(sample) if sample.swapped else self._start(sample)
         if not fits:
-            self._refused = (sample, self._returns)
+            self._refused = (sample, self._frees)
             return False
         self.queued.pop(0)
         insort(self.running, sample, key=_ORDER)
         return True
 
-    def _budget_left(self) -> int:
-        """The budget that running samples leave."""
-        return self.limits.max_tokens - sum(chunk.new for chunk in self._chunks())
-
     def _start(self, sample: Sample) -> bool:
-        self._publish_alike(sample)
+        """Let a sample begin, on cached pages if there are any; whether it fits."""
+        for other in self.running:  # see [Note: cached on demand]
+            if other.first_page == sample.first_page:
+                self._cache_prefix(other)
         self._look_up(sample, self._version(False))
-        if sample.computed:
-            self._confirm(sample)
-        assert sample.seq is not None, "it was looked up"
+        if sample.computed:  # are the pages that were found of the model as it is now?
+            version = self._version(True)
+            if version != sample.version:
+                self._free(sample)
+                self._look_up(sample, version)
         if self.running and not self._fits(sample):
-            self.room.free(sample.seq)
-            sample.seq, sample.computed = None, 0
+            self._free(sample)
             return False
-        self.counts.known += sample.computed
+        self.counts.cached += sample.computed
         return True
 
     def _look_up(self, sample: Sample, version: int) -> None:
-        """Let a sample begin, on pages that the same version of the model has left, if there are any."""
+        """A sequence for a sample, on pages that the same version of the model has left, if there are any."""
         sample.version = version
-        sample.seq, sample.computed = self.room.add(sample.tokens, sample.kept_as, not sample.unshared)
-
-    def _confirm(self, sample: Sample) -> None:
-        """Check that found pages are of the model as it is now; else the sample begins without them."""
-        assert sample.seq is not None, "it was found something"
-        version = -1
-        try:
-            version = self._version(True)
-        finally:
-            if version != sample.version:
-                self.room.free(sample.seq)
-                sample.seq, sample.computed = None, 0
-        if version != sample.version:
-            self._look_up(sample, version)
+        sample.seq, sample.computed = self.kv_cache.add(sample.tokens, sample.cache_salt, not sample.unshared)
 
     def _swap_in(self, sample: Sample) -> bool:
-        assert sample.seq is not None, "it was swapped out"
         if self.running and not self._fits(sample):
             return False
-        if not self.room.swap_in(sample.seq):
+        if not self.kv_cache.swap_in(sample.seq):
             if self.running:
                 return False
             self._drop_pages(sample)  # alone, and yet no room: see [Note: alone]
@@ -291,17 +282,19 @@ class Scheduler:
 
     def _fits(self, sample: Sample) -> bool:
         """Whether all running samples, and this one, fit with all of their tokens, and a page to spare for each."""
-        everyone = [(each.seq, each.rest) for each in self.running if each.seq is not None]
+        everyone = [(each.seq, each.remaining) for each in self.running]
         newcomer = len(sample.tokens) if sample.swapped else 0
-        if not sample.swapped and sample.seq is not None:
-            everyone.append((sample.seq, sample.rest))
+        if not sample.swapped:
+            everyone.append((sample.seq, sample.remaining))
         chunk = None if self._is_whole(sample) else self.chunk
-        return self.room.reserve(everyone, spare=len(self.running) + 1, chunk=chunk, newcomer=newcomer)
+        return self.kv_cache.reserve(everyone, spare=len(self.running) + 1, chunk=chunk, newcomer=newcomer)
 
     def _is_whole(self, sample: Sample) -> bool:
         """See [Note: all ranks]."""
-        whole = self.limits.whole
-        return whole is not None and not sample.computed and sample.rest >= whole and self.room.holds(sample.rest)
+        least = self.limits.whole_prompts
+        if least is None or sample.computed or sample.remaining < least:
+            return False
+        return self.kv_cache.holds(sample.remaining)
 
     def _preempt(self) -> None:
         """Send the youngest running sample back to the queue. See [Note: preemption]."""
@@ -309,50 +302,42 @@ class Scheduler:
             self._restart(self.running[0])
             return
         sample = self.running.pop()
-        assert sample.seq is not None, "it ran"
-        self._publish(sample)
-        if sample.computed and self.room.swap_out(sample.seq):
+        self._cache_prefix(sample)
+        if sample.computed and self.kv_cache.swap_out(sample.seq):
             sample.swapped = True
             self.counts.swapped_out += 1
         else:
             self._drop_pages(sample)
         insort(self.queued, sample, key=_ORDER)
-        self._returns += 1
+        self._frees += 1
 
     def _restart(self, sample: Sample) -> None:
         """See [Note: alone]."""
         assert not sample.unshared, "what fits alone was added, and it is alone"
         self._drop_pages(sample)
         sample.unshared = True
-        sample.seq, _ = self.room.add(sample.tokens, sample.kept_as, False)
+        sample.seq, _ = self.kv_cache.add(sample.tokens, sample.cache_salt, False)
 
     def _drop_pages(self, sample: Sample) -> None:
-        assert sample.seq is not None, "it has pages, here or on the host"
-        self.room.free(sample.seq)
-        sample.seq, sample.swapped, sample.computed, sample.kept = None, False, 0, 0
+        """Give up what a sample has computed."""
+        self._free(sample)
         self.counts.recomputed += 1
 
-    def _publish_alike(self, newcomer: Sample) -> None:
-        """See [Note: published on demand]."""
-        for sample in self.running:
-            if sample.beginning == newcomer.beginning:
-                self._publish(sample)
+    def _free(self, sample: Sample) -> None:
+        self.kv_cache.free(sample.seq)
+        sample.forget_pages()
 
-    def _publish(self, sample: Sample) -> None:
-        """Publish a sample's pages to the prefix cache, if there is a full one that it does not have."""
-        if sample.computed - sample.kept >= self._smallest and sample.seq is not None and not sample.unshared:
-            self.room.keep(sample.seq, sample.tokens[: sample.computed], sample.kept_as)
-            sample.kept = sample.computed - sample.computed % self._smallest
+    def _cache_prefix(self, sample: Sample) -> None:
+        """Give a sample's pages to the prefix cache, if there is a full one that it does not have."""
+        if sample.computed - sample.cached >= self._page_size and not sample.unshared:
+            self.kv_cache.cache_prefix(sample.seq, sample.tokens[: sample.computed], sample.cache_salt)
+            sample.cached = sample.computed - sample.computed % self._page_size
 
     def _left_window(self, sample: Sample, count: int) -> bool:
         """Whether a page may have fallen behind a window: only where a page was begun."""
-        for store in self.room.stores:
-            if store.window is not None:
-                size, behind = store.allocator.page_size, sample.computed - store.window + 1
+        for group in self.kv_cache.groups:
+            if group.window is not None:
+                size, behind = group.allocator.page_size, sample.computed - group.window + 1
                 if behind >= size and (behind // size > (behind - count) // size):
                     return True
         return False
-
-
-def _named(batch: Sequence[Chunk]) -> list[tuple[int, int]]:
-    return [(sample.seq, count) for sample, count in batch if sample.seq is not None]

@@ -6,7 +6,7 @@ that are given back; nothing is found, kept or counted.
 
 from __future__ import annotations
 
-from attnspan.engine.runner import Runner
+from attnspan.engine.model_runner import ModelRunner
 from attnspan.engine.sample import Sample
 from attnspan.engine.scheduler import Scheduler
 
@@ -14,27 +14,23 @@ LENGTHS = (8, 64, 512)
 """Lengths of single prompts: kernels differ by the number of new tokens of a sample, up to about 64."""
 
 
-def warmup_batches(runner: Runner) -> list[list[int]]:
-    """Batches to run one after another, each as the lengths of its prompts."""
-    return [*([1] * rows for rows in runner.sizes), *([length] for length in LENGTHS)]
-
-
-def run_warmup(runner: Runner, scheduler: Scheduler, lengths: list[int]) -> None:
-    """Run prompts of these lengths and a token after each, as far as there is room for them.
+def run_warmup(runner: ModelRunner, scheduler: Scheduler, max_length: int) -> None:
+    """Run prompts and a token after each, as far as there is room for them: one for each size, then longer ones alone.
 
     Where it fails, pages are left to the scheduler's `reset`.
     """
-    for number, length in enumerate(lengths):
-        if scheduler.room.refusal(length + 1, scheduler.chunk) is None:
-            sample = Sample(number, [0] * length, length + 1)
-            scheduler.add(sample)
-            sample.unshared = True  # it is neither kept nor found
-    while batch := scheduler.step():
-        runner.prepare(batch)
-        runner.run(batch)
-        scheduler.computed(batch)
-        for sample in [chunk.sample for chunk in batch if not chunk.sample.rest]:
-            if len(sample.tokens) == sample.most:
-                scheduler.remove(sample)
-            else:
-                sample.tokens.append(0)
+    for lengths in (*([1] * rows for rows in runner.sizes), *([length] for length in LENGTHS)):
+        for number, length in enumerate(min(length, max_length - 1) for length in lengths):
+            if length and scheduler.kv_cache.refusal(length + 1, scheduler.chunk) is None:
+                sample = Sample(number, [0] * length, length + 1)
+                scheduler.add(sample)
+                sample.unshared = True  # it is neither cached nor found
+        while batch := scheduler.step():
+            runner.prepare(batch)
+            runner.run(batch)
+            scheduler.mark_computed(batch)
+            for sample in [chunk.sample for chunk in batch if not chunk.sample.remaining]:
+                if len(sample.tokens) == sample.max_length:
+                    scheduler.remove(sample)
+                else:
+                    sample.tokens.append(0)

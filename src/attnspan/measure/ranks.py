@@ -7,24 +7,24 @@ one.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from attnspan.errors import AttnspanError, TransportError, one_of, whole
-from attnspan.testing import loopback
+from attnspan.errors import AttnspanError, RankError, TransportError, one_of, whole
+from attnspan.testing import loopback, processes
 from attnspan.transports import Transport, transport_of
 
 Job = Callable[[Transport], Any]
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+
+LONGEST, PATIENCE = 86400.0, 600.0
+"""Seconds that a job on started processes may take, and that its ranks wait for each other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +59,6 @@ class Ranks:
             return self._joined(job)
         if self.virtual or self.count == 1:
             return loopback(self.count, self.device or "cpu", timeout=600.0).run(job)[0]
-        if self.device == "cuda" and torch.cuda.device_count() < self.count:
-            raise TransportError(
-                f"ranks must be at most the {torch.cuda.device_count()} CUDA devices here, got {self.count}; "
-                "use fewer, torchrun, or virtual ranks on one device"
-            )
         return self._started(job)
 
     def _joined(self, job: Job) -> Any:
@@ -80,53 +75,13 @@ class Ranks:
 
     def _started(self, job: Job) -> Any:
         """Processes of our own; nothing outlives this call."""
-        spawn = multiprocessing.get_context("spawn")
-        with tempfile.TemporaryDirectory() as folder:
-            pipes = [spawn.Pipe(duplex=False) for _ in range(self.count)]
-            rest = (self.count, self.device, f"file://{folder}/store", job)
-            children = [
-                spawn.Process(target=_live, args=(rank, *rest, pipe), daemon=True)
-                for rank, (_, pipe) in enumerate(pipes)
-            ]
-            try:
-                for child, (_, pipe) in zip(children, pipes, strict=True):
-                    child.start()
-                    pipe.close()  # the child's end: its death then reads as the end of the pipe
-                return _heard([mine for mine, _ in pipes])
-            finally:
-                for child in children:
-                    if child.pid is not None:
-                        child.kill()
-                        child.join()
-
-
-def _heard(pipes: list[Connection]) -> Any:
-    """Rank 0's answer, once all have answered; the first complaint otherwise."""
-    answers: dict[int, Any] = {}
-    while len(answers) < len(pipes):
-        for ready in wait([pipe for rank, pipe in enumerate(pipes) if rank not in answers]):
-            rank = pipes.index(ready)  # type: ignore[arg-type]
-            try:
-                kind, answers[rank] = pipes[rank].recv()
-            except EOFError:
-                raise TransportError(f"rank {rank} ended without an answer; its error is above") from None
-            if kind == "refused":
-                raise answers[rank]
-    return answers[0]
-
-
-def _live(rank: int, ranks: int, device: str, store: str, job: Job, pipe: Connection) -> None:
-    if device == "cpu":
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
-    _join(device, rank, init_method=store, rank=rank, world_size=ranks)
-    try:
-        answer = ("returned", job(transport_of(None)))
-    except AttnspanError as refused:
-        answer = ("refused", type(refused)(str(refused)))
-    pipe.send(answer)
-    dist.barrier()  # a rank that left at once would be missed by one that is still reading
-    pipe.close()
-    os._exit(0)
+        backend = "nccl" if self.device == "cuda" else "gloo"
+        try:
+            return processes(self.count, backend, timeout=LONGEST, group_timeout=PATIENCE).run(job)[0]
+        except RankError as failed:
+            if isinstance(failed.__cause__, AttnspanError):
+                raise failed.__cause__ from None
+            raise
 
 
 def _join(device: str, local: int, **how: Any) -> None:

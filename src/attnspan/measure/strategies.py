@@ -11,7 +11,7 @@ the sum over ranks of their computing, and that is what it is compared with.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
 
@@ -19,11 +19,13 @@ import torch
 from torch import Tensor
 
 from attnspan.attention import Attention
-from attnspan.attention.agreement import Inputs, refusal
+from attnspan.attention.agreement import refusal
+from attnspan.attention.call import Inputs
 from attnspan.attention.tuned import machine
 from attnspan.errors import AttnspanError
 from attnspan.layouts import Layout
 from attnspan.masks import Mask
+from attnspan.measure.watched import Watched, again
 from attnspan.plan import Hardware, Plan, Shape, Timeline, choose, predict
 from attnspan.plan.strategy import name_of
 from attnspan.transports import Transport, World
@@ -76,6 +78,8 @@ class Measured:
     seconds: float = 0.0
     predicted: float = 0.0
     exposed: float = 0.0  # of the predicted time, what nothing is computed in
+    waits: float = 0.0  # of the measured time
+    wire: float = 0.0  # the same messages, with nothing computed
     refused: str = ""
     chosen: str = ""  # for auto: what it took
 
@@ -83,6 +87,11 @@ class Measured:
     def ratio(self) -> float:
         """Measured over predicted."""
         return self.seconds / self.predicted if self.predicted else float("nan")
+
+    @property
+    def hidden(self) -> float:
+        """Of the time on the wire, what passes under compute."""
+        return max(0.0, self.wire - self.waits)
 
     def data(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self.__slots__}
@@ -114,7 +123,8 @@ class Bench:
             plan = self.work.plan(strategy, hardware)
         except AttnspanError as refused:  # the same on every rank
             return Measured(strategy, kernel, refused=str(refused))
-        attend = Attention(plan, self.transport, kernel=kernel)
+        watched = Watched(self.transport)
+        attend = Attention(plan, watched, kernel=kernel)
         q, k, v, grad = self.work.tensors(self.transport.rank, self.transport.device)
         wrong = refusal(attend.call, Inputs(q, k, v))
         complaints = set(heard(self.transport, "" if wrong is None else str(wrong), "refusals")) - {""}
@@ -123,14 +133,18 @@ class Bench:
         timelines = [
             predict(plan, r, self.work.shape, hardware, backward=self.work.backward) for r in range(plan.ranks)
         ]
-        return Measured(
+        seconds, waits = self._timed(watched, lambda: self._step(attend, q, k, v, grad))
+        measured = Measured(
             strategy,
             kernel,
-            self._seconds(lambda: self._step(attend, q, k, v, grad)),
+            seconds,
             self._predicted(timelines),
-            0.0 if self.virtual else max(timelines, key=lambda each: each.seconds).exposed,
             chosen=name_of(plan.strategy) if strategy == AUTO else "",
         )
+        if self.virtual:
+            return measured
+        exposed = max(timelines, key=lambda each: each.seconds).exposed
+        return replace(measured, exposed=exposed, waits=waits, wire=self._timed(watched, again(watched.calls))[0])
 
     @property
     def virtual(self) -> bool:
@@ -150,19 +164,24 @@ class Bench:
         leaves = [x.requires_grad_() for x in (q, k, v)]
         torch.autograd.grad(attend(*leaves), leaves, grad)
 
-    def _seconds(self, work: Callable[[], None]) -> float:
-        """The median over repeats of the slowest rank's time; the first, in which all agree, is left out."""
-        times = []
+    def _timed(self, watched: Watched, work: Callable[[], None]) -> tuple[float, float]:
+        """The median over repeats of the slowest rank's time, and how long that rank waited for messages.
+
+        The first repeat, in which all agree, is left out.
+        """
+        found = []
         for _ in range(self.repeats + 1):
+            watched.begin()
             self.transport.agree(b"", "a barrier")
             self._synchronise()
             start = perf_counter()
             work()
             self._synchronise()
-            times.append(perf_counter() - start)
-        said = heard(self.transport, times[1:], "measurements")
-        slowest: list[float] = sorted(max(each) for each in zip(*said, strict=True))
-        return slowest[len(slowest) // 2]
+            found.append((perf_counter() - start, watched.waited))
+        said = heard(self.transport, found[1:], "measurements")
+        slowest = sorted(max(each) for each in zip(*said, strict=True))
+        seconds, waits = slowest[len(slowest) // 2]
+        return seconds, waits
 
     def _synchronise(self) -> None:
         if self.transport.device.type == "cuda":

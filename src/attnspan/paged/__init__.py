@@ -7,8 +7,8 @@
     kernels/       attention over pages: `decode` and `flex` for CUDA, `gather`, `reference`
     sharded.py     pages over ranks, and what context parallelism hands over to them
 
-Below these: attending.py (what is asked), reading.py (what kernels are told), scoring.py (masks and score_mods),
-quantised.py, after_prefix.py.
+Below these: kv_cache.py (the interface of pool.py and sharded.py), metadata.py (a step, for kernels), scoring.py (masks
+and score_mods), quantised.py, after_prefix.py.
 """
 
 from attnspan.paged.after_prefix import AfterPrefix

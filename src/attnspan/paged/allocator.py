@@ -9,21 +9,22 @@ A sequence's tokens lie in pages of `page_size` slots; token p is in slot ``p % 
     allocator.step([(a, 1), (b, 1), (c, 1)])  # two get a copy of the last page, the third keeps it
 
 What has to be done to the tensors (`copies`, swaps) is returned as pairs of page numbers; pool.py does it. Page 0 is
-the null page: it belongs to nobody, stands in tables where there is nothing, and takes writes that do not count.
+the null page: it belongs to no sequence, stands in tables where there is nothing, and takes writes that do not count.
 
 [Note: limits] A step is mostly "one token more, and there is room". Each sequence therefore knows the length up to
 which it may grow with no question asked: the end of its last page while it is the page's only reader, its own length
-as soon as anyone else might be. Whatever makes a page shared lowers that limit; who meets it looks more closely.
+as soon as the page may have another. Whatever makes a page shared lowers that limit; a sequence that meets it is
+looked at more closely.
 
 [Note: all or nothing] Every operation looks first and then acts. `step` reads its whole batch, refuses what makes no
 sense, and counts pages only if there is not plainly room for the worst case; from then on nothing can fail. Pages are
-copied and swapped in the same order: the contents move to free pages, which nobody reads, and then the tables change.
+copied and swapped in the same order: the contents move to free pages, which no sequence reads, then the tables change.
 A move that fails leaves everything as it was.
 
 [Note: reset] An exception that breaks off an operation halfway (KeyboardInterrupt can come at any line) leaves counts
-that contradict each other. `reset` forgets all sequences, so that their owner can begin them anew.
+that contradict each other. `reset` forgets all sequences, so that their owner can begin them again.
 
-[Note: stamps] Whoever copied a table can tell whether it is still the same: each row has a stamp, a number that is
+[Note: stamps] A copy of a table can be recognised as current: each row has a stamp, a number that is
 given out once, and gets a new one when an entry of its table changes, or when it was trimmed. So a row is as it was if
 its stamp and its length are.
 
@@ -115,7 +116,7 @@ class PageAllocator:
         self.num_pages = whole("num_pages", num_pages, at_least=2, hint=hint, error=PageError)
         self.page_size = whole("page_size", page_size, at_least=1, error=PageError)
         self.host_pages = whole("host_pages", host_pages, error=PageError)
-        self.epoch = 0  # counts changes, so that a plan can tell at a glance that there were none
+        self.epoch = 0  # counts changes: a plan made at the same epoch is current
         self._free = list(range(self.num_pages - 1, 0, -1))
         self._host_free = list(range(self.host_pages - 1, -1, -1))
         self._readers = [0] * self.num_pages
@@ -233,7 +234,7 @@ class PageAllocator:
         return needed
 
     def fork(self, seq: int, n: int = 1) -> list[int]:
-        """`n` sequences that read the same pages; whoever writes first writes to a copy."""
+        """`n` sequences that read the same pages; the first to write writes to a copy."""
         row = self.present(seq, "fork")
         n = whole("n", n, at_least=1, error=PageError)
         for page in row.table:
@@ -361,8 +362,8 @@ class PageAllocator:
     def attach_cache(self, when_idle: Callable[[list[int]], None], reclaim: Callable[[int], bool]) -> None:
         """A prefix cache is one more reader of the pages that it keeps; there is at most one.
 
-        `when_idle` is called with kept pages that nobody else reads any more. `reclaim` is called when pages are short:
-        it gives up so many, by `give_up`, or says no and keeps them all.
+        `when_idle` is called with kept pages that no sequence reads any more. `reclaim` is called when pages are short:
+        it gives up so many, by `give_up`, or returns False and keeps them all.
         """
         if self._reclaim is not None:
             raise PageError(
@@ -455,7 +456,7 @@ class PageAllocator:
 
     @property
     def free_pages(self) -> int:
-        """Pages that nobody reads. A prefix cache may give up more."""
+        """Pages without a reader. A prefix cache may give up more."""
         return len(self._free)
 
     def stats(self) -> Stats:
@@ -548,5 +549,5 @@ class PageAllocator:
                 elif left == 1 and kept[page]:
                     idle.append(page)
         if idle:
-            assert self._when_idle is not None, "set by whoever keeps pages"
+            assert self._when_idle is not None, "set by the cache that keeps pages"
             self._when_idle(idle)

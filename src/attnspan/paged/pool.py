@@ -8,8 +8,8 @@ serves all of them.
 layer of the pool sees further. Models that mix windowed and full layers keep two pools, each with an allocator of its
 own; a layer that would look behind what was released is refused.
 
-[Note: shared beginnings] Where a plan notes rows that begin with the same pages, those are read once: the queries of
-all these rows together over the shared keys, then each row over its own, joined by lse.
+[Note: shared beginnings] Where rows of a plan begin with the same pages (`share=True`), those are read once: the
+queries of all these rows together over the shared keys, then each row over its own, joined by lse.
 
 Nothing here waits for the device, and nothing follows the size of the pool.
 """
@@ -30,17 +30,17 @@ from attnspan.kernels import merge_into
 from attnspan.masks import Mask
 from attnspan.paged.after_prefix import AfterPrefix
 from attnspan.paged.allocator import Copies, PageAllocator
-from attnspan.paged.attending import UNTRANSFORMED, Attends, Options
 from attnspan.paged.kernels import choose
+from attnspan.paged.kv_cache import UNTRANSFORMED, Options, PagedKVCache
+from attnspan.paged.metadata import PagedMetadata, Pages, tensors
 from attnspan.paged.quantised import Quantised, check_dtype, quantised
-from attnspan.paged.reading import Pages, Reading, tensors
 from attnspan.paged.scoring import Scoring, check_fits, scoring
 from attnspan.paged.step_plan import StepPlan
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
-Read = Callable[[Reading, Tensor], tuple[Tensor, Tensor]]
-"""Attention of queries over what a reading says: (out, lse)."""
+Read = Callable[[PagedMetadata, Tensor], tuple[Tensor, Tensor]]
+"""Attention of queries over the pages that a metadata names: (out, lse)."""
 
 MOST_KEPT = 64
 """How many masks a pool remembers the functions of."""
@@ -70,7 +70,7 @@ class Layer:
         check_dtype(self.quantised)
 
 
-class PagePool(Attends):
+class PagePool(PagedKVCache):
     """Keys and values of `layers` in the pages of an allocator.
 
     >>> allocator = PageAllocator(num_pages=8, page_size=4)
@@ -142,16 +142,12 @@ class PagePool(Attends):
             else:
                 pages.flatten(0, 1).index_copy_(0, slots, given)
 
-    def copy_pages(self, sources: Tensor, targets: Tensor) -> None:
-        """Copy whole pages of every layer; `StepPlan.step` does so for pages that are written to and shared."""
-        sources, targets = sources.long(), targets.long()
+    def copy(self, copies: Copies) -> None:
+        """Copy whole pages of every layer, (from, to); `StepPlan.step` does so for shared pages that are written to."""
+        sources, targets = self._indices(copies)
         for pages in tensors(*self.keys, *self.values):
             rows = pages.flatten(1)
             rows.index_copy_(0, targets, rows.index_select(0, sources))
-
-    def copy(self, copies: Copies) -> None:
-        """Copy whole pages of every layer, (from, to)."""
-        self.copy_pages(*self._indices(copies))
 
     def swap_out(self, seq: int) -> None:
         """Move a sequence to the host: all of it, or nothing if that fails."""
@@ -201,7 +197,7 @@ class PagePool(Attends):
         """(out, lse) over the keys that lie here, not yet rounded: what ranks that share a sequence exchange."""
         index, spec = self.layer(layer)
         self.check_plan(plan)
-        reading = plan.reading
+        metadata = plan.metadata
         self._check_query(query, plan, spec)
         scale = spec.head_dim**-0.5 if options.scale is None else float(options.scale)
         asked = self._scoring(options.mask, spec.window, plan, query.shape[1])
@@ -212,29 +208,30 @@ class PagePool(Attends):
         if plan.shared and asked.program:
             raise MaskError(f"a plan made with share=True serves causal masks and windows, got a {asked.program}")
 
-        def read(reading: Reading, query: Tensor) -> tuple[Tensor, Tensor]:
-            of = asked, reading, query, self.keys[index], self.values[index]
+        def read(metadata: PagedMetadata, query: Tensor) -> tuple[Tensor, Tensor]:
+            of = asked, metadata, query, self.keys[index], self.values[index]
             return choose(options.kernel, *of).forward(*of)
 
-        return self._cascade(read, plan, query) if plan.shared else read(reading, query)
+        return self._cascade(read, plan, query) if plan.shared else read(metadata, query)
 
     def _cascade(self, read: Read, plan: StepPlan, query: Tensor) -> tuple[Tensor, Tensor]:
         """See [Note: shared beginnings]."""
-        reading = plan.reading
-        out, lse = read(reading, query)
+        metadata = plan.metadata
+        out, lse = read(metadata, query)
         out = out.to(lse.dtype)
         for nth, group in enumerate(plan.shared):
-            shared = plan.shared_reading(nth)
-            first = sum(reading.queries[: group.first])
+            shared = plan.shared_metadata(nth)
+            first = sum(metadata.queries[: group.first])
             some = slice(first, first + shared.queries[0])
-            merge_into(*(_heads_first(x) for x in (out[some], lse[some], *read(shared, query[some]))))
+            parts = (out[some], lse[some], *read(shared, query[some]))
+            merge_into(*(x.transpose(0, 1).unsqueeze(0) for x in parts))  # (1, H, n, ...)
         return out, lse
 
     def _scoring(self, mask: Mask | AfterPrefix, window: int | None, plan: StepPlan, heads: int) -> Scoring:
         """What a mask comes to, remembered: its tensors are sent to the device once, or once a step."""
         if isinstance(mask, AfterPrefix):
-            mask.check_fits(plan.reading.queries)
-            mod = plan.remembered(mask, lambda: mask.mask_mod(plan.reading.queries, plan.starts))
+            mask.check_fits(plan.metadata.queries)
+            mod = plan.metadata.once(mask, lambda: mask.mask_mod(plan.metadata.queries, plan.starts))
             return Scoring(1.0, window=window, mask_mod=mod)
         if not isinstance(mask, Mask):
             raise PageError(f"mask must be a mask such as Causal(), got {mask!r}")
@@ -295,13 +292,8 @@ class PagePool(Attends):
             )
 
 
-def _heads_first(x: Tensor) -> Tensor:
-    """(n, H, ...) as (1, H, n, ...), the shape of kernels that know no pages."""
-    return x.transpose(0, 1).unsqueeze(0)
-
-
 def _host_memory() -> float:
-    """Bytes, or infinity where the system does not tell."""
+    """Bytes, or infinity where they are not known."""
     try:
         return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     except (AttributeError, ValueError, OSError):

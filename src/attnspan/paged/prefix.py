@@ -7,7 +7,7 @@ two prompts meet on a page only if they are equal up to its end::
     seq, length = cache.add(tokens)  # a sequence that holds tokens[:length] already
     allocator.step([(seq, len(tokens) - length)])
     ...  # compute and write the rest
-    cache.keep(seq, tokens)  # its full pages can be found from now on
+    cache.insert(seq, tokens)  # its full pages can be found from now on
 
 At least one token is always left to compute, since a model wants a query. Where a page agrees only in its first
 tokens, these are a hit too: the sequence shares the page and gets a copy of it when it first writes.
@@ -25,13 +25,13 @@ no other, and so cost a node each, however many pages they have. A run is parted
 uses only its beginning: all pages of a run were last used at the same time.
 
 [Note: stale entries] Runs whose last page is idle wait in a heap. An entry is not removed when its run is used again:
-it no longer tells the truth about the run's last use, its readers or its children, and is passed over when it comes
-up. When most of the heap must be such entries they are swept out, so that it does not grow where no page is given up.
+it is out of date about the run's last use, its readers or its children, and is passed over when it comes up. When most
+of the heap must be such entries they are swept out, so that it does not grow where no page is given up.
 
 [Note: bytes] Tokens are kept as bytes, `WIDTH` for each: one pass over a list finds what is no token, and from there on
 parts of a prompt are cut, compared and hashed as a whole. An array of "Q" is such bytes already.
 
-Ints only. Time: O(tokens) to add or keep, O(log pages) for each run that pages are given up of.
+Ints only. Time: O(tokens) to add or insert, O(log pages) for each run that pages are given up of.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def _agreed(a: bytes, b: bytes) -> int:
 
 
 Entry = tuple[int, int, PageRun]
-"""A run whose last page is idle: when it was used, a number that tells apart what was used at once, and the run."""
+"""A run whose last page is idle: when it was used, a number that orders what was used at once, and the run."""
 
 Path = list[tuple[PageRun, int]]
 """From a root on: runs, and how many of their pages; of all but the last, all."""
@@ -133,7 +133,7 @@ class PrefixCache:
     >>> cache = PrefixCache(allocator)
     >>> first, length = cache.add([7, 8, 9, 1, 5])
     >>> given = allocator.step([(first, 5 - length)])
-    >>> cache.keep(first, [7, 8, 9, 1, 5])  # two full pages
+    >>> cache.insert(first, [7, 8, 9, 1, 5])  # two full pages
     2
     >>> cache.add([7, 8, 9, 2])  # one page, and the first token of another
     Hit(seq=1, length=3)
@@ -151,7 +151,7 @@ class PrefixCache:
         self._tails: dict[int, PageRun] = {}  # by the last page of each
 
     def add(self, tokens: Iterable[int], *, salt: Hashable = None) -> Hit:
-        """A new sequence that begins with what is kept of `tokens`, but for at least the last of them."""
+        """A new sequence that begins with what is kept of `tokens`, except for at least the last of them."""
         prompt = _packed(tokens)
         pages, length = self._match(prompt[:-WIDTH], _typed(salt))
         seq = self.allocator.adopt(pages, length)
@@ -166,7 +166,7 @@ class PrefixCache:
         """How many of these tokens `add` would find; nothing changes, not even what was used last."""
         return self._match(_packed(tokens)[:-WIDTH], _typed(salt), touch=False)[1]
 
-    def keep(self, seq: int, tokens: Iterable[int], *, salt: Hashable = None) -> int:
+    def insert(self, seq: int, tokens: Iterable[int], *, salt: Hashable = None) -> int:
         """Keep the full pages of a sequence, whose first tokens are `tokens`; how many pages were new.
 
         Call it when their keys are written. Pages that were released already, and what comes after, are left out.
@@ -193,7 +193,7 @@ class PrefixCache:
         return len(new)
 
     def _check_own(self, seq: int, pages: list[int], known: list[int]) -> None:
-        """Refuse pages of a sequence that are kept, and not as what they are said to hold."""
+        """Refuse pages of a sequence that are kept with other tokens than the ones given."""
         kept = self.allocator.kept
         for index, page in enumerate(pages):
             if kept[page] and (index >= len(known) or page != known[index]):
@@ -343,7 +343,7 @@ class PrefixCache:
         if run.children:
             return
         if len(self._idle) > 2 * self._count + FEW_ENTRIES:
-            self._idle = list({id(entry[2]): entry for entry in self._idle if self._is_true(entry)}.values())
+            self._idle = list({id(entry[2]): entry for entry in self._idle if self._is_current(entry)}.values())
             heapq.heapify(self._idle)
         self._push(run)
 
@@ -351,8 +351,8 @@ class PrefixCache:
         self._pushed += 1
         heapq.heappush(self._idle, (run.used, self._pushed, run))
 
-    def _is_true(self, entry: Entry) -> bool:
-        """Whether an entry tells of a run whose last page is idle, as it was last used. See [Note: stale entries]."""
+    def _is_current(self, entry: Entry) -> bool:
+        """Whether an entry is of a run whose last page is idle, as it was last used. See [Note: stale entries]."""
         used, _, run = entry
         return bool(run.pages) and used == run.used and self.allocator.is_idle(run.pages[-1])
 
@@ -375,7 +375,7 @@ class PrefixCache:
         while self._idle and most:
             entry = heapq.heappop(self._idle)
             run = entry[2]
-            if not self._is_true(entry) or left.get(id(run), run.children) or id(run) in chosen:
+            if not self._is_current(entry) or left.get(id(run), run.children) or id(run) in chosen:
                 continue
             count = self.allocator.idle_tail(run.pages[-most:])  # a sequence may read those before
             victims.append((run, count))
@@ -392,7 +392,7 @@ class PrefixCache:
         return victims
 
     def _cut(self, run: PageRun, count: int) -> None:
-        """Give up the last pages of a run, which nobody else reads."""
+        """Give up the last pages of a run, which have no other reader."""
         pages, parent = run.pages[: -count - 1 : -1], run.parent
         assert parent is not None, "a root holds no page"
         self.allocator.give_up(pages)

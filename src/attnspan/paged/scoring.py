@@ -1,12 +1,12 @@
-"""What a pair of query and key counts: the mask, the window, the scale and the score_mod of one attention over pages.
+"""The scores of one attention over pages: the mask, the window, the scale and the score_mod.
 
 A mask here speaks of positions in a sequence: query p and key k of the same sequence, both counted from its start. So
 ``Causal()`` means the same for a prompt, the third chunk of it, and one token. Masks that part their batch rows speak
 of the rows of the plan, in order.
 
 The masks that matter for speed are two numbers, `causal` and `window`, which every kernel knows; any other is asked
-pair by pair, through its mask_mod. [Note: bounds] Two numbers say something of every mask besides: `causal` also says
-that no later key counts, and `window` that none further back does, so that pages outside need not be read.
+pair by pair, through its mask_mod. [Note: bounds] The two numbers also bound every other mask: with `causal` no
+later key counts, and with `window` none further back, so that pages outside need not be read.
 
 [Note: one pair at a time] A FlexAttention function is written for one pair of numbers. It is asked under vmap, as
 FlexAttention does, over the rows' own positions.
@@ -14,8 +14,9 @@ FlexAttention does, over the rows' own positions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,10 +24,19 @@ from torch import Tensor
 from attnspan.errors import MaskError
 from attnspan.masks import Causal, Full, Mask, SlidingWindow
 from attnspan.masks.mask import And, MaskFunction
-from attnspan.paged.reading import Reading
+from attnspan.paged.metadata import PagedMetadata
 
 ScoreFunction = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 """A FlexAttention score_mod: (score, batch row, head, query position, key position) -> score."""
+
+
+class VisibleKeys(NamedTuple):
+    """The queries of a row, among all of a step, and the keys [begin, end) that any of them may see."""
+
+    row: int
+    queries: slice
+    begin: int
+    end: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,37 +54,37 @@ class Scoring:
         """What a kernel must run besides the two numbers, or nothing."""
         return "score_mod" if self.score_mod is not None else "mask" if self.mask_mod is not None else ""
 
-    def visible(self, reading: Reading, row: int) -> tuple[int, int]:
+    def visible(self, metadata: PagedMetadata, row: int) -> tuple[int, int]:
         """Bounds of the keys of a row that any of its queries may see. See [Note: bounds]."""
-        begin, end = reading.host_begins[row], reading.host_ends[row]
-        start = reading.starts[row]
+        begin, end = metadata.host_begins[row], metadata.host_ends[row]
+        start = metadata.starts[row]
         if self.causal:
-            end = min(end, reading.spread.held(reading.last(row) + 1))
+            end = min(end, metadata.spread.held(metadata.last(row) + 1))
         if self.window is not None:
-            begin = max(begin, reading.spread.held(max(0, start - self.window + 1)))
+            begin = max(begin, metadata.spread.held(max(0, start - self.window + 1)))
         return begin, max(begin, end)
 
-    def allowed(self, reading: Reading, row: int, heads: int, queries: Tensor, keys: Tensor) -> Tensor | None:
-        """Which pairs count, bool of (1 or heads, n, m), for query and key positions of a row; None for all."""
-        distance = queries.unsqueeze(-1) - keys
-        allowed = None
-        if self.causal:
-            allowed = distance >= 0
-        if self.window is not None:
-            near = distance < self.window
-            allowed = near if allowed is None else allowed & near
-        if allowed is not None:
-            allowed = allowed.unsqueeze(0)
-        if self.mask_mod is None:
-            return allowed
-        asked = over_pairs(self.mask_mod, row, heads, queries, keys)
-        return asked if allowed is None else asked & allowed
+    def rows(self, metadata: PagedMetadata, done: Container[int] = ()) -> Iterator[VisibleKeys]:
+        """The rows with queries that may see a key, except for those that are done."""
+        first = 0
+        for row, count in enumerate(metadata.queries):
+            begin, end = self.visible(metadata, row) if count and row not in done else (0, 0)
+            if begin < end:
+                yield VisibleKeys(row, slice(first, first + count), begin, end)
+            first += count
 
-    def scored(self, scores: Tensor, row: int, queries: Tensor, keys: Tensor) -> Tensor:
-        """Scores (heads, n, m) as the score_mod changes them."""
-        if self.score_mod is None:
-            return scores
-        return over_pairs(self.score_mod, row, scores.shape[0], queries, keys, scores)
+    def applied(self, scores: Tensor, row: int, queries: Tensor, keys: Tensor) -> Tensor:
+        """Scores (heads, n, m) of query and key positions of a row, after the score_mod; -inf where they are masked."""
+        heads, distance = scores.shape[0], queries.unsqueeze(-1) - keys
+        if self.score_mod is not None:
+            scores = over_pairs(self.score_mod, row, heads, queries, keys, scores)
+        if self.causal:
+            scores = scores.masked_fill(distance < 0, -torch.inf)
+        if self.window is not None:
+            scores = scores.masked_fill(distance >= self.window, -torch.inf)
+        if self.mask_mod is not None:
+            scores = scores.masked_fill(~over_pairs(self.mask_mod, row, heads, queries, keys), -torch.inf)
+        return scores
 
 
 def over_pairs(
@@ -113,7 +123,7 @@ def scoring(mask: Mask, window: int | None, device: torch.device) -> Scoring:
 
 
 def _numbers(mask: Mask) -> Scoring | None:
-    """A mask that two numbers say, or None."""
+    """A mask that two numbers describe, or None."""
     match mask:
         case Causal(align=None | "top"):
             return Scoring(1.0, causal=True)

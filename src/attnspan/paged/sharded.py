@@ -10,12 +10,12 @@ so that every rank holds the same share, however short a sequence is, and a step
 tokens' queries, keys and values; each writes the keys it owns, attends over the keys it has, and sends (out, lse) to
 all in one message; joined by lse in rank order, the result is that of one rank, and the same bits on all.
 
-[Note: the same on every rank] Ranks run the same steps in the same order; nobody tells anybody. `agree` compares
-tables and lengths, and refuses on every rank if they differ. It costs a round of messages: call it where in doubt.
+[Note: the same on every rank] Ranks run the same steps in the same order, without a message. `agree` compares tables
+and lengths, and refuses on every rank if they differ. It costs a round of messages: call it where in doubt.
 
 [Note: handing over] Context parallelism leaves a prompt's keys on the ranks by its own layout. `from_context_parallel`
 sends every token from the rank that computed it to the rank that keeps it: one uneven exchange, keys and values in
-one message, and who sends what follows from the layout alone.
+one message. What each rank sends follows from the layout alone.
 
 Knows transports and layouts; nothing of how keys were computed.
 """
@@ -30,9 +30,9 @@ from torch import Tensor
 from attnspan.errors import PageError, whole
 from attnspan.kernels.merge import share_of
 from attnspan.layouts import Layout
-from attnspan.paged.attending import Attends, Options
+from attnspan.paged.kv_cache import Options, PagedKVCache
+from attnspan.paged.metadata import Spread
 from attnspan.paged.pool import Layer, PagePool
-from attnspan.paged.reading import Spread
 from attnspan.paged.step_plan import StepPlan
 from attnspan.transports.consensus import digest, heard, odd
 from attnspan.transports.group import Group, transport_of
@@ -40,8 +40,8 @@ from attnspan.transports.operations import under_way
 from attnspan.transports.transport import Transport
 
 
-class Laid(Protocol):
-    """What a context-parallel session says of its sequence; `ContextParallel` is one."""
+class ShardedSequence(Protocol):
+    """A sequence that lies on ranks by a layout; `ContextParallel` is one."""
 
     layout: Layout
     seq_len: int
@@ -55,7 +55,7 @@ class KeyRoute(NamedTuple):
     receives: list[Tensor]
 
 
-class ShardedPages(Attends):
+class ShardedPages(PagedKVCache):
     """A pool whose pages are spread over the ranks of `mesh`: a DeviceMesh, a process group or a virtual world.
 
     >>> from attnspan.paged import Layer, PageAllocator
@@ -67,7 +67,7 @@ class ShardedPages(Attends):
     ...     plan.step([(allocator.add(), 5)])
     ...     pages.write(0, torch.ones(5, 1, 2), torch.ones(5, 1, 2), plan)
     ...     out = pages.attend(0, torch.ones(5, 2, 2), plan)
-    ...     return plan.reading.spans[0], out[4, 0].round().tolist()
+    ...     return plan.metadata.spans[0], out[4, 0].round().tolist()
     >>> loopback(ranks=2).run(rank)  # which keys each rank reads, and what all of them get
     [((0, 3), [1.0, 1.0]), ((0, 2), [1.0, 1.0])]
     """
@@ -117,7 +117,9 @@ class ShardedPages(Attends):
         total = lses.logsumexp(0)
         return (outs * share_of(lses, total).unsqueeze(-1)).sum(0), total
 
-    def from_context_parallel(self, layer: int, key: Tensor, value: Tensor, cp: Laid, plan: StepPlan) -> None:
+    def from_context_parallel(
+        self, layer: int, key: Tensor, value: Tensor, cp: ShardedSequence, plan: StepPlan
+    ) -> None:
         """Write this rank's shard of keys (batch, key heads, shard, dim) and values where its tokens belong.
 
         The plan's new tokens, in order, are the tokens of the batch, row after row: a sequence for each row, or several
@@ -125,7 +127,7 @@ class ShardedPages(Attends):
         """
         self._check_plan(plan)
         layer, spec = self.pool.layer(layer)
-        route = plan.remembered((cp.layout, cp.seq_len), lambda: self._route(cp, plan))
+        route = plan.metadata.once((cp.layout, cp.seq_len), lambda: self._route(cp, plan))
         self._check_shards(spec, key, value, sum(map(len, route.sends)))
         packed = torch.cat([key.detach(), value.detach()], dim=-1).transpose(1, 2).flatten(0, 1)
         sends = [packed.index_select(0, some) for some in route.sends]
@@ -152,7 +154,7 @@ class ShardedPages(Attends):
                 where = f"{spec.dtype} on {self.pool.device}"
                 raise PageError(f"{name} must be {where}, got {given.dtype} on {given.device}")
 
-    def _route(self, cp: Laid, plan: StepPlan) -> KeyRoute:
+    def _route(self, cp: ShardedSequence, plan: StepPlan) -> KeyRoute:
         """See [Note: handing over]. Tokens are numbered as in the plan; sends as in this rank's packed shard."""
         mine, ranks = self.transport.rank, self.transport.ranks
         if (cp.transport.rank, cp.transport.ranks) != (mine, ranks):
@@ -164,8 +166,8 @@ class ShardedPages(Attends):
             raise PageError(
                 f"the plan must hold the tokens of every row, a multiple of seq_len={cp.seq_len}, got {plan.tokens}"
             )
-        reading = plan.reading
-        positions = torch.cat([torch.arange(s, s + n) for s, n in zip(reading.starts, reading.queries, strict=True)])
+        metadata = plan.metadata
+        positions = torch.cat([torch.arange(s, s + n) for s, n in zip(metadata.starts, metadata.queries, strict=True)])
         owners = positions // self.spread.interleave % ranks
         batch = plan.tokens // cp.seq_len
         held = [torch.cat([_shard(cp, row, rank) + row * cp.seq_len for row in range(batch)]) for rank in range(ranks)]
@@ -178,8 +180,8 @@ class ShardedPages(Attends):
     def agree(self) -> None:
         """Compare all ranks' tables and lengths; PageError on every rank if they differ. Every rank calls it."""
         rows = self.allocator.rows
-        said = digest([(seq, row.length, row.first, row.table.tolist()) for seq, row in sorted(rows.items())])
-        others = odd(heard(self.transport, said, "page tables"))
+        tables = digest([(seq, row.length, row.first, row.table.tolist()) for seq, row in sorted(rows.items())])
+        others = odd(heard(self.transport, tables, "page tables"))
         if others:
             raise PageError(f"page tables differ between rank 0 and ranks {others}; run the same steps on every rank")
 
@@ -189,7 +191,7 @@ class ShardedPages(Attends):
             raise PageError("plan must be made by ShardedPages.plan(...), which knows which tokens lie on this rank")
 
 
-def _shard(cp: Laid, row: int, rank: int) -> Tensor:
+def _shard(cp: ShardedSequence, row: int, rank: int) -> Tensor:
     """The positions that a rank holds of a batch row, in its order."""
     runs = cp.layout.runs(cp.seq_len, rank, row if cp.layout.rows > 1 else 0)
     return torch.cat([torch.arange(*run) for run in runs] or [torch.arange(0)])

@@ -1,6 +1,6 @@
 """One step of many sequences: which tokens are new, where they go, and which pages each sequence reads.
 
-A plan is made once and filled anew at every step. Its tensors are views of buffers that never move and are padded to
+A plan is made once and refilled at every step. Its tensors are views of buffers that never move and are padded to
 the sizes it was made for, so that compiled code and CUDA graphs find every step in the same place::
 
     plan = StepPlan(pool, max_sequences=64, max_tokens=2048, max_length=32768)
@@ -30,22 +30,20 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, compress
 from operator import ne
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from attnspan.errors import PageError, whole
 from attnspan.paged.allocator import NULL_PAGE, Growth, Row
-from attnspan.paged.reading import ALONE, Reading, Spread
+from attnspan.paged.metadata import ONE_RANK, PagedMetadata, Spread
 
 if TYPE_CHECKING:
     from attnspan.paged.pool import PagePool
-
-T = TypeVar("T")
 
 LONGEST = (1 << 31) - 1
 """See [Note: 32 bits]."""
@@ -70,7 +68,7 @@ class StepPlan:
     """
 
     def __init__(
-        self, pool: PagePool, *, max_sequences: int, max_tokens: int, max_length: int, spread: Spread = ALONE
+        self, pool: PagePool, *, max_sequences: int, max_tokens: int, max_length: int, spread: Spread = ONE_RANK
     ) -> None:
         self.pool, self.spread = pool, spread
         self.max_sequences = whole("max_sequences", max_sequences, at_least=1, error=PageError)
@@ -97,12 +95,12 @@ class StepPlan:
         self.shared: tuple[Shared, ...] = ()
         self.most_window: int | None = None  # the longest window that still finds all its pages
         self.host_lengths: tuple[int, ...] = ()
-        self._reading: Reading | None = None
+        self._metadata: PagedMetadata | None = None
 
     def step(self, batch: Iterable[tuple[int, int]], *, pad_to: int | None = None, share: bool = False) -> StepPlan:
         """Make room for new tokens and describe them: `batch` is (sequence, number of new tokens), each once.
 
-        With `share`, neighbours in the batch that begin with the same pages are noted, and `attend` reads those pages
+        With `share`, neighbours in the batch that begin with the same pages are found, and `attend` reads those pages
         once for all of them. If anything does not fit, nothing is changed. Returns itself.
         """
         batch = list(batch)
@@ -115,7 +113,7 @@ class StepPlan:
         self._check_fits(growth, len(batch), n)
         self.pool.allocator.commit(growth, self.pool.copy)
         self._epoch = -1  # until it is filled, it describes nothing
-        self._fill(growth, n, share, lasting=pad_to is not None)
+        self._fill(growth, n, share, for_graphs=pad_to is not None)
         return self
 
     def _check_fits(self, growth: Growth, named: int, n: int) -> None:
@@ -130,7 +128,7 @@ class StepPlan:
             seq = growth.seqs[growth.lengths.index(longest)]
             raise PageError(f"sequence {seq} would hold {longest} tokens, more than max_length={self.max_length}")
 
-    def _fill(self, growth: Growth, n: int, share: bool, lasting: bool) -> None:
+    def _fill(self, growth: Growth, n: int, share: bool, for_graphs: bool) -> None:
         """Write the step to the buffer and send it. See [Note: one copy]. Lists, not loops: every step pays for it."""
         buffer, spread, rows, padding = self._buffer, self.spread, growth.rows, n - len(growth.rows)
         stamps = [row.stamp for row in rows]
@@ -152,11 +150,11 @@ class StepPlan:
         self.tokens, self.sequences, self.host_lengths = offsets[-1], len(rows), tuple(lengths)
         released = [(row, start) for row, start in zip(rows, starts, strict=False) if row.first]
         self.most_window = min([start - row.first + 1 for row, start in released], default=None)
-        self._reading = Reading(
+        self._metadata = PagedMetadata(
             self.pool.page_size, buffer.tables[:n], buffer.begins[:n], buffer.ends[:n], buffer.offsets[: n + 1],
             buffer.rows[: self.tokens], buffer.positions[: self.tokens], counts,
             tuple(begins), tuple(ends), tuple(starts), spread=spread,
-            merged=bool(self.shared) or spread.ranks > 1, lasting=lasting,
+            merged=bool(self.shared) or spread.ranks > 1, for_graphs=for_graphs,
         )  # fmt: skip
         self._seen = growth.seqs, rows, stamps, growth.lengths
         self._epoch = self.pool.allocator.epoch
@@ -215,18 +213,18 @@ class StepPlan:
     # ---- what it describes -----------------------------------------------------------------------------------------
 
     @property
-    def reading(self) -> Reading:
-        """What kernels are told; refused when the sequences have changed. See [Note: stale plans]."""
+    def metadata(self) -> PagedMetadata:
+        """The step as kernels get it; refused when the sequences have changed. See [Note: stale plans]."""
         self.check()
-        assert self._reading is not None, "checked"
-        return self._reading
+        assert self._metadata is not None, "checked"
+        return self._metadata
 
     def check(self) -> None:
         """Refuse a plan that no longer describes its sequences."""
         allocator = self.pool.allocator
         if self._epoch == allocator.epoch:
             return
-        if self._reading is None or self._epoch < 0:
+        if self._metadata is None or self._epoch < 0:
             raise PageError("the plan describes no step; call plan.step([(sequence, new_tokens), ...]) first")
         for seq, row, stamp, length in zip(*self._seen, strict=True):
             if allocator.rows.get(seq) is not row:
@@ -235,22 +233,23 @@ class StepPlan:
                 raise PageError(f"the plan is stale: sequence {seq} was changed after its step; plan a new step")
         self._epoch = allocator.epoch
 
-    def shared_reading(self, index: int) -> Reading:
+    def shared_metadata(self, index: int) -> PagedMetadata:
         """The queries of a group of rows as one row over the pages they share; see `shared`."""
-        return self.remembered(("shared", index), lambda: self._shared_reading(self.reading, index))
+        step = self.metadata
+        return step.once(("shared", index), lambda: self._shared_metadata(step, index))
 
-    def _shared_reading(self, whole_: Reading, index: int) -> Reading:
+    def _shared_metadata(self, step: PagedMetadata, index: int) -> PagedMetadata:
         group = self.shared[index]
-        first = sum(whole_.queries[: group.first])
-        tokens = sum(whole_.queries[group.first : group.last])
+        first = sum(step.queries[: group.first])
+        tokens = sum(step.queries[group.first : group.last])
         offsets, end = self._buffer.shared(index)
         some = slice(first, first + tokens)
         rows = slice(group.first, group.last)
-        latest = max(whole_.last(row) for row in range(group.first, group.last))
-        return Reading(
-            whole_.page_size, whole_.tables[group.first : group.first + 1], self._buffer.zero, end, offsets,
-            self._buffer.zeros(tokens), whole_.positions[some], (tokens,), (0,), (self.spread.held(group.length),),
-            (min(whole_.starts[rows]),), latest, self.spread, merged=True,
+        latest = max(step.last(row) for row in range(group.first, group.last))
+        return PagedMetadata(
+            step.page_size, step.tables[group.first : group.first + 1], self._buffer.zero, end, offsets,
+            self._buffer.zeros(tokens), step.positions[some], (tokens,), (0,), (self.spread.held(group.length),),
+            (min(step.starts[rows]),), latest, self.spread, merged=True,
         )  # fmt: skip
 
     @property
@@ -289,15 +288,11 @@ class StepPlan:
         offsets = self.offsets
         return self.lengths - (offsets[1:] - offsets[:-1])
 
-    def remembered(self, what: object, work: Callable[[], T]) -> T:
-        """The result of `work`, which is done once a step."""
-        return self.reading.once(what, work)
-
     @property
     def last_tokens(self) -> Tensor:
         """(rows,) int64: the index of each sequence's last new token, whose logits are wanted."""
-        if self._reading is not None and 0 in self._reading.queries:
-            row = self._reading.queries.index(0)
+        if self._metadata is not None and 0 in self._metadata.queries:
+            row = self._metadata.queries.index(0)
             raise PageError(f"last_tokens needs a new token in every row of the step, got none in row {row}")
         return self.offsets[1:].long() - 1
 
@@ -356,7 +351,7 @@ class _Buffer:
         side.ints[3 * self.t : 3 * self.t + count] = positions
 
     def put(self, offsets: list[int], lengths: list[int], begins: array[int], ends: list[int]) -> None:
-        """What is said of every sequence."""
+        """The numbers of every sequence."""
         ints = self._sides[self._turn].ints
         for at, values in zip(self.places[3:], (array("i", offsets), array("i", lengths), begins), strict=False):
             ints[at : at + len(values)] = values

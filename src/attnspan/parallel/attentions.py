@@ -23,18 +23,18 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from attnspan.attention import Attention
-from attnspan.attention.agreement import Inputs
-from attnspan.attention.lane import wide
+from attnspan.attention.call import Inputs
 from attnspan.attention.score import DTYPES, Captured, Score, ScoreFunction
 from attnspan.attention.uses import Uses
+from attnspan.dtypes import lse_dtype
 from attnspan.errors import AttentionError
 from attnspan.masks import Full, Mask
 from attnspan.masks.fingerprint import fingerprint
 from attnspan.parallel.block_masks import ReadBlockMask, alone_of
+from attnspan.parallel.call_args import FlexArgs
 from attnspan.parallel.core import Core
-from attnspan.parallel.dtensors import carried, is_dtensor
-from attnspan.parallel.flex_args import FlexArgs
-from attnspan.parallel.flex_checks import check_alone, check_filled, check_lengths, check_scale
+from attnspan.parallel.dtensors import is_dtensor, run_attention
+from attnspan.parallel.flex_checks import check_alone, check_filled, check_lengths
 from attnspan.parallel.guards import guarded, guards_of
 from attnspan.parallel.report import PastUses, Report, report
 from attnspan.plan import Plan
@@ -75,14 +75,17 @@ class BoundAttention:
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, *, sinks: Tensor | None = None) -> Tensor:
         """The output for this rank's queries, (B, H, S, Dv)."""
-        return self.with_lse(query, key, value, sinks=sinks, returned=False)[0]
+        return self._run(Inputs(query, key, value, sinks, self.captured.of(query)))[0]
 
     def with_lse(
-        self, query: Tensor, key: Tensor, value: Tensor, *, sinks: Tensor | None = None, returned: bool = True
+        self, query: Tensor, key: Tensor, value: Tensor, *, sinks: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """The output, and the log-sum-exp of every row (B, H, S), differentiable too."""
-        check_alone(self.alone, query)
-        return carried(self.core, self.attend, query, key, value, sinks, self.captured.of(query), lse=returned)
+        return self._run(Inputs(query, key, value, sinks, self.captured.of(query), return_lse=True))
+
+    def _run(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        check_alone(self.alone, inputs.query)
+        return run_attention(self.core, self.attend, inputs)
 
     def __repr__(self) -> str:
         score = "" if self.score_mod is None else f", {getattr(self.score_mod, '__name__', 'score_mod')}"
@@ -108,10 +111,12 @@ class Attentions:
             raise AttentionError("under torch.compile, call cp.attention_for(...) outside and use its result inside")
         if isinstance(asked, BoundAttention):
             raise AttentionError(f"mask is an attention already: {asked!r}")
-        check_scale(scale, self.core)
+        self.core.check_scale(scale)
         own, mask = self._mask(self.core.mask_name(None) if asked is None else asked, None)
         score = None if score_mod is None else self._score(score_mod, DTYPES)
-        mine = self._found(own, mask, score, scale).variant(watched=mask)  # a call of its own captures other tensors
+        mine = self._attention(own, mask, score, scale).variant(
+            watched=mask
+        )  # a call of its own captures other tensors
         mine.captured = Captured([], []) if score is None else score.captured
         return BoundAttention(self.core, mine, score_mod)
 
@@ -140,18 +145,18 @@ class Attentions:
 
     # ---- attentions ----------------------------------------------------------------------------------------------
 
-    def at_call(self, args: FlexArgs, name: str | None) -> tuple[Attention, list[Tensor]]:
+    def for_call(self, args: FlexArgs, name: str | None) -> tuple[Attention, list[Tensor]]:
         """The attention of a call, and what its score_mod captures at present. See [Note: time of asking]."""
-        query, key, value = args[:3]
+        query = args.query
         own, mask = self._mask(args.block_mask, name)
-        score = None if args.score_mod is None else self._score(args.score_mod, (wide(query.dtype),))
+        score = None if args.score_mod is None else self._score(args.score_mod, (lse_dtype(query.dtype),))
         scale = None if args.scale == query.shape[-1] ** -0.5 else args.scale
-        attend, captured = self._found(own, mask, score, scale), [] if score is None else score.captured.of(query)
+        attend, captured = self._attention(own, mask, score, scale), [] if score is None else score.captured.of(query)
         if not isinstance(args.block_mask, BlockMask) and not is_dtensor(query):
-            attend.check_mask(mask, Inputs(query, key, value, None, *captured))
+            attend.check_mask(mask, Inputs(*args[:3], captured=captured))
         return attend, captured
 
-    def _found(self, own: str | None, mask: Mask, score: Score | None, scale: float | None) -> Attention:
+    def _attention(self, own: str | None, mask: Mask, score: Score | None, scale: float | None) -> Attention:
         """The attention of a mask, a score_mod and a scale."""
         key = mask, score, scale
         if key not in self._attends:

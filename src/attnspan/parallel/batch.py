@@ -43,6 +43,7 @@ from torch import Tensor
 
 from attnspan.errors import ShardError, one_of
 from attnspan.masks import KeyPadding
+from attnspan.parallel.checksum import checksum
 from attnspan.parallel.documents import borders
 from attnspan.parallel.sharding import check_fill
 from attnspan.transports.consensus import heard, odd
@@ -121,22 +122,10 @@ class SameBatch:
 
 
 def _sums(batch: Mapping[str, object]) -> dict[str, int]:
-    """For every entry of whole numbers, a number that is hardly the same for others."""
-    return {name: _sum(value) for name, value in batch.items() if isinstance(value, Tensor) and _is_integral(value)}
-
-
-def _is_integral(value: Tensor) -> bool:
-    return not (value.is_floating_point() or value.is_complex())
-
-
-def _sum(value: Tensor) -> int:
-    """A sum in which places count.
-
-    >>> _sum(torch.tensor([3, 5])) == _sum(torch.tensor([5, 3]))
-    False
-    """
-    numbers = value.detach().reshape(-1).to(torch.int64)
-    return int((numbers * (torch.arange(len(numbers), device=numbers.device) % 65521 + 1)).sum())
+    """A checksum of every entry of whole numbers."""
+    given = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
+    integral = {name: value for name, value in given.items() if not (value.is_floating_point() or value.is_complex())}
+    return {name: checksum([value.to(torch.int64)]) for name, value in integral.items()}
 
 
 def _sharded(
@@ -288,12 +277,12 @@ def _padded(cp: ContextParallel, mask: object, rows: int | None, padding: str) -
 
 def _implied(cp: ContextParallel, lengths: Sequence[int]) -> bool:
     """Whether no query of any row, by any of the masks, sees a key beyond the row's length."""
-    for mask in cp.masks.values():
-        for row, length in enumerate(lengths):
-            bands = mask.bands(cp.seq_len, row=row if mask.rows > 1 else 0)
-            if any(band.k1 > length for band in bands):
-                return False
-    return True
+    return all(
+        band.k1 <= length
+        for mask in cp.masks.values()
+        for row, length in enumerate(lengths)
+        for band in mask.bands(cp.seq_len, row=row if mask.rows > 1 else 0)
+    )
 
 
 def _lengths(mask: object, seq_len: int, rows: int | None) -> tuple[int, ...]:

@@ -17,6 +17,7 @@ tell the runs apart. Everything is held in memory at once, and the dense run hol
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -29,11 +30,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
-from attnspan.attention.call import shape_of
+from attnspan.attention.call import Inputs
 from attnspan.attention.uses import Uses
+from attnspan.dtypes import lse_dtype
 from attnspan.errors import AttentionError
 from attnspan.layouts import Contiguous, Layout
-from attnspan.parallel.attach import is_attached
+from attnspan.parallel.attached_forward import is_attached
+from attnspan.parallel.batch import IGNORED
 from attnspan.parallel.core import Masks
 from attnspan.parallel.session import ContextParallel
 from attnspan.plan import Plan, Strategy
@@ -47,9 +50,6 @@ Forward = Callable[[nn.Module, Any, ContextParallel], object]
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 """By the dtype of the parameters. A mistake is rarely smaller than 1e-2; rounding grows with depth."""
-
-IGNORED = -100
-"""The label of a token that has none, as in F.cross_entropy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ def check_model(
     tolerance: float | None = None,
     raises: bool = False,
 ) -> ModelCheck:
-    """ModelRun a model on one device and context parallel, and compare loss, logits, gradients and every module.
+    """Run a model on one device and context parallel, and compare loss, logits, gradients and every module.
 
     `batch` is whole, the same on every rank. `forward(model, batch, cp)` is one training step's forward as the script
     does it: shard the batch, run the model, return the loss, the logits or both; it runs with a session of one rank
@@ -221,14 +221,11 @@ class ModelRun:
 def _watching(model: nn.Module) -> Iterator[list[ModuleCall]]:
     passed: list[ModuleCall] = []
 
-    def returned(name: str) -> object:
-        def hook(_: nn.Module, args: object, kwargs: object, output: object) -> None:
-            passed.append(ModuleCall(name, _tensors((args, kwargs)), _tensors(output)))
-
-        return hook
+    def note(name: str, _: nn.Module, args: object, kwargs: object, output: object) -> None:
+        passed.append(ModuleCall(name, _tensors((args, kwargs)), _tensors(output)))
 
     handles = [
-        module.register_forward_hook(returned(name or type(model).__name__), with_kwargs=True)
+        module.register_forward_hook(functools.partial(note, name or type(model).__name__), with_kwargs=True)
         for name, module in model.named_modules()
     ]
     try:
@@ -310,7 +307,7 @@ def _loss_and_logits(out: object, cp: ContextParallel) -> tuple[Tensor, Tensor |
         loss = out
     if loss is None:
         logits = _logits(out)
-        loss = cp.mean_loss(logits.to(torch.promote_types(logits.dtype, torch.float32)).logsumexp(-1))
+        loss = cp.mean_loss(logits.to(lse_dtype(logits.dtype)).logsumexp(-1))
     return loss, logits
 
 
@@ -339,14 +336,10 @@ class DenseAttention:
         """With another scale; a guard has nothing to guard here."""
         return replace(self, scale=self.scale if scale is None else scale)
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, *, sinks: Tensor | None = None) -> Tensor:
-        return self.with_lse(query, key, value, sinks=sinks)[0]
-
-    def with_lse(
-        self, query: Tensor, key: Tensor, value: Tensor, *, sinks: Tensor | None = None, returned: bool = True
-    ) -> tuple[Tensor, Tensor]:
-        """(out, lse), as `Attention.with_lse`."""
-        self.uses.add_forward(self.plan, shape_of(query, key, value))
+    def run(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        """(out, lse), as `Attention.run`."""
+        self.uses.add_forward(self.plan, inputs.shape)
+        query, key, value, sinks = inputs[:4]
         group = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
         scores = query @ key.mT * (query.shape[-1] ** -0.5 if self.scale is None else self.scale)
@@ -356,8 +349,7 @@ class DenseAttention:
             scores = torch.cat([scores, sinks[None, :, None, None].expand(*scores.shape[:3], 1).to(scores.dtype)], -1)
         empty = (scores == -torch.inf).all(-1, keepdim=True)
         weights = scores.masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0)
-        wide = torch.promote_types(query.dtype, torch.float32)
-        return weights[..., : value.shape[2]] @ value, scores.to(wide).logsumexp(-1)
+        return weights[..., : value.shape[2]] @ value, scores.to(lse_dtype(query.dtype)).logsumexp(-1)
 
     def _allowed(self, device: torch.device) -> Tensor:
         plan, mask = self.plan, self.plan.mask
@@ -508,7 +500,6 @@ def _rank_of(error: float) -> float:
 def _hints(
     errors: Mapping[str, float], first: Difference | None, calls: int, tolerance: float, alike: bool
 ) -> tuple[str, ...]:
-    """What to look at."""
     hints = []
     wrong = not all(error <= tolerance for error in errors.values())
     if calls == 0 and (wrong or first is not None):

@@ -12,7 +12,6 @@ them: a layout that deals other numbers of tokens than DTensor's own chunks is r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeGuard
 
 import torch
@@ -21,6 +20,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from attnspan.attention import Attention
+from attnspan.attention.call import Inputs
 from attnspan.errors import AttentionError
 from attnspan.parallel.loss import shared
 from attnspan.transports.distributed import Distributed
@@ -37,45 +37,33 @@ SEQ = 2
 """The dim of the sequence in (B, H, S, D)."""
 
 
-def carried(
-    core: Core,
-    attend: Attention,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sinks: Tensor | None = None,
-    captured: Sequence[Tensor] = (),
-    *,
-    lse: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """`attend` on local tensors, (out, lse); for DTensors they are DTensors too.
+def run_attention(core: Core, attend: Attention, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """(out, lse) of an attention on local tensors; for DTensors they are DTensors too.
 
-    `captured` are the tensors that its score_mod captures, `lse` whether lse is returned to the model. Sinks and
-    captured tensors are the same on every rank and get the sum of all ranks' gradients; each rank takes its part, see
-    [Note: averages] in loss.py.
+    Sinks and captured tensors are the same on every rank and get the sum of all ranks' gradients; each rank takes its
+    part, see [Note: averages] in loss.py.
     """
-    tensors = (query, key, value)
+    tensors = inputs[:3]
     plain = all(type(x) in PLAIN for x in tensors)
     sharded = [] if plain else [x for x in tensors if is_dtensor(x)]
     if sharded:
         _check_all(core, tensors, sharded)
-    q, k, v = [x.to_local() for x in sharded] if sharded else tensors
-    if sinks is not None:
-        sinks = shared(sinks, core.ranks)
-    if captured:
-        parts = [shared(x, core.ranks) if x.requires_grad else x for x in captured]
-        out, sums = attend.with_captured(parts, q, k, v, sinks, lse)
-    else:
-        out, sums = attend.with_lse(q, k, v, sinks=sinks, returned=lse)
+        query, key, value = (x.to_local() for x in sharded)
+        inputs = inputs._replace(query=query, key=key, value=value)
+    if inputs.sinks is not None:
+        inputs = inputs._replace(sinks=shared(inputs.sinks, core.ranks))
+    if inputs.captured:
+        parts = [shared(x, core.ranks) if x.requires_grad else x for x in inputs.captured]
+        inputs = inputs._replace(captured=parts)
+    out, lse = attend.run(inputs)
     if not sharded:
-        return out, sums
-    mesh, placements, shape = sharded[0].device_mesh, sharded[0].placements, tuple(query.shape)
-    shapes = (*shape[:3], value.shape[3]), shape[:3]
-    return as_dtensor(out, mesh, placements, shapes[0]), as_dtensor(sums, mesh, placements, shapes[1])
+        return out, lse
+    given = sharded[0]
+    mesh, placements, shape = given.device_mesh, given.placements, tuple(given.shape[:3])
+    return as_dtensor(out, mesh, placements, (*shape, out.shape[3])), as_dtensor(lse, mesh, placements, shape)
 
 
 def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
-    """Whether a tensor is a DTensor."""
     from torch.distributed.tensor import DTensor
 
     return isinstance(tensor, DTensor)

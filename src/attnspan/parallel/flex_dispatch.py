@@ -8,11 +8,6 @@ one function object, under whatever name it was imported or compiled.
 [Note: other code] The first block or attachment of all threads puts it in place, the last one takes it away. In a
 thread without a block it costs a look at an empty stack. torch.compile follows it, and guards on it, as on any code.
 
-[Note: frames of our own] Where torch.compile gives up on a user's function, or breaks off at a call, it goes on to
-compile what is called there, function by function. Our code between the user and torch sees all kinds of arguments, and
-would be compiled until the recompilation limit is hit. Dynamo is told to run such frames as they are; as part of a
-user's function they are followed as before.
-
 The operator itself, called directly, is seen by the mode and refused. Knows nothing of sessions.
 """
 
@@ -20,7 +15,7 @@ from __future__ import annotations
 
 import inspect
 from threading import RLock
-from types import CodeType, FunctionType
+from types import FunctionType
 from typing import TYPE_CHECKING, Self
 
 import torch
@@ -28,6 +23,7 @@ import torch.nn.attention.flex_attention as theirs
 from torch.overrides import TorchFunctionMode
 
 from attnspan.assumptions import Assumption
+from attnspan.parallel.eager import run_eagerly
 
 _FLEX = theirs.flex_attention
 _LOCK = RLock()  # what is collected ends in whatever thread that happens
@@ -74,7 +70,7 @@ def dispatched(*args: object, **kwargs: object) -> object:
     return plain(*args, **kwargs)
 
 
-def _asking(
+def _replacement(
     query: object,
     key: object,
     value: object,
@@ -93,19 +89,7 @@ def _asking(
     return dispatched(query, key, value, *rest, return_aux=return_aux)
 
 
-_CODE = _asking.__code__.replace(co_name=_FLEX.__name__)
-
-
-def run_eagerly(code: CodeType, *, callees: bool = True) -> None:
-    """Keep torch.compile from compiling code, and what it calls, by itself. See [Note: frames of our own]."""
-    try:
-        from torch._C._dynamo import eval_frame
-
-        action = eval_frame._FrameAction
-        below = action.SKIP if callees else action.DEFAULT
-        eval_frame.set_code_exec_strategy(code, eval_frame._FrameExecStrategy(action.SKIP, below))
-    except (ImportError, AttributeError):  # a torch that cannot be told compiles them, which is slow and not wrong
-        return
+_CODE = _replacement.__code__.replace(co_name=_FLEX.__name__)
 
 
 # A thread without a block may have compiled flex_attention itself: torch's own code is then compiled as ever.
@@ -127,7 +111,7 @@ def _reaches() -> bool:
     """Whether the other code has torch's signature, and hands a call to the innermost block, or else to torch."""
     ours, torchs = (
         [(p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()]
-        for function in (_asking, plain)
+        for function in (_replacement, plain)
     )
     other = FunctionType(_CODE, _FLEX.__globals__, _FLEX.__name__, _FLEX.__defaults__, _FLEX.__closure__)
     other.__kwdefaults__ = _FLEX.__kwdefaults__

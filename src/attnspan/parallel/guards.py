@@ -2,16 +2,16 @@
 
 [Note: ways of entry] A call of attention comes in one of three ways::
 
-    eager     from eager code: both rules are checked before the call
-    inside    from compiled code that enters the block itself, whenever it runs: only the session has to be the same
-    around    from compiled code inside a block of eager code: both rules
+    eager                  from eager code: both rules are checked before the call
+    compiled_with_block    from compiled code that enters the block itself, whenever it runs: only the session has to be
+                           the same
+    compiled_in_block      from compiled code inside a block of eager code: both rules
 
 In compiled code the op checks them when it runs, since only then there is a stack to look at.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Literal
 from weakref import WeakKeyDictionary, WeakSet
@@ -25,7 +25,7 @@ from attnspan.parallel import checkpoint_regions
 if TYPE_CHECKING:
     from attnspan.parallel.core import Core
 
-Entry = Literal["eager", "inside", "around"]
+Entry = Literal["eager", "compiled_with_block", "compiled_in_block"]
 
 Guards = Mapping[Entry, Callable[[], None]]
 """What is checked before a call, by its way of entry."""
@@ -36,21 +36,20 @@ _USED: WeakKeyDictionary[object, WeakSet[Core]] = WeakKeyDictionary()  # of each
 def guards_of(core: Core) -> Guards:
     """The checks of a session. See [Note: ways of entry]."""
 
-    def eager() -> None:
-        check_block(torch.is_grad_enabled())
+    def both(keeping: bool = True) -> None:
+        check_block(keeping)
         check_session(core)
 
-    def around() -> None:
-        check_block()
-        check_session(core)
-
-    return {"eager": eager, "inside": functools.partial(check_session, core), "around": around}
+    return {
+        "eager": lambda: both(torch.is_grad_enabled()),
+        "compiled_with_block": lambda: check_session(core),
+        "compiled_in_block": both,
+    }
 
 
 def guarded(attend: Attention, guards: Guards) -> dict[Entry, Attention]:
     """An attention for each way of entry; in eager code the caller checks."""
-    inside, around = (attend.variant(guard=guards[entry]) for entry in ("inside", "around"))
-    return {"eager": attend, "inside": inside, "around": around}
+    return {entry: attend if entry == "eager" else attend.variant(guard=guard) for entry, guard in guards.items()}
 
 
 def check_block(keeping: bool = True) -> None:

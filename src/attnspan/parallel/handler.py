@@ -17,15 +17,15 @@ from typing import NoReturn
 from torch import Tensor
 
 from attnspan.attention import Attention
-from attnspan.attention.agreement import Inputs, refuse
+from attnspan.attention.agreement import refuse
+from attnspan.attention.call import Inputs
 from attnspan.errors import AttentionError, AttnspanError
 from attnspan.parallel.attentions import Attentions
-from attnspan.parallel.dtensors import carried, is_dtensor
+from attnspan.parallel.call_args import SDPA, FlexArgs, FlexResult, SdpaArgs, flat
+from attnspan.parallel.dtensors import is_dtensor, run_attention
 from attnspan.parallel.flex import flex_attention
-from attnspan.parallel.flex_args import FlexArgs, FlexResult
 from attnspan.parallel.guards import Entry, Guards, guarded, guards_of
 from attnspan.parallel.multihead import multi_head_attention
-from attnspan.parallel.sdpa_args import SDPA, SdpaArgs, flat
 from attnspan.parallel.sdpa_checks import SdpaChecks
 
 
@@ -58,7 +58,6 @@ class SessionHandler(Handler):
             self._scaled: dict[float, Attention] = {}
 
     def flex(self, entry: Entry, args: FlexArgs) -> FlexResult:
-        """flex_attention, which brings its mask."""
         if entry == "eager":
             self.guards["eager"]()
         return flex_attention(self.attentions, args, self.name, entry)
@@ -99,25 +98,24 @@ class SessionHandler(Handler):
     def _run(self, attend: Attention, args: SdpaArgs) -> Tensor:
         query, key, value = args[:3]
         if query.dim() == 4:
-            return carried(self.core, attend, query, key, value)[0]
-        return attend(flat(query), flat(key), flat(value)).reshape(*query.shape[:-1], value.shape[-1])
+            return run_attention(self.core, attend, Inputs(query, key, value))[0]
+        out, _ = attend.run(Inputs(flat(query), flat(key), flat(value)))
+        return out.reshape(*query.shape[:-1], value.shape[-1])
 
     def check(self, args: SdpaArgs) -> None:
-        """Refuse what the session was not made for."""
         self.checks.check(args)
 
     def refuse(self, attend: Attention, args: SdpaArgs, wrong: AttentionError) -> NoReturn:
         """Raise what is wrong. See [Note: refused together]."""
-        tensors = args[:3]
         if isinstance(attend, Attention) and all(
-            isinstance(x, Tensor) and x.dim() > 1 and not is_dtensor(x) for x in tensors
+            isinstance(x, Tensor) and x.dim() > 1 and not is_dtensor(x) for x in args[:3]
         ):
-            shards = [flat(x) for x in tensors]
+            inputs = Inputs(flat(args.query), flat(args.key), flat(args.value))
             try:
-                call = attend.call.for_shapes(*shards)
+                call = attend.call.for_inputs(inputs)
             except AttnspanError:  # there is no plan for such tensors, on which all could agree
                 raise wrong from None
-            refuse(call, Inputs(*shards), wrong)
+            refuse(call, inputs, wrong)
         raise wrong
 
 
@@ -125,12 +123,10 @@ class UnnamedMask(Handler):
     """Stands where a module has no mask: its attention is refused."""
 
     def sdpa(self, entry: Entry, args: SdpaArgs) -> NoReturn:
-        """Refuse."""
         raise AttentionError(
             "attention in a module for which no mask was named: name one for the rest, as in "
             "cp.attach(model, {'layers.*.attention': 'window'}, mask='full')"
         )
 
     def flex(self, entry: Entry, args: FlexArgs) -> NoReturn:
-        """Refuse."""
         self.sdpa(entry, SdpaArgs(*args[:3]))

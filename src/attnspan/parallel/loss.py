@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from attnspan.attention.transforms import check_no_tangents, check_no_transform, check_untransformed
-from attnspan.dtypes import dtype_name
+from attnspan.dtypes import dtype_name, lse_dtype
 from attnspan.errors import ShardError, TransportError
 from attnspan.masks.versions import version_of
 from attnspan.transports import Transport
@@ -71,7 +71,7 @@ def mean_loss(
     by = rows.number.sum() if own.divisor is None else own.divisor
     by = by.where(by != 0, 1).double()  # nothing, shared by nobody, is nothing
     loss: Tensor = _Mean.apply(own.sum, rows.sum.sum() / by, transport.ranks / by)
-    return loss.to(_result(per_token))
+    return loss.to(lse_dtype(per_token.dtype))
 
 
 def mean(values: Tensor, valid: Tensor | None, transport: Transport) -> Tensor:
@@ -83,7 +83,7 @@ def mean(values: Tensor, valid: Tensor | None, transport: Transport) -> Tensor:
         return found._replace(sum=found.sum.double())
 
     _, rows = _exchanged("a mean", share, transport)
-    return (rows.sum.sum() / rows.number.sum()).to(_result(values))
+    return (rows.sum.sum() / rows.number.sum()).to(lse_dtype(values.dtype))
 
 
 def total(values: Tensor, valid: Tensor | None, transport: Transport) -> Tensor:
@@ -96,7 +96,7 @@ def total(values: Tensor, valid: Tensor | None, transport: Transport) -> Tensor:
     real = isinstance(values, Tensor) and values.is_floating_point()
     _, rows = _exchanged("a sum" if real else "a sum of whole numbers", share, transport)
     value = rows.sum.sum()
-    return summed_over(value.to(_result(values)) if real else value, transport)
+    return summed_over(value.to(lse_dtype(values.dtype)) if real else value, transport)
 
 
 class _Mean(torch.autograd.Function):
@@ -230,10 +230,6 @@ def _check(values: Tensor, transport: Transport) -> None:
     if values.device != transport.device:
         raise ShardError(f"values must be on {transport.device}, where the group is, got {values.device}")
     check_untransformed("a mean or a sum over ranks", values, error=ShardError)
-
-
-def _result(values: Tensor) -> torch.dtype:
-    return torch.float64 if values.dtype == torch.float64 else torch.float32
 
 
 # ---- counts ----------------------------------------------------------------------------------------------------------

@@ -51,7 +51,6 @@ class ReportLine:
 
     @property
     def strategy(self) -> str:
-        """Its plan's."""
         return name_of(self.plan.strategy)
 
     @property
@@ -68,8 +67,7 @@ class ReportLine:
     @property
     def all_pairs(self) -> float:
         """The same of all ranks."""
-        plan = self.plan
-        return self.calls * sum(plan.group_works()) * self._alike
+        return self.calls * sum(self.plan.group_works()) * self._alike
 
     @property
     def _alike(self) -> int:
@@ -96,16 +94,9 @@ class PastUses:
         for line in lines:
             for counted in (uses.forward, uses.replayed, uses.backward):
                 counted.pop((line.plan, line.shape), None)
-        every: list[ReportLine | PastUses] = [self, *lines]
-        return PastUses(
-            self.mask,
-            calls=sum(each.calls for each in every),
-            replays=sum(each.replays for each in every),
-            backwards=sum(each.backwards for each in every),
-            received=Bytes(*(sum(each.received[way] for each in every) for way in range(2))),
-            pairs=sum(each.pairs for each in every),
-            all_pairs=sum(each.all_pairs for each in every),
-        )
+        sums = Report(rank, 0, (self, *lines))
+        counts = (sums.calls, sums.replays, sums.backwards)
+        return PastUses(self.mask, *counts, sums.received, sums.pairs, sums.all_pairs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +126,7 @@ class Report:
     def received(self) -> Bytes:
         """Bytes that arrived, forward and backward."""
         each = [line.received for line in self.lines]
-        return Bytes(sum(b.forward for b in each), sum(b.backward for b in each))
+        return Bytes(sum(size.forward for size in each), sum(size.backward for size in each))
 
     @property
     def pairs(self) -> float:
@@ -143,10 +134,14 @@ class Report:
         return sum(line.pairs for line in self.lines)
 
     @property
+    def all_pairs(self) -> float:
+        """The same of all ranks."""
+        return sum(line.all_pairs for line in self.lines)
+
+    @property
     def share(self) -> float:
         """This rank's part of the pairs of all ranks; a fair one is 1 / ranks."""
-        everything = sum(line.all_pairs for line in self.lines)
-        return self.pairs / everything if everything else 0.0
+        return self.pairs / self.all_pairs if self.all_pairs else 0.0
 
     def __str__(self) -> str:
         head = ["mask", "strategy", "calls", "replays", "backwards", "pairs", "received forward", "backward"]
@@ -213,53 +208,39 @@ def _hint(calls: int, expected: int) -> str:
 
 
 def arriving(plan: Plan, shape: Shape, rank: int) -> Bytes:
-    """What arrives at a rank in one call."""
-    narrow, wide = DTYPES[shape.dtype], max(4, DTYPES[shape.dtype])
-    batch = shape.batch if plan.rows == 1 else 1
-    kv_heads = shape.kv_heads or shape.heads
-    shares = split_heads(shape.heads, kv_heads, plan.degree)
-    each = len(shares[rank % plan.degree].key) * (shape.head_dim + (shape.v_head_dim or shape.head_dim)) * batch
-    steps = [step for row in range(plan.rows) for step in plan.steps(rank, row)]
-    keys = sum(transfer.tokens for step in steps for transfer in step.receives) * each * narrow
-    gradients = sum(transfer.tokens for step in steps for transfer in step.returns) * each * wide
-    heads = _heads(plan, shape, rank)
-    return Bytes(keys + heads.forward, keys + gradients + heads.backward)
-
-
-def _heads(plan: Plan, shape: Shape, rank: int) -> Bytes:
-    """What the exchange of heads brings: tokens of own heads, then own tokens of all heads."""
+    """What arrives at a rank in one call: keys and their gradients, and what the exchange of heads brings, tokens of
+    own heads and then own tokens of all heads."""
     narrow, wide = DTYPES[shape.dtype], max(4, DTYPES[shape.dtype])
     batch = shape.batch if plan.rows == 1 else 1
     dim, value_dim = shape.head_dim, shape.v_head_dim or shape.head_dim
     shares = split_heads(shape.heads, shape.kv_heads or shape.heads, plan.degree)
     here, first = rank % plan.degree, rank - rank % plan.degree
+    taken_q, taken_k = len(shares[here].query), len(shares[here].key)
     forward = backward = 0
     for row in range(plan.rows):
+        for step in plan.steps(rank, row):
+            keys = sum(transfer.tokens for transfer in step.receives) * taken_k * (dim + value_dim) * narrow
+            forward += keys
+            backward += keys
+            backward += sum(transfer.tokens for transfer in step.returns) * taken_k * (dim + value_dim) * wide
+        own_q, own_k = _held(plan, rank, row)
         for member in range(plan.degree):
             if member == here:
                 continue
-            q, k = (_tokens(side, first + member, row) for side in _sides(plan))
-            q_own, k_own = (_tokens(side, rank, row) for side in _sides(plan))
-            taken_q, taken_k = len(shares[here].query), len(shares[here].key)
+            q, k = _held(plan, first + member, row)
             given_q, given_k = len(shares[member].query), len(shares[member].key)
-            forward += (q * taken_q * dim + k * taken_k * (dim + value_dim)) * narrow  # q, k, v
-            forward += q_own * given_q * (value_dim * narrow + wide)  # out and lse
-            backward += (
-                q * taken_q * (dim + 2 * value_dim) + k * taken_k * (dim + value_dim)
-            ) * narrow  # and out, grad
-            backward += q * taken_q * wide  # lse
-            backward += (q_own * given_q * dim + k_own * given_k * (dim + value_dim)) * wide  # gradients
+            brought = (q * taken_q * dim + k * taken_k * (dim + value_dim)) * narrow  # q, k, v
+            forward += brought + own_q * given_q * (value_dim * narrow + wide)  # and out and lse
+            backward += brought + q * taken_q * (2 * value_dim * narrow + wide)  # and out, grad and lse
+            backward += (own_q * given_q * dim + own_k * given_k * (dim + value_dim)) * wide  # gradients
     return Bytes(forward * batch, backward * batch)
 
 
-def _sides(plan: Plan) -> Iterable[tuple[Plan, str]]:
-    return (plan, "query"), (plan, "key")
-
-
-def _tokens(side: tuple[Plan, str], rank: int, row: int) -> int:
-    plan, which = side
-    layout, length = (plan.layout, plan.seq_len) if which == "query" else (plan.key_layout, plan.key_len)
-    return tokens_in(layout.runs(length, rank, row if layout.rows > 1 else 0))
+def _held(plan: Plan, rank: int, row: int) -> tuple[int, int]:
+    """How many queries and keys of a batch row lie on a rank."""
+    sides = (plan.layout, plan.seq_len), (plan.key_layout, plan.key_len)
+    queries, keys = (tokens_in(layout.runs(length, rank, row if layout.rows > 1 else 0)) for layout, length in sides)
+    return queries, keys
 
 
 def _sized(size: float) -> str:

@@ -28,14 +28,13 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from attnspan.assumptions import Assumption
 from attnspan.errors import AttentionError
 from attnspan.parallel import checkpoint_regions, flex_dispatch, multihead
+from attnspan.parallel.call_args import FLEX, SDPA, FlexArgs, FlexResult, SdpaArgs
 from attnspan.parallel.compiled_checkpoints import enter_empty_block
-from attnspan.parallel.eager import eagerly
-from attnspan.parallel.flex_args import FLEX, FlexArgs, FlexResult
+from attnspan.parallel.eager import eagerly, run_eagerly
 from attnspan.parallel.flex_dispatch import FlexMode
 from attnspan.parallel.guards import Entry
 from attnspan.parallel.handler import Handler
 from attnspan.parallel.multihead import check_weights
-from attnspan.parallel.sdpa_args import SDPA, SdpaArgs
 
 Function = Callable[..., object]
 Args = tuple[object, ...]
@@ -55,17 +54,17 @@ ATTENTION_NAMES = re.compile(r"(?<!fl)att(?!er)|flash|fmha|mha_|(?<!f)sdp(?!_cho
 """What names of attention have in common; not flatten, scatter or FSDP."""
 
 
-class Scope(FlexMode):
+class AttentionMode(FlexMode):
     """A block in which SDPA and flex_attention are a session's attention."""
 
     def __init__(self, handler: Handler, eager: bool = False):
         super().__init__()
         self.handler = handler
-        self.eager = eager  # whether it stands, in compiled code, for a block of eager code around that
+        self.eager = eager  # whether it stands, in compiled code, for the block of eager code around that
         self.compiled = False  # whether the block was compiled with what is in it
         self.pushed: list[bool] = []
 
-    def __enter__(self) -> Scope:
+    def __enter__(self) -> AttentionMode:
         self.compiled = torch.compiler.is_compiling()
         if self.compiled:
             return super().__enter__()
@@ -73,7 +72,7 @@ class Scope(FlexMode):
         checkpoint_regions.enter()
         around = _get_current_function_mode()
         # A second mode just like the one that is on would cost every call of torch a detour, and change nothing.
-        self.pushed.append(not (isinstance(around, Scope) and around.handler is self.handler))
+        self.pushed.append(not (isinstance(around, AttentionMode) and around.handler is self.handler))
         flex_dispatch.install()
         return super().__enter__() if self.pushed[-1] else self
 
@@ -93,7 +92,7 @@ class Scope(FlexMode):
         if torch.compiler.is_compiling():
             return self._traced(func, args, kwargs)
         name = getattr(func, "__name__", "")
-        if isinstance(func, OPS) or _names_attention(name):  # nearly every call ends here: it must be cheap
+        if isinstance(func, OPS) or _is_attention_name(name):  # nearly every call ends here: it must be cheap
             return self._dispatched(func, name, args, kwargs)
         return func(*args, **kwargs)
 
@@ -105,7 +104,7 @@ class Scope(FlexMode):
 
     def _compiled_entry(self) -> Entry:
         """Whether compiled code enters the block itself: see [Note: ways of entry] in guards.py."""
-        return "inside" if self.compiled and not self.eager else "around"
+        return "compiled_with_block" if self.compiled and not self.eager else "compiled_in_block"
 
     def _dispatched(self, func: Function, name: str, args: Args, kwargs: Kwargs) -> object:
         """An op, or a function whose name may tell of attention."""
@@ -114,7 +113,7 @@ class Scope(FlexMode):
         if func is F.multi_head_attention_forward:
             check_weights(args, kwargs)
             return self.handler.multi_head(*args, **kwargs)
-        if _attends(func):
+        if _is_attention(func):
             raise AttentionError(_refusal(name))
         if isinstance(func, HigherOrderOperator):  # the mode is off while its functions run
             args = tuple(_reentering(self.handler, arg) if _is_function(arg) else arg for arg in args)
@@ -134,7 +133,7 @@ class Scope(FlexMode):
             raise AttentionError(_refusal("the fused layer"))
         if isinstance(func, HigherOrderOperator):
             args = self._with_reentering(func, args)
-        elif isinstance(func, OpOverload | OpOverloadPacket) and _attends(func):
+        elif isinstance(func, OpOverload | OpOverloadPacket) and _is_attention(func):
             raise AttentionError(_refusal("an op of attention"))
         if func is torch.Tensor.unflatten:  # it calls super(), which dynamo does not follow while a mode is on
             func = torch.unflatten
@@ -153,11 +152,11 @@ class Scope(FlexMode):
             )
         if not self.compiled:
             enter_empty_block()
-        eager = self._compiled_entry() == "around"
+        eager = self._compiled_entry() == "compiled_in_block"
         return tuple(_reentering(self.handler, arg, eager) if callable(arg) else arg for arg in args)
 
 
-flex_dispatch.run_eagerly(Scope.__torch_function__.__code__)
+run_eagerly(AttentionMode.__torch_function__.__code__)
 
 
 def _flex_now(handler: Handler, args: FlexArgs) -> FlexResult:
@@ -166,7 +165,7 @@ def _flex_now(handler: Handler, args: FlexArgs) -> FlexResult:
 
 def _reentering(handler: Handler, function: Function, eager: bool = False) -> Function:
     def entered(*args: object, **kwargs: object) -> object:
-        with Scope(handler, eager):
+        with AttentionMode(handler, eager):
             return function(*args, **kwargs)
 
     return entered
@@ -177,21 +176,21 @@ def _is_function(arg: object) -> TypeGuard[Function]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _names_attention(name: str) -> bool:
+def _is_attention_name(name: str) -> bool:
     """Whether the name of a function may tell of attention."""
     return ATTENTION_NAMES.search(name) is not None
 
 
-def _attends(func: object) -> bool:
+def _is_attention(func: object) -> bool:
     """Whether a function is attention on what it is given: one of torch's, or an op that is called so."""
     if not isinstance(func, OPS):
         return isinstance(func, BuiltinFunctionType) and func in FUSED
     library = (getattr(func, "__module__", None) or "").removeprefix("torch._ops.")
-    return library != "attnspan" and (_names_attention(func.__name__) or "attn" in library or "attention" in library)
+    return library != "attnspan" and (_is_attention_name(func.__name__) or "attn" in library or "attention" in library)
 
 
 # What torch.compiler.assume_constant_result does, which would import all of dynamo to say so.
-vars(_attends)["_dynamo_marked_constant"] = True
+vars(_is_attention)["_dynamo_marked_constant"] = True
 
 
 def _refusal(name: str) -> str:

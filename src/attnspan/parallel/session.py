@@ -27,23 +27,26 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, FlexKernelOptions
 
+from attnspan.attention.call import Inputs
 from attnspan.attention.score import ScoreFunction
 from attnspan.errors import AttentionError, ShardError, whole
 from attnspan.layouts import Layout
 from attnspan.masks import Full, Mask
-from attnspan.parallel import flex_dispatch, loss
-from attnspan.parallel.attach import Attachment, Chosen, attach
+from attnspan.parallel import loss
+from attnspan.parallel.attach import Attachment, attach
+from attnspan.parallel.attached_modules import Chosen
 from attnspan.parallel.attentions import Attentions, BoundAttention
 from attnspan.parallel.batch import Batch, SameBatch, shard_batch
+from attnspan.parallel.call_args import FlexArgs, FlexResult
 from attnspan.parallel.core import Core, Masks, SessionOptions, named_masks
 from attnspan.parallel.documents import documents_of
-from attnspan.parallel.dtensors import carried
+from attnspan.parallel.dtensors import run_attention
+from attnspan.parallel.eager import run_eagerly
 from attnspan.parallel.flex import flex_attention
-from attnspan.parallel.flex_args import FlexArgs, FlexResult
 from attnspan.parallel.handler import SessionHandler
 from attnspan.parallel.moves import Moves, shifted
 from attnspan.parallel.report import Report, check_used
-from attnspan.parallel.sdpa import Scope
+from attnspan.parallel.sdpa import AttentionMode
 from attnspan.plan import Plan, Strategy
 from attnspan.transports import Transport
 from attnspan.transports.group import Group, transport_of
@@ -78,7 +81,7 @@ class ContextParallel:
         self.attentions = Attentions(core)
         self.same_batch = SameBatch()
         self.layers: int | Mapping[str, int] | None = None  # that attend by it, where somebody has counted them
-        self._family: OrderedDict[object, ContextParallel] = OrderedDict({self._key: self})
+        self._family: OrderedDict[object, ContextParallel] = OrderedDict({_key(core.masks, core.seq_len, layout): self})
         self._moves: dict[tuple[int, bool], Moves] = {}
         self._handlers: dict[str | None, SessionHandler] = {None: SessionHandler(self.attentions, None)}
 
@@ -93,8 +96,8 @@ class ContextParallel:
         length = self.seq_len if seq_len is None else seq_len
         options = {name: getattr(self.options, name) for name in SessionOptions.__slots__}
         options["layout"] = self.options.layout if layout is None else layout
-        family, key = self._family, (tuple(named_masks(mask).items()), length, options["layout"])
-        if key not in family or not family[key]._is_current:  # an equal mask whose function has moved on
+        family, key = self._family, _key(named_masks(mask), length, options["layout"])
+        if key not in family or not all(each.is_current for each in family[key].masks.values()):  # its functions moved
             family[key] = ContextParallel(self.mesh, seq_len=length, mask=mask, **options)
             family[key]._family, family[key].same_batch = family, self.same_batch
             if len(family) > MOST_KEPT:
@@ -125,14 +128,6 @@ class ContextParallel:
     def mask(self) -> Mask:
         """The mask, if there is but one."""
         return self.masks[self.core.mask_name(None)]
-
-    @property
-    def _is_current(self) -> bool:
-        return all(mask.is_current for mask in self.masks.values())
-
-    @property
-    def _key(self) -> object:
-        return tuple(self.masks.items()), self.seq_len, self.options.layout
 
     @property
     def plan(self) -> Plan:
@@ -173,7 +168,7 @@ class ContextParallel:
         if not torch.compiler.is_compiling():  # what is computed from a shard bears no mark: only the plainest mistake
             for tensor in (query, key, value):
                 self.sharding.check_mark(tensor)
-        out, lse = carried(self.core, attend, query, key, value, sinks, lse=return_lse)
+        out, lse = run_attention(self.core, attend, Inputs(query, key, value, sinks, return_lse=return_lse))
         return (out, lse) if return_lse else out
 
     def flex_attention(
@@ -215,20 +210,20 @@ class ContextParallel:
         """
         return self.attentions.attention_for(mask, scale, score_mod)
 
-    def sdpa(self, *, mask: str | None = None) -> Scope:
+    def sdpa(self, *, mask: str | None = None) -> AttentionMode:
         """A block for ``with``: F.scaled_dot_product_attention inside is this session's, in this thread (sdpa.py).
 
         So is flex_attention, see `flex`. `mask` names one of the session's masks, if it has several. Activation
         checkpointing needs `attach`.
         """
-        return Scope(self._handler(self.core.mask_name(mask)))
+        return AttentionMode(self._handler(self.core.mask_name(mask)))
 
-    def flex(self, *, mask: str | None = None) -> Scope:
+    def flex(self, *, mask: str | None = None) -> AttentionMode:
         """A block for ``with``: torch's flex_attention inside is this session's, in this thread, as `flex_attention`.
 
         SDPA is served too; `mask` names one of the session's masks for it, if it has several.
         """
-        return Scope(self._handlers[None]) if mask is None and len(self.masks) > 1 else self.sdpa(mask=mask)
+        return AttentionMode(self._handlers[None]) if mask is None and len(self.masks) > 1 else self.sdpa(mask=mask)
 
     def attach(self, model: nn.Module, modules: Chosen | None = None, *, mask: str | None = None) -> Attachment:
         """Run the forward of a model's modules inside `sdpa`, when checkpointing runs them again too (attach.py).
@@ -299,7 +294,7 @@ class ContextParallel:
         return shard_batch(self, batch, shift_labels=shift_labels, padding=padding, dims=dims or {})
 
     def unshard(self, tensor: object, dim: int = 1, *, batch_dim: int = 0) -> Any:
-        """The whole tensor on every rank, from everybody's shard. Differentiable: see [Note: gradients]."""
+        """The whole tensor on every rank, from all shards. Differentiable: see [Note: gradients] in sharding.py."""
         return _each(lambda x: self.sharding.unshard(x, dim, batch_dim), tensor)
 
     def shard_from(
@@ -397,7 +392,12 @@ class ContextParallel:
         return f"ContextParallel(rank {self.rank} of {self.ranks}, {self.seq_len} tokens, {masks}, {self.layout!r})"
 
 
-flex_dispatch.run_eagerly(ContextParallel.flex_attention.__code__)
+run_eagerly(ContextParallel.flex_attention.__code__)
+
+
+def _key(masks: Mapping[str, Mask], seq_len: int, layout: Layout | str) -> object:
+    """By which `with_mask` remembers a session."""
+    return tuple(masks.items()), seq_len, layout
 
 
 def _each(do: Callable[[Any], object], tree: object) -> Any:

@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from attnspan.errors import AttentionError
-from attnspan.parallel.attach import Attachment, attach, check_free
+from attnspan.parallel.attach import Attachment, attach
 from attnspan.parallel.dtensors import as_dtensor, check_sizes, sequence_dim
 from attnspan.parallel.session import ContextParallel
 
@@ -35,7 +35,6 @@ class ContextParallelStyle(ParallelStyle):
         self.attached: list[Attachment] = []
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        check_free(module)
         self.attached.append(attach(self.session, module, None, self.mask, _forward))
         return module
 

@@ -29,7 +29,9 @@ import torch
 from torch import Tensor
 
 from attnspan.attention.unbroken import unbroken
+from attnspan.dtypes import lse_dtype
 from attnspan.errors import AttentionError
+from attnspan.kernels import Accumulator
 from attnspan.layouts import Contiguous, HeadTail
 from attnspan.torch_compat.errors import AttentionNotImplemented
 from attnspan.torch_compat.ranks import MeshRanks, ranks_of
@@ -51,7 +53,7 @@ def _templated_ring_attention(
 ) -> tuple[Any, ...]:
     """Attention of this rank's queries over the keys of all ranks, by an op for one pair of shards: (out, lse, ...)."""
     ring = TemplatedRing.of(group, seq_dim, (query, key, value), is_causal, kwargs)
-    merged, rest = Merged(query.new_empty(0), query.new_empty(0)), []
+    merged = Accumulator((*query.shape[:3], value.shape[3]), lse_dtype(query.dtype), query.device)
     with unbroken(ring.transport):
         for source, kv in ring.shards(_packed(key, value)):
             piece = ring.piece(source)
@@ -62,8 +64,11 @@ def _templated_ring_attention(
                 out, lse, *rest = op(
                     piece.queries(query), piece.keys(k), piece.keys(v), is_causal=piece.causal, **kwargs
                 )
-            merged.add(piece, out, lse, query.shape[SEQ_DIM])
-    return *merged.results(), *rest
+            by_row = lse.squeeze(-1) if lse.dim() == out.dim() else lse
+            # Some kernels pad lse to whole blocks of rows.
+            merged.add(piece.rows(query), out, by_row.narrow(SEQ_DIM, 0, out.shape[SEQ_DIM]))
+    whole, whole_lse = merged.result(out.dtype)
+    return whole, whole_lse.to(lse.dtype).view(*whole_lse.shape, *lse.shape[3:]), *rest
 
 
 def _templated_ring_attention_backward(
@@ -82,7 +87,7 @@ def _templated_ring_attention_backward(
 ) -> tuple[Any, ...]:
     """Gradients of query, key and value, by the backward op of one pair of shards; out and lse are the merged ones."""
     ring = TemplatedRing.of(group, seq_dim, (query, key, value), is_causal, kwargs)
-    grads = [torch.zeros_like(x, dtype=_wide(x)) for x in (query, key, value)]
+    grads = [torch.zeros_like(x, dtype=lse_dtype(x.dtype)) for x in (query, key, value)]
     rest: list[Any] = []
     with unbroken(ring.transport):
         for source, kv in ring.shards(_packed(key, value)):
@@ -113,12 +118,15 @@ class RingPiece:
     late_queries: bool = False
     early_keys: bool = False
 
+    def rows(self, query: Tensor) -> range:
+        """The places of those that attend."""
+        tokens = query.shape[SEQ_DIM]
+        return range(tokens // 2 if self.late_queries else 0, tokens)
+
     def queries(self, tensor: Tensor) -> Tensor:
-        """Those that attend."""
         return tensor.chunk(2, SEQ_DIM)[1] if self.late_queries else tensor
 
     def keys(self, tensor: Tensor) -> Tensor:
-        """Those that are attended to."""
         return tensor.chunk(2, SEQ_DIM)[0] if self.early_keys else tensor
 
 
@@ -190,43 +198,9 @@ class TemplatedRing:
         return coming
 
 
-class Merged:
-    """Partial results, merged in float32 at least."""
-
-    def __init__(self, out: Tensor, lse: Tensor):
-        self.out, self.lse = out, lse
-        self.dtypes: tuple[torch.dtype, torch.dtype] | None = None
-        self.column = False
-
-    def add(self, piece: RingPiece, out: Tensor, lse: Tensor, tokens: int) -> None:
-        """Merge another; the first is that of the own keys, of all queries."""
-        self.column = lse.dim() == out.dim()
-        first, self.dtypes = self.dtypes is None, (out.dtype, lse.dtype)
-        lse = lse if self.column else lse.unsqueeze(-1)
-        # Some kernels pad lse to whole blocks of rows.
-        out, lse = out.to(_wide(out)), lse.narrow(SEQ_DIM, 0, out.shape[SEQ_DIM]).to(_wide(lse))
-        if first:
-            self.out, self.lse = out, lse
-            return
-        old_out, old_lse = piece.queries(self.out), piece.queries(self.lse)
-        both = torch.logaddexp(old_lse, lse)
-        alive = both.isneginf().logical_not()
-        weights = [torch.where(alive, (part - both).exp(), 0) for part in (old_lse, lse)]
-        new_out = torch.where(alive, weights[0] * old_out, 0) + torch.where(alive, weights[1] * out, 0)
-        kept = tokens - new_out.shape[SEQ_DIM]
-        self.out = torch.cat([self.out.narrow(SEQ_DIM, 0, kept), new_out], SEQ_DIM)
-        self.lse = torch.cat([self.lse.narrow(SEQ_DIM, 0, kept), both], SEQ_DIM)
-
-    def results(self) -> tuple[Tensor, Tensor]:
-        """out and lse, in the dtypes and shapes of the op."""
-        assert self.dtypes is not None, "every rank attends to its own keys"
-        lse = self.lse if self.column else self.lse.squeeze(-1)
-        return self.out.to(self.dtypes[0]), lse.to(self.dtypes[1])
-
-
 def _balanced(ranks: MeshRanks, sizes: list[int]) -> bool:
     """Whether sequences lie head and tail, or in spans; nothing else is served."""
-    layout = ranks.meant(sizes)
+    layout = ranks.layout_of_shards(sizes)
     if isinstance(layout, Contiguous):
         return False
     if not isinstance(layout, HeadTail) or sizes[0] % 2:
@@ -235,10 +209,6 @@ def _balanced(ranks: MeshRanks, sizes: list[int]) -> bool:
             f"{layout!r}; use F.scaled_dot_product_attention inside context_parallel, which serves any"
         )
     return True
-
-
-def _wide(tensor: Tensor) -> torch.dtype:
-    return torch.promote_types(tensor.dtype, torch.float32)
 
 
 def _packed(key: Tensor, value: Tensor) -> Tensor:

@@ -12,9 +12,8 @@ longer what they were, and that raises.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args
 from weakref import WeakSet
 
 import torch
@@ -25,13 +24,12 @@ from attnspan.attention import Attention
 from attnspan.errors import AttentionError
 from attnspan.masks import Causal, Full
 from attnspan.parallel.attentions import BoundAttention
-from attnspan.parallel.checkpoint_regions import regions, rerun_of
+from attnspan.parallel.call_args import FlexArgs, FlexResult, SdpaArgs
+from attnspan.parallel.checkpoint_regions import regions, rerun_through
 from attnspan.parallel.core import Core
-from attnspan.parallel.flex_args import FlexArgs, FlexResult
 from attnspan.parallel.guards import Entry, Guards
 from attnspan.parallel.handler import Handler, SessionHandler
-from attnspan.parallel.sdpa import Scope
-from attnspan.parallel.sdpa_args import SdpaArgs
+from attnspan.parallel.sdpa import AttentionMode
 from attnspan.parallel.session import ContextParallel
 from attnspan.torch_compat.errors import AttentionNotImplemented
 
@@ -45,13 +43,12 @@ class CausalOrFull(Handler):
     """
 
     def __init__(self, session: ContextParallel, guard: Callable[[], None] | None = None):
-        guards: Guards | None = None if guard is None else {"eager": guard, "inside": guard, "around": guard}
+        guards: Guards | None = None if guard is None else dict.fromkeys(get_args(Entry), guard)
         self.core = session.core
         self._causal, self._full = (CompatHandler(session.attentions, name, guards) for name in MASKS)
         self._flex = SessionHandler(session.attentions, None, guards)
 
     def sdpa(self, entry: Entry, args: SdpaArgs) -> Tensor:
-        """SDPA under one of two masks."""
         return (self._causal if args.is_causal else self._full).sdpa(entry, args)
 
     def flex(self, entry: Entry, args: FlexArgs) -> FlexResult:
@@ -68,7 +65,6 @@ class CompatHandler(SessionHandler):
     """A session's attention, with torch's kinds of errors."""
 
     def check(self, args: SdpaArgs) -> None:
-        """Refuse what torch's names do not take."""
         if args.attn_mask is not None:
             raise AttentionNotImplemented(
                 "attn_mask must be None: torch's names take causal and full attention alone; ContextParallel takes "
@@ -98,11 +94,9 @@ class DeferredHandler(Handler):
         self._known: CausalOrFull | None = None
 
     def sdpa(self, entry: Entry, args: SdpaArgs) -> Tensor:
-        """SDPA of the sequence."""
         return self._handler(entry, args.query).sdpa(entry, args)
 
     def flex(self, entry: Entry, args: FlexArgs) -> FlexResult:
-        """flex_attention of the sequence."""
         return self._handler(entry, args.query).flex(entry, args)
 
     def _handler(self, entry: Entry, query: Tensor) -> CausalOrFull:
@@ -137,8 +131,8 @@ class Lifetime:
     Regions that were around when it began are not its business: their second run begins it anew.
     """
 
-    def __init__(self, scope: Scope) -> None:
-        self.scope = scope
+    def __init__(self, mode: AttentionMode) -> None:
+        self.mode = mode
         self.over = False
         self._around = [region.name for region in regions()]
         self._watched: WeakSet[Any] = WeakSet()
@@ -152,16 +146,14 @@ class Lifetime:
 
     def _watch(self, region: Any) -> None:
         """From here on the region runs again in a block of this context, or not at all."""
-        again = rerun_of(region)
-        if again is None:
+        if not rerun_through(region, self._run):
             raise AttentionError(f"activation checkpointing by {type(region).__name__} is not known; {ELSE}")
-        setattr(region, again, functools.partial(self._run, getattr(region, again)))
         self._watched.add(region)
 
     def _run(self, again: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self.over:
             raise AttentionError(f"a checkpointed region runs again after context_parallel was left; {ELSE}")
-        with self.scope:
+        with self.mode:
             return again(*args, **kwargs)
 
 

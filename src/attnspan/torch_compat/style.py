@@ -134,12 +134,11 @@ class SequenceShard(Tensor):
         if func is not F.scaled_dot_product_attention:
             out = func(*args, **kwargs)
             return tree_map_only(Tensor, lambda x: SequenceShard.of(x, ranks), out)
-        with ranks.scope():
+        with ranks.mode():
             return SequenceShard.of(func(*args, **kwargs), ranks)
 
 
 def local(tensor: Tensor) -> Tensor:
-    """A plain tensor."""
     if isinstance(tensor, DTensor):
         return tensor.to_local()
     with torch._C.DisableTorchFunctionSubclass():
@@ -147,7 +146,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def _forward(ranks: MeshRanks, theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    with ranks.scope():
+    with ranks.mode():
         out = theirs(*args, **kwargs)
     return tree_map_only(DTensor, DTensor.to_local, out)
 

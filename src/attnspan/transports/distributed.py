@@ -17,10 +17,10 @@ their own and are waited for first: ends in different operations hear of it what
 is waited for by the current stream in `Pending.wait`: what is launched between the two overlaps. Messages run in the
 order in which they are posted: a receive that waits holds up a send posted after it. References to all buffers are kept
 until then, so that the allocator cannot hand them to somebody else. The first operation of a group has to be one that
-every rank takes part in; `agree` is. When a peer dies, NCCL's watchdog ends the process after the timeout: its error
-does not arrive as an exception. Headers go from host to host, by a gloo group of the same ranks, and are read before
-data is posted: hosts run ahead of their devices, which need not stop for it. While a CUDA graph is
-captured there are none, since hosts take no part in its replays.
+every rank takes part in; `agree` is. When a peer is lost, its host is missed, by a header that does not come, or the
+device waits in vain: see watchdog.py. Headers go from host to host, by a gloo group of the same ranks, and are read
+before data is posted: hosts run ahead of their devices, which need not stop for it. While a CUDA graph is captured
+there are none, since hosts take no part in its replays.
 
 [Note: views] Where the outputs of a gather lie end to end in one buffer, NCCL fills them in place. Otherwise torch
 gathers into a buffer of its own and copies.
@@ -29,7 +29,7 @@ gathers into a buffer of its own and copies.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -40,6 +40,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from attnspan.errors import TransportError
+from attnspan.transports import watchdog
 from attnspan.transports.operations import ledger_of
 from attnspan.transports.transport import HALVES, Messages, Pending, Transport
 
@@ -81,10 +82,21 @@ class Distributed(Transport):
     @property
     def hosts(self) -> Distributed:
         """The same ranks, for tensors of the host."""
-        return self if self.device.type == "cpu" else self._on_hosts(_group_of_hosts(self.group), torch.device("cpu"))
+        if self.device.type == "cpu":
+            return self
+        hosts = self._on_hosts(_group_of_hosts(self.group), torch.device("cpu"))
+        hosts.name = self.name  # the group that a reader of an error knows
+        return hosts
 
     def _on_hosts(self, group: dist.ProcessGroup, device: torch.device) -> Distributed:
         return Distributed(group, device)
+
+    def abort(self) -> None:
+        """As any transport's, for NCCL's group and the one that its hosts talk by. See watchdog.py."""
+        group = self._group()
+        if group is None or self.device.type == "cpu" or not _alive(group):
+            return
+        watchdog.abort(partial(_give_up, group))
 
     def contains(self, other: Transport) -> bool:
         """Whether every process of another group is in this one too."""
@@ -184,9 +196,18 @@ class Distributed(Transport):
             for doing, work in works:
                 with self._blaming(doing):
                     work.wait()
+            self._watch(works)
             _ = kept  # in use by the group until here
 
         return Pending(finish)
+
+    def _watch(self, works: Sequence[Work]) -> None:
+        """What the device waits for from now on is overdue after the group's timeout. See watchdog.py."""
+        if not works or self.device.type == "cpu" or not watchdog.is_enabled():
+            return
+        timeout = _timeout(self.group)
+        if timeout is not None and not torch.cuda.is_current_stream_capturing():
+            watchdog.WATCHDOG.watch(str(self.error(works[0][0])), timeout.total_seconds())
 
     @contextmanager
     def _blaming(self, doing: str) -> Iterator[None]:
@@ -222,6 +243,16 @@ def _group_of_hosts(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 _OF_HOSTS: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+
+
+def _give_up(group: dist.ProcessGroup) -> None:
+    """End what a group has under way on the device, and part from the hosts of its ranks, who then hear of it."""
+    hosts = _OF_HOSTS.pop(group, None)
+    with suppress(RuntimeError, ValueError):  # one that failed already
+        group.abort()
+    if hosts is not None:
+        with suppress(RuntimeError, ValueError):
+            dist.destroy_process_group(hosts)
 
 
 def _timeout(group: dist.ProcessGroup) -> timedelta | None:

@@ -23,6 +23,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
+import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -64,6 +65,7 @@ class Ledger:
     def __init__(self) -> None:
         self.numbers = itertools.count(1)
         self.current: Operation | None = None
+        self.thread: int | None = None  # the one that the current operation runs in
         self.names: dict[int, str] = {}
 
     def begin(self, name: str) -> Operation:
@@ -100,13 +102,19 @@ def under_way(transport: Transport, name: str | int) -> Iterator[Operation]:
     Its name is the same on every rank, and of no other operation that could be taken for it. A backward pass is known
     by the header of its forward pass instead.
     """
-    ledger = ledger_of(transport)
-    around, operation = ledger.current, ledger.begin(name) if isinstance(name, str) else ledger.differentiate(name)
-    ledger.current = operation
+    ledger, here = ledger_of(transport), threading.get_ident()
+    around, thread = ledger.current, ledger.thread
+    if around is not None and thread != here:  # ranks cannot know which of two threads comes first elsewhere
+        raise transport.error(
+            f"another thread of this process is in {around} on the same group; "
+            "use a group from one thread at a time, or make a group for each thread"
+        )
+    operation = ledger.begin(name) if isinstance(name, str) else ledger.differentiate(name)
+    ledger.current, ledger.thread = operation, here
     try:
         yield operation
     finally:
-        ledger.current = around
+        ledger.current, ledger.thread = around, thread
 
 
 def ledger_of(transport: Transport) -> Ledger:

@@ -131,6 +131,12 @@ class Transport(ABC):
         current = ledger_of(self).current
         return under_way(self, f"a sum of {what}") if current is None else nullcontext(current)
 
+    def abort(self) -> None:
+        """Give the group up: whatever is under way on a device ends, and nothing is sent any more."""
+        wrapped: Transport | None = getattr(self, "transport", None)
+        if wrapped is not None:
+            wrapped.abort()
+
     @property
     def hosts(self) -> Transport:
         """A transport between the same ranks for tensors of the host, which nobody waits for a device to read.

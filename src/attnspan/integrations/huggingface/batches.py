@@ -1,10 +1,10 @@
 """A batch as transformers' collators give it, whole on every rank, sharded for the forward pass of one.
 
-Entries that say which tokens see each other go into the session's mask, the rest is sharded (parallel/batch.py)::
+Entries about which tokens see each other go into the session's mask, the rest is sharded (parallel/batch.py)::
 
     attention_mask        ones where tokens are: padding at either end becomes part of the mask
     position_ids          where they do not go up by one, a document begins, if there is no attention_mask
-    cu_seq_lens_q, _k     the same, said by lengths (a batch of one row)
+    cu_seq_lens_q, _k     the same, as lengths (a batch of one row)
     labels, shift_labels  moved while they are whole, and kept from the model (losses.py)
     decoder_*             the second sequence of an encoder-decoder, with a session of its own
 
@@ -35,7 +35,7 @@ Entries = dict[str, Any]
 """What a batch is made of, by the names of forward's arguments: tensors, and whatever else a collator adds."""
 
 LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens")
-SAID_ELSEWHERE = ("max_length_q", "max_length_k", "seq_idx")
+REDUNDANT = ("max_length_q", "max_length_k", "seq_idx")
 """What comes with lengths of documents, and adds nothing to them."""
 
 DECODER = "decoder_"
@@ -77,7 +77,7 @@ def sequence_of(given: Entries) -> SequenceInputs:
     mask = entries.pop("attention_mask", None)
     starts, stops = _ends(mask, rows, seq_len)
     documents = _documents(entries, mask, rows, seq_len)
-    for name in SAID_ELSEWHERE:
+    for name in REDUNDANT:
         entries.pop(name, None)
     left, right = any(starts), any(stop < seq_len for stop in stops)
     hidden = [*([~KeyPadding(starts)] if left else []), *([KeyPadding(stops)] if right else []), *documents]
@@ -92,7 +92,7 @@ def shards_of(sequence: SequenceInputs, session: ContextParallel, labels: Tensor
             f"a sequence of {sequence.seq_len} tokens leaves none for rank {empty[0]} of {session.ranks}, and models "
             "of transformers do not compute on no tokens; use longer sequences, padded if need be, or fewer ranks"
         )
-    _check_told(sequence, labels)
+    _check_left_padding(sequence, labels)
     batch = dict(sequence.entries)
     if labels is not None:
         batch["labels"] = labels
@@ -104,7 +104,7 @@ def shards_of(sequence: SequenceInputs, session: ContextParallel, labels: Tensor
     return Shards(session, cut, own)
 
 
-def _check_told(sequence: SequenceInputs, labels: Tensor | None) -> None:
+def _check_left_padding(sequence: SequenceInputs, labels: Tensor | None) -> None:
     """Refuse labels that padding before a row would predict: it sees no token."""
     if labels is None or sequence.starts is None:
         return
@@ -112,8 +112,8 @@ def _check_told(sequence: SequenceInputs, labels: Tensor | None) -> None:
     wrong = (before & (labels.cpu() != IGNORED)).any(1).nonzero()
     if len(wrong):
         raise ModelError(
-            f"labels: in row {int(wrong[0])} padding on the left is to tell a label, that of the first token; make it "
-            f"{IGNORED}, or pad on the right"
+            f"labels: in row {int(wrong[0])} padding on the left would predict a label, that of the first token; make "
+            f"it {IGNORED}, or pad on the right"
         )
 
 
@@ -148,8 +148,8 @@ def _ends(mask: object, rows: int, seq_len: int) -> tuple[list[int], list[int]]:
         return [0] * rows, [seq_len] * rows
     if not isinstance(mask, Tensor) or mask.dim() != 2:
         raise ModelError(
-            f"attention_mask must be a tensor of (B, S) that tells padding, got {_shown(mask)}; who else sees whom is "
-            "told by the model and by documents"
+            f"attention_mask must be a tensor of (B, S) that marks padding, got {_shown(mask)}; which other tokens are "
+            "seen follows from the model and from documents"
         )
     if tuple(mask.shape) != (rows, seq_len):
         raise ModelError(f"attention_mask must be ({rows}, {seq_len}), the whole batch's, got {_shown(mask)}")
@@ -171,20 +171,20 @@ def _ends(mask: object, rows: int, seq_len: int) -> tuple[list[int], list[int]]:
 
 
 def _documents(entries: Entries, mask: Tensor | None, rows: int, seq_len: int) -> list[Mask]:
-    """The documents that a batch tells of; lengths are taken out of it."""
-    told = {name: entries.pop(name) for name in LENGTHS if name in entries}
-    found = [_by_lengths(name, value, rows, seq_len) for name, value in told.items()]
+    """The documents of a batch; lengths are taken out of it."""
+    lengths = {name: entries.pop(name) for name in LENGTHS if name in entries}
+    found = [_by_lengths(name, value, rows, seq_len) for name, value in lengths.items()]
     positions = entries.get("position_ids")
     there = None if mask is None or found else mask.bool()
     by_positions = None if positions is None else _by_positions(positions, rows, seq_len, there)
     if mask is not None and by_positions is not None and not found:
         raise ModelError(
-            "position_ids begin anew inside a row, which tells of documents, and attention_mask is given as well, by "
+            "position_ids start again inside a row, which means documents, and attention_mask is given as well, by "
             "which transformers lets them see each other; leave attention_mask out to keep documents apart"
         )
     found += [by_positions] if by_positions is not None else []
     if any(each != found[0] for each in found):
-        raise ModelError(f"{', '.join([*told, 'position_ids'])} must tell of the same documents, got {found}")
+        raise ModelError(f"{', '.join([*lengths, 'position_ids'])} must describe the same documents, got {found}")
     return list(found[:1])
 
 
@@ -202,7 +202,7 @@ def _by_positions(positions: object, rows: int, seq_len: int, there: Tensor | No
     """The documents of position_ids, (B, S) or (1, S), among the tokens that are `there`; None where a row is one."""
     if not isinstance(positions, Tensor) or positions.shape[-1] != seq_len:
         raise ModelError(f"position_ids must be (B, {seq_len}), the whole batch's, got {_shown(positions)}")
-    if positions.dim() == 3 and len(positions) == 4:  # that in the text, and three as of images: the text's tell
+    if positions.dim() == 3 and len(positions) == 4:  # that in the text, and three of images: the text's counts
         positions = positions[0]
     if positions.dim() != 2:
         return None

@@ -103,7 +103,7 @@ class PagedCache(Cache):
     def _begin(self, held: CachedRows) -> None:
         self._held, self.pool, self.allocator = held, held.pool, held.pool.allocator
         super().__init__(layers=[PagedLayer(held, place) for place in range(len(held.pool.layers))])
-        # Nothing in a cache refers back to it, so that it is gone, and has given its pages back, once nobody holds it.
+        # Nothing in a cache refers back to it, so that it is gone, and has given its pages back, once it is dropped.
         weakref.finalize(self, _give_back, self.allocator, held.rows)
 
     def __deepcopy__(self, memo: dict[int, object]) -> PagedCache:
@@ -127,7 +127,7 @@ class PagedCache(Cache):
         return self._held.length
 
     def select(self, indices: list[int]) -> None:
-        """Rows anew: row i becomes a continuation of what was row indices[i], on the same pages."""
+        """Replace the rows: row i becomes a continuation of what was row indices[i], on the same pages."""
         if not self.rows:
             return
         before = self.rows[:]
@@ -175,80 +175,80 @@ class PagedCache(Cache):
 
 def handed_over(model: PreTrainedModel, names: list[str]) -> list[tuple[Tensor, Tensor]]:
     """What each layer hands to a cache for one token, (1, heads, 1, dim) twice; ModelError unless it is so."""
-    cache = Cache(layer_class_to_replicate=SeenLayer)
+    cache = Cache(layer_class_to_replicate=RecordingLayer)
     token = torch.zeros(1, 1, dtype=torch.int64, device=next(model.parameters()).device)
     with torch.no_grad():
         model(input_ids=token, past_key_values=cache, use_cache=True)
-    seen = [layer for layer in cache.layers if isinstance(layer, SeenLayer)]
-    seen += [SeenLayer() for _ in names[len(seen) :]]
-    if len(seen) > len(names):
-        raise ModelError(f"{len(seen)} layers hand something to the cache, and {len(names)} attention layers are known")
+    recorded = [layer for layer in cache.layers if isinstance(layer, RecordingLayer)]
+    recorded += [RecordingLayer() for _ in names[len(recorded) :]]
+    if len(recorded) > len(names):
+        raise ModelError(
+            f"{len(recorded)} layers hand something to the cache, and {len(names)} attention layers are known"
+        )
     found = []
-    for name, layer in zip(names, seen, strict=True):
+    for name, layer in zip(names, recorded, strict=True):
         shapes = [tuple(each.shape) for each in layer.handed]
         heads = {shape[1] for shape in shapes if len(shape) == 4 and shape[::2] == (1, 1)}
         if len(shapes) != 2 or len(heads) != 1:
-            told = " and ".join(map(str, shapes)) or "nothing"
+            handed = " and ".join(map(str, shapes)) or "nothing"
             raise ModelError(
-                f"{name} hands {told} to the cache for one token; PagedCache holds keys and values (1, heads, 1, dim) "
-                "of as many heads"
+                f"{name} hands {handed} to the cache for one token; PagedCache holds keys and values "
+                "(1, heads, 1, dim) of as many heads"
             )
         key, value = layer.handed
         found.append((key, value))
     return found
 
 
-class SeenLayer(CacheLayerMixin):
-    """One layer of a cache for one token: notes what it is handed."""
+class PlainLayer(CacheLayerMixin):
+    """One layer of a cache that holds all of its `length` tokens, and is ready from the start."""
 
     is_sliding = False
 
     def __init__(self) -> None:
         super().__init__()
-        self.handed: tuple[Tensor, ...] = ()
+        self.length = 0
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to do."""
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
-    ) -> tuple[Tensor, Tensor]:
-        """Note both, and return them: there is nothing else."""
-        self.handed += (key_states, value_states)
-        return key_states, value_states
-
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """The token there is, and its position."""
-        return query_length, 0
+        """Keys there will be, and the position of the first."""
+        return self.length + query_length, 0
 
     def get_seq_length(self) -> int:
-        """Nothing is kept."""
-        return 0
+        """Tokens of each row."""
+        return self.length
 
     def get_max_length(self) -> int:
         """No fixed end."""
         return -1
 
 
-def _give_back(allocator: PageAllocator, rows: list[int]) -> None:
-    while rows:
-        allocator.free(rows.pop())
+class RecordingLayer(PlainLayer):
+    """A layer that keeps nothing but what it was handed for one token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.handed: tuple[Tensor, ...] = ()
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Record both, and return them: there is nothing else."""
+        self.handed += (key_states, value_states)
+        return key_states, value_states
 
 
-class PagedLayer(CacheLayerMixin):
-    """One layer of a PagedCache: what transformers asks of a layer."""
+class PagedLayer(PlainLayer):
+    """One layer of a PagedCache."""
 
     is_croppable = True
-    is_sliding = False
 
     def __init__(self, held: CachedRows, index: int) -> None:
         super().__init__()
-        self.held, self.index, self.length = held, index, 0
-        self.is_initialized = True
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to do: pages are there."""
+        self.held, self.index = held, index
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
@@ -274,20 +274,13 @@ class PagedLayer(CacheLayerMixin):
         keys, values = (x.view(rows, -1, heads, x.shape[1] // size // heads) for x in found)
         return keys[:, : self.length].transpose(1, 2), values[:, : self.length].transpose(1, 2)
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Keys there will be, and the position of the first."""
-        return self.length + query_length, 0
-
-    def get_seq_length(self) -> int:
-        """Tokens of each row."""
-        return self.length
-
-    def get_max_length(self) -> int:
-        """No fixed end: rows share the pages."""
-        return -1
-
     def offload(self) -> None:
         """Refused: pages stay where they are."""
         raise PageError("PagedCache does not offload layers; use host_pages of attnspan.Engine instead")
 
     prefetch = offload
+
+
+def _give_back(allocator: PageAllocator, rows: list[int]) -> None:
+    while rows:
+        allocator.free(rows.pop())

@@ -4,7 +4,8 @@ A rank has some of the tokens. Whatever is computed of each token by itself is r
 by the names of transformers' classes and the arguments of their methods::
 
     heads        that look at one token for all, such as the class of a text
-    neighbours   that a module looks at without attention (neighbours.py)
+    mixing       of tokens without attention (token_mixing.py)
+    weights      that differ between ranks
     positions    must be taken: a model that counts would count each rank's tokens from 0
     outputs      must be of each token, or they were taken of a rank's tokens
     calls        that want what no rank has (weights of attention, the last logits), or a cache
@@ -21,12 +22,15 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from attnspan.errors import ModelError
-from attnspan.integrations.huggingface.attending import is_bound
+from attnspan.integrations.huggingface.attention import is_bound
 from attnspan.integrations.huggingface.layers import AttentionLayer
 from attnspan.integrations.huggingface.losses import IGNORED
-from attnspan.integrations.huggingface.neighbours import looks_aside
 from attnspan.integrations.huggingface.positions import goes_by_length
-from attnspan.parallel.attach import is_attached
+from attnspan.integrations.huggingface.token_mixing import token_mixing
+from attnspan.parallel.attached_forward import is_attached
+from attnspan.parallel.checksum import Weights
+from attnspan.transports import Transport
+from attnspan.transports.consensus import heard, odd
 
 HEADS = re.compile(r"((?<!PreTrained)Model|ForCausalLM|ForMaskedLM|ForTokenClassification|ForConditionalGeneration)$")
 """What is computed of each token by itself; other heads look at one token for all."""
@@ -71,11 +75,11 @@ def check_model(model: PreTrainedModel, layers: tuple[AttentionLayer, ...]) -> N
                 f"{path} ({type(module).__name__}) looks at one token for all, which is not served; use "
                 "add_pooling_layer=False"
             )
-        aside = looks_aside(module)
-        if aside is not None:
+        mixing = token_mixing(module)
+        if mixing is not None:
             raise ModelError(
-                f"{path or 'the model'} ({type(module).__name__}) looks at tokens beside a token's own, {aside}, which "
-                "is not served: a rank has some of them"
+                f"{path or 'the model'} ({type(module).__name__}) looks at tokens beside a token's own, {mixing}, "
+                "which is not served: a rank has some of them"
             )
         if model.config.is_encoder_decoder and goes_by_length(module):
             raise ModelError(
@@ -89,6 +93,21 @@ def check_model(model: PreTrainedModel, layers: tuple[AttentionLayer, ...]) -> N
             )
     if any(layer.cross for layer in layers) and not model.config.is_encoder_decoder:
         raise ModelError(f"{name} has cross-attention and no encoder, which is not served")
+
+
+def check_same_weights(model: nn.Module, transport: Transport) -> None:
+    """ModelError on every rank if weights or buffers differ between ranks, by checksums of their bits.
+
+    Ranks with other random weights, or another checkpoint, would compute parts of different models without an error.
+    Weights that are sharded over ranks are skipped.
+    """
+    others = odd(heard(transport, Weights(model).content().whole, "checksums of weights"))
+    if others:
+        raise ModelError(
+            f"weights or buffers differ between rank 0 and ranks {others}; every rank must have the same: load one "
+            "checkpoint, or set one seed (virtual ranks share torch's random numbers: make the model first, and give "
+            "each rank a copy)"
+        )
 
 
 def check_call(model: PreTrainedModel, given: Mapping[str, object]) -> None:
@@ -110,9 +129,6 @@ def check_call(model: PreTrainedModel, given: Mapping[str, object]) -> None:
     for name in ("encoder_outputs", "encoder_hidden_states", "head_mask", "pixel_values"):
         if given.get(name) is not None:
             raise ModelError(f"{name} must not be given: it is not known how it lies on the ranks")
-
-
-# ---- positions -------------------------------------------------------------------------------------------------------
 
 
 def _mentions(module: nn.Module, name: str) -> bool:

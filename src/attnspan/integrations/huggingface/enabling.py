@@ -18,7 +18,7 @@ The model is called with whole batches, the same on every rank, and computes thi
 positions.py adds hooks where a module counts positions itself:
 
     before forward    the batch becomes a session and shards (batches.py)
-    attention         layers ask for the implementation "attnspan" (attending.py)
+    attention         layers ask for the implementation "attnspan" (attention.py)
     after forward     the loss, over all ranks (losses.py); a layer that did not attend is an error
 
 [Note: a config of its own] The implementation is an entry of the config, which another model may share. So an enabled
@@ -50,7 +50,7 @@ from transformers.utils import ModelOutput
 from attnspan.attention import Attention
 from attnspan.errors import ModelError, one_of
 from attnspan.integrations.huggingface.adapters import adds_to_loss, check_adapters
-from attnspan.integrations.huggingface.attending import (
+from attnspan.integrations.huggingface.attention import (
     BINDING,
     NAME,
     LayerBinding,
@@ -69,13 +69,18 @@ from attnspan.integrations.huggingface.batches import (
     sequence_of,
     shards_of,
 )
-from attnspan.integrations.huggingface.checking import check_call, check_model, check_output, tensors_of
+from attnspan.integrations.huggingface.checking import (
+    check_call,
+    check_model,
+    check_output,
+    check_same_weights,
+    tensors_of,
+)
 from attnspan.integrations.huggingface.layers import AttentionLayer, attention_layers
 from attnspan.integrations.huggingface.losses import Count, kind_of, loss_of
 from attnspan.integrations.huggingface.masking import Pattern
 from attnspan.integrations.huggingface.positions import counts_by_mask, position_hooks
-from attnspan.integrations.huggingface.sessions import Family
-from attnspan.integrations.huggingface.weights import check_same
+from attnspan.integrations.huggingface.sessions import SessionFactory
 from attnspan.masks import Documents, Full, Mask
 from attnspan.parallel import ContextParallel, checkpoint_regions
 from attnspan.parallel.eager import eagerly
@@ -120,7 +125,7 @@ class Pass:
 
     session: ContextParallel  # of what is returned: the only sequence, or the decoder's
     encoder: ContextParallel | None
-    attends: list[LayerAttention]
+    attentions: list[LayerAttention]
     calls: Counter[int]  # how often each session had attended before
     labels: Tensor | None = None
     count: Count = None
@@ -167,8 +172,8 @@ class Enabled:
             raise ModelError(
                 "cp must be a mesh or a group for an encoder-decoder, whose sequences have masks of their own"
             )
-        self._families: dict[Side, Family] = {side: Family(cp, self._patterns(side)) for side in sides}
-        self.transport = next(iter(self._families.values())).transport
+        self._factories: dict[Side, SessionFactory] = {side: SessionFactory(cp, self._patterns(side)) for side in sides}
+        self.transport = next(iter(self._factories.values())).transport
         self._loss = kind_of(model)
         self._adds_to_loss = adds_to_loss(called, model)
         self._takes = inspect.signature(type(model).forward).parameters
@@ -203,7 +208,7 @@ class Enabled:
         for layer in self.layers:
             setattr(layer.module, BINDING, LayerBinding(layer, self.kinds.index(self._kind(layer)), self))
 
-    def _unseat(self) -> None:
+    def _unbind(self) -> None:
         for layer in self.layers:
             delattr(layer.module, BINDING)
         for config, name in self._before:
@@ -215,26 +220,24 @@ class Enabled:
             return
         for hook in self._hooks:
             hook.remove()
-        self._unseat()
+        self._unbind()
         vars(self.model).pop("generate", None)
         self.live, self._last = False, None
         for region in list(self._first):
-            again = checkpoint_regions.rerun_of(region)
-            if again is not None:
-                setattr(region, again, functools.partial(self._run_again, getattr(region, again)))
+            checkpoint_regions.rerun_through(region, self._run_again)
 
     def _run_again(self, run: Callable[..., Any], *args: object, **kwargs: object) -> Any:
         """A region that first ran enabled does so again."""
         with self._lock:
             if is_bound(self.model):
                 raise ModelError(
-                    "a checkpointed region runs backward after disable(), and the model is enabled anew; run it before"
+                    "a checkpointed region runs backward after disable(), and the model is enabled again; run it before"
                 )
             self._bind()
             try:
                 return run(*args, **kwargs)
             finally:
-                self._unseat()
+                self._unbind()
 
     def __enter__(self) -> Enabled:
         return self
@@ -268,7 +271,7 @@ class Enabled:
         return self._last
 
     def reset(self) -> None:
-        """Start counting anew."""
+        """Start counting from 0."""
         self.passes = self._calls = 0
 
     def assert_used(self, passes: int = 1) -> None:
@@ -359,14 +362,14 @@ class Enabled:
         given["use_cache"] = False
         session = sides["only" if "only" in sides else "decoder"][0].session
         encoder = sides["encoder"][0].session if "encoder" in sides else None
-        attends = [self._attention(kind, sides) for kind in self.kinds]
+        attentions = [self._attention(kind, sides) for kind in self.kinds]
         if not self._compared:
-            check_same(self.model, self.transport)
+            check_same_weights(self.model, self.transport)
             self._compared = True
         again = WeakSet(
             region.name for region in checkpoint_regions.regions() if region.again and region.name is not None
         )
-        entered = Pass(session, encoder, attends, _counted(attends), labels, count, last, again)
+        entered = Pass(session, encoder, attentions, _counted(attentions), labels, count, last, again)
         return entered, {name: value for name, value in given.items() if self._is_taken(name)}
 
     def _two(self, given: Entries) -> tuple[Entries, Sides, Tensor | None]:
@@ -403,7 +406,7 @@ class Enabled:
 
     def _count(self, latest: Pass) -> None:
         """Every layer has attended, once."""
-        ran = sum((_counted(latest.attends) - latest.calls).values())
+        ran = sum((_counted(latest.attentions) - latest.calls).values())
         self.passes, self._calls = self.passes + 1, self._calls + ran
         if ran > len(self.layers):
             raise ModelError(
@@ -428,7 +431,7 @@ class Enabled:
     # ---- sessions ------------------------------------------------------------------------------------------------
 
     def _shards(self, side: Side, sequence: SequenceInputs, labels: Tensor | None) -> Shards:
-        return shards_of(sequence, self._families[side].session(sequence), labels)
+        return shards_of(sequence, self._factories[side].session(sequence), labels)
 
     def _patterns(self, side: Side) -> Counter[Pattern]:
         """How many layers of a side have each pattern."""
@@ -445,7 +448,7 @@ class Enabled:
             (keys, hidden), session = sides["encoder"], sides["decoder"][0].session
             mask = functools.reduce(lambda one, other: one & other, hidden) if hidden else Full()
             return session.cross(keys.session, mask, scale=kind.scale)
-        session, name = sides[kind.side][0].session, self._families[kind.side].name(kind.pattern)
+        session, name = sides[kind.side][0].session, self._factories[kind.side].name(kind.pattern)
         score_mod = None if kind.softcap is None else soft_cap(kind.softcap)
         return session.attention_for(name, scale=kind.scale, score_mod=score_mod)
 
@@ -453,7 +456,7 @@ class Enabled:
 
     def attention_for(self, kind: int) -> LayerAttention:
         """The attention of a kind of layer, in the pass that it runs in. See [Note: the pass of a region]."""
-        return self._pass_here().attends[kind]
+        return self._pass_here().attentions[kind]
 
     def _pass_here(self) -> Pass:
         found = self._pass
@@ -481,9 +484,9 @@ def _adapted(model: nn.Module) -> PreTrainedModel:
     return cast(PreTrainedModel, model) if inner is None else inner()  # which is checked next
 
 
-def _counted(attends: Iterable[LayerAttention]) -> Counter[int]:
+def _counted(attentions: Iterable[LayerAttention]) -> Counter[int]:
     """How often attention ran, by what counts it."""
-    calls = [each.attend.call.uses for each in attends]
+    calls = [each.attend.call.uses for each in attentions]
     return Counter({id(uses): uses.forward.total() for uses in calls})
 
 

@@ -36,7 +36,7 @@ import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from threading import Lock
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -47,7 +47,7 @@ INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 """What modeling files of transformers call the functions that compute attention."""
 
 SERVED = {"scaling", "dropout", "is_causal", "sliding_window", "softcap", "s_aux"}
-"""Arguments by which a layer says what it wants."""
+"""Arguments that describe the attention of a layer."""
 
 IGNORED = {"attention_mask", "output_attentions", "position_ids", "deterministic", "training", "use_cache"}
 """Arguments that ask for nothing else than what is computed anyway, or are looked at when they come."""
@@ -94,13 +94,13 @@ class AttentionLayer:
 
     def __str__(self) -> str:
         dims = f"{self.head_dim}" if self.head_dim == self.value_dim else f"{self.head_dim} and {self.value_dim}"
-        said = [f"{self.query_heads} query heads", f"{self.kv_heads} key heads of {dims}", f"scale {self.scale:.3g}"]
-        said.append("cross" if self.cross else "causal" if self.causal else "both ways")
-        said += [f"window {self.window}"] if self.window is not None else []
-        said += [f"soft-cap {self.softcap:g}"] if self.softcap is not None else []
-        said += ["sinks"] if self.sinks else []
-        said += [f"dropout {self.dropout:g}"] if self.dropout else []
-        return f"{self.name}: {', '.join(said)}"
+        words = [f"{self.query_heads} query heads", f"{self.kv_heads} key heads of {dims}", f"scale {self.scale:.3g}"]
+        words.append("cross" if self.cross else "causal" if self.causal else "both ways")
+        words += [f"window {self.window}"] if self.window is not None else []
+        words += [f"soft-cap {self.softcap:g}"] if self.softcap is not None else []
+        words += ["sinks"] if self.sinks else []
+        words += [f"dropout {self.dropout:g}"] if self.dropout else []
+        return f"{self.name}: {', '.join(words)}"
 
 
 def attention_layers(model: PreTrainedModel) -> list[AttentionLayer]:
@@ -127,7 +127,10 @@ def _layer(model: PreTrainedModel, name: str, module: nn.Module) -> AttentionLay
         refuse(name, module, f"another sequence than the text's: it is part of the {tower}")
     if getattr(module, "num_key_value_groups", 1) is None:
         refuse(name, module, "an unknown number of key heads")
-    heads, head_dim = _heads(name, module), _head_dim(name, module)
+    heads = _number(module, HEADS, ("num_attention_heads", "num_heads", "n_head", "n_heads"))
+    head_dim = _number(module, HEAD_DIMS, ("head_dim", "d_kv"))
+    if heads is None or head_dim is None:
+        refuse(name, module, f"a {'number of heads' if heads is None else 'head dim'} that is not known")
     scale, softcap, window = asked.get("scaling"), asked.get("softcap"), asked.get("sliding_window")
     causal = asked.get("is_causal")
     return AttentionLayer(
@@ -148,12 +151,16 @@ def _layer(model: PreTrainedModel, name: str, module: nn.Module) -> AttentionLay
     )
 
 
-def refuse(name: str, module: nn.Module, feature: str) -> None:
+def refuse(name: str, module: nn.Module, feature: str) -> NoReturn:
     """Refuse a layer for a feature."""
     raise ModelError(f"{name} ({type(module).__name__}) has {feature}, which is not served")
 
 
 # ---- sizes -----------------------------------------------------------------------------------------------------------
+
+
+HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
+HEAD_DIMS = ("qk_head_dim", "head_dim", "attention_head_size", "key_value_proj_dim", "head_size")
 
 
 def _number(module: nn.Module, names: tuple[str, ...], in_config: tuple[str, ...]) -> int | None:
@@ -166,24 +173,6 @@ def _number(module: nn.Module, names: tuple[str, ...], in_config: tuple[str, ...
     return None
 
 
-def _heads(name: str, module: nn.Module) -> int:
-    names = ("num_heads", "num_attention_heads", "n_heads", "n_head")
-    found = _number(module, names, (*names[1:2], "num_heads", "n_head", "n_heads"))
-    if found is None:
-        refuse(name, module, "a number of heads that is not told")
-    assert found is not None, "it was refused"
-    return found
-
-
-def _head_dim(name: str, module: nn.Module) -> int:
-    names = ("qk_head_dim", "head_dim", "attention_head_size", "key_value_proj_dim", "head_size")
-    found = _number(module, names, ("head_dim", "d_kv"))
-    if found is None:
-        refuse(name, module, "a head dim that is not told")
-    assert found is not None, "it was refused"
-    return found
-
-
 def _kv_heads(module: nn.Module, heads: int) -> int:
     groups = getattr(module, "num_key_value_groups", None)
     if isinstance(groups, int) and groups > 0:
@@ -192,12 +181,13 @@ def _kv_heads(module: nn.Module, heads: int) -> int:
 
 
 def _is_cross(name: str, module: nn.Module) -> bool:
-    """Whether keys come from another sequence: by what the layer, its class or its place says."""
+    """Whether keys come from another sequence, by the attributes, the class or the place of the layer."""
     if getattr(module, "is_cross_attention", False):
         return True
     last = name.rpartition(".")[2]
-    said = re.compile(r"cross|enc_?dec|encoder_attn|encoder_attention", re.IGNORECASE)
-    return bool(said.search(last) or re.search(r"Cross", type(module).__name__) or said.search(name.split(".")[-2:][0]))
+    cross = re.compile(r"cross|enc_?dec|encoder_attn|encoder_attention", re.IGNORECASE)
+    by_name = cross.search(last) or cross.search(name.split(".")[-2:][0])
+    return bool(by_name or re.search(r"Cross", type(module).__name__))
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------
@@ -266,9 +256,9 @@ def _asked(name: str, module: nn.Module) -> dict[str, Any]:
         for argument, expression in call.items():
             if argument in SERVED:
                 try:
-                    value = _worked_out(expression, module)
+                    value = _evaluate(expression, module)
                 except _Unclear as unclear:
-                    if argument == "is_causal":  # a local variable: what the module says
+                    if argument == "is_causal":  # a local variable: the module's attribute
                         continue
                     refuse(name, module, f"{argument}={ast.unparse(expression)} ({unclear})")
                 if argument in found and not _same(found[argument], value):
@@ -357,11 +347,11 @@ FUNCTIONS: dict[str, Callable[..., object]] = {
 }
 
 
-def _worked_out(node: ast.expr, module: nn.Module) -> Any:
+def _evaluate(node: ast.expr, module: nn.Module) -> Any:
     """The value of an expression of `self`, in training."""
 
     def value(node: ast.expr) -> Any:
-        return _worked_out(node, module)
+        return _evaluate(node, module)
 
     match node:
         case ast.Constant():

@@ -2,7 +2,7 @@
 
 A model asks for a mask once per forward pass and kind of layer, by the name of the implementation, and passes it to its
 layers. Ours is no tensor but a `Pattern`; documents and padding are in the session already (batches.py). A layer
-compares the pattern that it gets with the one that it was enabled for (attending.py), so a model that asks for anything
+compares the pattern that it gets with the one that it was enabled for (attention.py), so a model that asks for anything
 else is noticed.
 
 [Note: functions of masks] transformers describes a mask by a function of indices. The function is recognised by its
@@ -36,7 +36,7 @@ MaskFunction = Callable[..., Any]
 
 
 class _NoTensor(ModelError, AttributeError):
-    """So that ``hasattr`` says no, and whoever reads an attribute learns why."""
+    """An AttributeError, so that ``hasattr`` is False, with the reason for code that reads an attribute."""
 
 
 class Pattern(NamedTuple):
@@ -83,12 +83,12 @@ def asked_mask(
 ) -> Pattern:
     """The pattern of a mask that a model asks for, by the signature of `AttentionMaskInterface`."""
     if torch.compiler.is_compiling():
-        return _said(local_size, config, more)
+        return _by_arguments(local_size, config, more)
     return _read(mask_function)
 
 
-def _said(local_size: int | None, config: object, more: dict[str, object]) -> Pattern:
-    """A pattern by what is said of a mask beside its function."""
+def _by_arguments(local_size: int | None, config: object, more: dict[str, object]) -> Pattern:
+    """A pattern by the arguments of the request beside its function."""
     causal = "allow_is_bidirectional_skip" not in more
     plain = more.get("allow_is_causal_skip" if causal else "allow_is_bidirectional_skip", True)
     if more.get("use_vmap") or not plain or local_size not in (None, getattr(config, "sliding_window", None)):
@@ -144,7 +144,7 @@ _PACKED = packed_sequence_mask_function(torch.zeros(1, 1)).__code__
 
 
 def _means() -> bool:
-    """Whether functions of transformers allow the pairs that the patterns read from them say."""
+    """Whether functions of transformers allow the same pairs as the patterns that are read from them."""
     q, k = (x.to(torch.int64) for x in torch.meshgrid(torch.arange(8), torch.arange(8), indexing="ij"))
     cases: list[tuple[MaskFunction, Pattern, torch.Tensor]] = [
         (causal_mask_function, Pattern(True, None), k <= q),

@@ -1,7 +1,7 @@
 """A probe of a model before it is served: it is run on two tokens with attention that computes nothing.
 
-The layers of a model say what they want in their source (layers.py); whether the model does as they say shows only when
-it runs. A mask may have numbers of the model's own; a layer may attend twice, for which there is no place in a cache,
+What the layers of a model want is written in their source (layers.py); whether the model does so shows only when it
+runs. A mask may have numbers of the model's own; a layer may attend twice, for which there is no place in a cache,
 or not at all. An engine would not notice, and generate other tokens. So each call is compared here with its layer, and
 a model that differs is refused by name, before any page is written. A window that is in a mask alone, and that no layer
 mentions, is found here, and is the layer's from then on.
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from attnspan.errors import ModelError
-from attnspan.integrations.huggingface.attending import check_asked
+from attnspan.integrations.huggingface.attention import check_asked
 from attnspan.integrations.huggingface.layers import AttentionLayer
 from attnspan.integrations.huggingface.masking import asked_mask
 from attnspan.integrations.huggingface.serving import called_meanwhile, probed_once
@@ -57,7 +57,7 @@ def probe_attention(
 
 
 def probe_model(model: PreTrainedModel, layers: list[AttentionLayer]) -> list[AttentionLayer]:
-    """The layers with the windows of their masks; ModelError for a model that asks for more, or less, than they say."""
+    """The layers with the windows of their masks; ModelError for a model that asks for more, or less, than they do."""
     AttentionInterface.register(NAME, probe_attention)
     AttentionMaskInterface.register(NAME, asked_mask)
     windows = probed_once(model, layers, NAME, lambda: _windows(Probe(layers), model))

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from attnspan.engine.fingerprint import ModelFingerprint
-from attnspan.engine.model import ModelInfo, PackedBatch, StepAttention
+from attnspan.engine.model import LayerSpec, ModelInfo, PackedBatch, StepAttention
+from attnspan.errors import EngineError
 from attnspan.integrations.huggingface.adapters import adapters_in_use
-from attnspan.integrations.huggingface.model_info import (
-    check_dtype,
-    check_evaluates,
-    device_of,
-    layer_specs,
-    model_info,
-    warn_of_unused,
-)
+from attnspan.integrations.huggingface.layers import AttentionLayer
 from attnspan.integrations.huggingface.probe import probe_model
 from attnspan.integrations.huggingface.serving import WHILE_SERVED, attending, served, served_layers
+
+UNUSED = {
+    "repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "suppress_tokens": None, "begin_suppress_tokens": None,
+    "bad_words_ids": None, "sequence_bias": None, "min_length": 0, "min_new_tokens": None, "forced_bos_token_id": None,
+    "forced_eos_token_id": None, "exponential_decay_length_penalty": None, "num_beams": 1, "guidance_scale": 1.0,
+    "stop_strings": None,
+}  # fmt: skip
+"""Options of a generation_config that change even greedy tokens and that an engine ignores, with neutral values."""
 
 
 class TransformersModel:
@@ -28,10 +33,20 @@ class TransformersModel:
 
     def __init__(self, model: PreTrainedModel, stacklevel: int = 1) -> None:
         layers = served_layers(model)
-        device_of(model)
+        device = device_of(model)
         self.model = model
         self._described = [str(layer) for layer in layers]
-        self._info = model_info(model, probe_model(model, layers))
+        specs = layer_specs(probe_model(model, layers))
+        weight = model.get_input_embeddings().weight
+        assert isinstance(weight, Tensor), "embeddings have one row for each token"
+        self._info = ModelInfo(
+            specs,
+            vocabulary=weight.shape[0],
+            dtype=next(model.parameters()).dtype,
+            device=device,
+            end_tokens=end_tokens_of(model),
+            max_positions=positions_of(model),
+        )
         warn_of_unused(model, stacklevel + 1)
 
     def info(self) -> ModelInfo:
@@ -63,4 +78,71 @@ class TransformersModel:
     def check_ready(self) -> None:
         """EngineError in training mode, or when the dtype is no longer that of the pages."""
         check_evaluates(self.model)
-        check_dtype(self.model, self._info.dtype)
+        dtype, found = self._info.dtype, next(self.model.parameters()).dtype
+        if found != dtype:
+            raise EngineError(f"model is {found} by now, and its pages are {dtype}; make a new engine")
+
+
+def layer_specs(layers: Iterable[AttentionLayer]) -> tuple[LayerSpec, ...]:
+    """The layers as an engine needs them."""
+    return tuple(
+        LayerSpec(each.kv_heads, each.head_dim, each.value_dim, each.scale, each.window, each.softcap)
+        for each in layers
+    )
+
+
+def check_evaluates(model: nn.Module) -> None:
+    """EngineError in training mode."""
+    if model.training:
+        raise EngineError("model is in training mode, in which dropout may change its tokens; call model.eval()")
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """The one device of a model that is ready to generate."""
+    check_evaluates(model)
+    first, *others = dict.fromkeys(parameter.device for parameter in model.parameters())
+    if others:
+        raise EngineError(f"model must be on one device, got parameters on {first} and {', '.join(map(str, others))}")
+    return first
+
+
+def warn_of_unused(model: nn.Module, stacklevel: int) -> None:
+    """Warn of options in a model's generation_config that change even greedy tokens and that an engine ignores."""
+    config = getattr(model, "generation_config", None)
+    found = {name: getattr(config, name, None) for name in UNUSED}
+    unused = [f"{name}={value}" for name, value in found.items() if value not in (None, UNUSED[name])]
+    if unused:
+        warnings.warn(
+            f"an engine does not do what generation_config asks for by {', '.join(unused)}; tokens will differ from "
+            "those of model.generate()",
+            stacklevel=stacklevel + 1,
+        )
+
+
+def end_tokens_of(model: nn.Module) -> frozenset[int]:
+    """The tokens that end a text, by the model's generation_config."""
+    found = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    if found is None:
+        return frozenset()
+    return frozenset([found] if isinstance(found, int) else found)
+
+
+def positions_of(model: PreTrainedModel) -> int | None:
+    """How many positions the model has, if its config has a limit.
+
+    Rotary embeddings whose angles depend on the longest sample of a batch are exact only until they change: up to the
+    length that the model was first trained for.
+    """
+    config = model.config.get_text_config(decoder=True)  # of a model with several, the text decoder's
+    rope = getattr(config, "rope_parameters", None) or {}
+    nested = rope.values() if rope and all(isinstance(value, dict) for value in rope.values()) else [rope]
+    limits = [getattr(config, "max_position_embeddings", None)]
+    for each in nested:
+        if each.get("rope_type") in ("dynamic", "longrope"):
+            limits.append(
+                each.get("original_max_position_embeddings")
+                or getattr(config, "original_max_position_embeddings", None)
+                or getattr(config, "max_position_embeddings", None)
+            )
+    found = [limit for limit in limits if limit]
+    return min(found) if found else None

@@ -28,7 +28,7 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from attnspan.engine.model import StepAttention
 from attnspan.errors import EngineError, ModelError
 from attnspan.integrations.huggingface.adapters import check_adapters
-from attnspan.integrations.huggingface.attending import is_bound
+from attnspan.integrations.huggingface.attention import is_bound
 from attnspan.integrations.huggingface.checking import check_positions
 from attnspan.integrations.huggingface.layers import AttentionLayer, attention_layers
 

@@ -1,6 +1,6 @@
 """The sessions of a model's batches: a mask for every pattern of its layers, joined with what each batch hides.
 
-`Family` is made once, of a group or of a session that was given. Another batch is another session of the family
+A `SessionFactory` is made once, of a group or of a session that was given. Each batch gets a session of it
 (`ContextParallel.with_mask`), with one layout for all its masks, balanced by how many layers have each.
 
 [Note: the mask of a session] A session that is given has a mask of its own. Its `Documents` and `KeyPadding` go into
@@ -23,16 +23,14 @@ from attnspan.parallel import ContextParallel
 from attnspan.transports.group import Group, transport_of
 
 
-class Family:
+class SessionFactory:
     """Sessions for sequences of one kind: those of a model, or of its encoder or decoder."""
 
     def __init__(self, cp: ContextParallel | Group, patterns: Counter[Pattern]):
         self.patterns = patterns
         self.given = cp if isinstance(cp, ContextParallel) else None
         if self.given is not None and len(self.given.masks) > 1:
-            raise ModelError(
-                "cp must have one mask, which is for all layers; windows of layers are the model's to tell"
-            )
+            raise ModelError("cp must have one mask, which is for all layers; windows of layers are the model's own")
         self.group = cp.mesh if isinstance(cp, ContextParallel) else cp
         self.transport = cp.transport if isinstance(cp, ContextParallel) else transport_of(cp)
         self._first: ContextParallel | None = None
@@ -62,15 +60,9 @@ class Family:
             return ContextParallel(self.group, seq_len=seq_len, mask=mask, weights=weights)
         if weights is None:
             return self.given.with_mask(mask, seq_len=seq_len)
-        options = self.given.options
+        layout, strategy, kernel = (getattr(self.given.options, name) for name in ("layout", "strategy", "kernel"))
         return ContextParallel(
-            self.group,
-            seq_len=seq_len,
-            mask=mask,
-            layout=options.layout,
-            strategy=options.strategy,
-            kernel=options.kernel,
-            weights=weights,
+            self.group, seq_len=seq_len, mask=mask, layout=layout, strategy=strategy, kernel=kernel, weights=weights
         )
 
     def _mask(self, pattern: Pattern, sequence: SequenceInputs) -> Mask:

@@ -32,7 +32,7 @@ from torch.utils.data import DataLoader
 from transformers import Trainer
 
 from attnspan.errors import ModelError
-from attnspan.integrations.huggingface.attending import BINDING
+from attnspan.integrations.huggingface.attention import BINDING
 from attnspan.integrations.huggingface.batches import Entries
 from attnspan.integrations.huggingface.enabling import Enabled
 from attnspan.integrations.huggingface.losses import Count

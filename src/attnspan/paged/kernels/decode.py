@@ -24,13 +24,13 @@ are whole waves still.
 ended, so that its launch is hidden: on devices of compute capability 9.0 or more.
 
 [Note: few variants] A kernel is compiled for each of its constants, which takes a second. So `walk` announces what
-comes early whether or not there will be a `join`, which nobody minds, and `join` is there for 16 parts and for 64.
+comes early whether or not there will be a `join`, which costs nothing, and `join` is there for 16 parts and for 64.
 
 [Note: capture] Which keys a program reads is decided by numbers on the device. A captured graph therefore serves later
 steps, of other lengths, with the splits it was captured with; they are chosen for the longest sequence that the
 plan allows.
 
-[Note: slots that are nobody's] A key past a row's end is not loaded: its score is -inf and its value 0, whatever is in
+[Note: unowned slots] A key past a row's end is not loaded: its score is -inf and its value 0, whatever is in
 its slot.
 
 [Note: codes] Keys in 8 bits are multiplied as the codes they are, exact in every dtype of a query, and a score is
@@ -51,8 +51,8 @@ import torch
 from torch import Tensor
 
 from attnspan.kernels.merge import has_triton
+from attnspan.paged.metadata import PagedMetadata, Pages
 from attnspan.paged.quantised import Quantised
-from attnspan.paged.reading import Pages, Reading
 from attnspan.paged.scoring import Scoring
 
 name = "decode"
@@ -80,7 +80,7 @@ JOINED = 32
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 VARYING = ["width", "tokens", "splits", "tiles", "window", "interleave", "rank"]
-"""Numbers that differ from step to step: Triton would compile anew for 1, for multiples of 16, and for the rest."""
+"""Numbers that differ from step to step: Triton would recompile for 1, for multiples of 16, and for the rest."""
 
 
 class DecodeTuning(NamedTuple):
@@ -97,7 +97,7 @@ class DecodeTuning(NamedTuple):
     waves: int = 8
 
 
-def supports(spec: Scoring, reading: Reading, q: Tensor, keys: Pages, values: Pages) -> str | None:
+def supports(spec: Scoring, metadata: PagedMetadata, q: Tensor, keys: Pages, values: Pages) -> str | None:
     """Causal and windowed attention in float32 or half precision, on CUDA."""
     if q.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         return f"decode runs on cuda, got tensors on {q.device.type}"
@@ -116,52 +116,53 @@ def supports(spec: Scoring, reading: Reading, q: Tensor, keys: Pages, values: Pa
     return None
 
 
-def is_outrun(reading: Reading, q: Tensor) -> bool:
+def is_outrun(metadata: PagedMetadata, q: Tensor) -> bool:
     """Whether `auto` leaves this step to kernels that want keys side by side: on average, rows are long prompts."""
-    rows = len(reading.queries)
+    rows = len(metadata.queries)
     if q.shape[0] <= FEW * rows:
         return False
-    keys = [end - begin for begin, end in reading.spans]
-    pairs = sum(n * seen for n, seen in zip(reading.queries, keys, strict=True))
+    keys = [end - begin for begin, end in metadata.spans]
+    pairs = sum(n * seen for n, seen in zip(metadata.queries, keys, strict=True))
     return pairs * q.shape[1] * q.shape[2] > rows * DENSE[q.element_size()]
 
 
 def forward(
-    spec: Scoring, reading: Reading, q: Tensor, keys: Pages, values: Pages, tuning: DecodeTuning | None = None
+    spec: Scoring, metadata: PagedMetadata, q: Tensor, keys: Pages, values: Pages, tuning: DecodeTuning | None = None
 ) -> tuple[Tensor, Tensor]:
     """out (T, H, Dv) in q's dtype, or float32 where it is merged, and lse (T, H) in float32."""
     stored = isinstance(keys, Quantised)
     keys, key_scales = _parts(keys)
     values, value_scales = _parts(values)
     tokens, heads, dim = q.shape
-    dtype = torch.float32 if reading.merged else q.dtype
+    dtype = torch.float32 if metadata.merged else q.dtype
     out, lse = q.new_empty(tokens, heads, values.shape[3], dtype=dtype), q.new_empty(tokens, heads, dtype=torch.float32)
     if not tokens:
         return out, lse
     tuning = tuning or _tuning(q, values.shape[3])
     group = heads // keys.shape[2]
-    most = reading.once("most", lambda: max(reading.queries))
+    most = metadata.once("most", lambda: max(metadata.queries))
     rows = min(MOST_ROWS, max(16, _power(group * most)))
     per_tile = rows // group
     tiles = -(-most // per_tile)
-    splits = _splits(reading, keys.shape[2] * len(reading.queries) * tiles, q.device, tuning)
+    splits = _splits(metadata, keys.shape[2] * len(metadata.queries) * tiles, q.device, tuning)
     part_out, part_lse = out, lse
     if splits > 1:
         part_out = q.new_empty(splits, *out.shape, dtype=torch.float32)
         part_lse = q.new_empty(splits, *lse.shape, dtype=torch.float32)
-    spread = reading.spread
+    spread = metadata.spread
     early = q.is_cuda and torch.version.cuda is not None and _capability(q.device) >= (9, 0)
-    grid = (keys.shape[2], splits, len(reading.queries) * tiles)
+    grid = (keys.shape[2], splits, len(metadata.queries) * tiles)
     walk, join = _compiled()
     last_dense = [x if x.stride(-1) == 1 else x.contiguous() for x in (q, keys, values)]
     q, keys, values = last_dense
     with _on(q.device):
         walk[grid](
-            part_out, part_lse, q, keys, values, key_scales, value_scales, reading.tables, reading.begins, reading.ends,
-            reading.offsets, reading.positions, spec.scale * 1.4426950408889634, reading.tables.stride(0),
+            part_out, part_lse, q, keys, values, key_scales, value_scales, metadata.tables, metadata.begins,
+            metadata.ends, metadata.offsets, metadata.positions, spec.scale * 1.4426950408889634,
+            metadata.tables.stride(0),
             q.stride(0), q.stride(1), *keys.stride()[:3], *values.stride()[:3], *key_scales.stride()[:3],
             tokens, heads, tiles, splits, spec.window or 0, spread.interleave, spread.rank,
-            size=reading.page_size, group=group, dim=dim, value_dim=values.shape[3],
+            size=metadata.page_size, group=group, dim=dim, value_dim=values.shape[3],
             block_d=max(16, _power(dim)), block_v=max(16, _power(values.shape[3])), block_m=rows, block_n=tuning.block,
             per_tile=per_tile, fewest=FEWEST_KEYS // tuning.block, causal=spec.causal,
             windowed=spec.window is not None, ranks=spread.ranks, stored=stored, early=early,
@@ -188,16 +189,16 @@ def _tuning(q: Tensor, value_dim: int) -> DecodeTuning:
     return DecodeTuning()
 
 
-def _splits(reading: Reading, programs: int, device: torch.device, tuning: DecodeTuning) -> int:
+def _splits(metadata: PagedMetadata, programs: int, device: torch.device, tuning: DecodeTuning) -> int:
     """The most whole waves whose parts are long enough. See [Note: waves] and [Note: capture]."""
     if device.type != "cuda":
-        return min(3, max(1, max(reading.host_ends) // 8))  # the interpreter: enough to have some
-    longest = reading.once("longest", lambda: max(end - begin for begin, end in reading.spans))
-    if reading.lasting or torch.cuda.is_current_stream_capturing():
-        longest = reading.tables.shape[1] * reading.page_size
+        return min(3, max(1, max(metadata.host_ends) // 8))  # the interpreter: enough to have some
+    longest = metadata.once("longest", lambda: max(end - begin for begin, end in metadata.spans))
+    if metadata.for_graphs or torch.cuda.is_current_stream_capturing():
+        longest = metadata.tables.shape[1] * metadata.page_size
     most = min(-(-longest // FEWEST_KEYS), MOST_SPLITS)
     wave = _multiprocessors(device) * tuning.resident
-    whole = [wave * waves // programs for waves in range(1, 1 + (tuning.waves if len(reading.queries) > 1 else 1))]
+    whole = [wave * waves // programs for waves in range(1, 1 + (tuning.waves if len(metadata.queries) > 1 else 1))]
     return max(1, max((splits for splits in whole if splits <= most), default=most))
 
 

@@ -11,11 +11,11 @@ One table is enough: sequences that share a page share all before it, so a page 
 Nothing backward is built, and nothing as long as the pool.
 
 [Note: clean tails] FlexAttention multiplies every value of a block with a weight, and a weight of 0 does not undo a
-NaN. The slots behind a row's last key are nobody's (a row that has new tokens shares its last page with no one), so
-they are set to 0 before.
+NaN. The slots behind a row's last key belong to no sequence (a row that has new tokens shares its last page with no
+other), so they are set to 0 before.
 
 [Note: rows of one size] Rows with the same number of new tokens are one call. Shapes are those of the plan, not of the
-sequences, so that growing does not compile anew.
+sequences, so that growing does not recompile.
 
 [Note: what is compiled] torch gives up on code that it compiled too often, so every mask and score_mod has a code
 object of its own, told apart by its own code: functions that differ only in the tensors they capture share it.
@@ -35,8 +35,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from attnspan.paged.metadata import PagedMetadata, Pages
 from attnspan.paged.quantised import Quantised
-from attnspan.paged.reading import Pages, Reading
 from attnspan.paged.scoring import Scoring
 
 name = "flex"
@@ -50,13 +50,13 @@ _NUMBERS = itertools.count()
 _ONE_AT_A_TIME = RLock()  # compiling is not for two threads at once, and virtual ranks are threads
 
 
-def supports(spec: Scoring, reading: Reading, q: Tensor, keys: Pages, values: Pages) -> str | None:
+def supports(spec: Scoring, metadata: PagedMetadata, q: Tensor, keys: Pages, values: Pages) -> str | None:
     """Everything on one rank, for pages that can be blocks."""
     if q.device.type != "cuda":
         return f"flex runs on cuda, got tensors on {q.device.type}"
     if isinstance(keys, Quantised):
         return f"flex reads keys as they were written, got {keys.dtype} codes"
-    size = reading.page_size
+    size = metadata.page_size
     if size % 128:
         return f"flex needs pages of 128 slots or a multiple, which its kernels read at once, got page_size {size}"
     if q.dtype not in (torch.float32, torch.bfloat16, torch.float16):
@@ -65,24 +65,25 @@ def supports(spec: Scoring, reading: Reading, q: Tensor, keys: Pages, values: Pa
         return f"flex needs head dims of at least 16, got {q.shape[2]} and {values.shape[3]}"
     if max(keys.shape.numel(), values.shape.numel()) > MOST_NUMBERS:
         return f"flex needs layers of at most 2^31 numbers, as its kernels count in 32 bits, got {keys.shape.numel()}"
-    if reading.spread.ranks > 1:
-        return f"flex reads pages of one rank, got {reading.spread.ranks} ranks"
+    if metadata.spread.ranks > 1:
+        return f"flex reads pages of one rank, got {metadata.spread.ranks} ranks"
     if q.is_cuda and torch.cuda.is_current_stream_capturing():
         return "flex makes its lists once a step, which a CUDA graph would repeat for ever"
     return None
 
 
-def forward(spec: Scoring, reading: Reading, q: Tensor, keys: Pages, values: Pages) -> tuple[Tensor, Tensor]:
+def forward(spec: Scoring, metadata: PagedMetadata, q: Tensor, keys: Pages, values: Pages) -> tuple[Tensor, Tensor]:
     """out (T, H, Dv) in q's dtype and lse (T, H) in float32."""
     assert isinstance(keys, Tensor), "others are refused"
     assert isinstance(values, Tensor), "others are refused"
     out = q.new_zeros(*q.shape[:2], values.shape[3])
     lse = q.new_full(q.shape[:2], -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32))
-    _clean_tails(reading, keys, values)
-    for count in sorted(set(reading.queries) - {0}):
-        rows = reading.once(("rows", count), functools.partial(_rows, reading, count))
-        lists = _lists(spec, reading, rows)
-        found, found_lse = _call(spec, reading, rows, lists, q[rows.tokens], keys, values)
+    _clean_tails(metadata, keys, values)
+    for count in sorted(set(metadata.queries) - {0}):
+        rows = metadata.once(("rows", count), functools.partial(_rows, metadata, count))
+        alike = ("lists", count, spec.causal, spec.window, spec.mask_mod is None)  # the same for every such layer
+        lists = metadata.once(alike, functools.partial(_lists, spec, metadata, rows))
+        found, found_lse = _call(spec, metadata, rows, lists, q[rows.tokens], keys, values)
         out[rows.tokens], lse[rows.tokens] = found.transpose(1, 2), found_lse.transpose(1, 2)
     return out, lse
 
@@ -103,23 +104,18 @@ class PageLists(NamedTuple):
     full_pages: Tensor
 
 
-def _rows(reading: Reading, count: int) -> Rows:
-    numbers = [row for row, queries in enumerate(reading.queries) if queries == count]
-    chosen = torch.tensor(numbers, dtype=torch.int64).to(reading.tables.device, non_blocking=True)
-    first = reading.offsets.index_select(0, chosen).long()
+def _rows(metadata: PagedMetadata, count: int) -> Rows:
+    numbers = [row for row, queries in enumerate(metadata.queries) if queries == count]
+    chosen = torch.tensor(numbers, dtype=torch.int64).to(metadata.tables.device, non_blocking=True)
+    first = metadata.offsets.index_select(0, chosen).long()
     return Rows(chosen, first.unsqueeze(1) + torch.arange(count, device=first.device))
 
 
-def _lists(spec: Scoring, reading: Reading, rows: Rows) -> PageLists:
-    """The block lists of some rows, the same for every layer that is alike."""
-    key = ("lists", rows.tokens.shape[1], spec.causal, spec.window, spec.mask_mod is None)
-    return reading.once(key, lambda: _listed(spec, reading, rows))
-
-
-def _listed(spec: Scoring, reading: Reading, rows: Rows) -> PageLists:
-    size = reading.page_size
-    tables, begin, end = (x.index_select(0, rows.numbers) for x in (reading.tables, reading.begins, reading.ends))
-    at = reading.positions[rows.tokens]
+def _lists(spec: Scoring, metadata: PagedMetadata, rows: Rows) -> PageLists:
+    """The block lists of some rows."""
+    size = metadata.page_size
+    tables, begin, end = (x.index_select(0, rows.numbers) for x in (metadata.tables, metadata.begins, metadata.ends))
+    at = metadata.positions[rows.tokens]
     first, last = at.amin(1), at.amax(1)  # rows of several sequences have them in any order
     low, high = begin // size, (end + size - 1) // size
     whole = end // size  # pages up to here hold nothing but keys of the row
@@ -138,53 +134,53 @@ def _listed(spec: Scoring, reading: Reading, rows: Rows) -> PageLists:
     return PageLists((high - whole).clamp(min=0).int(), pages_from(whole), (whole - low).int(), pages_from(low))
 
 
-def _index_of_pages(reading: Reading, pages: int) -> Tensor:
+def _index_of_pages(metadata: PagedMetadata, pages: int) -> Tensor:
     """page -> its index in the sequences that have it, (pages,) int32. What is beyond a row's pages goes to page 0."""
-    tables = reading.tables
+    tables = metadata.tables
     column = torch.arange(tables.shape[1], dtype=torch.int32, device=tables.device).expand_as(tables)
-    has = column * reading.page_size < reading.ends.unsqueeze(1)
+    has = column * metadata.page_size < metadata.ends.unsqueeze(1)
     index = torch.empty(pages, dtype=torch.int32, device=tables.device)
     index.index_put_((torch.where(has, tables, 0).long(),), column)
     return index
 
 
-def _clean_tails(reading: Reading, keys: Tensor, values: Tensor) -> None:
+def _clean_tails(metadata: PagedMetadata, keys: Tensor, values: Tensor) -> None:
     """See [Note: clean tails]. Rows without new tokens are left alone: their last page may be another's too."""
-    size = reading.page_size
+    size = metadata.page_size
 
     def tails() -> Tensor:
-        ends = reading.ends
-        page = reading.tables.gather(1, ((ends - 1).clamp(min=0) // size).long().unsqueeze(1))
+        ends = metadata.ends
+        page = metadata.tables.gather(1, ((ends - 1).clamp(min=0) // size).long().unsqueeze(1))
         slot = torch.arange(size, device=ends.device)
-        new = reading.offsets[1:] > reading.offsets[:-1]
+        new = metadata.offsets[1:] > metadata.offsets[:-1]
         behind = (slot >= ((ends - 1) % size + 1).unsqueeze(1)) & (new & (ends > 0)).unsqueeze(1)
         return torch.where(behind, page.long() * size + slot, 0).flatten()  # the null page takes the rest
 
-    slots = reading.once("tails", tails)
+    slots = metadata.once("tails", tails)
     for pages in (keys, values):
         pages.flatten(0, 1).index_fill_(0, slots, 0.0)
 
 
 def _call(
-    spec: Scoring, reading: Reading, rows: Rows, lists: PageLists, q: Tensor, keys: Tensor, values: Tensor
+    spec: Scoring, metadata: PagedMetadata, rows: Rows, lists: PageLists, q: Tensor, keys: Tensor, values: Tensor
 ) -> tuple[Tensor, Tensor]:
     from torch.nn.attention.flex_attention import BlockMask
 
     g, n = rows.tokens.shape
     blocks = -(-n // QUERY_BLOCK)
-    index = reading.once("index", lambda: _index_of_pages(reading, keys.shape[0]))
-    at, ends = reading.positions[rows.tokens], reading.ends.index_select(0, rows.numbers)
+    index = metadata.once("index", lambda: _index_of_pages(metadata, keys.shape[0]))
+    at, ends = metadata.positions[rows.tokens], metadata.ends.index_select(0, rows.numbers)
     block_mask = BlockMask.from_kv_blocks(
         lists.asked.view(g, 1, 1).expand(g, 1, blocks).contiguous(),
         lists.asked_pages.view(g, 1, 1, -1).expand(g, 1, blocks, -1).contiguous(),
         lists.full.view(g, 1, 1).expand(g, 1, blocks).contiguous(),
         lists.full_pages.view(g, 1, 1, -1).expand(g, 1, blocks, -1).contiguous(),
-        (QUERY_BLOCK, reading.page_size),
-        _mask_mod(spec, index, at, ends, rows.numbers, reading.page_size),
-        seq_lengths=(n, keys.shape[0] * reading.page_size),
+        (QUERY_BLOCK, metadata.page_size),
+        _mask_mod(spec, index, at, ends, rows.numbers, metadata.page_size),
+        seq_lengths=(n, keys.shape[0] * metadata.page_size),
         compute_q_blocks=False,
     )
-    score_mod = _score_mod(spec, index, at, rows.numbers, reading.page_size) if spec.score_mod is not None else None
+    score_mod = _score_mod(spec, index, at, rows.numbers, metadata.page_size) if spec.score_mod is not None else None
     key_axis, value_axis = (pages.flatten(0, 1).transpose(0, 1).unsqueeze(0) for pages in (keys, values))
     programs = (_code(spec.mask_mod), _code(spec.score_mod), spec.causal, spec.window)
     with _ONE_AT_A_TIME, torch.no_grad(), torch._dynamo.config.patch(recompile_limit=64):

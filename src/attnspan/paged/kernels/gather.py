@@ -5,7 +5,7 @@ dense kernels are far better than anything that walks pages, neither does decodi
 tile each for the kernels of `attnspan.kernels`. Masks and score_mods are asked pair by pair, in float32 and blocks of
 queries, with scores in memory.
 
-Rows of one query are done many at a time (together.py).
+Rows of one query are done many at a time (gather_decode.py).
 
 Knows where a row's keys end, so that what lies behind them is never read.
 """
@@ -17,9 +17,9 @@ from torch import Tensor
 
 from attnspan.kernels import Spec, fastest
 from attnspan.masks.tile import Tile
-from attnspan.paged.kernels import together
-from attnspan.paged.reading import Pages, Reading
-from attnspan.paged.scoring import Scoring
+from attnspan.paged.kernels import gather_decode
+from attnspan.paged.metadata import PagedMetadata, Pages
+from attnspan.paged.scoring import Scoring, VisibleKeys
 
 name = "gather"
 
@@ -27,47 +27,45 @@ MOST_SCORES = 1 << 22
 """The most scores of one row that are in memory at once, where pairs are asked."""
 
 
-def supports(spec: Scoring, reading: Reading, q: Tensor, keys: Pages, values: Pages) -> str | None:
+def supports(spec: Scoring, metadata: PagedMetadata, q: Tensor, keys: Pages, values: Pages) -> str | None:
     """Everything but the capture of a graph, in which a copy keeps the size that it had."""
     if q.is_cuda and torch.cuda.is_current_stream_capturing():
         return "gather copies as many pages as there are now, which a CUDA graph would repeat for ever"
     return None
 
 
-def forward(spec: Scoring, reading: Reading, q: Tensor, keys: Pages, values: Pages) -> tuple[Tensor, Tensor]:
+def forward(spec: Scoring, metadata: PagedMetadata, q: Tensor, keys: Pages, values: Pages) -> tuple[Tensor, Tensor]:
     """out (T, H, Dv), in q's dtype or a wider one, and lse (T, H)."""
     wide = torch.promote_types(q.dtype, torch.float32)
-    out = q.new_zeros(*q.shape[:2], values.shape[3], dtype=wide if reading.merged else q.dtype)
+    out = q.new_zeros(*q.shape[:2], values.shape[3], dtype=wide if metadata.merged else q.dtype)
     lse = q.new_full(q.shape[:2], -torch.inf, dtype=wide)
-    first, done = 0, set[int]()
-    for group in together.groups(spec, reading, q, keys, values):
+    done = set[int]()
+    for group in gather_decode.groups(spec, metadata, q, keys, values):
         done.update(group.rows)
-        for whole, part in zip((out, lse), together.attend(spec, group, reading, q, keys, values), strict=True):  # type: ignore[arg-type]
+        parts = gather_decode.attend(spec, group, metadata, q, keys, values)  # type: ignore[arg-type]  # no codes
+        for whole, part in zip((out, lse), parts, strict=True):
             whole.index_copy_(0, group.queries, part.to(whole.dtype))
-    for row, count in enumerate(reading.queries if len(done) < len(reading.queries) else ()):
-        begin, end = (0, 0) if row in done else spec.visible(reading, row)
-        if count and end > begin:
-            some = slice(first, first + count)
-            k, v = (reading.keys_of(pages, row, begin, end) for pages in (keys, values))
-            mine = q[some].to(k.dtype)  # what was stored in 8 bits comes in float32
-            tile = _tile(spec, reading, row, begin, end)
-            if tile is not None:
-                out[some], lse[some] = _by_tile(spec, mine, k, v, tile)
-            else:
-                _by_pairs(spec, reading, row, mine, k, v, begin, out[some], lse[some], reading.positions[some])
-        first += count
+    for seen in spec.rows(metadata, done) if len(done) < len(metadata.queries) else ():
+        k, v = (metadata.keys_of(pages, seen.row, seen.begin, seen.end) for pages in (keys, values))
+        some, mine = seen.queries, q[seen.queries].to(k.dtype)  # what was stored in 8 bits comes in float32
+        tile = _tile(spec, metadata, seen)
+        if tile is not None:
+            out[some], lse[some] = _by_tile(spec, mine, k, v, tile)
+        else:
+            _by_pairs(spec, metadata, seen, mine, k, v, out[some], lse[some])
     return out, lse
 
 
-def _tile(spec: Scoring, reading: Reading, row: int, begin: int, end: int) -> Tile | None:
+def _tile(spec: Scoring, metadata: PagedMetadata, seen: VisibleKeys) -> Tile | None:
     """The pairs of a row as a band between diagonals, or None if they are none."""
+    row, _, begin, end = seen
     if spec.program:
         return None
-    n, start, last = reading.queries[row], reading.starts[row], reading.last(row)
+    n, start, last = metadata.queries[row], metadata.starts[row], metadata.last(row)
     # Where every key lies before every query, and within its window, no diagonal bites, wherever the keys are.
-    before = not spec.causal or reading.spread.position(end - 1) <= start
-    within = spec.window is None or last - reading.spread.position(begin) < spec.window
-    if not (before and within) and (reading.spread.ranks > 1 or not reading.in_order):
+    before = not spec.causal or metadata.spread.position(end - 1) <= start
+    within = spec.window is None or last - metadata.spread.position(begin) < spec.window
+    if not (before and within) and (metadata.spread.ranks > 1 or not metadata.in_order):
         return None
     hi = end - begin - 1 if before else start - begin
     lo = 1 - n if within or spec.window is None else start - begin - spec.window + 1
@@ -93,30 +91,18 @@ def _dense(spec: Scoring, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> tuple[
 
 
 def _by_pairs(
-    spec: Scoring,
-    reading: Reading,
-    row: int,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    begin: int,
-    out: Tensor,
-    lse: Tensor,
-    at: Tensor,
+    spec: Scoring, metadata: PagedMetadata, seen: VisibleKeys, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
 ) -> None:
     """The formulas in blocks of queries; out and lse are written in place."""
     heads, (n, m) = q.shape[1], (q.shape[0], k.shape[0])
-    key_at = reading.key_positions(row, begin, begin + m)
+    at, key_at = metadata.positions[seen.queries], metadata.key_positions(seen.begin, seen.end)
     q, k, v = (x.to(lse.dtype).transpose(0, 1) for x in (q, k, v))
     block = max(1, MOST_SCORES // (heads * m))
     for low in range(0, n, block):
         some = slice(low, low + block)
         grouped = q[:, some].unflatten(0, (k.shape[0], -1)).flatten(1, 2)  # (Hk, G n, D)
         scores = (grouped @ k.mT * spec.scale).view(heads, -1, m)
-        scores = spec.scored(scores, row, at[some], key_at)
-        allowed = spec.allowed(reading, row, heads, at[some], key_at)
-        if allowed is not None:
-            scores = scores.masked_fill(~allowed, -torch.inf)
+        scores = spec.applied(scores, seen.row, at[some], key_at)
         part = scores.logsumexp(-1)
         weights = (scores - part.unsqueeze(-1)).exp().masked_fill(scores == -torch.inf, 0.0)
         found = (weights.view(k.shape[0], -1, m) @ v).view(heads, -1, v.shape[2])

@@ -1,4 +1,4 @@
-"""Modules that look at other tokens without attention: found by how their forward is written.
+"""Modules that mix tokens without attention, recognised by the source of their forward.
 
 A rank has some of the tokens, so ``x[:, 1:]`` does not hold the next token of each, nor ``x[:, 0]`` the first of all.
 Such a module would run on a rank without an error, and be wrong. It is recognised by the source of its class::
@@ -27,21 +27,21 @@ MOVING = {"roll", "pad", "flip", "conv1d", "unfold", "fft", "fftn", "rfft"}
 """Functions of torch that move tokens, or mix them."""
 
 
-def looks_aside(module: nn.Module) -> str | None:
-    """What a module's forward says of tokens beside a token's own; None if nothing.
+def token_mixing(module: nn.Module) -> str | None:
+    """The first expression of a module's forward that reads other tokens than a token's own; None if there is none.
 
     >>> class Shifted(nn.Module):
     ...     def forward(self, x):
     ...         return x[:, 1:] + x[:, :-1]
-    >>> looks_aside(Shifted()), looks_aside(nn.Linear(1, 1))
+    >>> token_mixing(Shifted()), token_mixing(nn.Linear(1, 1))
     ('x[:, 1:]', None)
     """
     cls: Any = type(module)
-    return _said(cls)
+    return _mixing_in(cls)
 
 
 @functools.cache
-def _said(cls: Any) -> str | None:
+def _mixing_in(cls: Any) -> str | None:
     if cls.__module__.startswith("torch."):
         return None
     try:

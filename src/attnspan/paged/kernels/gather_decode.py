@@ -1,4 +1,4 @@
-"""Rows of one query, all at once: decoding many sequences on a CPU by a handful of calls instead of some for each.
+"""Decoding on a CPU: rows of one query are gathered and attended to in batches, by a handful of calls for all rows.
 
 Rows of about the same length are copied side by side, padded to the longest of them, and attended to by one call; what
 is not a row's own is cleared in the copy, since it may be NaN, and masked. A query that is alone in its row sees all of
@@ -19,14 +19,14 @@ import torch
 from torch import Tensor
 
 from attnspan.kernels.aten import CPU_FLASH
-from attnspan.paged.reading import Pages, Reading
+from attnspan.paged.metadata import PagedMetadata, Pages
 from attnspan.paged.scoring import Scoring, mapped
 
 CHEAP = 1 << 19
 """Bytes of padding that are cheaper than one more call."""
 
 
-class Together(NamedTuple):
+class DecodeGroup(NamedTuple):
     """Rows that share a call: their queries, their pages, and which of the n x L copied keys are not theirs."""
 
     rows: tuple[int, ...]
@@ -38,31 +38,30 @@ class Together(NamedTuple):
     first: Tensor  # (n, 1): the first copied key of each row, by its place in the row
 
 
-def groups(spec: Scoring, reading: Reading, q: Tensor, keys: Pages, values: Pages) -> list[Together]:
-    """The rows that are done together; none where that does not pay, or the kernel does not know how."""
-    if not isinstance(keys, Tensor) or not isinstance(values, Tensor):
+def groups(spec: Scoring, metadata: PagedMetadata, q: Tensor, keys: Pages, values: Pages) -> list[DecodeGroup]:
+    """The rows that share calls; none where that does not pay, or the kernel does not know how."""
+    if not isinstance(keys, Tensor) or spec.mask_mod is not None or not metadata.in_order:
         return []
-    plain = spec.mask_mod is None and reading.in_order
-    if not plain or q.device.type != "cpu" or q.shape[2] != values.shape[3]:
+    if q.device.type != "cpu" or q.shape[2] != values.shape[3]:
         return []
     page_bytes = 2 * keys[0].numel() * keys.element_size()
     wide = torch.promote_types(q.dtype, torch.float32)
-    what = ("together", spec.causal, spec.window, page_bytes, wide)
-    return reading.once(what, lambda: _grouped(spec, reading, page_bytes, wide))
+    what = ("decode groups", spec.causal, spec.window, page_bytes, wide)
+    return metadata.once(what, lambda: _grouped(spec, metadata, page_bytes, wide))
 
 
-def _grouped(spec: Scoring, reading: Reading, page_bytes: int, wide: torch.dtype) -> list[Together]:
+def _grouped(spec: Scoring, metadata: PagedMetadata, page_bytes: int, wide: torch.dtype) -> list[DecodeGroup]:
     """See [Note: alike in length]."""
-    size, spread, bounds = reading.page_size, reading.spread, dict[int, tuple[int, int]]()
-    offsets = list(accumulate(reading.queries, initial=0))
-    for row, count in enumerate(reading.queries):
+    size, spread, bounds = metadata.page_size, metadata.spread, dict[int, tuple[int, int]]()
+    offsets = list(accumulate(metadata.queries, initial=0))
+    for row, count in enumerate(metadata.queries):
         if count == 1:
-            begin, end, at = reading.host_begins[row], reading.host_ends[row], reading.starts[row]
+            begin, end, at = metadata.host_begins[row], metadata.host_ends[row], metadata.starts[row]
             if spec.causal and spread.ranks == 1:  # what `visible` says, for nearly every row there is
                 end = min(end, at + 1)
                 begin = begin if spec.window is None else max(begin, at - spec.window + 1)
             else:
-                begin, end = spec.visible(reading, row)
+                begin, end = spec.visible(metadata, row)
             if end > begin:
                 bounds[row] = (begin, end)
     pages = {row: -(-end // size) - begin // size for row, (begin, end) in bounds.items()}
@@ -76,28 +75,28 @@ def _grouped(spec: Scoring, reading: Reading, page_bytes: int, wide: torch.dtype
         else:
             found.append([row])
             longest, padding, held = pages[row], 0, pages[row]
-    return [_together(reading, rows, offsets, bounds, wide) for rows in found if len(rows) > 1]
+    return [_group(metadata, rows, offsets, bounds, wide) for rows in found if len(rows) > 1]
 
 
-def _together(
-    reading: Reading, rows: list[int], offsets: list[int], bounds: dict[int, tuple[int, int]], wide: torch.dtype
-) -> Together:
-    size = reading.page_size
+def _group(
+    metadata: PagedMetadata, rows: list[int], offsets: list[int], bounds: dict[int, tuple[int, int]], wide: torch.dtype
+) -> DecodeGroup:
+    size = metadata.page_size
     low = torch.tensor([bounds[row][0] // size for row in rows]).unsqueeze(1)
     begin, end = (torch.tensor([bounds[row][side] for row in rows]).unsqueeze(1) for side in (0, 1))
     width = max(-(-bounds[row][1] // size) - bounds[row][0] // size for row in rows)
-    columns = (low + torch.arange(width)).clamp_(max=reading.tables.shape[1] - 1)
-    pages = reading.tables.index_select(0, torch.tensor(rows)).long().gather(1, columns)
+    columns = (low + torch.arange(width)).clamp_(max=metadata.tables.shape[1] - 1)
+    pages = metadata.tables.index_select(0, torch.tensor(rows)).long().gather(1, columns)
     places = low * size + torch.arange(width * size)
     hidden = (places < begin) | (places >= end)
     mask = torch.zeros(hidden.shape, dtype=wide).masked_fill_(hidden, -torch.inf)
     cleared = hidden.flatten().nonzero().flatten()
     queries = torch.tensor([offsets[row] for row in rows])
-    return Together(tuple(rows), queries, pages.flatten(), hidden, cleared, mask, low * size)
+    return DecodeGroup(tuple(rows), queries, pages.flatten(), hidden, cleared, mask, low * size)
 
 
 def attend(
-    spec: Scoring, group: Together, reading: Reading, q: Tensor, keys: Tensor, values: Tensor
+    spec: Scoring, group: DecodeGroup, metadata: PagedMetadata, q: Tensor, keys: Tensor, values: Tensor
 ) -> tuple[Tensor, Tensor]:
     """out (n, H, D) and lse (n, H) of a group's rows, in float32 or wider."""
     wide = torch.promote_types(q.dtype, torch.float32)
@@ -105,14 +104,13 @@ def attend(
     k, v = (_copied(pages, group, n).to(wide).transpose(1, 2) for pages in (keys, values))  # (n, Hk, L, D)
     mine = q.index_select(0, group.queries).to(wide).view(n, kv_heads, -1, q.shape[2])  # (n, Hk, G, D)
     if spec.score_mod is not None:
-        out, lse = _by_pairs(spec, group, reading, mine, k, v)
+        out, lse = _by_pairs(spec, group, metadata, mine, k, v)
     else:
-        flash = CPU_FLASH
-        out, lse = flash(mine, k, v, 0.0, False, attn_mask=group.mask[:, None, None], scale=spec.scale)
+        out, lse = CPU_FLASH(mine, k, v, 0.0, False, attn_mask=group.mask[:, None, None], scale=spec.scale)
     return out.reshape(n, -1, out.shape[3]), lse.reshape(n, -1)
 
 
-def _copied(pages: Tensor, group: Together, n: int) -> Tensor:
+def _copied(pages: Tensor, group: DecodeGroup, n: int) -> Tensor:
     """(n, L, Hk, D), cleared where there is nothing of the row."""
     found = pages.flatten(1).index_select(0, group.pages)
     found.view(-1, pages[0, 0].numel()).index_fill_(0, group.cleared, 0.0)  # few: a mask would look at all of them
@@ -120,12 +118,12 @@ def _copied(pages: Tensor, group: Together, n: int) -> Tensor:
 
 
 def _by_pairs(
-    spec: Scoring, group: Together, reading: Reading, q: Tensor, k: Tensor, v: Tensor
+    spec: Scoring, group: DecodeGroup, metadata: PagedMetadata, q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The formulas, with scores as the score_mod changes them."""
     scores = (q @ k.mT * spec.scale).flatten(1, 2)  # (n, H, L)
-    at = reading.positions.index_select(0, group.queries)
-    key_at = reading.spread.position(group.first + torch.arange(k.shape[2]))
+    at = metadata.positions.index_select(0, group.queries)
+    key_at = metadata.spread.position(group.first + torch.arange(k.shape[2]))
     assert spec.score_mod is not None, "asked for one"
     levels = ((0, None, None, None, 0), (0, None, 0, None, None), (0, 0, None, 0, 0))
     heads = torch.arange(scores.shape[1])

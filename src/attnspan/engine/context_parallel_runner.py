@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from attnspan.engine.model import PackedBatch, ServedModel, StepAttention
-from attnspan.engine.paged_attention import PagedStepAttention
+from attnspan.engine.model_runner import ModelRunner, PagedStepAttention, PlanSizes
 from attnspan.engine.pools import LayerPlace, Pools
 from attnspan.engine.rank_consensus import RankConsensus
-from attnspan.engine.runner import PlanSizes, Runner
 from attnspan.engine.scheduler import Chunk
 from attnspan.masks import Causal, Mask, SlidingWindow
-from attnspan.paged import PagePool, ShardedPages, StepPlan
+from attnspan.paged import ShardedPages, StepPlan
+from attnspan.paged.kv_cache import PagedKVCache
 from attnspan.parallel import ContextParallel
 from attnspan.parallel.attentions import BoundAttention
 from attnspan.transports.group import Group
@@ -31,8 +31,9 @@ AttentionKey = tuple[str, float | None, Callable[..., Tensor] | None]
 """The mask, scale and score_mod of a layer."""
 
 
-class RanksRunner(Runner):
-    """A runner whose pages are spread over the ranks of `mesh`; prompts of `whole` tokens or more are split.
+class ContextParallelRunner(ModelRunner):
+    """A runner whose pages are spread over the ranks of `mesh`; prompts of `whole_prompts` tokens or more
+    are split.
 
     What is about to be computed is compared with the other ranks of `consensus` before the model is called.
     """
@@ -45,14 +46,14 @@ class RanksRunner(Runner):
         *,
         mesh: Group,
         consensus: RankConsensus,
-        whole: int,
+        whole_prompts: int,
         kernel: str = "auto",
     ) -> None:
-        self.mesh, self.consensus, self.whole = mesh, consensus, whole
+        self.mesh, self.consensus, self.whole_prompts = mesh, consensus, whole_prompts
         super().__init__(model, pools, sizes, kernel=kernel)
         self._session: ContextParallel | None = None
 
-    def _plans(self, sizes: PlanSizes) -> tuple[Sequence[PagePool | ShardedPages], list[StepPlan]]:
+    def _plans(self, sizes: PlanSizes) -> tuple[Sequence[PagedKVCache], list[StepPlan]]:
         pages = [ShardedPages(pool, self.mesh, interleave=pool.page_size) for pool in self.pools.pools]
         return pages, [each.plan(**sizes) for each in pages]
 
@@ -60,7 +61,7 @@ class RanksRunner(Runner):
         """As on one rank; the same logits on every rank."""
         self._compare = self.consensus.compare_step(batch)
         sample, count = batch[0]
-        if len(batch) == 1 and sample.computed == 0 and count == sample.rest >= self.whole:
+        if len(batch) == 1 and sample.computed == 0 and count == sample.remaining >= self.whole_prompts:
             return self._prefill(sample.tokens)
         return super().run(batch)
 
@@ -94,7 +95,7 @@ class PrefillAttention(StepAttention):
 
     def __init__(self, session: ContextParallel, paged: PagedStepAttention) -> None:
         self.session, self.paged = session, paged
-        self._attends: dict[AttentionKey, BoundAttention] = {}
+        self._attentions: dict[AttentionKey, BoundAttention] = {}
 
     def _attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
         query, key, value = (each.transpose(0, 1).unsqueeze(0) for each in (query, key, value))  # (1, H, S, D)
@@ -108,9 +109,9 @@ class PrefillAttention(StepAttention):
     def _attention_for(self, place: LayerPlace) -> BoundAttention:
         """One for all layers of a kind."""
         kind = _name(place), place.scale, place.score_mod
-        if kind not in self._attends:
-            self._attends[kind] = self.session.attention_for(kind[0], scale=place.scale, score_mod=place.score_mod)
-        return self._attends[kind]
+        if kind not in self._attentions:
+            self._attentions[kind] = self.session.attention_for(kind[0], scale=place.scale, score_mod=place.score_mod)
+        return self._attentions[kind]
 
 
 def _name(place: LayerPlace) -> str:

@@ -1,9 +1,9 @@
-"""What a kernel is told of a step: which pages each sequence's keys lie in, and at which positions.
+"""The attention metadata of a step, as kernels get it: the pages and positions of each sequence's keys and queries.
 
-A reading is a batch of B rows, each a sequence, and T packed queries. Row b has the queries ``offsets[b]`` to
+A step is a batch of B rows, each a sequence, and T packed queries. Row b has the queries ``offsets[b]`` to
 ``offsets[b + 1]`` and sees the keys ``begins[b]`` to ``ends[b]`` of those that lie here; key j is in slot ``j %
-page_size`` of page ``tables[b, j // page_size]``. What lies in any other slot is nobody's, may be NaN, and must not
-reach a result.
+page_size`` of page ``tables[b, j // page_size]``. What lies in any other slot belongs to no sequence, may be NaN,
+and must not reach a result.
 
 [Note: rows of several sequences] Sequences that share pages may read them as one row (pool.py, [Note: shared
 beginnings]). Its queries are then at any positions, in any order, and `latest` is the last of them.
@@ -57,7 +57,7 @@ class Spread:
         return (run * self.ranks + self.rank) * self.interleave + key - run * self.interleave
 
 
-ALONE = Spread()
+ONE_RANK = Spread()
 
 Pages = Tensor | Quantised
 """One layer's keys or values: (pages, page_size, heads, dim)."""
@@ -69,11 +69,11 @@ def tensors(*pages: Pages) -> list[Tensor]:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Reading:
+class PagedMetadata:
     """Tables, key ranges and queries of B rows. See the file's docstring."""
 
     page_size: int
-    tables: Tensor  # (B, W) int32; entries past a row's pages are pages of nobody in particular, and one more is there
+    tables: Tensor  # (B, W) int32; entries past a row's pages mean nothing; there is at least one
     begins: Tensor  # (B,) int32
     ends: Tensor  # (B,) int32
     offsets: Tensor  # (B + 1,) int32
@@ -84,9 +84,9 @@ class Reading:
     host_ends: tuple[int, ...]
     starts: tuple[int, ...]  # the position of each row's first query, on the host
     latest: int | None = None  # see [Note: rows of several sequences]
-    spread: Spread = ALONE
+    spread: Spread = ONE_RANK
     merged: bool = False  # whether the result is joined with others, and should not be rounded yet
-    lasting: bool = False  # whether a graph may repeat what is decided here for later steps, of other lengths
+    for_graphs: bool = False  # whether a CUDA graph may replay the step later, for other lengths
     memo: dict[object, Any] = field(default_factory=dict, repr=False)
 
     def once(self, what: object, work: Callable[[], T]) -> T:
@@ -116,7 +116,7 @@ class Reading:
         return sum(self.queries)
 
     def keys_of(self, pages: Pages, row: int, first: int, last: int) -> Tensor:
-        """Keys [first, last) of a row as (last - first, Hk, D): a copy, of whole pages but for the ends."""
+        """Keys [first, last) of a row as (last - first, Hk, D): a copy, of whole pages except for the ends."""
         if isinstance(pages, Quantised):
             codes, scales = (self.keys_of(part, row, first, last) for part in (pages.codes, pages.scales))
             return Quantised(codes, scales, pages.dtype).numbers()
@@ -126,6 +126,6 @@ class Reading:
         found = pages.flatten(1).index_select(0, self.tables[row, low:high].long()).view(-1, *pages.shape[2:])
         return found[first - low * size : last - low * size]
 
-    def key_positions(self, row: int, first: int, last: int) -> Tensor:
+    def key_positions(self, first: int, last: int) -> Tensor:
         """The positions of keys [first, last), (last - first,)."""
         return self.spread.position(torch.arange(first, last, device=self.tables.device))

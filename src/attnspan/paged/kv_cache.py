@@ -1,7 +1,7 @@
-"""`attend`: what is asked of attention over pages, the same of one device and of many ranks.
+"""The interface of a KV cache in pages, the same on one device (`PagePool`) and over ranks (`ShardedPages`).
 
-Sinks come last, and so does rounding: both belong to the whole of a softmax, of which a device or a group of rows may
-have computed a part. Knows nothing of pages.   Shapes: out (tokens, heads, value dim), lse (tokens, heads).
+`attend` adds sinks and rounds last: both need the whole softmax, of which a rank or a group of rows has computed a
+part (`partial`).   Shapes: out (tokens, heads, value dim), lse (tokens, heads).
 """
 
 from __future__ import annotations
@@ -38,8 +38,12 @@ class Options:
     kernel: str = "auto"
 
 
-class Attends(ABC):
-    """What has pages and can attend over them."""
+class PagedKVCache(ABC):
+    """Keys and values in pages: `write` those of a step's new tokens, and `attend` over them."""
+
+    @abstractmethod
+    def write(self, layer: int, key: Tensor, value: Tensor, plan: StepPlan) -> None:
+        """Put the new tokens' keys (tokens, key heads, dim) and values where the plan says."""
 
     @abstractmethod
     def partial(self, layer: int, query: Tensor, plan: StepPlan, options: Options) -> tuple[Tensor, Tensor]:

@@ -68,7 +68,7 @@ def mobile():
     ],
     ids=["MobileBERT", "moved", "first"],
 )
-def test_a_module_that_looks_aside_is_refused(model, message):
+def test_a_module_that_mixes_tokens_is_refused(model, message):
     assert refusal(lambda world: enable(model(), world), ranks=1).startswith(message)
 
 

@@ -1,10 +1,11 @@
-"""The arguments and results of flex_attention, by name.
+"""The arguments of intercepted calls, by name: of F.scaled_dot_product_attention and of flex_attention.
 
-Shapes: query (B, H, S, D), key (B, Hk, S, D), value (B, Hk, S, Dv), S this rank's tokens.
+Shapes: query (B, H, S, D), key (B, Hk, S, D), value (B, Hk, S, Dv), S this rank's tokens; SDPA takes (..., H, S, D).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -17,11 +18,22 @@ from attnspan.masks import Mask
 if TYPE_CHECKING:
     from attnspan.parallel.attentions import BoundAttention
 
-FlexResult = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]
+
+class SdpaArgs(NamedTuple):
+    """One call of F.scaled_dot_product_attention."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attn_mask: Tensor | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
 
 
 class FlexArgs(NamedTuple):
-    """One call."""
+    """One call of flex_attention."""
 
     query: Tensor
     key: Tensor
@@ -40,5 +52,13 @@ class FlexArgs(NamedTuple):
         return self.return_lse or (self.return_aux is not None and self.return_aux.lse)
 
 
+FlexResult = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]
+
+SDPA: Callable[..., SdpaArgs] = SdpaArgs
 FLEX: Callable[..., FlexArgs] = FlexArgs
 """From the arguments of an intercepted call, which has whatever types the caller gave."""
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """(batch, heads, tokens, head dim); a shard may have no tokens, so that -1 would not do."""
+    return tensor.reshape(math.prod(tensor.shape[:-3]), *(1, *tensor.shape)[-3:])

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from attnspan.paged import Layer, PageAllocator, PagePool, ShardedPages
-from attnspan.paged.kernels import together
+from attnspan.paged.kernels import gather_decode
 from attnspan.testing import loopback
 from tests.paged.cases import Cache, agree
 
@@ -20,14 +20,14 @@ def per_row(score, b, h, q, k):
 @pytest.fixture
 def groups(monkeypatch):
     """The groups that were made, by their rows."""
-    seen, original = [], together.groups
+    seen, original = [], gather_decode.groups
 
     def noted(*arguments):
         found = original(*arguments)
         seen.extend(group.rows for group in found)
         return found
 
-    monkeypatch.setattr(together, "groups", noted)
+    monkeypatch.setattr(gather_decode, "groups", noted)
     return seen
 
 
@@ -60,7 +60,7 @@ def test_every_dtype_is_served_together(groups, dtype):
 
 
 def test_rows_of_very_different_lengths_do_not_share_a_call(groups, monkeypatch):
-    monkeypatch.setattr(together, "CHEAP", 0)
+    monkeypatch.setattr(gather_decode, "CHEAP", 0)
     cache = decoding([300, 290, 5, 6, 7, 280], max_tokens=1200)
     agree(cache.attend(kernel="gather"), cache.expected())
     assert sorted(map(sorted, groups)) == [[0, 5], [2, 3, 4]]

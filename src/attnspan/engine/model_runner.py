@@ -1,7 +1,7 @@
 """A step of the model: tokens of many samples packed into one row, keys to their pages, logits of those that want them.
 
     sizes = PlanSizes(max_sequences=64, max_tokens=512, max_length=4096)
-    runner = Runner(model, pools_of(model.info(), config, ranks=1), sizes)
+    runner = ModelRunner(model, pools_of(model.info(), config, ranks=1), sizes)
     runner.prepare(batch)  # pages
     logits = runner.run(batch)  # a row for every chunk that ends its sample
 
@@ -20,11 +20,11 @@ from torch import Tensor
 
 from attnspan.engine.cuda_graphs import CudaGraphs
 from attnspan.engine.model import PackedBatch, ServedModel, StepAttention
-from attnspan.engine.paged_attention import PagedStepAttention
 from attnspan.engine.pools import Pools
 from attnspan.engine.scheduler import Chunk
 from attnspan.errors import EngineError, ModelError
-from attnspan.paged import PagePool, ShardedPages, StepPlan
+from attnspan.paged import StepPlan
+from attnspan.paged.kv_cache import PagedKVCache
 
 
 class PlanSizes(TypedDict):
@@ -35,7 +35,24 @@ class PlanSizes(TypedDict):
     max_length: int
 
 
-class Runner:
+class PagedStepAttention(StepAttention):
+    """Attention over `pages`, one set for each pool: new keys are written, then queries attend over their sequences."""
+
+    def __init__(self, pools: Pools, pages: Sequence[PagedKVCache], plans: Sequence[StepPlan], kernel: str):
+        self.pools, self.pages, self.plans, self.kernel = pools, pages, plans, kernel
+
+    def _attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
+        place = self.pools.places[layer]
+        pages, plan = self.pages[place.pool], self.plans[place.pool]
+        pages.write(place.index, key, value, plan)
+        out = pages.attend(
+            place.index, query, plan, score_mod=place.score_mod, sinks=sinks, scale=place.scale, kernel=self.kernel
+        )  # causal by default, beside the layer's own window
+        assert isinstance(out, Tensor), "no lse was asked for"
+        return out
+
+
+class ModelRunner:
     """A model over pools of pages."""
 
     def __init__(
@@ -53,8 +70,8 @@ class Runner:
                     "leave cuda_graphs out"
                 )
 
-    def _plans(self, sizes: PlanSizes) -> tuple[Sequence[PagePool | ShardedPages], list[StepPlan]]:
-        """What is written to and read, and its plans; ranks_runner.py has another kind."""
+    def _plans(self, sizes: PlanSizes) -> tuple[Sequence[PagedKVCache], list[StepPlan]]:
+        """What is written to and read, and its plans; context_parallel_runner.py has another kind."""
         return self.pools.pools, [StepPlan(pool, **sizes) for pool in self.pools.pools]
 
     @property
@@ -70,9 +87,8 @@ class Runner:
     def prepare(self, batch: Sequence[Chunk]) -> None:
         """Make room for a batch in every pool, and copy the shared pages that it writes to."""
         pad_to = self._graphs.rows(len(batch)) if self._graphs is not None and _decodes(batch) else None
-        named = [(chunk.sample.seq, chunk.new) for chunk in batch]
         for plan in self.plans:
-            plan.step(named, pad_to=pad_to)  # type: ignore[arg-type]  # every sample in a batch has a name
+            plan.step([(chunk.sample.seq, chunk.new) for chunk in batch], pad_to=pad_to)
 
     def run(self, batch: Sequence[Chunk]) -> Tensor:
         """Feed a prepared batch; the logits (rows, V) after every chunk that ends its sample, in order."""

@@ -1,0 +1,170 @@
+"""The KV cache as the scheduler sees it: which samples fit, over one group of layers or several.
+
+Layers that see everything and layers that see a window cannot share pages if the latter are to give theirs back (see
+paged/pool.py, [Note: windows]), so a model that has both keeps two groups, each with pages of its own. A sample is the
+same sequence in each, because each gets the same calls in the same order; it fits if it fits in all.
+
+[Note: the most a window needs] A sample that feeds `chunk` tokens through a window of W sees W - 1 keys before them,
+and the pages at both ends may be partly used: (W + chunk - 2) // page_size + 2 pages, however long it grows.
+
+Ints only: a `Swapper` moves what is swapped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from attnspan.paged import PageAllocator, PrefixCache
+
+
+class Swapper(Protocol):
+    """Moves a sequence to the host and back: a PagePool, or an allocator alone."""
+
+    def swap_out(self, seq: int) -> object:
+        """To the host."""
+
+    def swap_in(self, seq: int) -> object:
+        """And back."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KVCacheGroup:
+    """Layers that share page tables: their allocator, what moves its pages, their window, and their prefix cache."""
+
+    allocator: PageAllocator
+    swapper: Swapper
+    window: int | None = None
+    prefix_cache: PrefixCache | None = None
+
+    @property
+    def num_pages(self) -> int:
+        """Pages that tokens can be in."""
+        return self.allocator.num_pages - 1
+
+    def max_pages(self, length: int, chunk: int) -> int:
+        """The most pages that a sample of so many tokens holds at once. See [Note: the most a window needs]."""
+        size = self.allocator.page_size
+        pages = -(-length // size)
+        return pages if self.window is None else min(pages, (self.window + chunk - 2) // size + 2)
+
+
+class KVCacheManager:
+    """The groups of a model.
+
+    >>> allocator = PageAllocator(num_pages=5, page_size=4)
+    >>> kv_cache = KVCacheManager([KVCacheGroup(allocator, allocator)])
+    >>> kv_cache.refusal(length=16, chunk=8), kv_cache.refusal(length=17, chunk=8)
+    (None, '17 tokens need 5 pages of 4 tokens, and the pool has 4')
+    """
+
+    def __init__(self, groups: Sequence[KVCacheGroup]) -> None:
+        self.groups = tuple(groups)
+
+    def refusal(self, length: int, chunk: int) -> str | None:
+        """Why a sample of so many tokens can never run, not even alone; None if it can."""
+        for group in self.groups:
+            needed = group.max_pages(length, chunk)
+            if needed > group.num_pages:
+                size = group.allocator.page_size
+                return f"{length} tokens need {needed} pages of {size} tokens, and the pool has {group.num_pages}"
+        return None
+
+    def max_chunk(self, chunk: int) -> int:
+        """The most tokens, up to `chunk`, that can be fed at once through every window; at least 1."""
+        for group in self.groups:
+            if group.window is not None:
+                spare = (group.num_pages - 1) * group.allocator.page_size - group.window + 1
+                chunk = min(chunk, max(1, spare))
+        return chunk
+
+    def add(self, tokens: Sequence[int], salt: Hashable, shared: bool = True) -> tuple[int, int]:
+        """A new sequence, and how many of its tokens the prefix cache has; at least the last is left to compute."""
+        found: list[tuple[int, int]] = []
+        for group in self.groups:
+            if shared and group.prefix_cache is not None:
+                found.append(group.prefix_cache.add(tokens, salt=salt))
+            else:
+                found.append((group.allocator.add(), 0))
+        seq, computed = found[0][0], min(length for _, length in found)
+        assert all(each == seq for each, _ in found), "groups get the same calls, so they give out the same ids"
+        for group, (_, length) in zip(self.groups, found, strict=True):
+            if length > computed:
+                group.allocator.trim(seq, computed)
+        return seq, computed
+
+    def reserve(
+        self, batch: Sequence[tuple[int, int]], *, spare: int = 0, chunk: int | None = None, newcomer: int = 0
+    ) -> bool:
+        """Whether (sequence, new tokens) all fit with pages to spare, if need be after cached prefixes are evicted.
+
+        With `chunk`, tokens beyond a window and a chunk do not count for windowed layers: they come later, when
+        earlier ones have gone. `newcomer` are the tokens of one more sample, which has no pages here yet.
+        """
+        for group in self.groups:
+            asked, extra = batch, 0
+            if chunk is not None and group.window is not None:
+                asked = [(seq, min(new, group.window + chunk)) for seq, new in batch]
+            if newcomer:
+                extra = group.max_pages(newcomer, newcomer if chunk is None else chunk)
+            if not group.allocator.reserve(group.allocator.needs(asked) + extra + spare):
+                return False
+        return True
+
+    def holds(self, length: int) -> bool:
+        """Whether every group has pages for so many tokens at once, windows or not."""
+        return all(-(-length // group.allocator.page_size) <= group.num_pages for group in self.groups)
+
+    def fork(self, seq: int, n: int) -> list[int]:
+        """So many sequences of the same tokens."""
+        forks, *_ = [group.allocator.fork(seq, n) for group in self.groups]
+        return forks
+
+    def cache_prefix(self, seq: int, tokens: Sequence[int], salt: Hashable) -> None:
+        """Let later prompts find the full pages of these tokens."""
+        for group in self.groups:
+            if group.prefix_cache is not None:
+                group.prefix_cache.insert(seq, tokens, salt=salt)
+
+    def release_windows(self, seq: int) -> int:
+        """Give back the pages behind every window; how many."""
+        windows = [(group.allocator, group.window) for group in self.groups if group.window is not None]
+        return sum(allocator.release_window(seq, window) for allocator, window in windows)
+
+    def trim(self, seq: int, length: int) -> None:
+        """Forget the tokens from `length` on."""
+        for group in self.groups:
+            group.allocator.trim(seq, length)
+
+    def free(self, seq: int) -> None:
+        """Give back all pages of a sequence."""
+        for group in self.groups:
+            group.allocator.free(seq)
+
+    def swap_out(self, seq: int) -> bool:
+        """Move a sample to the host, if there is room for all of it; whether there was."""
+        if not all(group.allocator.may_swap_out(seq) for group in self.groups):
+            return False
+        for group in self.groups:
+            group.swapper.swap_out(seq)
+        return True
+
+    def swap_in(self, seq: int) -> bool:
+        """Bring a sample back, if there is room for all of it; whether there was."""
+        if not all(group.allocator.may_swap_in(seq) for group in self.groups):
+            return False
+        for group in self.groups:
+            group.swapper.swap_in(seq)
+        return True
+
+    def reset(self) -> None:
+        """Forget everything: all pages are free, no prefix is cached, and ids are the same in every group again."""
+        next_id = max(group.allocator.next_id for group in self.groups)
+        for group in self.groups:
+            (group.allocator if group.prefix_cache is None else group.prefix_cache).reset(next_id)
+
+    def check(self) -> None:
+        """Hold every group to what must be true of it."""
+        for group in self.groups:
+            (group.allocator if group.prefix_cache is None else group.prefix_cache).check()

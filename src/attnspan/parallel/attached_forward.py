@@ -1,0 +1,166 @@
+"""The forward of an attached module: its own, in a block of the session in use.
+
+`forward` is wrapped instead of hooked because a ``with`` is left on any exception, including an interrupt, and because
+torch.compile follows it. Copies of a model stay attached, and follow `use` and `detach`. A shallow copy shares the
+wrapper, which finds the called module on the stack; torch.compile cannot look there and needs a deep copy.
+
+[Note: one graph] torch.compile guards on the identity of a `forward` that is set on a module, except a bound method,
+where it guards on the code. So all modules have one function, bound to each, and what differs is kept beside it in an
+`Attached`. Blocks that are compiled one by one then share a graph, if they are alike.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from types import FrameType, FunctionType, MethodType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from attnspan.assumptions import Assumption
+from attnspan.parallel.compiled_inputs import checked_inputs
+
+if TYPE_CHECKING:
+    from attnspan.parallel.attach import Attachment
+    from attnspan.parallel.session import ContextParallel
+
+MODULES = nn.modules.module.__file__
+
+ForwardRunner = Callable[["ContextParallel", Callable[..., object], tuple[object, ...], dict[str, object]], object]
+"""What runs a module's forward, given a session, that forward, its args and its kwargs."""
+
+OWN = "_attnspan"
+"""The attribute in which a module keeps its `Attached`."""
+
+
+class Attached:
+    """What the forward of one module has to know; kept on the module. See [Note: one graph]."""
+
+    def __init__(self, attachment: Attachment, module: nn.Module, mask: str | None, run_forward: ForwardRunner | None):
+        self.attachment, self.mask, self.run_forward = attachment, mask, run_forward
+        self.is_entry = module is attachment.model
+        self.theirs: Callable[..., object] | None = vars(module).get("forward")  # None: that of its class
+
+
+def is_attached(module: nn.Module) -> bool:
+    """Whether a module is attached at present."""
+    own = vars(module).get(OWN)
+    return isinstance(own, Attached) and own.attachment.live
+
+
+def _forward(self: Any, *args: object, **kwargs: object) -> object:
+    """The forward of every attached module. See [Note: one graph]."""
+    compiling = torch.compiler.is_compiling()
+    if not compiling:
+        self = _caller(self, sys._getframe(1))
+    own = self._attnspan
+    attachment = own.attachment
+    theirs = _own_forward(self, own) if own.theirs is not None else functools.partial(type(self).forward, self)
+    if not attachment.live:  # a copy of a model that was attached
+        return theirs(*args, **kwargs)
+    if compiling:
+        session = attachment.session
+        if own.is_entry:
+            args, kwargs = checked_inputs(session.sharding, (args, kwargs))
+    else:
+        session = attachment.session_of((args, kwargs))
+    with attachment.mode(own.mask, session):
+        if own.run_forward is not None:
+            return own.run_forward(session, theirs, args, kwargs)
+        return theirs(*args, **kwargs)
+
+
+def _own_forward(module: nn.Module, own: Attached) -> Callable[..., object]:
+    """The forward that lay on a module when it was attached; on a shallow copy of it, bound to the copy."""
+    theirs = own.theirs
+    assert theirs is not None, "asked only where there is one"
+    if isinstance(theirs, MethodType) and isinstance(theirs.__self__, nn.Module) and theirs.__self__ is not module:
+        bound: Callable[..., object] = theirs.__func__.__get__(module)
+        return bound
+    return theirs
+
+
+def _caller(module: nn.Module, frame: FrameType) -> nn.Module:
+    """The module whose forward is called: a shallow copy has the bound method of the original."""
+    _CALLER.hold()
+    return _caller_in(module, frame)
+
+
+def _caller_in(module: nn.Module, frame: FrameType) -> nn.Module:
+    if frame.f_code.co_filename != MODULES:
+        return module
+    caller = frame.f_locals.get("self")
+    if caller is module or not isinstance(caller, nn.Module):
+        return module
+    ours = vars(caller).get("forward")
+    return caller if isinstance(ours, MethodType) and ours.__self__ is module else module
+
+
+def wrap(module: nn.Module, own: Attached) -> object:
+    """Give a module the forward above; it is returned."""
+    theirs = module.forward
+    ours = FunctionType(_forward.__code__, _forward.__globals__, "forward")
+    functools.update_wrapper(ours, getattr(theirs, "__func__", theirs))
+    first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    try:  # Trainers read signatures
+        named = inspect.signature(theirs)
+        vars(ours)["__signature__"] = named.replace(parameters=[first, *(each for each in named.parameters.values())])
+    except ValueError:  # of a builtin, or with a first parameter that cannot follow another
+        pass
+    setattr(module, OWN, own)
+    module.forward = MethodType(ours, module)
+    return module.forward
+
+
+def unwrap(module: nn.Module) -> None:
+    """Give a module its own forward back."""
+    own: Attached = vars(module).pop(OWN)
+    del vars(module)["forward"]
+    if own.theirs is not None:
+        module.forward = own.theirs
+
+
+def compare_inputs(session: ContextParallel, given: object) -> None:
+    """Refuse shards of another batch, among what a module is given. See [Note: inputs] in attach.py."""
+    if isinstance(given, Tensor):
+        session.sharding.check_batch(given)
+    elif isinstance(given, Mapping):
+        for each in given.values():
+            compare_inputs(session, each)
+    elif isinstance(given, list | tuple):
+        for each in given:
+            compare_inputs(session, each)
+
+
+def _finds_caller() -> bool:
+    """A shallow copy of a module is found as the caller of its original's bound method, and the original as its own."""
+
+    class Probed(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x
+
+    found: list[nn.Module] = []
+
+    def probe(self: nn.Module, x: Tensor) -> Tensor:
+        found.append(_caller_in(self, sys._getframe(1)))
+        return x
+
+    original = Probed()
+    vars(original)["forward"] = MethodType(probe, original)
+    other = copy.copy(original)
+    for module in (original, other):
+        module(torch.ones(1, device="cpu"))
+    return [id(each) for each in found] == [id(original), id(other)]
+
+
+_CALLER = Assumption(
+    "the module that is called is found on the stack",
+    "parallel/attached_forward.py",
+    "`self` in the frame of `nn.Module._call_impl`, and its file",
+    _finds_caller,
+)
