@@ -84,11 +84,8 @@ def on_rank(wanted: dict[str, Any], transport: Transport) -> dict[str, Any]:
 
 def text(table: Table) -> str:
     """The table for people."""
-    links = [
-        f"link {name}: {link.bandwidth / 1e9:.3g} GB/s, {link.latency * 1e6:.0f} us"
-        for name, link in (("inside a host", table.inside), ("between hosts", table.between))
-        if link is not None
-    ]
+    sides = (("inside a host", table.inside), ("between hosts", table.between))
+    links = [f"link {name}: {link}" for name, link in sides if link is not None]
     memory = f"memory: {table.memory_bandwidth / 1e9:.3g} GB/s; a call: {table.launch[0] * 1e6:.0f} us"
     return "\n".join([table.explain(), memory, *links])
 

@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from attnspan.dtypes import lse_dtype
 from attnspan.masks.tile import Tile
 
 Forward = Callable[[Tensor, Tensor, Tensor, Tile], tuple[Tensor, Tensor]]
@@ -63,7 +64,7 @@ def forward_by_parts(call: Forward, q: Tensor, k: Tensor, v: Tensor, parts: list
     shape = (*q.shape[:3], v.shape[3])
     covered = sum(part.rows.stop - part.rows.start for part in parts) == q.shape[2]
     out = q.new_empty(shape) if covered else q.new_zeros(shape)
-    lse = torch.full(shape[:3], -torch.inf, dtype=lse_dtype(q), device=q.device)
+    lse = torch.full(shape[:3], -torch.inf, dtype=lse_dtype(q.dtype), device=q.device)
     for rows, cols, tile in parts:
         out[:, :, rows], lse[:, :, rows] = call(q[:, :, rows], k[:, :, cols], v[:, :, cols], tile)
     return out, lse
@@ -88,11 +89,6 @@ def backward_by_parts(
         dk[:, :, cols] += dk_p
         dv[:, :, cols] += dv_p
     return dq, dk, dv
-
-
-def lse_dtype(q: Tensor) -> torch.dtype:
-    """float32, or float64 for float64."""
-    return torch.promote_types(q.dtype, torch.float32)
 
 
 def last_dim_dense(*tensors: Tensor) -> list[Tensor]:

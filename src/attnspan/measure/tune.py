@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from attnspan.dtypes import LONG_NAMES
 from attnspan.errors import TuningError, one_of
 from attnspan.kernels import KERNELS
 from attnspan.masks.tile import Kind
@@ -61,7 +62,7 @@ class Tuning:
         usual = (name for name, each in KERNELS.items() if each.traits.measured and each.traits.runs_on(device))
         return Tuning(
             device,
-            tuple(LONG.get(dtype, dtype) for dtype in dtypes) or (("bfloat16",) if cuda else ("float32",)),
+            tuple(LONG_NAMES.get(dtype, dtype) for dtype in dtypes) or (("bfloat16",) if cuda else ("float32",)),
             head_dims or ((64, 128) if cuda else (64,)),
             heads,
             kv_heads or heads,
@@ -83,7 +84,6 @@ class Tuning:
 
 
 KINDS: tuple[Kind, ...] = ("full", "causal", "general")
-LONG = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
 def tune(

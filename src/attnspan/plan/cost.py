@@ -96,7 +96,11 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """Bytes per second that a rank can receive, and the seconds before the first byte."""
+    """Bytes per second that a rank can receive, and the seconds before the first byte.
+
+    >>> print(Link(bandwidth=5e9, latency=3e-5))
+    5 GB/s, 30 us
+    """
 
     bandwidth: float
     latency: float
@@ -104,6 +108,9 @@ class Link:
     def seconds(self, size: float) -> float:
         """The time to receive `size` bytes; nothing takes no time."""
         return self.latency + size / self.bandwidth if size else 0.0
+
+    def __str__(self) -> str:
+        return f"{self.bandwidth / 1e9:.3g} GB/s, {self.latency * 1e6:.0f} us"
 
 
 @dataclass(frozen=True, slots=True)
