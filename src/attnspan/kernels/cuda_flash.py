@@ -41,8 +41,6 @@ def supports(spec: Spec, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> str | N
 
 
 def forward(spec: Spec, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
-    """(out, lse)."""
-
     def call(q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
         n, m = q.shape[2], k.shape[2]
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -55,7 +53,6 @@ def forward(spec: Spec, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> tuple[Te
 def backward(
     spec: Spec, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tile: Tile
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv)."""
     unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # the random state, without dropout
 
     def call(

@@ -46,8 +46,6 @@ def supports(spec: Spec, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> str | N
 
 
 def forward(spec: Spec, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
-    """(out, lse)."""
-
     def call(q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
         out, lse, *_ = CUDNN(q, k, v, None, True, 0.0, tile.kind == "causal", scale=spec.scale)
         return out, lse.squeeze(-1) if lse.dim() == 4 else lse
@@ -58,7 +56,6 @@ def forward(spec: Spec, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> tuple[Te
 def backward(
     spec: Spec, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tile: Tile
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv)."""
     unused = torch.empty((), dtype=torch.int64, device=q.device)  # the random state, without dropout
 
     def call(

@@ -99,7 +99,6 @@ class Lists(NamedTuple):
         self.partial.put(row, head, some_IJ & ~full_IJ)
 
     def block_mask(self, mask_mod: MaskFunction, lengths: tuple[int, int], size: tuple[int, int]) -> BlockMask:
-        """The BlockMask with these lists."""
         partial, full = self
         return BlockMask(
             seq_lengths=lengths,

@@ -59,7 +59,6 @@ class Choice:
 
     @property
     def plan(self) -> Plan:
-        """The plan that was chosen."""
         return self.candidates[0].plan
 
     def explain(self) -> str:

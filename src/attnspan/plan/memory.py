@@ -51,7 +51,6 @@ class Memory:
 
     @property
     def total(self) -> float:
-        """All of it."""
         return sum(self.terms.values())
 
     @property
@@ -111,7 +110,6 @@ class Walk:
 
     @property
     def counts(self) -> tuple[Sizes, int, int]:
-        """Sizes, queries, keys."""
         return self.sizes, self.rows, tokens_in(self.own)
 
     def moments(self, backward: bool) -> Iterator[Moment]:

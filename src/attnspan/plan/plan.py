@@ -68,7 +68,6 @@ class Plan:
 
     @property
     def ranks(self) -> int:
-        """The number of ranks."""
         return self.layout.ranks
 
     @property
