@@ -1,4 +1,4 @@
-"""`attnspan bench`: measure every strategy and kernel at your sizes, beside the prediction.
+"""`attnspan bench`: measure strategies and kernels at your sizes, and compare with the prediction.
 
 ::
 
@@ -68,7 +68,7 @@ def bench(
     chart: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a chart. Needs matplotlib.")] = None,
     as_json: options.JsonOption = False,
 ) -> None:
-    """Measure strategies and kernels, beside predictions.
+    """Measure strategies and kernels, and compare with predictions.
 
     Runs on torchrun's ranks, on local processes (--ranks), or on virtual ranks (--virtual).
     """
@@ -141,7 +141,7 @@ def table_for(job: BenchJob, transport: Transport) -> Table | None:
         dtypes=(shape.dtype,),
         head_dims=(shape.head_dim,),
         heads=shape.heads * shape.batch,
-        kv_heads=(shape.kv_heads or shape.heads) * shape.batch,
+        kv_heads=shape.kv_heads * shape.batch,
         kernels=() if "auto" in job.kernels else job.kernels,
     )
     return measure(asked, transport, partial(bar, transport.rank, "tiles"))
@@ -179,17 +179,8 @@ def text(found: dict[str, Any]) -> str:
     ]
     about = [found["what"], f"predicted with {found['predicted_with']}"]
     if found["link"]:
-        about.append(f"link measured: {in_words(Link(**found['link']))}, all ranks sending at once")
+        about.append(f"link measured: {Link(**found['link'])}, all ranks sending at once")
     return "\n".join([*about, table(head, lines), *_refused(rows)])
-
-
-def in_words(link: Link) -> str:
-    """A link for people.
-
-    >>> in_words(Link(bandwidth=5e9, latency=3e-5))
-    '5 GB/s, 30 us'
-    """
-    return f"{link.bandwidth / 1e9:.3g} GB/s, {link.latency * 1e6:.0f} us"
 
 
 def _refused(rows: Sequence[Measured]) -> list[str]:
