@@ -122,9 +122,7 @@ def test_positions_that_begin_anew_between_tokens_are_refused_with_a_mask():
         enable(model, world)
         model(**given)
 
-    assert refusal(rank).startswith(
-        "position_ids start again inside a row, which means documents, and attention_mask"
-    )
+    assert refusal(rank).startswith("position_ids start again inside a row, which means documents, and attention_mask")
 
 
 # ---- several positions of a token ------------------------------------------------------------------------------------

@@ -94,19 +94,15 @@ class ServedModel(Protocol):
 
     def info(self) -> ModelInfo:
         """Its layers and sizes, as they are now."""
-        ...
 
     def step(self, batch: PackedBatch, attention: StepAttention) -> Tensor:
         """The logits (rows, V) of a packed batch. Every layer calls `attention.attend` once, by its number."""
-        ...
 
     def fingerprint(self) -> ModelFingerprint:
         """What notices that the model has changed: `ModelFingerprint(module)` for an nn.Module."""
-        ...
 
     def check_ready(self) -> None:
         """Raise EngineError if the model cannot compute now, such as in training mode."""
-        ...
 
 
 Step = Callable[[Tensor], Tensor]

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 CAUSAL = Causal()
 
-UNTRANSFORMED = "a cache has no derivatives, and knows no batched tensors: call it outside"
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Options:
@@ -85,6 +83,12 @@ def _check_sinks(sinks: Tensor, lse: Tensor) -> None:
             f"sinks must be one logit per query head, ({lse.shape[1]},), on {lse.device}, "
             f"got {tuple(sinks.shape)} of {sinks.dtype} on {sinks.device}"
         )
-    if sinks.requires_grad and torch.is_grad_enabled():
-        raise PageError("sinks requires grad, and a cache has no gradients; call under torch.no_grad()")
-    check_untransformed("sinks", sinks, instead=UNTRANSFORMED, error=PageError)
+    check_without_gradients("sinks", sinks)
+
+
+def check_without_gradients(name: str, given: Tensor) -> None:
+    """Refuse a tensor that is to be differentiated, or that torch.func has wrapped."""
+    if given.requires_grad and torch.is_grad_enabled():
+        raise PageError(f"{name} requires grad, and a cache has no gradients; call under torch.no_grad()")
+    instead = "a cache has no derivatives, and knows no batched tensors: call it outside"
+    check_untransformed(name, given, instead=instead, error=PageError)

@@ -24,8 +24,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attnspan.errors import PageError
-
 SMALLEST = 2.0**-126
 """The smallest scale: below it float32 has fewer bits, and codes would overflow."""
 
@@ -75,9 +73,3 @@ def error_bound(x: Tensor, dtype: torch.dtype) -> Tensor:
     if dtype == torch.int8:
         return most / 254 + rounding
     return torch.maximum(wide.abs() / 16, most / 448 / 1024) + rounding
-
-
-def check_dtype(dtype: torch.dtype | None) -> None:
-    """Refuse a dtype that numbers cannot be stored in."""
-    if dtype is not None and dtype not in LARGEST:
-        raise PageError(f"quantised must be torch.int8 or torch.float8_e4m3fn, got {dtype!r}")

@@ -118,7 +118,7 @@ def attention_layers(model: PreTrainedModel) -> list[AttentionLayer]:
 
 
 def _layer(model: PreTrainedModel, name: str, module: nn.Module) -> AttentionLayer:
-    asked = _asked(name, module)
+    asked = _arguments(name, module)
     unknown = [each for each in asked if each not in SERVED | IGNORED]
     if unknown:
         refuse(name, module, WORDS.get(unknown[0], f"{unknown[0]!r}, an argument that is not known here"))
@@ -152,7 +152,6 @@ def _layer(model: PreTrainedModel, name: str, module: nn.Module) -> AttentionLay
 
 
 def refuse(name: str, module: nn.Module, feature: str) -> NoReturn:
-    """Refuse a layer for a feature."""
     raise ModelError(f"{name} ({type(module).__name__}) has {feature}, which is not served")
 
 
@@ -249,7 +248,7 @@ class _Unclear(Exception):
     """An expression that cannot be worked out from a module."""
 
 
-def _asked(name: str, module: nn.Module) -> dict[str, Any]:
+def _arguments(name: str, module: nn.Module) -> dict[str, Any]:
     """The arguments of a layer's call, worked out. See [Note: what a layer asks for]."""
     found: dict[str, Any] = {}
     for call in calls_of(module):

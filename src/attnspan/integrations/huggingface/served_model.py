@@ -17,7 +17,7 @@ from attnspan.errors import EngineError
 from attnspan.integrations.huggingface.adapters import adapters_in_use
 from attnspan.integrations.huggingface.layers import AttentionLayer
 from attnspan.integrations.huggingface.probe import probe_model
-from attnspan.integrations.huggingface.serving import WHILE_SERVED, attending, served, served_layers
+from attnspan.integrations.huggingface.serving import WHILE_SERVED, call_with_attention, served, served_layers
 
 UNUSED = {
     "repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "suppress_tokens": None, "begin_suppress_tokens": None,
@@ -59,7 +59,7 @@ class TransformersModel:
     def step(self, batch: PackedBatch, attention: StepAttention) -> Tensor:
         """Call the model on one packed row; it is served for as long as that takes."""
         with served(self.model, self):
-            return attending(attention, partial(self._logits, batch))
+            return call_with_attention(attention, partial(self._logits, batch))
 
     def _logits(self, batch: PackedBatch) -> Tensor:
         out = self.model(

@@ -36,7 +36,6 @@ class SessionFactory:
         self._first: ContextParallel | None = None
 
     def session(self, sequence: SequenceInputs) -> ContextParallel:
-        """The session of a sequence."""
         masks = {str(pattern): self._mask(pattern, sequence) for pattern in self.patterns}
         mask = masks if len(masks) > 1 else next(iter(masks.values()))
         if self._first is None:

@@ -36,7 +36,6 @@ class PagedKernel(Protocol):
         self, spec: Scoring, metadata: PagedMetadata, q: Tensor, keys: Pages, values: Pages
     ) -> tuple[Tensor, Tensor]:
         """(out, lse)."""
-        ...
 
 
 KERNELS: dict[str, PagedKernel] = {kernel.name: kernel for kernel in (decode, gather, flex, reference)}

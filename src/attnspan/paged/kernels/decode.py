@@ -226,7 +226,6 @@ tl: Any = None  # triton.language: Triton looks names up among the globals of wh
 
 @cache
 def _compiled() -> tuple[Any, Any]:
-    """The two kernels."""
     global tl
     import triton
     import triton.language as tl
