@@ -36,9 +36,9 @@ def supports(spec: Scoring, metadata: PagedMetadata, q: Tensor, keys: Pages, val
 
 def forward(spec: Scoring, metadata: PagedMetadata, q: Tensor, keys: Pages, values: Pages) -> tuple[Tensor, Tensor]:
     """out (T, H, Dv), in q's dtype or a wider one, and lse (T, H)."""
-    wide = torch.promote_types(q.dtype, torch.float32)
-    out = q.new_zeros(*q.shape[:2], values.shape[3], dtype=wide if metadata.merged else q.dtype)
-    lse = q.new_full(q.shape[:2], -torch.inf, dtype=wide)
+    lse_dtype = torch.promote_types(q.dtype, torch.float32)
+    out = q.new_zeros(*q.shape[:2], values.shape[3], dtype=lse_dtype if metadata.merged else q.dtype)
+    lse = q.new_full(q.shape[:2], -torch.inf, dtype=lse_dtype)
     done = set[int]()
     for group in gather_decode.groups(spec, metadata, q, keys, values):
         done.update(group.rows)
