@@ -375,9 +375,7 @@ def test_models_that_are_not_served_are_refused_by_their_layer():
 
     small = {"hidden_size": 32, "num_hidden_layers": 1, "vocab_size": 64}
     bert = BertModel(BertConfig(**small, num_attention_heads=2, intermediate_size=32)).eval()
-    with pytest.raises(
-        ModelError, match=r"encoder.layer.0.attention.self has attention that looks ahead, and an engine"
-    ):
+    with pytest.raises(ModelError, match=r"encoder.layer.0.attention.self has attention that looks ahead; an engine"):
         engine(bert)
     mamba = FalconMambaForCausalLM(FalconMambaConfig(**small)).eval()
     with pytest.raises(ModelError, match="is not served"):

@@ -15,13 +15,14 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from attnspan.engine.config import EngineConfig
 from attnspan.engine.model import PackedBatch, ServedModel, StepAttention
-from attnspan.engine.model_runner import ModelRunner, PagedStepAttention, PlanSizes
+from attnspan.engine.model_runner import ModelRunner, PagedStepAttention
 from attnspan.engine.pools import LayerPlace, Pools
 from attnspan.engine.rank_consensus import RankConsensus
 from attnspan.engine.scheduler import Chunk
 from attnspan.masks import Causal, Mask, SlidingWindow
-from attnspan.paged import ShardedPages, StepPlan
+from attnspan.paged import ShardedPages
 from attnspan.paged.kv_cache import PagedKVCache
 from attnspan.parallel import ContextParallel
 from attnspan.parallel.attentions import BoundAttention
@@ -32,8 +33,7 @@ AttentionKey = tuple[str, float | None, Callable[..., Tensor] | None]
 
 
 class ContextParallelRunner(ModelRunner):
-    """A runner whose pages are spread over the ranks of `mesh`; prompts of `whole_prompts` tokens or more
-    are split.
+    """A runner whose pages are spread over the ranks of `mesh`; prompts of `config.whole_prompts` or more are split.
 
     What is about to be computed is compared with the other ranks of `consensus` before the model is called.
     """
@@ -42,26 +42,24 @@ class ContextParallelRunner(ModelRunner):
         self,
         model: ServedModel,
         pools: Pools,
-        sizes: PlanSizes,
+        config: EngineConfig,
+        max_length: int,
         *,
         mesh: Group,
         consensus: RankConsensus,
-        whole_prompts: int,
-        kernel: str = "auto",
     ) -> None:
-        self.mesh, self.consensus, self.whole_prompts = mesh, consensus, whole_prompts
-        super().__init__(model, pools, sizes, kernel=kernel)
+        self.mesh, self.consensus = mesh, consensus
+        super().__init__(model, pools, config, max_length)
         self._session: ContextParallel | None = None
 
-    def _plans(self, sizes: PlanSizes) -> tuple[Sequence[PagedKVCache], list[StepPlan]]:
-        pages = [ShardedPages(pool, self.mesh, interleave=pool.page_size) for pool in self.pools.pools]
-        return pages, [each.plan(**sizes) for each in pages]
+    def _pages(self) -> Sequence[PagedKVCache]:
+        return [ShardedPages(pool, self.mesh, interleave=pool.page_size) for pool in self.pools.pools]
 
     def run(self, batch: Sequence[Chunk]) -> Tensor:
         """As on one rank; the same logits on every rank."""
         self._compare = self.consensus.compare_step(batch)
         sample, count = batch[0]
-        if len(batch) == 1 and sample.computed == 0 and count == sample.remaining >= self.whole_prompts:
+        if len(batch) == 1 and sample.computed == 0 and count == sample.remaining >= self.config.whole_prompts:
             return self._prefill(sample.tokens)
         return super().run(batch)
 

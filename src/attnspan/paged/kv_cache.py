@@ -40,6 +40,10 @@ class PagedKVCache(ABC):
     """Keys and values in pages: `write` those of a step's new tokens, and `attend` over them."""
 
     @abstractmethod
+    def plan(self, *, max_sequences: int, max_tokens: int, max_length: int) -> StepPlan:
+        """A plan for steps of at most so many sequences and new tokens, of sequences up to `max_length`."""
+
+    @abstractmethod
     def write(self, layer: int, key: Tensor, value: Tensor, plan: StepPlan) -> None:
         """Put the new tokens' keys (tokens, key heads, dim) and values where the plan says."""
 

@@ -124,6 +124,10 @@ class PagePool(PagedKVCache):
 
     # ---- writing ---------------------------------------------------------------------------------------------------
 
+    def plan(self, *, max_sequences: int, max_tokens: int, max_length: int) -> StepPlan:
+        """As `StepPlan(pool, ...)`."""
+        return StepPlan(self, max_sequences=max_sequences, max_tokens=max_tokens, max_length=max_length)
+
     def write(self, layer: int, key: Tensor, value: Tensor, plan: StepPlan) -> None:
         """Put the new tokens' keys (tokens, key heads, dim) and values where the plan says."""
         index, spec = self.layer(layer)

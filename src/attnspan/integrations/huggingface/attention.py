@@ -140,11 +140,7 @@ def own_config(model: PreTrainedModel) -> None:
             module.config = memo[id(theirs)]
 
 
-def implementations(model: PreTrainedModel) -> list[tuple[PreTrainedConfig, str]]:
-    """The implementations of attention in a model's configs."""
-    found = {
-        id(config): config
-        for module in model.modules()
-        if isinstance(config := vars(module).get("config"), PreTrainedConfig)
-    }
-    return [(config, config._attn_implementation) for config in found.values()]
+def configs_of(model: PreTrainedModel) -> list[PreTrainedConfig]:
+    """The configs of a model's modules, each once: where layers read the name of their attention."""
+    found = (getattr(module, "config", None) for module in model.modules())
+    return list({id(config): config for config in found if isinstance(config, PreTrainedConfig)}.values())

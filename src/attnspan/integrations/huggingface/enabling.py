@@ -54,7 +54,7 @@ from attnspan.integrations.huggingface.attention import (
     BINDING,
     NAME,
     LayerBinding,
-    implementations,
+    configs_of,
     is_bound,
     no_dropout,
     own_config,
@@ -185,13 +185,13 @@ class Enabled:
         self._hooks = [
             self._called.register_forward_pre_hook(self._on_call, with_kwargs=True),
             self._called.register_forward_hook(self._on_return, with_kwargs=True),
-            *(hook for each in hooks for hook in each.hooks()),
+            *(hook for each in hooks for hook in each.register()),
         ]
         self.model.generate = _no_generation  # type: ignore[assignment]
         self.live = True
 
     def _bind(self) -> None:
-        self._before = implementations(self.model)
+        self._before = [(config, config._attn_implementation) for config in configs_of(self.model)]
         self.model.set_attn_implementation(NAME)
         for layer in self.layers:
             setattr(layer.module, BINDING, LayerBinding(layer, self.kinds.index(self._kind(layer)), self))

@@ -117,6 +117,23 @@ def attention_layers(model: PreTrainedModel) -> list[AttentionLayer]:
     return layers
 
 
+def decoder_layers(layers: list[AttentionLayer], user: str) -> list[AttentionLayer]:
+    """The layers by their index in a cache; ModelError unless they are a decoder's: `user` serves no others."""
+    for layer in layers:
+        for wrong, what in (
+            (layer.cross, "cross-attention"),
+            (not layer.causal, "attention that looks ahead"),
+            (layer.index is None, "no index, and so no place in a cache"),
+        ):
+            if wrong:
+                raise ModelError(f"{layer.name} has {what}; {user} serves decoder-only models")
+    by_index = {layer.index: layer for layer in layers}
+    if set(by_index) != set(range(len(layers))):
+        indices = [layer.index for layer in layers]
+        raise ModelError(f"layers must be numbered 0 to {len(layers) - 1}, each once, got {indices}")
+    return [by_index[index] for index in range(len(layers))]
+
+
 def _layer(model: PreTrainedModel, name: str, module: nn.Module) -> AttentionLayer:
     asked = _arguments(name, module)
     unknown = [each for each in asked if each not in SERVED | IGNORED]

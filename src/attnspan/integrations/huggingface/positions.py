@@ -63,7 +63,7 @@ class PositionHook:
     before: Before
     after: After | None = None
 
-    def hooks(self) -> list[RemovableHandle]:
+    def register(self) -> list[RemovableHandle]:
         """Give it positions from here on."""
         before = self.module.register_forward_pre_hook(self.before, with_kwargs=True)
         return [before] if self.after is None else [before, self.module.register_forward_hook(self.after)]

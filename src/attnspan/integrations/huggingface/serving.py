@@ -23,14 +23,14 @@ from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
 
 from attnspan.engine.model import StepAttention
 from attnspan.errors import EngineError, ModelError
 from attnspan.integrations.huggingface.adapters import check_adapters
-from attnspan.integrations.huggingface.attention import is_bound
+from attnspan.integrations.huggingface.attention import configs_of, is_bound
 from attnspan.integrations.huggingface.checking import check_positions
-from attnspan.integrations.huggingface.layers import AttentionLayer, attention_layers
+from attnspan.integrations.huggingface.layers import AttentionLayer, attention_layers, decoder_layers
 
 NAME = "attnspan_paged"
 
@@ -86,22 +86,11 @@ def served_layers(model: PreTrainedModel) -> list[AttentionLayer]:
     check_adapters(model)
     check_positions(model)
     _check_compiled(model, layers)
-    for layer in layers:
-        for wrong, what in (
-            (layer.cross, "cross-attention"),
-            (not layer.causal, "attention that looks ahead"),
-            (layer.index is None, "no index, and so no place in a cache"),
-        ):
-            if wrong:
-                raise ModelError(f"{layer.name} has {what}, and an engine serves decoder-only models")
-    by_index = {layer.index: layer for layer in layers if layer.index is not None}
-    if len(layers) != len(by_index) or sorted(by_index) != list(range(len(layers))):
-        indices = [layer.index for layer in layers]
-        raise ModelError(f"layers must be numbered 0 to {len(layers) - 1}, each once, got {indices}")
+    layers = decoder_layers(layers, "an engine")
     if not callable(getattr(model, "set_attn_implementation", None)) or model.get_output_embeddings() is None:
         raise ModelError(f"model must have a head for the next token, got {type(model).__name__}")
     AttentionInterface.register(NAME, paged_attention)
-    return [by_index[index] for index in range(len(layers))]
+    return layers
 
 
 def _check_compiled(model: nn.Module, layers: list[AttentionLayer]) -> None:
@@ -126,10 +115,8 @@ class _Serving:
     """The engines that serve a model, the names that its configs had before, and what probing it found."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        all_configs = (getattr(module, "config", None) for module in model.modules())
-        found = {id(config): config for config in all_configs if config is not None}
         self.config = model.config  # if it has another, all are looked for again
-        self.configs: list[PreTrainedConfig] = list(found.values())  # one, for nearly every model
+        self.configs = configs_of(model)  # one, for nearly every model
         self.names: list[str] | None = None  # None while no engine serves it
         self.owners: set[int] = set()
         self.probed: list[str] = []
