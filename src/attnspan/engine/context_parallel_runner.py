@@ -10,7 +10,7 @@ The rank that has the prompt's last token sends its logits to the others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor
@@ -27,9 +27,6 @@ from attnspan.paged.kv_cache import PagedKVCache
 from attnspan.parallel import ContextParallel
 from attnspan.parallel.attentions import BoundAttention
 from attnspan.transports.group import Group
-
-AttentionKey = tuple[str, float | None, Callable[..., Tensor] | None]
-"""The mask, scale and score_mod of a layer."""
 
 
 class ContextParallelRunner(ModelRunner):
@@ -93,23 +90,19 @@ class PrefillAttention(StepAttention):
 
     def __init__(self, session: ContextParallel, paged: PagedStepAttention) -> None:
         self.session, self.paged = session, paged
-        self._attentions: dict[AttentionKey, BoundAttention] = {}
+        self._attentions: dict[Hashable, BoundAttention] = {}  # by mask, scale and score_mod: layers alike share one
 
     def _attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
         query, key, value = (each.transpose(0, 1).unsqueeze(0) for each in (query, key, value))  # (1, H, S, D)
         place = self.paged.pools.places[layer]
-        out = self._attention_for(place)(query, key, value, sinks=sinks)
+        kind = _name(place), place.scale, place.score_mod
+        if kind not in self._attentions:
+            self._attentions[kind] = self.session.attention_for(kind[0], scale=place.scale, score_mod=place.score_mod)
+        out = self._attentions[kind](query, key, value, sinks=sinks)
         pages = self.paged.pages[place.pool]
         assert isinstance(pages, ShardedPages), "made so"
         pages.from_context_parallel(place.index, key, value, self.session, self.paged.plans[place.pool])
         return out.transpose(1, 2).contiguous()[0]
-
-    def _attention_for(self, place: LayerPlace) -> BoundAttention:
-        """One for all layers of a kind."""
-        kind = _name(place), place.scale, place.score_mod
-        if kind not in self._attentions:
-            self._attentions[kind] = self.session.attention_for(kind[0], scale=place.scale, score_mod=place.score_mod)
-        return self._attentions[kind]
 
 
 def _name(place: LayerPlace) -> str:

@@ -215,9 +215,7 @@ class EngineCore(Owned):
         if changes != self._known_changes:
             self._runner.forget_graphs()
             if self._model.info().layers != self._layers:
-                raise ModelError(
-                    "the attention layers of model are others than when the engine was made; make a new one"
-                )
+                raise ModelError("the attention layers of model have changed since the engine was made; make a new one")
             self._known_changes = changes
 
     def _version(self, found: bool) -> int:
@@ -368,7 +366,7 @@ class EngineCore(Owned):
 
     @contextmanager
     def _comparing(self) -> Iterator[None]:
-        """Inside, ranks compare what they are asked to do. What all refuse has not happened; any other error ends the
+        """Inside, ranks compare what they are about to do. What all refuse has not happened; any other error ends the
         engine on all of them."""
         if self._consensus.ranks == 1:
             yield

@@ -79,7 +79,7 @@ class Detokenizer:
         self._cleaner = SpaceCleaner(tokenizer) if cleans(tokenizer) else None
         self._uncleaned: dict[str, Any] = {"clean_up_tokenization_spaces": False} if self._cleaner is not None else {}
         self._stops = StopStrings(stop)
-        self._special: dict[int, str] = {}  # those that came by, and their names
+        self._special: dict[int, str] = {}  # those that were met, and their names
         self._tokens = list(after[-CONTEXT:])
         self._before = 0
         self._read = len(self._tokens)  # tokens [before, read) were returned, and are decoded again with the next

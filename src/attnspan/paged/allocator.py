@@ -438,7 +438,7 @@ class PageAllocator:
         return self._needed(self.prepare(batch))
 
     def reserve(self, pages: int) -> bool:
-        """Whether so many pages are free, if need be after a prefix cache gave some up; it gives up none in vain."""
+        """Whether so many pages are free, if need be after a prefix cache gave some up; it gives up no page in vain."""
         return self._reclaimed(whole("pages", pages, error=PageError))
 
     @property

@@ -28,7 +28,7 @@ CAUSAL = Causal()
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Options:
-    """What is asked besides the tensors; a scale of None is that of the layer's head dim."""
+    """The arguments of `attend` besides the tensors; a scale of None is that of the layer's head dim."""
 
     mask: Mask | AfterPrefix = CAUSAL
     score_mod: ScoreFunction | None = None

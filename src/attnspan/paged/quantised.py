@@ -8,7 +8,7 @@ number instead of 16.
 filled token by token, and a later token with a larger number would have every earlier one rounded again. With a scale
 for each slot what was written is never touched: appending, forking, copying and swapping keep every bit.
 
-[Note: how far off] For numbers x of one token and head, the largest of them a (both off by float32 rounding besides).
+[Note: how far off] For numbers x of one token and head, the largest of them a (both off by float32 rounding too).
 No scale is below 2^-126, where float32 begins to lose bits, so a counts as at least 2^-126 times the largest code::
 
     int8            |x - x'| <= a / 254                           codes -127 to 127, rounded to the nearest

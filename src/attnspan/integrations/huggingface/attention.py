@@ -80,7 +80,7 @@ def attend(
 
 
 def check_arguments(layer: AttentionLayer, mask: object, arguments: Mapping[str, object]) -> None:
-    """Refuse a call that asks for something else than its layer was found to want."""
+    """Refuse a call whose arguments differ from those of its layer."""
     if arguments.get("dropout"):
         raise ModelError(no_dropout(layer))
     by_default: dict[str, object] = {"scaling": layer.scale, "is_causal": layer.causal}
@@ -104,7 +104,7 @@ def no_dropout(layer: AttentionLayer) -> str:
 
 def _check(layer: AttentionLayer, what: str, found: object, wanted: object) -> None:
     if isinstance(found, Tensor) or found != wanted:
-        raise ModelError(f"{layer.name}: {what} must be {wanted}, as when the model was looked at, got {found}")
+        raise ModelError(f"{layer.name}: {what} must be {wanted}, as when the model was enabled, got {found}")
 
 
 def _check_mask(layer: AttentionLayer, mask: object) -> None:

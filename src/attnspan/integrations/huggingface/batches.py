@@ -90,8 +90,8 @@ def shards_of(sequence: SequenceInputs, session: ContextParallel, labels: Tensor
     empty = [rank for rank, tokens in enumerate(session.sharding.sizes) if not tokens]
     if empty:
         raise ModelError(
-            f"a sequence of {sequence.seq_len} tokens leaves none for rank {empty[0]} of {session.ranks}, and models "
-            "of transformers do not compute on no tokens; use longer sequences, padded if need be, or fewer ranks"
+            f"a sequence of {sequence.seq_len} tokens leaves none for rank {empty[0]} of {session.ranks}, and "
+            "transformers models do not compute on no tokens; use longer sequences, padded if need be, or fewer ranks"
         )
     _check_left_padding(sequence, labels)
     batch = dict(sequence.entries)

@@ -11,7 +11,7 @@ any mask, for one copy per layer and step.
 What a layer hands to a cache is probed when the cache is made, by running the model on one token: most hand over keys
 and values of their heads, some what both are made of (the latents of DeepSeek-V3), and pages hold either.
 
-Rows are filled alike: a batch with padding stores the padding too, which the attention mask hides as ever. Layers with
+Rows are filled alike: a batch with padding stores the padding too, which the attention mask hides as usual. Layers with
 a window keep all their keys here (the mask cuts them; only the engine gives pages back).
 
 | what generation does | here |

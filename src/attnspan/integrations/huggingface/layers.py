@@ -44,7 +44,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from attnspan.errors import ModelError
 
 INTERFACE = "ALL_ATTENTION_FUNCTIONS"
-"""What modeling files of transformers call the functions that compute attention."""
+"""The name, in the modeling files of transformers, of the table of attention functions."""
 
 SERVED = {"scaling", "dropout", "is_causal", "sliding_window", "softcap", "s_aux"}
 """Arguments that describe the attention of a layer."""
@@ -106,7 +106,7 @@ class AttentionLayer:
 def attention_layers(model: PreTrainedModel) -> list[AttentionLayer]:
     """The attention layers of a transformers model, in the order of its modules; refuses a model that has others."""
     if not isinstance(model, nn.Module) or not isinstance(getattr(model, "config", None), PreTrainedConfig):
-        raise ModelError(f"model must be a model of transformers, with a config, got {type(model).__name__}")
+        raise ModelError(f"model must be a transformers model, with a config, got {type(model).__name__}")
     _check_types(model)
     layers = [_layer(model, name, module) for name, module in model.named_modules() if calls_of(module)]
     _check_mixers(model, layers)
@@ -262,11 +262,11 @@ def _is_innermost(module: nn.Module) -> bool:
 
 
 class _Unclear(Exception):
-    """An expression that cannot be worked out from a module."""
+    """An expression that cannot be evaluated for a module."""
 
 
 def _arguments(name: str, module: nn.Module) -> dict[str, Any]:
-    """The arguments of a layer's call, worked out. See [Note: what a layer asks for]."""
+    """The arguments of a layer's call, evaluated. See [Note: what a layer asks for]."""
     found: dict[str, Any] = {}
     for call in calls_of(module):
         for argument, expression in call.items():
@@ -393,7 +393,7 @@ def _evaluate(node: ast.expr, module: nn.Module) -> Any:
             return OPERATORS[type(op)](value(node.left), value(other))
         case ast.Call(keywords=[]) if ast.unparse(node.func) in FUNCTIONS:
             return FUNCTIONS[ast.unparse(node.func)](*(value(each) for each in node.args))
-    raise _Unclear(f"{ast.unparse(node)} cannot be worked out from the module")
+    raise _Unclear(f"{ast.unparse(node)} cannot be evaluated for the module")
 
 
 def _read(holder: object, name: str) -> Any:

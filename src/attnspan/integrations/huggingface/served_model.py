@@ -50,7 +50,7 @@ class TransformersModel:
         warn_of_unused(model, stacklevel + 1)
 
     def info(self) -> ModelInfo:
-        """As when the engine was made, except for layers that are others by now."""
+        """As when the engine was made, except for layers that have changed."""
         layers = served_layers(self.model)
         if [str(layer) for layer in layers] == self._described:
             return self._info
@@ -80,7 +80,7 @@ class TransformersModel:
         check_evaluates(self.model)
         dtype, found = self._info.dtype, next(self.model.parameters()).dtype
         if found != dtype:
-            raise EngineError(f"model is {found} by now, and its pages are {dtype}; make a new engine")
+            raise EngineError(f"model is {found}, and its pages are {dtype}; make a new engine")
 
 
 def layer_specs(layers: Iterable[AttentionLayer]) -> tuple[LayerSpec, ...]:
@@ -113,7 +113,7 @@ def warn_of_unused(model: nn.Module, stacklevel: int) -> None:
     unused = [f"{name}={value}" for name, value in found.items() if value not in (None, UNUSED[name])]
     if unused:
         warnings.warn(
-            f"an engine does not do what generation_config asks for by {', '.join(unused)}; tokens will differ from "
+            f"an engine ignores these options of generation_config: {', '.join(unused)}; tokens will differ from "
             "those of model.generate()",
             stacklevel=stacklevel + 1,
         )

@@ -2,8 +2,8 @@
 
 The copy costs as much as reading the keys twice more; prompts and chunks do not feel it, and on a CPU, where the
 dense kernels are far better than anything that walks pages, neither does decoding. Causal and windowed rows are one
-tile each for the kernels of `attnspan.kernels`. Masks and score_mods are asked pair by pair, in float32 and blocks of
-queries, with scores in memory.
+tile each for the kernels of `attnspan.kernels`. Masks and score_mods are evaluated pair by pair, in float32 and
+blocks of queries, with scores in memory.
 
 Rows of one query are done many at a time (gather_decode.py).
 
@@ -24,7 +24,7 @@ from attnspan.paged.scoring import Scoring, VisibleKeys
 name = "gather"
 
 MOST_SCORES = 1 << 22
-"""The most scores of one row that are in memory at once, where pairs are asked."""
+"""The most scores of one row that are in memory at once, where pairs are evaluated."""
 
 
 def supports(spec: Scoring, metadata: PagedMetadata, q: Tensor, keys: Pages, values: Pages) -> str | None:
