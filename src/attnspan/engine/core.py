@@ -123,8 +123,9 @@ class EngineCore(Owned):
         from attnspan.engine.context_parallel_runner import ContextParallelRunner
 
         config = replace(config, max_tokens=max(config.max_tokens, self.max_length))  # a whole prompt is one step
-        parts = self._model, self._pools, config, self.max_length
-        return ContextParallelRunner(*parts, mesh=mesh, consensus=self._consensus)
+        return ContextParallelRunner(
+            self._model, self._pools, config, self.max_length, mesh=mesh, consensus=self._consensus
+        )
 
     def _longest(self, positions: int | None, held: int) -> int:
         """The most tokens of a sample: what the model has positions for, and unless all layers are windowed, pages."""

@@ -63,7 +63,7 @@ DENSE = {2: 1 << 36, 4: 1 << 31}
 on an H200. In bf16 a row of 4096 new tokens takes as long either way (32 heads, dim 128), and 512 a quarter of the
 time here: to gather is some 0.3 ms of launches for each row."""
 
-FEW = 16
+FEW_TOKENS = 16
 """New tokens of a row up to which keys are read and hardly computed with, so that a copy of them never pays."""
 
 MOST_ROWS = 64
@@ -117,10 +117,10 @@ def supports(spec: Scoring, metadata: PagedMetadata, q: Tensor, keys: Pages, val
     return None
 
 
-def is_outrun(metadata: PagedMetadata, q: Tensor) -> bool:
+def dense_is_faster(metadata: PagedMetadata, q: Tensor) -> bool:
     """Whether `auto` leaves this step to kernels that want keys side by side: on average, rows are long prompts."""
     rows = len(metadata.queries)
-    if q.shape[0] <= FEW * rows:
+    if q.shape[0] <= FEW_TOKENS * rows:
         return False
     keys = [end - begin for begin, end in metadata.spans]
     pairs = sum(n * seen for n, seen in zip(metadata.queries, keys, strict=True))
@@ -132,8 +132,8 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """out (T, H, Dv) in q's dtype, or float32 where it is merged, and lse (T, H) in float32."""
     stored = isinstance(keys, Quantised)
-    keys, key_scales = _parts(keys)
-    values, value_scales = _parts(values)
+    keys, key_scales = _codes_and_scales(keys)
+    values, value_scales = _codes_and_scales(values)
     tokens, heads, dim = q.shape
     dtype = torch.float32 if metadata.merged else q.dtype
     out, lse = q.new_empty(tokens, heads, values.shape[3], dtype=dtype), q.new_empty(tokens, heads, dtype=torch.float32)
@@ -142,7 +142,7 @@ def forward(
     tuning = tuning or _tuning(q, values.shape[3])
     group = heads // keys.shape[2]
     most = metadata.once("most", lambda: max(metadata.queries))
-    rows = min(MOST_ROWS, max(16, _power(group * most)))
+    rows = min(MOST_ROWS, max(16, _next_power_of_2(group * most)))
     per_tile = rows // group
     tiles = -(-most // per_tile)
     splits = _splits(metadata, keys.shape[2] * len(metadata.queries) * tiles, q.device, tuning)
@@ -156,7 +156,7 @@ def forward(
     attend_split, combine = _compiled()
     last_dense = [x if x.stride(-1) == 1 else x.contiguous() for x in (q, keys, values)]
     q, keys, values = last_dense
-    with _on(q.device):
+    with _device_guard(q.device):
         attend_split[grid](
             part_out, part_lse, q, keys, values, key_scales, value_scales, metadata.tables, metadata.begins,
             metadata.ends, metadata.offsets, metadata.positions, spec.scale * 1.4426950408889634,
@@ -164,9 +164,9 @@ def forward(
             q.stride(0), q.stride(1), *keys.stride()[:3], *values.stride()[:3], *key_scales.stride()[:3],
             tokens, heads, tiles, splits, spec.window or 0, spread.interleave, spread.rank,
             size=metadata.page_size, group=group, dim=dim, value_dim=values.shape[3],
-            block_d=max(16, _power(dim)), block_v=max(16, _power(values.shape[3])), block_m=rows, block_n=tuning.block,
-            per_tile=per_tile, fewest=FEWEST_KEYS // tuning.block, causal=spec.causal,
-            windowed=spec.window is not None, ranks=spread.ranks, stored=stored, pdl=pdl,
+            block_d=max(16, _next_power_of_2(dim)), block_v=max(16, _next_power_of_2(values.shape[3])),
+            block_m=rows, block_n=tuning.block, per_tile=per_tile, fewest=FEWEST_KEYS // tuning.block,
+            causal=spec.causal, windowed=spec.window is not None, ranks=spread.ranks, stored=stored, pdl=pdl,
             num_warps=tuning.warps, num_stages=tuning.stages,
         )  # fmt: skip
         if splits > 1:
@@ -178,7 +178,7 @@ def forward(
     return out, lse
 
 
-def _parts(pages: Pages) -> tuple[Tensor, Tensor]:
+def _codes_and_scales(pages: Pages) -> tuple[Tensor, Tensor]:
     """Codes and scales; of pages that have none, themselves twice."""
     return (pages.codes.view(pages.dtype), pages.scales) if isinstance(pages, Quantised) else (pages, pages)
 
@@ -213,11 +213,11 @@ def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (8, 9)  # the interpreter knows all
 
 
-def _on(device: torch.device) -> Any:
+def _device_guard(device: torch.device) -> Any:
     return torch.cuda.device(device) if device.type == "cuda" else torch.no_grad()
 
 
-def _power(n: int) -> int:
+def _next_power_of_2(n: int) -> int:
     """The power of two that holds n."""
     return 1 << (n - 1).bit_length()
 
