@@ -118,6 +118,9 @@ def strictly(world, fn, *args):
     """Run a test's function as tests run: every warning is an error, on one thread, on the world's device."""
     environment = dict(os.environ)
     torch.set_num_threads(1)
+    if world.device.type == "cuda":
+        # autograd's thread needs a context before cuBLAS makes one there, and warns: see conftest.py, `awake`.
+        torch.ones(2, device=world.device, requires_grad=True).exp().sum().backward()
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
     try:

@@ -58,7 +58,7 @@ def a_wait_is_left_out(plant):
 
     def bend(real):
         def post(self, sends, receives, what):
-            if self.rank != 0 or (self.device.type == "cpu" and what not in ("keys", "gradients")):
+            if self.rank != 0 or what not in ("keys", "gradients"):
                 return real(self, sends, receives, what)
             for _, tensor in receives:
                 tensor.fill_(torch.nan)  # whatever was there before
