@@ -179,17 +179,8 @@ def text(found: dict[str, Any]) -> str:
     ]
     about = [found["what"], f"predicted with {found['predicted_with']}"]
     if found["link"]:
-        about.append(f"link measured: {in_words(Link(**found['link']))}, all ranks sending at once")
+        about.append(f"link measured: {Link(**found['link'])}, all ranks sending at once")
     return "\n".join([*about, table(head, lines), *_refused(rows)])
-
-
-def in_words(link: Link) -> str:
-    """A link for people.
-
-    >>> in_words(Link(bandwidth=5e9, latency=3e-5))
-    '5 GB/s, 30 us'
-    """
-    return f"{link.bandwidth / 1e9:.3g} GB/s, {link.latency * 1e6:.0f} us"
 
 
 def _refused(rows: Sequence[Measured]) -> list[str]:

@@ -19,7 +19,6 @@ import torch.distributed as dist
 import typer
 
 from attnspan._version import __version__
-from attnspan.cli.bench import in_words
 from attnspan.cli.tokens import optional_size
 from attnspan.dtypes import dtype_name
 from attnspan.errors import RankError, TransportError, whole
@@ -95,7 +94,7 @@ def on_processes(count: int) -> list[str]:
         return told(failed.outcomes)
     typer.echo(results(found))
     if found[0].link is not None:
-        typer.echo(f"link: {in_words(found[0].link)}, all ranks sending at once")
+        typer.echo(f"link: {found[0].link}, all ranks sending at once")
     took = max(each.seconds for each in found)
     typer.echo(f"{took:.1f} s, after {time.perf_counter() - start - took:.1f} s to start the processes")
     return complaints(found)

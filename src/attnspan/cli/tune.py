@@ -85,7 +85,7 @@ def on_rank(wanted: dict[str, Any], transport: Transport) -> dict[str, Any]:
 def text(table: Table) -> str:
     """The table for people."""
     links = [
-        f"link {name}: {link.bandwidth / 1e9:.3g} GB/s, {link.latency * 1e6:.0f} us"
+        f"link {name}: {link}"
         for name, link in (("inside a host", table.inside), ("between hosts", table.between))
         if link is not None
     ]
