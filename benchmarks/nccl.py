@@ -363,16 +363,20 @@ class Book:
 
     def add(self, found: Found) -> None:
         self.found[found.cell, found.contender] = found
-        rows = [asdict(each) for each in self.found.values()]
-        beside = self.data.with_suffix(".part")
-        beside.write_text(json.dumps(rows, indent=1))
-        beside.replace(self.data)
+        self._write()
 
     def forget_unfinished(self) -> None:
         self.found = {key: each for key, each in self.found.items() if each.reason != UNFINISHED}
+        self._write()
 
-    def has(self, cell: Cell, contender: str) -> bool:
-        return (str(cell), contender) in self.found
+    def _write(self) -> None:
+        beside = self.data.with_suffix(".part")
+        beside.write_text(json.dumps([asdict(each) for each in self.found.values()], indent=1))
+        beside.replace(self.data)
+
+    def lacks(self, cell: Cell) -> list[str]:
+        """Contenders of a cell of which nothing is known."""
+        return [name for name in {**contenders(cell), **extra(cell)} if (str(cell), name) not in self.found]
 
 
 @dataclass(frozen=True)
@@ -386,20 +390,20 @@ class Job:
     until: float
 
 
-def on_rank(world: Transport, job: Job) -> bool:
-    """One rank's part; whether all was done."""
+def on_rank(world: Transport, job: Job) -> None:
+    """One rank's part: all of it, or what there is time for."""
     warnings.simplefilter("ignore")  # torch's, of its experimental parts
     book, rank = Book(job.out, resume=True), world.rank
     for contest in (contenders, extra):
         for cell in job.cells:
-            left = [name for name in contest(cell) if not book.has(cell, name)]
-            if not everyone(left)[0]:
+            left = everyone([name for name in contest(cell) if name in book.lacks(cell)])[0]
+            if not left:
                 continue
             whole = data(cell, job.device)
             true = told_by_first(lambda cell=cell, whole=whole: reference(cell.mask_mod(job.device), whole), whole)
-            for name in everyone(left)[0]:
+            for name in left:
                 if everyone(time.time() > job.until)[0]:
-                    return False
+                    return
                 if rank == 0:
                     book.add(Found(str(cell), name, reason=UNFINISHED))
                 found = measured(cell, name, contest(cell)[name], whole, true)
@@ -408,7 +412,6 @@ def on_rank(world: Transport, job: Job) -> bool:
                     print(f"{time.strftime('%H:%M:%S')} {found}", flush=True)
             if rank == 0:
                 job.out.write_text(page(book, job.program))
-    return True
 
 
 def data(cell: Cell, device: str) -> list[Tensor]:
@@ -625,34 +628,37 @@ def main(given: Sequence[str] | None = None) -> None:
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # ranks compile at the same time as it is
     until = time.time() + args.limit
     wanted = cells(args.tokens, args.cells)
+    if any(length < 256 or length % 8 for length in args.tokens):
+        parser.error(f"--tokens: multiples of 8 from 256 on hold the documents, got {args.tokens}")
     if not wanted:
         parser.error(f"--cells: none matches; cells are named as {cells(args.tokens, ())[0]}")
-    book = Book(args.out, args.resume)
-    book.forget_unfinished()
-    if not args.resume:
-        book.data.unlink(missing_ok=True)
+    Book(args.out, args.resume).forget_unfinished()
     program = command("python -m benchmarks.nccl") if given is None else "python -m benchmarks.nccl"
     for ranks in RANKS:
         some = tuple(cell for cell in wanted if cell.ranks == ranks)
-        job = Job(some, args.device, args.out, program, until)
-        while some and time.time() < until and not ended(job):
-            pass
+        run(Job(some, args.device, args.out, program, until))
     book = Book(args.out, resume=True)
     args.out.write_text(page(book, program))
     print(summary(rows(book)))
     print(f"{args.out}: {len(book.found)} results, {time.time() - until + args.limit:.0f} s")
 
 
-def ended(job: Job) -> bool:
-    """Whether the ranks came to an end by themselves; else the contender that was running has been written off."""
-    left = max(1.0, job.until - time.time())
-    backend = "nccl" if job.device == "cuda" else "gloo"
-    try:
-        span.testing.processes(job.cells[0].ranks, backend, timeout=left + 60, group_timeout=60).run(on_rank, job)
-    except RankError as failed:
-        print(f"{job.cells[0].ranks} ranks: {failed}", flush=True)
-        return False
-    return True
+def run(job: Job) -> None:
+    """Start ranks until all is done or the time is over: each that fails has written off one contender."""
+    backend, known = "nccl" if job.device == "cuda" else "gloo", -1
+    while time.time() < job.until:
+        book = Book(job.out, resume=True)
+        left = tuple(cell for cell in job.cells if book.lacks(cell))
+        if not left or len(book.found) == known:
+            return
+        known = len(book.found)
+        seconds = max(1.0, job.until - time.time()) + 60
+        group = span.testing.processes(left[0].ranks, backend, timeout=seconds, group_timeout=60)
+        try:
+            group.run(on_rank, replace(job, cells=left))
+            return
+        except RankError as failed:
+            print(f"{left[0].ranks} ranks: {failed}", flush=True)
 
 
 if __name__ == "__main__":

@@ -105,6 +105,14 @@ class Link:
     bandwidth: float
     latency: float
 
+    def __str__(self) -> str:
+        """For people.
+
+        >>> print(Link(bandwidth=5e9, latency=3e-5))
+        5 GB/s, 30 us
+        """
+        return f"{self.bandwidth / 1e9:.3g} GB/s, {self.latency * 1e6:.0f} us"
+
     def seconds(self, size: float) -> float:
         """The time to receive `size` bytes; nothing takes no time."""
         return self.latency + size / self.bandwidth if size else 0.0
