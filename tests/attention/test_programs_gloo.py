@@ -1,4 +1,4 @@
-"""Every program on real processes: what virtual ranks compute, 2 to 4 gloo ranks compute too, to the bit.
+"""Every program on real processes: what virtual ranks compute, 2 to 4 gloo ranks (daily 2) compute too, to the bit.
 
 A spawn takes seconds, so each tries every program, under one strategy after another.
 """
@@ -37,7 +37,7 @@ def live(rank, ranks):
         return file.getvalue()
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("ranks", [2, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (3, 4))])
 def test_processes_run_every_program(ranks):
     told = [torch.load(BytesIO(each), weights_only=False) for each in spawn(ranks, live, ranks, timeout=120)]
     wrong = {}
