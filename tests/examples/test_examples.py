@@ -27,9 +27,9 @@ TWO_SCREENS = 100  # lines
 LIMIT = 120  # seconds of an idle machine: far more than any of them takes
 
 
-def started(*command, stdin=None, **also):
+def started(*command, stdin=None):
     # Python's own switch for deprecations that torch brings about is not ours to set: only our output is looked at.
-    ours = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")} | also
+    ours = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
     piped = {"stdin": stdin, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen(command, cwd=ROOT, env=ours, start_new_session=True, **piped)
 
@@ -84,8 +84,12 @@ for line in sys.stdin:
             os.dup2(out.fileno(), 1)
             os.dup2(errors.fileno(), 2)
             try:
-                runpy.run_path(json.loads(line), run_name="__main__")
+                path, environment = json.loads(line)
+                os.environ.update(environment)
+                runpy.run_path(path, run_name="__main__")
                 status = 0
+            except SystemExit as left:
+                print(left, file=sys.stderr)
             except BaseException:
                 traceback.print_exc()
             sys.stdout.flush()
@@ -100,11 +104,11 @@ for line in sys.stdin:
 
 @pytest.fixture(scope="module")
 def forked():
-    """``forked(example)``: the status of an example in a fork of one interpreter, and what it wrote."""
+    """``forked(example)``: its status in a fork of one interpreter, and what it wrote to stdout and stderr."""
     with started(sys.executable, "-c", FORKS, stdin=subprocess.PIPE) as fresh:
 
-        def run(example):
-            print(json.dumps(str(example)), file=fresh.stdin, flush=True)
+        def run(example, **environment):
+            print(json.dumps([str(example), environment]), file=fresh.stdin, flush=True)
             heard = patiently(lambda seconds: select.select([fresh.stdout], [], [], seconds)[0], LIMIT)
             assert heard, f"{example} did not end in time"
             return json.loads(fresh.stdout.readline())
@@ -144,9 +148,8 @@ def test_no_example_writes_escape_codes_of_its_own():
         assert not re.search(r"\\(033|x1b|e)\[", path.read_text(encoding="utf-8")), path
 
 
-def test_the_demo_says_that_it_is_not_for_torchrun():
-    demo = started(sys.executable, str(ROOT / "examples" / "demo.py"), RANK="0", WORLD_SIZE="2")
-    status, _, errors = ended(demo)
+def test_the_demo_says_that_it_is_not_for_torchrun(forked):
+    status, _, errors = forked(ROOT / "examples" / "demo.py", RANK="0", WORLD_SIZE="2")
     assert status == 1
     assert errors.strip() == "the demo starts its own 4 ranks: run it without torchrun, as `make demo`"
 

@@ -78,7 +78,7 @@ def one_step(cp, run, model, step, average, *, micro=1, rows=slice(None), over=N
 # ---- two processes ---------------------------------------------------------------------------------------------------
 
 
-def two(rank, folder):
+def two(rank, folder, second):
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
     true, three = one_device(), one_device(micro=3)
     found = {
@@ -88,10 +88,11 @@ def two(rank, folder):
         "checkpointing": off(train(mesh, Llama(reentrant=False), DistributedDataParallel), true),
         "reentrant checkpointing": off(train(mesh, Llama(reentrant=True), average=True), true),
         "gradient accumulation": off(train(mesh, Llama(), average=True, micro=3), three),
-        "accumulation under DDP": off(train(mesh, Llama(), DistributedDataParallel, micro=3), three),
         "saved half way": off(saved(mesh, folder), true[: STEPS // 2]),
     }
     found["compiled blocks"], found["compilations"] = compiled(mesh, true, blocks_compiled)
+    if second:
+        found["accumulation under DDP"] = off(train(mesh, Llama(), DistributedDataParallel, micro=3), three)
     return found
 
 
@@ -138,22 +139,26 @@ def saved(mesh, folder):
 # ---- four processes --------------------------------------------------------------------------------------------------
 
 
-def four(rank, folder):
+def four(rank, folder, second):
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     line = init_device_mesh("cpu", (4,), mesh_dim_names=("cp",))
     true, row = one_device(), grid["dp"].get_local_rank()
     rows = {"rows": slice(row, row + 1), "over": dist.group.WORLD}
-    return {
+    found = {
         "plain": off(train(line, Llama(), average=True), true),
         "FSDP2 on (dp, cp)": off(train(grid["cp"], Llama(), partial(sharded, mesh=grid), **rows), true),
-        "FSDP2, checkpointing": off(train(grid["cp"], Llama(False), partial(sharded, mesh=grid), **rows), true),
         "DDP on (dp, cp)": off(train(grid["cp"], Llama(), DistributedDataParallel, **rows), true),
         "tensor parallel": off(tensor_parallel(), one_device(clip=False)),
         "loaded": off(loaded(line, folder), true[STEPS // 2 :]),
-        "loaded into FSDP2": off(loaded(line, folder, partial(sharded, mesh=line)), true[STEPS // 2 :]),
         "evaluation": evaluation(grid, line),
         "meshes": interleaved(grid, line),
     }
+    if second:
+        again = train(grid["cp"], Llama(False), partial(sharded, mesh=grid), **rows)
+        found["FSDP2, checkpointing"] = off(again, true)
+        later = loaded(line, folder, partial(sharded, mesh=line))
+        found["loaded into FSDP2"] = off(later, true[STEPS // 2 :])
+    return found
 
 
 def tensor_parallel():
@@ -215,11 +220,11 @@ def interleaved(grid, line):
 # ---- the verdict -----------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def told(tmp_path_factory):
+@pytest.fixture(scope="module", params=["daily", pytest.param("second forms too", marks=pytest.mark.slow)])
+def told(request, tmp_path_factory):
     """What two processes found, and what four did with what the two had saved."""
-    folder = tmp_path_factory.mktemp("saved")
-    return {ranks: spawn(ranks, way, str(folder), timeout=240) for ranks, way in ((2, two), (4, four))}
+    given = str(tmp_path_factory.mktemp("saved")), request.param != "daily"
+    return {ranks: spawn(ranks, way, *given, timeout=240) for ranks, way in ((2, two), (4, four))}
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
