@@ -14,7 +14,8 @@ CONSTRAINTS ?= constraints.txt
 
 # Two workers with one thread each: more threads than cores make small tensors slower, not faster.
 # A worker is given neighbouring tests, which share fixtures and caches, and takes from the other when it has done its own.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+# Bytecode is written even where the environment forbids it: every process that a test starts would compile anew.
+PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist worksteal
 
 .PHONY: demo test check test-slow format clean
 

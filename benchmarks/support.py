@@ -256,15 +256,27 @@ def refusals(kernel: str, problem: Problem, plan: Plan, mods: Mods | None = None
     dims = (problem.dim, problem.dim, problem.value_dim or problem.dim)
     found = {}
     triton = (patch.object(kernel, "has_triton", lambda: True) for kernel in (band, flex))
-    with FakeTensorMode(), next(triton), next(triton):  # as where there is a GPU
+    with _fake(), next(triton), next(triton):  # as where there is a GPU
         for tile in {(tile.kind, tile.asked, len(tile.rows), len(tile.cols)): tile for tile in tiles}.values():
             q, k, v = (
-                torch.empty(1, 1, len(span), dim, dtype=problem.dtype, device=problem.device)
+                _empty(len(span), dim, problem.dtype, problem.device)
                 for span, dim in zip((tile.rows, tile.cols, tile.cols), dims, strict=True)
             )
             if reason := refusal(kernel, Spec(1.0, mods), q, k, v, (tile,)):
                 found[reason.partition(" [")[0].partition(" (")[0]] = None  # without the tile's numbers, or a name
     return list(found)
+
+
+@functools.cache
+def _fake() -> FakeTensorMode:
+    return FakeTensorMode()
+
+
+@functools.cache
+def _empty(length: int, dim: int, dtype: torch.dtype, device: str) -> torch.Tensor:
+    """A fake tensor, made once: that takes longer than asking a kernel, and few shapes come up again and again."""
+    with _fake():
+        return torch.empty(1, 1, length, dim, dtype=dtype, device=device)
 
 
 def program_refusals(kernel: str, name: str, strategy: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Every program on real processes: what virtual ranks compute, 2 to 4 ranks compute too, on gloo to the bit.
+"""Every program on real processes: what virtual ranks compute, 2 to 4 ranks (daily 2) compute too, on gloo to the bit.
 
 A spawn takes seconds, so each tries every program, under one strategy after another.
 """
@@ -31,7 +31,7 @@ def live(world):
     return {name: on_rank(there(each, world), None) for name, each in problems(world.ranks).items()}
 
 
-@on_backends(2, 4, slow=(3,))
+@on_backends(2, slow=(3, 4))
 def test_processes_run_every_program(ranks, backend):
     told = spawn(ranks, live, backend=backend, timeout=240)
     wrong = {}

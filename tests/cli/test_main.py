@@ -26,7 +26,7 @@ def test_a_refusal_shows_no_traceback():
     )
 
 
-@pytest.mark.parametrize("absent", ["typer", "rich"])
+@pytest.mark.parametrize("absent", ["typer", pytest.param("rich", marks=pytest.mark.slow)])
 def test_without_the_extra_one_line_names_it(absent):
     body = "import attnspan.cli.expression\nfrom attnspan.cli import main\nmain()"
     assert python("-c", COLD + body, absent) == (

@@ -74,8 +74,18 @@ def cells(device, kernels):
     placed = [Case(**(vars(case) | {"device": device})) for case in CASES]
     return pytest.mark.parametrize(
         ("kernel", "case"),
-        [pytest.param(kernel, case, id=f"{kernel}: {case}") for kernel in kernels for case in placed],
+        [
+            pytest.param(kernel, case, id=f"{kernel}: {case}", marks=[] if is_daily(case) else [pytest.mark.slow])
+            for kernel in kernels
+            for case in placed
+        ],
     )
+
+
+def is_daily(case):
+    """Every tile in every dtype, and features on two of their four tiles."""
+    plain = Case(case.tile, case.dtype, device=case.device)
+    return case == plain or case.tile in ("causal, square", "window")
 
 
 @cells("cpu", ["reference", "cpu_flash"])

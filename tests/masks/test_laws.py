@@ -135,6 +135,7 @@ def test_a_dense_mask_comes_back(case):
 
 
 @given(cases(depth=2), st.integers(1, 12) | st.tuples(st.integers(1, 12), st.integers(1, 12)))
+@settings(max_examples=settings.default.max_examples // 2)
 def test_a_block_mask_comes_back(case, block_size):
     again = Mask.from_block_mask(case.mask.block_mask(*case.lengths, block_size=block_size))
     assert again.rows == case.mask.rows

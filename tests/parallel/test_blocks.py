@@ -92,8 +92,14 @@ def afresh():
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("order", ["no checkpoints", "checkpoint, then compile", "compile, then checkpoint"])
-@pytest.mark.parametrize("attached", ATTACHED)
+ORDERS = ["no checkpoints", "checkpoint, then compile", "compile, then checkpoint"]
+DAILY = [*(("whole", order) for order in ORDERS), ("attention", ORDERS[1]), ("style", ORDERS[2])]
+REST = [(attached, order) for attached in ATTACHED for order in ORDERS if (attached, order) not in DAILY]
+
+
+@pytest.mark.parametrize(
+    ("attached", "order"), [*DAILY, *(pytest.param(*each, marks=pytest.mark.slow) for each in REST)]
+)
 def test_nine_blocks_compiled_one_by_one_are_one_graph_or_two_whatever_the_documents(attached, order):
     true = {first: dense(blocks(), whole(LENGTH), documents(first)) for first in FIRSTS}
 
@@ -213,7 +219,7 @@ def _fully_sharded(world, attached):
     return count.frame_count
 
 
-@pytest.mark.parametrize("attached", ["whole", "style"])
+@pytest.mark.parametrize("attached", [pytest.param("whole", marks=pytest.mark.slow), "style"])
 @on_backends(2)
 def test_blocks_that_are_checkpointed_compiled_and_fully_sharded_are_one_graph_or_two(attached, ranks, backend):
     for graphs in spawn(ranks, _fully_sharded, attached, backend=backend, timeout=240):

@@ -146,8 +146,15 @@ class Embedded(nn.Module):
         return self.inner(self.embed(tokens))
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("floating", [False, True])
+@pytest.mark.parametrize(
+    ("floating", "backend"),
+    [
+        (False, "aot_eager"),
+        (True, "eager"),
+        pytest.param(False, "eager", marks=pytest.mark.slow),
+        pytest.param(True, "aot_eager", marks=pytest.mark.slow),
+    ],
+)
 def test_a_model_that_is_compiled_whole_compares_when_it_runs(backend, floating):
     torch._dynamo.reset()
     tokens = whole(LENGTH) if floating else torch.arange(LENGTH).view(1, -1) % 10

@@ -622,7 +622,7 @@ def test_checkpointing_in_compiled_code_is_inside_a_block_around_it_and_refused_
     on_one_rank(rank)
 
 
-@pytest.mark.parametrize("again", ["reentrant", "non-reentrant"])
+@pytest.mark.parametrize("again", [pytest.param("reentrant", marks=pytest.mark.slow), "non-reentrant"])
 def test_a_compiled_model_that_is_checkpointed_from_outside_is_refused_when_it_runs(compiled, again):
     def rank(world):
         cp, mine = session(world), model()

@@ -406,12 +406,13 @@ def test_a_layout_whose_batch_rows_have_other_counts_is_refused_at_once():
 
 
 def real_cases(ranks):
-    """A few of everything; the laws above have tried the rest."""
+    """A few of everything; the laws above have tried the rest. Three ranks, a slow test, try all dtypes everywhere."""
     wheel = tuple((p * 5 + 3) % 13 for p in range(13))
     rows = Listed((wheel, tuple(range(13))), tuple(13 // ranks + (rank < 13 % ranks) for rank in range(ranks)))
     hollow = Listed((wheel,), (0, 13, *[0] * (ranks - 2)))
     for layout in (HeadTail(ranks), Striped(ranks), rows, hollow):
-        for dtype in DTYPES:
+        every = ranks == 3 or isinstance(layout, HeadTail)
+        for dtype in DTYPES if every else (torch.float64, torch.complex64):
             yield Case(layout, 13, numbers((2, 13, 3), dtype), 1, 0)
 
 

@@ -1,5 +1,7 @@
 """A rank's BlockMask is what torch makes of the same function of local rows and columns."""
 
+import functools
+
 import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask
@@ -57,29 +59,25 @@ def blocks(counts, indices):
     return listed.scatter(-1, indices.long(), nth)
 
 
-def dense(mask, row):
-    """Who sees whom, (heads, S, S)."""
-    row = row if mask.rows > 1 else 0
-    return torch.stack([mask.dense(91, row=row, head=head) for head in range(mask.heads)])
+@functools.cache
+def dense(name):
+    """Who sees whom, (rows, heads, S, S); kept: slow to ask for, and the same for every layout, rank and size."""
+    mask = MASKS[name]()
+    rows = [[mask.dense(91, row=row, head=head) for head in range(mask.heads)] for row in range(mask.rows)]
+    return torch.stack([torch.stack(heads) for heads in rows])
 
 
 @pytest.mark.parametrize("size", [8, (16, 4), (5, 12)], ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", MASKS)
 def test_a_local_block_mask_is_the_one_that_torch_makes(name, layout, size):
-    mask = MASKS[name]()
+    mask, whole = MASKS[name](), dense(name)
     plan = Plan(mask, LAYOUTS[layout](mask), 91)
     for rank in range(3):
         found = local_block_mask(plan, rank, block_size=size)
         rows, n = plan.rows, plan.layout.tokens(91)[rank]
         places = torch.tensor([plan.layout.positions(91, row)[rank] for row in range(rows)])
-        whole = torch.stack(
-            [
-                torch.stack([mask.dense(91, row=row if mask.rows > 1 else 0, head=h) for h in range(mask.heads)])
-                for row in range(rows)
-            ]
-        )
-        allowed = torch.stack([whole[row][:, places[row]] for row in range(rows)])
+        allowed = torch.stack([whole[row if mask.rows > 1 else 0][:, places[row]] for row in range(rows)])
         true = create_block_mask(lambda b, h, q, k, a=allowed: a[b, h, q, k], rows, mask.heads, n, 91, "cpu", size)
         assert same(found, true)
         indices = (torch.arange(s).reshape(-1, *[1] * (3 - i)) for i, s in enumerate(allowed.shape))

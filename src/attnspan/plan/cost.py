@@ -117,9 +117,6 @@ class Link:
         """The time to receive `size` bytes; nothing takes no time."""
         return self.latency + size / self.bandwidth if size else 0.0
 
-    def __str__(self) -> str:
-        return f"{self.bandwidth / 1e9:.3g} GB/s, {self.latency * 1e6:.0f} us"
-
 
 @dataclass(frozen=True, slots=True)
 class Curve:
