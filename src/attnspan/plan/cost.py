@@ -106,11 +106,6 @@ class Link:
     latency: float
 
     def __str__(self) -> str:
-        """For people.
-
-        >>> print(Link(bandwidth=5e9, latency=3e-5))
-        5 GB/s, 30 us
-        """
         return f"{self.bandwidth / 1e9:.3g} GB/s, {self.latency * 1e6:.0f} us"
 
     def seconds(self, size: float) -> float:
