@@ -12,10 +12,10 @@
 
 import torch
 
-from attnspan.testing.launcher import Outcome, Processes
+from attnspan.testing.launcher import Processes, RankOutcome
 from attnspan.transports.loopback import Loopback, World
 
-__all__ = ["Loopback", "Outcome", "Processes", "World", "loopback", "processes"]
+__all__ = ["Loopback", "Processes", "RankOutcome", "World", "loopback", "processes"]
 
 
 def loopback(ranks: int = 4, device: torch.device | str = "cpu", *, timeout: float = 60.0) -> Loopback:

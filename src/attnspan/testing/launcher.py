@@ -14,7 +14,7 @@ is a function at the top of a module. Arguments, results and exceptions travel b
 them closes and the rank kills itself. `run` and `close` kill all ranks, also when the caller is interrupted.
 
 [Note: failures] A rank that raises tells its exception and ends; the others see that as they would see any rank that
-ends, or wait until the group's timeout. `run` waits for all of them and then raises a `RankError` with the `Outcome` of
+ends, or wait until the group's timeout. `run` waits for all of them and then raises a `RankError` with the outcome of
 every rank. What does not end within ``timeout`` seconds is killed.
 
 [Note: one GPU] NCCL refuses two ranks on one device if they claim the same host. Where there are fewer devices than
@@ -66,7 +66,7 @@ WHERE = b""
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class RankOutcome:
     """What became of a rank. ``kind`` says what ``value`` is::
 
     "returned"    what fn returned
@@ -167,7 +167,7 @@ class Processes:
         """How processes start."""
         return multiprocessing.get_context("spawn")
 
-    def _outcomes(self, job: bytes) -> dict[int, Outcome]:
+    def _outcomes(self, job: bytes) -> dict[int, RankOutcome]:
         """What became of every rank, in the order in which they ended."""
         for child in self._children:
             with suppress(OSError):  # it has died, which is found below
@@ -180,7 +180,7 @@ class Processes:
                 rank = waiting.pop(pipe)
                 outcomes[rank] = self._children[rank].outcome()
         for rank in waiting.values():
-            outcomes[rank] = Outcome("unfinished", self.timeout, self._children[rank].whereabouts())
+            outcomes[rank] = RankOutcome("unfinished", self.timeout, self._children[rank].whereabouts())
         return outcomes
 
     def _ready(self, pipes: Sequence[Connection], began: float) -> list[Any]:
@@ -198,15 +198,15 @@ class Child:
     process: BaseProcess
     pipe: Connection
 
-    def outcome(self) -> Outcome:
+    def outcome(self) -> RankOutcome:
         """What it sent, or how it ended."""
         try:
             answer = self.pipe.recv_bytes()
         except (EOFError, OSError):
             self.process.join(FAREWELL)
             status = self.process.exitcode
-            return Outcome("died", signal.Signals(-status).name if status is not None and status < 0 else status)
-        outcome: Outcome = pickle.loads(answer)
+            return RankOutcome("died", signal.Signals(-status).name if status is not None and status < 0 else status)
+        outcome: RankOutcome = pickle.loads(answer)
         return outcome
 
     def whereabouts(self) -> str:
@@ -271,7 +271,7 @@ def _live(joining: Joining, rank: int, pipe: Connection) -> None:
             fn, args, kwargs = pickle.loads(job)
             raised, answer = False, _answer(fn(world, *args, **kwargs))
         except BaseException as error:
-            raised, answer = True, pickle.dumps(Outcome("raised", _portable(error), traceback.format_exc()))
+            raised, answer = True, pickle.dumps(RankOutcome("raised", _portable(error), traceback.format_exc()))
         sys.stdout.flush()
         sys.stderr.flush()
         pipe.send_bytes(answer)
@@ -286,7 +286,7 @@ def _listen(pipe: Connection, jobs: SimpleQueue[bytes]) -> None:
             job = pipe.recv_bytes()
             if job == WHERE:
                 stack = traceback.format_stack(sys._current_frames()[main_thread().ident or 0])
-                pipe.send_bytes(pickle.dumps(Outcome("unfinished", None, "".join(stack))))
+                pipe.send_bytes(pickle.dumps(RankOutcome("unfinished", None, "".join(stack))))
             else:
                 jobs.put(job)
     except (EOFError, OSError):
@@ -295,7 +295,7 @@ def _listen(pipe: Connection, jobs: SimpleQueue[bytes]) -> None:
 
 def _answer(value: object) -> bytes:
     try:
-        return pickle.dumps(Outcome("returned", value))
+        return pickle.dumps(RankOutcome("returned", value))
     except Exception as cause:
         raise TransportError(
             f"fn returned {type(value).__name__}, which does not travel between processes: {cause}; return numbers, "
@@ -345,7 +345,7 @@ def _pickled(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
         raise TransportError(f"args must be what pickle can send to another process: {cause}") from cause
 
 
-def _error(outcomes: dict[int, Outcome], failed: list[int]) -> RankError:
+def _error(outcomes: dict[int, RankOutcome], failed: list[int]) -> RankError:
     """One error for all ranks that failed, the first of them first."""
     names = ", ".join(str(rank) for rank in sorted(failed))
     lines = [f"rank {names} of {len(outcomes)} failed"]
