@@ -240,7 +240,9 @@ class Block(torch.nn.Module):
         self.enter, self.leave = torch.nn.Linear(width, 3 * width), torch.nn.Linear(width, width)
 
     def forward(self, x, attend, **options):
-        query, key, value = self.enter(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        entered = self.enter(x)
+        # A view: under a default device, dynamo does not follow `unflatten`.
+        query, key, value = entered.view(*entered.shape[:-1], 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         return self.leave(attend(query, key, value, **options).transpose(1, 2).flatten(2))
 
 

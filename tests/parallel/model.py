@@ -40,9 +40,14 @@ class Attention(nn.Module):
 
     def forward(self, x, positions, attend):
         # As many heads as are here: under tensor parallelism, a part of them.
-        query, key, value = (each(x).unflatten(-1, (-1, DIM)).transpose(1, 2) for each in (self.wq, self.wk, self.wv))
+        query, key, value = (heads_of(each(x)) for each in (self.wq, self.wk, self.wv))
         out = attend.attention(rotated(query, positions), rotated(key, positions), value)
         return self.wo(out.transpose(1, 2).flatten(2))
+
+
+def heads_of(x):
+    """(B, S, H * D) as (B, H, S, D). A view: under a default device, dynamo does not follow `unflatten`."""
+    return x.view(*x.shape[:-1], -1, DIM).transpose(1, 2)
 
 
 def rotated(x, positions):

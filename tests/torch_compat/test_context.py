@@ -255,6 +255,7 @@ def _with_ddp(world, broadcast):
             return self.linear(self.positions[:, None])
 
     mesh, module = mesh_of(2), Positions()
+    _cp_options.enable_load_balance = True  # other programs on these ranks may have cut in another order
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # later versions have another name for it
         parallel = DistributedDataParallel(module, **({} if broadcast else {"broadcast_buffers": False}))

@@ -14,7 +14,7 @@ is a function at the top of a module. Arguments, results and exceptions travel b
 them closes and the rank kills itself. `run` and `close` kill all ranks, also when the caller is interrupted.
 
 [Note: failures] A rank that raises tells its exception and ends; the others see that as they would see any rank that
-ends, or wait until the group's timeout. `run` waits for all of them and then raises a `RankError` with what became of
+ends, or wait until the group's timeout. `run` waits for all of them and then raises a `RankError` with the outcome of
 every rank. What does not end within ``timeout`` seconds is killed.
 
 [Note: one GPU] NCCL refuses two ranks on one device if they claim the same host. Where there are fewer devices than
