@@ -164,16 +164,16 @@ def engine_turn(device: str) -> Callable[[], object]:
 def doom(case: Case) -> None:
     """Make this process come to grief at the next such moment."""
     from attnspan.attention.lane import Lane
-    from attnspan.engine.paged_attention import PagedStepAttention
+    from attnspan.engine.model_runner import PagedStepAttention
     from attnspan.transports import Distributed
 
     if case.fault == "killed at any time":
         return  # by who started it
     spot: tuple[type, str] = {
-        "forward": (Lane, "compute"),
-        "backward": (Lane, "differentiate"),
+        "forward": (Lane, "forward"),
+        "backward": (Lane, "backward"),
         "while it sends": (Distributed, "_post_batch"),
-        "prefill": (Lane, "compute"),
+        "prefill": (Lane, "forward"),
         "decode": (PagedStepAttention, "attend"),
     }[case.when]
     act = {"killed": killed, "raises": raises, "stalls": stalls}[case.fault]

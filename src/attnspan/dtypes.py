@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import torch
 
+LONG_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+"""What short names of dtypes stand for."""
+
 
 def dtype_name(dtype: object) -> str:
     """The name of a dtype, or of a layout, without torch's.

@@ -114,12 +114,7 @@ class RankError(TransportError):
 
 
 def whole(
-    name: str,
-    value: object,
-    *,
-    at_least: int = 0,
-    hint: str = "",
-    error: type[AttnspanError] = AttnspanError,
+    name: str, value: object, *, at_least: int = 0, hint: str = "", error: type[AttnspanError] = AttnspanError
 ) -> int:
     """Return ``value`` as an int, or raise ``error`` naming the argument ``name``.
 
@@ -136,12 +131,7 @@ def whole(
 
 
 def whole_list(
-    name: str,
-    values: object,
-    *,
-    at_least: int = 0,
-    hint: str = "",
-    error: type[AttnspanError] = AttnspanError,
+    name: str, values: object, *, at_least: int = 0, hint: str = "", error: type[AttnspanError] = AttnspanError
 ) -> tuple[int, ...]:
     """Return ``values`` as a tuple of ints, or raise ``error`` naming the first item that is not whole.
 
@@ -158,12 +148,7 @@ def whole_list(
 
 
 def one_of(
-    name: str,
-    value: object,
-    choices: Collection[str],
-    *,
-    hint: str = "",
-    error: type[AttnspanError] = AttnspanError,
+    name: str, value: object, choices: Collection[str], *, hint: str = "", error: type[AttnspanError] = AttnspanError
 ) -> str:
     """Return ``value`` if it is among ``choices``, or raise ``error`` with the nearest name that is.
 

@@ -58,7 +58,7 @@ def served_model(model: PreTrainedModel | nn.Module | ServedModel, stacklevel: i
         return model
     if not hasattr(model, "config"):
         raise ModelError(
-            f"model must be a model of transformers, got {type(model).__name__}; to serve another, give it the "
+            f"model must be a transformers model, got {type(model).__name__}; to serve another, give it the "
             "four methods of attnspan.engine.ServedModel"
         )
     from attnspan.integrations.huggingface.served_model import TransformersModel

@@ -141,7 +141,7 @@ def moved_frame(monkeypatch):
 
 
 def moved_rerun(monkeypatch):
-    monkeypatch.setattr("attnspan.parallel.checkpoint_regions.rerun_of", lambda region: None)
+    monkeypatch.setattr("attnspan.parallel.checkpoint_regions._rerun_of", lambda region: None)
 
 
 CHECKPOINTING = [moved_file, moved_local, moved_frame, moved_rerun]

@@ -129,7 +129,7 @@ def the_mask_of_the_first_batch_row_is_used_for_all(plant):
 
 @defect
 def the_steps_of_the_first_batch_row_are_used_for_all(plant):
-    plant(Call, "route", lambda real: lambda self, row: real(self, 0))
+    plant(Lane, "__init__", lambda real: lambda self, call, row, *rest: real(self, call, 0, *rest))
 
 
 @defect
@@ -233,7 +233,7 @@ def _stale(real):
     """At the third step, `real` sees the arena of the second, where they are of one size."""
 
     def method(self, step, arena, *rest):
-        index, kept = self.route.steps.index(step), self.__dict__.setdefault("_kept", {})
+        index, kept = self.steps.index(step), self.__dict__.setdefault("_kept", {})
         kept[index] = arena
         stale = index == 2 and kept[1].key.shape == arena.key.shape
         return real(self, step, kept[1] if stale else arena, *rest)

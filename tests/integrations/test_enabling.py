@@ -684,7 +684,7 @@ def test_a_module_that_was_never_enabled_is_told():
     [
         (
             lambda attn: setattr(attn, "scaling", 0.5),
-            "scaling must be 0.3535533905932738, as when the model was looked at",
+            "scaling must be 0.3535533905932738, as when the model was enabled",
         ),
         (lambda attn: setattr(attn, "is_causal", False), None),
     ],

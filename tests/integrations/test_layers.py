@@ -162,7 +162,7 @@ def test_a_part_that_mixes_tokens_beside_attention_is_refused():
 
 
 def test_what_is_no_model_of_transformers_is_refused():
-    with pytest.raises(ModelError, match=r"^model must be a model of transformers, with a config, got Linear$"):
+    with pytest.raises(ModelError, match=r"^model must be a transformers model, with a config, got Linear$"):
         attention_layers(nn.Linear(2, 2))
 
 

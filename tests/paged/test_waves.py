@@ -69,4 +69,4 @@ def test_rows_that_do_not_fill_the_device_are_split_as_far_as_is_worth_it():
 def test_rows_of_long_prompts_are_left_to_kernels_that_gather_keys(rows, dtype, outrun):
     queries, keys = zip(*rows, strict=True)
     metadata = SimpleNamespace(queries=queries, spans=tuple((0, seen) for seen in keys))
-    assert decode.is_outrun(metadata, torch.empty(sum(queries), 32, 128, dtype=dtype, device="meta")) is outrun
+    assert decode.dense_is_faster(metadata, torch.empty(sum(queries), 32, 128, dtype=dtype, device="meta")) is outrun

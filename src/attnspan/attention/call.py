@@ -19,7 +19,6 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from attnspan.attention.lane import Route
 from attnspan.attention.score import Score
 from attnspan.attention.tuned import agreed_table, machine
 from attnspan.attention.ulysses import HeadAllToAll, Side
@@ -157,18 +156,8 @@ class Call:
             mask = replace(traced(mask_mod, error=AttentionError).on(device), name=repr(plan.mask))
         return None if score is mask is None else Mods(score, mask)
 
-    # ---- one batch row -----------------------------------------------------------------------------------------
-
-    def route(self, row: int) -> Route:
-        """The steps of this rank, and its own queries and keys."""
-        degree = self.plan.degree
-        steps = self.plan.steps(self.rank, row)
-        if degree > 1:  # transfers name groups; the peer in another group has this rank's place in its own
-            steps = tuple(step.between(degree, self.rank % degree) for step in steps)
-        return Route(self.plan.queries(self.rank, row), self.plan.keys(self.rank, row), steps, self._forwards_buffers)
-
     def head_exchange(self, row: int, heads: int, kv_heads: int) -> HeadAllToAll:
-        """The exchange of heads inside this rank's group."""
+        """The exchange of heads inside this rank's group, for a row of the plan."""
         plan, degree = self.plan, self.plan.degree
         first = self.rank - self.rank % degree
         members = range(first, first + degree)
@@ -180,7 +169,8 @@ class Call:
         return HeadAllToAll(self.transport, members, split_heads(heads, kv_heads, degree), shards, arenas)
 
     @cached_property
-    def _forwards_buffers(self) -> bool:
+    def is_ring(self) -> bool:
+        """Whether buffers are handed on whole from rank to rank."""
         strategy = Strategy.of(self.plan.strategy)
         return isinstance(strategy.inner if isinstance(strategy, Ulysses) else strategy, Ring)
 

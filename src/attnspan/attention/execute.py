@@ -1,5 +1,7 @@
 """A call, carried out: tensors of this rank in, its out, lse and gradients back.
 
+Lanes live until results are made, and sums of gradients no longer than that: plan/memory.py counts them so.
+
 Without Ulysses this is the loop of loop.py over one lane per row of the plan. With it, heads are exchanged before and
 after; the loop in between is the same.
 """
@@ -26,7 +28,8 @@ def forward(call: Call, inputs: Inputs) -> tuple[Tensor, Tensor]:
     if call.plan.degree > 1:
         parts = [row.forward() for row in rows]
     else:
-        parts = loop.forward(call.transport, [row.lane() for row in rows])
+        lanes = [row.lane() for row in rows]
+        parts = loop.forward(call.transport, lanes)
     if len(parts) == 1:
         return parts[0]
     return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
@@ -44,7 +47,8 @@ def backward(
     if call.plan.degree > 1:
         found = [row.backward(each, sums) for row, each in zip(rows, finals, strict=True)]
     else:
-        grads = loop.backward(call.transport, [row.lane() for row in rows], finals, sums)
+        lanes = [row.lane() for row in rows]
+        grads = loop.backward(call.transport, lanes, finals, sums)
         found = [each.results(inputs.query.dtype) for each in grads]
     whole = (torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*found, strict=True))
     dq, dk, dv = (x.to(inputs.query.dtype).contiguous() for x in whole)  # as the op promises to code that is compiled
@@ -77,10 +81,10 @@ class PlanRow:
         return self._lane(self.inputs, range(self.heads))
 
     def forward(self) -> tuple[Tensor, Tensor]:
-        """(out, lse)."""
         exchange, (query, key, value) = self._exchange(), self.inputs[:3]
         tensors = exchange.gather_tokens([query, key, value], ["query", "key", "key"])
-        parts = loop.forward(self.call.transport, self._head_lanes(exchange, tensors))
+        lanes = self._head_lanes(exchange, tensors)
+        parts = loop.forward(self.call.transport, lanes)
         shape, precision = tensors[0].shape[:3], lse_dtype(query.dtype)
         out = _by_heads([out for out, _ in parts], lambda: query.new_empty(*shape, value.shape[-1]))
         lse = _by_heads([lse for _, lse in parts], lambda: query.new_empty(shape, dtype=precision))
@@ -89,7 +93,6 @@ class PlanRow:
         return out, lse.squeeze(-1)
 
     def backward(self, final: Final, sums: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
-        """The gradients of query, key and value."""
         exchange, precision = (
             self._exchange(),
             lse_dtype(self.inputs.query.dtype),
@@ -101,8 +104,8 @@ class PlanRow:
         lse, *grad_lse = (x.squeeze(-1) for x in exchange.gather_tokens(scalars, ["query"] * len(scalars)))
         whole = Final(grad, grad_lse[0] if grad_lse else None, out, lse, final.sinks)
         finals = [whole.heads(query) for query, _ in self._segments(exchange)]
-        grads = loop.backward(self.call.transport, self._head_lanes(exchange, tensors), finals, sums)
-        parts = [each.results(precision) for each in grads]
+        lanes = self._head_lanes(exchange, tensors)
+        parts = [each.results(precision) for each in loop.backward(self.call.transport, lanes, finals, sums)]
         found = [
             _by_heads([part[i] for part in parts], functools.partial(torch.empty_like, x, dtype=precision))
             for i, x in enumerate(tensors)

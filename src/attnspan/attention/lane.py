@@ -15,11 +15,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from attnspan.attention.call import Call, Inputs
 from attnspan.attention.sums import Sum, Total
 from attnspan.attention.wire import Arrivals, Places, Staged, arriving, empty, leaving, packed, places, unpacked
 from attnspan.dtypes import lse_dtype
@@ -27,21 +28,7 @@ from attnspan.kernels import Accumulator, Final, Into, Kernel, Region, Where, ch
 from attnspan.layouts.run import Runs
 from attnspan.plan.step import Step, Transfer
 
-if TYPE_CHECKING:
-    from attnspan.attention.call import Call, Inputs
-
 Message = tuple[int, Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class Route:
-    """What a lane needs to know of the plan: its own queries and keys, its steps, and whether buffers are handed on
-    whole."""
-
-    queries: Runs
-    own: Runs
-    steps: tuple[Step, ...]
-    whole: bool
 
 
 class Place(NamedTuple):
@@ -73,38 +60,44 @@ class Lane:
     """The keys of one batch row on their way through the steps of one rank."""
 
     def __init__(self, call: Call, row: int, place: Place, inputs: Inputs):
-        self.route, self.place, self.kernel = call.route(row), place, call.kernel
+        plan, rank, degree = call.plan, call.rank, call.plan.degree
+        steps = plan.steps(rank, row)
+        if degree > 1:  # transfers name groups; the peer in another group has this rank's place in its own
+            steps = tuple(step.between(degree, rank % degree) for step in steps)
+        self.steps, self.place, self.kernel = steps, place, call.kernel
+        self._queries, self._own = plan.queries(rank, row), plan.keys(rank, row)
+        self._hands_on = call.is_ring
         self.query, self.key, self.value, self.captured = *inputs[:3], inputs.captured
         self.spec = call.spec(self.query)
-        self._own_places = places(self.route.own)
+        self._own_places = places(self._own)
         self._own_packed: Tensor | None = None
-        self._held: Tensor | None = None  # by a ring: the buffer to hand on
+        self._held: Tensor | None = None  # by a ring, which hands whole buffers on: the next one
 
     # ---- keys travel -------------------------------------------------------------------------------------------
 
     def post(self, step: Step) -> tuple[list[Message], list[Message], Arena, list[Staged]]:
         """The messages of a step, the arena they fill, and what is to be laid out when they have arrived."""
-        if not step.receives and step.arena == self.route.own:
+        if not step.receives and step.arena == self._own:
             sends = [(t.target, part) for t in step.sends for part in self._leaving(t)]
             return sends, [], Arena(self.key, self.value, is_own=True), []
         held = places(step.arena)
         buffer = empty(self.key, self.value, len(held))
         arena = Arena(*unpacked(buffer, self.key.shape[3]), is_own=False)
         self._lay_own(arena, held, step)
-        if step.own and step.own == self.route.own:  # own keys are all in the arena: not packed again to be sent
+        if step.own and step.own == self._own:  # own keys are all in the arena: not packed again to be sent
             sends = [(t.target, part) for t in step.sends for part in leaving(buffer, held, t, whole=False)]
         else:
             sends = [(t.target, part) for t in step.sends for part in self._leaving(t)]
         receives, staged = [], []
         for transfer in step.receives:
-            parts, late = arriving(buffer, held, transfer, self.route.whole)
+            parts, late = arriving(buffer, held, transfer, self._hands_on)
             receives += [(transfer.source, part) for part in parts]
             staged += [late] if late else []
         self._held = buffer
         return sends, receives, arena, staged
 
     def _leaving(self, transfer: Transfer) -> list[Tensor]:
-        if self.route.whole:
+        if self._hands_on:
             held = self._held if self._held is not None else packed(self.key, self.value)  # own keys leave once
             return leaving(held, self._own_places, transfer, whole=True)
         return leaving(self._packed(), self._own_places, transfer, whole=False)
@@ -121,10 +114,6 @@ class Lane:
             write_into(arena.value[:, :, to], self.value[:, :, source])
 
     # ---- forward -----------------------------------------------------------------------------------------------
-
-    def key_sum(self, rows: int, dtype: torch.dtype) -> KeySum:
-        """A sum for the gradients of `rows` keys and values."""
-        return KeySum(empty(self.key, self.value, rows, dtype), self.key.shape[3])
 
     @property
     def _travels(self) -> torch.dtype:
@@ -151,12 +140,12 @@ class Lane:
     def _where(self, step: Step) -> Where:
         """The positions that a step's rows and columns stand for."""
         device = self.query.device
-        return Where(positions(self.route.queries, device), positions(step.arena, device), *self.place)
+        return Where(positions(self._queries, device), positions(step.arena, device), *self.place)
 
     @functools.cached_property
     def _lone(self) -> bool:
         """Whether one step computes everything, so that its results are final and may be rounded."""
-        return sum(bool(step.tiles) for step in self.route.steps) == 1
+        return sum(bool(step.tiles) for step in self.steps) == 1
 
     # ---- backward ----------------------------------------------------------------------------------------------
 
@@ -166,7 +155,9 @@ class Lane:
 
         Returns those of the arena's keys and values; of own ones as they lie none, those are added to `grads`.
         """
-        keys = None if arena.is_own else self.key_sum(arena.key.shape[2], self._travels)
+        keys = None
+        if not arena.is_own:
+            keys = KeySum(empty(self.key, self.value, arena.key.shape[2], self._travels), self.key.shape[3])
         if step.tiles:
             into = StepGrads(self, grads, keys, grads.captured)
             self._kernel(step, arena).backward(
@@ -191,14 +182,13 @@ class Lane:
             grads.keys.gather(range(to.start, to.stop), *stacks, wait=self._last(step))  # that holds all of `keys`
 
     def take_home(self, step: Step, arrivals: Arrivals, grads: Grads) -> None:
-        """Add what arrived."""
         for run, parts in arrivals.parts():
             (rows,) = self._own_places.slices((run,))
             stacks = unpacked(parts, self.key.shape[3])
             grads.keys.gather(range(rows.start, rows.stop), *stacks, wait=self._last(step) and not arrivals.many)
 
     def _last(self, step: Step) -> bool:
-        return step is self.route.steps[-1]
+        return step is self.steps[-1]
 
 
 @dataclass(frozen=True, slots=True)

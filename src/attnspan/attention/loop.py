@@ -32,7 +32,7 @@ def forward(transport: Transport, lanes: Sequence[Lane]) -> list[tuple[Tensor, T
 def _compute(lanes: Sequence[Lane], arenas: list[Arena], totals: list[Accumulator], index: int) -> None:
     # A function of its own, so that no variable of a loop keeps an arena alive while the next one is made.
     for lane, arena, total in zip(lanes, arenas, totals, strict=True):
-        lane.forward(lane.route.steps[index], arena, total)
+        lane.forward(lane.steps[index], arena, total)
 
 
 def backward(
@@ -46,7 +46,7 @@ def backward(
         arenas = coming.wait()
         coming = KeyExchange(transport, lanes, index + 1)
         keys = [
-            lane.backward(lane.route.steps[index], arena, final, grad)
+            lane.backward(lane.steps[index], arena, final, grad)
             for lane, arena, final, grad in zip(lanes, arenas, finals, grads, strict=True)
         ]
         if going is not None:
@@ -66,7 +66,7 @@ class KeyExchange:
         self._arenas: list[Arena] = []
         self._staged = []
         for lane in lanes if index < _steps(lanes) else []:
-            out, into, arena, staged = lane.post(lane.route.steps[index])
+            out, into, arena, staged = lane.post(lane.steps[index])
             sends += out
             receives += into
             self._arenas.append(arena)
@@ -91,7 +91,7 @@ class GradientExchange:
         receives: list[Message] = []
         self._landing = []
         for lane, key, grad in zip(lanes, keys, grads, strict=True):
-            step = lane.route.steps[index]
+            step = lane.steps[index]
             out, arrivals = lane.send_home(step, key, grad)
             sends += out
             receives += arrivals.receives
@@ -99,11 +99,10 @@ class GradientExchange:
         self._pending = transport.exchange(sends, receives, "gradients") if sends or receives else Pending()
 
     def wait(self) -> None:
-        """Add what arrived."""
         self._pending.wait()
         for lane, step, arrivals, grad in self._landing:
             lane.take_home(step, arrivals, grad)
 
 
 def _steps(lanes: Sequence[Lane]) -> int:
-    return len(lanes[0].route.steps) if lanes else 0  # a rank of a large Ulysses group may have no heads
+    return len(lanes[0].steps) if lanes else 0  # a rank of a large Ulysses group may have no heads

@@ -69,13 +69,7 @@ def attention(
 
 @attention.register_fake
 def _(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sinks: Tensor | None,
-    captured: Sequence[Tensor],
-    handle: Tensor,
-    return_lse: bool,
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, captured: Sequence[Tensor], *rest: object
 ) -> tuple[Tensor, Tensor, Tensor]:
     check_no_tangents("attention", query, key, value, sinks, *captured)
     devices = {x.device for x in (query, key, value, sinks) if x is not None}

@@ -66,7 +66,6 @@ class Score:
             return wrong
 
     def program(self, dtype: torch.dtype) -> Program:
-        """The program for scores of a dtype."""
         found = self._programs[dtype]
         if isinstance(found, AttentionError):
             raise found

@@ -40,7 +40,6 @@ class HeadAllToAll:
         return self.transport.rank - self.members.start
 
     def heads(self, member: int, side: Side) -> slice:
-        """The heads that a member takes."""
         share = getattr(self.shares[member], side)
         return slice(share.start, share.stop)
 
@@ -49,7 +48,6 @@ class HeadAllToAll:
         return places(self.arenas[side]).slices(self.shards[side][member])
 
     def tokens(self, member: int, side: Side) -> int:
-        """How many tokens a member holds."""
         return len(places(self.shards[side][member]))
 
     # ---- there and back ----------------------------------------------------------------------------------------
@@ -58,8 +56,11 @@ class HeadAllToAll:
         """Own tokens of all heads (B, H, s, D) to all tokens of a share of the heads (B, h, S, D)."""
         pairs = list(zip(tensors, sides, strict=True))
         sent = [[x[:, self.heads(m, side)] for x, side in pairs] for m in range(len(self.members))]
-        shapes = [[self._portion(x, side, m) for x, side in pairs] for m in range(len(self.members))]
-        received = self._exchange(sent, shapes, "heads")
+        shapes = [
+            [(len(x), self._count(self.here, side), self.tokens(m, side), x.shape[3]) for x, side in pairs]
+            for m in range(len(self.members))
+        ]
+        received = self._exchange(sent, shapes)
         return [self._by_position([parts[i] for parts in received], side) for i, (_, side) in enumerate(pairs)]
 
     def scatter_tokens(self, tensors: Sequence[Tensor], sides: Sequence[Side]) -> list[Tensor]:
@@ -67,33 +68,29 @@ class HeadAllToAll:
         pairs = list(zip(tensors, sides, strict=True))
         members = range(len(self.members))
         sent = [[_rows(x, self.rows(m, side)) for x, side in pairs] for m in members]
-        own = [self.tokens(self.here, side) for _, side in pairs]
-        shapes: list[list[tuple[int, ...]]] = [
-            [(x.shape[0], self._count(m, side), rows, x.shape[3]) for (x, side), rows in zip(pairs, own, strict=True)]
+        shapes = [
+            [(len(x), self._count(m, side), self.tokens(self.here, side), x.shape[3]) for x, side in pairs]
             for m in members
         ]
-        received = self._exchange(sent, shapes, "heads")
+        received = self._exchange(sent, shapes)
         return [self._by_head([parts[i] for parts in received], side) for i, (_, side) in enumerate(pairs)]
 
     # ---- inside ------------------------------------------------------------------------------------------------
 
-    def _exchange(self, sent: list[list[Tensor]], shapes: list[list[tuple[int, ...]]], what: str) -> list[list[Tensor]]:
+    def _exchange(self, sent: list[list[Tensor]], shapes: Sequence[Sequence[tuple[int, ...]]]) -> list[list[Tensor]]:
         """One message to and from each member: several tensors, one after another."""
         flat = [torch.cat([x.reshape(-1) for x in parts]) for parts in sent]
         sizes = [[torch.Size(shape).numel() for shape in each] for each in shapes]
         buffers = [flat[self.here].new_empty(sum(each)) for each in sizes]
         others = [m for m in range(len(self.members)) if m != self.here]
         self.transport.exchange(
-            [(self.members[m], flat[m]) for m in others], [(self.members[m], buffers[m]) for m in others], what
+            [(self.members[m], flat[m]) for m in others], [(self.members[m], buffers[m]) for m in others], "heads"
         ).wait()
         buffers[self.here] = flat[self.here]
         return [
             [part.view(shape) for part, shape in zip(buffer.split(size), each, strict=True)]
             for buffer, size, each in zip(buffers, sizes, shapes, strict=True)
         ]
-
-    def _portion(self, x: Tensor, side: Side, member: int) -> tuple[int, ...]:
-        return x.shape[0], self._count(self.here, side), self.tokens(member, side), x.shape[3]
 
     def _count(self, member: int, side: Side) -> int:
         heads = self.heads(member, side)

@@ -34,7 +34,6 @@ class Uses:
         self.latest = plan
 
     def add_backward(self, plan: Plan, shape: Shape | None) -> None:
-        """A backward pass."""
         self.backward[plan, shape] += 1
 
     def clear(self) -> None:

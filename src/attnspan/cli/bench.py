@@ -1,4 +1,4 @@
-"""`attnspan bench`: measure every strategy and kernel at your sizes, beside the prediction.
+"""`attnspan bench`: measure strategies and kernels at your sizes, and compare with the prediction.
 
 ::
 
@@ -68,7 +68,7 @@ def bench(
     chart: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a chart. Needs matplotlib.")] = None,
     as_json: options.JsonOption = False,
 ) -> None:
-    """Measure strategies and kernels, beside predictions.
+    """Measure strategies and kernels, and compare with predictions.
 
     Runs on torchrun's ranks, on local processes (--ranks), or on virtual ranks (--virtual).
     """
@@ -141,7 +141,7 @@ def table_for(job: BenchJob, transport: Transport) -> Table | None:
         dtypes=(shape.dtype,),
         head_dims=(shape.head_dim,),
         heads=shape.heads * shape.batch,
-        kv_heads=(shape.kv_heads or shape.heads) * shape.batch,
+        kv_heads=shape.kv_heads * shape.batch,
         kernels=() if "auto" in job.kernels else job.kernels,
     )
     return measure(asked, transport, partial(bar, transport.rank, "tiles"))

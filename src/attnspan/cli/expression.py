@@ -39,26 +39,16 @@ honest use.
 
 from __future__ import annotations
 
+import operator
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import MISSING, Field, fields
 from itertools import groupby
 from typing import Any
 
 from attnspan.cli.tokens import Lexeme, Source, number, size
 from attnspan.errors import AttnspanError, ExpressionError, one_of, whole
-from attnspan.masks import (
-    Causal,
-    Chunked,
-    Documents,
-    Full,
-    KeyPadding,
-    Mask,
-    PrefixLM,
-    SinkTokens,
-    SlidingWindow,
-    Tree,
-)
+from attnspan.masks import Causal, Chunked, Documents, Full, KeyPadding, Mask, PrefixLM, SinkTokens, SlidingWindow, Tree
 from attnspan.masks.mask import And, Not, Or
 
 __all__ = ["parse", "size", "write"]
@@ -160,19 +150,17 @@ class _Parser:
         return mask
 
     def expression(self) -> Mask:
-        mask = self.term()
-        while sign := self.accept("|"):
-            right = self.term()
-            with self.source.at(sign.start, sign.stop):
-                mask = mask | right
-        return mask
+        return self.combined("|", self.term, operator.or_)
 
     def term(self) -> Mask:
-        mask = self.factor()
-        while sign := self.accept("&"):
-            right = self.factor()
-            with self.source.at(sign.start, sign.stop):
-                mask = mask & right
+        return self.combined("&", self.factor, operator.and_)
+
+    def combined(self, sign: str, part: Callable[[], Mask], combine: Callable[[Mask, Mask], Mask]) -> Mask:
+        mask = part()
+        while found := self.accept(sign):
+            right = part()
+            with self.source.at(found.start, found.stop):
+                mask = combine(mask, right)
         return mask
 
     def factor(self) -> Mask:
@@ -290,9 +278,7 @@ class _Parser:
         if self.depth > NESTING:
             bracket = self.tokens[self.index - 1]
             raise self.source.error(
-                f"expected at most {NESTING} brackets inside one another, got more",
-                bracket.start,
-                bracket.stop,
+                f"expected at most {NESTING} brackets inside one another, got more", bracket.start, bracket.stop
             )
 
     def close(self, bracket: str, expected: str) -> None:

@@ -52,7 +52,7 @@ def generate(
     ] = 1.0,
     seed: Annotated[int | None, typer.Option(metavar="N", help="Seed: the same seed gives the same text.")] = None,
     stop: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="Stop before this text. Repeatable.")] = None,
-    ranks: Annotated[int, typer.Option(metavar="R", help="Processes that share keys and prompt.")] = 1,
+    ranks: Annotated[int, typer.Option(metavar="R", help="Processes to start; keys and prompt are spread.")] = 1,
     pages: Annotated[int | None, typer.Option(metavar="N", help="Pages per rank. Default: as many as needed.")] = None,
     page_size: Annotated[int, typer.Option(metavar="N", help="Tokens per page on each rank.")] = 16,
 ) -> None:

@@ -10,15 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from attnspan.errors import LayoutError, one_of
-from attnspan.layouts import (
-    Balanced,
-    Contiguous,
-    HeadTail,
-    Layout,
-    PerDocument,
-    RoundRobinByWork,
-    Striped,
-)
+from attnspan.layouts import Balanced, Contiguous, HeadTail, Layout, PerDocument, RoundRobinByWork, Striped
 from attnspan.layouts.balanced import fitting_chunk
 from attnspan.masks import Documents, Mask
 from attnspan.masks.documents import Lengths
@@ -67,13 +59,13 @@ def named(name: str, ask: LayoutRequest) -> Layout:
 
 def _document_lengths(mask: Mask) -> Lengths:
     """The lengths of the documents that a mask speaks of."""
-    found = list({documents.lengths: documents for documents in _documents(mask)}.values())
+    found = list({documents.lengths for documents in _documents(mask)})
     if len(found) != 1:
         raise LayoutError(
             f"--layout per_document needs a mask with one list of documents, got {len(found)}; "
             "write one, as in causal & documents(4096, 1000)"
         )
-    return found[0].lengths
+    return found[0]
 
 
 def _documents(mask: Mask) -> Iterator[Documents]:

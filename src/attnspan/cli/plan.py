@@ -57,7 +57,11 @@ def plan(
         found = predicted(made, shape, machine, limit=limit or inf, backward=not inference)
         if found.refused:
             raise PlanError(f"--memory: {name_of(made.strategy)} {found.refused}; use more ranks or another strategy")
-        typer.echo(json.dumps(one_data(found), indent=2) if as_json else one_text(found, machine))
+        if as_json:
+            per_rank = [rank_data(made, rank) for rank in sampled_ranks(made)]  # all ranks, or a sample of many
+            typer.echo(json.dumps({**candidate_data(found), "per_rank": per_rank}, indent=2))
+        else:
+            typer.echo(f"{made}\n\npredicted on {machine.name}, the slowest rank:\n{found.timeline}")
         return
     choice = choose(
         parsed,
@@ -70,17 +74,6 @@ def plan(
         backward=not inference,
     )
     typer.echo(json.dumps(data(choice), indent=2) if as_json else text(choice, inference))
-
-
-def one_text(found: Candidate, machine: Hardware) -> str:
-    """One plan and the predicted timeline of the slowest rank looked at."""
-    return f"{found.plan}\n\npredicted on {machine.name}, the slowest rank:\n{found.timeline}"
-
-
-def one_data(found: Candidate) -> dict[str, Any]:
-    """One plan for machines, with the ranks that were looked at: all, or a sample of many."""
-    looked = sampled_ranks(found.plan)
-    return {**candidate_data(found), "per_rank": [rank_data(found.plan, rank) for rank in looked]}
 
 
 def rank_data(made: Plan, rank: int) -> dict[str, Any]:

@@ -43,7 +43,6 @@ from attnspan.masks import Band, Mask
 from attnspan.masks.algebra import area
 from attnspan.masks.band import ceil_div
 from attnspan.masks.drawing import CELLS
-from attnspan.masks.profile import RowWork
 
 COLOURS = ["cyan", "yellow", "magenta", "green", "blue", "red"]
 MOST_RANKS, MOST_RUNS = 32, 4
@@ -125,21 +124,16 @@ class View:
 
     def shares(self, layout: Layout) -> list[Share]:
         """What each rank owns of this row."""
-        works = self.works(layout, self.row)
+        works = layout.works(self.bands, self.q_len, self.row)
         shards = layout.shards(self.q_len, self.row)
         tokens = layout.tokens(self.q_len, self.row)
         return [Share(rank, *share) for rank, share in enumerate(zip(tokens, works, shards, strict=True))]
 
-    def works(self, layout: Layout, row: int) -> list[int]:
-        """The work of each rank in one batch row."""
-        profile = RowWork(self.mask.bands(self.q_len, self.kv_len, row))
-        shards = layout.shards(self.q_len, row)
-        return [sum(profile.over(run.positions) for run in runs) for runs in shards]
-
     def batch_imbalance(self, layout: Layout) -> float:
         """The imbalance over all batch rows that the mask tells apart."""
-        rows = [self.works(layout, row) for row in range(max(self.mask.rows, layout.rows))]
-        return imbalance([sum(works) for works in zip(*rows, strict=True)])
+        rows = range(max(self.mask.rows, layout.rows))
+        works = [layout.works(self.mask.bands(self.q_len, self.kv_len, row), self.q_len, row) for row in rows]
+        return imbalance([sum(each) for each in zip(*works, strict=True)])
 
     # ---- for machines --------------------------------------------------------------------------------------
 

@@ -37,7 +37,7 @@ def tune(
     dtype: Annotated[list[str] | None, typer.Option(metavar="T", help="bf16, fp32, ... Repeatable.")] = None,
     head_dim: Annotated[list[str] | None, typer.Option(metavar="N", help="Head dim. Repeatable.")] = None,
     heads: Annotated[str | None, typer.Option(metavar="N", help="Query heads.")] = None,
-    kv_heads: Annotated[str | None, typer.Option(metavar="N", help="Key heads. Default: as many.")] = None,
+    kv_heads: options.KvHeadsOption = None,
     kernel: Annotated[list[str] | None, typer.Option(metavar="K", help="Only this kernel. Repeatable.")] = None,
     sizes: Annotated[
         list[str] | None, typer.Option("--size", metavar="N", help="Tokens of a tile. Repeatable.")
@@ -84,11 +84,8 @@ def on_rank(wanted: dict[str, Any], transport: Transport) -> dict[str, Any]:
 
 def text(table: Table) -> str:
     """The table for people."""
-    links = [
-        f"link {name}: {link}"
-        for name, link in (("inside a host", table.inside), ("between hosts", table.between))
-        if link is not None
-    ]
+    sides = (("inside a host", table.inside), ("between hosts", table.between))
+    links = [f"link {name}: {link}" for name, link in sides if link is not None]
     memory = f"memory: {table.memory_bandwidth / 1e9:.3g} GB/s; a call: {table.launch[0] * 1e6:.0f} us"
     return "\n".join([table.explain(), memory, *links])
 

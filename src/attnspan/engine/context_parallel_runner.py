@@ -10,30 +10,27 @@ The rank that has the prompt's last token sends its logits to the others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor
 
+from attnspan.engine.config import EngineConfig
 from attnspan.engine.model import PackedBatch, ServedModel, StepAttention
-from attnspan.engine.model_runner import ModelRunner, PagedStepAttention, PlanSizes
+from attnspan.engine.model_runner import ModelRunner, PagedStepAttention
 from attnspan.engine.pools import LayerPlace, Pools
 from attnspan.engine.rank_consensus import RankConsensus
 from attnspan.engine.scheduler import Chunk
 from attnspan.masks import Causal, Mask, SlidingWindow
-from attnspan.paged import ShardedPages, StepPlan
+from attnspan.paged import ShardedPages
 from attnspan.paged.kv_cache import PagedKVCache
 from attnspan.parallel import ContextParallel
 from attnspan.parallel.attentions import BoundAttention
 from attnspan.transports.group import Group
 
-AttentionKey = tuple[str, float | None, Callable[..., Tensor] | None]
-"""The mask, scale and score_mod of a layer."""
-
 
 class ContextParallelRunner(ModelRunner):
-    """A runner whose pages are spread over the ranks of `mesh`; prompts of `whole_prompts` tokens or more
-    are split.
+    """A runner whose pages are spread over the ranks of `mesh`; prompts of `config.whole_prompts` or more are split.
 
     What is about to be computed is compared with the other ranks of `consensus` before the model is called.
     """
@@ -42,26 +39,24 @@ class ContextParallelRunner(ModelRunner):
         self,
         model: ServedModel,
         pools: Pools,
-        sizes: PlanSizes,
+        config: EngineConfig,
+        max_length: int,
         *,
         mesh: Group,
         consensus: RankConsensus,
-        whole_prompts: int,
-        kernel: str = "auto",
     ) -> None:
-        self.mesh, self.consensus, self.whole_prompts = mesh, consensus, whole_prompts
-        super().__init__(model, pools, sizes, kernel=kernel)
+        self.mesh, self.consensus = mesh, consensus
+        super().__init__(model, pools, config, max_length)
         self._session: ContextParallel | None = None
 
-    def _plans(self, sizes: PlanSizes) -> tuple[Sequence[PagedKVCache], list[StepPlan]]:
-        pages = [ShardedPages(pool, self.mesh, interleave=pool.page_size) for pool in self.pools.pools]
-        return pages, [each.plan(**sizes) for each in pages]
+    def _pages(self) -> Sequence[PagedKVCache]:
+        return [ShardedPages(pool, self.mesh, interleave=pool.page_size) for pool in self.pools.pools]
 
     def run(self, batch: Sequence[Chunk]) -> Tensor:
         """As on one rank; the same logits on every rank."""
         self._compare = self.consensus.compare_step(batch)
         sample, count = batch[0]
-        if len(batch) == 1 and sample.computed == 0 and count == sample.remaining >= self.whole_prompts:
+        if len(batch) == 1 and sample.computed == 0 and count == sample.remaining >= self.config.whole_prompts:
             return self._prefill(sample.tokens)
         return super().run(batch)
 
@@ -95,23 +90,19 @@ class PrefillAttention(StepAttention):
 
     def __init__(self, session: ContextParallel, paged: PagedStepAttention) -> None:
         self.session, self.paged = session, paged
-        self._attentions: dict[AttentionKey, BoundAttention] = {}
+        self._attentions: dict[Hashable, BoundAttention] = {}  # by mask, scale and score_mod: layers alike share one
 
     def _attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
         query, key, value = (each.transpose(0, 1).unsqueeze(0) for each in (query, key, value))  # (1, H, S, D)
         place = self.paged.pools.places[layer]
-        out = self._attention_for(place)(query, key, value, sinks=sinks)
+        kind = _name(place), place.scale, place.score_mod
+        if kind not in self._attentions:
+            self._attentions[kind] = self.session.attention_for(kind[0], scale=place.scale, score_mod=place.score_mod)
+        out = self._attentions[kind](query, key, value, sinks=sinks)
         pages = self.paged.pages[place.pool]
         assert isinstance(pages, ShardedPages), "made so"
         pages.from_context_parallel(place.index, key, value, self.session, self.paged.plans[place.pool])
         return out.transpose(1, 2).contiguous()[0]
-
-    def _attention_for(self, place: LayerPlace) -> BoundAttention:
-        """One for all layers of a kind."""
-        kind = _name(place), place.scale, place.score_mod
-        if kind not in self._attentions:
-            self._attentions[kind] = self.session.attention_for(kind[0], scale=place.scale, score_mod=place.score_mod)
-        return self._attentions[kind]
 
 
 def _name(place: LayerPlace) -> str:

@@ -30,7 +30,7 @@ from array import array
 from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 
 import torch
@@ -40,7 +40,7 @@ from attnspan.engine.detokenizer import Tokenizer, check_tokenizer
 from attnspan.engine.journal import Journal
 from attnspan.engine.kv_cache_manager import KVCacheGroup, KVCacheManager
 from attnspan.engine.model import ServedModel
-from attnspan.engine.model_runner import ModelRunner, PlanSizes
+from attnspan.engine.model_runner import ModelRunner
 from attnspan.engine.output_processor import Commit, Outcome, OutputProcessor
 from attnspan.engine.owner import Note, Owned, Owner, call_owned, exclusive
 from attnspan.engine.params import SamplingParams
@@ -62,12 +62,7 @@ class EngineCore(Owned):
     """Requests in, tokens out, with any `ServedModel`; all that `generate` and `stream` are made of."""
 
     def __init__(
-        self,
-        model: ServedModel,
-        config: EngineConfig,
-        *,
-        mesh: Group = None,
-        tokenizer: Tokenizer | None = None,
+        self, model: ServedModel, config: EngineConfig, *, mesh: Group = None, tokenizer: Tokenizer | None = None
     ) -> None:
         info = model.info()
         check_tokenizer(tokenizer, info.vocabulary)
@@ -76,9 +71,10 @@ class EngineCore(Owned):
         self._model, self._layers = model, info.layers
         self._consensus = RankConsensus(None if mesh is None else transport_of(mesh))
         ranks = self._consensus.ranks
-        whole_prompts = max(config.whole_prompts, 2 * ranks) if ranks > 1 else None
+        config = replace(config, whole_prompts=max(config.whole_prompts, 2 * ranks))
+        whole_prompts = config.whole_prompts if ranks > 1 else None
         self.limits = Limits(config.max_sequences, config.max_tokens, whole_prompts)
-        self._consensus.compare_options(asdict(config) | {"whole_prompts": whole_prompts, "ranks": ranks})
+        self._consensus.compare_options(asdict(config) | {"ranks": ranks})
         self._fingerprint = model.fingerprint()
         self._consensus.compare_model(self._fingerprint)
         with torch.inference_mode(False):  # tensors made in inference mode could not be written to outside of it
@@ -120,19 +116,16 @@ class EngineCore(Owned):
         self._outputs.end_tokens = tokens
 
     def _runner_for(self, mesh: Group, config: EngineConfig) -> ModelRunner:
-        sizes = PlanSizes(max_sequences=config.max_sequences, max_tokens=config.max_tokens, max_length=self.max_length)
         if self._consensus.ranks == 1:
-            return ModelRunner(self._model, self._pools, sizes, kernel=config.kernel, cuda_graphs=config.cuda_graphs)
+            return ModelRunner(self._model, self._pools, config, self.max_length)
         if config.cuda_graphs:
             raise EngineError("cuda_graphs=True is for one rank: messages between ranks are not part of a graph")
         from attnspan.engine.context_parallel_runner import ContextParallelRunner
 
-        sizes["max_tokens"] = max(config.max_tokens, self.max_length)
-        assert self.limits.whole_prompts is not None, "there are ranks"
+        config = replace(config, max_tokens=max(config.max_tokens, self.max_length))  # a whole prompt is one step
         return ContextParallelRunner(
-            self._model, self._pools, sizes, mesh=mesh, consensus=self._consensus,
-            whole_prompts=self.limits.whole_prompts, kernel=config.kernel,
-        )  # fmt: skip
+            self._model, self._pools, config, self.max_length, mesh=mesh, consensus=self._consensus
+        )
 
     def _longest(self, positions: int | None, held: int) -> int:
         """The most tokens of a sample: what the model has positions for, and unless all layers are windowed, pages."""
@@ -180,10 +173,10 @@ class EngineCore(Owned):
         if not isinstance(params, SamplingParams):
             raise EngineError(f"params must be SamplingParams(...), got {params!r}")
         tokens = encode_prompt(prompt, self.tokenizer, self.vocabulary)
-        self._check_request(tokens, params, salt)
         number, seed = self._next, secrets.randbits(63) if params.seed is None else params.seed
-        sample = Sample(number, array("Q", tokens), _most_fed(tokens, params), forks=params.n - 1, salt=salt)
-        self._scheduler.check_fits(sample)
+        fed = len(tokens) + params.max_new_tokens - 1  # the last token is never fed, and needs no room
+        sample = Sample(number, array("Q", tokens), fed, forks=params.n - 1, salt=salt)
+        self._check_request(sample, params)
         with self._comparing():
             common = self._consensus.compare_request((tokens, params, salt, number), seed)
             request = Request(number, tokens, params, common if params.seed is None else seed, salt)
@@ -196,12 +189,12 @@ class EngineCore(Owned):
             self._journal.end()
         return request
 
-    def _check_request(self, tokens: list[int], params: SamplingParams, salt: Hashable) -> None:
-        """EngineError for a request that this engine can never serve; whether it fits is the scheduler's question."""
+    def _check_request(self, sample: Sample, params: SamplingParams) -> None:
+        """EngineError for a request that this engine can never serve."""
         try:
-            hash(salt)
+            hash(sample.salt)
         except TypeError:
-            raise EngineError(f"salt must be hashable, such as a text or a number, got {salt!r}") from None
+            raise EngineError(f"salt must be hashable, such as a text or a number, got {sample.salt!r}") from None
         if max(params.stop_token_ids, default=0) >= self.vocabulary or params.top_logprobs > self.vocabulary:
             raise EngineError(
                 f"stop_token_ids must be tokens of the model's {self.vocabulary}, and top_logprobs at most so many, "
@@ -209,10 +202,10 @@ class EngineCore(Owned):
             )
         if params.stop and self.tokenizer is None:
             raise EngineError(f"stop={params.stop!r} needs a tokenizer; give the engine one, or use stop_token_ids")
-        fed = _most_fed(tokens, params)
-        if fed > self.max_length and self._scheduler.kv_cache.refusal(fed, self._scheduler.chunk) is None:
+        self._scheduler.check_fits(sample)
+        if sample.max_length > self.max_length:
             raise EngineError(
-                f"the model has positions for {self.max_length} tokens; the prompt has {len(tokens)} and "
+                f"the model has positions for {self.max_length} tokens; the prompt has {sample.prompt_length} and "
                 f"max_new_tokens={params.max_new_tokens} more are asked for"
             )
 
@@ -223,9 +216,7 @@ class EngineCore(Owned):
         if changes != self._known_changes:
             self._runner.forget_graphs()
             if self._model.info().layers != self._layers:
-                raise ModelError(
-                    "the attention layers of model are others than when the engine was made; make a new one"
-                )
+                raise ModelError("the attention layers of model have changed since the engine was made; make a new one")
             self._known_changes = changes
 
     def _version(self, found: bool) -> int:
@@ -376,7 +367,7 @@ class EngineCore(Owned):
 
     @contextmanager
     def _comparing(self) -> Iterator[None]:
-        """Inside, ranks compare what they are asked to do. What all refuse has not happened; any other error ends the
+        """Inside, ranks compare what they are about to do. What all refuse has not happened; any other error ends the
         engine on all of them."""
         if self._consensus.ranks == 1:
             yield
@@ -487,8 +478,3 @@ class EngineCore(Owned):
             f"{kind}({model}, {group.num_pages} pages of {size} tokens, "
             f"{len(scheduler.running)} running, {len(scheduler.queued)} queued)"
         )
-
-
-def _most_fed(tokens: list[int], params: SamplingParams) -> int:
-    """The most tokens of a sample that the model is fed: the last one never is, and needs no room."""
-    return len(tokens) + params.max_new_tokens - 1

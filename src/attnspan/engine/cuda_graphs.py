@@ -51,7 +51,7 @@ class CudaGraphs:
         self._memory = torch.cuda.graph_pool_handle()
 
     def forget(self) -> None:
-        """Let go of all graphs: they hold kernels and addresses of a model that is another one by now."""
+        """Drop all graphs: they hold kernels and addresses of a model that has changed."""
         if self._captured:
             torch.cuda.synchronize(self._device)  # a replay may still be running
             self._captured.clear()

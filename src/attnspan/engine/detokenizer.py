@@ -40,13 +40,9 @@ SYMBOLS = range(0xF0000, 0xFFFFE)
 class Tokenizer(Protocol):
     """A tokenizer, such as those of transformers."""
 
-    def encode(self, text: str) -> list[int]:
-        """Tokens of a text."""
-        ...
+    def encode(self, text: str) -> list[int]: ...
 
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = ...) -> str:
-        """The text of tokens."""
-        ...
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = ...) -> str: ...
 
 
 def check_tokenizer(tokenizer: object, vocabulary: int) -> None:
@@ -81,8 +77,9 @@ class Detokenizer:
         self.tokenizer = tokenizer
         self.stopped = False
         self._cleaner = SpaceCleaner(tokenizer) if cleans(tokenizer) else None
+        self._uncleaned: dict[str, Any] = {"clean_up_tokenization_spaces": False} if self._cleaner is not None else {}
         self._stops = StopStrings(stop)
-        self._special: dict[int, str] = {}  # those that came by, and their names
+        self._special: dict[int, str] = {}  # those that were met, and their names
         self._tokens = list(after[-CONTEXT:])
         self._before = 0
         self._read = len(self._tokens)  # tokens [before, read) were returned, and are decoded again with the next
@@ -99,7 +96,6 @@ class Detokenizer:
             if len(whole) > self._length or not self._is_special(token):
                 return self._on(self._grown(whole))
             self._tokens.pop()
-        self._stops.name(self._special[token])
         return self._on(self._stops.symbol(self._special[token]))
 
     def end(self) -> str:
@@ -137,10 +133,9 @@ class Detokenizer:
         return True
 
     def _decoded(self, first: int) -> str:
+        """The text of the tokens from `first` on, before it is cleaned."""
         tokens = self._tokens[first:]
-        if self._cleaner is not None:
-            return self._cleaner.decoded(tokens)
-        return self.tokenizer.decode(tokens, skip_special_tokens=True) if tokens else ""
+        return self.tokenizer.decode(tokens, skip_special_tokens=True, **self._uncleaned) if tokens else ""
 
 
 class StopStrings:
@@ -152,23 +147,22 @@ class StopStrings:
         self._with_symbols: tuple[str, ...] = ()  # the texts that do
         self._held = ""
 
-    def name(self, name: str) -> None:
-        """A special token of this name has come; texts that name it have a symbol for it from now on."""
-        if name in self.symbols.values() or not any(name in text for text in self.texts):
-            return
-        self.symbols[chr(SYMBOLS[len(self.symbols)])] = name
+    def symbol(self, name: str) -> str:
+        """What stands for the special token of this name, also in texts that name it; nothing if none does."""
+        found = next((symbol for symbol, each in self.symbols.items() if each == name), "")
+        if found or not any(name in text for text in self.texts):
+            return found
+        new = chr(SYMBOLS[len(self.symbols)])
+        self.symbols[new] = name
         # The longest first: a name may be a part of another.
         named = sorted(self.symbols.items(), key=lambda pair: -len(pair[1]))
-        found = []
+        texts = []
         for text in self.texts:
             for symbol, each in named:
                 text = text.replace(each, symbol)
-            found.append(text)
-        self._with_symbols = tuple(text for text, plain in zip(found, self.texts, strict=True) if text != plain)
-
-    def symbol(self, name: str) -> str:
-        """What stands for a special token; nothing if no text names it."""
-        return next((symbol for symbol, each in self.symbols.items() if each == name), "")
+            texts.append(text)
+        self._with_symbols = tuple(text for text, plain in zip(texts, self.texts, strict=True) if text != plain)
+        return new
 
     def cut(self, new: str, tentative: str, ended: bool) -> tuple[str, bool]:
         """What is settled of a text that continues with `new`, and whether it stops there.
@@ -230,23 +224,13 @@ class SpaceCleaner:
         self._tokenizer = tokenizer
         self._waiting = ""
 
-    def decoded(self, tokens: list[int]) -> str:
-        """The text of tokens as it is before it is cleaned."""
-        if not tokens:
-            return ""
-        text: str = self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        return text
-
     def cleaned(self, new: str, ended: bool) -> tuple[str, str]:
         """What is clean for good of a text that goes on with `new`, and the rest as it would be now."""
         text = self._waiting + new
         place = len(text) if ended else next((at for at in range(len(text) - 2, 0, -1) if _is_apart(text, at)), 0)
         self._waiting = text[place:]
-        return self._clean(text[:place]), self._clean(self._waiting)
-
-    def _clean(self, text: str) -> str:
-        found: str = self._tokenizer.clean_up_tokenization(text)
-        return found
+        clean = self._tokenizer.clean_up_tokenization
+        return clean(text[:place]), clean(self._waiting)
 
 
 def _is_apart(text: str, at: int) -> bool:

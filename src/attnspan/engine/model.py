@@ -5,8 +5,8 @@
     fingerprint()            what notices that the model has changed (fingerprint.py)
     check_ready()            why it cannot compute now, if it cannot
 
-Any object with these methods can be served. A plain PyTorch model computes keys and values as ever and leaves attention
-to the engine, which keeps them in pages::
+Any object with these methods can be served. A plain PyTorch model computes keys and values as usual and leaves
+attention to the engine, which keeps them in pages::
 
     def step(self, batch, attention):
         x = self.embed(batch.tokens) + self.positions(batch.positions)
@@ -75,7 +75,7 @@ class PackedBatch(NamedTuple):
 
 
 class StepAttention:
-    """Attention for one step of a model. `calls` counts the layers that came by."""
+    """Attention for one step of a model. `calls` counts the layers that have attended."""
 
     calls = 0
 
@@ -94,19 +94,15 @@ class ServedModel(Protocol):
 
     def info(self) -> ModelInfo:
         """Its layers and sizes, as they are now."""
-        ...
 
     def step(self, batch: PackedBatch, attention: StepAttention) -> Tensor:
         """The logits (rows, V) of a packed batch. Every layer calls `attention.attend` once, by its number."""
-        ...
 
     def fingerprint(self) -> ModelFingerprint:
         """What notices that the model has changed: `ModelFingerprint(module)` for an nn.Module."""
-        ...
 
     def check_ready(self) -> None:
         """Raise EngineError if the model cannot compute now, such as in training mode."""
-        ...
 
 
 Step = Callable[[Tensor], Tensor]

@@ -1,7 +1,6 @@
 """A step of the model: tokens of many samples packed into one row, keys to their pages, logits of those that want them.
 
-    sizes = PlanSizes(max_sequences=64, max_tokens=512, max_length=4096)
-    runner = ModelRunner(model, pools_of(model.info(), config, ranks=1), sizes)
+    runner = ModelRunner(model, pools_of(model.info(), config, ranks=1), config, max_length=4096)
     runner.prepare(batch)  # pages
     logits = runner.run(batch)  # a row for every chunk that ends its sample
 
@@ -13,11 +12,11 @@ Shapes: T tokens of the step, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypedDict
 
 import torch
 from torch import Tensor
 
+from attnspan.engine.config import EngineConfig
 from attnspan.engine.cuda_graphs import CudaGraphs
 from attnspan.engine.model import PackedBatch, ServedModel, StepAttention
 from attnspan.engine.pools import Pools
@@ -25,14 +24,6 @@ from attnspan.engine.scheduler import Chunk
 from attnspan.errors import EngineError, ModelError
 from attnspan.paged import StepPlan
 from attnspan.paged.kv_cache import PagedKVCache
-
-
-class PlanSizes(TypedDict):
-    """The most samples and tokens of a step, and the longest sample."""
-
-    max_sequences: int
-    max_tokens: int
-    max_length: int
 
 
 class PagedStepAttention(StepAttention):
@@ -53,26 +44,26 @@ class PagedStepAttention(StepAttention):
 
 
 class ModelRunner:
-    """A model over pools of pages."""
+    """A model over pools of pages, for samples of at most `max_length` tokens."""
 
-    def __init__(
-        self, model: ServedModel, pools: Pools, sizes: PlanSizes, *, kernel: str = "auto", cuda_graphs: bool = False
-    ) -> None:
-        self.model, self.pools, self.kernel = model, pools, kernel
+    def __init__(self, model: ServedModel, pools: Pools, config: EngineConfig, max_length: int) -> None:
+        self.model, self.pools, self.config = model, pools, config
         self.device = pools.pools[0].device
-        self.pages, self.plans = self._plans(sizes)
-        self._attention = PagedStepAttention(pools, self.pages, self.plans, kernel)
-        self._graphs = CudaGraphs(sizes["max_sequences"], self.device) if cuda_graphs else None
+        pages = self._pages()
+        sizes = {"max_sequences": config.max_sequences, "max_tokens": config.max_tokens, "max_length": max_length}
+        self.plans = [each.plan(**sizes) for each in pages]
+        self._attention = PagedStepAttention(pools, pages, self.plans, config.kernel)
+        self._graphs = CudaGraphs(config.max_sequences, self.device) if config.cuda_graphs else None
         for layer, place in enumerate(pools.places):
-            if cuda_graphs and place.score_mod is not None:
+            if config.cuda_graphs and place.score_mod is not None:
                 raise EngineError(
                     f"cuda_graphs=True: layer {layer} has a soft-cap, which no kernel attends with inside a graph; "
                     "leave cuda_graphs out"
                 )
 
-    def _plans(self, sizes: PlanSizes) -> tuple[Sequence[PagedKVCache], list[StepPlan]]:
-        """What is written to and read, and its plans; context_parallel_runner.py has another kind."""
-        return self.pools.pools, [StepPlan(pool, **sizes) for pool in self.pools.pools]
+    def _pages(self) -> Sequence[PagedKVCache]:
+        """What is written to and read, for each pool."""
+        return self.pools.pools
 
     @property
     def sizes(self) -> list[int]:

@@ -22,7 +22,7 @@ class SamplingParams:
     `seed` None draws one. `n` samples share the prompt's pages. A sample ends after `max_new_tokens`, at an end token
     of the model (unless `ignore_eos`), at one of `stop_token_ids`, or where one of the texts `stop` appears: the text
     is cut before it. `logprobs` records the log-probability of every token, under the model's own distribution, and
-    `top_logprobs` those of the likeliest ones besides.
+    `top_logprobs` also those of the likeliest ones.
 
     >>> SamplingParams(max_new_tokens=8, temperature=0.7, stop="end").stop
     ('end',)

@@ -6,13 +6,13 @@ that a window has left behind. A layer knows its pool and its index there. Soft-
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from attnspan.engine.config import EngineConfig
-from attnspan.engine.model import LayerSpec, ModelInfo
+from attnspan.engine.model import ModelInfo
 from attnspan.paged import Layer, PageAllocator, PagePool
 from attnspan.parallel.soft_cap import soft_cap
 
@@ -41,28 +41,19 @@ def pools_of(model: ModelInfo, sizes: EngineConfig, ranks: int) -> Pools:
     """Pools for a model's layers; a page of `ranks` ranks holds `page_size` tokens on each of them."""
     pools: list[PagePool] = []
     windows: list[int | None] = []
-    found: dict[int, tuple[int, int]] = {}
-    for group in _groups(model.layers):
+    places: dict[int, LayerPlace] = {}
+    score_mods = {spec.softcap: soft_cap(spec.softcap) for spec in model.layers if spec.softcap is not None}
+    for windowed in (False, True):
+        group = {layer: spec for layer, spec in enumerate(model.layers) if (spec.window is not None) == windowed}
+        if not group:
+            continue
+        for index, (layer, spec) in enumerate(group.items()):
+            score_mod = None if spec.softcap is None else score_mods[spec.softcap]  # one for all layers of a cap
+            places[layer] = LayerPlace(len(pools), index, spec.scale, score_mod, spec.window)
         allocator = PageAllocator(
             num_pages=sizes.pages + 1, page_size=sizes.page_size * ranks, host_pages=sizes.host_pages
         )
-        specs = [Layer(each.kv_heads, each.head_dim, each.value_dim, each.window) for _, each in group]
-        found |= {layer: (len(pools), place) for place, (layer, _) in enumerate(group)}
-        pools.append(PagePool(allocator, specs, dtype=model.dtype, device=model.device, page_size=sizes.page_size))
-        windows.append(max((each.window for _, each in group if each.window is not None), default=None))
-    caps = {each.softcap for each in model.layers if each.softcap is not None}
-    mods: dict[float | None, Callable[..., Tensor]] = {
-        cap: soft_cap(cap) for cap in caps
-    }  # one for all layers of a cap
-    places = [
-        LayerPlace(*found[layer], each.scale, mods.get(each.softcap), each.window)
-        for layer, each in enumerate(model.layers)
-    ]
-    return Pools(tuple(pools), tuple(windows), tuple(places))
-
-
-def _groups(layers: Sequence[LayerSpec]) -> list[list[tuple[int, LayerSpec]]]:
-    """Numbered layers without a window, then those with one, as far as there are any."""
-    full = [(layer, each) for layer, each in enumerate(layers) if each.window is None]
-    windowed = [(layer, each) for layer, each in enumerate(layers) if each.window is not None]
-    return [group for group in (full, windowed) if group]
+        layers = [Layer(each.kv_heads, each.head_dim, each.value_dim, each.window) for each in group.values()]
+        pools.append(PagePool(allocator, layers, dtype=model.dtype, device=model.device, page_size=sizes.page_size))
+        windows.append(max((each.window for each in group.values() if each.window is not None), default=None))
+    return Pools(tuple(pools), tuple(windows), tuple(places[layer] for layer in range(len(places))))

@@ -53,7 +53,6 @@ class RankConsensus:
 
     @property
     def ranks(self) -> int:
-        """How many there are."""
         return 1 if self.transport is None else self.transport.ranks
 
     @contextmanager

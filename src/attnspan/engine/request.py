@@ -33,7 +33,7 @@ class Continuation:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A prompt and its `n` samples; what is asked of the request itself is answered by the first of them."""
+    """A prompt and its `n` samples. Attributes such as `text` are those of the first sample."""
 
     number: int
     prompt: list[int]

@@ -23,7 +23,6 @@ class RequestTable:
         self.streams: dict[int, list[Token]] = {}  # by request: all tokens of its stream
 
     def add(self, request: Request, sample: Sample, stream: list[Token] | None) -> None:
-        """A request with its first sample."""
         if stream is not None:
             self.streams[request.number] = stream
         self.samples[request.number] = {sample.number: sample}
@@ -36,7 +35,6 @@ class RequestTable:
         self.requests.pop(request.number, None)
 
     def of(self, sample: Sample) -> Request:
-        """The request of a sample."""
         return self.requests[sample.arrival]
 
     def holds(self, request: Request) -> bool:

@@ -45,7 +45,6 @@ def picture(mask: Mask, layout: Layout, seq_len: int, path: str | Path, *, row: 
 
 
 def _owners(layout: Layout, seq_len: int, row: int) -> torch.Tensor:
-    """The rank of every position."""
     shards = layout.shards(seq_len, row)
     owners = torch.empty(seq_len, dtype=torch.int64)
     for rank, runs in enumerate(shards):

@@ -60,7 +60,10 @@ class Accumulator:
         index = bisect_left(self._stretches, rows.start, key=lambda stretch: stretch.start)
         while index < len(self._stretches) and self._stretches[index].start < rows.stop:
             stretch = self._stretches[index]
-            self._push(stretch, PartialResult(out, lse).rows(stretch.start - rows.start, stretch.stop - rows.start))
+            if len(stretch.waiting) + stretch.summed == 2:
+                self._settle(stretch)
+            part = PartialResult(out, lse).rows(stretch.start - rows.start, stretch.stop - rows.start)
+            stretch.waiting.append(part)
             index += 1
 
     def result(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -74,11 +77,6 @@ class Accumulator:
         return final.out, final.lse
 
     # ---- inside ------------------------------------------------------------------------------------------------
-
-    def _push(self, stretch: _Stretch, part: PartialResult) -> None:
-        if len(stretch.waiting) + stretch.summed == 2:
-            self._settle(stretch)
-        stretch.waiting.append(part)
 
     def _settle(self, stretch: _Stretch) -> None:
         """Everything that a stretch holds into the buffer."""

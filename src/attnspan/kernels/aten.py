@@ -32,7 +32,6 @@ class AtenOp:
 
     @property
     def op(self) -> Any:
-        """torch's."""
         return getattr(torch.ops.aten, self.name).default
 
     def _matches(self) -> bool:

@@ -19,11 +19,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from attnspan.dtypes import lse_dtype
 from attnspan.kernels import cpu_flash
 from attnspan.kernels.accumulator import Accumulator
 from attnspan.kernels.kernel import Final, Gradients, Region, Spec, Tiles, Traits
 from attnspan.kernels.mods import as_slice
-from attnspan.kernels.parts import lse_dtype
 from attnspan.masks.tile import Tile
 
 name = "blocks"
@@ -43,7 +43,7 @@ def supports(spec: Spec, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles) -> str |
 
 def forward(spec: Spec, q: Tensor, k: Tensor, v: Tensor, region: Region, total: Accumulator) -> None:
     """Block by block, in float32, or float64 for float64."""
-    wide = lse_dtype(q)
+    wide = lse_dtype(q.dtype)
     for tile in region.tiles:
         rows, cols = as_slice(tile.rows), as_slice(tile.cols)
         if _is_plain(spec, q, k, v, tile):
@@ -58,7 +58,7 @@ def forward(spec: Spec, q: Tensor, k: Tensor, v: Tensor, region: Region, total: 
 
 def backward(spec: Spec, final: Final, q: Tensor, k: Tensor, v: Tensor, region: Region, grads: Gradients) -> None:
     """(dq, dk, dv) of all rows and columns, at once."""
-    wide = lse_dtype(q)
+    wide = lse_dtype(q.dtype)
     dq, dk, dv = (torch.zeros_like(x, dtype=wide) for x in (q, k, v))
     delta = final.delta()
     for tile in region.tiles:
@@ -129,7 +129,7 @@ def _blocks(tile: Tile, q: Tensor) -> Iterator[Block]:
 
 def _scores(spec: Spec, q: Tensor, k: Tensor, block: Block) -> Tensor:
     """(B, H, n, m), as they are before any program."""
-    wide = lse_dtype(q)
+    wide = lse_dtype(q.dtype)
     query, key = q[:, :, as_slice(block.rows)].to(wide), k[:, :, as_slice(block.cols)].to(wide)
     return _by_head(_stacked(query * spec.scale, k) @ key.mT, q)
 

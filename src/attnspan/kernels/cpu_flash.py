@@ -29,7 +29,7 @@ from torch import Tensor
 
 from attnspan.kernels.aten import CPU_FLASH, CPU_FLASH_BACKWARD
 from attnspan.kernels.kernel import Spec, Traits
-from attnspan.kernels.parts import Part, backward_by_parts, cut_rows, forward_by_parts, last_dim_dense
+from attnspan.kernels.parts import Part, backward_by_parts, cut_rows, forward_by_parts
 from attnspan.masks.tile import Tile
 
 BLOCK = 256
@@ -66,7 +66,6 @@ def forward(spec: Spec, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> tuple[Te
         out, lse = flash(q.flip(2), k, v, attn_mask=_upside_down(tile, q), scale=spec.scale)
         return out.flip(2), lse.flip(2)
 
-    q, k, v = last_dim_dense(q, k, v)
     return forward_by_parts(call, q, k, v, _parts(tile))
 
 
@@ -90,7 +89,6 @@ def backward(
         dq, dk, dv = flash(grad, q, k, v, out, lse, 0.0, False, attn_mask=mask, scale=spec.scale)
         return dq.flip(2), dk, dv
 
-    grad, q, k, v, out = last_dim_dense(grad, q, k, v, out)
     return backward_by_parts(call, grad, q, k, v, out, lse, _parts(tile))
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from attnspan.kernels.aten import CUDA_FLASH, CUDA_FLASH_BACKWARD
 from attnspan.kernels.kernel import Spec, Traits
-from attnspan.kernels.parts import Part, backward_by_parts, cut_rows, forward_by_parts, last_dim_dense
+from attnspan.kernels.parts import Part, backward_by_parts, cut_rows, forward_by_parts
 from attnspan.masks.tile import Tile
 
 name = "cuda_flash"
@@ -41,23 +41,18 @@ def supports(spec: Spec, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> str | N
 
 
 def forward(spec: Spec, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
-    """(out, lse)."""
-
     def call(q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
         n, m = q.shape[2], k.shape[2]
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        flash = CUDA_FLASH
-        out, lse, *_ = flash(q, k, v, None, None, n, m, 0.0, False, False, scale=spec.scale, **_window(tile))
+        out, lse, *_ = CUDA_FLASH(q, k, v, None, None, n, m, 0.0, False, False, scale=spec.scale, **_window(tile))
         return out.transpose(1, 2), lse
 
-    q, k, v = last_dim_dense(q, k, v)
     return forward_by_parts(call, q, k, v, _parts(tile))
 
 
 def backward(
     spec: Spec, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tile: Tile
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv)."""
     unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # the random state, without dropout
 
     def call(
@@ -66,12 +61,10 @@ def backward(
         n, m = q.shape[2], k.shape[2]
         grad, q, k, v, out = (x.transpose(1, 2) for x in (grad, q, k, v, out))
         sizes = (None, None, n, m, 0.0, False, unused, unused)
-        flash = CUDA_FLASH_BACKWARD
-        grads = flash(grad, q, k, v, out, lse.contiguous(), *sizes, scale=spec.scale, **_window(tile))
+        grads = CUDA_FLASH_BACKWARD(grad, q, k, v, out, lse.contiguous(), *sizes, scale=spec.scale, **_window(tile))
         dq, dk, dv = (x.transpose(1, 2) for x in grads)
         return dq, dk, dv
 
-    grad, q, k, v, out = last_dim_dense(grad, q, k, v, out)
     return backward_by_parts(call, grad, q, k, v, out, lse, _parts(tile))
 
 

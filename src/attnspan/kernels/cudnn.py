@@ -22,7 +22,7 @@ from torch import Tensor
 
 from attnspan.kernels.aten import CUDNN, CUDNN_BACKWARD
 from attnspan.kernels.kernel import Spec, Traits
-from attnspan.kernels.parts import backward_by_parts, cut_rows, forward_by_parts, last_dim_dense
+from attnspan.kernels.parts import backward_by_parts, cut_rows, forward_by_parts
 from attnspan.masks.tile import Tile
 
 name = "cudnn"
@@ -46,21 +46,16 @@ def supports(spec: Spec, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> str | N
 
 
 def forward(spec: Spec, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
-    """(out, lse)."""
-
     def call(q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
-        attend = CUDNN
-        out, lse, *_ = attend(q, k, v, None, True, 0.0, tile.kind == "causal", scale=spec.scale)
+        out, lse, *_ = CUDNN(q, k, v, None, True, 0.0, tile.kind == "causal", scale=spec.scale)
         return out, lse.squeeze(-1) if lse.dim() == 4 else lse
 
-    q, k, v = last_dim_dense(q, k, v)
     return forward_by_parts(call, q, k, v, cut_rows(tile))
 
 
 def backward(
     spec: Spec, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tile: Tile
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv)."""
     unused = torch.empty((), dtype=torch.int64, device=q.device)  # the random state, without dropout
 
     def call(
@@ -72,7 +67,6 @@ def backward(
         state = (unused, unused, None, None, None)
         return attend(grad, q, k, v, out, lse, *state, *sizes, scale=spec.scale)
 
-    q, k, v = last_dim_dense(q, k, v)
     return backward_by_parts(call, grad, q, k, v, out, lse, cut_rows(tile))
 
 

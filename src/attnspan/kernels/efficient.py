@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 
 from attnspan.kernels.aten import EFFICIENT, EFFICIENT_BACKWARD
 from attnspan.kernels.kernel import Spec, Traits
-from attnspan.kernels.parts import Part, backward_by_parts, cut_rows, forward_by_parts, last_dim_dense
+from attnspan.kernels.parts import Part, backward_by_parts, cut_rows, forward_by_parts
 from attnspan.masks.tile import Tile
 
 name = "efficient"
@@ -42,33 +42,27 @@ def supports(spec: Spec, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> str | N
 
 
 def forward(spec: Spec, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
-    """(out, lse)."""
-
     def call(q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
-        attend = EFFICIENT
         bias = _bias(tile, k)
         per_group = []
         for rows in _groups(q, k, tile):
             expanded = None if bias is None else bias.expand(*rows.shape[:2], -1, -1)
-            out, lse, *_ = attend(rows, k, v, expanded, True, 0.0, tile.kind == "causal", scale=spec.scale)
+            out, lse, *_ = EFFICIENT(rows, k, v, expanded, True, 0.0, tile.kind == "causal", scale=spec.scale)
             per_group.append((out, lse[:, :, : rows.shape[2]]))  # the rest is padding
         outs, lses = zip(*per_group, strict=True)
         return _ungrouped(outs, q), _ungrouped(lses, q)
 
-    q, k, v = last_dim_dense(q, k, v)
     return forward_by_parts(call, q, k, v, _parts(tile))
 
 
 def backward(
     spec: Spec, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tile: Tile
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv)."""
     unused = torch.empty((), dtype=torch.int64)  # the random state, without dropout
 
     def call(
         grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tile: Tile
     ) -> tuple[Tensor, Tensor, Tensor]:
-        attend = EFFICIENT_BACKWARD
         bias = _bias(tile, k)
         per_group = []
         for grad_g, q_g, out_g, lse_g in zip(*(_groups(x, k, tile) for x in (grad, q, out, lse)), strict=True):
@@ -76,12 +70,11 @@ def backward(
             out_g = out_g.transpose(1, 2).contiguous().transpose(1, 2)
             lse_g = pad(lse_g, (0, -lse_g.shape[2] % 32), value=torch.inf).contiguous()
             state = (unused, unused, 0.0, [True, True, True, False], tile.kind == "causal")
-            *grads, _ = attend(grad_g, q_g, k, v, expanded, out_g, lse_g, *state, scale=spec.scale)
+            *grads, _ = EFFICIENT_BACKWARD(grad_g, q_g, k, v, expanded, out_g, lse_g, *state, scale=spec.scale)
             per_group.append(grads)
         dq, dk, dv = zip(*per_group, strict=True)
         return _ungrouped(dq, q), _total(dk), _total(dv)
 
-    grad, q, k, v, out = last_dim_dense(grad, q, k, v, out)
     return backward_by_parts(call, grad, q, k, v, out, lse, _parts(tile))
 
 

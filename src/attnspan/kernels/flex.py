@@ -44,11 +44,11 @@ import torch
 from torch import Tensor, fx
 
 from attnspan.assumptions import Assumption
+from attnspan.dtypes import lse_dtype
 from attnspan.kernels.accumulator import Accumulator
 from attnspan.kernels.kernel import Final, Gradients, Region, Spec, Tiles, Traits
 from attnspan.kernels.merge import has_triton
 from attnspan.kernels.mods import Mods
-from attnspan.kernels.parts import lse_dtype
 from attnspan.masks.blocks import lists_of_tiles
 from attnspan.masks.program import LOOKUP, Program, depending
 
@@ -96,7 +96,7 @@ def forward(spec: Spec, q: Tensor, k: Tensor, v: Tensor, region: Region, total: 
     with torch.no_grad():
         keys = _side_by_side(k.detach(), v.detach())
         out, lse = _attend(spec, q.detach(), keys, region, _tables_of(spec, region.captured))
-    total.add(range(q.shape[2]), out, lse.to(lse_dtype(q)))
+    total.add(range(q.shape[2]), out, lse.to(lse_dtype(q.dtype)))
 
 
 def backward(spec: Spec, final: Final, q: Tensor, k: Tensor, v: Tensor, region: Region, into: Gradients) -> None:

@@ -99,7 +99,7 @@ class Traits:
 
     def misfit(self, q: Tensor) -> str | None:
         """Why such tensors are not for this kernel, by their device and dtype; or None."""
-        if self.devices and q.device.type not in self.devices:
+        if not self.runs_on(q.device):
             return f"runs on {' or '.join(self.devices)}, got tensors on {q.device.type}"
         if self.dtypes:
             return not_among(q.dtype, self.dtypes)

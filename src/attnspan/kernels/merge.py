@@ -97,7 +97,6 @@ def share_of(part: Tensor, whole: Tensor) -> Tensor:
 
 @cache
 def has_triton() -> bool:
-    """Whether Triton is installed."""
     try:
         import triton  # noqa: F401
     except ImportError:

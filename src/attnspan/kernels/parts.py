@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from attnspan.dtypes import lse_dtype
 from attnspan.masks.tile import Tile
 
 Forward = Callable[[Tensor, Tensor, Tensor, Tile], tuple[Tensor, Tensor]]
@@ -56,32 +57,26 @@ def cut_rows(tile: Tile, at: Iterable[int] = ()) -> list[Part]:
 
 
 def forward_by_parts(call: Forward, q: Tensor, k: Tensor, v: Tensor, parts: list[Part]) -> tuple[Tensor, Tensor]:
-    """The outs and lses of all parts, in their rows."""
+    """The outs and lses of all parts, in their rows. `call` is given tensors whose last dim is dense."""
+    q, k, v = last_dim_dense(q, k, v)
     if _is_whole(parts, q, k):
         return call(q, k, v, parts[0].tile)
     shape = (*q.shape[:3], v.shape[3])
     covered = sum(part.rows.stop - part.rows.start for part in parts) == q.shape[2]
     out = q.new_empty(shape) if covered else q.new_zeros(shape)
-    lse = torch.full(shape[:3], -torch.inf, dtype=lse_dtype(q), device=q.device)
+    lse = torch.full(shape[:3], -torch.inf, dtype=lse_dtype(q.dtype), device=q.device)
     for rows, cols, tile in parts:
         out[:, :, rows], lse[:, :, rows] = call(q[:, :, rows], k[:, :, cols], v[:, :, cols], tile)
     return out, lse
 
 
 def backward_by_parts(
-    call: Backward,
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    parts: list[Part],
+    call: Backward, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, parts: list[Part]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of all parts, added up; dk and dv in the dtype of lse if there are several parts."""
     # Libraries read out and grad through raw pointers of q's dtype. A row that saw no key must get no gradient:
     # exp(score - inf) is 0, where exp(score + inf) would be NaN.
-    grad, out = grad.to(q.dtype), out.to(q.dtype)
+    grad, q, k, v, out = last_dim_dense(grad.to(q.dtype), q, k, v, out.to(q.dtype))
     lse = torch.where(lse == -torch.inf, torch.inf, lse)
     if _is_whole(parts, q, k):
         return call(grad, q, k, v, out, lse, parts[0].tile)
@@ -94,11 +89,6 @@ def backward_by_parts(
         dk[:, :, cols] += dk_p
         dv[:, :, cols] += dv_p
     return dq, dk, dv
-
-
-def lse_dtype(q: Tensor) -> torch.dtype:
-    """float32, or float64 for float64."""
-    return torch.promote_types(q.dtype, torch.float32)
 
 
 def last_dim_dense(*tensors: Tensor) -> list[Tensor]:

@@ -14,10 +14,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from attnspan.dtypes import lse_dtype
 from attnspan.kernels.accumulator import Accumulator
 from attnspan.kernels.kernel import Final, Gradients, Region, Spec, TileKernel, Tiles
 from attnspan.kernels.mods import as_slice
-from attnspan.kernels.parts import lse_dtype
 from attnspan.masks.tile import Tile
 
 
@@ -68,7 +68,7 @@ class PerTile:
         dq, dk, dv = self.of(spec, q, k, v, tile).backward(spec, grad, q, k, v, out, lse, tile)
         if final.grad_lse is not None:
             more_dq, more_dk = self._through_lse(spec, final.grad_lse[:, :, rows], q, k, lse, tile)
-            dq, dk = dq.to(lse_dtype(dq)) + more_dq, dk.to(lse_dtype(dk)) + more_dk
+            dq, dk = dq.to(lse_dtype(dq.dtype)) + more_dq, dk.to(lse_dtype(dk.dtype)) + more_dk
         return dq, dk, dv
 
     def _through_lse(

@@ -10,14 +10,4 @@ from attnspan.layouts.run import Run
 from attnspan.layouts.striped import Striped
 from attnspan.layouts.traffic import moved
 
-__all__ = [
-    "Balanced",
-    "Contiguous",
-    "HeadTail",
-    "Layout",
-    "PerDocument",
-    "RoundRobinByWork",
-    "Run",
-    "Striped",
-    "moved",
-]
+__all__ = ["Balanced", "Contiguous", "HeadTail", "Layout", "PerDocument", "RoundRobinByWork", "Run", "Striped", "moved"]

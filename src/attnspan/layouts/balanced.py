@@ -67,14 +67,8 @@ class Balanced(ByWork):
         object.__setattr__(self, "chunk", whole("chunk", self.chunk, at_least=1, error=LayoutError))
 
     def _shards(self, seq_len: int, row: int) -> Shards:
-        return _Portfolio(
-            seq_len,
-            self.ranks,
-            self.chunk,
-            self.rows > 1,
-            self._tally(seq_len, row),
-            self._tally(seq_len, row, crossing_pieces),
-        ).best()
+        work, crossing = self._tally(seq_len, row), self._tally(seq_len, row, crossing_pieces)
+        return _Portfolio(seq_len, self.ranks, self.chunk, self.rows > 1, work, crossing).best()
 
     def __repr__(self) -> str:
         return self._shown(chunk=self.chunk if self.chunk != 128 else None)

@@ -28,6 +28,7 @@ import torch
 from attnspan.errors import LayoutError, whole
 from attnspan.layouts.run import Run, Runs, joined_runs, tokens_in
 from attnspan.masks import Mask
+from attnspan.masks.algebra import Bands
 from attnspan.masks.profile import RowWork
 
 Shards = tuple[Runs, ...]
@@ -120,6 +121,11 @@ class Layout(ABC):
         back[order] = torch.arange(seq_len)
         return back
 
+    def works(self, bands: Bands, seq_len: int, row: int = 0) -> list[int]:
+        """The number of pairs of some bands whose query each rank holds in one batch row."""
+        profile = RowWork(bands)
+        return [sum(profile.over(run.positions) for run in runs) for runs in self.shards(seq_len, row)]
+
     def work_per_rank(self, mask: Mask, seq_len: int) -> list[int]:
         """The number of allowed pairs whose query each rank holds, over all batch rows the mask tells apart.
 
@@ -129,12 +135,9 @@ class Layout(ABC):
         [10, 26]
         """
         self.check_rows(mask.rows)
-        work = [0] * self.ranks
-        for row in range(max(mask.rows, self.rows)):
-            profile = RowWork(mask.cover(seq_len, row=row).bands)
-            for rank, runs in enumerate(self.shards(seq_len, row)):
-                work[rank] += sum(profile.over(run.positions) for run in runs)
-        return work
+        rows = range(max(mask.rows, self.rows))
+        works = [self.works(mask.cover(seq_len, row=row).bands, seq_len, row) for row in rows]
+        return [sum(each) for each in zip(*works, strict=True)]
 
     def imbalance(self, mask: Mask, seq_len: int) -> float:
         """The largest rank's work over the mean: 1.0 is perfect, `ranks` is one rank doing everything.

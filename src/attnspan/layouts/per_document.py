@@ -13,19 +13,17 @@ the side that leaves the ranks more even.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from attnspan.errors import LayoutError
 from attnspan.layouts.layout import Layout, Shards, check_ranks
 from attnspan.layouts.run import Run
 from attnspan.masks import Documents
+from attnspan.masks.documents import Lengths, Rows
 
-Lengths = Sequence[int] | Sequence[Sequence[int]]
 
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, init=False)
 class PerDocument(Layout):
     """Rank r owns chunk r and chunk 2*ranks-1-r of every document, whatever its length.
 
@@ -37,26 +35,23 @@ class PerDocument(Layout):
     [3, 2, 2]
     """
 
-    lengths: Lengths
-    ranks: int = field(kw_only=True)
-    _lengths: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
+    lengths: Rows
+    ranks: int
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "ranks", check_ranks(self.ranks))
-        lengths = Documents(self.lengths)._lengths  # checked there
-        object.__setattr__(self, "lengths", lengths)
-        object.__setattr__(self, "_lengths", lengths)
+    def __init__(self, lengths: Lengths, *, ranks: int):
+        object.__setattr__(self, "ranks", check_ranks(ranks))
+        object.__setattr__(self, "lengths", Documents(lengths).lengths)  # checked there
 
     @property
     def rows(self) -> int:
-        return len(self._lengths)
+        return len(self.lengths)
 
     @property
     def natural_len(self) -> int | None:
-        return sum(self._lengths[0])
+        return sum(self.lengths[0])
 
     def _shards(self, seq_len: int, row: int) -> Shards:
-        lengths = self._lengths[row]
+        lengths = self.lengths[row]
         if sum(lengths) != seq_len:
             raise LayoutError(
                 f"lengths must sum to seq_len ({seq_len}), got {len(lengths)} documents "
@@ -68,7 +63,7 @@ class PerDocument(Layout):
         return tuple(tuple(runs) for runs in dealer.shards)
 
     def __repr__(self) -> str:
-        lengths = [list(row) for row in self._lengths]
+        lengths = [list(row) for row in self.lengths]
         return f"PerDocument({lengths[0] if len(lengths) == 1 else lengths}, ranks={self.ranks})"
 
 

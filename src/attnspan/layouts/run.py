@@ -31,7 +31,6 @@ class Run(NamedTuple):
 
     @property
     def positions(self) -> range:
-        """The positions as a range."""
         return range(self.start, self.stop, self.step)
 
     def __str__(self) -> str:

@@ -99,7 +99,6 @@ class Lists(NamedTuple):
         self.partial.put(row, head, some_IJ & ~full_IJ)
 
     def block_mask(self, mask_mod: MaskFunction, lengths: tuple[int, int], size: tuple[int, int]) -> BlockMask:
-        """The BlockMask with these lists."""
         partial, full = self
         return BlockMask(
             seq_lengths=lengths,
@@ -143,10 +142,7 @@ def _pairs(strips: _Strips, shape: tuple[int, int], size: tuple[int, int]) -> to
     """The number of allowed pairs in each block, (I, J)."""
     i, q0, q1, k0, k1, lo, hi = strips
     k_size = size[1]
-    first, last = (
-        k0 // k_size,
-        (k1 - 1) // k_size + 1,
-    )  # the blocks it touches: all between, a band has no gaps
+    first, last = k0 // k_size, (k1 - 1) // k_size + 1  # the blocks it touches: all between, a band has no gaps
     # From the last row's left edge to the first row's right edge, every row of the strip covers every key.
     j0 = (torch.maximum(k0, q1 - 1 + lo) - 1) // k_size + 1
     j1 = torch.minimum(k1, q0 + hi + 1) // k_size

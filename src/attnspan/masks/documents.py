@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 import torch
@@ -18,7 +18,7 @@ Lengths = Sequence[int] | Sequence[Sequence[int]]
 Rows = tuple[tuple[int, ...], ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, init=False)
 class Documents(Mask):
     """A query sees the keys of its own document; training packs are `Causal() & Documents(lengths)`.
 
@@ -32,21 +32,13 @@ class Documents(Mask):
     · █ █ █
     """
 
-    lengths: Lengths
-    kv_lengths: Lengths | None = None
-    _lengths: Rows = field(init=False, repr=False, compare=False)
-    _kv_lengths: Rows = field(init=False, repr=False, compare=False)
+    lengths: Rows
+    kv_lengths: Rows | None = None
 
-    def __post_init__(self) -> None:
-        lengths = _per_row("lengths", self.lengths)
-        kv_lengths = lengths if self.kv_lengths is None else _per_row("kv_lengths", self.kv_lengths)
-        object.__setattr__(self, "_lengths", lengths)
-        object.__setattr__(self, "_kv_lengths", kv_lengths)
-        object.__setattr__(self, "lengths", lengths)
-        if self.kv_lengths is None:
-            return
-        object.__setattr__(self, "kv_lengths", kv_lengths)
-        counts, kv_counts = [len(row) for row in lengths], [len(row) for row in kv_lengths]
+    def __init__(self, lengths: Lengths, kv_lengths: Lengths | None = None):
+        object.__setattr__(self, "lengths", _per_row("lengths", lengths))
+        object.__setattr__(self, "kv_lengths", None if kv_lengths is None else _per_row("kv_lengths", kv_lengths))
+        counts, kv_counts = ([len(row) for row in rows] for rows in (self.lengths, self._kv_lengths))
         if counts != kv_counts:
             raise MaskError(
                 f"kv_lengths must hold as many documents as lengths, per batch row {counts}, got {kv_counts}"
@@ -84,12 +76,16 @@ class Documents(Mask):
         return cls(rows)
 
     @property
+    def _kv_lengths(self) -> Rows:
+        return self.lengths if self.kv_lengths is None else self.kv_lengths
+
+    @property
     def rows(self) -> int:
-        return len(self._lengths)
+        return len(self.lengths)
 
     @property
     def natural_len(self) -> int | None:
-        return sum(self._lengths[0])
+        return sum(self.lengths[0])
 
     @property
     def natural_kv_len(self) -> int | None:
@@ -98,25 +94,25 @@ class Documents(Mask):
     def _check(self, q_len: int, kv_len: int, row: int) -> None:
         if self.kv_lengths is None and q_len != kv_len:
             raise MaskError(f"kv_lengths must be given when q_len ({q_len}) and kv_len ({kv_len}) differ")
-        _check_sum("lengths", "q_len", of_row(self._lengths, row), q_len)
+        _check_sum("lengths", "q_len", of_row(self.lengths, row), q_len)
         _check_sum("kv_lengths", "kv_len", of_row(self._kv_lengths, row), kv_len)
 
     def _bands(self, q_len: int, kv_len: int, row: int) -> Iterable[Band | None]:
-        queries = accumulate(of_row(self._lengths, row), initial=0)
+        queries = accumulate(of_row(self.lengths, row), initial=0)
         keys = accumulate(of_row(self._kv_lengths, row), initial=0)
         for (q0, q1), (k0, k1) in zip(pairwise(queries), pairwise(keys), strict=True):
             yield tight(q0, q1, k0, k1)
 
     def _rule(self, space: Space) -> Rule:
-        queries, keys = _ids(self._lengths, space.device), _ids(self._kv_lengths, space.device)
+        queries, keys = _ids(self.lengths, space.device), _ids(self._kv_lengths, space.device)
         return lambda b, h, q, k: select(queries, b)[q] == select(keys, b)[k]
 
     def __repr__(self) -> str:
         keys = "" if self.kv_lengths is None else f", kv_lengths={_shown(self._kv_lengths)}"
-        return f"Documents({_shown(self._lengths)}{keys})"
+        return f"Documents({_shown(self.lengths)}{keys})"
 
 
-def _per_row(name: str, lengths: object) -> tuple[tuple[int, ...], ...]:
+def _per_row(name: str, lengths: object) -> Rows:
     values = listed(lengths)
     if not isinstance(values, list | tuple) or not values:
         raise MaskError(
@@ -149,7 +145,7 @@ def _check_sum(name: str, length_name: str, lengths: tuple[int, ...], total: int
         )
 
 
-def _ids(rows: tuple[tuple[int, ...], ...], device: torch.device) -> torch.Tensor:
+def _ids(rows: Rows, device: torch.device) -> torch.Tensor:
     """A document number per token, (rows, S)."""
     ids = [torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in rows]
     return torch.stack(ids).to(device)
@@ -179,5 +175,5 @@ def _run_lengths(ids: torch.Tensor) -> list[int]:
     return found
 
 
-def _shown(rows: tuple[tuple[int, ...], ...]) -> str:
+def _shown(rows: Rows) -> str:
     return shown([list(row) for row in rows])

@@ -408,8 +408,8 @@ def _lifted(name: str, traced: fx.GraphModule, error: type[AttnspanError]) -> Pr
     for node in graph.nodes:
         _check_op(name, node.target, error)
     result = next(iter(reversed(traced.graph.nodes))).args[0]
-    moving = {given for given in _inputs(graph)[: len(inputs)] if _reaches(graph, given)}
-    reads = frozenset(node.name for node in moving)
+    (output,) = (node for node in graph.nodes if node.op == "output")
+    reads = frozenset(given.name for given in _inputs(graph)[: len(inputs)] if output in depending(graph, [given]))
     return Program(name, _shared(graph), tuple(tensors), result.meta["val"].dtype, reads)
 
 
@@ -448,9 +448,7 @@ def _without_arguments(graph: fx.Graph) -> None:
             value, like = _FILLED[node.target](node), node.meta["val"]
             with graph.inserting_before(node):
                 made = graph.call_function(
-                    torch.ops.aten.full.default,
-                    (list(like.shape), value),
-                    {"dtype": like.dtype, "device": like.device},
+                    torch.ops.aten.full.default, (list(like.shape), value), {"dtype": like.dtype, "device": like.device}
                 )
             made.meta = dict(node.meta)
             node.replace_all_uses_with(made)
@@ -492,10 +490,6 @@ def depending(graph: fx.Graph, sources: Sequence[fx.Node]) -> set[fx.Node]:
         if found.intersection(node.all_input_nodes):
             found.add(node)
     return found
-
-
-def _reaches(graph: fx.Graph, source: fx.Node) -> bool:
-    return any(node.op == "output" for node in depending(graph, [source]))
 
 
 def _is_flat(node: fx.Node) -> bool:

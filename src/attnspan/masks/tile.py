@@ -79,8 +79,8 @@ def tiles_of(bands: Iterable[Band], asked: bool = False) -> Iterator[Tile]:
     """
     parts = [part for band in joined(bands) for part in _parted(band)]
     full = [part for part in parts if part.is_rectangle]
-    for part in (*_stacked(full), *(part for part in parts if not part.is_rectangle)):
-        yield _tile(part)._replace(asked=asked)
+    for q0, q1, k0, k1, lo, hi in (*_stacked(full), *(part for part in parts if not part.is_rectangle)):
+        yield Tile(range(q0, q1), range(k0, k1), lo - k0 + q0, hi - k0 + q0, asked)
 
 
 def _parted(band: Band) -> Iterator[Band]:
@@ -124,11 +124,6 @@ def band_of(tile: Tile) -> Band:
     """
     assert tile.rows.step == tile.cols.step == 1, "every n-th row of a buffer is no band of it"
     return tile.band.shift(tile.rows.start, tile.cols.start)
-
-
-def _tile(band: Band) -> Tile:
-    q0, q1, k0, k1, lo, hi = band
-    return Tile(range(q0, q1), range(k0, k1), lo - k0 + q0, hi - k0 + q0)
 
 
 def _span(span: range) -> str:

@@ -8,7 +8,7 @@ Shared prefixes in training and candidate trees in speculative decoding are this
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
@@ -20,7 +20,7 @@ from attnspan.masks.mask import Mask, Rule, Space
 from attnspan.masks.spans import Span, merged
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, init=False)
 class Tree(Mask):
     """A token sees all tokens of its node's ancestors and the earlier ones of its own node.
 
@@ -35,14 +35,13 @@ class Tree(Mask):
     █ █ · · █
     """
 
-    parents: Sequence[int]
-    lengths: Sequence[int] | None = None
-    _lengths: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    parents: tuple[int, ...]
+    lengths: tuple[int, ...] = ()
 
-    def __post_init__(self) -> None:
-        parents = whole_list("parents", self.parents, at_least=-1, error=MaskError)
+    def __init__(self, parents: Sequence[int], lengths: Sequence[int] | None = None):
+        parents = whole_list("parents", parents, at_least=-1, error=MaskError)
         ones = [1] * len(parents)
-        lengths = whole_list("lengths", ones if self.lengths is None else self.lengths, at_least=1, error=MaskError)
+        lengths = whole_list("lengths", ones if lengths is None else lengths, at_least=1, error=MaskError)
         if not parents:
             raise MaskError("parents must hold at least one node, got an empty list; a lone root is [-1]")
         if len(lengths) != len(parents):
@@ -52,19 +51,18 @@ class Tree(Mask):
                 raise MaskError(f"parents[{node}] must be a node below {len(parents)} or -1, got {parent}")
         object.__setattr__(self, "parents", parents)
         object.__setattr__(self, "lengths", lengths)
-        object.__setattr__(self, "_lengths", lengths)
         _topological(parents)
 
     @property
     def natural_len(self) -> int | None:
-        return sum(self._lengths)
+        return sum(self.lengths)
 
     def _check(self, q_len: int, kv_len: int, row: int) -> None:
-        total = sum(self._lengths)
+        total = sum(self.lengths)
         if q_len != total or kv_len != total:
             raise MaskError(
                 f"lengths must sum to q_len ({q_len}) and kv_len ({kv_len}), "
-                f"got {len(self._lengths)} nodes with sum {total}"
+                f"got {len(self.lengths)} nodes with sum {total}"
             )
 
     def _bands(self, q_len: int, kv_len: int, row: int) -> Iterable[Band | None]:
@@ -73,9 +71,9 @@ class Tree(Mask):
     def _node_bands(self) -> Iterable[Band | None]:
         # By key: those who see a node are its descendants, and a subtree is one span where nodes stand in the
         # order of a walk. So a tree of n nodes is about 2 n bands, however deep.
-        edges = list(accumulate(self._lengths, initial=0))
+        edges = list(accumulate(self.lengths, initial=0))
         below: list[list[Span]] = [[] for _ in self.parents]
-        for node in reversed(_topological(tuple(self.parents))):
+        for node in reversed(_topological(self.parents)):
             start, stop = edges[node], edges[node + 1]
             descendants = merged(below[node])
             yield tight(start, stop, start, stop, hi=0)
@@ -94,7 +92,7 @@ class Tree(Mask):
     def _walk(self) -> tuple[torch.Tensor, torch.Tensor]:
         """For each token, its node's number in a depth-first walk and the last number below that node."""
         sizes = [1] * len(self.parents)
-        order = _topological(tuple(self.parents))
+        order = _topological(self.parents)
         for node in reversed(order):
             if self.parents[node] >= 0:
                 sizes[self.parents[node]] += sizes[node]
@@ -105,13 +103,13 @@ class Tree(Mask):
             number[node] = free[parent]
             free[parent] += sizes[node]
             free[node] = number[node] + 1
-        lengths = torch.tensor(self._lengths)
+        lengths = torch.tensor(self.lengths)
         first = torch.tensor(number)
         last = first + torch.tensor(sizes) - 1
         return first.repeat_interleave(lengths), last.repeat_interleave(lengths)
 
     def __repr__(self) -> str:
-        return f"Tree({list(self.parents)}, {list(self._lengths)})"
+        return f"Tree({list(self.parents)}, {list(self.lengths)})"
 
 
 def _topological(parents: tuple[int, ...]) -> list[int]:

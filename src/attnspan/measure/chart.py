@@ -17,12 +17,13 @@ def chart(rows: Sequence[Measured], title: str, path: str | Path) -> Path:
     figure = Figure(figsize=(8.5, 1.2 + 0.45 * len(shown)), layout="constrained")
     axes = figure.add_subplot()
     places = [float(place) for place in range(len(shown))]
-    milliseconds = [[1e3 * each for each in times] for times in _times(shown)]
-    axes.barh([place - 0.2 for place in places], milliseconds[0], height=0.38, label="measured", color="tab:blue")
-    axes.barh([place + 0.2 for place in places], milliseconds[1], height=0.38, label="predicted", color="lightgrey")
-    axes.barh(
-        [place + 0.2 for place in places], milliseconds[2], height=0.38, label="of it waiting", color="tab:orange"
-    )
+    for times, shift, label, colour in (
+        ([row.seconds for row in shown], -0.2, "measured", "tab:blue"),
+        ([row.predicted for row in shown], 0.2, "predicted", "lightgrey"),
+        ([row.exposed for row in shown], 0.2, "of it waiting", "tab:orange"),
+    ):
+        bars, widths = [place + shift for place in places], [1e3 * seconds for seconds in times]
+        axes.barh(bars, widths, height=0.38, label=label, color=colour)
     axes.set_yticks(places, [f"{row.strategy}\n{row.kernel}" for row in shown])
     axes.invert_yaxis()
     axes.set(xlabel="milliseconds", title=title)
@@ -42,7 +43,3 @@ def check_chart(name: str, path: Path) -> None:
         raise PlanError(f"{name} must be a file such as chart.png, of one kind of {', '.join(kinds)}, got {path}")
     if not path.parent.is_dir():
         raise PlanError(f"{name}: the folder {path.parent} does not exist; make it first")
-
-
-def _times(rows: Sequence[Measured]) -> tuple[list[float], list[float], list[float]]:
-    return [row.seconds for row in rows], [row.predicted for row in rows], [row.exposed for row in rows]

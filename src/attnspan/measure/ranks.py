@@ -50,7 +50,6 @@ class Ranks:
 
     @property
     def count(self) -> int:
-        """The number of ranks."""
         return int(os.environ["WORLD_SIZE"]) if self.launched else self.ranks or 1
 
     def run(self, job: Job) -> Any:

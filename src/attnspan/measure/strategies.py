@@ -22,6 +22,7 @@ from attnspan.attention import Attention
 from attnspan.attention.agreement import refusal
 from attnspan.attention.call import Inputs
 from attnspan.attention.tuned import machine
+from attnspan.dtypes import LONG_NAMES
 from attnspan.errors import AttnspanError
 from attnspan.layouts import Layout
 from attnspan.masks import Mask
@@ -61,9 +62,8 @@ class Workload:
 
     def tensors(self, rank: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """query, key and value of a rank, and the gradient of its output."""
-        rows, shape, dtype = self.layout.tokens(self.seq_len)[rank], self.shape, _dtype(self.shape)
-        assert shape.kv_heads is not None, "filled in by Shape"
-        assert shape.v_head_dim is not None, "filled in by Shape"
+        rows, shape = self.layout.tokens(self.seq_len)[rank], self.shape
+        dtype: torch.dtype = getattr(torch, LONG_NAMES.get(shape.dtype, shape.dtype))
         dims = ((shape.heads, shape.head_dim), (shape.kv_heads, shape.head_dim), (shape.kv_heads, shape.v_head_dim))
         q, k, v = (torch.randn(shape.batch, h, rows, d, dtype=dtype, device=device) for h, d in dims)
         return q, k, v, torch.randn(shape.batch, shape.heads, rows, v.shape[3], dtype=dtype, device=device)
@@ -117,7 +117,6 @@ class Bench:
             yield self.measured(strategy, kernel)
 
     def measured(self, strategy: str, kernel: str) -> Measured:
-        """One of them."""
         hardware = machine(self.table, self.work.shape, self.transport.device, kernel)
         try:
             plan = self.work.plan(strategy, hardware)
@@ -186,9 +185,3 @@ class Bench:
     def _synchronise(self) -> None:
         if self.transport.device.type == "cuda":
             torch.cuda.synchronize(self.transport.device)
-
-
-def _dtype(shape: Shape) -> torch.dtype:
-    long = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-    dtype: torch.dtype = getattr(torch, long.get(shape.dtype, shape.dtype))
-    return dtype

@@ -9,7 +9,7 @@ A general tile of size n is a window of n keys over 2 n rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -124,10 +124,3 @@ def launch(kernel: str, case: Case, device: torch.device) -> tuple[float, float]
     tiny = Case(kernel, "full", 16, case.dtype, case.head_dim, case.heads, case.kv_heads)
     rate = tiny.rate(device)
     return (1e-5, 2e-5) if rate is None else (rate.forward, rate.backward)
-
-
-def kernels_here(device: torch.device) -> Iterator[str]:
-    """Those worth measuring on a device."""
-    for name, kernel in KERNELS.items():
-        if kernel.traits.measured and kernel.traits.runs_on(device):
-            yield name

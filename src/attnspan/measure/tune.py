@@ -13,16 +13,17 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from attnspan.dtypes import LONG_NAMES
 from attnspan.errors import TuningError, one_of
 from attnspan.kernels import KERNELS
 from attnspan.masks.tile import Kind
 from attnspan.measure.links import link
 from attnspan.measure.stopwatch import seconds
-from attnspan.measure.tiles import SIZES, Case, kernels_here, launch
+from attnspan.measure.tiles import SIZES, Case, launch
 from attnspan.plan.cost import DTYPES
 from attnspan.transports import Transport
 from attnspan.transports.consensus import heard
-from attnspan.tuning import Rate, Table, device_name
+from attnspan.tuning import Table, device_name
 
 COPIED = {"cpu": 1 << 26, "cuda": 1 << 30}
 """Bytes that are copied to see how fast memory is: more than caches hold."""
@@ -58,13 +59,14 @@ class Tuning:
         for kernel in kernels:
             one_of("kernel", kernel, list(KERNELS), error=TuningError)
         heads = heads or (32 if cuda else 4)
+        usual = (name for name, each in KERNELS.items() if each.traits.measured and each.traits.runs_on(device))
         return Tuning(
             device,
-            tuple(LONG.get(dtype, dtype) for dtype in dtypes) or (("bfloat16",) if cuda else ("float32",)),
+            tuple(LONG_NAMES.get(dtype, dtype) for dtype in dtypes) or (("bfloat16",) if cuda else ("float32",)),
             head_dims or ((64, 128) if cuda else (64,)),
             heads,
             kv_heads or heads,
-            kernels or tuple(kernels_here(device)),
+            kernels or tuple(usual),
             sizes or SIZES[device.type],
         )
 
@@ -82,7 +84,6 @@ class Tuning:
 
 
 KINDS: tuple[Kind, ...] = ("full", "causal", "general")
-LONG = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
 def tune(
@@ -113,20 +114,15 @@ def _memory_bandwidth(device: torch.device) -> float:
 
 def _together(table: Table, transport: Transport) -> Table:
     """The slowest rank's times, and the links."""
-    slowest = [max(each) for each in zip(*heard(transport, _times(table), "measurements"), strict=True)]
-    count = len(table.rates)
+    count, rates = len(table.rates), table.rates
+    times = [*(r.forward for r in rates), *(r.backward for r in rates), 1 / table.memory_bandwidth, *table.launch]
+    slowest = [max(each) for each in zip(*heard(transport, times, "measurements"), strict=True)]
     forward, backward, (memory, *fixed) = slowest[:count], slowest[count : 2 * count], slowest[2 * count :]
-    rates: list[Rate] = [
-        replace(rate, forward=there, backward=back)
-        for rate, there, back in zip(table.rates, forward, backward, strict=True)
-    ]
-    table = replace(table, rates=tuple(rates), memory_bandwidth=1 / memory, launch=(fixed[0], fixed[1]))
+    rates = tuple(
+        replace(rate, forward=there, backward=back) for rate, there, back in zip(rates, forward, backward, strict=True)
+    )
+    table = replace(table, rates=rates, memory_bandwidth=1 / memory, launch=(fixed[0], fixed[1]))
     return linked(table, transport) if transport.ranks > 1 else table
-
-
-def _times(table: Table) -> list[float]:
-    rates = table.rates
-    return [*(r.forward for r in rates), *(r.backward for r in rates), 1 / table.memory_bandwidth, *table.launch]
 
 
 def linked(table: Table, transport: Transport) -> Table:

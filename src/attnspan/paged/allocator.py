@@ -132,10 +132,7 @@ class PageAllocator:
         """A new sequence, without tokens or with room for so many; its id, which is never given out again."""
         tokens = 0 if tokens is None else whole("tokens", tokens, error=PageError)
         self._take(-(-tokens // self.page_size))
-        seq = self._next
-        self._next += 1
-        self._rows[seq] = Row(0, 0, array("i"), next(self._stamps))
-        self.epoch += 1
+        seq = self._new(0, array("i"))
         if tokens:
             self.step([(seq, tokens)])
         return seq
@@ -241,12 +238,7 @@ class PageAllocator:
             if page:
                 self._readers[page] += n
         row.limit = row.length
-        forks = range(self._next, self._next + n)
-        self._next += n
-        for fork in forks:
-            self._rows[fork] = Row(row.length, row.length, row.table[:], next(self._stamps), row.first)
-        self.epoch += 1
-        return list(forks)
+        return [self._new(row.length, row.table[:], row.first) for _ in range(n)]
 
     # ---- and shrink ----------------------------------------------------------------------------------------------
 
@@ -375,11 +367,7 @@ class PageAllocator:
         """A new sequence of `length` tokens on kept pages that hold them already."""
         for page in pages:
             self._readers[page] += 1
-        seq = self._next
-        self._next += 1
-        self._rows[seq] = Row(length, length, array("i", pages), next(self._stamps))
-        self.epoch += 1
-        return seq
+        return self._new(length, array("i", pages))
 
     def keep(self, pages: Iterable[int]) -> None:
         """The cache reads these pages of sequences from now on."""
@@ -428,7 +416,6 @@ class PageAllocator:
 
     @property
     def next_id(self) -> int:
-        """The id of the next sequence."""
         return self._next
 
     def present(self, seq: int, what: str) -> Row:
@@ -451,7 +438,7 @@ class PageAllocator:
         return self._needed(self.prepare(batch))
 
     def reserve(self, pages: int) -> bool:
-        """Whether so many pages are free, if need be after a prefix cache gave some up; it gives up none in vain."""
+        """Whether so many pages are free, if need be after a prefix cache gave some up; it gives up no page in vain."""
         return self._reclaimed(whole("pages", pages, error=PageError))
 
     @property
@@ -509,6 +496,14 @@ class PageAllocator:
         assert sorted(host) == list(range(self.host_pages)), "a host page is free twice, or lost"
 
     # ---- within ----------------------------------------------------------------------------------------------------
+
+    def _new(self, length: int, table: array[int], first: int = 0) -> int:
+        """A sequence on pages that count it as a reader already."""
+        seq = self._next
+        self._next += 1
+        self._rows[seq] = Row(length, length, table, next(self._stamps), first)
+        self.epoch += 1
+        return seq
 
     def _row(self, seq: int) -> Row:
         row = self._rows.get(seq)

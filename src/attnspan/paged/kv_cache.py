@@ -25,12 +25,10 @@ if TYPE_CHECKING:
 
 CAUSAL = Causal()
 
-UNTRANSFORMED = "a cache has no derivatives, and knows no batched tensors: call it outside"
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Options:
-    """What is asked besides the tensors; a scale of None is that of the layer's head dim."""
+    """The arguments of `attend` besides the tensors; a scale of None is that of the layer's head dim."""
 
     mask: Mask | AfterPrefix = CAUSAL
     score_mod: ScoreFunction | None = None
@@ -40,6 +38,10 @@ class Options:
 
 class PagedKVCache(ABC):
     """Keys and values in pages: `write` those of a step's new tokens, and `attend` over them."""
+
+    @abstractmethod
+    def plan(self, *, max_sequences: int, max_tokens: int, max_length: int) -> StepPlan:
+        """A plan for steps of at most so many sequences and new tokens, of sequences up to `max_length`."""
 
     @abstractmethod
     def write(self, layer: int, key: Tensor, value: Tensor, plan: StepPlan) -> None:
@@ -85,6 +87,12 @@ def _check_sinks(sinks: Tensor, lse: Tensor) -> None:
             f"sinks must be one logit per query head, ({lse.shape[1]},), on {lse.device}, "
             f"got {tuple(sinks.shape)} of {sinks.dtype} on {sinks.device}"
         )
-    if sinks.requires_grad and torch.is_grad_enabled():
-        raise PageError("sinks requires grad, and a cache has no gradients; call under torch.no_grad()")
-    check_untransformed("sinks", sinks, instead=UNTRANSFORMED, error=PageError)
+    check_without_gradients("sinks", sinks)
+
+
+def check_without_gradients(name: str, given: Tensor) -> None:
+    """Refuse a tensor that is to be differentiated, or that torch.func has wrapped."""
+    if given.requires_grad and torch.is_grad_enabled():
+        raise PageError(f"{name} requires grad, and a cache has no gradients; call under torch.no_grad()")
+    instead = "a cache has no derivatives, and knows no batched tensors: call it outside"
+    check_untransformed(name, given, instead=instead, error=PageError)

@@ -24,16 +24,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from attnspan.attention.transforms import check_untransformed
 from attnspan.errors import MaskError, PageError, whole
 from attnspan.kernels import merge_into
 from attnspan.masks import Mask
 from attnspan.paged.after_prefix import AfterPrefix
 from attnspan.paged.allocator import Copies, PageAllocator
 from attnspan.paged.kernels import choose
-from attnspan.paged.kv_cache import UNTRANSFORMED, Options, PagedKVCache
+from attnspan.paged.kv_cache import Options, PagedKVCache, check_without_gradients
 from attnspan.paged.metadata import PagedMetadata, Pages, tensors
-from attnspan.paged.quantised import Quantised, check_dtype, quantised
+from attnspan.paged.quantised import LARGEST, Quantised, quantised
 from attnspan.paged.scoring import Scoring, check_fits, scoring
 from attnspan.paged.step_plan import StepPlan
 
@@ -67,7 +66,8 @@ class Layer:
         object.__setattr__(self, "value_dim", whole("value_dim", self.value_dim, error=PageError) or self.head_dim)
         if self.window is not None:
             object.__setattr__(self, "window", whole("window", self.window, at_least=1, error=PageError))
-        check_dtype(self.quantised)
+        if self.quantised is not None and self.quantised not in LARGEST:
+            raise PageError(f"quantised must be torch.int8 or torch.float8_e4m3fn, got {self.quantised!r}")
 
 
 class PagePool(PagedKVCache):
@@ -123,6 +123,10 @@ class PagePool(PagedKVCache):
         return f"PagePool({len(self.layers)} layers, {shape}, {size / 2**20:.1f} MiB on {self.device})"
 
     # ---- writing ---------------------------------------------------------------------------------------------------
+
+    def plan(self, *, max_sequences: int, max_tokens: int, max_length: int) -> StepPlan:
+        """As `StepPlan(pool, ...)`."""
+        return StepPlan(self, max_sequences=max_sequences, max_tokens=max_tokens, max_length=max_length)
 
     def write(self, layer: int, key: Tensor, value: Tensor, plan: StepPlan) -> None:
         """Put the new tokens' keys (tokens, key heads, dim) and values where the plan says."""
@@ -267,9 +271,7 @@ class PagePool(PagedKVCache):
             raise PageError(f"{name} must be (tokens, heads, dim) = {shape}, as planned, got {got}")
         if given.dtype != dtype or given.device != self.device:
             raise PageError(f"{name} must be {dtype} on {self.device}, got {given.dtype} on {given.device}")
-        if given.requires_grad and torch.is_grad_enabled():
-            raise PageError(f"{name} requires grad, and a cache has no gradients; call under torch.no_grad()")
-        check_untransformed(name, given, instead=UNTRANSFORMED, error=PageError)
+        check_without_gradients(name, given)
 
     def _check_query(self, query: Tensor, plan: StepPlan, spec: Layer) -> None:
         if not isinstance(query, Tensor):

@@ -8,7 +8,7 @@ number instead of 16.
 filled token by token, and a later token with a larger number would have every earlier one rounded again. With a scale
 for each slot what was written is never touched: appending, forking, copying and swapping keep every bit.
 
-[Note: how far off] For numbers x of one token and head, the largest of them a (both off by float32 rounding besides).
+[Note: how far off] For numbers x of one token and head, the largest of them a (both off by float32 rounding too).
 No scale is below 2^-126, where float32 begins to lose bits, so a counts as at least 2^-126 times the largest code::
 
     int8            |x - x'| <= a / 254                           codes -127 to 127, rounded to the nearest
@@ -23,8 +23,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-
-from attnspan.errors import PageError
 
 SMALLEST = 2.0**-126
 """The smallest scale: below it float32 has fewer bits, and codes would overflow."""
@@ -75,9 +73,3 @@ def error_bound(x: Tensor, dtype: torch.dtype) -> Tensor:
     if dtype == torch.int8:
         return most / 254 + rounding
     return torch.maximum(wide.abs() / 16, most / 448 / 1024) + rounding
-
-
-def check_dtype(dtype: torch.dtype | None) -> None:
-    """Refuse a dtype that numbers cannot be stored in."""
-    if dtype is not None and dtype not in LARGEST:
-        raise PageError(f"quantised must be torch.int8 or torch.float8_e4m3fn, got {dtype!r}")

@@ -4,11 +4,11 @@ A mask here speaks of positions in a sequence: query p and key k of the same seq
 ``Causal()`` means the same for a prompt, the third chunk of it, and one token. Masks that part their batch rows speak
 of the rows of the plan, in order.
 
-The masks that matter for speed are two numbers, `causal` and `window`, which every kernel knows; any other is asked
-pair by pair, through its mask_mod. [Note: bounds] The two numbers also bound every other mask: with `causal` no
-later key counts, and with `window` none further back, so that pages outside need not be read.
+The masks that matter for speed are two numbers, `causal` and `window`, which every kernel knows; any other is
+evaluated pair by pair, through its mask_mod. [Note: bounds] The two numbers also bound every other mask: with `causal`
+no later key counts, and with `window` none further back, so that pages outside need not be read.
 
-[Note: one pair at a time] A FlexAttention function is written for one pair of numbers. It is asked under vmap, as
+[Note: one pair at a time] A FlexAttention function is written for one pair of numbers. It is evaluated under vmap, as
 FlexAttention does, over the rows' own positions.
 """
 

@@ -344,14 +344,12 @@ class _Buffer:
         side.stamps[: len(rows) + padding] = stamps + [0] * padding
 
     def put_tokens(self, slots: array[int], rows: array[int], positions: array[int]) -> None:
-        """Where every token goes."""
         side, count = self._sides[self._turn], len(rows)
         side.longs[:count] = slots
         side.ints[2 * self.t : 2 * self.t + count] = rows
         side.ints[3 * self.t : 3 * self.t + count] = positions
 
     def put(self, offsets: list[int], lengths: list[int], begins: array[int], ends: list[int]) -> None:
-        """The numbers of every sequence."""
         ints = self._sides[self._turn].ints
         for at, values in zip(self.places[3:], (array("i", offsets), array("i", lengths), begins), strict=False):
             ints[at : at + len(values)] = values

@@ -27,7 +27,6 @@ recomputation attaches the modules for as long as it takes, or refuses if they a
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from threading import RLock
 from typing import TYPE_CHECKING, NoReturn
@@ -38,7 +37,7 @@ from torch import nn
 
 from attnspan.errors import AttentionError
 from attnspan.parallel import checkpoint_regions, compiled_checkpoints, flex_dispatch
-from attnspan.parallel.attached_forward import Around, Attached, compare_inputs, is_attached, unwrap, wrap
+from attnspan.parallel.attached_forward import Attached, ForwardRunner, compare_inputs, is_attached, unwrap, wrap
 from attnspan.parallel.attached_modules import Chosen, modules_to_attach
 from attnspan.parallel.guards import regions_of
 from attnspan.parallel.handler import Handler, UnnamedMask
@@ -58,11 +57,11 @@ class Attachment:
         session: ContextParallel,
         model: nn.Module,
         masks: Mapping[nn.Module, str | None],
-        around: Around | None = None,
+        run_forward: ForwardRunner | None = None,
     ):
         self.live = False
         self._several = False  # whether there was more than one session
-        self.model, self._masks, self._around = model, dict(masks), around
+        self.model, self._masks, self._run_forward = model, dict(masks), run_forward
         self._sessions: WeakSet[ContextParallel] = WeakSet({session})
         self._first: WeakKeyDictionary[object, ContextParallel] = WeakKeyDictionary()  # of each region's first run
         self._notified: WeakSet[object] = WeakSet()  # regions that know that it has ended
@@ -146,7 +145,7 @@ class Attachment:
 
     def _begin(self) -> None:
         self._wrapped = {
-            module: wrap(module, Attached(self, module, mask, self._around if module is self.model else None))
+            module: wrap(module, Attached(self, module, mask, self._run_forward if module is self.model else None))
             for module, mask in self._masks.items()
         }
         self._hook = None
@@ -177,10 +176,8 @@ class Attachment:
 
     def _notify(self, region: object) -> None:
         """From here on the region runs again attached, or not at all. See [Note: after the end]."""
-        again = checkpoint_regions.rerun_of(region)
-        if again is not None:
-            setattr(region, again, functools.partial(self._run, getattr(region, again)))
-        elif hasattr(region, "register_prehook"):  # the node of an autograd function
+        known = checkpoint_regions.rerun_through(region, self._run)
+        if not known and hasattr(region, "register_prehook"):  # the node of an autograd function
             region.register_prehook(self._refuse)
         self._notified.add(region)
 
@@ -218,15 +215,15 @@ def attach(
     model: nn.Module,
     modules: Chosen | None,
     mask: str | None,
-    around: Around | None = None,
+    run_forward: ForwardRunner | None = None,
 ) -> Attachment:
-    """See `ContextParallel.attach`; `around` runs the forward of the model itself, inside its block."""
+    """See `ContextParallel.attach`; `run_forward` runs the forward of the model itself, inside its block."""
     if not isinstance(model, nn.Module):
         raise AttentionError(f"model must be a module, got {type(model).__name__}")
     masks = modules_to_attach(session.core, model, modules, mask)
     for module in masks:
         check_free(module)
-    return Attachment(session, model, masks, around)
+    return Attachment(session, model, masks, run_forward)
 
 
 def check_free(module: nn.Module, why: str = "attach") -> None:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 MODULES = nn.modules.module.__file__
 
-Around = Callable[["ContextParallel", Callable[..., object], tuple[object, ...], dict[str, object]], object]
+ForwardRunner = Callable[["ContextParallel", Callable[..., object], tuple[object, ...], dict[str, object]], object]
 """What runs a module's forward, given a session, that forward, its args and its kwargs."""
 
 OWN = "_attnspan"
@@ -41,8 +41,8 @@ OWN = "_attnspan"
 class Attached:
     """What the forward of one module has to know; kept on the module. See [Note: one graph]."""
 
-    def __init__(self, attachment: Attachment, module: nn.Module, mask: str | None, around: Around | None):
-        self.attachment, self.mask, self.around = attachment, mask, around
+    def __init__(self, attachment: Attachment, module: nn.Module, mask: str | None, run_forward: ForwardRunner | None):
+        self.attachment, self.mask, self.run_forward = attachment, mask, run_forward
         self.is_entry = module is attachment.model
         self.theirs: Callable[..., object] | None = vars(module).get("forward")  # None: that of its class
 
@@ -70,8 +70,8 @@ def _forward(self: Any, *args: object, **kwargs: object) -> object:
     else:
         session = attachment.session_of((args, kwargs))
     with attachment.mode(own.mask, session):
-        if own.around is not None:
-            return own.around(session, theirs, args, kwargs)
+        if own.run_forward is not None:
+            return own.run_forward(session, theirs, args, kwargs)
         return theirs(*args, **kwargs)
 
 
@@ -126,7 +126,7 @@ def unwrap(module: nn.Module) -> None:
 
 
 def compare_inputs(session: ContextParallel, given: object) -> None:
-    """Refuse shards of another batch, among what a module is given. See [Note: inputs]."""
+    """Refuse shards of another batch, among what a module is given. See [Note: inputs] in attach.py."""
     if isinstance(given, Tensor):
         session.sharding.check_batch(given)
     elif isinstance(given, Mapping):

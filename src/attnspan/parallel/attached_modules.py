@@ -30,7 +30,7 @@ def modules_to_attach(
     """The modules to attach, each with the name of its mask; None where attention is refused."""
     if modules is not None and not isinstance(modules, Mapping):
         wanted = [modules] if isinstance(modules, nn.Module | str) else list(modules)
-        return dict.fromkeys(_found(model, wanted), core.mask_name(mask))
+        return dict.fromkeys(_matching(model, wanted), core.mask_name(mask))
     refused = modules is not None and mask is None and len(core.masks) > 1  # all that no pattern fits
     rest = None if refused else core.mask_name(mask)
     return dict(_inherited(model, rest, _claimed(core, model, modules or {})))
@@ -41,7 +41,7 @@ def _claimed(core: Core, model: nn.Module, patterns: Mapping[str, str]) -> dict[
     by_kind: tuple[dict[nn.Module, str], dict[nn.Module, str]] = {}, {}
     for pattern, mask in patterns.items():
         name, claims = core.mask_name(mask), by_kind[not WILD.intersection(pattern)]
-        for module in _outermost(_found(model, [pattern])):
+        for module in _outermost(_matching(model, [pattern])):
             if claims.setdefault(module, name) != name:
                 raise AttentionError(
                     f"modules: {pattern!r} gives {_name_in(model, module)} the mask {name!r}, and another pattern "
@@ -86,7 +86,7 @@ def _name_in(model: nn.Module, module: nn.Module) -> str:
     )
 
 
-def _found(model: nn.Module, wanted: Iterable[nn.Module | str]) -> list[nn.Module]:
+def _matching(model: nn.Module, wanted: Iterable[nn.Module | str]) -> list[nn.Module]:
     """The modules that are meant; a pattern must fit at least one."""
     by_name = {_plain(name): module for name, module in model.named_modules()}
     found: list[nn.Module] = []

@@ -34,7 +34,7 @@ from attnspan.parallel.block_masks import ReadBlockMask, alone_of
 from attnspan.parallel.call_args import FlexArgs
 from attnspan.parallel.core import Core
 from attnspan.parallel.dtensors import is_dtensor, run_attention
-from attnspan.parallel.flex_checks import check_alone, check_filled, check_lengths, check_scale
+from attnspan.parallel.flex_checks import check_alone, check_filled, check_lengths
 from attnspan.parallel.guards import guarded, guards_of
 from attnspan.parallel.report import PastUses, Report, report
 from attnspan.plan import Plan
@@ -111,10 +111,12 @@ class Attentions:
             raise AttentionError("under torch.compile, call cp.attention_for(...) outside and use its result inside")
         if isinstance(asked, BoundAttention):
             raise AttentionError(f"mask is an attention already: {asked!r}")
-        check_scale(scale, self.core)
+        self.core.check_scale(scale)
         own, mask = self._mask(self.core.mask_name(None) if asked is None else asked, None)
         score = None if score_mod is None else self._score(score_mod, DTYPES)
-        mine = self._found(own, mask, score, scale).variant(watched=mask)  # a call of its own captures other tensors
+        mine = self._attention(own, mask, score, scale).variant(
+            watched=mask
+        )  # a call of its own captures other tensors
         mine.captured = Captured([], []) if score is None else score.captured
         return BoundAttention(self.core, mine, score_mod)
 
@@ -143,18 +145,18 @@ class Attentions:
 
     # ---- attentions ----------------------------------------------------------------------------------------------
 
-    def at_call(self, args: FlexArgs, name: str | None) -> tuple[Attention, list[Tensor]]:
+    def for_call(self, args: FlexArgs, name: str | None) -> tuple[Attention, list[Tensor]]:
         """The attention of a call, and what its score_mod captures at present. See [Note: time of asking]."""
         query = args.query
         own, mask = self._mask(args.block_mask, name)
         score = None if args.score_mod is None else self._score(args.score_mod, (lse_dtype(query.dtype),))
         scale = None if args.scale == query.shape[-1] ** -0.5 else args.scale
-        attend, captured = self._found(own, mask, score, scale), [] if score is None else score.captured.of(query)
+        attend, captured = self._attention(own, mask, score, scale), [] if score is None else score.captured.of(query)
         if not isinstance(args.block_mask, BlockMask) and not is_dtensor(query):
             attend.check_mask(mask, Inputs(*args[:3], captured=captured))
         return attend, captured
 
-    def _found(self, own: str | None, mask: Mask, score: Score | None, scale: float | None) -> Attention:
+    def _attention(self, own: str | None, mask: Mask, score: Score | None, scale: float | None) -> Attention:
         """The attention of a mask, a score_mod and a scale."""
         key = mask, score, scale
         if key not in self._attends:

@@ -277,12 +277,12 @@ def _padded(cp: ContextParallel, mask: object, rows: int | None, padding: str) -
 
 def _implied(cp: ContextParallel, lengths: Sequence[int]) -> bool:
     """Whether no query of any row, by any of the masks, sees a key beyond the row's length."""
-    for mask in cp.masks.values():
-        for row, length in enumerate(lengths):
-            bands = mask.bands(cp.seq_len, row=row if mask.rows > 1 else 0)
-            if any(band.k1 > length for band in bands):
-                return False
-    return True
+    return all(
+        band.k1 <= length
+        for mask in cp.masks.values()
+        for row, length in enumerate(lengths)
+        for band in mask.bands(cp.seq_len, row=row if mask.rows > 1 else 0)
+    )
 
 
 def _lengths(mask: object, seq_len: int, rows: int | None) -> tuple[int, ...]:

@@ -17,6 +17,7 @@ tell the runs apart. Everything is held in memory at once, and the dense run hol
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -35,6 +36,7 @@ from attnspan.dtypes import lse_dtype
 from attnspan.errors import AttentionError
 from attnspan.layouts import Contiguous, Layout
 from attnspan.parallel.attached_forward import is_attached
+from attnspan.parallel.batch import IGNORED
 from attnspan.parallel.core import Masks
 from attnspan.parallel.session import ContextParallel
 from attnspan.plan import Plan, Strategy
@@ -48,9 +50,6 @@ Forward = Callable[[nn.Module, Any, ContextParallel], object]
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 """By the dtype of the parameters. A mistake is rarely smaller than 1e-2; rounding grows with depth."""
-
-IGNORED = -100
-"""The label of a token that has none, as in F.cross_entropy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +124,7 @@ def check_model(
     tolerance: float | None = None,
     raises: bool = False,
 ) -> ModelCheck:
-    """ModelRun a model on one device and context parallel, and compare loss, logits, gradients and every module.
+    """Run a model on one device and context parallel, and compare loss, logits, gradients and every module.
 
     `batch` is whole, the same on every rank. `forward(model, batch, cp)` is one training step's forward as the script
     does it: shard the batch, run the model, return the loss, the logits or both; it runs with a session of one rank
@@ -222,14 +221,11 @@ class ModelRun:
 def _watching(model: nn.Module) -> Iterator[list[ModuleCall]]:
     passed: list[ModuleCall] = []
 
-    def returned(name: str) -> object:
-        def hook(_: nn.Module, args: object, kwargs: object, output: object) -> None:
-            passed.append(ModuleCall(name, _tensors((args, kwargs)), _tensors(output)))
-
-        return hook
+    def note(name: str, _: nn.Module, args: object, kwargs: object, output: object) -> None:
+        passed.append(ModuleCall(name, _tensors((args, kwargs)), _tensors(output)))
 
     handles = [
-        module.register_forward_hook(returned(name or type(model).__name__), with_kwargs=True)
+        module.register_forward_hook(functools.partial(note, name or type(model).__name__), with_kwargs=True)
         for name, module in model.named_modules()
     ]
     try:
@@ -504,7 +500,6 @@ def _rank_of(error: float) -> float:
 def _hints(
     errors: Mapping[str, float], first: Difference | None, calls: int, tolerance: float, alike: bool
 ) -> tuple[str, ...]:
-    """What to look at."""
     hints = []
     wrong = not all(error <= tolerance for error in errors.values())
     if calls == 0 and (wrong or first is not None):

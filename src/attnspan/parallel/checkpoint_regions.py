@@ -21,6 +21,7 @@ Not detected: third-party checkpointing that works by saved-tensor hooks. Knows 
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -70,8 +71,16 @@ def _regions(frame: FrameType | None, keeping: bool) -> Iterator[CheckpointRegio
         frame = frame.f_back
 
 
-def rerun_of(region: object) -> str | None:
-    """The attribute in which a region keeps the function that it runs again; None where that is not known."""
+def rerun_through(region: object, run: Callable[..., object]) -> bool:
+    """Have a region run again by `run(function, *args)`, with its own function; False where that is not known."""
+    name = _rerun_of(region)
+    if name is not None:
+        setattr(region, name, functools.partial(run, getattr(region, name)))
+    return name is not None
+
+
+def _rerun_of(region: object) -> str | None:
+    """The attribute in which a region keeps the function that it runs again."""
     return next((name for name in ("recompute_fn", "run_function") if callable(getattr(region, name, None))), None)
 
 
@@ -168,7 +177,7 @@ def _sees_both(checkpointed: Callable[..., Tensor], again: bool) -> bool:
         return False
     (first,), (second,) = runs
     known = first.name is not None and first.name is second.name and (first.again, second.again) == (False, True)
-    return known and (not again or rerun_of(first.name) is not None)
+    return known and (not again or _rerun_of(first.name) is not None)
 
 
 SEEN = Assumption(

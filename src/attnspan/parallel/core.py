@@ -60,12 +60,10 @@ class Core:
 
     @property
     def rank(self) -> int:
-        """This rank's number in the group."""
         return self.transport.rank
 
     @property
     def ranks(self) -> int:
-        """How many ranks the sequence is spread over."""
         return self.transport.ranks
 
     def mask_name(self, mask: str | None) -> str:
@@ -75,6 +73,14 @@ class Core:
         if mask is None:
             raise AttentionError(f"mask must name one of the session's masks, {' or '.join(map(repr, self.masks))}")
         return one_of("mask", mask, self.masks, error=AttentionError)
+
+    def check_scale(self, scale: float | None) -> None:
+        """Refuse a call of SDPA or flex_attention without a scale where the session has one."""
+        if scale is None and self.options.scale is not None:
+            raise AttentionError(
+                f"scale must be given: the session was made with scale={self.options.scale}, and a call without means "
+                "1 / sqrt(head dim); give it in the call, or make the session without"
+            )
 
     def attention(self, mask: Mask, keys: Core | None = None) -> Attention:
         """Attention of this sequence under a mask, over its own keys or those of another."""

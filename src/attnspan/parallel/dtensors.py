@@ -64,7 +64,6 @@ def run_attention(core: Core, attend: Attention, inputs: Inputs) -> tuple[Tensor
 
 
 def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
-    """Whether a tensor is a DTensor."""
     from torch.distributed.tensor import DTensor
 
     return isinstance(tensor, DTensor)

@@ -31,7 +31,7 @@ from attnspan.parallel.block_masks import alone_of
 from attnspan.parallel.call_args import FlexArgs, FlexResult
 from attnspan.parallel.dtensors import run_attention
 from attnspan.parallel.eager import eagerly, run_eagerly
-from attnspan.parallel.flex_checks import check, check_alone, check_bound, check_scale, check_unsplit
+from attnspan.parallel.flex_checks import check, check_alone, check_bound, check_unsplit
 from attnspan.parallel.guards import Entry
 
 UNBOUND = (
@@ -50,12 +50,12 @@ def flex_attention(
         check_bound(known, args, core)
         attend, captured, alone = known.attends[entry], known.captured.of(args.query), known.alone
     else:
-        check_scale(args.scale, core)
+        core.check_scale(args.scale)
         if torch.compiler.is_dynamo_compiling():  # functions are traced between two graphs, if there may be two
             torch._dynamo.graph_break(msg=UNBOUND)
         elif torch.compiler.is_compiling():
             raise AttentionError(UNBOUND)
-        attend, captured = eagerly(Attentions.at_call)(attentions, args, name)
+        attend, captured = eagerly(Attentions.for_call)(attentions, args, name)
         alone = alone_of(attend.plan.mask)
     check_alone(alone, args.query)
     if captured or attend.plan.mask.heads > 1 or attend.call.score is not None:

@@ -60,14 +60,6 @@ def _check_options(options: Mapping[str, object]) -> None:
             )
 
 
-def check_scale(scale: float | None, core: Core) -> None:
-    if scale is None and core.options.scale is not None:
-        raise AttentionError(
-            f"scale must be given: the session was made with scale={core.options.scale}, and a call without means "
-            "1 / sqrt(head dim); give it in the call, or make the session without"
-        )
-
-
 def check_bound(known: BoundAttention, args: FlexArgs, core: Core) -> None:
     if known.core is not core:
         raise AttentionError("block_mask was prepared by another session; prepare it with the one that shards lie by")
@@ -100,7 +92,7 @@ def check_lengths(block_mask: BlockMask, core: Core) -> None:
 
 
 def check_alone(known: tuple[bool, bool], query: Tensor) -> None:
-    """See [Note: one of its kind]."""
+    """See [Note: one of its kind] in block_masks.py."""
     for dim, what in enumerate(("batch row", "head")):
         if known[dim] and query.shape[dim] != 1:
             raise AttentionError(

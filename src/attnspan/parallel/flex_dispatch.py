@@ -70,7 +70,7 @@ def dispatched(*args: object, **kwargs: object) -> object:
     return plain(*args, **kwargs)
 
 
-def _asking(
+def _replacement(
     query: object,
     key: object,
     value: object,
@@ -89,7 +89,7 @@ def _asking(
     return dispatched(query, key, value, *rest, return_aux=return_aux)
 
 
-_CODE = _asking.__code__.replace(co_name=_FLEX.__name__)
+_CODE = _replacement.__code__.replace(co_name=_FLEX.__name__)
 
 
 # A thread without a block may have compiled flex_attention itself: torch's own code is then compiled as ever.
@@ -111,7 +111,7 @@ def _reaches() -> bool:
     """Whether the other code has torch's signature, and hands a call to the innermost block, or else to torch."""
     ours, torchs = (
         [(p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()]
-        for function in (_asking, plain)
+        for function in (_replacement, plain)
     )
     other = FunctionType(_CODE, _FLEX.__globals__, _FLEX.__name__, _FLEX.__defaults__, _FLEX.__closure__)
     other.__kwdefaults__ = _FLEX.__kwdefaults__

@@ -58,7 +58,6 @@ class SessionHandler(Handler):
             self._scaled: dict[float, Attention] = {}
 
     def flex(self, entry: Entry, args: FlexArgs) -> FlexResult:
-        """flex_attention, which brings its mask."""
         if entry == "eager":
             self.guards["eager"]()
         return flex_attention(self.attentions, args, self.name, entry)
@@ -104,7 +103,6 @@ class SessionHandler(Handler):
         return out.reshape(*query.shape[:-1], value.shape[-1])
 
     def check(self, args: SdpaArgs) -> None:
-        """Refuse what the session was not made for."""
         self.checks.check(args)
 
     def refuse(self, attend: Attention, args: SdpaArgs, wrong: AttentionError) -> NoReturn:
@@ -125,12 +123,10 @@ class UnnamedMask(Handler):
     """Stands where a module has no mask: its attention is refused."""
 
     def sdpa(self, entry: Entry, args: SdpaArgs) -> NoReturn:
-        """Refuse."""
         raise AttentionError(
             "attention in a module for which no mask was named: name one for the rest, as in "
             "cp.attach(model, {'layers.*.attention': 'window'}, mask='full')"
         )
 
     def flex(self, entry: Entry, args: FlexArgs) -> NoReturn:
-        """Refuse."""
         self.sdpa(entry, SdpaArgs(*args[:3]))

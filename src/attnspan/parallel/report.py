@@ -51,7 +51,6 @@ class ReportLine:
 
     @property
     def strategy(self) -> str:
-        """Its plan's."""
         return name_of(self.plan.strategy)
 
     @property
@@ -213,8 +212,8 @@ def arriving(plan: Plan, shape: Shape, rank: int) -> Bytes:
     own heads and then own tokens of all heads."""
     narrow, wide = DTYPES[shape.dtype], max(4, DTYPES[shape.dtype])
     batch = shape.batch if plan.rows == 1 else 1
-    dim, value_dim = shape.head_dim, shape.v_head_dim or shape.head_dim
-    shares = split_heads(shape.heads, shape.kv_heads or shape.heads, plan.degree)
+    dim, value_dim = shape.head_dim, shape.v_head_dim
+    shares = split_heads(shape.heads, shape.kv_heads, plan.degree)
     here, first = rank % plan.degree, rank - rank % plan.degree
     taken_q, taken_k = len(shares[here].query), len(shares[here].key)
     forward = backward = 0

@@ -113,7 +113,7 @@ class AttentionMode(FlexMode):
         if func is F.multi_head_attention_forward:
             check_weights(args, kwargs)
             return self.handler.multi_head(*args, **kwargs)
-        if _attends(func):
+        if _is_attention(func):
             raise AttentionError(_refusal(name))
         if isinstance(func, HigherOrderOperator):  # the mode is off while its functions run
             args = tuple(_reentering(self.handler, arg) if _is_function(arg) else arg for arg in args)
@@ -133,7 +133,7 @@ class AttentionMode(FlexMode):
             raise AttentionError(_refusal("the fused layer"))
         if isinstance(func, HigherOrderOperator):
             args = self._with_reentering(func, args)
-        elif isinstance(func, OpOverload | OpOverloadPacket) and _attends(func):
+        elif isinstance(func, OpOverload | OpOverloadPacket) and _is_attention(func):
             raise AttentionError(_refusal("an op of attention"))
         if func is torch.Tensor.unflatten:  # it calls super(), which dynamo does not follow while a mode is on
             func = torch.unflatten
@@ -181,7 +181,7 @@ def _is_attention_name(name: str) -> bool:
     return ATTENTION_NAMES.search(name) is not None
 
 
-def _attends(func: object) -> bool:
+def _is_attention(func: object) -> bool:
     """Whether a function is attention on what it is given: one of torch's, or an op that is called so."""
     if not isinstance(func, OPS):
         return isinstance(func, BuiltinFunctionType) and func in FUSED
@@ -190,7 +190,7 @@ def _attends(func: object) -> bool:
 
 
 # What torch.compiler.assume_constant_result does, which would import all of dynamo to say so.
-vars(_attends)["_dynamo_marked_constant"] = True
+vars(_is_attention)["_dynamo_marked_constant"] = True
 
 
 def _refusal(name: str) -> str:

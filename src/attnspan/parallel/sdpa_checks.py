@@ -17,18 +17,17 @@ class SdpaChecks:
     """The checks of calls under one mask, whose plan is given."""
 
     def __init__(self, core: Core, plan: Plan):
-        self.seq_len, self.tokens, self.scale = core.seq_len, core.sharding.tokens, core.options.scale
+        self.core, self.tokens = core, core.sharding.tokens
         self.mask, self.rows = plan.mask, plan.rows
         bands = [band for row in range(plan.rows) for band in plan.bands(row)]
         self.sees_later = any(band.hi > 0 for band in bands)
         self.sees_earlier = any(band.lo < 0 for band in bands)
 
     def check(self, args: SdpaArgs) -> None:
-        """Refuse what the session was not made for."""
         query, key = args[:2]
         if min(query.dim(), key.dim()) > 1 and key.shape[-2] != query.shape[-2] == self.tokens:
             raise AttentionError(
-                f"key must hold this rank's {self.tokens} of {self.seq_len} tokens, got {key.shape[-2]}; shard it "
+                f"key must hold this rank's {self.tokens} of {self.core.seq_len} tokens, got {key.shape[-2]}; shard it "
                 "first, or where keys are of another sequence, attend by cp.cross(keys)(query, key, value) outside of "
                 "this block, with `keys` that sequence's session"
             )
@@ -42,11 +41,7 @@ class SdpaChecks:
             raise AttentionError(f"dropout_p must be 0, got {args.dropout_p}: dropout over ranks is not served")
         self._check_causal(args)
         self._check_shapes(args)
-        if args.scale is None and self.scale is not None:
-            raise AttentionError(
-                f"scale must be given: the session was made with scale={self.scale}, and a call without means "
-                "1 / sqrt(head dim); give it in the call, or make the session without"
-            )
+        self.core.check_scale(args.scale)
 
     def _check_causal(self, args: SdpaArgs) -> None:
         """See [Note: is_causal]."""
@@ -90,4 +85,5 @@ class SdpaChecks:
         """Whether the scale is the one that the session's attention has."""
         if args.scale is None or 0 in (args.query.dim(), *args.query.shape[-1:]):  # which is refused later
             return True
-        return args.scale == (args.query.shape[-1] ** -0.5 if self.scale is None else self.scale)
+        usual = self.core.options.scale
+        return args.scale == (args.query.shape[-1] ** -0.5 if usual is None else usual)

@@ -81,7 +81,7 @@ class ContextParallel:
         self.attentions = Attentions(core)
         self.same_batch = SameBatch()
         self.layers: int | Mapping[str, int] | None = None  # that attend by it, where somebody has counted them
-        self._family: OrderedDict[object, ContextParallel] = OrderedDict({self._key: self})
+        self._family: OrderedDict[object, ContextParallel] = OrderedDict({_key(core.masks, core.seq_len, layout): self})
         self._moves: dict[tuple[int, bool], Moves] = {}
         self._handlers: dict[str | None, SessionHandler] = {None: SessionHandler(self.attentions, None)}
 
@@ -96,8 +96,8 @@ class ContextParallel:
         length = self.seq_len if seq_len is None else seq_len
         options = {name: getattr(self.options, name) for name in SessionOptions.__slots__}
         options["layout"] = self.options.layout if layout is None else layout
-        family, key = self._family, (tuple(named_masks(mask).items()), length, options["layout"])
-        if key not in family or not family[key]._is_current:  # an equal mask whose function has moved on
+        family, key = self._family, _key(named_masks(mask), length, options["layout"])
+        if key not in family or not all(each.is_current for each in family[key].masks.values()):  # its functions moved
             family[key] = ContextParallel(self.mesh, seq_len=length, mask=mask, **options)
             family[key]._family, family[key].same_batch = family, self.same_batch
             if len(family) > MOST_KEPT:
@@ -128,14 +128,6 @@ class ContextParallel:
     def mask(self) -> Mask:
         """The mask, if there is but one."""
         return self.masks[self.core.mask_name(None)]
-
-    @property
-    def _is_current(self) -> bool:
-        return all(mask.is_current for mask in self.masks.values())
-
-    @property
-    def _key(self) -> object:
-        return tuple(self.masks.items()), self.seq_len, self.options.layout
 
     @property
     def plan(self) -> Plan:
@@ -302,7 +294,7 @@ class ContextParallel:
         return shard_batch(self, batch, shift_labels=shift_labels, padding=padding, dims=dims or {})
 
     def unshard(self, tensor: object, dim: int = 1, *, batch_dim: int = 0) -> Any:
-        """The whole tensor on every rank, from everybody's shard. Differentiable: see [Note: gradients]."""
+        """The whole tensor on every rank, from all shards. Differentiable: see [Note: gradients] in sharding.py."""
         return _each(lambda x: self.sharding.unshard(x, dim, batch_dim), tensor)
 
     def shard_from(
@@ -401,6 +393,11 @@ class ContextParallel:
 
 
 run_eagerly(ContextParallel.flex_attention.__code__)
+
+
+def _key(masks: Mapping[str, Mask], seq_len: int, layout: Layout | str) -> object:
+    """By which `with_mask` remembers a session."""
+    return tuple(masks.items()), seq_len, layout
 
 
 def _each(do: Callable[[Any], object], tree: object) -> Any:

@@ -11,8 +11,8 @@ three moves are out of place, keep dtype and device, give contiguous results, an
 loss that all ranks compute alike from an unsharded tensor is therefore counted once per rank, and gradients that are
 then averaged over ranks, as DDP and FSDP2 do, are those of one device. See [Note: averages] in loss.py.
 
-[Note: asking once] Before the first unshard or shift of a shape, ranks agree on it and on the layout (together.py);
-later ones of that shape go at once.
+[Note: asking once] Before the first unshard or shift of a shape, ranks agree on it and on the layout
+(transports/consensus.py); later ones of that shape go at once.
 
 Shapes: dim is that of the sequence, B batch rows; a layout that deals rows differently also needs to know their dim.
 """

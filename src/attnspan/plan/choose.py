@@ -59,7 +59,6 @@ class Choice:
 
     @property
     def plan(self) -> Plan:
-        """The plan that was chosen."""
         return self.candidates[0].plan
 
     def explain(self) -> str:
@@ -106,14 +105,15 @@ def choose(
     limit = machine.memory / 2 if memory is None else checked_memory(memory)
     _check_parts(mask, shape, layouts, ranks)
     tried = [
-        predicted(Plan(mask, layout, seq_len, strategy), shape, machine, limit=limit, backward=backward)
+        (layout, strategy)
         for layout in layouts or (Balanced(mask, ranks=ranks, chunk=fitting_chunk(seq_len, ranks)), Contiguous(ranks))
         for strategy in _strategies(ranks, shape)
     ]
     if 1 < ranks <= shape.heads:  # all heads apart: who owns which tokens hardly matters
-        layout = layouts[0] if layouts else Contiguous(ranks)
-        tried.append(predicted(Plan(mask, layout, seq_len, Ulysses()), shape, machine, limit=limit, backward=backward))
-    ordered = tuple(sorted(tried, key=lambda c: (bool(c.refused), c.seconds)))
+        tried.append((layouts[0] if layouts else Contiguous(ranks), Ulysses()))
+    plans = (Plan(mask, layout, seq_len, strategy) for layout, strategy in tried)
+    candidates = [predicted(plan, shape, machine, limit=limit, backward=backward) for plan in plans]
+    ordered = tuple(sorted(candidates, key=lambda c: (bool(c.refused), c.seconds)))
     if ordered[0].refused:
         least = min(ordered, key=lambda c: c.peak)
         raise PlanError(
@@ -147,12 +147,11 @@ def sampled_ranks(plan: Plan) -> list[int]:
     >>> sampled_ranks(Plan(Causal(), HeadTail(ranks=8), 64, "ulysses(2) x ring"))
     [0, 2, 4, 6]
     """
-    groups = range(plan.groups)
+    groups = {*range(plan.groups)}
     if plan.groups > SAMPLED:
         works = plan.group_works()
-        groups_looked = {i * plan.groups // SAMPLED for i in range(SAMPLED)} | {works.index(max(works))}
-        return [group * plan.degree for group in sorted(groups_looked)]
-    return [group * plan.degree for group in groups]
+        groups = {i * plan.groups // SAMPLED for i in range(SAMPLED)} | {works.index(max(works))}
+    return [group * plan.degree for group in sorted(groups)]
 
 
 def checked_memory(memory: object) -> float:

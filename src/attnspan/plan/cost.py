@@ -23,7 +23,7 @@ BACKWARD = 2.5
 DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp32": 4, "bf16": 2, "fp16": 2, "float64": 8}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, init=False)
 class Shape:
     """The sizes of an attention beyond its length.
 
@@ -32,53 +32,52 @@ class Shape:
     """
 
     heads: int
-    kv_heads: int | None = None
-    head_dim: int = 128
-    v_head_dim: int | None = None
-    batch: int = 1
-    dtype: str = "bfloat16"
+    kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    batch: int
+    dtype: str
 
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        heads: int,
+        kv_heads: int | None = None,
+        head_dim: int = 128,
+        v_head_dim: int | None = None,
+        batch: int = 1,
+        dtype: str = "bfloat16",
+    ):
         for name, value in (
-            ("heads", self.heads),
-            ("kv_heads", self.heads if self.kv_heads is None else self.kv_heads),
-            ("head_dim", self.head_dim),
-            ("v_head_dim", self.head_dim if self.v_head_dim is None else self.v_head_dim),
-            ("batch", self.batch),
+            ("heads", heads),
+            ("kv_heads", heads if kv_heads is None else kv_heads),
+            ("head_dim", head_dim),
+            ("v_head_dim", head_dim if v_head_dim is None else v_head_dim),
+            ("batch", batch),
         ):
             object.__setattr__(self, name, whole(name, value, at_least=1, error=PlanError))
-        if self.heads % self._kv_heads:
-            raise PlanError(f"heads must be a multiple of kv_heads, got {self.heads} and {self._kv_heads}")
-        one_of("dtype", self.dtype, list(DTYPES), error=PlanError)
-
-    @property
-    def _kv_heads(self) -> int:
-        return self.heads if self.kv_heads is None else self.kv_heads
+        if self.heads % self.kv_heads:
+            raise PlanError(f"heads must be a multiple of kv_heads, got {self.heads} and {self.kv_heads}")
+        object.__setattr__(self, "dtype", one_of("dtype", dtype, list(DTYPES), error=PlanError))
 
     @property
     def _dims(self) -> int:
-        return self.head_dim + (self.head_dim if self.v_head_dim is None else self.v_head_dim)
-
-    @property
-    def kv_values(self) -> int:
-        """Values of K and V for one position, all key heads, all batch rows."""
-        return self.batch * self._kv_heads * self._dims
+        return self.head_dim + self.v_head_dim
 
     @property
     def kv_bytes(self) -> int:
         """Bytes of K and V for one position, all key heads, all batch rows."""
-        return self.kv_values * DTYPES[self.dtype]
+        return self.batch * self.kv_heads * self._dims * self.width
 
     @property
     def q_bytes(self) -> int:
         """Bytes of Q and of the output for one position."""
-        return self.batch * self.heads * self._dims * DTYPES[self.dtype]
+        return self.batch * self.heads * self._dims * self.width
 
     @property
     def head_values(self) -> tuple[int, int, int]:
         """Values of Q, of the output and of lse for one position, all query heads, all batch rows."""
         each = self.batch * self.heads
-        return each * self.head_dim, each * (self._dims - self.head_dim), each
+        return each * self.head_dim, each * self.v_head_dim, each
 
     @property
     def width(self) -> int:
@@ -92,27 +91,26 @@ class Shape:
 
     def kv_share(self, degree: int) -> float:
         """The largest part of the key heads that a rank of a Ulysses group of `degree` holds."""
-        return max(1, -(-self._kv_heads // degree)) / self._kv_heads
+        return max(1, -(-self.kv_heads // degree)) / self.kv_heads
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """Bytes per second that a rank can receive, and the seconds before the first byte."""
+    """Bytes per second that a rank can receive, and the seconds before the first byte.
+
+    >>> print(Link(bandwidth=5e9, latency=3e-5))
+    5 GB/s, 30 us
+    """
 
     bandwidth: float
     latency: float
 
-    def __str__(self) -> str:
-        """For people.
-
-        >>> print(Link(bandwidth=5e9, latency=3e-5))
-        5 GB/s, 30 us
-        """
-        return f"{self.bandwidth / 1e9:.3g} GB/s, {self.latency * 1e6:.0f} us"
-
     def seconds(self, size: float) -> float:
         """The time to receive `size` bytes; nothing takes no time."""
         return self.latency + size / self.bandwidth if size else 0.0
+
+    def __str__(self) -> str:
+        return f"{self.bandwidth / 1e9:.3g} GB/s, {self.latency * 1e6:.0f} us"
 
 
 @dataclass(frozen=True, slots=True)

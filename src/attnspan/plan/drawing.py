@@ -98,10 +98,7 @@ def _reasons(plan: Plan) -> list[str]:
     steps = plan.steps(0)
     largest = max(plan.peak_keys(rank) for rank in _listed(plan.ranks))
     overlap = "each exchange travels under the step before" if len(steps) > 1 else "one exchange, nothing to merge"
-    return [
-        f"{len(steps)} steps: {overlap}",
-        f"a rank holds at most {largest} keys at once, of {plan.kv_len}",
-    ]
+    return [f"{len(steps)} steps: {overlap}", f"a rank holds at most {largest} keys at once, of {plan.kv_len}"]
 
 
 def _listed(ranks: int) -> list[int]:

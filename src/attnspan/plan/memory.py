@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from attnspan.layouts.run import Runs, tokens_in
 from attnspan.masks.tile import Tile
-from attnspan.plan.cost import DTYPES, Shape
+from attnspan.plan.cost import Shape
 from attnspan.plan.heads import Heads, split_heads
 from attnspan.plan.step import Step
 from attnspan.plan.strategy import Ring, Strategy, Ulysses
@@ -51,7 +51,6 @@ class Memory:
 
     @property
     def total(self) -> float:
-        """All of it."""
         return sum(self.terms.values())
 
     @property
@@ -90,11 +89,11 @@ class Sizes:
     @staticmethod
     def of(shape: Shape, share: Heads | None, rows: int) -> Sizes:
         """Of one lane, which has an even part of the batch, and a share of the heads."""
-        width, batch = DTYPES[shape.dtype], shape.batch / rows
+        width, batch = shape.width, shape.batch / rows
         heads, kv_heads = (shape.heads, shape.kv_heads) if share is None else (len(share.query), len(share.key))
         wide, grouped = max(4, width) / width, heads != kv_heads
-        q, out = (batch * heads * dim * width for dim in (shape.head_dim, shape.v_head_dim or 0))
-        kv = batch * (kv_heads or 0) * (shape.head_dim + (shape.v_head_dim or 0)) * width
+        q, out = (batch * heads * dim * width for dim in (shape.head_dim, shape.v_head_dim))
+        kv = batch * kv_heads * (shape.head_dim + shape.v_head_dim) * width
         return Sizes(q, out, kv, batch * heads * max(4, width), wide, grouped)
 
 
@@ -111,7 +110,6 @@ class Walk:
 
     @property
     def counts(self) -> tuple[Sizes, int, int]:
-        """Sizes, queries, keys."""
         return self.sizes, self.rows, tokens_in(self.own)
 
     def moments(self, backward: bool) -> Iterator[Moment]:
@@ -212,10 +210,7 @@ class Walk:
         if self.hands_on:
             first = next((i for i, step in enumerate(self.steps) if step.sends), -2)
             packed = first == index + 1
-        return {
-            "arenas": self._arena(index) + self._arena(index + 1),
-            "packed": self._own_bytes if packed else 0.0,
-        }
+        return {"arenas": self._arena(index) + self._arena(index + 1), "packed": self._own_bytes if packed else 0.0}
 
     @property
     def _own_bytes(self) -> float:
@@ -268,14 +263,9 @@ class Gathered:
         return self._rows * self._size
 
     @property
-    def is_ready(self) -> bool:
-        """Whether one part is the result itself."""
-        return not self._begun and self._waiting == [(range(self._rows), 1.0)]
-
-    @property
     def result(self) -> float:
-        """Of the total, rounded."""
-        return 0.0 if self.is_ready else self.all
+        """Of the total, rounded; one part that has all rows is the result itself."""
+        return 0.0 if not self._begun and self._waiting == [(range(self._rows), 1.0)] else self.all
 
     @property
     def _sum(self) -> float:
@@ -362,7 +352,6 @@ class MemoryRow:
         if plan.degree == 1:
             yield from self._walk(None).moments(self.backward)
             return
-        assert self.shape.kv_heads is not None, "filled in by Shape"
         walk = self._walk(split_heads(self.shape.heads, self.shape.kv_heads, plan.degree)[self.rank % plan.degree])
         here, there = (self._traded(*each) for each in ((self._sizes(None), *self._tokens), walk.counts))
         yield {"heads": here + there}  # sent and received

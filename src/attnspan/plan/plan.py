@@ -23,7 +23,6 @@ causal [2, 4) x [6, 8)
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -37,7 +36,7 @@ from attnspan.masks.algebra import Bands
 from attnspan.masks.cover import Cover
 from attnspan.plan.cost import Shape
 from attnspan.plan.geometry import Geometry
-from attnspan.plan.step import Step, Transfer
+from attnspan.plan.step import Step
 from attnspan.plan.strategy import Strategy, Ulysses, name_of
 
 if TYPE_CHECKING:
@@ -69,7 +68,6 @@ class Plan:
 
     @property
     def ranks(self) -> int:
-        """The number of ranks."""
         return self.layout.ranks
 
     @property
@@ -154,7 +152,8 @@ class Plan:
     def received(self, rank: int) -> dict[int, int]:
         """For each rank (or group) that sends keys to this one: how many, over all steps and batch rows."""
         counts: dict[int, int] = {}
-        for transfer in self._arriving(rank):
+        steps = (step for row in range(self.rows) for step in self.steps(rank, row))
+        for transfer in (transfer for step in steps for transfer in step.receives):
             counts[transfer.source] = counts.get(transfer.source, 0) + transfer.tokens
         return counts
 
@@ -215,11 +214,6 @@ class Plan:
         if self.rows > 1 and row >= self.rows:
             raise PlanError(f"row must be below the plan's {self.rows} batch rows, got {row}")
         return rank // self.degree, row if self.rows > 1 else 0
-
-    def _arriving(self, rank: int) -> Iterator[Transfer]:
-        for row in range(self.rows):
-            for step in self.steps(rank, row):
-                yield from step.receives
 
 
 @functools.lru_cache(maxsize=64)

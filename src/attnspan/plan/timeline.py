@@ -58,11 +58,7 @@ class Timeline:
     def __str__(self) -> str:
         """Both lanes, drawn to scale.
 
-        >>> first, keys, second = (
-        ...     Event("compute", 0, 2, ""),
-        ...     Event("link", 0, 3, ""),
-        ...     Event("compute", 3, 4, ""),
-        ... )
+        >>> first, keys, second = (Event("compute", 0, 2, ""), Event("link", 0, 3, ""), Event("compute", 3, 4, ""))
         >>> print(Timeline(0, (first, keys, second)))
         rank 0  compute  ████████████████        ████████  4.00 s
                 link     ████████████████████████          waits 1.00 s

@@ -121,7 +121,6 @@ def _ranks(name: Any) -> int:
 
 
 def _sizes(k: Tensor, v: Tensor, seq_dim: int, transport: Transport) -> list[int]:
-    """How many tokens every rank has."""
     if k.shape[seq_dim] != v.shape[seq_dim]:
         raise ShardError(
             f"k and v must have as many tokens in dim {seq_dim}, got shapes {tuple(k.shape)} and {tuple(v.shape)}"
@@ -130,15 +129,13 @@ def _sizes(k: Tensor, v: Tensor, seq_dim: int, transport: Transport) -> list[int
 
 
 def _gathered(tensor: Tensor, dim: int, transport: Transport, sizes: list[int]) -> Tensor:
-    whole: Tensor = GatheredTokens.apply(tensor.movedim(dim, 0), transport, sizes, f"flex_cp_allgather of {sizes}")
+    whole = GatheredTokens.apply(tensor.movedim(dim, 0), transport, sizes, f"flex_cp_allgather of {sizes}")
     return _own(whole.movedim(0, dim), tensor)
 
 
 def _summed(tensor: Tensor, dim: int, transport: Transport, sizes: list[int]) -> Tensor:
-    own: Tensor = SummedTokens.apply(
-        tensor.movedim(dim, 0), transport, sizes, f"gradients of flex_cp_allgather of {sizes}"
-    )
-    return _own(own.movedim(0, dim), tensor)
+    name = f"gradients of flex_cp_allgather of {sizes}"
+    return _own(SummedTokens.apply(tensor.movedim(dim, 0), transport, sizes, name).movedim(0, dim), tensor)
 
 
 def _own(tensor: Tensor, given: Tensor) -> Tensor:

@@ -58,7 +58,7 @@ def context_parallel(
     given, dims = [] if buffers is None else buffers, [] if buffer_seq_dims is None else buffer_seq_dims
     pairs = list(paired(given, dims, "buffer_seq_dims").values())
     kept = _kept([buffer for buffer, _ in pairs], () if no_restore_buffers is None else no_restore_buffers)
-    order = ranks.default(length_of(*pairs[0])) if pairs else Order(ranks.meant())
+    order = ranks.default(length_of(*pairs[0])) if pairs else Order(ranks.layout_of_shards())
     with ExitStack() as stack:
         if order.seq_len is not None:
             session = ranks.session(order.layout, order.seq_len)

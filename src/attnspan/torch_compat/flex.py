@@ -79,7 +79,6 @@ def _told_apart(*arguments: Any) -> tuple[Any, tuple[int, int]]:
 
 
 def block_mask_part(block_mask: BlockMask, ranks: MeshRanks, layout: Layout) -> BlockMask:
-    """This rank's rows of a BlockMask."""
     return part_of_mask(mask_of(block_mask), ranks, layout, block_mask.BLOCK_SIZE)
 
 

@@ -72,7 +72,7 @@ class MeshRanks:
         self.cut: list[Tensor] = []  # buffers that are shards in place, and will be whole again
         self.contexts = 0  # that ended
         self.session = functools.lru_cache(maxsize=256)(self._session)
-        self.either = functools.lru_cache(maxsize=256)(self._either)
+        self.causal_or_full = functools.lru_cache(maxsize=256)(self._causal_or_full)
 
     # ---- order ---------------------------------------------------------------------------------------------------
 
@@ -94,7 +94,7 @@ class MeshRanks:
     def use(self, order: Order) -> None:
         """From here on modules attend to sequences in this order. The options are read."""
         self.latest = order
-        self.handler = None if order.seq_len is None else self.either(order, _cp_options.strategy)
+        self.handler = None if order.seq_len is None else self.causal_or_full(order, _cp_options.strategy)
 
     def cut_by_call(self, order: Order, balanced: bool) -> None:
         """`_context_parallel_shard` has cut sequences in this order."""
@@ -137,7 +137,7 @@ class MeshRanks:
             )
         return length
 
-    def meant(self, sizes: list[int] | None = None) -> Layout:
+    def layout_of_shards(self, sizes: list[int] | None = None) -> Layout:
         """The layout of shards of these sizes, of any if None. See [Note: order]."""
         orders = self._possible(sizes)
         first = orders[0].layout
@@ -182,16 +182,18 @@ class MeshRanks:
     def _handler(self, order: Order, guarded: bool = False) -> Handler:
         strategy = _cp_options.strategy
         if order.seq_len is not None:
-            return self.either(order, strategy, guarded)
-        return DeferredHandler(lambda tokens: self.either(self._measured(order, tokens), strategy, guarded))
+            return self.causal_or_full(order, strategy, guarded)
 
-    def _measured(self, order: Order, tokens: int) -> Order:
-        return Order(order.layout, self.length(order.layout, self.sizes(tokens)))
+        def measured(tokens: int) -> CausalOrFull:
+            length = self.length(order.layout, self.sizes(tokens))
+            return self.causal_or_full(Order(order.layout, length), strategy, guarded)
+
+        return DeferredHandler(measured)
 
     def _session(self, layout: Layout, seq_len: int, strategy: str = "gather") -> ContextParallel:
         return ContextParallel(self.transport, seq_len=seq_len, mask=MASKS, layout=layout, strategy=strategy)
 
-    def _either(self, order: Order, strategy: str, guarded: bool = False) -> CausalOrFull:
+    def _causal_or_full(self, order: Order, strategy: str, guarded: bool = False) -> CausalOrFull:
         assert order.seq_len is not None, "asked once the length is known"
         return CausalOrFull(self.session(order.layout, order.seq_len, strategy), self._guard if guarded else None)
 

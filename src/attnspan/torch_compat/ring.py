@@ -124,11 +124,9 @@ class RingPiece:
         return range(tokens // 2 if self.late_queries else 0, tokens)
 
     def queries(self, tensor: Tensor) -> Tensor:
-        """Those that attend."""
         return tensor.chunk(2, SEQ_DIM)[1] if self.late_queries else tensor
 
     def keys(self, tensor: Tensor) -> Tensor:
-        """Those that are attended to."""
         return tensor.chunk(2, SEQ_DIM)[0] if self.early_keys else tensor
 
 
@@ -202,7 +200,7 @@ class TemplatedRing:
 
 def _balanced(ranks: MeshRanks, sizes: list[int]) -> bool:
     """Whether sequences lie head and tail, or in spans; nothing else is served."""
-    layout = ranks.meant(sizes)
+    layout = ranks.layout_of_shards(sizes)
     if isinstance(layout, Contiguous):
         return False
     if not isinstance(layout, HeadTail) or sizes[0] % 2:

@@ -12,7 +12,6 @@ longer what they were, and that raises.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, NoReturn, get_args
 from weakref import WeakSet
@@ -26,7 +25,7 @@ from attnspan.errors import AttentionError
 from attnspan.masks import Causal, Full
 from attnspan.parallel.attentions import BoundAttention
 from attnspan.parallel.call_args import FlexArgs, FlexResult, SdpaArgs
-from attnspan.parallel.checkpoint_regions import regions, rerun_of
+from attnspan.parallel.checkpoint_regions import regions, rerun_through
 from attnspan.parallel.core import Core
 from attnspan.parallel.guards import Entry, Guards
 from attnspan.parallel.handler import Handler, SessionHandler
@@ -50,7 +49,6 @@ class CausalOrFull(Handler):
         self._flex = SessionHandler(session.attentions, None, guards)
 
     def sdpa(self, entry: Entry, args: SdpaArgs) -> Tensor:
-        """SDPA under one of two masks."""
         return (self._causal if args.is_causal else self._full).sdpa(entry, args)
 
     def flex(self, entry: Entry, args: FlexArgs) -> FlexResult:
@@ -67,7 +65,6 @@ class CompatHandler(SessionHandler):
     """A session's attention, with torch's kinds of errors."""
 
     def check(self, args: SdpaArgs) -> None:
-        """Refuse what torch's names do not take."""
         if args.attn_mask is not None:
             raise AttentionNotImplemented(
                 "attn_mask must be None: torch's names take causal and full attention alone; ContextParallel takes "
@@ -97,11 +94,9 @@ class DeferredHandler(Handler):
         self._known: CausalOrFull | None = None
 
     def sdpa(self, entry: Entry, args: SdpaArgs) -> Tensor:
-        """SDPA of the sequence."""
         return self._handler(entry, args.query).sdpa(entry, args)
 
     def flex(self, entry: Entry, args: FlexArgs) -> FlexResult:
-        """flex_attention of the sequence."""
         return self._handler(entry, args.query).flex(entry, args)
 
     def _handler(self, entry: Entry, query: Tensor) -> CausalOrFull:
@@ -151,10 +146,8 @@ class Lifetime:
 
     def _watch(self, region: Any) -> None:
         """From here on the region runs again in a block of this context, or not at all."""
-        again = rerun_of(region)
-        if again is None:
+        if not rerun_through(region, self._run):
             raise AttentionError(f"activation checkpointing by {type(region).__name__} is not known; {ELSE}")
-        setattr(region, again, functools.partial(self._run, getattr(region, again)))
         self._watched.add(region)
 
     def _run(self, again: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

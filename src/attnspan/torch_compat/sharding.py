@@ -81,7 +81,7 @@ def context_parallel_unshard(
         if said is not None:
             layout, wanted = said
         else:
-            layout, wanted = ranks.meant(sizes) if mark is None else mark.layout, None
+            layout, wanted = ranks.layout_of_shards(sizes) if mark is None else mark.layout, None
         whole.append(ranks.session(layout, ranks.length(layout, sizes, wanted)).unshard(buffer, dim))
     return whole
 

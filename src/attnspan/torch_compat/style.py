@@ -139,7 +139,6 @@ class SequenceShard(Tensor):
 
 
 def local(tensor: Tensor) -> Tensor:
-    """A plain tensor."""
     if isinstance(tensor, DTensor):
         return tensor.to_local()
     with torch._C.DisableTorchFunctionSubclass():

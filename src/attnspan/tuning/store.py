@@ -55,7 +55,9 @@ def write(table: Table, path: Path | str) -> None:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.{os.getpid()}")
-    partial.write_text(_written(table), encoding="utf-8")
+    data = table.data()
+    rates = ",\n".join(json.dumps(rate) for rate in data.pop("rates"))  # a measurement per line
+    partial.write_text(f'{json.dumps(data)[:-1]}, "rates": [\n{rates}\n]}}\n', encoding="utf-8")
     partial.replace(path)
     _found.cache_clear()
 
@@ -89,13 +91,6 @@ def _found(asked: str, cache: str, device: str) -> Table | None:
     if path.exists():
         return read(path, device)
     return next((table for table in shipped() if table.device == device), None)
-
-
-def _written(table: Table) -> str:
-    """JSON, a measurement per line."""
-    data = table.data()
-    rates = ",\n".join(json.dumps(rate) for rate in data.pop("rates"))
-    return f'{json.dumps(data)[:-1]}, "rates": [\n{rates}\n]}}\n'
 
 
 def _parsed(path: Path) -> Table:

@@ -77,6 +77,7 @@ class Table:
     def hardware(self, shape: Shape, base: Hardware, kernel: str = "auto") -> Hardware:
         """The machine as measured, for such an attention; what was not measured is `base`'s."""
         forward, backward = self.launch
+        links = "links too" if self.inside or self.between else f"links are those of {base.name}"
         return replace(
             base,
             name=self.device,
@@ -87,7 +88,7 @@ class Table:
             launch=forward,
             launch_backward=backward,
             curves=tuple(self._curves(shape, kernel)),
-            note=f"measured {self.date} with torch {self.torch} by attnspan tune; {self._links(base)}",
+            note=f"measured {self.date} with torch {self.torch} by attnspan tune; {links}",
         )
 
     def order(self, dtype: str, head_dim: int, tile: Tile) -> tuple[str, ...]:
@@ -115,9 +116,6 @@ class Table:
             rates = [r for r in same if r.head_dim == nearest and r.kind == kind]
             if rates:
                 yield _curve(kind, rates, self.launch)
-
-    def _links(self, base: Hardware) -> str:
-        return "links too" if self.inside or self.between else f"links are those of {base.name}"
 
     # ---- as JSON -------------------------------------------------------------------------------------------------
 
@@ -169,20 +167,13 @@ def _curve(kind: Kind, rates: list[Rate], launch: tuple[float, float]) -> Curve:
     """At every size the kernel that auto would take: the fastest, forward and backward together."""
     by_size = {size: [r for r in rates if r.size == size] for size in sorted({r.size for r in rates})}
     best = [min(each, key=lambda r: r.forward + r.backward) for each in by_size.values()]
-    # A launch is added to every tile, so it is not in the rates; where there was little else, half of the time is.
-    forward, backward = (
-        tuple(r.flops / max(seconds(r) - fixed, seconds(r) / 2) for r in best)
-        for seconds, fixed in ((_forward, launch[0]), (_backward, launch[1]))
-    )
-    return Curve(kind, tuple(by_size), forward, backward)
+    forward = tuple(_without(launch[0], r.flops, r.forward) for r in best)
+    return Curve(kind, tuple(by_size), forward, tuple(_without(launch[1], r.flops, r.backward) for r in best))
 
 
-def _forward(rate: Rate) -> float:
-    return rate.forward
-
-
-def _backward(rate: Rate) -> float:
-    return rate.backward
+def _without(launch: float, flops: int, seconds: float) -> float:
+    """The rate of a tile. A launch is added to every tile, so it is not in it, but for half of the time at most."""
+    return flops / max(seconds - launch, seconds / 2)
 
 
 @functools.lru_cache(maxsize=4096)

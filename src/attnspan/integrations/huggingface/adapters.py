@@ -18,9 +18,10 @@ def check_adapters(model: nn.Module) -> None:
     configs = getattr(model, "peft_config", None)
     for name, config in configs.items() if isinstance(configs, Mapping) else ():
         if getattr(config, "is_prompt_learning", False):
+            kind = getattr(config, "peft_type", type(config).__name__)
             raise ModelError(
-                f"adapter {name!r} ({_kind(config)}) puts tokens of its own before those of a prompt, which is not "
-                "served; give the model inside, model.get_base_model(), or an adapter that changes layers"
+                f"adapter {name!r} ({getattr(kind, 'value', kind)}) puts tokens of its own before those of a prompt, "
+                "which is not served; give the model inside, model.get_base_model(), or an adapter that changes layers"
             )
     for path, module in model.named_modules():
         routers: Sized = getattr(module, "lily_router", ())
@@ -61,8 +62,3 @@ def adapters_in_use(module: nn.Module) -> tuple[object, ...]:
         bool(getattr(module, "disable_adapters", False)),
         sorted(scaling.items()) if isinstance(scaling, dict) else None,
     )
-
-
-def _kind(config: object) -> str:
-    kind = getattr(config, "peft_type", type(config).__name__)
-    return str(getattr(kind, "value", kind))

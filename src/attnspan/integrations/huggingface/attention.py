@@ -23,7 +23,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 
 from attnspan.errors import ModelError
 from attnspan.integrations.huggingface.layers import AttentionLayer
-from attnspan.integrations.huggingface.masking import Pattern, asked_mask
+from attnspan.integrations.huggingface.masking import Pattern, requested_pattern
 
 if TYPE_CHECKING:
     from attnspan.integrations.huggingface.enabling import Enabled
@@ -41,7 +41,7 @@ UNSERVED = ("position_bias", "indices", "block_indices", "cache", "cu_seq_lens_q
 def register() -> None:
     """Make the name known to transformers; other models do not notice."""
     AttentionInterface.register(NAME, attend)
-    AttentionMaskInterface.register(NAME, asked_mask)
+    AttentionMaskInterface.register(NAME, requested_pattern)
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +64,7 @@ def attend(
     attention_mask: object = None,
     *,
     s_aux: Tensor | None = None,
-    **asked: object,
+    **arguments: object,
 ) -> tuple[Tensor, None]:
     """Attention of a layer over all ranks, by the signature of `AttentionInterface`; there are no weights to return."""
     binding: LayerBinding | None = getattr(module, BINDING, None)
@@ -73,23 +73,23 @@ def attend(
             f"{type(module).__name__} asks for attnspan's attention, and its model was not enabled: call "
             "enable(model, cp), or model.set_attn_implementation('sdpa') to go on without"
         )
-    check_asked(binding.layer, attention_mask, {"s_aux": s_aux is not None, **asked})
+    check_arguments(binding.layer, attention_mask, {"s_aux": s_aux is not None, **arguments})
     attention = binding.enabled.attention_for(binding.kind)
     out = attention(query, key, value, sinks=s_aux)
     return out.transpose(1, 2).contiguous(), None
 
 
-def check_asked(layer: AttentionLayer, mask: object, asked: Mapping[str, object]) -> None:
-    """Refuse a call that asks for something else than its layer was found to want."""
-    if asked.get("dropout"):
+def check_arguments(layer: AttentionLayer, mask: object, arguments: Mapping[str, object]) -> None:
+    """Refuse a call whose arguments differ from those of its layer."""
+    if arguments.get("dropout"):
         raise ModelError(no_dropout(layer))
     by_default: dict[str, object] = {"scaling": layer.scale, "is_causal": layer.causal}
     always: dict[str, object] = {"sliding_window": layer.window, "softcap": layer.softcap, "s_aux": layer.sinks}
     for name, wanted in (by_default | always).items():
-        if name in always or asked.get(name) is not None:
-            _check(layer, name, asked.get(name), wanted)
+        if name in always or arguments.get(name) is not None:
+            _check(layer, name, arguments.get(name), wanted)
     for name in UNSERVED:
-        if asked.get(name) is not None:
+        if arguments.get(name) is not None:
             raise ModelError(f"{layer.name}: {name} was given, which is not served")
     _check_mask(layer, mask)
 
@@ -104,7 +104,7 @@ def no_dropout(layer: AttentionLayer) -> str:
 
 def _check(layer: AttentionLayer, what: str, found: object, wanted: object) -> None:
     if isinstance(found, Tensor) or found != wanted:
-        raise ModelError(f"{layer.name}: {what} must be {wanted}, as when the model was looked at, got {found}")
+        raise ModelError(f"{layer.name}: {what} must be {wanted}, as when the model was enabled, got {found}")
 
 
 def _check_mask(layer: AttentionLayer, mask: object) -> None:
@@ -140,11 +140,7 @@ def own_config(model: PreTrainedModel) -> None:
             module.config = memo[id(theirs)]
 
 
-def implementations(model: PreTrainedModel) -> list[tuple[PreTrainedConfig, str]]:
-    """The implementations of attention in a model's configs."""
-    found = {
-        id(config): config
-        for module in model.modules()
-        if isinstance(config := vars(module).get("config"), PreTrainedConfig)
-    }
-    return [(config, config._attn_implementation) for config in found.values()]
+def configs_of(model: PreTrainedModel) -> list[PreTrainedConfig]:
+    """The configs of a model's modules, each once: where layers read the name of their attention."""
+    found = (getattr(module, "config", None) for module in model.modules())
+    return list({id(config): config for config in found if isinstance(config, PreTrainedConfig)}.values())

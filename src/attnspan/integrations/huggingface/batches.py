@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from attnspan.errors import ModelError
-from attnspan.integrations.huggingface.losses import IGNORED, LabelKind, aligned
+from attnspan.integrations.huggingface.losses import IGNORED, LabelKind, align_labels
 from attnspan.masks import Documents, KeyPadding, Mask
 from attnspan.parallel import ContextParallel
 
@@ -65,6 +65,7 @@ class Shards:
     session: ContextParallel
     entries: Entries = field(repr=False)
     labels: Tensor | None = field(default=None, repr=False)
+    hidden: tuple[Mask, ...] = ()  # as in its `SequenceInputs`
 
 
 def sequence_of(given: Entries) -> SequenceInputs:
@@ -89,8 +90,8 @@ def shards_of(sequence: SequenceInputs, session: ContextParallel, labels: Tensor
     empty = [rank for rank, tokens in enumerate(session.sharding.sizes) if not tokens]
     if empty:
         raise ModelError(
-            f"a sequence of {sequence.seq_len} tokens leaves none for rank {empty[0]} of {session.ranks}, and models "
-            "of transformers do not compute on no tokens; use longer sequences, padded if need be, or fewer ranks"
+            f"a sequence of {sequence.seq_len} tokens leaves none for rank {empty[0]} of {session.ranks}, and "
+            "transformers models do not compute on no tokens; use longer sequences, padded if need be, or fewer ranks"
         )
     _check_left_padding(sequence, labels)
     batch = dict(sequence.entries)
@@ -101,7 +102,7 @@ def shards_of(sequence: SequenceInputs, session: ContextParallel, labels: Tensor
     cut["attention_mask"] = torch.ones(
         sequence.rows, session.sharding.tokens, dtype=torch.int64, device=session.transport.device
     )
-    return Shards(session, cut, own)
+    return Shards(session, cut, own, sequence.hidden)
 
 
 def _check_left_padding(sequence: SequenceInputs, labels: Tensor | None) -> None:
@@ -130,10 +131,10 @@ def labels_of(given: Entries, kind: LabelKind | None, model: str) -> Tensor | No
     for name, value in (("labels", labels), ("shift_labels", shifted)):
         if value is not None and (not isinstance(value, Tensor) or value.dim() != 2):
             raise ModelError(f"{name} must be a tensor of (B, S), got {_shown(value)}")
-    return shifted if shifted is not None else aligned(labels, kind)
+    return shifted if shifted is not None else align_labels(labels, kind)
 
 
-def parted(given: Entries) -> tuple[Entries, Entries]:
+def split_decoder(given: Entries) -> tuple[Entries, Entries]:
     """The entries of an encoder, and those of a decoder, by the names they have in either."""
     decoder = {name.removeprefix(DECODER): value for name, value in given.items() if name.startswith(DECODER)}
     return {name: value for name, value in given.items() if not name.startswith(DECODER)}, decoder

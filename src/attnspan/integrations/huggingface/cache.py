@@ -11,7 +11,7 @@ any mask, for one copy per layer and step.
 What a layer hands to a cache is probed when the cache is made, by running the model on one token: most hand over keys
 and values of their heads, some what both are made of (the latents of DeepSeek-V3), and pages hold either.
 
-Rows are filled alike: a batch with padding stores the padding too, which the attention mask hides as ever. Layers with
+Rows are filled alike: a batch with padding stores the padding too, which the attention mask hides as usual. Layers with
 a window keep all their keys here (the mask cuts them; only the engine gives pages back).
 
 | what generation does | here |
@@ -38,7 +38,7 @@ from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
 from attnspan.errors import ModelError, PageError, whole
-from attnspan.integrations.huggingface.layers import attention_layers
+from attnspan.integrations.huggingface.layers import attention_layers, decoder_layers
 from attnspan.paged import Layer, PageAllocator, PagePool, StepPlan
 
 
@@ -83,17 +83,9 @@ class PagedCache(Cache):
 
     def __init__(self, model: PreTrainedModel, *, pages: int, page_size: int = 16) -> None:
         pages = whole("pages", pages, at_least=1, error=PageError)
-        found = sorted(attention_layers(model), key=lambda layer: layer.index or 0)
-        for place, layer in enumerate(found):
-            for wrong, what in (
-                (layer.cross, "cross-attention"),
-                (not layer.causal, "attention that looks ahead"),
-                (layer.index != place, f"the index {layer.index}, not {place}"),
-            ):
-                if wrong:
-                    raise ModelError(f"{layer.name} has {what}; PagedCache serves decoder-only models")
+        layers = decoder_layers(attention_layers(model), "PagedCache")
         allocator = PageAllocator(num_pages=pages + 1, page_size=page_size)
-        handed = handed_over(model, [layer.name for layer in found])
+        handed = handed_over(model, [layer.name for layer in layers])
         dtypes = dict.fromkeys(each.dtype for pair in handed for each in pair)
         if len(dtypes) > 1:
             raise ModelError(f"layers hand {' and '.join(map(str, dtypes))} to the cache; PagedCache holds one dtype")

@@ -25,7 +25,7 @@ from attnspan.errors import ModelError
 from attnspan.integrations.huggingface.attention import is_bound
 from attnspan.integrations.huggingface.layers import AttentionLayer
 from attnspan.integrations.huggingface.losses import IGNORED
-from attnspan.integrations.huggingface.positions import goes_by_length
+from attnspan.integrations.huggingface.positions import depends_on_length
 from attnspan.integrations.huggingface.token_mixing import token_mixing
 from attnspan.parallel.attached_forward import is_attached
 from attnspan.parallel.checksum import Weights
@@ -81,7 +81,7 @@ def check_model(model: PreTrainedModel, layers: tuple[AttentionLayer, ...]) -> N
                 f"{path or 'the model'} ({type(module).__name__}) looks at tokens beside a token's own, {mixing}, "
                 "which is not served: a rank has some of them"
             )
-        if model.config.is_encoder_decoder and goes_by_length(module):
+        if model.config.is_encoder_decoder and depends_on_length(module):
             raise ModelError(
                 f"{path} ({type(module).__name__}) has frequencies that depend on the length of a sequence "
                 "(rope_type), which is not served where there are two"

@@ -34,11 +34,12 @@ from __future__ import annotations
 
 import functools
 import inspect
+import operator
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from threading import RLock
-from typing import Any, Literal, NamedTuple, NoReturn, Protocol, TypeVar, cast
+from typing import Any, Literal, NamedTuple, NoReturn, TypeVar, cast
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -47,14 +48,13 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
-from attnspan.attention import Attention
 from attnspan.errors import ModelError, one_of
 from attnspan.integrations.huggingface.adapters import adds_to_loss, check_adapters
 from attnspan.integrations.huggingface.attention import (
     BINDING,
     NAME,
     LayerBinding,
-    implementations,
+    configs_of,
     is_bound,
     no_dropout,
     own_config,
@@ -65,9 +65,9 @@ from attnspan.integrations.huggingface.batches import (
     SequenceInputs,
     Shards,
     labels_of,
-    parted,
     sequence_of,
     shards_of,
+    split_decoder,
 )
 from attnspan.integrations.huggingface.checking import (
     check_call,
@@ -77,19 +77,18 @@ from attnspan.integrations.huggingface.checking import (
     tensors_of,
 )
 from attnspan.integrations.huggingface.layers import AttentionLayer, attention_layers
-from attnspan.integrations.huggingface.losses import Count, kind_of, loss_of
+from attnspan.integrations.huggingface.losses import Count, label_kind, loss_of
 from attnspan.integrations.huggingface.masking import Pattern
 from attnspan.integrations.huggingface.positions import counts_by_mask, position_hooks
 from attnspan.integrations.huggingface.sessions import SessionFactory
-from attnspan.masks import Documents, Full, Mask
+from attnspan.masks import Documents, Full
 from attnspan.parallel import ContextParallel, checkpoint_regions
+from attnspan.parallel.attentions import BoundAttention
 from attnspan.parallel.eager import eagerly
 from attnspan.parallel.soft_cap import soft_cap
 from attnspan.transports.group import Group
 
 Side = Literal["only", "encoder", "decoder", "cross"]
-Sides = dict[Side, tuple[Shards, tuple[Mask, ...]]]
-"""The shards of each sequence of a batch, and what its documents and padding hide."""
 
 Output = Any
 """What a model returned: a ModelOutput, a tuple, or a tensor."""
@@ -97,21 +96,8 @@ Output = Any
 T = TypeVar("T")
 
 
-class LayerAttention(Protocol):
-    """The attention of one kind of layer in a batch, called with shards (B, H, S, D)."""
-
-    @property
-    def attend(self) -> Attention:
-        """What runs, and counts its uses."""
-        ...
-
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, *, sinks: Tensor | None = None) -> Tensor:
-        """The output for this rank's queries (B, H, S, Dv)."""
-        ...
-
-
 class LayerKind(NamedTuple):
-    """Layers of one kind share an attention."""
+    """Layers of one kind share an attention. `side` is the sequence that they are of."""
 
     side: Side
     pattern: Pattern
@@ -120,19 +106,17 @@ class LayerKind(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Pass:
+class ForwardPass:
     """One forward pass: the sessions of its batch, an attention for every kind of layer, and labels for the loss."""
 
     session: ContextParallel  # of what is returned: the only sequence, or the decoder's
     encoder: ContextParallel | None
-    attentions: list[LayerAttention]
+    attentions: list[BoundAttention]
     calls: Counter[int]  # how often each session had attended before
     labels: Tensor | None = None
     count: Count = None
     last: int | Tensor = 0  # the largest position
-    within: WeakSet[object] = field(
-        default_factory=WeakSet
-    )  # checkpointed regions that run again, with this call in them
+    within: WeakSet[object] = field(default_factory=WeakSet)  # regions that run again, with this call in them
 
 
 def enable(
@@ -165,23 +149,27 @@ class Enabled:
         """What the model returns: this rank's tokens, or all."""
         self.model, self.over = model, over
         self._called = called
-        self._sides = {layer.name: _side(model, layer) for layer in self.layers}
-        self.kinds = list(dict.fromkeys(self._kind(layer) for layer in self.layers))
-        sides = dict.fromkeys(side for side in self._sides.values() if side != "cross")
+        self._encoder_modules = _encoder_modules(model)
+        kinds = [self._kind(layer) for layer in self.layers]
+        self.kinds = list(dict.fromkeys(kinds))
+        sides = dict.fromkeys(kind.side for kind in kinds if kind.side != "cross")
         if len(sides) > 1 and isinstance(cp, ContextParallel) and cp.masks != {"": Full()}:
             raise ModelError(
                 "cp must be a mesh or a group for an encoder-decoder, whose sequences have masks of their own"
             )
-        self._factories: dict[Side, SessionFactory] = {side: SessionFactory(cp, self._patterns(side)) for side in sides}
+        self._factories: dict[Side, SessionFactory] = {
+            side: SessionFactory(cp, Counter(kind.pattern for kind in kinds if kind.side == side)) for side in sides
+        }
         self.transport = next(iter(self._factories.values())).transport
-        self._loss = kind_of(model)
+        self._loss = label_kind(model)
         self._adds_to_loss = adds_to_loss(called, model)
         self._takes = inspect.signature(type(model).forward).parameters
+        self._takes_more = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in self._takes.values())
         self._calling = [name for name in inspect.signature(type(called).forward).parameters if name != "self"]
-        self._first: WeakKeyDictionary[object, Pass] = WeakKeyDictionary()  # of each checkpointed region
+        self._first: WeakKeyDictionary[object, ForwardPass] = WeakKeyDictionary()  # of each checkpointed region
         self._returned: Any = WeakTensorKeyDictionary()  # the pass that a tensor came out of
-        self._pass: Pass | None = None  # the one that is running
-        self._last: Pass | None = None
+        self._pass: ForwardPass | None = None  # the one that is running
+        self._last: ForwardPass | None = None
         self.passes, self._calls = 0, 0
         self._compared = self.transport.ranks == 1  # with other ranks' weights: when they are first used
         self.live, self._lock = False, RLock()
@@ -190,20 +178,20 @@ class Enabled:
     # ---- beginning and ending ------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        hooks = position_hooks(self.model, self._takes, self._pass_here, _encoder_modules(self.model))
+        hooks = position_hooks(self.model, self._takes, self._current_pass, self._encoder_modules)
         register()
         own_config(self.model)
         self._bind()
         self._hooks = [
             self._called.register_forward_pre_hook(self._on_call, with_kwargs=True),
             self._called.register_forward_hook(self._on_return, with_kwargs=True),
-            *(hook for each in hooks for hook in each.hooks()),
+            *(hook for each in hooks for hook in each.register()),
         ]
         self.model.generate = _no_generation  # type: ignore[assignment]
         self.live = True
 
     def _bind(self) -> None:
-        self._before = implementations(self.model)
+        self._before = [(config, config._attn_implementation) for config in configs_of(self.model)]
         self.model.set_attn_implementation(NAME)
         for layer in self.layers:
             setattr(layer.module, BINDING, LayerBinding(layer, self.kinds.index(self._kind(layer)), self))
@@ -224,9 +212,7 @@ class Enabled:
         vars(self.model).pop("generate", None)
         self.live, self._last = False, None
         for region in list(self._first):
-            again = checkpoint_regions.rerun_of(region)
-            if again is not None:
-                setattr(region, again, functools.partial(self._run_again, getattr(region, again)))
+            checkpoint_regions.rerun_through(region, self._run_again)
 
     def _run_again(self, run: Callable[..., Any], *args: object, **kwargs: object) -> Any:
         """A region that first ran enabled does so again."""
@@ -267,7 +253,7 @@ class Enabled:
         """The session of the latest batch; of an encoder-decoder, the decoder's."""
         return self._latest().session
 
-    def _latest(self) -> Pass:
+    def _latest(self) -> ForwardPass:
         if self._last is None:
             raise ModelError("there is no batch: call the model first")
         return self._last
@@ -302,7 +288,7 @@ class Enabled:
             return of.session.unshard(output, dim=1)
         return type(output)(**{name: self._unsharded(of, name, value) for name, value in output.items()})
 
-    def _unsharded(self, latest: Pass, name: str, value: T) -> T:
+    def _unsharded(self, latest: ForwardPass, name: str, value: T) -> T:
         session = latest.encoder if name.startswith("encoder_") and latest.encoder is not None else latest.session
         if name.removeprefix("encoder_").removeprefix("decoder_") not in (
             "logits",
@@ -334,8 +320,8 @@ class Enabled:
         assert entered is not None, "set when the call began"
         return leave(self, entered, output)
 
-    def _enter(self, model: nn.Module, args: tuple[Any, ...], kwargs: Entries) -> tuple[Pass, Entries]:
-        given = self._named(args, kwargs)
+    def _enter(self, model: nn.Module, args: tuple[Any, ...], kwargs: Entries) -> tuple[ForwardPass, Entries]:
+        given = dict(zip(self._calling, args, strict=False)) | kwargs
         check_call(self.model, given)
         if self._adds_to_loss is not None and given.get("labels") is not None:
             raise ModelError(
@@ -348,7 +334,7 @@ class Enabled:
                     raise ModelError(no_dropout(layer))
         count = given.pop("num_items_in_batch", None)
         if self.model.config.is_encoder_decoder:
-            given, sides, labels = self._two(given)
+            given, sides = self._encoder_decoder(given)
             last: int | Tensor = 0  # rotary embeddings by length are refused there
         else:
             labels = labels_of(given, self._loss, type(self.model).__name__)
@@ -360,10 +346,10 @@ class Enabled:
                     "attention_mask"
                 )
             shards, last = self._shards("only", sequence, labels), sequence.last
-            given, sides, labels = shards.entries, {"only": (shards, ())}, shards.labels
+            given, sides = shards.entries, {"only": shards}
         given["use_cache"] = False
-        session = sides["only" if "only" in sides else "decoder"][0].session
-        encoder = sides["encoder"][0].session if "encoder" in sides else None
+        own = sides["only" if "only" in sides else "decoder"]
+        encoder = sides["encoder"].session if "encoder" in sides else None
         attentions = [self._attention(kind, sides) for kind in self.kinds]
         if not self._compared:
             check_same_weights(self.model, self.transport)
@@ -371,11 +357,11 @@ class Enabled:
         again = WeakSet(
             region.name for region in checkpoint_regions.regions() if region.again and region.name is not None
         )
-        entered = Pass(session, encoder, attentions, _counted(attentions), labels, count, last, again)
+        entered = ForwardPass(own.session, encoder, attentions, _counted(attentions), own.labels, count, last, again)
         return entered, {name: value for name, value in given.items() if self._is_taken(name)}
 
-    def _two(self, given: Entries) -> tuple[Entries, Sides, Tensor | None]:
-        """The encoder's and the decoder's sequence of a batch."""
+    def _encoder_decoder(self, given: Entries) -> tuple[Entries, dict[Side, Shards]]:
+        """The encoder's and the decoder's sequence of a batch: the entries of both, and the shards of each."""
         whole = given.get("labels")
         if given.get("decoder_input_ids") is None and given.get("decoder_inputs_embeds") is None:
             moved = getattr(self.model, "prepare_decoder_input_ids_from_labels", None)
@@ -383,17 +369,16 @@ class Enabled:
                 raise ModelError("decoder_input_ids must be given, or labels to make them from")
             given["decoder_input_ids"] = moved(labels=whole)
         labels = labels_of(given, self._loss, type(self.model).__name__)
-        theirs, ours = (sequence_of(part) for part in parted(given))
+        theirs, ours = (sequence_of(part) for part in split_decoder(given))
         if any(isinstance(mask, Documents) for mask in (*theirs.hidden, *ours.hidden)):
             raise ModelError(
                 "documents in the sequences of an encoder-decoder are not served: give each a row of its own"
             )
         encoder, decoder = self._shards("encoder", theirs, None), self._shards("decoder", ours, labels)
         entries = encoder.entries | {f"decoder_{name}": value for name, value in decoder.entries.items()}
-        sides: Sides = {"encoder": (encoder, theirs.hidden), "decoder": (decoder, ours.hidden)}
-        return entries, sides, decoder.labels
+        return entries, {"encoder": encoder, "decoder": decoder}
 
-    def _leave(self, latest: Pass, output: Output) -> Output:
+    def _leave(self, latest: ForwardPass, output: Output) -> Output:
         if not latest.within:  # a repeated call was counted when it first ran
             self._count(latest)
         for _, each in tensors_of(output):
@@ -406,7 +391,7 @@ class Enabled:
             output = type(output)(loss=loss, **output) if named else (loss, *output)
         return self.unshard(output) if self.outputs == "whole" else output
 
-    def _count(self, latest: Pass) -> None:
+    def _count(self, latest: ForwardPass) -> None:
         """Every layer has attended, once."""
         ran = sum((_counted(latest.attentions) - latest.calls).values())
         self.passes, self._calls = self.passes + 1, self._calls + ran
@@ -421,46 +406,39 @@ class Enabled:
                 "this pass; the others were left out, or computed it in another way, on this rank's tokens alone"
             )
 
-    def _named(self, args: tuple[Any, ...], kwargs: Entries) -> Entries:
-        """The arguments of a call, by name."""
-        return dict(zip(self._calling, args, strict=False)) | dict(kwargs)
-
     def _is_taken(self, name: str) -> bool:
         """Whether forward takes an argument; positions only by name, others as more arguments too."""
-        more = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in self._takes.values())
-        return name in self._takes or (more and not name.endswith("position_ids"))
+        return name in self._takes or (self._takes_more and not name.endswith("position_ids"))
 
     # ---- sessions ------------------------------------------------------------------------------------------------
 
     def _shards(self, side: Side, sequence: SequenceInputs, labels: Tensor | None) -> Shards:
         return shards_of(sequence, self._factories[side].session(sequence), labels)
 
-    def _patterns(self, side: Side) -> Counter[Pattern]:
-        """How many layers of a side have each pattern."""
-        return Counter(kind.pattern for kind in map(self._kind, self.layers) if kind.side == side)
-
     def _kind(self, layer: AttentionLayer) -> LayerKind:
-        side = self._sides[layer.name]
+        side: Side = "only"
+        if self.model.config.is_encoder_decoder:
+            side = "cross" if layer.cross else "encoder" if layer.module in self._encoder_modules else "decoder"
         pattern = Pattern(False, None) if side == "cross" else Pattern.of(layer)
         return LayerKind(side, pattern, layer.scale, layer.softcap)
 
-    def _attention(self, kind: LayerKind, sides: Sides) -> LayerAttention:
+    def _attention(self, kind: LayerKind, sides: dict[Side, Shards]) -> BoundAttention:
         """The attention of a kind of layer in a batch: called with shards."""
         if kind.side == "cross":
-            (keys, hidden), session = sides["encoder"], sides["decoder"][0].session
-            mask = functools.reduce(lambda one, other: one & other, hidden) if hidden else Full()
+            keys, session = sides["encoder"], sides["decoder"].session
+            mask = functools.reduce(operator.and_, keys.hidden) if keys.hidden else Full()
             return session.cross(keys.session, mask, scale=kind.scale)
-        session, name = sides[kind.side][0].session, self._factories[kind.side].name(kind.pattern)
+        session, name = sides[kind.side].session, self._factories[kind.side].name(kind.pattern)
         score_mod = None if kind.softcap is None else soft_cap(kind.softcap)
         return session.attention_for(name, scale=kind.scale, score_mod=score_mod)
 
     # ---- what a layer asks ---------------------------------------------------------------------------------------
 
-    def attention_for(self, kind: int) -> LayerAttention:
+    def attention_for(self, kind: int) -> BoundAttention:
         """The attention of a kind of layer, in the pass that it runs in. See [Note: the pass of a region]."""
-        return self._pass_here().attentions[kind]
+        return self._current_pass().attentions[kind]
 
-    def _pass_here(self) -> Pass:
+    def _current_pass(self) -> ForwardPass:
         found = self._pass
         if torch.compiler.is_compiling():
             return found  # type: ignore[return-value]
@@ -486,18 +464,10 @@ def _adapted(model: nn.Module) -> PreTrainedModel:
     return cast(PreTrainedModel, model) if inner is None else inner()  # which is checked next
 
 
-def _counted(attentions: Iterable[LayerAttention]) -> Counter[int]:
+def _counted(attentions: Iterable[BoundAttention]) -> Counter[int]:
     """How often attention ran, by what counts it."""
     calls = [each.attend.call.uses for each in attentions]
     return Counter({id(uses): uses.forward.total() for uses in calls})
-
-
-def _side(model: PreTrainedModel, layer: AttentionLayer) -> Side:
-    if not model.config.is_encoder_decoder:
-        return "only"
-    if layer.cross:
-        return "cross"
-    return "encoder" if layer.module in _encoder_modules(model) else "decoder"
 
 
 def _encoder_modules(model: PreTrainedModel) -> set[nn.Module]:

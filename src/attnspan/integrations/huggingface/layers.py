@@ -44,7 +44,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from attnspan.errors import ModelError
 
 INTERFACE = "ALL_ATTENTION_FUNCTIONS"
-"""What modeling files of transformers call the functions that compute attention."""
+"""The name, in the modeling files of transformers, of the table of attention functions."""
 
 SERVED = {"scaling", "dropout", "is_causal", "sliding_window", "softcap", "s_aux"}
 """Arguments that describe the attention of a layer."""
@@ -106,7 +106,7 @@ class AttentionLayer:
 def attention_layers(model: PreTrainedModel) -> list[AttentionLayer]:
     """The attention layers of a transformers model, in the order of its modules; refuses a model that has others."""
     if not isinstance(model, nn.Module) or not isinstance(getattr(model, "config", None), PreTrainedConfig):
-        raise ModelError(f"model must be a model of transformers, with a config, got {type(model).__name__}")
+        raise ModelError(f"model must be a transformers model, with a config, got {type(model).__name__}")
     _check_types(model)
     layers = [_layer(model, name, module) for name, module in model.named_modules() if calls_of(module)]
     _check_mixers(model, layers)
@@ -117,8 +117,25 @@ def attention_layers(model: PreTrainedModel) -> list[AttentionLayer]:
     return layers
 
 
+def decoder_layers(layers: list[AttentionLayer], user: str) -> list[AttentionLayer]:
+    """The layers by their index in a cache; ModelError unless they are a decoder's: `user` serves no others."""
+    for layer in layers:
+        for wrong, what in (
+            (layer.cross, "cross-attention"),
+            (not layer.causal, "attention that looks ahead"),
+            (layer.index is None, "no index, and so no place in a cache"),
+        ):
+            if wrong:
+                raise ModelError(f"{layer.name} has {what}; {user} serves decoder-only models")
+    by_index = {layer.index: layer for layer in layers}
+    if set(by_index) != set(range(len(layers))):
+        indices = [layer.index for layer in layers]
+        raise ModelError(f"layers must be numbered 0 to {len(layers) - 1}, each once, got {indices}")
+    return [by_index[index] for index in range(len(layers))]
+
+
 def _layer(model: PreTrainedModel, name: str, module: nn.Module) -> AttentionLayer:
-    asked = _asked(name, module)
+    asked = _arguments(name, module)
     unknown = [each for each in asked if each not in SERVED | IGNORED]
     if unknown:
         refuse(name, module, WORDS.get(unknown[0], f"{unknown[0]!r}, an argument that is not known here"))
@@ -152,7 +169,6 @@ def _layer(model: PreTrainedModel, name: str, module: nn.Module) -> AttentionLay
 
 
 def refuse(name: str, module: nn.Module, feature: str) -> NoReturn:
-    """Refuse a layer for a feature."""
     raise ModelError(f"{name} ({type(module).__name__}) has {feature}, which is not served")
 
 
@@ -246,11 +262,11 @@ def _is_innermost(module: nn.Module) -> bool:
 
 
 class _Unclear(Exception):
-    """An expression that cannot be worked out from a module."""
+    """An expression that cannot be evaluated for a module."""
 
 
-def _asked(name: str, module: nn.Module) -> dict[str, Any]:
-    """The arguments of a layer's call, worked out. See [Note: what a layer asks for]."""
+def _arguments(name: str, module: nn.Module) -> dict[str, Any]:
+    """The arguments of a layer's call, evaluated. See [Note: what a layer asks for]."""
     found: dict[str, Any] = {}
     for call in calls_of(module):
         for argument, expression in call.items():
@@ -377,7 +393,7 @@ def _evaluate(node: ast.expr, module: nn.Module) -> Any:
             return OPERATORS[type(op)](value(node.left), value(other))
         case ast.Call(keywords=[]) if ast.unparse(node.func) in FUNCTIONS:
             return FUNCTIONS[ast.unparse(node.func)](*(value(each) for each in node.args))
-    raise _Unclear(f"{ast.unparse(node)} cannot be worked out from the module")
+    raise _Unclear(f"{ast.unparse(node)} cannot be evaluated for the module")
 
 
 def _read(holder: object, name: str) -> Any:

@@ -40,7 +40,7 @@ Count = int | Tensor | None
 BY_FUNCTION: dict[object, LabelKind] = {ForCausalLMLoss: "next", ForMaskedLMLoss: "own", ForTokenClassification: "own"}
 
 
-def kind_of(model: nn.Module) -> LabelKind | None:
+def label_kind(model: nn.Module) -> LabelKind | None:
     """The kind of a model's loss; None if it is not supported."""
     forward = inspect.unwrap(type(model).forward)
     try:
@@ -55,10 +55,10 @@ def kind_of(model: nn.Module) -> LabelKind | None:
     return None
 
 
-def aligned(labels: Tensor, kind: LabelKind) -> Tensor:
+def align_labels(labels: Tensor, kind: LabelKind) -> Tensor:
     """Whole labels, (B, S), each at the token whose logits predict it.
 
-    >>> aligned(torch.tensor([[5, 6, 7]]), "next")
+    >>> align_labels(torch.tensor([[5, 6, 7]]), "next")
     tensor([[   6,    7, -100]])
     """
     return labels if kind == "own" else F.pad(labels[:, 1:], (0, 1), value=IGNORED)

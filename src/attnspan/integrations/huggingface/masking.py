@@ -71,7 +71,7 @@ class Pattern(NamedTuple):
         return ("causal" if self.causal else "both ways") + ("" if self.window is None else f", window {self.window}")
 
 
-def asked_mask(
+def requested_pattern(
     batch_size: int,
     q_length: int,
     kv_length: int,

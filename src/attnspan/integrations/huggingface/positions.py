@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 from attnspan.errors import ModelError
 
 if TYPE_CHECKING:
-    from attnspan.integrations.huggingface.enabling import Pass
+    from attnspan.integrations.huggingface.enabling import ForwardPass
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Before = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Arguments]
@@ -48,7 +48,7 @@ def counts_by_itself(module: nn.Module) -> bool:
     return isinstance(module, nn.Embedding) and wanted <= set(inspect.signature(type(module).forward).parameters)
 
 
-def goes_by_length(module: nn.Module) -> bool:
+def depends_on_length(module: nn.Module) -> bool:
     """Whether a module is a rotary embedding that depends on the last position."""
     found = getattr(module, "rope_type", None)  # one for all layers, or one for each type of layer
     kinds = found.values() if isinstance(found, dict) else [found]
@@ -63,21 +63,21 @@ class PositionHook:
     before: Before
     after: After | None = None
 
-    def hooks(self) -> list[RemovableHandle]:
+    def register(self) -> list[RemovableHandle]:
         """Give it positions from here on."""
         before = self.module.register_forward_pre_hook(self.before, with_kwargs=True)
         return [before] if self.after is None else [before, self.module.register_forward_hook(self.after)]
 
 
 def position_hooks(
-    model: PreTrainedModel, takes: Container[str], here: Callable[[], Pass], encoder: set[nn.Module]
+    model: PreTrainedModel, takes: Container[str], here: Callable[[], ForwardPass], encoder: set[nn.Module]
 ) -> list[PositionHook]:
     """The hooks that give a model's modules the positions of the pass that is `here`; `takes` are forward's arguments.
 
     A model that counts, and takes no positions, is refused. `encoder` are the modules of the first of two sequences.
     """
     counting = [module for module in model.modules() if counts_by_itself(module)]
-    hooks = [PositionHook(each, _with_last(here), _without_last) for each in model.modules() if goes_by_length(each)]
+    hooks = [PositionHook(each, _with_last(here), _without_last) for each in model.modules() if depends_on_length(each)]
     for name in ("position_ids", "decoder_position_ids") if encoder else ("position_ids",):
         if name in takes:
             continue
@@ -91,7 +91,7 @@ def position_hooks(
     return hooks
 
 
-def _own(here: Callable[[], Pass], encoder: bool) -> Before:
+def _own(here: Callable[[], ForwardPass], encoder: bool) -> Before:
     """Gives an embedding the positions of a rank's tokens."""
 
     def before(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, object]) -> Arguments:
@@ -102,7 +102,7 @@ def _own(here: Callable[[], Pass], encoder: bool) -> Before:
     return before
 
 
-def _with_last(here: Callable[[], Pass]) -> Before:
+def _with_last(here: Callable[[], ForwardPass]) -> Before:
     """Gives a rotary embedding, called with (x, position_ids), one token more. See [Note: the last position]."""
 
     def before(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, object]) -> Arguments:

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from attnspan.errors import ModelError
-from attnspan.integrations.huggingface.attention import check_asked
+from attnspan.integrations.huggingface.attention import check_arguments
 from attnspan.integrations.huggingface.layers import AttentionLayer
-from attnspan.integrations.huggingface.masking import asked_mask
-from attnspan.integrations.huggingface.serving import called_meanwhile, probed_once
+from attnspan.integrations.huggingface.masking import requested_pattern
+from attnspan.integrations.huggingface.serving import called_while_served, probed_once
 
 NAME = "attnspan_probe"
 
@@ -40,17 +40,17 @@ _PROBE: ContextVar[Probe | None] = ContextVar("the probe under way", default=Non
 
 
 def probe_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: object = None, **asked: object
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: object = None, **arguments: object
 ) -> tuple[Tensor, None]:
     """The attention function: compares, and returns zeros (B, S, H, Dv)."""
     probe = _PROBE.get()
     if probe is None:
-        raise called_meanwhile(module)
+        raise called_while_served(module)
     layer, window = probe.layers[module], getattr(attention_mask, "window", None)
     if layer.window is None and window is not None:
         probe.layers[module] = layer = replace(layer, window=window)
-        asked["sliding_window"] = window
-    check_asked(layer, attention_mask, asked | {"s_aux": asked.get("s_aux") is not None})
+        arguments["sliding_window"] = window
+    check_arguments(layer, attention_mask, arguments | {"s_aux": arguments.get("s_aux") is not None})
     probe.calls[module] += 1
     batch, heads, length, _ = query.shape
     return value.new_zeros(batch, length, heads, value.shape[-1]), None
@@ -59,7 +59,7 @@ def probe_attention(
 def probe_model(model: PreTrainedModel, layers: list[AttentionLayer]) -> list[AttentionLayer]:
     """The layers with the windows of their masks; ModelError for a model that asks for more, or less, than they do."""
     AttentionInterface.register(NAME, probe_attention)
-    AttentionMaskInterface.register(NAME, asked_mask)
+    AttentionMaskInterface.register(NAME, requested_pattern)
     windows = probed_once(model, layers, NAME, lambda: _windows(Probe(layers), model))
     return [replace(layer, window=window) for layer, window in zip(layers, windows, strict=True)]
 

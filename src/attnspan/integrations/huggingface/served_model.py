@@ -17,7 +17,7 @@ from attnspan.errors import EngineError
 from attnspan.integrations.huggingface.adapters import adapters_in_use
 from attnspan.integrations.huggingface.layers import AttentionLayer
 from attnspan.integrations.huggingface.probe import probe_model
-from attnspan.integrations.huggingface.serving import WHILE_SERVED, attending, served, served_layers
+from attnspan.integrations.huggingface.serving import WHILE_SERVED, call_with_attention, served, served_layers
 
 UNUSED = {
     "repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "suppress_tokens": None, "begin_suppress_tokens": None,
@@ -50,7 +50,7 @@ class TransformersModel:
         warn_of_unused(model, stacklevel + 1)
 
     def info(self) -> ModelInfo:
-        """As when the engine was made, except for layers that are others by now."""
+        """As when the engine was made, except for layers that have changed."""
         layers = served_layers(self.model)
         if [str(layer) for layer in layers] == self._described:
             return self._info
@@ -59,7 +59,7 @@ class TransformersModel:
     def step(self, batch: PackedBatch, attention: StepAttention) -> Tensor:
         """Call the model on one packed row; it is served for as long as that takes."""
         with served(self.model, self):
-            return attending(attention, partial(self._logits, batch))
+            return call_with_attention(attention, partial(self._logits, batch))
 
     def _logits(self, batch: PackedBatch) -> Tensor:
         out = self.model(
@@ -80,7 +80,7 @@ class TransformersModel:
         check_evaluates(self.model)
         dtype, found = self._info.dtype, next(self.model.parameters()).dtype
         if found != dtype:
-            raise EngineError(f"model is {found} by now, and its pages are {dtype}; make a new engine")
+            raise EngineError(f"model is {found}, and its pages are {dtype}; make a new engine")
 
 
 def layer_specs(layers: Iterable[AttentionLayer]) -> tuple[LayerSpec, ...]:
@@ -113,7 +113,7 @@ def warn_of_unused(model: nn.Module, stacklevel: int) -> None:
     unused = [f"{name}={value}" for name, value in found.items() if value not in (None, UNUSED[name])]
     if unused:
         warnings.warn(
-            f"an engine does not do what generation_config asks for by {', '.join(unused)}; tokens will differ from "
+            f"an engine ignores these options of generation_config: {', '.join(unused)}; tokens will differ from "
             "those of model.generate()",
             stacklevel=stacklevel + 1,
         )

@@ -1,9 +1,9 @@
 """Attention over pages for a transformers model, for as long as one call of it takes.
 
 A model asks for attention by name. While it is served the name is `attnspan_paged`, a function registered with
-transformers' own AttentionInterface, and the attention of the step is a context variable (`attending`), since not every
-model passes arguments down to its layers. Threads that serve one model over different pages do not meet. Afterwards the
-model has its own name back.
+transformers' own AttentionInterface (`paged_attention`). The attention of the step is a context variable
+(`call_with_attention`), since not every model passes arguments down to its layers. Threads that serve one model over
+different pages do not meet. Afterwards the model has its own name back.
 
 [Note: several engines] Several engines may serve one model at once, as virtual ranks do. The first to come sets the
 name, the last to leave restores it. The name is written to the configs that layers read it from: calling
@@ -23,14 +23,14 @@ from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
 
 from attnspan.engine.model import StepAttention
 from attnspan.errors import EngineError, ModelError
 from attnspan.integrations.huggingface.adapters import check_adapters
-from attnspan.integrations.huggingface.attention import is_bound
+from attnspan.integrations.huggingface.attention import configs_of, is_bound
 from attnspan.integrations.huggingface.checking import check_positions
-from attnspan.integrations.huggingface.layers import AttentionLayer, attention_layers
+from attnspan.integrations.huggingface.layers import AttentionLayer, attention_layers, decoder_layers
 
 NAME = "attnspan_paged"
 
@@ -42,14 +42,14 @@ T = TypeVar("T")
 _ATTENTION: ContextVar[StepAttention | None] = ContextVar("attention of the model call under way", default=None)
 
 
-def attending(attention: StepAttention, call: Callable[[], T]) -> T:
+def call_with_attention(attention: StepAttention, call: Callable[[], T]) -> T:
     """Call a model whose layers attend by this: in a context of its own, so that no interrupt can leave it set."""
     context = copy_context()
     context.run(_ATTENTION.set, attention)
     return context.run(call)
 
 
-def paged(
+def paged_attention(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -62,7 +62,7 @@ def paged(
     """The attention function; what `checked` may hold was read from the layers, and probed, when the model came."""
     attention = _ATTENTION.get()
     if attention is None:
-        raise called_meanwhile(module)
+        raise called_while_served(module)
     if attention_mask is not None:
         raise ModelError(f"layer {module.layer_idx} is given a mask by its model, and an engine knows of none")
     query, key, value = (each[0].transpose(0, 1) for each in (query, key, value))
@@ -70,7 +70,7 @@ def paged(
     return out.unsqueeze(0), None
 
 
-def called_meanwhile(module: nn.Module) -> EngineError:
+def called_while_served(module: nn.Module) -> EngineError:
     """The refusal of a call from elsewhere while a model is served or probed."""
     return EngineError(
         f"{type(module).__name__} was called while an engine serves its model; call the model when the engine's step "
@@ -86,22 +86,11 @@ def served_layers(model: PreTrainedModel) -> list[AttentionLayer]:
     check_adapters(model)
     check_positions(model)
     _check_compiled(model, layers)
-    for layer in layers:
-        for wrong, what in (
-            (layer.cross, "cross-attention"),
-            (not layer.causal, "attention that looks ahead"),
-            (layer.index is None, "no index, and so no place in a cache"),
-        ):
-            if wrong:
-                raise ModelError(f"{layer.name} has {what}, and an engine serves decoder-only models")
-    by_index = {layer.index: layer for layer in layers if layer.index is not None}
-    if len(layers) != len(by_index) or sorted(by_index) != list(range(len(layers))):
-        indices = [layer.index for layer in layers]
-        raise ModelError(f"layers must be numbered 0 to {len(layers) - 1}, each once, got {indices}")
+    layers = decoder_layers(layers, "an engine")
     if not callable(getattr(model, "set_attn_implementation", None)) or model.get_output_embeddings() is None:
         raise ModelError(f"model must have a head for the next token, got {type(model).__name__}")
-    AttentionInterface.register(NAME, paged)
-    return [by_index[index] for index in range(len(layers))]
+    AttentionInterface.register(NAME, paged_attention)
+    return layers
 
 
 def _check_compiled(model: nn.Module, layers: list[AttentionLayer]) -> None:
@@ -126,10 +115,8 @@ class _Serving:
     """The engines that serve a model, the names that its configs had before, and what probing it found."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        all_configs = (getattr(module, "config", None) for module in model.modules())
-        found = {id(config): config for config in all_configs if config is not None}
         self.config = model.config  # if it has another, all are looked for again
-        self.configs: list[PreTrainedConfig] = list(found.values())  # one, for nearly every model
+        self.configs = configs_of(model)  # one, for nearly every model
         self.names: list[str] | None = None  # None while no engine serves it
         self.owners: set[int] = set()
         self.probed: list[str] = []
@@ -183,7 +170,7 @@ def _found(model: PreTrainedModel) -> _Serving:
 
 @contextmanager
 def served(model: PreTrainedModel, owner: object = None) -> Iterator[None]:
-    """Inside, the model's attention is `paged`, for one owner at least. See [Note: several engines]."""
+    """Inside, the model's attention is `paged_attention`, for one owner at least. See [Note: several engines]."""
     serving = _serving(model)
     try:
         with serving.lock: serving.begin(NAME, id(owner))  # fmt: skip  # noqa: E701

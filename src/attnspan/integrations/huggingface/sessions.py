@@ -36,7 +36,6 @@ class SessionFactory:
         self._first: ContextParallel | None = None
 
     def session(self, sequence: SequenceInputs) -> ContextParallel:
-        """The session of a sequence."""
         masks = {str(pattern): self._mask(pattern, sequence) for pattern in self.patterns}
         mask = masks if len(masks) > 1 else next(iter(masks.values()))
         if self._first is None:
@@ -60,10 +59,11 @@ class SessionFactory:
             return ContextParallel(self.group, seq_len=seq_len, mask=mask, weights=weights)
         if weights is None:
             return self.given.with_mask(mask, seq_len=seq_len)
-        layout, strategy, kernel = (getattr(self.given.options, name) for name in ("layout", "strategy", "kernel"))
+        options = self.given.options
         return ContextParallel(
-            self.group, seq_len=seq_len, mask=mask, layout=layout, strategy=strategy, kernel=kernel, weights=weights
-        )
+            self.group, seq_len=seq_len, mask=mask, weights=weights,
+            layout=options.layout, strategy=options.strategy, kernel=options.kernel,
+        )  # fmt: skip
 
     def _mask(self, pattern: Pattern, sequence: SequenceInputs) -> Mask:
         """What layers of a pattern see of a sequence. See [Note: the mask of a session]."""

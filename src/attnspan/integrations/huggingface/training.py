@@ -99,7 +99,6 @@ class Axis:
     ranks: int
 
     def size(self) -> int:
-        """How many ranks are along it."""
         return self.ranks
 
 

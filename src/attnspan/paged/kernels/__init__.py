@@ -36,7 +36,6 @@ class PagedKernel(Protocol):
         self, spec: Scoring, metadata: PagedMetadata, q: Tensor, keys: Pages, values: Pages
     ) -> tuple[Tensor, Tensor]:
         """(out, lse)."""
-        ...
 
 
 KERNELS: dict[str, PagedKernel] = {kernel.name: kernel for kernel in (decode, gather, flex, reference)}
@@ -54,7 +53,7 @@ def choose(name: str, spec: Scoring, metadata: PagedMetadata, q: Tensor, keys: P
     reasons = []
     for kernel in KERNELS.values():
         reason = kernel.supports(spec, metadata, q, keys, values)
-        if reason is None and not (kernel is decode and decode.is_outrun(metadata, q)):
+        if reason is None and not (kernel is decode and decode.dense_is_faster(metadata, q)):
             return kernel
         reasons.append(reason or "")
     raise KernelError(f"no kernel can attend over these pages: {'; '.join(filter(None, reasons))}")

@@ -20,11 +20,12 @@ full leaves the device idle: a row that is alone is split into as many parts as 
 length, and those of a captured step will, so where there are several, each is split into more and shorter parts, which
 are whole waves still.
 
-[Note: early] `join` is launched when the last programs of `walk` have begun, and waits on the device until they have
-ended, so that its launch is hidden: on devices of compute capability 9.0 or more.
+[Note: PDL] Programmatic dependent launch: `combine` is launched when the last programs of `attend_split` have begun,
+and waits on the device until they have ended, so that its launch is hidden. It needs compute capability 9.0.
 
-[Note: few variants] A kernel is compiled for each of its constants, which takes a second. So `walk` announces what
-comes early whether or not there will be a `join`, which costs nothing, and `join` is there for 16 parts and for 64.
+[Note: few variants] A kernel is compiled for each of its constants, which takes a second. So `attend_split`
+announces a dependent launch whether or not there will be a `combine`, which costs nothing, and `combine` is there for
+16 parts and for 64.
 
 [Note: capture] Which keys a program reads is decided by numbers on the device. A captured graph therefore serves later
 steps, of other lengths, with the splits it was captured with; they are chosen for the longest sequence that the
@@ -62,20 +63,20 @@ DENSE = {2: 1 << 36, 4: 1 << 31}
 on an H200. In bf16 a row of 4096 new tokens takes as long either way (32 heads, dim 128), and 512 a quarter of the
 time here: to gather is some 0.3 ms of launches for each row."""
 
-FEW = 16
+FEW_TOKENS = 16
 """New tokens of a row up to which keys are read and hardly computed with, so that a copy of them never pays."""
 
 MOST_ROWS = 64
 """Queries x heads of a group that one program holds at most."""
 
 FEWEST_KEYS = 256
-"""A split shorter than this costs more to start and to join than it saves."""
+"""A split shorter than this costs more to start and to combine than it saves."""
 
 MOST_SPLITS = 64
 """Parts that one row is joined from at most."""
 
-JOINED = 32
-"""Numbers of a head that one program joins: more programs, each of which waits for less."""
+COMBINED = 32
+"""Numbers of a head that one program combines: more programs, each of which waits for less."""
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -116,10 +117,10 @@ def supports(spec: Scoring, metadata: PagedMetadata, q: Tensor, keys: Pages, val
     return None
 
 
-def is_outrun(metadata: PagedMetadata, q: Tensor) -> bool:
+def dense_is_faster(metadata: PagedMetadata, q: Tensor) -> bool:
     """Whether `auto` leaves this step to kernels that want keys side by side: on average, rows are long prompts."""
     rows = len(metadata.queries)
-    if q.shape[0] <= FEW * rows:
+    if q.shape[0] <= FEW_TOKENS * rows:
         return False
     keys = [end - begin for begin, end in metadata.spans]
     pairs = sum(n * seen for n, seen in zip(metadata.queries, keys, strict=True))
@@ -131,8 +132,8 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """out (T, H, Dv) in q's dtype, or float32 where it is merged, and lse (T, H) in float32."""
     stored = isinstance(keys, Quantised)
-    keys, key_scales = _parts(keys)
-    values, value_scales = _parts(values)
+    keys, key_scales = _codes_and_scales(keys)
+    values, value_scales = _codes_and_scales(values)
     tokens, heads, dim = q.shape
     dtype = torch.float32 if metadata.merged else q.dtype
     out, lse = q.new_empty(tokens, heads, values.shape[3], dtype=dtype), q.new_empty(tokens, heads, dtype=torch.float32)
@@ -141,7 +142,7 @@ def forward(
     tuning = tuning or _tuning(q, values.shape[3])
     group = heads // keys.shape[2]
     most = metadata.once("most", lambda: max(metadata.queries))
-    rows = min(MOST_ROWS, max(16, _power(group * most)))
+    rows = min(MOST_ROWS, max(16, _next_power_of_2(group * most)))
     per_tile = rows // group
     tiles = -(-most // per_tile)
     splits = _splits(metadata, keys.shape[2] * len(metadata.queries) * tiles, q.device, tuning)
@@ -150,34 +151,34 @@ def forward(
         part_out = q.new_empty(splits, *out.shape, dtype=torch.float32)
         part_lse = q.new_empty(splits, *lse.shape, dtype=torch.float32)
     spread = metadata.spread
-    early = q.is_cuda and torch.version.cuda is not None and _capability(q.device) >= (9, 0)
+    pdl = q.is_cuda and torch.version.cuda is not None and _capability(q.device) >= (9, 0)
     grid = (keys.shape[2], splits, len(metadata.queries) * tiles)
-    walk, join = _compiled()
+    attend_split, combine = _compiled()
     last_dense = [x if x.stride(-1) == 1 else x.contiguous() for x in (q, keys, values)]
     q, keys, values = last_dense
-    with _on(q.device):
-        walk[grid](
+    with _device_guard(q.device):
+        attend_split[grid](
             part_out, part_lse, q, keys, values, key_scales, value_scales, metadata.tables, metadata.begins,
             metadata.ends, metadata.offsets, metadata.positions, spec.scale * 1.4426950408889634,
             metadata.tables.stride(0),
             q.stride(0), q.stride(1), *keys.stride()[:3], *values.stride()[:3], *key_scales.stride()[:3],
             tokens, heads, tiles, splits, spec.window or 0, spread.interleave, spread.rank,
             size=metadata.page_size, group=group, dim=dim, value_dim=values.shape[3],
-            block_d=max(16, _power(dim)), block_v=max(16, _power(values.shape[3])), block_m=rows, block_n=tuning.block,
-            per_tile=per_tile, fewest=FEWEST_KEYS // tuning.block, causal=spec.causal,
-            windowed=spec.window is not None, ranks=spread.ranks, stored=stored, early=early,
+            block_d=max(16, _next_power_of_2(dim)), block_v=max(16, _next_power_of_2(values.shape[3])),
+            block_m=rows, block_n=tuning.block, per_tile=per_tile, fewest=FEWEST_KEYS // tuning.block,
+            causal=spec.causal, windowed=spec.window is not None, ranks=spread.ranks, stored=stored, pdl=pdl,
             num_warps=tuning.warps, num_stages=tuning.stages,
         )  # fmt: skip
         if splits > 1:
-            join[tokens, heads, -(-values.shape[3] // JOINED)](
+            combine[tokens, heads, -(-values.shape[3] // COMBINED)](
                 out, lse, part_out, part_lse, tokens, heads, splits, value_dim=values.shape[3],
-                block_v=JOINED, block_s=16 if splits <= 16 else MOST_SPLITS, early=early, num_warps=4,
-                **({"launch_pdl": True} if early else {}),  # the interpreter does not know the word
+                block_v=COMBINED, block_s=16 if splits <= 16 else MOST_SPLITS, pdl=pdl, num_warps=4,
+                **({"launch_pdl": True} if pdl else {}),  # the interpreter does not know the word
             )  # fmt: skip
     return out, lse
 
 
-def _parts(pages: Pages) -> tuple[Tensor, Tensor]:
+def _codes_and_scales(pages: Pages) -> tuple[Tensor, Tensor]:
     """Codes and scales; of pages that have none, themselves twice."""
     return (pages.codes.view(pages.dtype), pages.scales) if isinstance(pages, Quantised) else (pages, pages)
 
@@ -212,11 +213,11 @@ def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (8, 9)  # the interpreter knows all
 
 
-def _on(device: torch.device) -> Any:
+def _device_guard(device: torch.device) -> Any:
     return torch.cuda.device(device) if device.type == "cuda" else torch.no_grad()
 
 
-def _power(n: int) -> int:
+def _next_power_of_2(n: int) -> int:
     """The power of two that holds n."""
     return 1 << (n - 1).bit_length()
 
@@ -226,22 +227,21 @@ tl: Any = None  # triton.language: Triton looks names up among the globals of wh
 
 @cache
 def _compiled() -> tuple[Any, Any]:
-    """The two kernels."""
     global tl
     import triton
     import triton.language as tl
 
     # fmt: off
     @triton.jit(do_not_specialize=VARYING)
-    def walk(
+    def attend_split(
         out, lse, q, keys, values, key_scales, value_scales, tables, begins, ends, offsets, positions, scale, width,
         q_t, q_h, k_p, k_s, k_h, v_p, v_s, v_h, s_p, s_s, s_h, tokens, heads, tiles, splits, window, interleave, rank,
         size: tl.constexpr, group: tl.constexpr, dim: tl.constexpr, value_dim: tl.constexpr, block_d: tl.constexpr,
         block_v: tl.constexpr, block_m: tl.constexpr, block_n: tl.constexpr, per_tile: tl.constexpr,
         fewest: tl.constexpr, causal: tl.constexpr, windowed: tl.constexpr, ranks: tl.constexpr, stored: tl.constexpr,
-        early: tl.constexpr,
+        pdl: tl.constexpr,
     ):
-        if early:  # see [Note: early]
+        if pdl:  # see [Note: PDL]
             tl.extra.cuda.gdc_launch_dependents()
         head = tl.program_id(0).to(tl.int64)
         split = tl.program_id(1)
@@ -275,31 +275,31 @@ def _compiled() -> tuple[Any, Any]:
         low += split * per_split * block_n
         high = tl.minimum(end, low + per_split * block_n)
         place = (split.to(tl.int64) * tokens + token) * heads + qh
-        if (split > 0) & (low >= end):  # nothing is left for this part; `join` passes over it
+        if (split > 0) & (low >= end):  # nothing is left for this part; `combine` passes over it
             tl.store(lse + place, tl.full([block_m], float("-inf"), tl.float32), mask=real)
             return
 
-        best = tl.full([block_m], float("-inf"), tl.float32)
-        total = tl.zeros([block_m], tl.float32)
-        summed = tl.zeros([block_m, block_v], tl.float32)
+        row_max = tl.full([block_m], float("-inf"), tl.float32)
+        row_sum = tl.zeros([block_m], tl.float32)
+        acc = tl.zeros([block_m, block_v], tl.float32)
         table = tables + row.to(tl.int64) * width
         step = tl.arange(0, block_n)
         lead = 0 if size % block_n == 0 else step  # one page for all of a block, or one for each key
-        coming = tl.load(table + (low + lead) // size, mask=low + lead < high, other=0)
+        next_page = tl.load(table + (low + lead) // size, mask=low + lead < high, other=0)
         for start in range(low, high, block_n):
             key = start + step
-            mine = (key >= begin) & (key < end)
-            page = coming.to(tl.int64)
-            then = start + block_n + lead  # see [Note: one block ahead]
-            coming = tl.load(table + then // size, mask=then < high, other=0)
+            owned = (key >= begin) & (key < end)
+            page = next_page.to(tl.int64)
+            next_key = start + block_n + lead  # see [Note: one block ahead]
+            next_page = tl.load(table + next_key // size, mask=next_key < high, other=0)
             slot = step % size if block_n % size == 0 else key % size  # a fifth of the instructions less
             k = tl.load(keys + (page * k_p + slot * k_s)[:, None] + head * k_h + d[None, :],
-                        mask=mine[:, None] & (d < dim)[None, :], other=0.0)
+                        mask=owned[:, None] & (d < dim)[None, :], other=0.0)
             scores = tl.dot(rows, tl.trans(k.to(rows.dtype)), input_precision="ieee") * scale
             if stored:
                 scaled = page * s_p + slot * s_s + head * s_h
-                scores = scores * tl.load(key_scales + scaled, mask=mine, other=0.0)[None, :]
-            seen = mine[None, :]
+                scores = scores * tl.load(key_scales + scaled, mask=owned, other=0.0)[None, :]
+            seen = owned[None, :]
             if causal or windowed:
                 if ranks == 1:
                     position = key
@@ -311,49 +311,49 @@ def _compiled() -> tuple[Any, Any]:
                 if windowed:
                     seen = seen & (position[None, :] > at[:, None] - window)
             scores = tl.where(seen, scores, float("-inf"))
-            higher = tl.maximum(best, tl.max(scores, 1))
-            base = tl.where(higher == float("-inf"), 0.0, higher)
+            new_max = tl.maximum(row_max, tl.max(scores, 1))
+            base = tl.where(new_max == float("-inf"), 0.0, new_max)
             weights = tl.exp2(scores - base[:, None])
-            keep = tl.exp2(best - base)
+            alpha = tl.exp2(row_max - base)
             v = tl.load(values + (page * v_p + slot * v_s)[:, None] + head * v_h + dv[None, :],
-                        mask=mine[:, None] & (dv < value_dim)[None, :], other=0.0)
-            total = total * keep + tl.sum(weights, 1)
+                        mask=owned[:, None] & (dv < value_dim)[None, :], other=0.0)
+            row_sum = row_sum * alpha + tl.sum(weights, 1)
             if stored:
-                scales = tl.load(value_scales + scaled, mask=mine, other=0.0)
+                scales = tl.load(value_scales + scaled, mask=owned, other=0.0)
                 most = tl.max(scales, 0)
                 weights = weights * (scales / tl.where(most == 0.0, 1.0, most))[None, :]
                 found = tl.dot(weights.to(rows.dtype), v.to(rows.dtype), input_precision="ieee") * most
             else:
                 found = tl.dot(weights.to(v.dtype), v, input_precision="ieee")
-            summed = summed * keep[:, None] + found
-            best = higher
+            acc = acc * alpha[:, None] + found
+            row_max = new_max
 
-        whole = tl.where(total == 0.0, 1.0, total)
-        tl.store(out + place[:, None] * value_dim + dv[None, :], (summed / whole[:, None]).to(out.dtype.element_ty),
+        whole = tl.where(row_sum == 0.0, 1.0, row_sum)
+        tl.store(out + place[:, None] * value_dim + dv[None, :], (acc / whole[:, None]).to(out.dtype.element_ty),
                  mask=real[:, None] & (dv < value_dim)[None, :])
-        summed_lse = tl.where(total == 0.0, float("-inf"), (best + tl.log2(whole)) * 0.6931471805599453)
-        tl.store(lse + place, summed_lse, mask=real)
+        row_lse = tl.where(row_sum == 0.0, float("-inf"), (row_max + tl.log2(whole)) * 0.6931471805599453)
+        tl.store(lse + place, row_lse, mask=real)
 
     @triton.jit(do_not_specialize=["tokens", "splits"])
-    def join(out, lse, part_out, part_lse, tokens, heads, splits,
-             value_dim: tl.constexpr, block_v: tl.constexpr, block_s: tl.constexpr, early: tl.constexpr):
-        if early:
+    def combine(out, lse, part_out, part_lse, tokens, heads, splits,
+                value_dim: tl.constexpr, block_v: tl.constexpr, block_s: tl.constexpr, pdl: tl.constexpr):
+        if pdl:
             tl.extra.cuda.gdc_wait()
         place = tl.program_id(0).to(tl.int64) * heads + tl.program_id(1)
         many = tl.full([], 1, tl.int64) * tokens * heads  # in 64 bits
         s = tl.arange(0, block_s)
         dv = tl.program_id(2) * block_v + tl.arange(0, block_v)
         parts = tl.load(part_lse + s * many + place, mask=s < splits, other=float("-inf"))
-        best = tl.max(parts, 0)
-        base = tl.where(best == float("-inf"), 0.0, best)
+        row_max = tl.max(parts, 0)
+        base = tl.where(row_max == float("-inf"), 0.0, row_max)
         weights = tl.exp(parts - base)
-        total = tl.sum(weights, 0)
-        whole = tl.where(total == 0.0, 1.0, total)
+        row_sum = tl.sum(weights, 0)
+        whole = tl.where(row_sum == 0.0, 1.0, row_sum)
         each = tl.load(part_out + (s * many + place)[:, None] * value_dim + dv[None, :],
                        mask=(s < splits)[:, None] & (dv < value_dim)[None, :], other=0.0)
         joined = tl.sum(tl.where((weights > 0.0)[:, None], each * (weights / whole)[:, None], 0.0), 0)
         tl.store(out + place * value_dim + dv, joined.to(out.dtype.element_ty), mask=dv < value_dim)
-        tl.store(lse + place, tl.where(total == 0.0, float("-inf"), base + tl.log(whole)))
+        tl.store(lse + place, tl.where(row_sum == 0.0, float("-inf"), base + tl.log(whole)))
     # fmt: on
 
-    return walk, join
+    return attend_split, combine

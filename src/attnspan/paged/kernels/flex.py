@@ -2,9 +2,9 @@
 
 All pages of all sequences are one long key axis, and a page is a block of it. A BlockMask then is hardly more than the
 block table: for each row the numbers of its pages, those that every query sees whole as full blocks, the others (the
-last one, and where a window or a mask bites) as blocks in which every pair is asked::
+last one, and where a window or a mask bites) as blocks in which every pair is evaluated::
 
-    row 0, 40 keys in pages of 16:     full  [7, 3]      asked  [9]       where position < 40
+    row 0, 40 keys in pages of 16:     full  [7, 3]      partial  [9]     where position < 40
 
 Inside, a key's place on the long axis is turned into its position by one table of ints, page -> index in its sequence.
 One table is enough: sequences that share a page share all before it, so a page has the same index in all of them.
@@ -96,10 +96,10 @@ class Rows(NamedTuple):
 
 
 class PageLists(NamedTuple):
-    """Numbers and pages of asked and of full blocks, (g,) and (g, W)."""
+    """Numbers and pages of partial and of full blocks, (g,) and (g, W)."""
 
-    asked: Tensor
-    asked_pages: Tensor
+    partial: Tensor
+    partial_pages: Tensor
     full: Tensor
     full_pages: Tensor
 
@@ -171,8 +171,8 @@ def _call(
     index = metadata.once("index", lambda: _index_of_pages(metadata, keys.shape[0]))
     at, ends = metadata.positions[rows.tokens], metadata.ends.index_select(0, rows.numbers)
     block_mask = BlockMask.from_kv_blocks(
-        lists.asked.view(g, 1, 1).expand(g, 1, blocks).contiguous(),
-        lists.asked_pages.view(g, 1, 1, -1).expand(g, 1, blocks, -1).contiguous(),
+        lists.partial.view(g, 1, 1).expand(g, 1, blocks).contiguous(),
+        lists.partial_pages.view(g, 1, 1, -1).expand(g, 1, blocks, -1).contiguous(),
         lists.full.view(g, 1, 1).expand(g, 1, blocks).contiguous(),
         lists.full_pages.view(g, 1, 1, -1).expand(g, 1, blocks, -1).contiguous(),
         (QUERY_BLOCK, metadata.page_size),
@@ -190,7 +190,7 @@ def _call(
 def _mask_mod(
     spec: Scoring, index: Tensor, at: Tensor, ends: Tensor, numbers: Tensor, size: int
 ) -> Callable[..., Tensor]:
-    """The mask, asked of places on the long axis."""
+    """The mask, as a function of places on the long axis."""
     causal, window, ask = spec.causal, spec.window, spec.mask_mod
 
     def over_pages(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:

@@ -2,8 +2,8 @@
 
 The copy costs as much as reading the keys twice more; prompts and chunks do not feel it, and on a CPU, where the
 dense kernels are far better than anything that walks pages, neither does decoding. Causal and windowed rows are one
-tile each for the kernels of `attnspan.kernels`. Masks and score_mods are asked pair by pair, in float32 and blocks of
-queries, with scores in memory.
+tile each for the kernels of `attnspan.kernels`. Masks and score_mods are evaluated pair by pair, in float32 and
+blocks of queries, with scores in memory.
 
 Rows of one query are done many at a time (gather_decode.py).
 
@@ -24,7 +24,7 @@ from attnspan.paged.scoring import Scoring, VisibleKeys
 name = "gather"
 
 MOST_SCORES = 1 << 22
-"""The most scores of one row that are in memory at once, where pairs are asked."""
+"""The most scores of one row that are in memory at once, where pairs are evaluated."""
 
 
 def supports(spec: Scoring, metadata: PagedMetadata, q: Tensor, keys: Pages, values: Pages) -> str | None:
@@ -36,9 +36,9 @@ def supports(spec: Scoring, metadata: PagedMetadata, q: Tensor, keys: Pages, val
 
 def forward(spec: Scoring, metadata: PagedMetadata, q: Tensor, keys: Pages, values: Pages) -> tuple[Tensor, Tensor]:
     """out (T, H, Dv), in q's dtype or a wider one, and lse (T, H)."""
-    wide = torch.promote_types(q.dtype, torch.float32)
-    out = q.new_zeros(*q.shape[:2], values.shape[3], dtype=wide if metadata.merged else q.dtype)
-    lse = q.new_full(q.shape[:2], -torch.inf, dtype=wide)
+    lse_dtype = torch.promote_types(q.dtype, torch.float32)
+    out = q.new_zeros(*q.shape[:2], values.shape[3], dtype=lse_dtype if metadata.merged else q.dtype)
+    lse = q.new_full(q.shape[:2], -torch.inf, dtype=lse_dtype)
     done = set[int]()
     for group in gather_decode.groups(spec, metadata, q, keys, values):
         done.update(group.rows)

@@ -12,7 +12,6 @@ A part of `gather`, which does what is left over.   Shapes: n rows of a group, L
 
 from __future__ import annotations
 
-from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -45,15 +44,14 @@ def groups(spec: Scoring, metadata: PagedMetadata, q: Tensor, keys: Pages, value
     if q.device.type != "cpu" or q.shape[2] != values.shape[3]:
         return []
     page_bytes = 2 * keys[0].numel() * keys.element_size()
-    wide = torch.promote_types(q.dtype, torch.float32)
-    what = ("decode groups", spec.causal, spec.window, page_bytes, wide)
-    return metadata.once(what, lambda: _grouped(spec, metadata, page_bytes, wide))
+    lse_dtype = torch.promote_types(q.dtype, torch.float32)
+    what = ("decode groups", spec.causal, spec.window, page_bytes, lse_dtype)
+    return metadata.once(what, lambda: _grouped(spec, metadata, page_bytes, lse_dtype))
 
 
-def _grouped(spec: Scoring, metadata: PagedMetadata, page_bytes: int, wide: torch.dtype) -> list[DecodeGroup]:
+def _grouped(spec: Scoring, metadata: PagedMetadata, page_bytes: int, lse_dtype: torch.dtype) -> list[DecodeGroup]:
     """See [Note: alike in length]."""
     size, spread, bounds = metadata.page_size, metadata.spread, dict[int, tuple[int, int]]()
-    offsets = list(accumulate(metadata.queries, initial=0))
     for row, count in enumerate(metadata.queries):
         if count == 1:
             begin, end, at = metadata.host_begins[row], metadata.host_ends[row], metadata.starts[row]
@@ -75,23 +73,23 @@ def _grouped(spec: Scoring, metadata: PagedMetadata, page_bytes: int, wide: torc
         else:
             found.append([row])
             longest, padding, held = pages[row], 0, pages[row]
-    return [_group(metadata, rows, offsets, bounds, wide) for rows in found if len(rows) > 1]
+    return [_group(metadata, rows, bounds, lse_dtype) for rows in found if len(rows) > 1]
 
 
 def _group(
-    metadata: PagedMetadata, rows: list[int], offsets: list[int], bounds: dict[int, tuple[int, int]], wide: torch.dtype
+    metadata: PagedMetadata, rows: list[int], bounds: dict[int, tuple[int, int]], lse_dtype: torch.dtype
 ) -> DecodeGroup:
-    size = metadata.page_size
-    low = torch.tensor([bounds[row][0] // size for row in rows]).unsqueeze(1)
-    begin, end = (torch.tensor([bounds[row][side] for row in rows]).unsqueeze(1) for side in (0, 1))
-    width = max(-(-bounds[row][1] // size) - bounds[row][0] // size for row in rows)
+    size, chosen = metadata.page_size, torch.tensor(rows)
+    begin, end = torch.tensor([bounds[row] for row in rows]).unsqueeze(2).unbind(1)  # (n, 1) each
+    low = begin // size
+    width = int(((end + size - 1) // size - low).max())
     columns = (low + torch.arange(width)).clamp_(max=metadata.tables.shape[1] - 1)
-    pages = metadata.tables.index_select(0, torch.tensor(rows)).long().gather(1, columns)
+    pages = metadata.tables.index_select(0, chosen).long().gather(1, columns)
     places = low * size + torch.arange(width * size)
     hidden = (places < begin) | (places >= end)
-    mask = torch.zeros(hidden.shape, dtype=wide).masked_fill_(hidden, -torch.inf)
+    mask = torch.zeros(hidden.shape, dtype=lse_dtype).masked_fill_(hidden, -torch.inf)
     cleared = hidden.flatten().nonzero().flatten()
-    queries = torch.tensor([offsets[row] for row in rows])
+    queries = metadata.offsets.index_select(0, chosen).long()
     return DecodeGroup(tuple(rows), queries, pages.flatten(), hidden, cleared, mask, low * size)
 
 
@@ -99,10 +97,10 @@ def attend(
     spec: Scoring, group: DecodeGroup, metadata: PagedMetadata, q: Tensor, keys: Tensor, values: Tensor
 ) -> tuple[Tensor, Tensor]:
     """out (n, H, D) and lse (n, H) of a group's rows, in float32 or wider."""
-    wide = torch.promote_types(q.dtype, torch.float32)
+    lse_dtype = torch.promote_types(q.dtype, torch.float32)
     n, kv_heads = len(group.rows), keys.shape[2]
-    k, v = (_copied(pages, group, n).to(wide).transpose(1, 2) for pages in (keys, values))  # (n, Hk, L, D)
-    mine = q.index_select(0, group.queries).to(wide).view(n, kv_heads, -1, q.shape[2])  # (n, Hk, G, D)
+    k, v = (_copied(pages, group, n).to(lse_dtype).transpose(1, 2) for pages in (keys, values))  # (n, Hk, L, D)
+    mine = q.index_select(0, group.queries).to(lse_dtype).view(n, kv_heads, -1, q.shape[2])  # (n, Hk, G, D)
     if spec.score_mod is not None:
         out, lse = _by_pairs(spec, group, metadata, mine, k, v)
     else:
