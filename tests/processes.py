@@ -4,7 +4,7 @@ They are `attnspan.testing.processes`, with what only tests need. Warnings are e
 limits are in seconds of an idle machine (pace.py). Importing torch costs a process seconds. A server therefore imports
 it once per session (`PRELOADED`), computes nothing and starts no thread; every rank is a fork of it.
 
-[Note: the NCCL lane] Tests that ``@on_ranks(...)`` decorates run on gloo, and, marked `nccl`, on NCCL: the same
+[Note: the NCCL lane] Tests that ``@on_backends(...)`` decorates run on gloo, and, marked `nccl`, on NCCL: the same
 functions, whose tensors are on the world's device by default. NCCL's processes cannot be forks and take long to start,
 so those of one number of ranks serve all tests of a session; what a function leaves behind in one (warning filters,
 environment, compiled code) is cleared away. A function that ends its group, or its process, asks for ``fresh`` ones.
@@ -76,7 +76,7 @@ class Patient(Processes):
 POOLS = {}
 
 
-def on_ranks(*gloo, slow=(), nccl=None):
+def on_backends(*gloo, slow=(), nccl=None):
     """A mark that gives a test its ``ranks`` and ``backend``: these numbers on gloo, and on NCCL, if not others."""
     nccl = sorted({*gloo, *slow}) if nccl is None else nccl
     rows = [pytest.param(ranks, "gloo", marks=[pytest.mark.slow] if ranks in slow else []) for ranks in (*gloo, *slow)]
@@ -88,7 +88,7 @@ def spawn(ranks, fn, *args, backend="gloo", timeout=60, group_timeout=30, may_di
     """What ``fn(world, *args)`` returned in each of ``ranks`` processes of one group, tensors on the CPU.
 
     With ``may_die`` a process that was killed has `Died` for its result; otherwise that too is a `RankError`. Times are
-    in seconds of an idle machine.
+    in seconds of an idle machine; processes that serve many tests are more patient than each asks for.
     """
     if backend == "gloo" or may_die or fresh:
         group = Patient(ranks, backend, timeout, stretched(group_timeout))
@@ -118,6 +118,9 @@ def strictly(world, fn, *args):
     """Run a test's function as tests run: every warning is an error, on one thread, on the world's device."""
     environment = dict(os.environ)
     torch.set_num_threads(1)
+    if world.device.type == "cuda":
+        # autograd's thread needs a context before cuBLAS makes one there, and warns: see conftest.py, `awake`.
+        torch.ones(2, device=world.device, requires_grad=True).exp().sum().backward()
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
     try:

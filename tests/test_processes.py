@@ -128,7 +128,9 @@ def test_a_rank_that_does_not_end_is_killed_and_told_of(monkeypatch):
         group.timeout = limit = stretched(2)
         with pytest.raises(RankError) as caught:
             group.run(fail_on, 1, "sleep")
-    assert str(caught.value) == f"rank 1 of 2 failed\nrank 1 did not end within {limit:g} s"
+    said = str(caught.value)
+    assert said.startswith(f"rank 1 of 2 failed\nrank 1 did not end within {limit:g} s, and was in:\n")
+    assert "time.sleep(600)" in said.splitlines()[-1]
     assert [outcome.kind for outcome in caught.value.outcomes] == ["returned", "unfinished"]
     with pytest.raises(ProcessLookupError):
         os.kill(sleeper, 0)

@@ -26,7 +26,7 @@ from attnspan.testing import loopback
 from attnspan.transports import Counting, Delayed
 from attnspan.transports.operations import ledger_of
 from tests.attention.harness import Problem, check, on_rank, run
-from tests.processes import spawn
+from tests.processes import on_backends, spawn
 
 STRATEGIES = ["ring", "gather", "needed(2)", "ulysses", "ulysses(2) x ring"]
 DOCUMENTS = Causal() & Documents([5, 9, 7])
@@ -348,7 +348,7 @@ def test_planning_inside_a_whole_graph_is_refused_and_otherwise_done_outside_of_
     on_one_rank(rank)
 
 
-def _compile_on_two(world, store):
+def _compile_on_two(world, backend, store):
     """Eager and compiled blocks on real processes: the count of compilations and the largest difference.
 
     And then a plain call, on this default group and on another.
@@ -358,7 +358,7 @@ def _compile_on_two(world, store):
     with torch.no_grad():
         for weight in block.parameters():
             weight.copy_(torch.linspace(-0.5, 0.5, weight.numel()).view_as(weight))
-    counter = CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend("aot_eager" if backend == "gloo" else "inductor")
     fast, off = torch.compile(block, fullgraph=True, backend=counter), 0.0
     x = torch.linspace(-1, 1, 2 * 6 * 16).view(2, 6, 16).add(rank).requires_grad_()
     for lengths in ([5, 7], [3, 3, 6], [12]):
@@ -369,12 +369,15 @@ def _compile_on_two(world, store):
     query, key, value = torch.randn(3, 1, 2, 6, 8).unbind()
     before = attention(query, key, value, plan=attend.plan)
     dist.destroy_process_group()
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    device = {} if backend == "gloo" else {"device_id": world.device}
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=2, **device)
     return counter.frame_count, off, torch.equal(attention(query, key, value, plan=attend.plan), before)
 
 
-def test_a_block_compiles_on_real_processes_and_the_default_group_may_change(tmp_path):
-    for compilations, off, same_again in spawn(2, _compile_on_two, tmp_path / "store"):
+@on_backends(2)
+def test_a_block_compiles_on_real_processes_and_the_default_group_may_change(tmp_path, ranks, backend):
+    how = {"backend": backend, "fresh": True, "timeout": 120}
+    for compilations, off, same_again in spawn(ranks, _compile_on_two, backend, tmp_path / "store", **how):
         assert compilations == 1
         assert off < 1e-5
         assert same_again

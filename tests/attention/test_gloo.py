@@ -18,7 +18,7 @@ from attnspan.layouts import Balanced, Contiguous, HeadTail, Striped
 from attnspan.masks import Causal, Documents, KeyPadding, SlidingWindow
 from attnspan.testing import loopback
 from tests.attention.harness import Problem, compare, on_rank, together
-from tests.processes import on_ranks, spawn
+from tests.processes import on_backends, spawn
 
 STRATEGIES = ["ring", "gather", "needed", "needed(3)", "ulysses"]
 HYBRIDS = ["ulysses(2) x ring", "ulysses(2) x gather", "ulysses(2) x needed", "ulysses(2) x needed(2)"]
@@ -80,7 +80,7 @@ def refused(problem, grid):
     return str(error.value)
 
 
-@on_ranks(2, 4, slow=(3,))
+@on_backends(2, 4, slow=(3,))
 def test_processes_compute_attention(ranks, backend):
     """Exactly, and on gloo to the bit what virtual ranks find: sums have one order, whatever carries their parts."""
     told = spawn(ranks, live, backend=backend, timeout=120)

@@ -10,7 +10,7 @@ from attnspan.testing import loopback
 from tests.attention.harness import compare, on_rank, together
 from tests.attention.programs import WRITTEN, problem
 from tests.attention.test_gloo import there, to_the_bit
-from tests.processes import on_ranks, spawn
+from tests.processes import on_backends, spawn
 
 STRATEGIES = ["ring", "gather", "needed", "needed(2)", "ulysses"]
 
@@ -31,7 +31,7 @@ def live(world):
     return {name: on_rank(there(each, world), None) for name, each in problems(world.ranks).items()}
 
 
-@on_ranks(2, 4, slow=(3,))
+@on_backends(2, 4, slow=(3,))
 def test_processes_run_every_program(ranks, backend):
     told = spawn(ranks, live, backend=backend, timeout=240)
     wrong = {}

@@ -18,7 +18,7 @@ from attnspan.plan import Plan
 from attnspan.testing import loopback
 from attnspan.transports import Counting
 from tests.pace import stretched
-from tests.processes import spawn
+from tests.processes import on_backends, spawn
 
 DIFFER = "all ranks must run the same plan, kernel, scale, programs and shapes"
 PLAN = Plan(Causal(), Contiguous(3), 12, "gather")  # 4 tokens on each of 3 ranks
@@ -398,9 +398,10 @@ def _on_processes(world):
     ]
 
 
-def test_real_processes_refuse_alike_and_then_go_on():
+@on_backends(2)
+def test_real_processes_refuse_alike_and_then_go_on(ranks, backend):
     differs = f"AttentionError: {DIFFER}; rank 1 differs from rank 0"
-    one, other = spawn(2, _on_processes)
+    one, other = spawn(ranks, _on_processes, backend=backend)
     assert one == other
     assert one[:3] == [
         f"AttentionError: on rank 1: query must hold this rank's 4 of 8 tokens, got 5; {OTHERS_SHARD}",

@@ -21,7 +21,7 @@ from attnspan.testing import loopback
 from attnspan.transports import Counting
 from tests.attention.harness import Problem, on_rank, together
 from tests.attention.test_gloo import there
-from tests.processes import on_ranks, spawn
+from tests.processes import on_backends, spawn
 
 STRATEGIES = ["ring", "gather", "needed", "needed(3)"]
 MASK = Causal() & Documents([11, 9, 14])
@@ -73,7 +73,7 @@ def of_ranks(ranks):
     return [name for name, (_, layout) in CASES.items() if layout.ranks == ranks]
 
 
-@on_ranks(2, 4, slow=(3,))
+@on_backends(2, 4, slow=(3,))
 def test_between_processes_travels_what_the_plan_says(ranks, backend):
     logs = spawn(ranks, counted, backend=backend)
     for name, strategy in logs[0]:

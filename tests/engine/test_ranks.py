@@ -8,6 +8,7 @@ from datetime import timedelta
 
 import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -15,8 +16,9 @@ from attnspan import Engine, SamplingParams
 from attnspan.errors import EngineError, ModelError, TransportError
 from attnspan.testing import loopback
 from tests.engine.models import FAMILIES, greedy, prompts, tiny
+from tests.engine.test_cuda import check_said
 from tests.pace import stretched
-from tests.processes import Died, spawn
+from tests.processes import Died, on_backends, spawn
 
 DEAD = "the engine has lost a rank, or failed on this one, and takes no more requests; make a new one"
 
@@ -211,6 +213,25 @@ def test_weights_change_on_all_ranks_or_the_next_request_is_refused():
     for found, known, expected in loopback(2).run(rank):
         assert found == expected
         assert known == 0
+
+
+def generated(world, family):
+    """Every token that an engine over real ranks says is the likeliest by the plain model: see test_cuda.py."""
+    with torch.device("cpu"):  # where models are made; the engine's is the world's
+        model, asked = copy.deepcopy(tiny(family)).to(world.device), prompts([5, 17, 40])
+        engine = Engine(model, mesh=world, pages=40, page_size=16, max_tokens=16, max_sequences=4, whole_prompts=20)
+        engine.warm_up()
+        requests = engine.generate(asked, SamplingParams(logprobs=True, max_new_tokens=9))
+        engine.check()
+        check_said(family, requests)
+        return [request.token_ids for request in requests]
+
+
+@on_backends(slow=(2, 3, 4))
+@pytest.mark.parametrize("family", ["Llama", "Gemma3"])
+def test_engines_over_real_ranks_say_what_the_plain_model_says(family, ranks, backend):
+    first, *others = spawn(ranks, generated, family, backend=backend, timeout=240)
+    assert others == [first] * (ranks - 1)
 
 
 def over_gloo(world):

@@ -70,12 +70,11 @@ def test_evaluation_is_that_of_one_device(page):
 
 
 def process(world):
-    rank = world.rank
     from accelerate import Accelerator
     from transformers import TrainingArguments
 
     tolerant()
-    joined(rank)
+    joined(world)
     page, mesh = blocks(), init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "cp"))
     model = family("llama")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)

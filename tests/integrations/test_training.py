@@ -1,15 +1,16 @@
 """Real processes: DDP, FSDP2, accelerate and Trainer train an enabled model as one device trains it.
 
-A spawn of two processes runs many checks and returns numbers; slow ones have four, data parallel too.
+A spawn of two processes runs many checks and returns numbers; slow ones have four, data parallel too. Batches are made
+on the CPU, also where models are on CUDA: loaders shuffle and deal them there.
 """
 
+import functools
 import os
 import tempfile
 import warnings
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -20,8 +21,8 @@ from attnspan.errors import ModelError
 from attnspan.integrations.huggingface import SpanTrainer, dealing, enable
 from attnspan.integrations.huggingface.training import check_neighbours, enabled_of
 from attnspan.testing import loopback
-from tests.integrations.families import BOUND, VOCAB, batch, family, off, one_device
-from tests.processes import spawn
+from tests.integrations.families import BOUND, VOCAB, answers, batch, family, off
+from tests.processes import on_backends, spawn
 
 STEPS_BOUND = 2e-4
 """Parameters after three steps of Adam, which divides by the root of tiny squares; gradients agree within BOUND."""
@@ -46,8 +47,8 @@ def sharded(model, mesh):
 
 def distance(name, mesh, wrapped, *, before=False):
     """How far two steps of a model, wrapped after it was enabled or `before`, are from one device's."""
-    givens = [batch(name, seed=seed, length=20 + seed) for seed in range(2)]
-    model = family(name)
+    givens = [there(batch(name, seed=seed, length=20 + seed), mesh) for seed in range(2)]
+    model = family(name).to(mesh.device_type)
     run = wrapped(model) if before else None
     handle = enable(model, mesh)
     run = run or wrapped(model)
@@ -57,8 +58,18 @@ def distance(name, mesh, wrapped, *, before=False):
         out = run(**given)
         out.loss.backward()
         found = out.loss.detach(), handle.unshard(out.logits.detach()), whole_gradients(model)
-        worst = max(worst, off(found, one_device(name, given))[0])
+        worst = max(worst, off(found, alone_on(mesh, name, given))[0])
     return worst
+
+
+def there(given, mesh):
+    """A batch where the ranks of a mesh compute."""
+    return {name: value.to(mesh.device_type) for name, value in given.items()}
+
+
+def alone_on(mesh, name, given):
+    """What a model answers by itself, on such a device."""
+    return answers(family(name).to(mesh.device_type), there(given, mesh))
 
 
 def whole_gradients(model):
@@ -69,15 +80,26 @@ def whole_gradients(model):
     }
 
 
+def on_cpu(fn):
+    """What is made without a device is made on the CPU, whatever the world's is."""
+
+    @functools.wraps(fn)
+    def called(*args):
+        with torch.device("cpu"):
+            return fn(*args)
+
+    return called
+
+
+@on_cpu
 def two(world):
-    rank = world.rank
     tolerant()
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    mesh = init_device_mesh(world.device.type, (2,), mesh_dim_names=("cp",))
     found = {f"{name} under DDP": distance(name, mesh, DistributedDataParallel) for name in ("llama", "gpt-oss")}
     for name, before in (("gemma2", True), ("bart", False)):
         found[f"{name} under FSDP2"] = distance(name, mesh, lambda model: sharded(model, mesh), before=before)
-    found["accelerate"] = accelerated(rank, mesh)
-    return found, on_process(rank, 2, {})
+    found["accelerate"] = accelerated(world, mesh)
+    return found, on_process(world, 2, {})
 
 
 def tolerant():
@@ -85,9 +107,10 @@ def tolerant():
     warnings.simplefilter("ignore")
 
 
-def test_two_processes_train_as_one_device(alone):
+@on_backends(2)
+def test_two_processes_train_as_one_device(alone, ranks, backend):
     true = alone()
-    for found, history in spawn(2, two):
+    for found, history in spawn(ranks, two, backend=backend, timeout=120):
         assert {name: off for name, off in found.items() if not off < BOUND} == {}
         compare(history, true)  # Trainer, under DDP
 
@@ -111,20 +134,26 @@ class Texts(Dataset):
         return {"input_ids": tokens, "labels": labels}
 
 
-def joined(rank):
-    """What torchrun would have said."""
-    world = str(dist.get_world_size())
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=world, LOCAL_WORLD_SIZE=world)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1", ACCELERATE_USE_CPU="true")
+def joined(world):
+    """What torchrun would have said. The local rank is the number of the device, which ranks may share."""
+    from accelerate.state import AcceleratorState
+
+    ranks, device = str(world.ranks), world.device
+    local = world.rank if device.type == "cpu" else device.index
+    os.environ.update(RANK=str(world.rank), LOCAL_RANK=str(local), WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
+    if device.type == "cpu":
+        os.environ.update(ACCELERATE_USE_CPU="true")
+    AcceleratorState._reset_state(reset_partial_state=True)  # what an earlier function of this process has set
 
 
-def accelerated(rank, mesh):
+def accelerated(world, mesh):
     """How far a loop with accelerate is from one device's."""
     from accelerate import Accelerator
 
-    joined(rank)
-    accelerator = Accelerator(cpu=True)
-    model = family("llama")
+    joined(world)
+    accelerator = Accelerator(cpu=world.device.type == "cpu")
+    model = family("llama").to(world.device)
     handle = enable(model, mesh["cp"])
     run = accelerator.prepare(model)
     with dealing(accelerator, handle):
@@ -136,14 +165,14 @@ def accelerated(rank, mesh):
         out = run(**given)
         accelerator.backward(out.loss)
         found = out.loss.detach(), handle.unshard(out.logits.detach()), whole_gradients(model)
-        worst = max(worst, off(found, one_device("llama", whole))[0])
+        worst = max(worst, off(found, alone_on(mesh, "llama", whole))[0])
     return worst
 
 
 # ---- Trainer ---------------------------------------------------------------------------------------------------------
 
 
-def trained(cls, model, *, rows=2, eval_rows=2, eval_texts=7, **more):
+def trained(cls, model, *, rows=2, eval_rows=2, eval_texts=7, use_cpu=True, **more):
     """Losses, norms, evaluation and parameters of three steps, two micro-batches each."""
     from transformers import TrainingArguments
 
@@ -159,7 +188,7 @@ def trained(cls, model, *, rows=2, eval_rows=2, eval_texts=7, **more):
             lr_scheduler_type="constant",
             save_strategy="no",
             report_to=[],
-            use_cpu=True,
+            use_cpu=use_cpu,
             disable_tqdm=True,
             log_level="error",
             include_num_input_tokens_seen="all",
@@ -183,14 +212,14 @@ def metrics(predicted):
     return {"texts": len(labels), "right": float((logits.argmax(-1) == labels)[valid].mean())}
 
 
+@on_cpu
 def on_process(world, cp, more, over_all=False):
-    rank = world.rank
     tolerant()
-    joined(rank)
-    mesh = init_device_mesh("cpu", (dist.get_world_size() // cp, cp), mesh_dim_names=("dp", "cp"))
-    model = family("llama")
+    joined(world)
+    mesh = init_device_mesh(world.device.type, (world.ranks // cp, cp), mesh_dim_names=("dp", "cp"))
+    model = family("llama").to(world.device)
     enable(model, mesh["cp"], over=mesh._flatten("all") if over_all else None)
-    return trained(SpanTrainer, model, **more)
+    return trained(SpanTrainer, model, use_cpu=world.device.type == "cpu", **more)
 
 
 def compare(found, true):
@@ -217,52 +246,53 @@ def alone():
 FSDP2 = {"fsdp": True, "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}}
 
 
-@pytest.mark.slow
-def test_trainer_with_fsdp2_trains_as_on_one_device(alone):
+@on_backends(slow=(2,))
+def test_trainer_with_fsdp2_trains_as_on_one_device(alone, ranks, backend):
     true = alone()
-    for found in spawn(2, on_process, 2, FSDP2, timeout=120):
+    for found in spawn(ranks, on_process, 2, FSDP2, backend=backend, timeout=120):
         compare(found, true)
 
 
-@pytest.mark.slow
+@on_backends(slow=(4,))
 @pytest.mark.parametrize(
     ("more", "over_all"), [({}, False), (FSDP2, False), ({}, True)], ids=["DDP", "FSDP2", "DDP, over all"]
 )
-def test_trainer_with_data_parallel_ranks_trains_on_all_tokens(alone, more, over_all):
+def test_trainer_with_data_parallel_ranks_trains_on_all_tokens(alone, more, over_all, ranks, backend):
     """Two pairs of ranks: a step has the rows of both, which one device takes at once; losses are means over tokens."""
     true = alone(rows=4, eval_rows=4, eval_texts=8)
-    for found in spawn(4, on_process, 2, more | {"eval_texts": 8}, over_all, timeout=240):
+    for found in spawn(ranks, on_process, 2, more | {"eval_texts": 8}, over_all, backend=backend, timeout=240):
         compare(found, true)
 
 
+@on_cpu
 def four(world):
     tolerant()
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
-    given = batch(rows=4)
+    mesh = init_device_mesh(world.device.type, (2, 2), mesh_dim_names=("dp", "cp"))
+    given = there(batch(rows=4), mesh)
     own = {name: value.chunk(2)[mesh["dp"].get_local_rank()] for name, value in given.items()}
-    model = family("llama")
+    model = family("llama").to(world.device)
     handle = enable(model, mesh["cp"], over=mesh._flatten("all"))
     run = DistributedDataParallel(model)  # it averages for as long as it lives
     out = run(**own)
     out.loss.backward()
-    true = one_device("llama", given)
+    true = alone_on(mesh, "llama", given)
     logits = true[1].chunk(2)[mesh["dp"].get_local_rank()]
     found = out.loss.detach(), handle.unshard(out.logits.detach()), whole_gradients(model)
-    return off(found, (true[0], logits, true[2]))[0], refusal_of_strangers()
+    return off(found, (true[0], logits, true[2]))[0], refusal_of_strangers(world)
 
 
-def refusal_of_strangers():
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "dp"))
-    handle = enable(family("llama"), mesh["cp"])
+def refusal_of_strangers(world):
+    mesh = init_device_mesh(world.device.type, (2, 2), mesh_dim_names=("cp", "dp"))
+    handle = enable(family("llama").to(world.device), mesh["cp"])
     try:
         check_neighbours(handle, 4)
     except ModelError as refusal:
         return str(refusal)
 
 
-@pytest.mark.slow
-def test_four_processes_take_means_over_all_tokens_and_must_be_neighbours():
-    for far, refusal in spawn(4, four, timeout=120):
+@on_backends(slow=(4,))
+def test_four_processes_take_means_over_all_tokens_and_must_be_neighbours(ranks, backend):
+    for far, refusal in spawn(ranks, four, backend=backend, timeout=120):
         assert far < BOUND
         assert refusal.startswith("the ranks of a session must be neighbours")
 

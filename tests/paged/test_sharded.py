@@ -11,15 +11,22 @@ from attnspan.paged import AfterPrefix, Layer, PageAllocator, PagePool, ShardedP
 from attnspan.testing import loopback
 from attnspan.transports.counting import Counting
 from attnspan.transports.group import transport_of
+from tests.devices import here
 from tests.paged.cases import words
-from tests.processes import spawn
+from tests.processes import on_backends, spawn
 
 HEADS, KV_HEADS, DIM = 6, 2, 8
 NAN = float("nan")
 
 
+def stored_here():
+    """How a pool keeps its pages."""
+    return {"dtype": torch.float64, "device": torch.get_default_device()}
+
+
 def drawn(seed, *shape):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    random = torch.Generator().manual_seed(seed)
+    return here(torch.randn(*shape, generator=random, dtype=torch.float64, device="cpu"))
 
 
 def tensors(seed, tokens):
@@ -61,7 +68,7 @@ def alone(options):
 def over(world, options, interleave=2, page_size=4):
     ranks = transport_of(world).ranks
     allocator = PageAllocator(num_pages=64, page_size=page_size * ranks)
-    pool = PagePool(allocator, [Layer(KV_HEADS, DIM)], dtype=torch.float64, page_size=page_size)
+    pool = PagePool(allocator, [Layer(KV_HEADS, DIM)], **stored_here(), page_size=page_size)
     for pages in (*pool.keys, *pool.values):
         pages.fill_(NAN)
     pages = ShardedPages(pool, world, interleave=interleave)
@@ -134,7 +141,7 @@ class Session:
 def handed_over(world, layout, batch, seq_len, pack):
     """A prompt under context parallelism, then a step of decoding; (out, lse) of the step."""
     allocator = PageAllocator(num_pages=64, page_size=4 * world.ranks)
-    pool = PagePool(allocator, [Layer(KV_HEADS, DIM)], dtype=torch.float64, page_size=4)
+    pool = PagePool(allocator, [Layer(KV_HEADS, DIM)], **stored_here(), page_size=4)
     pages = ShardedPages(pool, world, interleave=2)
     plan = pages.plan(max_sequences=4, max_tokens=64, max_length=100)
     seqs = [allocator.add() for _ in pack]
@@ -265,13 +272,11 @@ def hand_over_wrongly(world, ranks=2, seq_len=8, tokens=4, layer=0):
 
 
 def in_a_process(world):
-    found = over(dist.group.WORLD, {})
-    world = transport_of(dist.group.WORLD)
     decoded = handed_over(world, HeadTail(world.ranks), 1, 23, [23])
-    return [[x.tolist() for x in each] for each in (*found, decoded)]  # plain numbers: no storage to share
+    return [*over(dist.group.WORLD, {}), decoded]
 
 
-def test_real_processes_give_what_one_rank_gives():
-    for told in spawn(3, in_a_process):
-        found = [[torch.tensor(x, dtype=torch.float64) for x in each] for each in told]
+@on_backends(3, nccl=(2, 3, 4))
+def test_real_processes_give_what_one_rank_gives(ranks, backend):
+    for found in spawn(ranks, in_a_process, backend=backend):
         same(found, [*alone({}), never_spread(1, 23, [23])])

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from attnspan.masks import Causal, Documents
+from tests.devices import here
 
 WIDTH, HEADS, KV_HEADS, DIM, HIDDEN, VOCAB, LAYERS = 16, 4, 2, 4, 24, 32, 2
 
@@ -24,7 +25,7 @@ class Dense:
 
     def __init__(self, mask, seq_len):
         rows = [mask.dense(seq_len, row=row) for row in range(mask.rows)]
-        self.allowed, self.positions = torch.stack(rows).unsqueeze(1), torch.arange(seq_len)
+        self.allowed, self.positions = here(torch.stack(rows).unsqueeze(1)), torch.arange(seq_len)
 
     def attention(self, query, key, value):
         return F.scaled_dot_product_attention(query, key, value, attn_mask=self.allowed, enable_gqa=True)
@@ -80,10 +81,11 @@ class Llama(nn.Module):
         self.reentrant = reentrant
         self.embedding, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB, bias=False)
         self.layers, self.norm = nn.ModuleList(Block() for _ in range(LAYERS)), nn.RMSNorm(WIDTH)
-        random = torch.Generator().manual_seed(7)  # the same in every process
-        for weight in self.parameters():
-            if weight.dim() > 1:
-                nn.init.normal_(weight, std=0.5 * WIDTH**-0.5, generator=random)
+        random = torch.Generator().manual_seed(7)  # the same in every process, on every device
+        with torch.no_grad():
+            for weight in self.parameters():
+                if weight.dim() > 1:
+                    weight.copy_(torch.randn(weight.shape, generator=random, device="cpu") * 0.5 * WIDTH**-0.5)
 
     def forward(self, tokens, positions, attend):
         x = self.embedding(tokens)

@@ -8,6 +8,8 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention as by_name
 from torch.utils.checkpoint import checkpoint
 
+from tests.devices import here
+
 WIDTH, HEADS = 16, 2
 TURN = threading.Lock()
 
@@ -52,12 +54,13 @@ def model(seed=0, again=None, layers=2, **options):
 
 
 def whole(seq_len, batch=2):
-    return torch.randn(batch, seq_len, WIDTH, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+    random = torch.Generator().manual_seed(7)
+    return here(torch.randn(batch, seq_len, WIDTH, generator=random, dtype=torch.float64, device="cpu"))
 
 
 def dense(module, x, mask):
     """(out, gradients by name) on one device, with torch's SDPA and a dense mask."""
-    allowed = torch.stack([mask.dense(x.shape[1], row=row) for row in range(mask.rows)])[:, None]
+    allowed = here(torch.stack([mask.dense(x.shape[1], row=row) for row in range(mask.rows)])[:, None])
 
     class Dense(torch.overrides.TorchFunctionMode):
         def __torch_function__(self, func, types, args=(), kwargs=None):

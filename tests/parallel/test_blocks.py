@@ -9,15 +9,15 @@ import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper, checkpoint_wrapper
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 import attnspan as span
 from attnspan.testing import loopback
+from tests.devices import mesh_of
 from tests.parallel.models import TURN, WIDTH, Attend, dense, parallel, same, whole
-from tests.processes import spawn
+from tests.processes import on_backends, spawn
 
 # Whether a tensor has a gradient is asked by torch.compile itself, which hides the warning only where none is an error.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
@@ -188,9 +188,9 @@ def test_layers_that_differ_are_a_graph_each_and_uncompiled_ones_none():
 def _fully_sharded(world, attached):
     """torchtitan's order: parallelize, checkpoint, compile, shard; then batches of other documents."""
     warnings.filterwarnings("ignore", message="The .grad attribute")  # see above
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    mesh = mesh_of(2)
     cp, mine = span.ContextParallel(mesh, seq_len=LENGTH, mask=documents(FIRSTS[0])), blocks()
-    count = CompileCounterWithBackend("aot_eager")
+    count = CompileCounterWithBackend("aot_eager" if mesh.device_type == "cpu" else "inductor")
     if attached == "style":
         using = span.ContextParallelStyle(cp)
         parallelize_module(mine, mesh, {"layers.*.attention": using})
@@ -214,6 +214,7 @@ def _fully_sharded(world, attached):
 
 
 @pytest.mark.parametrize("attached", ["whole", "style"])
-def test_blocks_that_are_checkpointed_compiled_and_fully_sharded_are_one_graph_or_two(attached):
-    for graphs in spawn(2, _fully_sharded, attached, timeout=240):
+@on_backends(2)
+def test_blocks_that_are_checkpointed_compiled_and_fully_sharded_are_one_graph_or_two(attached, ranks, backend):
+    for graphs in spawn(ranks, _fully_sharded, attached, backend=backend, timeout=240):
         assert 1 <= graphs <= 2

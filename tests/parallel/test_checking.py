@@ -4,7 +4,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import attnspan as span
@@ -14,7 +13,8 @@ from attnspan.parallel.checking import DenseAttention
 from attnspan.plan import Plan
 from attnspan.testing import loopback
 from tests import oracle
-from tests.processes import spawn
+from tests.devices import here, mesh_of
+from tests.processes import on_backends, spawn
 
 WORDS, WIDTH, HEADS = 32, 16, 2
 
@@ -110,7 +110,7 @@ CAUSAL = span.Causal()
 
 
 def check(mistake=None, mask=CAUSAL, **options):
-    return span.check_model(Language(mistake), {"tokens": TOKENS, "labels": PADDED}, mask=mask, **options)
+    return span.check_model(Language(mistake), {"tokens": here(TOKENS), "labels": here(PADDED)}, mask=mask, **options)
 
 
 # ---- right -----------------------------------------------------------------------------------------------------------
@@ -426,12 +426,13 @@ def test_a_batch_without_a_length_is_refused():
 
 
 def _on_mesh(world):
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    mesh = mesh_of(2)
     right, wrong = (check(mistake, forward=step(), mesh=mesh) for mistake in (None, "local positions"))
     return right.ok, str(right), wrong.ok, wrong.first.where, wrong.errors["loss"]
 
 
-def test_on_a_mesh_every_rank_hears_the_same():
-    (right, words, wrong, where, error), other = spawn(2, _on_mesh)
+@on_backends(2)
+def test_on_a_mesh_every_rank_hears_the_same(ranks, backend):
+    (right, words, wrong, where, error), other = spawn(ranks, _on_mesh, backend=backend)
     assert (right, wrong, where) == (True, False, "layers.1"), words
     assert (right, words, wrong, where, error) == other

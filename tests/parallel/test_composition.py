@@ -2,9 +2,10 @@
 device, on real processes.
 
 Each way of training is a function of a process's rank; two spawns, of 2 and of 4 processes, run them all and return how
-far each was off. The model and one-device training are in model.py.
+far each was off; on NCCL there are 3 too. The model and one-device training are in model.py.
 """
 
+import functools
 import warnings
 from contextlib import nullcontext
 from functools import partial
@@ -15,13 +16,13 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from attnspan.parallel import ContextParallel
 from attnspan.testing import loopback
+from tests.devices import mesh_of
 from tests.parallel.model import (
     SEQ_LEN,
     STEPS,
@@ -35,7 +36,7 @@ from tests.parallel.model import (
     one_device,
     optimizer,
 )
-from tests.processes import spawn
+from tests.processes import on_backends, spawn
 
 BOUND = 1e-5
 """float32: rounding of ten steps, each of which starts from the last one's."""
@@ -75,11 +76,11 @@ def one_step(cp, run, model, step, average, *, micro=1, rows=slice(None), over=N
     return loss, gradients(model)
 
 
-# ---- two processes ---------------------------------------------------------------------------------------------------
+# ---- two processes, or three -----------------------------------------------------------------------------------------
 
 
 def two(world, folder):
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    mesh = mesh_of(world.ranks)
     true, three = one_device(), one_device(micro=3)
     found = {
         "plain": off(train(mesh, Llama(), average=True), true),
@@ -116,13 +117,12 @@ def compiled(mesh, true, how):
     """How far a compiled model was off, and how often it was compiled."""
     # Dynamo looks at an input's .grad, whatever the input is.
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning)
-    counter = CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend("aot_eager" if mesh.device_type == "cpu" else "inductor")
     return off(train(mesh, Llama(), partial(how, backend=counter), average=True), true), counter.frame_count
 
 
 def two_compiled(world):
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
-    return compiled(mesh, one_device(), model_compiled)
+    return compiled(mesh_of(2), one_device(), model_compiled)
 
 
 def saved(mesh, folder):
@@ -139,8 +139,7 @@ def saved(mesh, folder):
 
 
 def four(world, folder):
-    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
-    line = init_device_mesh("cpu", (4,), mesh_dim_names=("cp",))
+    grid, line = mesh_of(2, 2, names=("dp", "cp")), mesh_of(4)
     true, row = one_device(), grid["dp"].get_local_rank()
     rows = {"rows": slice(row, row + 1), "over": dist.group.WORLD}
     return {
@@ -158,7 +157,7 @@ def four(world, folder):
 
 def tensor_parallel():
     """Heads and hidden units over one axis, the sequence over the other."""
-    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "cp"))
+    grid = mesh_of(2, 2, names=("tp", "cp"))
     model, columns, rows = Llama(), ColwiseParallel(), RowwiseParallel()
     styles = {f"attention.{name}": columns for name in ("wq", "wk", "wv")} | {"attention.wo": rows}
     styles |= {"feed_forward.w1": columns, "feed_forward.w3": columns, "feed_forward.w2": rows}
@@ -180,7 +179,7 @@ def loaded(mesh, folder, wrapped=None):
 
 def one_rank():
     """A mesh of this process alone."""
-    return init_device_mesh("cpu", (4, 1), mesh_dim_names=("others", "cp"))["cp"]
+    return mesh_of(4, 1, names=("others", "cp"))["cp"]
 
 
 @torch.no_grad()
@@ -217,24 +216,34 @@ def interleaved(grid, line):
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory):
-    """What two processes found, and what four did with what the two had saved."""
-    folder = tmp_path_factory.mktemp("saved")
-    return {ranks: spawn(ranks, way, str(folder), timeout=240) for ranks, way in ((2, two), (4, four))}
+    """What so many processes found; four go on with what two have saved."""
+    folders = functools.cache(lambda backend: str(tmp_path_factory.mktemp("saved")))
+
+    @functools.cache
+    def by(ranks, backend):
+        if ranks == 4:
+            by(2, backend)
+            return spawn(4, four, folders(backend), backend=backend, timeout=240)
+        folder = folders(backend) if ranks == 2 else str(tmp_path_factory.mktemp("not read"))
+        return spawn(ranks, two, folder, backend=backend, timeout=240)
+
+    return by
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_ten_steps_are_those_of_one_device_however_a_model_is_trained(told, ranks):
-    for found in told[ranks]:
+@on_backends(2, 4, slow=(3,))
+def test_ten_steps_are_those_of_one_device_however_a_model_is_trained(told, ranks, backend):
+    for found in told(ranks, backend):
         assert {name: error for name, error in found.items() if name != "compilations" and not error <= BOUND} == {}
 
 
-def test_another_pack_of_documents_does_not_compile_anew(told):
-    assert [found["compilations"] for found in told[2]] == [1, 1]  # both layers are the same code
+@on_backends(2)
+def test_another_pack_of_documents_does_not_compile_anew(told, ranks, backend):
+    assert [found["compilations"] for found in told(ranks, backend)] == [1, 1]  # both layers are the same code
 
 
-@pytest.mark.slow
-def test_a_whole_model_compiles_once():
-    for error, compilations in spawn(2, two_compiled, timeout=240):
+@on_backends(slow=(2,))
+def test_a_whole_model_compiles_once(ranks, backend):
+    for error, compilations in spawn(ranks, two_compiled, backend=backend, timeout=240):
         assert error <= BOUND
         assert compilations == 1
 

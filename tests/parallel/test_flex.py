@@ -22,7 +22,8 @@ from attnspan.errors import AttentionError, AttnspanError, MaskError
 from attnspan.kernels import blocks
 from attnspan.parallel import attentions, flex_dispatch
 from attnspan.testing import loopback
-from tests.processes import spawn
+from tests.devices import here, mesh_of
+from tests.processes import on_backends, spawn
 
 LENGTH, BATCH, HEADS = 37, 2, 4
 IDS = torch.tensor([[0] * 9 + [1] * 17 + [2] * 11, [0] * 20 + [1] * 3 + [2] * 14])
@@ -54,7 +55,8 @@ def biased(table):
 
 
 def block_mask(fn=past, rows=None, heads=None, length=LENGTH, kv_len=None, size=16):
-    return create_block_mask(fn, rows, heads, length, kv_len or length, device="cpu", BLOCK_SIZE=size)
+    device = torch.get_default_device()
+    return create_block_mask(fn, rows, heads, length, kv_len or length, device=device, BLOCK_SIZE=size)
 
 
 def session(world, mask=None, **options):
@@ -63,13 +65,16 @@ def session(world, mask=None, **options):
 
 def whole(batch=BATCH, heads=HEADS, kv_heads=2):
     random = torch.Generator().manual_seed(3)
-    return [
-        torch.randn(batch, n, LENGTH, 8, generator=random, dtype=torch.float64) for n in (heads, kv_heads, kv_heads)
+    drawn = [
+        torch.randn(batch, n, LENGTH, 8, generator=random, dtype=torch.float64, device="cpu")
+        for n in (heads, kv_heads, kv_heads)
     ]
+    return [here(x) for x in drawn]
 
 
 def table():
-    return torch.randn(HEADS, 13, generator=torch.Generator().manual_seed(5), dtype=torch.float64).requires_grad_()
+    random = torch.Generator().manual_seed(5)
+    return here(torch.randn(HEADS, 13, generator=random, dtype=torch.float64, device="cpu")).requires_grad_()
 
 
 INDICES = (
@@ -218,9 +223,11 @@ def test_the_signature_is_torchs():
     assert told[0][1:] == told[1]
 
 
-def _on_gloo(world):
+def _on_process(world):
     import torch.distributed as dist
 
+    global IDS, WINDOWS
+    IDS, WINDOWS = here(IDS), here(WINDOWS)  # what the functions above look into
     cp = session(dist.group.WORLD)
     q, k, v = (cp.shard(x, dim=2).requires_grad_() for x in whole())
     bias = table()
@@ -229,15 +236,15 @@ def _on_gloo(world):
         again = module.flex_attention(q, k, v, biased(bias), block_mask(document, BATCH), enable_gqa=True)
     assert torch.equal(out, again)
     cp.mean_loss(out**2).backward()
-    _check_dtensors(dist.device_mesh.init_device_mesh("cpu", (1, 2), mesh_dim_names=("tp", "cp")))
-    return cp.unshard(out.detach(), dim=2).tolist(), bias.grad.tolist()
+    _check_dtensors(mesh_of(1, world.ranks, names=("tp", "cp")))
+    return cp.unshard(out.detach(), dim=2), bias.grad
 
 
 def _check_dtensors(mesh):
     """As plain tensors; but functions of heads need all of them."""
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
-    cp = span.ContextParallel(mesh["cp"], seq_len=36, mask=span.Causal(), layout=span.HeadTail(2))
+    cp = span.ContextParallel(mesh["cp"], seq_len=36, mask=span.Causal(), layout=span.HeadTail(mesh["cp"].size()))
     local = [cp.shard(x[:, :, :36], dim=2) for x in whole(kv_heads=HEADS)]
     mask = block_mask(per_head, None, HEADS, length=36)
     there = [DTensor.from_local(x, mesh, [Replicate(), Shard(2)]) for x in local]
@@ -248,14 +255,15 @@ def _check_dtensors(mesh):
     cp.flex_attention(*split, block_mask=block_mask(length=36))
 
 
-def test_it_is_exact_on_real_processes():
+@on_backends(2, nccl=(2, 3))
+def test_it_is_exact_on_real_processes(ranks, backend):
     bias = table()
     out, _ = dense(*whole(), document, biased(bias))
     (out**2).mean().backward()
-    told = spawn(2, _on_gloo)
+    told = spawn(ranks, _on_process, backend=backend)
     for found, _ in told:
-        close(torch.tensor(found, dtype=torch.float64), out.detach())
-    close(sum(torch.tensor(grad, dtype=torch.float64) for _, grad in told) / 2, bias.grad)
+        close(found, out.detach())
+    close(sum(grad for _, grad in told) / ranks, bias.grad)
 
 
 # ---- blocks ----------------------------------------------------------------------------------------------------------

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -25,8 +24,9 @@ from attnspan.masks import Causal, Full
 from attnspan.parallel import ContextParallel, loss
 from attnspan.testing import loopback
 from attnspan.transports.counting import Counting
+from tests.devices import here, mesh_of
 from tests.parallel.cases import Listed, listed
-from tests.processes import spawn
+from tests.processes import on_backends, spawn
 
 S, B = 12, 2
 
@@ -367,7 +367,7 @@ def test_ranks_with_other_parameters_or_sparse_gradients_are_refused_on_all():
 # ---- who averages ----------------------------------------------------------------------------------------------------
 
 HOLES = torch.tensor([[p > 6 and p != 9 for p in range(S)], [p in (1, 11) for p in range(S)]])
-LAYOUTS = {ranks: Listed((tuple(range(S)),), (5, *[0] * (ranks - 2), S - 5)) for ranks in (2, 4)}
+LAYOUTS = {ranks: Listed((tuple(range(S)),), (5, *[0] * (ranks - 2), S - 5)) for ranks in (2, 3, 4)}
 
 
 def averaged(world, ranks):
@@ -375,11 +375,11 @@ def averaged(world, ranks):
     rank = world.rank
     found = {}
     cp = ContextParallel(seq_len=S, mask=Full(), layout=LAYOUTS[ranks])
-    fsdp = partial(fully_shard, mesh=init_device_mesh("cpu", (ranks,)))  # by itself it would choose a GPU that is there
+    fsdp = partial(fully_shard, mesh=mesh_of(ranks))  # by itself it would choose a GPU that is there
     for name, wrapped in {"plain": lambda net: net, "DDP": DistributedDataParallel, "FSDP2": fsdp}.items():
-        found[name] = trained(cp, model(), wrapped, cp.shard(inputs()), cp.shard(HOLES))
+        found[name] = trained(cp, model(), wrapped, cp.shard(inputs()), cp.shard(here(HOLES)))
     if ranks == 4:
-        grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+        grid = mesh_of(2, 2, names=("dp", "cp"))
         found |= over_both(grid)
         return found, refused_counts(grid, rank)
     return found, None
@@ -393,13 +393,13 @@ def trained(cp, net, wrapped, x, valid, counted=False, **options):
     if run is net and not hasattr(net, "unshard"):
         cp.average_gradients(net, **options)
     grads = [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in net.parameters()]
-    return mean.detach().numpy(), [grad.numpy() for grad in grads]
+    return mean.detach(), grads
 
 
 def over_both(grid):
     """Data parallel x context parallel: each dp rank has one batch row, and the mean is over both."""
     cp, row = ContextParallel(grid["cp"], seq_len=S, mask=Full()), slice(grid["dp"].get_local_rank(), None, 2)
-    x, valid = cp.shard(inputs()[row]), cp.shard(HOLES[row])
+    x, valid = cp.shard(inputs()[row]), cp.shard(here(HOLES)[row])
     return {
         "plain over both": trained(cp, model(), lambda net: net, x, valid, over=dist.group.WORLD),
         "DDP over both": trained(cp, model(), DistributedDataParallel, x, valid, over=dist.group.WORLD),
@@ -411,7 +411,7 @@ def over_both(grid):
 def refused_counts(grid, rank):
     """What is said of counts that were taken over other ranks than the mean is over."""
     cp, everybody = ContextParallel(grid["cp"], seq_len=S, mask=Full()), dist.group.WORLD
-    valid = cp.shard(HOLES[:1])
+    valid = cp.shard(here(HOLES)[:1])
     per_token, own, both = torch.ones(valid.shape), cp.sum(valid), cp.sum(valid, over=everybody)
     changed = cp.sum(valid, over=everybody).sub_(1)
     pairs = {
@@ -452,12 +452,13 @@ WRONG_COUNTS = {
 @pytest.fixture(scope="module")
 def told_by():
     """What each rank of so many tells; processes start once."""
-    return functools.cache(lambda ranks: spawn(ranks, averaged, ranks, timeout=120))
+    return functools.cache(lambda ranks, backend: spawn(ranks, averaged, ranks, backend=backend, timeout=120))
 
 
-def test_a_count_that_was_summed_over_other_ranks_than_the_mean_is_refused_on_all(told_by):
+@on_backends(4)
+def test_a_count_that_was_summed_over_other_ranks_than_the_mean_is_refused_on_all(ranks, backend, told_by):
     """The loss was twice as large, in silence."""
-    for _, (said, taken) in told_by(4):
+    for _, (said, taken) in told_by(ranks, backend):
         assert said.keys() == {*WRONG_COUNTS, "on one rank"}
         for name, message in WRONG_COUNTS.items():
             assert message in said[name]
@@ -465,11 +466,11 @@ def test_a_count_that_was_summed_over_other_ranks_than_the_mean_is_refused_on_al
         assert taken == [1.0, 1.0, 1.0]
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_averaging_by_hand_by_ddp_and_by_fsdp2_gives_the_gradients_of_one_device(ranks, told_by):
+@on_backends(2, 4, slow=(3,))
+def test_averaging_by_hand_by_ddp_and_by_fsdp2_gives_the_gradients_of_one_device(ranks, backend, told_by):
     true, true_grads = one_device(HOLES)
-    for told, _ in told_by(ranks):
-        assert len(told) == (3 if ranks == 2 else 7)
+    for told, _ in told_by(ranks, backend):
+        assert len(told) == (7 if ranks == 4 else 3)
         for mean, grads in told.values():
-            close([torch.tensor(mean)], [true])
-            close([torch.from_numpy(grad) for grad in grads], true_grads)
+            close([mean], [true])
+            close(grads, true_grads)

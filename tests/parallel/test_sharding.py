@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.distributed.device_mesh import init_device_mesh
 
 from attnspan.errors import AttentionError, MaskError, ShardError, TransportError
 from attnspan.layouts import Balanced, Contiguous, HeadTail, Striped
@@ -24,6 +23,7 @@ from attnspan.parallel import ContextParallel
 from attnspan.parallel.marks import mark_of
 from attnspan.testing import loopback
 from attnspan.transports.counting import Counting
+from tests.devices import here, mesh_of
 from tests.layouts.strategies import lengths_of
 from tests.pace import stretched
 from tests.parallel.cases import DTYPES, Case, Listed, cases, numbers, on_ranks, same
@@ -418,9 +418,9 @@ def real_cases(ranks):
 TIMEOUT = 2  # of the group that is kept waiting, in seconds of an idle machine
 
 
-def live(world, ranks):
-    """Every move on every case, with gradients; then what is refused; then a group that is no more."""
-    rank = world.rank
+def moves(world):
+    """Every move on every case, with gradients; then what is refused."""
+    rank, ranks = world.rank, world.ranks
     for case in real_cases(ranks):
         cp, whole = session(None, seq_len=13, layout=case.layout, mask=Documents([5, 8])), case.tensor
         shard = cp.shard(whole)
@@ -437,9 +437,14 @@ def live(world, ranks):
             x = shard.clone().requires_grad_()
             cp.unshard(cp.shift(x, -1)).backward(whole)
             assert same(x.grad, case.part(moved(case, ranks * whole, 1, 0), rank))
-    late = wrong_later(rank) if ranks == 2 else None
-    axes = meshes() if ranks == 4 else None
-    return refused_alike(rank, ranks), late, axes, destroyed(ranks)
+    return refused_alike(rank, ranks), meshes() if ranks == 4 else None
+
+
+def live(world):
+    """All of it; then a rank that is wrong later, and a group that is no more."""
+    alike, axes = moves(world)
+    late = wrong_later(world.rank) if world.ranks == 2 else None
+    return alike, late, axes, destroyed(world.ranks)
 
 
 def refused_alike(rank, ranks):
@@ -447,7 +452,7 @@ def refused_alike(rank, ranks):
     cp, said = session(None, layout=HeadTail(ranks)), []
     for wrong in (lambda x: x[:, 1:], lambda x: x.half()):
         with pytest.raises(ShardError) as error:
-            cp.unshard(wrong(cp.shard(X)) if rank == 1 else cp.shard(X))
+            cp.unshard(wrong(cp.shard(here(X))) if rank == 1 else cp.shard(here(X)))
         said.append(str(error.value))
     return said
 
@@ -479,34 +484,46 @@ def wrong_later(rank):
 
 def meshes():
     """What is said to meshes with axes that do not split the sequence."""
-    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    grid = mesh_of(2, 2, names=("dp", "cp"))
     said = []
-    for mesh in (grid, grid["dp"], init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))):
+    for mesh in (grid, grid["dp"], mesh_of(4, names=("tp",))):
         with pytest.raises(AttentionError) as error:
             ContextParallel(mesh, seq_len=8, mask=Causal())
         said.append(str(error.value))
-    cube = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("a", "b", "c"))
+    cube = mesh_of(2, 2, 1, names=("a", "b", "c"))
     with pytest.raises(TransportError) as error:
         ContextParallel(cube, seq_len=8, mask=Causal())
     cp = ContextParallel(grid["cp"], seq_len=8, mask=Causal())
-    assert torch.equal(cp.unshard(cp.shard(X)), X)
+    assert torch.equal(cp.unshard(cp.shard(here(X))), here(X))
     return [*said, str(error.value)]
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow), 4])
 def test_processes_move_tensors_refuse_together_and_know_when_their_group_is_gone(ranks):
-    told = spawn(ranks, live, ranks)
-    for rank, ((length, dtype), _, _, gone) in enumerate(told):
-        assert "tensor must be a shard, with this rank's " in length
-        assert length.startswith("on rank 1: ") == (rank != 1)
-        assert "all ranks must ask for the same; rank 1 asks for unshard of float16 [2] along dim 1 in layout " in dtype
+    told = spawn(ranks, live)
+    check_refusals([(alike, axes) for alike, _, axes, _ in told])
+    for _, _, _, gone in told:
         assert all("the process group was destroyed" in said for said in gone), gone
     if ranks == 2:
         (other, waited), (wrong, until) = [late for _, late, _, _ in told]
         assert (other, wrong) == ("TransportError", "ShardError")
         assert max(waited, until) < stretched(TIMEOUT + 4)
-    if ranks == 4:
-        for _, _, (both, dp, tp, three), _ in told:
+
+
+@pytest.mark.nccl
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_processes_of_nccl_move_tensors_and_refuse_together(ranks):
+    check_refusals(spawn(ranks, moves, backend="nccl"))
+
+
+def check_refusals(told):
+    for rank, ((length, dtype), axes) in enumerate(told):
+        assert "tensor must be a shard, with this rank's " in length
+        assert length.startswith("on rank 1: ") == (rank != 1)
+        assert "all ranks must ask for the same; rank 1 asks for unshard of float16 [2] along dim 1 in layout " in dtype
+        assert (axes is not None) == (len(told) == 4)
+        if axes is not None:
+            both, dp, tp, three = axes
             assert both == "mesh: axis 'dp' does not split the sequence; pass mesh['cp']"
             assert dp.endswith("does not split the sequence; pass an axis for the sequence, such as mesh['cp']")
             assert tp.startswith("mesh: axis 'tp' does not split the sequence; ")

@@ -3,15 +3,15 @@
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 import attnspan as span
 from attnspan.errors import AttentionError
 from attnspan.testing import loopback
+from tests.devices import here, mesh_of
 from tests.parallel.models import WIDTH, dense, model, parallel, same, whole
-from tests.processes import spawn
+from tests.processes import on_backends, spawn
 
 LENGTH = 12
 MASK = span.Causal() & span.Documents([5, 7])
@@ -28,7 +28,7 @@ def said(call):
 
 def _styled(world):
     """Everything on two ranks: a list of refusals."""
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    mesh = mesh_of(2)
     cp = span.ContextParallel(mesh, seq_len=LENGTH, mask=MASK)
     true = dense(model(), whole(LENGTH), MASK)
 
@@ -84,8 +84,9 @@ def _styled(world):
     ]
 
 
-def test_modules_and_dtensors_on_two_ranks():
-    for words in spawn(2, _styled):
+@on_backends(2)
+def test_modules_and_dtensors_on_two_ranks(ranks, backend):
+    for words in spawn(ranks, _styled, backend=backend):
         uneven, mixed, by_heads, partial, other, style, twice = words
         assert uneven.startswith(
             "a DTensor of 13 tokens has [7, 6] on its ranks, the session's layout [6, 7]; use plain"
@@ -102,10 +103,10 @@ def test_modules_and_dtensors_on_two_ranks():
 
 def _with_heads(world):
     """Context parallel and tensor parallel: heads are sharded over the other axis of the mesh."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+    mesh = mesh_of(2, 2, names=("cp", "tp"))
     cp = span.ContextParallel(mesh["cp"], seq_len=LENGTH, mask=MASK)
     x = whole(LENGTH).unflatten(-1, (4, -1)).transpose(1, 2)  # (2, 4, 12, 4)
-    true = torch.nn.functional.scaled_dot_product_attention(x, x, x, attn_mask=MASK.dense(LENGTH))
+    true = torch.nn.functional.scaled_dot_product_attention(x, x, x, attn_mask=here(MASK.dense(LENGTH)))
     local = cp.shard(x, dim=2).chunk(2, dim=1)[mesh.get_local_rank("tp")]
     carried = DTensor.from_local(local, mesh, [Shard(2), Shard(1)], run_check=False)
     out = cp.attention(carried, carried, carried)
@@ -120,8 +121,9 @@ def _with_heads(world):
     return words
 
 
-def test_heads_may_be_sharded_over_another_axis():
-    for words in spawn(4, _with_heads):
+@on_backends(4)
+def test_heads_may_be_sharded_over_another_axis(ranks, backend):
+    for words in spawn(ranks, _with_heads, backend=backend):
         assert words.startswith("query must be replicated, or sharded on batch or heads, over other mesh axes, got S")
 
 

@@ -4,13 +4,14 @@ import torch
 import torch.nn.functional as F
 
 from attnspan.testing import loopback
+from tests.devices import here
 
 
 def whole(length, heads=2, kv_heads=None, batch=2, seed=0, dtype=torch.float64):
     """Query, key and value of one device; the same numbers whenever asked."""
     generator = torch.Generator().manual_seed(seed)
     return [
-        torch.randn(batch, count, length, 8, dtype=dtype, generator=generator)
+        here(torch.randn(batch, count, length, 8, dtype=dtype, generator=generator, device="cpu"))
         for count in (heads, kv_heads or heads, kv_heads or heads)
     ]
 

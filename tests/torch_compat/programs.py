@@ -26,6 +26,7 @@ from attnspan.torch_compat import (
     context_parallel_unshard,
     set_rotate_method,
 )
+from tests.devices import here
 
 WORDS, WIDTH, HEADS, KV_HEADS, LONGEST = 31, 32, 4, 2, 64
 
@@ -92,7 +93,8 @@ def rotated(x, turns):
 
 def batch(length, seed=0):
     """Inputs and labels, two slices of one tensor, as a data loader gives them."""
-    tokens = torch.randint(WORDS, (2, length + 1), generator=torch.Generator().manual_seed(seed))
+    random = torch.Generator().manual_seed(seed)
+    tokens = here(torch.randint(WORDS, (2, length + 1), generator=random, device="cpu"))
     return tokens[:, :-1], tokens[:, 1:]
 
 
@@ -190,8 +192,12 @@ def dtensors(mesh, length):
     inner = Inner(causal=True)
     apply_cp_to_attention_module([inner], mesh)
     generator = torch.Generator().manual_seed(3)
-    whole = [torch.randn(1, heads, length, 8, generator=generator) for heads in (HEADS, KV_HEADS, KV_HEADS)]
-    parts = _context_parallel_shard(mesh, whole, [2, 2, 2], _HeadTailLoadBalancer(length, mesh.size(), "cpu"))
+    whole = [
+        here(torch.randn(1, heads, length, 8, generator=generator, device="cpu"))
+        for heads in (HEADS, KV_HEADS, KV_HEADS)
+    ]
+    balancer = _HeadTailLoadBalancer(length, mesh.size(), mesh.device_type)
+    parts = _context_parallel_shard(mesh, whole, [2, 2, 2], balancer)
     out = inner(*(DTensor.from_local(part, mesh, [Shard(2)], run_check=False) for part in parts))
     assert not isinstance(out, DTensor)
     (found,) = context_parallel_unshard(mesh, [out], [2])

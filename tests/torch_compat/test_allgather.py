@@ -3,18 +3,18 @@
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.library import opcheck
 
 from attnspan.errors import ShardError
 from attnspan.torch_compat import flex_cp_allgather, flex_cp_allgather_backward
-from tests.processes import spawn
+from tests.devices import here, mesh_of
+from tests.processes import on_backends, spawn
 from tests.torch_compat.harness import on_ranks
 
 
 def keys(seed, tokens=4, requires_grad=True):
     generator = torch.Generator().manual_seed(seed)
-    drawn = torch.randn(2, 2, 3, tokens, 5, dtype=torch.float64, generator=generator)
+    drawn = here(torch.randn(2, 2, 3, tokens, 5, dtype=torch.float64, generator=generator, device="cpu"))
     return [x.requires_grad_(requires_grad) for x in drawn.unbind()]
 
 
@@ -24,12 +24,12 @@ def trained(gather, name, tokens=4):
     whole = gather(k, v, 2, name)
     weights = torch.arange(whole[0].numel(), dtype=torch.float64).view_as(whole[0]) * (dist.get_rank() + 1)
     grads = torch.autograd.grad((whole[0] * weights).sum() + (whole[1] ** 2).sum(), (k, v))
-    return [x.detach().tolist() for x in (*whole, *grads)]
+    return [x.detach() for x in (*whole, *grads)]
 
 
-def _on_gloo(world):
+def _on_process(world):
     rank = world.rank
-    name = init_device_mesh("cpu", (2,)).get_group().group_name
+    name = mesh_of(2).get_group().group_name
     opcheck(flex_cp_allgather, (*keys(rank), 2, name))
     quick = ("test_schema", "test_faketensor")  # a tenth of the time: tracing is seen below
     opcheck(flex_cp_allgather, (*keys(rank, requires_grad=False), 2, name), test_utils=quick)
@@ -47,8 +47,9 @@ def _on_gloo(world):
     return eager, compiled, said
 
 
-def test_it_is_an_op_that_compiles_whole():
-    told = spawn(2, _on_gloo)
+@on_backends(2)
+def test_it_is_an_op_that_compiles_whole(ranks, backend):
+    told = spawn(ranks, _on_process, backend=backend)
     k, v = (torch.cat(both, 2) for both in zip(keys(0), keys(1), strict=True))
     weights = torch.arange(k.numel(), dtype=torch.float64).view_as(k) * 3  # rank 0's once, rank 1's twice
     for rank, (eager, compiled, said) in enumerate(told):
@@ -56,7 +57,7 @@ def test_it_is_an_op_that_compiles_whole():
         expected = [k, v, weights[:, :, own], 4 * v[:, :, own]]
         for found in (eager, compiled):
             for one, other in zip(found, expected, strict=True):
-                torch.testing.assert_close(torch.tensor(one, dtype=torch.float64), other.detach())
+                torch.testing.assert_close(one, other.detach())
         assert said.startswith("k and v must have as many tokens on every rank under torch.compile, got [4, 5]")
 
 

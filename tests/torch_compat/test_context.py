@@ -5,7 +5,6 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.experimental import _attention as theirs
 from torch.nn.functional import scaled_dot_product_attention as by_name
 from torch.nn.parallel import DistributedDataParallel
@@ -23,7 +22,8 @@ from attnspan.torch_compat import (
     set_rotate_method,
 )
 from attnspan.transports.counting import Counting
-from tests.processes import spawn
+from tests.devices import mesh_of
+from tests.processes import on_backends, spawn
 from tests.torch_compat.harness import alone, close, on_ranks, whole
 from tests.torch_compat.test_balancers import Reversed
 
@@ -254,7 +254,7 @@ def _with_ddp(world, broadcast):
         def forward(self):
             return self.linear(self.positions[:, None])
 
-    mesh, module = init_device_mesh("cpu", (2,)), Positions()
+    mesh, module = mesh_of(2), Positions()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # later versions have another name for it
         parallel = DistributedDataParallel(module, **({} if broadcast else {"broadcast_buffers": False}))
@@ -267,9 +267,11 @@ def _with_ddp(world, broadcast):
     return inside
 
 
-def test_buffers_that_ddp_broadcasts_are_refused():
-    assert spawn(2, _with_ddp, False) == [[0.0, 3.0], [1.0, 2.0]]
-    assert "DistributedDataParallel(..., broadcast_buffers=False)" in spawn(2, _with_ddp, True)[1]
+@on_backends(2)
+def test_buffers_that_ddp_broadcasts_are_refused(ranks, backend):
+    assert spawn(ranks, _with_ddp, False, backend=backend) == [[0.0, 3.0], [1.0, 2.0]]
+    said = spawn(ranks, _with_ddp, True, backend=backend)
+    assert "DistributedDataParallel(..., broadcast_buffers=False)" in said[1]
 
 
 @pytest.mark.parametrize("made_inside", [True, False])

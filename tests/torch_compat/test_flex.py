@@ -21,7 +21,8 @@ from attnspan.torch_compat import (
     flex_cp_allgather,
     set_rotate_method,
 )
-from tests.processes import spawn
+from tests.devices import here, mesh_of
+from tests.processes import on_backends, spawn
 from tests.torch_compat.harness import on_ranks, whole
 
 FLEX = _ContextParallel.AttentionType.FLEX
@@ -39,7 +40,8 @@ def alibi(score, b, h, q_idx, kv_idx):
 
 
 def block_mask(size=128):
-    return create_block_mask(document, BATCH, None, LENGTH, LENGTH, device="cpu", BLOCK_SIZE=size)
+    device = torch.get_default_device()
+    return create_block_mask(document, BATCH, None, LENGTH, LENGTH, device=device, BLOCK_SIZE=size)
 
 
 def alone(score_mod=None):
@@ -208,24 +210,25 @@ def test_a_styled_module_compiles_whole_and_other_masks_do_not_compile_anew():
     torch._dynamo.reset()
 
 
-def _on_gloo(world):
-    import torch.distributed as dist
-
-    mesh = dist.device_mesh.init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+def _on_process(world):
+    global IDS
+    IDS = here(IDS)  # what `document` looks into
+    mesh = mesh_of(world.ranks)
     _cp_options.enable_load_balance = True
-    balancer = _PTRRLoadBalancer(block_mask(), 2)
+    balancer = _PTRRLoadBalancer(block_mask(), world.ranks)
     module = _ContextParallel(2, FLEX)._apply(Flex(alibi), mesh)
     *tensors, part = _context_parallel_shard(mesh, [*whole(LENGTH), block_mask()], [2] * 4, balancer)
     out = module(*tensors, block_mask=part)
     key, _ = flex_cp_allgather(tensors[1], tensors[2], 2, mesh.get_group().group_name)
     assert key.shape[2] == LENGTH
-    return context_parallel_unshard(mesh, [out], [2], balancer)[0].tolist()
+    return context_parallel_unshard(mesh, [out], [2], balancer)[0]
 
 
-def test_it_is_exact_on_real_processes():
+@on_backends(2, nccl=(2, 3))
+def test_it_is_exact_on_real_processes(ranks, backend):
     true = alone(alibi)[0]
-    for found in spawn(2, _on_gloo):
-        close(torch.tensor(found, dtype=torch.float64), true)
+    for found in spawn(ranks, _on_process, backend=backend):
+        close(found, true)
 
 
 @pytest.mark.parametrize("arguments", [("balancer", 64), (64, "balancer"), ("balancer", (64, 32)), ((64, 32),), ()])

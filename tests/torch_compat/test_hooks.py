@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import DeviceMesh, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.attention.flex_attention import flex_attention
 
 from attnspan.errors import AttnspanError
@@ -23,7 +23,8 @@ from attnspan.torch_compat import (
     set_rotate_method,
 )
 from attnspan.torch_compat.style import SequenceShard
-from tests.processes import spawn
+from tests.devices import mesh_of
+from tests.processes import on_backends, spawn
 from tests.torch_compat.harness import alone, close, on_ranks, whole
 
 SDPA, FLEX = _ContextParallel.AttentionType.SDPA, _ContextParallel.AttentionType.FLEX
@@ -156,8 +157,8 @@ def test_indices_of_one_batch_row():
     assert torch.equal(ours._generate_indices_for_batch([8, 8], False), ours._generate_indices()[0])
 
 
-def _on_gloo(world):
-    mesh = DeviceMesh("cpu", torch.arange(2))
+def _on_process(world):
+    mesh = mesh_of(2)
     style, query = _ContextParallel(2, SDPA), whole(8)[0]
     (own,) = _context_parallel_shard(mesh, [query], [2])
     placed = style.sdpa_input_fn(None, (distribute_tensor(query, mesh, [Shard(2)]),), {"scale": None}, mesh)
@@ -169,8 +170,9 @@ def _on_gloo(world):
         return str(refused)
 
 
-def test_dtensors_are_taken_as_shards():
-    for said in spawn(2, _on_gloo):
+@on_backends(2)
+def test_dtensors_are_taken_as_shards(ranks, backend):
+    for said in spawn(ranks, _on_process, backend=backend):
         assert said.startswith("a DTensor must be Shard(2), got (Replicate(),)")
 
 

@@ -1,10 +1,9 @@
-"""Programs written for torch, with one import changed, train as one device does: on 2 and 4 gloo ranks."""
+"""Programs written for torch, with one import changed, train as one device does: on 2 and 4 ranks, gloo or NCCL."""
 
-import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
 
-from tests.processes import spawn
+from tests.devices import mesh_of
+from tests.processes import on_backends, spawn
 from tests.torch_compat import programs
 
 EVEN, ODD, SHORT = 32, 29, 3  # a multiple of 2 x ranks, as torch wants; a length that is not; fewer tokens than 4 ranks
@@ -23,10 +22,9 @@ PROGRAMS = {
 }
 
 
-def live(world, ranks):
+def live(world):
     """One process: the largest difference to one device, of every program."""
-    line = init_device_mesh("cpu", (ranks,), mesh_dim_names=("cp",))
-    grid = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("dp", "cp"))
+    line, grid = mesh_of(world.ranks), mesh_of(world.ranks // 2, 2, names=("dp", "cp"))
     found = {}
     for name, (program, options) in PROGRAMS.items():
         on_grid = program is programs.accelerate
@@ -41,9 +39,11 @@ def live(world, ranks):
     return found
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_a_program_written_for_torch_trains_as_on_one_device(ranks):
-    told = spawn(ranks, live, ranks, timeout=240, group_timeout=120)  # seconds alone; more where others work too
+@on_backends(2, 4)
+def test_a_program_written_for_torch_trains_as_on_one_device(ranks, backend):
+    told = spawn(
+        ranks, live, backend=backend, timeout=240, group_timeout=120
+    )  # seconds alone; more where others work too
     assert [set(each) for each in told] == [{*PROGRAMS, "titan's style, DTensors"}] * ranks
     # float32, two layers; logits and gradients are of order 1 and differ in the order of sums: a few ulp.
     assert {name: error for each in told for name, error in each.items() if not error < 5e-6} == {}

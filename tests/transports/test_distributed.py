@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from attnspan.errors import RankError, TransportError
 from attnspan.transports import Distributed, transport_of
 from tests.pace import stretched
-from tests.processes import Died, on_ranks, spawn
+from tests.processes import Died, on_backends, spawn
 from tests.transports.conformance import LAWS, held, neighbours, same
 
 
@@ -141,7 +141,7 @@ def test_processes_obey(seen_in_groups, group):
         assert not broken(saw[group])
 
 
-@on_ranks(2, nccl=(1, 2, 3, 4))
+@on_backends(2, nccl=(1, 2, 3, 4))
 def test_a_whole_group_obeys(ranks, backend):
     for found in spawn(ranks, whole_group, backend=backend):
         assert [broken(each) for each in found.values()] == [[], []]
@@ -153,7 +153,7 @@ def test_tensors_of_the_cpu_may_travel_beside():
         assert [broken(each) for each in found.values()] == [[], []]
 
 
-@on_ranks(nccl=(4,))
+@on_backends(nccl=(4,))
 def test_parts_of_a_group_obey_while_others_work(ranks, backend):
     for found in spawn(ranks, two_at_once, backend=backend):
         assert [broken(each) for each in found.values()] == [[]] * 4

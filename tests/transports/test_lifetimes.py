@@ -1,5 +1,6 @@
 """Groups and virtual worlds are not kept alive by what was done with them."""
 
+import functools
 import gc
 import weakref
 
@@ -12,7 +13,7 @@ import attnspan as span
 from attnspan.testing import loopback
 from attnspan.torch_compat import context_parallel
 from attnspan.transports import transport_of
-from tests.processes import spawn
+from tests.processes import on_backends, spawn
 
 TOKENS = 8
 
@@ -89,12 +90,13 @@ def on_groups(world):
 
 @pytest.fixture(scope="module")
 def seen_on_groups():
-    return spawn(2, on_groups)
+    return functools.cache(lambda ranks, backend: spawn(ranks, on_groups, backend=backend))
 
 
 @pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__)
-def test_process_groups_are_gone_when_they_were_destroyed(seen_on_groups, use):
-    for found in seen_on_groups:
+@on_backends(2)
+def test_process_groups_are_gone_when_they_were_destroyed(seen_on_groups, use, ranks, backend):
+    for found in seen_on_groups(ranks, backend):
         remembered, alive, said = found[use.__name__]
         assert remembered or use is by_session
         assert not alive

@@ -17,7 +17,8 @@ from attnspan.errors import TransportError
 from attnspan.testing import loopback
 from attnspan.transports import Counting, Delayed, transport_of
 from attnspan.transports.operations import NAMES, Ledger, Operation, under_way
-from tests.processes import spawn
+from tests.devices import here
+from tests.processes import on_backends, spawn
 
 S = 16
 LAYOUT = span.Contiguous(2)
@@ -148,10 +149,8 @@ def out_of_step(world):
     heard = {}
     for program in PROGRAMS:
         group = dist.new_group()
-        world = transport_of(group)
         try:
-            with world.device:
-                program(group)
+            program(group)
             heard[program.__name__] = "nothing"
         except TransportError as error:
             heard[program.__name__] = str(error)
@@ -172,7 +171,7 @@ def test_both_ends_name_both_operations(heard, program):
 
 @pytest.mark.nccl
 def test_ranks_of_nccl_hear_that_they_are_out_of_step():
-    heard = spawn(2, out_of_step, backend="nccl", timeout=120)
+    heard = spawn(2, out_of_step, backend="nccl", timeout=120, fresh=True)  # what was never taken is left on its groups
     for program in PROGRAMS:
         named_on_both_ends(heard, program)
 
@@ -205,7 +204,8 @@ def compiled_on_one_rank(world):
     def three(x):
         return sum(attend(x * (i + 1), x, x.sin()).square().sum() for i in range(3))
 
-    whole = torch.randn(1, 2, S, 4, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    random = torch.Generator().manual_seed(0)
+    whole = here(torch.randn(1, 2, S, 4, generator=random, device="cpu")).requires_grad_()
     call = torch.compile(three, backend="aot_eager", fullgraph=True) if rank == 1 else three
     own = cp.shard(whole, dim=2).detach().requires_grad_()
     (grad,) = torch.autograd.grad(call(own), own)
@@ -216,8 +216,9 @@ def compiled_on_one_rank(world):
     return True
 
 
-def test_a_backward_pass_is_matched_by_its_forward_pass_whoever_runs_it():
-    assert spawn(2, compiled_on_one_rank, timeout=120) == [True, True]
+@on_backends(2)
+def test_a_backward_pass_is_matched_by_its_forward_pass_whoever_runs_it(ranks, backend):
+    assert spawn(ranks, compiled_on_one_rank, backend=backend, timeout=120) == [True, True]
 
 
 # ---- headers --------------------------------------------------------------------------------------------------------

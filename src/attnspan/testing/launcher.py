@@ -40,7 +40,7 @@ from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from queue import SimpleQueue
-from threading import Lock, Thread
+from threading import Lock, Thread, main_thread
 from time import monotonic
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -59,7 +59,10 @@ MEMORY = 150 << 20
 """Bytes that a process with torch takes for itself, at the least."""
 
 FAREWELL = 10.0
-"""Seconds until a process whose pipe is closed must have ended."""
+"""Seconds until a process whose pipe is closed must have ended, and until one that is stuck must have said where."""
+
+WHERE = b""
+"""Asks a rank where it is; no job is empty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +72,7 @@ class RankOutcome:
     "returned"    what fn returned
     "raised"      the exception; ``trace`` is its traceback
     "died"        the name of the signal that ended the process, or its exit status
-    "unfinished"  the seconds after which it was killed
+    "unfinished"  the seconds after which it was killed; ``trace`` is where it was, if it could say
     """
 
     kind: str
@@ -83,7 +86,7 @@ class RankOutcome:
             case "died":
                 return f"was ended by {self.value}" if isinstance(self.value, str) else f"exited with {self.value}"
             case "unfinished":
-                return f"did not end within {self.value:g} s"
+                return f"did not end within {self.value:g} s" + (f", and was in:\n{self.trace}" if self.trace else "")
         return f"returned {self.value!r}"
 
 
@@ -176,7 +179,9 @@ class Processes:
             for pipe in ready:
                 rank = waiting.pop(pipe)
                 outcomes[rank] = self._children[rank].outcome()
-        return outcomes | {rank: RankOutcome("unfinished", self.timeout) for rank in waiting.values()}
+        for rank in waiting.values():
+            outcomes[rank] = RankOutcome("unfinished", self.timeout, self._children[rank].whereabouts())
+        return outcomes
 
     def _ready(self, pipes: Sequence[Connection], began: float) -> list[Any]:
         """Pipes in which there is something; none when the time is over."""
@@ -203,6 +208,14 @@ class Child:
             return RankOutcome("died", signal.Signals(-status).name if status is not None and status < 0 else status)
         outcome: RankOutcome = pickle.loads(answer)
         return outcome
+
+    def whereabouts(self) -> str:
+        """The stack of a rank that is still at work; nothing if it does not answer."""
+        with suppress(Exception):  # it may end, or answer its job, at this very moment
+            self.pipe.send_bytes(WHERE)
+            if self.pipe.poll(FAREWELL):
+                return self.outcome().trace
+        return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,10 +280,15 @@ def _live(joining: Joining, rank: int, pipe: Connection) -> None:
 
 
 def _listen(pipe: Connection, jobs: SimpleQueue[bytes]) -> None:
-    """Take jobs from the caller, and end with it; see [Note: no orphans]."""
+    """Take jobs from the caller, say where the main thread is, and end with the caller; see [Note: no orphans]."""
     try:
         while True:
-            jobs.put(pipe.recv_bytes())
+            job = pipe.recv_bytes()
+            if job == WHERE:
+                stack = traceback.format_stack(sys._current_frames()[main_thread().ident or 0])
+                pipe.send_bytes(pickle.dumps(RankOutcome("unfinished", None, "".join(stack))))
+            else:
+                jobs.put(job)
     except (EOFError, OSError):
         os.kill(os.getpid(), signal.SIGKILL)
 
