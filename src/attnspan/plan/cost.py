@@ -105,6 +105,9 @@ class Link:
     bandwidth: float
     latency: float
 
+    def __str__(self) -> str:
+        return f"{self.bandwidth / 1e9:.3g} GB/s, {self.latency * 1e6:.0f} us"
+
     def seconds(self, size: float) -> float:
         """The time to receive `size` bytes; nothing takes no time."""
         return self.latency + size / self.bandwidth if size else 0.0
