@@ -83,11 +83,12 @@ def test_a_process_ends_by_a_signal_and_says_what_it_waited_for():
 
 
 EXITING = """
-import ctypes
+import ctypes, threading, torch
 from attnspan.transports import watchdog
 
 watchdog.EXIT_SECONDS = {limit}
-watchdog.abort(lambda: None)
+torch.cuda.synchronize = lambda device: threading.Event().wait()  # a device that waits in vain
+watchdog.abort(torch.device("cuda"), lambda: None)
 
 class Slow:
     def __del__(self, wait=ctypes.CDLL(None).sleep):  # as C++ waits, when Python's threads have ended
@@ -105,12 +106,33 @@ def test_after_an_abort_an_exit_that_hangs_is_cut_short_and_another_keeps_its_co
     assert ended.returncode == code
 
 
-def test_an_abort_that_hangs_is_not_waited_for(monkeypatch):
+CUDA = torch.device("cuda")
+
+
+@pytest.fixture
+def abort(monkeypatch):
+    """Aborts whose limits are short; the exit of this process stays as it is."""
+    monkeypatch.setattr(watchdog, "REST_SECONDS", 0.05)
     monkeypatch.setattr(watchdog, "ABORT_SECONDS", 0.05)
     monkeypatch.setattr(watchdog.atexit, "register", lambda call: None)
+    return watchdog.abort
+
+
+def test_an_abort_that_hangs_is_not_waited_for(abort, monkeypatch):
     over = threading.Event()
-    watchdog.abort(over.wait)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: over.wait())
+    abort(CUDA, over.wait)
     over.set()
+
+
+def test_a_group_is_given_up_only_if_its_device_does_not_come_to_rest(abort, monkeypatch):
+    given_up, over = [], threading.Event()
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    abort(CUDA, lambda: given_up.append("at rest"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: over.wait())
+    abort(CUDA, lambda: given_up.append("waiting"))
+    over.set()
+    assert given_up == ["waiting"]
 
 
 def test_torchs_switch_is_ours_too(monkeypatch):

@@ -94,9 +94,9 @@ class Distributed(Transport):
     def abort(self) -> None:
         """As any transport's, for NCCL's group and the one that its hosts talk by. See watchdog.py."""
         group = self._group()
-        if group is None or self.device.type == "cpu" or not _alive(group):
+        if group is None or self.device.type == "cpu" or not _alive(group) or torch.cuda.is_current_stream_capturing():
             return
-        watchdog.abort(partial(_give_up, group))
+        watchdog.abort(self.device, partial(_give_up, group))
 
     def contains(self, other: Transport) -> bool:
         """Whether every process of another group is in this one too."""

@@ -132,7 +132,7 @@ class Transport(ABC):
         return under_way(self, f"a sum of {what}") if current is None else nullcontext(current)
 
     def abort(self) -> None:
-        """Give the group up: whatever is under way on a device ends, and nothing is sent any more."""
+        """Give the group up: what still waits for other ranks on a device ends, and nothing is sent any more."""
         wrapped: Transport | None = getattr(self, "transport", None)
         if wrapped is not None:
             wrapped.abort()

@@ -3,8 +3,8 @@
 gloo's waits end with an exception when the group's timeout has passed. NCCL's do not: the host has gone on, and the
 device waits in a kernel. Two cases:
 
-1. The host hears of a lost peer, by a header (operations.py) or by NCCL, and raises. `abort` then gives the group up:
-   the kernels that wait on the device end, so that the host can synchronise with it, clean up and exit.
+1. The host hears of a lost peer, by a header (operations.py) or by NCCL, and raises. If the device still waits then,
+   `abort` gives the group up: the kernels that wait end, so that the host can synchronise, clean up and exit.
 2. The host waits for its device, as `loss.item()` does. It hears nothing and cannot raise. The watchdog knows what the
    device was made to wait for. If that has not arrived when the group's timeout has passed, the process says what it
    waited for, prints where each of its threads is, and ends by SIGABRT.
@@ -25,10 +25,14 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from threading import Lock, Thread
 from typing import NamedTuple
 
 import torch
+
+REST_SECONDS = 1.0
+"""How long a device may take to finish what does not depend on other ranks, before their group is aborted."""
 
 ABORT_SECONDS = 5.0
 """How long an abort may take before the error that caused it is raised all the same."""
@@ -88,14 +92,24 @@ def is_enabled() -> bool:
     return os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") != "0"
 
 
-def abort(give_up: Callable[[], None]) -> None:
-    """Give a group up, in no more than `ABORT_SECONDS`. From then on this process takes no more than `EXIT_SECONDS` to
-    exit: see [Note: torch's watchdog]."""
+def abort(device: torch.device, give_up: Callable[[], None]) -> None:
+    """Give a group up, in no more than `ABORT_SECONDS`, unless its device comes to rest by itself.
+
+    From then on this process takes no more than `EXIT_SECONDS` to exit: see [Note: torch's watchdog].
+    """
+    if _ends(partial(torch.cuda.synchronize, device), REST_SECONDS):
+        return
     atexit.unregister(_exit_in_time)
     atexit.register(_exit_in_time)
-    thread = Thread(target=give_up, name="attnspan abort", daemon=True)
+    _ends(give_up, ABORT_SECONDS)
+
+
+def _ends(work: Callable[[], None], seconds: float) -> bool:
+    """Whether something is done in so many seconds, in a thread of its own, which is left behind if it is not."""
+    thread = Thread(target=work, name="attnspan abort", daemon=True)
     thread.start()
-    thread.join(ABORT_SECONDS)
+    thread.join(seconds)
+    return not thread.is_alive()
 
 
 def _exit_in_time() -> None:
