@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
+from copy import copy
 from threading import Lock
 from typing import TypeVar
 from weakref import WeakKeyDictionary
@@ -34,7 +35,9 @@ from attnspan.integrations.huggingface.layers import AttentionLayer, attention_l
 
 NAME = "attnspan_paged"
 
-WHILE_SERVED = frozenset({"_attn_implementation_internal", "_attn_implementation"})
+_ENTRY = "_attn_implementation_internal"
+
+WHILE_SERVED = frozenset({_ENTRY, "_attn_implementation"})
 """Entries of a config that change because the model is served."""
 
 T = TypeVar("T")
@@ -130,6 +133,7 @@ class _Serving:
         found = {id(config): config for config in all_configs if config is not None}
         self.config = model.config  # if it has another, all are looked for again
         self.configs: list[PreTrainedConfig] = list(found.values())  # one, for nearly every model
+        self.plain = {id(config) for config in self.configs if _is_plain(config)}
         self.names: list[str] | None = None  # None while no engine serves it
         self.owners: set[int] = set()
         self.probed: list[str] = []
@@ -140,17 +144,28 @@ class _Serving:
         """An owner comes; again, if its last end was broken off."""
         if not self.owners:
             if self.names is None:
-                self.names = [config._attn_implementation for config in self.configs]
+                self.names = [self.attention_of(config) for config in self.configs]
             for config in self.configs:
-                config._attn_implementation = name
+                self.set_attention(config, name)
         self.owners.add(owner)
 
     def end(self, owner: int) -> None:
         self.owners.discard(owner)
         if not self.owners and self.names is not None:
             for config, name in zip(self.configs, self.names, strict=True):
-                config._attn_implementation = name
+                self.set_attention(config, name)
             self.names = None
+
+    def attention_of(self, config: PreTrainedConfig) -> str:
+        name: str = vars(config)[_ENTRY] if id(config) in self.plain else config._attn_implementation
+        return name
+
+    def set_attention(self, config: PreTrainedConfig, name: str) -> None:
+        """`config._attn_implementation = name`, whose setter takes long to look for configs inside."""
+        if id(config) in self.plain:
+            vars(config)[_ENTRY] = name
+        else:
+            config._attn_implementation = name
 
     def probe(self, layers: list[str], name: str, probe: Callable[[], list[int | None]]) -> list[int | None]:
         """See `probed_once`; under the lock."""
@@ -164,6 +179,13 @@ class _Serving:
                 self.end(id(self))
             self.probed = layers
         return self.windows
+
+
+def _is_plain(config: PreTrainedConfig) -> bool:
+    """Whether the name of a config's attention is one entry of it and nothing else, shown by a copy."""
+    twin = copy(config)
+    vars(twin)[_ENTRY] = NAME
+    return not config.sub_configs and twin._attn_implementation == NAME
 
 
 _SERVED: WeakKeyDictionary[nn.Module, _Serving] = WeakKeyDictionary()
