@@ -608,6 +608,39 @@ def test_a_model_that_is_called_while_it_is_served_says_so():
         model(torch.tensor([[5]]))
 
 
+@pytest.mark.parametrize(("name", "plain"), [("LlamaConfig", True), ("Gemma3Config", False)])  # with configs inside
+def test_a_config_is_served_as_by_its_setter(name, plain):
+    import transformers
+
+    from attnspan.integrations.huggingface.serving import _is_plain, _Serving
+
+    model, expected = torch.nn.Module(), getattr(transformers, name)()
+    model.config = getattr(transformers, name)()
+    assert _is_plain(model.config) is plain
+    serving = _Serving(model)
+    for attention in ("attnspan_paged", "eager"):
+        serving.set_attention(model.config, attention)
+        expected._attn_implementation = attention
+        for one, must in zip(_all_configs(model.config), _all_configs(expected), strict=True):
+            assert one._attn_implementation == must._attn_implementation == attention
+        assert serving.attention_of(model.config) == attention
+
+
+def test_a_config_whose_attention_lies_elsewhere_is_served_by_its_setter():
+    from transformers import LlamaConfig
+
+    from attnspan.integrations.huggingface.serving import _is_plain
+
+    class Moved(LlamaConfig):
+        _attn_implementation = property(lambda self: self.moved, lambda self, name: setattr(self, "moved", name))
+
+    assert not _is_plain(Moved())
+
+
+def _all_configs(config):
+    return [config, *(getattr(config, name) for name in config.sub_configs)]
+
+
 def test_leaving_the_block_ends_what_is_left():
     with engine() as one:
         request = one.add([5], SamplingParams(max_new_tokens=5))

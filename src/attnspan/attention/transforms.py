@@ -38,9 +38,10 @@ def check_untransformed(
         return
     WRAPPED.hold()
     # Autograd around a transform cannot record what is inside of it.
-    recorded = _inside() and torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-    if recorded or any(x is not None and _is_wrapped(x) for x in tensors):
-        raise error(_transformed(what, instead))
+    records = _inside() and torch.is_grad_enabled()
+    for tensor in tensors:
+        if tensor is not None and (_is_wrapped(tensor) or (records and tensor.requires_grad)):
+            raise error(_transformed(what, instead))
     check_no_tangents(what, *tensors, instead=instead, error=error)
 
 

@@ -357,6 +357,9 @@ class EngineCore(Owned):
     @contextmanager
     def _on_all_ranks(self) -> Iterator[None]:
         """Inside, ranks do the same; a rank that fails ends the engine on all of them. See [Note: after an error]."""
+        if self._consensus.transport is None:
+            yield
+            return
         try:
             with self._consensus.under_way():
                 yield

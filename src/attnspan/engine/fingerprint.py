@@ -27,7 +27,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Container, Iterator
 from itertools import chain
-from operator import attrgetter, itemgetter
+from operator import attrgetter, call, itemgetter
 from typing import Any
 
 import torch
@@ -85,7 +85,7 @@ class Parts:
             list(map(type, self._modules)),
             list(map(_FORWARD, self._classes)),
             list(map(len, self._held)),
-            [settings(each) for settings, each in zip(self._settings, self._held, strict=True)],
+            list(map(call, self._settings, self._held)),
             [value for each in self._configs for key, value in each.items() if key not in self._ignored],
             list(map(Tensor.data_ptr, self._tensors)),
             list(map(_VERSION, self._counted)),

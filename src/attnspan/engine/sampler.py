@@ -15,6 +15,7 @@ Shapes: R rows, V tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import isfinite
 from typing import NamedTuple
 
 import torch
@@ -75,12 +76,13 @@ def choose_tokens(logits: Tensor, draws: Sequence[Draw], wants: Sequence[int | N
     """A token for each row of logits (R, V); `wants` is the number of top log-probabilities, None for none at all."""
     logits = logits.float()
     largest, tokens = logits.max(-1)
-    sound = largest.isfinite()  # NaN is larger than any number
     places = [place for place, draw in enumerate(draws) if draw.temperature > 0]
     if places:
         some = torch.tensor(places, device=logits.device)
         tokens[some] = draw_tokens(logits[some], [draws[place] for place in places])
-    found = [None if token < 0 else token for token in tokens.where(sound, -1).tolist()]
+    found = [  # NaN is larger than any number
+        token if isfinite(most) else None for token, most in zip(tokens.tolist(), largest.tolist(), strict=True)
+    ]
     wanted = [place for place, want in enumerate(wants) if want is not None]
     answers = [ChosenToken(token) for token in found]
     if wanted:

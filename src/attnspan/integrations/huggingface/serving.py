@@ -18,12 +18,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
+from copy import copy
 from threading import Lock
 from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from attnspan.engine.model import StepAttention
 from attnspan.errors import EngineError, ModelError
@@ -34,7 +35,9 @@ from attnspan.integrations.huggingface.layers import AttentionLayer, attention_l
 
 NAME = "attnspan_paged"
 
-WHILE_SERVED = frozenset({"_attn_implementation_internal", "_attn_implementation"})
+_ENTRY = "_attn_implementation_internal"
+
+WHILE_SERVED = frozenset({_ENTRY, "_attn_implementation"})
 """Entries of a config that change because the model is served."""
 
 T = TypeVar("T")
@@ -117,6 +120,7 @@ class _Serving:
     def __init__(self, model: PreTrainedModel) -> None:
         self.config = model.config  # if it has another, all are looked for again
         self.configs = configs_of(model)  # one, for nearly every model
+        self.plain = {id(config) for config in self.configs if _is_plain(config)}
         self.names: list[str] | None = None  # None while no engine serves it
         self.owners: set[int] = set()
         self.probed: list[str] = []
@@ -127,17 +131,28 @@ class _Serving:
         """An owner comes; again, if its last end was broken off."""
         if not self.owners:
             if self.names is None:
-                self.names = [config._attn_implementation for config in self.configs]
+                self.names = [self.attention_of(config) for config in self.configs]
             for config in self.configs:
-                config._attn_implementation = name
+                self.set_attention(config, name)
         self.owners.add(owner)
 
     def end(self, owner: int) -> None:
         self.owners.discard(owner)
         if not self.owners and self.names is not None:
             for config, name in zip(self.configs, self.names, strict=True):
-                config._attn_implementation = name
+                self.set_attention(config, name)
             self.names = None
+
+    def attention_of(self, config: PreTrainedConfig) -> str:
+        name: str = vars(config)[_ENTRY] if id(config) in self.plain else config._attn_implementation
+        return name
+
+    def set_attention(self, config: PreTrainedConfig, name: str) -> None:
+        """`config._attn_implementation = name`, whose setter takes long to look for configs inside."""
+        if id(config) in self.plain:
+            vars(config)[_ENTRY] = name
+        else:
+            config._attn_implementation = name
 
     def probe(self, layers: list[str], name: str, probe: Callable[[], list[int | None]]) -> list[int | None]:
         """See `probed_once`; under the lock."""
@@ -151,6 +166,13 @@ class _Serving:
                 self.end(id(self))
             self.probed = layers
         return self.windows
+
+
+def _is_plain(config: PreTrainedConfig) -> bool:
+    """Whether the name of a config's attention is one entry of it and nothing else, shown by a copy."""
+    twin = copy(config)
+    vars(twin)[_ENTRY] = NAME
+    return not config.sub_configs and twin._attn_implementation == NAME
 
 
 _SERVED: WeakKeyDictionary[nn.Module, _Serving] = WeakKeyDictionary()
