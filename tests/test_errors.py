@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from attnspan import errors
-from attnspan.errors import AttnspanError, LayoutError, MaskError, one_of, whole, whole_list
+from attnspan.errors import AttnspanError, LayoutError, MaskError, integer, integers, one_of
 
 
 def exactly(message):
@@ -16,8 +16,8 @@ def exactly(message):
 
 @pytest.mark.parametrize("value", [3, np.int64(3), np.array(3), torch.tensor(3)], ids=repr)
 def test_whole_numbers_of_every_kind_become_ints(value):
-    assert whole("ranks", value) == 3
-    assert type(whole("ranks", value)) is int
+    assert integer("ranks", value) == 3
+    assert type(integer("ranks", value)) is int
 
 
 @pytest.mark.parametrize(
@@ -41,26 +41,26 @@ def test_whole_numbers_of_every_kind_become_ints(value):
 )
 def test_what_is_not_a_whole_number_is_refused_by_name(value, shown):
     with pytest.raises(AttnspanError, match=exactly(f"seq_len must be a whole number >= 0, got {shown}")):
-        whole("seq_len", value)
+        integer("seq_len", value)
 
 
 def test_the_bound_the_hint_and_the_error_are_the_callers():
     message = "ranks must be a whole number >= 1, got 0; one process is ranks=1"
     with pytest.raises(LayoutError, match=exactly(message)):
-        whole("ranks", 0, at_least=1, hint="one process is ranks=1", error=LayoutError)
+        integer("ranks", 0, at_least=1, hint="one process is ranks=1", error=LayoutError)
 
 
 @pytest.mark.parametrize(
     "values", [[3, 5], (3, 5), {3: "a", 5: "b"}.keys(), np.array([3, 5]), torch.tensor([3, 5])], ids=repr
 )
 def test_lists_of_every_kind_become_tuples_of_ints(values):
-    found = whole_list("lengths", values)
+    found = integers("lengths", values)
     assert found == (3, 5)
     assert {type(item) for item in found} == {int}
 
 
 def test_an_empty_list_is_a_list():
-    assert whole_list("lengths", []) == ()
+    assert integers("lengths", []) == ()
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_an_empty_list_is_a_list():
 def test_what_is_not_a_list_is_refused_whole(values, shown):
     message = f"lengths must be a list of whole numbers >= 0, got {shown}; as in [3, 5]"
     with pytest.raises(MaskError, match=exactly(message)):
-        whole_list("lengths", values, hint="as in [3, 5]", error=MaskError)
+        integers("lengths", values, hint="as in [3, 5]", error=MaskError)
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_what_is_not_a_list_is_refused_whole(values, shown):
 def test_the_first_wrong_item_of_a_list_is_refused_by_its_place(values, item, shown):
     message = f"lengths[{item}] must be a whole number >= 1, got {shown}; as in [3, 5]"
     with pytest.raises(MaskError, match=exactly(message)):
-        whole_list("lengths", values, at_least=1, hint="as in [3, 5]", error=MaskError)
+        integers("lengths", values, at_least=1, hint="as in [3, 5]", error=MaskError)
 
 
 def test_a_known_name_is_returned():

@@ -22,7 +22,7 @@ Every error names the argument, says what was asked of it and what arrived, and 
 
 The three checks below write such messages, so that the same mistake reads the same everywhere:
 
->>> whole("ranks", 0, at_least=1, hint="one process is ranks=1")
+>>> integer("ranks", 0, at_least=1, hint="one process is ranks=1")
 Traceback (most recent call last):
 attnspan.errors.AttnspanError: ranks must be a whole number >= 1, got 0; one process is ranks=1
 
@@ -113,15 +113,15 @@ class RankError(TransportError):
         self.outcomes = outcomes
 
 
-def whole(
+def integer(
     name: str, value: object, *, at_least: int = 0, hint: str = "", error: type[AttnspanError] = AttnspanError
 ) -> int:
     """Return ``value`` as an int, or raise ``error`` naming the argument ``name``.
 
-    Whatever Python itself would index with is whole (numpy's ints, an integer tensor of one element). A bool
+    Whatever Python itself would index with is one (numpy's ints, an integer tensor of one element). A bool
     is not, and neither is a float, however round: 4096.0 tells of a division that may not be exact next time.
 
-    >>> whole("seq_len", 4096)
+    >>> integer("seq_len", 4096)
     4096
     """
     number = _index(value)
@@ -130,21 +130,23 @@ def whole(
     return number
 
 
-def whole_list(
+def integers(
     name: str, values: object, *, at_least: int = 0, hint: str = "", error: type[AttnspanError] = AttnspanError
 ) -> tuple[int, ...]:
     """Return ``values`` as a tuple of ints, or raise ``error`` naming the first item that is not whole.
 
-    >>> whole_list("lengths", [3, 5])
+    >>> integers("lengths", [3, 5])
     (3, 5)
-    >>> whole_list("lengths", [3, -5])
+    >>> integers("lengths", [3, -5])
     Traceback (most recent call last):
     attnspan.errors.AttnspanError: lengths[1] must be a whole number >= 0, got -5
     """
     items = _items(values)
     if items is None:
         raise error(_message(f"{name} must be a list of whole numbers >= {at_least}", values, hint))
-    return tuple(whole(f"{name}[{i}]", item, at_least=at_least, hint=hint, error=error) for i, item in enumerate(items))
+    return tuple(
+        integer(f"{name}[{i}]", item, at_least=at_least, hint=hint, error=error) for i, item in enumerate(items)
+    )
 
 
 def one_of(

@@ -21,7 +21,7 @@ import typer
 from attnspan._version import __version__
 from attnspan.cli.tokens import optional_size
 from attnspan.dtypes import dtype_name
-from attnspan.errors import RankError, TransportError, whole
+from attnspan.errors import RankError, TransportError, integer
 from attnspan.kernels import KERNELS, Spec, refusals
 from attnspan.masks.tile import Tile
 from attnspan.measure.checkup import Findings, self_test
@@ -50,7 +50,7 @@ def doctor(
     """
     count = optional_size("--ranks", ranks)
     if count is not None:
-        whole("--ranks", count, at_least=2, error=TransportError)
+        integer("--ranks", count, at_least=2, error=TransportError)
     for line in (*versions(), "", *devices(), ""):
         typer.echo(line)
     wrong = on_virtual_ranks() if count is None else on_processes(count)

@@ -47,7 +47,7 @@ from itertools import groupby
 from typing import Any
 
 from attnspan.cli.tokens import Lexeme, Source, number, size
-from attnspan.errors import AttnspanError, ExpressionError, one_of, whole
+from attnspan.errors import AttnspanError, ExpressionError, integer, one_of
 from attnspan.masks import Causal, Chunked, Documents, Full, KeyPadding, Mask, PrefixLM, SinkTokens, SlidingWindow, Tree
 from attnspan.masks.mask import And, Not, Or
 
@@ -240,7 +240,7 @@ class _Parser:
             raise self.unexpected("how many times, as in 4096*3")
         times = self.take()
         with self.source.at(times.start, times.stop):
-            count = whole("the number of times", number(times.text), at_least=1)
+            count = integer("the number of times", number(times.text), at_least=1)
         self.count("numbers", count, times)
         return _Several([value] * count)
 

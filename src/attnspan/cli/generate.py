@@ -25,7 +25,7 @@ import torch.distributed as dist
 import typer
 
 from attnspan import Engine, SamplingParams
-from attnspan.errors import EngineError, whole
+from attnspan.errors import EngineError, integer
 from attnspan.measure import Ranks
 from attnspan.transports import Transport
 
@@ -63,8 +63,8 @@ def generate(
     params = SamplingParams(
         max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop=stop or ()
     )
-    ranks = whole("--ranks", ranks, at_least=1, error=EngineError)
-    page_size = whole("--page-size", page_size, at_least=1, error=EngineError)
+    ranks = integer("--ranks", ranks, at_least=1, error=EngineError)
+    page_size = integer("--page-size", page_size, at_least=1, error=EngineError)
     job = GenerateJob(_found(model), _read(prompt), params, pages, page_size)
     here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))  # processes on this machine: each has a GPU, or none has
     device = "cuda" if torch.cuda.device_count() >= here else "cpu"

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from attnspan.errors import AttnspanError, ExpressionError, whole
+from attnspan.errors import AttnspanError, ExpressionError, integer
 
 UNITS = {"k": 1024, "m": 1024 * 1024}
 LARGEST = (1 << 63) - 1  # what a tensor of lengths can hold
@@ -121,7 +121,7 @@ def size(text: str, name: str = "size") -> int:
         value = number(text)
     except AttnspanError as error:
         raise ExpressionError(f"{name}: {error}") from None
-    return whole(name, value, at_least=1, error=ExpressionError)
+    return integer(name, value, at_least=1, error=ExpressionError)
 
 
 def optional_size(name: str, text: str | None) -> int | None:

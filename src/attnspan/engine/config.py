@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from attnspan.errors import EngineError, one_of, whole
+from attnspan.errors import EngineError, integer, one_of
 from attnspan.paged.kernels import KERNELS
 
 
@@ -30,5 +30,5 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for name in ("pages", "page_size", "host_pages", "whole_prompts", "max_sequences", "max_tokens"):
             least = 0 if name == "host_pages" else 1
-            object.__setattr__(self, name, whole(name, getattr(self, name), at_least=least, error=EngineError))
+            object.__setattr__(self, name, integer(name, getattr(self, name), at_least=least, error=EngineError))
         one_of("kernel", self.kernel, ["auto", *KERNELS], error=EngineError)

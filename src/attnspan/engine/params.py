@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from attnspan.errors import EngineError, whole, whole_list
+from attnspan.errors import EngineError, integer, integers
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         for name, least in (("max_new_tokens", 1), ("top_k", 0), ("n", 1), ("top_logprobs", 0)):
-            self._set(name, whole(name, getattr(self, name), at_least=least, error=EngineError))
+            self._set(name, integer(name, getattr(self, name), at_least=least, error=EngineError))
         for name in ("temperature", "top_p"):
             self._set(name, _number(name, getattr(self, name)))
         if self.temperature < 0 or math.isinf(self.temperature):
@@ -53,7 +53,7 @@ class SamplingParams:
         if not 0 < self.top_p <= 1:
             raise EngineError(f"top_p must be a number above 0 and at most 1, got {self.top_p}")
         if self.seed is not None:
-            self._set("seed", whole("seed", self.seed, error=EngineError))
+            self._set("seed", integer("seed", self.seed, error=EngineError))
             if self.seed >= 1 << 64:
                 raise EngineError(f"seed must be below 2**64, got {self.seed}")
         texts = (self.stop,) if isinstance(self.stop, str) else self.stop
@@ -63,7 +63,7 @@ class SamplingParams:
         for text in self.stop:
             if not isinstance(text, str) or not text:
                 raise EngineError(f"stop must be a text, or a list of them, none empty, got {text!r} among them")
-        self._set("stop_token_ids", whole_list("stop_token_ids", self.stop_token_ids, error=EngineError))
+        self._set("stop_token_ids", integers("stop_token_ids", self.stop_token_ids, error=EngineError))
         for name in ("ignore_eos", "logprobs"):
             if not isinstance(getattr(self, name), bool):
                 raise EngineError(f"{name} must be True or False, got {getattr(self, name)!r}")

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from attnspan.engine.detokenizer import Tokenizer
 from attnspan.engine.params import SamplingParams
-from attnspan.errors import EngineError, whole_list
+from attnspan.errors import EngineError, integers
 
 Prompt = str | Sequence[int]
 """A text, or tokens."""
@@ -20,7 +20,7 @@ def encode_prompt(prompt: Prompt, tokenizer: Tokenizer | None, vocabulary: int) 
         tokens = list(tokenizer.encode(prompt))
     else:
         plain = isinstance(prompt, list | tuple) and set(map(type, prompt)) <= {int} and min(prompt, default=0) >= 0
-        tokens = list(prompt if plain else whole_list("prompt", prompt, error=EngineError))
+        tokens = list(prompt if plain else integers("prompt", prompt, error=EngineError))
     if not tokens:
         raise EngineError("prompt must hold at least one token, got none; begin with the model's first token")
     if max(tokens) >= vocabulary:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TypeGuard
 
-from attnspan.errors import LayoutError, whole
+from attnspan.errors import LayoutError, integer
 from attnspan.layouts.by_work import ByWork
 from attnspan.layouts.contiguous import Contiguous
 from attnspan.layouts.crossing import crossing_pieces
@@ -64,7 +64,7 @@ class Balanced(ByWork):
 
     def __post_init__(self) -> None:
         ByWork.__post_init__(self)  # not super(): a slotted dataclass is made twice, and loses itself
-        object.__setattr__(self, "chunk", whole("chunk", self.chunk, at_least=1, error=LayoutError))
+        object.__setattr__(self, "chunk", integer("chunk", self.chunk, at_least=1, error=LayoutError))
 
     def _shards(self, seq_len: int, row: int) -> Shards:
         work, crossing = self._tally(seq_len, row), self._tally(seq_len, row, crossing_pieces)

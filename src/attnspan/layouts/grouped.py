@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from attnspan.errors import LayoutError, whole
+from attnspan.errors import LayoutError, integer
 from attnspan.layouts.layout import Layout, Shards
 from attnspan.layouts.run import joined_runs
 
@@ -22,7 +22,7 @@ class Grouped(Layout):
     size: int
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "size", whole("size", self.size, at_least=1, error=LayoutError))
+        object.__setattr__(self, "size", integer("size", self.size, at_least=1, error=LayoutError))
         if self.layout.ranks % self.size:
             raise LayoutError(f"size must divide the layout's {self.layout.ranks} ranks, got {self.size}")
 

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnspan.errors import LayoutError, whole
+from attnspan.errors import LayoutError, integer
 from attnspan.layouts.run import Run, Runs, joined_runs, tokens_in
 from attnspan.masks import Mask
 from attnspan.masks.algebra import Bands
@@ -70,8 +70,8 @@ class Layout(ABC):
 
     def shards(self, seq_len: int, row: int = 0) -> Shards:
         """The runs of every rank, adjacent ones joined."""
-        seq_len = whole("seq_len", seq_len, at_least=1, error=LayoutError)
-        row = whole("row", row, error=LayoutError)
+        seq_len = integer("seq_len", seq_len, at_least=1, error=LayoutError)
+        row = integer("row", row, error=LayoutError)
         if self.rows > 1 and row >= self.rows:
             raise LayoutError(f"row must be below the layout's {self.rows} batch rows, got {row}")
         return _cached_shards(self, seq_len, row if self.rows > 1 else 0)
@@ -83,7 +83,7 @@ class Layout(ABC):
         >>> Contiguous(ranks=3).runs(8, rank=1)
         (Run(start=2, stop=5, step=1),)
         """
-        rank = whole("rank", rank, error=LayoutError)
+        rank = integer("rank", rank, error=LayoutError)
         if rank >= self.ranks:
             raise LayoutError(f"rank must be below the layout's {self.ranks} ranks, got {rank}")
         return self.shards(seq_len, row)[rank]
@@ -99,7 +99,7 @@ class Layout(ABC):
     def owner(self, seq_len: int, position: int, row: int = 0) -> int:
         """The rank that holds a position."""
         shards = self.shards(seq_len, row)
-        position = whole("position", position, error=LayoutError)
+        position = integer("position", position, error=LayoutError)
         if position >= seq_len:
             raise LayoutError(f"position must be below seq_len ({seq_len}), got {position}")
         return next(rank for rank, runs in enumerate(shards) for run in runs if position in run.positions)
@@ -173,7 +173,7 @@ def imbalance(works: Sequence[float]) -> float:
 
 def check_ranks(ranks: object) -> int:
     """A number of ranks, at least 1."""
-    return whole("ranks", ranks, at_least=1, hint="one process is ranks=1", error=LayoutError)
+    return integer("ranks", ranks, at_least=1, hint="one process is ranks=1", error=LayoutError)
 
 
 def spans(seq_len: int, parts: int) -> list[Run | None]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from attnspan.errors import LayoutError, whole
+from attnspan.errors import LayoutError, integer
 from attnspan.layouts.by_work import ByWork
 from attnspan.layouts.layout import Shards
 from attnspan.layouts.run import Run
@@ -38,7 +38,7 @@ class RoundRobinByWork(ByWork):
 
     def __post_init__(self) -> None:
         ByWork.__post_init__(self)  # not super(): a slotted dataclass is made twice, and loses itself
-        object.__setattr__(self, "block", whole("block", self.block, at_least=1, error=LayoutError))
+        object.__setattr__(self, "block", integer("block", self.block, at_least=1, error=LayoutError))
 
     def _shards(self, seq_len: int, row: int) -> Shards:
         return dealt(self._tally(seq_len, row), seq_len, self.ranks, self.block)

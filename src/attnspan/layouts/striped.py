@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from attnspan.errors import LayoutError, whole
+from attnspan.errors import LayoutError, integer
 from attnspan.layouts.layout import Layout, Shards, check_ranks
 from attnspan.layouts.run import Run
 
@@ -28,7 +28,7 @@ class Striped(Layout):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ranks", check_ranks(self.ranks))
-        object.__setattr__(self, "chunk", whole("chunk", self.chunk, at_least=1, error=LayoutError))
+        object.__setattr__(self, "chunk", integer("chunk", self.chunk, at_least=1, error=LayoutError))
 
     def _shards(self, seq_len: int, row: int) -> Shards:
         if self.chunk == 1:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from attnspan.errors import MaskError, whole, whole_list
+from attnspan.errors import MaskError, integer, integers
 from attnspan.masks.algebra import joined
 from attnspan.masks.band import Band, ceil_div, tight
 from attnspan.masks.mask import Mask, Rule, Space
@@ -115,9 +115,9 @@ def size_pair(name: str, block: object) -> tuple[int, int]:
     ((64, 64), (64, 128))
     """
     if not isinstance(block, list | tuple):
-        size = whole(name, block, at_least=1, error=MaskError)
+        size = integer(name, block, at_least=1, error=MaskError)
         return size, size
     if len(block) != 2:
         raise MaskError(f"{name} must be one size or (query block, key block), got {reprlib.repr(block)}")
-    queries, keys = whole_list(name, block, at_least=1, error=MaskError)
+    queries, keys = integers(name, block, at_least=1, error=MaskError)
     return queries, keys

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from attnspan.errors import MaskError, whole
+from attnspan.errors import MaskError, integer
 from attnspan.masks.alignment import Align, check_align, offset
 from attnspan.masks.band import Band, tight
 from attnspan.masks.mask import Mask, Rule, Space
@@ -28,7 +28,7 @@ class Chunked(Mask):
     align: Align = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "size", whole("size", self.size, at_least=1, error=MaskError))
+        object.__setattr__(self, "size", integer("size", self.size, at_least=1, error=MaskError))
         check_align(self.align)
 
     def _bands(self, q_len: int, kv_len: int, row: int) -> Iterable[Band | None]:

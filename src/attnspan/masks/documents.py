@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise
 
 import torch
 
-from attnspan.errors import MaskError, whole_list
+from attnspan.errors import MaskError, integers
 from attnspan.masks.band import Band, tight
 from attnspan.masks.mask import Mask, Rule, Space
 from attnspan.masks.rows import listed, of_row, select, shown
@@ -51,7 +51,7 @@ class Documents(Mask):
         >>> Documents.from_cu_seqlens(torch.tensor([0, 3, 8], dtype=torch.int32))
         Documents([3, 5])
         """
-        edges = whole_list("cu_seqlens", listed(cu_seqlens), error=MaskError)
+        edges = integers("cu_seqlens", listed(cu_seqlens), error=MaskError)
         if len(edges) < 2 or edges[0] != 0:
             raise MaskError(
                 f"cu_seqlens must start at 0 and hold at least one document, got {reprlib.repr(list(edges))}"
@@ -121,9 +121,9 @@ def _per_row(name: str, lengths: object) -> Rows:
     hint = "each document needs at least one token"
     items = [listed(value) for value in values]
     if not isinstance(items[0], list | tuple):
-        return (whole_list(name, items, at_least=1, hint=hint, error=MaskError),)
+        return (integers(name, items, at_least=1, hint=hint, error=MaskError),)
     rows = tuple(
-        whole_list(f"{name}[{row}]", item, at_least=1, hint=hint, error=MaskError) for row, item in enumerate(items)
+        integers(f"{name}[{row}]", item, at_least=1, hint=hint, error=MaskError) for row, item in enumerate(items)
     )
     totals = [sum(row) for row in rows]
     if 0 in totals:

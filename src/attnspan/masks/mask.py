@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from attnspan.errors import MaskError, whole
+from attnspan.errors import MaskError, integer
 from attnspan.masks.algebra import Bands, area, intersect, subtract, union
 from attnspan.masks.band import Band
 from attnspan.masks.cover import Cover
@@ -228,7 +228,7 @@ class Mask(ABC):
         Traceback (most recent call last):
         attnspan.errors.MaskError: batch must be the mask's 2 batch rows, got 3; give one entry per row
         """
-        batch = whole("batch", batch, at_least=1, error=MaskError)
+        batch = integer("batch", batch, at_least=1, error=MaskError)
         if self.rows not in (1, batch):
             raise MaskError(f"batch must be the mask's {self.rows} batch rows, got {batch}; give one entry per row")
 
@@ -245,7 +245,7 @@ end a document of its own
             self._check(*_lengths(q_len, kv_len), row)
 
     def _checked_row(self, row: int) -> int:
-        row = whole("row", row, error=MaskError)
+        row = integer("row", row, error=MaskError)
         if self.rows == 1:
             return 0
         if row >= self.rows:
@@ -253,7 +253,7 @@ end a document of its own
         return row
 
     def _checked_head(self, head: int) -> int:
-        head = whole("head", head, error=MaskError)
+        head = integer("head", head, error=MaskError)
         if self.heads > 1 and head >= self.heads:
             raise MaskError(f"head must be below the mask's {self.heads} heads, got {head}")
         return head
@@ -490,8 +490,8 @@ def _cached_cover(mask: Mask, q_len: int, kv_len: int, row: int) -> Cover:
 
 
 def _lengths(q_len: int, kv_len: int | None) -> tuple[int, int]:
-    q_len = whole("q_len", q_len, at_least=1, error=MaskError)
-    return q_len, q_len if kv_len is None else whole("kv_len", kv_len, at_least=1, error=MaskError)
+    q_len = integer("q_len", q_len, at_least=1, error=MaskError)
+    return q_len, q_len if kv_len is None else integer("kv_len", kv_len, at_least=1, error=MaskError)
 
 
 def _everything(q_len: int, kv_len: int) -> Band:

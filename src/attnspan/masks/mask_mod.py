@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from attnspan.errors import MaskError, whole, whole_list
+from attnspan.errors import MaskError, integer, integers
 from attnspan.masks.band import Band
 from attnspan.masks.cover import Cover, Strip, bands_of_strips, cover_of_strips
 from attnspan.masks.mask import Mask, MaskFunction, Rule, Space
@@ -61,11 +61,11 @@ class MaskMod(Mask):
         if not callable(self.fn):
             raise MaskError(f"fn must be a function (b, h, q_idx, kv_idx) -> bool tensor, got {self.fn!r}")
         for name in ("rows", "block", "heads"):
-            object.__setattr__(self, name, whole(name, getattr(self, name), at_least=1, error=MaskError))
+            object.__setattr__(self, name, integer(name, getattr(self, name), at_least=1, error=MaskError))
         if self.lengths is not None:
             if not isinstance(self.lengths, list | tuple) or len(self.lengths) != 2:
                 raise MaskError(f"lengths must be (q_len, kv_len), got {self.lengths!r}")
-            lengths = whole_list("lengths", self.lengths, at_least=1, error=MaskError)
+            lengths = integers("lengths", self.lengths, at_least=1, error=MaskError)
             object.__setattr__(self, "lengths", lengths)
         object.__setattr__(self, "snapshot", Snapshot(self.fn, self.device))
         check_reads(self.program, self.rows, self.heads, "MaskMod(fn, {}=...)")

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import torch
 
-from attnspan.errors import MaskError, whole, whole_list
+from attnspan.errors import MaskError, integer, integers
 
 T = TypeVar("T")
 
@@ -24,10 +24,10 @@ def int_per_row(name: str, value: object, *, at_least: int) -> tuple[int, ...]:
     """
     value = listed(value)
     if not isinstance(value, list | tuple):
-        return (whole(name, value, at_least=at_least, error=MaskError),)
+        return (integer(name, value, at_least=at_least, error=MaskError),)
     if len(value) == 0:
         raise MaskError(f"{name} must be a whole number or one per batch row, got an empty list")
-    return whole_list(name, value, at_least=at_least, error=MaskError)
+    return integers(name, value, at_least=at_least, error=MaskError)
 
 
 def listed(values: object) -> object:

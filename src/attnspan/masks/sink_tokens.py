@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from attnspan.errors import MaskError, whole
+from attnspan.errors import MaskError, integer
 from attnspan.masks.band import Band, tight
 from attnspan.masks.mask import Mask, Rule, Space
 
@@ -24,7 +24,7 @@ class SinkTokens(Mask):
     n: int
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "n", whole("n", self.n, at_least=1, error=MaskError))
+        object.__setattr__(self, "n", integer("n", self.n, at_least=1, error=MaskError))
 
     def _bands(self, q_len: int, kv_len: int, row: int) -> Iterable[Band | None]:
         yield tight(0, q_len, 0, min(self.n, kv_len))

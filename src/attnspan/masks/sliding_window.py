@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from attnspan.errors import MaskError, whole
+from attnspan.errors import MaskError, integer
 from attnspan.masks.alignment import Align, check_align, offset
 from attnspan.masks.band import Band, tight
 from attnspan.masks.mask import Mask, Rule, Space
@@ -31,7 +31,7 @@ class SlidingWindow(Mask):
     def __post_init__(self) -> None:
         hint = "no limit is Causal() or Full()"
         for side in ("left", "right"):
-            object.__setattr__(self, side, whole(side, getattr(self, side), hint=hint, error=MaskError))
+            object.__setattr__(self, side, integer(side, getattr(self, side), hint=hint, error=MaskError))
         check_align(self.align)
 
     def _bands(self, q_len: int, kv_len: int, row: int) -> Iterable[Band | None]:

@@ -13,7 +13,7 @@ from itertools import accumulate
 
 import torch
 
-from attnspan.errors import MaskError, whole_list
+from attnspan.errors import MaskError, integers
 from attnspan.masks.algebra import joined
 from attnspan.masks.band import Band, tight
 from attnspan.masks.mask import Mask, Rule, Space
@@ -39,9 +39,9 @@ class Tree(Mask):
     lengths: tuple[int, ...] = ()
 
     def __init__(self, parents: Sequence[int], lengths: Sequence[int] | None = None):
-        parents = whole_list("parents", parents, at_least=-1, error=MaskError)
+        parents = integers("parents", parents, at_least=-1, error=MaskError)
         ones = [1] * len(parents)
-        lengths = whole_list("lengths", ones if lengths is None else lengths, at_least=1, error=MaskError)
+        lengths = integers("lengths", ones if lengths is None else lengths, at_least=1, error=MaskError)
         if not parents:
             raise MaskError("parents must hold at least one node, got an empty list; a lone root is [-1]")
         if len(lengths) != len(parents):

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from attnspan.errors import AttnspanError, RankError, TransportError, one_of, whole
+from attnspan.errors import AttnspanError, RankError, TransportError, integer, one_of
 from attnspan.testing import loopback, processes
 from attnspan.transports import Transport, transport_of
 
@@ -41,7 +41,7 @@ class Ranks:
         if self.device == "cuda" and not torch.cuda.is_available():
             raise TransportError("device: there is no CUDA device here; use cpu")
         if self.ranks is not None:
-            whole("ranks", self.ranks, at_least=1, error=TransportError)
+            integer("ranks", self.ranks, at_least=1, error=TransportError)
 
     @property
     def launched(self) -> bool:

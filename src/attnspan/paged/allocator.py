@@ -43,7 +43,7 @@ from operator import add
 from types import MappingProxyType
 from typing import NamedTuple
 
-from attnspan.errors import PageError, PoolExhausted, UnknownSequence, whole
+from attnspan.errors import PageError, PoolExhausted, UnknownSequence, integer
 
 NULL_PAGE = 0
 
@@ -113,9 +113,9 @@ class PageAllocator:
 
     def __init__(self, *, num_pages: int, page_size: int, host_pages: int = 0):
         hint = "page 0 is the null page, so that one page for tokens is num_pages=2"
-        self.num_pages = whole("num_pages", num_pages, at_least=2, hint=hint, error=PageError)
-        self.page_size = whole("page_size", page_size, at_least=1, error=PageError)
-        self.host_pages = whole("host_pages", host_pages, error=PageError)
+        self.num_pages = integer("num_pages", num_pages, at_least=2, hint=hint, error=PageError)
+        self.page_size = integer("page_size", page_size, at_least=1, error=PageError)
+        self.host_pages = integer("host_pages", host_pages, error=PageError)
         self.epoch = 0  # counts changes: a plan made at the same epoch is current
         self._free = list(range(self.num_pages - 1, 0, -1))
         self._host_free = list(range(self.host_pages - 1, -1, -1))
@@ -130,7 +130,7 @@ class PageAllocator:
 
     def add(self, tokens: int | None = None) -> int:
         """A new sequence, without tokens or with room for so many; its id, which is never given out again."""
-        tokens = 0 if tokens is None else whole("tokens", tokens, error=PageError)
+        tokens = 0 if tokens is None else integer("tokens", tokens, error=PageError)
         self._take(-(-tokens // self.page_size))
         seq = self._new(0, array("i"))
         if tokens:
@@ -155,7 +155,7 @@ class PageAllocator:
                 f"batch must be pairs of a sequence and its new tokens, got {reprlib.repr(batch)}"
             ) from None
         if set(map(type, counts)) - {int}:
-            counts = tuple(whole("new_tokens", new, error=PageError) for new in counts)
+            counts = tuple(integer("new_tokens", new, error=PageError) for new in counts)
         rows = [row for row in found if row is not None and row.host is None]
         if len(rows) < len(found) or min(counts, default=0) < 0:
             for seq, new in zip(seqs, counts, strict=True):
@@ -233,7 +233,7 @@ class PageAllocator:
     def fork(self, seq: int, n: int = 1) -> list[int]:
         """`n` sequences that read the same pages; the first to write writes to a copy."""
         row = self.present(seq, "fork")
-        n = whole("n", n, at_least=1, error=PageError)
+        n = integer("n", n, at_least=1, error=PageError)
         for page in row.table:
             if page:
                 self._readers[page] += n
@@ -245,7 +245,7 @@ class PageAllocator:
     def trim(self, seq: int, length: int) -> None:
         """Forget the tokens from `length` on, as after a rejected guess."""
         row = self.present(seq, "trim")
-        length = whole("length", length, error=PageError)
+        length = integer("length", length, error=PageError)
         if length > row.length:
             raise PageError(
                 f"length must be at most the {row.length} tokens of sequence {seq}, got {length}; to grow, step"
@@ -268,7 +268,7 @@ class PageAllocator:
         Their entries become the null page. Returns how many pages were given up.
         """
         row = self.present(seq, "release pages of")
-        window = whole("window", window, at_least=1, error=PageError)
+        window = integer("window", window, at_least=1, error=PageError)
         before = max(0, row.length - window + 1) // self.page_size
         passed = slice(row.first // self.page_size, before)
         pages = row.table[passed]
@@ -439,7 +439,7 @@ class PageAllocator:
 
     def reserve(self, pages: int) -> bool:
         """Whether so many pages are free, if need be after a prefix cache gave some up; it gives up no page in vain."""
-        return self._reclaimed(whole("pages", pages, error=PageError))
+        return self._reclaimed(integer("pages", pages, error=PageError))
 
     @property
     def free_pages(self) -> int:

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from attnspan.errors import MaskError, PageError, whole
+from attnspan.errors import MaskError, PageError, integer
 from attnspan.kernels import merge_into
 from attnspan.masks import Mask
 from attnspan.paged.after_prefix import AfterPrefix
@@ -62,10 +62,10 @@ class Layer:
 
     def __post_init__(self) -> None:
         for name in ("kv_heads", "head_dim"):
-            object.__setattr__(self, name, whole(name, getattr(self, name), at_least=1, error=PageError))
-        object.__setattr__(self, "value_dim", whole("value_dim", self.value_dim, error=PageError) or self.head_dim)
+            object.__setattr__(self, name, integer(name, getattr(self, name), at_least=1, error=PageError))
+        object.__setattr__(self, "value_dim", integer("value_dim", self.value_dim, error=PageError) or self.head_dim)
         if self.window is not None:
-            object.__setattr__(self, "window", whole("window", self.window, at_least=1, error=PageError))
+            object.__setattr__(self, "window", integer("window", self.window, at_least=1, error=PageError))
         if self.quantised is not None and self.quantised not in LARGEST:
             raise PageError(f"quantised must be torch.int8 or torch.float8_e4m3fn, got {self.quantised!r}")
 
@@ -93,7 +93,7 @@ class PagePool(PagedKVCache):
     ) -> None:
         self.allocator = allocator
         size = allocator.page_size if page_size is None else page_size  # of one rank: see sharded.py
-        self.page_size = whole("page_size", size, at_least=1, error=PageError)
+        self.page_size = integer("page_size", size, at_least=1, error=PageError)
         if isinstance(layers, Layer) or not layers or not all(isinstance(layer, Layer) for layer in layers):
             raise PageError(f"layers must hold at least one Layer, and nothing else, got {layers!r}")
         self.layers = tuple(replace(layer, dtype=layer.dtype or dtype) for layer in layers)
@@ -252,7 +252,7 @@ class PagePool(PagedKVCache):
     # ---- refusals --------------------------------------------------------------------------------------------------
 
     def layer(self, layer: int) -> tuple[int, Layer]:
-        index = whole("layer", layer, error=PageError)
+        index = integer("layer", layer, error=PageError)
         if index >= len(self.layers):
             raise PageError(f"layer must be below the pool's {len(self.layers)} layers, got {layer}")
         return index, self.layers[index]

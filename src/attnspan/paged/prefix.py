@@ -42,7 +42,7 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from attnspan.errors import PageError, whole_list
+from attnspan.errors import PageError, integers
 from attnspan.paged.allocator import NULL_PAGE, PageAllocator
 
 MOST_COMPARED = 16
@@ -433,5 +433,5 @@ def _packed(tokens: Iterable[int]) -> bytes:
     try:
         return array("Q", given).tobytes()
     except (TypeError, OverflowError):
-        whole_list("tokens", given, error=PageError)
+        integers("tokens", given, error=PageError)
         raise PageError(f"tokens must be below 2**{8 * WIDTH}, got {max(given)}") from None

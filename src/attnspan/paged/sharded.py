@@ -27,7 +27,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from attnspan.errors import PageError, whole
+from attnspan.errors import PageError, integer
 from attnspan.kernels.merge import share_of
 from attnspan.layouts import Layout
 from attnspan.paged.kv_cache import Options, PagedKVCache
@@ -75,7 +75,7 @@ class ShardedPages(PagedKVCache):
     def __init__(self, pool: PagePool, mesh: Group = None, *, interleave: int = 1) -> None:
         self.pool, self.allocator, self.transport = pool, pool.allocator, transport_of(mesh)
         ranks = self.transport.ranks
-        interleave = whole("interleave", interleave, at_least=1, error=PageError)
+        interleave = integer("interleave", interleave, at_least=1, error=PageError)
         whole_page = self.allocator.page_size
         if pool.page_size * ranks != whole_page:
             raise PageError(

@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from attnspan.errors import PageError, whole
+from attnspan.errors import PageError, integer
 from attnspan.paged.allocator import NULL_PAGE, Growth, Row
 from attnspan.paged.metadata import ONE_RANK, PagedMetadata, Spread
 
@@ -71,9 +71,9 @@ class StepPlan:
         self, pool: PagePool, *, max_sequences: int, max_tokens: int, max_length: int, spread: Spread = ONE_RANK
     ) -> None:
         self.pool, self.spread = pool, spread
-        self.max_sequences = whole("max_sequences", max_sequences, at_least=1, error=PageError)
-        self.max_tokens = whole("max_tokens", max_tokens, at_least=1, error=PageError)
-        self.max_length = whole("max_length", max_length, at_least=1, error=PageError)
+        self.max_sequences = integer("max_sequences", max_sequences, at_least=1, error=PageError)
+        self.max_tokens = integer("max_tokens", max_tokens, at_least=1, error=PageError)
+        self.max_length = integer("max_length", max_length, at_least=1, error=PageError)
         if max(self.max_sequences, self.max_tokens, self.max_length) > LONGEST:
             raise PageError(
                 f"max_sequences, max_tokens and max_length must be at most {LONGEST}, as positions are 32 bits wide, "
@@ -104,7 +104,7 @@ class StepPlan:
         once for all of them. If anything does not fit, nothing is changed. Returns itself.
         """
         batch = list(batch)
-        n = len(batch) if pad_to is None else whole("pad_to", pad_to, error=PageError)
+        n = len(batch) if pad_to is None else integer("pad_to", pad_to, error=PageError)
         if max(n, len(batch)) > self.max_sequences:
             raise PageError(f"batch must be at most max_sequences={self.max_sequences}, got {max(n, len(batch))}")
         if n < len(batch):

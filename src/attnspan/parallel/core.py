@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from torch.distributed.device_mesh import DeviceMesh
 
 from attnspan.attention import Attention
-from attnspan.errors import AttentionError, one_of, whole
+from attnspan.errors import AttentionError, integer, one_of
 from attnspan.layouts import Balanced, Layout
 from attnspan.layouts.balanced import fitting_chunk
 from attnspan.masks import Mask
@@ -54,7 +54,7 @@ class Core:
         """The core of a session on `mesh`, a DeviceMesh, a process group or a virtual world."""
         _check_axes(mesh)
         transport, masks = transport_of(mesh), named_masks(mask)
-        seq_len = whole("seq_len", seq_len, at_least=1, error=AttentionError)
+        seq_len = integer("seq_len", seq_len, at_least=1, error=AttentionError)
         layout = _laid_out(options, masks, seq_len, transport.ranks)
         return Core(mesh, transport, seq_len, masks, options, layout, Sharding(layout, seq_len, transport, masks))
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from attnspan.attention.uses import Uses
-from attnspan.errors import AttentionError, whole
+from attnspan.errors import AttentionError, integer
 from attnspan.layouts.run import tokens_in
 from attnspan.plan import Plan, Shape
 from attnspan.plan.cost import DTYPES
@@ -180,10 +180,10 @@ def _line_of(name: str, uses: Uses, use: tuple[Plan, Shape], rank: int) -> Repor
 
 def check_used(found: Report, layers: int | Mapping[str, int], passes: int) -> None:
     """Refuse another number of calls than `layers` in each of `passes`; by mask, where they are given by mask."""
-    passes = whole("passes", passes, at_least=1, error=AttentionError)
+    passes = integer("passes", passes, at_least=1, error=AttentionError)
     by_mask = layers if isinstance(layers, Mapping) else {None: layers}
     for mask, count in by_mask.items():
-        count = whole("layers", count, error=AttentionError)
+        count = integer("layers", count, error=AttentionError)
         of = "" if mask is None else f" with mask {mask!r}"
         calls = sum(line.calls for line in found.lines if mask is None or line.mask == mask)
         if calls != count * passes:

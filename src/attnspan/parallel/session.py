@@ -29,7 +29,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, FlexKernelO
 
 from attnspan.attention.call import Inputs
 from attnspan.attention.score import ScoreFunction
-from attnspan.errors import AttentionError, ShardError, whole
+from attnspan.errors import AttentionError, ShardError, integer
 from attnspan.layouts import Layout
 from attnspan.masks import Full, Mask
 from attnspan.parallel import loss
@@ -304,7 +304,7 @@ class ContextParallel:
 
         For data: no gradient flows.
         """
-        source = whole("source", source, error=ShardError)
+        source = integer("source", source, error=ShardError)
         if source >= self.ranks:
             raise ShardError(f"source must be one of the {self.ranks} ranks, got {source}")
         return self.sharding.shard_from(tensor, dim, batch_dim, source)

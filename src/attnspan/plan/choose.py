@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from math import inf, isfinite
 from numbers import Real
 
-from attnspan.errors import PlanError, whole
+from attnspan.errors import PlanError, integer
 from attnspan.layouts.balanced import Balanced, fitting_chunk
 from attnspan.layouts.contiguous import Contiguous
 from attnspan.layouts.layout import Layout, check_ranks
@@ -101,7 +101,7 @@ def choose(
     chunk that fits the length (`fitting_chunk`) and Contiguous are tried.
     """
     machine, ranks = Hardware.of(hardware), check_ranks(ranks)
-    seq_len = whole("seq_len", seq_len, at_least=1, error=PlanError)
+    seq_len = integer("seq_len", seq_len, at_least=1, error=PlanError)
     limit = machine.memory / 2 if memory is None else checked_memory(memory)
     _check_parts(mask, shape, layouts, ranks)
     tried = [

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import exp, log
 
-from attnspan.errors import PlanError, one_of, whole
+from attnspan.errors import PlanError, integer, one_of
 from attnspan.masks.tile import Kind, Tile
 
 BACKWARD = 2.5
@@ -54,7 +54,7 @@ class Shape:
             ("v_head_dim", head_dim if v_head_dim is None else v_head_dim),
             ("batch", batch),
         ):
-            object.__setattr__(self, name, whole(name, value, at_least=1, error=PlanError))
+            object.__setattr__(self, name, integer(name, value, at_least=1, error=PlanError))
         if self.heads % self.kv_heads:
             raise PlanError(f"heads must be a multiple of kv_heads, got {self.heads} and {self.kv_heads}")
         object.__setattr__(self, "dtype", one_of("dtype", dtype, list(DTYPES), error=PlanError))

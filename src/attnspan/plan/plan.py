@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from attnspan.errors import PlanError, whole
+from attnspan.errors import PlanError, integer
 from attnspan.layouts.grouped import Grouped
 from attnspan.layouts.layout import Layout, imbalance
 from attnspan.layouts.run import Runs, tokens_in
@@ -59,9 +59,9 @@ class Plan:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "strategy", Strategy.of(self.strategy))
-        object.__setattr__(self, "seq_len", whole("seq_len", self.seq_len, at_least=1, error=PlanError))
+        object.__setattr__(self, "seq_len", integer("seq_len", self.seq_len, at_least=1, error=PlanError))
         kv_len = self.seq_len if self.kv_len is None else self.kv_len
-        object.__setattr__(self, "kv_len", whole("kv_len", kv_len, at_least=1, error=PlanError))
+        object.__setattr__(self, "kv_len", integer("kv_len", kv_len, at_least=1, error=PlanError))
         _check_layouts(self)
 
     # ---- what it is made of ------------------------------------------------------------------------------------
@@ -208,7 +208,7 @@ class Plan:
 
     def _place(self, rank: int, row: int) -> tuple[int, int]:
         """The group of a rank, and the batch row that stands for this one; both checked."""
-        rank, row = whole("rank", rank, error=PlanError), whole("row", row, error=PlanError)
+        rank, row = integer("rank", rank, error=PlanError), integer("row", row, error=PlanError)
         if rank >= self.ranks:
             raise PlanError(f"rank must be below the plan's {self.ranks} ranks, got {rank}")
         if self.rows > 1 and row >= self.rows:

@@ -20,7 +20,7 @@ import re
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
-from attnspan.errors import PlanError, one_of, whole
+from attnspan.errors import PlanError, integer, one_of
 from attnspan.layouts.run import Run, Runs, joined_runs
 from attnspan.plan.geometry import Geometry
 from attnspan.plan.step import Step, Transfer
@@ -100,7 +100,7 @@ class Needed(Strategy):
     stages: int = 1
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stages", whole("stages", self.stages, at_least=1, error=PlanError))
+        object.__setattr__(self, "stages", integer("stages", self.stages, at_least=1, error=PlanError))
 
     def steps(self, geometry: Geometry, rank: int, shifts: tuple[int, ...]) -> tuple[Step, ...]:
         groups = [set(shifts)] if self.stages == 1 else [set(), *_parts(shifts, self.stages - 1)]
@@ -131,7 +131,7 @@ class Ulysses(Strategy):
 
     def __post_init__(self) -> None:
         if self.degree is not None:
-            object.__setattr__(self, "degree", whole("degree", self.degree, at_least=1, error=PlanError))
+            object.__setattr__(self, "degree", integer("degree", self.degree, at_least=1, error=PlanError))
         if isinstance(self.inner, Ulysses):
             raise PlanError("inner must be ring, gather or needed, got ulysses inside ulysses")
 

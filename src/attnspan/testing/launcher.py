@@ -47,7 +47,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 
-from attnspan.errors import RankError, TransportError, one_of, whole
+from attnspan.errors import RankError, TransportError, integer, one_of
 from attnspan.transports import Transport, transport_of
 
 P = ParamSpec("P")
@@ -96,7 +96,7 @@ class Processes:
     def __init__(
         self, ranks: int, backend: str = "gloo", timeout: float = 120.0, group_timeout: float | None = None
     ) -> None:
-        self.ranks = whole("ranks", ranks, at_least=1, error=TransportError)
+        self.ranks = integer("ranks", ranks, at_least=1, error=TransportError)
         self.backend = one_of("backend", backend, BACKENDS, error=TransportError)
         self.timeout = _seconds("timeout", timeout)
         self.group_timeout = self.timeout / 2 if group_timeout is None else _seconds("group_timeout", group_timeout)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from attnspan.errors import LayoutError, whole
+from attnspan.errors import LayoutError, integer
 from attnspan.layouts import Contiguous, HeadTail, Layout, PerDocument
 from attnspan.layouts.layout import Shards, check_ranks
 from attnspan.layouts.round_robin import dealt
@@ -67,7 +67,7 @@ class _HeadTailLoadBalancer(_Layout):
     dtype = torch.int32  # torch's
 
     def __init__(self, seq_length: int, world_size: int, device: str | torch.device):
-        self.seq_length = whole("seq_length", seq_length, at_least=1, error=LayoutError)
+        self.seq_length = integer("seq_length", seq_length, at_least=1, error=LayoutError)
         self.world_size = check_ranks(world_size)
         self.device = device
         self.layout = HeadTail(self.world_size)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from attnspan.errors import AttentionError, ShardError, whole
+from attnspan.errors import AttentionError, ShardError, integer
 from attnspan.layouts import Layout
 from attnspan.layouts.run import Runs
 from attnspan.masks import Mask, MaskMod
@@ -74,7 +74,7 @@ def _told_apart(*arguments: Any) -> tuple[Any, tuple[int, int]]:
     pair = (size, size) if isinstance(size, int) else tuple(size)
     if len(pair) != 2:
         raise AttentionError(f"BLOCK_SIZE must be a whole number or two, got {size!r}")
-    query, key = (whole("BLOCK_SIZE", each, at_least=1, error=AttentionError) for each in pair)
+    query, key = (integer("BLOCK_SIZE", each, at_least=1, error=AttentionError) for each in pair)
     return (balancers[0] if balancers else None), (query, key)
 
 

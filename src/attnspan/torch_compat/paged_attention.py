@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, noop_mask
 
-from attnspan.errors import PageError, whole, whole_list
+from attnspan.errors import PageError, integer, integers
 from attnspan.torch_compat.errors import PageIndex, PageRuntime, PoolAssertion
 
 __all__ = ["PagedAttention"]
@@ -52,9 +52,9 @@ class PagedAttention:
     """
 
     def __init__(self, n_pages: int, page_size: int, max_batch_size: int, device: str | torch.device = "cuda") -> None:
-        self.n_pages = whole("n_pages", n_pages, at_least=1, error=PageError)
-        self.page_size = whole("page_size", page_size, at_least=1, error=PageError)
-        rows = whole("max_batch_size", max_batch_size, at_least=1, error=PageError)
+        self.n_pages = integer("n_pages", n_pages, at_least=1, error=PageError)
+        self.page_size = integer("page_size", page_size, at_least=1, error=PageError)
+        rows = integer("max_batch_size", max_batch_size, at_least=1, error=PageError)
         # [row, index in the sequence] -> page, and back; -1 where there is none
         self.page_table = torch.full((rows, self.n_pages), -1, dtype=torch.int64, device=device)
         self.physical_to_logical = torch.full((rows, self.n_pages), -1, dtype=torch.int64, device=device)
@@ -64,7 +64,7 @@ class PagedAttention:
 
     def reserve(self, batch_idx: Tensor | int, seq_len: Tensor | int) -> None:
         """Give a row pages for at least `seq_len` tokens; PoolExhausted, and no change, if there are not enough."""
-        row, length = self._row(batch_idx), whole("seq_len", _item(seq_len), error=PageError)
+        row, length = self._row(batch_idx), integer("seq_len", _item(seq_len), error=PageError)
         first = int(self.capacity[row]) // self.page_size
         last = -(-length // self.page_size)
         if last <= first:
@@ -176,7 +176,7 @@ class PagedAttention:
         return over_pages
 
     def _row(self, batch_idx: Any) -> int:
-        row = whole("batch_idx", _item(batch_idx), error=PageError)
+        row = integer("batch_idx", _item(batch_idx), error=PageError)
         if row >= len(self.capacity):
             raise PageIndex(f"batch_idx must be below max_batch_size={len(self.capacity)}, got {row}")
         return row
@@ -188,7 +188,7 @@ class PagedAttention:
             if len(rows) != len(self.capacity):
                 raise PageIndex(f"batch_idx must have max_batch_size={len(self.capacity)} flags, got {len(rows)}")
             rows = rows.nonzero().flatten()
-        listed = whole_list("batch_idx", rows.tolist(), error=PageError)
+        listed = integers("batch_idx", rows.tolist(), error=PageError)
         return torch.tensor([self._row(row) for row in listed], dtype=torch.int64, device=self.page_table.device)
 
     def _check_values(

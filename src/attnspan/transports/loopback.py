@@ -43,7 +43,7 @@ import torch
 from torch import Tensor
 
 from attnspan.dtypes import dtype_name
-from attnspan.errors import TransportError, whole
+from attnspan.errors import TransportError, integer
 from attnspan.transports.operations import Operation, ledger_of
 from attnspan.transports.transport import Messages, Pending, Transport
 
@@ -57,7 +57,7 @@ class Loopback:
     """A group of virtual ranks. Holds no threads: each `run` starts its own and ends them."""
 
     def __init__(self, ranks: int, device: torch.device | str = "cpu", timeout: float = 60.0) -> None:
-        self.ranks = whole("ranks", ranks, at_least=1, error=TransportError)
+        self.ranks = integer("ranks", ranks, at_least=1, error=TransportError)
         self.device = torch.empty(0, device=device).device  # "cuda" becomes the current one, "cuda:0"
         self.timeout = timeout
 

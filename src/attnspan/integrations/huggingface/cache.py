@@ -37,7 +37,7 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
-from attnspan.errors import ModelError, PageError, whole
+from attnspan.errors import ModelError, PageError, integer
 from attnspan.integrations.huggingface.layers import attention_layers, decoder_layers
 from attnspan.paged import Layer, PageAllocator, PagePool, StepPlan
 
@@ -82,7 +82,7 @@ class PagedCache(Cache):
     """The KV cache of a transformers model in `pages` pages of `page_size` tokens, for one batch at a time."""
 
     def __init__(self, model: PreTrainedModel, *, pages: int, page_size: int = 16) -> None:
-        pages = whole("pages", pages, at_least=1, error=PageError)
+        pages = integer("pages", pages, at_least=1, error=PageError)
         layers = decoder_layers(attention_layers(model), "PagedCache")
         allocator = PageAllocator(num_pages=pages + 1, page_size=page_size)
         handed = handed_over(model, [layer.name for layer in layers])
