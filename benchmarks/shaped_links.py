@@ -41,7 +41,7 @@ import torch
 import torch.distributed as dist
 
 from attnspan import Balanced, Shape
-from attnspan.attention.tuned import machine
+from attnspan.attention.tuned import hardware_for
 from attnspan.cli.expression import parse
 from attnspan.layouts.balanced import fitting_chunk
 from attnspan.measure import Bench, Tuning, Workload, tune
@@ -157,7 +157,7 @@ def rank_main(rank: int, store: str) -> None:
 def measured(cell: Cell, transport: Transport, table: Table) -> list[dict[str, Any]]:
     """Every strategy and auto; beside each its own compute alone, with nothing to carry."""
     work = cell.work()
-    hardware = machine(table, SHAPE, transport.device)
+    hardware = hardware_for(table, SHAPE, transport.device)
     chosen = work.plan("auto", hardware)
     rows = []
     for strategy in STRATEGIES:

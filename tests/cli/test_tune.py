@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from attnspan.cli.app import app
 from attnspan.masks.tile import Tile
-from attnspan.tuning import cached, device_name, found
+from attnspan.tuning import cache_path, device_name, table_for
 
 SMALL = ("--size", "16", "--size", "64", "--heads", "2", "--head-dim", "8", "--device", "cpu")
 
@@ -28,8 +28,8 @@ def test_what_is_measured_is_kept_where_auto_looks_for_it(cache):
     result = run(*SMALL, "--kernel", "cpu_flash", "--kernel", "reference")
     assert result.exit_code == 0, result.output
     name = device_name(torch.device("cpu"))
-    assert result.stdout.splitlines()[-1] == f"saved to {cached(name)}"
-    table = found(torch.device("cpu"))
+    assert result.stdout.splitlines()[-1] == f"saved to {cache_path(name)}"
+    table = table_for(torch.device("cpu"))
     assert (table.device, table.torch) == (name, torch.__version__)
     # Three kinds, two sizes, two kernels; every time is positive, or the table would have refused itself.
     assert len(table.rates) == 12
@@ -55,7 +55,7 @@ def test_links_are_measured_between_ranks_and_written_where_asked(cache):
     assert 0 < data["inside"]["latency"] < 1
     assert (data["between"], data["ranks_per_node"]) == (None, 2)
     assert json.loads(path.read_text()) == data
-    assert not cached(device_name(torch.device("cpu"))).exists()
+    assert not cache_path(device_name(torch.device("cpu"))).exists()
 
 
 @pytest.mark.parametrize(

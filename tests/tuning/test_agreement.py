@@ -31,7 +31,7 @@ def tables(monkeypatch):
         return mine
 
     for module in ("tuned", "call"):
-        monkeypatch.setattr(sys.modules[f"attnspan.attention.{module}"], "found", finding)
+        monkeypatch.setattr(sys.modules[f"attnspan.attention.{module}"], "table_for", finding)
     return found
 
 

@@ -203,7 +203,7 @@ def test_a_file_that_is_damaged_or_of_another_machine_is_refused(text, message, 
 def test_a_file_that_is_not_there_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("ATTNSPAN_TUNING", str(tmp_path / "none.json"))
     with pytest.raises(TuningError, match=r"none.json cannot be read: No such file .* or unset ATTNSPAN_TUNING"):
-        store.found(torch.device("cpu"))
+        store.table_for(torch.device("cpu"))
 
 
 def test_the_variable_comes_before_the_cache_and_the_cache_before_the_package(tmp_path, monkeypatch):
@@ -211,14 +211,14 @@ def test_the_variable_comes_before_the_cache_and_the_cache_before_the_package(tm
     name = store.device_name(device)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("ATTNSPAN_TUNING")
-    assert store.found(device) is None
-    store.write(table(device=name, torch=torch.__version__, date="cached"), store.cached(name))
-    assert store.found(device).date == "cached"
+    assert store.table_for(device) is None
+    store.write(table(device=name, torch=torch.__version__, date="cached"), store.cache_path(name))
+    assert store.table_for(device).date == "cached"
     store.write(table(device=name, torch=torch.__version__, date="asked for"), tmp_path / "mine.json")
     monkeypatch.setenv("ATTNSPAN_TUNING", str(tmp_path / "mine.json"))
-    assert store.found(device).date == "asked for"
+    assert store.table_for(device).date == "asked for"
     monkeypatch.setenv("ATTNSPAN_TUNING", "none")
-    assert store.found(device) is None
+    assert store.table_for(device) is None
 
 
 def test_the_number_of_threads_is_part_of_a_cpus_name():
@@ -237,5 +237,5 @@ def test_the_tables_of_the_package_are_of_devices_by_name_and_of_kernels_that_th
     for each in tables:
         assert {r.kernel for r in each.rates} <= set(KERNELS)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert store._found("", str(tmp_path), "NVIDIA H200").data() == tables[0].data()
-    assert store._found("", str(tmp_path), "NVIDIA H200 NVL") is None
+    assert store._table_for("", str(tmp_path), "NVIDIA H200").data() == tables[0].data()
+    assert store._table_for("", str(tmp_path), "NVIDIA H200 NVL") is None

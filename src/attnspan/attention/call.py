@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from attnspan.attention.score import Score
-from attnspan.attention.tuned import agreed_table, machine
+from attnspan.attention.tuned import agreed_table, hardware_for
 from attnspan.attention.ulysses import HeadAllToAll, Side
 from attnspan.attention.uses import Uses
 from attnspan.dtypes import dtype_name, lse_dtype
@@ -32,7 +32,7 @@ from attnspan.masks.program import traced
 from attnspan.plan import Hardware, Plan, Ring, Shape, Strategy, Ulysses, choose
 from attnspan.plan.heads import split_heads
 from attnspan.transports import Transport
-from attnspan.tuning import found
+from attnspan.tuning import table_for
 
 _CALLS: WeakValueDictionary[int, Call] = WeakValueDictionary()
 _NUMBERS = itertools.count(1)
@@ -115,7 +115,7 @@ class Call:
         if shape is None:
             return self
         if shape not in self._suited:
-            plan = _chosen(self.plan, shape, machine(table, shape, self.transport.device, self.kernel))
+            plan = _chosen(self.plan, shape, hardware_for(table, shape, self.transport.device, self.kernel))
             self._suited[shape] = replace(self, plan=plan, auto=False)
         return self._suited[shape]
 
@@ -130,7 +130,7 @@ class Call:
 
     def spec(self, query: Tensor) -> Spec:
         """What all tiles have in common."""
-        preference = found(query.device) if self.kernel == "auto" else None
+        preference = table_for(query.device) if self.kernel == "auto" else None
         scale = query.shape[-1] ** -0.5 if self.scale is None else abs(self.scale) or 1.0
         return Spec(scale, self.mods(query), preference)
 

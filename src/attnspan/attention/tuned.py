@@ -25,7 +25,7 @@ from attnspan.kernels import KERNELS, rounds
 from attnspan.plan import Hardware, Shape
 from attnspan.transports import Transport, consensus
 from attnspan.transports.operations import group_of
-from attnspan.tuning import Table, found
+from attnspan.tuning import Table, table_for
 
 SHARED = "a tuning table that all ranks share"
 
@@ -41,7 +41,7 @@ def agreed_table(transport: Transport) -> Table | None:
     return _AGREED[group]
 
 
-def machine(table: Table | None, shape: Shape, device: torch.device, kernel: str = "auto") -> Hardware:
+def hardware_for(table: Table | None, shape: Shape, device: torch.device, kernel: str = "auto") -> Hardware:
     """What the cost model predicts with."""
     base = Hardware.of(_preset(table.device if table else "") if device.type == "cuda" else "cpu-gloo")
     if kernel == "auto":
@@ -59,7 +59,7 @@ def _preset(device: str) -> str:
 
 def _agree(transport: Transport) -> Table | None:
     try:
-        table = found(transport.device)
+        table = table_for(transport.device)
     except TuningError as refused:
         said: Sequence[str | AttnspanError] = consensus.poll(transport, refused, SHARED)
     else:

@@ -21,7 +21,7 @@ from typing import Annotated, Any
 
 import typer
 
-from attnspan.attention.tuned import agreed_table, machine
+from attnspan.attention.tuned import agreed_table, hardware_for
 from attnspan.cli import options
 from attnspan.cli.expression import write
 from attnspan.cli.layout import LAYOUTS, LayoutRequest, named
@@ -119,7 +119,7 @@ def on_rank(job: BenchJob, transport: Transport) -> dict[str, Any]:
     known = table_for(job, transport)
     tried = Bench(job.work, transport, known, job.repeats)
     rows = list(tried.run(job.strategies, job.kernels, partial(bar, transport.rank, "strategies")))
-    hardware = machine(known, shape, device)
+    hardware = hardware_for(known, shape, device)
     return {
         "what": described(job.work, tried.virtual, transport),
         "predicted_with": f"{hardware.name}: {hardware.note}",

@@ -26,7 +26,7 @@ from attnspan.errors import TuningError
 from attnspan.measure import Ranks, Tuning
 from attnspan.measure import tune as measure
 from attnspan.transports import Transport
-from attnspan.tuning import Table, cached, device_name, found, write
+from attnspan.tuning import Table, cache_path, device_name, table_for, write
 
 T = TypeVar("T")
 
@@ -53,7 +53,7 @@ def tune(
     asked = Ranks(optional_size("--ranks", ranks), device)
     here = torch.device(asked.device or "cpu")
     if show:
-        table = found(here)
+        table = table_for(here)
         if table is None:
             raise TuningError(f"no tuning table for {device_name(here)}; run attnspan tune")
         typer.echo(json.dumps(table.data(), indent=1) if as_json else text(table))
@@ -71,7 +71,7 @@ def tune(
     if data is None:
         return
     table = Table.of(data, "what was measured")
-    path = out or cached(table.device)
+    path = out or cache_path(table.device)
     write(table, path)
     typer.echo(json.dumps(data, indent=1) if as_json else f"{text(table)}\nsaved to {path}")
 

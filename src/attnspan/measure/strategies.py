@@ -21,7 +21,7 @@ from torch import Tensor
 from attnspan.attention import Attention
 from attnspan.attention.agreement import refusal
 from attnspan.attention.call import Inputs
-from attnspan.attention.tuned import machine
+from attnspan.attention.tuned import hardware_for
 from attnspan.dtypes import LONG_NAMES
 from attnspan.errors import AttnspanError
 from attnspan.layouts import Layout
@@ -117,7 +117,7 @@ class Bench:
             yield self.measured(strategy, kernel)
 
     def measured(self, strategy: str, kernel: str) -> Measured:
-        hardware = machine(self.table, self.work.shape, self.transport.device, kernel)
+        hardware = hardware_for(self.table, self.work.shape, self.transport.device, kernel)
         try:
             plan = self.work.plan(strategy, hardware)
         except AttnspanError as refused:  # the same on every rank

@@ -30,12 +30,12 @@ VARIABLE = "ATTNSPAN_TUNING"
 NONE = "none"
 
 
-def found(device: torch.device) -> Table | None:
+def table_for(device: torch.device) -> Table | None:
     """The table that speaks for a device, or None."""
-    return _found(os.environ.get(VARIABLE, ""), os.environ.get("XDG_CACHE_HOME", ""), device_name(device))
+    return _table_for(os.environ.get(VARIABLE, ""), os.environ.get("XDG_CACHE_HOME", ""), device_name(device))
 
 
-def cached(device: str) -> Path:
+def cache_path(device: str) -> Path:
     """Where the table of a device and this torch is kept."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "attnspan" / "tuning"
     return folder / f"{_plain(device)}-torch-{_plain(torch.__version__)}.json"
@@ -59,7 +59,7 @@ def write(table: Table, path: Path | str) -> None:
     rates = ",\n".join(json.dumps(rate) for rate in data.pop("rates"))  # a measurement per line
     partial.write_text(f'{json.dumps(data)[:-1]}, "rates": [\n{rates}\n]}}\n', encoding="utf-8")
     partial.replace(path)
-    _found.cache_clear()
+    _table_for.cache_clear()
 
 
 def shipped() -> list[Table]:
@@ -82,12 +82,12 @@ def device_name(device: torch.device) -> str:
 
 
 @functools.lru_cache(maxsize=64)
-def _found(asked: str, cache: str, device: str) -> Table | None:
+def _table_for(asked: str, cache: str, device: str) -> Table | None:
     if asked == NONE:
         return None
     if asked:
         return read(asked, device)
-    path = cached(device)
+    path = cache_path(device)
     if path.exists():
         return read(path, device)
     return next((table for table in shipped() if table.device == device), None)
