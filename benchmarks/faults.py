@@ -145,7 +145,7 @@ def engine_turn(device: str) -> Callable[[], object]:
     from attnspan import Engine, SamplingParams
     from tests.engine.models import prompts, tiny
 
-    engine = Engine(tiny("Llama").to(device), mesh=dist.group.WORLD, pages=40, page_size=4, whole_prompts=20)
+    engine = Engine(tiny("Llama").to(device), mesh=dist.group.WORLD, pages=40, page_size=4, context_parallel_from=20)
     asked = prompts([40, 5, 23])
 
     def turn() -> object:

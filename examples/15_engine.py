@@ -64,7 +64,7 @@ print(f"in six pages: {small.counts.recomputed} times a request had to start ove
 
 # 5. Over ranks: a prompt that no rank could hold alone, computed by all of them, decoded over all of their pages.
 def rank(world):
-    spread = Engine(model, pages=8, mesh=world, tokenizer=tokenizer, whole_prompts=64)
+    spread = Engine(model, pages=8, mesh=world, tokenizer=tokenizer, context_parallel_from=64)
     return spread.generate([LONG], SamplingParams(max_new_tokens=12))[0].token_ids
 
 

@@ -79,7 +79,7 @@ for prompt, answer in zip(prompts, engine.generate(prompts, params), strict=True
 
 def rank(world):
     """The same over ranks: a prompt that all of them compute, and pages spread over all."""
-    spread = span.Engine(model, pages=12, page_size=2, mesh=world, whole_prompts=16)
+    spread = span.Engine(model, pages=12, page_size=2, mesh=world, context_parallel_from=16)
     return spread.generate([prompts[1]], params)[0].token_ids
 
 

@@ -190,7 +190,7 @@ def answer(folder: str, **where):
 
 def answer_over_ranks(folder: str, expected: list[int]) -> None:
     """What every rank runs: the prompt computed under context parallelism, its keys in the pages of all."""
-    found = answer(folder, pages=PAGES, mesh=dist.group.WORLD, whole_prompts=64)
+    found = answer(folder, pages=PAGES, mesh=dist.group.WORLD, context_parallel_from=64)
     assert found.token_ids == expected, "the tokens differ from those of one device"
     if dist.get_rank() == 0:
         show(PROMPT[-98:], found.text)

@@ -24,7 +24,7 @@ class Engine(LLMEngine):
 
     `host_pages` more pages on the host hold preempted samples; without them, these are recomputed. A step has at most
     `max_sequences` samples and `max_tokens` tokens. With `mesh` (a DeviceMesh, a process group, a virtual world) every
-    rank has that many pages, and prompts of `whole_prompts` tokens or more are computed by all ranks together
+    rank has that many pages, and prompts of `context_parallel_from` tokens or more are computed by all ranks together
     (engine/context_parallel_runner.py). `cuda_graphs` decodes by CUDA graphs (engine/cuda_graphs.py). Threads may share
     an engine of one rank (engine/owner.py).
     """
@@ -40,14 +40,13 @@ class Engine(LLMEngine):
         host_pages: int = 0,
         max_sequences: int = 64,
         max_tokens: int = 512,
-        whole_prompts: int = 256,
+        context_parallel_from: int = 256,
         prefix_cache: bool = True,
         kernel: str = "auto",
         cuda_graphs: bool = False,
     ) -> None:
-        config = EngineConfig(
-            pages, page_size, host_pages, max_sequences, max_tokens, whole_prompts, prefix_cache, kernel, cuda_graphs
-        )
+        sizes = (pages, page_size, host_pages, max_sequences, max_tokens, context_parallel_from)
+        config = EngineConfig(*sizes, prefix_cache, kernel, cuda_graphs)
         super().__init__(served_model(model, stacklevel=2), config, mesh=mesh, tokenizer=tokenizer)
         self.model = model
 

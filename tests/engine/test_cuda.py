@@ -59,7 +59,9 @@ def test_over_ranks_too(family, device):
     model, asked = copy.deepcopy(tiny(family)).to(device), prompts([5, 17, 40])
 
     def rank(world):
-        engine = Engine(model, mesh=world, pages=40, page_size=16, max_tokens=16, max_sequences=4, whole_prompts=20)
+        engine = Engine(
+            model, mesh=world, pages=40, page_size=16, max_tokens=16, max_sequences=4, context_parallel_from=20
+        )
         requests = engine.generate(asked, SamplingParams(logprobs=True, max_new_tokens=9))
         engine.check()
         return requests

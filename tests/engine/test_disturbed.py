@@ -187,7 +187,14 @@ def disturbed_rank(world, trials):
     for kind, seed in trials:
         draw, faults, lines = random.Random(seed), Faults(seed), Lines(interrupt)
         group = dist.new_group(timeout=timedelta(seconds=stretched(3)))
-        sizes = {"pages": 9, "page_size": 3, "max_sequences": 4, "max_tokens": 8, "host_pages": 7, "whole_prompts": 12}
+        sizes = {
+            "pages": 9,
+            "page_size": 3,
+            "max_sequences": 4,
+            "max_tokens": 8,
+            "host_pages": 7,
+            "context_parallel_from": 12,
+        }
         engine, requests, died = made(mesh=group, **sizes), [], False
         with faults.into(speaker("Llama")):
             if rank == 1 and kind == "faults":

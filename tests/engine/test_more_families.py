@@ -61,7 +61,7 @@ def test_a_family_says_what_it_says_alone(name):
     true = [greedy(model, prompt, 8) for prompt in asked]
     params = SamplingParams(max_new_tokens=8)
     assert [answer.token_ids for answer in engine(model).generate(asked, params)] == true
-    over_ranks = loopback(2).run(lambda w: engine(model, mesh=w, whole_prompts=8).generate(asked, params))
+    over_ranks = loopback(2).run(lambda w: engine(model, mesh=w, context_parallel_from=8).generate(asked, params))
     assert [[answer.token_ids for answer in each] for each in over_ranks] == [true, true]
 
 
@@ -136,7 +136,7 @@ def test_layers_of_different_scales_with_sinks_over_ranks():
     asked = [prompt_of(length) for length in (33, 20)]
     true = [greedy(model, prompt, 8) for prompt in asked]
     params = SamplingParams(max_new_tokens=8)
-    for answers in loopback(2).run(lambda w: engine(model, mesh=w, whole_prompts=8).generate(asked, params)):
+    for answers in loopback(2).run(lambda w: engine(model, mesh=w, context_parallel_from=8).generate(asked, params)):
         assert [answer.token_ids for answer in answers] == true
 
 

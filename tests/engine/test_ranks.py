@@ -40,7 +40,10 @@ def answers(world, model, asked, params, **options):
 def test_ranks_say_what_one_rank_says(family):
     model, asked = tiny(family), prompts([40, 5, 23])
     expected = [greedy(model, prompt, 9) for prompt in asked]
-    options = {"max_tokens": 16, "whole_prompts": 20}  # two prompts under context parallelism, one in chunks over pages
+    options = {
+        "max_tokens": 16,
+        "context_parallel_from": 20,
+    }  # two prompts under context parallelism, one in chunks over pages
     for found, _ in loopback(3).run(lambda w: answers(w, model, asked, SamplingParams(max_new_tokens=9), **options)):
         assert found == expected
 
@@ -49,7 +52,7 @@ def test_ranks_are_warmed_up_together():
     model, asked = tiny("Llama"), prompts([40])
 
     def rank(world):
-        engine = Engine(model, mesh=world, pages=40, page_size=4, whole_prompts=20)
+        engine = Engine(model, mesh=world, pages=40, page_size=4, context_parallel_from=20)
         engine.warm_up()
         engine.check()
         return engine.generate(asked, SamplingParams(max_new_tokens=4))[0].token_ids
@@ -76,7 +79,7 @@ def test_a_prompt_that_no_rank_holds_alone_is_continued_by_all():
     with pytest.raises(EngineError, match="the request does not fit: 150 tokens of prompt and up to 7 more"):
         Engine(model, pages=40, page_size=1).generate([prompt], SamplingParams(max_new_tokens=8))
     for whole in (20, 1000):  # by shards, and in chunks
-        options = {"pages": 40, "page_size": 1, "whole_prompts": whole, "max_tokens": 64}
+        options = {"pages": 40, "page_size": 1, "context_parallel_from": whole, "max_tokens": 64}
         runs = loopback(4).run(lambda w: answers(w, model, [prompt], SamplingParams(max_new_tokens=8), **options))  # noqa: B023
         assert {tuple(found[0]) for found, _ in runs} == {tuple(greedy(model, prompt, 8))}
 
@@ -85,7 +88,7 @@ def test_pages_that_run_out_change_nothing_over_ranks_either():
     model, asked = tiny("Llama"), prompts([3, 9, 1, 20, 14, 6], seed=1)
     expected = [greedy(model, prompt, 16) for prompt in asked]
     for host_pages in (0, 30):
-        options = {"pages": 7, "page_size": 3, "whole_prompts": 10, "max_tokens": 8, "host_pages": host_pages}
+        options = {"pages": 7, "page_size": 3, "context_parallel_from": 10, "max_tokens": 8, "host_pages": host_pages}
         runs = loopback(2).run(lambda w: answers(w, model, asked, SamplingParams(max_new_tokens=16), **options))  # noqa: B023
         for found, counts in runs:
             assert found == expected
@@ -219,7 +222,9 @@ def generated(world, family):
     """Every token that an engine over real ranks says is the likeliest by the plain model: see test_cuda.py."""
     with torch.device("cpu"):  # where models are made; the engine's is the world's
         model, asked = copy.deepcopy(tiny(family)).to(world.device), prompts([5, 17, 40])
-        engine = Engine(model, mesh=world, pages=40, page_size=16, max_tokens=16, max_sequences=4, whole_prompts=20)
+        engine = Engine(
+            model, mesh=world, pages=40, page_size=16, max_tokens=16, max_sequences=4, context_parallel_from=20
+        )
         engine.warm_up()
         requests = engine.generate(asked, SamplingParams(logprobs=True, max_new_tokens=9))
         engine.check()
@@ -239,7 +244,7 @@ def over_gloo(world):
     rank = world.rank
     model, asked = tiny("Llama"), prompts([40, 5])
     group = dist.new_group(timeout=timedelta(seconds=stretched(30)))
-    engine = Engine(model, mesh=group, pages=40, page_size=4, whole_prompts=20)
+    engine = Engine(model, mesh=group, pages=40, page_size=4, context_parallel_from=20)
     found = [answer.token_ids for answer in engine.generate(asked, SamplingParams(max_new_tokens=6))]
     request = engine.add(asked[0], SamplingParams(max_new_tokens=100))
     waiting = engine.add(asked[1], SamplingParams(max_new_tokens=100))

@@ -79,7 +79,11 @@ class Driver:
         batch = scheduler.step()
         assert batch or scheduler.idle
         assert len(batch) <= limits.max_sequences
-        whole = len(batch) == 1 and limits.whole_prompts is not None and batch[0].new >= limits.whole_prompts
+        whole = (
+            len(batch) == 1
+            and limits.context_parallel_from is not None
+            and batch[0].new >= limits.context_parallel_from
+        )
         assert whole or sum(count for _, count in batch) <= limits.max_tokens
         assert all(count >= 1 for _, count in batch)
         running, queued = ([sample.order for sample in side] for side in (scheduler.running, scheduler.queued))

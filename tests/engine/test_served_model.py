@@ -83,7 +83,7 @@ def test_a_plain_pytorch_model_gives_its_own_tokens_on_one_rank_and_two():
     one.check()
 
     def rank(world):
-        spread = Engine(model, pages=40, page_size=2, mesh=world, whole_prompts=8)
+        spread = Engine(model, pages=40, page_size=2, mesh=world, context_parallel_from=8)
         return [answer.token_ids for answer in spread.generate(prompts(), PARAMS)]
 
     assert loopback(2).run(rank) == [expected] * 2

@@ -22,13 +22,13 @@ class EngineConfig:
     host_pages: int = 0
     max_sequences: int = 64
     max_tokens: int = 512
-    whole_prompts: int = 256
+    context_parallel_from: int = 256
     prefix_cache: bool = True
     kernel: str = "auto"
     cuda_graphs: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("pages", "page_size", "host_pages", "whole_prompts", "max_sequences", "max_tokens"):
+        for name in ("pages", "page_size", "host_pages", "context_parallel_from", "max_sequences", "max_tokens"):
             least = 0 if name == "host_pages" else 1
             object.__setattr__(self, name, integer(name, getattr(self, name), at_least=least, error=EngineError))
         one_of("kernel", self.kernel, ["auto", *KERNELS], error=EngineError)

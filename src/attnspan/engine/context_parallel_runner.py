@@ -30,7 +30,7 @@ from attnspan.transports.group import Group
 
 
 class ContextParallelRunner(ModelRunner):
-    """A runner whose pages are spread over the ranks of `mesh`; prompts of `config.whole_prompts` or more are split.
+    """A runner whose pages are spread over the ranks of `mesh`, as are prompts of at least `context_parallel_from`.
 
     What is about to be computed is compared with the other ranks of `consensus` before the model is called.
     """
@@ -56,7 +56,7 @@ class ContextParallelRunner(ModelRunner):
         """As on one rank; the same logits on every rank."""
         self._compare = self.consensus.compare_step(batch)
         sample, count = batch[0]
-        if len(batch) == 1 and sample.computed == 0 and count == sample.remaining >= self.config.whole_prompts:
+        if len(batch) == 1 and sample.computed == 0 and count == sample.remaining >= self.config.context_parallel_from:
             return self._prefill(sample.tokens)
         return super().run(batch)
 

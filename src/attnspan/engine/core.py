@@ -71,9 +71,9 @@ class EngineCore(Owned):
         self._model, self._layers = model, info.layers
         self._consensus = RankConsensus(None if mesh is None else transport_of(mesh))
         ranks = self._consensus.ranks
-        config = replace(config, whole_prompts=max(config.whole_prompts, 2 * ranks))
-        whole_prompts = config.whole_prompts if ranks > 1 else None
-        self.limits = Limits(config.max_sequences, config.max_tokens, whole_prompts)
+        config = replace(config, context_parallel_from=max(config.context_parallel_from, 2 * ranks))
+        context_parallel_from = config.context_parallel_from if ranks > 1 else None
+        self.limits = Limits(config.max_sequences, config.max_tokens, context_parallel_from)
         self._consensus.compare_options(asdict(config) | {"ranks": ranks})
         self._fingerprint = model.fingerprint()
         self._consensus.compare_model(self._fingerprint)

@@ -13,7 +13,7 @@ preempted, so every running sample is older than every queued one. The oldest al
 [Note: preemption] A preempted sample keeps its tokens. Its pages are swapped to the host if there is room, and return
 as they were; else they are given up, and their content is recomputed, except for what the prefix cache has.
 
-[Note: whole prompts] A prompt is admitted only if there are pages for all of it beside what running samples still need,
+[Note: admission] A prompt is admitted only if there are pages for all of it beside what running samples still need,
 and a page for each of them to grow into: a preemption halfway would waste what was computed.
 
 [Note: alone] A sample that runs alone may still lack a page: it began on a shared page that it must copy, and holds the
@@ -26,8 +26,8 @@ about to be admitted, or when its pages are about to go. Most are like no other,
 [Note: reset] What a sample has computed can be recomputed from its tokens. So whatever breaks off a step halfway,
 `reset` gives back all pages and queues every sample from its first token, as if all had been preempted.
 
-[Note: all ranks] A prompt of at least `whole_prompts` tokens is prefilled under context parallelism: it is a step by
-itself, and not in chunks.
+[Note: context parallelism] A prompt of at least `context_parallel_from` tokens is prefilled by all ranks together: it
+is a step by itself, and not in chunks.
 
 Ints only: knows nothing of models, tensors or time. The same calls give the same steps, on every rank.
 """
@@ -61,11 +61,11 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The most rows and tokens of one step; `whole_prompts` as in [Note: all ranks], None for never."""
+    """The most rows and tokens of one step; `context_parallel_from` as in [Note: context parallelism]."""
 
     max_sequences: int = 64
     max_tokens: int = 512
-    whole_prompts: int | None = None
+    context_parallel_from: int | None = None
 
     def __post_init__(self) -> None:
         if self.max_tokens < self.max_sequences:
@@ -214,8 +214,8 @@ class Scheduler:
     def _chunks(self) -> list[Chunk]:
         """What running samples would compute: a token for those that decode, then prompts, oldest first."""
         limits = self.limits
-        for sample in self.running if limits.whole_prompts is not None else ():
-            if self._is_whole(sample):
+        for sample in self.running if limits.context_parallel_from is not None else ():
+            if self._is_context_parallel(sample):
                 return [Chunk(sample, sample.remaining)]
         counts = [1 if sample.remaining == 1 else 0 for sample in self.running]
         left = limits.max_tokens - sum(counts)
@@ -231,7 +231,7 @@ class Scheduler:
         return self.kv_cache.reserve([(sample.seq, count) for sample, count in batch])
 
     def _admit(self) -> bool:
-        """Let the oldest sample of the queue run, if it fits. See [Note: whole prompts]."""
+        """Let the oldest sample of the queue run, if it fits. See [Note: admission]."""
         if not self.queued or self._refused == (self.queued[0], self._frees):
             return False
         sample, rows = self.queued[0], sum(1 + each.forks for each in self.running)
@@ -286,12 +286,12 @@ class Scheduler:
         newcomer = len(sample.tokens) if sample.swapped else 0
         if not sample.swapped:
             everyone.append((sample.seq, sample.remaining))
-        chunk = None if self._is_whole(sample) else self.chunk
+        chunk = None if self._is_context_parallel(sample) else self.chunk
         return self.kv_cache.reserve(everyone, spare=len(self.running) + 1, chunk=chunk, newcomer=newcomer)
 
-    def _is_whole(self, sample: Sample) -> bool:
-        """See [Note: all ranks]."""
-        least = self.limits.whole_prompts
+    def _is_context_parallel(self, sample: Sample) -> bool:
+        """See [Note: context parallelism]."""
+        least = self.limits.context_parallel_from
         if least is None or sample.computed or sample.remaining < least:
             return False
         return self.kv_cache.holds(sample.remaining)
