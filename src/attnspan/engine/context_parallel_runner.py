@@ -49,7 +49,7 @@ class ContextParallelRunner(ModelRunner):
         super().__init__(model, pools, config, max_length)
         self._session: ContextParallel | None = None
 
-    def _pages(self) -> Sequence[PagedKVCache]:
+    def _caches(self) -> Sequence[PagedKVCache]:
         return [ShardedPages(pool, self.mesh, interleave=pool.page_size) for pool in self.pools.pools]
 
     def run(self, batch: Sequence[Chunk]) -> Tensor:
@@ -99,9 +99,9 @@ class PrefillAttention(StepAttention):
         if kind not in self._attentions:
             self._attentions[kind] = self.session.attention_for(kind[0], scale=place.scale, score_mod=place.score_mod)
         out = self._attentions[kind](query, key, value, sinks=sinks)
-        pages = self.paged.pages[place.pool]
-        assert isinstance(pages, ShardedPages), "made so"
-        pages.from_context_parallel(place.index, key, value, self.session, self.paged.plans[place.pool])
+        cache = self.paged.caches[place.pool]
+        assert isinstance(cache, ShardedPages), "made so"
+        cache.from_context_parallel(place.index, key, value, self.session, self.paged.plans[place.pool])
         return out.transpose(1, 2).contiguous()[0]
 
 

@@ -66,9 +66,9 @@ class EngineCore(Owned):
     ) -> None:
         info = model.info()
         check_tokenizer(tokenizer, info.vocabulary)
-        self.model: object = model
+        self.model: object = model  # as the caller knows it: `attnspan.Engine` puts the transformers model here
+        self._served_model, self._layers = model, info.layers
         self.vocabulary, self._outputs = info.vocabulary, OutputProcessor(tokenizer, info.end_tokens)
-        self._model, self._layers = model, info.layers
         self._consensus = RankConsensus(None if mesh is None else transport_of(mesh))
         ranks = self._consensus.ranks
         config = replace(config, context_parallel_from=max(config.context_parallel_from, 2 * ranks))
@@ -117,14 +117,14 @@ class EngineCore(Owned):
 
     def _runner_for(self, mesh: Group, config: EngineConfig) -> ModelRunner:
         if self._consensus.ranks == 1:
-            return ModelRunner(self._model, self._pools, config, self.max_length)
+            return ModelRunner(self._served_model, self._pools, config, self.max_length)
         if config.cuda_graphs:
             raise EngineError("cuda_graphs=True is for one rank: messages between ranks are not part of a graph")
         from attnspan.engine.context_parallel_runner import ContextParallelRunner
 
         config = replace(config, max_tokens=max(config.max_tokens, self.max_length))  # a whole prompt is one step
         return ContextParallelRunner(
-            self._model, self._pools, config, self.max_length, mesh=mesh, consensus=self._consensus
+            self._served_model, self._pools, config, self.max_length, mesh=mesh, consensus=self._consensus
         )
 
     def _longest(self, positions: int | None, held: int) -> int:
@@ -144,7 +144,7 @@ class EngineCore(Owned):
         self._check_alive()
         if self._table.requests:
             raise EngineError(f"warm_up is for an engine without requests, got {len(self._table.requests)} unfinished")
-        self._model.check_ready()
+        self._served_model.check_ready()
         self._check_changes()
         self._journal.begin()
         with self._on_all_ranks():
@@ -215,7 +215,7 @@ class EngineCore(Owned):
         changes = self._fingerprint.changes
         if changes != self._known_changes:
             self._runner.forget_graphs()
-            if self._model.info().layers != self._layers:
+            if self._served_model.info().layers != self._layers:
                 raise ModelError("the attention layers of model have changed since the engine was made; make a new one")
             self._known_changes = changes
 
@@ -307,7 +307,7 @@ class EngineCore(Owned):
         """
         self._settle()
         self._check_alive()
-        self._model.check_ready()
+        self._served_model.check_ready()
         self._check_changes()
         batch = self._schedule()
         if not batch:

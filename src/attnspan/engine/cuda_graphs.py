@@ -15,7 +15,7 @@ threads do meanwhile does not matter: only the calls of this thread are watched.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import Lock
@@ -23,8 +23,10 @@ from threading import Lock
 import torch
 from torch import Tensor
 
-from attnspan.engine.model import Step
 from attnspan.errors import EngineError
+
+Decode = Callable[[Tensor], Tensor]
+"""The model on (rows,) tokens, one for each sample of the plans; logits (rows, V)."""
 
 WARMUP_RUNS = 2
 """Runs before a capture, in which kernels are compiled and libraries take their memory."""
@@ -66,26 +68,26 @@ class CudaGraphs:
         """All numbers of rows that batches are filled up to."""
         return sorted({self.rows(count) for count in range(1, self._most + 1)})
 
-    def run(self, step: Step, tokens: list[int], rows: int) -> Tensor:
+    def run(self, decode: Decode, tokens: list[int], rows: int) -> Tensor:
         """The logits (tokens, V) of a step that was planned with so many rows."""
         self._tokens[: len(tokens)].copy_(torch.tensor(tokens))
         if rows not in self._captured:
-            self._captured[rows] = self._capture(step, self._tokens[:rows])
+            self._captured[rows] = self._capture(decode, self._tokens[:rows])
         captured = self._captured[rows]
         captured.graph.replay()
         return captured.logits[: len(tokens)]
 
-    def _capture(self, step: Step, tokens: Tensor) -> CapturedGraph:
+    def _capture(self, decode: Decode, tokens: Tensor) -> CapturedGraph:
         here, aside = torch.cuda.current_stream(), torch.cuda.Stream()
         aside.wait_stream(here)
         with torch.cuda.stream(aside):
             for _ in range(WARMUP_RUNS):
-                step(tokens)
+                decode(tokens)
         here.wait_stream(aside)
         graph = torch.cuda.CUDAGraph()
         try:
             with no_garbage_collection(), torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
-                logits = step(tokens)
+                logits = decode(tokens)
         except (RuntimeError, ValueError) as error:
             torch.cuda.set_stream(here)  # a capture that CUDA has ended leaves its own stream behind
             raise EngineError(f"cuda_graphs=True: the model cannot be captured as a graph ({error})") from error

@@ -22,7 +22,6 @@ Shapes: T tokens of the step, H query heads, Hk key heads, D head dim, V vocabul
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -103,7 +102,3 @@ class ServedModel(Protocol):
 
     def check_ready(self) -> None:
         """Raise EngineError if the model cannot compute now, such as in training mode."""
-
-
-Step = Callable[[Tensor], Tensor]
-"""Runs the model on (rows,) tokens as they lie in the plans; logits (rows, V)."""

@@ -27,16 +27,16 @@ from attnspan.paged.kv_cache import PagedKVCache
 
 
 class PagedStepAttention(StepAttention):
-    """Attention over `pages`, one set for each pool: new keys are written, then queries attend over their sequences."""
+    """Attention over `caches`, one for each pool: new keys are written, then queries attend over their sequences."""
 
-    def __init__(self, pools: Pools, pages: Sequence[PagedKVCache], plans: Sequence[StepPlan], kernel: str):
-        self.pools, self.pages, self.plans, self.kernel = pools, pages, plans, kernel
+    def __init__(self, pools: Pools, caches: Sequence[PagedKVCache], plans: Sequence[StepPlan], kernel: str):
+        self.pools, self.caches, self.plans, self.kernel = pools, caches, plans, kernel
 
     def _attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
         place = self.pools.places[layer]
-        pages, plan = self.pages[place.pool], self.plans[place.pool]
-        pages.write(place.index, key, value, plan)
-        out = pages.attend(
+        cache, plan = self.caches[place.pool], self.plans[place.pool]
+        cache.write(place.index, key, value, plan)
+        out = cache.attend(
             place.index, query, plan, score_mod=place.score_mod, sinks=sinks, scale=place.scale, kernel=self.kernel
         )  # causal by default, beside the layer's own window
         assert isinstance(out, Tensor), "no lse was asked for"
@@ -49,10 +49,10 @@ class ModelRunner:
     def __init__(self, model: ServedModel, pools: Pools, config: EngineConfig, max_length: int) -> None:
         self.model, self.pools, self.config = model, pools, config
         self.device = pools.pools[0].device
-        pages = self._pages()
+        caches = self._caches()
         sizes = {"max_sequences": config.max_sequences, "max_tokens": config.max_tokens, "max_length": max_length}
-        self.plans = [each.plan(**sizes) for each in pages]
-        self._attention = PagedStepAttention(pools, pages, self.plans, config.kernel)
+        self.plans = [cache.plan(**sizes) for cache in caches]
+        self._attention = PagedStepAttention(pools, caches, self.plans, config.kernel)
         self._graphs = CudaGraphs(config.max_sequences, self.device) if config.cuda_graphs else None
         for layer, place in enumerate(pools.places):
             if config.cuda_graphs and place.score_mod is not None:
@@ -61,7 +61,7 @@ class ModelRunner:
                     "leave cuda_graphs out"
                 )
 
-    def _pages(self) -> Sequence[PagedKVCache]:
+    def _caches(self) -> Sequence[PagedKVCache]:
         """What is written to and read, for each pool."""
         return self.pools.pools
 

@@ -37,23 +37,23 @@ class Pools:
     places: tuple[LayerPlace, ...]  # by layer
 
 
-def pools_of(model: ModelInfo, sizes: EngineConfig, ranks: int) -> Pools:
+def pools_of(info: ModelInfo, config: EngineConfig, ranks: int) -> Pools:
     """Pools for a model's layers; a page of `ranks` ranks holds `page_size` tokens on each of them."""
     pools: list[PagePool] = []
     windows: list[int | None] = []
     places: dict[int, LayerPlace] = {}
-    score_mods = {spec.softcap: soft_cap(spec.softcap) for spec in model.layers if spec.softcap is not None}
+    score_mods = {spec.softcap: soft_cap(spec.softcap) for spec in info.layers if spec.softcap is not None}
     for windowed in (False, True):
-        group = {layer: spec for layer, spec in enumerate(model.layers) if (spec.window is not None) == windowed}
+        group = {layer: spec for layer, spec in enumerate(info.layers) if (spec.window is not None) == windowed}
         if not group:
             continue
         for index, (layer, spec) in enumerate(group.items()):
             score_mod = None if spec.softcap is None else score_mods[spec.softcap]  # one for all layers of a cap
             places[layer] = LayerPlace(len(pools), index, spec.scale, score_mod, spec.window)
         allocator = PageAllocator(
-            num_pages=sizes.pages + 1, page_size=sizes.page_size * ranks, host_pages=sizes.host_pages
+            num_pages=config.pages + 1, page_size=config.page_size * ranks, host_pages=config.host_pages
         )
         layers = [Layer(each.kv_heads, each.head_dim, each.value_dim, each.window) for each in group.values()]
-        pools.append(PagePool(allocator, layers, dtype=model.dtype, device=model.device, page_size=sizes.page_size))
+        pools.append(PagePool(allocator, layers, dtype=info.dtype, device=info.device, page_size=config.page_size))
         windows.append(max((each.window for each in group.values() if each.window is not None), default=None))
     return Pools(tuple(pools), tuple(windows), tuple(places[layer] for layer in range(len(places))))
