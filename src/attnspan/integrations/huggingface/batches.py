@@ -52,7 +52,7 @@ class SequenceInputs:
     starts: list[int] | None = None  # the first token of every row, if there is padding before
 
     @property
-    def last(self) -> int | Tensor:
+    def max_position(self) -> int | Tensor:
         """The largest position of a token."""
         positions = self.entries.get("position_ids")
         return self.seq_len - 1 if positions is None else positions.max()

@@ -93,6 +93,9 @@ Side = Literal["only", "encoder", "decoder", "cross"]
 Output = Any
 """What a model returned: a ModelOutput, a tuple, or a tensor."""
 
+PER_TOKEN = ("logits", "last_hidden_state", "hidden_states")
+"""Outputs with a row for each token."""
+
 T = TypeVar("T")
 
 
@@ -112,11 +115,11 @@ class ForwardPass:
     session: ContextParallel  # of what is returned: the only sequence, or the decoder's
     encoder: ContextParallel | None
     attentions: list[BoundAttention]
-    calls: Counter[int]  # how often each session had attended before
+    calls_before: Counter[int]  # how often each session had attended
     labels: Tensor | None = None
     count: Count = None
-    last: int | Tensor = 0  # the largest position
-    within: WeakSet[object] = field(default_factory=WeakSet)  # regions that run again, with this call in them
+    max_position: int | Tensor = 0
+    rerun_regions: WeakSet[object] = field(default_factory=WeakSet)  # checkpointed regions that run again, around it
 
 
 def enable(
@@ -148,7 +151,7 @@ class Enabled:
         self.outputs = one_of("outputs", outputs, ["shards", "whole"], error=ModelError)
         """What the model returns: this rank's tokens, or all."""
         self.model, self.over = model, over
-        self._called = called
+        self._called = called  # the model, or the `PeftModel` around it
         self._encoder_modules = _encoder_modules(model)
         kinds = [self._kind(layer) for layer in self.layers]
         self.kinds = list(dict.fromkeys(kinds))
@@ -163,14 +166,14 @@ class Enabled:
         self.transport = next(iter(self._factories.values())).transport
         self._loss = label_kind(model)
         self._adds_to_loss = adds_to_loss(called, model)
-        self._takes = inspect.signature(type(model).forward).parameters
-        self._takes_more = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in self._takes.values())
-        self._calling = [name for name in inspect.signature(type(called).forward).parameters if name != "self"]
-        self._first: WeakKeyDictionary[object, ForwardPass] = WeakKeyDictionary()  # of each checkpointed region
-        self._returned: Any = WeakTensorKeyDictionary()  # the pass that a tensor came out of
-        self._pass: ForwardPass | None = None  # the one that is running
-        self._last: ForwardPass | None = None
-        self.passes, self._calls = 0, 0
+        self._parameters = inspect.signature(type(model).forward).parameters
+        self._takes_kwargs = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in self._parameters.values())
+        self._argument_names = [name for name in inspect.signature(type(called).forward).parameters if name != "self"]
+        self._pass_of_region: WeakKeyDictionary[object, ForwardPass] = WeakKeyDictionary()  # in which it first ran
+        self._pass_of_output: Any = WeakTensorKeyDictionary()
+        self._running: ForwardPass | None = None
+        self._latest_pass: ForwardPass | None = None
+        self.passes, self._attention_calls = 0, 0
         self._compared = self.transport.ranks == 1  # with other ranks' weights: when they are first used
         self.live, self._lock = False, RLock()
         self._begin()
@@ -178,7 +181,7 @@ class Enabled:
     # ---- beginning and ending ------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        hooks = position_hooks(self.model, self._takes, self._current_pass, self._encoder_modules)
+        hooks = position_hooks(self.model, self._parameters, self._current_pass, self._encoder_modules)
         register()
         own_config(self.model)
         self._bind()
@@ -210,8 +213,8 @@ class Enabled:
             hook.remove()
         self._unbind()
         vars(self.model).pop("generate", None)
-        self.live, self._last = False, None
-        for region in list(self._first):
+        self.live, self._latest_pass = False, None
+        for region in list(self._pass_of_region):
             checkpoint_regions.rerun_through(region, self._run_again)
 
     def _run_again(self, run: Callable[..., Any], *args: object, **kwargs: object) -> Any:
@@ -254,13 +257,13 @@ class Enabled:
         return self._latest().session
 
     def _latest(self) -> ForwardPass:
-        if self._last is None:
+        if self._latest_pass is None:
             raise ModelError("there is no batch: call the model first")
-        return self._last
+        return self._latest_pass
 
     def reset(self) -> None:
         """Start counting from 0."""
-        self.passes = self._calls = 0
+        self.passes = self._attention_calls = 0
 
     def assert_used(self, passes: int = 1) -> None:
         """Raise unless every attention layer ran once in each of so many forward passes since the last reset.
@@ -268,10 +271,10 @@ class Enabled:
         A pass in which a layer did not attend has already raised by itself.
         """
         wanted = passes * len(self.layers)
-        if self.passes != passes or self._calls != wanted:
+        if self.passes != passes or self._attention_calls != wanted:
             raise ModelError(
                 f"attention must have run in {len(self.layers)} layers x {passes} passes = {wanted} times since the "
-                f"last reset, it ran {self._calls} times in {self.passes} passes"
+                f"last reset, it ran {self._attention_calls} times in {self.passes} passes"
             )
 
     def unshard(self, output: Output) -> Output:
@@ -283,18 +286,15 @@ class Enabled:
             raise ModelError(
                 f"output must be a tensor or what the model returned (return_dict=True), got {type(output).__name__}"
             )
-        of = next((self._returned[each] for _, each in tensors_of(output) if each in self._returned), self._latest())
+        known = self._pass_of_output
+        source = next((known[each] for _, each in tensors_of(output) if each in known), self._latest())
         if isinstance(output, Tensor):
-            return of.session.unshard(output, dim=1)
-        return type(output)(**{name: self._unsharded(of, name, value) for name, value in output.items()})
+            return source.session.unshard(output, dim=1)
+        return type(output)(**{name: self._unsharded(source, name, value) for name, value in output.items()})
 
-    def _unsharded(self, latest: ForwardPass, name: str, value: T) -> T:
-        session = latest.encoder if name.startswith("encoder_") and latest.encoder is not None else latest.session
-        if name.removeprefix("encoder_").removeprefix("decoder_") not in (
-            "logits",
-            "last_hidden_state",
-            "hidden_states",
-        ):
+    def _unsharded(self, source: ForwardPass, name: str, value: T) -> T:
+        session = source.encoder if name.startswith("encoder_") and source.encoder is not None else source.session
+        if name.removeprefix("encoder_").removeprefix("decoder_") not in PER_TOKEN:
             return value
         whole: T = session.unshard(value, dim=1)
         return whole
@@ -305,23 +305,23 @@ class Enabled:
         """Before forward: a batch becomes shards."""
         if not self.live:
             raise ModelError("this is a copy of an enabled model that was disabled since; enable the copy itself")
-        enter = eagerly(Enabled._enter) if torch.compiler.is_compiling() else Enabled._enter
-        entered, given = enter(self, model, args, kwargs)
-        self._pass = entered
-        if not entered.within:
-            self._last = entered
+        begin = eagerly(Enabled._begin_pass) if torch.compiler.is_compiling() else Enabled._begin_pass
+        current, given = begin(self, model, args, kwargs)
+        self._running = current
+        if not current.rerun_regions:
+            self._latest_pass = current
         return (), given
 
     def _on_return(self, model: nn.Module, args: object, kwargs: object, output: Output) -> Output:
         """After forward: every layer has attended; the loss."""
-        entered, self._pass = self._pass, None  # from here on a layer that runs does so by itself, or in backward
+        current, self._running = self._running, None  # a layer that runs from here on does so by itself, or in backward
         # Where nothing is being compiled, a loss that was compiled by itself stays so.
-        leave = eagerly(Enabled._leave) if torch.compiler.is_compiling() else Enabled._leave
-        assert entered is not None, "set when the call began"
-        return leave(self, entered, output)
+        end = eagerly(Enabled._end_pass) if torch.compiler.is_compiling() else Enabled._end_pass
+        assert current is not None, "set when the call began"
+        return end(self, current, output)
 
-    def _enter(self, model: nn.Module, args: tuple[Any, ...], kwargs: Entries) -> tuple[ForwardPass, Entries]:
-        given = dict(zip(self._calling, args, strict=False)) | kwargs
+    def _begin_pass(self, model: nn.Module, args: tuple[Any, ...], kwargs: Entries) -> tuple[ForwardPass, Entries]:
+        given = dict(zip(self._argument_names, args, strict=False)) | kwargs
         check_call(self.model, given)
         if self._adds_to_loss is not None and given.get("labels") is not None:
             raise ModelError(
@@ -335,7 +335,7 @@ class Enabled:
         count = given.pop("num_items_in_batch", None)
         if self.model.config.is_encoder_decoder:
             given, sides = self._encoder_decoder(given)
-            last: int | Tensor = 0  # rotary embeddings by length are refused there
+            max_position: int | Tensor = 0  # rotary embeddings by length are refused there
         else:
             labels = labels_of(given, self._loss, type(self.model).__name__)
             sequence = sequence_of(given)
@@ -345,7 +345,7 @@ class Enabled:
                     f"position_ids must be given with padding on the left: {type(self.model).__name__} counts them by "
                     "attention_mask"
                 )
-            shards, last = self._shards("only", sequence, labels), sequence.last
+            shards, max_position = self._shards("only", sequence, labels), sequence.max_position
             given, sides = shards.entries, {"only": shards}
         given["use_cache"] = False
         own = sides["only" if "only" in sides else "decoder"]
@@ -357,8 +357,9 @@ class Enabled:
         again = WeakSet(
             region.name for region in checkpoint_regions.regions() if region.again and region.name is not None
         )
-        entered = ForwardPass(own.session, encoder, attentions, _counted(attentions), own.labels, count, last, again)
-        return entered, {name: value for name, value in given.items() if self._is_taken(name)}
+        before = _counted(attentions)
+        current = ForwardPass(own.session, encoder, attentions, before, own.labels, count, max_position, again)
+        return current, {name: value for name, value in given.items() if self._is_taken(name)}
 
     def _encoder_decoder(self, given: Entries) -> tuple[Entries, dict[Side, Shards]]:
         """The encoder's and the decoder's sequence of a batch: the entries of both, and the shards of each."""
@@ -369,32 +370,33 @@ class Enabled:
                 raise ModelError("decoder_input_ids must be given, or labels to make them from")
             given["decoder_input_ids"] = moved(labels=whole)
         labels = labels_of(given, self._loss, type(self.model).__name__)
-        theirs, ours = (sequence_of(part) for part in split_decoder(given))
-        if any(isinstance(mask, Documents) for mask in (*theirs.hidden, *ours.hidden)):
+        encoder_inputs, decoder_inputs = (sequence_of(part) for part in split_decoder(given))
+        if any(isinstance(mask, Documents) for mask in (*encoder_inputs.hidden, *decoder_inputs.hidden)):
             raise ModelError(
                 "documents in the sequences of an encoder-decoder are not served: give each a row of its own"
             )
-        encoder, decoder = self._shards("encoder", theirs, None), self._shards("decoder", ours, labels)
+        encoder = self._shards("encoder", encoder_inputs, None)
+        decoder = self._shards("decoder", decoder_inputs, labels)
         entries = encoder.entries | {f"decoder_{name}": value for name, value in decoder.entries.items()}
         return entries, {"encoder": encoder, "decoder": decoder}
 
-    def _leave(self, latest: ForwardPass, output: Output) -> Output:
-        if not latest.within:  # a repeated call was counted when it first ran
-            self._count(latest)
+    def _end_pass(self, current: ForwardPass, output: Output) -> Output:
+        if not current.rerun_regions:  # a repeated call was counted when it first ran
+            self._count(current)
         for _, each in tensors_of(output):
-            self._returned[each] = latest
-        check_output(output, {each.sharding.tokens for each in (latest.session, latest.encoder) if each is not None})
-        if latest.labels is not None:
+            self._pass_of_output[each] = current
+        check_output(output, {each.sharding.tokens for each in (current.session, current.encoder) if each is not None})
+        if current.labels is not None:
             named = isinstance(output, ModelOutput)
             logits = output["logits"] if named else output[0]
-            loss = loss_of(logits, latest.labels, latest.session, latest.count, self.over)
+            loss = loss_of(logits, current.labels, current.session, current.count, self.over)
             output = type(output)(loss=loss, **output) if named else (loss, *output)
         return self.unshard(output) if self.outputs == "whole" else output
 
-    def _count(self, latest: ForwardPass) -> None:
+    def _count(self, current: ForwardPass) -> None:
         """Every layer has attended, once."""
-        ran = sum((_counted(latest.attentions) - latest.calls).values())
-        self.passes, self._calls = self.passes + 1, self._calls + ran
+        ran = sum((_counted(current.attentions) - current.calls_before).values())
+        self.passes, self._attention_calls = self.passes + 1, self._attention_calls + ran
         if ran > len(self.layers):
             raise ModelError(
                 f"attention ran {ran} times in {len(self.layers)} layers: layers that run several times in a pass are "
@@ -408,7 +410,7 @@ class Enabled:
 
     def _is_taken(self, name: str) -> bool:
         """Whether forward takes an argument; positions only by name, others as more arguments too."""
-        return name in self._takes or (self._takes_more and not name.endswith("position_ids"))
+        return name in self._parameters or (self._takes_kwargs and not name.endswith("position_ids"))
 
     # ---- sessions ------------------------------------------------------------------------------------------------
 
@@ -439,18 +441,18 @@ class Enabled:
         return self._current_pass().attentions[kind]
 
     def _current_pass(self) -> ForwardPass:
-        found = self._pass
+        found = self._running
         if torch.compiler.is_compiling():
             return found  # type: ignore[return-value]
         for region in reversed(checkpoint_regions.regions()):
             if region.name is None:
                 continue
-            if found is not None and region.name in found.within:
+            if found is not None and region.name in found.rerun_regions:
                 continue
-            if region.again and region.name in self._first:
-                found = self._first[region.name]
+            if region.again and region.name in self._pass_of_region:
+                found = self._pass_of_region[region.name]
             elif found is not None and not region.again:
-                self._first[region.name] = found
+                self._pass_of_region[region.name] = found
         if found is None:
             raise ModelError("a layer of an enabled model runs by itself; call the model that was enabled, model(...)")
         return found

@@ -109,7 +109,7 @@ def _with_last(here: Callable[[], ForwardPass]) -> Before:
         named = "position_ids" in kwargs
         ids = kwargs["position_ids"] if named else args[1]
         assert isinstance(ids, Tensor), "rotary embeddings are called with (x, position_ids)"
-        last = torch.as_tensor(here().last, dtype=ids.dtype, device=ids.device)
+        last = torch.as_tensor(here().max_position, dtype=ids.dtype, device=ids.device)
         longer = torch.cat([ids, last.expand(*ids.shape[:-1], 1)], dim=-1)
         return (args, kwargs | {"position_ids": longer}) if named else ((args[0], longer, *args[2:]), kwargs)
 
