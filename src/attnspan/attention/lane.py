@@ -135,7 +135,7 @@ class Lane:
         return choose(self.kernel, self.spec, self.query, arena.key, arena.value, step.tiles)
 
     def _region(self, step: Step) -> Region:
-        return Region(step.tiles, functools.partial(self._where, step), self.captured, self._lone)
+        return Region(step.tiles, functools.partial(self._where, step), self.captured, self._one_step)
 
     def _where(self, step: Step) -> Where:
         """The positions that a step's rows and columns stand for."""
@@ -143,7 +143,7 @@ class Lane:
         return Where(positions(self._queries, device), positions(step.arena, device), *self.place)
 
     @functools.cached_property
-    def _lone(self) -> bool:
+    def _one_step(self) -> bool:
         """Whether one step computes everything, so that its results are final and may be rounded."""
         return sum(bool(step.tiles) for step in self.steps) == 1
 
@@ -227,7 +227,9 @@ class StepGrads(NamedTuple):
     def open(self) -> Into:
         """Where they stay or leave from; what is final in the dtype of the tensors."""
         lane = self.lane
-        (dq,), begun = ((lane.query.new_empty(lane.query.shape),), False) if lane._lone else self.totals.query.open()
+        (dq,), begun = (
+            ((lane.query.new_empty(lane.query.shape),), False) if lane._one_step else self.totals.query.open()
+        )
         if self.keys is not None:
             dk, dv = self.keys.views
         else:
@@ -235,7 +237,7 @@ class StepGrads(NamedTuple):
         return Into(dq, dk, dv, begun)
 
     def close(self, into: Into) -> None:
-        if self.lane._lone:
+        if self.lane._one_step:
             self.totals.query.add(range(into.dq.shape[2]), into.dq)
         if self.keys is None:
             self.totals.keys.add(range(into.dk.shape[2]), into.dk, into.dv)

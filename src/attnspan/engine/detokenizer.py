@@ -94,9 +94,9 @@ class Detokenizer:
             self._tokens.append(token)
             whole = self._decoded(self._before)
             if len(whole) > self._length or not self._is_special(token):
-                return self._on(self._grown(whole))
+                return self._settled(self._grown(whole))
             self._tokens.pop()
-        return self._on(self._stops.symbol(self._special[token]))
+        return self._settled(self._stops.symbol(self._special[token]))
 
     def end(self) -> str:
         """What was held back, when no more tokens come."""
@@ -104,7 +104,7 @@ class Detokenizer:
             return ""
         rest = self._decoded(self._before)[self._reported :]
         self._reported += len(rest)
-        return self._on(rest, ended=True)
+        return self._settled(rest, ended=True)
 
     def _grown(self, whole: str) -> str:
         """What is new in the text of the tokens from `before` on, up to a letter that is not there yet."""
@@ -116,7 +116,7 @@ class Detokenizer:
             self._reported = self._length = len(self._decoded(self._before))
         return new
 
-    def _on(self, new: str, ended: bool = False) -> str:
+    def _settled(self, new: str, ended: bool = False) -> str:
         """Clean new text, look for stop strings, and hold back what may become one."""
         tentative = ""
         if self._cleaner is not None:

@@ -39,7 +39,7 @@ class Bands(PerTile):
         if not are_dense(region.tiles):
             super().forward(spec, q, k, v, region, total)
             return
-        dtype = q.dtype if region.alone else torch.float32
+        dtype = q.dtype if region.is_final else torch.float32
         total.add(range(q.shape[2]), *forward(spec, q, k, v, region.tiles, dtype))
 
     def backward(

@@ -112,7 +112,7 @@ def backward(spec: Spec, final: Final, q: Tensor, k: Tensor, v: Tensor, region: 
         leaves = [x.detach().requires_grad_(x.requires_grad) for x in tables]
         out, lse = _attend(spec, q, tuple(keys), region, leaves)
         learned = [x for x in leaves if x.requires_grad]
-        of_parts, seeds = _seeds(final, out, lse, region.alone and not final.sinks)
+        of_parts, seeds = _seeds(final, out, lse, region.is_final and not final.sinks)
         dq, *grads = torch.autograd.grad(of_parts, [q, *keys, *learned], seeds)
         if learned:
             _walk_back([x for x in tables if x.requires_grad], grads[len(keys) :], captured, sums)
@@ -131,9 +131,9 @@ def _walk_back(
                 total += part
 
 
-def _seeds(final: Final, out: Tensor, lse: Tensor, alone: bool) -> tuple[list[Tensor], list[Tensor]]:
+def _seeds(final: Final, out: Tensor, lse: Tensor, is_final: bool) -> tuple[list[Tensor], list[Tensor]]:
     """What to differentiate of a part, and its gradients. See [Note: backward by parts]."""
-    if alone:  # out and lse are the final ones
+    if is_final:
         pairs = [(out, final.grad)] + ([(lse, final.grad_lse)] if final.grad_lse is not None else [])
         return [part for part, _ in pairs], [grad.to(part.dtype) for part, grad in pairs]
     with torch.no_grad():

@@ -109,12 +109,12 @@ class Traits:
 @dataclass(eq=False)
 class Region:
     """Everything that is computed between two buffers: tiles, where they lie in the whole attention, the tensors that
-    the score_mod captured, and whether nothing else is computed, so that out and lse are final (but for sinks)."""
+    the score_mod captured, and whether nothing else is computed, so that out and lse are final (except for sinks)."""
 
     tiles: Tiles
     locate: Callable[[], Where]
     captured: Sequence[Tensor] = ()
-    alone: bool = False
+    is_final: bool = False
 
     @cached_property
     def where(self) -> Where:

@@ -114,11 +114,9 @@ class Attentions:
         self.core.check_scale(scale)
         own, mask = self._mask(self.core.mask_name(None) if asked is None else asked, None)
         score = None if score_mod is None else self._score(score_mod, DTYPES)
-        mine = self._attention(own, mask, score, scale).variant(
-            watched=mask
-        )  # a call of its own captures other tensors
-        mine.captured = Captured([], []) if score is None else score.captured
-        return BoundAttention(self.core, mine, score_mod)
+        attend = self._attention(own, mask, score, scale).variant(watched=mask)
+        attend.captured = Captured([], []) if score is None else score.captured  # not those of an equal score_mod
+        return BoundAttention(self.core, attend, score_mod)
 
     def report(self) -> Report:
         """What they were used for."""

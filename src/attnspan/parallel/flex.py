@@ -31,7 +31,7 @@ from attnspan.parallel.block_masks import alone_of
 from attnspan.parallel.call_args import FlexArgs, FlexResult
 from attnspan.parallel.dtensors import run_attention
 from attnspan.parallel.eager import eagerly, run_eagerly
-from attnspan.parallel.flex_checks import check, check_alone, check_bound, check_unsplit
+from attnspan.parallel.flex_checks import check_alone, check_args, check_bound, check_unsplit
 from attnspan.parallel.guards import Entry
 
 UNBOUND = (
@@ -45,7 +45,7 @@ def flex_attention(
 ) -> FlexResult:
     """flex_attention of a session. `name` is the mask that a block was opened for, if it was."""
     core, known = attentions.core, args.block_mask
-    check(args, core)
+    check_args(args, core)
     if isinstance(known, BoundAttention):
         check_bound(known, args, core)
         attend, captured, alone = known.attends[entry], known.captured.of(args.query), known.alone

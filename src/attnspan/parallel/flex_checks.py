@@ -24,7 +24,7 @@ USUAL = {"BACKEND": "AUTO", "PRESCALE_QK": False, "WRITE_DQ": True, "FORCE_USE_F
 """Options at the values that they have anyway."""
 
 
-def check(args: FlexArgs, core: Core) -> None:
+def check_args(args: FlexArgs, core: Core) -> None:
     """Refuse what cannot be served; it is the same on every rank."""
     query, key, value = args[:3]
     if not torch.compiler.is_compiling():

@@ -107,9 +107,7 @@ class SessionHandler(Handler):
 
     def refuse(self, attend: Attention, args: SdpaArgs, wrong: AttentionError) -> NoReturn:
         """Raise what is wrong. See [Note: refused together]."""
-        if isinstance(attend, Attention) and all(
-            isinstance(x, Tensor) and x.dim() > 1 and not is_dtensor(x) for x in args[:3]
-        ):
+        if all(isinstance(x, Tensor) and x.dim() > 1 and not is_dtensor(x) for x in args[:3]):
             inputs = Inputs(flat(args.query), flat(args.key), flat(args.value))
             try:
                 call = attend.call.for_inputs(inputs)

@@ -99,7 +99,7 @@ class AttentionMode(FlexMode):
     def flex_attention(self, *args: object, **kwargs: object) -> FlexResult:
         """A call of flex_attention, which modes do not see by themselves."""
         if not torch.compiler.is_compiling():
-            return eagerly(_flex_now)(self.handler, FLEX(*args, **kwargs))
+            return eagerly(_eager_flex)(self.handler, FLEX(*args, **kwargs))
         return self.handler.flex(self._compiled_entry(), FLEX(*args, **kwargs))
 
     def _compiled_entry(self) -> Entry:
@@ -159,7 +159,7 @@ class AttentionMode(FlexMode):
 run_eagerly(AttentionMode.__torch_function__.__code__)
 
 
-def _flex_now(handler: Handler, args: FlexArgs) -> FlexResult:
+def _eager_flex(handler: Handler, args: FlexArgs) -> FlexResult:
     return handler.flex("eager", args)
 
 
