@@ -34,12 +34,12 @@ from attnspan.attention import execute
 from attnspan.attention.agreement import agree
 from attnspan.attention.call import Call, Inputs
 from attnspan.attention.transforms import check_no_tangents, check_untransformed
-from attnspan.attention.unbroken import unbroken
 from attnspan.dtypes import lse_dtype
 from attnspan.errors import AttentionError, KernelError
 from attnspan.kernels import Final
 from attnspan.kernels.merge import share_of, with_sinks
 from attnspan.transports.operations import under_way
+from attnspan.transports.unbroken import unbroken
 
 
 @torch.library.custom_op("attnspan::attention", mutates_args=())

@@ -19,12 +19,12 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from attnspan.attention.unbroken import unbroken
 from attnspan.errors import AttnspanError, TuningError
 from attnspan.kernels import KERNELS, rounds
 from attnspan.plan import Hardware, Shape
 from attnspan.transports import Transport, consensus
 from attnspan.transports.operations import group_of
+from attnspan.transports.unbroken import unbroken
 from attnspan.tuning import Table, table_for
 
 SHARED = "a tuning table that all ranks share"

@@ -8,7 +8,7 @@ token for every sample with no tokens left to compute (sampler.py).
 afterwards as before the step, so that it can be tried again, or as after it, if tokens were already being reported.
 Over ranks a step cannot be tried again: if a rank does not answer, or fails by itself, the others cannot know how far
 it came, and what it sends next would be taken for what it owes. Every request ends with that error, all pages are
-given back, the engine takes no more requests, and nothing else is sent on that group (attention/unbroken.py).
+given back, the engine takes no more requests, and nothing else is sent on that group (transports/unbroken.py).
 
 [Note: threads] One call is under way at a time, and calls of other threads wait for it; over ranks they are refused.
 Callers that go away leave notes (owner.py).

@@ -16,7 +16,7 @@ and a number. So ranks that do different things, one adding a request while anot
 The record of a step is sent when its batch is known, and awaited when the model is about to be called: it travels while
 the step is planned. A cancellation sends nothing by itself, and is part of the next record.
 
-See attention/unbroken.py for what becomes of a group on which a rank failed in the middle.
+See transports/unbroken.py for what becomes of a group on which a rank failed in the middle.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from attnspan.attention.unbroken import unbroken
 from attnspan.engine.fingerprint import ModelFingerprint
 from attnspan.engine.scheduler import Chunk
 from attnspan.errors import EngineError, ModelError
 from attnspan.transports import Transport, consensus
+from attnspan.transports.unbroken import unbroken
 
 ACTIVITIES = ("adding a request", "beginning a request", "making a step")
 """What a rank may be doing when it is heard of."""

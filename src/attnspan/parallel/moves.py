@@ -16,11 +16,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from attnspan.attention.unbroken import unbroken
 from attnspan.layouts import Layout
 from attnspan.transports import Pending, Transport
 from attnspan.transports.consensus import digest
 from attnspan.transports.operations import under_way
+from attnspan.transports.unbroken import unbroken
 
 
 @dataclass(frozen=True)

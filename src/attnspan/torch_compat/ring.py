@@ -28,7 +28,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnspan.attention.unbroken import unbroken
 from attnspan.dtypes import lse_dtype
 from attnspan.errors import AttentionError
 from attnspan.kernels import Accumulator
@@ -37,6 +36,7 @@ from attnspan.torch_compat.errors import AttentionNotImplemented
 from attnspan.torch_compat.ranks import MeshRanks, ranks_of
 from attnspan.transports import Transport
 from attnspan.transports.group import Group
+from attnspan.transports.unbroken import unbroken
 
 SEQ_DIM = 2
 

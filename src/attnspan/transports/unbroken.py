@@ -2,11 +2,9 @@
 
 A rank that raises in the middle of a call, because memory ran out or it was interrupted, owes the others messages and
 is owed some. If it caught the error and went on with its next call, its new keys would be taken for those it owes:
-they look alike, and on every rank the result would be wrong with nobody the wiser. So from then on it refuses every
-call on that group; the others wait in vain, hear so after the group's timeout, and refuse in their turn. What NCCL
-has under way on the device is aborted (transports/watchdog.py).
-
-What all ranks refuse together, before the first key travels, breaks nothing.
+they look alike, and the result would be wrong on every rank, without an error. So from then on it refuses every call
+on that group; the others time out, and refuse in their turn. What NCCL has under way on the device is aborted
+(watchdog.py). What all ranks refuse together, before the first key travels, breaks nothing.
 """
 
 from __future__ import annotations
@@ -15,15 +13,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from weakref import WeakKeyDictionary
 
-from attnspan.transports import Transport
 from attnspan.transports.operations import group_of
+from attnspan.transports.transport import Transport
 
 _BROKEN: WeakKeyDictionary[object, str] = WeakKeyDictionary()  # by group, for as long as it lives: what was raised
 
 
 @contextmanager
 def unbroken(transport: Transport, *, but: tuple[type[Exception], ...] = ()) -> Iterator[None]:
-    """Inside, a call is under way; whatever it raises `but` these breaks the group."""
+    """Inside, a call is under way; whatever it raises, except `but` these, breaks the group."""
     group = group_of(transport)
     if group in _BROKEN:
         raise transport.error(
