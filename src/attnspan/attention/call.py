@@ -1,6 +1,6 @@
 """A plan bound to a group, ready to be called: what forward and backward share.
 
-[Note: handles] Custom ops take tensors, and torch.compile would compile anew for every plan if a plan's parts were
+[Note: handles] Custom ops take tensors, and torch.compile would recompile for every plan if a plan's parts were
 numbers or strings. So a call is known by a handle: a CPU tensor with its number in `_CALLS`. Tensors are not
 specialised on, hence another plan of the same shapes is only another number. The handle carries the call, and the
 autograd graph saves the handle: a call lives as long as anything that may still run it, and no longer.

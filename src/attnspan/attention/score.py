@@ -3,7 +3,7 @@
 Users write a new closure for every step, or one function for all: what matters is the program (masks/program.py) and
 the tensors it captured, which are inputs of the attention like queries are, so that they may differ from call to call
 and get gradients. Two score_mods with the same program, on tensors of the same shapes, are the same here; nothing is
-agreed on or compiled anew for them.
+agreed on again, and nothing is recompiled, for them.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ day. Ranks that chose a strategy by tables of their own would run different plan
 its ranks tell each other a hash of what they found. If all found the same, that is it; else all take rank 0's, which
 it then sends. A table that cannot be read is refused on every rank.
 
-Kernels are another matter: which one computes a tile is nobody else's business, and ranks may have different devices.
-There each goes by its own.
+Kernels are chosen by each rank's own table: which one computes a tile does not concern the others, whose devices may
+differ.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ global positions of rows and columns; every allowed pair between the two buffers
 alone is right there, whatever tile a block belongs to. Positions, batch rows and heads are looked up in tensors, and
 captured tensors are tensors: other documents, ranks and values run the same compiled code.
 
-[Note: what is compiled] torch compiles anew for other programs, dtypes, numbers of heads and so on, and gives up in
+[Note: what is compiled] torch recompiles for other programs, dtypes, numbers of heads and so on, and gives up in
 silence after a few times for the same code. So each program gets a code object of its own, shapes that change become
 symbolic, and nothing may fall back (fullgraph). Compiling is not for two threads at once, and virtual ranks are
 threads.
@@ -252,7 +252,7 @@ class Compiled:
         self._seen: set[tuple[object, ...]] = set()
 
     def roomy(self, *tensors: Tensor) -> AbstractContextManager[object]:
-        """Inside, code may be compiled anew many times. Saying so costs more than a call: done for new shapes alone."""
+        """Inside, code may be recompiled many times. Saying so costs more than a call: done for new shapes alone."""
         shapes = tuple((x.shape, x.stride(), x.dtype, x.requires_grad) for x in tensors)
         if shapes in self._seen:
             return nullcontext()

@@ -227,7 +227,7 @@ def _chosen_first(picked: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     """The columns of each row, those picked first, both in order.
 
     A row is a few runs of columns, picked or not, and a moved run is still a run: so the result rises by one
-    from place to place, but for a jump where a run begins.
+    from place to place, except for a jump where a run begins.
 
     >>> picked = torch.tensor([[False, True, True, False, True]])
     >>> _chosen_first(picked, picked.sum(1)).tolist()

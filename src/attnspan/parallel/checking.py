@@ -264,7 +264,7 @@ def _default(model: nn.Module, batch: object, cp: ContextParallel) -> object:
 
 
 def _sharded(batch: object, cp: ContextParallel) -> object:
-    """A batch with each tensor cut along its first dim of `seq_len` tokens, but for the outermost if it has more."""
+    """A batch with each tensor cut along its first dim of `seq_len` tokens, except the outermost if it has more."""
     if isinstance(batch, Mapping):
         return {name: _sharded(value, cp) for name, value in batch.items()}
     if isinstance(batch, list | tuple):

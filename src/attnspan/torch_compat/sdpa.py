@@ -128,7 +128,7 @@ class WholeMask(BoundAttention):
 class Lifetime:
     """How long a context lasts; regions that first ran in it may run again for as long as it does.
 
-    Regions that were around when it began are not its business: their second run begins it anew.
+    Regions that were around when it began are not its business: their second run begins another.
     """
 
     def __init__(self, mode: AttentionMode) -> None:

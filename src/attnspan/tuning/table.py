@@ -172,7 +172,7 @@ def _curve(kind: Kind, rates: list[Rate], launch: tuple[float, float]) -> Curve:
 
 
 def _without(launch: float, flops: int, seconds: float) -> float:
-    """The rate of a tile. A launch is added to every tile, so it is not in it, but for half of the time at most."""
+    """The rate of a tile. A launch is added to every tile, so it is not in it, except for half of the time at most."""
     return flops / max(seconds - launch, seconds / 2)
 
 
