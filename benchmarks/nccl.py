@@ -57,8 +57,9 @@ LEAST, MOST, ENOUGH = 3, 7, 1.5
 BAR = 1.5
 """How many times as fast as the better of torch's our best is meant to be."""
 
-TOLERANCE = 0.05
-"""The largest error of a token, over its norm or that of an average one. bfloat16 gives 0.01, a wrong mask about 1."""
+TOLERANCE = 0.2
+"""The largest error of a token, over its norm or that of an average one. On random data bfloat16 gives up to 0.07, in
+gradients of queries, whoever computes them; a wrong mask gives about 1."""
 
 PACK = (9000, 520, 4096, 1800, 6200, 264, 3000, 1384, 5000, 504, 1000)
 """Lengths of documents in 32k tokens; torch's balancer needs multiples of twice the ranks."""

@@ -103,7 +103,7 @@ def spawn(ranks, fn, *args, backend="gloo", timeout=60, group_timeout=30, may_di
         return [Died(each.value) if each.kind == "died" else each.value for each in error.outcomes]
 
 
-POOLED = 90
+POOLED = 180
 """Seconds for which ranks that serve many tests await each other: CUDA loads, and triton compiles, at first use."""
 
 

@@ -401,9 +401,8 @@ def test_opcheck_passes():
                 for some in (None, sinks):
                     leaves = [x.clone().requires_grad_() for x in (query, key, value)]
                     sink = None if some is None else some.clone().requires_grad_()
-                    torch.library.opcheck(
-                        torch.ops.attnspan.attention.default, (*leaves, sink, [], attend.handle, True)
-                    )
+                    given = (*leaves, sink, [], attend.handle, True, True)
+                    torch.library.opcheck(torch.ops.attnspan.attention.default, given)
                 out, lse = attend.with_lse(query, key, value, sinks=sinks)
                 final = (torch.ones_like(out), torch.ones_like(lse), query, key, value, out, lse, torch.tensor(1))
                 given = (*final, sinks, [], [], attend.handle, True)

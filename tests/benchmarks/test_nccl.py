@@ -107,5 +107,5 @@ def test_masks_and_reference_are_what_they_say(mask):
     true = [out.detach(), *torch.autograd.grad(out, leaves, grad)]
     found = nccl.reference(cell.mask_mod("cpu"), nccl.data(cell, "cpu"))
     assert nccl.error(found, true, rows) < 1e-5
-    off = differentiated(inputs, lambda q, k, v: dense(built, q, k, v) * 1.2)
-    assert nccl.error(off[:1], true[:1], rows) > nccl.TOLERANCE, "an error of a fifth is seen"
+    off = differentiated(inputs, lambda q, k, v: dense(built, q, k, v) * 1.25)
+    assert nccl.error(off[:1], true[:1], rows) > nccl.TOLERANCE, "an error of a quarter is seen"

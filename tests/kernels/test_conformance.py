@@ -83,7 +83,10 @@ def cells(device, kernels):
 
 
 def is_daily(case):
-    """Every tile in every dtype, and features on two of their four tiles."""
+    """Every tile in every dtype, and features on two of their four tiles; the largest, which has several blocks on a
+    GPU, on a CPU in one dtype."""
+    if case.tile == "window over several blocks" and case.device == "cpu" and case.dtype != "float32":
+        return False
     plain = Case(case.tile, case.dtype, device=case.device)
     return case == plain or case.tile in ("causal, square", "window")
 

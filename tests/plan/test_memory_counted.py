@@ -10,6 +10,7 @@ import torch
 from attnspan import Causal, HeadTail, Plan
 from attnspan.attention import execute, lane, sums
 from attnspan.attention.call import Call, Inputs
+from attnspan.attention.kept import KeptKeys
 from attnspan.kernels import AUTO, KERNELS, Final, accumulator, bands
 from attnspan.plan import Shape
 from benchmarks.memory import Keeping
@@ -67,30 +68,34 @@ def size(*tensors):
     return sum(x.numel() * x.element_size() for x in tensors)
 
 
-def counted(plan, rank, kv_heads, kernel):
+def counted(plan, rank, kv_heads, kernel, kept=None):
     """The peaks of forward and backward."""
     call = Call(plan, Keeping(rank, RANKS, "cpu"), kernel)
     tokens = plan.layout.tokens(TOKENS)[rank]
     q, k, v = (torch.zeros(1, heads, tokens, DIM, dtype=HALF) for heads in (HEADS, kv_heads, kv_heads))
     with torch.no_grad(), Live() as forward:
-        out, lse = execute.forward(call, Inputs(q, k, v))
+        out, lse = execute.forward(call, Inputs(q, k, v), kept)
     grad = torch.zeros_like(out)
     with torch.no_grad(), Live() as backward:
-        execute.backward(call, Inputs(q, k, v), Final(grad, None, out, lse))
-    return forward.peak + size(q, k, v), backward.peak + size(q, k, v, out, lse, grad)
+        execute.backward(call, Inputs(q, k, v), Final(grad, None, out, lse), kept=kept)
+    waiting = 0 if kept is None else plan.kept_bytes(rank, Shape(HEADS, kv_heads, DIM))
+    return forward.peak + size(q, k, v), backward.peak + size(q, k, v, out, lse, grad) + waiting
 
 
 @pytest.mark.usefixtures("stand_ins")
+@pytest.mark.parametrize("keeps", [False, True])
 @pytest.mark.parametrize("kv_heads", [2, HEADS])
 @pytest.mark.parametrize("kernel", JOINS)
 @pytest.mark.parametrize(
     "strategy", ["ring", "gather", "needed(1)", "needed(2)", "needed(4)", "ulysses", "ulysses(2) x ring"]
 )
-def test_what_is_predicted_is_what_is_allocated(strategy, kernel, kv_heads):
+def test_what_is_predicted_is_what_is_allocated(strategy, kernel, kv_heads, keeps):
     plan, shape = Plan(Causal(), HeadTail(RANKS), TOKENS, strategy), Shape(HEADS, kv_heads, DIM)
-    how = {"joint": JOINS[kernel], "rounds": kernel != "band"}
+    how = {"joint": JOINS[kernel], "rounds": kernel != "band", "keep_keys": keeps}
     rank = max(range(RANKS), key=lambda each: plan.memory(each, shape, backward=True, **how).total)
-    for found, backward in zip(counted(plan, rank, kv_heads, kernel), (False, True), strict=True):
+    for found, backward in zip(
+        counted(plan, rank, kv_heads, kernel, KeptKeys() if keeps else None), (False, True), strict=True
+    ):
         predicted = plan.memory(rank, shape, backward=backward, **how)
         # The exchange of heads is modelled by its passes, not tensor by tensor.
         assert found == pytest.approx(predicted.total, rel=0.03 if "ulysses" in strategy else 0.001), predicted

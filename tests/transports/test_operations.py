@@ -280,7 +280,7 @@ def test_a_group_in_use_by_one_thread_is_refused_to_another():
 
     refused, number = loopback(1).run(rank)[0]
     assert refused == (
-        "rank 0 of 1, group loopback: another thread of this process is in attention, causal (operation 1) on the same "
-        "group; use a group from one thread at a time, or make a group for each thread"
+        "rank 0 of 1, group 'loopback': another thread of this process is in attention, causal (operation 1) on the "
+        "same group; use a group from one thread at a time, or make a group for each thread"
     )
     assert number == 2

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from attnspan.attention.call import Call, Inputs
+from attnspan.attention.call import Agreed, Call, Inputs
 from attnspan.dtypes import dtype_name, lse_dtype
 from attnspan.errors import AttentionError, AttnspanError, KernelError, MaskError, TuningError
 from attnspan.kernels import choose
@@ -38,19 +38,33 @@ SHARED = "a plan that all ranks share"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-def agree(call: Call, inputs: Inputs) -> str:
-    """Refuse tensors that the plan was not made for, on every rank; a name for what all of them do."""
+def agree(call: Call, inputs: Inputs) -> Agreed:
+    """Refuse tensors that the plan was not made for, on every rank; what all of them do."""
     if call.watched is not None:
         check_mask(call.watched, call, inputs)
     seen = _seen(call, inputs)
     if seen in call.agreed:
         return call.agreed[seen]
     wrong = refusal(call, inputs)
-    words = _words(call, inputs) if wrong is None else wrong
-    _raise_if_odd(consensus.poll(call.transport, words, SHARED))
+    words = {**_words(call, inputs), VOTE: str(_keeps(call, inputs))} if wrong is None else wrong
+    said = consensus.poll(call.transport, words, SHARED)
+    votes = {each.pop(VOTE) for each in said if isinstance(each, dict)}
+    _raise_if_odd(said)
     plan = call.plan
-    call.agreed[seen] = f"attention over {repr(plan.mask)[:80]} by {plan.strategy!r} [{_hashed(words)}]"
+    name = f"attention over {repr(plan.mask)[:80]} by {plan.strategy!r} [{_hashed(said[0])}]"
+    call.agreed[seen] = Agreed(name, votes == {"True"})
     return call.agreed[seen]
+
+
+VOTE = "keep keys here"
+
+
+def _keeps(call: Call, inputs: Inputs) -> bool:
+    """Whether this rank would keep keys. See [Note: when auto keeps] in kept.py."""
+    shape = inputs.shape
+    if call.keep_keys != "auto" or shape is None:
+        return call.keep_keys is True
+    return call.plan.kept_bytes(call.rank, shape) <= call.plan.saved_bytes(call.rank, shape)
 
 
 def check_mask(mask: Mask, call: Call, inputs: Inputs) -> None:
@@ -192,6 +206,7 @@ def _words(call: Call, inputs: Inputs) -> dict[str, str]:
         "return_lse": str(inputs.return_lse and plan.degree > 1),
         "strategy": repr(plan.strategy),
         "kernel": call.kernel,
+        "keep_keys": str(call.keep_keys),
         "scale": repr(call.scale),
         "tokens": f"{plan.seq_len} x {plan.key_len}",
         "programs": _hashed("" if mods is None else mods.key),

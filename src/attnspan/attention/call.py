@@ -13,7 +13,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
@@ -36,6 +36,16 @@ from attnspan.tuning import table_for
 
 _CALLS: WeakValueDictionary[int, Call] = WeakValueDictionary()
 _NUMBERS = itertools.count(1)
+
+
+KeepKeys = bool | Literal["auto"]
+
+
+class Agreed(NamedTuple):
+    """What ranks have agreed on for tensors of some shapes: a name for what they do, and whether they keep keys."""
+
+    name: str
+    keeps_keys: bool
 
 
 class Inputs(NamedTuple):
@@ -70,14 +80,17 @@ class Call:
     scale: float | None = None
     score: Score | None = None
     auto: bool = False  # the strategy is not the plan's, but the one that suits the tensors
+    keep_keys: KeepKeys = False  # from forward to backward, see kept.py
     uses: Uses = field(default_factory=Uses, repr=False)  # shared by the calls that suit different shapes
     guard: Callable[[], None] | None = field(default=None, repr=False)  # asked before a forward pass; may refuse
     watched: Mask | None = field(default=None, repr=False)  # refused once it has changed, see agreement.py
-    agreed: dict[tuple[object, ...], str] = field(default_factory=dict, init=False, repr=False)  # by shapes: a name
+    agreed: dict[tuple[object, ...], Agreed] = field(default_factory=dict, init=False, repr=False)  # by shapes
     _suited: dict[Shape, Call] = field(default_factory=dict, init=False, repr=False)
     _mods: dict[tuple[torch.device, torch.dtype], Mods | None] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
+        if self.keep_keys not in (True, False, "auto"):
+            raise AttentionError(f"keep_keys must be True, False or 'auto', got {self.keep_keys!r}")
         if self.transport.ranks != self.plan.ranks:
             raise AttentionError(f"group must have the plan's {self.plan.ranks} ranks, got {self.transport.ranks}")
 

@@ -16,27 +16,28 @@ from torch import Tensor
 
 from attnspan.attention import loop
 from attnspan.attention.call import Call, Inputs
+from attnspan.attention.kept import KeptKeys
 from attnspan.attention.lane import Lane, Place
 from attnspan.attention.ulysses import HeadAllToAll, segments
 from attnspan.dtypes import lse_dtype
 from attnspan.kernels import Final
 
 
-def forward(call: Call, inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """(out, lse) of this rank's queries."""
+def forward(call: Call, inputs: Inputs, kept: KeptKeys | None = None) -> tuple[Tensor, Tensor]:
+    """(out, lse) of this rank's queries; what arrives stays in `kept`."""
     rows = _rows(call, inputs)
     if call.plan.degree > 1:
-        parts = [row.forward() for row in rows]
+        parts = [row.forward(kept) for row in rows]
     else:
         lanes = [row.lane() for row in rows]
-        parts = loop.forward(call.transport, lanes)
+        parts = loop.forward(call.transport, lanes, kept)
     if len(parts) == 1:
         return parts[0]
     return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
 
 
 def backward(
-    call: Call, inputs: Inputs, final: Final, wanted: Sequence[int] = ()
+    call: Call, inputs: Inputs, final: Final, wanted: Sequence[int] = (), kept: KeptKeys | None = None
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor | None]]:
     """The gradients of this rank's query, key and value, each in its own dtype, and its part of those of `wanted` ones
     of the captured tensors, in the precision that sums are kept in."""
@@ -45,10 +46,10 @@ def backward(
     finals = [final.of(row.batch) for row in rows]
     found: Sequence[tuple[Tensor, ...]]
     if call.plan.degree > 1:
-        found = [row.backward(each, sums) for row, each in zip(rows, finals, strict=True)]
+        found = [row.backward(each, sums, kept) for row, each in zip(rows, finals, strict=True)]
     else:
         lanes = [row.lane() for row in rows]
-        grads = loop.backward(call.transport, lanes, finals, sums)
+        grads = loop.backward(call.transport, lanes, finals, sums, kept.loops[0] if kept else None)
         found = [each.results(inputs.query.dtype) for each in grads]
     whole = (torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*found, strict=True))
     dq, dk, dv = (x.to(inputs.query.dtype).contiguous() for x in whole)  # as the op promises to code that is compiled
@@ -80,11 +81,13 @@ class PlanRow:
         """All heads."""
         return self._lane(self.inputs, range(self.heads))
 
-    def forward(self) -> tuple[Tensor, Tensor]:
+    def forward(self, kept: KeptKeys | None) -> tuple[Tensor, Tensor]:
         exchange, (query, key, value) = self._exchange(), self.inputs[:3]
         tensors = exchange.gather_tokens([query, key, value], ["query", "key", "key"])
         lanes = self._head_lanes(exchange, tensors)
-        parts = loop.forward(self.call.transport, lanes)
+        parts = loop.forward(self.call.transport, lanes, kept)
+        if kept is not None:
+            kept.heads.append(tensors)
         shape, precision = tensors[0].shape[:3], lse_dtype(query.dtype)
         out = _by_heads([out for out, _ in parts], lambda: query.new_empty(*shape, value.shape[-1]))
         lse = _by_heads([lse for _, lse in parts], lambda: query.new_empty(shape, dtype=precision))
@@ -92,20 +95,22 @@ class PlanRow:
         (lse,) = exchange.scatter_tokens([lse.unsqueeze(-1)], ["query"])
         return out, lse.squeeze(-1)
 
-    def backward(self, final: Final, sums: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
-        exchange, precision = (
-            self._exchange(),
-            lse_dtype(self.inputs.query.dtype),
-        )  # all ranks alike, whatever they computed
-        *tensors, out, grad = exchange.gather_tokens(
-            [*self.inputs[:3], final.out, final.grad], ["query", "key", "key", "query", "query"]
-        )
+    def backward(self, final: Final, sums: Sequence[Tensor | None], kept: KeptKeys | None) -> tuple[Tensor, ...]:
+        exchange, steps = self._exchange(), kept.loops[self.row] if kept else None
+        precision = lse_dtype(self.inputs.query.dtype)  # all ranks alike, whatever they computed
+        if kept:
+            tensors = kept.heads[self.row]
+            out, grad = exchange.gather_tokens([final.out, final.grad], ["query", "query"])
+        else:
+            *tensors, out, grad = exchange.gather_tokens(
+                [*self.inputs[:3], final.out, final.grad], ["query", "key", "key", "query", "query"]
+            )
         scalars = [x.unsqueeze(-1) for x in (final.lse, final.grad_lse) if x is not None]
         lse, *grad_lse = (x.squeeze(-1) for x in exchange.gather_tokens(scalars, ["query"] * len(scalars)))
         whole = Final(grad, grad_lse[0] if grad_lse else None, out, lse, final.sinks)
         finals = [whole.heads(query) for query, _ in self._segments(exchange)]
         lanes = self._head_lanes(exchange, tensors)
-        parts = [each.results(precision) for each in loop.backward(self.call.transport, lanes, finals, sums)]
+        parts = [each.results(precision) for each in loop.backward(self.call.transport, lanes, finals, sums, steps)]
         found = [
             _by_heads([part[i] for part in parts], functools.partial(torch.empty_like, x, dtype=precision))
             for i, x in enumerate(tensors)

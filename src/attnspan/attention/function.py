@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from attnspan.attention import ops
 from attnspan.attention.agreement import check_mask
-from attnspan.attention.call import Call, Inputs
+from attnspan.attention.call import Call, Inputs, KeepKeys
 from attnspan.attention.score import Captured, Score, ScoreFunction
 from attnspan.attention.transforms import check_untransformed
 from attnspan.errors import AttentionError
@@ -56,12 +56,13 @@ class Attention:
         kernel: str = "auto",
         scale: float | None = None,
         score_mod: ScoreFunction | Score | None = None,
+        keep_keys: KeepKeys = False,
         auto: bool = False,
     ):
         _check_mesh(plan, group)
         transport = transport_of(group)
         score = score_of(score_mod, transport)
-        self.call = Call(plan, transport, kernel, scale, score, auto, watched=plan.mask)
+        self.call = Call(plan, transport, kernel, scale, score, auto, keep_keys, watched=plan.mask)
         self.captured = Captured([], []) if score is None else score.captured
         self.handle = self.call.handle()
 
@@ -91,7 +92,9 @@ class Attention:
         """(out, lse) of the inputs; lse has a gradient if it is returned to the model."""
         check_untransformed("attention", *inputs[:4], *inputs.captured)
         query, key, value, sinks, captured, return_lse = _under_autocast(inputs)
-        out, lse, _ = ops.attention(query, key, value, sinks, captured, self.handle, return_lse)
+        tensors = (query, key, value, *captured) if sinks is None else (query, key, value, sinks, *captured)
+        differentiable = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+        out, lse, _ = ops.attention(query, key, value, sinks, captured, self.handle, return_lse, differentiable)
         return out, lse
 
     @torch._disable_dynamo
@@ -120,6 +123,7 @@ def attention(
     sinks: Tensor | None = None,
     dropout_p: float = 0.0,
     return_lse: bool = False,
+    keep_keys: KeepKeys = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of this rank's queries over the keys of all ranks, exactly as if on one device.
 
@@ -127,6 +131,8 @@ def attention(
     Give `mask`, `layout` and `seq_len` (and `kv_layout`, `kv_len` for cross-attention), or a ready `plan`. `group` is
     a DeviceMesh, a process group, a virtual world, or None for the default group. `sinks` (H,) is a learned logit per
     head; `score_mod` is FlexAttention's, of global positions, traced at every call (an `Attention` traces it once).
+    With `keep_keys` the keys that arrive stay until backward, which then moves gradients alone; "auto" keeps them where
+    they take no more memory than what autograd saves of the call (see attention/kept.py).
     """
     if dropout_p:
         raise AttentionError(
@@ -144,7 +150,8 @@ def attention(
     _check_mesh(plan, group)
     transport = transport_of(group)
     score = score_of(score_mod, transport)
-    options = {"kernel": kernel, "scale": scale, "score_mod": score, "auto": strategy == "auto" and not given}
+    auto = strategy == "auto" and not given
+    options = {"kernel": kernel, "scale": scale, "score_mod": score, "keep_keys": keep_keys, "auto": auto}
     attend = _memo(transport)(plan, **options)
     captured = [] if score is None else score.captured.of(query)
     inputs = Inputs(query, key, value, sinks, captured, return_lse)

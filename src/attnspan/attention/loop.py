@@ -2,30 +2,37 @@
 
 At every step: wait for its keys, start the next step's exchange, compute. So an exchange travels under the compute of
 the step before it, and at most two arenas are alive. In backward the gradients of a step's keys go home under the
-compute of the next.
+compute of the next. Keys that forward kept (kept.py) do not travel again.
 
 Batch rows whose steps differ are lanes of their own; their messages travel together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from torch import Tensor
 
+from attnspan.attention.kept import KeptKeys, Steps
 from attnspan.attention.lane import Arena, Grads, KeySum, Lane, Message
 from attnspan.kernels import Accumulator, Final
 from attnspan.transports import Pending, Transport
 
 
-def forward(transport: Transport, lanes: Sequence[Lane]) -> list[tuple[Tensor, Tensor]]:
+def forward(transport: Transport, lanes: Sequence[Lane], kept: KeptKeys | None = None) -> list[tuple[Tensor, Tensor]]:
     """(out, lse) of every lane."""
     totals = [lane.accumulator() for lane in lanes]
+    steps: Steps = []
     coming = KeyExchange(transport, lanes, 0)
     for index in range(_steps(lanes)):
         arenas = coming.wait()
         coming = KeyExchange(transport, lanes, index + 1)
         _compute(lanes, arenas, totals, index)
+        if kept is not None:
+            steps.append(arenas)
+    if kept is not None:
+        kept.loops.append(steps)
     return [total.result(lane.query.dtype) for lane, total in zip(lanes, totals, strict=True)]
 
 
@@ -36,15 +43,22 @@ def _compute(lanes: Sequence[Lane], arenas: list[Arena], totals: list[Accumulato
 
 
 def backward(
-    transport: Transport, lanes: Sequence[Lane], finals: Sequence[Final], captured: Sequence[Tensor | None] = ()
+    transport: Transport,
+    lanes: Sequence[Lane],
+    finals: Sequence[Final],
+    captured: Sequence[Tensor | None] = (),
+    kept: Steps | None = None,
 ) -> list[Grads]:
     """The gradients of every lane; those of what a score_mod captured are added to `captured`."""
     grads = [Grads.of(lane, captured) for lane in lanes]
-    coming = KeyExchange(transport, lanes, 0)
+    post: Callable[[int], KeyExchange | KeptStep] = (
+        partial(KeyExchange, transport, lanes) if kept is None else partial(KeptStep, kept)
+    )
+    coming = post(0)
     going: GradientExchange | None = None
     for index in range(_steps(lanes)):
         arenas = coming.wait()
-        coming = KeyExchange(transport, lanes, index + 1)
+        coming = post(index + 1)
         keys = [
             lane.backward(lane.steps[index], arena, final, grad)
             for lane, arena, final, grad in zip(lanes, arenas, finals, grads, strict=True)
@@ -78,6 +92,17 @@ class KeyExchange:
         self._pending.wait()
         for staged in self._staged:
             staged.land()
+        return self._arenas
+
+
+class KeptStep:
+    """The keys of one step, as they were kept."""
+
+    def __init__(self, kept: Steps, index: int):
+        self._arenas = kept[index] if index < len(kept) else []
+
+    def wait(self) -> list[Arena]:
+        """The arenas."""
         return self._arenas
 
 

@@ -33,6 +33,7 @@ from torch import Tensor
 from attnspan.attention import execute
 from attnspan.attention.agreement import agree
 from attnspan.attention.call import Call, Inputs
+from attnspan.attention.kept import FROM_KEPT, KeptKeys, keep, kept_by
 from attnspan.attention.transforms import check_no_tangents, check_untransformed
 from attnspan.dtypes import lse_dtype
 from attnspan.errors import AttentionError, KernelError
@@ -51,6 +52,7 @@ def attention(
     captured: Sequence[Tensor],
     handle: Tensor,
     return_lse: bool,
+    differentiable: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     check_no_tangents("attention", query, key, value, sinks, *captured)  # see transforms.py
     inputs = Inputs(query, key, value, sinks, captured, return_lse)
@@ -58,13 +60,14 @@ def attention(
     if call.guard is not None:
         call.guard()
     with unbroken(call.transport, but=(AttentionError, KernelError)):
-        name = agree(call, inputs)
-    with unbroken(call.transport), _as_given(query), under_way(call.transport, name) as operation:
-        out, lse = execute.forward(call, inputs)
+        agreed = agree(call, inputs)
+    kept = KeptKeys() if differentiable and agreed.keeps_keys else None
+    with unbroken(call.transport), _as_given(query), under_way(call.transport, agreed.name) as operation:
+        out, lse = execute.forward(call, inputs, kept)
         if sinks is not None:  # see [Note: sinks]
             out, lse = with_sinks(out, lse, sinks[None, :, None])
     call.uses.add_forward(call.plan, inputs.shape)
-    return out.contiguous(), lse.contiguous(), torch.tensor(operation.header, device="cpu")
+    return out.contiguous(), lse.contiguous(), keep(torch.tensor(operation.header, device="cpu"), kept)
 
 
 @attention.register_fake
@@ -102,12 +105,13 @@ def attention_backward(
     if grad_lse is None and return_lse and call.plan.degree > 1:  # see [Note: gradients of lse over ranks]
         grad_lse = torch.zeros_like(lse)
     assert return_lse or grad_lse is None, "an lse that was not returned has no gradient"
-    final = Final(grad, grad_lse, out, lse, sinks is not None)
-    with unbroken(call.transport), _as_given(query), under_way(call.transport, int(header)):
+    final, kept = Final(grad, grad_lse, out, lse, sinks is not None), kept_by(header)
+    how = FROM_KEPT if kept else ""
+    with unbroken(call.transport), _as_given(query), under_way(call.transport, int(header), how):
         d_sinks = query.new_empty(0) if sinks is None else _sink_gradient(call, final, sinks)
-        dq, dk, dv, parts = execute.backward(call, inputs, final, wanted)
+        dq, dk, dv, parts = execute.backward(call, inputs, final, wanted, kept)
         d_captured = [_over_ranks(call, part, x) for part, x in zip(parts, captured, strict=True)]
-    call.uses.add_backward(call.plan, inputs.shape)
+    call.uses.add_backward(call.plan, inputs.shape, kept is not None)
     return dq, dk, dv, d_sinks, d_captured
 
 
@@ -133,7 +137,7 @@ def _(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    query, key, value, sinks, captured, handle, ctx.return_lse = inputs
+    query, key, value, sinks, captured, handle, ctx.return_lse, _ = inputs
     ctx.save_for_backward(query, key, value, sinks, handle, *output, *captured)
     ctx.set_materialize_grads(False)
 
@@ -147,7 +151,7 @@ def _backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None, _: None) -
         grad, grad_lse, query, key, value, out, lse, header, sinks, captured, wanted, handle, ctx.return_lse
     )
     d_captured = [x if i in wanted else None for i, x in enumerate(d_captured)]
-    return dq, dk, dv, None if sinks is None else d_sinks, d_captured, None, None
+    return dq, dk, dv, None if sinks is None else d_sinks, d_captured, None, None, None
 
 
 def _second(ctx: Any, *grads: Tensor | None) -> NoReturn:

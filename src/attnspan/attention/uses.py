@@ -24,6 +24,7 @@ class Uses:
     forward: Counter[Use] = field(default_factory=Counter)
     replayed: Counter[Use] = field(default_factory=Counter)
     backward: Counter[Use] = field(default_factory=Counter)
+    from_kept: Counter[Use] = field(default_factory=Counter)  # of the backward passes, those that no key travelled for
     latest: Plan | None = None
 
     def add_forward(self, plan: Plan, shape: Shape | None) -> None:
@@ -33,12 +34,13 @@ class Uses:
         (self.replayed if in_backward else self.forward)[plan, shape] += 1
         self.latest = plan
 
-    def add_backward(self, plan: Plan, shape: Shape | None) -> None:
+    def add_backward(self, plan: Plan, shape: Shape | None, from_kept: bool) -> None:
         self.backward[plan, shape] += 1
+        self.from_kept[plan, shape] += from_kept
 
     def clear(self) -> None:
         """Start anew; the plan last used stays known."""
-        for counted in (self.forward, self.replayed, self.backward):
+        for counted in (self.forward, self.replayed, self.backward, self.from_kept):
             counted.clear()
 
 

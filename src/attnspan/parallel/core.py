@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from torch.distributed.device_mesh import DeviceMesh
 
 from attnspan.attention import Attention
+from attnspan.attention.call import KeepKeys
 from attnspan.errors import AttentionError, integer, one_of
 from attnspan.layouts import Balanced, Layout
 from attnspan.layouts.balanced import fitting_chunk
@@ -35,6 +36,7 @@ class SessionOptions:
     kernel: str = "auto"
     scale: float | None = None
     weights: Mapping[str, float] | None = None
+    keep_keys: KeepKeys = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,7 +93,8 @@ class Core:
             strategy, auto = (f"ulysses({mesh.shape[1]}) x needed", False) if mesh else ("needed", True)
         lengths = (None, None) if keys is None else (keys.seq_len, keys.layout)
         plan = Plan(mask, self.layout, self.seq_len, strategy, *lengths)
-        return Attention(plan, mesh or self.transport, kernel=self.options.kernel, scale=self.options.scale, auto=auto)
+        options = {name: getattr(self.options, name) for name in ("kernel", "scale", "keep_keys")}
+        return Attention(plan, mesh or self.transport, auto=auto, **options)
 
 
 def named_masks(mask: Masks) -> dict[str, Mask]:

@@ -5,7 +5,8 @@ training script proves that none did. Bytes are those that arrived at this rank 
 tests hold them against the wire::
 
     forward     keys and values that the plan moves; under Ulysses also heads, there and back
-    backward    the same keys again, and gradients of keys in float32; under Ulysses heads, there and back
+    backward    the same keys again, if they were not kept, and gradients of keys in float32; under Ulysses heads,
+                there and back
     a replay    of a checkpointed region is a forward pass
 
 Not counted: gradients through lse, sinks, and what other calls of the session move.
@@ -48,6 +49,7 @@ class ReportLine:
     calls: int
     replays: int
     backwards: int
+    from_kept: int  # of the backward passes, those from kept keys
 
     @property
     def strategy(self) -> str:
@@ -56,8 +58,9 @@ class ReportLine:
     @property
     def received(self) -> Bytes:
         """Bytes that arrived in forward passes (replays too), and in backward passes."""
-        each = arriving(self.plan, self.shape, self.rank)
-        return Bytes((self.calls + self.replays) * each.forward, self.backwards * each.backward)
+        each, kept = (arriving(self.plan, self.shape, self.rank, kept=kept) for kept in (False, True))
+        backward = (self.backwards - self.from_kept) * each.backward + self.from_kept * kept.backward
+        return Bytes((self.calls + self.replays) * each.forward, backward)
 
     @property
     def pairs(self) -> float:
@@ -92,7 +95,7 @@ class PastUses:
         """With the oldest of some uses, which are then forgotten there, so that they are at most so many."""
         lines = [_line_of("", uses, use, rank) for use in list(_used(uses))[:-most]]
         for line in lines:
-            for counted in (uses.forward, uses.replayed, uses.backward):
+            for counted in (uses.forward, uses.replayed, uses.backward, uses.from_kept):
                 counted.pop((line.plan, line.shape), None)
         sums = Report(rank, 0, (self, *lines))
         counts = (sums.calls, sums.replays, sums.backwards)
@@ -175,7 +178,8 @@ def _used(uses: Uses) -> Iterable[tuple[Plan, Shape]]:
 
 
 def _line_of(name: str, uses: Uses, use: tuple[Plan, Shape], rank: int) -> ReportLine:
-    return ReportLine(name, *use, rank, uses.forward[use], uses.replayed[use], uses.backward[use])
+    counts = (uses.forward[use], uses.replayed[use], uses.backward[use], uses.from_kept[use])
+    return ReportLine(name, *use, rank, *counts)
 
 
 def check_used(found: Report, layers: int | Mapping[str, int], passes: int) -> None:
@@ -207,9 +211,9 @@ def _hint(calls: int, expected: int) -> str:
 # ---- what arrives --------------------------------------------------------------------------------------------------
 
 
-def arriving(plan: Plan, shape: Shape, rank: int) -> Bytes:
+def arriving(plan: Plan, shape: Shape, rank: int, *, kept: bool = False) -> Bytes:
     """What arrives at a rank in one call: keys and their gradients, and what the exchange of heads brings, tokens of
-    own heads and then own tokens of all heads."""
+    own heads and then own tokens of all heads. Backward needs no keys, and no heads of the inputs, that were kept."""
     narrow, wide = DTYPES[shape.dtype], max(4, DTYPES[shape.dtype])
     batch = shape.batch if plan.rows == 1 else 1
     dim, value_dim = shape.head_dim, shape.v_head_dim
@@ -221,7 +225,7 @@ def arriving(plan: Plan, shape: Shape, rank: int) -> Bytes:
         for step in plan.steps(rank, row):
             keys = sum(transfer.tokens for transfer in step.receives) * taken_k * (dim + value_dim) * narrow
             forward += keys
-            backward += keys
+            backward += 0 if kept else keys
             backward += sum(transfer.tokens for transfer in step.returns) * taken_k * (dim + value_dim) * wide
         own_q, own_k = _held(plan, rank, row)
         for member in range(plan.degree):
@@ -231,7 +235,7 @@ def arriving(plan: Plan, shape: Shape, rank: int) -> Bytes:
             given_q, given_k = len(shares[member].query), len(shares[member].key)
             brought = (q * taken_q * dim + k * taken_k * (dim + value_dim)) * narrow  # q, k, v
             forward += brought + own_q * given_q * (value_dim * narrow + wide)  # and out and lse
-            backward += brought + q * taken_q * (2 * value_dim * narrow + wide)  # and out, grad and lse
+            backward += (0 if kept else brought) + q * taken_q * (2 * value_dim * narrow + wide)  # out, grad, lse
             backward += (own_q * given_q * dim + own_k * given_k * (dim + value_dim)) * wide  # gradients
     return Bytes(forward * batch, backward * batch)
 

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, FlexKernelOptions
 
-from attnspan.attention.call import Inputs
+from attnspan.attention.call import Inputs, KeepKeys
 from attnspan.attention.score import ScoreFunction
 from attnspan.errors import AttentionError, ShardError, integer
 from attnspan.layouts import Layout
@@ -61,6 +61,8 @@ class ContextParallel:
     `mesh` is a DeviceMesh of one axis (or of two: the second exchanges heads), a process group, or a virtual world.
     `mask` is one mask, or a dict of them by name for models whose layers differ; `layout` is then balanced over all,
     by `weights` (how many layers have each). `strategy` and `kernel` are chosen by the shapes of the tensors if "auto".
+    With `keep_keys` the keys that arrive stay until backward, which then moves gradients alone; with "auto", where they
+    take no more memory than what autograd saves of a call.
     """
 
     def __init__(
@@ -74,8 +76,10 @@ class ContextParallel:
         kernel: str = "auto",
         scale: float | None = None,
         weights: Mapping[str, float] | None = None,
+        keep_keys: KeepKeys = False,
     ):
-        self.core = core = Core.of(mesh, seq_len, mask, SessionOptions(layout, strategy, kernel, scale, weights))
+        options = SessionOptions(layout, strategy, kernel, scale, weights, keep_keys)
+        self.core = core = Core.of(mesh, seq_len, mask, options)
         self.mesh, self.transport, self.seq_len, self.masks = core.mesh, core.transport, core.seq_len, core.masks
         self.options, self.layout, self.sharding = core.options, core.layout, core.sharding
         self.attentions = Attentions(core)

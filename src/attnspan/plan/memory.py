@@ -107,14 +107,16 @@ class Walk:
     steps: tuple[Step, ...]
     hands_on: bool
     kernels: Kernels
+    backward: bool
+    keeps: bool  # keys, from forward to backward
 
     @property
     def counts(self) -> tuple[Sizes, int, int]:
         return self.sizes, self.rows, tokens_in(self.own)
 
-    def moments(self, backward: bool) -> Iterator[Moment]:
+    def moments(self) -> Iterator[Moment]:
         """What is alive at each moment, apart from what the caller gave."""
-        yield from self._backward() if backward else self._forward()
+        yield from self._backward() if self.backward else self._forward()
 
     def _forward(self) -> Iterator[Moment]:
         part = self.sizes.out * self._widened + self.sizes.lse
@@ -201,8 +203,12 @@ class Walk:
     @property
     def held(self) -> Moment:
         """What a lane keeps to its end: the last arena, and own keys packed."""
-        packed = not self.hands_on and any(map(self._packs, self.steps))
-        return {"arenas": self._arena(len(self.steps) - 1), "packed": self._own_bytes if packed else 0.0}
+        packed = self._sends_keys and not self.hands_on and any(map(self._packs, self.steps))
+        last = len(self.steps) - 1
+        return {
+            "arenas": self.arenas(last) if self.keeps else self._arena(last),
+            "packed": self._own_bytes if packed else 0.0,
+        }
 
     def _arenas(self, index: int) -> Moment:
         """The arena of a step and the next one; own keys packed, for good or for the time of one exchange."""
@@ -210,7 +216,19 @@ class Walk:
         if self.hands_on:
             first = next((i for i, step in enumerate(self.steps) if step.sends), -2)
             packed = first == index + 1
-        return {"arenas": self._arena(index) + self._arena(index + 1), "packed": self._own_bytes if packed else 0.0}
+        if self.keeps:
+            arenas = self.arenas(len(self.steps) if self.backward else index + 1)
+        else:
+            arenas = self._arena(index) + self._arena(index + 1)
+        return {"arenas": arenas, "packed": self._own_bytes if packed and self._sends_keys else 0.0}
+
+    @property
+    def _sends_keys(self) -> bool:
+        return not (self.keeps and self.backward)
+
+    def arenas(self, last: int) -> float:
+        """Bytes of the keys of all steps up to one."""
+        return sum(self._arena(index) for index in range(last + 1))
 
     @property
     def _own_bytes(self) -> float:
@@ -340,6 +358,18 @@ class MemoryRow:
     row: int
     backward: bool
     kernels: Kernels
+    keeps: bool = False
+
+    def saved(self) -> float:
+        """What autograd saves of a call: the caller's tensors, out and lse."""
+        sizes, (rows, keys) = self._sizes(None), self._tokens
+        return rows * (sizes.q + sizes.out + sizes.lse) + keys * sizes.kv
+
+    def kept(self) -> float:
+        """Keys that are kept from forward to backward, and under Ulysses the tensors of own heads."""
+        walk = self._walk()
+        sizes, rows, keys = walk.counts
+        return walk.arenas(len(walk.steps)) + (rows * sizes.q + keys * sizes.kv if self.plan.degree > 1 else 0.0)
 
     def given(self) -> float:
         """The caller's tensors, and backward's."""
@@ -348,25 +378,29 @@ class MemoryRow:
 
     def moments(self) -> Iterator[Moment]:
         """What else is alive, moment by moment."""
-        plan = self.plan
+        plan, walk = self.plan, self._walk()
         if plan.degree == 1:
-            yield from self._walk(None).moments(self.backward)
+            yield from walk.moments()
             return
-        walk = self._walk(split_heads(self.shape.heads, self.shape.kv_heads, plan.degree)[self.rank % plan.degree])
         here, there = (self._traded(*each) for each in ((self._sizes(None), *self._tokens), walk.counts))
-        yield {"heads": here + there}  # sent and received
-        yield {"heads": 2 * there + here / plan.degree}  # received and laid out by position
-        yield from ({**moment, "heads": there} for moment in walk.moments(self.backward))
         sizes, rows, keys = walk.counts
-        back = (rows * sizes.q + keys * sizes.kv) * sizes.wide if self.backward else rows * sizes.out
+        inputs = rows * sizes.q + keys * sizes.kv
+        kept = {"arenas": self.kept() - inputs, "heads": inputs} if self.keeps and self.backward else {"heads": 0.0}
+        yield {**kept, "heads": kept["heads"] + here + there}  # sent and received
+        yield {**kept, "heads": kept["heads"] + 2 * there + here / plan.degree}  # received and laid out by position
+        yield from ({**moment, "heads": kept["heads"] + there} for moment in walk.moments())
+        back = inputs * sizes.wide if self.backward else rows * sizes.out
         # As the loop left it, side by side, cut by token, flat, and as it arrived.
-        yield {**walk.held, "heads": there + 5 * back}
+        yield {**walk.held, "heads": kept["heads"] + there + 5 * back}
 
     def _traded(self, sizes: Sizes, rows: int, keys: int) -> float:
-        return rows * (sizes.q + 2 * sizes.out * self.backward) + keys * sizes.kv
+        inputs = 0.0 if self.keeps and self.backward else rows * sizes.q + keys * sizes.kv
+        return inputs + 2 * rows * sizes.out * self.backward
 
-    def _walk(self, share: Heads | None) -> Walk:
-        plan = self.plan
+    def _walk(self) -> Walk:
+        plan, share = self.plan, None
+        if plan.degree > 1:
+            share = split_heads(self.shape.heads, self.shape.kv_heads, plan.degree)[self.rank % plan.degree]
         strategy = Strategy.of(plan.strategy)
         ring = isinstance(strategy.inner if isinstance(strategy, Ulysses) else strategy, Ring)
         rows = tokens_in(plan.queries(self.rank, self.row))
@@ -377,6 +411,8 @@ class MemoryRow:
             plan.steps(self.rank, self.row),
             ring,
             self.kernels,
+            self.backward,
+            self.keeps,
         )
 
     def _sizes(self, share: Heads | None) -> Sizes:
@@ -391,14 +427,23 @@ class MemoryRow:
         return rows, keys
 
 
-def memory(plan: Plan, rank: int, shape: Shape, backward: bool, kernels: Kernels) -> Memory:
+def memory(plan: Plan, rank: int, shape: Shape, backward: bool, kernels: Kernels, keeps: bool) -> Memory:
     """`Plan.memory`. Batch rows with steps of their own are taken to have their peak at once, but under Ulysses, where
     one comes after another."""
-    rows = [MemoryRow(plan, rank, shape, row, backward, kernels) for row in range(plan.rows)]
+    rows = [MemoryRow(plan, rank, shape, row, backward, kernels, keeps) for row in range(plan.rows)]
     peaks = [max(row.moments(), key=lambda moment: sum(moment.values())) for row in rows]
     if plan.degree > 1:
         peaks = [max(peaks, key=lambda moment: sum(moment.values()))]
+        if keeps:  # all rows keep, whichever is computed
+            others = sum(row.kept() for row in rows) * (1 - 1 / len(rows))
+            peaks.append({"heads": others})
     terms = Counter({"given": sum(row.given() for row in rows)})
     for moment in peaks:
         terms.update(moment)
     return Memory(dict(terms))
+
+
+def between_passes(plan: Plan, rank: int, shape: Shape) -> tuple[float, float]:
+    """Bytes that wait from forward to backward: what autograd saves of a call, and keys if they are kept."""
+    rows = [MemoryRow(plan, rank, shape, row, True, Kernels(False, True)) for row in range(plan.rows)]
+    return sum(row.saved() for row in rows), sum(row.kept() for row in rows)

@@ -172,13 +172,42 @@ class Plan:
         """The most keys a rank holds at once: its own, those in use and those arriving, over all batch rows."""
         return sum(_peak(self.steps(rank, row), tokens_in(self.keys(rank, row))) for row in range(self.rows))
 
+    def kept_bytes(self, rank: int, shape: Shape) -> float:
+        """What a rank keeps from forward to backward with `keep_keys`, besides what autograd saves (`saved_bytes`).
+
+        >>> from attnspan.layouts import HeadTail
+        >>> from attnspan.masks import Causal
+        >>> plan, shape = Plan(Causal(), HeadTail(ranks=2), seq_len=8), Shape(heads=32, kv_heads=8)
+        >>> plan.kept_bytes(0, shape), plan.saved_bytes(0, shape)
+        (32768.0, 82432.0)
+        """
+        return self._between_passes(rank, shape)[1]
+
+    def saved_bytes(self, rank: int, shape: Shape) -> float:
+        """What autograd saves of a call on a rank: query, key, value, out and lse of its own tokens."""
+        return self._between_passes(rank, shape)[0]
+
+    def _between_passes(self, rank: int, shape: Shape) -> tuple[float, float]:
+        from attnspan.plan.memory import between_passes
+
+        self._place(rank, 0)
+        return between_passes(self, rank, shape)
+
     def memory(
-        self, rank: int, shape: Shape, *, backward: bool = False, joint: bool = False, rounds: bool | None = None
+        self,
+        rank: int,
+        shape: Shape,
+        *,
+        backward: bool = False,
+        joint: bool = False,
+        rounds: bool | None = None,
+        keep_keys: bool = False,
     ) -> Memory:
         """The bytes that a rank's attention of such sizes takes at its peak, forward or backward, the caller's tensors
         included, and what they are for. `joint`: where the tiles of a step are one call, as with kernel="band", and
         with "auto" where they are small; `rounds`: whether gradients of keys go home in the tensors' dtype, as with
-        "auto" on CUDA, or in float32, as with "band". By default they do but where calls are joint.
+        "auto" on CUDA, or in float32, as with "band". By default they do but where calls are joint. `keep_keys`: keys
+        are kept from forward to backward (`kept_bytes`).
 
         >>> from attnspan.layouts import HeadTail
         >>> from attnspan.masks import Causal
@@ -188,7 +217,8 @@ class Plan:
         from attnspan.plan.memory import Kernels, memory
 
         self._place(rank, 0)
-        return memory(self, rank, shape, backward, Kernels(joint, not joint if rounds is None else rounds))
+        kernels = Kernels(joint, not joint if rounds is None else rounds)
+        return memory(self, rank, shape, backward, kernels, keep_keys)
 
     def explain(self) -> str:
         """What the plan does, in words: balance, traffic against an all-gather, tiles, memory.

@@ -70,16 +70,20 @@ class Ledger:
 
     def begin(self, name: str) -> Operation:
         """The next operation."""
-        for each in (name, _gradient(name)):
-            self.names[_hash(each)] = each
-        while len(self.names) > NAMES:
-            del self.names[next(iter(self.names))]
+        self._remember(name, _gradient(name))
         return Operation(next(self.numbers), name)
 
-    def differentiate(self, header: int) -> Operation:
-        """The backward pass of an operation."""
-        name = self.names.get(header % (1 << NAME_BITS), f"#{header:x}")
-        return Operation(header >> NAME_BITS, _gradient(name))
+    def differentiate(self, header: int, how: str = "") -> Operation:
+        """The backward pass of an operation; one that goes another way says how."""
+        name = _gradient(self.names.get(header % (1 << NAME_BITS), f"#{header:x}"))
+        self._remember(name, name + how)
+        return Operation(header >> NAME_BITS, name + how)
+
+    def _remember(self, *names: str) -> None:
+        for name in names:
+            self.names[_hash(name)] = name
+        while len(self.names) > NAMES:
+            del self.names[next(iter(self.names))]
 
     def describe(self, header: int) -> str:
         """The operation that another rank's header stands for, by its name if this rank has been in such a one."""
@@ -96,11 +100,11 @@ class Ledger:
 
 
 @contextmanager
-def under_way(transport: Transport, name: str | int) -> Iterator[Operation]:
+def under_way(transport: Transport, name: str | int, how: str = "") -> Iterator[Operation]:
     """Inside, every message belongs to one operation.
 
     Its name is the same on every rank, and of no other operation that could be taken for it. A backward pass is known
-    by the header of its forward pass instead.
+    by the header of its forward pass instead, and by how it goes about it where ranks could differ.
     """
     ledger, here = ledger_of(transport), threading.get_ident()
     around, thread = ledger.current, ledger.thread
@@ -109,7 +113,7 @@ def under_way(transport: Transport, name: str | int) -> Iterator[Operation]:
             f"another thread of this process is in {around} on the same group; "
             "use a group from one thread at a time, or make a group for each thread"
         )
-    operation = ledger.begin(name) if isinstance(name, str) else ledger.differentiate(name)
+    operation = ledger.begin(name) if isinstance(name, str) else ledger.differentiate(name, how)
     ledger.current, ledger.thread = operation, here
     try:
         yield operation
