@@ -42,9 +42,9 @@ def agree(call: Call, inputs: Inputs) -> Agreed:
     """Refuse tensors that the plan was not made for, on every rank; what all of them do."""
     if call.watched is not None:
         check_mask(call.watched, call, inputs)
-    seen = _seen(call, inputs)
-    if seen in call.agreed:
-        return call.agreed[seen]
+    signature = _signature(call, inputs)
+    if signature in call.agreed:
+        return call.agreed[signature]
     wrong = refusal(call, inputs)
     words = {**_words(call, inputs), VOTE: str(_keeps(call, inputs))} if wrong is None else wrong
     said = consensus.poll(call.transport, words, SHARED)
@@ -52,8 +52,8 @@ def agree(call: Call, inputs: Inputs) -> Agreed:
     _raise_if_odd(said)
     plan = call.plan
     name = f"attention over {repr(plan.mask)[:80]} by {plan.strategy!r} [{_hashed(said[0])}]"
-    call.agreed[seen] = Agreed(name, votes == {"True"})
-    return call.agreed[seen]
+    call.agreed[signature] = Agreed(name, votes == {"True"})
+    return call.agreed[signature]
 
 
 VOTE = "keep keys here"
@@ -77,12 +77,12 @@ def check_mask(mask: Mask, call: Call, inputs: Inputs) -> None:
 
 def refuse(call: Call, inputs: Inputs, wrong: AttentionError) -> None:
     """Raise what is wrong on this rank; on all of them if they have not agreed on such tensors yet, and will ask."""
-    if _seen(call, inputs) not in call.agreed:
+    if _signature(call, inputs) not in call.agreed:
         _raise_if_odd(consensus.poll(call.transport, wrong, SHARED))
     raise wrong
 
 
-def _seen(call: Call, inputs: Inputs) -> tuple[object, ...]:
+def _signature(call: Call, inputs: Inputs) -> tuple[object, ...]:
     """What a call agrees on once."""
     tensors = (*inputs[:4], *inputs.captured)
     shapes = (None if x is None else (x.shape, x.dtype, x.device) for x in tensors)

@@ -41,7 +41,7 @@ from attnspan.transports.group import Group, transport_of
 class Attention:
     """A plan on a group of ranks, callable with this rank's shards.
 
-    Make it outside of torch.compile and call it inside: another plan for the same shapes does not compile anew.
+    Make it outside of torch.compile and call it inside: another plan for the same shapes does not recompile.
     With `auto`, the strategy is not the plan's but the one that suits the shapes of the tensors it is called with.
 
     A `score_mod` is FlexAttention's, of global positions; it is traced here, once. Tensors that it captures are found
@@ -186,7 +186,7 @@ def _under_autocast(inputs: Inputs) -> Inputs:
 
 
 def _as_autocast(tensor: Tensor) -> Tensor:
-    """What SDPA does under autocast: compute in its dtype, but for float64."""
+    """What SDPA does under autocast: compute in its dtype, except float64."""
     device = tensor.device.type
     # Not torch.amp.is_autocast_available(device): torch 2.11 cannot compile it.
     on = device != "meta" and torch.is_autocast_enabled(device)

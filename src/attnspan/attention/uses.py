@@ -39,7 +39,7 @@ class Uses:
         self.from_kept[plan, shape] += from_kept
 
     def clear(self) -> None:
-        """Start anew; the plan last used stays known."""
+        """Start again; the plan last used stays known."""
         for counted in (self.forward, self.replayed, self.backward, self.from_kept):
             counted.clear()
 

@@ -136,14 +136,14 @@ class Walk:
         return [tile.rows for tile in step.tiles]
 
     @property
-    def _lone(self) -> bool:
+    def _one_call(self) -> bool:
         """Whether one call computes everything, and its results are final."""
         return self.kernels.joint and sum(bool(step.tiles) for step in self.steps) == 1
 
     @property
     def _widened(self) -> float:
         """How much larger than the tensors a kernel's results are: float32 where joint calls are to be merged."""
-        return self.sizes.wide if self.kernels.joint and not self._lone else 1.0
+        return self.sizes.wide if self.kernels.joint and not self._one_call else 1.0
 
     @property
     def _travels(self) -> float:
@@ -174,7 +174,7 @@ class Walk:
     def _computed(self, step: Step, queries: Gathered, keys: Gathered, own: bool) -> Iterator[tuple[float, float]]:
         """Bytes that are gathered, and of a kernel call, at each moment of a step."""
         if self.kernels.joint and step.tiles:  # one call, which writes what stays; beside lie two numbers for each row
-            if self._lone:
+            if self._one_call:
                 queries.add(range(self.rows))
             else:
                 queries.begin()
