@@ -221,3 +221,14 @@ def test_masks_of_transformers_that_mean_something_else_are_refused(unproven):
     unproven.setattr(masking, "sliding_window_overlay", lambda size: wider(size + 1))
     with pytest.raises(AttnspanError, match="this version of transformers it does not hold that functions of masks"):
         masking._read(masking.causal_mask_function)
+
+
+def test_a_trainer_that_counts_otherwise_is_refused(unproven):
+    """Trainer of transformers 5.17 does not divide its count by the ranks of a batch: losses would be halved."""
+    training = pytest.importorskip("attnspan.integrations.huggingface.training")
+    unproven.setattr(training.Trainer, "_get_num_items_in_batch", lambda *args: torch.tensor(6))
+    trainer = types.SimpleNamespace(
+        label_smoother=None, compute_loss_func=None, args=types.SimpleNamespace(neftune_noise_alpha=None)
+    )
+    with pytest.raises(AttnspanError, match="does not hold that Trainer divides its count of tokens by the ranks"):
+        training.SpanTrainerMixin.compute_loss(trainer, torch.nn.Linear(1, 1), {}, num_items_in_batch=6)

@@ -249,4 +249,4 @@ class StepGrads(NamedTuple):
 def positions(runs: Runs, device: torch.device) -> Tensor:
     """The positions of runs, one after another."""
     with torch.inference_mode(False):  # made during evaluation, they may be saved for backward later
-        return torch.cat([torch.arange(*run) for run in runs] or [torch.arange(0)]).to(device)
+        return torch.cat([torch.arange(*run, device="cpu") for run in ((0, 0), *runs)]).to(device)

@@ -70,7 +70,7 @@ class CudaGraphs:
 
     def run(self, decode: Decode, tokens: list[int], rows: int) -> Tensor:
         """The logits (tokens, V) of a step that was planned with so many rows."""
-        self._tokens[: len(tokens)].copy_(torch.tensor(tokens))
+        self._tokens[: len(tokens)].copy_(torch.tensor(tokens, device="cpu"))
         if rows not in self._captured:
             self._captured[rows] = self._capture(decode, self._tokens[:rows])
         captured = self._captured[rows]

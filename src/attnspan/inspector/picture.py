@@ -25,12 +25,14 @@ def picture(mask: Mask, layout: Layout, seq_len: int, path: str | Path, *, row: 
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    positions = torch.arange(0, seq_len, -(-seq_len // MOST))
+    positions = torch.arange(0, seq_len, -(-seq_len // MOST), device="cpu")
     owners = _owners(layout, seq_len, row)[positions]
     allowed = _allowed(mask.bands(seq_len, row=row), positions)
     palette = matplotlib.colormaps["tab10" if layout.ranks <= 10 else "tab20"]
     colours = [palette(rank % 20) for rank in range(layout.ranks)]
-    image = torch.where(allowed[..., None], torch.tensor(colours)[owners][:, None, :], torch.ones(4))
+    image = torch.where(
+        allowed[..., None], torch.tensor(colours, device="cpu")[owners][:, None, :], torch.ones(4, device="cpu")
+    )
 
     works = layout.work_per_rank(mask, seq_len)
     figure = Figure(figsize=(8.5, 6.5), layout="constrained")
@@ -46,7 +48,7 @@ def picture(mask: Mask, layout: Layout, seq_len: int, path: str | Path, *, row: 
 
 def _owners(layout: Layout, seq_len: int, row: int) -> torch.Tensor:
     shards = layout.shards(seq_len, row)
-    owners = torch.empty(seq_len, dtype=torch.int64)
+    owners = torch.empty(seq_len, dtype=torch.int64, device="cpu")
     for rank, runs in enumerate(shards):
         for run in runs:
             owners[run.start : run.stop : run.step] = rank
@@ -60,7 +62,7 @@ def _allowed(bands: tuple[Band, ...], positions: torch.Tensor) -> torch.Tensor:
     [[True, False], [True, True]]
     """
     query, key = positions[:, None], positions[None, :]
-    allowed = torch.zeros(len(positions), len(positions), dtype=torch.bool)
+    allowed = torch.zeros(len(positions), len(positions), dtype=torch.bool, device="cpu")
     for q0, q1, k0, k1, lo, hi in bands:
         inside = (q0 <= query) & (query < q1) & (k0 <= key) & (key < k1)
         allowed |= inside & (lo <= key - query) & (key - query <= hi)

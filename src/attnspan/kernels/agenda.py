@@ -123,4 +123,4 @@ def _joined(spans: list[Span], first: int, last: int) -> Iterator[Span]:
 
 
 def _table(rows: list[tuple[int, int, int, int]], device: torch.device) -> Tensor:
-    return torch.tensor(rows, dtype=torch.int32).reshape(-1, 4).to(device)
+    return torch.tensor(rows, dtype=torch.int32, device="cpu").reshape(-1, 4).to(device)

@@ -114,6 +114,6 @@ def _upside_down(tile: Tile, q: Tensor) -> Tensor:
             [0., 0., -inf]])
     """
     n, m = len(tile.rows), len(tile.cols)
-    line = torch.full((n + m - 1,), -torch.inf, dtype=q.dtype)
+    line = torch.full((n + m - 1,), -torch.inf, dtype=q.dtype, device=q.device)
     line[tile.lo + n - 1 : tile.hi + n] = 0.0
     return line.as_strided((n, m), (1, 1))

@@ -112,13 +112,13 @@ class Layout(ABC):
         [0, 1, 6, 7, 2, 3, 4, 5]
         """
         shards = self.shards(seq_len, row)
-        return torch.cat([torch.arange(*run) for runs in shards for run in runs])
+        return torch.cat([torch.arange(*run, device="cpu") for runs in shards for run in runs])
 
     def inverse(self, seq_len: int, row: int = 0) -> torch.Tensor:
         """Where each position went: `y[inverse]` puts a laid-out sequence back in order."""
         order = self.permutation(seq_len, row)
         back = torch.empty_like(order)
-        back[order] = torch.arange(seq_len)
+        back[order] = torch.arange(seq_len, device="cpu")
         return back
 
     def works(self, bands: Bands, seq_len: int, row: int = 0) -> list[int]:

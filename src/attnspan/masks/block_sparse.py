@@ -79,7 +79,7 @@ class BlockSparse(Mask):
     @property
     def map(self) -> torch.Tensor:
         """The map as a bool tensor (rows, query blocks, key blocks)."""
-        allowed = torch.zeros(self.rows, len(self.spans[0]), self.columns, dtype=torch.bool)
+        allowed = torch.zeros(self.rows, len(self.spans[0]), self.columns, dtype=torch.bool, device="cpu")
         for row, blocks in enumerate(self.spans):
             for i, spans in enumerate(blocks):
                 for start, stop in spans:
@@ -93,7 +93,7 @@ class BlockSparse(Mask):
 
 def _bool_tensor(map: object) -> torch.Tensor:
     try:
-        allowed = torch.as_tensor(map)
+        allowed = map.cpu() if isinstance(map, torch.Tensor) else torch.as_tensor(map, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:  # text, ragged rows, things that are no table
         raise MaskError(
             f"map must be a table of true and false, or one per batch row, got {reprlib.repr(map)}"

@@ -147,20 +147,20 @@ def _check_sum(name: str, length_name: str, lengths: tuple[int, ...], total: int
 
 def _ids(rows: Rows, device: torch.device) -> torch.Tensor:
     """A document number per token, (rows, S)."""
-    ids = [torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in rows]
+    ids = [torch.arange(len(row), device="cpu").repeat_interleave(torch.tensor(row, device="cpu")) for row in rows]
     return torch.stack(ids).to(device)
 
 
 def _id_table(ids: object) -> torch.Tensor:
     try:
-        table = torch.as_tensor(ids)
+        table = ids.cpu() if isinstance(ids, torch.Tensor) else torch.as_tensor(ids, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:  # text, ragged rows, things that are no table
         raise MaskError(f"ids must be a whole number per token, (S,) or (rows, S), got {reprlib.repr(ids)}") from error
     if table.dim() not in (1, 2) or table.numel() == 0:
         raise MaskError(f"ids must be (S,) or (rows, S), none of them 0, got shape {tuple(table.shape)}")
     if table.dtype == torch.bool or table.is_floating_point() or table.is_complex():
         raise MaskError(f"ids must be whole numbers, got {table.dtype}")
-    return table.cpu()
+    return table
 
 
 def _run_lengths(ids: torch.Tensor) -> list[int]:

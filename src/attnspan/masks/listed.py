@@ -114,7 +114,12 @@ class Listed(Mask):
         many, several = self.rows > 1, self.heads > 1
 
         def rule(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-            b, h, i, j = torch.as_tensor(b), torch.as_tensor(h), q // q_size, k // k_size
+            b, h, i, j = (
+                torch.as_tensor(b, device=q.device),
+                torch.as_tensor(h, device=q.device),
+                q // q_size,
+                k // k_size,
+            )
             at = (b if many else b * 0, h if several else h * 0, i, j)
             listed = partial[at]
             return full[at] | (listed if ask is None else listed & ask(b, h, q, k))
@@ -154,7 +159,7 @@ def from_block_mask(block_mask: BlockMask) -> Mask:
     rows, heads, *_ = block_mask.shape
     shape = (rows, heads, ceil_div(q_len, size[0]), ceil_div(kv_len, size[1]))
     partial = _listed_blocks(shape, block_mask.kv_num_blocks, block_mask.kv_indices)
-    full = torch.zeros(shape, dtype=torch.bool)
+    full = torch.zeros(shape, dtype=torch.bool, device="cpu")
     if block_mask.full_kv_num_blocks is not None and block_mask.full_kv_indices is not None:
         full = _listed_blocks(shape, block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
     asks = block_mask.mask_mod is not noop_mask
@@ -175,8 +180,8 @@ def listing(block_mask: BlockMask) -> list[torch.Tensor]:
 def _listed_blocks(shape: tuple[int, int, int, int], counts: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     """(R, H, I, J), true where a block is listed."""
     counts, indices = counts.cpu(), indices.cpu()
-    row, head, i, nth = (torch.arange(indices.shape[-1]) < counts[..., None]).nonzero(as_tuple=True)
-    chosen = torch.zeros(shape, dtype=torch.bool)
+    row, head, i, nth = (torch.arange(indices.shape[-1], device="cpu") < counts[..., None]).nonzero(as_tuple=True)
+    chosen = torch.zeros(shape, dtype=torch.bool, device="cpu")
     inside = i < shape[2]
     chosen[row[inside], head[inside], i[inside], indices[row, head, i, nth].long()[inside]] = True
     return chosen

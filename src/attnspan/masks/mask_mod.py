@@ -163,6 +163,6 @@ def rule_of(program: Program, device: torch.device) -> Rule:
     run, captured = there.function, there.captured
 
     def ask(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-        return run(None, torch.as_tensor(b), torch.as_tensor(h), q, k, *captured)
+        return run(None, torch.as_tensor(b, device=device), torch.as_tensor(h, device=device), q, k, *captured)
 
     return ask

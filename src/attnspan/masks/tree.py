@@ -103,9 +103,9 @@ class Tree(Mask):
             number[node] = free[parent]
             free[parent] += sizes[node]
             free[node] = number[node] + 1
-        lengths = torch.tensor(self.lengths)
-        first = torch.tensor(number)
-        last = first + torch.tensor(sizes) - 1
+        lengths = torch.tensor(self.lengths, device="cpu")
+        first = torch.tensor(number, device="cpu")
+        last = first + torch.tensor(sizes, device="cpu") - 1
         return first.repeat_interleave(lengths), last.repeat_interleave(lengths)
 
     def __repr__(self) -> str:

@@ -94,7 +94,7 @@ class Trial:
         """query, key and value of all ranks."""
         draw, kv_heads = torch.Generator().manual_seed(0), self.shape.heads // 2
         heads = (self.shape.heads, kv_heads, kv_heads)
-        return [torch.randn(1, h, sum(self.lengths), DIM, generator=draw) for h in heads]
+        return [torch.randn(1, h, sum(self.lengths), DIM, generator=draw, device=draw.device) for h in heads]
 
     @cached_property
     def true(self) -> list[Tensor]:

@@ -61,7 +61,7 @@ class AfterPrefix:
     def mask_mod(self, queries: tuple[int, ...], starts: Tensor) -> MaskFunction:
         """The FlexAttention function; `starts` (rows,) are the positions of the rows' first new tokens."""
         most, masks = max(queries, default=0) or 1, self._each
-        table = torch.zeros(len(masks), most, most, dtype=torch.bool)
+        table = torch.zeros(len(masks), most, most, dtype=torch.bool, device="cpu")
         for row, mask in enumerate(masks):
             count = queries[row] if len(masks) > 1 else most
             if count:

@@ -173,7 +173,7 @@ class PagePool(PagedKVCache):
 
     def _indices(self, moves: Copies) -> tuple[Tensor, Tensor]:
         """(from, to) as tensors on the device; from pinned memory, so that the host does not wait for it."""
-        pairs = torch.tensor(moves, dtype=torch.int64).view(-1, 2)
+        pairs = torch.tensor(moves, dtype=torch.int64, device="cpu").view(-1, 2)
         if self.device.type == "cuda":
             pairs = pairs.pin_memory()
         sources, targets = pairs.to(self.device, non_blocking=True).unbind(1)

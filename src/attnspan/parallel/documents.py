@@ -27,9 +27,8 @@ def documents_of(masks: Iterable[Mask], seq_len: int) -> Tensor:
     if len(found) != 1:
         raise MaskError(f"documents: the mask must hold one Documents(lengths), joined by &, got {len(found)}")
     (documents,) = found
-    with torch.device("cpu"):  # whatever the default is
-        rows = [torch.tensor(lengths) for lengths in documents.lengths]
-        names = [torch.arange(len(lengths)).repeat_interleave(lengths) for lengths in rows]
+    rows = [torch.tensor(lengths, device="cpu") for lengths in documents.lengths]
+    names = [torch.arange(len(lengths), device="cpu").repeat_interleave(lengths) for lengths in rows]
     if any(len(row) != seq_len for row in names):
         raise MaskError(f"documents: they must have {seq_len} tokens together, got {[len(row) for row in names]}")
     return torch.stack(names)

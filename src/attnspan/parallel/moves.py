@@ -50,9 +50,8 @@ class Moves:
     def order(self) -> Tensor:
         """For each place of the shard, which of the tokens that came, rank after rank, belongs there; or one past."""
         came = sum(self.sizes)
-        with torch.device("cpu"):  # whatever the default is
-            order = torch.full((self.tokens,), came)
-            order[torch.cat(self.lands)] = torch.arange(came)
+        order = torch.full((self.tokens,), came, device="cpu")
+        order[torch.cat(self.lands)] = torch.arange(came, device="cpu")
         return order
 
 
@@ -66,20 +65,21 @@ def shifted(layout: Layout, seq_len: int, rank: int, by: int, documents: Tensor 
     >>> [places.tolist() for places in moves.sends], [places.tolist() for places in moves.lands]
     ([[1, 2], []], [[0, 1], [2]])
     """
-    with torch.inference_mode(False), torch.device("cpu"):  # made anywhere, used anywhere
+    with torch.inference_mode(False):  # made anywhere, used anywhere
         return _shifted(layout, seq_len, rank, by, documents)
 
 
 def _shifted(layout: Layout, seq_len: int, rank: int, by: int, documents: Tensor | None) -> Moves:
     rows, by = max(layout.rows, 1 if documents is None else len(documents)), max(-seq_len, min(seq_len, by))
     position = torch.stack([layout.permutation(seq_len, row) for row in range(layout.rows)]).expand(rows, -1)
-    counts = torch.tensor(layout.tokens(seq_len))
+    counts = torch.tensor(layout.tokens(seq_len), device="cpu")
     # A column is a token's place when shards lie side by side; each knows its rank, and its place on that rank.
-    holder = torch.arange(layout.ranks).repeat_interleave(counts).expand(rows, -1)
+    holder = torch.arange(layout.ranks, device="cpu").repeat_interleave(counts).expand(rows, -1)
     first = (counts.cumsum(0) - counts).repeat_interleave(counts)
-    place = torch.arange(seq_len) - first + torch.arange(rows).unsqueeze(1) * counts.repeat_interleave(counts)
-    column = torch.empty(rows, seq_len, dtype=torch.int64)
-    column.scatter_(1, position, torch.arange(seq_len).expand(rows, -1))
+    each, row = torch.arange(seq_len, device="cpu"), torch.arange(rows, device="cpu").unsqueeze(1)
+    place = each - first + row * counts.repeat_interleave(counts)
+    column = torch.empty(rows, seq_len, dtype=torch.int64, device="cpu")
+    column.scatter_(1, position, each.expand(rows, -1))
 
     source = position - by
     inside = (source >= 0) & (source < seq_len)

@@ -90,8 +90,7 @@ class Sharding:
     def _on(self, rank: int) -> Tensor:
         """The global positions on a rank, (rows, tokens)."""
         rows = [self.layout.runs(self.seq_len, rank, row) for row in range(self.rows)]
-        with torch.device("cpu"):  # whatever the default is
-            return torch.stack([torch.cat([torch.arange(*run) for run in [(0, 0), *runs]]) for runs in rows])
+        return torch.stack([torch.cat([torch.arange(*run, device="cpu") for run in ((0, 0), *runs)]) for runs in rows])
 
     # ---- the moves -------------------------------------------------------------------------------------------------
 
@@ -110,8 +109,7 @@ class Sharding:
         check_untransformed("unshard", tensor, error=ShardError)
         at, name = self._together("unshard", tensor, lambda: self._in_shard(tensor, dim, batch_dim, self.rows))
         gathered: Tensor = GatheredTokens.apply(_plain(tensor).movedim(at.seq, 0), self.transport, self.sizes, name)
-        with torch.device("cpu"):  # whatever the default is
-            back = torch.stack([self.layout.inverse(self.seq_len, row) for row in range(self.rows)])
+        back = torch.stack([self.layout.inverse(self.seq_len, row) for row in range(self.rows)])
         return _as(tensor.dtype, at.take(gathered.movedim(0, at.seq), back.to(tensor.device)))
 
     def shift(self, tensor: Tensor, dim: int, batch_dim: int, moves: Moves, fill: complex) -> Tensor:

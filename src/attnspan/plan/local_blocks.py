@@ -111,4 +111,4 @@ def _local(program: Program, rows: torch.Tensor, cols: torch.Tensor) -> MaskFunc
 
 
 def _positions(runs: Runs, device: torch.device) -> torch.Tensor:
-    return torch.cat([torch.arange(*run) for run in runs]).to(device)
+    return torch.cat([torch.arange(*run, device="cpu") for run in runs]).to(device)

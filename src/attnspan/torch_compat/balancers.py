@@ -204,7 +204,7 @@ def _of_indices(indices: Tensor, ranks: int) -> ListedLayout:
     if indices.dim() != 2 or not indices.numel():
         raise LayoutAssertion(f"load_balancer: indices must be (1, S) or (B, S), got shape {tuple(indices.shape)}")
     rows = indices.cpu().to(torch.int64)
-    if not torch.equal(rows.sort(-1).values, torch.arange(rows.shape[1]).expand_as(rows)):
+    if not torch.equal(rows.sort(-1).values, torch.arange(rows.shape[1], device=rows.device).expand_as(rows)):
         raise LayoutError(f"load_balancer: indices must hold each of {rows.shape[1]} positions once, in every row")
     size = -(-rows.shape[1] // ranks)  # as DTensor cuts: the last parts are shorter
     return ListedLayout(tuple(tuple(_runs(row[r * size : (r + 1) * size]) for r in range(ranks)) for row in rows))

@@ -183,7 +183,7 @@ class PagedAttention:
 
     def _rows(self, batch_idx: Any) -> Tensor:
         """Rows by their numbers, or by a flag for each."""
-        rows = torch.as_tensor(batch_idx).reshape(-1).cpu()
+        rows = torch.as_tensor(batch_idx, device="cpu").reshape(-1)
         if rows.dtype == torch.bool:
             if len(rows) != len(self.capacity):
                 raise PageIndex(f"batch_idx must have max_batch_size={len(self.capacity)} flags, got {len(rows)}")

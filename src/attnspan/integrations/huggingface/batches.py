@@ -109,7 +109,7 @@ def _check_left_padding(sequence: SequenceInputs, labels: Tensor | None) -> None
     """Refuse labels that padding before a row would predict: it sees no token."""
     if labels is None or sequence.starts is None:
         return
-    before = torch.arange(labels.shape[1]) < torch.tensor(sequence.starts)[:, None]
+    before = torch.arange(labels.shape[1], device="cpu") < torch.tensor(sequence.starts, device="cpu")[:, None]
     wrong = (before & (labels.cpu() != IGNORED)).any(1).nonzero()
     if len(wrong):
         raise ModelError(

@@ -75,5 +75,5 @@ def loss_of(logits: Tensor, labels: Tensor, session: ContextParallel, count: Cou
     each = F.cross_entropy(wide.flatten(0, -2), labels.flatten(), ignore_index=IGNORED, reduction="none")
     valid = labels != IGNORED
     if count is not None and over is not None:  # counted over all ranks, by whoever calls the model
-        count = summed_over(torch.as_tensor(count).clone(), transport_of(over))
+        count = summed_over(torch.as_tensor(count, device=logits.device).clone(), transport_of(over))
     return session.mean_loss(each.view_as(labels), valid, count=count, over=over)

@@ -140,12 +140,13 @@ def _held(function: Any, name: str) -> Any:
 _AND = and_masks().__code__
 _WINDOW = sliding_window_overlay(1).__code__
 _WINDOW_BOTH = sliding_window_bidirectional_overlay(1).__code__
-_PACKED = packed_sequence_mask_function(torch.zeros(1, 1)).__code__
+_PACKED = packed_sequence_mask_function(torch.zeros(1, 1, device="cpu")).__code__
 
 
 def _means() -> bool:
     """Whether functions of transformers allow the same pairs as the patterns that are read from them."""
-    q, k = (x.to(torch.int64) for x in torch.meshgrid(torch.arange(8), torch.arange(8), indexing="ij"))
+    each = torch.arange(8, device="cpu")
+    q, k = torch.meshgrid(each, each, indexing="ij")
     cases: list[tuple[MaskFunction, Pattern, torch.Tensor]] = [
         (causal_mask_function, Pattern(True, None), k <= q),
         (and_masks(sliding_window_overlay(3), causal_mask_function), Pattern(True, 3), (k <= q) & (k > q - 3)),
@@ -153,7 +154,7 @@ def _means() -> bool:
         (sliding_window_bidirectional_overlay(3), Pattern(False, 4), (q - k).abs() <= 3),
     ]
     for made, pattern, allowed in cases:
-        found = torch.as_tensor(made(0, 0, q, k)).expand(8, 8)
+        found = torch.as_tensor(made(0, 0, q, k), device="cpu").expand(8, 8)
         if _pattern(made) != pattern or not torch.equal(found, allowed):
             return False
     return True

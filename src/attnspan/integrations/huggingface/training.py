@@ -13,7 +13,8 @@ count of items and without (losses.py). In evaluation `compute_metrics` gets all
 [Note: a count of Trainer] Trainer counts the tokens of all micro-batches, and multiplies a loss by the number of
 processes, since DDP will average and each has a batch of its own. The ranks of a session have one; so the count that
 the model gets is larger by their number. Where tokens are not counted over processes (`average_tokens_across_devices`),
-Trainer divides the count by the ranks of a batch all the same, and rounds down: that is refused.
+Trainer divides the count by the ranks of a batch all the same, and rounds down: that is refused. Before 5.22 it did not
+divide by them, and losses came out too small by that factor: `COUNTS` tells.
 
 [Note: neighbours] Both take consecutive ranks for the ranks of one batch: on a mesh of (dp, cp), cp is the last axis.
 """
@@ -23,14 +24,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader
 from transformers import Trainer
 
+from attnspan.assumptions import Assumption
 from attnspan.errors import ModelError
 from attnspan.integrations.huggingface.attention import BINDING
 from attnspan.integrations.huggingface.batches import Entries
@@ -117,6 +121,32 @@ def check_neighbours(handle: Enabled, processes: int) -> None:
         )
 
 
+def _divides() -> bool:
+    """Whether a count of 6 tokens, for a Trainer whose batches are those of 3 ranks each, is 2."""
+    trainer = SimpleNamespace(
+        args=SimpleNamespace(average_tokens_across_devices=True, world_size=1, n_gpu=1),
+        accelerator=SimpleNamespace(parallelism_config=None),
+        model_accepts_loss_kwargs=True,
+        compute_loss_func=None,
+        _loss_shifts_labels=False,
+        get_tp_size=lambda: 1,
+        get_cp_size=lambda: 3,
+        get_sp_size=lambda: 1,
+    )
+    batches = [{"labels": torch.ones(1, 6, dtype=torch.int64, device="cpu")}]
+    count = Trainer._get_num_items_in_batch(trainer, batches, torch.device("cpu"))  # type: ignore[arg-type]
+    return bool(count == 2)
+
+
+COUNTS = Assumption(
+    "Trainer divides its count of tokens by the ranks of a batch",
+    "integrations/huggingface/training.py",
+    "`Trainer._get_num_items_in_batch` and `get_cp_size`",
+    _divides,
+    library="transformers",
+)
+
+
 class SpanTrainerMixin(_Trainer):
     """For any Trainer whose model is enabled: ``class Mine(SpanTrainerMixin, Seq2SeqTrainer)``."""
 
@@ -162,6 +192,7 @@ class SpanTrainerMixin(_Trainer):
             raise ModelError("neftune_noise_alpha: noise would be drawn for each rank's tokens, and is not served")
         if num_items_in_batch is None:
             return super().compute_loss(model, inputs, return_outputs, **more)
+        COUNTS.hold()
         if self.span.ranks > 1 and not self.args.average_tokens_across_devices:
             raise ModelError("average_tokens_across_devices must be True: Trainer's count of tokens would be rounded")
         over = self.span.transport if self.span.over is None else transport_of(self.span.over)

@@ -106,7 +106,7 @@ class PageLists(NamedTuple):
 
 def _rows(metadata: PagedMetadata, count: int) -> Rows:
     numbers = [row for row, queries in enumerate(metadata.queries) if queries == count]
-    chosen = torch.tensor(numbers, dtype=torch.int64).to(metadata.tables.device, non_blocking=True)
+    chosen = torch.tensor(numbers, dtype=torch.int64, device="cpu").to(metadata.tables.device, non_blocking=True)
     first = metadata.offsets.index_select(0, chosen).long()
     return Rows(chosen, first.unsqueeze(1) + torch.arange(count, device=first.device))
 

@@ -79,15 +79,15 @@ def _grouped(spec: Scoring, metadata: PagedMetadata, page_bytes: int, lse_dtype:
 def _group(
     metadata: PagedMetadata, rows: list[int], bounds: dict[int, tuple[int, int]], lse_dtype: torch.dtype
 ) -> DecodeGroup:
-    size, chosen = metadata.page_size, torch.tensor(rows)
-    begin, end = torch.tensor([bounds[row] for row in rows]).unsqueeze(2).unbind(1)  # (n, 1) each
+    size, chosen = metadata.page_size, torch.tensor(rows, device="cpu")
+    begin, end = torch.tensor([bounds[row] for row in rows], device="cpu").unsqueeze(2).unbind(1)  # (n, 1) each
     low = begin // size
     width = int(((end + size - 1) // size - low).max())
-    columns = (low + torch.arange(width)).clamp_(max=metadata.tables.shape[1] - 1)
+    columns = (low + torch.arange(width, device="cpu")).clamp_(max=metadata.tables.shape[1] - 1)
     pages = metadata.tables.index_select(0, chosen).long().gather(1, columns)
-    places = low * size + torch.arange(width * size)
+    places = low * size + torch.arange(width * size, device="cpu")
     hidden = (places < begin) | (places >= end)
-    mask = torch.zeros(hidden.shape, dtype=lse_dtype).masked_fill_(hidden, -torch.inf)
+    mask = torch.zeros(hidden.shape, dtype=lse_dtype, device="cpu").masked_fill_(hidden, -torch.inf)
     cleared = hidden.flatten().nonzero().flatten()
     queries = metadata.offsets.index_select(0, chosen).long()
     return DecodeGroup(tuple(rows), queries, pages.flatten(), hidden, cleared, mask, low * size)
@@ -121,11 +121,11 @@ def _by_pairs(
     """The formulas, with scores as the score_mod changes them."""
     scores = (q @ k.mT * spec.scale).flatten(1, 2)  # (n, H, L)
     at = metadata.positions.index_select(0, group.queries)
-    key_at = metadata.spread.position(group.first + torch.arange(k.shape[2]))
+    key_at = metadata.spread.position(group.first + torch.arange(k.shape[2], device="cpu"))
     assert spec.score_mod is not None, "asked for one"
     levels = ((0, None, None, None, 0), (0, None, 0, None, None), (0, 0, None, 0, 0))
-    heads = torch.arange(scores.shape[1])
-    scores = mapped(spec.score_mod, levels, scores, torch.tensor(group.rows), heads, at, key_at)
+    heads = torch.arange(scores.shape[1], device="cpu")
+    scores = mapped(spec.score_mod, levels, scores, torch.tensor(group.rows, device="cpu"), heads, at, key_at)
     scores = scores.masked_fill(group.hidden[:, None], -torch.inf)
     lse = scores.logsumexp(-1)
     weights = (scores - lse.unsqueeze(-1)).exp_().nan_to_num_(0.0)  # a row whose scores are all -inf saw nothing
