@@ -80,8 +80,13 @@ def on_backends(*gloo, slow=(), nccl=None):
     """A mark that gives a test its ``ranks`` and ``backend``: these numbers on gloo, and on NCCL, if not others."""
     nccl = sorted({*gloo, *slow}) if nccl is None else nccl
     rows = [pytest.param(ranks, "gloo", marks=[pytest.mark.slow] if ranks in slow else []) for ranks in (*gloo, *slow)]
-    rows += [pytest.param(ranks, "nccl", marks=pytest.mark.nccl) for ranks in nccl]
+    rows += [pytest.param(ranks, "nccl", marks=[pytest.mark.nccl, *_worker_of(ranks)]) for ranks in nccl]
     return pytest.mark.parametrize(("ranks", "backend"), rows)
+
+
+def _worker_of(ranks):
+    """Tests of one number of ranks share a worker of pytest-xdist, and with it their processes."""
+    return [pytest.mark.xdist_group(f"{ranks} ranks of NCCL")]
 
 
 def spawn(ranks, fn, *args, backend="gloo", timeout=60, group_timeout=30, may_die=False, fresh=False):
@@ -114,6 +119,13 @@ def _pool(ranks, backend):
     return POOLS[ranks, backend]
 
 
+THEIRS = [
+    ("`torch.jit.script_method` is deprecated", DeprecationWarning),  # as pyproject.toml
+    ("TensorFloat32 tensor cores", UserWarning),  # inductor's advice on CUDA, where float32 is meant
+]
+"""Warnings of torch that are no errors."""
+
+
 def strictly(world, fn, *args):
     """Run a test's function as tests run: every warning is an error, on one thread, on the world's device."""
     environment = dict(os.environ)
@@ -127,9 +139,8 @@ def strictly(world, fn, *args):
         # The CPU needs no naming, and torch.compile follows plain code best.
         with warnings.catch_warnings(), nullcontext() if world.device.type == "cpu" else world.device:
             warnings.simplefilter("error")
-            warnings.filterwarnings(
-                "ignore", "`torch.jit.script_method` is deprecated", DeprecationWarning
-            )  # as pyproject.toml
+            for message, category in THEIRS:
+                warnings.filterwarnings("ignore", message, category)
             found = fn(world, *args)
     finally:
         os.environ.clear()

@@ -59,6 +59,7 @@ def forms(world):
     four, two = (there(problems(n)["ring", "causal"], world) for n in (4, 2))
     mesh = init_device_mesh(world.device.type, (4,), mesh_dim_names=("cp",))
     grid = init_device_mesh(world.device.type, (2, 2), mesh_dim_names=("dp", "cp"))
+    cube = init_device_mesh(world.device.type, (2, 1, 2), mesh_dim_names=("dp", "cp", "heads"))
     pair = dist.new_group(PAIR)
     attend = Attention(four.plan)
     return {
@@ -66,6 +67,7 @@ def forms(world):
         "process group": on_rank(four, dist.group.WORLD),
         "axis of a mesh": on_rank(two, grid["cp"]),
         "mesh of two axes": on_rank(there(problems(4)[GRID, "causal"], world), grid),
+        "two axes of three": on_rank(there(problems(2)[GRID, "causal"], world), cube["cp", "heads"]),
         "mesh of other axes": refused(four, grid),
         "part of the ranks": on_rank(two, pair) if world.rank in PAIR else None,
         "an object, first": on_rank(four, None, lambda q, k, v, s: attend.with_lse(q, k, v)),
@@ -115,3 +117,6 @@ def judge_forms(told):
         compare(four, together(four, [each[form] for each in told]))
     for form, members in (("axis of a mesh", (0, 1)), ("axis of a mesh", (2, 3)), ("part of the ranks", PAIR)):
         compare(two, together(two, [told[rank][form] for rank in members]))
+    pair = problems(2)[GRID, "causal"]
+    for members in ((0, 1), (2, 3)):
+        compare(pair, together(pair, [told[rank]["two axes of three"] for rank in members]))

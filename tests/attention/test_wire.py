@@ -1,8 +1,8 @@
 """What travels is what the plan says: counted on every rank, message by message, forward and backward.
 
 A key that travels costs B * Hk * (D + Dv) numbers of its dtype: K and V together, key heads as they are. A gradient
-that travels costs as many, in float32. All counts below are taken from the plan's transfers; that these are the fewest
-that the mask allows is shown in tests/plan.
+that travels costs as many, in float32, or in its dtype where kernels round to it. All counts below are taken from the
+plan's transfers; that these are the fewest that the mask allows is shown in tests/plan.
 """
 
 import itertools
@@ -14,6 +14,7 @@ import torch
 
 from attnspan.attention.lane import Lane
 from attnspan.attention.wire import MOST_RUNS
+from attnspan.kernels import rounds
 from attnspan.layouts import Balanced, Contiguous, HeadTail, Striped
 from attnspan.masks import Causal, Documents, Full, KeyPadding, SlidingWindow
 from attnspan.plan.heads import split_heads
@@ -77,7 +78,7 @@ def of_ranks(ranks):
 def test_between_processes_travels_what_the_plan_says(ranks, backend):
     logs = spawn(ranks, counted, backend=backend)
     for name, strategy in logs[0]:
-        problem = problem_of(*CASES[name], strategy)
+        problem = problem_of(*CASES[name], strategy, device="cuda" if backend == "nccl" else "cpu")
         for rank, log in enumerate(logs):
             check_log(problem, rank, log[name, strategy])
 
@@ -103,7 +104,8 @@ def weight(problem, dtype, heads=None):
 def said(problem, rank, way):
     """What the plan says travels in each step, as bytes by peer: keys by receives and sends, gradients by home ..."""
     plan = problem.plan
-    each = weight(problem, torch.float32 if way in ("home", "returns") else problem.dtype)
+    wide = way in ("home", "returns") and not rounds(problem.kernel, torch.device(problem.device))
+    each = weight(problem, torch.float32 if wide else problem.dtype)
     each *= 1 if plan.rows > 1 else problem.rows
     steps = []
     for by_row in zip(*(plan.steps(rank, row) for row in range(plan.rows)), strict=True):

@@ -22,6 +22,11 @@ device waits in vain: see watchdog.py. Headers go from host to host, by a gloo g
 before data is posted: hosts run ahead of their devices, which need not stop for it. While a CUDA graph is captured
 there are none, since hosts take no part in its replays.
 
+[Note: hosts] torch.distributed.new_group() is not for groups that are made when needed, by their members alone: it
+counts the groups that a process knows into a new one's name, so ranks with other groups besides would wait for each
+other under different names; and NCCL's own are split off the default group, which every process must take part in. The
+group of hosts is therefore gloo's alone, made by way of the group's own store, and torch.distributed does not know it.
+
 [Note: views] Where the outputs of a gather lie end to end in one buffer, NCCL fills them in place. Otherwise torch
 gathers into a buffer of its own and copies.
 """
@@ -38,6 +43,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _get_process_group_store
 
 from attnspan.errors import TransportError
 from attnspan.transports import watchdog
@@ -46,14 +52,19 @@ from attnspan.transports.transport import HALVES, Messages, Pending, Transport
 
 Work = tuple[str, Any]  # what is awaited, and torch's handle
 
+DEFAULT_TIMEOUT = timedelta(minutes=30)  # torch's, for a group of gloo
+
 HEADER_TAG = 2**31 - 1  # the largest C int; other messages have their size for a tag, see [Note: gloo]
 
 
 class Distributed(Transport):
     """This process's end of a process group."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device | None = None) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device | None = None, registered: dist.ProcessGroup | None = None
+    ) -> None:
         self._group = ref(group)  # see [Note: weak groups]
+        self._registered = ref(registered or group)  # what torch.distributed knows it by, see [Note: hosts]
         self.name = _name(group)
         self.rank, self.ranks = group.rank(), group.size()
         self.device = device or _device(group)
@@ -84,12 +95,10 @@ class Distributed(Transport):
         """The same ranks, for tensors of the host."""
         if self.device.type == "cpu":
             return self
-        hosts = self._on_hosts(_group_of_hosts(self.group), torch.device("cpu"))
-        hosts.name = self.name  # the group that a reader of an error knows
-        return hosts
+        return self._on_hosts(_group_of_hosts(self.group))
 
-    def _on_hosts(self, group: dist.ProcessGroup, device: torch.device) -> Distributed:
-        return Distributed(group, device)
+    def _on_hosts(self, hosts: dist.ProcessGroup) -> Distributed:
+        return Distributed(hosts, torch.device("cpu"), self.group)
 
     def abort(self) -> None:
         """As any transport's, for NCCL's group and the one that its hosts talk by. See watchdog.py."""
@@ -212,7 +221,8 @@ class Distributed(Transport):
     @contextmanager
     def _blaming(self, doing: str) -> Iterator[None]:
         """Errors of torch.distributed become one that names the group and what was awaited."""
-        if not _alive(self.group):
+        registered = self._registered()
+        if registered is None or not _alive(registered):
             raise self.error(f"{doing}: the process group was destroyed")
         try:
             yield
@@ -230,9 +240,8 @@ def _group_of_hosts(group: dist.ProcessGroup) -> dist.ProcessGroup:
     if "cpu:gloo" in str(dist.get_backend_config(group)):
         return group
     if group not in _OF_HOSTS:
-        ranks = dist.get_process_group_ranks(group)
         try:
-            _OF_HOSTS[group] = dist.new_group(ranks, _timeout(group), "gloo", use_local_synchronization=True)
+            _OF_HOSTS[group] = _gloo_beside(group)
         except (RuntimeError, ValueError) as cause:
             raise TransportError(
                 f"group {_name(group)}: hosts tell each other which call they are in by a gloo group, which could not "
@@ -242,17 +251,26 @@ def _group_of_hosts(group: dist.ProcessGroup) -> dist.ProcessGroup:
     return _OF_HOSTS[group]
 
 
+def _gloo_beside(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A gloo group of the same ranks, under the same name. See [Note: hosts]."""
+    store = dist.PrefixStore("attnspan/hosts/", _get_process_group_store(group))
+    gloo = dist.ProcessGroupGloo(store, group.rank(), group.size(), _timeout(group) or DEFAULT_TIMEOUT)
+    hosts = dist.ProcessGroup(store, group.rank(), group.size())
+    hosts._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+    hosts._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    hosts._set_group_name(group.group_name)
+    hosts._set_group_desc(group.group_desc)
+    return hosts
+
+
 _OF_HOSTS: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 
 
 def _give_up(group: dist.ProcessGroup) -> None:
     """End what a group has under way on the device, and part from the hosts of its ranks, who then hear of it."""
-    hosts = _OF_HOSTS.pop(group, None)
+    _OF_HOSTS.pop(group, None)
     with suppress(RuntimeError, ValueError):  # one that failed already
         group.abort()
-    if hosts is not None:
-        with suppress(RuntimeError, ValueError):
-            dist.destroy_process_group(hosts)
 
 
 def _timeout(group: dist.ProcessGroup) -> timedelta | None:

@@ -1,4 +1,9 @@
-"""Which transport serves a group, whatever the caller calls a group."""
+"""Which transport serves a group, whatever the caller calls a group.
+
+[Note: flat meshes] Two axes of a larger mesh need a group of their own. The mesh makes it together with those of its
+other places: every process of the mesh must take part, so all of them make the session. A mesh whose axes have no names
+cannot do that. There the members alone make their group, which works as long as they have made the same groups before.
+"""
 
 from __future__ import annotations
 
@@ -65,8 +70,17 @@ def _flat(mesh: DeviceMesh) -> dist.ProcessGroup:
         assert dist.group.WORLD is not None, "initialised, so there is one"
         return dist.group.WORLD
     if mesh not in _FLAT:
-        _FLAT[mesh] = dist.new_group(ranks, use_local_synchronization=True)
+        _FLAT[mesh] = _group_of_axes(mesh, ranks)
     return _FLAT[mesh]
+
+
+def _group_of_axes(mesh: DeviceMesh, ranks: list[int]) -> dist.ProcessGroup:
+    """See [Note: flat meshes]."""
+    if not mesh.mesh_dim_names:
+        return dist.new_group(ranks, use_local_synchronization=True)
+    flat: DeviceMesh = mesh._flatten("_".join(["attnspan", *mesh.mesh_dim_names]))
+    group: dist.ProcessGroup = flat.get_group()
+    return group
 
 
 _FLAT: WeakKeyDictionary[DeviceMesh, dist.ProcessGroup] = WeakKeyDictionary()  # a group is made once per mesh

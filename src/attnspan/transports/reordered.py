@@ -23,13 +23,19 @@ from attnspan.transports.transport import Messages, Pending, Transport
 class Reordered(Distributed):
     """This process's end of a process group; `order[r]` is the group's number for rank r."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device | None, order: tuple[int, ...]) -> None:
-        super().__init__(group, device)
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device | None,
+        order: tuple[int, ...],
+        registered: dist.ProcessGroup | None = None,
+    ) -> None:
+        super().__init__(group, device, registered)
         self.order, self.rank = order, order.index(self.rank)
         self._identity += order
 
-    def _on_hosts(self, group: dist.ProcessGroup, device: torch.device) -> Reordered:
-        return Reordered(group, device, self.order)
+    def _on_hosts(self, hosts: dist.ProcessGroup) -> Reordered:
+        return Reordered(hosts, torch.device("cpu"), self.order, self.group)
 
     def _post(self, sends: Messages, receives: Messages, what: str) -> Pending:
         return super()._post(self._renamed(sends), self._renamed(receives), what)
