@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from attnspan.attention.score import Score
-from attnspan.attention.tuned import agreed_table, hardware_for
+from attnspan.attention.tuned import agreed, hardware_for
 from attnspan.attention.ulysses import HeadAllToAll, Side
 from attnspan.attention.uses import Uses
 from attnspan.dtypes import dtype_name, lse_dtype
@@ -118,17 +118,17 @@ class Call:
         """This call, or where the strategy is "auto", the one whose strategy suits the shapes of the inputs.
 
         Chosen here and not earlier because only tensors tell their shapes; chosen by a pure function of them and of a
-        table that all ranks share (tuned.py), so that all choose alike. Tensors that no shape can be read from are
-        refused later, by all ranks together.
+        table and links that all ranks share (tuned.py), so that all choose alike. Tensors that no shape can be read
+        from are refused later, by all ranks together.
         """
         if not self.auto:
             return self
-        table = agreed_table(self.transport)
+        known = agreed(self.transport)
         shape = inputs.shape
         if shape is None:
             return self
         if shape not in self._suited:
-            plan = _chosen(self.plan, shape, hardware_for(table, shape, self.transport.device, self.kernel))
+            plan = _chosen(self.plan, shape, hardware_for(known, shape, self.transport.device, self.kernel))
             self._suited[shape] = replace(self, plan=plan, auto=False)
         return self._suited[shape]
 

@@ -62,7 +62,7 @@ class Choice:
         return self.candidates[0].plan
 
     def explain(self) -> str:
-        """The comparison, and for every other candidate why it lost; where rates were measured, by whom."""
+        """The comparison, and for every other candidate why it lost; and what was measured, rates and links."""
         best = self.candidates[0]
         head = ["strategy", "layout", "imbalance", "moved/rank", "peak KV", "predicted", "why"]
         lines = [
@@ -77,8 +77,20 @@ class Choice:
             ]
             for c in self.candidates
         ]
-        measured = [f"rates: {self.hardware.name}, {self.hardware.note}"] if self.hardware.curves else []
-        return "\n".join([table(head, lines), *measured])
+        return "\n".join([table(head, lines), *self._measured()])
+
+    def _measured(self) -> Iterator[str]:
+        """What predictions rest on, where it was measured."""
+        machine = self.hardware
+        if machine.curves:
+            yield f"rates: {machine.name}, {machine.note}"
+        if machine.links:
+            node = min(machine.ranks_per_node, self.plan.ranks)
+            inside = [f"{machine.inside} inside a host"] if node > 1 else []
+            between = [f"{machine.between} between hosts"] if self.plan.ranks > node else []
+            shared = machine.ranks_per_device
+            turns = f"; {shared} ranks take turns on a device" if shared > 1 else ""
+            yield f"link: {', '.join([*inside, *between])}, {machine.links}{turns}"
 
     def __str__(self) -> str:
         return self.explain()

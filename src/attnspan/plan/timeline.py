@@ -177,11 +177,13 @@ class _Walk:
         plan, rank, node = self.plan, self.rank, self.hardware.ranks_per_node
 
         def seconds(transfers: list[Transfer], other: Literal["source", "target"]) -> float:
-            sizes = [0.0, 0.0]
+            sizes, peers = [0.0, 0.0], [set[int](), set[int]()]
             for transfer in transfers:
                 peer = getattr(transfer, other) * plan.degree + rank % plan.degree
-                sizes[peer // node != rank // node] += transfer.tokens * each
-            return self.hardware.exchange(*sizes)
+                away = peer // node != rank // node
+                sizes[away] += transfer.tokens * each
+                peers[away].add(peer)
+            return self.hardware.exchange(sizes[0], sizes[1], (len(peers[0]), len(peers[1])))
 
         return max(seconds(arriving, "source"), seconds(leaving, "target"))
 
@@ -195,7 +197,8 @@ class _Walk:
         size = held * (degree - 1) / degree
         inside = degree <= self.hardware.ranks_per_node
         self._computed("copies", self.hardware.copying(held))
-        seconds = self.hardware.exchange(size, 0.0) if inside else self.hardware.exchange(0.0, size)
+        sizes, peers = (size, 0.0) if inside else (0.0, size), (degree - 1, degree - 1)
+        seconds = self.hardware.exchange(*sizes, peers)
         self._waited(self._put("link", max(self.link, self.compute), seconds, what))
         self._computed("copies", self.hardware.copying(held))
 
