@@ -13,7 +13,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
@@ -29,16 +29,14 @@ from attnspan.kernels import Mods, Spec, runs_programs
 from attnspan.layouts.run import Runs
 from attnspan.masks import Mask
 from attnspan.masks.program import traced
-from attnspan.plan import Hardware, Plan, Ring, Shape, Strategy, Ulysses, choose
+from attnspan.plan import Choice, Hardware, Plan, Ring, Shape, Strategy, Ulysses, choose
+from attnspan.plan.choose import KeepKeys
 from attnspan.plan.heads import split_heads
 from attnspan.transports import Transport
 from attnspan.tuning import table_for
 
 _CALLS: WeakValueDictionary[int, Call] = WeakValueDictionary()
 _NUMBERS = itertools.count(1)
-
-
-KeepKeys = bool | Literal["auto"]
 
 
 class Agreed(NamedTuple):
@@ -128,7 +126,8 @@ class Call:
         if shape is None:
             return self
         if shape not in self._suited:
-            plan = _chosen(self.plan, shape, hardware_for(known, shape, self.transport.device, self.kernel))
+            machine = hardware_for(known, shape, self.transport.device, self.kernel)
+            plan = _chosen(self.plan, shape, machine, self.keep_keys)
             self._suited[shape] = replace(self, plan=plan, auto=False)
         return self._suited[shape]
 
@@ -189,10 +188,21 @@ class Call:
 
 
 @functools.lru_cache(maxsize=256)
-def _chosen(plan: Plan, shape: Shape, hardware: Hardware) -> Plan:
+def _chosen(plan: Plan, shape: Shape, hardware: Hardware, keep_keys: KeepKeys) -> Plan:
     """The plan with the strategy that the cost model finds best; cross-attention keeps its own."""
     if (plan.key_len, plan.key_layout) != (plan.seq_len, plan.layout):
         return plan
+    return choice_for(plan, shape, hardware, keep_keys).plan
+
+
+def choice_for(plan: Plan, shape: Shape, hardware: Hardware, keep_keys: KeepKeys) -> Choice:
+    """What the cost model says of every strategy for the mask and layout of a plan."""
     return choose(
-        plan.mask, seq_len=plan.seq_len, ranks=plan.ranks, shape=shape, hardware=hardware, layouts=[plan.layout]
-    ).plan
+        plan.mask,
+        seq_len=plan.seq_len,
+        ranks=plan.ranks,
+        shape=shape,
+        hardware=hardware,
+        layouts=[plan.layout],
+        keep_keys=keep_keys,
+    )

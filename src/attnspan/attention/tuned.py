@@ -25,7 +25,7 @@ from attnspan.attention.links import Links, Place, measured_links, wanted_place
 from attnspan.errors import AttnspanError, TuningError
 from attnspan.kernels import KERNELS, rounds
 from attnspan.plan import Hardware, Shape
-from attnspan.transports import Transport, consensus
+from attnspan.transports import Transport, World, consensus
 from attnspan.transports.operations import group_of
 from attnspan.transports.unbroken import unbroken
 from attnspan.tuning import Table, table_for
@@ -52,6 +52,22 @@ def agreed(transport: Transport) -> Known:
         with unbroken(transport, but=(TuningError,)):
             _AGREED[group] = _agree(transport)
     return _AGREED[group]
+
+
+def machine_here(transport: Transport, shape: Shape, kernel: str = "auto") -> Hardware | None:
+    """What predictions go by, without asking other ranks: what they agreed on, or else this rank's own table and a
+    preset's link. None on virtual ranks, of which one device does everybody's work."""
+    group = group_of(transport)
+    if isinstance(group, World):
+        return None
+    return hardware_for(_AGREED.get(group) or Known(_own_table(transport)), shape, transport.device, kernel)
+
+
+def _own_table(transport: Transport) -> Table | None:
+    try:
+        return table_for(transport.device)
+    except TuningError:  # raised where it matters, on all ranks
+        return None
 
 
 def hardware_for(known: Known, shape: Shape, device: torch.device, kernel: str = "auto") -> Hardware:

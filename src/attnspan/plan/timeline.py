@@ -76,12 +76,15 @@ class Timeline:
         )
 
 
-def predict(plan: Plan, rank: int, shape: Shape, hardware: Hardware, *, backward: bool = False) -> Timeline:
-    """The timeline of one rank. Batch rows that differ are computed one after another within a step."""
+def predict(
+    plan: Plan, rank: int, shape: Shape, hardware: Hardware, *, backward: bool = False, keep_keys: bool = False
+) -> Timeline:
+    """The timeline of one rank. Batch rows that differ are computed one after another within a step. With `keep_keys`
+    what arrived forward is there in backward."""
     walk = _Walk(plan, rank, shape, hardware)
     walk.forward()
     if backward:
-        walk.backward()
+        walk.backward(keep_keys)
     return Timeline(rank, tuple(walk.events))
 
 
@@ -125,15 +128,15 @@ class _Walk:
         self._heads("heads back", out, 0.0)
         self._heads("lse back", lse, 0.0)
 
-    def backward(self) -> None:
+    def backward(self, kept: bool) -> None:
         q, out, lse, kv = self.q_bytes, self.out_bytes, self.lse_bytes, self.kv_bytes
-        self._heads("heads out", q + 2 * out, kv)
+        self._heads("heads out", 2 * out if kept else q + 2 * out, 0.0 if kept else kv)
         self._heads("lse out", lse, 0.0)
-        self._computed("packing", self._packed())
-        arrived, home = self._keys(0), 0.0
+        self._computed("packing", 0.0 if kept else self._packed())
+        arrived, home = 0.0 if kept else self._keys(0), 0.0
         for index, steps in enumerate(self.steps):
             self._waited(arrived)
-            arrived = self._keys(index + 1)
+            arrived = 0.0 if kept else self._keys(index + 1)
             tiles = [tile for step in steps for tile in step.tiles]
             seconds = sum(self.hardware.compute(step.tiles, self.flops, backward=True) for step in steps)
             self._computed(f"gradients of step {index}", seconds)
@@ -222,9 +225,3 @@ class _Walk:
 
     def _waited(self, arrived: float) -> None:
         self.compute = max(self.compute, arrived)
-
-
-def head_bytes(plan: Plan, shape: Shape) -> float:
-    """Bytes that a rank receives in the head exchanges of a forward pass: queries, keys and values in, output back."""
-    tokens = plan.seq_len / plan.ranks
-    return tokens * (shape.q_bytes + shape.kv_bytes) * (plan.degree - 1) / plan.degree
