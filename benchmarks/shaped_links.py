@@ -41,7 +41,7 @@ import torch
 import torch.distributed as dist
 
 from attnspan import Balanced, Shape
-from attnspan.attention.tuned import hardware_for
+from attnspan.attention.tuned import Known, hardware_for
 from attnspan.cli.expression import parse
 from attnspan.layouts.balanced import fitting_chunk
 from attnspan.measure import Bench, Tuning, Workload, tune
@@ -157,12 +157,13 @@ def rank_main(rank: int, store: str) -> None:
 def measured(cell: Cell, transport: Transport, table: Table) -> list[dict[str, Any]]:
     """Every strategy and auto; beside each its own compute alone, with nothing to carry."""
     work = cell.work()
-    hardware = hardware_for(table, SHAPE, transport.device)
+    known = Known(table)
+    hardware = hardware_for(known, SHAPE, transport.device)
     chosen = work.plan("auto", hardware)
     rows = []
     for strategy in STRATEGIES:
-        found = Bench(work, transport, table, REPEATS).measured(strategy, "auto")
-        alone = Bench(work, Silent(transport.rank, RANKS, "cpu"), table, 1).measured(strategy, "auto")
+        found = Bench(work, transport, known, REPEATS).measured(strategy, "auto")
+        alone = Bench(work, Silent(transport.rank, RANKS, "cpu"), known, 1).measured(strategy, "auto")
         both = transport.agree(json.dumps(alone.seconds).encode(), "measurements")
         plan = work.plan(strategy, hardware)
         lines = [predict(plan, rank, SHAPE, hardware, backward=True) for rank in range(RANKS)]

@@ -718,3 +718,35 @@ def test_a_mask_that_is_more_than_a_window_is_refused():
         model(input_ids=batch()["input_ids"])
 
     assert re.match(r"the model asks for a mask by or_masks\.<locals>\.or_mask, which is not served", refusal(rank))
+
+
+# ---- keys that are kept ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+@pytest.mark.parametrize(
+    ("session", "asked", "keeps"), [(None, None, False), (None, True, True), (True, None, True), (True, False, False)]
+)
+def test_keys_are_kept_as_asked_for(name, session, asked, keeps):
+    given = batch(name)
+
+    def rank(world):
+        cp = world if session is None else span.ContextParallel(world, seq_len=23, mask=span.Full(), keep_keys=session)
+        model = family(name)
+        with enable(model, cp, keep_keys=asked) as handle:
+            out = model(**given)
+            out.loss.backward()
+            handle.session.average_gradients(model)
+            lines = handle.session.report().lines
+            assert [line.from_kept for line in lines] == [line.backwards if keeps else 0 for line in lines]
+            return out.loss.detach(), handle.unshard(out.logits.detach()), gradients(model)
+
+    for found in loopback(2).run(rank):
+        assert off(found, one_device(name, given))[0] < BOUND
+
+
+def test_other_values_of_keep_keys_are_refused():
+    def rank(world):
+        enable(family("llama"), world, keep_keys="yes")
+
+    assert refusal(rank) == "keep_keys must be True, False or 'auto', got 'yes'"

@@ -17,6 +17,7 @@ what programs captured is compared too, where ranks agree: of masks it never cha
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,6 +30,7 @@ from attnspan.kernels import choose
 from attnspan.layouts.run import tokens_in
 from attnspan.masks import Mask
 from attnspan.masks.program import content
+from attnspan.plan.choose import in_bytes
 from attnspan.transports import consensus
 
 OTHERS_SHARD = "attend by the session that sharded it (an attached model is told by attached.use(session))"
@@ -64,7 +66,7 @@ def _keeps(call: Call, inputs: Inputs) -> bool:
     shape = inputs.shape
     if call.keep_keys != "auto" or shape is None:
         return call.keep_keys is True
-    return call.plan.kept_bytes(call.rank, shape) <= call.plan.saved_bytes(call.rank, shape)
+    return call.plan.may_keep(call.rank, shape)
 
 
 def check_mask(mask: Mask, call: Call, inputs: Inputs) -> None:
@@ -93,7 +95,11 @@ def _signature(call: Call, inputs: Inputs) -> tuple[object, ...]:
 def refusal(call: Call, inputs: Inputs) -> AttentionError | KernelError | None:
     """What is wrong on this rank, or None."""
     misfit = (
-        _misfit(call, inputs) or _wrong_length(call, inputs) or _wrong_sinks(inputs) or _wrong_captured(call, inputs)
+        _misfit(call, inputs)
+        or _wrong_length(call, inputs)
+        or _wrong_sinks(inputs)
+        or _wrong_captured(call, inputs)
+        or _no_room(call, inputs)
     )
     if misfit:
         return AttentionError(misfit)
@@ -180,6 +186,27 @@ def _wrong_captured(call: Call, inputs: Inputs) -> str:
         if found.dim() and found.device != inputs.query.device:
             return f"tensors that a score_mod captures must be on {inputs.query.device}, got one on {found.device}"
     return ""
+
+
+def _no_room(call: Call, inputs: Inputs) -> str:
+    """What keys that are to be kept take beyond the memory of the device, or nothing."""
+    shape = inputs.shape
+    if call.keep_keys is not True or shape is None:
+        return ""
+    kept, memory = call.plan.kept_bytes(call.rank, shape), device_memory(inputs.query.device)
+    if kept <= memory:
+        return ""
+    return (
+        f"keep_keys: the keys of a call take {in_bytes(kept)} until backward, and {inputs.query.device} has "
+        f"{in_bytes(memory)}; use keep_keys='auto', or more ranks"
+    )
+
+
+def device_memory(device: torch.device) -> float:
+    """Bytes of memory that a device has."""
+    if device.type == "cuda":
+        return float(torch.cuda.get_device_properties(device).total_memory)
+    return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
 
 
 def _ask_kernel(call: Call, inputs: Inputs) -> None:

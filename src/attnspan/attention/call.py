@@ -13,14 +13,14 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
 from attnspan.attention.score import Score
-from attnspan.attention.tuned import agreed_table, hardware_for
+from attnspan.attention.tuned import agreed, hardware_for
 from attnspan.attention.ulysses import HeadAllToAll, Side
 from attnspan.attention.uses import Uses
 from attnspan.dtypes import dtype_name, lse_dtype
@@ -29,16 +29,14 @@ from attnspan.kernels import Mods, Spec, runs_programs
 from attnspan.layouts.run import Runs
 from attnspan.masks import Mask
 from attnspan.masks.program import traced
-from attnspan.plan import Hardware, Plan, Ring, Shape, Strategy, Ulysses, choose
+from attnspan.plan import Choice, Hardware, Plan, Ring, Shape, Strategy, Ulysses, choose
+from attnspan.plan.choose import KeepKeys
 from attnspan.plan.heads import split_heads
 from attnspan.transports import Transport
 from attnspan.tuning import table_for
 
 _CALLS: WeakValueDictionary[int, Call] = WeakValueDictionary()
 _NUMBERS = itertools.count(1)
-
-
-KeepKeys = bool | Literal["auto"]
 
 
 class Agreed(NamedTuple):
@@ -118,17 +116,18 @@ class Call:
         """This call, or where the strategy is "auto", the one whose strategy suits the shapes of the inputs.
 
         Chosen here and not earlier because only tensors tell their shapes; chosen by a pure function of them and of a
-        table that all ranks share (tuned.py), so that all choose alike. Tensors that no shape can be read from are
-        refused later, by all ranks together.
+        table and links that all ranks share (tuned.py), so that all choose alike. Tensors that no shape can be read
+        from are refused later, by all ranks together.
         """
         if not self.auto:
             return self
-        table = agreed_table(self.transport)
+        known = agreed(self.transport)
         shape = inputs.shape
         if shape is None:
             return self
         if shape not in self._suited:
-            plan = _chosen(self.plan, shape, hardware_for(table, shape, self.transport.device, self.kernel))
+            machine = hardware_for(known, shape, self.transport.device, self.kernel)
+            plan = _chosen(self.plan, shape, machine, self.keep_keys)
             self._suited[shape] = replace(self, plan=plan, auto=False)
         return self._suited[shape]
 
@@ -189,10 +188,21 @@ class Call:
 
 
 @functools.lru_cache(maxsize=256)
-def _chosen(plan: Plan, shape: Shape, hardware: Hardware) -> Plan:
+def _chosen(plan: Plan, shape: Shape, hardware: Hardware, keep_keys: KeepKeys) -> Plan:
     """The plan with the strategy that the cost model finds best; cross-attention keeps its own."""
     if (plan.key_len, plan.key_layout) != (plan.seq_len, plan.layout):
         return plan
+    return choice_for(plan, shape, hardware, keep_keys).plan
+
+
+def choice_for(plan: Plan, shape: Shape, hardware: Hardware, keep_keys: KeepKeys) -> Choice:
+    """What the cost model says of every strategy for the mask and layout of a plan."""
     return choose(
-        plan.mask, seq_len=plan.seq_len, ranks=plan.ranks, shape=shape, hardware=hardware, layouts=[plan.layout]
-    ).plan
+        plan.mask,
+        seq_len=plan.seq_len,
+        ranks=plan.ranks,
+        shape=shape,
+        hardware=hardware,
+        layouts=[plan.layout],
+        keep_keys=keep_keys,
+    )

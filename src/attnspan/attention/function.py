@@ -26,13 +26,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from attnspan.attention import ops
 from attnspan.attention.agreement import check_mask
-from attnspan.attention.call import Call, Inputs, KeepKeys
+from attnspan.attention.call import Call, Inputs
 from attnspan.attention.score import Captured, Score, ScoreFunction
 from attnspan.attention.transforms import check_untransformed
 from attnspan.errors import AttentionError
 from attnspan.layouts import Layout
 from attnspan.masks import Mask
 from attnspan.plan import Plan
+from attnspan.plan.choose import KeepKeys
 from attnspan.plan.strategy import Strategy
 from attnspan.transports import Transport
 from attnspan.transports.group import Group, transport_of

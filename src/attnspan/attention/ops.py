@@ -34,6 +34,7 @@ from attnspan.attention import execute
 from attnspan.attention.agreement import agree
 from attnspan.attention.call import Call, Inputs
 from attnspan.attention.kept import FROM_KEPT, KeptKeys, keep, kept_by
+from attnspan.attention.laps import Lap
 from attnspan.attention.transforms import check_no_tangents, check_untransformed
 from attnspan.dtypes import lse_dtype
 from attnspan.errors import AttentionError, KernelError
@@ -61,12 +62,12 @@ def attention(
         call.guard()
     with unbroken(call.transport, but=(AttentionError, KernelError)):
         agreed = agree(call, inputs)
-    kept = KeptKeys() if differentiable and agreed.keeps_keys else None
+    kept, lap = KeptKeys() if differentiable and agreed.keeps_keys else None, Lap(query.device)
     with unbroken(call.transport), _as_given(query), under_way(call.transport, agreed.name) as operation:
         out, lse = execute.forward(call, inputs, kept)
         if sinks is not None:  # see [Note: sinks]
             out, lse = with_sinks(out, lse, sinks[None, :, None])
-    call.uses.add_forward(call.plan, inputs.shape)
+    call.uses.add_forward(call.plan, inputs.shape, lap)
     return out.contiguous(), lse.contiguous(), keep(torch.tensor(operation.header, device="cpu"), kept)
 
 
@@ -106,12 +107,12 @@ def attention_backward(
         grad_lse = torch.zeros_like(lse)
     assert return_lse or grad_lse is None, "an lse that was not returned has no gradient"
     final, kept = Final(grad, grad_lse, out, lse, sinks is not None), kept_by(header)
-    how = FROM_KEPT if kept else ""
+    how, lap = FROM_KEPT if kept else "", Lap(query.device)
     with unbroken(call.transport), _as_given(query), under_way(call.transport, int(header), how):
         d_sinks = query.new_empty(0) if sinks is None else _sink_gradient(call, final, sinks)
         dq, dk, dv, parts = execute.backward(call, inputs, final, wanted, kept)
         d_captured = [_over_ranks(call, part, x) for part, x in zip(parts, captured, strict=True)]
-    call.uses.add_backward(call.plan, inputs.shape, kept is not None)
+    call.uses.add_backward(call.plan, inputs.shape, kept is not None, lap)
     return dq, dk, dv, d_sinks, d_captured
 
 

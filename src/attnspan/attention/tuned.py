@@ -1,9 +1,10 @@
-"""What "auto" knows of the machine: a table of measured times, the same on every rank, or a preset.
+"""What "auto" knows of the machine: a table of measured times and links, the same on every rank, or a preset.
 
 Each process finds its own table (tuning/store.py), and files differ: one host was tuned, another not, or on another
 day. Ranks that chose a strategy by tables of their own would run different plans. So when a group first runs "auto",
 its ranks tell each other a hash of what they found. If all found the same, that is it; else all take rank 0's, which
-it then sends. A table that cannot be read is refused on every rank.
+it then sends. A table that cannot be read is refused on every rank. Links that are not in it are measured then
+(links.py), unless a rank asks for none.
 
 Kernels are chosen by each rank's own table: which one computes a tile does not concern the others, whose devices may
 differ.
@@ -15,25 +16,37 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from math import inf
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 
+from attnspan.attention.links import Links, Place, measured_links, wanted_place
 from attnspan.errors import AttnspanError, TuningError
 from attnspan.kernels import KERNELS, rounds
 from attnspan.plan import Hardware, Shape
-from attnspan.transports import Transport, consensus
+from attnspan.transports import Transport, World, consensus
 from attnspan.transports.operations import group_of
 from attnspan.transports.unbroken import unbroken
 from attnspan.tuning import Table, table_for
 
 SHARED = "a tuning table that all ranks share"
 
-_AGREED: WeakKeyDictionary[object, Table | None] = WeakKeyDictionary()  # by group, for as long as it lives
+
+class Known(NamedTuple):
+    """What all ranks of a group plan with."""
+
+    table: Table | None = None
+    links: Links = Links()
 
 
-def agreed_table(transport: Transport) -> Table | None:
-    """The table that all ranks of a group share; None if rank 0 has none. The first call is a collective."""
+UNKNOWN = Known()
+
+_AGREED: WeakKeyDictionary[object, Known] = WeakKeyDictionary()  # by group, for as long as it lives
+
+
+def agreed(transport: Transport) -> Known:
+    """What all ranks of a group know; the first call is a collective, in which links are measured."""
     group = group_of(transport)
     if group not in _AGREED:
         with unbroken(transport, but=(TuningError,)):
@@ -41,15 +54,32 @@ def agreed_table(transport: Transport) -> Table | None:
     return _AGREED[group]
 
 
-def hardware_for(table: Table | None, shape: Shape, device: torch.device, kernel: str = "auto") -> Hardware:
+def machine_here(transport: Transport, shape: Shape, kernel: str = "auto") -> Hardware | None:
+    """What predictions go by, without asking other ranks: what they agreed on, or else this rank's own table and a
+    preset's link. None on virtual ranks, of which one device does everybody's work."""
+    group = group_of(transport)
+    if isinstance(group, World):
+        return None
+    return hardware_for(_AGREED.get(group) or Known(_own_table(transport)), shape, transport.device, kernel)
+
+
+def _own_table(transport: Transport) -> Table | None:
+    try:
+        return table_for(transport.device)
+    except TuningError:  # raised where it matters, on all ranks
+        return None
+
+
+def hardware_for(known: Known, shape: Shape, device: torch.device, kernel: str = "auto") -> Hardware:
     """What the cost model predicts with."""
+    table = known.table
     base = Hardware.of(_preset(table.device if table else "") if device.type == "cuda" else "cpu-gloo")
     if kernel == "auto":
         joins = base.joins if shape.width < 4 else 0.0
     else:
         joins = inf if kernel in KERNELS and KERNELS[kernel].traits.joins else 0.0
     base = replace(base, rounds=rounds(kernel, device), joins=joins)
-    return base if table is None else table.hardware(shape, base, kernel)
+    return known.links.on(base if table is None else table.hardware(shape, base, kernel))
 
 
 def _preset(device: str) -> str:
@@ -57,18 +87,22 @@ def _preset(device: str) -> str:
     return next((f"{name}-nvlink" for name in ("h200", "a100") if name in device.lower()), "h100-nvlink")
 
 
-def _agree(transport: Transport) -> Table | None:
+def _agree(transport: Transport) -> Known:
     try:
-        table = table_for(transport.device)
+        table, place = table_for(transport.device), wanted_place(transport)
     except TuningError as refused:
-        said: Sequence[str | AttnspanError] = consensus.poll(transport, refused, SHARED)
+        said: Sequence[tuple[str, Place | None] | AttnspanError] = consensus.poll(transport, refused, SHARED)
     else:
         text = "" if table is None else json.dumps(table.data(), sort_keys=True)
-        said = consensus.poll(transport, consensus.digest(text), SHARED)
+        said = consensus.poll(transport, (consensus.digest(text), place), SHARED)
     wrong = consensus.refusal(said)
     if wrong is not None:
         raise wrong
-    if not consensus.odd(said):
-        return table
-    first = transport.agree(text.encode() if transport.rank == 0 else b"", "rank 0's tuning table")[0]
-    return Table.of(json.loads(first), "rank 0's tuning table") if first else None
+    digests, places = zip(*said, strict=True)
+    if consensus.odd(digests):
+        first = transport.agree(text.encode() if transport.rank == 0 else b"", "rank 0's tuning table")[0]
+        table = Table.of(json.loads(first), "rank 0's tuning table") if first else None
+    if None in places:
+        return Known(table)
+    known = Links() if table is None else Links(table.inside, table.between)
+    return Known(table, measured_links(transport, [(host, device) for host, device in places], known))

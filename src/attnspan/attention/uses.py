@@ -1,47 +1,84 @@
 """What a call was used for: a witness, kept where attention really runs.
 
 Counted inside the custom op, so that compiled code counts too, and a layer that went another way does not. A
-recomputation by activation checkpointing runs inside backward; it is a replay, not another use.
+recomputation by activation checkpointing runs inside backward; it is a replay, not another use. The latest passes are
+timed (laps.py).
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass, field
+from statistics import median
+from typing import Literal, NamedTuple
 
 import torch
 
 from attnspan.assumptions import Assumption
+from attnspan.attention.laps import Lap
 from attnspan.plan import Plan, Shape
 
 Use = tuple[Plan, Shape | None]  # a shape that the cost model cannot weigh is None
 
 
+Pass = Literal["forward", "backward"]
+
+MOST_TIMED = 16
+"""Of how many passes the times are kept."""
+
+
+class Took(NamedTuple):
+    """The median of the latest passes in seconds, and how many there are."""
+
+    seconds: float
+    passes: int
+
+
 @dataclass(eq=False)
 class Uses:
-    """How often each plan ran, on tensors of which shape."""
+    """How often each plan ran, on tensors of which shape, and how long the latest passes took."""
 
     forward: Counter[Use] = field(default_factory=Counter)
     replayed: Counter[Use] = field(default_factory=Counter)
     backward: Counter[Use] = field(default_factory=Counter)
     from_kept: Counter[Use] = field(default_factory=Counter)  # of the backward passes, those that no key travelled for
     latest: Plan | None = None
+    latest_shape: Shape | None = None
+    laps: dict[tuple[Pass, Use], deque[Lap]] = field(default_factory=dict)
 
-    def add_forward(self, plan: Plan, shape: Shape | None) -> None:
+    def add_forward(self, plan: Plan, shape: Shape | None, lap: Lap) -> None:
         """A forward pass, or its replay."""
         IN_BACKWARD.hold()
         in_backward = torch._C._current_graph_task_id() != -1
         (self.replayed if in_backward else self.forward)[plan, shape] += 1
-        self.latest = plan
+        self.latest, self.latest_shape = plan, shape
+        self._time("forward", (plan, shape), lap)
 
-    def add_backward(self, plan: Plan, shape: Shape | None, from_kept: bool) -> None:
+    def add_backward(self, plan: Plan, shape: Shape | None, from_kept: bool, lap: Lap) -> None:
         self.backward[plan, shape] += 1
         self.from_kept[plan, shape] += from_kept
+        self._time("backward", (plan, shape), lap)
+
+    def _time(self, way: Pass, use: Use, lap: Lap) -> None:
+        self.laps.setdefault((way, use), deque(maxlen=MOST_TIMED)).append(lap.end())
+
+    def took(self, way: Pass, use: Use) -> Took:
+        """How long passes of a plan take; 0 where no time is known yet."""
+        known = [seconds for lap in tuple(self.laps.get((way, use), ())) if (seconds := lap.seconds) is not None]
+        return Took(median(known) if known else 0.0, len(known))
+
+    def forget(self, use: Use) -> None:
+        """A plan on tensors of some shape, as if it had never run."""
+        for counted in (self.forward, self.replayed, self.backward, self.from_kept):
+            counted.pop(use, None)
+        for way in ("forward", "backward"):
+            self.laps.pop((way, use), None)
 
     def clear(self) -> None:
         """Start again; the plan last used stays known."""
         for counted in (self.forward, self.replayed, self.backward, self.from_kept):
             counted.clear()
+        self.laps.clear()
 
 
 def _tells() -> bool:

@@ -21,7 +21,8 @@ from typing import Annotated, Any
 
 import typer
 
-from attnspan.attention.tuned import agreed_table, hardware_for
+from attnspan.attention.links import Links, group_links
+from attnspan.attention.tuned import Known, agreed, hardware_for
 from attnspan.cli import options
 from attnspan.cli.expression import write
 from attnspan.cli.layout import LAYOUTS, LayoutRequest, named
@@ -33,12 +34,11 @@ from attnspan.measure import Bench, Measured, Ranks, Tuning, Workload
 from attnspan.measure import chart as draw
 from attnspan.measure import tune as measure
 from attnspan.measure.chart import check_chart
-from attnspan.measure.links import link
 from attnspan.plan import Link
 from attnspan.plan.drawing import in_seconds, table
 from attnspan.plan.strategy import Strategy
 from attnspan.transports import Transport
-from attnspan.tuning import Table, device_name, read
+from attnspan.tuning import device_name, read
 
 STRATEGIES = ["auto", "gather", "needed(1)", "needed(2)", "ring", "ulysses"]
 
@@ -116,25 +116,26 @@ class BenchJob:
 def on_rank(job: BenchJob, transport: Transport) -> dict[str, Any]:
     """One rank's part."""
     shape, device = job.work.shape, transport.device
-    known = table_for(job, transport)
+    known = known_to(job, transport)
     tried = Bench(job.work, transport, known, job.repeats)
     rows = list(tried.run(job.strategies, job.kernels, partial(bar, transport.rank, "strategies")))
-    hardware = hardware_for(known, shape, device)
+    hardware, links = hardware_for(known, shape, device), Links() if tried.virtual else group_links(transport)
+    link = links.between or links.inside
     return {
         "what": described(job.work, tried.virtual, transport),
-        "predicted_with": f"{hardware.name}: {hardware.note}",
+        "predicted_with": f"{hardware.name}: {hardware.note}; links {hardware.links or 'of a preset'}",
         "virtual": tried.virtual,
-        "link": None if tried.virtual else asdict(link(transport, hop=1)),
+        "link": None if link is None else asdict(link),
         "rows": [row.data() for row in rows],
     }
 
 
-def table_for(job: BenchJob, transport: Transport) -> Table | None:
+def known_to(job: BenchJob, transport: Transport) -> Known:
     """What predictions go by."""
     if job.tuning is not None:
-        return read(job.tuning, device_name(transport.device))
+        return Known(read(job.tuning, device_name(transport.device)))
     if not job.tune:
-        return agreed_table(transport)
+        return agreed(transport)
     shape = job.work.shape
     asked = Tuning.of(
         transport.device,
@@ -144,7 +145,7 @@ def table_for(job: BenchJob, transport: Transport) -> Table | None:
         kv_heads=shape.kv_heads * shape.batch,
         kernels=() if "auto" in job.kernels else job.kernels,
     )
-    return measure(asked, transport, partial(bar, transport.rank, "tiles"))
+    return Known(measure(asked, transport, partial(bar, transport.rank, "tiles")))
 
 
 def described(work: Workload, virtual: bool, transport: Transport) -> str:

@@ -42,6 +42,7 @@ def plan(
     layout: Annotated[str | None, typer.Option(metavar="L", help=f"Only this layout: {', '.join(LAYOUTS)}.")] = None,
     strategy: Annotated[str | None, typer.Option(metavar="S", help="Print one plan: ring, needed(2), ...")] = None,
     inference: options.InferenceOption = False,
+    keep_keys: Annotated[bool, typer.Option("--keep-keys", help="Keep keys for backward.")] = False,
     as_json: options.JsonOption = False,
 ) -> None:
     """Compare strategies for a mask, and choose one.
@@ -54,7 +55,8 @@ def plan(
     asked = LayoutRequest(parsed, length, count)
     if strategy is not None:
         made = Plan(parsed, named(layout or "balanced", asked), length, strategy)
-        found = predicted(made, shape, machine, limit=limit or inf, backward=not inference)
+        how: Any = {"backward": not inference, "keep_keys": keep_keys}
+        found = predicted(made, shape, machine, limit=limit or inf, **how)
         if found.refused:
             raise PlanError(f"--memory: {name_of(made.strategy)} {found.refused}; use more ranks or another strategy")
         if as_json:
@@ -72,6 +74,7 @@ def plan(
         memory=limit,
         layouts=None if layout is None else [named(layout, asked)],
         backward=not inference,
+        keep_keys=keep_keys,
     )
     typer.echo(json.dumps(data(choice), indent=2) if as_json else text(choice, inference))
 
@@ -125,6 +128,7 @@ def candidate_data(candidate: Candidate) -> dict[str, Any]:
         "imbalance": candidate.imbalance,
         "moved_bytes_per_rank": candidate.moved,
         "peak_kv_bytes": candidate.peak,
+        "kept_kv_bytes": candidate.kept,
         "timeline": {name: getattr(candidate.timeline, name) for name in ("rank", "seconds", "computing", "exposed")},
         "refused": candidate.refused or None,
     }

@@ -1,6 +1,6 @@
 """Measure: a stopwatch for tiles, links and whole strategies.
 
-tune.py makes a table of tiles.py and links.py, strategies.py a bench; ranks.py finds the ranks to run them on.
+tune.py makes a table of tiles.py and links, strategies.py a bench; ranks.py finds the ranks to run them on.
 checkup.py tests whether ranks compute what they should.
 """
 

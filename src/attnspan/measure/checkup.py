@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from attnspan.attention import Attention
+from attnspan.attention.links import group_links
 from attnspan.errors import TransportError
 from attnspan.layouts import Balanced
 from attnspan.masks import Causal, Documents, Mask
-from attnspan.measure.links import link
 from attnspan.plan import Link, Plan, Shape
 from attnspan.transports import Counting, Transport
 
@@ -58,7 +58,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """What one rank found, in how many seconds; the link is that between neighbours."""
+    """What one rank found, in how many seconds; the link is that between hosts, if there are several."""
 
     strategies: tuple[Finding, ...]
     link: Link | None
@@ -123,8 +123,8 @@ def self_test(world: Transport) -> Findings:
             found.append(tested(trial, strategy, world))
         except Exception as cause:
             raise TransportError(f"{strategy}: {type(cause).__name__}: {cause}") from cause
-    measured = link(world, hop=1) if world.ranks > 1 else None
-    return Findings(tuple(found), measured, perf_counter() - start)
+    links = group_links(world)
+    return Findings(tuple(found), links.between or links.inside, perf_counter() - start)
 
 
 def tested(trial: Trial, strategy: str, world: Transport) -> Finding:

@@ -21,7 +21,7 @@ from torch import Tensor
 from attnspan.attention import Attention
 from attnspan.attention.agreement import refusal
 from attnspan.attention.call import Inputs
-from attnspan.attention.tuned import hardware_for
+from attnspan.attention.tuned import UNKNOWN, Known, hardware_for
 from attnspan.dtypes import LONG_NAMES
 from attnspan.errors import AttnspanError
 from attnspan.layouts import Layout
@@ -31,7 +31,6 @@ from attnspan.plan import Hardware, Plan, Shape, Timeline, choose, predict
 from attnspan.plan.strategy import name_of
 from attnspan.transports import Transport, World
 from attnspan.transports.consensus import heard
-from attnspan.tuning import Table
 
 AUTO = "auto"
 
@@ -99,11 +98,11 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """A workload on this rank's end of a group, and the table it is predicted with."""
+    """A workload on this rank's end of a group, and what it is predicted with."""
 
     work: Workload
     transport: Transport
-    table: Table | None = None
+    known: Known = UNKNOWN
     repeats: int = 3
 
     def run(
@@ -117,7 +116,7 @@ class Bench:
             yield self.measured(strategy, kernel)
 
     def measured(self, strategy: str, kernel: str) -> Measured:
-        hardware = hardware_for(self.table, self.work.shape, self.transport.device, kernel)
+        hardware = hardware_for(self.known, self.work.shape, self.transport.device, kernel)
         try:
             plan = self.work.plan(strategy, hardware)
         except AttnspanError as refused:  # the same on every rank

@@ -7,17 +7,16 @@ a power limit, are slower together, and together is how they will run.
 from __future__ import annotations
 
 import datetime
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
 
+from attnspan.attention.links import group_links
 from attnspan.dtypes import LONG_NAMES
 from attnspan.errors import TuningError, one_of
 from attnspan.kernels import KERNELS
 from attnspan.masks.tile import Kind
-from attnspan.measure.links import link
 from attnspan.measure.stopwatch import seconds
 from attnspan.measure.tiles import SIZES, Case, launch
 from attnspan.plan.cost import DTYPES
@@ -126,11 +125,6 @@ def _together(table: Table, transport: Transport) -> Table:
 
 
 def linked(table: Table, transport: Transport) -> Table:
-    """The table with the links inside and between hosts, as torchrun tells them apart (LOCAL_WORLD_SIZE)."""
-    local = min(heard(transport, int(os.environ.get("LOCAL_WORLD_SIZE", transport.ranks)), "ranks of a host"))
-    return replace(
-        table,
-        ranks_per_node=local,
-        inside=link(transport, 1) if local > 1 else None,
-        between=link(transport, local) if transport.ranks > local else None,
-    )
+    """The table with the links inside and between hosts."""
+    links = group_links(transport)
+    return replace(table, ranks_per_node=links.ranks_per_node, inside=links.inside, between=links.between)

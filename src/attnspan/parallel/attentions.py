@@ -16,6 +16,7 @@ compiled code takes as inputs. Another one, for other documents, does not recomp
 from __future__ import annotations
 
 from collections import OrderedDict
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -23,11 +24,13 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from attnspan.attention import Attention
-from attnspan.attention.call import Inputs
+from attnspan.attention.call import Inputs, choice_for
 from attnspan.attention.score import DTYPES, Captured, Score, ScoreFunction
+from attnspan.attention.tuned import UNKNOWN, hardware_for, machine_here
 from attnspan.attention.uses import Uses
 from attnspan.dtypes import lse_dtype
 from attnspan.errors import AttentionError
+from attnspan.kernels import rounds
 from attnspan.masks import Full, Mask
 from attnspan.masks.fingerprint import fingerprint
 from attnspan.parallel.block_masks import ReadBlockMask, alone_of
@@ -36,9 +39,11 @@ from attnspan.parallel.core import Core
 from attnspan.parallel.dtensors import is_dtensor, run_attention
 from attnspan.parallel.flex_checks import check_alone, check_filled, check_lengths
 from attnspan.parallel.guards import guarded, guards_of
-from attnspan.parallel.report import PastUses, Report, report
+from attnspan.parallel.report import Machine, PastUses, Report, report
 from attnspan.plan import Plan
+from attnspan.plan.drawing import in_seconds
 from attnspan.plan.local_blocks import local_block_mask
+from attnspan.plan.strategy import name_of
 
 MOST_KEPT = 16
 """How many BlockMasks, score_mods, and attentions made of them, a session remembers."""
@@ -121,7 +126,28 @@ class Attentions:
     def report(self) -> Report:
         """What they were used for."""
         uses = {name: attend.call.uses for name, attend in self.named.items()}
-        return report(self.core.rank, self.core.ranks, {**uses, OTHERS: self.uses}, self.past)
+        return report(self.core.rank, self.core.ranks, {**uses, OTHERS: self.uses}, self.past, self._machine)
+
+    def explain(self, name: str) -> str:
+        """See `ContextParallel.explain`."""
+        call = self.named[name].call
+        plan, shape = call.latest, call.uses.latest_shape
+        if shape is None:
+            return "attention has not run: strategies are compared for the shapes of its tensors"
+        machine = self._machine.hardware(shape)
+        hardware = machine or hardware_for(UNKNOWN, shape, self.core.transport.device, call.kernel)
+        lines = [choice_for(plan, shape, hardware, call.keep_keys).explain()]
+        if not hardware.links:
+            unmeasured = "virtual ranks" if machine is None else "one rank, strategy given, or ATTNSPAN_LINK=none"
+            lines.append(f"link: {hardware.inside}, that of {hardware.name}; not measured ({unmeasured})")
+        took = call.uses.took("forward", (plan, shape)).seconds + call.uses.took("backward", (plan, shape)).seconds
+        given = "" if call.auto else ", as given"
+        return "\n".join([*lines, f"ran: {name_of(plan.strategy)}{given}; measured {in_seconds(took)}"])
+
+    @property
+    def _machine(self) -> Machine:
+        transport, kernel = self.core.transport, self.core.options.kernel
+        return Machine(partial(machine_here, transport, kernel=kernel), rounds(kernel, transport.device))
 
     def reset(self) -> None:
         """Start counting again."""
@@ -161,7 +187,7 @@ class Attentions:
             uses = self.uses if own is None else self.named[own].call.uses
             attend = self.core.attention(mask).variant(score=score, scale=scale, uses=uses, watched=None)
             _keep(self._attends, key, attend)
-            self.past = self.past.settled(self.uses, self.core.rank, MOST_KEPT)
+            self.past = self.past.settled(self.uses, self.core.rank, self._machine, MOST_KEPT)
         self._attends.move_to_end(key)
         return self._attends[key]
 

@@ -31,6 +31,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
 from attnspan.attention.call import Inputs
+from attnspan.attention.laps import Lap
 from attnspan.attention.uses import Uses
 from attnspan.dtypes import lse_dtype
 from attnspan.errors import AttentionError
@@ -338,7 +339,7 @@ class DenseAttention:
 
     def run(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
         """(out, lse), as `Attention.run`."""
-        self.uses.add_forward(self.plan, inputs.shape)
+        self.uses.add_forward(self.plan, inputs.shape, Lap(inputs.query.device))
         query, key, value, sinks = inputs[:4]
         group = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)

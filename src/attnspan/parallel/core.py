@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from torch.distributed.device_mesh import DeviceMesh
 
 from attnspan.attention import Attention
-from attnspan.attention.call import KeepKeys
 from attnspan.errors import AttentionError, integer, one_of
 from attnspan.layouts import Balanced, Layout
 from attnspan.layouts.balanced import fitting_chunk
 from attnspan.masks import Mask
 from attnspan.parallel.sharding import Sharding
 from attnspan.plan import Plan, Strategy
+from attnspan.plan.choose import KeepKeys
 from attnspan.transports import Transport
 from attnspan.transports.group import Group, transport_of
 

@@ -1,41 +1,40 @@
 """What a session was used for: the witness of attention/uses.py, in words and bytes.
 
 Counted where attention ran, so a layer that went another way is missing here: `ContextParallel.assert_used` is how a
-training script proves that none did. Bytes are those that arrived at this rank from others, worked out from the plan;
-tests hold them against the wire::
+training script proves that none did. Bytes are those that arrived at this rank from others, worked out from the plan
+(plan/traffic.py); a replay of a checkpointed region is a forward pass. Not counted: what other calls of the session
+move.
 
-    forward     keys and values that the plan moves; under Ulysses also heads, there and back
-    backward    the same keys again, if they were not kept, and gradients of keys in float32; under Ulysses heads,
-                there and back
-    a replay    of a checkpointed region is a forward pass
-
-Not counted: gradients through lse, sinks, and what other calls of the session move.
+Times are the medians of the latest passes on this rank (attention/laps.py), beside what the cost model predicts of
+them. Where the two are apart by more than half of what was predicted, the report says so. On virtual ranks, which take
+turns on one device, nothing is predicted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from attnspan.attention.uses import Uses
+from attnspan.attention.uses import Took, Uses
 from attnspan.errors import AttentionError, integer
-from attnspan.layouts.run import tokens_in
-from attnspan.plan import Plan, Shape
-from attnspan.plan.cost import DTYPES
-from attnspan.plan.drawing import table
-from attnspan.plan.heads import split_heads
+from attnspan.plan import Hardware, Plan, Shape, predict
+from attnspan.plan.drawing import in_seconds, table
 from attnspan.plan.strategy import name_of
+from attnspan.plan.traffic import NOTHING, Bytes, arriving
+
+ENOUGH = 3
+"""Passes that are timed before a prediction is doubted: the first ones compile, and allocate."""
+
+APART = 0.5
+"""How far measured times may be from predicted ones, as a part of these."""
 
 
-class Bytes(NamedTuple):
-    """What arrives at a rank, of one call."""
+class Machine(NamedTuple):
+    """What the cost model knows of a session's ranks: by shape, and whether gradients of keys travel rounded."""
 
-    forward: int
-    backward: int
-
-
-NOTHING = Bytes(0, 0)
+    hardware: Callable[[Shape], Hardware | None]
+    rounds: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +49,9 @@ class ReportLine:
     replays: int
     backwards: int
     from_kept: int  # of the backward passes, those from kept keys
+    forward: Took
+    backward: Took
+    machine: Machine
 
     @property
     def strategy(self) -> str:
@@ -58,7 +60,8 @@ class ReportLine:
     @property
     def received(self) -> Bytes:
         """Bytes that arrived in forward passes (replays too), and in backward passes."""
-        each, kept = (arriving(self.plan, self.shape, self.rank, kept=kept) for kept in (False, True))
+        plan, shape, rank, rounds = self.plan, self.shape, self.rank, self.machine.rounds
+        each, kept = (arriving(plan, shape, rank, kept=kept, rounds=rounds) for kept in (False, True))
         backward = (self.backwards - self.from_kept) * each.backward + self.from_kept * kept.backward
         return Bytes((self.calls + self.replays) * each.forward, backward)
 
@@ -71,6 +74,34 @@ class ReportLine:
     def all_pairs(self) -> float:
         """The same of all ranks."""
         return self.calls * sum(self.plan.group_works()) * self._alike
+
+    @property
+    def measured(self) -> float:
+        """Seconds of a call on this rank, forward and backward if it had one; 0 where no time is known yet."""
+        return self.forward.seconds + self.backward.seconds
+
+    @property
+    def predicted(self) -> float:
+        """The same, as the cost model predicts it; 0 where it does not."""
+        hardware = self.machine.hardware(self.shape)
+        if hardware is None:
+            return 0.0
+        how = {"backward": self.backward.passes > 0, "keep_keys": 2 * self.from_kept > self.backwards}
+        return predict(self.plan, self.rank, self.shape, hardware, **how).seconds
+
+    @property
+    def warning(self) -> str:
+        """That measured and predicted times are far apart; empty where they are not, or too little was measured."""
+        predicted, hardware = self.predicted, self.machine.hardware(self.shape)
+        if self.forward.passes < ENOUGH or not predicted or abs(self.measured / predicted - 1) <= APART:
+            return ""
+        assert hardware is not None, "or nothing would be predicted"
+        unknown = [name for name, known in (("rates", hardware.curves), ("links", hardware.links)) if not known]
+        why = f"{' and '.join(unknown)} are a preset's" if unknown else "the machine is not as it was measured"
+        return (
+            f"{self.strategy} takes {in_seconds(self.measured)} where {in_seconds(predicted)} was predicted: {why}; "
+            "run attnspan tune"
+        )
 
     @property
     def _alike(self) -> int:
@@ -89,14 +120,13 @@ class PastUses:
     received: Bytes = NOTHING
     pairs: float = 0
     all_pairs: float = 0
-    strategy = "-"
+    strategy, measured, predicted, warning = "-", 0.0, 0.0, ""
 
-    def settled(self, uses: Uses, rank: int, most: int) -> PastUses:
+    def settled(self, uses: Uses, rank: int, machine: Machine, most: int) -> PastUses:
         """With the oldest of some uses, which are then forgotten there, so that they are at most so many."""
-        lines = [_line_of("", uses, use, rank) for use in list(_used(uses))[:-most]]
+        lines = [_line_of("", uses, use, rank, machine) for use in list(_used(uses))[:-most]]
         for line in lines:
-            for counted in (uses.forward, uses.replayed, uses.backward, uses.from_kept):
-                counted.pop((line.plan, line.shape), None)
+            uses.forget((line.plan, line.shape))
         sums = Report(rank, 0, (self, *lines))
         counts = (sums.calls, sums.replays, sums.backwards)
         return PastUses(self.mask, *counts, sums.received, sums.pairs, sums.all_pairs)
@@ -146,8 +176,14 @@ class Report:
         """This rank's part of the pairs of all ranks; a fair one is 1 / ranks."""
         return self.pairs / self.all_pairs if self.all_pairs else 0.0
 
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What was predicted far from what was measured."""
+        return tuple(line.warning for line in self.lines if line.warning)
+
     def __str__(self) -> str:
         head = ["mask", "strategy", "calls", "replays", "backwards", "pairs", "received forward", "backward"]
+        head += ["predicted", "measured"]
         lines = [
             [
                 line.mask or "-",
@@ -157,17 +193,19 @@ class Report:
                 line.backwards,
                 f"{line.pairs:,.0f}",
                 *(_sized(size) for size in line.received),
+                *(in_seconds(each) if each else "-" for each in (line.predicted, line.measured)),
             ]
             for line in self.lines
         ]
         title = f"rank {self.rank} of {self.ranks}: {self.calls} calls, {self.share:.1%} of the work"
-        return "\n".join([title, table(head, lines)]) if lines else f"{title}: attention has not run"
+        warned = [f"warning: {each}" for each in self.warnings]
+        return "\n".join([title, table(head, lines), *warned]) if lines else f"{title}: attention has not run"
 
 
-def report(rank: int, ranks: int, uses: Mapping[str, Uses], past: PastUses) -> Report:
+def report(rank: int, ranks: int, uses: Mapping[str, Uses], past: PastUses, machine: Machine) -> Report:
     """The report of some uses, by the name of their mask."""
     lines: list[ReportLine | PastUses] = [
-        _line_of(name, used, use, rank) for name, used in uses.items() for use in _used(used)
+        _line_of(name, used, use, rank, machine) for name, used in uses.items() for use in _used(used)
     ]
     return Report(rank, ranks, (*lines, past) if past.calls or past.replays or past.backwards else tuple(lines))
 
@@ -177,9 +215,9 @@ def _used(uses: Uses) -> Iterable[tuple[Plan, Shape]]:
     return [(plan, shape) for plan, shape in {**uses.forward, **uses.replayed, **uses.backward} if shape is not None]
 
 
-def _line_of(name: str, uses: Uses, use: tuple[Plan, Shape], rank: int) -> ReportLine:
+def _line_of(name: str, uses: Uses, use: tuple[Plan, Shape], rank: int, machine: Machine) -> ReportLine:
     counts = (uses.forward[use], uses.replayed[use], uses.backward[use], uses.from_kept[use])
-    return ReportLine(name, *use, rank, *counts)
+    return ReportLine(name, *use, rank, *counts, uses.took("forward", use), uses.took("backward", use), machine)
 
 
 def check_used(found: Report, layers: int | Mapping[str, int], passes: int) -> None:
@@ -206,45 +244,6 @@ def _hint(calls: int, expected: int) -> str:
         "some layers do not call F.scaled_dot_product_attention or flex_attention, or call it outside of cp.sdpa() and "
         "cp.flex()"
     )
-
-
-# ---- what arrives --------------------------------------------------------------------------------------------------
-
-
-def arriving(plan: Plan, shape: Shape, rank: int, *, kept: bool = False) -> Bytes:
-    """What arrives at a rank in one call: keys and their gradients, and what the exchange of heads brings, tokens of
-    own heads and then own tokens of all heads. Backward needs no keys, and no heads of the inputs, that were kept."""
-    narrow, wide = DTYPES[shape.dtype], max(4, DTYPES[shape.dtype])
-    batch = shape.batch if plan.rows == 1 else 1
-    dim, value_dim = shape.head_dim, shape.v_head_dim
-    shares = split_heads(shape.heads, shape.kv_heads, plan.degree)
-    here, first = rank % plan.degree, rank - rank % plan.degree
-    taken_q, taken_k = len(shares[here].query), len(shares[here].key)
-    forward = backward = 0
-    for row in range(plan.rows):
-        for step in plan.steps(rank, row):
-            keys = sum(transfer.tokens for transfer in step.receives) * taken_k * (dim + value_dim) * narrow
-            forward += keys
-            backward += 0 if kept else keys
-            backward += sum(transfer.tokens for transfer in step.returns) * taken_k * (dim + value_dim) * wide
-        own_q, own_k = _held(plan, rank, row)
-        for member in range(plan.degree):
-            if member == here:
-                continue
-            q, k = _held(plan, first + member, row)
-            given_q, given_k = len(shares[member].query), len(shares[member].key)
-            brought = (q * taken_q * dim + k * taken_k * (dim + value_dim)) * narrow  # q, k, v
-            forward += brought + own_q * given_q * (value_dim * narrow + wide)  # and out and lse
-            backward += (0 if kept else brought) + q * taken_q * (2 * value_dim * narrow + wide)  # out, grad, lse
-            backward += (own_q * given_q * dim + own_k * given_k * (dim + value_dim)) * wide  # gradients
-    return Bytes(forward * batch, backward * batch)
-
-
-def _held(plan: Plan, rank: int, row: int) -> tuple[int, int]:
-    """How many queries and keys of a batch row lie on a rank."""
-    sides = (plan.layout, plan.seq_len), (plan.key_layout, plan.key_len)
-    queries, keys = (tokens_in(layout.runs(length, rank, row if layout.rows > 1 else 0)) for layout, length in sides)
-    return queries, keys
 
 
 def _sized(size: float) -> str:

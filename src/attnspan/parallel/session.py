@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, FlexKernelOptions
 
-from attnspan.attention.call import Inputs, KeepKeys
+from attnspan.attention.call import Inputs
 from attnspan.attention.score import ScoreFunction
 from attnspan.errors import AttentionError, ShardError, integer
 from attnspan.layouts import Layout
@@ -48,6 +48,7 @@ from attnspan.parallel.moves import Moves, shifted
 from attnspan.parallel.report import Report, check_used
 from attnspan.parallel.sdpa import AttentionMode
 from attnspan.plan import Plan, Strategy
+from attnspan.plan.choose import KeepKeys
 from attnspan.transports import Transport
 from attnspan.transports.group import Group, transport_of
 
@@ -248,8 +249,16 @@ class ContextParallel:
     # ---- what it was used for ------------------------------------------------------------------------------------
 
     def report(self) -> Report:
-        """Calls, bytes and work of this session on this rank since it was made, or last reset."""
+        """Calls, bytes, work and times of this session on this rank since it was made, or last reset."""
         return self.attentions.report()
+
+    def explain(self, mask: str | None = None) -> str:
+        """Why attention runs as it does, in words.
+
+        Every strategy as predicted for the tensors that it last ran on, why the others lost, and what was measured of
+        rates, links and this session's own passes. `mask` names one of several masks.
+        """
+        return self.attentions.explain(self.core.mask_name(mask))
 
     def reset(self) -> None:
         """Start counting again."""

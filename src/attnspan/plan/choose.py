@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import inf, isfinite
 from numbers import Real
+from typing import Any, Literal
 
 from attnspan.errors import PlanError, integer
 from attnspan.layouts.balanced import Balanced, fitting_chunk
@@ -23,7 +24,10 @@ from attnspan.plan.cost import Hardware, Shape
 from attnspan.plan.drawing import in_seconds, table
 from attnspan.plan.plan import Plan
 from attnspan.plan.strategy import Gather, Needed, Ring, Strategy, Ulysses, name_of
-from attnspan.plan.timeline import Timeline, head_bytes, predict
+from attnspan.plan.timeline import Timeline, predict
+from attnspan.plan.traffic import arriving
+
+KeepKeys = bool | Literal["auto"]
 
 SAMPLED = 32
 """The most ranks whose steps are worked out for a prediction; of more, evenly spaced ones and the busiest."""
@@ -34,7 +38,8 @@ EQUAL = 0.005
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One plan, and what the cost model says of it."""
+    """One plan, and what the cost model says of it: bytes that arrive at a rank in a call, bytes of keys at its peak
+    and of keys that it keeps for backward (None where it keeps none), and when things happen."""
 
     plan: Plan
     imbalance: float
@@ -42,6 +47,12 @@ class Candidate:
     peak: int
     timeline: Timeline
     refused: str = ""
+    kept: int | None = None
+
+    @property
+    def needs(self) -> int:
+        """Bytes of keys in all."""
+        return self.peak + (self.kept or 0)
 
     @property
     def seconds(self) -> float:
@@ -56,15 +67,17 @@ class Choice:
     candidates: tuple[Candidate, ...]
     shape: Shape
     hardware: Hardware
+    keep_keys: KeepKeys = False
 
     @property
     def plan(self) -> Plan:
         return self.candidates[0].plan
 
     def explain(self) -> str:
-        """The comparison, and for every other candidate why it lost; where rates were measured, by whom."""
+        """The comparison, and for every other candidate why it lost; and what was measured, rates and links."""
         best = self.candidates[0]
-        head = ["strategy", "layout", "imbalance", "moved/rank", "peak KV", "predicted", "why"]
+        kept = ["kept KV"] if self.keep_keys else []
+        head = ["strategy", "layout", "imbalance", "moved/rank", "peak KV", *kept, "predicted", "why"]
         lines = [
             [
                 name_of(c.plan.strategy),
@@ -72,13 +85,26 @@ class Choice:
                 f"{c.imbalance:.3f}",
                 in_bytes(c.moved),
                 in_bytes(c.peak),
+                *(["-" if c.kept is None else in_bytes(c.kept)] if kept else []),
                 in_seconds(c.seconds),
                 _why(c, best),
             ]
             for c in self.candidates
         ]
-        measured = [f"rates: {self.hardware.name}, {self.hardware.note}"] if self.hardware.curves else []
-        return "\n".join([table(head, lines), *measured])
+        return "\n".join([table(head, lines), *self._measured()])
+
+    def _measured(self) -> Iterator[str]:
+        """What predictions rest on, where it was measured."""
+        machine = self.hardware
+        if machine.curves:
+            yield f"rates: {machine.name}, {machine.note}"
+        if machine.links:
+            node = min(machine.ranks_per_node, self.plan.ranks)
+            inside = [f"{machine.inside} inside a host"] if node > 1 else []
+            between = [f"{machine.between} between hosts"] if self.plan.ranks > node else []
+            shared = machine.ranks_per_device
+            turns = f"; {shared} ranks take turns on a device" if shared > 1 else ""
+            yield f"link: {', '.join([*inside, *between])}, {machine.links}{turns}"
 
     def __str__(self) -> str:
         return self.explain()
@@ -94,16 +120,21 @@ def choose(
     memory: float | None = None,
     layouts: Sequence[Layout] | None = None,
     backward: bool = True,
+    keep_keys: KeepKeys = False,
 ) -> Choice:
     """The fastest plan, as predicted, whose keys fit into `memory` bytes per rank (default: half the machine's).
 
-    `layouts` limits the layouts that are tried; `backward` False plans for inference. Without it, Balanced with the
-    chunk that fits the length (`fitting_chunk`) and Contiguous are tried.
+    `layouts` limits the layouts that are tried; without it, Balanced with the chunk that fits the length
+    (`fitting_chunk`) and Contiguous are. `backward` False plans for inference. With `keep_keys` keys stay until
+    backward and must fit too, those of one call; "auto" keeps them under a plan where they fit and take no more memory
+    than what autograd saves of the call.
     """
     machine, ranks = Hardware.of(hardware), check_ranks(ranks)
     seq_len = integer("seq_len", seq_len, at_least=1, error=PlanError)
     limit = machine.memory / 2 if memory is None else checked_memory(memory)
     _check_parts(mask, shape, layouts, ranks)
+    if keep_keys not in (True, False, "auto"):
+        raise PlanError(f"keep_keys must be True, False or 'auto', got {keep_keys!r}")
     tried = [
         (layout, strategy)
         for layout in layouts or (Balanced(mask, ranks=ranks, chunk=fitting_chunk(seq_len, ranks)), Contiguous(ranks))
@@ -112,31 +143,54 @@ def choose(
     if 1 < ranks <= shape.heads:  # all heads apart: who owns which tokens hardly matters
         tried.append((layouts[0] if layouts else Contiguous(ranks), Ulysses()))
     plans = (Plan(mask, layout, seq_len, strategy) for layout, strategy in tried)
-    candidates = [predicted(plan, shape, machine, limit=limit, backward=backward) for plan in plans]
+    how: Any = {"limit": limit, "backward": backward, "keep_keys": keep_keys}
+    candidates = [predicted(plan, shape, machine, **how) for plan in plans]
     ordered = tuple(sorted(candidates, key=lambda c: (bool(c.refused), c.seconds)))
     if ordered[0].refused:
-        least = min(ordered, key=lambda c: c.peak)
+        least = min(ordered, key=lambda c: c.needs)
+        instead = " or keep_keys='auto'" if least.kept else ""
         raise PlanError(
             f"memory: no plan fits into {in_bytes(limit)} of keys per rank; the least, {name_of(least.plan.strategy)}, "
-            f"needs {in_bytes(least.peak)}; use more ranks"
+            f"needs {in_bytes(least.needs)}; use more ranks{instead}"
         )
-    return Choice(ordered, shape, machine)
+    return Choice(ordered, shape, machine, keep_keys if backward else False)
 
 
-def predicted(plan: Plan, shape: Shape, hardware: Hardware, *, limit: float = inf, backward: bool = True) -> Candidate:
+def predicted(
+    plan: Plan,
+    shape: Shape,
+    hardware: Hardware,
+    *,
+    limit: float = inf,
+    backward: bool = True,
+    keep_keys: KeepKeys = False,
+) -> Candidate:
     """What the cost model says of a plan, and why it is refused if its keys need more than `limit` bytes."""
     looked = sampled_ranks(plan)
     key_bytes = shape.kv_bytes / plan.rows * shape.kv_share(plan.degree)
     peak = int(max(plan.peak_keys(rank) for rank in looked) * key_bytes)
-    timelines = [predict(plan, rank, shape, hardware, backward=backward) for rank in looked]
+    kept = _kept(plan, shape, limit - peak, keep_keys) if backward and keep_keys else None
+    keeps, needs = kept is not None, peak + (kept or 0)
+    timelines = [predict(plan, rank, shape, hardware, backward=backward, keep_keys=keeps) for rank in looked]
+    arrives = [arriving(plan, shape, rank, kept=keeps, rounds=hardware.rounds) for rank in looked]
     return Candidate(
         plan=plan,
         imbalance=plan.imbalance(),
-        moved=int(max(sum(plan.bytes_received(rank, shape).values()) for rank in looked) + head_bytes(plan, shape)),
+        moved=max(each.forward + (each.backward if backward else 0) for each in arrives),
         peak=peak,
         timeline=max(timelines, key=lambda timeline: timeline.seconds),
-        refused=f"needs {in_bytes(peak)}, the limit is {in_bytes(limit)}" if peak > limit else "",
+        refused=f"needs {in_bytes(needs)}, the limit is {in_bytes(limit)}" if needs > limit else "",
+        kept=kept,
     )
+
+
+def _kept(plan: Plan, shape: Shape, room: float, keep_keys: KeepKeys) -> int | None:
+    """Bytes that a rank keeps for backward, at most; None where "auto" keeps none."""
+    looked = sampled_ranks(plan)
+    kept = int(max(plan.kept_bytes(rank, shape) for rank in looked))
+    if keep_keys == "auto" and not (kept <= room and all(plan.may_keep(rank, shape) for rank in looked)):
+        return None
+    return kept
 
 
 def sampled_ranks(plan: Plan) -> list[int]:

@@ -96,21 +96,32 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """Bytes per second that a rank can receive, and the seconds before the first byte.
+    """Bytes per second that a rank can receive from one peer, and the seconds before the first byte.
+
+    `spread` is what it receives from all its peers together, where that is another rate: several connections carry
+    more than one, or share less.
 
     >>> print(Link(bandwidth=5e9, latency=3e-5))
+    ... print(Link(1e9, 1e-4, spread=2.5e9))
     5 GB/s, 30 us
+    1 GB/s (2.5 GB/s from several peers), 100 us
     """
 
     bandwidth: float
     latency: float
+    spread: float | None = None
 
     def __str__(self) -> str:
-        return f"{self.bandwidth / 1e9:.3g} GB/s, {self.latency * 1e6:.0f} us"
+        several = "" if self.spread is None else f" ({self.spread / 1e9:.3g} GB/s from several peers)"
+        return f"{self.bandwidth / 1e9:.3g} GB/s{several}, {self.latency * 1e6:.0f} us"
 
-    def seconds(self, size: float) -> float:
-        """The time to receive `size` bytes; nothing takes no time."""
-        return self.latency + size / self.bandwidth if size else 0.0
+    def seconds(self, size: float, peers: int = 1) -> float:
+        """The time to receive `size` bytes from so many peers; nothing takes no time."""
+        return self.latency + size / self.rate(peers) if size else 0.0
+
+    def rate(self, peers: int) -> float:
+        """Bytes per second from so many peers: no more than each of them gives, and than all together do."""
+        return self.bandwidth if peers < 2 or self.spread is None else min(self.spread, peers * self.bandwidth)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +167,9 @@ class Hardware:
     `half_rows` is how many rows a tile needs to reach half its rate. Where there are `curves`, they say it better;
     `launch` is then what a tile costs besides, and `launch_backward` in backward. `rounds`: whether gradients of keys
     travel in the tensors' dtype, as those of library kernels on CUDA do. `joins`: operations below which tiles are
-    small, and all tiles of a step one call (kernels/registry.py); 0 where each is a call of its own.
+    small, and all tiles of a step one call (kernels/registry.py); 0 where each is a call of its own. Ranks that share
+    a device (`ranks_per_device`) take turns on it. `links` says how links were measured; where it is empty, the
+    figures are a preset's.
 
     >>> Hardware.of("h100-nvlink").ranks_per_node
     8
@@ -177,7 +190,9 @@ class Hardware:
     rounds: bool = True
     joins: float = 1.5e11
     curves: tuple[Curve, ...] = ()
+    ranks_per_device: int = 1
     note: str = field(default="", compare=False)
+    links: str = field(default="", compare=False)
 
     @staticmethod
     def of(hardware: Hardware | str) -> Hardware:
@@ -193,7 +208,8 @@ class Hardware:
         if self._joined(sizes, flops):
             sizes = [("general", rows, area) for _, rows, area in sizes]
             launch /= len(sizes)
-        return sum(launch + area * flops / self.rate(kind, rows, area, backward) for kind, rows, area in sizes)
+        alone = sum(launch + area * flops / self.rate(kind, rows, area, backward) for kind, rows, area in sizes)
+        return alone * self.ranks_per_device
 
     def _joined(self, sizes: list[tuple[Kind, int, int]], flops: float) -> bool:
         """Whether tiles are computed in one call: many small ones, or such as need a kernel for bands anyway."""
@@ -212,11 +228,12 @@ class Hardware:
 
     def copying(self, size: float) -> float:
         """Seconds to read and write `size` bytes in memory."""
-        return 2 * size / self.memory_bandwidth
+        return 2 * size / self.memory_bandwidth * self.ranks_per_device
 
-    def exchange(self, inside: float, between: float) -> float:
-        """Seconds for one exchange: bytes from the same node and from other nodes arrive side by side."""
-        return max(self.inside.seconds(inside), self.between.seconds(between))
+    def exchange(self, inside: float, between: float, peers: tuple[int, int] = (1, 1)) -> float:
+        """Seconds for one exchange: bytes from the same node and from other nodes, of so many peers each, arrive side
+        by side."""
+        return max(self.inside.seconds(inside, peers[0]), self.between.seconds(between, peers[1]))
 
 
 PRESETS = {

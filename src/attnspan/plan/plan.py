@@ -187,6 +187,10 @@ class Plan:
         """What autograd saves of a call on a rank: query, key, value, out and lse of its own tokens."""
         return self._between_passes(rank, shape)[0]
 
+    def may_keep(self, rank: int, shape: Shape) -> bool:
+        """Whether `keep_keys="auto"` has a rank keep its keys: they take no more memory than what autograd saves."""
+        return self.kept_bytes(rank, shape) <= self.saved_bytes(rank, shape)
+
     def _between_passes(self, rank: int, shape: Shape) -> tuple[float, float]:
         from attnspan.plan.memory import between_passes
 

@@ -76,12 +76,15 @@ class Timeline:
         )
 
 
-def predict(plan: Plan, rank: int, shape: Shape, hardware: Hardware, *, backward: bool = False) -> Timeline:
-    """The timeline of one rank. Batch rows that differ are computed one after another within a step."""
+def predict(
+    plan: Plan, rank: int, shape: Shape, hardware: Hardware, *, backward: bool = False, keep_keys: bool = False
+) -> Timeline:
+    """The timeline of one rank. Batch rows that differ are computed one after another within a step. With `keep_keys`
+    what arrived forward is there in backward."""
     walk = _Walk(plan, rank, shape, hardware)
     walk.forward()
     if backward:
-        walk.backward()
+        walk.backward(keep_keys)
     return Timeline(rank, tuple(walk.events))
 
 
@@ -125,15 +128,15 @@ class _Walk:
         self._heads("heads back", out, 0.0)
         self._heads("lse back", lse, 0.0)
 
-    def backward(self) -> None:
+    def backward(self, kept: bool) -> None:
         q, out, lse, kv = self.q_bytes, self.out_bytes, self.lse_bytes, self.kv_bytes
-        self._heads("heads out", q + 2 * out, kv)
+        self._heads("heads out", 2 * out if kept else q + 2 * out, 0.0 if kept else kv)
         self._heads("lse out", lse, 0.0)
-        self._computed("packing", self._packed())
-        arrived, home = self._keys(0), 0.0
+        self._computed("packing", 0.0 if kept else self._packed())
+        arrived, home = 0.0 if kept else self._keys(0), 0.0
         for index, steps in enumerate(self.steps):
             self._waited(arrived)
-            arrived = self._keys(index + 1)
+            arrived = 0.0 if kept else self._keys(index + 1)
             tiles = [tile for step in steps for tile in step.tiles]
             seconds = sum(self.hardware.compute(step.tiles, self.flops, backward=True) for step in steps)
             self._computed(f"gradients of step {index}", seconds)
@@ -177,11 +180,13 @@ class _Walk:
         plan, rank, node = self.plan, self.rank, self.hardware.ranks_per_node
 
         def seconds(transfers: list[Transfer], other: Literal["source", "target"]) -> float:
-            sizes = [0.0, 0.0]
+            sizes, peers = [0.0, 0.0], [set[int](), set[int]()]
             for transfer in transfers:
                 peer = getattr(transfer, other) * plan.degree + rank % plan.degree
-                sizes[peer // node != rank // node] += transfer.tokens * each
-            return self.hardware.exchange(*sizes)
+                away = peer // node != rank // node
+                sizes[away] += transfer.tokens * each
+                peers[away].add(peer)
+            return self.hardware.exchange(sizes[0], sizes[1], (len(peers[0]), len(peers[1])))
 
         return max(seconds(arriving, "source"), seconds(leaving, "target"))
 
@@ -195,7 +200,8 @@ class _Walk:
         size = held * (degree - 1) / degree
         inside = degree <= self.hardware.ranks_per_node
         self._computed("copies", self.hardware.copying(held))
-        seconds = self.hardware.exchange(size, 0.0) if inside else self.hardware.exchange(0.0, size)
+        sizes, peers = (size, 0.0) if inside else (0.0, size), (degree - 1, degree - 1)
+        seconds = self.hardware.exchange(*sizes, peers)
         self._waited(self._put("link", max(self.link, self.compute), seconds, what))
         self._computed("copies", self.hardware.copying(held))
 
@@ -219,9 +225,3 @@ class _Walk:
 
     def _waited(self, arrived: float) -> None:
         self.compute = max(self.compute, arrived)
-
-
-def head_bytes(plan: Plan, shape: Shape) -> float:
-    """Bytes that a rank receives in the head exchanges of a forward pass: queries, keys and values in, output back."""
-    tokens = plan.seq_len / plan.ranks
-    return tokens * (shape.q_bytes + shape.kv_bytes) * (plan.degree - 1) / plan.degree

@@ -3,7 +3,7 @@
 In this order::
 
     ATTNSPAN_TUNING=FILE    that file; refused if it is missing, damaged, or of another device or torch
-    ATTNSPAN_TUNING=none    no table at all: the presets and the registry's order
+    ATTNSPAN_TUNING=none    no table at all, and no link is measured: the presets and the registry's order
     the cache               what `attnspan tune` wrote here for this device and torch, under $XDG_CACHE_HOME/attnspan
     the package             tables that ship with it, for exactly the devices that they were measured on
 
@@ -33,6 +33,11 @@ NONE = "none"
 def table_for(device: torch.device) -> Table | None:
     """The table that speaks for a device, or None."""
     return _table_for(os.environ.get(VARIABLE, ""), os.environ.get("XDG_CACHE_HOME", ""), device_name(device))
+
+
+def is_disabled() -> bool:
+    """Whether nothing that was measured is to be used."""
+    return os.environ.get(VARIABLE, "") == NONE
 
 
 def cache_path(device: str) -> Path:

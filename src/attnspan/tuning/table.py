@@ -77,7 +77,6 @@ class Table:
     def hardware(self, shape: Shape, base: Hardware, kernel: str = "auto") -> Hardware:
         """The machine as measured, for such an attention; what was not measured is `base`'s."""
         forward, backward = self.launch
-        links = "links too" if self.inside or self.between else f"links are those of {base.name}"
         return replace(
             base,
             name=self.device,
@@ -88,7 +87,8 @@ class Table:
             launch=forward,
             launch_backward=backward,
             curves=tuple(self._curves(shape, kernel)),
-            note=f"measured {self.date} with torch {self.torch} by attnspan tune; {links}",
+            note=f"measured {self.date} with torch {self.torch} by attnspan tune",
+            links=f"measured {self.date} by attnspan tune" if self.inside or self.between else base.links,
         )
 
     def order(self, dtype: str, head_dim: int, tile: Tile) -> tuple[str, ...]:
@@ -151,7 +151,8 @@ def _check(table: Table) -> None:
     """Every time is a positive number, and every kind, kernel and dtype a word that is known."""
     times = [table.memory_bandwidth, *table.launch]
     times += [each for rate in table.rates for each in (rate.forward, rate.backward, rate.rows, rate.area, rate.heads)]
-    times += [each for link in (table.inside, table.between) if link for each in (link.bandwidth, link.latency)]
+    links = [link for link in (table.inside, table.between) if link]
+    times += [each for link in links for each in (link.bandwidth, link.latency, link.rate(peers=2))]
     if len(table.launch) != 2 or not all(isfinite(each) and each > 0 for each in times):
         raise ValueError("a time that is not a positive number")
     if not all(isinstance(word, str) for word in (table.device, table.torch, table.date)):

@@ -86,6 +86,7 @@ from attnspan.parallel import ContextParallel, checkpoint_regions
 from attnspan.parallel.attentions import BoundAttention
 from attnspan.parallel.eager import eagerly
 from attnspan.parallel.soft_cap import soft_cap
+from attnspan.plan.choose import KeepKeys
 from attnspan.transports.group import Group
 
 Side = Literal["only", "encoder", "decoder", "cross"]
@@ -128,6 +129,7 @@ def enable(
     *,
     over: Group = None,
     outputs: Literal["shards", "whole"] = "shards",
+    keep_keys: KeepKeys | None = None,
 ) -> Enabled:
     """Make a transformers model context parallel over the ranks of `cp`, until `disable()` or the end of a `with`.
 
@@ -135,15 +137,18 @@ def enable(
     and the documents and padding of its mask, beside those of each batch (sessions.py). Every rank then calls the
     model with the same whole batch. What comes back is this rank's tokens, or with ``outputs="whole"`` all of them,
     and the loss of all. `over` is the group that gradients are averaged over, if larger than the session's.
+    `keep_keys` is that of `ContextParallel`; None is the session's, or with a mesh False.
     A `PeftModel` may be given in place of the model inside.
     """
-    return Enabled(model, cp, over, outputs)
+    return Enabled(model, cp, over, outputs, keep_keys)
 
 
 class Enabled:
     """An enabled model. `session` is that of its latest batch, `layers` are its attention layers."""
 
-    def __init__(self, called: nn.Module, cp: ContextParallel | Group, over: Group, outputs: str):
+    def __init__(
+        self, called: nn.Module, cp: ContextParallel | Group, over: Group, outputs: str, keep_keys: KeepKeys | None
+    ):
         model = _adapted(called)
         check_adapters(called)
         self.layers = tuple(attention_layers(model))
@@ -160,8 +165,11 @@ class Enabled:
             raise ModelError(
                 "cp must be a mesh or a group for an encoder-decoder, whose sequences have masks of their own"
             )
+        if keep_keys not in (None, True, False, "auto"):
+            raise ModelError(f"keep_keys must be True, False or 'auto', got {keep_keys!r}")
         self._factories: dict[Side, SessionFactory] = {
-            side: SessionFactory(cp, Counter(kind.pattern for kind in kinds if kind.side == side)) for side in sides
+            side: SessionFactory(cp, Counter(kind.pattern for kind in kinds if kind.side == side), keep_keys)
+            for side in sides
         }
         self.transport = next(iter(self._factories.values())).transport
         self._loss = label_kind(model)

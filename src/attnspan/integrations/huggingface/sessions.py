@@ -20,14 +20,16 @@ from attnspan.integrations.huggingface.masking import Pattern
 from attnspan.masks import Documents, KeyPadding, Mask
 from attnspan.masks.mask import And, Not
 from attnspan.parallel import ContextParallel
+from attnspan.parallel.core import SessionOptions
+from attnspan.plan.choose import KeepKeys
 from attnspan.transports.group import Group, transport_of
 
 
 class SessionFactory:
     """Sessions for sequences of one kind: those of a model, or of its encoder or decoder."""
 
-    def __init__(self, cp: ContextParallel | Group, patterns: Counter[Pattern]):
-        self.patterns = patterns
+    def __init__(self, cp: ContextParallel | Group, patterns: Counter[Pattern], keep_keys: KeepKeys | None = None):
+        self.patterns, self.keep_keys = patterns, keep_keys
         self.given = cp if isinstance(cp, ContextParallel) else None
         if self.given is not None and len(self.given.masks) > 1:
             raise ModelError("cp must have one mask, which is for all layers; windows of layers are the model's own")
@@ -55,13 +57,12 @@ class SessionFactory:
 
     def _made(self, seq_len: int, mask: Mask | Mapping[str, Mask]) -> ContextParallel:
         weights = {name: float(count) for name, count in self.counts.items()} if len(self.patterns) > 1 else None
-        if self.given is None:
-            return ContextParallel(self.group, seq_len=seq_len, mask=mask, weights=weights)
-        if weights is None:
+        options = SessionOptions() if self.given is None else self.given.options
+        keep_keys = options.keep_keys if self.keep_keys is None else self.keep_keys
+        if self.given is not None and weights is None and keep_keys == options.keep_keys:
             return self.given.with_mask(mask, seq_len=seq_len)
-        options = self.given.options
         return ContextParallel(
-            self.group, seq_len=seq_len, mask=mask, weights=weights,
+            self.group, seq_len=seq_len, mask=mask, weights=weights, keep_keys=keep_keys,
             layout=options.layout, strategy=options.strategy, kernel=options.kernel,
         )  # fmt: skip
 

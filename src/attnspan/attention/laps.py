@@ -1,0 +1,46 @@
+"""How long passes take: on the CPU by the clock, on CUDA by events that the device passes and nobody waits for.
+
+A lap that a device has not finished yet has no time, and neither has one inside a CUDA graph that is being captured.
+"""
+
+from __future__ import annotations
+
+from time import perf_counter
+
+import torch
+
+Moment = float | torch.cuda.Event | None
+
+
+class Lap:
+    """One pass, from when it is made to `end`."""
+
+    __slots__ = ("_device", "_start", "_stop")
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stop: Moment = None
+        self._start = _now(device)
+
+    def end(self) -> Lap:
+        """All of the pass was launched."""
+        self._stop = _now(self._device)
+        return self
+
+    @property
+    def seconds(self) -> float | None:
+        """How long it took, if that is known by now."""
+        start, stop = self._start, self._stop
+        if isinstance(start, torch.cuda.Event) and isinstance(stop, torch.cuda.Event):
+            return float(start.elapsed_time(stop)) / 1e3 if stop.query() else None
+        return stop - start if isinstance(start, float) and isinstance(stop, float) else None
+
+
+def _now(device: torch.device) -> Moment:
+    if device.type != "cuda":
+        return perf_counter()
+    if torch.cuda.is_current_stream_capturing():
+        return None
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event

@@ -1,0 +1,115 @@
+"""The links of a group: measured when "auto" first runs on it, the same numbers on every rank.
+
+Each rank says where it is: its host, and its device if that is a GPU. Ranks of one host that follow each other are
+the node of the cost model (plan/cost.py). The link inside a host is measured with all of its ranks sending at once, the
+link between hosts with all ranks of all hosts (transports/probe.py). Numbers are rounded to two digits: more of them
+would be noise, and groups with the same link share what was chosen for them.
+
+Not measured: what a table of `attnspan tune` has; a group of one; virtual ranks, whose messages do not travel. Nor
+anything where a rank asks for that by ``ATTNSPAN_LINK=none`` or ``ATTNSPAN_TUNING=none``. Figures are then those of the
+preset, or of the table.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+import torch
+
+from attnspan.errors import TuningError
+from attnspan.plan import Hardware, Link
+from attnspan.transports import Transport, World
+from attnspan.transports.consensus import heard
+from attnspan.transports.operations import group_of
+from attnspan.transports.probe import speed
+from attnspan.tuning import is_disabled
+
+VARIABLE = "ATTNSPAN_LINK"
+
+Place = tuple[str, str]  # a host, and a device if that is a GPU
+
+
+@dataclass(frozen=True, slots=True)
+class Links:
+    """What was measured of a group; None where nothing was."""
+
+    inside: Link | None = None
+    between: Link | None = None
+    ranks_per_node: int | None = None
+    ranks_per_device: int = 1
+
+    def on(self, machine: Hardware) -> Hardware:
+        """A machine with these links."""
+        if self.ranks_per_node is None:
+            return machine
+        measured = {name: link for name in ("inside", "between") if (link := getattr(self, name)) is not None}
+        told = "measured when auto first ran on the group"
+        return replace(
+            machine,
+            **measured,
+            ranks_per_node=self.ranks_per_node,
+            ranks_per_device=self.ranks_per_device,
+            links=told if measured else machine.links,
+        )
+
+
+def wanted_place(transport: Transport) -> Place | None:
+    """Where this rank is; None if no link is to be measured."""
+    asked = os.environ.get(VARIABLE, "")
+    if asked not in ("", "none"):
+        raise TuningError(f"{VARIABLE} must be 'none' or unset, got {asked!r}")
+    virtual = isinstance(group_of(transport), World)
+    return None if asked or is_disabled() or virtual or transport.ranks == 1 else place(transport.device)
+
+
+def place(device: torch.device) -> Place:
+    """Where a rank is that has a device."""
+    return socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+
+
+def group_links(transport: Transport) -> Links:
+    """All links of a group, whatever is known of them; a collective."""
+    here = heard(transport, place(transport.device), "where ranks are")
+    return measured_links(transport, [(host, device) for host, device in here])
+
+
+def measured_links(transport: Transport, places: Sequence[Place], known: Links | None = None) -> Links:
+    """The links between ranks at some places, except those that are known; a collective."""
+    known, local = known or Links(), node_size([host for host, _ in places])
+    rank, ranks = transport.rank, transport.ranks
+    first = rank - rank % local
+    inside = between = None
+    if local > 1 and known.inside is None:
+        inside = _link(transport, range(first, first + local))
+    if ranks > local and known.between is None:
+        between = _link(transport, range(rank % local, ranks, local))
+    shared = Counter(each for each in places if each[1])
+    return Links(inside, between, local, max(shared.values(), default=1))
+
+
+def node_size(hosts: Sequence[str]) -> int:
+    """How many ranks that follow each other are on one host; 1 where hosts have different numbers, or come again.
+
+    >>> node_size(["a", "a", "b", "b"]), node_size(["a", "a", "b"]), node_size(["a", "b", "a", "b"])
+    (2, 1, 1)
+    """
+    runs = [(host, len(list(ranks))) for host, ranks in groupby(hosts)]
+    regular = len({size for _, size in runs}) == 1 and len({host for host, _ in runs}) == len(runs)
+    return runs[0][1] if regular else 1
+
+
+MOST_PEERS = 8
+"""To how many peers at once messages are sent: more would measure the same, and need connections to all of them."""
+
+
+def _link(transport: Transport, members: range) -> Link:
+    """The link among some ranks, this one among them; others measure theirs at the same time."""
+    here, hops = members.index(transport.rank), range(1, min(len(members), MOST_PEERS + 1))
+    targets, sources = ([members[(here + way * hop) % len(members)] for hop in hops] for way in (1, -1))
+    latency, bandwidth, spread = (float(f"{each:.2g}") for each in speed(transport, targets, sources))
+    return Link(bandwidth, latency, spread if len(hops) > 1 else None)

@@ -1,0 +1,101 @@
+"""What the link between ranks gives, measured while all of them exchange at once.
+
+Three exchanges are timed, of messages that nobody reads::
+
+    a few bytes to the next peer            latency
+    a large message to the next peer        bandwidth, as a ring has it
+    as many bytes, a part to every peer     bandwidth, as gathers and exchanges of heads have it
+
+Each is done a few times in a row; the first, for which connections are made and buffers of the network fill up, does
+not count. A round takes as long as it does on the slowest rank, and of the rounds the fastest counts: a pause of a host
+is not the link's. All ranks hear of all, so that every rank returns the same numbers. A first guess tells how large a
+large message is: it takes `ENOUGH` seconds, or as long as a few bytes do, if that is longer. On a fast link all takes
+milliseconds; with a latency of 20 ms about a second.
+
+On a CUDA device the host waits for the device before it looks at the clock. The exchanges are one operation of the
+group (operations.py): ranks that do something else meanwhile are told that they are out of step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from time import perf_counter
+from typing import NamedTuple
+
+import torch
+
+from attnspan.transports.consensus import heard
+from attnspan.transports.operations import under_way
+from attnspan.transports.transport import Transport
+
+REPEATS = 4
+SMALL, GUESS, LARGE = 1 << 10, 1 << 16, 1 << 25
+"""Bytes of messages: few, for a first guess, and at most."""
+
+ENOUGH = 4e-3
+"""Seconds that a large message should take."""
+
+
+class Speed(NamedTuple):
+    """Seconds before the first byte, and bytes per second that a rank receives from one peer and from all of them."""
+
+    latency: float
+    bandwidth: float
+    spread: float
+
+
+def speed(transport: Transport, targets: Sequence[int], sources: Sequence[int]) -> Speed:
+    """The link to some peers and from as many others, as many on every rank; a collective."""
+    one, every = LinkProbe(transport, targets[:1], sources[:1]), LinkProbe(transport, targets, sources)
+    with under_way(transport, "a measurement of the link"):
+        latency = one.seconds(SMALL)
+        size, seconds = GUESS, one.seconds(GUESS)
+        if (fitting := fitting_size(GUESS, seconds, latency)) > size:
+            size, seconds = fitting, one.seconds(fitting)
+        spread = seconds if len(targets) < 2 else every.seconds(size)
+    return Speed(latency, *(size / _travelling(each, latency) for each in (seconds, spread)))
+
+
+def fitting_size(size: int, seconds: float, latency: float) -> int:
+    """How large a message must be to be timed well, by what a smaller one took: a power of two.
+
+    >>> fitting_size(size=1 << 16, seconds=1e-4, latency=3.6e-5)  # 1 GB/s
+    4194304
+    >>> fitting_size(1 << 16, seconds=6e-3, latency=5e-4), fitting_size(1 << 16, seconds=2e-5, latency=2e-5)
+    (65536, 33554432)
+    """
+    wanted = size / _travelling(seconds, latency) * max(ENOUGH, latency)
+    while size < min(wanted, LARGE):
+        size *= 2
+    return size
+
+
+def _travelling(seconds: float, latency: float) -> float:
+    """Of the time of a message, what its bytes take; not nothing, however the clock ran."""
+    return max(seconds - latency, seconds / 8, 1e-9)
+
+
+class LinkProbe:
+    """Messages to some peers, from as many others."""
+
+    def __init__(self, transport: Transport, targets: Sequence[int], sources: Sequence[int]):
+        self.transport, self.targets, self.sources = transport, targets, sources
+
+    def seconds(self, size: int) -> float:
+        """The fastest round of so many bytes, divided among the peers, on its slowest rank."""
+        leaving, arriving = (
+            torch.zeros(len(self.targets), size // len(self.targets), dtype=torch.uint8, device=self.transport.device)
+            for _ in range(2)
+        )
+        sends = list(zip(self.targets, leaving.unbind(), strict=True))
+        receives = list(zip(self.sources, arriving.unbind(), strict=True))
+        times: list[float] = []
+        for _ in range(REPEATS + 1):
+            start = perf_counter()
+            self.transport.exchange(sends, receives, "a measurement").wait()
+            if self.transport.device.type == "cuda":
+                torch.cuda.current_stream(self.transport.device).synchronize()
+            times.append(perf_counter() - start)
+        said = heard(self.transport, times[1:], "a measurement")
+        rounds: list[float] = [max(each) for each in zip(*said, strict=True)]
+        return min(rounds)
