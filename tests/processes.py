@@ -79,14 +79,21 @@ POOLS = {}
 def on_backends(*gloo, slow=(), nccl=None):
     """A mark that gives a test its ``ranks`` and ``backend``: these numbers on gloo, and on NCCL, if not others."""
     nccl = sorted({*gloo, *slow}) if nccl is None else nccl
-    rows = [pytest.param(ranks, "gloo", marks=[pytest.mark.slow] if ranks in slow else []) for ranks in (*gloo, *slow)]
-    rows += [pytest.param(ranks, "nccl", marks=[pytest.mark.nccl, *_worker_of(ranks)]) for ranks in nccl]
-    return pytest.mark.parametrize(("ranks", "backend"), rows)
+
+    def marked(test):
+        rows = [
+            *(pytest.param(ranks, "gloo") for ranks in gloo),
+            *(pytest.param(ranks, "gloo", marks=pytest.mark.slow) for ranks in slow),
+            *(pytest.param(ranks, "nccl", marks=[pytest.mark.nccl, _worker_of(ranks, test)]) for ranks in nccl),
+        ]
+        return pytest.mark.parametrize(("ranks", "backend"), rows)(test)
+
+    return marked
 
 
-def _worker_of(ranks):
-    """Tests of one number of ranks share a worker of pytest-xdist, and with it their processes."""
-    return [pytest.mark.xdist_group(f"{ranks} ranks of NCCL")]
+def _worker_of(ranks, test):
+    """Tests of one number of ranks share a worker of pytest-xdist, and with it their processes; sessions have theirs."""
+    return pytest.mark.xdist_group(f"{ranks} ranks of {'sessions' if '.parallel.' in test.__module__ else 'the rest'}")
 
 
 def spawn(ranks, fn, *args, backend="gloo", timeout=60, group_timeout=30, may_die=False, fresh=False):
@@ -108,7 +115,7 @@ def spawn(ranks, fn, *args, backend="gloo", timeout=60, group_timeout=30, may_di
         return [Died(each.value) if each.kind == "died" else each.value for each in error.outcomes]
 
 
-POOLED = 180
+POOLED = 90
 """Seconds for which ranks that serve many tests await each other: CUDA loads, and triton compiles, at first use."""
 
 

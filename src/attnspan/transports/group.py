@@ -77,9 +77,9 @@ def _flat(mesh: DeviceMesh) -> dist.ProcessGroup:
 def _group_of_axes(mesh: DeviceMesh, ranks: list[int]) -> dist.ProcessGroup:
     """See [Note: flat meshes]."""
     if not mesh.mesh_dim_names:
-        return dist.new_group(ranks, use_local_synchronization=True)
-    flat: DeviceMesh = mesh._flatten("_".join(["attnspan", *mesh.mesh_dim_names]))
-    group: dist.ProcessGroup = flat.get_group()
+        group: dist.ProcessGroup = dist.new_group(ranks, use_local_synchronization=True)
+    else:
+        group = mesh._flatten("_".join(["attnspan", *mesh.mesh_dim_names])).get_group()
     return group
 
 
