@@ -92,7 +92,7 @@ def on_backends(*gloo, slow=(), nccl=None):
 
 
 def _worker_of(ranks, test):
-    """Tests of one number of ranks share a worker of pytest-xdist, and with it their processes; sessions have theirs."""
+    """Tests of one number of ranks share a worker of pytest-xdist, and its processes; those of sessions have theirs."""
     return pytest.mark.xdist_group(f"{ranks} ranks of {'sessions' if '.parallel.' in test.__module__ else 'the rest'}")
 
 
