@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from attnspan.masks import Causal, Documents, KeyPadding
+from attnspan.parallel import ContextParallel
 from attnspan.testing import loopback
 from tests.parallel.model import SEQ_LEN, VOCAB, Dense, Llama, gradients, losses, off
 
@@ -74,6 +75,22 @@ def test_accumulation_of_micro_batches_of_any_lengths_is_a_step_on_one_large_bat
 
     for found in loopback(2).run(rank):
         assert off([found], [one_device(packs, clip=False)]) < 1e-5  # float32
+
+
+def test_sessions_come_in_order_planned_ahead(page):
+    packs = [LENGTHS, [9, 4, 14], [17], LENGTHS]
+
+    def rank(world):
+        cp = ContextParallel(world, seq_len=SEQ_LEN, mask=Causal())
+        found = []
+        for session in page["planned"](cp, iter(packs)):
+            x = torch.ones(1, 2, len(session.positions), 4)
+            session.attention(x, x, x)
+            found.append(session.mask)
+        assert list(page["planned"](cp, [])) == []
+        return found
+
+    assert loopback(2).run(rank) == [[Causal() & Documents(lengths) for lengths in packs]] * 2
 
 
 def test_padding_becomes_a_mask(page):

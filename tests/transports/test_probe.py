@@ -87,16 +87,16 @@ def test_the_slowest_rank_counts_for_all(wired):
     assert found[0].latency == pytest.approx(3e-5, rel=0.05)
 
 
-@pytest.mark.parametrize(("latency", "connection"), [(1e-5, 4e11), (2e-4, 1e9), (5e-4, 1e7), (2e-2, 1e7)])
-def test_little_time_is_spent_and_less_on_a_slow_link(wired, latency, connection):
-    """Of messages themselves: 20 ms, but for a link that takes longer for a few bytes."""
-
+@pytest.mark.parametrize(
+    ("latency", "connection", "most"), [(1e-5, 4e11, 0.01), (2e-4, 1e9, 0.1), (5e-4, 1e7, 0.2), (2e-2, 1e7, 1.0)]
+)
+def test_little_time_is_spent(wired, latency, connection, most):
     def rank(world):
         wire = wired(world, latency=latency, connection=connection, end=connection)
         speed(wire, *around(world))
         return wire.now
 
-    assert max(loopback(4).run(rank)) < 0.1 + 60 * latency
+    assert max(loopback(4).run(rank)) < most
 
 
 @pytest.mark.parametrize("seconds", [0.0, 1e-7, 1e-3, 10.0])
@@ -108,7 +108,7 @@ def test_a_large_message_is_large_and_not_too_large_however_the_clock_ran(second
 def test_a_delay_is_latency():
     found = loopback(3).run(lambda world: speed(Delayed(world, 0.01), *around(world)))
     assert len(set(found)) == 1
-    assert 0.01 <= found[0].latency < stretched(0.1)
+    assert 0.01 <= found[0].latency < stretched(0.5)
     assert found[0].bandwidth > 0
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -20,11 +21,11 @@ import torch
 from torch import Tensor
 
 from attnspan.attention.score import Score
-from attnspan.attention.tuned import agreed, hardware_for
+from attnspan.attention.tuned import Known, agreed, agreed_before, hardware_for
 from attnspan.attention.ulysses import HeadAllToAll, Side
 from attnspan.attention.uses import Uses
 from attnspan.dtypes import dtype_name, lse_dtype
-from attnspan.errors import AttentionError, PlanError
+from attnspan.errors import AttentionError, MaskError, PlanError
 from attnspan.kernels import Mods, Spec, runs_programs
 from attnspan.layouts.run import Runs
 from attnspan.masks import Mask
@@ -125,11 +126,26 @@ class Call:
         shape = inputs.shape
         if shape is None:
             return self
+        return self._suiting(shape, known)
+
+    def _suiting(self, shape: Shape, known: Known) -> Call:
         if shape not in self._suited:
             machine = hardware_for(known, shape, self.transport.device, self.kernel)
             plan = _chosen(self.plan, shape, machine, self.keep_keys)
-            self._suited[shape] = replace(self, plan=plan, auto=False)
+            self._suited.setdefault(shape, replace(self, plan=plan, auto=False))
         return self._suited[shape]
+
+    def plan_ahead(self, shape: Shape) -> None:
+        """Work out what tensors of some shape will need, as far as this rank knows it without asking the others.
+
+        What is refused is refused when tensors come."""
+        known = agreed_before(self.transport)
+        if self.auto and known is None:
+            return
+        with suppress(PlanError, MaskError):
+            plan = self._suiting(shape, known).plan if self.auto and known is not None else self.plan
+            for row in range(plan.rows):
+                plan.steps(self.rank, row)
 
     @property
     def latest(self) -> Plan:

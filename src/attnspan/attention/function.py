@@ -60,7 +60,7 @@ class Attention:
         keep_keys: KeepKeys = False,
         auto: bool = False,
     ):
-        _check_mesh(plan, group)
+        check_mesh(plan, group)
         transport = transport_of(group)
         score = score_of(score_mod, transport)
         self.call = Call(plan, transport, kernel, scale, score, auto, keep_keys, watched=plan.mask)
@@ -148,7 +148,7 @@ def attention(
         plan = Plan(mask, layout, seq_len, "needed" if strategy == "auto" else strategy, kv_len, kv_layout)
     elif strategy != "auto" or any(part is not None for part in (mask, layout, seq_len, kv_layout, kv_len)):
         raise AttentionError("give a plan, or what one is made of, not both")
-    _check_mesh(plan, group)
+    check_mesh(plan, group)
     transport = transport_of(group)
     score = score_of(score_mod, transport)
     auto = strategy == "auto" and not given
@@ -196,7 +196,7 @@ def _as_autocast(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _check_mesh(plan: Plan, group: Group) -> None:
+def check_mesh(plan: Plan, group: Group) -> None:
     """The columns of a mesh of two axes are the plan's Ulysses groups."""
     if isinstance(group, DeviceMesh) and group.ndim == 2 and group.shape[1] != plan.degree:
         raise AttentionError(

@@ -22,7 +22,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from attnspan.attention.links import Links, Place, measured_links, wanted_place
-from attnspan.errors import AttnspanError, TuningError
+from attnspan.errors import AttnspanError, TransportError, TuningError
 from attnspan.kernels import KERNELS, rounds
 from attnspan.plan import Hardware, Shape
 from attnspan.transports import Transport, World, consensus
@@ -42,25 +42,35 @@ class Known(NamedTuple):
 
 UNKNOWN = Known()
 
-_AGREED: WeakKeyDictionary[object, Known] = WeakKeyDictionary()  # by group, for as long as it lives
+_AGREED: WeakKeyDictionary[object, dict[str, Known]] = WeakKeyDictionary()  # by group, and kind of device
 
 
 def agreed(transport: Transport) -> Known:
     """What all ranks of a group know; the first call is a collective, in which links are measured."""
-    group = group_of(transport)
-    if group not in _AGREED:
+    known = agreed_before(transport)
+    if known is None:
         with unbroken(transport, but=(TuningError,)):
-            _AGREED[group] = _agree(transport)
-    return _AGREED[group]
+            known = _agree(transport)
+        _AGREED.setdefault(group_of(transport), {})[transport.device.type] = known
+    return known
+
+
+def agreed_before(transport: Transport) -> Known | None:
+    """What all ranks of a group know, if they have agreed on it; asks nobody."""
+    return _AGREED.get(group_of(transport), {}).get(transport.device.type)
 
 
 def machine_here(transport: Transport, shape: Shape, kernel: str = "auto") -> Hardware | None:
     """What predictions go by, without asking other ranks: what they agreed on, or else this rank's own table and a
-    preset's link. None on virtual ranks, of which one device does everybody's work."""
-    group = group_of(transport)
-    if isinstance(group, World):
+    preset's link. None on virtual ranks, of which one device does everybody's work, and once the group has ended."""
+    try:
+        virtual = isinstance(group_of(transport), World)
+    except TransportError:
         return None
-    return hardware_for(_AGREED.get(group) or Known(_own_table(transport)), shape, transport.device, kernel)
+    if virtual:
+        return None
+    known = agreed_before(transport) or Known(_own_table(transport))
+    return hardware_for(known, shape, transport.device, kernel)
 
 
 def _own_table(transport: Transport) -> Table | None:

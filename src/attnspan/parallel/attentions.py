@@ -16,6 +16,7 @@ compiled code takes as inputs. Another one, for other documents, does not recomp
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Mapping
 from functools import partial
 from typing import TypeVar
 
@@ -40,7 +41,7 @@ from attnspan.parallel.dtensors import is_dtensor, run_attention
 from attnspan.parallel.flex_checks import check_alone, check_filled, check_lengths
 from attnspan.parallel.guards import guarded, guards_of
 from attnspan.parallel.report import Machine, PastUses, Report, report
-from attnspan.plan import Plan
+from attnspan.plan import Plan, Shape
 from attnspan.plan.drawing import in_seconds
 from attnspan.plan.local_blocks import local_block_mask
 from attnspan.plan.strategy import name_of
@@ -122,6 +123,17 @@ class Attentions:
         attend = self._attention(own, mask, score, scale).variant(watched=mask)
         attend.captured = Captured([], []) if score is None else score.captured  # not those of an equal score_mod
         return BoundAttention(self.core, attend, score_mod)
+
+    @property
+    def latest_shapes(self) -> dict[str, Shape]:
+        """By the name of a mask, the shape of the tensors that attention under it last ran on."""
+        shapes = {name: attend.call.uses.latest_shape for name, attend in self.named.items()}
+        return {name: shape for name, shape in shapes.items() if shape is not None}
+
+    def plan_ahead(self, shapes: Mapping[str, Shape]) -> None:
+        """Work out what tensors of some shapes, by the name of their mask, will be attended with."""
+        for name in shapes.keys() & self.named.keys():
+            self.named[name].call.plan_ahead(shapes[name])
 
     def report(self) -> Report:
         """What they were used for."""

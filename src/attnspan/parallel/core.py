@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from torch.distributed.device_mesh import DeviceMesh
 
 from attnspan.attention import Attention
+from attnspan.attention.function import check_mesh
 from attnspan.errors import AttentionError, integer, one_of
 from attnspan.layouts import Balanced, Layout
 from attnspan.layouts.balanced import fitting_chunk
@@ -55,7 +56,12 @@ class Core:
     def of(mesh: Group, seq_len: int, mask: Masks, options: SessionOptions) -> Core:
         """The core of a session on `mesh`, a DeviceMesh, a process group or a virtual world."""
         _check_axes(mesh)
-        transport, masks = transport_of(mesh), named_masks(mask)
+        return Core.on(mesh, transport_of(mesh), seq_len, mask, options)
+
+    @staticmethod
+    def on(mesh: Group, transport: Transport, seq_len: int, mask: Masks, options: SessionOptions) -> Core:
+        """The same, on the transport of `mesh`."""
+        masks = named_masks(mask)
         seq_len = integer("seq_len", seq_len, at_least=1, error=AttentionError)
         layout = _laid_out(options, masks, seq_len, transport.ranks)
         return Core(mesh, transport, seq_len, masks, options, layout, Sharding(layout, seq_len, transport, masks))
@@ -94,7 +100,8 @@ class Core:
         lengths = (None, None) if keys is None else (keys.seq_len, keys.layout)
         plan = Plan(mask, self.layout, self.seq_len, strategy, *lengths)
         options = {name: getattr(self.options, name) for name in ("kernel", "scale", "keep_keys")}
-        return Attention(plan, mesh or self.transport, auto=auto, **options)
+        check_mesh(plan, self.mesh)
+        return Attention(plan, self.transport, auto=auto, **options)
 
 
 def named_masks(mask: Masks) -> dict[str, Mask]:

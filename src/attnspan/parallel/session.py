@@ -19,8 +19,9 @@ live at once. It changes nothing of torch's but the code of flex_attention, whil
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -42,6 +43,7 @@ from attnspan.parallel.core import Core, Masks, SessionOptions, named_masks
 from attnspan.parallel.documents import documents_of
 from attnspan.parallel.dtensors import run_attention
 from attnspan.parallel.eager import run_eagerly
+from attnspan.parallel.family import Family
 from attnspan.parallel.flex import flex_attention
 from attnspan.parallel.handler import SessionHandler
 from attnspan.parallel.moves import Moves, shifted
@@ -51,9 +53,6 @@ from attnspan.plan import Plan, Strategy
 from attnspan.plan.choose import KeepKeys
 from attnspan.transports import Transport
 from attnspan.transports.group import Group, transport_of
-
-MOST_KEPT = 64
-"""How many sessions `with_mask` remembers."""
 
 
 class ContextParallel:
@@ -80,13 +79,16 @@ class ContextParallel:
         keep_keys: KeepKeys = False,
     ):
         options = SessionOptions(layout, strategy, kernel, scale, weights, keep_keys)
-        self.core = core = Core.of(mesh, seq_len, mask, options)
+        self._begin(Core.of(mesh, seq_len, mask, options))
+
+    def _begin(self, core: Core) -> None:
+        self.core = core
         self.mesh, self.transport, self.seq_len, self.masks = core.mesh, core.transport, core.seq_len, core.masks
         self.options, self.layout, self.sharding = core.options, core.layout, core.sharding
         self.attentions = Attentions(core)
         self.same_batch = SameBatch()
         self.layers: int | Mapping[str, int] | None = None  # that attend by it, where somebody has counted them
-        self._family: OrderedDict[object, ContextParallel] = OrderedDict({_key(core.masks, core.seq_len, layout): self})
+        self._family = Family(_key(core.masks, core.seq_len, core.options.layout), self)
         self._moves: dict[tuple[int, bool], Moves] = {}
         self._handlers: dict[str | None, SessionHandler] = {None: SessionHandler(self.attentions, None)}
 
@@ -96,19 +98,20 @@ class ContextParallel:
         """The same on another sequence: the next batch, with other documents. Remembered, so that asking is cheap.
 
         What was sharded by one session is no shard of another whose layout differs, as "auto" differs with the mask;
-        `layout` keeps one, for this session and for those that come from it.
+        `layout` keeps one, for this session and for those that come from it. May be called in another thread while this
+        session is in use: [Note: plans ahead] in family.py.
         """
         length = self.seq_len if seq_len is None else seq_len
-        options = {name: getattr(self.options, name) for name in SessionOptions.__slots__}
-        options["layout"] = self.options.layout if layout is None else layout
-        family, key = self._family, _key(named_masks(mask), length, options["layout"])
-        if key not in family or not all(each.is_current for each in family[key].masks.values()):  # its functions moved
-            family[key] = ContextParallel(self.mesh, seq_len=length, mask=mask, **options)
-            family[key]._family, family[key].same_batch = family, self.same_batch
-            if len(family) > MOST_KEPT:
-                family.popitem(last=False)
-        family.move_to_end(key)
-        return family[key]
+        options = self.options if layout is None else replace(self.options, layout=layout)
+        made = partial(self._sibling, mask, length, options)
+        return self._family.session(_key(named_masks(mask), length, options.layout), made)
+
+    def _sibling(self, mask: Masks, seq_len: int, options: SessionOptions) -> ContextParallel:
+        """A session of this family, on the same transport: another thread has another current device."""
+        other = ContextParallel.__new__(ContextParallel)
+        other._begin(Core.on(self.mesh, self.transport, seq_len, mask, options))
+        other._family, other.same_batch = self._family, self.same_batch
+        return other
 
     def cross(self, keys: ContextParallel, mask: Mask | None = None, *, scale: float | None = None) -> BoundAttention:
         """Attention of this session's queries over the keys of another: `cross(q, k, v)` with a shard of each."""

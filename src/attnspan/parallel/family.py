@@ -1,0 +1,60 @@
+"""A family: the sessions that come from one another by `with_mask`, remembered by their masks, length and layout.
+
+[Note: plans ahead] Another batch's session may be made in another thread while this one's runs, so what a family has in
+common is changed under a lock, and no session is planned under it: whoever asks for one that is known never waits. A
+new session is planned at once for the shape that attention last ran on, steps of this rank included, so that its first
+call finds them. Nothing is asked of other ranks for that; what only they can tell waits for the first call.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from threading import Lock
+from typing import TYPE_CHECKING
+
+from attnspan.plan import Shape
+
+if TYPE_CHECKING:
+    from attnspan.parallel.session import ContextParallel
+
+MOST_KEPT = 64
+"""How many sessions a family remembers."""
+
+
+class Family:
+    """Sessions by what they are made of, the least recently asked for first."""
+
+    def __init__(self, key: object, first: ContextParallel) -> None:
+        self._sessions = OrderedDict({key: first})
+        self._lock = Lock()
+
+    def session(self, key: object, made: Callable[[], ContextParallel]) -> ContextParallel:
+        """The session that is known, or a new one, planned. See [Note: plans ahead]."""
+        with self._lock:
+            known = self._sessions.get(key)
+        if known is None or not all(mask.is_current for mask in known.masks.values()):  # its functions moved
+            found = made()
+            found.attentions.plan_ahead(self._latest_shapes())
+            return self._remember(key, found, known)
+        return self._remember(key, known, known)
+
+    def _remember(self, key: object, found: ContextParallel, before: ContextParallel | None) -> ContextParallel:
+        """A session, or the one that another thread has put in the place of the same one meanwhile."""
+        with self._lock:
+            there = self._sessions.get(key)
+            if there is None or there is before:
+                self._sessions[key] = there = found
+            self._sessions.move_to_end(key)
+            if len(self._sessions) > MOST_KEPT:
+                self._sessions.popitem(last=False)
+            return there
+
+    def _latest_shapes(self) -> dict[str, Shape]:
+        """By the name of a mask, the shape of the tensors that attention under it last ran on."""
+        with self._lock:
+            sessions = list(self._sessions.values())
+        shapes: dict[str, Shape] = {}
+        for session in sessions:
+            shapes.update(session.attentions.latest_shapes)
+        return shapes
