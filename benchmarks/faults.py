@@ -12,6 +12,7 @@ On CUDA the ranks are NCCL's, three on one GPU where there are too few.
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import re
 import signal
@@ -146,9 +147,10 @@ def engine_turn(device: str) -> Callable[[], object]:
     from tests.engine.models import prompts, tiny
 
     engine = Engine(tiny("Llama").to(device), mesh=dist.group.WORLD, pages=40, page_size=4, context_parallel_from=20)
-    asked = prompts([40, 5, 23])
+    seeds = itertools.count()
 
     def turn() -> object:
+        asked = prompts([40, 5, 23], seed=next(seeds))  # new ones: nothing of them is in the prefix cache
         requests = [engine.add(prompt, SamplingParams(max_new_tokens=12)) for prompt in asked]
         try:
             while engine.unfinished:

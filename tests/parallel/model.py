@@ -134,7 +134,7 @@ def losses(model, tokens, labels, positions, attend):
 
 
 def optimizer(model):
-    return torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+    return torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9, foreach=False)  # DTensors and tensors may mix
 
 
 NORM = 0.5

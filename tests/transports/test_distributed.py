@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from attnspan.errors import RankError, TransportError
 from attnspan.transports import Distributed, transport_of
+from attnspan.transports.distributed import _gloo_beside
 from tests.pace import stretched
 from tests.processes import Died, on_backends, spawn
 from tests.transports.conformance import LAWS, held, neighbours, same
@@ -157,6 +158,28 @@ def test_tensors_of_the_cpu_may_travel_beside():
 def test_parts_of_a_group_obey_while_others_work(ranks, backend):
     for found in spawn(ranks, two_at_once, backend=backend):
         assert [broken(each) for each in found.values()] == [[]] * 4
+
+
+def hosts_beside(world):
+    """What hosts say to each other in groups that are made when needed, by ranks that have different groups already."""
+    heard = []
+    pair = dist.new_group([1, 2])
+    for group in (pair, dist.group.WORLD, dist.new_group()):
+        if group is dist.GroupMember.NON_GROUP_MEMBER:
+            continue
+        beside = _gloo_beside(group)
+        hosts = Distributed(beside, torch.device("cpu"), group)
+        own = torch.tensor([10 * len(heard) + hosts.rank], device="cpu")
+        said = [torch.empty_like(own) for _ in range(hosts.ranks)]
+        hosts.gather(own, said).wait()
+        heard.append([int(each) % 10 for each in said])
+    return heard
+
+
+def test_hosts_find_each_other_whatever_other_groups_they_have():
+    """torch's own groups of this kind have names that differ then, and their ranks wait for each other in vain."""
+    everybody = [0, 1, 2]
+    assert spawn(3, hosts_beside) == [[everybody] * 2, [[0, 1], everybody, everybody], [[0, 1], everybody, everybody]]
 
 
 def test_messages_move_while_their_receiver_computes(seen_in_groups):

@@ -22,10 +22,11 @@ device waits in vain: see watchdog.py. Headers go from host to host, by a gloo g
 before data is posted: hosts run ahead of their devices, which need not stop for it. While a CUDA graph is captured
 there are none, since hosts take no part in its replays.
 
-[Note: hosts] torch.distributed.new_group() is not for groups that are made when needed, by their members alone: it
-counts the groups that a process knows into a new one's name, so ranks with other groups besides would wait for each
-other under different names; and NCCL's own are split off the default group, which every process must take part in. The
-group of hosts is therefore gloo's alone, made by way of the group's own store, and torch.distributed does not know it.
+[Note: hosts] A group of hosts is made when needed, by its members alone. torch.distributed.new_group() is not for that:
+it counts the groups that a process knows into a new one's name, so ranks that have other groups besides would wait for
+each other under different names. (The names of groups that NCCL splits off another differ in the same way.) The group
+is therefore made by way of the default store, under its ranks and the number of groups of hosts that these ranks made
+before, and torch.distributed does not know it.
 
 [Note: views] Where the outputs of a gather lie end to end in one buffer, NCCL fills them in place. Otherwise torch
 gathers into a buffer of its own and copies.
@@ -33,6 +34,7 @@ gathers into a buffer of its own and copies.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -43,7 +45,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import _get_process_group_store
+from torch.distributed.distributed_c10d import _get_default_store
 
 from attnspan.errors import TransportError
 from attnspan.transports import watchdog
@@ -253,7 +255,9 @@ def _group_of_hosts(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 def _gloo_beside(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """A gloo group of the same ranks, under the same name. See [Note: hosts]."""
-    store = dist.PrefixStore("attnspan/hosts/", _get_process_group_store(group))
+    ranks = tuple(dist.get_process_group_ranks(group))
+    store = dist.PrefixStore(f"attnspan/hosts/{ranks}/{_MADE[ranks]}/", _get_default_store())
+    _MADE[ranks] += 1
     gloo = dist.ProcessGroupGloo(store, group.rank(), group.size(), _timeout(group) or DEFAULT_TIMEOUT)
     hosts = dist.ProcessGroup(store, group.rank(), group.size())
     hosts._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
@@ -264,6 +268,7 @@ def _gloo_beside(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 _OF_HOSTS: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+_MADE: Counter[tuple[int, ...]] = Counter()  # by ranks: how many groups of hosts were made of them
 
 
 def _give_up(group: dist.ProcessGroup) -> None:

@@ -38,7 +38,7 @@ ABORT_SECONDS = 5.0
 """How long an abort may take before the error that caused it is raised all the same."""
 
 EXIT_SECONDS = 5
-"""How long the exit of a process may take after an abort."""
+"""How long the exit of a process may take after a group broke."""
 
 LOOK_EVERY = 1.0  # seconds
 
@@ -95,13 +95,12 @@ def is_enabled() -> bool:
 def abort(device: torch.device, give_up: Callable[[], None]) -> None:
     """Give a group up, in no more than `ABORT_SECONDS`, unless its device comes to rest by itself.
 
-    From then on this process takes no more than `EXIT_SECONDS` to exit: see [Note: torch's watchdog].
+    Either way this process takes no more than `EXIT_SECONDS` to exit from then on: see [Note: torch's watchdog].
     """
-    if _ends(partial(torch.cuda.synchronize, device), REST_SECONDS):
-        return
     atexit.unregister(_exit_in_time)
     atexit.register(_exit_in_time)
-    _ends(give_up, ABORT_SECONDS)
+    if not _ends(partial(torch.cuda.synchronize, device), REST_SECONDS):
+        _ends(give_up, ABORT_SECONDS)
 
 
 def _ends(work: Callable[[], None], seconds: float) -> bool:
