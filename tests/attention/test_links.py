@@ -147,6 +147,11 @@ def test_it_is_skipped_where_asked_for(real, monkeypatch, name, value):
     assert loopback(2).run(planned_with) == [(Links(), [])] * 2
 
 
+def test_runs_that_must_be_alike_measure_nothing(real, monkeypatch):
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert loopback(2).run(planned_with) == [(Links(), [])] * 2
+
+
 def test_one_rank_that_asks_for_none_decides_for_all(real, monkeypatch):
     def place(transport):
         return None if transport.rank == 1 else wanted_place(transport)

@@ -6,8 +6,9 @@ link between hosts with all ranks of all hosts (transports/probe.py). Numbers ar
 would be noise, and groups with the same link share what was chosen for them.
 
 Not measured: what a table of `attnspan tune` has; a group of one; virtual ranks, whose messages do not travel. Nor
-anything where a rank asks for that by ``ATTNSPAN_LINK=none`` or ``ATTNSPAN_TUNING=none``. Figures are then those of the
-preset, or of the table.
+anything where a rank asks for that by ``ATTNSPAN_LINK=none`` or ``ATTNSPAN_TUNING=none``, or for algorithms that are
+deterministic (torch.use_deterministic_algorithms): another run would measure another link, might take another strategy,
+and would round otherwise. Figures are then those of the preset, or of the table.
 """
 
 from __future__ import annotations
@@ -63,8 +64,9 @@ def wanted_place(transport: Transport) -> Place | None:
     asked = os.environ.get(VARIABLE, "")
     if asked not in ("", "none"):
         raise TuningError(f"{VARIABLE} must be 'none' or unset, got {asked!r}")
+    unwanted = asked or is_disabled() or torch.are_deterministic_algorithms_enabled()
     virtual = isinstance(group_of(transport), World)
-    return None if asked or is_disabled() or virtual or transport.ranks == 1 else place(transport.device)
+    return None if unwanted or virtual or transport.ranks == 1 else place(transport.device)
 
 
 def place(device: torch.device) -> Place:

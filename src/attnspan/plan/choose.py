@@ -38,16 +38,25 @@ EQUAL = 0.005
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One plan, and what the cost model says of it: bytes that arrive at a rank in a call, bytes of keys at its peak
-    and of keys that it keeps for backward (None where it keeps none), and when things happen."""
+    """One plan, and what the cost model says of it: bytes of keys at its peak and of keys that it keeps for backward
+    (None where it keeps none), and when things happen."""
 
     plan: Plan
+    shape: Shape
     imbalance: float
-    moved: int
     peak: int
     timeline: Timeline
+    backward: bool
+    rounds: bool  # gradients of keys, on their way home
     refused: str = ""
     kept: int | None = None
+
+    @property
+    def moved(self) -> int:
+        """The most bytes that arrive at a rank in a call, of those looked at; counted when asked for."""
+        how: Any = {"kept": self.kept is not None, "rounds": self.rounds}
+        arrives = [arriving(self.plan, self.shape, rank, **how) for rank in sampled_ranks(self.plan)]
+        return max(each.forward + (each.backward if self.backward else 0) for each in arrives)
 
     @property
     def needs(self) -> int:
@@ -172,13 +181,14 @@ def predicted(
     kept = _kept(plan, shape, limit - peak, keep_keys) if backward and keep_keys else None
     keeps, needs = kept is not None, peak + (kept or 0)
     timelines = [predict(plan, rank, shape, hardware, backward=backward, keep_keys=keeps) for rank in looked]
-    arrives = [arriving(plan, shape, rank, kept=keeps, rounds=hardware.rounds) for rank in looked]
     return Candidate(
         plan=plan,
+        shape=shape,
         imbalance=plan.imbalance(),
-        moved=max(each.forward + (each.backward if backward else 0) for each in arrives),
         peak=peak,
         timeline=max(timelines, key=lambda timeline: timeline.seconds),
+        backward=backward,
+        rounds=hardware.rounds,
         refused=f"needs {in_bytes(needs)}, the limit is {in_bytes(limit)}" if needs > limit else "",
         kept=kept,
     )
