@@ -13,7 +13,10 @@ import attnspan
 
 ROOT = Path(attnspan.__file__).parent
 PARTS = ["masks", "layouts", "plan", "tuning", "kernels", "transports", "paged", "measure", "inspector", "cli"]
-THEIRS = {"_asdict", "_replace", "_exit", "_schema", "_version", "_get_backend"}  # Python's and torch's
+THEIRS = {  # Python's and torch's
+    *("_asdict", "_replace", "_exit", "_schema", "_version"),
+    *("_get_backend", "_register_backend", "_set_default_backend", "_set_group_name", "_set_group_desc", "_flatten"),
+}
 MAY = ("self", "cls", "super()", "torch", "dist")
 
 

@@ -8,10 +8,10 @@ from itertools import pairwise
 import pytest
 import torch
 
-from attnspan.attention import call as call_module
 from attnspan.layouts import HeadTail
 from attnspan.masks import Causal, Documents, KeyPadding, MaskMod, SlidingWindow
 from attnspan.parallel import ContextParallel
+from attnspan.plan import kind as kind_module
 from attnspan.plan import plan as plan_module
 from attnspan.testing import loopback
 from attnspan.transports import Transport
@@ -110,7 +110,7 @@ def test_so_they_are_between_processes():
 
 
 def test_the_first_call_finds_its_plan():
-    chosen, steps = call_module._chosen, plan_module._steps
+    chosen, steps = kind_module._chosen, plan_module._steps
     asked = [Causal() & Documents(lengths) for lengths in packs(3, seed=1)]
 
     def rank(world):
@@ -129,7 +129,7 @@ def test_the_first_call_finds_its_plan():
 
 
 def test_twin_a_shape_that_never_ran_is_planned_when_it_comes():
-    chosen = call_module._chosen
+    chosen = kind_module._chosen
 
     def rank(world):
         cp = ContextParallel(world, seq_len=LENGTH, mask=Causal())

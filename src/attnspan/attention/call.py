@@ -8,7 +8,6 @@ autograd graph saves the handle: a call lives as long as anything that may still
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -30,9 +29,10 @@ from attnspan.kernels import Mods, Spec, runs_programs
 from attnspan.layouts.run import Runs
 from attnspan.masks import Mask
 from attnspan.masks.program import traced
-from attnspan.plan import Choice, Hardware, Plan, Ring, Shape, Strategy, Ulysses, choose
+from attnspan.plan import Hardware, Plan, Ring, Shape, Strategy, Ulysses
 from attnspan.plan.choose import KeepKeys
 from attnspan.plan.heads import split_heads
+from attnspan.plan.kind import strategy_for
 from attnspan.transports import Transport
 from attnspan.tuning import table_for
 
@@ -203,22 +203,8 @@ class Call:
         return isinstance(strategy.inner if isinstance(strategy, Ulysses) else strategy, Ring)
 
 
-@functools.lru_cache(maxsize=256)
 def _chosen(plan: Plan, shape: Shape, hardware: Hardware, keep_keys: KeepKeys) -> Plan:
-    """The plan with the strategy that the cost model finds best; cross-attention keeps its own."""
+    """The plan with the strategy that suits its kind; cross-attention keeps its own."""
     if (plan.key_len, plan.key_layout) != (plan.seq_len, plan.layout):
         return plan
-    return choice_for(plan, shape, hardware, keep_keys).plan
-
-
-def choice_for(plan: Plan, shape: Shape, hardware: Hardware, keep_keys: KeepKeys) -> Choice:
-    """What the cost model says of every strategy for the mask and layout of a plan."""
-    return choose(
-        plan.mask,
-        seq_len=plan.seq_len,
-        ranks=plan.ranks,
-        shape=shape,
-        hardware=hardware,
-        layouts=[plan.layout],
-        keep_keys=keep_keys,
-    )
+    return replace(plan, strategy=strategy_for(plan, shape, hardware, keep_keys))

@@ -8,7 +8,7 @@ row by row. Knows nothing of how the work is then divided.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import gcd, isfinite
 
 from attnspan.errors import LayoutError
@@ -54,6 +54,10 @@ class ByWork(Layout):
     @property
     def least_len(self) -> int:
         return max(mask.least_len for mask in self._masks)
+
+    def typical(self, seq_len: int) -> ByWork:
+        """The same layout of masks that stand for others of their kind."""
+        return replace(self, masks=[mask.typical(seq_len) for mask in self._masks])
 
     @property
     def _mask_rows(self) -> int:

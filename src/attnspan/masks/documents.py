@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
 import torch
@@ -13,6 +13,7 @@ from attnspan.errors import MaskError, integers
 from attnspan.masks.band import Band, tight
 from attnspan.masks.mask import Mask, Rule, Space
 from attnspan.masks.rows import listed, of_row, select, shown
+from attnspan.masks.typical import typical_lengths
 
 Lengths = Sequence[int] | Sequence[Sequence[int]]
 Rows = tuple[tuple[int, ...], ...]
@@ -34,6 +35,7 @@ class Documents(Mask):
 
     lengths: Rows
     kv_lengths: Rows | None = None
+    _hash: int = field(init=False, repr=False, compare=False)  # of thousands of numbers: plans and layouts ask often
 
     def __init__(self, lengths: Lengths, kv_lengths: Lengths | None = None):
         object.__setattr__(self, "lengths", _per_row("lengths", lengths))
@@ -43,6 +45,10 @@ class Documents(Mask):
             raise MaskError(
                 f"kv_lengths must hold as many documents as lengths, per batch row {counts}, got {kv_counts}"
             )
+        object.__setattr__(self, "_hash", hash((self.lengths, self.kv_lengths)))
+
+    def __hash__(self) -> int:
+        return self._hash
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: torch.Tensor | Sequence[int]) -> Documents:
@@ -90,6 +96,9 @@ class Documents(Mask):
     @property
     def natural_kv_len(self) -> int | None:
         return sum(self._kv_lengths[0])
+
+    def typical(self, q_len: int) -> Mask:
+        return self if self.kv_lengths else Documents(typical_lengths(self.lengths))
 
     def _check(self, q_len: int, kv_len: int, row: int) -> None:
         if self.kv_lengths is None and q_len != kv_len:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import ClassVar
 
 from attnspan.errors import MaskError
@@ -30,6 +31,13 @@ class FirstKeys(Mask):
     @property
     def least_len(self) -> int:
         return max(self._lengths)
+
+    def typical(self, q_len: int) -> Mask:
+        """Rows between the shortest and the longest, evenly, both rounded up to an eighth of the sequence."""
+        eighth, most = -(-q_len // 8), len(self._lengths) - 1
+        low, high = (-(-length // eighth) * eighth for length in (min(self._lengths), max(self._lengths)))
+        spaced = [min(low + (high - low) * row // max(most, 1), q_len) for row in range(most + 1)]
+        return self if most == 0 else replace(self, **{self._field: spaced})  # type: ignore[type-var]
 
     def _check(self, q_len: int, kv_len: int, row: int) -> None:
         length = of_row(self._lengths, row)

@@ -121,6 +121,15 @@ class Mask(ABC):
         """The shortest length the mask can be drawn at, where it fixes none."""
         return 1
 
+    def typical(self, q_len: int) -> Mask:
+        """The mask that stands for others of its kind, where a strategy is chosen; most are of no kind but their own.
+
+        >>> from attnspan.masks import Causal, Documents
+        >>> Causal().typical(8), len({(Causal() & Documents([20 - n, 20, n])).typical(40) for n in range(9, 12)})
+        (Causal(), 1)
+        """
+        return self
+
     # ---- what everyone asks ----------------------------------------------------------------------------
 
     def bands(self, q_len: int, kv_len: int | None = None, row: int = 0) -> Bands:
@@ -393,6 +402,9 @@ class _Both(_Combination):
     def _parts(self) -> tuple[Mask, ...]:
         return self.left, self.right
 
+    def typical(self, q_len: int) -> Mask:
+        return type(self)(self.left.typical(q_len), self.right.typical(q_len))
+
 
 @dataclass(frozen=True, slots=True, repr=False)
 class And(_Both):
@@ -448,6 +460,9 @@ class Not(_Combination):
     @property
     def _parts(self) -> tuple[Mask, ...]:
         return (self.inner,)
+
+    def typical(self, q_len: int) -> Mask:
+        return ~self.inner.typical(q_len)
 
     def _bands(self, q_len: int, kv_len: int, row: int) -> Bands:
         return subtract([_everything(q_len, kv_len)], self.inner.bands(q_len, kv_len, row))

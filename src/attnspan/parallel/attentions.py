@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from attnspan.attention import Attention
-from attnspan.attention.call import Inputs, choice_for
+from attnspan.attention.call import Inputs
 from attnspan.attention.score import DTYPES, Captured, Score, ScoreFunction
 from attnspan.attention.tuned import UNKNOWN, hardware_for, machine_here
 from attnspan.attention.uses import Uses
@@ -42,6 +42,7 @@ from attnspan.parallel.flex_checks import check_alone, check_filled, check_lengt
 from attnspan.parallel.guards import guarded, guards_of
 from attnspan.parallel.report import Machine, PastUses, Report, report
 from attnspan.plan import Plan, Shape
+from attnspan.plan.choose import choice_for
 from attnspan.plan.drawing import in_seconds
 from attnspan.plan.local_blocks import local_block_mask
 from attnspan.plan.strategy import name_of

@@ -165,6 +165,19 @@ def choose(
     return Choice(ordered, shape, machine, keep_keys if backward else False)
 
 
+def choice_for(plan: Plan, shape: Shape, hardware: Hardware, keep_keys: KeepKeys) -> Choice:
+    """What the cost model says of every strategy for the mask and layout of a plan."""
+    return choose(
+        plan.mask,
+        seq_len=plan.seq_len,
+        ranks=plan.ranks,
+        shape=shape,
+        hardware=hardware,
+        layouts=[plan.layout],
+        keep_keys=keep_keys,
+    )
+
+
 def predicted(
     plan: Plan,
     shape: Shape,

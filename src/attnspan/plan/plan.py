@@ -42,6 +42,11 @@ from attnspan.plan.strategy import Strategy, Ulysses, name_of
 if TYPE_CHECKING:
     from attnspan.plan.memory import Memory
 
+Parts = tuple[Mask, Layout, int, Layout, int, int]
+"""What a geometry is made from: mask, layout and length of the queries, and of the keys, and the degree.
+
+It is the same for all strategies of one degree, which `choose` compares."""
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -109,12 +114,12 @@ class Plan:
     def queries(self, rank: int, row: int = 0) -> Runs:
         """The positions in a rank's query buffer: its shard, or under Ulysses what its group holds."""
         group, row = self._place(rank, row)
-        return _geometry(self, row).q_shards[group]
+        return self.geometry(row).q_shards[group]
 
     def keys(self, rank: int, row: int = 0) -> Runs:
         """The positions in a rank's own key buffer: its shard, or under Ulysses what its group holds."""
         group, row = self._place(rank, row)
-        return _geometry(self, row).k_shards[group]
+        return self.geometry(row).k_shards[group]
 
     def bands(self, row: int = 0) -> Bands:
         """The allowed pairs of one batch row; of a mask that is a function, those that may be (masks/cover.py)."""
@@ -137,12 +142,12 @@ class Plan:
         The sum over ranks is the mask's work.
         """
         group, _ = self._place(rank, 0)
-        pairs = sum(_geometry(self, row).work(group) for row in range(self.rows))
+        pairs = sum(self.geometry(row).work(group) for row in range(self.rows))
         return pairs / self.degree if self.degree > 1 else pairs
 
     def group_works(self) -> list[int]:
         """The pairs of each group of ranks (each rank, without Ulysses) over all batch rows."""
-        rows = [_geometry(self, row) for row in range(self.rows)]
+        rows = [self.geometry(row) for row in range(self.rows)]
         return [sum(geometry.work(group) for geometry in rows) for group in range(self.groups)]
 
     def imbalance(self) -> float:
@@ -240,6 +245,14 @@ class Plan:
 
     # ---- inside ------------------------------------------------------------------------------------------------
 
+    def geometry(self, row: int) -> Geometry:
+        """Where one batch row of the mask falls on the ranks, or under Ulysses on the groups."""
+        return _geometry(self._parts, row)
+
+    @property
+    def _parts(self) -> Parts:
+        return self.mask, self.layout, self.seq_len, self.key_layout, self.key_len, self.degree
+
     def _place(self, rank: int, row: int) -> tuple[int, int]:
         """The group of a rank, and the batch row that stands for this one; both checked."""
         rank, row = integer("rank", rank, error=PlanError), integer("row", row, error=PlanError)
@@ -251,24 +264,24 @@ class Plan:
 
 
 @functools.lru_cache(maxsize=64)
-def _geometry(plan: Plan, row: int) -> Geometry:
-    queries, keys = plan.layout, plan.key_layout
-    if plan.degree > 1:
-        queries, keys = Grouped(queries, plan.degree), Grouped(keys, plan.degree)
-    shards = queries.shards(plan.seq_len, row), keys.shards(plan.key_len, row)
-    return Geometry(plan.bands(row), *shards, plan.cover(row).asked)
+def _geometry(parts: Parts, row: int) -> Geometry:
+    mask, queries, seq_len, keys, key_len, degree = parts
+    if degree > 1:
+        queries, keys = Grouped(queries, degree), Grouped(keys, degree)
+    cover = mask.cover(seq_len, key_len, row if mask.rows > 1 else 0)
+    return Geometry(cover.bands, queries.shards(seq_len, row), keys.shards(key_len, row), cover.asked)
 
 
 @functools.lru_cache(maxsize=64)
-def _shifts(plan: Plan) -> tuple[int, ...]:
+def _shifts(parts: Parts, rows: int) -> tuple[int, ...]:
     """The ring distances that any batch row uses: all ranks must agree on them."""
-    return tuple(sorted(frozenset().union(*(_geometry(plan, row).shifts for row in range(plan.rows)))))
+    return tuple(sorted(frozenset().union(*(_geometry(parts, row).shifts for row in range(rows)))))
 
 
 @functools.lru_cache(maxsize=4096)
 def _steps(plan: Plan, group: int, row: int) -> tuple[Step, ...]:
     assert isinstance(plan.strategy, Strategy), "set in __post_init__"
-    return plan.strategy.steps(_geometry(plan, row), group, _shifts(plan))
+    return plan.strategy.steps(plan.geometry(row), group, _shifts(plan._parts, plan.rows))
 
 
 def _peak(steps: tuple[Step, ...], own: int) -> int:
