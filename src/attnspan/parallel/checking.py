@@ -129,9 +129,9 @@ def check_model(
     `batch` is whole, the same on every rank. `forward(model, batch, cp)` is one training step's forward as the script
     does it: shard the batch, run the model, return the loss, the logits or both; it runs with a session of one rank
     for the dense side. Without it, tensors of the batch are sharded along their dim of `seq_len` tokens, the model is
-    called with ``cp.attach(model)``, with `position_ids` or `positions` if it takes them and the batch has none, and
-    `labels` of a dict, unshifted as transformers has them, make the loss. On `mesh` every rank calls this; without,
-    `ranks` are virtual and each has a copy of the model. `raises` raises what is found wrong.
+    called with ``cp.attach(model, flex=True)``, with `position_ids` or `positions` if it takes them and the batch has
+    none, and `labels` of a dict, unshifted as transformers has them, make the loss. On `mesh` every rank calls this;
+    without, `ranks` are virtual and each has a copy of the model. `raises` raises what is found wrong.
 
     >>> import attnspan as span
     >>> layer = nn.TransformerEncoderLayer(16, 2, dim_feedforward=32, batch_first=True)
@@ -250,7 +250,7 @@ def _opened(tree: object) -> object:
 def _default(model: nn.Module, batch: object, cp: ContextParallel) -> object:
     parts = _sharded(batch, cp)
     labels = parts.pop("labels", None) if isinstance(parts, dict) else None
-    with cp.attach(model):
+    with cp.attach(model, flex=True):
         if isinstance(parts, dict):
             out = model(**parts, **_positions(model, parts, cp))
         else:

@@ -199,7 +199,7 @@ def check_used(found: Report, layers: int | Mapping[str, int], passes: int) -> N
 
 def _hint(calls: int, expected: int) -> str:
     if calls == 0:
-        return "run the model inside cp.sdpa(), attach it, or call cp.attention(...)"
+        return "run the model inside cp.sdpa() or cp.flex(), attach it, or call cp.attention(...)"
     if calls > expected:
         return "for several forward passes give passes=, or call cp.reset() before"
     return (
