@@ -671,7 +671,7 @@ def packed(lengths):
 
 WAYS = {
     "flex_attention of the session": lambda cp, mask, q, k, v: cp.flex_attention(q, k, v, block_mask=mask),
-    "what was prepared": lambda cp, mask, q, k, v: mask(q, k, v),
+    "the attention": lambda cp, mask, q, k, v: mask(q, k, v),
     "torch's inside a block": lambda cp, mask, q, k, v: by_name(q, k, v, block_mask=mask),
 }
 
@@ -745,7 +745,7 @@ def test_what_is_not_prepared_is_refused_in_compiled_code(compiled):
         for call in (inside, seen_by_a_block):
             with cp.flex(), pytest.raises((torch._dynamo.exc.Unsupported, AttentionError)) as caught:
                 compiled(call)[0](cp, q)
-            assert "a mask must be prepared outside" in str(caught.value)
+            assert "block_mask must be an attention that was made outside" in str(caught.value)
         assert cp.report().calls == 0
 
     loopback(1).run(rank)
@@ -767,7 +767,7 @@ def test_compiled_code_that_is_checkpointed_from_outside_is_refused_when_it_runs
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-def test_code_compiled_in_parts_needs_nothing_prepared():
+def test_code_compiled_in_parts_needs_no_attention_made_before():
     torch._dynamo.reset()
 
     def rank(world):
@@ -958,17 +958,17 @@ REFUSED = {
         {"block_mask": block_mask(), "return_lse": True, "return_aux": AuxRequest(lse=True)},
         r"^return_lse and return_aux must not both be given",
     ),
-    "another prepared session": (
+    "an attention of another session": (
         {"block_mask": lambda cp: cp.with_mask(span.Full()).attention_for()},
-        r"^block_mask was prepared by another session",
+        r"^block_mask is an attention of another session",
     ),
-    "another score_mod than was prepared": (
+    "another score_mod than that of the attention": (
         {"block_mask": lambda cp: cp.attention_for(block_mask()), "score_mod": distance},
-        r"^score_mod must be the one that was prepared",
+        r"^score_mod must be that of the attention",
     ),
-    "another scale than was prepared": (
+    "another scale than that of the attention": (
         {"block_mask": lambda cp: cp.attention_for(block_mask(), scale=0.2), "scale": 0.3},
-        r"^scale must be the one that was prepared, 0.2, got 0.3",
+        r"^scale must be that of the attention, 0.2, got 0.3",
     ),
 }
 
