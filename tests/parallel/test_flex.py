@@ -376,22 +376,21 @@ def test_without_flex_it_is_refused_and_never_attends_to_this_ranks_tokens(name,
 
 
 @pytest.mark.parametrize(
-    ("name", "before"), [("none", False), ("whole", False), ("local", True)], ids=["none", "whole", "compiled before"]
+    ("name", "fullgraph", "before"),
+    [("none", True, False), ("whole", False, False), ("local", False, True)],
+    ids=["none", "whole", "compiled before"],
 )
-def test_without_flex_compiled_code_is_refused_too(name, before):
+def test_without_flex_compiled_code_is_refused_too(name, fullgraph, before):
     def rank(world):
         cp = session(world)
         x = cp.shard(whole()[0], dim=2)
         mask = MASKS_OF_A_CALL[name](x.shape[2])
-        for fullgraph in (False, True):
-            torch._dynamo.reset()
-            fast = torch.compile(
-                lambda x, mask: by_name(x, x, x, block_mask=mask), backend="eager", fullgraph=fullgraph
-            )
-            if before:
-                fast(x, mask)
-            with pytest.raises((AttentionError, torch._dynamo.exc.Unsupported, ValueError)), cp.sdpa():
-                fast(x, mask)
+        torch._dynamo.reset()
+        fast = torch.compile(lambda x, mask: by_name(x, x, x, block_mask=mask), backend="eager", fullgraph=fullgraph)
+        if before:
+            fast(x, mask)
+        with pytest.raises((AttentionError, torch._dynamo.exc.Unsupported, ValueError)), cp.sdpa():
+            fast(x, mask)
         assert cp.report().calls == 0
 
     loopback(1).run(rank)
@@ -479,7 +478,7 @@ def trained(cp, model, mask):
     return cp.unshard(out.detach()), [p.grad for p in model.parameters()]
 
 
-@pytest.mark.parametrize("again", [None, "reentrant", "non-reentrant"])
+@pytest.mark.parametrize("again", [pytest.param(None, marks=pytest.mark.slow), "reentrant", "non-reentrant"])
 def test_an_attached_model_is_that_of_one_rank_checkpointed_or_not(again):
     def one(world):
         cp, model = session(world), Model()
