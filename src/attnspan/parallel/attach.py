@@ -191,7 +191,7 @@ class Attachment:
         with self._lock:
             if not self._running:
                 for module in self._masks:
-                    check_free(module, f"a checkpointed region {LATE}, and the model is attached anew")
+                    check_free(module, f"a checkpointed region {LATE}, and needs the model attached")
                 self._begin()
             self._running += 1
         try:

@@ -329,7 +329,7 @@ class DenseAttention:
 
     @property
     def latest(self) -> Plan:
-        """The plan: there is but one."""
+        """The only plan."""
         return self.plan
 
     def variant(self, *, scale: float | None = None, guard: object = None) -> DenseAttention:
@@ -403,9 +403,9 @@ class Comparison:
         return None
 
     def _taken(self, full: Tensor, dim: int) -> Tensor:
-        """This rank's tokens of a tensor with batch rows in `dim` (or 0, if that has but one) and tokens in the next.
+        """This rank's tokens of a tensor with batch rows in `dim` (or 0, if that has only one) and tokens in the next.
 
-        Not `ContextParallel.shard`: that may ask the other ranks, who may have found a difference and gone on.
+        Not `ContextParallel.shard`: that may ask the other ranks, which may have found a difference and gone on.
         """
         positions = self.session.positions.to(full.device)
         if positions.dim() == 1:

@@ -80,7 +80,7 @@ class ReportLine:
 
 @dataclass(frozen=True, slots=True)
 class PastUses:
-    """The uses of plans that are no longer known, added up: masks that were made anew for every step are many."""
+    """The uses of plans that are no longer known, added up: a mask made for every step makes many."""
 
     mask: str = ""
     calls: int = 0

@@ -12,9 +12,9 @@
 [0, 1, 2, 7] [[1, 2, -100, -100]]
 [3, 4, 5, 6] [[4, 5, 6, 7]]
 
-A session holds no state that matters but its core (core.py): another batch is another session (`with_mask`), several
-live at once. It changes nothing of torch's but the code of flex_attention, while a block or an attachment is open
-(flex_dispatch.py). It counts what it is used for, as a witness (report.py).
+All state of a session that matters is its core (core.py): another batch is another session (`with_mask`), and several
+live at once. The only thing of torch's that it changes is the code of flex_attention, while `flex()` or an attachment
+with ``flex=True`` is open (flex_dispatch.py). It counts what it is used for (report.py).
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class ContextParallel:
 
     @property
     def mask(self) -> Mask:
-        """The mask, if there is but one."""
+        """The mask, if there is only one."""
         return self.masks[self.core.mask_name(None)]
 
     @property

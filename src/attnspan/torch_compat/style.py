@@ -114,8 +114,8 @@ class _ContextParallel(ParallelStyle):
 class SequenceShard(Tensor):
     """A rank's part of a sequence, of which SDPA attends to all ranks' parts. Everything else is as of a plain tensor.
 
-    torch has DTensors here, of which SDPA is context parallel while a dispatcher is enabled. That is on for everybody,
-    and off again for everybody; this is for the tensors that came through the hook.
+    torch has DTensors here, of which SDPA is context parallel while a dispatcher is enabled. That is on and off
+    for the whole process; this is for the tensors that came through the hook.
     """
 
     ranks: MeshRanks
