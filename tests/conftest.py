@@ -2,8 +2,8 @@
 
 Hypothesis profiles, by ``HYPOTHESIS_PROFILE`` or else by where we are::
 
-    dev     at a desk: 60 new examples for each law on every run
-    ci      where CI=true: the same 60 on every run, so that a red build is red again when looked at
+    dev     at a desk: 40 new examples for each law on every run
+    ci      where CI=true: the same 40 on every run, so that a red build is red again when looked at
     long    `make test-slow`: 2000
 
 No profile has a deadline or minds slow examples: time is measured in benchmarks, never in tests.
@@ -21,7 +21,7 @@ os.environ.setdefault("ATTNSPAN_TUNING", "none")
 import pytest
 from hypothesis import HealthCheck, settings
 
-untimed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=60)
+untimed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=40)
 settings.register_profile("dev", untimed)
 settings.register_profile("ci", untimed, derandomize=True, print_blob=True)
 settings.register_profile("long", untimed, max_examples=2000)

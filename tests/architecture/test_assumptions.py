@@ -194,7 +194,7 @@ def test_attention_in_an_attached_model_refuses_where_insides_have_moved(unprove
 
 
 def attached(cp, mine):
-    with cp.attach(mine):
+    with cp.attach(mine, flex=True):
         mine(cp.shard(whole(LENGTH)))
 
 

@@ -8,6 +8,7 @@ error.
 import json
 import subprocess
 import sys
+from contextlib import contextmanager
 
 import pytest
 
@@ -41,35 +42,57 @@ FORKS = """
 import json, os, tempfile, traceback
 
 for line in sys.stdin:
-    with tempfile.TemporaryFile("w+", encoding="utf-8") as said:
-        child = os.fork()
-        if not child:
-            os.dup2(said.fileno(), 2)
-            status = 1
-            try:
-                exec(json.loads(line))
-                status = 0
-            except BaseException:
-                traceback.print_exc()
-            sys.stderr.flush()
-            os._exit(status)
-        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        said.seek(0)
-        print(json.dumps([status, said.read()]), flush=True)
+    files = [tempfile.TemporaryFile("w+", encoding="utf-8") for _ in range(2)]
+    child = os.fork()
+    if not child:
+        for number, file in enumerate(files, 1):
+            os.dup2(file.fileno(), number)
+        status = 1
+        try:
+            exec(json.loads(line))
+            status = 0
+        except SystemExit as left:
+            status = left.code
+        except BaseException:
+            traceback.print_exc()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    told = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])]
+    for file in files:
+        file.seek(0)
+        told.append(file.read())
+        file.close()
+    print(json.dumps(told), flush=True)
 """
+
+
+@contextmanager
+def interpreter(*absent):
+    """``run(body)`` runs code in a fork of an interpreter that lacks these packages: its exit status, what it printed.
+
+    torch is imported, once.
+    """
+    command = [sys.executable, "-c", COLD + FORKS, *absent]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as fresh:
+
+        def run(body):
+            print(json.dumps(body), file=fresh.stdin, flush=True)
+            return tuple(json.loads(fresh.stdout.readline()))
+
+        yield run
 
 
 @pytest.fixture(scope="module")
 def cold():
     """``cold(body)`` runs code where nothing optional is installed: its exit status and what it printed to stderr."""
-    command = [sys.executable, "-c", COLD + FORKS, *OPTIONAL]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as fresh:
+    with interpreter(*OPTIONAL) as run:
 
-        def run(body):
-            print(json.dumps(body), file=fresh.stdin, flush=True)
-            return json.loads(fresh.stdout.readline())
+        def told(body):
+            status, _, said = run(body)
+            return status, said
 
-        yield run
+        yield told
 
 
 @pytest.fixture

@@ -1,8 +1,8 @@
 """The suite can fail: every planted defect turns a probe red that is green without it.
 
 The probe is a handful of the problems that the suite is made of, one for each thing that can be got wrong; they are
-small, in float64, and judged as everywhere, by the oracle. Red is a wrong result or an error of ours. Anything else
-that is raised is a defect that was planted badly.
+small, in float64, the quickest first, and judged as everywhere, by the oracle. Red is a wrong result or an error of
+ours. Anything else that is raised is a defect that was planted badly.
 """
 
 import pytest
@@ -33,26 +33,26 @@ def knowing_better():
 
 
 PROBE = {
+    "sinks, scale and lse": Problem(Causal(), HeadTail(2), 12, "ring", scale=0.3, sinks=True, through_lse=True),
     "a ring": Problem(Causal(), HeadTail(4), 32, "ring", heads=4, kv_heads=2),
     "documents, gathered": Problem(
         Causal() & Documents([7, 13, 4, 9]), Contiguous(3), 33, "gather", heads=6, kv_heads=2
     ),
+    "rows of other documents": Problem(Causal() & Documents(BOTH), PerDocument(BOTH, ranks=2), 21, "ring"),
+    "cross-attention": Problem(Full(), Contiguous(3), 10, "gather", kv_len=18, kv_layout=HeadTail(3), value_dim=4),
     "a window, as needed": Problem(SlidingWindow(5, 2), Contiguous(4), 30, "needed(3)", memory="rows of more"),
     "rows that see nothing": Problem(Causal() & KeyPadding([20, 0, 11]), HeadTail(3), 20, kernel="reference"),
-    "rows of other documents": Problem(Causal() & Documents(BOTH), PerDocument(BOTH, ranks=2), 21, "ring"),
+    "heads for sequence": Problem(Causal(), HeadTail(3), 19, "ulysses", heads=6, kv_heads=2),
     "stripes beside chunks": Problem(SlidingWindow(9, 0), Striped(3), 25, "needed(2)", kv_layout=HeadTail(3)),
     "many runs": Problem(Causal(), PerDocument([4] * 10, ranks=2), 40, "needed"),
-    "cross-attention": Problem(Full(), Contiguous(3), 10, "gather", kv_len=18, kv_layout=HeadTail(3), value_dim=4),
-    "heads for sequence": Problem(Causal(), HeadTail(3), 19, "ulysses", heads=6, kv_heads=2),
     "heads and a ring": Problem(Causal(), Striped(4), 24, "ulysses(2) x ring", heads=4, kv_heads=4),
-    "sinks, scale and lse": Problem(Causal(), HeadTail(2), 12, "ring", scale=0.3, sinks=True, through_lse=True),
-    "a window by head": program("per-head window", Striped(4), "ulysses(2) x ring"),
-    "a learned bias by row": program("score by row and head", HeadTail(3), "needed(2)"),
-    "a table, and lse": program("relative bias, per-head window", HeadTail(3), "ring", through_lse=True),
-    "a soft cap": program("tanh soft-cap", Contiguous(2), "gather"),
     "a BlockMask that knows better": Problem(
         Mask.from_block_mask(knowing_better()), HeadTail(2), 12, "gather", heads=2, kv_heads=2
     ),
+    "a soft cap": program("tanh soft-cap", Contiguous(2), "gather"),
+    "a table, and lse": program("relative bias, per-head window", HeadTail(3), "ring", through_lse=True),
+    "a window by head": program("per-head window", Striped(4), "ulysses(2) x ring"),
+    "a learned bias by row": program("score by row and head", HeadTail(3), "needed(2)"),
 }
 
 

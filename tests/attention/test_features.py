@@ -279,7 +279,11 @@ def compiled(tmp_path, monkeypatch):
 
 
 inductor = pytest.param(
-    "inductor", marks=pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+    "inductor",
+    marks=[
+        pytest.mark.slow,  # it compiles what is around attention, 20 s of C++; all that is ours shows before it
+        pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
+    ],
 )
 
 

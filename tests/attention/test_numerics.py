@@ -82,10 +82,18 @@ def off(found, true):
     return float(error.square().mean().sqrt()), float(error.abs().max())
 
 
-@masks
-@strategies
-@halves
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
+def half_cases():
+    """Daily the two dtypes take turns over masks and strategies, and one seed is drawn."""
+    for i, mask in enumerate(MASKS):
+        for j, strategy in enumerate(STRATEGIES):
+            for k, dtype in enumerate([torch.bfloat16, torch.float16]):
+                for seed in range(3):
+                    marks = [pytest.mark.slow] if seed or (i + j + k) % 2 else []
+                    name = f"{str(dtype).removeprefix('torch.')}-{strategy}-{mask}-{seed}"
+                    yield pytest.param(MASKS[mask], strategy, dtype, seed, marks=marks, id=name)
+
+
+@pytest.mark.parametrize(("mask", "strategy", "dtype", "seed"), list(half_cases()))
 def test_half_precision_is_as_exact_as_on_one_device(mask, strategy, dtype, seed):
     """See [Note: half]. From 1 to 8 ranks the error is the same to a percent: it does not grow."""
     alone = None

@@ -37,14 +37,14 @@ def turn(name, strategy):
 @pytest.mark.parametrize(
     ("name", "strategy"),
     [
-        # Every second one daily: each program under three or four strategies, each strategy with half of the programs.
-        pytest.param(name, strategy, marks=[pytest.mark.slow] if turn(name, strategy) % 2 else [])
+        # Every third one daily: each program under two or three strategies, each strategy with a third of the programs.
+        pytest.param(name, strategy, marks=[pytest.mark.slow] if turn(name, strategy) % 3 else [])
         for name in WRITTEN
         for strategy in STRATEGIES
     ],
 )
 def test_every_program_is_exact_under_every_strategy(by_blocks, name, strategy):
-    n = turn(name, strategy) // 2  # so that ranks and lse take turns among the daily ones
+    n = turn(name, strategy) // 3  # so that ranks and lse take turns among the daily ones
     layout = LAYOUTS[n % 3](ranks_of(strategy, n))
     check(problem(name, layout, strategy, through_lse=n % 2 == 0))
 
@@ -81,7 +81,13 @@ FEATURES = {
 
 
 @pytest.mark.parametrize("feature", FEATURES)
-@pytest.mark.parametrize("name", ["relative bias, per-head window", "document", "learned bias"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "relative bias, per-head window",
+        *(pytest.param(x, marks=pytest.mark.slow) for x in ("document", "learned bias")),
+    ],
+)
 def test_every_feature_goes_with_programs(by_blocks, name, feature):
     check(problem(name, HeadTail(3), "needed(2)", **FEATURES[feature]))
 

@@ -191,7 +191,7 @@ def test_a_region_that_runs_again_when_its_model_is_attached_anew_is_refused(aga
             out = mine(cp.shard(whole(LENGTH)).detach().requires_grad_())
         with (
             cp.with_mask(span.Causal()).attach(mine),
-            pytest.raises(AttentionError, match="after its attachment has ended, and the model is attached anew"),
+            pytest.raises(AttentionError, match="after its attachment has ended, and needs the model attached"),
         ):
             out.sum().backward()
 

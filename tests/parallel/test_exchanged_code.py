@@ -1,4 +1,4 @@
-"""flex_attention has torch's own code, except while a block or an attachment is open.
+"""flex_attention has torch's own code, except while a block or an attachment that needs it is open.
 
 All checks run in one process of their own, where nothing that another test left behind is open.
 """
@@ -38,19 +38,28 @@ def sessions_shards_and_calls_of_attention_leave_it_alone(cp):
     cp.flex_attention(x, x, x, block_mask=cp.mask)
 
 
-def a_block_has_other_code_until_it_ends_also_by_an_exception(cp):
-    for block in (cp.sdpa, cp.flex):
-        with block():
-            with block():
-                assert not is_torchs()
-            assert not is_torchs(), "the outer block is open"
+def blocks_of_sdpa_and_attachments_leave_it_alone(cp):
+    x = cp.shard(torch.randn(1, 1, 8, 4), dim=2)
+    with cp.sdpa(), cp.sdpa():
+        Layer()(x)
         assert is_torchs()
-        with pytest.raises(KeyError), block():
-            raise KeyError
+    with cp.attach(layer := Layer()):
+        layer(x)
+        assert is_torchs()
 
 
-def an_attachment_has_other_code_until_it_is_detached_or_gone(cp):
-    first, second = (cp.attach(Layer()) for _ in range(2))
+def a_block_of_flex_has_other_code_until_it_ends_also_by_an_exception(cp):
+    with cp.flex():
+        with cp.flex(), cp.sdpa():
+            assert not is_torchs()
+        assert not is_torchs(), "the outer block is open"
+    assert is_torchs()
+    with pytest.raises(KeyError), cp.flex():
+        raise KeyError
+
+
+def an_attachment_that_needs_it_has_other_code_until_it_is_detached_or_gone(cp):
+    first, second = (cp.attach(Layer(), flex=True) for _ in range(2))
     assert not is_torchs()
     first.detach()
     assert not is_torchs(), "the second is attached"
@@ -60,8 +69,9 @@ def an_attachment_has_other_code_until_it_is_detached_or_gone(cp):
 CHECKS = [
     importing_everything_leaves_it_alone,
     sessions_shards_and_calls_of_attention_leave_it_alone,
-    a_block_has_other_code_until_it_ends_also_by_an_exception,
-    an_attachment_has_other_code_until_it_is_detached_or_gone,
+    blocks_of_sdpa_and_attachments_leave_it_alone,
+    a_block_of_flex_has_other_code_until_it_ends_also_by_an_exception,
+    an_attachment_that_needs_it_has_other_code_until_it_is_detached_or_gone,
 ]
 
 

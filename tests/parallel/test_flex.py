@@ -292,13 +292,12 @@ def test_one_block_serves_both():
     def rank(world):
         cp = session(world)
         q, k, v = (cp.shard(x, dim=2) for x in whole(kv_heads=HEADS))
-        for block in (cp.sdpa, cp.flex):
-            with block():
-                one = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-                two = by_name(q, k, v, block_mask=block_mask())
-            close(one, two)
-        cp.assert_used(layers=2, passes=2)
-        cp.assert_used({"": 1, "block_mask": 1}, passes=2)
+        with cp.flex():
+            one = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            two = by_name(q, k, v, block_mask=block_mask())
+        close(one, two)
+        cp.assert_used(layers=2)
+        cp.assert_used({"": 1, "block_mask": 1})
 
     loopback(2).run(rank)
 
@@ -340,6 +339,70 @@ def test_outside_of_blocks_the_function_is_torchs_also_after_an_exception_and_in
     assert by_name.__code__ is before
     assert flex_dispatch._OPEN[0] == blocks
     assert torch.equal(by_name(q, k, v, block_mask=block_mask()), plain)
+
+
+MASKS_OF_A_CALL = {
+    "none": lambda tokens: None,
+    "whole": lambda tokens: block_mask(),
+    "local": lambda tokens: block_mask(length=tokens),
+}
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["alone", "dispatched elsewhere"])
+@pytest.mark.parametrize("entry", ["sdpa", "attach"])
+@pytest.mark.parametrize("name", MASKS_OF_A_CALL)
+def test_without_flex_it_is_refused_and_never_attends_to_this_ranks_tokens(name, entry, elsewhere):
+    """In eager code torch's function refuses the mask, or its operator is refused; both leave as our error."""
+
+    class Calls(torch.nn.Module):
+        def forward(self, x):
+            return by_name(x, x, x, block_mask=MASKS_OF_A_CALL[name](x.shape[2]))
+
+    def rank(world):
+        cp, model = session(world), Calls()
+        x = cp.shard(whole()[0], dim=2)
+        refused = pytest.raises(AttentionError, match=r"inside `with cp\.flex\(\)`.*attach\(model, flex=True\)")
+        with one_at_a_time:
+            around = cp.attach(torch.nn.Identity(), flex=True) if elsewhere else nullcontext()
+            block = cp.sdpa() if entry == "sdpa" else cp.attach(model)
+            with around, refused, block:
+                model(x)
+        assert cp.report().calls == 0
+
+    one_at_a_time = threading.Lock()  # eager flex_attention compiles its operator, and dynamo is not for threads
+    loopback(2).run(rank)
+
+
+@pytest.mark.parametrize(
+    ("name", "fullgraph", "before"),
+    [("none", True, False), ("whole", False, False), ("local", False, True)],
+    ids=["none", "whole", "compiled before"],
+)
+def test_without_flex_compiled_code_is_refused_too(name, fullgraph, before):
+    def rank(world):
+        cp = session(world)
+        x = cp.shard(whole()[0], dim=2)
+        mask = MASKS_OF_A_CALL[name](x.shape[2])
+        torch._dynamo.reset()
+        fast = torch.compile(lambda x, mask: by_name(x, x, x, block_mask=mask), backend="eager", fullgraph=fullgraph)
+        if before:
+            fast(x, mask)
+        with pytest.raises((AttentionError, torch._dynamo.exc.Unsupported, ValueError)), cp.sdpa():
+            fast(x, mask)
+        assert cp.report().calls == 0
+
+    loopback(1).run(rank)
+
+
+def test_an_error_of_something_else_in_a_block_stays_what_it_was():
+    def rank(world):
+        cp = session(world)
+        for error in (ValueError, KeyboardInterrupt):
+            with pytest.raises(error), cp.sdpa():
+                raise error
+
+    loopback(1).run(rank)
 
 
 def test_the_inner_of_two_sessions_wins():
@@ -414,7 +477,7 @@ def trained(cp, model, mask):
     return cp.unshard(out.detach()), [p.grad for p in model.parameters()]
 
 
-@pytest.mark.parametrize("again", [None, "reentrant", "non-reentrant"])
+@pytest.mark.parametrize("again", [pytest.param(None, marks=pytest.mark.slow), "reentrant", "non-reentrant"])
 def test_an_attached_model_is_that_of_one_rank_checkpointed_or_not(again):
     def one(world):
         cp, model = session(world), Model()
@@ -425,7 +488,7 @@ def test_an_attached_model_is_that_of_one_rank_checkpointed_or_not(again):
 
     def rank(world):
         cp, model = session(world), Model(again)
-        with cp.attach(model):
+        with cp.attach(model, flex=True):
             found = trained(cp, model, block_mask(dilated))
         close(found[0], true[0])
         for mine, theirs in zip(found[1], true[1], strict=True):
@@ -606,7 +669,7 @@ def packed(lengths):
 
 WAYS = {
     "flex_attention of the session": lambda cp, mask, q, k, v: cp.flex_attention(q, k, v, block_mask=mask),
-    "what was prepared": lambda cp, mask, q, k, v: mask(q, k, v),
+    "the attention": lambda cp, mask, q, k, v: mask(q, k, v),
     "torch's inside a block": lambda cp, mask, q, k, v: by_name(q, k, v, block_mask=mask),
 }
 
@@ -657,7 +720,7 @@ def test_an_attached_model_compiles_whole(compiled):
         mask = cp.attention_for(block_mask(dilated))
         with cp.flex():
             true = model(inputs(), mask)
-        with cp.attach(model):
+        with cp.attach(model, flex=True):
             fast, _ = compiled(model)
             close(fast(inputs(), mask), true)
         cp.assert_used(layers=2)
@@ -680,7 +743,7 @@ def test_what_is_not_prepared_is_refused_in_compiled_code(compiled):
         for call in (inside, seen_by_a_block):
             with cp.flex(), pytest.raises((torch._dynamo.exc.Unsupported, AttentionError)) as caught:
                 compiled(call)[0](cp, q)
-            assert "a mask must be prepared outside" in str(caught.value)
+            assert "block_mask must be an attention that was made outside" in str(caught.value)
         assert cp.report().calls == 0
 
     loopback(1).run(rank)
@@ -702,7 +765,7 @@ def test_compiled_code_that_is_checkpointed_from_outside_is_refused_when_it_runs
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-def test_code_compiled_in_parts_needs_nothing_prepared():
+def test_code_compiled_in_parts_needs_no_attention_made_before():
     torch._dynamo.reset()
 
     def rank(world):
@@ -792,7 +855,7 @@ def test_no_block_is_open_inside_of_kernels(way, monkeypatch):
         mask = cp.attention_for(block_mask(dilated), score_mod=distance)
         q = whole()[0].requires_grad_()
         fast = torch.compile(model, backend="aot_eager", fullgraph=True) if way == "compiled" else model
-        block = cp.attach(model) if way == "attached" else cp.flex()
+        block = cp.attach(model, flex=True) if way == "attached" else cp.flex()
         with outer.flex(), block:
             fast(q, mask).sum().backward()
         assert cp.report().backwards == 1
@@ -893,17 +956,17 @@ REFUSED = {
         {"block_mask": block_mask(), "return_lse": True, "return_aux": AuxRequest(lse=True)},
         r"^return_lse and return_aux must not both be given",
     ),
-    "another prepared session": (
+    "an attention of another session": (
         {"block_mask": lambda cp: cp.with_mask(span.Full()).attention_for()},
-        r"^block_mask was prepared by another session",
+        r"^block_mask is an attention of another session",
     ),
-    "another score_mod than was prepared": (
+    "another score_mod than that of the attention": (
         {"block_mask": lambda cp: cp.attention_for(block_mask()), "score_mod": distance},
-        r"^score_mod must be the one that was prepared",
+        r"^score_mod must be that of the attention",
     ),
-    "another scale than was prepared": (
+    "another scale than that of the attention": (
         {"block_mask": lambda cp: cp.attention_for(block_mask(), scale=0.2), "scale": 0.3},
-        r"^scale must be the one that was prepared, 0.2, got 0.3",
+        r"^scale must be that of the attention, 0.2, got 0.3",
     ),
 }
 

@@ -98,7 +98,7 @@ def ringed(tensors=None, seq_dim=2, balancer=None, **options):
 
 REFUSALS = {
     "another dim": (ringed(seq_dim=1), ValueError, "seq_dim must be 2"),
-    "dropout": (ringed(dropout_p=0.5), NotImplementedError, "dropout_p must be 0, got 0.5: each hop draws anew"),
+    "dropout": (ringed(dropout_p=0.5), NotImplementedError, "dropout_p must be 0, got 0.5: each hop would draw again"),
     "gradients": (
         ringed(lambda rank: [x.requires_grad_() for x in whole(4)]),
         AttentionError,

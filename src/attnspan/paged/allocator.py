@@ -174,10 +174,9 @@ class PageAllocator:
 
     def commit(self, growth: Growth, copy: Callable[[Copies], None] | None = None) -> Given:
         """Give the rows of a prepared batch their pages, as `step`. See [Note: all or nothing]."""
-        seqs, counts, rows, _, lengths = growth
-        growing = [(seq, row, new) for seq, row, new in zip(seqs, rows, lengths, strict=True) if new > row.limit]
+        growing = self._growing(growth)
         # New tokens fill at most so many pages, and begin at most one more; the last page may have to be copied.
-        if sum(counts) // self.page_size + 2 * len(growing) > len(self._free):
+        if sum(growth.counts) // self.page_size + 2 * len(growing) > len(self._free):
             self._take(self._needed(growth))
         writing = self._sharing(growing)
         free, readers, size, stamps = self._free, self._readers, self.page_size, self._stamps
@@ -199,7 +198,7 @@ class PageAllocator:
                 limit += size
                 index += 1
             row.limit, row.stamp = limit, next(stamps)
-        for row, length in zip(rows, lengths, strict=True):
+        for row, length in zip(growth.rows, growth.lengths, strict=True):
             row.length = length
         self.epoch += 1
         return given
@@ -219,16 +218,14 @@ class PageAllocator:
 
     def _needed(self, growth: Growth) -> int:
         """The pages a step takes, counted without taking any."""
-        needed, readers = 0, dict[int, int]()
-        for row, start, length in zip(growth.rows, growth.starts, growth.lengths, strict=True):
-            pages = len(row.table)
-            if start < length and start < pages * self.page_size:  # it writes to its last page
-                last = row.table[-1]
-                left = readers.get(last, self._readers[last])
-                needed += left > 1
-                readers[last] = left - (left > 1)
-            needed += max(0, -(-length // self.page_size) - pages)
-        return needed
+        growing = self._growing(growth)
+        new = sum(max(0, -(-length // self.page_size) - len(row.table)) for _, row, length in growing)
+        return len(self._sharing(growing)) + new
+
+    def _growing(self, growth: Growth) -> list[tuple[int, Row, int]]:
+        """The rows that grow beyond their limits, and to which length. See [Note: limits]."""
+        found = zip(growth.seqs, growth.rows, growth.lengths, strict=True)
+        return [(seq, row, length) for seq, row, length in found if length > row.limit]
 
     def fork(self, seq: int, n: int = 1) -> list[int]:
         """`n` sequences that read the same pages; the first to write writes to a copy."""

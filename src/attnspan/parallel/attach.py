@@ -1,8 +1,9 @@
 """``cp.attach(model)``: attention in a model's modules is context parallel, also when checkpointing runs them again.
 
-The forward of every chosen module runs in a block of ``cp.sdpa()``. A checkpointed region that calls such a module
-enters that block again in backward, when a ``with`` around the training step has been left. A region that calls SDPA or
-flex_attention outside of any attached module is refused when it first runs (checkpoint_regions.py).
+The forward of every chosen module runs in a block of ``cp.sdpa()``, or of ``cp.flex()`` with `flex=True`. A
+checkpointed region that calls such a module enters that block again in backward, when a ``with`` around the training
+step has been left. A region that calls SDPA or flex_attention outside of any attached module is refused when it first
+runs (checkpoint_regions.py).
 
 >>> import torch
 >>> import attnspan as span
@@ -57,9 +58,10 @@ class Attachment:
         session: ContextParallel,
         model: nn.Module,
         masks: Mapping[nn.Module, str | None],
+        flex: bool,
         run_forward: ForwardRunner | None = None,
     ):
-        self.live = False
+        self.live, self.flex = False, flex
         self._several = False  # whether there was more than one session
         self.model, self._masks, self._run_forward = model, dict(masks), run_forward
         self._sessions: WeakSet[ContextParallel] = WeakSet({session})
@@ -104,8 +106,10 @@ class Attachment:
     def mode(self, name: str | None, session: ContextParallel) -> AttentionMode:
         """The block that a module's forward runs in; without a mask's name, one that refuses attention."""
         if name is None:
-            return AttentionMode(UNNAMED)
-        return AttentionMode(self._handlers[name]) if session is self.session else session.sdpa(mask=name)
+            return AttentionMode(UNNAMED, self.flex)
+        if session is self.session:
+            return AttentionMode(self._handlers[name], self.flex)
+        return session.flex(mask=name) if self.flex else session.sdpa(mask=name)
 
     def session_of(self, given: object) -> ContextParallel:
         """The session that a module attends by, in eager code; what it is given must be a batch of that."""
@@ -151,9 +155,10 @@ class Attachment:
         self._hook = None
         if self.model not in self._masks:
             self._hook = self.model.register_forward_pre_hook(self._enter, with_kwargs=True)
-        flex_dispatch.install()  # for as long as it is attached: torch.compile follows a block without entering it
+        if self.flex:  # for as long as it is attached: torch.compile follows a block without entering it
+            flex_dispatch.install()
         compiled_checkpoints.install()
-        self._installed = finalize(self, _uninstall)
+        self._installed = finalize(self, _uninstall, self.flex)
         self.live = True
 
     def _end(self) -> None:
@@ -186,7 +191,7 @@ class Attachment:
         with self._lock:
             if not self._running:
                 for module in self._masks:
-                    check_free(module, f"a checkpointed region {LATE}, and the model is attached anew")
+                    check_free(module, f"a checkpointed region {LATE}, and needs the model attached")
                 self._begin()
             self._running += 1
         try:
@@ -202,9 +207,10 @@ class Attachment:
             raise AttentionError(f"a checkpointed region of a kind that is not known {LATE}; run backward before that")
 
 
-def _uninstall() -> None:
+def _uninstall(flex: bool) -> None:
     compiled_checkpoints.uninstall()
-    flex_dispatch.uninstall()
+    if flex:
+        flex_dispatch.uninstall()
 
 
 LATE = "runs backward after its attachment has ended"
@@ -215,6 +221,7 @@ def attach(
     model: nn.Module,
     modules: Chosen | None,
     mask: str | None,
+    flex: bool = False,
     run_forward: ForwardRunner | None = None,
 ) -> Attachment:
     """See `ContextParallel.attach`; `run_forward` runs the forward of the model itself, inside its block."""
@@ -223,7 +230,7 @@ def attach(
     masks = modules_to_attach(session.core, model, modules, mask)
     for module in masks:
         check_free(module)
-    return Attachment(session, model, masks, run_forward)
+    return Attachment(session, model, masks, flex, run_forward)
 
 
 def check_free(module: nn.Module, why: str = "attach") -> None:

@@ -34,11 +34,11 @@ from attnspan.errors import AttentionError
 from attnspan.kernels import rounds
 from attnspan.masks import Full, Mask
 from attnspan.masks.fingerprint import fingerprint
-from attnspan.parallel.block_masks import ReadBlockMask, alone_of
+from attnspan.parallel.block_masks import ReadBlockMask, single_row_and_head
 from attnspan.parallel.call_args import FlexArgs
 from attnspan.parallel.core import Core
 from attnspan.parallel.dtensors import is_dtensor, run_attention
-from attnspan.parallel.flex_checks import check_alone, check_filled, check_lengths
+from attnspan.parallel.flex_checks import check_filled, check_lengths, check_single
 from attnspan.parallel.guards import guarded, guards_of
 from attnspan.parallel.report import Machine, PastUses, Report, report
 from attnspan.plan import Plan, Shape
@@ -67,18 +67,18 @@ class BoundAttention:
 
     def __init__(self, core: Core, attend: Attention, score_mod: ScoreFunction | None = None):
         self.core, self.score_mod, self.scale = core, score_mod, attend.call.scale
-        self.attend, self.attends = attend, guarded(attend, guards_of(core))
-        self.captured, self.alone = attend.captured, alone_of(attend.plan.mask)
+        self.attention, self.by_entry = attend, guarded(attend, guards_of(core))
+        self.captured, self.single = attend.captured, single_row_and_head(attend.plan.mask)
 
     @property
     def mask(self) -> Mask:
-        """Who attends to whom."""
-        return self.attend.plan.mask
+        """Which pairs attend."""
+        return self.attention.plan.mask
 
     @property
     def plan(self) -> Plan:
         """What it does: with strategy "auto", what it last did."""
-        return self.attend.call.latest
+        return self.attention.call.latest
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, *, sinks: Tensor | None = None) -> Tensor:
         """The output for this rank's queries, (B, H, S, Dv)."""
@@ -91,8 +91,8 @@ class BoundAttention:
         return self._run(Inputs(query, key, value, sinks, self.captured.of(query), return_lse=True))
 
     def _run(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
-        check_alone(self.alone, inputs.query)
-        return run_attention(self.core, self.attend, inputs)
+        check_single(self.single, inputs.query)
+        return run_attention(self.core, self.attention, inputs)
 
     def __repr__(self) -> str:
         score = "" if self.score_mod is None else f", {getattr(self.score_mod, '__name__', 'score_mod')}"

@@ -63,6 +63,6 @@ def only(fn: MaskFunction, rows: int, heads: int, *, device: torch.device) -> Ma
     return mask_mod
 
 
-def alone_of(mask: Mask) -> tuple[bool, bool]:
+def single_row_and_head(mask: Mask) -> tuple[bool, bool]:
     """Whether a mask is for one batch row alone, and for one head."""
     return alone(mask.fn if isinstance(mask, MaskMod) else mask.source.mask_mod if isinstance(mask, Listed) else None)

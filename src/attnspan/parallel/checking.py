@@ -130,9 +130,9 @@ def check_model(
     `batch` is whole, the same on every rank. `forward(model, batch, cp)` is one training step's forward as the script
     does it: shard the batch, run the model, return the loss, the logits or both; it runs with a session of one rank
     for the dense side. Without it, tensors of the batch are sharded along their dim of `seq_len` tokens, the model is
-    called with ``cp.attach(model)``, with `position_ids` or `positions` if it takes them and the batch has none, and
-    `labels` of a dict, unshifted as transformers has them, make the loss. On `mesh` every rank calls this; without,
-    `ranks` are virtual and each has a copy of the model. `raises` raises what is found wrong.
+    called with ``cp.attach(model, flex=True)``, with `position_ids` or `positions` if it takes them and the batch has
+    none, and `labels` of a dict, unshifted as transformers has them, make the loss. On `mesh` every rank calls this;
+    without, `ranks` are virtual and each has a copy of the model. `raises` raises what is found wrong.
 
     >>> import attnspan as span
     >>> layer = nn.TransformerEncoderLayer(16, 2, dim_feedforward=32, batch_first=True)
@@ -251,7 +251,7 @@ def _opened(tree: object) -> object:
 def _default(model: nn.Module, batch: object, cp: ContextParallel) -> object:
     parts = _sharded(batch, cp)
     labels = parts.pop("labels", None) if isinstance(parts, dict) else None
-    with cp.attach(model):
+    with cp.attach(model, flex=True):
         if isinstance(parts, dict):
             out = model(**parts, **_positions(model, parts, cp))
         else:
@@ -330,7 +330,7 @@ class DenseAttention:
 
     @property
     def latest(self) -> Plan:
-        """The plan: there is but one."""
+        """The only plan."""
         return self.plan
 
     def variant(self, *, scale: float | None = None, guard: object = None) -> DenseAttention:
@@ -404,9 +404,9 @@ class Comparison:
         return None
 
     def _taken(self, full: Tensor, dim: int) -> Tensor:
-        """This rank's tokens of a tensor with batch rows in `dim` (or 0, if that has but one) and tokens in the next.
+        """This rank's tokens of a tensor with batch rows in `dim` (or 0, if that has only one) and tokens in the next.
 
-        Not `ContextParallel.shard`: that may ask the other ranks, who may have found a difference and gone on.
+        Not `ContextParallel.shard`: that may ask the other ranks, which may have found a difference and gone on.
         """
         positions = self.session.positions.to(full.device)
         if positions.dim() == 1:

@@ -25,7 +25,7 @@ from attnspan.errors import AttentionError
 from attnspan.parallel.loss import shared
 from attnspan.transports.distributed import Distributed
 
-if TYPE_CHECKING:  # importing DTensor takes as long as all of this package: that is left to those who use it
+if TYPE_CHECKING:  # importing DTensor takes as long as all of this package: only sessions with DTensors pay for it
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.placement_types import Placement
 

@@ -27,16 +27,16 @@ from torch.nn.attention.flex_attention import AuxOutput
 from attnspan.attention.call import Inputs
 from attnspan.errors import AttentionError
 from attnspan.parallel.attentions import Attentions, BoundAttention
-from attnspan.parallel.block_masks import alone_of
+from attnspan.parallel.block_masks import single_row_and_head
 from attnspan.parallel.call_args import FlexArgs, FlexResult
 from attnspan.parallel.dtensors import run_attention
 from attnspan.parallel.eager import eagerly, run_eagerly
-from attnspan.parallel.flex_checks import check_alone, check_args, check_bound, check_unsplit
+from attnspan.parallel.flex_checks import check_args, check_bound, check_single, check_unsplit
 from attnspan.parallel.guards import Entry
 
 UNBOUND = (
-    "under torch.compile, a mask must be prepared outside: block_mask=cp.attention_for(block_mask, score_mod=...); or "
-    "compile without fullgraph=True"
+    "under torch.compile, block_mask must be an attention that was made outside: "
+    "block_mask=cp.attention_for(block_mask, score_mod=...); or compile without fullgraph=True"
 )
 
 
@@ -48,7 +48,7 @@ def flex_attention(
     check_args(args, core)
     if isinstance(known, BoundAttention):
         check_bound(known, args, core)
-        attend, captured, alone = known.attends[entry], known.captured.of(args.query), known.alone
+        attend, captured, single = known.by_entry[entry], known.captured.of(args.query), known.single
     else:
         core.check_scale(args.scale)
         if torch.compiler.is_dynamo_compiling():  # functions are traced between two graphs, if there may be two
@@ -56,8 +56,8 @@ def flex_attention(
         elif torch.compiler.is_compiling():
             raise AttentionError(UNBOUND)
         attend, captured = eagerly(Attentions.for_call)(attentions, args, name)
-        alone = alone_of(attend.plan.mask)
-    check_alone(alone, args.query)
+        single = single_row_and_head(attend.plan.mask)
+    check_single(single, args.query)
     if captured or attend.plan.mask.heads > 1 or attend.call.score is not None:
         check_unsplit(args)
     out, lse = run_attention(core, attend, Inputs(*args[:3], None, captured, args.wants_lse))

@@ -62,16 +62,18 @@ def _check_options(options: Mapping[str, object]) -> None:
 
 def check_bound(known: BoundAttention, args: FlexArgs, core: Core) -> None:
     if known.core is not core:
-        raise AttentionError("block_mask was prepared by another session; prepare it with the one that shards lie by")
+        raise AttentionError(
+            "block_mask is an attention of another session; ask for it by the session that sharded the tensors"
+        )
     if args.score_mod is not None and args.score_mod is not known.score_mod:
         raise AttentionError(
-            "score_mod must be the one that was prepared: cp.attention_for(block_mask, score_mod=score_mod)"
+            "score_mod must be that of the attention: cp.attention_for(block_mask, score_mod=score_mod)"
         )
     if args.scale is not None and args.scale != known.scale:
         usual = known.scale is None and args.scale == args.query.shape[-1] ** -0.5
         if not usual:
             raise AttentionError(
-                f"scale must be the one that was prepared, {known.scale}, got {args.scale}; prepare it with scale="
+                f"scale must be that of the attention, {known.scale}, got {args.scale}: cp.attention_for(mask, scale=)"
             )
 
 
@@ -91,7 +93,7 @@ def check_lengths(block_mask: BlockMask, core: Core) -> None:
     )
 
 
-def check_alone(known: tuple[bool, bool], query: Tensor) -> None:
+def check_single(known: tuple[bool, bool], query: Tensor) -> None:
     """See [Note: one of its kind] in block_masks.py."""
     for dim, what in enumerate(("batch row", "head")):
         if known[dim] and query.shape[dim] != 1:

@@ -1,22 +1,28 @@
 """Dispatch of torch's flex_attention to the blocks in which attention is context parallel.
 
-SDPA hands itself to torch function modes (sdpa.py); flex_attention is plain Python and does not. When a mode sees
-anything of it, it has refused the BlockMask of a whole sequence for queries that are a shard. So while a block is open,
-the function has other code, which looks for a block among the modes of its thread and otherwise runs torch's. There is
-one function object, under whatever name it was imported or compiled.
+SDPA hands itself to torch function modes (sdpa.py); flex_attention is plain Python and does not. Before a mode sees
+its operator, it has refused the BlockMask of a whole sequence for queries that are a shard. So while a block of
+``cp.flex()`` is open, the function has other code, which looks for a block among the modes of its thread and otherwise
+runs torch's. There is one function object, under whatever name it was imported or compiled.
 
-[Note: other code] The first block or attachment of all threads puts it in place, the last one takes it away. In a
-thread without a block it costs a look at an empty stack. torch.compile follows it, and guards on it, as on any code.
+[Note: other code] The first block or attachment that needs it, of all threads, puts it in place, and the last one takes
+it away. In a thread without a block it costs a look at an empty stack. torch.compile follows it, and guards on it, as
+on any code.
 
-The operator itself, called directly, is seen by the mode and refused. Knows nothing of sessions.
+[Note: without it] A block of ``cp.sdpa()`` leaves the function alone. What torch's code then does ends in an error, in
+eager and in compiled code: it refuses a BlockMask of other lengths, or calls its operator, which the mode sees and
+refuses. `raised_in_flex` recognises both when the block ends, so that the error can say what to do.
+
+Knows nothing of sessions.
 """
 
 from __future__ import annotations
 
 import inspect
 from threading import RLock
+from traceback import walk_tb
 from types import FunctionType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Self, TypeGuard
 
 import torch
 import torch.nn.attention.flex_attention as theirs
@@ -27,7 +33,7 @@ from attnspan.parallel.eager import run_eagerly
 
 _FLEX = theirs.flex_attention
 _LOCK = RLock()  # what is collected ends in whatever thread that happens
-_OPEN = [0]  # blocks and attachments, of all threads
+_OPEN = [0]  # blocks and attachments that need it, of all threads
 
 
 class FlexMode(TorchFunctionMode):
@@ -45,7 +51,7 @@ class FlexMode(TorchFunctionMode):
 
 
 def install() -> None:
-    """A block or an attachment begins. See [Note: other code]."""
+    """A block or an attachment that needs it begins. See [Note: other code]."""
     with _LOCK:
         DISPATCHES.hold()
         _OPEN[0] += 1  # first: a block that is collected in between ends, and may be the last before this one
@@ -59,6 +65,13 @@ def uninstall() -> None:
         _OPEN[0] -= 1
         if not _OPEN[0]:
             _FLEX.__code__ = plain.__code__
+
+
+def raised_in_flex(raised: object) -> TypeGuard[Exception]:
+    """Whether torch's flex_attention raised it, in eager code. See [Note: without it]."""
+    if not isinstance(raised, Exception):
+        return False
+    return any(frame.f_code is plain.__code__ for frame, _ in walk_tb(raised.__traceback__))
 
 
 def dispatched(*args: object, **kwargs: object) -> object:

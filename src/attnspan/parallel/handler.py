@@ -54,7 +54,7 @@ class SessionHandler(Handler):
         self.guards = guards_of(self.core) if guards is None else guards
         if name is not None:
             attend = attentions.named[name]
-            self.attends, self.checks = guarded(attend, self.guards), SdpaChecks(self.core, attend.plan)
+            self.by_entry, self.checks = guarded(attend, self.guards), SdpaChecks(self.core, attend.plan)
             self._scaled: dict[float, Attention] = {}
 
     def flex(self, entry: Entry, args: FlexArgs) -> FlexResult:
@@ -75,13 +75,13 @@ class SessionHandler(Handler):
                 f"scale must be the session's under torch.compile, got {args.scale}; make it with "
                 "ContextParallel(..., scale=...)"
             )
-        return self._run(self.attends[entry], args)
+        return self._run(self.by_entry[entry], args)
 
     def _checked(self, args: SdpaArgs) -> Attention:
         """The attention of a call of eager code, once nothing speaks against it."""
         for tensor in args[:3]:
             self.core.sharding.check_mark(tensor)
-        attend = self.attends["eager"] if self.checks.has_usual_scale(args) else self._with_scale(args)
+        attend = self.by_entry["eager"] if self.checks.has_usual_scale(args) else self._with_scale(args)
         try:
             self.check(args)
         except AttentionError as wrong:
@@ -92,7 +92,7 @@ class SessionHandler(Handler):
     def _with_scale(self, args: SdpaArgs) -> Attention:
         assert args.scale is not None, "None is the usual one"
         if args.scale not in self._scaled:
-            self._scaled[args.scale] = self.attends["eager"].variant(scale=args.scale)
+            self._scaled[args.scale] = self.by_entry["eager"].variant(scale=args.scale)
         return self._scaled[args.scale]
 
     def _run(self, attend: Attention, args: SdpaArgs) -> Tensor:

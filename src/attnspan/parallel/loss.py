@@ -69,7 +69,7 @@ def mean_loss(
 
     own, rows = _exchanged("a mean loss", share, transport)
     by = rows.number.sum() if own.divisor is None else own.divisor
-    by = by.where(by != 0, 1).double()  # nothing, shared by nobody, is nothing
+    by = by.where(by != 0, 1).double()  # the mean over no tokens is 0
     loss: Tensor = _Mean.apply(own.sum, rows.sum.sum() / by, transport.ranks / by)
     return loss.to(lse_dtype(per_token.dtype))
 

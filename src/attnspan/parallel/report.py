@@ -111,7 +111,7 @@ class ReportLine:
 
 @dataclass(frozen=True, slots=True)
 class PastUses:
-    """The uses of plans that are no longer known, added up: masks that were made anew for every step are many."""
+    """The uses of plans that are no longer known, added up: a mask made for every step makes many."""
 
     mask: str = ""
     calls: int = 0
@@ -237,7 +237,7 @@ def check_used(found: Report, layers: int | Mapping[str, int], passes: int) -> N
 
 def _hint(calls: int, expected: int) -> str:
     if calls == 0:
-        return "run the model inside cp.sdpa(), attach it, or call cp.attention(...)"
+        return "run the model inside cp.sdpa() or cp.flex(), attach it, or call cp.attention(...)"
     if calls > expected:
         return "for several forward passes give passes=, or call cp.reset() before"
     return (

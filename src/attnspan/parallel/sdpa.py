@@ -2,8 +2,8 @@
 
 A torch function mode: it sees every call of a torch function, by whatever name that was imported, inside torch.compile
 too, and ends with its block. Calls of SDPA are compared with the session, argument by argument, then served by it or
-refused. Calls of flex_attention reach the same block (flex_dispatch.py), and bring their masks (flex.py);
-``with cp.flex():`` is that block too. Attention by any other function (varlen, the fused encoder layer,
+refused. ``with cp.flex():`` is such a block too, which flex_attention reaches (flex_dispatch.py), with masks of its own
+(flex.py). Attention by any other function (flex_attention in ``cp.sdpa()``, varlen, the fused encoder layer,
 MultiheadAttention with weights) would see this rank's tokens alone and is refused, as are ops of other libraries whose
 names tell of attention. What no mode can see: TorchScript, kernels that are no ops, ops whose names say nothing
 (``fwd``), attention written out as matmuls, which is what torch.compile makes of
@@ -31,7 +31,7 @@ from attnspan.parallel import checkpoint_regions, flex_dispatch, multihead
 from attnspan.parallel.call_args import FLEX, SDPA, FlexArgs, FlexResult, SdpaArgs
 from attnspan.parallel.compiled_checkpoints import enter_empty_block
 from attnspan.parallel.eager import eagerly, run_eagerly
-from attnspan.parallel.flex_dispatch import FlexMode
+from attnspan.parallel.flex_dispatch import FlexMode, raised_in_flex
 from attnspan.parallel.guards import Entry
 from attnspan.parallel.handler import Handler
 from attnspan.parallel.multihead import check_weights
@@ -55,12 +55,12 @@ ATTENTION_NAMES = re.compile(r"(?<!fl)att(?!er)|flash|fmha|mha_|(?<!f)sdp(?!_cho
 
 
 class AttentionMode(FlexMode):
-    """A block in which SDPA and flex_attention are a session's attention."""
+    """A block in which SDPA is a session's attention, and flex_attention too if `flex` says so."""
 
-    def __init__(self, handler: Handler, eager: bool = False):
+    def __init__(self, handler: Handler, flex: bool = False, entry: Entry | None = None):
         super().__init__()
-        self.handler = handler
-        self.eager = eager  # whether it stands, in compiled code, for the block of eager code around that
+        self.handler, self.flex = handler, flex
+        self.entry = entry  # of calls in compiled code, where the block stands for another that was entered before
         self.compiled = False  # whether the block was compiled with what is in it
         self.pushed: list[bool] = []
 
@@ -72,8 +72,9 @@ class AttentionMode(FlexMode):
         checkpoint_regions.enter()
         around = _get_current_function_mode()
         # A second mode just like the one that is on would cost every call of torch a detour, and change nothing.
-        self.pushed.append(not (isinstance(around, AttentionMode) and around.handler is self.handler))
-        flex_dispatch.install()
+        self.pushed.append(not (isinstance(around, AttentionMode) and around._does_as(self)))
+        if self.flex:
+            flex_dispatch.install()
         return super().__enter__() if self.pushed[-1] else self
 
     def __exit__(self, *raised: object) -> None:
@@ -81,9 +82,15 @@ class AttentionMode(FlexMode):
             super().__exit__(*raised)
             return
         checkpoint_regions.leave()
-        flex_dispatch.uninstall()
+        if self.flex:
+            flex_dispatch.uninstall()
         if self.pushed.pop():
             super().__exit__(*raised)
+        if not self.flex and raised_in_flex(raised[1]):
+            raise AttentionError(NO_FLEX) from raised[1]
+
+    def _does_as(self, other: AttentionMode) -> bool:
+        return self.handler is other.handler and self.flex == other.flex
 
     def __torch_function__(
         self, func: Function, types: object, args: Args = (), kwargs: Kwargs | None = None
@@ -98,13 +105,15 @@ class AttentionMode(FlexMode):
 
     def flex_attention(self, *args: object, **kwargs: object) -> FlexResult:
         """A call of flex_attention, which modes do not see by themselves."""
+        if not self.flex:  # another block or attachment has put the dispatch in place
+            raise AttentionError(NO_FLEX)
         if not torch.compiler.is_compiling():
             return eagerly(_eager_flex)(self.handler, FLEX(*args, **kwargs))
         return self.handler.flex(self._compiled_entry(), FLEX(*args, **kwargs))
 
     def _compiled_entry(self) -> Entry:
         """Whether compiled code enters the block itself: see [Note: ways of entry] in guards.py."""
-        return "compiled_with_block" if self.compiled and not self.eager else "compiled_in_block"
+        return self.entry or ("compiled_with_block" if self.compiled else "compiled_in_block")
 
     def _dispatched(self, func: Function, name: str, args: Args, kwargs: Kwargs) -> object:
         """An op, or a function whose name may tell of attention."""
@@ -116,7 +125,7 @@ class AttentionMode(FlexMode):
         if _is_attention(func):
             raise AttentionError(_refusal(name))
         if isinstance(func, HigherOrderOperator):  # the mode is off while its functions run
-            args = tuple(_reentering(self.handler, arg) if _is_function(arg) else arg for arg in args)
+            args = tuple(self._reentering(arg) if _is_function(arg) else arg for arg in args)
         return func(*args, **kwargs)
 
     def _traced(self, func: Function, args: Args, kwargs: Kwargs) -> object:
@@ -146,14 +155,20 @@ class AttentionMode(FlexMode):
         a block was entered before in the code that it follows (compiled_checkpoints.py).
         """
         if func is torch.ops.higher_order.flex_attention:
-            raise AttentionError(
-                "the operator of flex_attention would see this rank's tokens alone: under torch.compile, call "
-                "flex_attention inside a `with cp.flex()` around the compiled code, or cp.flex_attention"
-            )
+            raise AttentionError(NO_OPERATOR if self.flex else NO_FLEX)
         if not self.compiled:
             enter_empty_block()
-        eager = self._compiled_entry() == "compiled_in_block"
-        return tuple(_reentering(self.handler, arg, eager) if callable(arg) else arg for arg in args)
+        entry = self._compiled_entry()
+        return tuple(self._reentering(arg, entry) if callable(arg) else arg for arg in args)
+
+    def _reentering(self, function: Function, entry: Entry | None = None) -> Function:
+        handler, flex = self.handler, self.flex
+
+        def entered(*args: object, **kwargs: object) -> object:
+            with AttentionMode(handler, flex, entry):
+                return function(*args, **kwargs)
+
+        return entered
 
 
 run_eagerly(AttentionMode.__torch_function__.__code__)
@@ -161,14 +176,6 @@ run_eagerly(AttentionMode.__torch_function__.__code__)
 
 def _eager_flex(handler: Handler, args: FlexArgs) -> FlexResult:
     return handler.flex("eager", args)
-
-
-def _reentering(handler: Handler, function: Function, eager: bool = False) -> Function:
-    def entered(*args: object, **kwargs: object) -> object:
-        with AttentionMode(handler, eager):
-            return function(*args, **kwargs)
-
-    return entered
 
 
 def _is_function(arg: object) -> TypeGuard[Function]:
@@ -195,9 +202,20 @@ vars(_is_attention)["_dynamo_marked_constant"] = True
 
 def _refusal(name: str) -> str:
     return (
-        f"{name} would see this rank's tokens alone: inside cp.sdpa() attention must be "
-        "F.scaled_dot_product_attention, flex_attention or cp.attention(query, key, value)"
+        f"{name} would see this rank's tokens alone: attention must be F.scaled_dot_product_attention inside "
+        "cp.sdpa(), flex_attention inside cp.flex(), or cp.attention(query, key, value)"
     )
+
+
+NO_FLEX = (
+    "flex_attention would see this rank's tokens alone: it is context parallel inside `with cp.flex()`, by "
+    "cp.attach(model, flex=True) and as cp.flex_attention; cp.sdpa() is for F.scaled_dot_product_attention"
+)
+
+NO_OPERATOR = (
+    "the operator of flex_attention would see this rank's tokens alone: under torch.compile, call "
+    "flex_attention inside a `with cp.flex()` around the compiled code, or cp.flex_attention"
+)
 
 
 class _ModeProbe(TorchFunctionMode):

@@ -12,9 +12,9 @@
 [0, 1, 2, 7] [[1, 2, -100, -100]]
 [3, 4, 5, 6] [[4, 5, 6, 7]]
 
-A session holds no state that matters but its core (core.py): another batch is another session (`with_mask`), several
-live at once. It changes nothing of torch's but the code of flex_attention, while a block or an attachment is open
-(flex_dispatch.py). It counts what it is used for, as a witness (report.py).
+All state of a session that matters is its core (core.py): another batch is another session (`with_mask`), and several
+live at once. The only thing of torch's that it changes is the code of flex_attention, while `flex()` or an attachment
+with ``flex=True`` is open (flex_dispatch.py). It counts what it is used for (report.py).
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class ContextParallel:
 
     @property
     def mask(self) -> Mask:
-        """The mask, if there is but one."""
+        """The mask, if there is only one."""
         return self.masks[self.core.mask_name(None)]
 
     @property
@@ -221,7 +221,7 @@ class ContextParallel:
     def sdpa(self, *, mask: str | None = None) -> AttentionMode:
         """A block for ``with``: F.scaled_dot_product_attention inside is this session's, in this thread (sdpa.py).
 
-        So is flex_attention, see `flex`. `mask` names one of the session's masks, if it has several. Activation
+        flex_attention is refused, see `flex`. `mask` names one of the session's masks, if it has several. Activation
         checkpointing needs `attach`.
         """
         return AttentionMode(self._handler(self.core.mask_name(mask)))
@@ -231,15 +231,19 @@ class ContextParallel:
 
         SDPA is served too; `mask` names one of the session's masks for it, if it has several.
         """
-        return AttentionMode(self._handlers[None]) if mask is None and len(self.masks) > 1 else self.sdpa(mask=mask)
+        unnamed = mask is None and len(self.masks) > 1
+        return AttentionMode(self._handlers[None] if unnamed else self._handler(self.core.mask_name(mask)), flex=True)
 
-    def attach(self, model: nn.Module, modules: Chosen | None = None, *, mask: str | None = None) -> Attachment:
+    def attach(
+        self, model: nn.Module, modules: Chosen | None = None, *, mask: str | None = None, flex: bool = False
+    ) -> Attachment:
         """Run the forward of a model's modules inside `sdpa`, when checkpointing runs them again too (attach.py).
 
         `modules` are modules, or patterns for their names such as "layers.*.attention"; without, all. A dict gives
-        patterns names of masks, and `mask` is then for the rest. The result ends it by `detach`, or as a ``with``.
+        patterns names of masks, and `mask` is then for the rest. Modules that call flex_attention need `flex=True`.
+        The result ends it by `detach`, or as a ``with``.
         """
-        return attach(self, model, modules, mask)
+        return attach(self, model, modules, mask, flex)
 
     def _handler(self, name: str) -> SessionHandler:
         """What a block under a mask hands calls to; made once, in eager code."""

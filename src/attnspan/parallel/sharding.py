@@ -303,7 +303,7 @@ class Dims(NamedTuple):
 
 
 class TensorMeta(NamedTuple):
-    """What others must know of a tensor: where its dims are, and all of its shape but the sequence."""
+    """What others must know of a tensor: where its dims are, and all of its shape except the sequence."""
 
     seq: int
     batch: int | None

@@ -25,17 +25,20 @@ from attnspan.parallel.session import ContextParallel
 
 
 class ContextParallelStyle(ParallelStyle):
-    """SDPA inside the module is the session's attention; `mask` names one of its masks, if it has several."""
+    """SDPA inside the module is the session's attention, and with `flex=True` flex_attention is too.
 
-    def __init__(self, session: ContextParallel, *, mask: str | None = None):
+    `mask` names one of the session's masks, if it has several.
+    """
+
+    def __init__(self, session: ContextParallel, *, mask: str | None = None, flex: bool = False):
         if not isinstance(session, ContextParallel):
             raise AttentionError(f"ContextParallelStyle needs a ContextParallel, got {type(session).__name__}")
         super().__init__()
-        self.session, self.mask = session, session.core.mask_name(mask)
+        self.session, self.mask, self.flex = session, session.core.mask_name(mask), flex
         self.attached: list[Attachment] = []
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        self.attached.append(attach(self.session, module, None, self.mask, _forward))
+        self.attached.append(attach(self.session, module, None, self.mask, self.flex, _forward))
         return module
 
     def use(self, session: ContextParallel) -> ContextParallelStyle:
@@ -49,7 +52,8 @@ class ContextParallelStyle(ParallelStyle):
         return self
 
     def __repr__(self) -> str:
-        return f"ContextParallelStyle({self.session!r}, mask={self.mask!r})"
+        flex = ", flex=True" if self.flex else ""
+        return f"ContextParallelStyle({self.session!r}, mask={self.mask!r}{flex})"
 
 
 def _forward(

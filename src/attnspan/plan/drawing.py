@@ -15,7 +15,7 @@ MOST_RANKS = 16
 
 
 def table(head: Sequence[str], lines: Iterable[Sequence[object]]) -> str:
-    """Columns of text, right-aligned but the first.
+    """Columns of text, right-aligned except the first.
 
     >>> print(table(["who", "n"], [["a", 1], ["bb", 22]]))
     who   n

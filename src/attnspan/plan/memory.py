@@ -193,7 +193,7 @@ class Walk:
 
     def _workspace(self, tile: Tile) -> float:
         """What library kernels take besides: dq in float32, dk and dv of every query head where heads are grouped, and
-        out and its gradient laid out anew where they are part of a larger tensor."""
+        copies of out and its gradient where they are part of a larger tensor."""
         sizes, rows = self.sizes, len(tile.rows)
         if sizes.wide == 1:
             return 0.0
@@ -428,8 +428,8 @@ class MemoryRow:
 
 
 def memory(plan: Plan, rank: int, shape: Shape, backward: bool, kernels: Kernels, keeps: bool) -> Memory:
-    """`Plan.memory`. Batch rows with steps of their own are taken to have their peak at once, but under Ulysses, where
-    one comes after another."""
+    """`Plan.memory`. Batch rows with steps of their own are taken to have their peak at once, except under
+    Ulysses, where one comes after another."""
     rows = [MemoryRow(plan, rank, shape, row, backward, kernels, keeps) for row in range(plan.rows)]
     peaks = [max(row.moments(), key=lambda moment: sum(moment.values())) for row in rows]
     if plan.degree > 1:

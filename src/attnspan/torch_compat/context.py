@@ -1,6 +1,6 @@
 """``with context_parallel(mesh, buffers=...)``: buffers are shards inside, SDPA is context parallel.
 
-A buffer is cut in place, so that everyone who holds the tensor holds the shard: its data are exchanged for this rank's
+A buffer is cut in place, so that every reference to the tensor sees the shard: its data are exchanged for this rank's
 part, and exchanged back. Nothing is written to the memory of the whole, which is why buffers may be views of one
 another (inputs and labels that are slices of one tensor), and why restoring costs nothing.
 

@@ -109,7 +109,7 @@ class MeshRanks:
         self.use(order)
         self._remember(order)
         self.entered.append(order)
-        mode = AttentionMode(self._handler(order, guarded=True))
+        mode = AttentionMode(self._handler(order, guarded=True), flex=True)
         lifetime = Lifetime(mode)
         self.lifetimes.append(lifetime)
         try:
@@ -175,9 +175,9 @@ class MeshRanks:
 
     # ---- what is made for an order -------------------------------------------------------------------------------
 
-    def mode(self) -> AttentionMode:
-        """A block in which SDPA is context parallel, for sequences in the latest order."""
-        return AttentionMode(self.handler or self._handler(self.order))
+    def mode(self, flex: bool = False) -> AttentionMode:
+        """A block in which SDPA, and flex_attention if asked for, are context parallel, in the latest order."""
+        return AttentionMode(self.handler or self._handler(self.order), flex)
 
     def _handler(self, order: Order, guarded: bool = False) -> Handler:
         strategy = _cp_options.strategy

@@ -147,7 +147,7 @@ class TemplatedRing:
                 f"seq_dim must be {SEQ_DIM}, that of (batch, heads, tokens, head dim), got {seq_dim!r}"
             )
         if kwargs.get("dropout_p"):
-            raise AttentionNotImplemented(f"dropout_p must be 0, got {kwargs['dropout_p']}: each hop draws anew")
+            raise AttentionNotImplemented(f"dropout_p must be 0, got {kwargs['dropout_p']}: each hop would draw again")
         if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
             raise AttentionError(
                 "query, key and value must not require gradients: an op has none for keys of other ranks; call it "

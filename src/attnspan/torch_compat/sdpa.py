@@ -82,7 +82,7 @@ class CompatHandler(SessionHandler):
         """Raise what is wrong, of its kind."""
         try:
             super().refuse(attend, args, wrong)
-        except AttentionError as told:  # to all ranks, who may have more to say
+        except AttentionError as told:  # to all ranks, which may have more to say
             raise type(wrong)(str(told)) from None
 
 

@@ -69,10 +69,11 @@ class _ContextParallel(ParallelStyle):
         self.attention_type = attention_type
 
     def _apply(self, module: nn.Module, mesh: Group) -> nn.Module:
-        if self.attention_type is self.AttentionType.FLEX:
+        flex = self.attention_type is self.AttentionType.FLEX
+        if flex:
             flex_dispatch.install()  # while there is such a module: torch.compile follows a block without entering it
             finalize(module, flex_dispatch.uninstall)
-        ours = functools.partial(_forward, ranks_of(mesh), module.forward)
+        ours = functools.partial(_forward, ranks_of(mesh), flex, module.forward)
         module.forward = functools.update_wrapper(ours, module.forward)
         return module
 
@@ -113,8 +114,8 @@ class _ContextParallel(ParallelStyle):
 class SequenceShard(Tensor):
     """A rank's part of a sequence, of which SDPA attends to all ranks' parts. Everything else is as of a plain tensor.
 
-    torch has DTensors here, of which SDPA is context parallel while a dispatcher is enabled. That is on for everybody,
-    and off again for everybody; this is for the tensors that came through the hook.
+    torch has DTensors here, of which SDPA is context parallel while a dispatcher is enabled. That is on and off
+    for the whole process; this is for the tensors that came through the hook.
     """
 
     ranks: MeshRanks
@@ -145,8 +146,8 @@ def local(tensor: Tensor) -> Tensor:
         return tensor.as_subclass(Tensor) if isinstance(tensor, SequenceShard) else tensor
 
 
-def _forward(ranks: MeshRanks, theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    with ranks.mode():
+def _forward(ranks: MeshRanks, flex: bool, theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with ranks.mode(flex):
         out = theirs(*args, **kwargs)
     return tree_map_only(DTensor, DTensor.to_local, out)
 

@@ -476,7 +476,7 @@ def _adapted(model: nn.Module) -> PreTrainedModel:
 
 def _counted(attentions: Iterable[BoundAttention]) -> Counter[int]:
     """How often attention ran, by what counts it."""
-    calls = [each.attend.call.uses for each in attentions]
+    calls = [each.attention.call.uses for each in attentions]
     return Counter({id(uses): uses.forward.total() for uses in calls})
 
 
