@@ -7,12 +7,14 @@ import torch
 import torch.distributed as dist
 
 import attnspan as span
+from attnspan.attention import tuned
 from attnspan.attention.laps import Lap
 from attnspan.attention.tuned import UNKNOWN, hardware_for
 from attnspan.parallel import attentions
 from attnspan.testing import loopback
 from attnspan.transports import transport_of
 from tests.processes import on_backends, spawn
+from tests.tuning.test_table import table
 
 LENGTH = 64
 
@@ -112,6 +114,15 @@ def test_it_explains_what_lost_and_why():
     assert lines[-1].startswith(f"ran: {lines[1].split()[0]}")
     assert "; measured " in lines[-1]
     assert given.splitlines()[-1].startswith("ran: ring, as given; measured ")
+
+
+def test_virtual_ranks_explain_by_the_table_that_they_chose_with(monkeypatch):
+    monkeypatch.setattr(tuned, "table_for", lambda device: table(device="a cpu"))
+
+    def rank(world):
+        return trained(world).explain()
+
+    assert "rates: a cpu, measured 2026-01-01 with torch 2.13 by attnspan tune" in loopback(2).run(rank)[0]
 
 
 def explained(world):

@@ -27,7 +27,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from attnspan.attention import Attention
 from attnspan.attention.call import Inputs
 from attnspan.attention.score import DTYPES, Captured, Score, ScoreFunction
-from attnspan.attention.tuned import UNKNOWN, hardware_for, machine_here
+from attnspan.attention.tuned import UNKNOWN, agreed_before, hardware_for, machine_here
 from attnspan.attention.uses import Uses
 from attnspan.dtypes import lse_dtype
 from attnspan.errors import AttentionError
@@ -147,8 +147,8 @@ class Attentions:
         plan, shape = call.latest, call.uses.latest_shape
         if shape is None:
             return "attention has not run: strategies are compared for the shapes of its tensors"
-        machine = self._machine.hardware(shape)
-        hardware = machine or hardware_for(UNKNOWN, shape, self.core.transport.device, call.kernel)
+        machine, transport = self._machine.hardware(shape), self.core.transport
+        hardware = machine or hardware_for(agreed_before(transport) or UNKNOWN, shape, transport.device, call.kernel)
         lines = [choice_for(plan, shape, hardware, call.keep_keys).explain()]
         if not hardware.links:
             unmeasured = "virtual ranks" if machine is None else "one rank, strategy given, or ATTNSPAN_LINK=none"
