@@ -193,6 +193,33 @@ def test_programs_are_decided_pair_by_pair_at_the_latest(name):
 SHORT, ZERO, NAN = torch.arange(8), torch.tensor([1, 0, 2, 3]), torch.tensor([1.0, float("nan"), 2.0, 3.0])
 LARGE, SMALL = torch.tensor([1 << 40, -(1 << 62), 1 << 62, 3]), torch.tensor([100, -100, 3, 4]).to(torch.int8)
 INFINITE = torch.tensor([float("inf"), 1.0, -float("inf"), 2.0])
+NAMES = torch.tensor([7, 7, 7, -2, -2, 9, 9, 9, 1, 1, 0, 0])
+NAMES_OF_ROWS, OTHER_NAMES = torch.stack([NAMES, NAMES.roll(5)]), NAMES.flip(0).to(torch.int16)
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda b, h, q, k: NAMES[q] == NAMES[k],
+        lambda b, h, q, k: NAMES[q] != OTHER_NAMES[k],
+        lambda b, h, q, k: NAMES_OF_ROWS[b, q] == NAMES_OF_ROWS[1, k],
+        lambda b, h, q, k: (NAMES[q] == NAMES[k]) & (NAMES[q] > 0),
+        lambda b, h, q, k: NAMES[q] == NAMES.float()[k],
+    ],
+)
+def test_numbers_that_are_only_compared_may_have_any_names(fn):
+    assert check_mask(fn, (12, 12), rows=2) == 144
+
+
+def test_documents_are_told_apart_whatever_their_ids():
+    """As soon as boxes are as small as documents, those of two documents are empty."""
+    order = torch.tensor([5, 2, 7, 0, 3, 6, 1, 4])
+    ids = order.repeat_interleave(4)
+    boxes = Boxes.covering((32, 32), (4, 4)).halved().halved()
+    _, empty = Intervals(traced(lambda b, h, q, k: ids[q] == ids[k]), 0, 1).decide(boxes)
+    assert torch.equal(empty, boxes.i != boxes.j)
+
+
 UNSURE = {
     "beyond a table": lambda b, h, q, k: (q >= k) & (SHORT[q] == SHORT[k]),
     "beyond a table, by itself decided": lambda b, h, q, k: (q < 0) & (SHORT[q + k] > 2),

@@ -15,6 +15,10 @@ result lies between those of the ends.
 [Note: unsure] Where a pair may raise (a lookup beyond its table, a division by zero), overflow or be NaN, a range is
 not `sure`, and its box is left to be asked pair by pair. What is asked raises what it always did.
 
+[Note: names] Where two numbers are looked up to see whether they are the same, as ids of documents are, their order
+means nothing, and ids in any order would have wide ranges. So for that comparison they are renamed, by where they first
+appear: documents that lie one after another are then in order, whatever they are called.
+
 An operation without a rule gives any value, of which its box may still be decided by others. Programs that are not flat
 (program.py) have no ranges. Knows nothing of lengths or bands.
 """
@@ -37,6 +41,9 @@ aten = torch.ops.aten
 
 MOST_DIMS, MOST_ENTRIES = 2, 1 << 26
 """A table that is looked up by more indices that differ between pairs, or is larger, is known by its extremes alone."""
+
+
+WHOLE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 class Range(NamedTuple):
@@ -63,7 +70,8 @@ class Intervals:
         self._indices = [node for node in self.graph.nodes if node.op == "placeholder"][: len(INDICES)]
         self._varying = depending(self.graph, self._indices[2:])
         self._fixed = [torch.tensor([each], device=device) for each in (row, 0, heads - 1)]
-        self._tables: dict[fx.Node, Extremes] = {}
+        self._tables: dict[object, Extremes] = {}
+        self._names: dict[fx.Node, list[Tensor]] = {}
 
     def decide(self, boxes: Boxes) -> tuple[Tensor, Tensor]:
         """Of boxes, those whose pairs all count for every head, and those of which none does for any."""
@@ -96,6 +104,8 @@ class Intervals:
         if node.target is LOOKUP:
             return self._looked_up(node, *args)
         rule = RULES.get(getattr(node.target, "overloadpacket", None))
+        if rule in (_equal, _unequal) and all(isinstance(x, fx.Node) and x.target is LOOKUP for x in node.args):
+            args = self._renamed(node, values)
         known = all(values[each] is not None for each in node.all_input_nodes)
         if rule is not None and known and not any(isinstance(each, Range) for each in kwargs.values()):
             found = rule(node.target, *args, **kwargs)
@@ -104,18 +114,37 @@ class Intervals:
         either = torch.tensor([[False], [True]], device=self._fixed[0].device)
         return Range(*either) if node.meta["val"].dtype == torch.bool else None
 
-    def _looked_up(self, node: fx.Node, table: Tensor, at: list[Any]) -> Range:
+    def _renamed(self, node: fx.Node, values: dict[fx.Node, Any]) -> list[Range]:
+        """The two sides of a comparison of lookups. See [Note: names]."""
+        sides: Any = node.args
+        if node not in self._names:
+            tables = [values[side.args[0]] for side in sides]
+            parts = [self._own_row(table, side) for table, side in zip(tables, sides, strict=True)]
+            named = zip(tables, _by_appearance(parts), strict=True)
+            self._names[node] = [names.expand(table.shape) for table, names in named]
+        indices = [[values[i] for i in side.args[1]] for side in sides]
+        each = zip(sides, self._names[node], indices, strict=True)
+        return [self._looked_up(side, table, at, (node, side)) for side, table, at in each]
+
+    def _own_row(self, table: Tensor, lookup: Any) -> Tensor:
+        """Of a table of batch rows, this one: no other is looked up."""
+        row = int(self._fixed[0])
+        by_row = table.dim() > 1 and lookup.args[1][0] is self._indices[0] and row < len(table)
+        return table[row] if by_row else table
+
+    def _looked_up(self, node: fx.Node, table: Tensor, at: list[Any], key: object = None) -> Range:
         """A number of a table. Indices that are the same for all boxes, as those of heads, are taken out before."""
+        key = node if key is None else key
         if 0 in table.shape or any(i is None or low(i).dtype not in (torch.int32, torch.int64) for i in at):
             return Range(table.new_zeros(1), table.new_zeros(1), torch.zeros_like(self._fixed[0], dtype=torch.bool))
         inside = [_inside(i, length) for i, length in zip(at, table.shape, strict=True)]
         moving = [dim for dim, i in enumerate(node.args[1]) if i in self._varying]  # type: ignore[arg-type]
         kept = moving[:MOST_DIMS] if table.numel() <= MOST_ENTRIES else []
-        if node not in self._tables:
+        if key not in self._tables:
             whole = {dim: slice(None) for dim in moving if dim not in kept}
             fixed = {dim: slice(int(x.low), int(x.high) + 1) for dim, x in enumerate(inside) if dim not in moving}
-            self._tables[node] = Extremes(*_reduced(table, {**whole, **fixed}))
-        least, greatest = self._tables[node].within([(inside[dim].low, inside[dim].high) for dim in kept])
+            self._tables[key] = Extremes(*_reduced(table, {**whole, **fixed}))
+        least, greatest = self._tables[key].within([(inside[dim].low, inside[dim].high) for dim in kept])
         found = _not_nan(Range(least, greatest))
         return reduce(_surely, [each.sure for each in inside if each.sure is not None], found)
 
@@ -159,6 +188,20 @@ def _reduced(table: Tensor, dims: dict[int, slice]) -> tuple[Tensor, Tensor]:
     """The least and the greatest values of a table over parts of some of its dims."""
     part = table[tuple(dims.get(dim, slice(None)) for dim in range(table.dim()))]
     return (part.amin(tuple(dims)), part.amax(tuple(dims))) if dims else (part, part)
+
+
+def _by_appearance(tables: list[Tensor]) -> list[Tensor]:
+    """Whole numbers, renamed alike in all tables, in the order in which they appear; others as they are."""
+    if any(table.dtype not in WHOLE for table in tables):
+        return tables
+    rows = [table.flatten().long() for table in tables]
+    if all((row[1:] >= row[:-1]).all() for row in rows):
+        return tables
+    _, which = torch.cat(rows).unique(return_inverse=True)
+    places = torch.arange(len(which), device=which.device)
+    first = torch.full_like(which, len(which)).scatter_reduce_(0, which, places, "amin")
+    parts = first[which].split([len(row) for row in rows])
+    return [part.view(table.shape) for part, table in zip(parts, tables, strict=True)]
 
 
 # ---- rules -----------------------------------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ class RowSpans:
     @classmethod
     def of(cls, spans: Sequence[Sequence[int]]) -> RowSpans:
         """From triples."""
-        return cls(*torch.tensor(spans, dtype=torch.int64).reshape(-1, 3).unbind(1))
+        return cls(*torch.tensor(spans, dtype=torch.int64, device="cpu").reshape(-1, 3).unbind(1))
 
     @classmethod
     def together(cls, parts: Sequence[RowSpans]) -> RowSpans:
@@ -72,7 +72,7 @@ class RowSpans:
         """The same keys in order, neighbours as one span."""
         at = self._places(self.row, self.start).argsort()
         row, start, stop = self.row[at], self.start[at], self.stop[at]
-        begins, ends = torch.ones(2, len(at), dtype=torch.bool)
+        begins, ends = torch.ones(2, len(at), dtype=torch.bool, device=at.device)
         begins[1:] = (row[1:] != row[:-1]) | (start[1:] != stop[:-1])
         ends[:-1] = begins[1:]
         return RowSpans(row[begins], start[begins], stop[ends])
@@ -83,7 +83,7 @@ class RowSpans:
         >>> RowSpans.of([[0, 4, 8], [1, 6, 8]]).repeated(2, rows=3)
         RowSpans(row=tensor([0, 1, 2]), start=tensor([4, 4, 6]), stop=tensor([8, 8, 8]))
         """
-        row = (self.row[:, None] * times + torch.arange(times)).flatten()
+        row = (self.row[:, None] * times + torch.arange(times, device=self.row.device)).flatten()
         every = RowSpans(row, self.start.repeat_interleave(times), self.stop.repeat_interleave(times))
         return every.chosen(row < rows)
 
@@ -93,13 +93,13 @@ class RowSpans:
         A chain ends where a start falls behind or a stop moves on again: two bands may meet there.
         """
         after, starts, stops = self._next()
-        last = torch.arange(len(self))
+        last = torch.arange(len(self), device=after.device)
         linked = after < len(self)
         following = after.clamp(max=max(len(self) - 1, 0))
         breaks = linked & linked[following] & ((starts > starts[following]) | (stops < stops[following]))
         linked[following[breaks]] = False
         last = torch.where(linked, following, last)
-        begins = torch.ones(len(self), dtype=torch.bool)
+        begins = torch.ones_like(linked)
         begins[following[linked]] = False
         while not torch.equal(further := last[last], last):
             last = further
