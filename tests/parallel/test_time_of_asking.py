@@ -88,9 +88,9 @@ CHANGES = {name: (packed, write) for name, write in WRITES.items()} | {
 @pytest.fixture(autouse=True)
 def few_bands(monkeypatch):
     """Short sequences are asked in blocks too, as long ones are."""
-    from attnspan.masks import cover
+    from attnspan.masks import question
 
-    monkeypatch.setattr(cover, "FEW", 4)
+    monkeypatch.setattr(question, "FEW", 4)
 
 
 # ---- masks -----------------------------------------------------------------------------------------------------------

@@ -1,9 +1,9 @@
 """What a FlexAttention BlockMask allows, block list by block list.
 
 That is not always its mask_mod: blocks it does not list are skipped, and full blocks are not asked. So the lists are
-believed, and only pairs of partial blocks are ever asked of the function; a plan needs none of them. Where all heads
-are alike and partial blocks are few they are asked once, because bands may come of it (a causal mask is then one band,
-and every kernel can compute it).
+believed, and the function is asked (question.py) within partial blocks alone; a plan needs none of them. Where all
+heads are alike they are asked nevertheless, up to so many pairs, because bands may come of it (a causal mask is then
+one band, and every kernel can compute it).
 
 A BlockMask is read once, as a function is: lists and what the mask_mod computes are copied ([Note: a value] in
 mask_mod.py).
@@ -13,7 +13,7 @@ Any block sizes, unequal ones too, any lengths, batch rows and heads. Shapes: R 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -21,17 +21,19 @@ import torch
 
 from attnspan.errors import MaskError
 from attnspan.masks.band import Band, ceil_div
-from attnspan.masks.cover import Cover, Strip, bands_of_strips, blocks_cover, cover_of_strips
+from attnspan.masks.boxes import Boxes
+from attnspan.masks.cover import Cover, bands_of_blocks
 from attnspan.masks.mask import Mask, Rule, Space
-from attnspan.masks.mask_mod import alone, asked, check_reads, rule_of
+from attnspan.masks.mask_mod import alone, check_reads, rule_of
 from attnspan.masks.program import Program, content
+from attnspan.masks.question import Blocks, Question
 from attnspan.masks.snapshot import Copies, Snapshot
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 MOST_ASKED = 1 << 26
-"""Pairs of partial blocks that are asked when a mask is planned for, to find bands in them."""
+"""Pairs that are asked when a mask is planned for, to find bands in partial blocks."""
 
 
 @dataclass(frozen=True, slots=True, repr=False, eq=False)
@@ -82,30 +84,30 @@ class Listed(Mask):
             self.snapshot.check_current()
 
     def _bands(self, q_len: int, kv_len: int, row: int) -> Iterable[Band | None]:
-        return bands_of_strips(self._strips(row))
+        cover = self.cover(q_len, kv_len, row)
+        if cover.is_exact:
+            return cover.certain
+        return self._question(row).bands(self._blocks(row))
 
     def _cover(self, q_len: int, kv_len: int, row: int) -> Cover:
+        if self.heads == 1 and self.program is not None:
+            return self._question(row).cover(self._blocks(row), MOST_ASKED)
         partial, full = self.partial_RHIJ[row], self.full_RHIJ[row]
-        if self.heads == 1 and int(partial.sum()) * self.block[0] * self.block[1] <= MOST_ASKED:
-            return cover_of_strips(self._strips(row), self.block[1])
-        return blocks_cover(full.all(0), (partial | full).any(0), self.block, self.lengths)
+        certain = full.all(0)
+        both = (self._boxes(chosen).spans(self.block[0]) for chosen in (certain, (partial | full).any(0) & ~certain))
+        return Cover(*(bands_of_blocks(spans, self.block[0], self.lengths[0]) for spans in both))
 
-    def _strips(self, row: int) -> Iterator[Strip]:
-        """Rows of blocks, of the only head: full blocks as they are, partial ones asked."""
-        q_len, kv_len = self.lengths
-        device = self.source.kv_indices.device
-        for i, start in enumerate(range(0, q_len, self.block[0])):
-            queries = torch.arange(start, min(start + self.block[0], q_len), device=device)
-            listed = self.full_RHIJ[row, 0, i].repeat_interleave(self.block[1])[:kv_len]
-            allowed = listed.expand(len(queries), -1).clone()
-            if self.partial_RHIJ[row, 0, i].any():
-                columns = self.partial_RHIJ[row, 0, i].repeat_interleave(self.block[1])[:kv_len].nonzero().flatten()
-                if self.program is None:
-                    allowed[:, columns] = True
-                else:
-                    some, _ = asked(self.program, row, 1, queries, columns.to(device))
-                    allowed[:, columns] = some.cpu()
-            yield Strip(start, allowed, allowed)
+    def _question(self, row: int) -> Question:
+        assert self.program is not None, "without a function, all listed blocks are full"
+        return Question(self.program, row, self.heads, self.lengths, self.block, self.source.kv_indices.device)
+
+    def _blocks(self, row: int) -> Blocks:
+        """Of the only head."""
+        return [(True, self._boxes(self.full_RHIJ[row, 0])), (False, self._boxes(self.partial_RHIJ[row, 0]))]
+
+    def _boxes(self, chosen_IJ: torch.Tensor) -> Boxes:
+        i, j = chosen_IJ.nonzero().to(self.source.kv_indices.device).unbind(1)
+        return Boxes.at(i, j, self.block, self.lengths)
 
     def _rule(self, space: Space) -> Rule:
         full, partial = self.full_RHIJ.to(space.device), self.partial_RHIJ.to(space.device)

@@ -1,10 +1,10 @@
 """The escape hatch: any FlexAttention mask_mod as a mask.
 
-A function can only be asked, so it is asked: strip by strip of `block` query rows, every pair once, never S x S in
-memory (memoised, once per length). What comes back is joined into bands where they are few, as for a causal mask, a
-window or documents; plans, layouts and tiles then treat it like any other mask. Where they would be many, as for every
-second key, the answers are kept by block: `cover` then says which blocks are certain and which must be asked again,
-inside, by the kernel. Either way a mask that can be written as a pattern is far cheaper to plan for.
+A function is asked (question.py): of whole blocks where its program shows that all of their pairs are alike, pair by
+pair elsewhere; never S x S in memory, and once per length. What comes back is joined into bands where they are few,
+as for a causal mask, a window or documents; plans, layouts and tiles then treat it like any other mask. Where they
+would be many, as for every second key, the answers are kept by block: `cover` then says which blocks are certain and
+which must be asked again, inside, by the kernel. Either way a mask that is written as a pattern is cheaper to plan for.
 
 [Note: a value] A mask is what its function computed when the mask was made, with the tensors and numbers that it read
 then (snapshot.py). It stays that mask; masks of one function, made before and after something changed, are two. But
@@ -18,20 +18,18 @@ what its result depends on, and a function that reads what was not declared is r
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
 
 from attnspan.errors import MaskError, integer, integers
 from attnspan.masks.band import Band
-from attnspan.masks.cover import Cover, Strip, bands_of_strips, cover_of_strips
+from attnspan.masks.cover import Cover
 from attnspan.masks.mask import Mask, MaskFunction, Rule, Space
 from attnspan.masks.program import Program, name_of
+from attnspan.masks.question import Question
 from attnspan.masks.snapshot import Snapshot
-
-AT_ONCE = 1 << 22
-"""Pairs that a function is asked for at a time."""
 
 
 @dataclass(frozen=True, slots=True, repr=False, eq=False)
@@ -94,19 +92,16 @@ class MaskMod(Mask):
         cover = self.cover(q_len, kv_len, row)
         if cover.is_exact:
             return cover.certain
-        return bands_of_strips(self._strips(q_len, kv_len, row))
+        question = self._question(q_len, kv_len, row)
+        return question.bands(question.blocks())
 
     def _cover(self, q_len: int, kv_len: int, row: int) -> Cover:
-        return cover_of_strips(self._strips(q_len, kv_len, row), self.block)
+        question = self._question(q_len, kv_len, row)
+        return question.cover(question.blocks())
 
-    def _strips(self, q_len: int, kv_len: int, row: int) -> Iterator[Strip]:
-        keys = torch.arange(kv_len, device=self.device)
-        width = max(1, AT_ONCE // (self.block * self.heads))
-        for start in range(0, q_len, self.block):
-            queries = torch.arange(start, min(start + self.block, q_len), device=self.device)
-            parts = [asked(self.program, row, self.heads, queries, part) for part in torch.split(keys, width)]
-            some = torch.cat([part for part, _ in parts], 1)
-            yield Strip(start, some, some if self.heads == 1 else torch.cat([part for _, part in parts], 1))
+    def _question(self, q_len: int, kv_len: int, row: int) -> Question:
+        block, device = (self.block, self.block), torch.device(self.device)
+        return Question(self.program, row, self.heads, (q_len, kv_len), block, device)
 
     def _rule(self, space: Space) -> Rule:
         return rule_of(self.program, space.device)
@@ -126,20 +121,6 @@ class MaskMod(Mask):
     def __repr__(self) -> str:
         told = [f"{name}={getattr(self, name)}" for name in ("rows", "heads") if getattr(self, name) > 1]
         return f"MaskMod({', '.join([name_of(self.fn), *told])})"
-
-
-def asked(
-    program: Program, row: int, heads: int, queries: torch.Tensor, keys: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which pairs are allowed for some head, and which for all, (n, m) each; what goes wrong is told as ours."""
-    b, h = torch.tensor([row], device=queries.device), torch.arange(heads, device=queries.device)
-    try:
-        with torch.no_grad():
-            allowed = program.over(b, h, queries, keys)
-    except Exception as error:
-        raise MaskError(f"{program.name} could not be evaluated as a mask_mod: {error}") from error
-    allowed = allowed.expand(1, -1, len(queries), len(keys))[0]
-    return (allowed[0], allowed[0]) if len(allowed) == 1 else (allowed.any(0), allowed.all(0))
 
 
 def check_reads(program: Program, rows: int, heads: int, usage: str) -> None:

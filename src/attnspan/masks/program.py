@@ -27,7 +27,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from threading import RLock
 from typing import Any, NamedTuple
@@ -46,8 +46,10 @@ _TRACING = RLock()  # tracing sets modes that are not for two threads at once, a
 _GRAPHS: WeakValueDictionary[str, fx.GraphModule] = (
     WeakValueDictionary()
 )  # by text: equal programs share what is compiled
+LOOKUP, CONVERT = torch.ops.aten.index.Tensor, torch.ops.aten._to_copy.default
+"""How a traced program looks a number up in a table, and gives one another dtype."""
 _BY_NUMBER = (
-    torch.ops.aten._to_copy.default,
+    CONVERT,
     torch.ops.aten.detach.default,
     torch.ops.aten.clone.default,
     torch.ops.aten.lift_fresh_copy.default,
@@ -58,8 +60,6 @@ _BY_NUMBER = (
     torch.ops.aten.zeros_like.default,
     torch.ops.aten.full_like.default,
 )
-LOOKUP = torch.ops.aten.index.Tensor
-"""How a traced program looks a number up in a table."""
 
 
 class Lookups(NamedTuple):
@@ -145,6 +145,17 @@ class Program:
             result = _mapped(self.graph, len(score))(*score, *indices, *captured)
         return result[(None,) * (4 - result.dim())]
 
+    def over_boxes(self, b: Tensor, h: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
+        """The result of a flat program over the pairs of boxes: (1,), (H,), (N, n) queries and (N, m) keys.
+
+        The result has four dims and broadcasts against (N, H, n, m).
+        """
+        assert self.is_flat, "others run under vmap, `over` all pairs of queries and keys"
+        result: Tensor = self.graph(
+            b[:, None, None, None], h[:, None, None], queries[:, None, :, None], keys[:, None, None, :], *self.captured
+        )
+        return result[(None,) * (4 - result.dim())]
+
     def pull(
         self,
         score: Tensor,
@@ -191,6 +202,20 @@ class Program:
         return d_score
 
     # ---- inside ------------------------------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, object]:
+        """What travels: not what was worked out of the nodes, which are others there, but what is known of them."""
+        state = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {**state, "kinds": [(node.op, _kind(node)) for node in self.graph.graph.nodes]}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        kinds = state.pop("kinds")
+        self.__dict__.update(state)
+        nodes = list(self.graph.graph.nodes)
+        if [node.op for node in nodes] == [op for op, _ in kinds]:
+            for node, (_, kind) in zip(nodes, kinds, strict=True):
+                if kind is not None:
+                    node.meta["val"] = torch.empty([1] * kind[0], dtype=kind[1], device="meta")
 
     @cached_property
     def moving(self) -> set[fx.Node]:
@@ -472,11 +497,11 @@ def _indices(lookup: fx.Node) -> Sequence[object]:
 
 
 def _shared(graph: fx.Graph) -> fx.GraphModule:
-    """The module of a graph, the same object for the same text, so that it is compiled once."""
+    """The module of a graph, the same object for the same text and kinds of inputs, so that it is compiled once."""
     made = fx.GraphModule(torch.nn.Module(), graph)
-    dims = [_rank(node) for node in graph.nodes if node.op == "placeholder"]
+    kinds = [_kind(node) for node in graph.nodes if node.op == "placeholder"]
     with _TRACING:
-        return _GRAPHS.setdefault(f"{made.code}{dims}", made)
+        return _GRAPHS.setdefault(f"{made.code}{kinds}", made)
 
 
 def _inputs(graph: fx.Graph) -> list[fx.Node]:
@@ -517,6 +542,12 @@ def _looks_up(node: fx.Node, table: object) -> bool:
 def _rank(node: fx.Node) -> int | None:
     value = node.meta.get("val")
     return value.dim() if isinstance(value, Tensor) else None
+
+
+def _kind(node: fx.Node) -> tuple[int, torch.dtype] | None:
+    """The dims and the dtype of what a node computes, as it was traced."""
+    value = node.meta.get("val")
+    return (value.dim(), value.dtype) if isinstance(value, Tensor) else None
 
 
 def _spread(indices: Sequence[Tensor]) -> list[Tensor]:
