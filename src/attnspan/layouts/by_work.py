@@ -1,21 +1,23 @@
 """The base of layouts that look at the work: one mask, or several with weights.
 
 A model that mixes full and windowed layers, or head groups with different masks, has one layout for all of
-them. What such a layout divides is the weighted sum of the masks' work, as a tally over rows: no S x S, no
+them. What such a layout divides is the weighted sum of the masks' work, piecewise linear over rows: no S x S, no
 row by row. Knows nothing of how the work is then divided.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import gcd, isfinite
 
+from torch import Tensor
+
 from attnspan.errors import LayoutError
 from attnspan.layouts.layout import Layout, check_ranks
-from attnspan.masks import Band, Mask
+from attnspan.masks import Mask
 from attnspan.masks.algebra import Bands
-from attnspan.masks.profile import Piece, Tally, row_pieces
+from attnspan.masks.piecewise import Pieces, Piecewise, row_work, weighted
 
 FINENESS = 1 << 16
 """Weights that are not whole are kept to one part in this many of the smallest."""
@@ -70,14 +72,9 @@ class ByWork(Layout):
             for r in rows:
                 yield weight, mask.cover(seq_len, row=r).bands
 
-    def _tally(self, seq_len: int, row: int, pieces: Callable[[Band], Iterable[Piece]] = row_pieces) -> Tally:
+    def _summed(self, seq_len: int, row: int, pieces: Callable[[Sequence[Tensor]], Pieces] = row_work) -> Piecewise:
         """The weighted sum of what is counted in pieces of bands; by default the work of every row."""
-        return Tally(
-            (start, stop, weight * constant, weight * slope)
-            for weight, bands in self._weighted(seq_len, row)
-            for band in bands
-            for start, stop, constant, slope in pieces(band)
-        )
+        return weighted(pieces, self._weighted(seq_len, row))
 
     def _shown(self, **options: object) -> str:
         """The constructor call, with the options that are not None."""
