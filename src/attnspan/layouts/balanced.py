@@ -8,8 +8,8 @@ It weighs five ways to divide the sequence and takes the simplest that is good e
     dealt blocks            only if nothing else is as fair (round_robin.py); many runs
 
 [Note: what is minimised] First the largest rank's work, up to `TOLERANCE` above the mean, which is spent on moving
-fewer keys, then on fewer runs. Where few runs cannot reach that, blocks are dealt if they are fairer by `EQUAL` of a
-fair share, or by `WORTH` if they make many runs. If all rows lie on one line the answer is known: Contiguous if it is
+fewer keys, then on fewer runs; up to `EQUAL` where a few tries do not reach that. Where few runs cannot do so, blocks
+are dealt if they are fairer by `EQUAL` of a fair share, or by `WORTH` if they make many runs. If all rows lie on one line the answer is known: Contiguous if it is
 flat, HeadTail if it climbs, up to the rounding of a length that 2 * ranks does not divide.
 
 [Note: where it is fair] Random packs at up to 512 ranks are within 2 % and have at most 8 runs a rank, if no row sees
@@ -19,9 +19,9 @@ more than the unevenness that is allowed: 64 tokens a rank, and documents of a t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import chain
 from typing import TypeGuard
 
@@ -38,7 +38,8 @@ from attnspan.layouts.necklace import Rules, divided, mended
 from attnspan.layouts.round_robin import dealt, largest_dealt
 from attnspan.layouts.run import joined_runs, tokens_in
 from attnspan.layouts.stretches import by_stretch
-from attnspan.masks.piecewise import Piecewise
+from attnspan.masks.columns import Columns
+from attnspan.masks.piecewise import Piecewise, row_work, weighted
 
 TOLERANCE = 0.004
 """How far above the mean the largest rank's work may be, if that saves bytes or runs."""
@@ -81,9 +82,7 @@ class Balanced(ByWork):
 
     def _shards(self, seq_len: int, row: int) -> Shards:
         with torch.inference_mode():  # thousands of small operations: no autograd beside each
-            work = self._summed(seq_len, row)
-            crossed = partial(self._summed, seq_len, row, crossing)
-            return _Portfolio(seq_len, self.ranks, self.chunk, self.rows > 1, work, crossed).best()
+            return _Portfolio(seq_len, self.ranks, self.chunk, self.rows > 1, self._weighted(seq_len, row)).best()
 
     def __repr__(self) -> str:
         return self._shown(chunk=self.chunk if self.chunk != 128 else None)
@@ -106,8 +105,8 @@ class _Portfolio:
     ranks: int
     chunk: int
     same_counts: bool  # as HeadTail's: the batch rows of one tensor have shards of equal length
-    work: Piecewise
-    crossed_at: Callable[[], Piecewise]
+    bands: list[tuple[int, Columns]]  # with their weights
+    _largest: dict[int, tuple[float, Shards]] = field(default_factory=dict)
 
     def best(self) -> Shards:
         """[Note: what is minimised], from the simplest to the last resort."""
@@ -117,7 +116,7 @@ class _Portfolio:
             return stretches
         simple = [self.contiguous, self.head_tail]
         splits = list(self._splits())
-        split = next((split for split in splits if self.largest(split) <= self.goal), None)
+        split = next((split for split in splits if self.largest(split) <= self.enough), None)
         fair = self.goal if split is None else min(self.goal, self.largest(split) * (1 + TOLERANCE))
         for shards in filter(self._allowed, simple):
             if self.largest(shards) <= fair and self._as_near(shards, split):
@@ -139,16 +138,25 @@ class _Portfolio:
     @cached_property
     def fair(self) -> float:
         """The mean work of a rank."""
-        return self.work.between(0, self.seq_len) / self.ranks
+        return self.work.total / self.ranks
 
     @property
     def goal(self) -> float:
         """The work of a rank that is good enough."""
         return self.fair * (1 + TOLERANCE)
 
+    @property
+    def enough(self) -> float:
+        """The work of a rank that is not worth another try."""
+        return self.fair * (1 + EQUAL)
+
+    @cached_property
+    def work(self) -> Piecewise:
+        return weighted(row_work, self.bands)
+
     @cached_property
     def crossing(self) -> Piecewise:
-        return self.crossed_at()
+        return weighted(crossing, self.bands)
 
     @cached_property
     def counts(self) -> list[int]:
@@ -157,6 +165,11 @@ class _Portfolio:
 
     def largest(self, shards: Shards) -> float:
         """The work of the rank that has most."""
+        if id(shards) not in self._largest:
+            self._largest[id(shards)] = self._found_largest(shards), shards  # which keeps its id
+        return self._largest[id(shards)][0]
+
+    def _found_largest(self, shards: Shards) -> float:
         ends = torch.tensor([[run.start for run in chain(*shards)], [run.stop for run in chain(*shards)]], device="cpu")
         start, stop = self.work.before(ends)
         owners = torch.tensor([rank for rank, runs in enumerate(shards) for _ in runs], device="cpu")
@@ -172,11 +185,11 @@ class _Portfolio:
             circles = divided(self.seq_len, self.counts, rules)
             if circles is None:
                 return
-            split = mended(circles, self.goal).shards(self.ranks)
-            if not self.same_counts and self.largest(split) > self.goal:
-                split = evened(split, self.work, self.chunk, self.goal)
+            split = mended(circles, self.goal, self.enough).shards(self.ranks)
+            if not self.same_counts and self.largest(split) > self.enough:
+                split = evened(split, self.work, self.chunk, self.enough)
             yield split
-            if self.largest(split) <= self.goal:
+            if self.largest(split) <= self.enough:
                 return
 
     def _is_worth_dealing(self, fewest: Shards) -> bool:

@@ -7,17 +7,14 @@ row by row. Knows nothing of how the work is then divided.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from math import gcd, isfinite
-
-from torch import Tensor
 
 from attnspan.errors import LayoutError
 from attnspan.layouts.layout import Layout, check_ranks
 from attnspan.masks import Mask
-from attnspan.masks.algebra import Bands
-from attnspan.masks.piecewise import Pieces, Piecewise, row_work, weighted
+from attnspan.masks.columns import Columns
 
 FINENESS = 1 << 16
 """Weights that are not whole are kept to one part in this many of the smallest."""
@@ -57,24 +54,22 @@ class ByWork(Layout):
     def least_len(self) -> int:
         return max(mask.least_len for mask in self._masks)
 
-    def typical(self, seq_len: int) -> ByWork:
-        """The same layout of masks that stand for others of their kind."""
-        return replace(self, masks=[mask.typical(seq_len) for mask in self._masks])
+    def over(self, masks: Callable[[Mask], Mask]) -> ByWork:
+        """The same layout of other masks, each in the place of one."""
+        return replace(self, masks=[masks(mask) for mask in self._masks])
 
     @property
     def _mask_rows(self) -> int:
         return max(mask.rows for mask in self._masks)
 
-    def _weighted(self, seq_len: int, row: int) -> Iterator[tuple[int, Bands]]:
+    def _weighted(self, seq_len: int, row: int) -> list[tuple[int, Columns]]:
         """(weight, bands) of what is divided: one batch row, or all of them together."""
         rows = [row] if self.per_row else range(self._mask_rows)
-        for mask, weight in zip(self._masks, self._weights, strict=True):
-            for r in rows:
-                yield weight, mask.cover(seq_len, row=r).bands
-
-    def _summed(self, seq_len: int, row: int, pieces: Callable[[Sequence[Tensor]], Pieces] = row_work) -> Piecewise:
-        """The weighted sum of what is counted in pieces of bands; by default the work of every row."""
-        return weighted(pieces, self._weighted(seq_len, row))
+        return [
+            (weight, Columns.of(mask.cover(seq_len, row=r).bands))
+            for mask, weight in zip(self._masks, self._weights, strict=True)
+            for r in rows
+        ]
 
     def _shown(self, **options: object) -> str:
         """The constructor call, with the options that are not None."""

@@ -8,27 +8,25 @@ bands share none (documents).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
-from torch import Tensor
 
+from attnspan.masks.columns import Columns
 from attnspan.masks.piecewise import Pieces
 
 
-def crossing(columns: Sequence[Tensor]) -> Pieces:
+def crossing(bands: Columns) -> Pieces:
     """The number of keys of bands that cross a cut at p.
 
     >>> from attnspan.masks.band import tight
     >>> from attnspan.masks.piecewise import weighted
-    >>> causal = weighted(crossing, [(1, [tight(0, 4, 0, 4, hi=0)])])
+    >>> causal = weighted(crossing, [(1, Columns.of([tight(0, 4, 0, 4, hi=0)]))])
     >>> causal.at(torch.arange(5)).tolist()  # a cut at 3: the last query needs three keys
     [0.0, 1.0, 2.0, 3.0, 0.0]
-    >>> full = weighted(crossing, [(1, [tight(0, 4, 0, 4)])])
+    >>> full = weighted(crossing, [(1, Columns.of([tight(0, 4, 0, 4)]))])
     >>> full.at(torch.arange(5)).tolist()  # whichever side they are on, all four keys are needed on the other
     [0.0, 4.0, 4.0, 4.0, 0.0]
     """
-    q0, q1, k0, k1, lo, hi = columns
+    q0, q1, k0, k1, lo, hi = bands
     zero, one = torch.zeros_like(q0).double(), torch.ones_like(q0).double()
     # Keys max(k0, p + lo) <= k < min(k1, p) are seen by a query from p on, where lo < 0.
     start, stop = k0, torch.where(lo < 0, torch.minimum(q1, k1 - lo), k0)

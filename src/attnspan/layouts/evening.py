@@ -22,8 +22,9 @@ def evened(shards: Shards, work: Piecewise, chunk: int, goal: float) -> Shards:
     """The same runs with borders moved, so that as few ranks as possible are above the goal.
 
     >>> from attnspan.masks.band import tight
+    >>> from attnspan.masks.columns import Columns
     >>> from attnspan.masks.piecewise import row_work, weighted
-    >>> work = weighted(row_work, [(1, [tight(0, 64, 0, 64, hi=0)])])
+    >>> work = weighted(row_work, [(1, Columns.of([tight(0, 64, 0, 64, hi=0)]))])
     >>> evened(((Run(0, 32),), (Run(32, 64),)), work, 16, goal=1400)  # 528 + 1552 pairs become 703 + 1377
     ((Run(start=0, stop=37, step=1),), (Run(start=37, stop=64, step=1),))
     """

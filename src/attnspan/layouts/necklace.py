@@ -17,8 +17,7 @@ beginning.
 [Note: choosing a window] Usually many windows are fair enough. Among those whose work stays within the
 tolerance, the one is taken whose ends cost least: nothing where the circle is already cut, nothing between
 documents, else the keys that would have to cross. Windows with an end on a border of the work (a document, a
-band) are looked at first; only where none is fair enough, exact ones are sought between them, where the surplus
-changes its sign.
+band) are looked at, and exact ones between them, where the surplus changes its sign.
 
 [Note: shortest piece] A piece has at least `chunk` tokens, or some part of a fair share of work: where a few rows see
 so many keys that they are more than a rank can have, only shorter pieces are fair.
@@ -41,16 +40,20 @@ from torch import Tensor
 
 from attnspan.layouts.layout import Shards
 from attnspan.layouts.run import Run, joined_runs
+from attnspan.masks.columns import counted
 from attnspan.masks.piecewise import Piecewise
 
 LOOKS = 80
 """The most borders of the work in a circle that windows are begun and ended at."""
 
-ROOTS = 12
+ROOTS = 6
 """About how many exact windows are sought in a circle."""
 
 ROUNDS = 24
 """How often the ranks with most work are mended."""
+
+FINE_ROUNDS = 2
+"""How often those are, too, that are good enough but above the goal."""
 
 TRIES = 6
 """How often in vain before a rank is left as it is."""
@@ -184,8 +187,7 @@ class Circles:
         count = (torch.searchsorted(edges, self.stop) - first).clamp(min=0)
         stride = (1 + torch.zeros_like(self.first).index_add(0, self.circle, count) // LOOKS)[self.circle]
         count = (count + stride - 1) // stride
-        piece = torch.arange(len(count), device="cpu").repeat_interleave(count)
-        turn = torch.arange(len(piece), device="cpu") - (count.cumsum(0) - count)[piece]
+        piece, turn = counted(count)
         return edges[first[piece] + turn * stride[piece]] - self.shift[piece]
 
     def _spaced(self) -> Tensor:
@@ -253,11 +255,14 @@ def _named(circles: Circles, half: Tensor, start: Tensor, stop: Tensor, number: 
     return Circles(start, stop, number, first, ranks, circles.rules)
 
 
-def mended(circles: Circles, goal: float) -> Circles:
-    """The circles of one rank each, those above the goal joined with a light one and divided anew. [Note: mending]"""
+def mended(circles: Circles, goal: float, enough: float) -> Circles:
+    """The circles of one rank each, those above the goal joined with a light one and divided anew. [Note: mending]
+
+    After a few rounds, what is not above `enough` is left as it is.
+    """
     tried = torch.zeros_like(circles.first)
-    for _ in range(ROUNDS):
-        above = ((circles.work > goal) & (tried < TRIES)).nonzero().squeeze(1)
+    for turn in range(ROUNDS):
+        above = ((circles.work > (goal if turn < FINE_ROUNDS else enough)) & (tried < TRIES)).nonzero().squeeze(1)
         if not len(above) or len(circles.first) < 2:
             break
         above = above[circles.work[above].argsort(descending=True)][:PAIRS]
@@ -281,9 +286,8 @@ def _joined(circles: Circles, pairs: Tensor) -> Circles:
     """The circles of two ranks each, divided anew; each rank keeps its number of tokens."""
     count = torch.bincount(circles.circle, minlength=len(circles.first))
     offset, each = count.cumsum(0) - count, count[pairs.flatten()]
-    pair = torch.arange(len(pairs), device="cpu").repeat_interleave(2).repeat_interleave(each)
-    within = torch.arange(len(pair), device="cpu") - (each.cumsum(0) - each).repeat_interleave(each)
-    piece = offset[pairs.flatten()].repeat_interleave(each) + within
+    member, within = counted(each)
+    pair, piece = member // 2, offset[pairs.flatten()][member] + within
     start, stop = circles.start[piece], circles.stop[piece]
     order = (pair * int(circles.stop.max()) + start).argsort()
     pair, start, stop = pair[order], start[order], stop[order]
@@ -345,15 +349,14 @@ class _Search:
     def best(self) -> Tensor:
         """Where the cheapest window of each circle starts that is fair enough; else the fairest; FAR if none is."""
         looked = self._looked()
-        best = self._cheapest(*looked)
+        starts, work = (torch.cat(both) for both in zip(looked, self._exact(*looked), strict=True))
+        circle = self._circle(starts)
+        cost, off = self._cost(starts, circle), (work - self.target[circle]).abs()
+        fair = (work >= self.least[circle]) & (work <= self.most[circle])
+        best = self._least(starts, circle, [torch.where(fair, cost, torch.inf), off])
         missing = (best == FAR) & (self.half > 0)
         if missing.any():
-            exact = self._exact(*looked, missing)
-            best = torch.minimum(best, torch.where(missing, self._cheapest(*exact), FAR))
-            missing &= best == FAR
-            if missing.any():
-                fairest = self._fairest(*(torch.cat(both) for both in zip(looked, exact, strict=True)))
-                best = torch.where(missing, fairest, best)
+            best = torch.where(missing, self._least(starts, circle, [torch.where(cost < torch.inf, off, cost)]), best)
         return best
 
     def _looked(self) -> tuple[Tensor, Tensor]:
@@ -374,7 +377,7 @@ class _Search:
     def _circle(self, starts: Tensor) -> Tensor:
         return torch.searchsorted(self.circles.origin, starts, right=True) - 1
 
-    def _exact(self, starts: Tensor, work: Tensor, missing: Tensor) -> tuple[Tensor, Tensor]:
+    def _exact(self, starts: Tensor, work: Tensor) -> tuple[Tensor, Tensor]:
         """(start, work) of windows on both sides of where the surplus of a circle changes its sign."""
         circle = self._circle(starts)
         below = work < self.target[circle]
@@ -383,8 +386,8 @@ class _Search:
         following = torch.arange(1, len(starts) + 1, device="cpu")
         last = torch.cat([circle[1:] != circle[:-1], circle.new_ones(1, dtype=torch.bool)])
         following[last] = begins[circle[last]]
-        turns = ((below != below[following]) & missing[circle]).nonzero().squeeze(1)
-        turns = turns[:: 1 + len(turns) // (ROOTS * int(missing.sum()))]
+        turns = (below != below[following]).nonzero().squeeze(1)
+        turns = turns[:: 1 + len(turns) // (ROOTS * len(self.half))]
         if not len(turns):
             return starts[:0], work[:0]
         return self._bisected(circle[turns], starts[turns], starts[following[turns]], below[turns])
@@ -402,19 +405,6 @@ class _Search:
             a, b = points.gather(0, step.unsqueeze(0)).squeeze(0), points.gather(0, step.unsqueeze(0) + 1).squeeze(0)
         found = self.circles.wrapped(torch.cat([a, b]), torch.cat([circle, circle])).unique()
         return found, self._windows(found)
-
-    def _cheapest(self, starts: Tensor, work: Tensor) -> Tensor:
-        """For each circle the start of the cheapest window that is fair enough; FAR if there is none."""
-        circle = self._circle(starts)
-        fair = ((work >= self.least[circle]) & (work <= self.most[circle])).nonzero().squeeze(1)
-        starts, circle, off = starts[fair], circle[fair], (work[fair] - self.target[circle[fair]]).abs()
-        return self._least(starts, circle, [self._cost(starts, circle), off])
-
-    def _fairest(self, starts: Tensor, work: Tensor) -> Tensor:
-        circle = self._circle(starts)
-        cost = self._cost(starts, circle)
-        off = (work - self.target[circle]).abs()
-        return self._least(starts, circle, [torch.where(cost < torch.inf, off, cost)])
 
     def _cost(self, starts: Tensor, circle: Tensor) -> Tensor:
         """The cost of cutting at both ends of the windows."""

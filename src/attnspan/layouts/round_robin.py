@@ -20,7 +20,7 @@ from attnspan.errors import LayoutError, integer
 from attnspan.layouts.by_work import ByWork
 from attnspan.layouts.layout import Shards
 from attnspan.layouts.run import Run
-from attnspan.masks.piecewise import Piecewise
+from attnspan.masks.piecewise import Piecewise, row_work, weighted
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -44,7 +44,7 @@ class RoundRobinByWork(ByWork):
         object.__setattr__(self, "block", integer("block", self.block, at_least=1, error=LayoutError))
 
     def _shards(self, seq_len: int, row: int) -> Shards:
-        return dealt(self._summed(seq_len, row), seq_len, self.ranks, self.block)
+        return dealt(weighted(row_work, self._weighted(seq_len, row)), seq_len, self.ranks, self.block)
 
     def __repr__(self) -> str:
         return self._shown(block=self.block if self.block != 128 else None)

@@ -23,10 +23,10 @@ def by_stretch(work: Piecewise, seq_len: int, ranks: int) -> Shards | None:
     """HeadTail on every slope, Contiguous on every flat; None if there are too many of them.
 
     >>> from attnspan.masks import Causal, SlidingWindow
+    >>> from attnspan.masks.columns import Columns
     >>> from attnspan.masks.piecewise import row_work, weighted
-    >>> window = weighted(
-    ...     row_work, [(1, (Causal() & SlidingWindow(4)).bands(12))]
-    ... )  # rows see 1 2 3 4, then 5 keys each
+    >>> bands = (Causal() & SlidingWindow(4)).bands(12)  # rows see 1 2 3 4, then 5 keys each
+    >>> window = weighted(row_work, [(1, Columns.of(bands))])
     >>> for runs in by_stretch(window, 12, 2):
     ...     print(*runs)
     [0, 1) [3, 8)

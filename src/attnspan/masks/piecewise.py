@@ -6,16 +6,14 @@ of times. Numbers are float64: whole and exact up to 2^53, beyond that as good a
 
 from __future__ import annotations
 
-from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import cached_property
-from itertools import chain
 
 import torch
 from torch import Tensor
 
-from attnspan.masks.band import Band
+from attnspan.masks.columns import Columns
 
 Pieces = list[tuple[Tensor, Tensor, Tensor, Tensor]]
 """(start, stop, constant, slope), a tensor each: constant + slope * q for the rows start <= q < stop."""
@@ -49,6 +47,7 @@ class Piecewise:
         edges = self.edges.double()
         sums = edges[1:] * (b[:-1] + c[:-1] * edges[1:]) - edges[:-1] * (b[:-1] + c[:-1] * edges[:-1])
         base = torch.cat([sums.new_zeros(1), sums.cumsum(0)])
+        self.total = float(base[-1])
         self._squares = torch.stack([base - edges * (b + c * edges), b, c])
 
     def at(self, rows: Tensor) -> Tensor:
@@ -80,13 +79,14 @@ class Piecewise:
         return torch.searchsorted(self.edges, rows, right=True) - 1
 
     def _before(self, row: int) -> float:
-        edges, squares = self._lists
-        a, b, c = squares[bisect_right(edges, row) - 1]
-        return a + row * (b + c * row)
+        edges, a, b, c = self._lists
+        index = bisect_right(edges, row) - 1
+        return a[index] + row * (b[index] + c[index] * row)
 
     @cached_property
-    def _lists(self) -> tuple[list[int], list[list[float]]]:
-        return self.edges.tolist(), self._squares.T.tolist()
+    def _lists(self) -> tuple[list[int], list[float], list[float], list[float]]:
+        a, b, c = (each.tolist() for each in self._squares)
+        return self.edges.tolist(), a, b, c
 
 
 def pieces_of(pieces: Iterable[tuple[int, int, float, float]]) -> Pieces:
@@ -96,25 +96,23 @@ def pieces_of(pieces: Iterable[tuple[int, int, float, float]]) -> Pieces:
     return [(start, stop, table[:, 2], table[:, 3])]
 
 
-def weighted(pieces: Callable[[Sequence[Tensor]], Pieces], sets: Iterable[tuple[int, Sequence[Band]]]) -> Piecewise:
-    """The sum over sets of bands, each times its weight, of what `pieces` counts in the columns of bands.
+def weighted(pieces: Callable[[Columns], Pieces], sets: Iterable[tuple[int, Columns]]) -> Piecewise:
+    """The sum over sets of bands, each times its weight, of what `pieces` counts in bands.
 
     >>> from attnspan.masks.band import tight
-    >>> causal = [tight(0, 4, 0, 4, hi=0)]
+    >>> causal = Columns.of([tight(0, 4, 0, 4, hi=0)])
     >>> weighted(row_work, [(1, causal), (10, causal)]).at(torch.arange(5)).tolist()
     [11.0, 22.0, 33.0, 44.0, 0.0]
     """
     found = pieces_of([])
     for weight, bands in sets:
-        numbers = torch.frombuffer(array("q", chain(chain.from_iterable(bands), (0,) * 6)), dtype=torch.int64)
-        columns = numbers.view(-1, 6)[:-1].unbind(1)  # one more, as an empty buffer is refused
-        found += [(a, b, weight * constant, weight * slope) for a, b, constant, slope in pieces(columns)]
+        found += [(start, stop, weight * constant, weight * slope) for start, stop, constant, slope in pieces(bands)]
     return Piecewise(found)
 
 
-def row_work(columns: Sequence[Tensor]) -> Pieces:
+def row_work(bands: Columns) -> Pieces:
     """The number of keys that a row of each band sees, which is right edge - left edge."""
-    q0, q1, k0, k1, lo, hi = columns
+    q0, q1, k0, k1, lo, hi = bands
     zero, one = torch.zeros_like(q0).double(), torch.ones_like(q0).double()
     full_right = torch.minimum(torch.maximum(k1 - hi, q0), q1)
     leave_left = torch.minimum(torch.maximum(k0 - lo + 1, q0), q1)

@@ -33,12 +33,12 @@ def strategy_for(plan: Plan, shape: Shape, hardware: Hardware) -> Strategy:
 
 def kind_of(plan: Plan) -> Plan:
     """The plan that stands for others like it: of the typical mask, laid out alike."""
-    mask, layout = plan.mask.typical(plan.seq_len), plan.layout
+    layout, typical = plan.layout, functools.cache(lambda mask: mask.typical(plan.seq_len))
     if isinstance(layout, ByWork):
-        layout = layout.typical(plan.seq_len)
+        layout = layout.over(typical)
     elif layout.natural_len is not None:  # made for these very documents
         return plan
-    return Plan(mask, layout, plan.seq_len)
+    return Plan(typical(plan.mask), layout, plan.seq_len)
 
 
 @functools.lru_cache(maxsize=256)
