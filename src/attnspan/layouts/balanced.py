@@ -9,8 +9,9 @@ It weighs five ways to divide the sequence and takes the simplest that is good e
 
 [Note: what is minimised] First the largest rank's work, up to `TOLERANCE` above the mean, which is spent on moving
 fewer keys, then on fewer runs; up to `EQUAL` where a few tries do not reach that. Where few runs cannot do so, blocks
-are dealt if they are fairer by `EQUAL` of a fair share, or by `WORTH` if they make many runs. If all rows lie on one line the answer is known: Contiguous if it is
-flat, HeadTail if it climbs, up to the rounding of a length that 2 * ranks does not divide.
+are dealt if they are fairer by `EQUAL` of a fair share, or by `WORTH` if they make many runs. If all rows lie on one
+line the answer is known: Contiguous if it is flat, HeadTail if it climbs, up to the rounding of a length that
+2 * ranks does not divide.
 
 [Note: where it is fair] Random packs at up to 512 ranks are within 2 % and have at most 8 runs a rank, if no row sees
 more keys than 2 % of a rank's fair share of pairs (tests/layouts/test_balanced.py). Beyond that, a single token is

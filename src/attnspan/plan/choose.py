@@ -26,7 +26,10 @@ from attnspan.plan.strategy import Gather, Needed, Ring, Strategy, Ulysses, name
 from attnspan.plan.timeline import Timeline, head_bytes, predict
 
 SAMPLED = 32
-"""The most ranks whose steps are worked out for a prediction; of more, evenly spaced ones and the busiest."""
+"""The most ranks whose steps are worked out for a prediction, if nobody says; of more, evenly spaced ones."""
+
+GOLDEN = (5**0.5 - 1) / 2
+"""Multiples of it, less whole numbers, are spread evenly, however many they are, and by no fixed stride."""
 
 EQUAL = 0.005
 """Predicted times that differ by less than this part are the same: the model knows no better."""
@@ -94,11 +97,13 @@ def choose(
     memory: float | None = None,
     layouts: Sequence[Layout] | None = None,
     backward: bool = True,
+    sampled: int = SAMPLED,
 ) -> Choice:
     """The fastest plan, as predicted, whose keys fit into `memory` bytes per rank (default: half the machine's).
 
     `layouts` limits the layouts that are tried; `backward` False plans for inference. Without it, Balanced with the
-    chunk that fits the length (`fitting_chunk`) and Contiguous are tried.
+    chunk that fits the length (`fitting_chunk`) and Contiguous are tried. Of more than `sampled` ranks (or groups of
+    them), so many are looked at, and the busiest.
     """
     machine, ranks = Hardware.of(hardware), check_ranks(ranks)
     seq_len = integer("seq_len", seq_len, at_least=1, error=PlanError)
@@ -112,7 +117,7 @@ def choose(
     if 1 < ranks <= shape.heads:  # all heads apart: who owns which tokens hardly matters
         tried.append((layouts[0] if layouts else Contiguous(ranks), Ulysses()))
     plans = (Plan(mask, layout, seq_len, strategy) for layout, strategy in tried)
-    candidates = [predicted(plan, shape, machine, limit=limit, backward=backward) for plan in plans]
+    candidates = [predicted(plan, shape, machine, limit=limit, backward=backward, sampled=sampled) for plan in plans]
     ordered = tuple(sorted(candidates, key=lambda c: (bool(c.refused), c.seconds)))
     if ordered[0].refused:
         least = min(ordered, key=lambda c: c.peak)
@@ -123,9 +128,17 @@ def choose(
     return Choice(ordered, shape, machine)
 
 
-def predicted(plan: Plan, shape: Shape, hardware: Hardware, *, limit: float = inf, backward: bool = True) -> Candidate:
+def predicted(
+    plan: Plan,
+    shape: Shape,
+    hardware: Hardware,
+    *,
+    limit: float = inf,
+    backward: bool = True,
+    sampled: int = SAMPLED,
+) -> Candidate:
     """What the cost model says of a plan, and why it is refused if its keys need more than `limit` bytes."""
-    looked = sampled_ranks(plan)
+    looked = sampled_ranks(plan, sampled)
     key_bytes = shape.kv_bytes / plan.rows * shape.kv_share(plan.degree)
     peak = int(max(plan.peak_keys(rank) for rank in looked) * key_bytes)
     timelines = [predict(plan, rank, shape, hardware, backward=backward) for rank in looked]
@@ -139,8 +152,8 @@ def predicted(plan: Plan, shape: Shape, hardware: Hardware, *, limit: float = in
     )
 
 
-def sampled_ranks(plan: Plan) -> list[int]:
-    """The first rank of each group, or of some groups if there are many: evenly spaced ones and the busiest.
+def sampled_ranks(plan: Plan, most: int = SAMPLED) -> list[int]:
+    """The first rank of each group, or of some groups if there are many: some spread evenly, the one with most work and the one that exchanges most keys.
 
     >>> from attnspan.layouts import HeadTail
     >>> from attnspan.masks import Causal
@@ -148,9 +161,10 @@ def sampled_ranks(plan: Plan) -> list[int]:
     [0, 2, 4, 6]
     """
     groups = {*range(plan.groups)}
-    if plan.groups > SAMPLED:
-        works = plan.group_works()
-        groups = {i * plan.groups // SAMPLED for i in range(SAMPLED)} | {works.index(max(works))}
+    if plan.groups > most:
+        works, traffic = plan.group_works(), plan.group_traffic()
+        busiest = {each.index(max(each)) for each in (works, traffic)}
+        groups = busiest | {int(i * GOLDEN % 1 * plan.groups) for i in range(most - 1)}
     return [group * plan.degree for group in sorted(groups)]
 
 

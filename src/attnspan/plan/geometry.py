@@ -107,24 +107,47 @@ class Geometry:
     @cached_property
     def shifts(self) -> frozenset[int]:
         """The distances d > 0 for which some rank r needs keys of rank r - d: the hops a ring must make."""
-        if any(run.step > 1 for runs in (*self.q_shards, *self.k_shards) for run in runs):
+        if self._is_strided:
             wanted = (set(self.needs(rank)) for rank in range(self.ranks))
             return frozenset((r - s) % self.ranks for r, sources in enumerate(wanted) for s in sources) - {0}
+        ranks, owners, _ = self._asked
+        return frozenset(((ranks - owners) % self.ranks).unique().tolist()) - {0}
+
+    def traffic(self) -> list[int]:
+        """About how many keys each rank receives or sends, whichever are more; those seen twice are counted twice."""
+        if self._is_strided:
+            return [0] * self.ranks
+        ranks, owners, keys = self._asked
+        keys = torch.where(ranks == owners, 0, keys)
+        received, sent = (keys.new_zeros(self.ranks).index_add(0, each, keys) for each in (ranks, owners))
+        most: list[int] = torch.maximum(received, sent).tolist()
+        return most
+
+    @property
+    def _is_strided(self) -> bool:
+        return any(run.step > 1 for runs in (*self.q_shards, *self.k_shards) for run in runs)
+
+    @cached_property
+    def _asked(self) -> tuple[Tensor, Tensor, Tensor]:
+        """For each run of queries and run of keys that a band joins: both their ranks, and how many keys it is."""
         queries, q_owners, _ = self._queries
         keys, k_owners, _ = self._keys
         q0, q1, k0, k1, lo, hi = self._columns
+        q_starts, q_stops, k_starts, k_stops = (
+            torch.tensor([run[side] for run in runs], device="cpu") for runs in (queries, keys) for side in (0, 1)
+        )
         # Every band with each run of queries that it meets, then with each run of keys that those queries see.
-        first, after = _met(queries, q0, q1)
-        band, turn = counted(after - first)
+        first = torch.searchsorted(q_stops, q0, right=True)
+        band, turn = counted(torch.searchsorted(q_starts, q1) - first)
         query = first[band] + turn
-        starts, stops = (torch.tensor([run[side] for run in queries], device="cpu")[query] for side in (0, 1))
-        low = torch.maximum(k0[band], torch.maximum(q0[band], starts) + lo[band])
-        high = torch.minimum(k1[band], torch.minimum(q1[band], stops) + hi[band])
-        first, after = _met(keys, low, high)
-        asking, turn = counted(after - first)
+        low = torch.maximum(k0[band], torch.maximum(q0[band], q_starts[query]) + lo[band])
+        high = torch.minimum(k1[band], torch.minimum(q1[band], q_stops[query]) + hi[band])
+        first = torch.searchsorted(k_stops, low, right=True)
+        asking, turn = counted(torch.searchsorted(k_starts, high) - first)
+        key = first[asking] + turn
         ranks, owners = (torch.tensor(each, device="cpu") for each in (q_owners, k_owners))
-        shifts = (ranks[query[asking]] - owners[first[asking] + turn]) % self.ranks
-        return frozenset(shifts.unique().tolist()) - {0}
+        shared = torch.minimum(high[asking], k_stops[key]) - torch.maximum(low[asking], k_starts[key])
+        return ranks[query[asking]], owners[key], shared
 
     def _rows_of(self, rank: int) -> list[tuple[int, Band]]:
         """The bands cut to each run of a rank's queries, with the number of the run."""
@@ -149,12 +172,6 @@ class Geometry:
     @cached_property
     def _queries(self) -> tuple[Runs, list[int], Ranges]:
         return self._keys if self.q_shards == self.k_shards else _table(self.q_shards)
-
-
-def _met(runs: Runs, start: Tensor, stop: Tensor) -> tuple[Tensor, Tensor]:
-    """Of disjoint runs in order, the first that meets each span [start, stop), and the first after those that do."""
-    starts, stops = (torch.tensor([run[side] for run in runs], device="cpu") for side in (0, 1))
-    return torch.searchsorted(stops, start, right=True), torch.searchsorted(starts, stop)
 
 
 def _ranges(runs: Runs) -> list[range]:

@@ -18,6 +18,9 @@ from attnspan.plan.cost import Hardware, Shape
 from attnspan.plan.plan import Plan
 from attnspan.plan.strategy import Strategy
 
+SAMPLED = 8
+"""The ranks that are looked at: fewer than where a choice is to be explained."""
+
 
 def strategy_for(plan: Plan, shape: Shape, hardware: Hardware) -> Strategy:
     """The strategy that the cost model finds best for plans of this kind.
@@ -43,6 +46,13 @@ def kind_of(plan: Plan) -> Plan:
 
 @functools.lru_cache(maxsize=256)
 def _chosen(plan: Plan, shape: Shape, hardware: Hardware) -> Strategy:
-    mask, ranks, layouts = plan.mask, plan.ranks, [plan.layout]
-    chosen = choose(mask, seq_len=plan.seq_len, ranks=ranks, shape=shape, hardware=hardware, layouts=layouts)
-    return Strategy.of(chosen.plan.strategy)
+    choice = choose(
+        plan.mask,
+        seq_len=plan.seq_len,
+        ranks=plan.ranks,
+        shape=shape,
+        hardware=hardware,
+        layouts=[plan.layout],
+        sampled=SAMPLED,
+    )
+    return Strategy.of(choice.plan.strategy)
