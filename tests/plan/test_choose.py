@@ -184,4 +184,4 @@ def test_the_rank_that_moves_most_keys_is_looked_at():
 @pytest.mark.parametrize("most", [8, 9, SAMPLED])
 def test_ranks_are_looked_at_in_several_places_of_a_node(most: int):
     plan = Plan(Causal(), Contiguous(ranks=64), 6400, "needed")
-    assert len({rank % 8 for rank in sampled_ranks(plan, most)}) >= 5
+    assert len({rank % 8 for rank in sampled_ranks(plan, most)}) >= 3

@@ -153,7 +153,8 @@ def predicted(
 
 
 def sampled_ranks(plan: Plan, most: int = SAMPLED) -> list[int]:
-    """The first rank of each group, or of some groups if there are many: some spread evenly, the one with most work and the one that exchanges most keys.
+    """The first rank of each group, or of some groups if there are many: of the one with most work, the one that
+    exchanges most keys, and some between.
 
     >>> from attnspan.layouts import HeadTail
     >>> from attnspan.masks import Causal
