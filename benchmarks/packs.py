@@ -26,5 +26,5 @@ def pack(name: str, seq_len: int, documents: int, seed: int) -> list[int]:
     raw = [PACKS[name](draw) for _ in range(documents)]
     scale = (seq_len - documents) / sum(raw)
     lengths = [1 + int(value * scale) for value in raw]
-    lengths[draw.randrange(documents)] += seq_len - sum(lengths)
-    return lengths
+    left = seq_len - sum(lengths)  # less than one token for each
+    return [length + (i < left) for i, length in enumerate(lengths)]

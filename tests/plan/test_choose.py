@@ -168,5 +168,20 @@ def test_balanced_is_tried_with_the_chunk_that_fits():
 
 def test_the_busiest_of_many_ranks_is_looked_at():
     plan = Plan(Causal(), Contiguous(ranks=100), 1000, "needed")
-    assert len(sampled_ranks(plan)) == SAMPLED + 1
-    assert 99 in sampled_ranks(plan)
+    for most in (7, SAMPLED):
+        assert len(sampled_ranks(plan, most)) <= most + 1
+        assert 99 in sampled_ranks(plan, most)
+
+
+def test_the_rank_that_moves_most_keys_is_looked_at():
+    lengths = [*[64] * 37, 4000, *[64] * 40]
+    mask = Causal() & Documents(lengths)
+    plan = Plan(mask, Contiguous(ranks=50), sum(lengths), "needed")
+    moving = [sum(plan.received(rank).values()) for rank in range(50)]
+    assert moving.index(max(moving)) in sampled_ranks(plan, 4)
+
+
+@pytest.mark.parametrize("most", [8, 9, SAMPLED])
+def test_ranks_are_looked_at_in_several_places_of_a_node(most: int):
+    plan = Plan(Causal(), Contiguous(ranks=64), 6400, "needed")
+    assert len({rank % 8 for rank in sampled_ranks(plan, most)}) >= 3

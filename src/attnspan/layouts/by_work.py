@@ -1,21 +1,20 @@
 """The base of layouts that look at the work: one mask, or several with weights.
 
 A model that mixes full and windowed layers, or head groups with different masks, has one layout for all of
-them. What such a layout divides is the weighted sum of the masks' work, as a tally over rows: no S x S, no
+them. What such a layout divides is the weighted sum of the masks' work, piecewise linear over rows: no S x S, no
 row by row. Knows nothing of how the work is then divided.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from math import gcd, isfinite
 
 from attnspan.errors import LayoutError
 from attnspan.layouts.layout import Layout, check_ranks
-from attnspan.masks import Band, Mask
-from attnspan.masks.algebra import Bands
-from attnspan.masks.profile import Piece, Tally, row_pieces
+from attnspan.masks import Mask
+from attnspan.masks.columns import Columns
 
 FINENESS = 1 << 16
 """Weights that are not whole are kept to one part in this many of the smallest."""
@@ -55,29 +54,22 @@ class ByWork(Layout):
     def least_len(self) -> int:
         return max(mask.least_len for mask in self._masks)
 
-    def typical(self, seq_len: int) -> ByWork:
-        """The same layout of masks that stand for others of their kind."""
-        return replace(self, masks=[mask.typical(seq_len) for mask in self._masks])
+    def over(self, masks: Callable[[Mask], Mask]) -> ByWork:
+        """The same layout of other masks, each in the place of one."""
+        return replace(self, masks=[masks(mask) for mask in self._masks])
 
     @property
     def _mask_rows(self) -> int:
         return max(mask.rows for mask in self._masks)
 
-    def _weighted(self, seq_len: int, row: int) -> Iterator[tuple[int, Bands]]:
+    def _weighted(self, seq_len: int, row: int) -> list[tuple[int, Columns]]:
         """(weight, bands) of what is divided: one batch row, or all of them together."""
         rows = [row] if self.per_row else range(self._mask_rows)
-        for mask, weight in zip(self._masks, self._weights, strict=True):
-            for r in rows:
-                yield weight, mask.cover(seq_len, row=r).bands
-
-    def _tally(self, seq_len: int, row: int, pieces: Callable[[Band], Iterable[Piece]] = row_pieces) -> Tally:
-        """The weighted sum of what is counted in pieces of bands; by default the work of every row."""
-        return Tally(
-            (start, stop, weight * constant, weight * slope)
-            for weight, bands in self._weighted(seq_len, row)
-            for band in bands
-            for start, stop, constant, slope in pieces(band)
-        )
+        return [
+            (weight, Columns.of(mask.cover(seq_len, row=r).bands))
+            for mask, weight in zip(self._masks, self._weights, strict=True)
+            for r in rows
+        ]
 
     def _shown(self, **options: object) -> str:
         """The constructor call, with the options that are not None."""

@@ -12,18 +12,19 @@ from itertools import pairwise
 
 from attnspan.layouts.layout import Shards
 from attnspan.layouts.run import Run, tokens_in
-from attnspan.masks.profile import Tally
+from attnspan.masks.piecewise import Piecewise
 
 SWEEPS = 32
 """How often the ranks above the goal are visited."""
 
 
-def evened(shards: Shards, work: Tally, chunk: int, goal: int) -> Shards:
+def evened(shards: Shards, work: Piecewise, chunk: int, goal: float) -> Shards:
     """The same runs with borders moved, so that as few ranks as possible are above the goal.
 
     >>> from attnspan.masks.band import tight
-    >>> from attnspan.masks.profile import RowWork
-    >>> work = RowWork([tight(0, 64, 0, 64, hi=0)])
+    >>> from attnspan.masks.columns import Columns
+    >>> from attnspan.masks.piecewise import row_work, weighted
+    >>> work = weighted(row_work, [(1, Columns.of([tight(0, 64, 0, 64, hi=0)]))])
     >>> evened(((Run(0, 32),), (Run(32, 64),)), work, 16, goal=1400)  # 528 + 1552 pairs become 703 + 1377
     ((Run(start=0, stop=37, step=1),), (Run(start=37, stop=64, step=1),))
     """
@@ -37,11 +38,11 @@ def evened(shards: Shards, work: Tally, chunk: int, goal: int) -> Shards:
 class _Borders:
     """The cuts of a sequence, in order, and who owns what lies between them."""
 
-    def __init__(self, shards: Shards, work: Tally, chunk: int, goal: int):
+    def __init__(self, shards: Shards, work: Piecewise, chunk: int, goal: float):
         pieces = sorted((run.start, run.stop, rank) for rank, runs in enumerate(shards) for run in runs)
         self.cuts = [start for start, _, _ in pieces] + [pieces[-1][1]]
         self.owner = [rank for _, _, rank in pieces]
-        self.tally, self.chunk, self.goal = work, chunk, goal
+        self.row_work, self.chunk, self.goal = work, chunk, goal
         self.work = [sum(work.between(run.start, run.stop) for run in runs) for runs in shards]
         self.tokens = list(map(tokens_in, shards))
         mean = self.cuts[-1] / len(shards)
@@ -71,7 +72,7 @@ class _Borders:
         if self.work[other] >= self.work[rank]:
             return False
         excess = self.work[rank] - self.goal
-        even = (self.work[rank] - self.work[other]) // 2
+        even = (self.work[rank] - self.work[other]) / 2
         left = self.owner[cut - 1] == rank
         length = self.cuts[cut] - self.cuts[cut - 1] if left else self.cuts[cut + 1] - self.cuts[cut]
         room = min(length - self.chunk, self.tokens[rank] - self.fewest, self.most - self.tokens[other])
@@ -86,7 +87,7 @@ class _Borders:
         self.work[other] += given
         return True
 
-    def _rows(self, cut: int, left: bool, room: int, wanted: int) -> int:
+    def _rows(self, cut: int, left: bool, room: int, wanted: float) -> int:
         """The fewest rows next to a cut that hold the wanted work; at most `room`."""
         low, high = 0, max(room, 0)
         while low < high:
@@ -97,9 +98,9 @@ class _Borders:
                 low = middle + 1
         return low
 
-    def _between(self, cut: int, left: bool, rows: int) -> int:
+    def _between(self, cut: int, left: bool, rows: int) -> float:
         at = self.cuts[cut]
-        return self.tally.between(at - rows, at) if left else self.tally.between(at, at + rows)
+        return self.row_work.between(at - rows, at) if left else self.row_work.between(at, at + rows)
 
     def shards(self) -> Shards:
         out: list[list[Run]] = [[] for _ in self.work]

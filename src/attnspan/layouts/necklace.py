@@ -10,248 +10,412 @@ both circles further::
 
 Each division adds at most two cuts, so the shares are fewer than 2 * ranks runs, whatever the mask.
 
+[Note: one line] The circles of one level lie one after another on a line of tokens, and are divided all at once, with
+a few operations on tensors. A point is a place on that line. A window that passes the end of its circle goes on at its
+beginning.
+
 [Note: choosing a window] Usually many windows are fair enough. Among those whose work stays within the
 tolerance, the one is taken whose ends cost least: nothing where the circle is already cut, nothing between
 documents, else the keys that would have to cross. Windows with an end on a border of the work (a document, a
-band) are looked at first; only if none is fair enough, exact ones are sought between them, by bisection where
-the surplus changes its sign.
+band) are looked at, and exact ones between them, where the surplus changes its sign.
+
+[Note: shortest piece] A piece has at least `chunk` tokens, or some part of a fair share of work: where a few rows see
+so many keys that they are more than a rank can have, only shorter pieces are fair.
 
 [Note: mending] The shortest piece allowed can stand in the way of every fair window of a small circle, most
-of whose work lies in one place. A rank that ends up above the goal is joined with one of the lightest ranks
+of whose work lies in one place. A rank that ends up above the goal is joined with some of the lightest ranks in turn
 to a new circle, and that is divided anew; with some partner a fair window is nearly always found.
 
-Knows tallies of work and of crossing keys; knows nothing of masks, layouts or ranks' names.
+Knows piecewise numbers of work and of crossing keys; knows nothing of masks, layouts or ranks' names.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from heapq import nsmallest
-from itertools import accumulate, pairwise
+from functools import cached_property
+from math import log
 
-from attnspan.masks.profile import Tally
-from attnspan.masks.spans import merged
+import torch
+from torch import Tensor
 
-Piece = tuple[int, int]
-"""Positions [start, stop)."""
+from attnspan.layouts.layout import Shards
+from attnspan.layouts.run import Run, joined_runs
+from attnspan.masks.columns import counted
+from attnspan.masks.piecewise import Piecewise
 
-LOOKS = 160
-"""The most windows that are measured before exact ones are sought."""
+LOOKS = 80
+"""The most borders of the work in a circle that windows are begun and ended at."""
 
-ROOTS = 24
-"""The most exact windows that are sought."""
+ROOTS = 6
+"""About how many exact windows are sought in a circle."""
 
-TRIES = 32
-"""How often the rank with most work is mended, besides once for every 16 ranks."""
+ROUNDS = 24
+"""How often the ranks with most work are mended."""
 
-PARTNERS = 32
-"""The most of the lightest ranks that it is joined with in turn; fewer where a rank has few chunks to shift."""
+FINE_ROUNDS = 2
+"""How often those are, too, that are good enough but above the goal."""
+
+TRIES = 6
+"""How often in vain before a rank is left as it is."""
+
+PAIRS = 96
+"""About how many circles of two ranks are tried at once."""
+
+MOST_RUNS = 6
+"""The most pieces that a rank is mended to."""
+
+AT_ONCE = 1024
+"""About how many windows are measured at once where exact ones are sought."""
+
+HEAVY = 64
+"""A piece with this part of a fair share is long enough."""
+
+FAR = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
     """What a division must keep to, and what it is measured by."""
 
-    work: Tally
-    crossing: Tally
+    work: Piecewise
+    crossing: Piecewise
     fair: float  # the work of one rank
     tolerance: float  # by how much of that the last division may exceed it
     chunk: int  # the shortest piece
     depth: int  # how many divisions lie between the whole and one rank
 
 
-class Necklace:
-    """Pieces of the sequence, closed to a circle; a point on it is the number of tokens before it."""
+@dataclass(frozen=True)
+class Circles:
+    """Pieces [start, stop) of the sequence, each in a circle; on a line, circle after circle. See [Note: one line].
 
-    __slots__ = ("before", "load", "pieces", "rules", "starts", "tokens", "work")
+    `circle` is the number of a piece's circle, ascending; `first` and `ranks` are whose circles they are.
+    """
 
-    def __init__(self, pieces: list[Piece], rules: Rules):
-        self.rules = rules
-        self.pieces = pieces
-        self.starts = list(accumulate((stop - start for start, stop in pieces), initial=0))
-        self.tokens = self.starts.pop()
-        before = rules.work.before
-        self.before = [before(start) for start, _ in pieces]
-        loads = (before(stop) - first for (_, stop), first in zip(pieces, self.before, strict=True))
-        self.load = list(accumulate(loads, initial=0))
-        self.work = self.load.pop()
+    start: Tensor
+    stop: Tensor
+    circle: Tensor
+    first: Tensor
+    ranks: Tensor
+    rules: Rules
 
-    def work_before(self, point: int) -> int:
-        """The work between the circle's origin and a point; further laps add the whole each."""
-        lap, point = divmod(point, self.tokens)
-        i = bisect_right(self.starts, point) - 1
-        position = self.pieces[i][0] + point - self.starts[i]
-        return lap * self.work + self.load[i] + self.rules.work.before(position) - self.before[i]
+    @cached_property
+    def line(self) -> Tensor:
+        """Where each piece begins on the line."""
+        return (self.stop - self.start).cumsum(0) - (self.stop - self.start)
 
-    def window(self, point: int, length: int) -> int:
-        """The work of the window of that length that starts at a point."""
-        return self.work_before(point + length) - self.work_before(point)
+    @cached_property
+    def tokens(self) -> Tensor:
+        """Of each circle."""
+        return torch.zeros_like(self.first).index_add(0, self.circle, self.stop - self.start)
 
-    def cost(self, point: int) -> int | None:
-        """What a cut there costs: the keys that cross it; None if it would leave too short a piece."""
-        i = bisect_right(self.starts, point % self.tokens) - 1
-        start, stop = self.pieces[i]
-        position = start + point % self.tokens - self.starts[i]
-        if position == start:
-            return 0
-        if min(position - start, stop - position) < self.rules.chunk:
-            return None
-        return self.rules.chunk + self.rules.crossing.at(position)
+    @cached_property
+    def origin(self) -> Tensor:
+        """Where each circle begins on the line."""
+        return self.tokens.cumsum(0) - self.tokens
 
-    def arc(self, point: int, length: int) -> list[Piece]:
-        """The pieces of a window."""
-        i = bisect_right(self.starts, point) - 1
-        skip = point - self.starts[i]
-        out: list[Piece] = []
-        while length > 0:
-            start, stop = self.pieces[i]
-            start += skip
-            taken = min(length, stop - start)
-            out.append((start, start + taken))
-            length, skip, i = length - taken, 0, (i + 1) % len(self.pieces)
-        return out
+    @cached_property
+    def end(self) -> Tensor:
+        """Where each circle ends on the line."""
+        return self.origin + self.tokens
 
-    def borders(self, most: int) -> Iterator[int]:
-        """The points where pieces begin, the nearest cuts to them, and where the work changes its form."""
+    @cached_property
+    def shift(self) -> Tensor:
+        """From a point of each piece on the line to its position."""
+        return self.start - self.line
+
+    @cached_property
+    def _ends(self) -> Tensor:
+        return self.rules.work.before(torch.stack([self.start, self.stop]))
+
+    @cached_property
+    def _loads(self) -> Tensor:
+        return self._ends[1] - self._ends[0]
+
+    @cached_property
+    def _ahead(self) -> Tensor:
+        """The work on the line before each piece, less that of the sequence before it."""
+        return self._loads.cumsum(0) - self._ends[1]
+
+    @cached_property
+    def work(self) -> Tensor:
+        """Of each circle."""
+        return self._loads.new_zeros(len(self.first)).index_add(0, self.circle, self._loads)
+
+    def piece_at(self, points: Tensor) -> Tensor:
+        """The number of the piece that each point lies in."""
+        return torch.searchsorted(self.line, points, right=True) - 1
+
+    def work_before(self, points: Tensor) -> Tensor:
+        """The work on the line before each point."""
+        piece = self.piece_at(points)
+        return self._ahead[piece] + self.rules.work.before(self.shift[piece] + points)
+
+    def wrapped(self, points: Tensor, circle: Tensor) -> Tensor:
+        """Points less than a lap after their circle, on it."""
+        return torch.where(points < self.end[circle], points, points - self.tokens[circle])
+
+    def windows(self, starts: Tensor, ends: Tensor, circle: Tensor) -> Tensor:
+        """The work of the windows between two points each."""
+        before = self.work_before(torch.stack([starts, ends]))
+        return before[1] - before[0] + torch.where(ends < starts, self.work[circle], 0.0)
+
+    def cost(self, points: Tensor) -> Tensor:
+        """What a cut at each point costs: the chunks of keys that cross it; infinite if it leaves too short a piece."""
+        piece = self.piece_at(points)
+        at = self.shift[piece] + points
+        inside, before, (first, last) = at - self.start[piece], self.rules.work.before(at), self._ends[:, piece]
+        enough = self._enough(inside, before - first) & self._enough(self.stop[piece] - at, last - before)
+        chunks = 1 + torch.ceil(self.rules.crossing.at(at) / self.rules.chunk)
+        return torch.where(inside == 0, 0.0, torch.where(enough, chunks, torch.inf))
+
+    def _enough(self, tokens: Tensor, work: Tensor) -> Tensor:
+        """Whether pieces are long enough. [Note: shortest piece]"""
+        return (tokens >= self.rules.chunk) | (work >= self.rules.fair / HEAVY)
+
+    def borders(self) -> Tensor:
+        """Where pieces begin, the nearest cuts to them, and where the work changes its form, on the line."""
+        chunk, size = self.rules.chunk, self.stop - self.start
+        long = (size >= 2 * chunk).nonzero().squeeze(1)
+        near = torch.cat([self.line[long] + chunk, self.line[long] + size[long] - chunk])
+        return torch.cat([self.line, near, self._edges(), self._spaced()])
+
+    def _edges(self) -> Tensor:
+        """The edges of the work inside of pieces, or evenly some of them where a circle has many."""
         edges = self.rules.work.edges
-        slices = [(bisect_right(edges, start), bisect_left(edges, stop)) for start, stop in self.pieces]
-        stride = 1 + sum(last - first for first, last in slices) // most
-        for (start, stop), point, (first, last) in zip(self.pieces, self.starts, slices, strict=True):
-            yield point
-            if stop - start >= 2 * self.rules.chunk:
-                yield point + self.rules.chunk
-                yield point + stop - start - self.rules.chunk
-            for edge in edges[first:last:stride]:
-                yield point + edge - start
-        if len(edges) < 8 * len(self.pieces):
-            yield from range(0, self.tokens, self.tokens // 8 + 1)
+        first = torch.searchsorted(edges, self.start, right=True)
+        count = (torch.searchsorted(edges, self.stop) - first).clamp(min=0)
+        stride = (1 + torch.zeros_like(self.first).index_add(0, self.circle, count) // LOOKS)[self.circle]
+        count = (count + stride - 1) // stride
+        piece, turn = counted(count)
+        return edges[first[piece] + turn * stride[piece]] - self.shift[piece]
+
+    def _spaced(self) -> Tensor:
+        """Points at equal distances, for work with few edges."""
+        if len(self.rules.work.edges) >= 8 * len(self.start):
+            return self.line[:0]
+        parts = torch.arange(8, device="cpu").unsqueeze(1)
+        return (self.origin + parts * self.tokens // 8).flatten()
+
+    def shards(self, ranks: int) -> Shards:
+        """The runs of each rank, where each circle is of one rank."""
+        out: list[list[Run]] = [[] for _ in range(ranks)]
+        owners = self.first[self.circle].tolist()
+        for start, stop, rank in sorted(zip(self.start.tolist(), self.stop.tolist(), owners, strict=True)):
+            out[rank].append(Run(start, stop))
+        return tuple(joined_runs(tuple(runs)) for runs in out)
 
 
-def divided(necklace: Necklace, counts: list[int], level: int = 0) -> list[list[Piece]] | None:
-    """The pieces of each rank, which get `counts` tokens each; None where no allowed cut was found."""
-    if len(counts) == 1:
-        return [necklace.pieces]
-    half = len(counts) // 2
-    parts = _parted(necklace, sum(counts[:half]), half, len(counts) - half, level)
-    if parts is None:
-        return None
-    if counts[:half] == counts[half:]:
-        parts = sorted(parts, key=lambda part: min(part.pieces))  # whose tokens come first is the lower rank
-    shares = [divided(parts[0], counts[:half], level + 1), divided(parts[1], counts[half:], level + 1)]
-    return None if None in shares else [pieces for share in shares if share for pieces in share]
+def divided(seq_len: int, counts: list[int], rules: Rules) -> Circles | None:
+    """A circle for each rank, which gets `counts` tokens; None where no allowed cut was found."""
+    zero = torch.zeros(1, dtype=torch.int64, device="cpu")
+    circles = Circles(zero, zero + seq_len, zero, zero, zero + len(counts), rules)
+    before = torch.tensor([0, *counts], device="cpu").cumsum(0)
+    for level in range(rules.depth):
+        half = circles.ranks // 2
+        circles = parted(circles, before[circles.first + half] - before[circles.first], half, level)
+    return circles if len(circles.first) == len(counts) else None
 
 
-def mended(shares: list[list[Piece]], rules: Rules, goal: int) -> list[list[Piece]]:
-    """The shares with those above the goal joined with a light one each and divided anew. [Note: mending]"""
-    shares = list(shares)
-    work = [Necklace(pieces, rules).work for pieces in shares]
-    chunks = sum(stop - start for start, stop in shares[0]) // rules.chunk
-    partners = min(PARTNERS, 1 + chunks // 2)
-    stuck: set[int] = set()
-    for _ in range(TRIES + len(shares) // 16):
-        rank = max((rank for rank in range(len(shares)) if rank not in stuck), key=work.__getitem__, default=None)
-        if rank is None or work[rank] <= goal:
+def parted(circles: Circles, length: Tensor, half: Tensor, level: int) -> Circles:
+    """Each circle as two: the best window of `length` tokens, for its first `half` ranks, and the rest for the others.
+
+    A circle of one rank stays as it is, and so does one that cannot be cut.
+    """
+    points = _Search(circles, length, half, level).best()
+    half = torch.where(points < FAR, half, 0)
+    many, number = half > 0, torch.arange(len(half), device="cpu")
+    # The line is cut at both ends of the windows, and each circle turned so that it begins with its window.
+    points = torch.where(many, points, circles.origin)
+    ends = circles.wrapped(points + length, number)
+    cuts = torch.cat([circles.line, points[many], ends[many]]).unique()
+    piece = circles.piece_at(cuts)
+    start, circle = circles.start[piece] + cuts - circles.line[piece], circles.circle[piece]
+    turned = (cuts - points[circle]) % circles.tokens[circle]
+    size = torch.diff(cuts, append=circles.tokens.sum().unsqueeze(0))
+    order = (circles.origin[circle] + turned).argsort()
+    number = circle + (many.cumsum(0) - many.long())[circle] + (many[circle] & (turned >= length[circle]))
+    start, size, number = start[order], size[order], number[order]
+    return _named(circles, half, start, start + size, number)
+
+
+def _named(circles: Circles, half: Tensor, start: Tensor, stop: Tensor, number: Tensor) -> Circles:
+    """The parts of circles and whose they are: the lower ranks', where both have as many, are those that come first."""
+    old = torch.arange(len(half), device="cpu").repeat_interleave(1 + (half > 0).long())
+    second = torch.diff(old, prepend=old.new_full((1,), -1)) == 0
+    all_ranks, lower = circles.ranks[old], half[old]
+    ranks = torch.where(second, all_ranks - lower, torch.where(lower > 0, lower, all_ranks))
+    earliest = torch.full_like(old, FAR).scatter_reduce(0, number, start, "amin")
+    tokens = torch.zeros_like(old).index_add(0, number, stop - start)
+    last = second.nonzero().squeeze(1)
+    alike = (tokens[last] == tokens[last - 1]) & (ranks[last] == ranks[last - 1])
+    swapped = last[alike & (earliest[last] < earliest[last - 1])]
+    first = circles.first[old] + torch.where(second, lower, 0)
+    first = first.index_add(0, swapped, -ranks[swapped]).index_add(0, swapped - 1, ranks[swapped])
+    return Circles(start, stop, number, first, ranks, circles.rules)
+
+
+def mended(circles: Circles, goal: float, enough: float) -> Circles:
+    """The circles of one rank each, those above the goal joined with a light one and divided anew. [Note: mending]
+
+    After a few rounds, what is not above `enough` is left as it is.
+    """
+    tried = torch.zeros_like(circles.first)
+    for turn in range(ROUNDS):
+        above = ((circles.work > (goal if turn < FINE_ROUNDS else enough)) & (tried < TRIES)).nonzero().squeeze(1)
+        if not len(above) or len(circles.first) < 2:
             break
-        best, found = work[rank], None
-        for other in nsmallest(partners, range(len(shares)), key=work.__getitem__):
-            if best <= goal or work[other] >= best:
-                break
-            parts = _shared(shares[rank], shares[other], rules)
-            if parts and (largest := max(part.work for part in parts)) < best:
-                best, found = largest, (other, parts)
-        if found is None or best > 0.999 * work[rank]:
-            stuck.add(rank)  # and content with the little it gained
-        for who, part in zip((rank, found[0]), found[1], strict=True) if found else ():
-            shares[who], work[who] = part.pieces, part.work
-    return shares
+        above = above[circles.work[above].argsort(descending=True)][:PAIRS]
+        pairs = _pairs(circles, above, tried)
+        tried[above] += 1
+        circles = _exchanged(circles, pairs, _joined(circles, pairs), tried) if len(pairs) else circles
+    return circles
 
 
-def _shared(heavy: list[Piece], light: list[Piece], rules: Rules) -> list[Necklace] | None:
-    """Two ranks' pieces as one circle, divided anew; each keeps its number of tokens."""
-    both = Necklace(merged(heavy + light), rules)
-    return _parted(both, sum(stop - start for start, stop in heavy), 1, 1, rules.depth)
+def _pairs(circles: Circles, above: Tensor, tried: Tensor) -> Tensor:
+    """(heavy, light) to be tried, (n, 2): each heavy circle with some of the lightest, others than before."""
+    light = circles.work.argsort()[: len(circles.first) - 1]
+    partners = max(1, PAIRS // len(above))
+    turn = torch.arange(partners, device="cpu") + (tried[above] * partners).unsqueeze(1)
+    place = turn * len(above) + torch.arange(len(above), device="cpu").unsqueeze(1)
+    pairs = torch.stack([above.repeat_interleave(partners), light[place.flatten() % len(light)]], 1)
+    return pairs[circles.work[pairs[:, 1]] < circles.work[pairs[:, 0]]]
 
 
-def _parted(necklace: Necklace, length: int, inner: int, outer: int, level: int) -> list[Necklace] | None:
-    """A circle as two: the best window of that length, for `inner` ranks, and the rest for `outer` ranks."""
-    point = _Search(necklace, length, inner, outer, level).best()
-    if point is None:
-        return None
-    rest = (point + length) % necklace.tokens, necklace.tokens - length
-    return [Necklace(necklace.arc(*window), necklace.rules) for window in ((point, length), rest)]
+def _joined(circles: Circles, pairs: Tensor) -> Circles:
+    """The circles of two ranks each, divided anew; each rank keeps its number of tokens."""
+    count = torch.bincount(circles.circle, minlength=len(circles.first))
+    offset, each = count.cumsum(0) - count, count[pairs.flatten()]
+    member, within = counted(each)
+    pair, piece = member // 2, offset[pairs.flatten()][member] + within
+    start, stop = circles.start[piece], circles.stop[piece]
+    order = (pair * int(circles.stop.max()) + start).argsort()
+    pair, start, stop = pair[order], start[order], stop[order]
+    border = torch.diff(pair, prepend=pair.new_full((1,), -1)) != 0
+    apart = border | (start != torch.cat([stop[:1], stop[:-1]]))
+    ends = torch.cat([apart[1:], apart.new_ones(1)])
+    two = torch.full_like(pairs[:, 0], 2)
+    both = Circles(start[apart], stop[ends], pair[apart], pairs[:, 0], two, circles.rules)
+    return parted(both, circles.tokens[pairs[:, 0]], two // 2, circles.rules.depth)
+
+
+def _exchanged(circles: Circles, pairs: Tensor, parts: Circles, tried: Tensor) -> Circles:
+    """The circles with what the best pairs were divided into, where that is better; each is in one pair at most."""
+    runs = torch.bincount(parts.circle, minlength=len(parts.first)).tolist()
+    works, before = parts.work.tolist(), circles.work.tolist()
+    offers, place = [], 0
+    whole = (parts.ranks == 2).tolist()
+    for heavy, light in pairs.tolist():
+        if whole[place]:
+            place += 1
+            continue
+        largest = max(works[place : place + 2])
+        if largest < 0.999 * before[heavy] and max(runs[place : place + 2]) <= MOST_RUNS:
+            offers.append((-before[heavy], largest, heavy, light, place))
+        place += 2
+    taken: dict[int, int] = {}
+    for _, _, heavy, light, place in sorted(offers):
+        if heavy not in taken and light not in taken:
+            taken[heavy], taken[light] = place, place + 1
+    if not taken:
+        return circles
+    owners, places = (torch.tensor([*each], device="cpu") for each in (taken.keys(), taken.values()))
+    tried[owners] = 0
+    stays = torch.ones_like(circles.first, dtype=torch.bool).index_fill(0, owners, False)[circles.circle]
+    owner = torch.full_like(parts.first, -1).index_copy(0, places, owners)[parts.circle]
+    comes = owner >= 0
+    circle, order = torch.cat([circles.circle[stays], owner[comes]]).sort(stable=True)
+    start, stop = (
+        torch.cat([old[stays], new[comes]])[order]
+        for old, new in ((circles.start, parts.start), (circles.stop, parts.stop))
+    )
+    return Circles(start, stop, circle, circles.first, circles.ranks, circles.rules)
 
 
 class _Search:
-    """The search for a window of `length` tokens for `inner` ranks that leaves the rest to `outer` ranks."""
+    """The search in each circle for a window of `length` tokens for its first `half` ranks."""
 
-    def __init__(self, necklace: Necklace, length: int, inner: int, outer: int, level: int):
-        rules = necklace.rules
-        self.necklace = necklace
-        self.length = length
-        share = necklace.work * inner / (inner + outer)
+    def __init__(self, circles: Circles, length: Tensor, half: Tensor, level: int):
+        rules = circles.rules
+        self.circles, self.length, self.half = circles, length, half
+        self.all = bool((half > 0).all())
+        share = circles.work * half / circles.ranks
         self.target = share
         # Work may drift from the mean a little more with each division, up to the tolerance at the last.
-        allowed = 1 + rules.tolerance * min(1.0, (level + 1) / rules.depth)
-        self.most = max(rules.fair * inner * allowed, share)
-        self.least = min(necklace.work - rules.fair * outer * allowed, share)
+        allowed = rules.fair * (1 + rules.tolerance * min(1.0, (level + 1) / rules.depth))
+        self.most = torch.maximum(allowed * half, share)
+        self.least = torch.minimum(circles.work - allowed * (circles.ranks - half), share)
 
-    def best(self) -> int | None:
-        """Where the cheapest window starts that is fair enough; else the fairest."""
+    def best(self) -> Tensor:
+        """Where the cheapest window of each circle starts that is fair enough; else the fairest; FAR if none is."""
         looked = self._looked()
-        cheap = self._cheapest(looked)
-        if cheap is not None:
-            return cheap
-        exact = self._exact(looked)
-        cheap = self._cheapest(exact)
-        return cheap if cheap is not None else self._fairest([*looked, *exact])
+        starts, work = (torch.cat(both) for both in zip(looked, self._exact(*looked), strict=True))
+        circle = self._circle(starts)
+        cost, off = self._cost(starts, circle), (work - self.target[circle]).abs()
+        fair = (work >= self.least[circle]) & (work <= self.most[circle])
+        best = self._least(starts, circle, [torch.where(fair, cost, torch.inf), off])
+        missing = (best == FAR) & (self.half > 0)
+        if missing.any():
+            best = torch.where(missing, self._least(starts, circle, [torch.where(cost < torch.inf, off, cost)]), best)
+        return best
 
-    def _looked(self) -> list[tuple[int, int]]:
+    def _looked(self) -> tuple[Tensor, Tensor]:
         """(start, work) of windows that begin or end on a border, in order."""
-        tokens, work_before = self.necklace.tokens, self.necklace.work_before
-        windows: dict[int, int] = {}
-        for border in self.necklace.borders(LOOKS // 2):
-            here = work_before(border)
-            windows[border % tokens] = work_before(border + self.length) - here
-            windows[(border - self.length) % tokens] = here - work_before(border - self.length)
-        return sorted(windows.items())
+        borders = self.circles.borders()
+        circle = self.circles.circle[self.circles.piece_at(borders)]
+        if not self.all:
+            many = (self.half > 0)[circle]
+            borders, circle = borders[many], circle[many]
+        back = (self.circles.tokens - self.length)[circle]  # a lap less a window
+        starts = torch.cat([borders, self.circles.wrapped(borders + back, circle)]).unique()
+        return starts, self._windows(starts)
 
-    def _exact(self, looked: list[tuple[int, int]]) -> list[tuple[int, int]]:
-        """(start, work) of windows on both sides of where the surplus changes its sign."""
-        turns = [
-            (a, b)
-            for a, b in pairwise([*looked, (looked[0][0] + self.necklace.tokens, looked[0][1])])
-            if (a[1] < self.target) != (b[1] < self.target)
-        ]
-        return [window for a, b in turns[:: 1 + len(turns) // ROOTS] for window in self._bisected(a, b)]
+    def _windows(self, starts: Tensor) -> Tensor:
+        circle = self._circle(starts)
+        return self.circles.windows(starts, self.circles.wrapped(starts + self.length[circle], circle), circle)
 
-    def _bisected(self, a: tuple[int, int], b: tuple[int, int]) -> Iterable[tuple[int, int]]:
-        below = a[1] < self.target
-        while b[0] - a[0] > 1:
-            middle = (a[0] + b[0]) // 2
-            seen = middle, self.necklace.window(middle, self.length)
-            if (seen[1] < self.target) == below:
-                a = seen
-            else:
-                b = seen
-        return [(point % self.necklace.tokens, work) for point, work in (a, b)]
+    def _circle(self, starts: Tensor) -> Tensor:
+        return torch.searchsorted(self.circles.origin, starts, right=True) - 1
 
-    def _cheapest(self, windows: list[tuple[int, int]]) -> int | None:
-        costs = (
-            (cost, abs(work - self.target), point)
-            for point, work in windows
-            if self.least <= work <= self.most and (cost := self._cost(point)) is not None
-        )
-        best = min(costs, default=None)
-        return None if best is None else best[2]
+    def _exact(self, starts: Tensor, work: Tensor) -> tuple[Tensor, Tensor]:
+        """(start, work) of windows on both sides of where the surplus of a circle changes its sign."""
+        circle = self._circle(starts)
+        below = work < self.target[circle]
+        # The neighbour of the last window of a circle is the first, a lap later.
+        begins = torch.searchsorted(starts, self.circles.origin)
+        following = torch.arange(1, len(starts) + 1, device="cpu")
+        last = torch.cat([circle[1:] != circle[:-1], circle.new_ones(1, dtype=torch.bool)])
+        following[last] = begins[circle[last]]
+        turns = (below != below[following]).nonzero().squeeze(1)
+        turns = turns[:: 1 + len(turns) // (ROOTS * len(self.half))]
+        if not len(turns):
+            return starts[:0], work[:0]
+        return self._bisected(circle[turns], starts[turns], starts[following[turns]], below[turns])
 
-    def _fairest(self, windows: list[tuple[int, int]]) -> int | None:
-        fairness = ((abs(work - self.target), point) for point, work in windows if self._cost(point) is not None)
-        best = min(fairness, default=None)
-        return None if best is None else best[1]
+    def _bisected(self, circle: Tensor, a: Tensor, b: Tensor, below: Tensor) -> tuple[Tensor, Tensor]:
+        """Between windows on both sides of the target, the two neighbours that are."""
+        b = torch.where(b <= a, b + self.circles.tokens[circle], b)
+        cells = max(4, AT_ONCE // len(a))
+        parts = torch.arange(cells + 1, device="cpu").unsqueeze(1)
+        for _ in range(int(log(max(int((b - a).max()), 2), cells)) + 1):
+            points = a + (b - a) * parts // cells
+            inner = self.circles.wrapped(points[1:-1], circle)
+            same = (self._windows(inner.flatten()).view(inner.shape) < self.target[circle]) == below
+            step = same.long().cumprod(0).sum(0)  # how many still lie on the side of a
+            a, b = points.gather(0, step.unsqueeze(0)).squeeze(0), points.gather(0, step.unsqueeze(0) + 1).squeeze(0)
+        found = self.circles.wrapped(torch.cat([a, b]), torch.cat([circle, circle])).unique()
+        return found, self._windows(found)
 
-    def _cost(self, point: int) -> int | None:
-        """The cost of cutting at both ends of the window; None if one of them is not allowed."""
-        ends = self.necklace.cost(point), self.necklace.cost(point + self.length)
-        return None if ends[0] is None or ends[1] is None else ends[0] + ends[1]
+    def _cost(self, starts: Tensor, circle: Tensor) -> Tensor:
+        """The cost of cutting at both ends of the windows."""
+        ends = self.circles.wrapped(starts + self.length[circle], circle)
+        return self.circles.cost(torch.stack([starts, ends])).sum(0)
+
+    def _least(self, starts: Tensor, circle: Tensor, keys: list[Tensor]) -> Tensor:
+        """For each circle the start with the least of some keys, the first first; FAR where none is finite."""
+        while keys:
+            key, *keys = keys
+            low = key.new_full((len(self.half),), torch.inf).scatter_reduce(0, circle, key, "amin")
+            held = ((key == low[circle]) & (key < torch.inf)).nonzero().squeeze(1)
+            starts, circle, keys = starts[held], circle[held], [each[held] for each in keys]
+        return starts.new_full((len(self.half),), FAR).scatter_reduce(0, circle, starts, "amin")

@@ -13,11 +13,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import torch
+from torch import Tensor
+
 from attnspan.errors import LayoutError, integer
 from attnspan.layouts.by_work import ByWork
 from attnspan.layouts.layout import Shards
 from attnspan.layouts.run import Run
-from attnspan.masks.profile import Tally
+from attnspan.masks.piecewise import Piecewise, row_work, weighted
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -41,21 +44,33 @@ class RoundRobinByWork(ByWork):
         object.__setattr__(self, "block", integer("block", self.block, at_least=1, error=LayoutError))
 
     def _shards(self, seq_len: int, row: int) -> Shards:
-        return dealt(self._tally(seq_len, row), seq_len, self.ranks, self.block)
+        return dealt(weighted(row_work, self._weighted(seq_len, row)), seq_len, self.ranks, self.block)
 
     def __repr__(self) -> str:
         return self._shown(block=self.block if self.block != 128 else None)
 
 
-def dealt(work: Tally, seq_len: int, ranks: int, block: int) -> Shards:
+def dealt(work: Piecewise, seq_len: int, ranks: int, block: int) -> Shards:
     """The blocks of each rank, in ascending order."""
-    blocks = [Run(start, min(start + block, seq_len)) for start in range(0, seq_len, block)]
-    sums = [work.before(run.start) for run in blocks] + [work.before(seq_len)]
+    hands: list[list[Run]] = [[] for _ in range(ranks)]
+    for i, rank in enumerate(_seats(work, seq_len, ranks, block)[1].tolist()):
+        hands[rank].append(Run(i * block, min(i * block + block, seq_len)))
+    return tuple(map(tuple, hands))
+
+
+def largest_dealt(work: Piecewise, seq_len: int, ranks: int, block: int) -> float:
+    """The work of the rank that would have most."""
+    sums, seats = _seats(work, seq_len, ranks, block)
+    return float(sums.new_zeros(ranks).index_add(0, seats, sums).max())
+
+
+def _seats(work: Piecewise, seq_len: int, ranks: int, block: int) -> tuple[Tensor, Tensor]:
+    """The work of each block, and its rank."""
+    starts = torch.arange(0, seq_len, block, device="cpu")
+    sums = torch.diff(work.before(torch.cat([starts, starts.new_full((1,), seq_len)])))
     whole_blocks = seq_len // block
-    order = sorted(range(whole_blocks), key=lambda i: sums[i] - sums[i + 1])  # stable: ties stay in order
-    order += range(whole_blocks, len(blocks))  # [Note: short block]
-    hands: list[list[int]] = [[] for _ in range(ranks)]
-    for turn, i in enumerate(order):
-        lap, seat = divmod(turn, ranks)
-        hands[ranks - 1 - seat if lap % 2 else seat].append(i)
-    return tuple(tuple(blocks[i] for i in sorted(hand)) for hand in hands)
+    order = sums[:whole_blocks].argsort(descending=True, stable=True)  # ties stay in order
+    order = torch.cat([order, torch.arange(whole_blocks, len(sums), device="cpu")])  # [Note: short block]
+    turn = torch.arange(len(sums), device="cpu")
+    lap, seat = turn // ranks, turn % ranks
+    return sums, torch.empty_like(turn).index_copy(0, order, torch.where(lap % 2 == 1, ranks - 1 - seat, seat))

@@ -13,18 +13,20 @@ from attnspan.layouts.contiguous import Contiguous
 from attnspan.layouts.head_tail import HeadTail
 from attnspan.layouts.layout import Shards
 from attnspan.layouts.run import Run, joined_runs
-from attnspan.masks.profile import Tally
+from attnspan.masks.piecewise import Piecewise
 
 MOST = 4
 """With more stretches than this a rank would have too many runs."""
 
 
-def by_stretch(work: Tally, seq_len: int, ranks: int) -> Shards | None:
+def by_stretch(work: Piecewise, seq_len: int, ranks: int) -> Shards | None:
     """HeadTail on every slope, Contiguous on every flat; None if there are too many of them.
 
     >>> from attnspan.masks import Causal, SlidingWindow
-    >>> from attnspan.masks.profile import RowWork
-    >>> window = RowWork((Causal() & SlidingWindow(4)).bands(12))  # rows see 1 2 3 4, then 5 keys each
+    >>> from attnspan.masks.columns import Columns
+    >>> from attnspan.masks.piecewise import row_work, weighted
+    >>> bands = (Causal() & SlidingWindow(4)).bands(12)  # rows see 1 2 3 4, then 5 keys each
+    >>> window = weighted(row_work, [(1, Columns.of(bands))])
     >>> for runs in by_stretch(window, 12, 2):
     ...     print(*runs)
     [0, 1) [3, 8)
@@ -35,7 +37,7 @@ def by_stretch(work: Tally, seq_len: int, ranks: int) -> Shards | None:
         return None
     out: list[list[Run]] = [[] for _ in range(ranks)]
     for start, stop in pairwise(edges):
-        flat = work.at(start) == work.at(stop - 1)
+        flat = work.between(start, start + 1) == work.between(stop - 1, stop)
         layout = Contiguous(ranks) if flat else HeadTail(ranks)
         for runs, shard in zip(out, layout.shards(stop - start), strict=True):
             runs += (Run(start + run.start, start + run.stop) for run in shard)

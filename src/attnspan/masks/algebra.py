@@ -29,7 +29,11 @@ def intersect(left: Sequence[Band], right: Sequence[Band]) -> Bands:
     >>> intersect([tight(0, 4, 0, 4, hi=0)], [tight(0, 2, 0, 2), tight(2, 4, 2, 4)])
     (Band(q0=0, q1=2, k0=0, k1=2, lo=-1, hi=0), Band(q0=2, q1=4, k0=2, k1=4, lo=-1, hi=0))
     """
-    both = (left[i] & right[j] for i, j in meeting(left, right))
+    if len(left) == 1 or len(right) == 1:  # as where documents are causal
+        (one,), others = (left, right) if len(left) == 1 else (right, left)
+        both = [one & other for other in others]
+    else:
+        both = [left[i] & right[j] for i, j in meeting(left, right)]
     return tuple(sorted(band for band in both if band is not None))
 
 

@@ -149,13 +149,18 @@ def tight(q0: int, q1: int, k0: int, k1: int, *, lo: int = -UNBOUNDED, hi: int =
     """
     if lo > hi:
         return None
-    q0, q1 = max(q0, k0 - hi), min(q1, k1 - lo)
-    if q0 >= q1:
+    # Comparisons, not max and min: packs of thousands of documents come through here at every step of training.
+    if q0 < k0 - hi:
+        q0 = k0 - hi
+    if q1 > k1 - lo:
+        q1 = k1 - lo
+    if k0 < q0 + lo:
+        k0 = q0 + lo
+    if k1 > q1 + hi:
+        k1 = q1 + hi
+    if q0 >= q1 or k0 >= k1:
         return None
-    k0, k1 = max(k0, q0 + lo), min(k1, q1 + hi)
-    if k0 >= k1:
-        return None
-    return Band(q0, q1, k0, k1, max(lo, k0 - q1 + 1), min(hi, k1 - 1 - q0))
+    return Band(q0, q1, k0, k1, lo if lo > k0 - q1 else k0 - q1 + 1, hi if hi < k1 - q0 else k1 - 1 - q0)
 
 
 def ceil_div(a: int, b: int) -> int:

@@ -41,7 +41,7 @@ class Cover(NamedTuple):
     @property
     def bands(self) -> Bands:
         """Where an allowed pair can be."""
-        return tuple(sorted((*self.certain, *self.asked)))
+        return tuple(sorted((*self.certain, *self.asked))) if self.asked else self.certain
 
     @property
     def is_exact(self) -> bool:

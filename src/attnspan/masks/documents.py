@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import reprlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ from itertools import accumulate, pairwise
 import torch
 
 from attnspan.errors import MaskError, integers
-from attnspan.masks.band import Band, tight
+from attnspan.masks.band import Band
 from attnspan.masks.mask import Mask, Rule, Space
 from attnspan.masks.rows import listed, of_row, select, shown
 from attnspan.masks.typical import typical_lengths
@@ -98,7 +99,7 @@ class Documents(Mask):
         return sum(self._kv_lengths[0])
 
     def typical(self, q_len: int) -> Mask:
-        return self if self.kv_lengths else Documents(typical_lengths(self.lengths))
+        return self if self.kv_lengths else _of(typical_lengths(self.lengths))
 
     def _check(self, q_len: int, kv_len: int, row: int) -> None:
         if self.kv_lengths is None and q_len != kv_len:
@@ -110,7 +111,7 @@ class Documents(Mask):
         queries = accumulate(of_row(self.lengths, row), initial=0)
         keys = accumulate(of_row(self._kv_lengths, row), initial=0)
         for (q0, q1), (k0, k1) in zip(pairwise(queries), pairwise(keys), strict=True):
-            yield tight(q0, q1, k0, k1)
+            yield Band(q0, q1, k0, k1, k0 - q1 + 1, k1 - 1 - q0)  # tight: no document is empty
 
     def _rule(self, space: Space) -> Rule:
         queries, keys = _ids(self.lengths, space.device), _ids(self._kv_lengths, space.device)
@@ -119,6 +120,11 @@ class Documents(Mask):
     def __repr__(self) -> str:
         keys = "" if self.kv_lengths is None else f", kv_lengths={_shown(self._kv_lengths)}"
         return f"Documents({_shown(self.lengths)}{keys})"
+
+
+@functools.lru_cache(maxsize=256)
+def _of(lengths: Rows) -> Documents:
+    return Documents(lengths)
 
 
 def _per_row(name: str, lengths: object) -> Rows:

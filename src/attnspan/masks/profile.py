@@ -98,18 +98,6 @@ class Tally:
         """The rows where a piece begins or ends: band borders, the natural places to cut."""
         return self._edges
 
-    @property
-    def bends(self) -> list[int]:
-        """The edges where the sum changes its line; at the others, what ends and what begins cancel out.
-
-        >>> tally = Tally([(0, 4, 1, 0), (4, 8, 1, 0)])
-        >>> tally.edges, tally.bends
-        ([0, 4, 8], [0, 8])
-        """
-        lines = list(zip(self._constant, self._slope, strict=True))
-        changes = zip(self._edges, [(0, 0), *lines], lines, strict=False)
-        return [edge for edge, old, new in changes if old != new]
-
 
 class RowWork(Tally):
     """The work of rows, summed: `before(q)` counts the pairs in rows [0, q).

@@ -30,7 +30,10 @@ from attnspan.plan.traffic import arriving
 KeepKeys = bool | Literal["auto"]
 
 SAMPLED = 32
-"""The most ranks whose steps are worked out for a prediction; of more, evenly spaced ones and the busiest."""
+"""The most ranks whose steps are worked out for a prediction, if nobody says; of more, evenly spaced ones."""
+
+GOLDEN = (5**0.5 - 1) / 2
+"""Multiples of it, less whole numbers, are spread evenly, however many they are, and by no fixed stride."""
 
 EQUAL = 0.005
 """Predicted times that differ by less than this part are the same: the model knows no better."""
@@ -130,13 +133,15 @@ def choose(
     layouts: Sequence[Layout] | None = None,
     backward: bool = True,
     keep_keys: KeepKeys = False,
+    sampled: int = SAMPLED,
 ) -> Choice:
     """The fastest plan, as predicted, whose keys fit into `memory` bytes per rank (default: half the machine's).
 
     `layouts` limits the layouts that are tried; without it, Balanced with the chunk that fits the length
     (`fitting_chunk`) and Contiguous are. `backward` False plans for inference. With `keep_keys` keys stay until
     backward and must fit too, those of one call; "auto" keeps them under a plan where they fit and take no more memory
-    than what autograd saves of the call.
+    than what autograd saves of the call. Of more than `sampled` ranks (or groups of them), so many are looked at, and
+    the busiest.
     """
     machine, ranks = Hardware.of(hardware), check_ranks(ranks)
     seq_len = integer("seq_len", seq_len, at_least=1, error=PlanError)
@@ -152,7 +157,7 @@ def choose(
     if 1 < ranks <= shape.heads:  # all heads apart: who owns which tokens hardly matters
         tried.append((layouts[0] if layouts else Contiguous(ranks), Ulysses()))
     plans = (Plan(mask, layout, seq_len, strategy) for layout, strategy in tried)
-    how: Any = {"limit": limit, "backward": backward, "keep_keys": keep_keys}
+    how: Any = {"limit": limit, "backward": backward, "keep_keys": keep_keys, "sampled": sampled}
     candidates = [predicted(plan, shape, machine, **how) for plan in plans]
     ordered = tuple(sorted(candidates, key=lambda c: (bool(c.refused), c.seconds)))
     if ordered[0].refused:
@@ -165,7 +170,7 @@ def choose(
     return Choice(ordered, shape, machine, keep_keys if backward else False)
 
 
-def choice_for(plan: Plan, shape: Shape, hardware: Hardware, keep_keys: KeepKeys) -> Choice:
+def choice_for(plan: Plan, shape: Shape, hardware: Hardware, keep_keys: KeepKeys, sampled: int = SAMPLED) -> Choice:
     """What the cost model says of every strategy for the mask and layout of a plan."""
     return choose(
         plan.mask,
@@ -175,6 +180,7 @@ def choice_for(plan: Plan, shape: Shape, hardware: Hardware, keep_keys: KeepKeys
         hardware=hardware,
         layouts=[plan.layout],
         keep_keys=keep_keys,
+        sampled=sampled,
     )
 
 
@@ -186,12 +192,13 @@ def predicted(
     limit: float = inf,
     backward: bool = True,
     keep_keys: KeepKeys = False,
+    sampled: int = SAMPLED,
 ) -> Candidate:
     """What the cost model says of a plan, and why it is refused if its keys need more than `limit` bytes."""
-    looked = sampled_ranks(plan)
+    looked = sampled_ranks(plan, sampled)
     key_bytes = shape.kv_bytes / plan.rows * shape.kv_share(plan.degree)
     peak = int(max(plan.peak_keys(rank) for rank in looked) * key_bytes)
-    kept = _kept(plan, shape, limit - peak, keep_keys) if backward and keep_keys else None
+    kept = _kept(plan, shape, limit - peak, keep_keys, looked) if backward and keep_keys else None
     keeps, needs = kept is not None, peak + (kept or 0)
     timelines = [predict(plan, rank, shape, hardware, backward=backward, keep_keys=keeps) for rank in looked]
     return Candidate(
@@ -207,17 +214,17 @@ def predicted(
     )
 
 
-def _kept(plan: Plan, shape: Shape, room: float, keep_keys: KeepKeys) -> int | None:
+def _kept(plan: Plan, shape: Shape, room: float, keep_keys: KeepKeys, looked: Sequence[int]) -> int | None:
     """Bytes that a rank keeps for backward, at most; None where "auto" keeps none."""
-    looked = sampled_ranks(plan)
     kept = int(max(plan.kept_bytes(rank, shape) for rank in looked))
     if keep_keys == "auto" and not (kept <= room and all(plan.may_keep(rank, shape) for rank in looked)):
         return None
     return kept
 
 
-def sampled_ranks(plan: Plan) -> list[int]:
-    """The first rank of each group, or of some groups if there are many: evenly spaced ones and the busiest.
+def sampled_ranks(plan: Plan, most: int = SAMPLED) -> list[int]:
+    """The first rank of each group, or of some groups if there are many: of the one with most work, the one that
+    exchanges most keys, and some between.
 
     >>> from attnspan.layouts import HeadTail
     >>> from attnspan.masks import Causal
@@ -225,9 +232,10 @@ def sampled_ranks(plan: Plan) -> list[int]:
     [0, 2, 4, 6]
     """
     groups = {*range(plan.groups)}
-    if plan.groups > SAMPLED:
-        works = plan.group_works()
-        groups = {i * plan.groups // SAMPLED for i in range(SAMPLED)} | {works.index(max(works))}
+    if plan.groups > most:
+        works, traffic = plan.group_works(), plan.group_traffic()
+        busiest = {each.index(max(each)) for each in (works, traffic)}
+        groups = busiest | {int(i * GOLDEN % 1 * plan.groups) for i in range(most - 1)}
     return [group * plan.degree for group in sorted(groups)]
 
 

@@ -6,18 +6,21 @@ All answers for one rank cost about (bands + runs), not ranks x ranks.
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 
+import torch
+from torch import Tensor
+
 from attnspan.layouts.layout import Shards
 from attnspan.layouts.run import Run, Runs
 from attnspan.masks.algebra import Bands
 from attnspan.masks.band import Band
-from attnspan.masks.finding import Near, Ranges
+from attnspan.masks.columns import Columns, counted
+from attnspan.masks.finding import Ranges
 from attnspan.masks.profile import RowWork
 from attnspan.masks.restriction import Piece, restrict_column, restrict_rows, row_pieces
 from attnspan.masks.spans import merged
@@ -96,7 +99,7 @@ class Geometry:
         seen: dict[tuple[int, int], list[Piece]] = defaultdict(list)
         _, owners, table = self._queries
         for j, run in enumerate(mine):
-            bands = [self.bands[i] for i in self._by_cols.meeting(run.start, run.stop)]
+            bands = [self.bands[i] for i in self._columns.cols_meeting(run.start, run.stop)]
             for piece in restrict_column(bands, table, j, run.positions):
                 seen[owners[piece.row_range], j].append(piece)
         return _by_owner((target, _touched(mine[j], pieces)) for (target, j), pieces in seen.items())
@@ -104,37 +107,59 @@ class Geometry:
     @cached_property
     def shifts(self) -> frozenset[int]:
         """The distances d > 0 for which some rank r needs keys of rank r - d: the hops a ring must make."""
-        if any(run.step > 1 for runs in (*self.q_shards, *self.k_shards) for run in runs):
+        if self._is_strided:
             wanted = (set(self.needs(rank)) for rank in range(self.ranks))
             return frozenset((r - s) % self.ranks for r, sources in enumerate(wanted) for s in sources) - {0}
-        found: set[int] = set()
+        ranks, owners, _ = self._asked
+        return frozenset(((ranks - owners) % self.ranks).unique().tolist()) - {0}
+
+    def traffic(self) -> list[int]:
+        """About how many keys each rank receives or sends, whichever are more; those seen twice are counted twice."""
+        if self._is_strided:
+            return [0] * self.ranks
+        ranks, owners, keys = self._asked
+        keys = torch.where(ranks == owners, 0, keys)
+        received, sent = (keys.new_zeros(self.ranks).index_add(0, each, keys) for each in (ranks, owners))
+        most: list[int] = torch.maximum(received, sent).tolist()
+        return most
+
+    @property
+    def _is_strided(self) -> bool:
+        return any(run.step > 1 for runs in (*self.q_shards, *self.k_shards) for run in runs)
+
+    @cached_property
+    def _asked(self) -> tuple[Tensor, Tensor, Tensor]:
+        """For each run of queries and run of keys that a band joins: both their ranks, and how many keys it is."""
         queries, q_owners, _ = self._queries
-        runs, owners, _ = self._keys
-        starts = [run.start for run in runs]
-        stops = [run.stop for run in runs]
-        for i, piece in row_pieces(self.bands, _ranges(queries)):
-            rank = q_owners[i]
-            near = owners[bisect_right(stops, piece.k0) : bisect_left(starts, piece.k1)]
-            found.update((rank - owner) % self.ranks for owner in near)
-            if len(found) == self.ranks:
-                break
-        return frozenset(found) - {0}
+        keys, k_owners, _ = self._keys
+        q0, q1, k0, k1, lo, hi = self._columns
+        q_starts, q_stops, k_starts, k_stops = (
+            torch.tensor([run[side] for run in runs], device="cpu") for runs in (queries, keys) for side in (0, 1)
+        )
+        # Every band with each run of queries that it meets, then with each run of keys that those queries see.
+        first = torch.searchsorted(q_stops, q0, right=True)
+        band, turn = counted(torch.searchsorted(q_starts, q1) - first)
+        query = first[band] + turn
+        low = torch.maximum(k0[band], torch.maximum(q0[band], q_starts[query]) + lo[band])
+        high = torch.minimum(k1[band], torch.minimum(q1[band], q_stops[query]) + hi[band])
+        first = torch.searchsorted(k_stops, low, right=True)
+        asking, turn = counted(torch.searchsorted(k_starts, high) - first)
+        key = first[asking] + turn
+        ranks, owners = (torch.tensor(each, device="cpu") for each in (q_owners, k_owners))
+        shared = torch.minimum(high[asking], k_stops[key]) - torch.maximum(low[asking], k_starts[key])
+        return ranks[query[asking]], owners[key], shared
 
     def _rows_of(self, rank: int) -> list[tuple[int, Band]]:
         """The bands cut to each run of a rank's queries, with the number of the run."""
         if rank not in self._rows:
             runs = self.q_shards[rank]
-            near = {i for run in runs for i in self._by_rows.meeting(run.start, run.stop)}
+            near = {i for run in runs for i in self._columns.rows_meeting(run.start, run.stop)}
             self._rows[rank] = list(row_pieces([self.bands[i] for i in sorted(near)], _ranges(runs)))
         return self._rows[rank]
 
     @cached_property
-    def _by_rows(self) -> Near:
-        return Near.rows(self.bands)
-
-    @cached_property
-    def _by_cols(self) -> Near:
-        return Near.cols(self.bands)
+    def _columns(self) -> Columns:
+        return Columns.of(self.bands)
 
     @cached_property
     def _row_work(self) -> RowWork:
@@ -146,7 +171,7 @@ class Geometry:
 
     @cached_property
     def _queries(self) -> tuple[Runs, list[int], Ranges]:
-        return _table(self.q_shards)
+        return self._keys if self.q_shards == self.k_shards else _table(self.q_shards)
 
 
 def _ranges(runs: Runs) -> list[range]:

@@ -18,6 +18,9 @@ from attnspan.plan.cost import Hardware, Shape
 from attnspan.plan.plan import Plan
 from attnspan.plan.strategy import Strategy
 
+SAMPLED = 8
+"""The ranks that are looked at: fewer than where a choice is to be explained."""
+
 
 def strategy_for(plan: Plan, shape: Shape, hardware: Hardware, keep_keys: KeepKeys = False) -> Strategy:
     """The strategy that the cost model finds best for plans of this kind.
@@ -33,14 +36,14 @@ def strategy_for(plan: Plan, shape: Shape, hardware: Hardware, keep_keys: KeepKe
 
 def kind_of(plan: Plan) -> Plan:
     """The plan that stands for others like it: of the typical mask, laid out alike."""
-    mask, layout = plan.mask.typical(plan.seq_len), plan.layout
+    layout, typical = plan.layout, functools.cache(lambda mask: mask.typical(plan.seq_len))
     if isinstance(layout, ByWork):
-        layout = layout.typical(plan.seq_len)
+        layout = layout.over(typical)
     elif layout.natural_len is not None:  # made for these very documents
         return plan
-    return Plan(mask, layout, plan.seq_len)
+    return Plan(typical(plan.mask), layout, plan.seq_len)
 
 
 @functools.lru_cache(maxsize=256)
 def _chosen(plan: Plan, shape: Shape, hardware: Hardware, keep_keys: KeepKeys) -> Strategy:
-    return Strategy.of(choice_for(plan, shape, hardware, keep_keys).plan.strategy)
+    return Strategy.of(choice_for(plan, shape, hardware, keep_keys, SAMPLED).plan.strategy)

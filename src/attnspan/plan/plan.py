@@ -150,6 +150,11 @@ class Plan:
         rows = [self.geometry(row) for row in range(self.rows)]
         return [sum(geometry.work(group) for geometry in rows) for group in range(self.groups)]
 
+    def group_traffic(self) -> list[int]:
+        """About how many keys each group of ranks receives or sends over all batch rows; an estimate, to compare."""
+        rows = [self.geometry(row).traffic() for row in range(self.rows)]
+        return [sum(each) for each in zip(*rows, strict=True)]
+
     def imbalance(self) -> float:
         """The largest rank's work over the mean."""
         return imbalance(self.group_works())

@@ -27,7 +27,7 @@ from attnspan.layouts import Contiguous, HeadTail, Layout, PerDocument
 from attnspan.layouts.layout import Shards, check_ranks
 from attnspan.layouts.round_robin import dealt
 from attnspan.layouts.run import Run, Runs, tokens_in
-from attnspan.masks.profile import Tally
+from attnspan.masks.piecewise import Piecewise, pieces_of
 from attnspan.torch_compat.errors import LayoutAssertion, LayoutNotImplemented
 from attnspan.torch_compat.options import _cp_options
 
@@ -140,7 +140,8 @@ class _PTRRLoadBalancer(_Layout):
 
 def _by_counts(counts: Sequence[int], seq_len: int, ranks: int, block: int) -> Shards:
     """Blocks dealt by a number for each."""
-    return dealt(Tally((i * block, (i + 1) * block, n, 0) for i, n in enumerate(counts)), seq_len, ranks, block)
+    pieces = pieces_of((i * block, (i + 1) * block, n, 0) for i, n in enumerate(counts))
+    return dealt(Piecewise(pieces), seq_len, ranks, block)
 
 
 def _create_default_load_balancer(seq_length: int, world_size: int, device: str | torch.device) -> _LoadBalancer | None:
