@@ -92,7 +92,7 @@ def measure_reading(name, length, source):
     import torch
 
     torch.set_num_threads(1)
-    read(name, 2048, source)()
+    read(name, 8192, source)()
     reading = read(name, length, source)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     start = time.process_time()

@@ -62,3 +62,19 @@ def test_a_function_may_capture_tensors_of_the_device():
     assert mask.work(LENGTH) == expected.sum()
     again = Mask.from_block_mask(mask.block_mask(LENGTH, device="cuda"))
     assert torch.equal(again.dense(LENGTH), expected)
+
+
+@pytest.mark.parametrize("block", [32, 100])
+def test_a_function_on_the_device_is_decided_and_asked_as_on_the_host(block):
+    """Documents of rows, windows of heads, and one that runs under vmap; a BlockMask too."""
+    ids, windows, starts = torch.stack([IDS.flip(0), IDS * 5 % 7]), torch.tensor([5, 300]), torch.arange(3) * 200
+
+    def on(device):
+        ids_, windows_, starts_ = (each.to(device) for each in (ids, windows, starts))
+        packed = MaskMod(lambda b, h, q, k: (q >= k) & (ids_[b, q] == ids_[b, k]), rows=2, block=block, device=device)
+        by_head = MaskMod(lambda b, h, q, k: (q - k) // 2 <= windows_[h], heads=2, block=block, device=device)
+        mapped = MaskMod(lambda b, h, q, k: ((k >= starts_) & (k <= starts_ + q)).any(), block=block, device=device)
+        listed = Mask.from_block_mask(packed.block_mask(LENGTH, device=device))
+        return [mask.cover(LENGTH, row=mask.rows - 1) for mask in (packed, by_head, mapped, listed)]
+
+    assert on("cuda") == on("cpu")
