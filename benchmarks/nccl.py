@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -47,7 +47,7 @@ RESULT = Path(__file__).parent / "results" / "nccl.md"
 RANKS, TOKENS, HEADS, DIM = (4, 2), (32768, 16384), ((32, 8), (32, 32), (32, 1)), 128
 STRATEGIES = ("ring", "gather", "needed", "needed(2)", "ulysses")
 HYBRIDS = ("ulysses(2) x ring", "ulysses(2) x gather", "ulysses(2) x needed")
-AUTO, KEPT = "auto", "auto, keys kept"
+AUTO, AGAIN = "auto", "auto, keys travel again"
 LIMIT = 480.0
 """Seconds for everything."""
 
@@ -150,6 +150,7 @@ class Ready:
     tensors: Sequence[Tensor]
     attend: Callable[[Tensor, Tensor, Tensor], Tensor]
     note: Callable[[], str] = lambda: ""
+    link: Callable[[], str] = lambda: ""  # as it was measured
 
     def step(self) -> list[Tensor]:
         """Out, and the gradients of query, key and value."""
@@ -171,7 +172,7 @@ def contenders(cell: Cell) -> dict[str, Contender]:
         **{f"torch {method}": partial(torch_ring, method) for method in rotations},
         **{f"torch flex, {name}": partial(torch_flex, name) for name in balancers},
         **{strategy: partial(ours, strategy) for strategy in strategies},
-        KEPT: partial(ours, AUTO, keep_keys=True),
+        AGAIN: partial(ours, AUTO, keep_keys=False),
     }
 
 
@@ -187,7 +188,7 @@ def refusal(name: str, device: str) -> str:
     return "torch's ring has no kernel for a CPU" if device == "cpu" and name.startswith("torch") else ""
 
 
-def ours(strategy: str, cell: Cell, whole: list[Tensor], keep_keys: bool = False) -> Ready:
+def ours(strategy: str, cell: Cell, whole: list[Tensor], keep_keys: Literal["auto", False] = "auto") -> Ready:
     cp = span.ContextParallel(
         dist.group.WORLD, seq_len=cell.tokens, mask=cell.built(), strategy=strategy, keep_keys=keep_keys
     )
@@ -199,7 +200,13 @@ def ours(strategy: str, cell: Cell, whole: list[Tensor], keep_keys: bool = False
         return out
 
     tensors = [x[:, :, positions].contiguous() for x in whole]
-    return Ready(positions, tensors, attend, lambda: name_of(cp.plan.strategy) if strategy == AUTO else "")
+    if strategy != AUTO:
+        return Ready(positions, tensors, attend)
+
+    def link() -> str:
+        return next(line for line in cp.explain().splitlines() if line.startswith("link: "))
+
+    return Ready(positions, tensors, attend, lambda: name_of(cp.plan.strategy), link)
 
 
 class RingModule(nn.Module):
@@ -344,6 +351,7 @@ class Found:
     reason: str = ""
     note: str = ""
     repeats: int = 0
+    link: str = ""
 
     @property
     def right(self) -> bool:
@@ -453,11 +461,11 @@ def measured(cell: Cell, name: str, contender: Contender, whole: list[Tensor], t
         return found(reason=complaints[0])
     times = list(repeats(ready, device))
     ms = 1e3 * statistics.median(max(each) for each in zip(*everyone(times), strict=True))
-    note = ready.note()
+    note, link = ready.note(), ready.link()
     del ready
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    return found(ms=ms, error=max(everyone(off)), note=note, repeats=len(times))
+    return found(ms=ms, error=max(everyone(off)), note=note, repeats=len(times), link=link)
 
 
 def repeats(ready: Ready, device: torch.device) -> Iterator[float]:
@@ -498,7 +506,7 @@ class Row:
     def best(self, torchs: bool) -> Found | None:
         """The fastest right one, of torch's or of our strategies; auto is none of them."""
         able = [
-            f for n, f in self.found.items() if n.startswith("torch") == torchs and n not in (AUTO, KEPT) and f.right
+            f for n, f in self.found.items() if n.startswith("torch") == torchs and n not in (AUTO, AGAIN) and f.right
         ]
         return min(able, key=lambda each: each.ms or 0.0, default=None)
 
@@ -545,6 +553,8 @@ def page(book: Book, program: str) -> str:
     for mask in dict.fromkeys(row.cell.mask for row in found):
         lines += [f"## {mask}", "", *section([row for row in found if row.cell.mask == mask], notes), ""]
     lines += [f"[{number}] {why}" + "  " for why, number in notes.items()]
+    links = {(row.cell.ranks, each.link): None for row in found for each in row.found.values() if each.link}
+    lines += [f"- {ranks} ranks, {link}" for ranks, link in links]
     return folded("\n".join([*lines, ""]))
 
 
@@ -585,7 +595,7 @@ def verdict(found: list[Row]) -> list[str]:
 def section(found: list[Row], notes: dict[str, int]) -> list[str]:
     order = [name for row in found for name in {**contenders(row.cell), **extra(row.cell)}]
     theirs = [name for name in dict.fromkeys(order) if name.startswith("torch")]
-    mine = [*STRATEGIES, *(name for name in HYBRIDS if name in order), AUTO, KEPT]
+    mine = [*STRATEGIES, *(name for name in HYBRIDS if name in order), AUTO, AGAIN]
     names = [*theirs, *mine]
     head = ["ranks", "tokens", "heads", *names, "torch / our best", "auto / our best"]
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]

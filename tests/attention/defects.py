@@ -29,12 +29,11 @@ from attnspan.attention.sums import Total
 from attnspan.attention.ulysses import HeadAllToAll
 from attnspan.attention.wire import Arrivals, Staged
 from attnspan.kernels import AUTO, Accumulator, Final, PerTile, Spec, accumulator, blocks
-from attnspan.masks import Causal
+from attnspan.masks import Causal, Mask
 from attnspan.masks.program import Program
 from attnspan.masks.tile import Tile
 from attnspan.plan import geometry, plan
 from attnspan.plan.geometry import Geometry
-from attnspan.plan.plan import Plan
 from attnspan.plan.step import Step
 from attnspan.testing import World
 from attnspan.transports import Pending
@@ -114,17 +113,17 @@ def one_tile_of_a_step_is_computed_twice(plant):
 
 @defect
 def one_band_of_the_mask_is_dropped(plant):
-    plant(Plan, "bands", lambda real: lambda self, row=0: real(self, row)[:-1])
+    plant(plan, "Geometry", lambda real: lambda bands, *rest: real(bands[:-1], *rest))
 
 
 @defect
 def documents_see_the_documents_before_them(plant):
-    plant(Plan, "bands", lambda real: lambda self, row=0: Causal().bands(self.seq_len, self.key_len))
+    plant(plan, "Geometry", lambda real: lambda bands, *rest: real(Causal().bands(max(b.q1 for b in bands)), *rest))
 
 
 @defect
 def the_mask_of_the_first_batch_row_is_used_for_all(plant):
-    plant(Plan, "bands", lambda real: lambda self, row=0: real(self, 0))
+    plant(Mask, "cover", lambda real: lambda self, q_len, kv_len=None, row=0: real(self, q_len, kv_len, 0))
 
 
 @defect
@@ -155,7 +154,7 @@ def every_nth_key_is_read_as_if_they_were_neighbours(plant):
 
 @defect
 def the_farthest_hop_of_a_ring_is_skipped_though_it_is_needed(plant):
-    plant(plan, "_shifts", lambda real: lambda plan: real(plan)[:-1])
+    plant(plan, "_shifts", lambda real: lambda *plan: real(*plan)[:-1])
 
 
 @defect

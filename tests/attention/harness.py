@@ -217,6 +217,7 @@ def on_rank(problem: Problem, group, attend: Callable | None = None) -> Result:
             score_mod=problem.scoring.of(*captured) if problem.scoring else None,
             sinks=inputs["s"],
             return_lse=True,
+            keep_keys=False,
         )
     else:
         out, lse = attend(*inputs.values())

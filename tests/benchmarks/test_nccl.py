@@ -8,7 +8,7 @@ import torch
 from attnspan.errors import RankError
 from attnspan.measure.checkup import dense, differentiated
 from benchmarks import nccl
-from benchmarks.nccl import AUTO, KEPT, STRATEGIES, UNFINISHED, Book, Cell, Found
+from benchmarks.nccl import AGAIN, AUTO, STRATEGIES, UNFINISHED, Book, Cell, Found
 from tests.processes import Patient
 
 SMALL = ("--device", "cpu", "--tokens", "256", "--cells", "2 ranks, 32:1, documents")
@@ -18,7 +18,7 @@ def test_strategies_are_measured_and_rivals_that_cannot_run_are_named(tmp_path, 
     monkeypatch.setattr(nccl.span.testing, "processes", Patient)
     nccl.main([*SMALL, "--out", str(tmp_path / "page.md")])
     found = {row["contender"]: Found(**row) for row in json.loads((tmp_path / "page.json").read_text())}
-    assert {name for name, each in found.items() if each.right} == {*STRATEGIES, AUTO, KEPT}
+    assert {name for name, each in found.items() if each.right} == {*STRATEGIES, AUTO, AGAIN}
     reason = "flex_attention has no backward on a CPU"
     assert {each.reason for name, each in found.items() if name.startswith("torch")} == {reason}
     page = (tmp_path / "page.md").read_text()

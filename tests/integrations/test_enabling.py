@@ -725,7 +725,7 @@ def test_a_mask_that_is_more_than_a_window_is_refused():
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 @pytest.mark.parametrize(
-    ("session", "asked", "keeps"), [(None, None, False), (None, True, True), (True, None, True), (True, False, False)]
+    ("session", "asked", "keeps"), [(None, None, True), (None, False, False), (True, None, True), (True, False, False)]
 )
 def test_keys_are_kept_as_asked_for(name, session, asked, keeps):
     given = batch(name)

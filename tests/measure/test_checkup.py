@@ -18,14 +18,14 @@ def test_every_strategy_is_far_below_the_bound_and_receives_what_is_planned(rank
 
 def test_twin_keys_that_nobody_needs_are_noticed(monkeypatch):
     everything = Trial(2).plan("gather")
-    monkeypatch.setattr(checkup, "Attention", lambda plan, transport: Attention(everything, transport))
+    monkeypatch.setattr(checkup, "Attention", lambda plan, *given, **options: Attention(everything, *given, **options))
     wrong = {finding.strategy: finding.wrong for finding in loopback(2).run(self_test)[0].strategies}
     assert wrong["gather"] == ""
     assert wrong["needed(2)"] == "received 32768 bytes, the plan says 25600"
 
 
 def test_an_error_names_the_strategy(monkeypatch):
-    def refuse(plan, transport):
+    def refuse(plan, transport, **options):
         raise ValueError("no such thing")
 
     monkeypatch.setattr(checkup, "Attention", refuse)

@@ -57,7 +57,7 @@ class Attention:
         kernel: str = "auto",
         scale: float | None = None,
         score_mod: ScoreFunction | Score | None = None,
-        keep_keys: KeepKeys = False,
+        keep_keys: KeepKeys = "auto",
         auto: bool = False,
     ):
         check_mesh(plan, group)
@@ -124,7 +124,7 @@ def attention(
     sinks: Tensor | None = None,
     dropout_p: float = 0.0,
     return_lse: bool = False,
-    keep_keys: KeepKeys = False,
+    keep_keys: KeepKeys = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of this rank's queries over the keys of all ranks, exactly as if on one device.
 

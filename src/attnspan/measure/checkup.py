@@ -130,7 +130,7 @@ def self_test(world: Transport) -> Findings:
 def tested(trial: Trial, strategy: str, world: Transport) -> Finding:
     """One strategy on one rank."""
     plan, counting = trial.plan(strategy), Counting(world)
-    attend, own = Attention(plan, counting), plan.layout.positions(plan.seq_len)[world.rank]
+    attend, own = Attention(plan, counting, keep_keys=False), plan.layout.positions(plan.seq_len)[world.rank]
     received = 0
 
     def counted(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -122,7 +122,7 @@ class Bench:
         except AttnspanError as refused:  # the same on every rank
             return Measured(strategy, kernel, refused=str(refused))
         watched = Watched(self.transport)
-        attend = Attention(plan, watched, kernel=kernel)
+        attend = Attention(plan, watched, kernel=kernel, keep_keys=False)
         q, k, v, grad = self.work.tensors(self.transport.rank, self.transport.device)
         wrong = refusal(attend.call, Inputs(q, k, v))
         complaints = set(heard(self.transport, "" if wrong is None else str(wrong), "refusals")) - {""}

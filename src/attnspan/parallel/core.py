@@ -37,7 +37,7 @@ class SessionOptions:
     kernel: str = "auto"
     scale: float | None = None
     weights: Mapping[str, float] | None = None
-    keep_keys: KeepKeys = False
+    keep_keys: KeepKeys = "auto"
 
 
 @dataclass(frozen=True, eq=False)

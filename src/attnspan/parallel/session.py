@@ -61,8 +61,8 @@ class ContextParallel:
     `mesh` is a DeviceMesh of one axis (or of two: the second exchanges heads), a process group, or a virtual world.
     `mask` is one mask, or a dict of them by name for models whose layers differ; `layout` is then balanced over all,
     by `weights` (how many layers have each). `strategy` and `kernel` are chosen by the shapes of the tensors if "auto".
-    With `keep_keys` the keys that arrive stay until backward, which then moves gradients alone; with "auto", where they
-    take no more memory than what autograd saves of a call.
+    With `keep_keys` the keys that arrive stay until backward, which then moves gradients alone; "auto" keeps them where
+    they take no more memory than what autograd saves of a call.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class ContextParallel:
         kernel: str = "auto",
         scale: float | None = None,
         weights: Mapping[str, float] | None = None,
-        keep_keys: KeepKeys = False,
+        keep_keys: KeepKeys = "auto",
     ):
         options = SessionOptions(layout, strategy, kernel, scale, weights, keep_keys)
         self._begin(Core.of(mesh, seq_len, mask, options))

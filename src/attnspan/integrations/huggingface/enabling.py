@@ -137,7 +137,7 @@ def enable(
     and the documents and padding of its mask, beside those of each batch (sessions.py). Every rank then calls the
     model with the same whole batch. What comes back is this rank's tokens, or with ``outputs="whole"`` all of them,
     and the loss of all. `over` is the group that gradients are averaged over, if larger than the session's.
-    `keep_keys` is that of `ContextParallel`; None is the session's, or with a mesh False.
+    `keep_keys` is that of `ContextParallel`; None is the session's, or with a mesh "auto".
     A `PeftModel` may be given in place of the model inside.
     """
     return Enabled(model, cp, over, outputs, keep_keys)
