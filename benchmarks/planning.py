@@ -1,94 +1,290 @@
-"""What planning costs: one rank's plan, layout included, from 16k to 16M tokens.
+"""What planning costs: session, layout, choice and own steps of a new pack, on one core.
 
-Documents are log-normal with a mean of about 105 tokens (10,000 in a million), ranks are one per 1,024 tokens and
-1,024 at most. Each cell is measured in a process of its own, cold: bands, layout, geometry and one rank's steps.
+Packs are log-normal and new each time, in a process that has planned others (`kind known`: a pack whose kind "auto"
+has chosen for). One rank of a virtual group is planned for, in the middle of it; strategy "auto". Times are of the
+process's CPU: what a quiet core takes, where others compute beside.
 
-Run: python benchmarks/planning.py        writes benchmarks/results/planning.md
+Run: python -m benchmarks.planning        writes benchmarks/results/planning.md
 """
 
 from __future__ import annotations
 
 import json
+import os
 import random
 import resource
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
+from statistics import fmean, median
+
+import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-STRATEGIES = ["ring", "gather", "needed(1)", "needed(4)", "ulysses(4) x needed(2)"]
+
+BARS = [  # tokens, documents, ranks, batch rows, the most milliseconds
+    (1 << 17, 500, 8, 1, 10),
+    (1 << 17, 500, 64, 1, 30),
+    (1 << 17, 500, 512, 1, 60),
+    (1 << 20, 10_000, 64, 1, 100),
+    (1 << 17, 500, 64, 8, None),
+]
 
 
-def lengths_of(seq_len: int, documents: int) -> list[int]:
-    """Log-normal lengths that sum to seq_len."""
-    rng = random.Random(0)
-    raw = [rng.lognormvariate(0, 1) for _ in range(documents)]
-    scale = (seq_len - documents) / sum(raw)
-    lengths = [1 + int(value * scale) for value in raw]
-    lengths[-1] += seq_len - sum(lengths)
-    return lengths
+def lengths_of(seq_len: int, documents: int, seed: int) -> list[int]:
+    from benchmarks.packs import pack
+
+    return pack("lognormal", seq_len, documents, seed)
 
 
-def measure(seq_len: int, documents: int, ranks: int, strategy: str) -> dict[str, float]:
-    """Seconds and megabytes of one rank's plan, in this fresh process."""
-    from attnspan import Balanced, Causal, Documents, Plan
+def clock() -> float:
+    return time.process_time()
 
-    base = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    start = time.perf_counter()
-    mask = Causal() & Documents(lengths_of(seq_len, documents)) if documents else Causal()
-    bands = mask.bands(seq_len)
-    seen = time.perf_counter()
-    layout = Balanced(mask, ranks=ranks)
-    layout.shards(seq_len)
-    dealt = time.perf_counter()
-    steps = Plan(mask, layout, seq_len, strategy).steps(ranks // 2)
-    done = time.perf_counter()
+
+def new_packs(seq_len: int, documents: int, ranks: int, rows: int, packs: int) -> dict[str, object]:
+    """Milliseconds of each part for new packs, one after another."""
+    import attnspan as span
+    from attnspan.attention.call import Inputs
+    from attnspan.attention.tuned import _AGREED
+    from attnspan.plan import kind
+    from attnspan.transports.loopback import Post, World
+    from attnspan.transports.operations import group_of
+
+    world = World(Post(ranks, 60.0), ranks // 2, torch.device("cpu"))
+    _AGREED[group_of(world)] = None  # what the ranks would tell each other once: that none has a tuning table
+    drawn = [[lengths_of(seq_len, documents, rows * seed + row) for row in range(rows)] for seed in range(packs)]
+    query, key = (torch.empty(rows, heads, 1, 128, device="meta", dtype=torch.bfloat16) for heads in (32, 8))
+    first, found = None, []
+    for lengths in drawn:
+        chosen = kind._chosen.cache_info().misses
+        times = [clock()]
+        mask = span.Causal() & span.Documents(lengths)
+        make = first.with_mask if first else lambda mask: span.ContextParallel(world, seq_len=seq_len, mask=mask)
+        session = make(mask)
+        times.append(clock())
+        call = session.attentions.named[""].call.for_inputs(Inputs(query, key, key))
+        times.append(clock())
+        for row in range(rows):
+            call.plan.steps(ranks // 2, row)
+        times.append(clock())
+        first = first or session
+        parts = [1000 * (b - a) for a, b in pairwise(times)]
+        found.append((kind._chosen.cache_info().misses > chosen, *parts, sum(parts)))
+    known, new = ([each[1:] for each in found[1:] if each[0] == wanted] for wanted in (False, True))
     return {
-        "bands": len(bands),
-        "mask": seen - start,
-        "layout": dealt - seen,
-        "plan": done - dealt,
-        "seconds": done - start,
-        "megabytes": (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - base) / 1024,
-        "tiles": sum(len(step.tiles) for step in steps),
+        "known": [median(column) for column in zip(*known, strict=True)],
+        "new": median(each[-1] for each in new) if new else None,
+        "kinds": sum(each[0] for each in found),
+        "first": found[0][-1],
     }
 
 
-def fresh(*args: object) -> dict[str, float]:
-    """`measure` in a new process."""
-    command = [sys.executable, __file__, "--one", json.dumps(args)]
-    return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+def growth(seq_len: int, documents: int, ranks: int) -> dict[str, float]:
+    """Milliseconds and megabytes of one rank's plan with a fixed strategy; the median of three packs."""
+    from attnspan import Balanced, Causal, Documents, Plan
+    from attnspan.layouts.balanced import fitting_chunk
+
+    base, found = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, []
+    for seed in range(4):
+        lengths = lengths_of(seq_len, documents, seed) if documents else None
+        times = [clock()]
+        mask = Causal() & Documents(lengths) if lengths else Causal()
+        bands = mask.bands(seq_len)
+        times.append(clock())
+        layout = Balanced(mask, ranks=ranks, chunk=fitting_chunk(seq_len, ranks))
+        layout.shards(seq_len)
+        times.append(clock())
+        steps = Plan(mask, layout, seq_len, "needed(2)").steps(ranks // 2)
+        times.append(clock())
+        found.append([1000 * (b - a) for a, b in pairwise(times)])
+    mask_ms, layout_ms, steps_ms = (
+        median(column) for column in zip(*(found[1:] if lengths else found[:1]), strict=True)
+    )
+    return {
+        "bands": len(bands),
+        "mask": mask_ms,
+        "layout": layout_ms,
+        "steps": steps_ms,
+        "tiles": sum(len(step.tiles) for step in steps),
+        "megabytes": (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - base) / 1024,
+    }
+
+
+def regrets(name: str, ranks: int, packs: int) -> dict[str, object]:
+    """Predicted time of what the kind takes over that of what choosing anew would, for random packs of 128k tokens."""
+    from attnspan import Balanced, Causal, Documents, Plan
+    from attnspan.layouts.balanced import fitting_chunk
+    from attnspan.plan import Hardware, Shape, choose
+    from attnspan.plan.kind import strategy_for
+    from benchmarks.packs import pack
+
+    draw, found, seq_len = random.Random(ranks), [], 1 << 17
+    for seed in range(packs):
+        shape = draw.choice([Shape(32, 8), Shape(32, 32, 64), Shape(8, 1)])
+        hardware = Hardware.of(draw.choice(["h100-nvlink", "cpu-gloo"]))
+        mask = Causal() & Documents(pack(name, seq_len, round(2 ** draw.uniform(2, 10)), seed))
+        layout = Balanced(mask, ranks=ranks, chunk=fitting_chunk(seq_len, ranks))
+        anew = choose(mask, seq_len=seq_len, ranks=ranks, shape=shape, hardware=hardware, layouts=[layout])
+        taken = strategy_for(Plan(mask, layout, seq_len), shape, hardware)
+        seconds = next(each.seconds for each in anew.candidates if each.plan.strategy == taken)
+        found.append(seconds / anew.candidates[0].seconds)
+    return {"packs": packs, "mean": fmean(found), "worst": max(found), "over": sum(each > 1.05 for each in found)}
+
+
+def fairness(first: int, packs: int) -> list[tuple[float, int, float]]:
+    """(imbalance, most runs of a rank, the part of a fair share that the heaviest row is) of random packs."""
+    from attnspan import Balanced
+    from attnspan.layouts.balanced import fitting_chunk
+    from tests.layouts.test_balanced import random_pack
+
+    found = []
+    for seed in range(first, first + packs):
+        mask, seq_len, ranks, heaviest = random_pack(seed)
+        layout = Balanced(mask, ranks=ranks, chunk=fitting_chunk(seq_len, ranks))
+        found.append((layout.imbalance(mask, seq_len), max(map(len, layout.shards(seq_len))), heaviest))
+    return found
+
+
+MEASURES: dict[str, Callable[..., object]] = {
+    "new_packs": new_packs,
+    "growth": growth,
+    "regrets": regrets,
+    "fairness": fairness,
+}
+
+
+def fresh(name: str, *args: object) -> dict:
+    """A measurement in a new process, on one thread."""
+    command = [sys.executable, "-m", "benchmarks.planning", "--one", json.dumps([name, *args])]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return json.loads(subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT, env=env).stdout)
+
+
+def loop() -> float:
+    """Milliseconds of a loop in Python, to compare machines and their load."""
+    start, total = clock(), 0
+    for i in range(1_000_000):
+        total += i * i % 7
+    return 1000 * (clock() - start)
+
+
+def bar_lines() -> list[str]:
+    from benchmarks.report import progress
+
+    lines = []
+    for seq_len, documents, ranks, rows, bar in progress(BARS, "new packs"):
+        found = fresh("new_packs", seq_len, documents, ranks, rows, 24)
+        session, choice, steps, total = found["known"]
+        met = "" if bar is None else "yes" if total <= bar else "no"
+        new = "" if found["new"] is None else f"{found['new']:.0f}"
+        lines.append(
+            f"| {seq_len} | {rows} x {documents} | {ranks} | {session:.1f} | {choice:.1f} | {steps:.1f} | "
+            f"**{total:.1f}** | {bar or ''} | {met} | {new} | {found['kinds']} of 24 | {found['first']:.0f} |"
+        )
+    return lines
+
+
+def growth_lines() -> list[str]:
+    from benchmarks.report import progress
+
+    sizes = [1 << power for power in range(14, 25, 2)]
+    cells = [(n, max(1, n * 10_000 >> 20), min(1024, max(8, n >> 10))) for n in sizes]
+    cells += [(1 << 20, 10_000, ranks) for ranks in (8, 64, 512)]
+    cells += [(n, 0, min(1024, n >> 10)) for n in (1 << 16, 1 << 20, 1 << 24)]
+    lines = []
+    for seq_len, documents, ranks in progress(cells, "growth"):
+        found = fresh("growth", seq_len, documents, ranks)
+        total = found["mask"] + found["layout"] + found["steps"]
+        lines.append(
+            f"| {seq_len} | {documents or 'causal'} | {ranks} | {found['bands']:.0f} | {found['mask']:.1f} | "
+            f"{found['layout']:.1f} | {found['steps']:.1f} | **{total:.1f}** | {found['megabytes']:.0f} | "
+            f"{found['tiles']:.0f} |"
+        )
+    return lines
+
+
+def regret_lines() -> list[str]:
+    from benchmarks.packs import PACKS
+    from benchmarks.report import progress
+
+    lines = []
+    for ranks, name in progress([(ranks, name) for ranks in (8, 64) for name in PACKS], "kinds"):
+        found = fresh("regrets", name, ranks, 40 if ranks == 8 else 12)
+        lines.append(
+            f"| {name} | {ranks} | {found['packs']} | {found['mean']:.4f} | {found['worst']:.3f} | {found['over']} |"
+        )
+    return lines
+
+
+def fairness_lines() -> list[str]:
+    from benchmarks.report import progress
+
+    found = [each for first in progress(range(0, 1000, 250), "fairness") for each in fresh("fairness", first, 250)]
+    light, heavy = ([each for each in found if (each[2] <= 0.02) == wanted] for wanted in (True, False))
+    return [
+        f"| {name} | {len(some)} | {max(each[0] for each in some):.4f} | {sum(each[0] > 1.02 for each in some)} | "
+        f"{max(each[1] for each in some)} |"
+        for name, some in (("at most 2 % of a fair share", light), ("more", heavy))
+    ]
 
 
 def main() -> None:
-    from benchmarks.report import header, progress
+    from benchmarks.report import folded, header
 
-    sizes = [1 << power for power in range(14, 25, 2)]
-    cells = [(n, max(1, n * 10_000 >> 20), min(1024, n >> 10), "needed(1)") for n in sizes]
-    cells += [(1 << 20, 10_000, 1024, strategy) for strategy in STRATEGIES if strategy != "needed(1)"]
-    cells += [(n, 0, min(1024, n >> 10), "needed(1)") for n in sizes]
-    lines = []
-    for seq_len, documents, ranks, strategy in progress(cells, "planning"):
-        found = fresh(seq_len, documents, ranks, strategy)
-        mask = f"causal, {documents} documents" if documents else "causal"
-        lines.append(
-            f"| {seq_len} | {mask} | {ranks} | {strategy} | {found['bands']:.0f} | {found['mask']:.3f} | "
-            f"{found['layout']:.3f} | {found['plan']:.3f} | **{found['seconds']:.3f}** | "
-            f"{found['megabytes']:.0f} | {found['tiles']:.0f} |"
+    before, load = loop(), os.getloadavg()[0]
+    bars, grown, regret, fair = bar_lines(), growth_lines(), regret_lines(), fairness_lines()
+    text = folded(
+        "\n".join(
+            [
+                *header("What planning costs", "python -m benchmarks.planning"),
+                "One core, CPU time in milliseconds, medians. The machine is shared: when the run began its load "
+                f"average was {load:.1f}, and a loop of a million `total += i * i % 7` took {before:.0f} ms, then "
+                f"{loop():.0f} ms when it ended.",
+                "",
+                "## A new pack with strategy auto",
+                "",
+                "Log-normal documents, 32 heads, 8 key heads. `session` is masks, layout and positions (`with_mask`), "
+                "`choice` the strategy of a kind that is known, `steps` those of one rank. `new kind` is the whole for "
+                "a pack whose kind is chosen for the first time, `cold process` that of the first pack of a process.",
+                "",
+                "| tokens | documents | ranks | session | choice | steps | total | bar | met | new kind | kinds | "
+                "cold process |",
+                "|---|---|---|---|---|---|---|---|---|---|---|---|",
+                *bars,
+                "",
+                "## Growth",
+                "",
+                "Strategy needed(2), the median of three packs in a process of its own.",
+                "",
+                "| tokens | documents | ranks | bands | mask | layout | steps | total | MB | tiles |",
+                "|---|---|---|---|---|---|---|---|---|---|",
+                *grown,
+                "",
+                "## By kind, not pack by pack",
+                "",
+                "Predicted time of the strategy that the kind takes over that of the best for the pack itself: 128k "
+                "tokens, 4 to 1,024 documents, three shapes, h100-nvlink and cpu-gloo.",
+                "",
+                "| documents | ranks | packs | mean | worst | packs over 1.05 |",
+                "|---|---|---|---|---|---|",
+                *regret,
+                "",
+                "## Balanced on 1,000 random packs",
+                "",
+                "256 or 512 ranks of 128 to 4,096 tokens, 16 to 16,384 documents of seven distributions. Where one row "
+                "sees more keys than 2 % of a rank's fair share of pairs, a token is more than the unevenness that is "
+                "allowed.",
+                "",
+                "| heaviest row | packs | largest imbalance | packs over 1.02 | most runs of a rank |",
+                "|---|---|---|---|---|",
+                *fair,
+                "",
+            ]
         )
-    text = "\n".join(
-        [
-            *header("What planning costs", "python benchmarks/planning.py"),
-            "One rank's plan, layout included, cold, in a process of its own. Bar: 1,048,576 tokens, 10,000 documents,",
-            "1,024 ranks in under 2 s and 1 GB; growth about linear in bands.",
-            "",
-            "| tokens | mask | ranks | strategy | bands | mask s | layout s | plan s | total s | MB | tiles |",
-            "|---|---|---|---|---|---|---|---|---|---|---|",
-            *lines,
-            "",
-        ]
     )
     (ROOT / "benchmarks" / "results" / "planning.md").write_text(text)
     print(text)
@@ -96,6 +292,7 @@ def main() -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--one"]:
-        print(json.dumps(measure(*json.loads(sys.argv[2]))))
+        name, *args = json.loads(sys.argv[2])
+        print(json.dumps(MEASURES[name](*args)))
     else:
         main()

@@ -3,14 +3,19 @@
 import random
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from attnspan.layouts import Balanced, Contiguous, HeadTail, RoundRobinByWork, moved
 from attnspan.layouts.balanced import EQUAL, FEW, TOLERANCE, WORTH, fitting_chunk
+from attnspan.layouts.layout import _cached_shards
 from attnspan.layouts.necklace import HEAVY
 from attnspan.masks import Causal, Documents, Full, SlidingWindow
 from attnspan.masks.profile import RowWork
+from attnspan.plan import Plan
+from attnspan.plan.plan import _steps
 from benchmarks.corpus import CASES, case, lognormal
 from benchmarks.packs import PACKS, pack
 from tests.layouts.strategies import lengths_of, masks
@@ -175,3 +180,25 @@ def test_weights_say_what_is_balanced():
     seq_len = 65536
     work = [a + 100 * b for a, b in zip(*(layout.work_per_rank(m, seq_len) for m in (full, window)), strict=True)]
     assert max(work) <= 1.02 * sum(work) / 4
+
+
+@pytest.mark.parametrize("surroundings", [lambda: torch.device("meta"), FakeTensorMode, torch.inference_mode])
+def test_a_plan_is_the_same_under_any_mode(surroundings):
+    lengths = lognormal(8192, mean=300, seed=17)
+    mask = Causal() & Documents(lengths)
+    with surroundings():
+        shards = Balanced(mask, ranks=4, chunk=32).shards(8192)
+        steps = Plan(mask, Balanced(mask, ranks=4, chunk=32), 8192, "needed(2)").steps(1)
+    _cached_shards.cache_clear()
+    _steps.cache_clear()
+    assert shards == Balanced(mask, ranks=4, chunk=32).shards(8192)
+    assert steps == Plan(mask, Balanced(mask, ranks=4, chunk=32), 8192, "needed(2)").steps(1)
+
+
+def test_numbers_beyond_what_floats_hold_are_divided_too():
+    mask = Causal() & Documents([1 << 39, 1 << 38, 1 << 38])
+    layout = Balanced([mask, Causal()], weights=[0.3333333, 1000.77], ranks=5)
+    work = [
+        1 * a + 3002 * b for a, b in zip(*(layout.work_per_rank(m, 1 << 40) for m in (mask, Causal())), strict=True)
+    ]
+    assert max(work) <= 1.02 * sum(work) / 5

@@ -30,6 +30,7 @@ from attnspan.layouts.run import Run, Runs, joined_runs, tokens_in
 from attnspan.masks import Mask
 from attnspan.masks.algebra import Bands
 from attnspan.masks.profile import RowWork
+from attnspan.masks.real_tensors import with_real_tensors
 
 Shards = tuple[Runs, ...]
 """The runs of every rank, by rank."""
@@ -161,6 +162,7 @@ class Layout(ABC):
 
 
 @functools.lru_cache(maxsize=256)
+@with_real_tensors
 def _cached_shards(layout: Layout, seq_len: int, row: int) -> Shards:
     # A memo of a pure function: layouts are frozen and compare by value.
     return tuple(joined_runs(runs) for runs in layout._shards(seq_len, row))

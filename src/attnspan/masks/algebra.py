@@ -146,10 +146,21 @@ def _joined_neighbours(pieces: list[Band]) -> list[Band]:
     out: list[Band] = []
     for piece in pieces:
         while out:
-            hull = out[-1].hull(piece)
-            if hull.area != out[-1].area + piece.area:
+            last = out[-1]
+            hull = last.hull(piece)
+            if _between(last, piece, hull) or hull.area != last.area + piece.area:
                 break
             out.pop()
             piece = hull
         out.append(piece)
     return out
+
+
+def _between(a: Band, b: Band, hull: Band) -> bool:
+    """Whether bands that share no row and no column, as documents do, have a pair of their hull between them.
+
+    It looks at two pairs, and is asked first because it is quick: no answer says that there is none.
+    """
+    if not (a.q1 <= b.q0 or b.q1 <= a.q0) or not (a.k1 <= b.k0 or b.k1 <= a.k0):
+        return False
+    return hull.lo <= b.k0 - a.q1 + 1 <= hull.hi or hull.lo <= a.k1 - 1 - b.q0 <= hull.hi

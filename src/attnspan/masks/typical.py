@@ -1,7 +1,8 @@
 """What stands for a pack of documents: one of its kind, whatever the lengths are today.
 
 Which strategy is fastest depends on how many documents a pack has, how uneven they are and how long the longest is;
-hardly on the rest. These three are rounded, and the typical pack of what is left has the lengths of a log-normal
+hardly on the rest. These three are rounded, coarsely, so that a training run sees a handful of kinds: finer steps gain
+nothing (benchmarks/results/planning.md). The typical pack of what is left has the lengths of a log-normal
 distribution, at evenly spaced quantiles, in an order that is always the same. It is a function of the rounded numbers
 alone: every rank finds the same one, whatever packs it saw before.
 
@@ -17,26 +18,22 @@ from math import exp, log, log2, sqrt
 from random import Random
 from statistics import NormalDist, fmean
 
-FINE = 4
-"""Numbers are rounded to powers of two and so many steps between them."""
-
 
 def typical_lengths(rows: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
     """As many rows, of documents with the rounded number, spread and longest length of these."""
     total = sum(rows[0])
-    count = rounded(fmean(map(len, rows)))
-    longest = rounded(fmean(map(max, rows)))
-    spread = rounded(fmean(len(row) * sum(length * length for length in row) for row in rows) / total**2)
+    count, longest = rounded(fmean(map(len, rows)), 4), rounded(fmean(map(max, rows)), 1)
+    spread = rounded(fmean(len(row) * sum(length * length for length in row) for row in rows) / total**2, 2)
     return _drawn(len(rows), total, min(round(count), total), min(round(longest), total), spread)
 
 
-def rounded(number: float) -> float:
-    """The nearest of a few numbers.
+def rounded(number: float, steps: int) -> float:
+    """The nearest power of two, or one of so many steps between two of them.
 
-    >>> [round(rounded(n), 2) for n in (0, 1, 3.1, 100)]
-    [0, 1.0, 3.36, 107.63]
+    >>> [round(rounded(n, 2), 2) for n in (0, 1, 3.1, 100)]
+    [0, 1.0, 2.83, 90.51]
     """
-    return 2 ** (round(FINE * log2(number)) / FINE) if number else 0
+    return 2 ** (round(steps * log2(number)) / steps) if number else 0
 
 
 @lru_cache(maxsize=256)

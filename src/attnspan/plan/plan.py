@@ -34,6 +34,7 @@ from attnspan.layouts.run import Runs, tokens_in
 from attnspan.masks import Mask
 from attnspan.masks.algebra import Bands
 from attnspan.masks.cover import Cover
+from attnspan.masks.real_tensors import with_real_tensors
 from attnspan.plan.cost import Shape
 from attnspan.plan.geometry import Geometry
 from attnspan.plan.step import Step
@@ -284,6 +285,7 @@ def _shifts(parts: Parts, rows: int) -> tuple[int, ...]:
 
 
 @functools.lru_cache(maxsize=4096)
+@with_real_tensors
 def _steps(plan: Plan, group: int, row: int) -> tuple[Step, ...]:
     assert isinstance(plan.strategy, Strategy), "set in __post_init__"
     return plan.strategy.steps(plan.geometry(row), group, _shifts(plan._parts, plan.rows))
