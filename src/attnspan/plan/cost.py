@@ -102,8 +102,8 @@ class Link:
     more than one, or share less.
 
     >>> print(Link(bandwidth=5e9, latency=3e-5))
-    ... print(Link(1e9, 1e-4, spread=2.5e9))
     5 GB/s, 30 us
+    >>> print(Link(1e9, 1e-4, spread=2.5e9))
     1 GB/s (2.5 GB/s from several peers), 100 us
     """
 

@@ -29,7 +29,7 @@ def strategy_for(plan: Plan, shape: Shape, hardware: Hardware, keep_keys: KeepKe
     >>> from attnspan.masks import Causal, Documents
     >>> mask = Causal() & Documents([700, 300, 600, 448])
     >>> strategy_for(Plan(mask, Balanced(mask, ranks=2), 2048), Shape(8), Hardware.of("h100-nvlink"))
-    Needed(stages=2)
+    Needed(stages=1)
     """
     return _chosen(kind_of(plan), shape, hardware, keep_keys)
 
