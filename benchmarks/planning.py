@@ -49,13 +49,13 @@ def new_packs(seq_len: int, documents: int, ranks: int, rows: int, packs: int) -
     """Milliseconds of each part for new packs, one after another."""
     import attnspan as span
     from attnspan.attention.call import Inputs
-    from attnspan.attention.tuned import _AGREED
+    from attnspan.attention.tuned import _AGREED, UNKNOWN
     from attnspan.plan import kind
     from attnspan.transports.loopback import Post, World
     from attnspan.transports.operations import group_of
 
     world = World(Post(ranks, 60.0), ranks // 2, torch.device("cpu"))
-    _AGREED[group_of(world)] = None  # what the ranks would tell each other once: that none has a tuning table
+    _AGREED[group_of(world)] = {"cpu": UNKNOWN}  # what the ranks would tell each other once: that none has a table
     drawn = [[lengths_of(seq_len, documents, rows * seed + row) for row in range(rows)] for seed in range(packs)]
     query, key = (torch.empty(rows, heads, 1, 128, device="meta", dtype=torch.bfloat16) for heads in (32, 8))
     first, found = None, []
@@ -266,8 +266,8 @@ def main() -> None:
                 "",
                 "## By kind, not pack by pack",
                 "",
-                "Predicted time of the strategy that the kind takes over that of the best for the pack itself: 128k "
-                "tokens, 4 to 1,024 documents, three shapes, h100-nvlink and cpu-gloo.",
+                "Predicted time of the strategy that the kind takes over that of the one that choosing anew for the "
+                "pack takes: 128k tokens, 4 to 1,024 documents, three shapes, h100-nvlink and cpu-gloo.",
                 "",
                 "| documents | ranks | packs | mean | worst | packs over 1.05 |",
                 "|---|---|---|---|---|---|",

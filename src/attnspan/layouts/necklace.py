@@ -17,7 +17,8 @@ beginning.
 [Note: choosing a window] Usually many windows are fair enough. Among those whose work stays within the
 tolerance, the one is taken whose ends cost least: nothing where the circle is already cut, nothing between
 documents, else the keys that would have to cross. Windows with an end on a border of the work (a document, a
-band) are looked at, and exact ones between them, where the surplus changes its sign.
+band) are looked at. Where none of those is fair, exact ones are sought between them, where the surplus changes its
+sign.
 
 [Note: shortest piece] A piece has at least `chunk` tokens, or some part of a fair share of work: where a few rows see
 so many keys that they are more than a rank can have, only shorter pieces are fair.
@@ -69,6 +70,9 @@ AT_ONCE = 1024
 
 HEAVY = 64
 """A piece with this part of a fair share is long enough."""
+
+SPACED = 8
+"""How many points at equal distances are looked at in a circle, where the work has few edges."""
 
 FAR = 1 << 62
 
@@ -173,29 +177,26 @@ class Circles:
         """Whether pieces are long enough. [Note: shortest piece]"""
         return (tokens >= self.rules.chunk) | (work >= self.rules.fair / HEAVY)
 
-    def borders(self) -> Tensor:
-        """Where pieces begin, the nearest cuts to them, and where the work changes its form, on the line."""
-        chunk, size = self.rules.chunk, self.stop - self.start
-        long = (size >= 2 * chunk).nonzero().squeeze(1)
-        near = torch.cat([self.line[long] + chunk, self.line[long] + size[long] - chunk])
-        return torch.cat([self.line, near, self._edges(), self._spaced()])
+    def borders(self) -> tuple[Tensor, Tensor]:
+        """Where pieces begin, the nearest cuts to them, and where the work changes its form, on the line; their circle.
 
-    def _edges(self) -> Tensor:
-        """The edges of the work inside of pieces, or evenly some of them where a circle has many."""
-        edges = self.rules.work.edges
+        Of the edges of the work inside of pieces evenly some, where a circle has many; points at equal distances, where
+        it has few.
+        """
+        chunk, edges, size = self.rules.chunk, self.rules.work.edges, self.stop - self.start
+        long = (size >= 2 * chunk).nonzero().squeeze(1)
         first = torch.searchsorted(edges, self.start, right=True)
         count = (torch.searchsorted(edges, self.stop) - first).clamp(min=0)
         stride = (1 + torch.zeros_like(self.first).index_add(0, self.circle, count) // LOOKS)[self.circle]
-        count = (count + stride - 1) // stride
-        piece, turn = counted(count)
-        return edges[first[piece] + turn * stride[piece]] - self.shift[piece]
-
-    def _spaced(self) -> Tensor:
-        """Points at equal distances, for work with few edges."""
-        if len(self.rules.work.edges) >= 8 * len(self.start):
-            return self.line[:0]
-        parts = torch.arange(8, device="cpu").unsqueeze(1)
-        return (self.origin + parts * self.tokens // 8).flatten()
+        piece, turn = counted((count + stride - 1) // stride)
+        inner = edges[first[piece] + turn * stride[piece]] - self.shift[piece]
+        borders = [self.line, self.line[long] + chunk, self.line[long] + size[long] - chunk, inner]
+        circle = [self.circle, self.circle[long], self.circle[long], self.circle[piece]]
+        if len(edges) < SPACED * len(self.start):
+            parts = torch.arange(SPACED, device="cpu").unsqueeze(1)
+            borders.append((self.origin + parts * self.tokens // SPACED).flatten())
+            circle.append(torch.arange(len(self.first), device="cpu").repeat(SPACED))
+        return torch.cat(borders), torch.cat(circle)
 
     def shards(self, ranks: int) -> Shards:
         """The runs of each rank, where each circle is of one rank."""
@@ -348,38 +349,53 @@ class _Search:
 
     def best(self) -> Tensor:
         """Where the cheapest window of each circle starts that is fair enough; else the fairest; FAR if none is."""
-        looked = self._looked()
-        starts, work = (torch.cat(both) for both in zip(looked, self._exact(*looked), strict=True))
-        circle = self._circle(starts)
-        cost, off = self._cost(starts, circle), (work - self.target[circle]).abs()
-        fair = (work >= self.least[circle]) & (work <= self.most[circle])
-        best = self._least(starts, circle, [torch.where(fair, cost, torch.inf), off])
+        windows = self._looked()
+        best = self._cheapest(*windows)
         missing = (best == FAR) & (self.half > 0)
-        if missing.any():
-            best = torch.where(missing, self._least(starts, circle, [torch.where(cost < torch.inf, off, cost)]), best)
+        if not missing.any():
+            return best
+        held = missing[windows[1]].nonzero().squeeze(1)
+        windows = self._with_exact(*(column[held] for column in windows))
+        for found in (self._cheapest(*windows), self._fairest(*windows)):
+            best = torch.where(best < FAR, best, found)
         return best
 
-    def _looked(self) -> tuple[Tensor, Tensor]:
-        """(start, work) of windows that begin or end on a border, in order."""
-        borders = self.circles.borders()
-        circle = self.circles.circle[self.circles.piece_at(borders)]
-        if not self.all:
-            many = (self.half > 0)[circle]
-            borders, circle = borders[many], circle[many]
-        back = (self.circles.tokens - self.length)[circle]  # a lap less a window
-        starts = torch.cat([borders, self.circles.wrapped(borders + back, circle)]).unique()
-        return starts, self._windows(starts)
+    def _cheapest(self, starts: Tensor, circle: Tensor, work: Tensor) -> Tensor:
+        """For each circle the start of the cheapest window that is fair enough, and of those the fairest."""
+        fair = ((work >= self.least[circle]) & (work <= self.most[circle])).nonzero().squeeze(1)
+        starts, circle, work = starts[fair], circle[fair], work[fair]
+        return self._least(starts, circle, [self._cost(starts, circle), (work - self.target[circle]).abs()])
 
-    def _windows(self, starts: Tensor) -> Tensor:
-        circle = self._circle(starts)
+    def _fairest(self, starts: Tensor, circle: Tensor, work: Tensor) -> Tensor:
+        """For each circle the start of the fairest window that can be cut out."""
+        off = (work - self.target[circle]).abs()
+        return self._least(starts, circle, [torch.where(self._cost(starts, circle) < torch.inf, off, torch.inf)])
+
+    def _looked(self) -> tuple[Tensor, Tensor, Tensor]:
+        """(start, circle, work) of windows that begin or end on a border."""
+        circles = self.circles
+        borders, circle = circles.borders()
+        if not self.all:
+            many = (self.half > 0)[circle].nonzero().squeeze(1)
+            borders, circle = borders[many], circle[many]
+        length = self.length[circle]
+        ends = circles.wrapped(borders + length, circle)
+        starts = circles.wrapped(borders + circles.tokens[circle] - length, circle)  # a lap less a window
+        first, at, last = circles.work_before(torch.stack([starts, borders, ends]))
+        lap = circles.work[circle]
+        work = torch.cat([last - at + lap * (ends < borders), at - first + lap * (borders < starts)])
+        return torch.cat([borders, starts]), torch.cat([circle, circle]), work
+
+    def _windows(self, starts: Tensor, circle: Tensor) -> Tensor:
         return self.circles.windows(starts, self.circles.wrapped(starts + self.length[circle], circle), circle)
 
     def _circle(self, starts: Tensor) -> Tensor:
         return torch.searchsorted(self.circles.origin, starts, right=True) - 1
 
-    def _exact(self, starts: Tensor, work: Tensor) -> tuple[Tensor, Tensor]:
-        """(start, work) of windows on both sides of where the surplus of a circle changes its sign."""
-        circle = self._circle(starts)
+    def _with_exact(self, starts: Tensor, circle: Tensor, work: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """These windows, and those on both sides of where the surplus of a circle changes its sign."""
+        starts, order = starts.sort()
+        circle, work = circle[order], work[order]
         below = work < self.target[circle]
         # The neighbour of the last window of a circle is the first, a lap later.
         begins = torch.searchsorted(starts, self.circles.origin)
@@ -387,24 +403,26 @@ class _Search:
         last = torch.cat([circle[1:] != circle[:-1], circle.new_ones(1, dtype=torch.bool)])
         following[last] = begins[circle[last]]
         turns = (below != below[following]).nonzero().squeeze(1)
-        turns = turns[:: 1 + len(turns) // (ROOTS * len(self.half))]
+        turns = turns[:: 1 + len(turns) // (ROOTS * int(last.sum()))]
         if not len(turns):
-            return starts[:0], work[:0]
-        return self._bisected(circle[turns], starts[turns], starts[following[turns]], below[turns])
+            return starts, circle, work
+        found = self._bisected(circle[turns], starts[turns], starts[following[turns]], below[turns])
+        whose = self._circle(found)
+        return torch.cat([starts, found]), torch.cat([circle, whose]), torch.cat([work, self._windows(found, whose)])
 
-    def _bisected(self, circle: Tensor, a: Tensor, b: Tensor, below: Tensor) -> tuple[Tensor, Tensor]:
-        """Between windows on both sides of the target, the two neighbours that are."""
+    def _bisected(self, circle: Tensor, a: Tensor, b: Tensor, below: Tensor) -> Tensor:
+        """Between windows on both sides of the target, the starts of the two neighbours that are."""
         b = torch.where(b <= a, b + self.circles.tokens[circle], b)
         cells = max(4, AT_ONCE // len(a))
         parts = torch.arange(cells + 1, device="cpu").unsqueeze(1)
         for _ in range(int(log(max(int((b - a).max()), 2), cells)) + 1):
             points = a + (b - a) * parts // cells
             inner = self.circles.wrapped(points[1:-1], circle)
-            same = (self._windows(inner.flatten()).view(inner.shape) < self.target[circle]) == below
+            same = (self._windows(inner, circle.expand_as(inner)) < self.target[circle]) == below
             step = same.long().cumprod(0).sum(0)  # how many still lie on the side of a
             a, b = points.gather(0, step.unsqueeze(0)).squeeze(0), points.gather(0, step.unsqueeze(0) + 1).squeeze(0)
-        found = self.circles.wrapped(torch.cat([a, b]), torch.cat([circle, circle])).unique()
-        return found, self._windows(found)
+        found: Tensor = self.circles.wrapped(torch.cat([a, b]), torch.cat([circle, circle])).unique()
+        return found
 
     def _cost(self, starts: Tensor, circle: Tensor) -> Tensor:
         """The cost of cutting at both ends of the windows."""
