@@ -11,7 +11,7 @@ from attnspan.layouts import Balanced, Contiguous, HeadTail
 from attnspan.layouts.balanced import fitting_chunk
 from attnspan.masks import Causal, Documents, Full, KeyPadding, SlidingWindow
 from attnspan.plan import Hardware, Link, Needed, Plan, Shape, choose, predict
-from attnspan.plan.choose import SAMPLED, sampled_ranks
+from attnspan.plan.choose import EQUAL, SAMPLED, sampled_ranks
 from attnspan.plan.cost import PRESETS
 
 SHAPE = Shape(heads=32, kv_heads=8, head_dim=128)
@@ -52,9 +52,19 @@ def test_every_loser_has_a_reason():
     assert all(reasons)
 
 
-def test_candidates_are_ordered_by_predicted_time():
-    seconds = [c.seconds for c in choose(Causal(), seq_len=1 << 16, ranks=8, shape=SHAPE).candidates]
-    assert seconds == sorted(seconds)
+def test_the_fewest_exchanges_of_the_fastest_plans_are_taken_and_the_others_ordered_by_predicted_time():
+    for mask in (Causal(), SlidingWindow(1023), Causal() & Documents([5000, 30000, 536, 30000])):
+        taken, *others = choose(mask, seq_len=1 << 16, ranks=8, shape=SHAPE).candidates
+        seconds = [c.seconds for c in others]
+        assert seconds == sorted(seconds)
+        as_fast = [c for c in others if c.seconds <= (1 + EQUAL) * min(taken.seconds, *seconds)]
+        assert taken.seconds <= (1 + EQUAL) * min(seconds)
+        assert all(taken.exchanges <= c.exchanges for c in as_fast)
+
+
+def test_twin_the_fastest_plan_is_not_always_the_one_with_the_fewest_exchanges():
+    choice = choose(Causal(), seq_len=1 << 16, ranks=8, shape=SHAPE)
+    assert choice.candidates[0].seconds > min(c.seconds for c in choice.candidates)
 
 
 def test_overlap_hides_transfers_that_are_shorter_than_compute():

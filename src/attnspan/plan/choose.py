@@ -35,8 +35,9 @@ SAMPLED = 32
 GOLDEN = (5**0.5 - 1) / 2
 """Multiples of it, less whole numbers, are spread evenly, however many they are, and by no fixed stride."""
 
-EQUAL = 0.005
-"""Predicted times that differ by less than this part are the same: the model knows no better."""
+EQUAL = 0.05
+"""Predicted times that differ by less than this part are the same: the model knows no better. Of such plans that with
+the fewest exchanges is taken: it has least to lose where a link or a device is slower than was measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +72,15 @@ class Candidate:
         """The predicted time of the slowest rank looked at."""
         return self.timeline.seconds
 
+    @property
+    def exchanges(self) -> int:
+        """How often that rank exchanges anything."""
+        return sum(event.lane == "link" for event in self.timeline.events)
+
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The candidates, fastest first, those refused last; `plan` is the first."""
+    """The candidates: the one that is taken, then by time, those refused last; `plan` is the first. See `EQUAL`."""
 
     candidates: tuple[Candidate, ...]
     shape: Shape
@@ -159,7 +165,7 @@ def choose(
     plans = (Plan(mask, layout, seq_len, strategy) for layout, strategy in tried)
     how: Any = {"limit": limit, "backward": backward, "keep_keys": keep_keys, "sampled": sampled}
     candidates = [predicted(plan, shape, machine, **how) for plan in plans]
-    ordered = tuple(sorted(candidates, key=lambda c: (bool(c.refused), c.seconds)))
+    ordered = sorted(candidates, key=lambda c: (bool(c.refused), c.seconds))
     if ordered[0].refused:
         least = min(ordered, key=lambda c: c.needs)
         instead = " or keep_keys='auto'" if least.kept else ""
@@ -167,7 +173,10 @@ def choose(
             f"memory: no plan fits into {in_bytes(limit)} of keys per rank; the least, {name_of(least.plan.strategy)}, "
             f"needs {in_bytes(least.needs)}; use more ranks{instead}"
         )
-    return Choice(ordered, shape, machine, keep_keys if backward else False)
+    equal = [c for c in ordered if not c.refused and c.seconds <= ordered[0].seconds * (1 + EQUAL)]
+    taken = min(equal, key=lambda c: c.exchanges)
+    ordered.sort(key=lambda c: c is not taken)
+    return Choice(tuple(ordered), shape, machine, keep_keys if backward else False)
 
 
 def choice_for(plan: Plan, shape: Shape, hardware: Hardware, keep_keys: KeepKeys, sampled: int = SAMPLED) -> Choice:
