@@ -7,10 +7,11 @@ Three exchanges are timed, of messages that nobody reads::
     as many bytes, a part to every peer     bandwidth, as gathers and exchanges of heads have it
 
 Each is done a few times in a row; the first, for which connections are made and buffers of the network fill up, does
-not count. A round takes as long as it does on the slowest rank, and of the rounds the second fastest counts: a pause of
-a host is not the link's, and neither is what a network lets pass after one. All ranks hear of all, so that every rank
-returns the same numbers. A first guess tells how large a large message is: it takes `ENOUGH` seconds, or half as long
-as a few bytes do, if that is longer. On a fast link all takes milliseconds; with a latency of 20 ms about a second.
+not count. A round takes as long as it does on the slowest rank, and the median of the rounds counts: a pause of a host
+is not the link's, and neither is what a network lets pass after one. All ranks hear of all, so that every rank
+returns the same numbers. Messages grow towards one that takes `ENOUGH` seconds more than a few bytes do, or twice as
+long as they if that is longer; half of that is enough. On a fast link all takes milliseconds; with a latency of 20 ms
+about a second.
 
 On a CUDA device the host waits for the device before it looks at the clock. The exchanges are one operation of the
 group (operations.py): ranks that do something else meanwhile are told that they are out of step.
@@ -19,6 +20,7 @@ group (operations.py): ranks that do something else meanwhile are told that they
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import median
 from time import perf_counter
 from typing import NamedTuple
 
@@ -48,12 +50,8 @@ def speed(transport: Transport, targets: Sequence[int], sources: Sequence[int]) 
     """The link to some peers and from as many others, as many on every rank; a collective."""
     one, every = LinkProbe(transport, targets[:1], sources[:1]), LinkProbe(transport, targets, sources)
     with under_way(transport, "a measurement of the link"):
-        latency = one.seconds(SMALL)
-        size, seconds = GUESS, one.seconds(GUESS)
-        if (fitting := fitting_size(GUESS, seconds, latency)) > size:
-            size, seconds = fitting, one.seconds(fitting)
-        spread = seconds if len(targets) < 2 else every.seconds(size)
-    return Speed(latency, *(size / _travelling(each, latency) for each in (seconds, spread)))
+        latency, bandwidth = one.speed()
+        return Speed(latency, bandwidth, every.speed()[1] if len(targets) > 1 else bandwidth)
 
 
 def fitting_size(size: int, seconds: float, latency: float) -> int:
@@ -64,7 +62,7 @@ def fitting_size(size: int, seconds: float, latency: float) -> int:
     >>> fitting_size(1 << 16, seconds=6e-3, latency=5e-4), fitting_size(1 << 16, seconds=2e-5, latency=2e-5)
     (65536, 33554432)
     """
-    wanted = size / _travelling(seconds, latency) * max(ENOUGH, latency / 2)
+    wanted = size / _travelling(seconds, latency) * max(ENOUGH, latency)
     while size < min(wanted, LARGE):
         size *= 2
     return size
@@ -81,8 +79,17 @@ class LinkProbe:
     def __init__(self, transport: Transport, targets: Sequence[int], sources: Sequence[int]):
         self.transport, self.targets, self.sources = transport, targets, sources
 
+    def speed(self) -> tuple[float, float]:
+        """Seconds before the first byte, and bytes per second that arrive from all peers together."""
+        latency, size = self.seconds(SMALL), GUESS
+        seconds = self.seconds(size)
+        while seconds - latency < max(ENOUGH, latency) / 2 and size < LARGE:
+            size = max(2 * size, fitting_size(size, seconds, latency))
+            seconds = self.seconds(size)
+        return latency, size / _travelling(seconds, latency)
+
     def seconds(self, size: int) -> float:
-        """The second fastest round of so many bytes, divided among the peers, on its slowest rank."""
+        """The median round of so many bytes, divided among the peers, on its slowest rank."""
         leaving, arriving = (
             torch.zeros(len(self.targets), size // len(self.targets), dtype=torch.uint8, device=self.transport.device)
             for _ in range(2)
@@ -98,4 +105,4 @@ class LinkProbe:
             times.append(perf_counter() - start)
         said = heard(self.transport, times[1:], "a measurement")
         rounds: list[float] = [max(each) for each in zip(*said, strict=True)]
-        return sorted(rounds)[1]
+        return median(rounds)
