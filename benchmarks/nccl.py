@@ -204,7 +204,10 @@ def ours(strategy: str, cell: Cell, whole: list[Tensor], keep_keys: Literal["aut
         return Ready(positions, tensors, attend)
 
     def link() -> str:
-        return next(line for line in cp.explain().splitlines() if line.startswith("link: "))
+        said = cp.explain()
+        if dist.get_rank() == 0:
+            print(said, flush=True)
+        return next(line for line in said.splitlines() if line.startswith("link: "))
 
     return Ready(positions, tensors, attend, lambda: name_of(cp.plan.strategy), link)
 

@@ -18,7 +18,9 @@ ends, or wait until the group's timeout. `run` waits for all of them and then ra
 every rank. What does not end within ``timeout`` seconds is killed.
 
 [Note: one GPU] NCCL refuses two ranks on one device if they claim the same host. Where there are fewer devices than
-ranks, every rank claims a host of its own, and all share device 0 and talk over loopback sockets.
+ranks, every rank claims a host of its own, and all share device 0 and talk over loopback sockets. A message travels in
+pieces, for each of which both processes must have their turn on the device: `LARGE_PIECES` makes them few (measured on
+an H200: 4 ranks gather 32 MB from each other in 53 ms instead of 131).
 """
 
 from __future__ import annotations
@@ -60,6 +62,9 @@ MEMORY = 150 << 20
 
 FAREWELL = 10.0
 """Seconds until a process whose pipe is closed must have ended, and until one that is stuck must have said where."""
+
+LARGE_PIECES = {"NCCL_BUFFSIZE": str(16 << 20), "NCCL_P2P_NET_CHUNKSIZE": str(1 << 20)}
+"""NCCL's settings for ranks that share a device, unless the environment has others; see [Note: one GPU]."""
 
 WHERE = b""
 """Asks a rank where it is; no job is empty."""
@@ -317,6 +322,7 @@ def _claimed_device(rank: int, ranks: int) -> torch.device:
     shared = torch.cuda.device_count() < ranks
     if shared:
         os.environ.update(NCCL_HOSTID=f"host{rank}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
+        os.environ.update({name: value for name, value in LARGE_PIECES.items() if name not in os.environ})
     device = torch.device("cuda", 0 if shared else rank)
     torch.cuda.set_device(device)
     return device
