@@ -10,7 +10,7 @@ import torch
 from attnspan import Engine, SamplingParams
 from attnspan.engine.journal import Journal
 from attnspan.engine.output_processor import Outcome
-from attnspan.errors import EngineError, PageError
+from attnspan.errors import EngineError, PageError, UnknownRequest
 from attnspan.paged import PagePool
 from attnspan.testing import loopback
 from tests.engine.disturbed import quick_collections
@@ -268,7 +268,10 @@ def test_threads_add_stream_and_generate_while_another_steps():
         for prompt in some:
             request = one.add(prompt, SamplingParams(max_new_tokens=40))
             over.wait(0.01)
-            one.cancel(request)
+            try:
+                one.cancel(request)
+            except UnknownRequest:  # other threads were slow, and it has ended meanwhile
+                assert request.finished
             assert request.token_ids[:6] == expected[tuple(prompt)][: len(request.token_ids)]
         return [expected[tuple(prompt)] for prompt in some]
 
