@@ -7,7 +7,8 @@
     the buffer that was sent           holds what it held: nobody wrote to it
     both                               share no memory with anything else that travels
 
-Whoever reads too early computes with NaN. What is wrong is kept in `wrong`.
+Whoever reads too early computes with NaN. What is wrong is kept in `wrong`. `under` says of each message that was
+waited for whether anything was `computed`, as its rank counts it, between its posting and that wait.
 """
 
 import queue
@@ -41,7 +42,7 @@ class SlowWire(Transport):
         self.transport, self.mail, self.seconds, self.only = transport, mail, seconds, only
         self.rank, self.ranks = transport.rank, transport.ranks
         self.device, self.name = transport.device, transport.name
-        self.wrong, self.busy, self._flying = [], 0.0, []
+        self.wrong, self.computed, self.under, self._flying = [], 0, [], []
 
     def _post(self, sends, receives, what):
         if what not in self.only:
@@ -56,9 +57,10 @@ class SlowWire(Transport):
         boxes = [self.mail.box(peer, self.rank) for peer, _ in receives]
         thread = threading.Thread(target=self._travel, args=(sent, receives, boxes, what), daemon=True)
         thread.start()
-        self.busy += self.seconds
+        before = self.computed
 
         def land():
+            self.under.append(self.computed > before)
             thread.join()
             self._flying = [each for each in self._flying if each not in spans]
 
