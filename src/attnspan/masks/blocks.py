@@ -26,6 +26,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from attnspan.masks.band import Band, ceil_div
 from attnspan.masks.block_sparse import size_pair
+from attnspan.masks.columns import counted
 from attnspan.masks.mask import Mask, MaskFunction, Space
 from attnspan.masks.tile import Tile, band_of
 
@@ -130,7 +131,7 @@ class _Strips(NamedTuple):
 def _strips(bands: Sequence[Band], size: tuple[int, int], device: torch.device) -> _Strips:
     q0, q1, k0, k1, lo, hi = torch.tensor(bands, dtype=torch.int64, device=device).reshape(-1, 6).unbind(1)
     first = q0 // size[0]
-    source, nth = _expanded((q1 - 1) // size[0] + 1 - first)
+    source, nth = counted((q1 - 1) // size[0] + 1 - first)
     i = first[source] + nth
     q0, q1 = torch.maximum(q0[source], i * size[0]), torch.minimum(q1[source], (i + 1) * size[0])
     lo, hi = lo[source], hi[source]
@@ -149,7 +150,7 @@ def _pairs(strips: _Strips, shape: tuple[int, int], size: tuple[int, int]) -> to
     bare = j1 <= j0
     j0, j1 = torch.where(bare, last, j0), torch.where(bare, last, j1)
 
-    source, nth = _expanded(torch.cat([j0 - first, last - j1]))  # the left ends, then the right ends
+    source, nth = counted(torch.cat([j0 - first, last - j1]))  # the left ends, then the right ends
     j = torch.cat([first, j1])[source] + nth
     source = source % len(i)
     ends = _Strips(*(column[source] for column in strips))
@@ -180,17 +181,6 @@ def _triangle(n: torch.Tensor) -> torch.Tensor:
     """1 + 2 + ... + n, and 0 for n < 0."""
     n = n.clamp(min=0)
     return n * (n + 1) // 2
-
-
-def _expanded(counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """For each entry, `counts` times: its index, and 0, 1, 2, ...
-
-    >>> [x.tolist() for x in _expanded(torch.tensor([2, 0, 3]))]
-    [[0, 0, 2, 2, 2], [0, 1, 0, 1, 2]]
-    """
-    source = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
-    starts = counts.cumsum(0) - counts
-    return source, torch.arange(len(source), device=counts.device) - starts[source]
 
 
 class _Listing:
