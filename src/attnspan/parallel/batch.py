@@ -93,7 +93,7 @@ def shard_batch(
     dims: Mapping[str, int | None],
 ) -> Batch:
     """See `ContextParallel.shard_batch`, and [Note: one batch]."""
-    if cp.same_batch.checked or cp.ranks == 1:
+    if cp.family.compared_batch or cp.ranks == 1:
         return _sharded(cp, batch, shift_labels, padding, dims)
     said: dict[str, Any] | ShardError
     try:
@@ -110,15 +110,8 @@ def shard_batch(
             "other data than rank 0: load by data-parallel rank, as in DistributedSampler(num_replicas=dp, "
             "rank=dp_rank), or on one rank with cp.shard_from"
         )
-    cp.same_batch.checked = True
+    cp.family.compared_batch = True
     return found
-
-
-@dataclass
-class SameBatch:
-    """Whether the ranks of a session were found to have the same batch. See [Note: one batch]."""
-
-    checked: bool = False
 
 
 def _sums(batch: Mapping[str, object]) -> dict[str, int]:

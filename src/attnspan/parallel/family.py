@@ -28,6 +28,7 @@ class Family:
     def __init__(self, key: object, first: ContextParallel) -> None:
         self._sessions = OrderedDict({key: first})
         self._lock = Lock()
+        self.compared_batch = False  # whether ranks were found to load the same batch: [Note: one batch] in batch.py
 
     def session(self, key: object, made: Callable[[], ContextParallel]) -> ContextParallel:
         """The session that is known, or a new one, planned. See [Note: plans ahead]."""
