@@ -7,9 +7,9 @@ would be many, as for every second key, the answers are kept by block: `cover` t
 which must be asked again, inside, by the kernel. Either way a mask that is written as a pattern is cheaper to plan for.
 
 [Note: a value] A mask is what its function computed when the mask was made, with the tensors and numbers that it read
-then (snapshot.py). It stays that mask; masks of one function, made before and after something changed, are two. But
-whoever changes what a function reads may expect a mask to follow: so a session refuses to go on with a mask whose
-function computes something else by now, and says to make a new one.
+then (snapshot.py). It stays that mask; masks of one function, made before and after something changed, are two. A user
+who changes what a function reads may expect the mask to follow, so a session refuses a mask whose function computes
+something else by now, and says to make a new one.
 
 [Note: arguments that matter] A mask_mod may depend on its batch row or its head. Ours says how many rows and heads it
 tells apart; a function that depends on more would be wrong in silence for every other. Its program (program.py) shows

@@ -106,7 +106,7 @@ class DroppedGradients:
 
 
 def launch(kernel: str, case: Case, device: torch.device) -> tuple[float, float]:
-    """Seconds of a tile that is hardly there, forward and backward: what every call costs. By the host's clock."""
+    """Seconds of a tile of 16 tokens, forward and backward: the fixed cost of a call."""
     tiny = Case(kernel, "full", 16, case.dtype, case.head_dim, case.heads, case.kv_heads)
     rate = tiny.rate(device)
     return (1e-5, 2e-5) if rate is None else (rate.forward, rate.backward)

@@ -232,7 +232,7 @@ class PagePool(PagedKVCache):
         return out, lse
 
     def _scoring(self, mask: Mask | AfterPrefix, window: int | None, plan: StepPlan, heads: int) -> Scoring:
-        """What a mask comes to, remembered: its tensors are sent to the device once, or once a step."""
+        """A mask as a Scoring, remembered: its tensors are sent to the device once, or once a step."""
         if isinstance(mask, AfterPrefix):
             mask.check_fits(plan.metadata.queries)
             mod = plan.metadata.once(mask, lambda: mask.mask_mod(plan.metadata.queries, plan.starts))

@@ -27,7 +27,7 @@ Whole tensors are needed on every rank. Not known here: what a model does with a
 [Note: one batch] The ranks of a group hold parts of one sequence, so all must load the same batch. A loader that deals
 by global rank gives each another one, and nothing later would notice: shapes agree, and the loss looks like a loss. So
 the first batch of a session and of all that come from it by `with_mask` is compared, by a sum of each entry of whole
-numbers, and what one rank refuses in it, all refuse. Later batches are cut without a word to the others.
+numbers, and what one rank refuses in it, all refuse. Later batches are cut without asking other ranks.
 
 Shapes: B batch rows, S tokens of the whole sequence.
 """

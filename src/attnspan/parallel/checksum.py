@@ -155,7 +155,7 @@ def _weighted(words: Tensor) -> Tensor:
 
 
 def weights(count: int, device: torch.device) -> Tensor:
-    """(count,) odd numbers of 64 bits that nothing can tell from chance, the same everywhere."""
+    """(count,) odd pseudo-random numbers of 64 bits, the same on every device."""
     known = 1 << (count - 1).bit_length() if count else 1
     return _weights(known, device)[:count]
 

@@ -1,7 +1,7 @@
 """A family: the sessions that come from one another by `with_mask`, remembered by their masks, length and layout.
 
 [Note: plans ahead] Another batch's session may be made in another thread while this one's runs, so what a family has in
-common is changed under a lock, and no session is planned under it: whoever asks for one that is known never waits. A
+common is changed under a lock, and no session is planned under it: asking for a known session never waits. A
 new session is planned at once for the shape that attention last ran on, steps of this rank included, so that its first
 call finds them. Nothing is asked of other ranks for that; what only they can tell waits for the first call.
 """
