@@ -24,10 +24,10 @@ from transformers import PreTrainedModel
 from attnspan.errors import ModelError
 from attnspan.integrations.huggingface.attention import is_bound
 from attnspan.integrations.huggingface.layers import AttentionLayer
-from attnspan.integrations.huggingface.losses import IGNORED
 from attnspan.integrations.huggingface.positions import depends_on_length
 from attnspan.integrations.huggingface.token_mixing import token_mixing
 from attnspan.parallel.attached_forward import is_attached
+from attnspan.parallel.batch import IGNORED
 from attnspan.parallel.checksum import Weights
 from attnspan.transports import Transport
 from attnspan.transports.consensus import heard, odd
