@@ -142,10 +142,7 @@ class TemplatedRing:
     def of(cls, group: Group, seq_dim: int, tensors: Any, is_causal: bool, kwargs: dict[str, Any]) -> TemplatedRing:
         """Checked: what the table above does not hold is refused, on every rank."""
         query, key, _ = tensors
-        if seq_dim != SEQ_DIM:
-            raise AttentionError(
-                f"seq_dim must be {SEQ_DIM}, that of (batch, heads, tokens, head dim), got {seq_dim!r}"
-            )
+        check_seq_dim(seq_dim)
         if kwargs.get("dropout_p"):
             raise AttentionNotImplemented(f"dropout_p must be 0, got {kwargs['dropout_p']}: each hop would draw again")
         if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
@@ -196,6 +193,12 @@ class TemplatedRing:
         sends, receives = [((rank + 1) % ranks, tensor)], [((rank - 1) % ranks, coming)]
         self.transport.exchange(sends, receives, "gradients of keys and values").wait()
         return coming
+
+
+def check_seq_dim(seq_dim: object) -> None:
+    """Refuse tensors of another shape than (batch, heads, tokens, head dim)."""
+    if seq_dim != SEQ_DIM:
+        raise AttentionError(f"seq_dim must be {SEQ_DIM}, that of (batch, heads, tokens, head dim), got {seq_dim!r}")
 
 
 def _balanced(ranks: MeshRanks, sizes: list[int]) -> bool:
