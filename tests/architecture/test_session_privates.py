@@ -61,7 +61,7 @@ def test_nobody_reaches_into_a_session_or_its_parts(part):
 
 
 @pytest.mark.parametrize(
-    "use", ["session._family", "cp._moves", "other._family[key]", "self.session._handlers", "f(x)._moves"]
+    "use", ["session._handlers", "cp._moves", "other._moves[key]", "self.session._handlers", "f(x)._moves"]
 )
 def test_twin_a_reach_into_a_session_is_found(use):
     assert list(reaches(f"def part(session, cp, other):\n    return {use}\n", OWNED))

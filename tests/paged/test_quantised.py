@@ -16,12 +16,22 @@ from attnspan.masks import SlidingWindow
 from attnspan.paged import Layer, PageAllocator, PagePool, PrefixCache, StepPlan
 from attnspan.paged.kernels import decode, flex
 from attnspan.paged.metadata import tensors
-from attnspan.paged.quantised import Quantised, error_bound, quantised
+from attnspan.paged.quantised import LARGEST, SMALLEST, Quantised, quantised
 from attnspan.paged.scoring import Scoring
 from tests.paged.cases import NAN, Cache, agree
 
 DTYPES = [torch.int8, torch.float8_e4m3fn]
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+def error_bound(x, dtype):
+    """How far a stored number may be from each of x: [Note: how far off] in paged/quantised.py."""
+    wide = x.double()
+    most = wide.abs().amax(-1, keepdim=True).clamp(min=LARGEST[dtype] * SMALLEST).expand_as(wide)
+    rounding = most * 2.0**-22  # of the division and the product, in float32
+    if dtype == torch.int8:
+        return most / 254 + rounding
+    return torch.maximum(wide.abs() / 16, most / 448 / 1024) + rounding
 
 
 class Stored(Cache):

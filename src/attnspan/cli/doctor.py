@@ -91,7 +91,7 @@ def on_processes(count: int) -> list[str]:
     try:
         found = group.run(self_test)
     except RankError as failed:
-        return told(failed.outcomes)
+        return failures(failed.outcomes)
     typer.echo(results(found))
     if found[0].link is not None:
         typer.echo(f"link: {found[0].link}, all ranks sending at once")
@@ -121,7 +121,7 @@ def complaints(found: Sequence[Findings]) -> list[str]:
     ]
 
 
-def told(outcomes: Sequence[Any]) -> list[str]:
+def failures(outcomes: Sequence[Any]) -> list[str]:
     """What became of ranks that returned nothing, a line each."""
     lines = []
     for rank, outcome in enumerate(outcomes):

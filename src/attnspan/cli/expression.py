@@ -19,7 +19,7 @@ Arguments are those of the classes; `documents` and `key_padding` also take thei
     causal(align=bottom)            Causal(align="bottom")
 
 `4096*3` is three numbers in a row, and `@path` all the numbers of a text file (parted by white space or
-commas; `#` starts a comment); both lay their numbers into the list around them. `@path` in the place of a
+commas; `#` starts a comment); both add their numbers to the list around them. `@path` in the place of a
 mask is `(causal & documents(@path))`. A path with blanks or brackets is quoted: `@"my lengths.txt"`.
 
 >>> parse("causal & documents(4k*2, 100)")
@@ -130,7 +130,7 @@ def write(mask: Mask) -> str:
 
 
 class _Several(list[Any]):
-    """Numbers that lie down in the list around them."""
+    """Numbers that become items of the list around them."""
 
 
 class _Parser:
@@ -343,7 +343,7 @@ def _is_required(parameter: Field[Any]) -> bool:
 
 
 def _spliced(items: Iterable[Any]) -> list[Any]:
-    """The items, with several numbers in a row laid down among them."""
+    """The items, with the numbers of every `_Several` in its place."""
     return [one for item in items for one in (item if isinstance(item, _Several) else [item])]
 
 

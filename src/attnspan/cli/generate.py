@@ -65,20 +65,20 @@ def generate(
     )
     ranks = integer("--ranks", ranks, at_least=1, error=EngineError)
     page_size = integer("--page-size", page_size, at_least=1, error=EngineError)
-    job = GenerateJob(_found(model), _read(prompt), params, pages, page_size)
+    job = GenerateJob(_checked_model(model), _read(prompt), params, pages, page_size)
     here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))  # processes on this machine: each has a GPU, or none has
     device = "cuda" if torch.cuda.device_count() >= here else "cpu"
     asked = Ranks(None if ranks == 1 else ranks, device)
     if asked.launched or asked.count > 1:
         asked.run(partial(on_rank, job))
     else:
-        _speak(job, torch.device(device))
+        _generate(job, torch.device(device))
 
 
 # ---- what is asked ---------------------------------------------------------------------------------------------------
 
 
-def _found(model: str) -> str:
+def _checked_model(model: str) -> str:
     """A model that may exist: what looks like a path must be a folder."""
     path = Path(model).expanduser()
     if path.is_dir():
@@ -98,7 +98,7 @@ def _read(prompt: str) -> str:
         raise EngineError(f"--prompt {prompt}: the file cannot be read ({error})") from None
 
 
-def _loaded(name: str, device: torch.device, bar: bool) -> tuple[Any, Any]:
+def _load(name: str, device: torch.device, bar: bool) -> tuple[Any, Any]:
     """The model and its tokenizer; with a bar while it loads, if one is wanted."""
     try:
         from safetensors import SafetensorError
@@ -124,12 +124,12 @@ def _loaded(name: str, device: torch.device, bar: bool) -> tuple[Any, Any]:
 
 def on_rank(job: GenerateJob, transport: Transport) -> None:
     """One rank's part."""
-    _speak(job, transport.device, dist.group.WORLD)
+    _generate(job, transport.device, dist.group.WORLD)
 
 
-def _speak(job: GenerateJob, device: torch.device, mesh: Any = None) -> None:
+def _generate(job: GenerateJob, device: torch.device, mesh: Any = None) -> None:
     """Generate, and print as it comes; on rank 0 alone."""
-    model, tokenizer = _loaded(job.model, device, bar=mesh is None)  # bars of several ranks would overwrite each other
+    model, tokenizer = _load(job.model, device, bar=mesh is None)  # bars of several ranks would overwrite each other
     ranks, rank = (1, 0) if mesh is None else (dist.get_world_size(mesh), dist.get_rank(mesh))
     tokens = tokenizer.encode(job.prompt)
     needed = -(-(len(tokens) + job.params.max_new_tokens) // (job.page_size * ranks)) + 1

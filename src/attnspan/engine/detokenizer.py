@@ -225,7 +225,7 @@ class SpaceCleaner:
         self._waiting = ""
 
     def cleaned(self, new: str, ended: bool) -> tuple[str, str]:
-        """What is clean for good of a text that goes on with `new`, and the rest as it would be now."""
+        """The part of the cleaned text that is final after `new`, and the rest as it would be cleaned now."""
         text = self._waiting + new
         place = len(text) if ended else next((at for at in range(len(text) - 2, 0, -1) if _is_apart(text, at)), 0)
         self._waiting = text[place:]

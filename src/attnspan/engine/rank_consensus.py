@@ -29,6 +29,7 @@ from typing import Any
 from attnspan.engine.fingerprint import ModelFingerprint
 from attnspan.engine.scheduler import Chunk
 from attnspan.errors import EngineError, ModelError
+from attnspan.parallel.checksum import check_same
 from attnspan.transports import Transport, consensus
 from attnspan.transports.unbroken import unbroken
 
@@ -165,14 +166,6 @@ class RankConsensus:
         """ModelError if models differ: in weights and buffers, or in modules and adapters."""
         if self.transport is None:
             return
-        with unbroken(self.transport):
-            fingerprint = model.content.whole, model.description()
-            by_rank = consensus.heard(self.transport, fingerprint, "fingerprints of models")
-        for what, each in zip(("weights or buffers", "modules or adapters"), zip(*by_rank, strict=True), strict=True):
-            others = consensus.odd(each)
-            if others:
-                raise ModelError(
-                    f"{what} differ between rank 0 and ranks {others}; every rank must have the same: load one "
-                    "checkpoint, or set one seed (virtual ranks share torch's random numbers: make the model first, "
-                    "and give each rank a copy)"
-                )
+        with unbroken(self.transport, but=(ModelError,)):
+            known = {"weights or buffers": model.content.whole, "modules or adapters": model.description()}
+            check_same(known, self.transport)

@@ -22,7 +22,7 @@ def check_align(align: Align) -> None:
 
 
 def offset(align: Align, q_len: int | None, kv_len: int | None) -> int:
-    """The position of query 0 on the key axis, or a refusal where nobody said how the axes meet.
+    """The position of query 0 on the key axis, refused where `align` must say how the axes meet, and does not.
 
     Lengths that are not known are taken as equal.
 

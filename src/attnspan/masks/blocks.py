@@ -26,6 +26,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from attnspan.masks.band import Band, ceil_div
 from attnspan.masks.block_sparse import size_pair
+from attnspan.masks.columns import Columns, counted
 from attnspan.masks.mask import Mask, MaskFunction, Space
 from attnspan.masks.tile import Tile, band_of
 
@@ -115,32 +116,24 @@ class Lists(NamedTuple):
         )
 
 
-class _Strips(NamedTuple):
-    """Bands cut at every row of blocks: the columns below, one entry per strip."""
-
-    i: torch.Tensor  # which row of blocks
-    q0: torch.Tensor
-    q1: torch.Tensor
-    k0: torch.Tensor
-    k1: torch.Tensor
-    lo: torch.Tensor
-    hi: torch.Tensor
+Strips = tuple[torch.Tensor, Columns]
+"""Bands cut at every row of blocks: which row each strip is in, and its bounds."""
 
 
-def _strips(bands: Sequence[Band], size: tuple[int, int], device: torch.device) -> _Strips:
-    q0, q1, k0, k1, lo, hi = torch.tensor(bands, dtype=torch.int64, device=device).reshape(-1, 6).unbind(1)
+def _strips(bands: Sequence[Band], size: tuple[int, int], device: torch.device) -> Strips:
+    q0, q1, k0, k1, lo, hi = (column.to(device) for column in Columns.of(bands))
     first = q0 // size[0]
-    source, nth = _expanded((q1 - 1) // size[0] + 1 - first)
+    source, nth = counted((q1 - 1) // size[0] + 1 - first)
     i = first[source] + nth
     q0, q1 = torch.maximum(q0[source], i * size[0]), torch.minimum(q1[source], (i + 1) * size[0])
     lo, hi = lo[source], hi[source]
     k0, k1 = torch.maximum(k0[source], q0 + lo), torch.minimum(k1[source], q1 + hi)
-    return _Strips(i, q0, q1, k0, k1, lo, hi)
+    return i, Columns(q0, q1, k0, k1, lo, hi)
 
 
-def _pairs(strips: _Strips, shape: tuple[int, int], size: tuple[int, int]) -> torch.Tensor:
+def _pairs(strips: Strips, shape: tuple[int, int], size: tuple[int, int]) -> torch.Tensor:
     """The number of allowed pairs in each block, (I, J)."""
-    i, q0, q1, k0, k1, lo, hi = strips
+    i, (q0, q1, k0, k1, lo, hi) = strips
     k_size = size[1]
     first, last = k0 // k_size, (k1 - 1) // k_size + 1  # the blocks it touches: all between, a band has no gaps
     # From the last row's left edge to the first row's right edge, every row of the strip covers every key.
@@ -149,23 +142,23 @@ def _pairs(strips: _Strips, shape: tuple[int, int], size: tuple[int, int]) -> to
     bare = j1 <= j0
     j0, j1 = torch.where(bare, last, j0), torch.where(bare, last, j1)
 
-    source, nth = _expanded(torch.cat([j0 - first, last - j1]))  # the left ends, then the right ends
+    source, nth = counted(torch.cat([j0 - first, last - j1]))  # the left ends, then the right ends
     j = torch.cat([first, j1])[source] + nth
     source = source % len(i)
-    ends = _Strips(*(column[source] for column in strips))
+    ends = Columns(*(column[source] for column in strips[1]))
     left, right = torch.maximum(ends.k0, j * k_size), torch.minimum(ends.k1, (j + 1) * k_size)
     end_pairs = _at_most(ends.hi, ends, left, right) - _at_most(ends.lo - 1, ends, left, right)
 
     dtype = torch.int32 if size[0] * size[1] < 1 << 31 else torch.int64
     change = torch.zeros(shape[0] * (shape[1] + 1), dtype=dtype, device=i.device)
-    for row, start, stop, pairs in ((i, j0, j1, (q1 - q0) * k_size), (ends.i, j, j + 1, end_pairs)):
+    for row, start, stop, pairs in ((i, j0, j1, (q1 - q0) * k_size), (i[source], j, j + 1, end_pairs)):
         for column, sign in ((start, 1), (stop, -1)):
             change.index_add_(0, row * (shape[1] + 1) + column, (sign * pairs).to(dtype))
     change = change.view(shape[0], shape[1] + 1)
     return torch.cumsum(change, 1, dtype=dtype, out=change)[:, :-1]
 
 
-def _at_most(diagonal: torch.Tensor, strip: _Strips, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+def _at_most(diagonal: torch.Tensor, strip: Columns, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """The pairs of a strip's rows and the keys [left, right) with k - q <= diagonal.
 
     Row q holds q + diagonal + 1 - left of them, at least 0 and at most right - left: a ramp, which is the
@@ -180,17 +173,6 @@ def _triangle(n: torch.Tensor) -> torch.Tensor:
     """1 + 2 + ... + n, and 0 for n < 0."""
     n = n.clamp(min=0)
     return n * (n + 1) // 2
-
-
-def _expanded(counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """For each entry, `counts` times: its index, and 0, 1, 2, ...
-
-    >>> [x.tolist() for x in _expanded(torch.tensor([2, 0, 3]))]
-    [[0, 0, 2, 2, 2], [0, 1, 0, 1, 2]]
-    """
-    source = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
-    starts = counts.cumsum(0) - counts
-    return source, torch.arange(len(source), device=counts.device) - starts[source]
 
 
 class _Listing:

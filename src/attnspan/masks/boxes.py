@@ -4,7 +4,7 @@ A box is a rectangle of the grid that its size makes of queries and keys: box (i
 [i * height, (i + 1) * height) and the keys [j * width, (j + 1) * width), as far as there are any. Halving a box in
 both directions gives four of half the size::
 
-    ? ?      █ ·      whoever can tell of a box that all of its pairs count, or none, ends the search there;
+    ? ?      █ ·      a box is decided where all of its pairs are known to count, or none: the search ends there;
     ? ?      ░ █      only what is left (░) is halved, so the cost is that of the edges of a mask, not of S x S
 
 Boxes are searched depth first, so many at a time, and never all at once. Knows nothing of masks.

@@ -54,5 +54,5 @@ def counted(counts: Tensor) -> tuple[Tensor, Tensor]:
     >>> [each.tolist() for each in counted(torch.tensor([2, 0, 3]))]
     [[0, 0, 2, 2, 2], [0, 1, 0, 1, 2]]
     """
-    whose = torch.arange(len(counts), device="cpu").repeat_interleave(counts)
-    return whose, torch.arange(len(whose), device="cpu") - (counts.cumsum(0) - counts)[whose]
+    whose = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
+    return whose, torch.arange(len(whose), device=counts.device) - (counts.cumsum(0) - counts)[whose]

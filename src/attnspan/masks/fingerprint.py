@@ -14,9 +14,9 @@ and the function must be traced to know what it computes.
 >>> fingerprint(score_mod) == before
 False
 
-[Note: tensors] A tensor is told by its id and its metadata, not by its content: a traced program takes it as an input.
-What was computed from its content meanwhile is the business of whoever keeps the fingerprint (`Program.reads_values`,
-snapshot.py).
+[Note: tensors] A tensor is identified by its id and its metadata, not by its content: a traced program takes it as an
+input. Code that keeps a fingerprint checks separately whether anything was computed from the content
+(`Program.reads_values`, snapshot.py).
 
 [Note: attributes] Of an object, only attributes whose names appear in the code can be read, in the object or in its
 class. Whatever reads others, or reads in ways of its own (`getattr`, `vars`, `__getattr__`, slots, descriptors), has no

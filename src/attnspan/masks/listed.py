@@ -14,7 +14,7 @@ Any block sizes, unequal ones too, any lengths, batch rows and heads. Shapes: R 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -36,18 +36,19 @@ MOST_ASKED = 1 << 26
 """Pairs that are asked when a mask is planned for, to find bands in partial blocks."""
 
 
-@dataclass(frozen=True, slots=True, repr=False, eq=False)
+@dataclass(frozen=True, slots=True, repr=False)
 class Listed(Mask):
     """The blocks that a BlockMask lists; made by `Mask.from_block_mask`. Equal to one that allows the same by block."""
 
-    source: BlockMask
+    source: BlockMask = field(compare=False)
     lengths: tuple[int, int]
     block: tuple[int, int]
-    partial_RHIJ: torch.Tensor
-    full_RHIJ: torch.Tensor
-    lists: Copies
+    partial_RHIJ: torch.Tensor = field(compare=False)
+    full_RHIJ: torch.Tensor = field(compare=False)
+    lists: Copies = field(compare=False)
     digest: str  # of partial and full
     snapshot: Snapshot | None  # None where partial blocks are allowed whole
+    alone: tuple[bool, bool]  # whether it is for one batch row alone, and for one head
 
     @property
     def program(self) -> Program | None:
@@ -128,18 +129,6 @@ class Listed(Mask):
 
         return rule
 
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Listed):
-            return NotImplemented
-        return self._key == other._key
-
-    def __hash__(self) -> int:
-        return hash(self._key)
-
-    @property
-    def _key(self) -> tuple[object, ...]:
-        return self.digest, self.snapshot, self.lengths, self.block, alone(self.source.mask_mod)
-
     def __repr__(self) -> str:
         shape = "" if (self.rows, self.heads) == (1, 1) else f"{self.rows} rows, {self.heads} heads, "
         asks = "" if self.program is None else f", {self.program.name}"
@@ -169,8 +158,9 @@ def from_block_mask(block_mask: BlockMask) -> Mask:
     snapshot = Snapshot(block_mask.mask_mod, block_mask.kv_indices.device) if asks else None
     if snapshot is not None:
         check_reads(snapshot.program, rows, heads, "create_block_mask(fn, {} given)")
-    lists = Copies(listing(block_mask))
-    return Listed(block_mask, (q_len, kv_len), size, partial, full, lists, content([partial, full]), snapshot)
+    lists, digest = Copies(listing(block_mask)), content([partial, full])
+    told = alone(block_mask.mask_mod)
+    return Listed(block_mask, (q_len, kv_len), size, partial, full, lists, digest, snapshot, told)
 
 
 def listing(block_mask: BlockMask) -> list[torch.Tensor]:

@@ -40,6 +40,7 @@ from attnspan.masks.algebra import Bands, area, intersect, subtract, union
 from attnspan.masks.band import Band
 from attnspan.masks.cover import Cover
 from attnspan.masks.drawing import shortened
+from attnspan.masks.real_tensors import with_real_tensors
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -491,6 +492,7 @@ def evaluated(
 
 
 @functools.lru_cache(maxsize=64)
+@with_real_tensors
 def _cached_bands(mask: Mask, q_len: int, kv_len: int, row: int) -> Bands:
     # A memo of a pure function: masks are frozen and compare by value. Small, because a pack of 10,000 documents
     # is 3 MB of bands, and training brings a new one every step.
@@ -499,6 +501,7 @@ def _cached_bands(mask: Mask, q_len: int, kv_len: int, row: int) -> Bands:
 
 
 @functools.lru_cache(maxsize=64)
+@with_real_tensors
 def _cached_cover(mask: Mask, q_len: int, kv_len: int, row: int) -> Cover:
     mask._check(q_len, kv_len, row)
     return mask._cover(q_len, kv_len, row)

@@ -7,9 +7,9 @@ would be many, as for every second key, the answers are kept by block: `cover` t
 which must be asked again, inside, by the kernel. Either way a mask that is written as a pattern is cheaper to plan for.
 
 [Note: a value] A mask is what its function computed when the mask was made, with the tensors and numbers that it read
-then (snapshot.py). It stays that mask; masks of one function, made before and after something changed, are two. But
-whoever changes what a function reads may expect a mask to follow: so a session refuses to go on with a mask whose
-function computes something else by now, and says to make a new one.
+then (snapshot.py). It stays that mask; masks of one function, made before and after something changed, are two. A user
+who changes what a function reads may expect the mask to follow, so a session refuses a mask whose function computes
+something else by now, and says to make a new one.
 
 [Note: arguments that matter] A mask_mod may depend on its batch row or its head. Ours says how many rows and heads it
 tells apart; a function that depends on more would be wrong in silence for every other. Its program (program.py) shows
@@ -32,7 +32,7 @@ from attnspan.masks.question import Question
 from attnspan.masks.snapshot import Snapshot
 
 
-@dataclass(frozen=True, slots=True, repr=False, eq=False)
+@dataclass(frozen=True, slots=True, repr=False)
 class MaskMod(Mask):
     """The pairs for which `fn(batch_row, head, q_idx, kv_idx)` is true.
 
@@ -47,13 +47,14 @@ class MaskMod(Mask):
     █ · █ ·
     """
 
-    fn: MaskFunction
+    fn: MaskFunction = field(compare=False)
     rows: int = 1
     block: int = 128
     lengths: tuple[int, int] | None = None
-    device: torch.device | str = "cpu"
+    device: torch.device | str = field(default="cpu", compare=False)
     heads: int = 1
     snapshot: Snapshot = field(init=False)
+    alone: tuple[bool, bool] = field(init=False)  # whether it is for one batch row alone, and for one head
 
     def __post_init__(self) -> None:
         if not callable(self.fn):
@@ -66,6 +67,7 @@ class MaskMod(Mask):
             lengths = integers("lengths", self.lengths, at_least=1, error=MaskError)
             object.__setattr__(self, "lengths", lengths)
         object.__setattr__(self, "snapshot", Snapshot(self.fn, self.device))
+        object.__setattr__(self, "alone", alone(self.fn))
         check_reads(self.program, self.rows, self.heads, "MaskMod(fn, {}=...)")
 
     @property
@@ -105,18 +107,6 @@ class MaskMod(Mask):
 
     def _rule(self, space: Space) -> Rule:
         return rule_of(self.program, space.device)
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, MaskMod):
-            return NotImplemented
-        return self._key == other._key
-
-    def __hash__(self) -> int:
-        return hash(self._key)
-
-    @property
-    def _key(self) -> tuple[object, ...]:
-        return self.snapshot, self.rows, self.heads, self.lengths, self.block, alone(self.fn)
 
     def __repr__(self) -> str:
         told = [f"{name}={getattr(self, name)}" for name in ("rows", "heads") if getattr(self, name) > 1]

@@ -14,40 +14,39 @@ from collections.abc import Iterable
 
 from attnspan.masks.band import Band
 
-Piece = tuple[int, int, int, int]
-"""(start, stop, constant, slope): constant + slope * q for the rows start <= q < stop."""
 
+class RowWork:
+    """The work of rows, summed: `before(q)` counts the pairs in rows [0, q).
 
-class Tally:
-    """A sum of linear pieces: a number for every row, and its running sum.
-
-    >>> tally = Tally([(0, 4, 1, 1), (2, 6, 10, 0)])
-    >>> [tally.at(q) for q in range(7)]
-    [1, 2, 13, 14, 10, 10, 0]
-    >>> tally.before(3)
-    16
+    >>> from attnspan.masks.band import tight
+    >>> work = RowWork([tight(0, 4, 0, 4, hi=0)])
+    >>> [work.before(q) for q in range(6)]
+    [0, 1, 3, 6, 10, 10]
+    >>> work.between(2, 4), work.at(3)
+    (7, 4)
     """
 
-    __slots__ = ("_base", "_constant", "_edges", "_slope")
+    __slots__ = ("_base", "_constant", "_slope", "edges")
 
-    def __init__(self, pieces: Iterable[Piece]):
+    def __init__(self, bands: Iterable[Band]):
         # On a segment the number is constant + slope * q; each piece changes both at its ends.
         changes: dict[int, list[int]] = defaultdict(lambda: [0, 0])
-        for start, stop, constant, slope in pieces:
+        for start, stop, constant, slope in (piece for band in bands for piece in row_pieces(band)):
             if start < stop:
                 opened, closed = changes[start], changes[stop]
                 opened[0] += constant
                 opened[1] += slope
                 closed[0] -= constant
                 closed[1] -= slope
-        self._edges = sorted(changes)
+        self.edges = sorted(changes)
+        """The rows where a piece begins or ends: band borders, the natural places to cut."""
         self._constant: list[int] = []
         self._slope: list[int] = []
         self._base: list[int] = []
         constant = slope = base = 0
-        for index, edge in enumerate(self._edges):
+        for index, edge in enumerate(self.edges):
             if index:
-                base += _segment(constant, slope, self._edges[index - 1], edge)
+                base += _segment(constant, slope, self.edges[index - 1], edge)
             constant += changes[edge][0]
             slope += changes[edge][1]
             self._constant.append(constant)
@@ -56,10 +55,10 @@ class Tally:
 
     def before(self, q: int) -> int:
         """The number of pairs in rows below q."""
-        index = bisect_right(self._edges, q) - 1
+        index = bisect_right(self.edges, q) - 1
         if index < 0:
             return 0
-        return self._base[index] + _segment(self._constant[index], self._slope[index], self._edges[index], q)
+        return self._base[index] + _segment(self._constant[index], self._slope[index], self.edges[index], q)
 
     def between(self, q0: int, q1: int) -> int:
         """The number of pairs in rows [q0, q1)."""
@@ -77,8 +76,8 @@ class Tally:
         if rows.step == 1:
             return self.between(rows.start, rows.stop)
         total = 0
-        for index in range(max(bisect_right(self._edges, rows.start) - 1, 0), len(self._edges) - 1):
-            start, stop = self._edges[index], self._edges[index + 1]
+        for index in range(max(bisect_right(self.edges, rows.start) - 1, 0), len(self.edges) - 1):
+            start, stop = self.edges[index], self.edges[index + 1]
             if start >= rows.stop:
                 break
             first = len(range(rows.start, start, rows.step))
@@ -90,30 +89,8 @@ class Tally:
 
     def at(self, q: int) -> int:
         """The number of keys that row q sees."""
-        index = bisect_right(self._edges, q) - 1
+        index = bisect_right(self.edges, q) - 1
         return self._constant[index] + self._slope[index] * q if index >= 0 else 0
-
-    @property
-    def edges(self) -> list[int]:
-        """The rows where a piece begins or ends: band borders, the natural places to cut."""
-        return self._edges
-
-
-class RowWork(Tally):
-    """The work of rows, summed: `before(q)` counts the pairs in rows [0, q).
-
-    >>> from attnspan.masks.band import tight
-    >>> work = RowWork([tight(0, 4, 0, 4, hi=0)])
-    >>> [work.before(q) for q in range(6)]
-    [0, 1, 3, 6, 10, 10]
-    >>> work.between(2, 4), work.at(3)
-    (7, 4)
-    """
-
-    __slots__ = ()
-
-    def __init__(self, bands: Iterable[Band]):
-        super().__init__(piece for band in bands for piece in row_pieces(band))
 
 
 def _segment(constant: int, slope: int, start: int, stop: int) -> int:
@@ -122,8 +99,11 @@ def _segment(constant: int, slope: int, start: int, stop: int) -> int:
     return rows * constant + slope * (rows * (start + stop - 1) // 2)
 
 
-def row_pieces(band: Band) -> Iterable[Piece]:
-    """The number of keys a row of the band sees, which is right edge - left edge."""
+def row_pieces(band: Band) -> Iterable[tuple[int, int, int, int]]:
+    """The number of keys a row of the band sees, right edge - left edge, as pieces (start, stop, constant, slope).
+
+    A piece is constant + slope * q for the rows start <= q < stop.
+    """
     full_right = min(max(band.k1 - band.hi, band.q0), band.q1)
     yield band.q0, full_right, band.hi + 1, 1
     yield full_right, band.q1, band.k1, 0

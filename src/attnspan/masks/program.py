@@ -104,7 +104,7 @@ class Program:
 
     @cached_property
     def content(self) -> str:
-        """The same for captured tensors of the same content; for those that nobody writes to."""
+        """The same for captured tensors of the same content. Computed once: for tensors that are not written to."""
         return content(self.captured)
 
     @cached_property

@@ -1,13 +1,10 @@
-"""Spans of positions [start, stop): their union, and those of a table of bools."""
+"""Spans of positions [start, stop), and their union."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-import torch
-
 Span = tuple[int, int]
-Spans = tuple[Span, ...]
 
 
 def merged(spans: Iterable[Span]) -> list[Span]:
@@ -23,18 +20,3 @@ def merged(spans: Iterable[Span]) -> list[Span]:
         else:
             out.append((start, stop))
     return out
-
-
-def spans_of(allowed: torch.Tensor) -> Iterable[Spans]:
-    """For each row of a 2-D bool tensor, the spans [start, stop) of its true entries.
-
-    >>> list(spans_of(torch.tensor([[1, 1, 0, 1], [0, 0, 0, 0]]).bool()))
-    [((0, 2), (3, 4)), ()]
-    """
-    padded = torch.nn.functional.pad(allowed.to(torch.int8), (1, 1))
-    change = padded.diff(dim=-1)
-    starts, stops = (change == 1).nonzero().tolist(), (change == -1).nonzero().tolist()
-    found: list[list[tuple[int, int]]] = [[] for _ in range(allowed.shape[0])]
-    for (row, start), (_, stop) in zip(starts, stops, strict=True):
-        found[row].append((start, stop))
-    return (tuple(spans) for spans in found)

@@ -65,7 +65,9 @@ class Ranks:
             raise TransportError(f"ranks are the {self.count} that torchrun started, got {self.ranks}; leave them out")
         if self.virtual:
             raise TransportError("virtual ranks live in one process; start it without torchrun")
-        _join(self.device or "cpu", int(os.environ["LOCAL_RANK"]), init_method="env://")
+        if self.device == "cuda":
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("nccl" if self.device == "cuda" else "gloo", init_method="env://")
         try:
             answer = job(transport_of(None))
             return answer if dist.get_rank() == 0 else None
@@ -81,9 +83,3 @@ class Ranks:
             if isinstance(failed.__cause__, AttnspanError):
                 raise failed.__cause__ from None
             raise
-
-
-def _join(device: str, local: int, **how: Any) -> None:
-    if device == "cuda":
-        torch.cuda.set_device(local)
-    dist.init_process_group("nccl" if device == "cuda" else "gloo", **how)

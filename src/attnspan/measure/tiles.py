@@ -9,7 +9,6 @@ A general tile of size n is a window of n keys over 2 n rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -52,55 +51,42 @@ class Case:
 
     def rate(self, device: torch.device) -> Rate | None:
         """What it takes; None if the kernel refuses."""
-        tile, tensors = self.tile, Tensors.of(self, device)
-        spec = self._spec(tensors, device)
-        if refusal(self.kernel, spec, tensors.q, tensors.k, tensors.v, (tile,)) is not None:
+        tile, kernel, (q, k, v, grad) = self.tile, KERNELS[self.kernel], self._tensors(device)
+        spec = self._spec(device)
+        if refusal(self.kernel, spec, q, k, v, (tile,)) is not None:
             return None
-        forward, backward = (seconds(work, device) for work in tensors.work(self, spec))
-        return Rate(
-            self.kernel, self.dtype, self.head_dim, self.heads, self.kind, len(tile.rows), tile.area, forward, backward
-        )
+        positions = torch.arange(len(tile.rows), device=device)
+        region = Region((tile,), lambda: Where(positions, positions, range(1), range(self.heads)))
 
-    def _spec(self, tensors: Tensors, device: torch.device) -> Spec:
+        def forward() -> Accumulator:
+            total = Accumulator((*q.shape[:3], v.shape[3]), torch.float32, device)
+            kernel.forward(spec, q, k, v, region, total)
+            return total
+
+        final = Final(grad, None, *forward().result(q.dtype))
+
+        def backward() -> None:
+            kernel.backward(spec, final, q, k, v, region, DroppedGradients(q, k, v))
+
+        times = seconds(forward, device), seconds(backward, device)
+        return Rate(self.kernel, self.dtype, self.head_dim, self.heads, self.kind, len(tile.rows), tile.area, *times)
+
+    def _tensors(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """q, k and v of the tile, and the gradient of its output."""
+        rows, dim, dtype = len(self.tile.rows), self.head_dim, getattr(torch, self.dtype)
+        q, grad = (torch.randn(1, self.heads, rows, dim, dtype=dtype, device=device) for _ in range(2))
+        both = torch.randn(rows, 1, self.kv_heads, 2 * dim, dtype=dtype, device=device).permute(1, 2, 0, 3)
+        return q, both[..., :dim], both[..., dim:], grad
+
+    def _spec(self, device: torch.device) -> Spec:
         mods = None
         if runs_programs(self.kernel):
-            length = tensors.q.shape[2]
+            length = len(self.tile.rows)
             mods = Mods(None, traced(self.mask.mask_mod(length, length)).on(device))
         return Spec(self.head_dim**-0.5, mods)
 
 
-@dataclass(frozen=True, slots=True)
-class Tensors:
-    """q, k and v of a tile, and the gradient of its output."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    grad: Tensor
-
-    @staticmethod
-    def of(case: Case, device: torch.device) -> Tensors:
-        rows, dtype = len(case.tile.rows), getattr(torch, case.dtype)
-        q, grad = (torch.randn(1, case.heads, rows, case.head_dim, dtype=dtype, device=device) for _ in range(2))
-        both = torch.randn(rows, 1, case.kv_heads, 2 * case.head_dim, dtype=dtype, device=device).permute(1, 2, 0, 3)
-        return Tensors(q, both[..., : case.head_dim], both[..., case.head_dim :], grad)
-
-    def work(self, case: Case, spec: Spec) -> tuple[Callable[[], object], Callable[[], object]]:
-        """Forward and backward, ready to run."""
-        kernel, q, k, v, tile = KERNELS[case.kernel], self.q, self.k, self.v, case.tile
-        positions = torch.arange(q.shape[2], device=q.device)
-        region = Region((tile,), lambda: Where(positions, positions, range(1), range(q.shape[1])))
-
-        def forward() -> Accumulator:
-            total = Accumulator((*q.shape[:3], v.shape[3]), torch.float32, q.device)
-            kernel.forward(spec, q, k, v, region, total)
-            return total
-
-        final = Final(self.grad, None, *forward().result(q.dtype))
-        return forward, lambda: kernel.backward(spec, final, q, k, v, region, Loose(q, k, v))
-
-
-class Loose:
+class DroppedGradients:
     """Takes gradients, and keeps none."""
 
     captured: tuple[()] = ()
@@ -120,7 +106,7 @@ class Loose:
 
 
 def launch(kernel: str, case: Case, device: torch.device) -> tuple[float, float]:
-    """Seconds of a tile that is hardly there, forward and backward: what every call costs. By the host's clock."""
+    """Seconds of a tile of 16 tokens, forward and backward: the fixed cost of a call."""
     tiny = Case(kernel, "full", 16, case.dtype, case.head_dim, case.heads, case.kv_heads)
     rate = tiny.rate(device)
     return (1e-5, 2e-5) if rate is None else (rate.forward, rate.backward)

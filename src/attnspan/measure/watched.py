@@ -15,10 +15,12 @@ done. Agreements are left out: they belong to the first call.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from time import perf_counter
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from attnspan.transports import Pending, Transport
 from attnspan.transports.transport import Messages
@@ -45,34 +47,19 @@ class Watched(Transport):
 
     def exchange(self, sends: Messages, receives: Messages, what: str = "tensors") -> Pending:
         """As the wrapped transport's."""
-        leaving, arriving = ([(peer, _sizes(tensor)) for peer, tensor in each] for each in (sends, receives))
-
-        def again() -> Pending:
-            to, source = ([(peer, self._empty(size)) for peer, size in each] for each in (leaving, arriving))
-            return self.transport.exchange(to, source, what)
-
-        self.calls.append(again)
-        return self._timed(self.transport.exchange(sends, receives, what))
+        return self._watched(self.transport.exchange, sends, receives, what)
 
     def gather(self, tensor: Tensor, outputs: Sequence[Tensor], what: str = "tensors") -> Pending:
         """As the wrapped transport's."""
-        own, others = _sizes(tensor), [_sizes(output) for output in outputs]
-        self.calls.append(lambda: self.transport.gather(self._empty(own), [self._empty(each) for each in others], what))
-        return self._timed(self.transport.gather(tensor, outputs, what))
+        return self._watched(self.transport.gather, tensor, outputs, what)
 
     def reduce_scatter(self, inputs: Sequence[Tensor], output: Tensor, what: str = "tensors") -> Pending:
         """As the wrapped transport's."""
-        own, others = _sizes(output), [_sizes(each) for each in inputs]
-        self.calls.append(
-            lambda: self.transport.reduce_scatter([self._empty(each) for each in others], self._empty(own), what)
-        )
-        return self._timed(self.transport.reduce_scatter(inputs, output, what))
+        return self._watched(self.transport.reduce_scatter, inputs, output, what)
 
     def all_reduce(self, tensor: Tensor, what: str = "tensors") -> Pending:
         """As the wrapped transport's."""
-        size = _sizes(tensor)
-        self.calls.append(lambda: self.transport.all_reduce(self._empty(size), what))
-        return self._timed(self.transport.all_reduce(tensor, what))
+        return self._watched(self.transport.all_reduce, tensor, what)
 
     def agree(self, payload: bytes, what: str = "an agreement") -> list[bytes]:
         """As the wrapped transport's."""
@@ -81,13 +68,17 @@ class Watched(Transport):
     def _post(self, sends: Messages, receives: Messages, what: str) -> Pending:
         raise AssertionError("every method goes to the wrapped transport")
 
-    def _timed(self, pending: Pending) -> Pending:
-        return Pending(
-            lambda: self._waits.append(_on_device(pending) if self.device.type == "cuda" else _here(pending))
-        )
+    def _watched(self, method: Callable[..., Pending], *args: object) -> Pending:
+        """The call of a method, timed; repeated, it has tensors of the same shapes."""
+        empty = tree_map_only(Tensor, self._empty, args)
+        self.calls.append(lambda: method(*tree_map_only(partial, lambda tensor: tensor(), empty)))
+        pending = method(*args)
+        timed = _on_device if self.device.type == "cuda" else _here
+        return Pending(lambda: self._waits.append(timed(pending)))
 
-    def _empty(self, size: tuple[torch.Size, torch.dtype]) -> Tensor:
-        return torch.empty(size[0], dtype=size[1], device=self.device)
+    def _empty(self, tensor: Tensor) -> partial[Tensor]:
+        """Makes a tensor like this one, when it is called."""
+        return partial(torch.empty, tensor.shape, dtype=tensor.dtype, device=self.device)
 
 
 def again(calls: Sequence[Callable[[], Pending]]) -> Callable[[], None]:
@@ -98,10 +89,6 @@ def again(calls: Sequence[Callable[[], Pending]]) -> Callable[[], None]:
             call().wait()
 
     return work
-
-
-def _sizes(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
-    return tensor.shape, tensor.dtype
 
 
 def _here(pending: Pending) -> Callable[[], float]:

@@ -11,7 +11,7 @@ Speaks of rows of a plan, so it is for attention over pages only.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from attnspan.masks import Mask
 from attnspan.masks.mask import MaskFunction
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, init=False)
 class AfterPrefix:
     """One mask for the new tokens of every row, or a list with one for each row.
 
@@ -32,25 +32,23 @@ class AfterPrefix:
     AfterPrefix(masks=(Tree([-1, 0, 0], [1, 1, 1]),))
     """
 
-    masks: Mask | Sequence[Mask]
-    _each: tuple[Mask, ...] = field(init=False, repr=False, compare=False)
+    masks: tuple[Mask, ...]
 
-    def __post_init__(self) -> None:
-        masks = (self.masks,) if isinstance(self.masks, Mask) else tuple(self.masks)
-        if not masks or not all(isinstance(mask, Mask) for mask in masks):
-            raise MaskError(f"masks must be a mask such as Tree([-1, 0, 0]), or one for each row, got {self.masks!r}")
-        for mask in masks:
+    def __init__(self, masks: Mask | Sequence[Mask]) -> None:
+        each = (masks,) if isinstance(masks, Mask) else tuple(masks)
+        if not each or not all(isinstance(mask, Mask) for mask in each):
+            raise MaskError(f"masks must be a mask such as Tree([-1, 0, 0]), or one for each row, got {masks!r}")
+        for mask in each:
             if mask.rows > 1 or mask.heads > 1:
                 raise MaskError(
                     f"masks must be the same for all batch rows and heads, got {mask.rows} rows and {mask.heads} heads "
                     f"of {mask!r}; give a list with a mask for each row"
                 )
-        object.__setattr__(self, "masks", masks)
-        object.__setattr__(self, "_each", masks)
+        object.__setattr__(self, "masks", each)
 
     def check_fits(self, queries: tuple[int, ...]) -> None:
         """Refuse another number of rows, or of new tokens, than the masks are for."""
-        masks = self._each
+        masks = self.masks
         if len(masks) not in (1, len(queries)):
             raise MaskError(f"masks must be one for all rows, or one for each of the {len(queries)}, got {len(masks)}")
         for row, count in enumerate(queries):
@@ -60,7 +58,7 @@ class AfterPrefix:
 
     def mask_mod(self, queries: tuple[int, ...], starts: Tensor) -> MaskFunction:
         """The FlexAttention function; `starts` (rows,) are the positions of the rows' first new tokens."""
-        most, masks = max(queries, default=0) or 1, self._each
+        most, masks = max(queries, default=0) or 1, self.masks
         table = torch.zeros(len(masks), most, most, dtype=torch.bool, device="cpu")
         for row, mask in enumerate(masks):
             count = queries[row] if len(masks) > 1 else most

@@ -435,7 +435,7 @@ class PageAllocator:
         return self._needed(self.prepare(batch))
 
     def reserve(self, pages: int) -> bool:
-        """Whether so many pages are free, if need be after a prefix cache gave some up; it gives up no page in vain."""
+        """Whether so many pages are free, if need be after a prefix cache gave some up: enough of them, or none."""
         return self._reclaimed(integer("pages", pages, error=PageError))
 
     @property

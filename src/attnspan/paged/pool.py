@@ -17,9 +17,9 @@ Nothing here waits for the device, and nothing follows the size of the pool.
 from __future__ import annotations
 
 import os
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -108,7 +108,7 @@ class PagePool(PagedKVCache):
         self.keys = tuple(self._pages(layer, layer.head_dim, pages, self.device) for layer in self.layers)
         self.values = tuple(self._pages(layer, layer.value_dim, pages, self.device) for layer in self.layers)
         self._host = self._on_host(allocator.host_pages)
-        self._masks: OrderedDict[tuple[Mask, int | None], Scoring] = OrderedDict()
+        self._scoring_of = lru_cache(MOST_KEPT)(partial(scoring, device=self.device))
 
     def _pages(self, layer: Layer, dim: int, pages: int, device: torch.device) -> Pages:
         shape = (pages, self.page_size, layer.kv_heads, dim)
@@ -232,19 +232,14 @@ class PagePool(PagedKVCache):
         return out, lse
 
     def _scoring(self, mask: Mask | AfterPrefix, window: int | None, plan: StepPlan, heads: int) -> Scoring:
-        """What a mask comes to, remembered: its tensors are sent to the device once, or once a step."""
+        """A mask as a Scoring, remembered: its tensors are sent to the device once, or once a step."""
         if isinstance(mask, AfterPrefix):
             mask.check_fits(plan.metadata.queries)
             mod = plan.metadata.once(mask, lambda: mask.mask_mod(plan.metadata.queries, plan.starts))
             return Scoring(1.0, window=window, mask_mod=mod)
         if not isinstance(mask, Mask):
             raise PageError(f"mask must be a mask such as Causal(), got {mask!r}")
-        key = (mask, window)
-        found = self._masks.get(key)
-        if found is None:
-            found = self._masks[key] = scoring(mask, window, self.device)
-            if len(self._masks) > MOST_KEPT:
-                self._masks.popitem(last=False)
+        found = self._scoring_of(mask, window)
         if found.mask_mod is not None:
             check_fits(mask, plan.host_lengths, heads)
         return found

@@ -59,17 +59,3 @@ def quantised(x: Tensor, dtype: torch.dtype) -> Quantised:
     shares = wide / scales.unsqueeze(-1)
     codes = shares.round_() if dtype == torch.int8 else shares
     return Quantised(codes.to(dtype).view(torch.int8), scales, dtype)
-
-
-def error_bound(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """How far a stored number may be from each of x. See [Note: how far off].
-
-    >>> error_bound(torch.tensor([0.5, -1.0]), torch.int8).mul(254).round().tolist()
-    [1.0, 1.0]
-    """
-    wide = x.double()
-    most = wide.abs().amax(-1, keepdim=True).clamp(min=LARGEST[dtype] * SMALLEST).expand_as(wide)
-    rounding = most * 2.0**-22  # of the division and the product, in float32
-    if dtype == torch.int8:
-        return most / 254 + rounding
-    return torch.maximum(wide.abs() / 16, most / 448 / 1024) + rounding

@@ -143,9 +143,13 @@ class StepPlan:
             begins[group.first : group.last] = array("i", [spread.held(group.length)]) * (group.last - group.first)
         buffer.begin()
         buffer.put_tables(rows, stamps, padding)
-        buffer.put_tokens(*self._located(rows, starts, lengths, counts))
-        buffer.put(offsets, lengths, begins, ends)
-        buffer.put_shared([(offsets[g.last] - offsets[g.first], spread.held(g.length)) for g in self.shared])
+        slots, numbers, positions = self._located(rows, starts, lengths, counts)
+        buffer.put(slots=slots, rows=numbers, positions=positions, offsets=array("i", offsets), begins=begins)
+        totals = array("i", lengths)
+        buffer.put(lengths=totals, ends=totals if ends is lengths else array("i", ends))
+        for place, group in enumerate(self.shared):
+            queries = offsets[group.last] - offsets[group.first]
+            buffer.put(3 * place, shared=array("i", (0, queries, spread.held(group.length))))
         buffer.send(n)
         self.tokens, self.sequences, self.host_lengths = offsets[-1], len(rows), tuple(lengths)
         released = [(row, start) for row, start in zip(rows, starts, strict=False) if row.first]
@@ -309,16 +313,16 @@ class _Buffer:
     """
 
     def __init__(self, n: int, t: int, width: int, device: torch.device) -> None:
-        self.n, self.t, self.width = n, t, width
+        names = ("slots", "rows", "positions", "offsets", "lengths", "begins", "ends", "shared", "zero", "tables")
         sizes = [2 * t, t, t, n + 1, n, n, n, 3 * n, 1, n * width]
-        self.places = list(accumulate(sizes, initial=0))
-        self.device_ints = torch.zeros(self.places[-1], dtype=torch.int32, device=device)
+        self.places = dict(zip(names, accumulate(sizes, initial=0), strict=False))
+        self.device_ints = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
         parts: tuple[Tensor, ...] = self.device_ints.split(sizes)
         wide, self.rows, self.positions, self.offsets, self.lengths, self.begins, self.ends = parts[:7]
         self._shared, self.zero, flat = parts[7:]
         self.slots, self.tables = wide.view(torch.int64), flat.view(n, width)
         self._zeros = torch.zeros(1, dtype=torch.int32, device=device)
-        self.head, self._turn = self.places[-2], 0
+        self.head, self.width, self._turn = self.places["tables"], width, 0
         hosts = [self.device_ints]
         if device.type != "cpu":
             hosts = [torch.zeros_like(self.device_ints, device="cpu").pin_memory() for _ in range(2)]
@@ -343,25 +347,12 @@ class _Buffer:
             side.ints[self.head + place * width] = NULL_PAGE
         side.stamps[: len(rows) + padding] = stamps + [0] * padding
 
-    def put_tokens(self, slots: array[int], rows: array[int], positions: array[int]) -> None:
-        side, count = self._sides[self._turn], len(rows)
-        side.longs[:count] = slots
-        side.ints[2 * self.t : 2 * self.t + count] = rows
-        side.ints[3 * self.t : 3 * self.t + count] = positions
-
-    def put(self, offsets: list[int], lengths: list[int], begins: array[int], ends: list[int]) -> None:
-        ints = self._sides[self._turn].ints
-        for at, values in zip(self.places[3:], (array("i", offsets), array("i", lengths), begins), strict=False):
-            ints[at : at + len(values)] = values
-        at, same = self.places[6], self.places[4]
-        ints[at : at + len(ends)] = array("i", ends) if ends is not lengths else ints[same : same + len(ends)]
-
-    def put_shared(self, groups: list[tuple[int, int]]) -> None:
-        """(queries, keys) of each group that shares pages."""
-        ints, at = self._sides[self._turn].ints, self.places[7]
-        for queries, keys in groups:
-            ints[at : at + 3] = array("i", (0, queries, keys))
-            at += 3
+    def put(self, after: int = 0, **numbers: array[int]) -> None:
+        """Numbers by the name of their part, so many places after its beginning."""
+        side = self._sides[self._turn]
+        for name, values in numbers.items():
+            part, at = (side.longs if name == "slots" else side.ints), self.places[name] + after
+            part[at : at + len(values)] = values
 
     def send(self, rows: int) -> None:
         """The one copy to the device: numbers, and the tables of so many rows."""

@@ -27,7 +27,7 @@ Whole tensors are needed on every rank. Not known here: what a model does with a
 [Note: one batch] The ranks of a group hold parts of one sequence, so all must load the same batch. A loader that deals
 by global rank gives each another one, and nothing later would notice: shapes agree, and the loss looks like a loss. So
 the first batch of a session and of all that come from it by `with_mask` is compared, by a sum of each entry of whole
-numbers, and what one rank refuses in it, all refuse. Later batches are cut without a word to the others.
+numbers, and what one rank refuses in it, all refuse. Later batches are cut without asking other ranks.
 
 Shapes: B batch rows, S tokens of the whole sequence.
 """
@@ -93,7 +93,7 @@ def shard_batch(
     dims: Mapping[str, int | None],
 ) -> Batch:
     """See `ContextParallel.shard_batch`, and [Note: one batch]."""
-    if cp.same_batch.checked or cp.ranks == 1:
+    if cp.family.compared_batch or cp.ranks == 1:
         return _sharded(cp, batch, shift_labels, padding, dims)
     said: dict[str, Any] | ShardError
     try:
@@ -110,15 +110,8 @@ def shard_batch(
             "other data than rank 0: load by data-parallel rank, as in DistributedSampler(num_replicas=dp, "
             "rank=dp_rank), or on one rank with cp.shard_from"
         )
-    cp.same_batch.checked = True
+    cp.family.compared_batch = True
     return found
-
-
-@dataclass
-class SameBatch:
-    """Whether the ranks of a session were found to have the same batch. See [Note: one batch]."""
-
-    checked: bool = False
 
 
 def _sums(batch: Mapping[str, object]) -> dict[str, int]:

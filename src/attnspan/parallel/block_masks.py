@@ -17,7 +17,6 @@ from attnspan.errors import MaskError
 from attnspan.masks import Mask, MaskMod
 from attnspan.masks.listed import Listed, listing
 from attnspan.masks.mask import MaskFunction
-from attnspan.masks.mask_mod import alone
 from attnspan.masks.program import name_of, traced
 
 
@@ -65,4 +64,4 @@ def only(fn: MaskFunction, rows: int, heads: int, *, device: torch.device) -> Ma
 
 def single_row_and_head(mask: Mask) -> tuple[bool, bool]:
     """Whether a mask is for one batch row alone, and for one head."""
-    return alone(mask.fn if isinstance(mask, MaskMod) else mask.source.mask_mod if isinstance(mask, Listed) else None)
+    return mask.alone if isinstance(mask, MaskMod | Listed) else (False, False)

@@ -399,21 +399,12 @@ class Comparison:
                 groups = there // length  # batch rows in front of the sequence may be in one dim with it
                 if there % length or here != groups * tokens:
                     return None
-                part = self._taken(dense.unflatten(dim, (groups, length)), dim).flatten(dim, dim + 1)
+                full = dense.unflatten(dim, (groups, length)).to(self.session.transport.device)
+                batch_dim = dim if groups > 1 else 0
+                part = self.session.sharding.shard_on(self.session.rank, full, dim + 1, batch_dim)
+                part = part.flatten(dim, dim + 1).to(dense.device)
                 return part if part.shape == ours.shape else None
         return None
-
-    def _taken(self, full: Tensor, dim: int) -> Tensor:
-        """This rank's tokens of a tensor with batch rows in `dim` (or 0, if that has only one) and tokens in the next.
-
-        Not `ContextParallel.shard`: that may ask the other ranks, which may have found a difference and gone on.
-        """
-        positions = self.session.positions.to(full.device)
-        if positions.dim() == 1:
-            return full.index_select(dim + 1, positions)
-        batch = dim if full.shape[dim] > 1 else 0
-        rows = [row.index_select(dim + 1, own) for row, own in zip(full.split(1, batch), positions, strict=True)]
-        return torch.cat(rows, batch)
 
     def first(self, ours: list[ModuleCall], dense: list[ModuleCall]) -> Difference | None:
         """Where the runs part: the first module to return something else although it was given the same."""

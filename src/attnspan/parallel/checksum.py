@@ -21,13 +21,17 @@ knows its own.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from attnspan.errors import ModelError
+from attnspan.transports import Transport
+from attnspan.transports.consensus import heard, odd
 
 COLUMNS = 1021
 ROWS = 17
@@ -102,6 +106,22 @@ class Weights:
         return Content(checksum(self._replicated), checksum(self._parts))
 
 
+def check_same(model: Mapping[str, object], transport: Transport) -> None:
+    """ModelError on every rank if ranks differ in what is known of their model, such as a checksum of its weights.
+
+    Ranks with other random weights, or another checkpoint, would compute parts of different models without an error.
+    """
+    by_rank = heard(transport, list(model.values()), "what is known of a model")
+    for name, each in zip(model, zip(*by_rank, strict=True), strict=True):
+        others = odd(each)
+        if others:
+            raise ModelError(
+                f"{name} differ between rank 0 and ranks {others}; every rank must have the same: load one checkpoint, "
+                "or set one seed (virtual ranks share torch's random numbers: make the model first, and give each rank "
+                "a copy)"
+            )
+
+
 def _is_replicated(tensor: Tensor) -> bool:
     """Not a DTensor or another tensor that wraps some, nor one of ZeRO-3's."""
     return not (is_traceable_wrapper_subclass(tensor) or hasattr(tensor, "to_local") or hasattr(tensor, "ds_id"))
@@ -155,7 +175,7 @@ def _weighted(words: Tensor) -> Tensor:
 
 
 def weights(count: int, device: torch.device) -> Tensor:
-    """(count,) odd numbers of 64 bits that nothing can tell from chance, the same everywhere."""
+    """(count,) odd pseudo-random numbers of 64 bits, the same on every device."""
     known = 1 << (count - 1).bit_length() if count else 1
     return _weights(known, device)[:count]
 

@@ -121,8 +121,7 @@ def is_ours(core: Core, mesh: DeviceMesh, axis: int) -> bool:
 
 def check_sizes(core: Core) -> None:
     """Refuse a layout that deals other numbers of tokens than DTensor's chunks have. See [Note: order]."""
-    found = [core.sharding.tokens_on(rank) for rank in range(core.ranks)]
-    each = -(-core.seq_len // core.ranks)
+    found, each = core.sharding.sizes, -(-core.seq_len // core.ranks)
     chunks = [max(0, min(each, core.seq_len - rank * each)) for rank in range(core.ranks)]
     if found != chunks:
         raise AttentionError(

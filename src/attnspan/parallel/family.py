@@ -1,7 +1,7 @@
 """A family: the sessions that come from one another by `with_mask`, remembered by their masks, length and layout.
 
 [Note: plans ahead] Another batch's session may be made in another thread while this one's runs, so what a family has in
-common is changed under a lock, and no session is planned under it: whoever asks for one that is known never waits. A
+common is changed under a lock, and no session is planned under it: asking for a known session never waits. A
 new session is planned at once for the shape that attention last ran on, steps of this rank included, so that its first
 call finds them. Nothing is asked of other ranks for that; what only they can tell waits for the first call.
 """
@@ -28,6 +28,7 @@ class Family:
     def __init__(self, key: object, first: ContextParallel) -> None:
         self._sessions = OrderedDict({key: first})
         self._lock = Lock()
+        self.compared_batch = False  # whether ranks were found to load the same batch: [Note: one batch] in batch.py
 
     def session(self, key: object, made: Callable[[], ContextParallel]) -> ContextParallel:
         """The session that is known, or a new one, planned. See [Note: plans ahead]."""

@@ -105,7 +105,7 @@ def _replacement(
 _CODE = _replacement.__code__.replace(co_name=_FLEX.__name__)
 
 
-# A thread without a block may have compiled flex_attention itself: torch's own code is then compiled as ever.
+# A thread without a block may have compiled flex_attention itself: torch's own code is then compiled as usual.
 run_eagerly(_CODE, callees=False)
 run_eagerly(dispatched.__code__, callees=False)
 

@@ -106,7 +106,7 @@ def _digest(documents: Tensor) -> str:
     return digest(lengths)
 
 
-@torch._disable_dynamo  # compiled autograd looks into backward passes, and has no business in transports
+@torch._disable_dynamo  # compiled autograd traces backward passes, and cannot follow transports
 def _moved(transport: Transport, name: str | int, move: Callable[[], Pending]) -> int:
     """Carry out a move as an operation; its header, by which the way back is known."""
     with unbroken(transport), under_way(transport, name) as operation:

@@ -19,6 +19,7 @@ from typing import NamedTuple
 from attnspan.attention.uses import Took, Uses
 from attnspan.errors import AttentionError, integer
 from attnspan.plan import Hardware, Plan, Shape, predict
+from attnspan.plan.choose import in_bytes
 from attnspan.plan.drawing import in_seconds, table
 from attnspan.plan.strategy import name_of
 from attnspan.plan.traffic import NOTHING, Bytes, arriving
@@ -192,7 +193,7 @@ class Report:
                 line.replays,
                 line.backwards,
                 f"{line.pairs:,.0f}",
-                *(_sized(size) for size in line.received),
+                *(in_bytes(size) for size in line.received),
                 *(in_seconds(each) if each else "-" for each in (line.predicted, line.measured)),
             ]
             for line in self.lines
@@ -244,11 +245,3 @@ def _hint(calls: int, expected: int) -> str:
         "some layers do not call F.scaled_dot_product_attention or flex_attention, or call it outside of cp.sdpa() and "
         "cp.flex()"
     )
-
-
-def _sized(size: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024 or unit == "GiB":
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    raise AssertionError("unreachable: the last unit takes all")

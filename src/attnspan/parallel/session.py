@@ -37,7 +37,7 @@ from attnspan.parallel import loss
 from attnspan.parallel.attach import Attachment, attach
 from attnspan.parallel.attached_modules import Chosen
 from attnspan.parallel.attentions import Attentions, BoundAttention
-from attnspan.parallel.batch import Batch, SameBatch, shard_batch
+from attnspan.parallel.batch import Batch, shard_batch
 from attnspan.parallel.call_args import FlexArgs, FlexResult
 from attnspan.parallel.core import Core, Masks, SessionOptions, named_masks
 from attnspan.parallel.documents import documents_of
@@ -86,9 +86,8 @@ class ContextParallel:
         self.mesh, self.transport, self.seq_len, self.masks = core.mesh, core.transport, core.seq_len, core.masks
         self.options, self.layout, self.sharding = core.options, core.layout, core.sharding
         self.attentions = Attentions(core)
-        self.same_batch = SameBatch()
         self.layers: int | Mapping[str, int] | None = None  # that attend by it, where somebody has counted them
-        self._family = Family(_key(core.masks, core.seq_len, core.options.layout), self)
+        self.family = Family(_key(core.masks, core.seq_len, core.options.layout), self)
         self._moves: dict[tuple[int, bool], Moves] = {}
         self._handlers: dict[str | None, SessionHandler] = {None: SessionHandler(self.attentions, None)}
 
@@ -104,13 +103,13 @@ class ContextParallel:
         length = self.seq_len if seq_len is None else seq_len
         options = self.options if layout is None else replace(self.options, layout=layout)
         made = partial(self._sibling, mask, length, options)
-        return self._family.session(_key(named_masks(mask), length, options.layout), made)
+        return self.family.session(_key(named_masks(mask), length, options.layout), made)
 
     def _sibling(self, mask: Masks, seq_len: int, options: SessionOptions) -> ContextParallel:
         """A session of this family, on the same transport: another thread has another current device."""
         other = ContextParallel.__new__(ContextParallel)
         other._begin(Core.on(self.mesh, self.transport, seq_len, mask, options))
-        other._family, other.same_batch = self._family, self.same_batch
+        other.family = self.family
         return other
 
     def cross(self, keys: ContextParallel, mask: Mask | None = None, *, scale: float | None = None) -> BoundAttention:

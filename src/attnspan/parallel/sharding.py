@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
@@ -41,32 +40,19 @@ from attnspan.transports.consensus import digest, groups, heard
 from attnspan.transports.operations import under_way
 
 
-@dataclass(frozen=True)
 class Sharding:
-    """A layout over a length, seen from one rank of a group."""
+    """A layout over a length, seen from one rank of a group; `masks` are those of the session that it belongs to."""
 
-    layout: Layout
-    seq_len: int
-    transport: Transport
-    masks: Mapping[str, Mask] = field(default_factory=dict, repr=False, compare=False)  # of the session it belongs to
-
-    sizes: list[int] = field(init=False, repr=False, compare=False)
-    """How many tokens of each batch row every rank holds."""
-
-    own: Tensor = field(init=False, repr=False, compare=False)
-    """The global positions here, (rows, tokens), on the group's device. Not to be written to."""
-
-    handle: Tensor = field(init=False, repr=False, compare=False)
-    """Stands for this in compiled code: see compiled_inputs.py."""
-
-    _agreed: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "sizes", _equal_counts(self.layout, self.seq_len))
+    def __init__(self, layout: Layout, seq_len: int, transport: Transport, masks: Mapping[str, Mask]):
+        self.layout, self.seq_len, self.transport, self.masks = layout, seq_len, transport, masks
+        self.sizes = _equal_counts(layout, seq_len)
+        """How many tokens of each batch row every rank holds."""
         with torch.inference_mode(False):  # made during evaluation, it may be saved for backward later
-            own = self._on(self.transport.rank).to(self.transport.device)
-        object.__setattr__(self, "own", own)
-        object.__setattr__(self, "handle", handle_of(self))
+            self.own = self._on(transport.rank).to(transport.device)
+        """The global positions here, (rows, tokens), on the group's device. Not to be written to."""
+        self.handle = handle_of(self)
+        """Stands for this in compiled code: see compiled_inputs.py."""
+        self._agreed: set[str] = set()
 
     @property
     def rows(self) -> int:
@@ -76,11 +62,7 @@ class Sharding:
     @property
     def tokens(self) -> int:
         """How many tokens of each batch row are here."""
-        return self.tokens_on(self.transport.rank)
-
-    def tokens_on(self, rank: int) -> int:
-        """How many tokens of each batch row a rank holds."""
-        return self.sizes[rank]
+        return self.sizes[self.transport.rank]
 
     @property
     def mark(self) -> Mark:

@@ -60,14 +60,14 @@ BACKENDS = ("gloo", "nccl", "cpu:gloo,cuda:nccl")
 MEMORY = 150 << 20
 """Bytes that a process with torch takes for itself, at the least."""
 
-FAREWELL = 10.0
-"""Seconds until a process whose pipe is closed must have ended, and until one that is stuck must have said where."""
+GRACE = 10.0
+"""Seconds until a process whose pipe is closed must have ended, and until a stuck one must have sent its stack."""
 
 LARGE_PIECES = {"NCCL_BUFFSIZE": str(16 << 20), "NCCL_P2P_NET_CHUNKSIZE": str(1 << 20)}
 """NCCL's settings for ranks that share a device, unless the environment has others; see [Note: one GPU]."""
 
-WHERE = b""
-"""Asks a rank where it is; no job is empty."""
+ASK_STACK = b""
+"""Asks a rank for its stack; no job is empty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,10 +158,10 @@ class Processes:
         context = self._context()
         self._folder = tempfile.TemporaryDirectory()
         store = f"file://{Path(self._folder.name) / 'store'}"
-        joining = Joining(self.ranks, self.backend, self.group_timeout, store, dict(os.environ))
+        spec = GroupSpec(self.ranks, self.backend, self.group_timeout, store, dict(os.environ))
         for rank in range(self.ranks):
             try:
-                self._children.append(_started(context, joining, rank))
+                self._children.append(_started(context, spec, rank))
             except OSError as cause:
                 raise TransportError(
                     f"ranks: {rank} of {self.ranks} processes could be started, then there was no room for another: "
@@ -185,7 +185,7 @@ class Processes:
                 rank = waiting.pop(pipe)
                 outcomes[rank] = self._children[rank].outcome()
         for rank in waiting.values():
-            outcomes[rank] = RankOutcome("unfinished", self.timeout, self._children[rank].whereabouts())
+            outcomes[rank] = RankOutcome("unfinished", self.timeout, self._children[rank].stack())
         return outcomes
 
     def _ready(self, pipes: Sequence[Connection], began: float) -> list[Any]:
@@ -208,23 +208,23 @@ class Child:
         try:
             answer = self.pipe.recv_bytes()
         except (EOFError, OSError):
-            self.process.join(FAREWELL)
+            self.process.join(GRACE)
             status = self.process.exitcode
             return RankOutcome("died", signal.Signals(-status).name if status is not None and status < 0 else status)
         outcome: RankOutcome = pickle.loads(answer)
         return outcome
 
-    def whereabouts(self) -> str:
+    def stack(self) -> str:
         """The stack of a rank that is still at work; nothing if it does not answer."""
         with suppress(Exception):  # it may end, or answer its job, at this very moment
-            self.pipe.send_bytes(WHERE)
-            if self.pipe.poll(FAREWELL):
+            self.pipe.send_bytes(ASK_STACK)
+            if self.pipe.poll(GRACE):
                 return self.outcome().trace
         return ""
 
 
 @dataclass(frozen=True, slots=True)
-class Joining:
+class GroupSpec:
     """What a rank needs to know to join its group."""
 
     ranks: int
@@ -244,11 +244,11 @@ class Joining:
         return transport_of(None)
 
 
-def _started(context: BaseContext, joining: Joining, rank: int) -> Child:
+def _started(context: BaseContext, spec: GroupSpec, rank: int) -> Child:
     ours, theirs = context.Pipe()
     # Daemonic, so that it does not hold up the end of the caller.
     process = context.Process(  # type: ignore[attr-defined]
-        target=_live, args=(joining, rank, theirs), daemon=True, name=f"rank {rank}"
+        target=_rank_main, args=(spec, rank, theirs), daemon=True, name=f"rank {rank}"
     )
     try:
         process.start()
@@ -260,10 +260,10 @@ def _started(context: BaseContext, joining: Joining, rank: int) -> Child:
     return Child(process, ours)
 
 
-def _live(joining: Joining, rank: int, pipe: Connection) -> None:
-    """The life of a rank: one job after another."""
+def _rank_main(spec: GroupSpec, rank: int, pipe: Connection) -> None:
+    """What the process of a rank runs: one job after another."""
     os.environ.clear()
-    os.environ.update(joining.environment)
+    os.environ.update(spec.environment)
     multiprocessing.current_process().daemon = False  # it may have processes of its own, as a DataLoader's
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller hears it too, and decides
     jobs: SimpleQueue[bytes] = SimpleQueue()
@@ -272,7 +272,7 @@ def _live(joining: Joining, rank: int, pipe: Connection) -> None:
     while True:
         job = jobs.get()
         try:
-            world = world or joining.join(rank)
+            world = world or spec.join(rank)
             fn, args, kwargs = pickle.loads(job)
             raised, answer = False, _answer(fn(world, *args, **kwargs))
         except BaseException as error:
@@ -281,15 +281,15 @@ def _live(joining: Joining, rank: int, pipe: Connection) -> None:
         sys.stderr.flush()
         pipe.send_bytes(answer)
         if raised:
-            os._exit(1)  # leaving by the front door waits for peers that may be dead
+            os._exit(1)  # a normal exit waits for peers that may be dead
 
 
 def _listen(pipe: Connection, jobs: SimpleQueue[bytes]) -> None:
-    """Take jobs from the caller, say where the main thread is, and end with the caller; see [Note: no orphans]."""
+    """Take jobs from the caller, send the main thread's stack if asked, and end with the caller: [Note: no orphans]."""
     try:
         while True:
             job = pipe.recv_bytes()
-            if job == WHERE:
+            if job == ASK_STACK:
                 stack = traceback.format_stack(sys._current_frames()[main_thread().ident or 0])
                 pipe.send_bytes(pickle.dumps(RankOutcome("unfinished", None, "".join(stack))))
             else:

@@ -106,7 +106,7 @@ flex_cp_allgather_backward.register_autograd(
 
 
 def _plain(*tensors: Tensor) -> bool:
-    """Whether tensors hold numbers that nobody traces."""
+    """Whether these are plain tensors, and no dispatch mode is on that traces them."""
     kinds = {type(tensor) for tensor in tensors}
     return kinds <= {Tensor, torch.nn.Parameter} and not torch._C._len_torch_dispatch_stack()
 

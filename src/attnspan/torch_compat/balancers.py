@@ -145,7 +145,7 @@ def _by_counts(counts: Sequence[int], seq_len: int, ranks: int, block: int) -> S
 
 
 def _create_default_load_balancer(seq_length: int, world_size: int, device: str | torch.device) -> _LoadBalancer | None:
-    """What orders a sequence where nobody says: head-tail, for any length, or None if the options balance nothing."""
+    """The default load balancer: head-tail, for any length, or None if `enable_load_balance` is off."""
     return _HeadTailLoadBalancer(seq_length, world_size, device) if _cp_options.enable_load_balance else None
 
 

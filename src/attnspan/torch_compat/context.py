@@ -24,7 +24,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -62,36 +61,26 @@ def context_parallel(
     with ExitStack() as stack:
         if order.seq_len is not None:
             session = ranks.session(order.layout, order.seq_len)
-            stack.enter_context(_cut(ranks, [Buffer.of(*pair, session) for pair in _once(pairs)], kept))
+            stack.enter_context(_cut(ranks, [Buffer(*pair, session) for pair in _once(pairs)], kept))
         stack.enter_context(ranks.ordered(order))
         yield
 
 
-@dataclass(eq=False)
 class Buffer:
-    """A tensor that is to be a shard for a while."""
+    """A tensor that is to be a shard for a while: what it is and what it will be. Making one changes nothing yet."""
 
-    tensor: Tensor
-    dim: int
-    session: ContextParallel
-    part: Tensor
-    whole: Tensor
-    grad: Tensor | None
-    grad_part: Tensor | None
-    version: int = 0  # once it is cut
-
-    @classmethod
-    def of(cls, tensor: Tensor, dim: int, session: ContextParallel) -> Buffer:
-        """What it will be and what it is; nothing has changed yet."""
+    def __init__(self, tensor: Tensor, dim: int, session: ContextParallel) -> None:
         if tensor.requires_grad and not tensor.is_leaf:
             raise ShardRuntime(
                 f"buffers: a tensor of shape {tuple(tensor.shape)} was computed and requires gradients, so it cannot "
                 "be cut in place; use _context_parallel_shard(mesh, [tensor], [dim]), or compute it inside"
             )
+        self.tensor, self.dim, self.session = tensor, dim, session
+        self.whole, self.grad = tensor.data, tensor.grad
         with torch.no_grad():
-            part = part_of(tensor, dim, session)
-            grad_part = None if tensor.grad is None else part_of(tensor.grad, dim, session).clone()
-        return cls(tensor, dim, session, part, tensor.data, tensor.grad, grad_part)
+            self.part = part_of(tensor, dim, session)
+            self.grad_part = None if tensor.grad is None else part_of(tensor.grad, dim, session).clone()
+        self.version = 0  # once it is cut
 
     def cut(self) -> None:
         """Be a shard. See [Note: versions] and [Note: gradients of buffers]."""

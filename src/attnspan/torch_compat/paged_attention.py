@@ -4,7 +4,7 @@ The class, its attributes and its methods are those of `torch.nn.attention.exper
 there is right here:
 
 - `batch_idx` may name any rows in any order: masks and score_mods look pages up under the row's own number.
-- `erase` forgets sequences for good, takes an index of any shape, and gives back a page once nobody reads it.
+- `erase` forgets sequences for good, takes an index of any shape, and gives back a page once no row lists it.
 - `assign` to a position that was not reserved is refused; there it overwrites another sequence. Under torch.compile it
   is one op, which checks when it runs.
 - What fails changes nothing. `reserve` costs what it takes, not what is free.
@@ -160,7 +160,7 @@ class PagedAttention:
     ) -> ScoreMod:
         """A score_mod of tokens in order as one of places in the cache.
 
-        Without `batch_idx` it serves any rows: a page has one index, whoever has it.
+        Without `batch_idx` it serves any rows: a page has the same index in every row that lists it.
         """
         size, logical, anyone, rows = self.page_size, self.physical_to_logical, self._index, batch_idx
 

@@ -207,7 +207,7 @@ class MeshRanks:
 
 def ranks_of(mesh: Group) -> MeshRanks:
     """The ranks of a mesh of one axis; a process group or a virtual world will do as well."""
-    simulated = sys.modules.get("torch.distributed._local_tensor")  # if nobody imported it, no mode is on
+    simulated = sys.modules.get("torch.distributed._local_tensor")  # not imported: no mode is on
     if simulated is not None and simulated.local_tensor_mode() is not None:
         raise AttentionNotImplemented(
             "LocalTensorMode is not served: every rank it stands for would be taken for one; ranks in one process are "

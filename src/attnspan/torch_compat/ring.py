@@ -52,7 +52,7 @@ def _templated_ring_attention(
     **kwargs: object,
 ) -> tuple[Any, ...]:
     """Attention of this rank's queries over the keys of all ranks, by an op for one pair of shards: (out, lse, ...)."""
-    ring = TemplatedRing.of(group, seq_dim, (query, key, value), is_causal, kwargs)
+    ring = TemplatedRing(group, seq_dim, (query, key, value), is_causal, kwargs)
     merged = Accumulator((*query.shape[:3], value.shape[3]), lse_dtype(query.dtype), query.device)
     with unbroken(ring.transport):
         for source, kv in ring.shards(_packed(key, value)):
@@ -86,7 +86,7 @@ def _templated_ring_attention_backward(
     **kwargs: Any,
 ) -> tuple[Any, ...]:
     """Gradients of query, key and value, by the backward op of one pair of shards; out and lse are the merged ones."""
-    ring = TemplatedRing.of(group, seq_dim, (query, key, value), is_causal, kwargs)
+    ring = TemplatedRing(group, seq_dim, (query, key, value), is_causal, kwargs)
     grads = [torch.zeros_like(x, dtype=lse_dtype(x.dtype)) for x in (query, key, value)]
     rest: list[Any] = []
     with unbroken(ring.transport):
@@ -130,22 +130,15 @@ class RingPiece:
         return tensor.chunk(2, SEQ_DIM)[0] if self.early_keys else tensor
 
 
-@dataclass(frozen=True)
 class TemplatedRing:
-    """Ranks in a circle, and what each attends to of the others' shards."""
+    """Ranks in a circle, and what each attends to of the others' shards.
 
-    transport: Transport
-    is_causal: bool
-    balanced: bool
+    What the table above does not hold is refused, on every rank.
+    """
 
-    @classmethod
-    def of(cls, group: Group, seq_dim: int, tensors: Any, is_causal: bool, kwargs: dict[str, Any]) -> TemplatedRing:
-        """Checked: what the table above does not hold is refused, on every rank."""
+    def __init__(self, group: Group, seq_dim: int, tensors: Any, is_causal: bool, kwargs: dict[str, Any]) -> None:
         query, key, _ = tensors
-        if seq_dim != SEQ_DIM:
-            raise AttentionError(
-                f"seq_dim must be {SEQ_DIM}, that of (batch, heads, tokens, head dim), got {seq_dim!r}"
-            )
+        check_seq_dim(seq_dim)
         if kwargs.get("dropout_p"):
             raise AttentionNotImplemented(f"dropout_p must be 0, got {kwargs['dropout_p']}: each hop would draw again")
         if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
@@ -164,7 +157,8 @@ class TemplatedRing:
             raise AttentionError(
                 f"key must have as many tokens on every rank, got {sizes}, by rank; ContextParallel serves any"
             )
-        return cls(ranks.transport, is_causal, is_causal and _balanced(ranks, sizes))
+        self.transport: Transport = ranks.transport
+        self.is_causal, self.balanced = is_causal, is_causal and _balanced(ranks, sizes)
 
     def piece(self, source: int) -> RingPiece | None:
         """What to attend to of a rank's keys; None for nothing."""
@@ -196,6 +190,12 @@ class TemplatedRing:
         sends, receives = [((rank + 1) % ranks, tensor)], [((rank - 1) % ranks, coming)]
         self.transport.exchange(sends, receives, "gradients of keys and values").wait()
         return coming
+
+
+def check_seq_dim(seq_dim: object) -> None:
+    """Refuse tensors of another shape than (batch, heads, tokens, head dim)."""
+    if seq_dim != SEQ_DIM:
+        raise AttentionError(f"seq_dim must be {SEQ_DIM}, that of (batch, heads, tokens, head dim), got {seq_dim!r}")
 
 
 def _balanced(ranks: MeshRanks, sizes: list[int]) -> bool:

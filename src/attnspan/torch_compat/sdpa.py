@@ -4,10 +4,10 @@
 Everything else, from how calls are seen to what is refused, is that of `attnspan.parallel.sdpa`.
 
 [Note: backward inside] torch's programs run forward and backward inside one ``with context_parallel(...)``, with
-activation checkpointing between. Even so, the second run of a region does not find itself in the context: whoever calls
-`Tensor.backward` calls a torch function, for which the mode steps aside, and autograd has threads of its own. So a
-region that calls attention is given a block around its second run. If the context was left by then, the buffers are no
-longer what they were, and that raises.
+activation checkpointing between. Even so, the second run of a region is not in the context: `Tensor.backward` is a
+torch function, during which the mode is off, and autograd has threads of its own. So a region that calls attention is
+given a block around its second run. If the context was left by then, the buffers are no longer what they were, and that
+raises.
 """
 
 from __future__ import annotations

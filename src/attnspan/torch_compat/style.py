@@ -42,9 +42,8 @@ from attnspan.parallel import flex_dispatch
 from attnspan.torch_compat.allgather import flex_cp_allgather
 from attnspan.torch_compat.errors import AttentionAssertion, ShardAssertion
 from attnspan.torch_compat.ranks import MeshRanks, ranks_of
+from attnspan.torch_compat.ring import check_seq_dim
 from attnspan.transports.group import Group
-
-SEQ_DIM = 2
 
 
 class _ContextParallel(ParallelStyle):
@@ -61,10 +60,7 @@ class _ContextParallel(ParallelStyle):
         if not isinstance(attention_type, self.AttentionType):
             names = " or ".join(f"AttentionType.{kind.name}" for kind in self.AttentionType)
             raise AttentionError(f"attention_type must be {names}, got {attention_type!r}")
-        if seq_dim != SEQ_DIM:
-            raise AttentionError(
-                f"seq_dim must be {SEQ_DIM}, that of (batch, heads, tokens, head dim), got {seq_dim!r}"
-            )
+        check_seq_dim(seq_dim)
         self.seq_dim = seq_dim
         self.attention_type = attention_type
 

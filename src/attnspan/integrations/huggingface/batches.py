@@ -27,9 +27,10 @@ import torch
 from torch import Tensor
 
 from attnspan.errors import ModelError
-from attnspan.integrations.huggingface.losses import IGNORED, LabelKind, align_labels
+from attnspan.integrations.huggingface.losses import LabelKind, align_labels
 from attnspan.masks import Documents, KeyPadding, Mask
 from attnspan.parallel import ContextParallel
+from attnspan.parallel.batch import IGNORED
 
 Entries = dict[str, Any]
 """What a batch is made of, by the names of forward's arguments: tensors, and whatever else a collator adds."""

@@ -5,7 +5,6 @@ by the names of transformers' classes and the arguments of their methods::
 
     heads        that look at one token for all, such as the class of a text
     mixing       of tokens without attention (token_mixing.py)
-    weights      that differ between ranks
     positions    must be taken: a model that counts would count each rank's tokens from 0
     outputs      must be of each token, or they were taken of a rank's tokens
     calls        that want what no rank has (weights of attention, the last logits), or a cache
@@ -24,13 +23,10 @@ from transformers import PreTrainedModel
 from attnspan.errors import ModelError
 from attnspan.integrations.huggingface.attention import is_bound
 from attnspan.integrations.huggingface.layers import AttentionLayer
-from attnspan.integrations.huggingface.losses import IGNORED
 from attnspan.integrations.huggingface.positions import depends_on_length
 from attnspan.integrations.huggingface.token_mixing import token_mixing
 from attnspan.parallel.attached_forward import is_attached
-from attnspan.parallel.checksum import Weights
-from attnspan.transports import Transport
-from attnspan.transports.consensus import heard, odd
+from attnspan.parallel.batch import IGNORED
 
 HEADS = re.compile(r"((?<!PreTrained)Model|ForCausalLM|ForMaskedLM|ForTokenClassification|ForConditionalGeneration)$")
 """What is computed of each token by itself; other heads look at one token for all."""
@@ -93,21 +89,6 @@ def check_model(model: PreTrainedModel, layers: tuple[AttentionLayer, ...]) -> N
             )
     if any(layer.cross for layer in layers) and not model.config.is_encoder_decoder:
         raise ModelError(f"{name} has cross-attention and no encoder, which is not served")
-
-
-def check_same_weights(model: nn.Module, transport: Transport) -> None:
-    """ModelError on every rank if weights or buffers differ between ranks, by checksums of their bits.
-
-    Ranks with other random weights, or another checkpoint, would compute parts of different models without an error.
-    Weights that are sharded over ranks are skipped.
-    """
-    others = odd(heard(transport, Weights(model).content().whole, "checksums of weights"))
-    if others:
-        raise ModelError(
-            f"weights or buffers differ between rank 0 and ranks {others}; every rank must have the same: load one "
-            "checkpoint, or set one seed (virtual ranks share torch's random numbers: make the model first, and give "
-            "each rank a copy)"
-        )
 
 
 def check_call(model: PreTrainedModel, given: Mapping[str, object]) -> None:

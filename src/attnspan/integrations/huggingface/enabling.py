@@ -73,7 +73,6 @@ from attnspan.integrations.huggingface.checking import (
     check_call,
     check_model,
     check_output,
-    check_same_weights,
     tensors_of,
 )
 from attnspan.integrations.huggingface.layers import AttentionLayer, attention_layers
@@ -84,6 +83,7 @@ from attnspan.integrations.huggingface.sessions import SessionFactory
 from attnspan.masks import Documents, Full
 from attnspan.parallel import ContextParallel, checkpoint_regions
 from attnspan.parallel.attentions import BoundAttention
+from attnspan.parallel.checksum import Weights, check_same
 from attnspan.parallel.eager import eagerly
 from attnspan.parallel.soft_cap import soft_cap
 from attnspan.plan.choose import KeepKeys
@@ -360,7 +360,7 @@ class Enabled:
         encoder = sides["encoder"].session if "encoder" in sides else None
         attentions = [self._attention(kind, sides) for kind in self.kinds]
         if not self._compared:
-            check_same_weights(self.model, self.transport)
+            check_same({"weights or buffers": Weights(self.model).content().whole}, self.transport)  # replicated ones
             self._compared = True
         again = WeakSet(
             region.name for region in checkpoint_regions.regions() if region.again and region.name is not None

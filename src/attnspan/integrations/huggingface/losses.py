@@ -24,14 +24,12 @@ from torch.nn import functional as F
 from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss, ForTokenClassification
 
 from attnspan.errors import ModelError
+from attnspan.parallel.batch import IGNORED
 from attnspan.parallel.loss import summed_over
 from attnspan.transports.group import Group, transport_of
 
 if TYPE_CHECKING:
     from attnspan.parallel import ContextParallel
-
-IGNORED = -100
-"""The label of a token that has none."""
 
 LabelKind = Literal["next", "own"]
 Count = int | Tensor | None

@@ -92,18 +92,9 @@ class Dealt:
     same: int
     mesh_dim_names = ("dp_replicate", "cp")
 
-    def __getitem__(self, name: str) -> Axis:
-        return Axis(self.same if name == "cp" else self.processes // self.same)
-
-
-@dataclass(frozen=True)
-class Axis:
-    """An axis of `Dealt`."""
-
-    ranks: int
-
-    def size(self) -> int:
-        return self.ranks
+    def __getitem__(self, name: str) -> SimpleNamespace:
+        ranks = self.same if name == "cp" else self.processes // self.same
+        return SimpleNamespace(size=lambda: ranks)
 
 
 def check_neighbours(handle: Enabled, processes: int) -> None:
