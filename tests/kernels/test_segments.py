@@ -1,16 +1,21 @@
 """Tiles as segments of few calls: the same pairs, each once, under the rules of a call, and no more calls than said."""
 
 from itertools import pairwise
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnspan.kernels.segments import Call, Segment, joined_tiles, packed
+from attnspan.kernels import KERNELS, PerTile, Region, cuda_flash, reference
+from attnspan.kernels.per_tile import JoinedTiles
+from attnspan.kernels.segments import Segment, SegmentCall, joined_tiles, packed
 from attnspan.layouts import Balanced, Contiguous, HeadTail
 from attnspan.masks import Causal, Documents, Full, PrefixLM, SlidingWindow
 from attnspan.masks.tile import Tile
 from attnspan.plan import Plan
+from tests.attention.harness import Problem
+from tests.attention.harness import check as check_attention
 from tests.plan.strategies import plans
 
 
@@ -86,8 +91,8 @@ def test_calls_hold_the_pairs_of_the_tiles_each_once_and_keep_the_rules(tiles):
 def test_the_check_can_fail():
     (layer,) = packed((Tile(range(4), range(4), -3, 0),)).forward
     with pytest.raises(AssertionError, match="sees nothing"):
-        seen(Call((None, 0), (Segment(range(4), range(3), None, 0),)))
-    assert seen(layer.calls[0]) != seen(Call((1, 0), layer.calls[0].segments))
+        seen(SegmentCall((None, 0), (Segment(range(4), range(3), None, 0),)))
+    assert seen(layer.calls[0]) != seen(SegmentCall((1, 0), layer.calls[0].segments))
 
 
 # ---- how many ------------------------------------------------------------------------------------------------------
@@ -139,3 +144,21 @@ def test_tiles_of_every_nth_row_are_calls_of_their_own():
     odd, even = (Tile(range(first, 8, 2), range(4), -3, 0) for first in (0, 1))
     calls = check((odd, even))
     assert [call.rows for layer in calls.forward for call in layer.calls] == [range(0, 8, 2), range(1, 8, 2)]
+
+
+# ---- kernels of one tile -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", ["gather", "needed(2)", "ring"])
+@pytest.mark.parametrize("mask", [Causal(), Causal() & Documents([40, 3, 17, 4]), PrefixLM(10), SlidingWindow(9)])
+def test_a_kernel_of_any_band_computes_joined_tiles(mask, strategy):
+    """As `cuda_flash` does on a GPU: a query chunk over its key prefix is one tile."""
+    with patch.dict(KERNELS, {"reference": JoinedTiles(reference)}):
+        check_attention(Problem(mask, HeadTail(3), 64, strategy, kernel="reference", through_lse=True))
+
+
+def test_joined_tiles_are_fewer():
+    (step,) = Plan(Causal(), HeadTail(4), 64, "gather").steps(0)
+    region = Region(step.tiles, lambda: None)
+    assert [tile.kind for tile in PerTile(cuda_flash).tiles(region)] == ["full", "causal", "causal"]
+    assert [tile.kind for tile in KERNELS["cuda_flash"].tiles(region)] == ["causal", "general"]

@@ -36,7 +36,7 @@ from attnspan.kernels.adding import add_into
 from attnspan.kernels.kernel import Final, Gradients, Region, Spec, Tiles, Traits
 from attnspan.kernels.mods import as_slice
 from attnspan.kernels.parts import last_dim_dense
-from attnspan.kernels.segments import Call, Coverage, Layer, Turn, packed
+from attnspan.kernels.segments import CallLayer, Coverage, SegmentCall, Turn, packed
 
 name = "flash4"
 traits = Traits(devices=("cuda",), dtypes=(torch.float16, torch.bfloat16), order=25, rounds=True, optional=True)
@@ -164,7 +164,7 @@ def backward(spec: Spec, final: Final, q: Tensor, k: Tensor, v: Tensor, region: 
     grads.close(into)
 
 
-def _layer(spec: Spec, q: Tensor, k: Tensor, v: Tensor, layer: Layer) -> tuple[Tensor, Tensor]:
+def _layer(spec: Spec, q: Tensor, k: Tensor, v: Tensor, layer: CallLayer) -> tuple[Tensor, Tensor]:
     """(out, lse) of the rows of a layer; what is between its spans is not written."""
     batch, heads, rows = q.shape[0], q.shape[1], len(layer.rows)
     out = q.new_empty(batch, rows, heads, v.shape[3]).transpose(1, 2)
@@ -233,7 +233,7 @@ class _Launch(NamedTuple):
         return x if self.row is None else x[self.row]
 
 
-def _launches(call: Call, spec: Spec, q: Tensor) -> Iterator[_Launch]:
+def _launches(call: SegmentCall, spec: Spec, q: Tensor) -> Iterator[_Launch]:
     """A call of one segment once, for all batch rows; one of many for each of them."""
     left, right = call.window
     options = {"softmax_scale": spec.scale, "window_size_left": left, "window_size_right": right}
@@ -257,11 +257,13 @@ class Offsets(NamedTuple):
 
 
 @lru_cache(maxsize=2048)
-def offsets(call: Call, device: torch.device) -> Offsets:
+def offsets(call: SegmentCall, device: torch.device) -> Offsets:
     """The segments of a call as the package takes them.
 
     >>> from attnspan.kernels.segments import Segment
-    >>> call = Call((None, 0), (Segment(range(2, 4), range(2), None, 0), Segment(range(6, 9), range(8), None, 0)))
+    >>> call = SegmentCall(
+    ...     (None, 0), (Segment(range(2, 4), range(2), None, 0), Segment(range(6, 9), range(8), None, 0))
+    ... )
     >>> table = offsets(call, torch.device("cpu"))
     >>> table.cu_seqlens_q.tolist(), table.seqused_q.tolist()  # two rows, a gap of two, three rows
     ([0, 4, 7], [2, 3])

@@ -30,13 +30,13 @@ from attnspan.errors import KernelError, one_of
 from attnspan.kernels import band, blocks, cpu_flash, cuda_flash, cudnn, efficient, flash4, flex, reference
 from attnspan.kernels.bands import Bands, are_dense
 from attnspan.kernels.kernel import Kernel, Spec, TileKernel, Tiles, Traits
-from attnspan.kernels.per_tile import PerTile
+from attnspan.kernels.per_tile import JoinedTiles, PerTile
 from attnspan.masks.tile import Tile
 
 _ALL: tuple[Kernel, ...] = (
     Bands(band),
     PerTile(cpu_flash),
-    PerTile(cuda_flash),
+    JoinedTiles(cuda_flash),
     PerTile(cudnn),
     PerTile(efficient),
     PerTile(reference),

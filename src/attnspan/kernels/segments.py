@@ -80,7 +80,7 @@ class Segment(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class SegmentCall:
     """Segments that one kernel call computes through one window, in the order of their rows."""
 
     window: Window
@@ -98,10 +98,10 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class CallLayer:
     """Calls that have no row in common, and write to one buffer; `spans` are their rows, neighbours as one."""
 
-    calls: tuple[Call, ...]
+    calls: tuple[SegmentCall, ...]
     spans: Spans
 
     @property
@@ -113,7 +113,7 @@ class Layer:
 class Turn(NamedTuple):
     """A call of backward, and whether an earlier one had some of its rows, or of its columns."""
 
-    call: Call
+    call: SegmentCall
     rows_again: bool
     cols_again: bool
 
@@ -140,7 +140,7 @@ class Calls:
     backward: [0, 2) x [0, 2) within None..0
     """
 
-    forward: tuple[Layer, ...]
+    forward: tuple[CallLayer, ...]
     backward: tuple[Turn, ...]
     rows: Coverage
     cols: Coverage
@@ -155,9 +155,9 @@ def packed(tiles: Tiles) -> Calls:
     """The calls that compute tiles, as few as can be found."""
     segments = [Segment.of(tile) for tile in joined_tiles(tiles)]
     groups = _by_window([segment for segment in segments if segment.is_dense])
-    alone = [Call((segment.left, segment.right), (segment,)) for segment in segments if not segment.is_dense]
+    alone = [SegmentCall((segment.left, segment.right), (segment,)) for segment in segments if not segment.is_dense]
     forward, backward = (
-        [Call(window, tuple(part)) for window, group in groups for part in _parts(group, follows)] + alone
+        [SegmentCall(window, tuple(part)) for window, group in groups for part in _parts(group, follows)] + alone
         for follows in (_follows_forward, _follows_backward)
     )
     backward.sort(key=lambda call: -sum(len(segment.cols) for segment in call.segments))  # others add to what is there
@@ -240,9 +240,9 @@ def _parts(segments: list[Segment], follows: Follows) -> list[list[Segment]]:
     return parts
 
 
-def _layers(calls: list[Call]) -> Iterator[Layer]:
+def _layers(calls: list[SegmentCall]) -> Iterator[CallLayer]:
     """Calls in layers: each in the first that has none of its rows."""
-    layers: list[list[Call]] = []
+    layers: list[list[SegmentCall]] = []
     for call in calls:
         rows = _ranges(call, "rows")
         free = (layer for layer in layers if not any(_meet(rows, _ranges(other, "rows")) for other in layer))
@@ -252,10 +252,10 @@ def _layers(calls: list[Call]) -> Iterator[Layer]:
         else:
             layer.append(call)
     for layer in layers:
-        yield Layer(tuple(layer), _spans(rows for call in layer for rows in _ranges(call, "rows")))
+        yield CallLayer(tuple(layer), _spans(rows for call in layer for rows in _ranges(call, "rows")))
 
 
-def _ranges(call: Call, side: Literal["rows", "cols"]) -> list[range]:
+def _ranges(call: SegmentCall, side: Literal["rows", "cols"]) -> list[range]:
     return [getattr(segment, side) for segment in call.segments]
 
 
@@ -300,6 +300,6 @@ def _hull(spans: Sequence[range]) -> range:
     return spans[0] if len(spans) == 1 else range(min(s.start for s in spans), max(s[-1] + 1 for s in spans))
 
 
-def _told(call: Call) -> str:
+def _told(call: SegmentCall) -> str:
     each = (f"[{rows.start}, {rows.stop}) x [{cols.start}, {cols.stop})" for rows, cols, _, _ in call.segments)
     return f"{' and '.join(each)} within {call.window[0]}..{call.window[1]}"
