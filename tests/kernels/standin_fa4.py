@@ -47,7 +47,8 @@ def _flash_attn_fwd(
     assert all(x.stride(-1) == 1 for x in (q, k, v, out))
     for at in found:
         allowed = window(at, window_size_left, window_size_right)
-        query, key, value = (_heads(x, at.row, span) for x, span in ((q, at.rows), (k, at.cols), (v, at.cols)))
+        query = _heads(q, at.row, at.rows).double()
+        key, value = (_heads(x, at.row, at.cols).double() for x in (k, v))
         scores = _scores(query, key, softmax_scale).masked_fill(~allowed, -torch.inf)
         total = scores.logsumexp(-1)
         _heads(out, at.row, at.rows).copy_((scores - total.unsqueeze(-1)).exp() @ _each(value, query))
@@ -80,8 +81,8 @@ def _flash_attn_bwd(
     assert deterministic == torch.are_deterministic_algorithms_enabled()
     for at in found:
         allowed = window(at, window_size_left, window_size_right)
-        query, result, grad = (_heads(x, at.row, at.rows) for x in (q, out, dout))
-        key, value = (_heads(x, at.row, at.cols) for x in (k, v))
+        query, result, grad = (_heads(x, at.row, at.rows).double() for x in (q, out, dout))
+        key, value = (_heads(x, at.row, at.cols).double() for x in (k, v))
         lses = _numbers(lse, at).unsqueeze(-1)
         shares = (_scores(query, key, softmax_scale) - lses).exp().masked_fill(~allowed, 0.0)
         delta = (result * grad).sum(-1) - (0 if dlse is None else _numbers(dlse, at))
@@ -97,6 +98,8 @@ def segments(q, k, cu_q, cu_k, used_q, used_k, max_q, max_k):
     if cu_q is None:
         assert (cu_k, used_q, used_k) == (None, None, None)
         return [Segment(row, slice(0, q.shape[1]), slice(0, k.shape[1])) for row in range(q.shape[0])]
+    if used_q is None:
+        used_q, used_k = cu_q.diff(), cu_k.diff()
     count = len(used_q)
     assert all(x.dtype == torch.int32 for x in (cu_q, cu_k, used_q, used_k))
     assert len(cu_q) == len(cu_k) == count + 1 == len(used_k) + 1
