@@ -23,6 +23,7 @@ import inspect
 from collections.abc import Iterator
 from functools import cache, lru_cache
 from importlib import import_module, metadata
+from threading import Lock
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -91,6 +92,10 @@ TAKES = Assumption(
 )
 
 
+_ONE_AT_A_TIME = Lock()
+"""Held while the package is called: it compiles what is new to it, and virtual ranks are threads."""
+
+
 def capability(device: torch.device) -> tuple[int, int]:
     """A GPU's compute capability."""
     return torch.cuda.get_device_capability(device)
@@ -155,7 +160,7 @@ def backward(spec: Spec, final: Final, q: Tensor, k: Tensor, v: Tensor, region: 
                 "dlse": None if grad_lse is None else launch.numbers(grad_lse[:, :, rows]),
                 "deterministic": torch.are_deterministic_algorithms_enabled(),
             }  # fmt: skip
-            with torch.cuda.device_of(q):
+            with torch.cuda.device_of(q), _ONE_AT_A_TIME:
                 interface()._flash_attn_bwd(
                     *map(launch.tokens, inputs), launch.numbers(lse[:, :, rows]), **options, **launch.options
                 )
@@ -167,14 +172,14 @@ def backward(spec: Spec, final: Final, q: Tensor, k: Tensor, v: Tensor, region: 
 def _layer(spec: Spec, q: Tensor, k: Tensor, v: Tensor, layer: CallLayer) -> tuple[Tensor, Tensor]:
     """(out, lse) of the rows of a layer; what is between its spans is not written."""
     batch, heads, rows = q.shape[0], q.shape[1], len(layer.rows)
-    out = q.new_empty(batch, rows, heads, v.shape[3]).transpose(1, 2)
+    out = q.new_empty(batch, heads, rows, v.shape[3])
     lse = q.new_empty(batch, heads, rows, dtype=lse_dtype(q.dtype))
     for call in layer.calls:
         at, cols = _within(call.rows, layer.rows), as_slice(call.cols)
         inputs = [q[:, :, as_slice(call.rows)], k[:, :, cols], v[:, :, cols]]
         for launch in _launches(call, spec, q):
             into = {"out": launch.tokens(out[:, :, at]), "lse": launch.numbers(lse[:, :, at])}
-            with torch.cuda.device_of(q):
+            with torch.cuda.device_of(q), _ONE_AT_A_TIME:
                 interface()._flash_attn_fwd(*map(launch.tokens, inputs), **into, **launch.options)
     return out, lse
 
@@ -242,46 +247,35 @@ def _launches(call: SegmentCall, spec: Spec, q: Tensor) -> Iterator[_Launch]:
         return
     table = offsets(call, q.device)
     for row in range(q.shape[0]):
-        yield _Launch(row, {**options, **table._asdict()})
-
-
-class Offsets(NamedTuple):
-    """Where the segments of a call begin and how long they are, int32, counted from the call's first row and column."""
-
-    cu_seqlens_q: Tensor
-    cu_seqlens_k: Tensor
-    seqused_q: Tensor
-    seqused_k: Tensor
-    max_seqlen_q: int
-    max_seqlen_k: int
+        yield _Launch(row, {**options, **table})
 
 
 @lru_cache(maxsize=2048)
-def offsets(call: SegmentCall, device: torch.device) -> Offsets:
-    """The segments of a call as the package takes them.
+def offsets(call: SegmentCall, device: torch.device) -> dict[str, Any]:
+    """Where the segments of a call begin and how long they are, counted from its first row and column.
 
     >>> from attnspan.kernels.segments import Segment
-    >>> call = SegmentCall(
-    ...     (None, 0), (Segment(range(2, 4), range(2), None, 0), Segment(range(6, 9), range(8), None, 0))
-    ... )
-    >>> table = offsets(call, torch.device("cpu"))
-    >>> table.cu_seqlens_q.tolist(), table.seqused_q.tolist()  # two rows, a gap of two, three rows
-    ([0, 4, 7], [2, 3])
-    >>> table.cu_seqlens_k.tolist(), table.seqused_k.tolist()  # both begin at the first key
-    ([0, 0, 8], [2, 8])
+    >>> segments = Segment(range(2, 4), range(2), None, 0), Segment(range(6, 9), range(8), None, 0)
+    >>> for name, numbers in offsets(SegmentCall((None, 0), segments), torch.device("cpu")).items():
+    ...     print(name, numbers.tolist() if isinstance(numbers, Tensor) else numbers)
+    cu_seqlens_q [0, 4, 7]
+    cu_seqlens_k [0, 0, 8]
+    seqused_q [2, 3]
+    seqused_k [2, 8]
+    max_seqlen_q 3
+    max_seqlen_k 8
     """
 
     def int32(numbers: list[int]) -> Tensor:
         return torch.tensor(numbers, dtype=torch.int32, device="cpu").to(device)
 
-    sides = [segment.rows for segment in call.segments], [segment.cols for segment in call.segments]
-    firsts = call.rows.start, call.cols.start
-    begins = [[span.start - first for span in spans] for spans, first in zip(sides, firsts, strict=True)]
-    lengths = [[len(span) for span in spans] for spans in sides]
-    ends = len(call.rows), len(call.cols)
+    rows, cols = [segment.rows for segment in call.segments], [segment.cols for segment in call.segments]
+    sides = (rows, call.rows), (cols, call.cols)
+    lengths = [[len(span) for span in spans] for spans in (rows, cols)]
     with torch.inference_mode(False):  # made during evaluation, they serve training later
-        cu_seqlens = [int32([*begin, end]) for begin, end in zip(begins, ends, strict=True)]
-        return Offsets(*cu_seqlens, *map(int32, lengths), *map(max, lengths))
+        begins = [int32([*(span.start - whole.start for span in spans), len(whole)]) for spans, whole in sides]
+        used = [int32(each) for each in lengths]
+    return dict(zip(SEGMENTS.split(), (*begins, *used, *map(max, lengths)), strict=True))
 
 
 def _within(span: range, whole: range) -> slice:

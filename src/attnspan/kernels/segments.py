@@ -81,7 +81,8 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SegmentCall:
-    """Segments that one kernel call computes through one window, in the order of their rows."""
+    """Segments that one kernel call computes through one window: in forward those with the most columns first, because
+    blocks start in this order and short ones fill the end; in backward in the order of their rows and columns."""
 
     window: Window
     segments: tuple[Segment, ...]
@@ -135,7 +136,7 @@ class Calls:
     >>> from attnspan.plan import Plan
     >>> (step,) = Plan(Causal(), HeadTail(ranks=2), seq_len=8, strategy="gather").steps(rank=0)
     >>> print(packed(step.tiles))
-    forward: [0, 2) x [0, 2) and [2, 4) x [0, 8) within None..0
+    forward: [2, 4) x [0, 8) and [0, 2) x [0, 2) within None..0
     backward: [2, 4) x [0, 8) within None..0
     backward: [0, 2) x [0, 2) within None..0
     """
@@ -156,11 +157,16 @@ def packed(tiles: Tiles) -> Calls:
     segments = [Segment.of(tile) for tile in joined_tiles(tiles)]
     groups = _by_window([segment for segment in segments if segment.is_dense])
     alone = [SegmentCall((segment.left, segment.right), (segment,)) for segment in segments if not segment.is_dense]
-    forward, backward = (
-        [SegmentCall(window, tuple(part)) for window, group in groups for part in _parts(group, follows)] + alone
-        for follows in (_follows_forward, _follows_backward)
-    )
+    forward = [
+        SegmentCall(window, tuple(sorted(part, key=lambda segment: -len(segment.cols))))
+        for window, group in groups
+        for part in _parts(group, _follows_forward)
+    ]
+    backward = [
+        SegmentCall(window, tuple(part)) for window, group in groups for part in _parts(group, _follows_backward)
+    ]
     backward.sort(key=lambda call: -sum(len(segment.cols) for segment in call.segments))  # others add to what is there
+    forward, backward = forward + alone, backward + alone
     rows, cols = ([_ranges(call, side) for call in backward] for side in ("rows", "cols"))
     turns = (Turn(*each) for each in zip(backward, _again(rows), _again(cols), strict=True))
     return Calls(tuple(_layers(forward)), tuple(turns), _coverage(rows), _coverage(cols))
@@ -276,7 +282,7 @@ def _coverage(calls: list[list[range]]) -> Coverage:
 
 def _meet(ours: Sequence[range], theirs: Sequence[range]) -> bool:
     """Whether rows of two calls meet; steps count as if they were filled."""
-    there = sorted(map(_ends, theirs))
+    there = merged(map(_ends, theirs))
     starts = [start for start, _ in there]
     for start, stop in map(_ends, ours):
         index = bisect_left(starts, stop)
