@@ -4,7 +4,8 @@ The yardstick is strict: of torch's flash, cuDNN and memory-efficient attention 
 compute the mask and is the most exact, by quantity. Root mean squares are compared; 1.0 is an error as on one device.
 
 `band` returns partial results in float32, so nothing is rounded before it is merged. `auto` takes cuDNN for full and
-causal tiles, which rounds a tile's results to half precision; each rank then merges rounded parts.
+causal tiles, which rounds a tile's results to half precision; each rank then merges rounded parts. `flash4`, where its
+package is installed, is run by gather and needed, where it merges nothing.
 
 Run: python -m benchmarks.numerics        writes benchmarks/results/cp_numerics.md (or to --out FILE); needs CUDA
 """
@@ -24,6 +25,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attnspan import Causal, Documents, Full, HeadTail, Mask, SlidingWindow
+from attnspan.kernels import flash4
 from benchmarks.report import folded, header
 from tests import oracle
 from tests.attention.harness import Problem, run
@@ -32,7 +34,9 @@ RESULTS = Path(__file__).parent / "results"
 LENGTH, HEADS = 2048, 8
 RANKS = (1, 2, 3, 4, 8)
 STRATEGIES = ("ring", "gather", "needed", "ulysses")
-KERNELS = ("band", "auto")
+KERNELS = {"band": STRATEGIES, "auto": STRATEGIES}
+if flash4.installed() is not None:
+    KERNELS["flash4"] = ("gather", "needed")
 QUANTITIES = ("out", "dq", "dk", "dv")
 
 # By mask, with its number of key heads: no fused SDPA takes a mask together with grouped ones.
@@ -98,7 +102,7 @@ def worst(kernel: str, mask: str, dtype: torch.dtype) -> list[tuple[float, str]]
     return [
         max(
             (ratio, name)
-            for strategy in STRATEGIES
+            for strategy in KERNELS[kernel]
             for name, ratio in ratios(mask, dtype, strategy, ranks, kernel).items()
         )
         for ranks in RANKS
@@ -127,9 +131,9 @@ def main() -> None:
         [
             *header("Half precision over ranks", "python -m benchmarks.numerics"),
             f"{LENGTH} tokens, {HEADS} heads (2 key heads for full and causal), HeadTail, virtual ranks on one device;",
-            "head dim 128 in bfloat16, 64 in float16. A cell is the largest, over ring, gather, needed and ulysses and",
-            "over out, dq, dk and dv, of our root-mean-square error against float64 over that of the most exact fused",
-            "SDPA on one device, and the quantity it was found in.",
+            "head dim 128 in bfloat16, 64 in float16. A cell is the largest, over ring, gather, needed and ulysses",
+            "(flash4: gather and needed) and over out, dq, dk and dv, of our root-mean-square error against float64",
+            "over that of the most exact fused SDPA on one device, and the quantity it was found in.",
             "",
             "Largest of all: " + ", ".join(f"{kernel} {ratio:.3f}" for kernel, ratio in most.items()) + ".",
             "",

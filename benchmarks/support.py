@@ -11,7 +11,8 @@ Run: python -m benchmarks.support        writes docs/support.md
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -22,7 +23,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from attnspan.errors import PlanError
-from attnspan.kernels import KERNELS, Mods, Spec, band, flex, refusal
+from attnspan.kernels import KERNELS, Mods, Spec, band, flash4, flex, refusal
 from attnspan.layouts import Balanced, Contiguous, HeadTail, Layout, Striped
 from attnspan.masks import (
     BlockSparse,
@@ -255,8 +256,7 @@ def refusals(kernel: str, problem: Problem, plan: Plan, mods: Mods | None = None
     ]
     dims = (problem.dim, problem.dim, problem.value_dim or problem.dim)
     found = {}
-    triton = (patch.object(kernel, "has_triton", lambda: True) for kernel in (band, flex))
-    with _fake(), next(triton), next(triton):  # as where there is a GPU
+    with _fake(), _as_on_a_gpu():
         for tile in {(tile.kind, tile.asked, len(tile.rows), len(tile.cols)): tile for tile in tiles}.values():
             q, k, v = (
                 _empty(len(span), dim, problem.dtype, problem.device)
@@ -265,6 +265,19 @@ def refusals(kernel: str, problem: Problem, plan: Plan, mods: Mods | None = None
             if reason := refusal(kernel, Spec(1.0, mods), q, k, v, (tile,)):
                 found[reason.partition(" [")[0].partition(" (")[0]] = None  # without the tile's numbers, or a name
     return list(found)
+
+
+@contextmanager
+def _as_on_a_gpu() -> Iterator[None]:
+    """As on a Hopper GPU, with every optional package."""
+    with (
+        patch.object(band, "has_triton", lambda: True),
+        patch.object(flex, "has_triton", lambda: True),
+        patch.object(flash4, "installed", lambda: flash4.VERSION),
+        patch.object(flash4, "capability", lambda device: (9, 0)),
+        patch.object(flash4.TAKES, "held", True),
+    ):
+        yield
 
 
 @functools.cache
@@ -380,6 +393,9 @@ INTRODUCTION = [
     "dtype), or it is refused before anything travels: `no [1]` is refused with reason 1 at the end of the page.",
     '`kernel="auto"` takes for every tile the fastest kernel that supports it; `reference` supports every mask, and',
     "`blocks` every program.",
+    "",
+    "`flash4` has not run on a GPU yet. Its cells say what it refuses. That the others are exact is shown with a",
+    "stand-in for its package, which computes on the CPU (tests/kernels/test_flash4.py).",
     "",
     "The plain cell has 33 tokens, dealt by HeadTail to 4 ranks, and 4 heads on 2 key heads of dim 16, in float64 on",
     "the CPU and in bfloat16 on CUDA. Every row changes one thing.",

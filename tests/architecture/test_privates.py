@@ -1,7 +1,7 @@
 """Names with an underscore belong to the file that defines them.
 
 Held for the parts in ``PARTS``. Sources are read, not run. A file may use a private name of `self`, which is its own or
-its parent's, of torch, which ARCHITECTURE.md lists, and any that it defines itself.
+its parent's, of other libraries, which ARCHITECTURE.md lists, and any that it defines itself.
 """
 
 import ast
@@ -13,9 +13,10 @@ import attnspan
 
 ROOT = Path(attnspan.__file__).parent
 PARTS = ["masks", "layouts", "plan", "tuning", "kernels", "transports", "paged", "measure", "inspector", "cli"]
-THEIRS = {  # Python's and torch's
+THEIRS = {  # Python's, torch's and flash-attn-4's
     *("_asdict", "_replace", "_exit", "_schema", "_version"),
     *("_get_backend", "_register_backend", "_set_default_backend", "_set_group_name", "_set_group_desc", "_flatten"),
+    *("_flash_attn_fwd", "_flash_attn_bwd"),
 }
 MAY = ("self", "cls", "super()", "torch", "dist")
 

@@ -88,8 +88,8 @@ def on_all(inputs, **options):
         (
             {"kernel": "flash"},
             KernelError,
-            "kernel must be one of auto, cudnn, band, cuda_flash, efficient, cpu_flash, reference, flex, blocks, "
-            "got 'flash'; did you mean 'cpu_flash'?",
+            "kernel must be one of auto, cudnn, band, flash4, cuda_flash, efficient, cpu_flash, reference, flex, "
+            "blocks, got 'flash'; did you mean 'flash4'?",
         ),
     ],
 )

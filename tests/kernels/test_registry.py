@@ -166,7 +166,7 @@ def test_an_explicit_request_names_those_that_would_do():
 
 def test_a_name_that_is_no_kernel_is_refused_with_the_nearest():
     message = (
-        "kernel must be one of auto, cudnn, band, cuda_flash, efficient, cpu_flash, reference, flex, blocks, "
+        "kernel must be one of auto, cudnn, band, flash4, cuda_flash, efficient, cpu_flash, reference, flex, blocks, "
         "got 'cuda-flash'; did you mean 'cuda_flash'?"
     )
     with pytest.raises(KernelError, match=f"^{re.escape(message)}$"):

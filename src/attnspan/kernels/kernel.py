@@ -90,6 +90,10 @@ class Traits:
     measured: bool = True
     """Whether `attnspan tune` measures it unasked. Not what is there to be right, nor what takes long to compile."""
 
+    optional: bool = False
+    """Whether "auto" takes it only where it was measured on the device, and is the fastest for the largest tile of a
+    step: then for all tiles of the step."""
+
     joins: float = 0.0
     """Operations of a tile below which "auto" has it compute all tiles of a step in half precision, if it can compute
     them in one call; 0 where it cannot."""

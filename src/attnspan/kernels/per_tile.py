@@ -18,6 +18,7 @@ from attnspan.dtypes import lse_dtype
 from attnspan.kernels.accumulator import Accumulator
 from attnspan.kernels.kernel import Final, Gradients, Region, Spec, TileKernel, Tiles
 from attnspan.kernels.mods import as_slice
+from attnspan.kernels.segments import joined_tiles
 from attnspan.masks.tile import Tile
 
 
@@ -36,6 +37,10 @@ class PerTile:
         """What computes a tile."""
         return self.kernel
 
+    def tiles(self, region: Region) -> Tiles:
+        """What is computed, each by a call."""
+        return region.tiles
+
     def supports(self, spec: Spec, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles) -> str | None:
         """The first tile's reason, of those that have one."""
         for tile in tiles:
@@ -45,7 +50,7 @@ class PerTile:
 
     def forward(self, spec: Spec, q: Tensor, k: Tensor, v: Tensor, region: Region, total: Accumulator) -> None:
         """Tile by tile, into the total."""
-        for tile in region.tiles:
+        for tile in self.tiles(region):
             query, key, value = _sliced(q, k, v, tile)
             kernel = self.of(spec, query, key, value, tile)
             total.add(tile.rows, *kernel.forward(spec, query, key, value, tile))
@@ -54,7 +59,7 @@ class PerTile:
         self, spec: Spec, final: Final, q: Tensor, k: Tensor, v: Tensor, region: Region, grads: Gradients
     ) -> None:
         """Tile by tile, into the sums."""
-        for tile in region.tiles:
+        for tile in self.tiles(region):
             dq, dk, dv = self._differentiated(spec, final, *_sliced(q, k, v, tile), tile)
             grads.add(tile.rows, tile.cols, dq, dk, dv)
             del dq, dk, dv  # or they would be there still while the next tile is computed
@@ -82,6 +87,14 @@ class PerTile:
         seed = (weight * q).to(q.dtype)
         _, _, dk = kernel.backward(spec, seed, q, k, k, torch.zeros_like(q), lse, tile)
         return weight * share * mean_key, dk
+
+
+class JoinedTiles(PerTile):
+    """`kernel` for tiles that are joined where they are one band: a query chunk over its key prefix is one call, not a
+    full tile and a causal one that are merged. For kernels that compute any band."""
+
+    def tiles(self, region: Region) -> Tiles:
+        return joined_tiles(region.tiles)
 
 
 def _sliced(q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> tuple[Tensor, Tensor, Tensor]:

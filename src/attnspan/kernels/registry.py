@@ -5,10 +5,12 @@ tries it, where it runs, whether it rounds, whether it is measured. An explicit 
 refused with the kernel's own reason and the names of those that would do.
 
 "auto" gives a tile to the first kernel in order that can compute it (`fastest`). Where `Spec.preference` has measured
-this device, its order comes first. Two kinds of steps are not taken apart:
+this device, its order comes first. Three kinds of steps are not taken apart:
 
 * A score_mod, or a tile whose pairs must be asked, is for a kernel that runs programs, which takes all tiles. Other
   kernels refuse, all by the same rule, which is here.
+* A kernel that is `optional` takes all tiles where it is installed and `Spec.preference` has measured it as the fastest
+  for the largest of them; never where nothing was measured.
 * A kernel that `joins` takes all tiles in one call where no kernel before it in order can compute any of them, or where
   they are many and small: launches and merges cost more than a faster kernel gains. Not in float32, which goes through
   no tensor cores, nor tiles of every n-th row or column.
@@ -25,20 +27,21 @@ from torch import Tensor
 
 from attnspan.dtypes import dtype_name
 from attnspan.errors import KernelError, one_of
-from attnspan.kernels import band, blocks, cpu_flash, cuda_flash, cudnn, efficient, flex, reference
+from attnspan.kernels import band, blocks, cpu_flash, cuda_flash, cudnn, efficient, flash4, flex, reference
 from attnspan.kernels.bands import Bands, are_dense
 from attnspan.kernels.kernel import Kernel, Spec, TileKernel, Tiles, Traits
-from attnspan.kernels.per_tile import PerTile
+from attnspan.kernels.per_tile import JoinedTiles, PerTile
 from attnspan.masks.tile import Tile
 
 _ALL: tuple[Kernel, ...] = (
     Bands(band),
     PerTile(cpu_flash),
-    PerTile(cuda_flash),
+    JoinedTiles(cuda_flash),
     PerTile(cudnn),
     PerTile(efficient),
     PerTile(reference),
     blocks,
+    flash4,
     flex,
 )
 
@@ -61,7 +64,7 @@ def choose(name: str, spec: Spec, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles)
     if name == "auto":
         odd = _with_program(spec, tiles)
         if odd is None:
-            return _joining(spec, q, k, v, tiles) or AUTO
+            return _optional(spec, q, k, v, tiles) or _joining(spec, q, k, v, tiles) or AUTO
         for kernel in _PROGRAMS:
             if kernel.supports(spec, q, k, v, tiles) is None:
                 return kernel
@@ -145,13 +148,24 @@ def _with_program(spec: Spec, tiles: Tiles) -> Tile | None:
     return None if spec.mods is None else next(filter(spec.mods.of, tiles), None)
 
 
+def _optional(spec: Spec, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles) -> Kernel | None:
+    """The optional kernel that was measured as the fastest for the largest tile, if it can compute all of them."""
+    if spec.preference is None:
+        return None
+    fastest_first = spec.preference.order(dtype_name(q.dtype), q.shape[3], _glance(tiles).largest)
+    kernel = KERNELS.get(fastest_first[0]) if fastest_first else None
+    if kernel is None or not kernel.traits.optional or kernel.supports(spec, q, k, v, tiles) is not None:
+        return None
+    return kernel
+
+
 def _joining(spec: Spec, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles) -> Kernel | None:
     """The kernel that "auto" gives all tiles at once, or None where each is for the fastest."""
     if q.dtype == torch.float32:
         return None
     for kernel, faster in _JOINING:
         if kernel.supports(spec, q, k, v, tiles) is None:
-            dense, area, kinds = _glance(tiles)
+            dense, area, kinds, _ = _glance(tiles)
             if not dense:
                 continue
             flops = 2 * q.shape[0] * q.shape[1] * (q.shape[3] + v.shape[3]) * area
@@ -162,17 +176,19 @@ def _joining(spec: Spec, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles) -> Kerne
 
 
 class _Glance(NamedTuple):
-    """What tiles look like together: neighbouring rows and columns only, their pairs, one of each kind."""
+    """What tiles look like together: neighbouring rows and columns only, their pairs, one of each kind, the largest."""
 
     dense: bool
     area: int
     kinds: Tiles
+    largest: Tile
 
 
 @lru_cache(maxsize=2048)
 def _glance(tiles: Tiles) -> _Glance:
     kinds = {tile.kind: tile for tile in tiles}
-    return _Glance(are_dense(tiles), sum(tile.area for tile in tiles), tuple(kinds.values()))
+    largest = max(tiles, key=lambda tile: tile.area)
+    return _Glance(are_dense(tiles), sum(tile.area for tile in tiles), tuple(kinds.values()), largest)
 
 
 def _by_speed(spec: Spec, q: Tensor, tile: Tile) -> Collection[PerTile]:
