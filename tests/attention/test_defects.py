@@ -56,12 +56,18 @@ PROBE = {
 }
 
 
+LIKELY = list(PROBE)
+"""The problems of the probe, those first that turned red last: neighbours in the list of defects are alike."""
+
+
 def red():
     """The problems of the probe that are red, and what they say."""
-    for name, problem in PROBE.items():
+    for name in list(LIKELY):
         try:
-            check(problem)
+            check(PROBE[name])
         except (AssertionError, AttnspanError) as wrong:
+            LIKELY.remove(name)
+            LIKELY.insert(0, name)
             yield name, str(wrong)
 
 
