@@ -143,7 +143,14 @@ def test_a_mask_for_another_order_is_refused():
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
-@pytest.mark.parametrize("name", BALANCERS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "head-tail",
+        "per document and row",
+        *(pytest.param(x, marks=pytest.mark.slow) for x in ("spans", "per document", "PTRR")),
+    ],
+)
 def test_by_itself_a_part_fits_gathered_keys(name):
     true = alone()[0]
 
