@@ -24,6 +24,7 @@ from attnspan.parallel import attentions, flex_dispatch
 from attnspan.testing import loopback
 from tests.devices import here, mesh_of
 from tests.processes import on_backends, spawn
+from tests.turns import in_turn
 
 LENGTH, BATCH, HEADS = 37, 2, 4
 IDS = torch.tensor([[0] * 9 + [1] * 17 + [2] * 11, [0] * 20 + [1] * 3 + [2] * 14])
@@ -146,8 +147,7 @@ MASKS = {
 }
 
 
-@pytest.mark.parametrize("score_mod", [None, distance], ids=["plain", "scored"])
-@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize(("name", "score_mod"), in_turn(MASKS, [None, distance]))
 def test_any_mask_and_score_mod_is_exact_with_global_positions(name, score_mod):
     made, fn = MASKS[name]
 

@@ -24,6 +24,7 @@ from attnspan.torch_compat import (
 from tests.devices import here, mesh_of
 from tests.processes import on_backends, spawn
 from tests.torch_compat.harness import on_ranks, whole
+from tests.turns import in_turn
 
 FLEX = _ContextParallel.AttentionType.FLEX
 LENGTH, BATCH, HEADS = 300, 2, 2
@@ -79,8 +80,7 @@ BALANCERS = {
 }
 
 
-@pytest.mark.parametrize("score_mod", [None, alibi], ids=["plain", "scored"])
-@pytest.mark.parametrize("name", BALANCERS)
+@pytest.mark.parametrize(("name", "score_mod"), in_turn(BALANCERS, [None, alibi]))
 def test_a_styled_module_is_one_devices_with_any_load_balancer(name, score_mod):
     true = alone(score_mod)
 
