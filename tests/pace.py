@@ -45,3 +45,8 @@ def patiently(wait, seconds, began=None):
             return False
         os.environ[KEPT] = str(now)
     return True
+
+
+def in_time(took, seconds):
+    """Whether what ``took`` so long has taken no more than ``seconds`` of an idle machine's time."""
+    return patiently(lambda _: took <= stretched(seconds), 0)

@@ -27,6 +27,7 @@ from tests.pace import patiently, stretched
 
 PRELOADED = [
     "torch._dynamo.testing",
+    "torch._inductor.compile_fx",
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",

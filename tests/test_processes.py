@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -262,13 +263,14 @@ def test_a_function_that_cannot_travel_is_refused_and_nothing_is_started(monkeyp
         processes(2).run(pid, lambda: None)
 
 
-def test_a_function_of_an_interactive_session_is_refused():
-    code = (
-        "from attnspan.testing import processes\ndef fn(world): ...\n"
-        "try:\n    processes(2).run(fn)\nexcept ValueError as error:\n    print(error)"
-    )
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+def test_a_function_of_an_interactive_session_is_refused(monkeypatch):
+    session = ModuleType("__main__")  # as that of a prompt: it has no file
+    exec("def fn(world): ...", vars(session))
+    monkeypatch.setitem(sys.modules, "__main__", session)
+    with pytest.raises(TransportError) as refused:
+        processes(2).run(session.fn)
+    said = str(refused.value)
     assert said.startswith("fn must be a function at the top of a module, which a started process can import, got ")
     assert said.endswith(
-        "of an interactive session; write it to a file and import it, or use attnspan.testing.loopback()\n"
+        "of an interactive session; write it to a file and import it, or use attnspan.testing.loopback()"
     )

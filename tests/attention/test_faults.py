@@ -25,7 +25,7 @@ from attnspan.layouts import Contiguous, HeadTail
 from attnspan.masks import Causal, Documents, Full
 from attnspan.testing import loopback
 from tests.attention.harness import Problem, Result, expected, on_rank, run
-from tests.pace import stretched
+from tests.pace import in_time, stretched
 from tests.processes import Died, spawn
 
 TIMEOUT = (
@@ -106,7 +106,7 @@ def test_when_a_rank_is_killed_the_others_say_whom_they_awaited_and_return_nothi
     for calm, during, after in saw:
         assert calm.right
         assert during.kind == after.kind == "TransportError"
-        assert during.seconds + after.seconds < stretched(TIMEOUT + SLACK)
+        assert in_time(during.seconds + after.seconds, TIMEOUT + SLACK)
         assert "an earlier attention broke off here with TransportError: " in after.said
     # A rank that awaits one who awaits the dead hears of that one.
     assert VICTIM in [awaiting(rank, during.said) for rank, (_, during, _) in zip((0, 2), saw, strict=True)]
@@ -148,7 +148,7 @@ def seen_when_raised():
 def test_when_a_rank_raises_the_others_say_whom_they_awaited_and_return_nothing(seen_when_raised, fault):
     during = {rank: saw[fault][0] for rank, saw in enumerate(seen_when_raised)}
     assert during.pop(VICTIM)[1:] == ("RuntimeError", "out of memory", False)
-    assert all(each.kind == "TransportError" and each.seconds < stretched(TIMEOUT + SLACK) for each in during.values())
+    assert all(each.kind == "TransportError" and in_time(each.seconds, TIMEOUT + SLACK) for each in during.values())
     assert VICTIM in [awaiting(rank, each.said) for rank, each in during.items()]
 
 

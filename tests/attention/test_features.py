@@ -27,6 +27,7 @@ from attnspan.transports import Counting, Delayed
 from attnspan.transports.operations import ledger_of
 from tests.attention.harness import Problem, check, on_rank, run
 from tests.processes import on_backends, spawn
+from tests.turns import in_turn
 
 STRATEGIES = ["ring", "gather", "needed(2)", "ulysses", "ulysses(2) x ring"]
 DOCUMENTS = Causal() & Documents([5, 9, 7])
@@ -522,8 +523,7 @@ def _not_finite(kernel, strategy, mask, where, number):
 MASKS = [Causal(), Causal() & Documents([30, 40, 26]), SlidingWindow(20, 0), Full()]
 
 
-@pytest.mark.parametrize("number", [torch.nan, torch.inf])
-@pytest.mark.parametrize("where", ["query", "key", "value"])
+@pytest.mark.parametrize(("where", "number"), in_turn(["query", "key", "value"], [torch.nan, torch.inf]))
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 @pytest.mark.parametrize("strategy", ["ring", "gather", "ulysses"])
 def test_what_is_not_finite_reaches_all_rows_that_see_it_and_no_more_than_on_one_device(strategy, mask, where, number):

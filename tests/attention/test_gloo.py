@@ -82,7 +82,7 @@ def refused(problem, grid):
     return str(error.value)
 
 
-@on_backends(2, 4, slow=(3,))
+@on_backends(4, slow=(2, 3))
 def test_processes_compute_attention(ranks, backend):
     """Exactly, and on gloo to the bit what virtual ranks find: sums have one order, whatever carries their parts."""
     told = spawn(ranks, live, backend=backend, timeout=120)

@@ -8,6 +8,7 @@ from attnspan.attention import attention
 from attnspan.layouts import HeadTail, Striped
 from attnspan.masks import Causal, Documents, SlidingWindow
 from attnspan.testing import loopback
+from tests.turns import in_turn
 
 STRATEGIES = ["ring", "gather", "needed(2)", "ulysses", "ulysses(2) x ring", "ulysses(2) x needed"]
 
@@ -48,9 +49,8 @@ def test_real_results_are_what_compiled_code_was_promised(strategy, dtype):
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize(
-    "mask", [Causal(), SlidingWindow(5), Causal() & Documents([9, 15])], ids=["causal", "window", "documents"]
+    ("mask", "scale"), in_turn([Causal(), SlidingWindow(5), Causal() & Documents([9, 15])], [-0.3, 0.0]), ids=str
 )
-@pytest.mark.parametrize("scale", [-0.3, 0.0])
 def test_a_scale_of_zero_or_below_is_as_good_as_any(strategy, mask, scale):
     """Libraries mask before they multiply by the scale, and -inf becomes inf, or no number."""
     torch.manual_seed(0)

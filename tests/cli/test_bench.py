@@ -12,9 +12,10 @@ from typer.testing import CliRunner
 
 from attnspan.cli.app import app
 from attnspan.cli.bench import text
-from attnspan.measure import Measured, Ranks
+from attnspan.measure import Measured, Ranks, ranks
 from attnspan.measure.tiles import SIZES
 from attnspan.tuning import device_name, write
+from tests.processes import Patient
 from tests.tuning.test_table import rate, table
 
 SMALL = ("--heads", "2", "--head-dim", "8", "--dtype", "fp32", "--device", "cpu")
@@ -119,7 +120,8 @@ def test_bad_input_is_one_message_and_exit_code_2(args, message):
 PROCESSES = ("causal", "--seq-len", "64", "--ranks", "2", "--repeats", "1", "--strategy", "ring", *SMALL)
 
 
-def test_ranks_are_processes():
+def test_ranks_are_processes(monkeypatch):
+    monkeypatch.setattr(ranks, "processes", Patient)  # that start as the suite's do
     result = run(*PROCESSES, "--json")
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)

@@ -8,7 +8,9 @@ from typer.testing import CliRunner
 
 from attnspan.cli.app import app
 from attnspan.masks.tile import Tile
+from attnspan.measure import ranks
 from attnspan.tuning import cache_path, device_name, table_for
+from tests.processes import Patient
 
 SMALL = ("--size", "16", "--size", "64", "--heads", "2", "--head-dim", "8", "--device", "cpu")
 
@@ -46,7 +48,8 @@ def test_without_a_table_there_is_nothing_to_show(cache):
     assert "no tuning table for" in result.stderr
 
 
-def test_links_are_measured_between_ranks_and_written_where_asked(cache):
+def test_links_are_measured_between_ranks_and_written_where_asked(cache, monkeypatch):
+    monkeypatch.setattr(ranks, "processes", Patient)  # that start as the suite's do
     path = cache / "mine.json"
     result = run(*SMALL, "--ranks", "2", "--out", str(path), "--json")
     assert result.exit_code == 0, result.output

@@ -52,7 +52,10 @@ def test_every_token_is_the_likeliest_by_the_plain_model(family, device):
     engine.check()
 
 
-@on_every_device
+@pytest.mark.parametrize(
+    "device",
+    [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=pytest.mark.cuda)],  # test_ranks.py
+)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_over_ranks_too(family, device):
     """One prompt under context parallelism, two in chunks; keys in pages of three ranks."""

@@ -6,6 +6,7 @@ import pytest
 
 from attnspan import Engine, SamplingParams
 from tests.engine.models import FAMILIES, greedy, prompts, tiny
+from tests.turns import in_turn
 
 families = pytest.mark.parametrize("family", FAMILIES)
 
@@ -25,8 +26,7 @@ def test_greedy_tokens_are_those_of_model_generate(family, prefix_cache):
     assert (engine.counts.cached > 0) is prefix_cache
 
 
-@families
-@pytest.mark.parametrize("host_pages", [0, 30])
+@pytest.mark.parametrize(("family", "host_pages"), in_turn(FAMILIES, [0, 30]))
 def test_tokens_stay_the_same_when_requests_come_and_go_and_pages_run_out(family, host_pages):
     model, draw = tiny(family), random.Random(family)
     pages = 8 if family == "Mistral" else 13  # a window needs few

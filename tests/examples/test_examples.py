@@ -1,8 +1,8 @@
 """Every example runs as it says it does: alone with one command, and under torchrun. Each checks itself.
 
 Most of a command's time is its import of torch, once for itself and once for each of its ranks. Daily an example is
-therefore a fork of an interpreter that has imported torch, and its ranks are forks of it; one runs as a command. The
-slow tests run each as a command.
+therefore a fork of an interpreter that has imported torch, and its ranks are forks of it; one runs under torchrun, as a
+command on each of two hosts. The slow tests run each as a command.
 """
 
 import json
@@ -126,11 +126,8 @@ def test_an_example_runs(forked, example):
     assert out.strip()
 
 
-@pytest.mark.parametrize(
-    "example",
-    [path if path in OVER_RANKS[:1] else pytest.param(path, marks=pytest.mark.slow) for path in EXAMPLES],
-    ids=lambda path: path.stem,
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_an_example_runs_with_one_command(example):
     assert run(sys.executable, str(example)).strip()
 

@@ -22,10 +22,10 @@ from tests.integrations.families import (
     on_ranks,
     one_device,
 )
+from tests.turns import in_turn
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize(("name", "ranks"), in_turn(SPECS, [4, 2, 1]))
 def test_a_family_answers_as_on_one_device(name, ranks):
     given = batch(name)  # 23 tokens: no number of ranks divides them
     true = one_device(name, given)
@@ -33,8 +33,10 @@ def test_a_family_answers_as_on_one_device(name, ranks):
         assert off(found, true)[0] < BOUND
 
 
-@pytest.mark.parametrize("side", ["right", "left", "both"])
-@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt-oss", "bert", "modernbert", "bart"])
+@pytest.mark.parametrize(
+    ("name", "side"),
+    in_turn(["llama", "gemma3", "gpt-oss", "bert", "modernbert", "bart"], ["right", "left", "both"]),
+)
 def test_rows_with_padding_of_their_own(name, side):
     given, padding = padded(name, side)
     true = one_device(name, given)
@@ -167,8 +169,7 @@ def test_gradient_checkpointing_of_both_kinds(name, reentrant):
 
 
 @pytest.mark.parametrize("inner", [False, True], ids=["whole", "whole and layers"])
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("name", ["llama", "gemma2", "bart"])
+@pytest.mark.parametrize(("name", "reentrant"), in_turn(["llama", "gemma2", "bart"], [True, False]))
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 def test_a_checkpoint_around_the_whole_call(name, reentrant, inner):
     """The call is made again in backward, after another batch has come by."""

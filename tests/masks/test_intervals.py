@@ -119,7 +119,7 @@ def program_of(name, compare, *dtypes):
     return program, [next(i for i, each in enumerate(tables) if each is used) for used in program.captured]
 
 
-@settings(max_examples=200)
+@settings(max_examples=3 * settings.default.max_examples)
 @given(st.sampled_from(list(OPERATIONS)), st.data())
 def test_what_is_said_of_a_box_holds_for_its_pairs(name, data):
     check_operation(name, data)

@@ -36,7 +36,7 @@ SQUARES = sum(n * n for n in LENGTHS)
         (PACK | SinkTokens(4), COUNT + 1, None),
         (PACK & OTHER, 2 * COUNT, None),
         pytest.param(PACK & ~OTHER, 2 * COUNT, None, marks=pytest.mark.slow),
-        (PACK | OTHER, 2 * COUNT, None),
+        pytest.param(PACK | OTHER, 2 * COUNT, None, marks=pytest.mark.slow),
         (
             PACK & SlidingWindow(511),
             COUNT,

@@ -15,6 +15,7 @@ from attnspan.plan import kind as kind_module
 from attnspan.plan import plan as plan_module
 from attnspan.testing import loopback
 from attnspan.transports import Transport
+from tests.pace import stretched
 from tests.processes import spawn
 
 LENGTH, RANKS = 48, 2
@@ -164,13 +165,13 @@ def test_asking_for_a_session_that_is_known_does_not_wait_for_one_that_is_planne
 
         def slowly(*args):
             begun.set()
-            assert go.wait(30)
+            assert go.wait(stretched(30))
             return sibling(*args)
 
         cp._sibling = slowly
         with ThreadPoolExecutor(1) as planner:
             coming = planner.submit(cp.with_mask, SlidingWindow(6))
-            assert begun.wait(30)
+            assert begun.wait(stretched(30))
             assert cp.with_mask(SlidingWindow(5)) is known
             assert not coming.done()
             go.set()

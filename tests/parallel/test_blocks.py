@@ -93,7 +93,7 @@ def afresh():
 
 
 ORDERS = ["no checkpoints", "checkpoint, then compile", "compile, then checkpoint"]
-DAILY = [*(("whole", order) for order in ORDERS), ("attention", ORDERS[1]), ("style", ORDERS[2])]
+DAILY = list(zip(ATTACHED, ORDERS, strict=True))
 REST = [(attached, order) for attached in ATTACHED for order in ORDERS if (attached, order) not in DAILY]
 
 

@@ -1,8 +1,9 @@
-"""Context parallelism beside everything else that trains a model: every loss and gradient of ten steps is that of one
+"""Context parallelism beside everything else that trains a model: every step's loss and gradients are those of one
 device, on real processes.
 
 Each way of training is a function of a process's rank; two spawns, of 2 and of 4 processes, run them all and return how
-far each was off; on NCCL there are 3 too. The model and one-device training are in model.py.
+far each was off; on NCCL there are 3 too. Daily they take `FEW` steps, each with another pack of documents; the slow
+tests and NCCL take ten, in second forms too. The model and one-device training are in model.py.
 """
 
 import functools
@@ -41,8 +42,10 @@ from tests.processes import on_backends, spawn
 BOUND = 1e-5
 """float32: rounding of ten steps, each of which starts from the last one's."""
 
+FEW = 4
 
-def train(mesh, model, wrapped=lambda model: model, *, steps=range(STEPS), average=False, optim=None, **options):
+
+def train(mesh, model, wrapped=lambda model: model, *, steps, average=False, optim=None, **options):
     """Every step's loss and gradients; `wrapped(model)` is what is called."""
     cp, found = ContextParallel(mesh, seq_len=SEQ_LEN, mask=batch(0).mask), []
     run = wrapped(model)
@@ -79,21 +82,21 @@ def one_step(cp, run, model, step, average, *, micro=1, rows=slice(None), over=N
 # ---- two processes, or three -----------------------------------------------------------------------------------------
 
 
-def two(world, folder, second):
-    mesh = mesh_of(world.ranks)
-    true, three = one_device(), one_device(micro=3)
+def two(world, folder, steps):
+    mesh, trained = mesh_of(world.ranks), partial(train, steps=range(steps))
+    true, three = one_device(steps=range(steps)), one_device(micro=3, steps=range(steps))
     found = {
-        "plain": off(train(mesh, Llama(), average=True), true),
-        "DDP": off(train(mesh, Llama(), DistributedDataParallel), true),
-        "FSDP2": off(train(mesh, Llama(), partial(sharded, mesh=mesh)), true),
-        "checkpointing": off(train(mesh, Llama(reentrant=False), DistributedDataParallel), true),
-        "reentrant checkpointing": off(train(mesh, Llama(reentrant=True), average=True), true),
-        "gradient accumulation": off(train(mesh, Llama(), average=True, micro=3), three),
-        "saved half way": off(saved(mesh, folder), true[: STEPS // 2]),
+        "plain": off(trained(mesh, Llama(), average=True), true),
+        "DDP": off(trained(mesh, Llama(), DistributedDataParallel), true),
+        "FSDP2": off(trained(mesh, Llama(), partial(sharded, mesh=mesh)), true),
+        "checkpointing": off(trained(mesh, Llama(reentrant=False), DistributedDataParallel), true),
+        "reentrant checkpointing": off(trained(mesh, Llama(reentrant=True), average=True), true),
+        "gradient accumulation": off(trained(mesh, Llama(), average=True, micro=3), three),
+        "saved half way": off(saved(mesh, folder, range(steps // 2)), true[: steps // 2]),
     }
     found["compiled blocks"], found["compilations"] = compiled(mesh, true, blocks_compiled)
-    if second:
-        found["accumulation under DDP"] = off(train(mesh, Llama(), DistributedDataParallel, micro=3), three)
+    if steps > FEW:
+        found["accumulation under DDP"] = off(trained(mesh, Llama(), DistributedDataParallel, micro=3), three)
     return found
 
 
@@ -119,18 +122,19 @@ def compiled(mesh, true, how):
     # Dynamo looks at an input's .grad, whatever the input is.
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning)
     counter = CompileCounterWithBackend("aot_eager" if mesh.device_type == "cpu" else "inductor")
-    return off(train(mesh, Llama(), partial(how, backend=counter), average=True), true), counter.frame_count
+    found = train(mesh, Llama(), partial(how, backend=counter), steps=range(len(true)), average=True)
+    return off(found, true), counter.frame_count
 
 
 def two_compiled(world):
     return compiled(mesh_of(2), one_device(), model_compiled)
 
 
-def saved(mesh, folder):
+def saved(mesh, folder, steps):
     """Half of the training under FSDP2 on two ranks, and then everything written to a folder."""
     model = sharded(Llama(), mesh)
     optim = optimizer(model)
-    found = train(mesh, model, steps=range(STEPS // 2), optim=optim)
+    found = train(mesh, model, steps=steps, optim=optim)
     weights, moments = get_state_dict(model, optim)
     dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=folder)
     return found
@@ -139,28 +143,29 @@ def saved(mesh, folder):
 # ---- four processes --------------------------------------------------------------------------------------------------
 
 
-def four(world, folder, second):
-    grid, line = mesh_of(2, 2, names=("dp", "cp")), mesh_of(4)
-    true, row = one_device(), grid["dp"].get_local_rank()
+def four(world, folder, steps):
+    grid, line, trained = mesh_of(2, 2, names=("dp", "cp")), mesh_of(4), partial(train, steps=range(steps))
+    true, row = one_device(steps=range(steps)), grid["dp"].get_local_rank()
     rows = {"rows": slice(row, row + 1), "over": dist.group.WORLD}
+    rest = range(steps // 2, steps)
     found = {
-        "plain": off(train(line, Llama(), average=True), true),
-        "FSDP2 on (dp, cp)": off(train(grid["cp"], Llama(), partial(sharded, mesh=grid), **rows), true),
-        "DDP on (dp, cp)": off(train(grid["cp"], Llama(), DistributedDataParallel, **rows), true),
-        "tensor parallel": off(tensor_parallel(), one_device(clip=False)),
-        "loaded": off(loaded(line, folder), true[STEPS // 2 :]),
+        "plain": off(trained(line, Llama(), average=True), true),
+        "FSDP2 on (dp, cp)": off(trained(grid["cp"], Llama(), partial(sharded, mesh=grid), **rows), true),
+        "DDP on (dp, cp)": off(trained(grid["cp"], Llama(), DistributedDataParallel, **rows), true),
+        "tensor parallel": off(tensor_parallel(trained), one_device(clip=False, steps=range(steps))),
+        "loaded": off(loaded(line, folder, rest), true[steps // 2 :]),
         "evaluation": evaluation(grid, line),
         "meshes": interleaved(grid, line),
     }
-    if second:
-        again = train(grid["cp"], Llama(False), partial(sharded, mesh=grid), **rows)
+    if steps > FEW:
+        again = trained(grid["cp"], Llama(False), partial(sharded, mesh=grid), **rows)
         found["FSDP2, checkpointing"] = off(again, true)
-        later = loaded(line, folder, partial(sharded, mesh=line))
-        found["loaded into FSDP2"] = off(later, true[STEPS // 2 :])
+        later = loaded(line, folder, rest, partial(sharded, mesh=line))
+        found["loaded into FSDP2"] = off(later, true[steps // 2 :])
     return found
 
 
-def tensor_parallel():
+def tensor_parallel(trained):
     """Heads and hidden units over one axis, the sequence over the other."""
     grid = mesh_of(2, 2, names=("tp", "cp"))
     model, columns, rows = Llama(), ColwiseParallel(), RowwiseParallel()
@@ -168,10 +173,10 @@ def tensor_parallel():
     styles |= {"feed_forward.w1": columns, "feed_forward.w3": columns, "feed_forward.w2": rows}
     for layer in model.layers:
         parallelize_module(layer, grid["tp"], styles)
-    return train(grid["cp"], model, average=True, clip=False)  # torch takes no norm of DTensors and tensors together
+    return trained(grid["cp"], model, average=True, clip=False)  # torch takes no norm of DTensors and tensors together
 
 
-def loaded(mesh, folder, wrapped=None):
+def loaded(mesh, folder, steps, wrapped=None):
     """The other half of the training, from what two ranks saved."""
     model = wrapped(Llama()) if wrapped else Llama()
     optim = optimizer(model)
@@ -179,7 +184,7 @@ def loaded(mesh, folder, wrapped=None):
     state = {"model": weights, "optimizer": moments}
     dcp.load(state, checkpoint_id=folder)
     set_state_dict(model, optim, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-    return train(mesh, model, steps=range(STEPS // 2, STEPS), average=wrapped is None, optim=optim)
+    return train(mesh, model, steps=steps, average=wrapped is None, optim=optim)
 
 
 def one_rank():
@@ -221,33 +226,30 @@ def interleaved(grid, line):
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory):
-    """What so many processes found, in second forms too if asked; four go on with what two have saved."""
+    """What so many processes found in so many steps; four go on with what two have saved."""
     folders = functools.cache(lambda *_: str(tmp_path_factory.mktemp("saved")))
 
     @functools.cache
-    def by(ranks, backend, second):
+    def by(ranks, backend, steps):
         if ranks == 4:
-            by(2, backend, second)
-            return spawn(4, four, folders(backend, second), second, backend=backend, timeout=240)
-        folder = folders(backend, second) if ranks == 2 else str(tmp_path_factory.mktemp("not read"))
-        return spawn(ranks, two, folder, second, backend=backend, timeout=240)
+            by(2, backend, steps)
+            return spawn(4, four, folders(backend, steps), steps, backend=backend, timeout=240)
+        folder = folders(backend, steps) if ranks == 2 else str(tmp_path_factory.mktemp("not read"))
+        return spawn(ranks, two, folder, steps, backend=backend, timeout=240)
 
-    return by
+    return lambda ranks, backend, steps=FEW: by(ranks, backend, STEPS if backend == "nccl" else steps)
 
 
-@pytest.mark.parametrize("second", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("steps", [FEW, pytest.param(STEPS, marks=pytest.mark.slow)])
 @on_backends(2, 4, slow=(3,))
-def test_ten_steps_are_those_of_one_device_however_a_model_is_trained(told, ranks, backend, second):
-    for found in told(ranks, backend, second or backend == "nccl"):
+def test_every_step_is_that_of_one_device_however_a_model_is_trained(told, ranks, backend, steps):
+    for found in told(ranks, backend, steps):
         assert {name: error for name, error in found.items() if name != "compilations" and not error <= BOUND} == {}
 
 
 @on_backends(2)
 def test_another_pack_of_documents_does_not_compile_anew(told, ranks, backend):
-    assert [found["compilations"] for found in told(ranks, backend, backend == "nccl")] == [
-        1,
-        1,
-    ]  # both layers are the same code
+    assert [found["compilations"] for found in told(ranks, backend)] == [1, 1]  # both layers are the same code
 
 
 @on_backends(slow=(2,))

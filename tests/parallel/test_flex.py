@@ -24,6 +24,7 @@ from attnspan.parallel import attentions, flex_dispatch
 from attnspan.testing import loopback
 from tests.devices import here, mesh_of
 from tests.processes import on_backends, spawn
+from tests.turns import in_turn
 
 LENGTH, BATCH, HEADS = 37, 2, 4
 IDS = torch.tensor([[0] * 9 + [1] * 17 + [2] * 11, [0] * 20 + [1] * 3 + [2] * 14])
@@ -146,8 +147,7 @@ MASKS = {
 }
 
 
-@pytest.mark.parametrize("score_mod", [None, distance], ids=["plain", "scored"])
-@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize(("name", "score_mod"), in_turn(MASKS, [None, distance]))
 def test_any_mask_and_score_mod_is_exact_with_global_positions(name, score_mod):
     made, fn = MASKS[name]
 
@@ -797,7 +797,7 @@ class Widened(nn.Module):
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-@pytest.mark.parametrize("whole_model", [True, False])
+@pytest.mark.parametrize("whole_model", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_model_compiled_in_parts_does_not_compile_code_of_ours_until_the_limit(whole_model):
     torch._dynamo.reset()
 
@@ -869,7 +869,10 @@ def test_no_block_is_open_inside_of_kernels(way, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
-@pytest.mark.parametrize("name", ["a BlockMask", "rows", "heads", "unequal blocks", "a mask"])
+@pytest.mark.parametrize(
+    "name",
+    ["rows", "heads", "unequal blocks", *(pytest.param(x, marks=pytest.mark.slow) for x in ("a BlockMask", "a mask"))],
+)
 def test_a_shard_of_a_block_mask_is_for_gathered_keys(name):
     made, fn = MASKS[name]
     q, k, v = whole(kv_heads=HEADS)

@@ -25,7 +25,7 @@ from attnspan.testing import loopback
 from attnspan.transports.counting import Counting
 from tests.devices import here, mesh_of
 from tests.layouts.strategies import lengths_of
-from tests.pace import stretched
+from tests.pace import in_time, stretched
 from tests.parallel.cases import DTYPES, Case, Listed, cases, numbers, on_ranks, same
 from tests.processes import spawn
 
@@ -508,7 +508,7 @@ def test_processes_move_tensors_refuse_together_and_know_when_their_group_is_gon
     if ranks == 2:
         (other, waited), (wrong, until) = [late for _, late, _, _ in told]
         assert (other, wrong) == ("TransportError", "ShardError")
-        assert max(waited, until) < stretched(TIMEOUT + 4)
+        assert in_time(max(waited, until), TIMEOUT + 4)
 
 
 @pytest.mark.nccl

@@ -14,6 +14,7 @@ from attnspan.errors import AttentionError, MaskError
 from attnspan.masks import MaskMod
 from attnspan.masks.program import traced
 from attnspan.testing import loopback
+from tests.turns import in_turn
 
 LENGTH, HEADS, RANKS = 32, 2, 2
 STRATEGIES = ("gather", "ring", "needed", "ulysses", "auto")
@@ -96,8 +97,7 @@ def few_bands(monkeypatch):
 # ---- masks -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(("change", "strategy"), in_turn(CHANGES, STRATEGIES))
 def test_a_new_mask_of_a_function_is_what_the_function_computes_then(change, strategy):
     made, write = CHANGES[change]
     captured, fn = made()

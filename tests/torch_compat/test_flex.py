@@ -24,6 +24,7 @@ from attnspan.torch_compat import (
 from tests.devices import here, mesh_of
 from tests.processes import on_backends, spawn
 from tests.torch_compat.harness import on_ranks, whole
+from tests.turns import in_turn
 
 FLEX = _ContextParallel.AttentionType.FLEX
 LENGTH, BATCH, HEADS = 300, 2, 2
@@ -79,8 +80,7 @@ BALANCERS = {
 }
 
 
-@pytest.mark.parametrize("score_mod", [None, alibi], ids=["plain", "scored"])
-@pytest.mark.parametrize("name", BALANCERS)
+@pytest.mark.parametrize(("name", "score_mod"), in_turn(BALANCERS, [None, alibi]))
 def test_a_styled_module_is_one_devices_with_any_load_balancer(name, score_mod):
     true = alone(score_mod)
 
@@ -143,7 +143,14 @@ def test_a_mask_for_another_order_is_refused():
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
-@pytest.mark.parametrize("name", BALANCERS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "head-tail",
+        "per document and row",
+        *(pytest.param(x, marks=pytest.mark.slow) for x in ("spans", "per document", "PTRR")),
+    ],
+)
 def test_by_itself_a_part_fits_gathered_keys(name):
     true = alone()[0]
 

@@ -15,10 +15,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from attnspan.errors import RankError, TransportError
+from attnspan.testing import Processes
 from attnspan.transports import Distributed, transport_of
 from attnspan.transports.distributed import _gloo_beside
-from tests.pace import stretched
-from tests.processes import Died, on_backends, spawn
+from tests.pace import in_time, stretched
+from tests.processes import Died, Patient, on_backends, spawn
 from tests.transports.conformance import LAWS, held, neighbours, same
 
 
@@ -61,7 +62,7 @@ def data_moves_by_itself(rank):
     """Whether a large message arrives while its receiver computes and waits for nothing."""
     world = transport_of(None)
     after, before = neighbours(world)
-    got, give_up = torch.zeros(2**22), time.monotonic() + 20
+    got, give_up = torch.zeros(2**22), time.monotonic() + stretched(20)
     pending = world.exchange([(after, torch.ones(2**22))], [(before, got)])
     while got[-1] == 0 and time.monotonic() < give_up:
         torch.ones(16, 16) @ torch.ones(16, 16)
@@ -283,13 +284,13 @@ def test_a_silent_peer_is_given_up_on_after_the_groups_timeout(seen_in_faults):
     assert said.startswith("rank 0 of 3, group ")
     assert "waiting for keys from rank 2: " in said
     assert "Timed out" in said
-    assert seconds < stretched(SHORT + SLACK)
+    assert in_time(seconds, SHORT + SLACK)
 
 
 def test_ends_that_disagree_do_not_meet_and_no_process_is_aborted(seen_in_faults):
     seconds, said = seen_in_faults[0]["disagreeing"]
     assert "waiting for keys from rank 1: " in said
-    assert seconds < stretched(SHORT + SLACK)
+    assert in_time(seconds, SHORT + SLACK)
 
 
 def test_a_killed_peer_is_named_within_the_groups_timeout(seen_in_faults):
@@ -299,10 +300,10 @@ def test_a_killed_peer_is_named_within_the_groups_timeout(seen_in_faults):
     for rank in (0, 2):
         seconds, said = seen_in_faults[rank]["killed"]
         assert said.removeprefix(f"rank {rank} of 3, group '0' (default_pg): ").startswith(awaited[rank])
-        assert seconds < stretched(PATIENT + SLACK)
+        assert in_time(seconds, PATIENT + SLACK)
         seconds, said = seen_in_faults[rank]["afterwards"]
         assert said.startswith(f"rank {rank} of 3, group '0' (default_pg): waiting for rank 1 to take keys: ")
-        assert seconds < stretched(PATIENT + SLACK)
+        assert in_time(seconds, PATIENT + SLACK)
 
 
 def one_raises(world):
@@ -324,6 +325,7 @@ def hang(world):
     time.sleep(600)
 
 
-def test_twin_a_process_that_does_not_end_is_killed_and_reported():
+def test_twin_a_process_that_does_not_end_is_killed_and_reported(monkeypatch):
+    monkeypatch.setattr(Patient, "_ready", Processes._ready)  # it is known to hang: the pace is not measured again
     with pytest.raises(RankError, match="rank 0 did not end within 1 s"):
         spawn(1, hang, timeout=1)

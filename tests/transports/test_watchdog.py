@@ -122,8 +122,11 @@ def test_an_abort_that_hangs_is_not_waited_for(abort, monkeypatch):
 
 def test_a_group_is_given_up_only_if_its_device_does_not_come_to_rest(abort, monkeypatch):
     given_up, over = [], threading.Event()
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    abort(CUDA, lambda: given_up.append("at rest"))
+    monkeypatch.setattr(watchdog, "ABORT_SECONDS", stretched(60))  # what ends by itself is awaited
+    with monkeypatch.context() as at_rest:
+        at_rest.setattr(watchdog, "REST_SECONDS", stretched(60))
+        at_rest.setattr(torch.cuda, "synchronize", lambda device: None)
+        abort(CUDA, lambda: given_up.append("at rest"))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: over.wait())
     abort(CUDA, lambda: given_up.append("waiting"))
     over.set()

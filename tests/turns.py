@@ -1,0 +1,15 @@
+"""Two parameters of a test, of which the second takes turns: each row is tried with one daily, with all under `slow`.
+
+@pytest.mark.parametrize(("name", "ranks"), in_turn(["llama", "bert"], [2, 4]))  # daily (llama, 2) and (bert, 4)
+"""
+
+import pytest
+
+
+def in_turn(rows, columns):
+    """Every pair, as pytest takes them."""
+    return [
+        pytest.param(row, column, marks=[] if n % len(columns) == m else [pytest.mark.slow])
+        for n, row in enumerate(rows)
+        for m, column in enumerate(columns)
+    ]
