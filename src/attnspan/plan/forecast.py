@@ -46,7 +46,7 @@ HOPS = 16
 
 class Estimate(NamedTuple):
     """A strategy: its seconds on the slowest rank, how often that rank exchanges anything, the most seconds that a rank
-    computes, and the most bytes of keys on one."""
+    computes at least if tiles are cut and joined otherwise, and the most bytes of keys on one."""
 
     strategy: Strategy
     seconds: float
@@ -242,7 +242,8 @@ class Groups:
         seconds, slowest = clocks.compute.max(1)
         exchanges = (torch.stack([keys, fetched, ways]) > 0).sum((0, 3)).gather(1, slowest[:, None]).squeeze(1)
         heads = 6 if self.degree > 1 else 0
-        columns = (each.tolist() for each in (seconds, exchanges + heads, clocks.busy.amax(1), needs))
+        busy = (clocks.busy - work.spare.sum(-1)).amax(1)
+        columns = (each.tolist() for each in (seconds, exchanges + heads, busy, needs))
         return [Estimate(*each) for each in zip(strategies, *columns, strict=True)]
 
     # ---- steps -------------------------------------------------------------------------------------------------

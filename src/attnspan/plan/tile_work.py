@@ -27,6 +27,7 @@ class Work(NamedTuple):
     backward: Tensor
     rows: Tensor
     cols: Tensor
+    spare: Tensor  # seconds that tiles would take less if each were a call of its own, and calls cost nothing
 
     @classmethod
     def of(cls, groups: Groups, table: Tensor, steps: int) -> Work:
@@ -57,11 +58,13 @@ class Work(NamedTuple):
         flops = groups.flops
         is_joint = (tiles > 1) & ((flops * area < machine.joins * tiles) | (plain == 0)) & (machine.joins > 0)
         launches = machine.launch, machine.launch if machine.launch_backward is None else machine.launch_backward
+        alone = [flops * seconds * machine.ranks_per_device for seconds in times[::2]]
         forward, backward_ = (
-            torch.where(is_joint, flops * joint + launch, flops * alone + launch * tiles) * machine.ranks_per_device
-            for launch, alone, joint in zip(launches, times[::2], times[1::2], strict=True)
+            torch.where(is_joint, flops * joint + launch, seconds + launch * tiles) * machine.ranks_per_device
+            for launch, seconds, joint in zip(launches, (flops * each for each in times[::2]), times[1::2], strict=True)
         )
-        return cls(*(each.sum(2) for each in (forward, backward_, row_sum, col_sum)))
+        spare = forward + backward_ - alone[0] - alone[1]
+        return cls(*(each.sum(2) for each in (forward, backward_, row_sum, col_sum, spare)))
 
 
 def _columns(groups: Groups, table: Tensor, steps: int) -> Tensor:
