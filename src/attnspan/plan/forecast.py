@@ -206,7 +206,7 @@ class Groups:
     @property
     def far(self) -> Tensor:
         """The keys that each group needs from other nodes, (G)."""
-        return (self.needed * self._around.away[0]).sum(1)
+        return (self.needed * self._around.away).sum(1)
 
     @cached_property
     def distances(self) -> list[int]:
@@ -282,11 +282,15 @@ class Groups:
         return whole, torch.ones(1, self.count, 1, dtype=torch.float64, device="cpu")
 
     def _spread(self, keys: Tensor, onto: Tensor) -> Tensor:
-        """Keys by group and ring distance, (G, G), laid onto steps, (V, G, S)."""
-        sent = keys.view(-1).index_select(0, self._around.sent.view(-1)).view(keys.shape)
-        ways = torch.stack([keys, sent])
-        places = torch.stack([ways * ~self._around.away, ways * self._around.away], 1)
-        return torch.stack([places, (places > 0).double()])[:, None] @ onto[:, None, None]
+        """Keys by group and ring distance, (G, G), of which most are 0, laid onto steps, (V, G, S)."""
+        here, distance = keys.nonzero().unbind(1)
+        found, count = keys[here, distance], self.count
+        place = self._around.away[here, distance].long() * count
+        at = torch.cat([place + here, 2 * count + place + (here - distance) % count])  # that arrive, that leave
+        steps = onto.index_select(1, distance).repeat(1, 2, 1)
+        onto_steps = torch.stack([steps * found.repeat(2)[:, None], steps])
+        laid = onto.new_zeros(2, len(onto), 4 * count, onto.shape[2]).index_add_(2, at, onto_steps)
+        return laid.unflatten(2, (2, 2, count))
 
     def _hops(self, steps: int) -> Tensor:
         """Whole shards, handed on; a hop may be longer than one."""
@@ -340,16 +344,14 @@ class Around(NamedTuple):
     """Groups in a ring, (G, G) by group and distance."""
 
     before: Tensor  # the group at that distance before
-    sent: Tensor  # where what a group sends over that distance lies, if what is received lies by group and distance
-    away: Tensor  # (2, G, G): whether the group at that distance before, and after, is on another node
+    away: Tensor  # whether it is on another node
 
 
 @lru_cache(maxsize=64)
 def _around(count: int, degree: int, node: int) -> Around:
     groups = torch.arange(count, device="cpu")
-    before, after = (groups[:, None] - groups) % count, (groups[:, None] + groups) % count
-    nodes = groups * degree // node
-    return Around(before, after * count + groups, nodes[torch.stack([before, after])] != nodes[:, None])
+    before, nodes = (groups[:, None] - groups) % count, groups * degree // node
+    return Around(before, nodes[before] != nodes[:, None])
 
 
 def _step_of(strategy: Strategy, distances: list[int], groups: int) -> list[int]:
