@@ -203,10 +203,10 @@ class Groups:
         keys[:, 0] = 0
         return keys
 
-    @property
+    @cached_property
     def far(self) -> Tensor:
         """The keys that each group needs from other nodes, (G)."""
-        return (self.needed * self._around.away).sum(1)
+        return (self.needed * self._away).sum(1)
 
     @cached_property
     def distances(self) -> list[int]:
@@ -269,23 +269,29 @@ class Groups:
         moved = needed if all(isinstance(each, Needed) for each in inner) else needed.clone()
         for number, each in enumerate(inner):
             if isinstance(each, Gather):
-                moved[:, number, ..., :1] = self._spread(*self._shards)[:, 0]
+                moved[:, number, ..., 0] = self._shards
             elif isinstance(each, Ring):
                 moved[:, number] = self._hops(needed.shape[-1])
         return moved
 
     @property
-    def _shards(self) -> tuple[Tensor, Tensor]:
-        """All keys of others, by group and ring distance, in a single step."""
-        whole = self.tokens.index_select(0, self._around.before.view(-1)).view(self.count, self.count).clone()
-        whole[:, 0] = 0
-        return whole, torch.ones(1, self.count, 1, dtype=torch.float64, device="cpu")
+    def _shards(self) -> Tensor:
+        """All keys of others in one exchange, and peers: (2, 2 ways, 2 places, G)."""
+        node, own = torch.arange(self.count, device="cpu") * self.degree // self.hardware.ranks_per_node, self.tokens
+
+        def of_others(numbers: Tensor) -> Tensor:
+            """Their sum over the other groups of a node, and over those of other nodes."""
+            there = torch.zeros_like(numbers).index_add_(0, node, numbers)[node]
+            return torch.stack([there - numbers, numbers.sum() - there])
+
+        holds, others = (own > 0).double(), of_others(torch.ones_like(own))
+        return torch.stack([of_others(own), own * others, of_others(holds), holds * others]).unflatten(0, (2, 2))
 
     def _spread(self, keys: Tensor, onto: Tensor) -> Tensor:
         """Keys by group and ring distance, (G, G), of which most are 0, laid onto steps, (V, G, S)."""
         here, distance = keys.nonzero().unbind(1)
         found, count = keys[here, distance], self.count
-        place = self._around.away[here, distance].long() * count
+        place = self._away[here, distance].long() * count
         at = torch.cat([place + here, 2 * count + place + (here - distance) % count])  # that arrive, that leave
         steps = onto.index_select(1, distance).repeat(1, 2, 1)
         onto_steps = torch.stack([steps * found.repeat(2)[:, None], steps])
@@ -314,8 +320,8 @@ class Groups:
         return torch.maximum(*places).amax(1)
 
     @property
-    def _around(self) -> Around:
-        return _around(self.count, self.degree, self.hardware.ranks_per_node)
+    def _away(self) -> Tensor:
+        return _away(self.count, self.degree, self.hardware.ranks_per_node)
 
     # ---- memory ------------------------------------------------------------------------------------------------
 
@@ -340,18 +346,12 @@ class Groups:
         return keeps, peak.amax(1) + (kept * keeps).amax(1)
 
 
-class Around(NamedTuple):
-    """Groups in a ring, (G, G) by group and distance."""
-
-    before: Tensor  # the group at that distance before
-    away: Tensor  # whether it is on another node
-
-
 @lru_cache(maxsize=64)
-def _around(count: int, degree: int, node: int) -> Around:
+def _away(count: int, degree: int, node: int) -> Tensor:
+    """Whether the group at some ring distance before a group is on another node, (G, G)."""
     groups = torch.arange(count, device="cpu")
-    before, nodes = (groups[:, None] - groups) % count, groups * degree // node
-    return Around(before, nodes[before] != nodes[:, None])
+    nodes = groups * degree // node
+    return nodes[(groups[:, None] - groups) % count] != nodes[:, None]
 
 
 def _step_of(strategy: Strategy, distances: list[int], groups: int) -> list[int]:
