@@ -111,7 +111,7 @@ def test_so_they_are_between_processes():
 
 
 def test_the_first_call_finds_its_plan():
-    chosen, steps = kind_module._chosen, plan_module._steps
+    chosen, steps = kind_module._forecast, plan_module._steps
     asked = [Causal() & Documents(lengths) for lengths in packs(3, seed=1)]
 
     def rank(world):

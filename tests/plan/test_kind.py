@@ -1,50 +1,129 @@
-"""`auto` chooses by kind of pack: alike on all ranks, in any order, and about as well as pack by pack."""
+"""`auto` takes a strategy for each pack: alike on all ranks, in any order, and as good as comparing all would find."""
 
 from __future__ import annotations
 
 import random
-from statistics import fmean
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnspan.layouts import Balanced, Contiguous, PerDocument
+from attnspan.errors import PlanError
+from attnspan.layouts import Balanced, Contiguous, HeadTail, Layout, PerDocument, Striped
 from attnspan.layouts.balanced import fitting_chunk
 from attnspan.masks import Causal, Documents, Full, KeyPadding, Mask, SlidingWindow
 from attnspan.masks.typical import typical_lengths
-from attnspan.plan import Hardware, Plan, Shape, choose, kind
-from attnspan.plan.kind import kind_of, strategy_for
+from attnspan.plan import Choice, Hardware, Plan, Shape, choose, kind
+from attnspan.plan.kind import is_forecast, kind_of, strategy_for
+from attnspan.plan.strategy import Gather, Needed, Ring, Strategy
 from benchmarks.packs import PACKS, pack
 
 SHAPE = Shape(heads=32, kv_heads=8)
+SHAPES = [SHAPE, Shape(32, 32, 64), Shape(8, 1)]
 H100 = Hardware.of("h100-nvlink")
+NODES = replace(H100, ranks_per_node=2)
+MACHINES = [H100, Hardware.of("cpu-gloo"), NODES]
 
 
 def planned(mask: Mask, seq_len: int, ranks: int) -> Plan:
     return Plan(mask, Balanced(mask, ranks=ranks, chunk=fitting_chunk(seq_len, ranks)), seq_len)
 
 
-def regret(mask: Mask, seq_len: int, ranks: int) -> float:
-    """The predicted time of what the kind takes, over that of what is best for the pack itself."""
-    plan = planned(mask, seq_len, ranks)
-    anew = choose(mask, seq_len=seq_len, ranks=ranks, shape=SHAPE, hardware=H100, layouts=[plan.layout])
-    taken = strategy_for(plan, SHAPE, H100)
-    return next(c.seconds for c in anew.candidates if c.plan.strategy == taken) / anew.candidates[0].seconds
+def compared(plan: Plan, shape: Shape, machine: Hardware) -> Choice:
+    """What comparing every strategy on every rank finds."""
+    how = {"seq_len": plan.seq_len, "ranks": plan.ranks, "layouts": [plan.layout], "sampled": plan.ranks}
+    return choose(plan.mask, shape=shape, hardware=machine, **how)
+
+
+def over(choice: Choice, taken: Strategy) -> float:
+    """The predicted time of a strategy, over that of the one that a comparison takes."""
+    return next(c.seconds for c in choice.candidates if c.plan.strategy == taken) / choice.candidates[0].seconds
+
+
+def regret(name: str, seed: int, seq_len: int, ranks: int) -> float:
+    """`over` for a pack, shape and machine by seed."""
+    draw = random.Random(f"{name} {seed} {ranks}")
+    shape, machine, documents = draw.choice(SHAPES), draw.choice(MACHINES), round(2 ** draw.uniform(2, 10))
+    plan = planned(Causal() & Documents(pack(name, seq_len, documents, seed)), seq_len, ranks)
+    return over(compared(plan, shape, machine), strategy_for(plan, shape, machine))
 
 
 @pytest.mark.parametrize("name", PACKS)
-def test_a_kind_is_about_as_fast_as_choosing_anew(name: str):
-    packs = [Causal() & Documents(pack(name, 1 << 14, 40, seed)) for seed in range(4)]
-    assert fmean(regret(mask, 1 << 14, 4) for mask in packs) <= 1.05
+def test_what_is_taken_is_within_5_percent_of_choosing_anew(name: str):
+    assert max(regret(name, seed, 1 << 15, 8) for seed in range(3)) <= 1.05
+
+
+@pytest.mark.parametrize("name", ["uniform", "two lengths"])
+def test_what_is_taken_is_within_5_percent_of_choosing_anew_on_64_ranks(name: str):
+    assert regret(name, 1, 1 << 16, 64) <= 1.05
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [8, 64])
+@pytest.mark.parametrize(("ranks", "packs"), [(8, 30), (64, 6)])
 @pytest.mark.parametrize("name", PACKS)
-def test_a_kind_is_about_as_fast_as_choosing_anew_on_many_packs(name: str, ranks: int):
-    masks = [Causal() & Documents(pack(name, 1 << 17, count, seed)) for count in (20, 500) for seed in range(6)]
-    assert fmean(regret(mask, 1 << 17, ranks) for mask in masks) <= 1.05
+def test_what_is_taken_is_within_5_percent_of_choosing_anew_on_many_packs(name: str, ranks: int, packs: int):
+    assert max(regret(name, seed, 1 << 17, ranks) for seed in range(100, 100 + packs)) <= 1.05
+
+
+def test_a_strategy_that_suits_a_typical_pack_may_be_slow_for_another():
+    """The twin: what the packs have in common does not decide, and the law can fail."""
+    plan = planned(Causal() & Documents(pack("equal", 1 << 15, 33, 0)), 1 << 15, 8)
+    typical = compared(kind_of(plan), SHAPE, NODES).plan.strategy
+    anew = compared(plan, SHAPE, NODES)
+    assert over(anew, Strategy.of(typical)) > 1.05
+    assert over(anew, strategy_for(plan, SHAPE, NODES)) <= 1.05
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 7])
+@pytest.mark.parametrize("rows", [[[1]], [[3, 1]], [[7, 13]], [[97], [90, 7], [1] * 97]], ids=repr)
+def test_a_strategy_is_found_for_any_pack(rows: list[list[int]], ranks: int):
+    mask, seq_len, shape = Causal() & Documents(rows), sum(rows[0]), Shape(12, 4, batch=len(rows))
+    for layout in (Balanced(mask, ranks=ranks, chunk=1), HeadTail(ranks), Balanced(mask, ranks=ranks, per_row=True)):
+        plan = Plan(mask, layout, seq_len)
+        taken = strategy_for(plan, shape, NODES)
+        assert over(compared(plan, shape, NODES), taken) <= 1.05
+
+
+@pytest.mark.parametrize("keep_keys", [True, "auto"])
+def test_keys_that_are_kept_count(keep_keys: bool):
+    plan = planned(Causal() & Documents(pack("wide", 1 << 14, 30, 2)), 1 << 14, 8)
+    slow = replace(NODES, between=replace(NODES.between, bandwidth=2e9))
+    how = {"seq_len": 1 << 14, "ranks": 8, "layouts": [plan.layout], "keep_keys": keep_keys, "sampled": 8}
+    anew = choose(plan.mask, shape=SHAPE, hardware=slow, **how)
+    assert over(anew, strategy_for(plan, SHAPE, slow, keep_keys)) <= 1.05
+
+
+def test_what_does_not_fit_into_memory_is_not_taken():
+    plan = planned(Causal() & Documents([1 << 14]), 1 << 14, 8)
+    anew = compared(plan, SHAPE, H100)
+    ring = next(c for c in anew.candidates if c.plan.strategy == Ring())
+    assert all(c.needs > ring.needs for c in anew.candidates if c.plan.strategy in (Needed(1), Needed(2), Gather()))
+    tight = replace(H100, memory=2.0 * ring.needs)
+    taken = strategy_for(plan, SHAPE, tight)
+    assert next(c.needs for c in anew.candidates if c.plan.strategy == taken) <= ring.needs
+
+
+def test_where_nothing_fits_the_error_says_what_is_needed():
+    plan = planned(Causal() & Documents([4096]), 4096, 4)
+    with pytest.raises(PlanError, match="no plan fits into"):
+        strategy_for(plan, SHAPE, replace(H100, memory=1e6))
+
+
+@pytest.mark.parametrize(
+    ("mask", "layout", "expected"),
+    [
+        (Causal() & Documents([3000, 1096]), Contiguous(4), True),
+        (Causal() & Documents([3000, 1096]), Striped(4), False),  # strides
+        (Causal() & ~Documents([512] * 8), Contiguous(4), False),  # a key is in many bands
+        (Causal(), Contiguous(4), False),  # comes again and again: compared once
+        (KeyPadding([3000, 4096]) & Causal(), Contiguous(4), False),
+        (Documents([3000, 1096]) & Causal() & ~Causal(), Contiguous(4), False),  # nothing to compute
+    ],
+    ids=repr,
+)
+def test_masks_of_one_batch_are_forecast(mask: Mask, layout: Layout, expected: bool):
+    assert is_forecast(Plan(mask, layout, 4096)) == expected
 
 
 @given(st.lists(st.integers(1, 500), min_size=1, max_size=40), st.integers(1, 3))
@@ -66,6 +145,7 @@ def test_what_is_chosen_does_not_depend_on_what_was_seen_before():
     masks = [Causal() & Documents(pack("lognormal", 1 << 14, 40, seed)) for seed in range(6)]
     there = [strategy_for(planned(mask, 1 << 14, 4), SHAPE, H100) for mask in masks]
     kind._chosen.cache_clear()
+    kind._forecast.cache_clear()
     back = [strategy_for(planned(mask, 1 << 14, 4), SHAPE, H100) for mask in reversed(masks)]
     assert there == back[::-1]
 

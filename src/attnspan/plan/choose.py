@@ -160,7 +160,7 @@ def choose(
         for layout in layouts or (Balanced(mask, ranks=ranks, chunk=fitting_chunk(seq_len, ranks)), Contiguous(ranks))
         for strategy in _strategies(ranks, shape)
     ]
-    if 1 < ranks <= shape.heads:  # all heads apart: who owns which tokens hardly matters
+    if _fits_ulysses(ranks, shape):  # who owns which tokens hardly matters
         tried.append((layouts[0] if layouts else Contiguous(ranks), Ulysses()))
     plans = (Plan(mask, layout, seq_len, strategy) for layout, strategy in tried)
     how: Any = {"limit": limit, "backward": backward, "keep_keys": keep_keys, "sampled": sampled}
@@ -266,6 +266,16 @@ def _check_parts(mask: Mask, shape: Shape, layouts: Sequence[Layout] | None, ran
             raise PlanError(f"layouts must hold layouts such as HeadTail(ranks={ranks}), got {layout!r}")
     if any(layout.ranks != ranks for layout in layouts or ()):
         raise PlanError(f"layouts must have {ranks} ranks, got {[layout.ranks for layout in layouts or ()]}")
+
+
+def all_strategies(ranks: int, shape: Shape) -> list[Strategy]:
+    """Every strategy worth trying with one layout."""
+    return [*_strategies(ranks, shape), *([Ulysses()] if _fits_ulysses(ranks, shape) else [])]
+
+
+def _fits_ulysses(ranks: int, shape: Shape) -> bool:
+    """Whether each rank can have heads of its own, all tokens of them."""
+    return 1 < ranks <= shape.heads
 
 
 def _strategies(ranks: int, shape: Shape) -> Iterator[Strategy]:
