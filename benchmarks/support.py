@@ -23,7 +23,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from attnspan.errors import PlanError
-from attnspan.kernels import KERNELS, Mods, Spec, band, flash4, flex, refusal
+from attnspan.kernels import KERNELS, Dropout, Mods, Spec, band, flash4, flex, refusal
 from attnspan.layouts import Balanced, Contiguous, HeadTail, Layout, Striped
 from attnspan.masks import (
     BlockSparse,
@@ -177,6 +177,8 @@ FEATURES = [
     _feature("sinks", sinks=True),
     _feature("lse in the loss", through_lse=True),
     _feature("sinks, and lse in the loss", sinks=True, through_lse=True),
+    _feature("dropout", dropout_p=0.3),
+    _feature("dropout, sinks, lse in the loss", dropout_p=0.3, sinks=True, through_lse=True),
     _feature("memory (B, S, H, D)", memory="BSHD"),
     _feature("memory (B, H, D, S)", memory="BHDS"),
     _feature("memory: rows of a larger buffer", memory="rows of more"),
@@ -255,6 +257,7 @@ def refusals(kernel: str, problem: Problem, plan: Plan, mods: Mods | None = None
         tile for rank in ranks for row in range(plan.rows) for step in plan.steps(rank, row) for tile in step.tiles
     ]
     dims = (problem.dim, problem.dim, problem.value_dim or problem.dim)
+    spec = Spec(1.0, mods, None, Dropout(problem.dropout_p, problem.dropout_seed) if problem.dropout_p else None)
     found = {}
     with _fake(), _as_on_a_gpu():
         for tile in {(tile.kind, tile.asked, len(tile.rows), len(tile.cols)): tile for tile in tiles}.values():
@@ -262,7 +265,7 @@ def refusals(kernel: str, problem: Problem, plan: Plan, mods: Mods | None = None
                 _empty(len(span), dim, problem.dtype, problem.device)
                 for span, dim in zip((tile.rows, tile.cols, tile.cols), dims, strict=True)
             )
-            if reason := refusal(kernel, Spec(1.0, mods), q, k, v, (tile,)):
+            if reason := refusal(kernel, spec, q, k, v, (tile,)):
                 found[reason.partition(" [")[0].partition(" (")[0]] = None  # without the tile's numbers, or a name
     return list(found)
 

@@ -3,6 +3,7 @@
 Shapes: q (B, H, n, D), k (B, Hk, m, D), v (B, Hk, m, Dv); masks (n, m) of bools, True where a pair attends.
 """
 
+import numpy as np
 import torch
 
 
@@ -32,12 +33,36 @@ def share(q, k, v, mask, tile, scale, grad):
     return torch.autograd.grad(out, inside, double(grad))
 
 
-def dense(scores, mask, values):
+def dense(scores, mask, values, drop=1.0):
     sees = mask.any(-1, keepdim=True)
     scores = scores.masked_fill(~mask, -torch.inf).masked_fill(~sees, 0.0)  # no NaN, and none in the gradient
-    weights = scores.softmax(-1) * mask
+    weights = scores.softmax(-1) * mask * drop
     out = sum((weights * where) @ v for where, v in values)
     return out, scores.logsumexp(-1).masked_fill(~sees.squeeze(-1), -torch.inf)
+
+
+def dropped(p, seed, shape):
+    """What dropout multiplies probabilities (B, H, n, m) by, in float64, as docs/attention.md defines it.
+
+    Pair by pair: Philox 4x32-10 in unsigned arithmetic of numpy, one word of four.
+    """
+    b, h, q, k = np.indices(shape, dtype=np.uint64)
+    words = philox([k // np.uint64(4), q, h, b], seed)
+    word = np.choose((k % np.uint64(4)).astype(np.int64), words)
+    kept = word >= np.uint64(round(p * 2**32))
+    return torch.from_numpy(np.where(kept, 1 / (1 - p), 0.0))
+
+
+def philox(counter, seed):
+    """Four words of Philox 4x32-10."""
+    low, half = np.uint64(0xFFFFFFFF), np.uint64(32)
+    key = [np.uint64(seed) & low, np.uint64(seed) >> half]
+    for _ in range(10):
+        a = counter[0] * np.uint64(0xD2511F53)
+        b = counter[2] * np.uint64(0xCD9E8D57)
+        counter = [(b >> half) ^ counter[1] ^ key[0], b & low, (a >> half) ^ counter[3] ^ key[1], a & low]
+        key = [(key[0] + np.uint64(0x9E3779B9)) & low, (key[1] + np.uint64(0xBB67AE85)) & low]
+    return counter
 
 
 def scored(score_mod, scores):

@@ -28,7 +28,7 @@ from attnspan.attention.lane import Lane
 from attnspan.attention.sums import Total
 from attnspan.attention.ulysses import HeadAllToAll
 from attnspan.attention.wire import Arrivals, Staged
-from attnspan.kernels import AUTO, Accumulator, Final, PerTile, Spec, accumulator, blocks
+from attnspan.kernels import AUTO, Accumulator, Dropout, Final, PerTile, Spec, accumulator, blocks
 from attnspan.masks import Causal, Mask
 from attnspan.masks.program import Program
 from attnspan.masks.tile import Tile
@@ -373,7 +373,7 @@ def backward_leaves_out_the_correction_by_grad_times_out(plant):
 
 @defect
 def the_scale_that_was_asked_for_is_ignored(plant):
-    plant(Call, "spec", lambda real: lambda self, query: Spec(query.shape[-1] ** -0.5))
+    plant(Call, "spec", lambda real: lambda self, inputs: Spec(inputs.query.shape[-1] ** -0.5))
 
 
 @defect
@@ -706,3 +706,62 @@ def only_the_last_block_counts_for_a_captured_tensor(plant):
 @defect
 def the_gradient_of_lse_does_not_reach_programs(plant):
     plant(Final, "delta", lambda real: lambda self: real(replace(self, grad_lse=None)))
+
+
+# ---- dropout -------------------------------------------------------------------------------------------------------
+
+
+def _dropped_at(plant: Plant, place: Callable) -> None:
+    plant(Dropout, "at", lambda real: lambda self, at: real(self, place(*at)))
+
+
+@defect
+def dropout_counts_queries_from_the_first_of_a_tile(plant):
+    _dropped_at(plant, lambda b, h, q, k: [b, h, torch.arange(len(q)), k])
+
+
+@defect
+def dropout_counts_keys_from_the_first_of_a_tile(plant):
+    _dropped_at(plant, lambda b, h, q, k: [b, h, q, torch.arange(len(k))])
+
+
+@defect
+def dropout_counts_heads_from_the_first_of_a_rank(plant):
+    _dropped_at(plant, lambda b, h, q, k: [b, torch.arange(len(h)), q, k])
+
+
+@defect
+def dropout_counts_batch_rows_from_the_first_of_a_lane(plant):
+    _dropped_at(plant, lambda b, h, q, k: [torch.arange(len(b)), h, q, k])
+
+
+@defect
+def every_rank_drops_by_a_seed_of_its_own(plant):
+    def bend(real):
+        def spec(self, inputs):
+            found = real(self, inputs)
+            return found if found.dropout is None else replace(found, dropout=Dropout(found.dropout.p, self.rank))
+
+        return spec
+
+    plant(Call, "spec", bend)
+
+
+@defect
+def what_is_kept_is_not_scaled(plant):
+    plant(Dropout, "weights", lambda real: lambda self, dtype: real(self, dtype) * (1 - self.p))
+
+
+@defect
+def what_is_dropped_is_kept_and_what_is_kept_is_dropped(plant):
+    plant(Dropout, "weights", lambda real: lambda self, dtype: 1 / (1 - self.p) - real(self, dtype))
+
+
+@defect
+def forward_drops_and_backward_does_not(plant):
+    plant(blocks, "backward", lambda real: lambda spec, *rest: real(replace(spec, dropout=None), *rest))
+
+
+@defect
+def the_gradient_of_probabilities_is_not_dropped(plant):
+    plant(blocks, "_dropped", lambda real: lambda x, weights: real(x, weights) if (x >= 0).all() else x)

@@ -101,6 +101,8 @@ class Problem:
     scale: float | None = None
     sinks: bool = False
     through_lse: bool = False
+    dropout_p: float = 0.0
+    dropout_seed: int = 0x1234_5678_9ABC_DEF0
     scoring: Scoring | None = None
     wanted: str = "qkvsc"
     memory: str = "BHSD"
@@ -216,6 +218,8 @@ def on_rank(problem: Problem, group, attend: Callable | None = None) -> Result:
             scale=problem.scale,
             score_mod=problem.scoring.of(*captured) if problem.scoring else None,
             sinks=inputs["s"],
+            dropout_p=problem.dropout_p,
+            dropout_seed=problem.dropout_seed,
             return_lse=True,
             keep_keys=False,
         )
@@ -269,11 +273,15 @@ def expected(problem: Problem) -> Result:
     if problem.scoring:
         scores = oracle.scored((problem.scoring.dense or problem.scoring.of)(*learned), scores)
         mask = mask & (scores != -torch.inf)
+    drop = torch.ones(())
+    if problem.dropout_p:
+        drop = oracle.dropped(problem.dropout_p, problem.dropout_seed, tuple(scores.shape))
     if sink:
         scores = torch.cat([scores, sink[0][None, :, None, None].expand(*scores.shape[:3], 1)], dim=-1)
         mask = torch.cat([mask, mask.new_ones(*mask.shape[:3], 1)], dim=-1)
         v = torch.cat([v, torch.zeros_like(v[:, :, :1])], dim=2)
-    out, lse = oracle.dense(scores, mask, [(mask, v)])
+        drop = torch.nn.functional.pad(drop, (0, 1)) if drop.dim() else drop
+    out, lse = oracle.dense(scores, mask, [(mask, v)], drop)
     used = [(out, grad.double()), (lse, grad_lse.double())][: 1 + problem.through_lse]
     grads = torch.autograd.grad([x for x, _ in used], [*leaves, *learned], [g for _, g in used])
     found = {name: x for name, x in zip("qkvs"[: len(leaves)], grads, strict=False) if name in problem.wanted}

@@ -41,6 +41,7 @@ def problems(draw):
         scale=draw(st.sampled_from([None, 0.3])),
         sinks=draw(st.booleans()),
         through_lse=draw(st.booleans()),
+        dropout_p=draw(st.sampled_from([0.0, 0.0, 0.3])),
         memory=draw(st.sampled_from(["BHSD", "BSHD", "BHDS", "rows of more"])),
         seed=draw(st.integers(0, 1 << 20)),
     )

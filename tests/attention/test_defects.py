@@ -50,6 +50,10 @@ PROBE = {
     "a BlockMask that knows better": Problem(
         Mask.from_block_mask(knowing_better()), HeadTail(2), 12, "gather", heads=2, kv_heads=2
     ),
+    "dropout, of rows of other documents": Problem(
+        Causal() & Documents(BOTH), PerDocument(BOTH, ranks=2), 21, "ring", dropout_p=0.3
+    ),
+    "dropout and heads for sequence": Problem(Causal(), HeadTail(3), 19, "ulysses", heads=6, kv_heads=2, dropout_p=0.3),
     "a soft cap": program("tanh soft-cap", Contiguous(2), "gather"),
     "a table, and lse": program("relative bias, per-head window", HeadTail(3), "ring", through_lse=True),
     "a window by head": program("per-head window", Striped(4), "ulysses(2) x ring"),

@@ -403,15 +403,17 @@ def test_opcheck_passes():
                 if memory == "BSHD":
                     query, key, value = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (query, key, value))
                 sinks = torch.randn(2)
-                for some in (None, sinks):
+                dropped = (0.3, torch.tensor(7))
+                for some, drops in ((None, (0.0, None)), (sinks, (0.0, None)), (None, dropped)):
                     leaves = [x.clone().requires_grad_() for x in (query, key, value)]
                     sink = None if some is None else some.clone().requires_grad_()
-                    given = (*leaves, sink, [], attend.handle, True, True)
+                    given = (*leaves, sink, [], attend.handle, True, True, *drops)
                     torch.library.opcheck(torch.ops.attnspan.attention.default, given)
                 out, lse = attend.with_lse(query, key, value, sinks=sinks)
                 final = (torch.ones_like(out), torch.ones_like(lse), query, key, value, out, lse, torch.tensor(1))
-                given = (*final, sinks, [], [], attend.handle, True)
-                torch.library.opcheck(torch.ops.attnspan.attention_backward.default, given)
+                for drops in ((0.0, None), dropped):
+                    given = (*final, sinks, [], [], attend.handle, True, *drops)
+                    torch.library.opcheck(torch.ops.attnspan.attention_backward.default, given)
 
     on_one_rank(rank)
 

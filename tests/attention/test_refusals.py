@@ -4,6 +4,7 @@ Every case runs on virtual ranks that write down what is posted. A rank may ask 
 may have happened when all have raised.
 """
 
+import math
 import time
 
 import pytest
@@ -69,10 +70,17 @@ def on_all(inputs, **options):
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        (
-            {"dropout_p": 0.1},
-            AttentionError,
-            "dropout_p must be 0, got 0.1: dropout over ranks is not served; drop it elsewhere",
+        *(
+            ({"dropout_p": p}, AttentionError, f"dropout_p must be a number in [0, 1), got {p!r}")
+            for p in (1, 1.0, -0.1, math.nan, math.inf, True, False, "0.1", None)
+        ),
+        *(
+            (
+                {"dropout_p": 0.1, "dropout_seed": seed},
+                AttentionError,
+                f"dropout_seed must be an integer in [0, 2**63), got {seed!r}",
+            )
+            for seed in (-1, 2**63, 0.5, True, "7")
         ),
         ({"mask": Causal()}, AttentionError, "give a plan, or what one is made of, not both"),
         ({"layout": Contiguous(3)}, AttentionError, "give a plan, or what one is made of, not both"),

@@ -11,9 +11,10 @@ PAGE = Path(__file__).parents[2] / "docs" / "attention.md"
 
 
 def test_the_code_of_the_page_gives_the_attention_of_one_device():
-    [block] = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     names = {}
-    exec(compile(block, PAGE.name, "exec"), names)
+    for block in blocks:
+        exec(compile(block, PAGE.name, "exec"), names)
     span, mask, seq_len = names["span"], names["MASK"], names["SEQ_LEN"]
     random = torch.Generator().manual_seed(0)
     whole = [torch.randn(1, heads, seq_len, 16, generator=random) for heads in (4, 2, 2)]
@@ -22,3 +23,9 @@ def test_the_code_of_the_page_gives_the_attention_of_one_device():
     for rank, out in enumerate(names["outputs"]):
         own = [position for run in layout.runs(seq_len, rank) for position in run.positions]
         torch.testing.assert_close(out.double(), expected[:, :, own], rtol=0, atol=2e-6)  # the bar of float32
+    allowed, drop = mask.dense(seq_len), oracle.dropped(0.1, 7, (1, 4, seq_len, seq_len))
+    expected, _ = oracle.dense(
+        torch.zeros(drop.shape).double(), allowed, [(allowed, torch.ones(seq_len, 16).double())], drop
+    )
+    for out in (names["one"], names["two"]):
+        torch.testing.assert_close(out.double(), expected, rtol=0, atol=2e-6)

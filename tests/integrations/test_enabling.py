@@ -14,8 +14,13 @@ from attnspan.errors import AttnspanError, ModelError
 from attnspan.integrations.huggingface import enable
 from attnspan.parallel import ContextParallel
 from attnspan.testing import loopback
+from tests import oracle
+from tests.integrations.families import (
+    BERT as SMALL_BERT,
+)
 from tests.integrations.families import (
     BOUND,
+    NO_DROPOUT,
     SIZES,
     answers,
     batch,
@@ -25,6 +30,7 @@ from tests.integrations.families import (
     off,
     one_device,
 )
+from tests.processes import spawn
 
 
 def refusals(ranks, rank):
@@ -593,17 +599,59 @@ def test_ranks_with_other_data_are_told():
     assert "must be the same on all ranks of the group, which hold parts of one batch" in refusal(rank)
 
 
-def test_dropout_of_attention_is_refused_in_training_alone():
-    whole = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, attention_dropout=0.1))
+DROPPING = {"Llama": {"attention_dropout": 0.3}, "Bert": NO_DROPOUT | {"attention_probs_dropout_prob": 0.3}}
 
-    def rank(world, train):
-        built = copy.deepcopy(whole).train(train)
-        enable(built, world)
-        built(**batch())
 
-    message = refusal(lambda world: rank(world, True))
-    assert message.startswith("model.layers.0.self_attn drops attention weights in training (p = 0.1)")
-    assert refusal(lambda world: rank(world, False)) == "no refusal"
+def dropping(name):
+    """A model that drops attention weights, in training."""
+    torch.manual_seed(0)
+    kind, sizes = (
+        (transformers.LlamaForCausalLM, SIZES) if name == "Llama" else (transformers.BertForMaskedLM, SMALL_BERT)
+    )
+    return kind(kind.config_class(**sizes | DROPPING[name])).train()
+
+
+def dropped_on_process(world):
+    found = {}
+    for name in DROPPING:
+        for again in (False, True):
+            model = dropping(name)
+            if again:
+                model.gradient_checkpointing_enable()
+            torch.manual_seed(5)
+            found[name, again] = enabled_answers(world, model, batch())
+    return found
+
+
+@pytest.mark.parametrize("name", DROPPING)
+def test_the_law_of_dropout_can_fail(name, monkeypatch):
+    """Another seed is another answer."""
+    found, other = (by_oracle(name, seed, monkeypatch) for seed in (5, 6))
+    assert off(found, other)[0] > 100 * BOUND
+
+
+def by_oracle(name, seed, monkeypatch):
+    """A model on one device with transformers' own attention, whose layers drop what the oracle does."""
+    torch.manual_seed(seed)
+    model = dropping(name)
+    model.set_attn_implementation("eager")
+    torch.manual_seed(seed)
+
+    def dropout(weights, p=0.5, training=True, inplace=False):
+        if not p:
+            return weights
+        return weights * oracle.dropped(p, int(torch.randint(2**63 - 1, ())), tuple(weights.shape)).float()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(nn.functional, "dropout", dropout)
+        return answers(model, batch())
+
+
+def test_dropout_of_attention_in_training_is_that_of_one_device(monkeypatch):
+    true = {name: by_oracle(name, 5, monkeypatch) for name in DROPPING}
+    for told in spawn(2, dropped_on_process, timeout=120):
+        for (name, _), found in told.items():
+            assert off(found, true[name])[0] < BOUND
 
 
 def test_ranks_with_different_weights_are_told_so_at_the_first_batch():

@@ -265,7 +265,7 @@ def test_arguments_that_disagree_with_the_session_are_refused_with_what_to_do():
     refused(
         sdpa(attn_mask=mask), r"^attn_mask must be None .* the session's mask is Causal\(\) & Documents.*from_dense"
     )
-    refused(sdpa(dropout_p=0.1), r"^dropout_p must be 0, got 0.1")
+    refused(sdpa(dropout_p=1.0), r"^dropout_p must be a number in \[0, 1\), got 1.0")
     refused(sdpa(), r"^scale must be given: the session was made with scale=0.3", scale=0.3)
     refused(
         sdpa(), r"^is_causal must be False: in the session's mask Full\(\) some queries see later", mask=span.Full()
@@ -331,7 +331,7 @@ def test_what_one_rank_alone_is_refused_is_refused_on_all():
         cp = session(world)
         own = shards(cp)
         with cp.sdpa():
-            for odd in ({"dropout_p": 0.1}, {"is_causal": False}, {"attn_mask": torch.ones(1)}):
+            for odd in ({"dropout_p": 1.5}, {"is_causal": False}, {"attn_mask": torch.ones(1)}):
                 options = {"is_causal": True, **(odd if cp.rank == 1 else {})}
                 with pytest.raises(AttentionError, match=f"^on rank 1: {next(iter(odd))} must be"):
                     F.scaled_dot_product_attention(*own, **options)

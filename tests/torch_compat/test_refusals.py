@@ -82,8 +82,8 @@ REFUSALS = {
         "attn_mask must be None: torch's names take causal and full attention alone",
     ),
     "dropout": (
-        inside(is_causal=True, dropout_p=0.1),
-        "dropout_p must be 0, got 0.1: dropout over ranks is not served",
+        inside(is_causal=True, dropout_p=1.0),
+        "dropout_p must be a number in [0, 1), got 1.0",
     ),
     "grouped heads, unsaid": (grouped, "enable_gqa must be True where query and key have different numbers of heads"),
     "keys of another sequence": (crossing, "key must hold this rank's 4 of 8 tokens, got 3"),

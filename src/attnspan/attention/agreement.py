@@ -13,6 +13,10 @@ the user may expect the attention to follow, and is told to make a new mask.
 
 [Note: content] Ranks that run one program on other tensors compute parts of different attentions, so the content of
 what programs captured is compared too, where ranks agree: of masks it never changes, of score_mods it is compared once.
+
+[Note: seeds] Dropout needs the same seed on every rank (function.py says where it comes from). Where ranks agree it is
+compared with the rest. Seeds of later calls are compared by the headers of their messages, of whose name they are a
+part, and cost no exchange.
 """
 
 from __future__ import annotations
@@ -89,7 +93,12 @@ def _signature(call: Call, inputs: Inputs) -> tuple[object, ...]:
     tensors = (*inputs[:4], *inputs.captured)
     shapes = (None if x is None else (x.shape, x.dtype, x.device) for x in tensors)
     return_lse = inputs.return_lse and call.plan.degree > 1  # where its gradient travels
-    return (*shapes, return_lse, torch.are_deterministic_algorithms_enabled())  # which some kernels then refuse
+    return (
+        *shapes,
+        return_lse,
+        inputs.dropout_p,
+        torch.are_deterministic_algorithms_enabled(),
+    )  # which some kernels then refuse
 
 
 def refusal(call: Call, inputs: Inputs) -> AttentionError | KernelError | None:
@@ -211,7 +220,7 @@ def device_memory(device: torch.device) -> float:
 
 def _ask_kernel(call: Call, inputs: Inputs) -> None:
     """Raise what the kernel would at any tile of this rank."""
-    spec, tensors = call.spec(inputs.query), inputs[:3]
+    spec, tensors = call.spec(inputs), inputs[:3]
     tiles = [tile for row in range(call.plan.rows) for step in call.plan.steps(call.rank, row) for tile in step.tiles]
     for tile in {(tile.kind, tile.asked, len(tile.rows), len(tile.cols)): tile for tile in tiles}.values():
         if reason := choose(call.kernel, spec, *tensors, (tile,)).supports(spec, *tensors, (tile,)):
@@ -231,6 +240,8 @@ def _words(call: Call, inputs: Inputs) -> dict[str, str]:
         "dtype": dtype_name(query.dtype),
         "sinks": "none" if inputs.sinks is None else "some",
         "return_lse": str(inputs.return_lse and plan.degree > 1),
+        "dropout_p": str(float(inputs.dropout_p)),
+        "dropout_seed": "none" if inputs.dropout is None else str(inputs.dropout.seed),
         "strategy": repr(plan.strategy),
         "kernel": call.kernel,
         "keep_keys": str(call.keep_keys),
@@ -248,6 +259,11 @@ def _hashed(*parts: object) -> str:
     return HASHED + consensus.digest(*parts)
 
 
+SEEDS = (
+    "dropout needs the same seed on every rank: torch.manual_seed(n) with the same n, or dropout_seed=n; virtual ranks "
+    "draw from one generator, and need dropout_seed"
+)
+
 HASHED = "#"
 """How a word begins that says nothing by itself."""
 
@@ -262,7 +278,12 @@ def _raise_if_odd(said: Sequence[dict[str, str] | AttnspanError]) -> None:
         raise AttentionError(
             "all ranks must run the same plan, kernel, scale, programs and shapes; "
             + "; ".join(_odd(group, usual) for group in others)
+            + ("" if _are_alike("dropout_seed", usual, *others) else f"; {SEEDS}")
         )
+
+
+def _are_alike(name: str, *groups: tuple[Any, list[int]]) -> bool:
+    return len({words[name] for words, _ in groups}) == 1
 
 
 def _odd(group: tuple[Any, list[int]], usual: tuple[Any, list[int]]) -> str:

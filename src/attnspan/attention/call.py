@@ -25,7 +25,7 @@ from attnspan.attention.ulysses import HeadAllToAll, Side
 from attnspan.attention.uses import Uses
 from attnspan.dtypes import dtype_name, lse_dtype
 from attnspan.errors import AttentionError, MaskError, PlanError
-from attnspan.kernels import Mods, Spec, runs_programs
+from attnspan.kernels import Dropout, Mods, Spec, runs_programs
 from attnspan.layouts.run import Runs
 from attnspan.masks import Mask
 from attnspan.masks.program import traced
@@ -46,9 +46,14 @@ class Agreed(NamedTuple):
     name: str
     keeps_keys: bool
 
+    def name_of(self, inputs: Inputs) -> str:
+        """What ranks do with some inputs. See [Note: seeds] in agreement.py."""
+        seed = "" if inputs.dropout is None else f" with dropout_seed={inputs.dropout.seed}, the same on every rank"
+        return self.name + seed
+
 
 class Inputs(NamedTuple):
-    """The tensors of one call on this rank, and whether its lse is returned to the model."""
+    """The tensors of one call on this rank, whether its lse is returned to the model, and dropout."""
 
     query: Tensor
     key: Tensor
@@ -56,6 +61,13 @@ class Inputs(NamedTuple):
     sinks: Tensor | None = None
     captured: Sequence[Tensor] = ()  # by the score_mod
     return_lse: bool = False
+    dropout_p: float = 0.0
+    dropout_seed: int | None = None
+
+    @property
+    def dropout(self) -> Dropout | None:
+        """What kernels drop, or None; before a seed is drawn, by the seed 0."""
+        return Dropout(self.dropout_p, self.dropout_seed or 0) if self.dropout_p else None
 
     @property
     def shape(self) -> Shape | None:
@@ -156,11 +168,12 @@ class Call:
     def rank(self) -> int:
         return self.transport.rank
 
-    def spec(self, query: Tensor) -> Spec:
+    def spec(self, inputs: Inputs) -> Spec:
         """What all tiles have in common."""
+        query = inputs.query
         preference = table_for(query.device) if self.kernel == "auto" else None
         scale = query.shape[-1] ** -0.5 if self.scale is None else abs(self.scale) or 1.0
-        return Spec(scale, self.mods(query), preference)
+        return Spec(scale, self.mods(query), preference, inputs.dropout)
 
     def signed(self, query: Tensor) -> Tensor:
         """A query, or its gradient, times the sign of the scale: kernels get one above 0, as libraries mask with -inf

@@ -10,6 +10,12 @@
 ...     return attention(query, key, value, mask=Causal(), layout=layout, group=world, seq_len=8)
 >>> [tuple(out.shape) for out in loopback(ranks=2).run(rank)]
 [(1, 2, 4, 8), (1, 2, 4, 8)]
+
+[Note: seeds] What dropout drops follows from a seed (kernels/dropout.py). Each call draws one from torch's default
+generator on the CPU, so that torch.manual_seed repeats a run, and activation checkpointing, which restores the
+generator, replays the call. `dropout_seed` gives it instead. Ranks must have the same one, and are refused otherwise
+([Note: seeds] in agreement.py): seed torch alike on all ranks of a group. Groups that hold other batches, as
+data-parallel ranks do, are seeded differently, as with torch's own dropout: batch rows are counted from 0 in each.
 """
 
 from __future__ import annotations
@@ -79,23 +85,44 @@ class Attention:
         other.handle = other.call.handle()
         return other
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, *, sinks: Tensor | None = None) -> Tensor:
-        """The output for this rank's queries (B, H, S, Dv)."""
-        return self.run(Inputs(query, key, value, sinks, self.captured.of(query)))[0]
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        sinks: Tensor | None = None,
+        dropout_p: float = 0.0,
+        dropout_seed: int | None = None,
+    ) -> Tensor:
+        """The output for this rank's queries (B, H, S, Dv). See [Note: seeds] for dropout."""
+        dropped = (dropout_p, dropout_seed)
+        return self.run(Inputs(query, key, value, sinks, self.captured.of(query), False, *dropped))[0]
 
     def with_lse(
-        self, query: Tensor, key: Tensor, value: Tensor, *, sinks: Tensor | None = None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        sinks: Tensor | None = None,
+        dropout_p: float = 0.0,
+        dropout_seed: int | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The output, and the log-sum-exp of every row (B, H, S), differentiable too; on all ranks or on none."""
-        return self.run(Inputs(query, key, value, sinks, self.captured.of(query), return_lse=True))
+        dropped = (dropout_p, dropout_seed)
+        return self.run(Inputs(query, key, value, sinks, self.captured.of(query), True, *dropped))
 
     def run(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
         """(out, lse) of the inputs; lse has a gradient if it is returned to the model."""
         check_untransformed("attention", *inputs[:4], *inputs.captured)
-        query, key, value, sinks, captured, return_lse = _under_autocast(inputs)
+        query, key, value, sinks, captured, return_lse, dropout_p, dropout_seed = _under_autocast(inputs)
+        check_dropout(dropout_p, dropout_seed)
+        seed = seed_tensor(dropout_seed) if dropout_p else None
         tensors = (query, key, value, *captured) if sinks is None else (query, key, value, sinks, *captured)
         differentiable = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-        out, lse, _ = ops.attention(query, key, value, sinks, captured, self.handle, return_lse, differentiable)
+        more = (return_lse, differentiable, float(dropout_p), seed)
+        out, lse, _ = ops.attention(query, key, value, sinks, captured, self.handle, *more)
         return out, lse
 
     @torch._disable_dynamo
@@ -123,6 +150,7 @@ def attention(
     score_mod: ScoreFunction | None = None,
     sinks: Tensor | None = None,
     dropout_p: float = 0.0,
+    dropout_seed: int | None = None,
     return_lse: bool = False,
     keep_keys: KeepKeys = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -132,13 +160,12 @@ def attention(
     Give `mask`, `layout` and `seq_len` (and `kv_layout`, `kv_len` for cross-attention), or a ready `plan`. `group` is
     a DeviceMesh, a process group, a virtual world, or None for the default group. `sinks` (H,) is a learned logit per
     head; `score_mod` is FlexAttention's, of global positions, traced at every call (an `Attention` traces it once).
+    `dropout_p` drops probabilities as SDPA does, the same ones for any number of ranks; the seed is drawn from torch's
+    generator, or given ([Note: seeds]).
     With `keep_keys` the keys that arrive stay until backward, which then moves gradients alone; "auto" keeps them where
     they take no more memory than what autograd saves of the call (see attention/kept.py).
     """
-    if dropout_p:
-        raise AttentionError(
-            f"dropout_p must be 0, got {dropout_p}: dropout over ranks is not served; drop it elsewhere"
-        )
+    check_dropout(dropout_p, dropout_seed)
     if torch.compiler.is_compiling():
         raise AttentionError("under torch.compile, make an Attention(plan, group) outside and call it inside")
     given = plan is not None
@@ -155,7 +182,7 @@ def attention(
     options = {"kernel": kernel, "scale": scale, "score_mod": score, "keep_keys": keep_keys, "auto": auto}
     attend = _memo(transport)(plan, **options)
     captured = [] if score is None else score.captured.of(query)
-    inputs = Inputs(query, key, value, sinks, captured, return_lse)
+    inputs = Inputs(query, key, value, sinks, captured, return_lse, dropout_p, dropout_seed)
     attend.check_mask(plan.mask, inputs)
     out, lse = attend.run(inputs)
     return (out, lse) if return_lse else out
@@ -194,6 +221,26 @@ def _as_autocast(tensor: Tensor) -> Tensor:
     if on and tensor.is_floating_point() and tensor.dtype != torch.float64:
         return tensor.to(torch.get_autocast_dtype(device))
     return tensor
+
+
+def check_dropout(dropout_p: object, dropout_seed: object = None) -> None:
+    """Refuse what is no probability below 1, and what is no seed."""
+    if isinstance(dropout_p, bool) or not isinstance(dropout_p, float | int) or not 0 <= dropout_p < 1:
+        raise AttentionError(f"dropout_p must be a number in [0, 1), got {dropout_p!r}")
+    if dropout_seed is None:
+        return
+    if isinstance(dropout_seed, bool) or not isinstance(dropout_seed, int) or not 0 <= dropout_seed <= MOST_SEED:
+        raise AttentionError(f"dropout_seed must be an integer in [0, 2**63), got {dropout_seed!r}")
+
+
+MOST_SEED = (1 << 63) - 1
+
+
+def seed_tensor(given: int | None) -> Tensor:
+    """The seed of a call, as the op takes it: drawn unless it is given. See [Note: seeds]."""
+    if given is None:
+        return torch.randint(MOST_SEED, (), dtype=torch.int64, device="cpu")
+    return torch.full((), given, dtype=torch.int64, device="cpu")  # compiled, as_tensor has other large numbers
 
 
 def check_mesh(plan: Plan, group: Group) -> None:

@@ -68,7 +68,7 @@ class Lane:
         self._queries, self._own = plan.queries(rank, row), plan.keys(rank, row)
         self._hands_on = call.is_ring
         self.query, self.key, self.value, self.captured = *inputs[:3], inputs.captured
-        self.spec = call.spec(self.query)
+        self.spec = call.spec(inputs)
         self._own_places = places(self._own)
         self._own_packed: Tensor | None = None
         self._held: Tensor | None = None  # by a ring, which hands whole buffers on: the next one

@@ -1,10 +1,10 @@
 """The custom ops: one node in the autograd graph, opaque to torch.compile, replayable by checkpointing.
 
-`attnspan::attention` takes tensors and one flag (see [Note: handles] in call.py), so everything that backward needs is
-in its node: queries, keys, values, sinks, captured tensors, out, lse, the handle, and the header by which ranks match
-their backward passes (transports/operations.py). No context manager has to be alive when activation checkpointing
-replays it, and a selective policy can save `torch.ops.attnspan.attention.default` so that its collectives are not
-replayed.
+`attnspan::attention` takes tensors, flags and a number (see [Note: handles] in call.py), so everything that backward
+needs is in its node: queries, keys, values, sinks, captured tensors, out, lse, the handle, the share and the seed of
+dropout, and the header by which ranks match their backward passes (transports/operations.py). No context manager has to
+be alive when activation checkpointing replays it, and a selective policy can save
+`torch.ops.attnspan.attention.default` so that its collectives are not replayed.
 
 [Note: layouts] torch.compile is told the strides of results before anything runs. They are contiguous always, in
 memory of their own, whatever the layout of queries or of a kernel's output.
@@ -54,16 +54,19 @@ def attention(
     handle: Tensor,
     return_lse: bool,
     differentiable: bool,
+    dropout_p: float,
+    dropout_seed: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     check_no_tangents("attention", query, key, value, sinks, *captured)  # see transforms.py
-    inputs = Inputs(query, key, value, sinks, captured, return_lse)
+    seed = None if dropout_seed is None else int(dropout_seed)
+    inputs = Inputs(query, key, value, sinks, captured, return_lse, dropout_p, seed)
     call = Call.of(handle).for_inputs(inputs)
     if call.guard is not None:
         call.guard()
     with unbroken(call.transport, but=(AttentionError, KernelError)):
         agreed = agree(call, inputs)
     kept, lap = KeptKeys() if differentiable and agreed.keeps_keys else None, Lap(query.device)
-    with unbroken(call.transport), _as_given(query), under_way(call.transport, agreed.name) as operation:
+    with unbroken(call.transport), _as_given(query), under_way(call.transport, agreed.name_of(inputs)) as operation:
         out, lse = execute.forward(call, inputs, kept)
         if sinks is not None:  # see [Note: sinks]
             out, lse = with_sinks(out, lse, sinks[None, :, None])
@@ -100,8 +103,11 @@ def attention_backward(
     wanted: Sequence[int],
     handle: Tensor,
     return_lse: bool,
+    dropout_p: float,
+    dropout_seed: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
-    inputs = Inputs(query, key, value, sinks, captured, return_lse)
+    seed = None if dropout_seed is None else int(dropout_seed)
+    inputs = Inputs(query, key, value, sinks, captured, return_lse, dropout_p, seed)
     call = Call.of(handle).for_inputs(inputs)
     if grad_lse is None and return_lse and call.plan.degree > 1:  # see [Note: gradients of lse over ranks]
         grad_lse = torch.zeros_like(lse)
@@ -131,6 +137,8 @@ def _(
     wanted: Sequence[int],
     handle: Tensor,
     return_lse: bool,
+    dropout_p: float,
+    dropout_seed: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
     d_sinks = query.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
     d_captured = [x.new_empty(x.shape if i in wanted else 0) for i, x in enumerate(captured)]
@@ -138,21 +146,22 @@ def _(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    query, key, value, sinks, captured, handle, ctx.return_lse, _ = inputs
-    ctx.save_for_backward(query, key, value, sinks, handle, *output, *captured)
+    query, key, value, sinks, captured, handle, ctx.return_lse, _, ctx.dropout_p, dropout_seed = inputs
+    ctx.save_for_backward(query, key, value, sinks, handle, dropout_seed, *output, *captured)
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None, _: None) -> tuple[object, ...]:
-    query, key, value, sinks, handle, out, lse, header, *captured = ctx.saved_tensors
+    query, key, value, sinks, handle, dropout_seed, out, lse, header, *captured = ctx.saved_tensors
     check_untransformed("attention's backward", grad, grad_lse, instead="take one gradient after another")
     grad = torch.zeros_like(out) if grad is None else grad
     wanted = [i for i, x in enumerate(captured) if x.requires_grad]
+    more = (ctx.return_lse, ctx.dropout_p, dropout_seed)
     dq, dk, dv, d_sinks, d_captured = attention_backward(
-        grad, grad_lse, query, key, value, out, lse, header, sinks, captured, wanted, handle, ctx.return_lse
+        grad, grad_lse, query, key, value, out, lse, header, sinks, captured, wanted, handle, *more
     )
     d_captured = [x if i in wanted else None for i, x in enumerate(d_captured)]
-    return dq, dk, dv, None if sinks is None else d_sinks, d_captured, None, None, None
+    return dq, dk, dv, None if sinks is None else d_sinks, d_captured, None, None, None, None, None
 
 
 def _second(ctx: Any, *grads: Tensor | None) -> NoReturn:

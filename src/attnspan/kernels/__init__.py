@@ -2,6 +2,7 @@
 
 from attnspan.kernels.accumulator import Accumulator
 from attnspan.kernels.adding import add_into, sum_into, write_into
+from attnspan.kernels.dropout import Dropout
 from attnspan.kernels.kernel import Final, Gradients, Into, Kernel, Preference, Region, Spec, TileKernel, Traits
 from attnspan.kernels.merge import merge_into
 from attnspan.kernels.mods import Mods, Where
@@ -12,6 +13,7 @@ __all__ = [
     "AUTO",
     "KERNELS",
     "Accumulator",
+    "Dropout",
     "Final",
     "Gradients",
     "Into",

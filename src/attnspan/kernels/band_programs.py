@@ -13,6 +13,10 @@ added by atomics, so the same inputs give the same bits.
 Products of half precision are summed in float32; probabilities and score gradients are rounded to the inputs' dtype to
 be multiplied, as in every flash attention. float32 is multiplied as float32, not as TF32.
 
+[Note: dropout] Where `drops`, a program looks up the positions of its rows and columns and draws the weights of a
+block's pairs (dropout.py): a probability is weighted before it meets its value, and so is its gradient. `dice` holds
+the seed, the least word that is kept, and the first batch row and head. Without `drops` nothing of this is compiled.
+
 Measured on an H200: by rows, all heads of a block come before the next block; by keys, all blocks of a head come first.
 """
 
@@ -86,7 +90,24 @@ def programs() -> BandPrograms:
         return (lo <= distance) & (distance <= hi) & (m < count)[None, :]
 
     @triton.jit
-    def attend(acc, total, most, q, k, v, n, first, k_n, v_n, m, lo, hi, scale, flip: tl.constexpr,
+    def places(where, at, count):
+        """The positions of rows or columns, those beyond `count` left at 0."""
+        return tl.load(where + at, mask=at < count, other=0).to(tl.uint32)
+
+    @triton.jit
+    def weight(dice, keep, b, h, q_at, k_at):
+        """What dropout multiplies probabilities by; positions are broadcast. See [Note: dropout]."""
+        none = ((q_at ^ k_at) & 0).to(tl.uint32)
+        row = (tl.load(dice + 2) + b).to(tl.uint32)
+        head = (tl.load(dice + 3) + h).to(tl.uint32)
+        w0, w1, w2, w3 = tl.philox(tl.load(dice), (k_at >> 2) + none, q_at + none, head + none, row + none)
+        place = (k_at & 3) + none
+        word = tl.where(place == 0, w0, tl.where(place == 1, w1, tl.where(place == 2, w2, w3)))
+        return tl.where(word.to(tl.int64) >= tl.load(dice + 1), keep, 0.0)
+
+    @triton.jit
+    def attend(acc, total, most, q, k, v, n, first, k_n, v_n, m, lo, hi, scale,
+               dice, keep, b, h, q_at, cols_at, drops: tl.constexpr, flip: tl.constexpr,
                dim: tl.constexpr, dim_v: tl.constexpr, block_m: tl.constexpr,
                block_d: tl.constexpr, block_v: tl.constexpr, wide: tl.constexpr, cut: tl.constexpr):
         """One block of keys more in the sums of e^(score - most), with values and alone; powers of 2 if not wide."""
@@ -106,15 +127,18 @@ def programs() -> BandPrograms:
             p = tl.exp2(score * scale - base[:, None])
             fade = tl.exp2(most - base)
         total = total * fade + tl.sum(p, 1)
+        if drops:
+            k_at = places(cols_at, first + tl.arange(0, block_m), m)
+            p *= weight(dice, keep, b, h, q_at[:, None], k_at[None, :])
         acc = tl.dot(p.to(v_block.dtype), v_block, acc * fade[:, None], input_precision="ieee")
         return acc, total, top
 
     @triton.jit(do_not_specialize=["n", "count", "heads", "group"])
     def forward(
-        q, k, v, out, lse, blocks, spans,
+        q, k, v, out, lse, blocks, spans, dice, rows_at, cols_at,
         q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, out_b, out_h, out_n,
-        heads, group, n, count, scale,
-        flip: tl.constexpr, dim: tl.constexpr, dim_v: tl.constexpr,
+        heads, group, n, count, scale, keep,
+        drops: tl.constexpr, flip: tl.constexpr, dim: tl.constexpr, dim_v: tl.constexpr,
         block_d: tl.constexpr, block_v: tl.constexpr, wide: tl.constexpr,
         block_n: tl.constexpr, block_m: tl.constexpr,
     ):
@@ -126,6 +150,7 @@ def programs() -> BandPrograms:
         k += b * k_b + h // group * k_h
         v += b * v_b + h // group * v_h
         rows = first + tl.arange(0, block_n)
+        q_at = places(rows_at, rows, end) if drops else rows
 
         acc = tl.zeros([block_n, block_v], tl.float32)
         total = tl.zeros([block_n], tl.float32)
@@ -136,11 +161,13 @@ def programs() -> BandPrograms:
             start, inner, outer, stop = reach(first, end - 1, at, m, lo, hi, block_m)
             for j in range(inner, outer):
                 acc, total, most = attend(acc, total, most, q_block, k, v, rows, at + j * block_m, k_n, v_n, m, lo, hi,
-                                          scale, flip, dim, dim_v, block_m, block_d, block_v, wide, False)
+                                          scale, dice, keep, b, h, q_at, cols_at, drops, flip,
+                                          dim, dim_v, block_m, block_d, block_v, wide, False)
             for i in tl.range(inner - start + stop - outer, num_stages=1):
                 j = tl.where(start + i < inner, start + i, start + i - inner + outer)
                 acc, total, most = attend(acc, total, most, q_block, k, v, rows, at + j * block_m, k_n, v_n, m, lo, hi,
-                                          scale, flip, dim, dim_v, block_m, block_d, block_v, wide, True)
+                                          scale, dice, keep, b, h, q_at, cols_at, drops, flip,
+                                          dim, dim_v, block_m, block_d, block_v, wide, True)
 
         empty = total == 0.0
         result = acc / tl.where(empty, 1.0, total)[:, None]
@@ -161,22 +188,27 @@ def programs() -> BandPrograms:
 
     @triton.jit
     def gather_rows(acc, q, grad, wall, delta, k, v, n, first, k_n, v_n, m, lo, hi, scale,
+                    dice, keep, b, h, q_at, cols_at, drops: tl.constexpr,
                     dim: tl.constexpr, dim_v: tl.constexpr, block_m: tl.constexpr,
                     block_d: tl.constexpr, block_v: tl.constexpr, wide: tl.constexpr, cut: tl.constexpr):
         """dq of one block of keys more."""
         k_block = load(k, k_n, first, m, dim, block_m, block_d, cut)
         v_block = load(v, v_n, first, m, dim_v, block_m, block_v, cut)
         p = share(tl.dot(q, tl.trans(k_block), input_precision="ieee"), wall[:, None], scale, wide)
-        slope = p * (tl.dot(grad, tl.trans(v_block), input_precision="ieee") - delta[:, None])
+        d_share = tl.dot(grad, tl.trans(v_block), input_precision="ieee")
+        if drops:
+            k_at = places(cols_at, first + tl.arange(0, block_m), m)
+            d_share *= weight(dice, keep, b, h, q_at[:, None], k_at[None, :])
+        slope = p * (d_share - delta[:, None])
         if cut:
             slope = tl.where(inside(n, first + tl.arange(0, block_m), lo, hi, m), slope, 0.0)
         return tl.dot(slope.to(k_block.dtype), k_block, acc, input_precision="ieee")
 
     @triton.jit(do_not_specialize=["n", "held", "count", "heads", "group"])
     def by_rows(
-        grad, q, k, v, out, lse, grad_lse, delta, walls, dq, blocks, spans,
+        grad, q, k, v, out, lse, grad_lse, delta, walls, dq, blocks, spans, dice, rows_at, cols_at,
         grad_b, grad_h, grad_n, q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, out_b, out_h, out_n, dq_b, dq_h, dq_n,
-        heads, group, n, held, count, scale, scale_unit, unit,
+        heads, group, n, held, count, scale, scale_unit, unit, keep, drops: tl.constexpr,
         through_lse: tl.constexpr, add: tl.constexpr, dim: tl.constexpr, dim_v: tl.constexpr,
         block_d: tl.constexpr, block_v: tl.constexpr, wide: tl.constexpr,
         block_n: tl.constexpr, block_m: tl.constexpr,
@@ -188,6 +220,7 @@ def programs() -> BandPrograms:
         k += b * k_b + h // group * k_h
         v += b * v_b + h // group * v_h
         rows = first + tl.arange(0, block_n)
+        q_at = places(rows_at, rows, end) if drops else rows
         of_head = head.to(tl.int64) * n
 
         out_block = load(out + b * out_b + h * out_h, out_n, first, end, dim_v, block_n, block_v, True)
@@ -207,15 +240,18 @@ def programs() -> BandPrograms:
             start, inner, outer, stop = reach(first, end - 1, at, m, lo, hi, block_m)
             for j in range(inner, outer):
                 acc = gather_rows(acc, q_block, grad_block, wall, correction, k, v, rows, at + j * block_m, k_n, v_n,
-                                  m, lo, hi, scale_unit, dim, dim_v, block_m, block_d, block_v, wide, False)
+                                  m, lo, hi, scale_unit, dice, keep, b, h, q_at, cols_at, drops,
+                                  dim, dim_v, block_m, block_d, block_v, wide, False)
             for i in tl.range(inner - start + stop - outer, num_stages=1):
                 j = tl.where(start + i < inner, start + i, start + i - inner + outer)
                 acc = gather_rows(acc, q_block, grad_block, wall, correction, k, v, rows, at + j * block_m, k_n, v_n,
-                                  m, lo, hi, scale_unit, dim, dim_v, block_m, block_d, block_v, wide, True)
+                                  m, lo, hi, scale_unit, dice, keep, b, h, q_at, cols_at, drops,
+                                  dim, dim_v, block_m, block_d, block_v, wide, True)
         store(dq + b * dq_b + h * dq_h, dq_n, first, end, dim, block_n, block_d, acc * scale, add)
 
     @triton.jit
     def gather_keys(dk, dv, k, v, q, grad, walls, delta, first, cols, q_n, grad_n, n, lo, hi, scale,
+                    dice, keep, b, h, rows_at, k_at, drops: tl.constexpr,
                     dim: tl.constexpr, dim_v: tl.constexpr, block_n: tl.constexpr,
                     block_d: tl.constexpr, block_v: tl.constexpr, wide: tl.constexpr, cut: tl.constexpr):
         """dk and dv of one block of rows more; scores are (m, n) here."""
@@ -232,17 +268,23 @@ def programs() -> BandPrograms:
         if cut:
             seen = inside(cols, rows, lo, hi, n)
             p = tl.where(seen, p, 0.0)
-        dv = tl.dot(p.to(grad_block.dtype), grad_block, dv, input_precision="ieee")
-        slope = p * (tl.dot(v, tl.trans(grad_block), input_precision="ieee") - correction[None, :])
+        if drops:
+            weights = weight(dice, keep, b, h, places(rows_at, rows, n)[None, :], k_at[:, None])
+            dv = tl.dot((p * weights).to(grad_block.dtype), grad_block, dv, input_precision="ieee")
+            d_share = tl.dot(v, tl.trans(grad_block), input_precision="ieee") * weights
+        else:
+            dv = tl.dot(p.to(grad_block.dtype), grad_block, dv, input_precision="ieee")
+            d_share = tl.dot(v, tl.trans(grad_block), input_precision="ieee")
+        slope = p * (d_share - correction[None, :])
         if cut:
             slope = tl.where(seen, slope, 0.0)
         return tl.dot(slope.to(q_block.dtype), q_block, dk, input_precision="ieee"), dv
 
     @triton.jit(do_not_specialize=["n", "count", "heads", "group"])
     def by_keys(
-        grad, q, k, v, delta, walls, dk, dv, blocks, spans,
+        grad, q, k, v, delta, walls, dk, dv, blocks, spans, dice, rows_at, cols_at,
         grad_b, grad_h, grad_n, q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, dk_b, dk_h, dk_n, dv_b, dv_h, dv_n,
-        heads, group, n, count, scale, scale_unit,
+        heads, group, n, count, scale, scale_unit, keep, drops: tl.constexpr,
         add: tl.constexpr, dim: tl.constexpr, dim_v: tl.constexpr,
         block_d: tl.constexpr, block_v: tl.constexpr, wide: tl.constexpr,
         block_n: tl.constexpr, block_m: tl.constexpr,
@@ -251,6 +293,7 @@ def programs() -> BandPrograms:
         head = tl.program_id(0) // count
         b, h = (head // (heads // group)).to(tl.int64), (head % (heads // group)).to(tl.int64)
         cols = first + tl.arange(0, block_m)
+        k_at = places(cols_at, cols, end) if drops else cols
 
         k_block = load(k + b * k_b + h * k_h, k_n, first, end, dim, block_m, block_d, True)
         v_block = load(v + b * v_b + h * v_h, v_n, first, end, dim_v, block_m, block_v, True)
@@ -266,13 +309,13 @@ def programs() -> BandPrograms:
                 for i in range(inner, outer):
                     dk_sum, dv_sum = gather_keys(
                         dk_sum, dv_sum, k_block, v_block, q_own, grad_own, walls_own, delta_own, at + i * block_n,
-                        cols, q_n, grad_n, stop_row, lo, hi, scale_unit,
+                        cols, q_n, grad_n, stop_row, lo, hi, scale_unit, dice, keep, b, own, rows_at, k_at, drops,
                         dim, dim_v, block_n, block_d, block_v, wide, False)
                 for e in tl.range(inner - start + stop - outer, num_stages=1):
                     i = tl.where(start + e < inner, start + e, start + e - inner + outer)
                     dk_sum, dv_sum = gather_keys(
                         dk_sum, dv_sum, k_block, v_block, q_own, grad_own, walls_own, delta_own, at + i * block_n,
-                        cols, q_n, grad_n, stop_row, lo, hi, scale_unit,
+                        cols, q_n, grad_n, stop_row, lo, hi, scale_unit, dice, keep, b, own, rows_at, k_at, drops,
                         dim, dim_v, block_n, block_d, block_v, wide, True)
         store(dk + b * dk_b + h * dk_h, dk_n, first, end, dim, block_m, block_d, dk_sum * scale, add)
         store(dv + b * dv_b + h * dv_h, dv_n, first, end, dim_v, block_m, block_v, dv_sum, add)

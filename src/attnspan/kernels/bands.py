@@ -23,9 +23,10 @@ from attnspan.kernels import band_hopper
 from attnspan.kernels.accumulator import Accumulator
 from attnspan.kernels.agenda import Agenda, agenda
 from attnspan.kernels.band_programs import programs
+from attnspan.kernels.dropout import Dropout
 from attnspan.kernels.kernel import Final, Gradients, Into, Region, Spec, Tiles
 from attnspan.kernels.parts import last_dim_dense
-from attnspan.kernels.per_tile import PerTile
+from attnspan.kernels.per_tile import PerTile, placed
 
 
 class Bands(PerTile):
@@ -39,7 +40,7 @@ class Bands(PerTile):
         if not are_dense(region.tiles):
             super().forward(spec, q, k, v, region, total)
             return
-        dtype = q.dtype if region.is_final else torch.float32
+        dtype, spec = q.dtype if region.is_final else torch.float32, _placed(spec, region, q, k)
         total.add(range(q.shape[2]), *forward(spec, q, k, v, region.tiles, dtype))
 
     def backward(
@@ -48,9 +49,14 @@ class Bands(PerTile):
         if not are_dense(region.tiles):
             super().backward(spec, final, q, k, v, region, grads)
             return
-        into = grads.open()
+        into, spec = grads.open(), _placed(spec, region, q, k)
         backward(spec, final, q, k, v, region.tiles, into)
         grads.close(into)
+
+
+def _placed(spec: Spec, region: Region, q: Tensor, k: Tensor) -> Spec:
+    """Dropout at the place of all rows and columns."""
+    return placed(spec, region, range(q.shape[2]), range(k.shape[2]))
 
 
 def are_dense(tiles: Tiles) -> bool:
@@ -64,17 +70,18 @@ def forward(spec: Spec, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, dtype: to
     shape = _Shape.of(q, k, v)
     out = q.new_empty(*q.shape[:3], v.shape[3], dtype=dtype)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+    drawn, keep = _drawn(spec.dropout, q)
     scale, flip = abs(spec.scale) if shape.wide else abs(spec.scale) * math.log2(math.e), spec.scale < 0
     with torch.cuda.device(q.device):
-        if band_hopper.serves(q, k, v):
+        if spec.dropout is None and band_hopper.serves(q, k, v):
             work = agenda(tiles, "rows", q.shape[2], band_hopper.ROWS, q.device)
             band_hopper.forward((q, k, v), (out, lse), work, scale, flip=flip)
             return out, lse
         blocks = shape.blocks(_FORWARD, q)
         work = agenda(tiles, "rows", q.shape[2], blocks.rows, q.device)
         programs().forward[_grid(q, work)](
-            q, k, v, out, lse, *work, *_strides(q, k, v, out), *shape.sizes, len(work.blocks), scale,
-            flip=flip, **shape.constants, **blocks.constants,
+            q, k, v, out, lse, *work, *drawn, *_strides(q, k, v, out), *shape.sizes, len(work.blocks), scale, keep,
+            drops=spec.dropout is not None, flip=flip, **shape.constants, **blocks.constants,
         )  # fmt: skip
     return out, lse
 
@@ -91,25 +98,35 @@ def backward(spec: Spec, final: Final, q: Tensor, k: Tensor, v: Tensor, tiles: T
     unit = 1.0 if shape.wide else math.log2(math.e)
     scales = (spec.scale, spec.scale * unit, unit)
     dq, dk, dv, add_rows, add_keys = into
+    (drawn, keep), drops = _drawn(spec.dropout, q), spec.dropout is not None
     with torch.cuda.device(q.device):
         blocks = shape.blocks(_BY_ROWS, q)
         work = agenda(tiles, "rows", q.shape[2], blocks.rows, q.device)
         programs().by_rows[_grid(q, work)](
-            grad, q, k, v, out, lse, grad_lse, delta, walls, dq, *work, *_strides(grad, q, k, v, out, dq),
-            *shape.sizes, held, len(work.blocks), *scales,
-            through_lse=through_lse, add=add_rows, **shape.constants, **blocks.constants,
+            grad, q, k, v, out, lse, grad_lse, delta, walls, dq, *work, *drawn, *_strides(grad, q, k, v, out, dq),
+            *shape.sizes, held, len(work.blocks), *scales, keep,
+            drops=drops, through_lse=through_lse, add=add_rows, **shape.constants, **blocks.constants,
         )  # fmt: skip
-        if band_hopper.serves(q, k, v, grad):
+        if not drops and band_hopper.serves(q, k, v, grad):
             work = agenda(tiles, "cols", k.shape[2], band_hopper.KEYS, q.device)
             band_hopper.by_keys((grad, q, k, v), (delta, walls), (dk, dv), work, scales[:2], add=add_keys)
             return
         blocks = shape.blocks(_BY_KEYS, q)
         work = agenda(tiles, "cols", k.shape[2], blocks.cols, q.device)
         programs().by_keys[_grid(k, work)](
-            grad, q, k, v, delta, walls, dk, dv, *work, *_strides(grad, q, k, v, dk, dv),
-            shape.heads, shape.group, held, len(work.blocks), *scales[:2],
-            add=add_keys, **shape.constants, **blocks.constants,
+            grad, q, k, v, delta, walls, dk, dv, *work, *drawn, *_strides(grad, q, k, v, dk, dv),
+            shape.heads, shape.group, held, len(work.blocks), *scales[:2], keep,
+            drops=drops, add=add_keys, **shape.constants, **blocks.constants,
         )  # fmt: skip
+
+
+def _drawn(dropout: Dropout | None, q: Tensor) -> tuple[tuple[Tensor, Tensor, Tensor], float]:
+    """What programs draw dropout from, see [Note: dropout] in band_programs.py, and the weight of what is kept."""
+    if dropout is None:
+        return (q, q, q), 1.0
+    b, h, q_idx, kv_idx = dropout.place
+    dice = torch.cat([torch.tensor([dropout.seed, dropout.least], device=q.device), b[:1], h[:1]])
+    return (dice, q_idx.contiguous(), kv_idx.contiguous()), dropout.scale
 
 
 # ---- sizes ---------------------------------------------------------------------------------------------------------

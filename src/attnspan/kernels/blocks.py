@@ -1,8 +1,9 @@
-"""Any FlexAttention program, block by block, on any device: never more than a block of scores in memory.
+"""Any FlexAttention program, and dropout, block by block, on any device: never more than a block of scores in memory.
 
-Tiles that are certain need no program unless scores are changed, and go through the CPU's flash attention whole. All
-else is computed in blocks of rows and keys in plain torch: scores, then the score_mod, then -inf where the band or the
-mask_mod does not allow a pair, then the share of the softmax, merged into what its rows have so far.
+Tiles that are certain need no program unless scores are changed, and without dropout go through the CPU's flash
+attention whole. All else is computed in blocks of rows and keys in plain torch: scores, then the score_mod, then -inf
+where the band or the mask_mod does not allow a pair, then the share of the softmax, and what dropout leaves of it,
+merged into what its rows have so far.
 
 Backward computes the same scores again. The gradient of a changed score is probability x (grad @ value - delta), from
 the final out and lse (see [Note: final out and lse] in kernel.py); the program is then walked back to the score itself
@@ -27,7 +28,7 @@ from attnspan.kernels.mods import as_slice
 from attnspan.masks.tile import Tile
 
 name = "blocks"
-traits = Traits(order=80, programs=True, measured=False)
+traits = Traits(order=80, programs=True, dropout=True, measured=False)
 
 ROWS = 128
 """Rows of a block: more waste scores outside of bands and allowed blocks, fewer waste calls."""
@@ -53,7 +54,8 @@ def forward(spec: Spec, q: Tensor, k: Tensor, v: Tensor, region: Region, total: 
             scores = _changed(spec, _scores(spec, q, k, block), block, region)
             lse = scores.logsumexp(-1)
             value = v[:, :, as_slice(block.cols)].to(wide)
-            total.add(block.rows, _by_head(_stacked(_shares(scores, lse), v) @ value, q), lse)
+            shares = _dropped(_shares(scores, lse), _weights(spec, block, region, wide))
+            total.add(block.rows, _by_head(_stacked(shares, v) @ value, q), lse)
 
 
 def backward(spec: Spec, final: Final, q: Tensor, k: Tensor, v: Tensor, region: Region, grads: Gradients) -> None:
@@ -73,7 +75,7 @@ def backward(spec: Spec, final: Final, q: Tensor, k: Tensor, v: Tensor, region: 
             rows, cols = as_slice(block.rows), as_slice(block.cols)
             grad, query = (_stacked(x[:, :, rows].to(wide), k) for x in (final.grad, q))
             key, value = k[:, :, cols].to(wide), v[:, :, cols].to(wide)
-            raw = _scores(spec, q, k, block)
+            raw, weights = _scores(spec, q, k, block), _weights(spec, block, region, wide)
             shares: list[Tensor] = []
 
             def slope(
@@ -82,17 +84,19 @@ def backward(spec: Spec, final: Final, q: Tensor, k: Tensor, v: Tensor, region: 
                 value: Tensor = value,
                 rows: slice = rows,
                 block: Block = block,
+                weights: Tensor | None = weights,
                 shares: list[Tensor] = shares,
             ) -> Tensor:
                 """The gradient of changed scores."""
                 shares.append(_shares(_hidden(spec, scores, block, region), final.lse[:, :, rows]))
-                return shares[0] * (_by_head(grad @ value.mT, q) - delta[:, :, rows].unsqueeze(-1))
+                d_shares = _dropped(_by_head(grad @ value.mT, q), weights)
+                return shares[0] * (d_shares - delta[:, :, rows].unsqueeze(-1))
 
             d_scores = _pulled(spec, raw, block, region, grads.captured, slope)
             d_scores = _stacked(d_scores.masked_fill_(shares[0] == 0, 0.0) * spec.scale, k)
             dq[:, :, rows] += _by_head(d_scores @ key, q)
             dk[:, :, cols] += d_scores.mT @ query
-            dv[:, :, cols] += _stacked(shares[0], v).mT @ grad
+            dv[:, :, cols] += _stacked(_dropped(shares[0], weights), v).mT @ grad
     grads.add(range(q.shape[2]), range(k.shape[2]), dq, dk, dv)
 
 
@@ -108,7 +112,7 @@ class Block(NamedTuple):
 def _is_plain(spec: Spec, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> bool:
     """Whether a tile is for the flash kernel."""
     changed = spec.mods is not None and spec.mods.score_mod is not None
-    return not changed and not tile.asked and cpu_flash.supports(spec, q, k, v, tile) is None
+    return not changed and not tile.asked and spec.dropout is None and cpu_flash.supports(spec, q, k, v, tile) is None
 
 
 def _blocks(tile: Tile, q: Tensor) -> Iterator[Block]:
@@ -177,6 +181,18 @@ def _shares(scores: Tensor, lse: Tensor) -> Tensor:
     """exp(score - lse), and 0 where there is no score to speak of, or no key in the whole row."""
     lse = lse.unsqueeze(-1)
     return (scores - lse).exp_().masked_fill_((scores == -torch.inf) | (lse == -torch.inf), 0.0)
+
+
+def _weights(spec: Spec, block: Block, region: Region, dtype: torch.dtype) -> Tensor | None:
+    """What dropout multiplies the probabilities of a block by; None without it."""
+    if spec.dropout is None:
+        return None
+    return spec.dropout.at(region.where.indices(block.rows, block.cols)).weights(dtype)
+
+
+def _dropped(x: Tensor, weights: Tensor | None) -> Tensor:
+    """Probabilities, or their gradients, after dropout. See [Note: backward] in dropout.py."""
+    return x if weights is None else x * weights
 
 
 def _stacked(x: Tensor, k: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ tile allows::
 
     score = scale * q @ k.T
     lse   = log(sum(exp(score)))       natural log; -inf for a row that saw no key, whose out is 0
-    out   = exp(score - lse) @ v
+    out   = exp(score - lse) @ v       with dropout, probabilities are weighted first (dropout.py)
 
 A kernel of one tile is a `TileKernel`: it is handed the rows and columns of its tile, already sliced, and `PerTile`
 (per_tile.py) makes a `Kernel` of it. What others must know of a kernel is in its `Traits`. So a new kernel is one file,
@@ -32,6 +32,7 @@ from torch import Tensor
 
 from attnspan.dtypes import dtype_name
 from attnspan.kernels.accumulator import Accumulator
+from attnspan.kernels.dropout import Dropout
 from attnspan.kernels.mods import Mods, Where
 from attnspan.masks.tile import Tile
 
@@ -51,12 +52,13 @@ class Spec:
     """What all tiles of one attention have in common.
 
     >>> Spec(scale=0.125)
-    Spec(scale=0.125)
+    Spec(scale=0.125, dropout=None)
     """
 
     scale: float
     mods: Mods | None = field(default=None, repr=False)
     preference: Preference | None = field(default=None, repr=False)
+    dropout: Dropout | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +88,9 @@ class Traits:
 
     programs: bool = False
     """Whether it runs FlexAttention programs: "auto" takes it for those, and for nothing else."""
+
+    dropout: bool = False
+    """Whether it drops probabilities. A kernel of one tile finds the tile's place in `Spec.dropout`."""
 
     measured: bool = True
     """Whether `attnspan tune` measures it unasked. Not what is there to be right, nor what takes long to compile."""

@@ -6,10 +6,12 @@ gradients are handed over one after another, and nothing of a tile is kept while
 [Note: gradients of lse] Where lse itself is used in a loss, d lse / d score is the probability p, so that dq gains
 scale * grad_lse * (p @ k) and dk gains scale * p.T @ (grad_lse * q). The first is what a kernel computes forward with
 keys in place of values, the second what it gives as dv for the gradient scale * grad_lse * q: no kernel needs to know
-of it.
+of it. lse is that of the softmax before dropout, and so is p.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -53,14 +55,15 @@ class PerTile:
         for tile in self.tiles(region):
             query, key, value = _sliced(q, k, v, tile)
             kernel = self.of(spec, query, key, value, tile)
-            total.add(tile.rows, *kernel.forward(spec, query, key, value, tile))
+            total.add(tile.rows, *kernel.forward(placed(spec, region, tile.rows, tile.cols), query, key, value, tile))
 
     def backward(
         self, spec: Spec, final: Final, q: Tensor, k: Tensor, v: Tensor, region: Region, grads: Gradients
     ) -> None:
         """Tile by tile, into the sums."""
         for tile in self.tiles(region):
-            dq, dk, dv = self._differentiated(spec, final, *_sliced(q, k, v, tile), tile)
+            there = placed(spec, region, tile.rows, tile.cols)
+            dq, dk, dv = self._differentiated(there, final, *_sliced(q, k, v, tile), tile)
             grads.add(tile.rows, tile.cols, dq, dk, dv)
             del dq, dk, dv  # or they would be there still while the next tile is computed
 
@@ -80,6 +83,7 @@ class PerTile:
         self, spec: Spec, grad_lse: Tensor, q: Tensor, k: Tensor, lse: Tensor, tile: Tile
     ) -> tuple[Tensor, Tensor]:
         """What a gradient of lse adds to dq and dk. See [Note: gradients of lse]."""
+        spec = replace(spec, dropout=None)
         kernel = self.of(spec, q, k, k, tile)
         weight = (grad_lse * spec.scale).unsqueeze(-1)
         mean_key, part_lse = kernel.forward(spec, q, k, k, tile)
@@ -95,6 +99,13 @@ class JoinedTiles(PerTile):
 
     def tiles(self, region: Region) -> Tiles:
         return joined_tiles(region.tiles)
+
+
+def placed(spec: Spec, region: Region, rows: range, cols: range) -> Spec:
+    """What some rows and columns are computed by: dropout depends on where they lie."""
+    if spec.dropout is None:
+        return spec
+    return replace(spec, dropout=spec.dropout.at(region.where.indices(rows, cols)))
 
 
 def _sliced(q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> tuple[Tensor, Tensor, Tensor]:

@@ -17,7 +17,7 @@ from attnspan.kernels.kernel import Spec, Traits
 from attnspan.masks.tile import Tile
 
 name = "reference"
-traits = Traits(order=60, measured=False)
+traits = Traits(order=60, dropout=True, measured=False)
 
 
 def supports(spec: Spec, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> str | None:
@@ -30,18 +30,19 @@ def forward(spec: Spec, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> tuple[Te
     q, k, v = map(_exact, (q, k, v))
     scores = _scores(spec, q, k, tile)
     lse = scores.logsumexp(-1)
-    return _unstacked(_shares(scores, lse) @ v, q), _unstacked(lse, q)
+    weighted = _shares(scores, lse) * _weights(spec, k)
+    return _unstacked(weighted @ v, q), _unstacked(lse, q)
 
 
 def backward(
     spec: Spec, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tile: Tile
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv). See [Note: final out and lse] in kernel.py."""
+    """(dq, dk, dv). See [Note: final out and lse] in kernel.py, and [Note: backward] in dropout.py."""
     grad, q, k, v, out = map(_exact, (grad, q, k, v, out))
     shares = _shares(_scores(spec, q, k, tile), _stacked(lse, k))
-    rows, correction = _stacked(grad, k), _stacked((grad * out).sum(-1), k)
-    d_scores = shares * (rows @ v.mT - correction.unsqueeze(-1)) * spec.scale
-    return _unstacked(d_scores @ k, q), d_scores.mT @ _stacked(q, k), shares.mT @ rows
+    rows, correction, weights = _stacked(grad, k), _stacked((grad * out).sum(-1), k), _weights(spec, k)
+    d_scores = shares * (rows @ v.mT * weights - correction.unsqueeze(-1)) * spec.scale
+    return _unstacked(d_scores @ k, q), d_scores.mT @ _stacked(q, k), (shares * weights).mT @ rows
 
 
 def _scores(spec: Spec, q: Tensor, k: Tensor, tile: Tile) -> Tensor:
@@ -52,6 +53,11 @@ def _scores(spec: Spec, q: Tensor, k: Tensor, tile: Tile) -> Tensor:
     scores = _stacked(q, k) @ k.mT * spec.scale
     by_head: Tensor = scores.unflatten(2, (-1, n))
     return by_head.masked_fill(hidden, -torch.inf).flatten(2, 3)
+
+
+def _weights(spec: Spec, k: Tensor) -> Tensor | float:
+    """What dropout multiplies probabilities by, (B, Hk, G * n, m); 1 without it."""
+    return 1.0 if spec.dropout is None else _stacked(spec.dropout.weights(k.dtype), k)
 
 
 def _shares(scores: Tensor, lse: Tensor) -> Tensor:

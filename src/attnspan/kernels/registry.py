@@ -5,10 +5,11 @@ tries it, where it runs, whether it rounds, whether it is measured. An explicit 
 refused with the kernel's own reason and the names of those that would do.
 
 "auto" gives a tile to the first kernel in order that can compute it (`fastest`). Where `Spec.preference` has measured
-this device, its order comes first. Three kinds of steps are not taken apart:
+this device, its order comes first. Four kinds of steps are not taken apart:
 
 * A score_mod, or a tile whose pairs must be asked, is for a kernel that runs programs, which takes all tiles. Other
   kernels refuse, all by the same rule, which is here.
+* Dropout is for a kernel that has it and takes all tiles. Other kernels refuse, by a rule that is here too.
 * A kernel that is `optional` takes all tiles where it is installed and `Spec.preference` has measured it as the fastest
   for the largest of them; never where nothing was measured.
 * A kernel that `joins` takes all tiles in one call where no kernel before it in order can compute any of them, or where
@@ -51,6 +52,7 @@ KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in sorted(_ALL, key
 _PROGRAMS = tuple(kernel for kernel in KERNELS.values() if kernel.traits.programs)
 _OTHERS = tuple(kernel for kernel in KERNELS.values() if not kernel.traits.programs)
 _JOINING = tuple((kernel, _OTHERS[:index]) for index, kernel in enumerate(_OTHERS) if kernel.traits.joins)
+_WHOLE = (*(kernel for kernel, _ in _JOINING), *_PROGRAMS)  # those that take all tiles
 _ROUNDING = frozenset(device for kernel in _ALL if kernel.traits.rounds for device in kernel.traits.devices)
 
 
@@ -62,11 +64,11 @@ def choose(name: str, spec: Spec, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles)
     ('cpu_flash', 'auto')
     """
     if name == "auto":
-        odd = _with_program(spec, tiles)
+        odd = _unusual(spec, tiles)
         if odd is None:
             return _optional(spec, q, k, v, tiles) or _joining(spec, q, k, v, tiles) or AUTO
-        for kernel in _PROGRAMS:
-            if kernel.supports(spec, q, k, v, tiles) is None:
+        for kernel in _WHOLE:
+            if refusal(kernel.name, spec, q, k, v, tiles) is None:
                 return kernel
         raise KernelError(_message("auto", "no kernel can", spec, q, k, v, odd))
     if name not in KERNELS:
@@ -131,6 +133,8 @@ def runs_programs(name: str) -> bool:
 def refusal(name: str, spec: Spec, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles) -> str | None:
     """Why a kernel cannot compute some tiles; None if it can."""
     kernel = KERNELS[name]
+    if spec.dropout is not None and not kernel.traits.dropout:
+        return f"{name} has no dropout"
     odd = None if kernel.traits.programs else _with_program(spec, tiles)
     if odd is not None and spec.mods is not None:
         return f"{name} runs no {spec.mods.of(odd)}"
@@ -146,6 +150,11 @@ def refusals(spec: Spec, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles) -> dict[
 def _with_program(spec: Spec, tiles: Tiles) -> Tile | None:
     """The first tile that needs a program."""
     return None if spec.mods is None else next(filter(spec.mods.of, tiles), None)
+
+
+def _unusual(spec: Spec, tiles: Tiles) -> Tile | None:
+    """The first tile that is not for the fastest kernel of one tile: it needs a program, or dropout."""
+    return _with_program(spec, tiles) if spec.dropout is None else tiles[0]
 
 
 def _optional(spec: Spec, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles) -> Kernel | None:
@@ -211,7 +220,7 @@ def _running(device: str, float32: bool) -> dict[str, PerTile]:
 
 def _message(name: str, reason: str, spec: Spec, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> str:
     refused = refusals(spec, q, k, v, (tile,))
-    usual: Iterable[Kernel] = _PROGRAMS if _with_program(spec, (tile,)) else _by_speed(spec, q, tile)
+    usual: Iterable[Kernel] = _WHOLE if _unusual(spec, (tile,)) else _by_speed(spec, q, tile)
     able = [other.name for other in usual if other.name not in refused]
     hint = f"for this tile use {' or '.join(able)}, or auto" if able else "; ".join(refused.values())
     return f"kernel={name!r} cannot compute {tile}: {reason}; {hint}"

@@ -80,15 +80,33 @@ class BoundAttention:
         """What it does: with strategy "auto", what it last did."""
         return self.attention.call.latest
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, *, sinks: Tensor | None = None) -> Tensor:
-        """The output for this rank's queries, (B, H, S, Dv)."""
-        return self._run(Inputs(query, key, value, sinks, self.captured.of(query)))[0]
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        sinks: Tensor | None = None,
+        dropout_p: float = 0.0,
+        dropout_seed: int | None = None,
+    ) -> Tensor:
+        """The output for this rank's queries, (B, H, S, Dv); dropout as in `ContextParallel.attention`."""
+        dropped = (dropout_p, dropout_seed)
+        return self._run(Inputs(query, key, value, sinks, self.captured.of(query), False, *dropped))[0]
 
     def with_lse(
-        self, query: Tensor, key: Tensor, value: Tensor, *, sinks: Tensor | None = None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        sinks: Tensor | None = None,
+        dropout_p: float = 0.0,
+        dropout_seed: int | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The output, and the log-sum-exp of every row (B, H, S), differentiable too."""
-        return self._run(Inputs(query, key, value, sinks, self.captured.of(query), return_lse=True))
+        dropped = (dropout_p, dropout_seed)
+        return self._run(Inputs(query, key, value, sinks, self.captured.of(query), True, *dropped))
 
     def _run(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
         check_single(self.single, inputs.query)

@@ -98,8 +98,8 @@ class SessionHandler(Handler):
     def _run(self, attend: Attention, args: SdpaArgs) -> Tensor:
         query, key, value = args[:3]
         if query.dim() == 4:
-            return run_attention(self.core, attend, Inputs(query, key, value))[0]
-        out, _ = attend.run(Inputs(flat(query), flat(key), flat(value)))
+            return run_attention(self.core, attend, Inputs(query, key, value, dropout_p=args.dropout_p))[0]
+        out, _ = attend.run(Inputs(flat(query), flat(key), flat(value), dropout_p=args.dropout_p))
         return out.reshape(*query.shape[:-1], value.shape[-1])
 
     def check(self, args: SdpaArgs) -> None:
@@ -108,7 +108,7 @@ class SessionHandler(Handler):
     def refuse(self, attend: Attention, args: SdpaArgs, wrong: AttentionError) -> NoReturn:
         """Raise what is wrong. See [Note: refused together]."""
         if all(isinstance(x, Tensor) and x.dim() > 1 and not is_dtensor(x) for x in args[:3]):
-            inputs = Inputs(flat(args.query), flat(args.key), flat(args.value))
+            inputs = Inputs(flat(args.query), flat(args.key), flat(args.value), dropout_p=args.dropout_p)
             try:
                 call = attend.call.for_inputs(inputs)
             except AttnspanError:  # there is no plan for such tensors, on which all could agree

@@ -7,6 +7,7 @@ keys fits both, and so does a rank of at most one query: models write ``is_causa
 
 from __future__ import annotations
 
+from attnspan.attention.function import check_dropout
 from attnspan.errors import AttentionError
 from attnspan.parallel.call_args import SdpaArgs
 from attnspan.parallel.core import Core
@@ -37,8 +38,7 @@ class SdpaChecks:
                 "as in ContextParallel(mesh, seq_len=..., mask=Causal() & Documents(lengths)) or, if it is a bool "
                 "tensor of the whole sequence, mask=Mask.from_dense(attn_mask)"
             )
-        if args.dropout_p:
-            raise AttentionError(f"dropout_p must be 0, got {args.dropout_p}: dropout over ranks is not served")
+        check_dropout(args.dropout_p)
         self._check_causal(args)
         self._check_shapes(args)
         self.core.check_scale(args.scale)

@@ -164,18 +164,23 @@ class ContextParallel:
         *,
         mask: str | None = None,
         sinks: Tensor | None = None,
+        dropout_p: float = 0.0,
+        dropout_seed: int | None = None,
         return_lse: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Attention of this rank's queries over the keys of all ranks; (B, H, S, D) each.
 
         `mask` names one of the session's masks, if it has several. With `return_lse`, on all ranks or on none, also the
-        log-sum-exp of every row, (B, H, S), which may be in the loss of any of them.
+        log-sum-exp of every row, (B, H, S), which may be in the loss of any of them. `dropout_p` drops probabilities as
+        SDPA does, the same ones for any number of ranks; their seed is drawn from torch's generator, which must be
+        seeded alike on all ranks, or given.
         """
         attend = self.attentions.named[self.core.mask_name(mask)]
         if not torch.compiler.is_compiling():  # what is computed from a shard bears no mark: only the plainest mistake
             for tensor in (query, key, value):
                 self.sharding.check_mark(tensor)
-        out, lse = run_attention(self.core, attend, Inputs(query, key, value, sinks, return_lse=return_lse))
+        inputs = Inputs(query, key, value, sinks, (), return_lse, dropout_p, dropout_seed)
+        out, lse = run_attention(self.core, attend, inputs)
         return (out, lse) if return_lse else out
 
     def flex_attention(

@@ -64,6 +64,7 @@ def attend(
     attention_mask: object = None,
     *,
     s_aux: Tensor | None = None,
+    dropout: float | None = 0.0,
     **arguments: object,
 ) -> tuple[Tensor, None]:
     """Attention of a layer over all ranks, by the signature of `AttentionInterface`; there are no weights to return."""
@@ -75,14 +76,12 @@ def attend(
         )
     check_arguments(binding.layer, attention_mask, {"s_aux": s_aux is not None, **arguments})
     attention = binding.enabled.attention_for(binding.kind)
-    out = attention(query, key, value, sinks=s_aux)
+    out = attention(query, key, value, sinks=s_aux, dropout_p=dropout or 0.0)
     return out.transpose(1, 2).contiguous(), None
 
 
 def check_arguments(layer: AttentionLayer, mask: object, arguments: Mapping[str, object]) -> None:
     """Refuse a call whose arguments differ from those of its layer."""
-    if arguments.get("dropout"):
-        raise ModelError(no_dropout(layer))
     by_default: dict[str, object] = {"scaling": layer.scale, "is_causal": layer.causal}
     always: dict[str, object] = {"sliding_window": layer.window, "softcap": layer.softcap, "s_aux": layer.sinks}
     for name, wanted in (by_default | always).items():
@@ -92,14 +91,6 @@ def check_arguments(layer: AttentionLayer, mask: object, arguments: Mapping[str,
         if arguments.get(name) is not None:
             raise ModelError(f"{layer.name}: {name} was given, which is not served")
     _check_mask(layer, mask)
-
-
-def no_dropout(layer: AttentionLayer) -> str:
-    """Why dropout is refused."""
-    return (
-        f"{layer.name} drops attention weights in training (p = {layer.dropout:g}), which is not served over ranks: "
-        "set it to 0 in the config (attention_dropout, attention_probs_dropout_prob, ...) before the model is made"
-    )
 
 
 def _check(layer: AttentionLayer, what: str, found: object, wanted: object) -> None:

@@ -56,7 +56,6 @@ from attnspan.integrations.huggingface.attention import (
     LayerBinding,
     configs_of,
     is_bound,
-    no_dropout,
     own_config,
     register,
 )
@@ -336,10 +335,6 @@ class Enabled:
                 f"labels must not be given: {self._adds_to_loss} adds a term of its own to the loss, which is not "
                 "served over ranks; compute the loss from logits, and add that term to it"
             )
-        if model.training:
-            for layer in self.layers:
-                if layer.dropout:
-                    raise ModelError(no_dropout(layer))
         count = given.pop("num_items_in_batch", None)
         if self.model.config.is_encoder_decoder:
             given, sides = self._encoder_decoder(given)
