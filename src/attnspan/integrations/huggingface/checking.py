@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
@@ -47,8 +47,8 @@ def check_positions(model: nn.Module) -> None:
             )
 
 
-def check_model(model: PreTrainedModel, layers: tuple[AttentionLayer, ...]) -> None:
-    """Refuse a model for what it is, beside its layers."""
+def check_model(model: PreTrainedModel, layers: tuple[AttentionLayer, ...], mixers: Collection[nn.Module] = ()) -> None:
+    """Refuse a model for what it is, beside its layers and its recurrent mixers."""
     name = type(model).__name__
     if is_bound(model):
         raise ModelError(f"{name} is enabled already; disable() it first")
@@ -71,7 +71,7 @@ def check_model(model: PreTrainedModel, layers: tuple[AttentionLayer, ...]) -> N
                 f"{path} ({type(module).__name__}) looks at one token for all, which is not served; use "
                 "add_pooling_layer=False"
             )
-        mixing = token_mixing(module)
+        mixing = None if module in mixers else token_mixing(module)
         if mixing is not None:
             raise ModelError(
                 f"{path or 'the model'} ({type(module).__name__}) looks at tokens beside a token's own, {mixing}, "
@@ -89,6 +89,8 @@ def check_model(model: PreTrainedModel, layers: tuple[AttentionLayer, ...]) -> N
             )
     if any(layer.cross for layer in layers) and not model.config.is_encoder_decoder:
         raise ModelError(f"{name} has cross-attention and no encoder, which is not served")
+    if mixers and model.config.is_encoder_decoder:
+        raise ModelError(f"{name} has recurrent mixers in an encoder-decoder, which is not served")
 
 
 def check_call(model: PreTrainedModel, given: Mapping[str, object]) -> None:

@@ -5,6 +5,7 @@ Such a module would run on a rank without an error, and be wrong. It is recognis
 
     x[:, 0]  x[:, -1]  x[:, 1:]  x[:, :-1]      one token for all, or all moved by one: numbers at the place of tokens
     roll(x)  pad(x)  conv1d(x)  flip(x)         functions that move tokens
+    cumsum(x)  einsum(x)  ...                   functions that may sum over them, where recurrences are (mixers.py)
 
 Attention is checked elsewhere (layers.py). Not known here: modules without source, and other functions that forward
 calls; the output of a model is checked too (checking.py).
@@ -16,7 +17,7 @@ import ast
 import functools
 import inspect
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from typing import Any
 
 from torch import nn
@@ -27,8 +28,16 @@ MOVING = {"roll", "pad", "flip", "conv1d", "unfold", "fft", "fftn", "rfft"}
 """Functions of torch that move tokens, or mix them."""
 
 
-def token_mixing(module: nn.Module) -> str | None:
+INLINE = MOVING | {"cumsum", "cumprod", "cummax", "logcumsumexp", "associative_scan", "einsum", "bmm", "baddbmm"}
+"""The same, and functions that a recurrence may be written with."""
+
+
+def token_mixing(
+    module: nn.Module, moving: Set[str] = frozenset(MOVING), uncalled: Set[str] = frozenset()
+) -> str | None:
     """The first expression of a module's forward that reads other tokens than a token's own; None if there is none.
+
+    Functions that do are those called `moving`. What is passed to functions that are `uncalled` here is not looked at.
 
     >>> class Shifted(nn.Module):
     ...     def forward(self, x):
@@ -37,11 +46,11 @@ def token_mixing(module: nn.Module) -> str | None:
     ('x[:, 1:]', None)
     """
     cls: Any = type(module)
-    return _mixing_in(cls)
+    return _mixing_in(cls, frozenset(moving), frozenset(uncalled))
 
 
 @functools.cache
-def _mixing_in(cls: Any) -> str | None:
+def _mixing_in(cls: Any, moving: frozenset[str], uncalled: frozenset[str]) -> str | None:
     if cls.__module__.startswith("torch."):
         return None
     try:
@@ -50,18 +59,27 @@ def _mixing_in(cls: Any) -> str | None:
         return None
     with PARSING:
         tree = ast.parse(source)
-    return next((ast.unparse(node) for node in _found(tree)), None)
+    return next((ast.unparse(node) for node in _found(tree, moving, uncalled)), None)
 
 
-def _found(tree: ast.AST) -> Iterator[ast.expr]:
-    for node in ast.walk(tree):
+def _found(tree: ast.AST, moving: frozenset[str], uncalled: frozenset[str]) -> Iterator[ast.expr]:
+    for node in _walk(tree, uncalled):
         match node:
             case ast.Subscript(slice=ast.Tuple(elts=[ast.Slice(lower=None, upper=None), place, *_])) if _is_fixed(
                 place
             ):
                 yield node
-            case ast.Call(func=ast.Attribute(attr=name) | ast.Name(id=name)) if name in MOVING:
+            case ast.Call(func=ast.Attribute(attr=name) | ast.Name(id=name)) if name in moving:
                 yield node
+
+
+def _walk(tree: ast.AST, uncalled: frozenset[str]) -> Iterator[ast.AST]:
+    """All nodes in and under one, without calls of some names."""
+    if isinstance(tree, ast.Call) and isinstance(tree.func, ast.Name) and tree.func.id in uncalled:
+        return
+    yield tree
+    for node in ast.iter_child_nodes(tree):
+        yield from _walk(node, uncalled)
 
 
 def _is_fixed(place: ast.expr) -> bool:

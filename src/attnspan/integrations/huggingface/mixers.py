@@ -1,0 +1,265 @@
+"""The recurrent mixers of a transformers model, and their forward over ranks.
+
+A mixer is a module whose forward calls, by name, a function that mixes tokens (sequence_functions.py). While its model
+is enabled it has a forward of its own, of the same code, for which these names are ours::
+
+    forward = FunctionType(original.__code__, {**original.__globals__, "causal_conv1d_fn": ours, ...})
+
+The modeling file and other models are not touched, and virtual ranks do not see each other's. `unbind` removes it.
+
+[Note: all or nothing] A mixer is served if everything in it is known: it calls no other function of a modeling file or
+a package, no convolution as a module, and nothing that moves tokens (token_mixing.py). Anything else is refused by the
+names of the layer and the function. That all its functions ran is checked in every pass (enabling.py).
+
+[Note: in its forward] MiniMax has lightning attention written out in its forward. It gets a forward that is written
+here, which is compared with the original on a tiny module of the class.
+
+[Note: no name] Compiled code reads globals from the module that is called by their ``__name__``, where the originals
+are. So the scope of such a forward has none.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import CellType, CodeType, FunctionType, MethodType, SimpleNamespace
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from attnspan.errors import ModelError
+from attnspan.integrations.huggingface.sequence_functions import (
+    DECODING,
+    KNOWN,
+    PADDING,
+    SEQUENCE,
+    MixedTokens,
+    SequenceFunctions,
+    agrees,
+    difference,
+)
+from attnspan.integrations.huggingface.token_mixing import INLINE, token_mixing
+
+LIBRARIES = {"torch", "builtins", "math"}
+"""Where functions come from that mix no tokens, except those that token_mixing.py knows."""
+
+UNCALLED = (nn.Conv1d, nn.RNNBase, nn.MultiheadAttention)
+"""Modules in a mixer of which it may read the weights; called, they would see one rank's tokens."""
+
+Method = Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentMixer:
+    """One module that mixes tokens by convolutions and recurrences: its path, and the functions that it calls."""
+
+    name: str
+    functions: tuple[str, ...]
+    methods: Mapping[str, Method] = field(repr=False, compare=False)  # those that call them
+    module: nn.Module = field(repr=False, compare=False)
+
+    def __str__(self) -> str:
+        return f"{self.name}: {', '.join(self.functions)}"
+
+    def bind(self, here: Callable[[], MixedTokens]) -> None:
+        """Run over the ranks of the pass that is `here`."""
+        ours = SequenceFunctions(self.name, here)
+        written = INLINED.get(type(self.module).__name__)
+        for attribute, method in self.methods.items():
+            function = rebound(method, ours) if written is None else written(ours)
+            setattr(self.module, attribute, MethodType(function, self.module))
+        for each in self._uncalled:
+            vars(each)["forward"] = functools.partial(_refuse_call, self.name, type(each).__name__)
+
+    def unbind(self) -> None:
+        """Run as before."""
+        for module, attribute in [(self.module, each) for each in self.methods] + [
+            (e, "forward") for e in self._uncalled
+        ]:
+            vars(module).pop(attribute, None)
+
+    @property
+    def _uncalled(self) -> list[nn.Module]:
+        return [each for each in self.module.modules() if isinstance(each, UNCALLED)]
+
+
+def _refuse_call(mixer: str, kind: str, *args: object, **kwargs: object) -> NoReturn:
+    raise ModelError(f"{mixer} calls its {kind} by itself, on this rank's tokens alone, which is not served")
+
+
+def recurrent_mixers(model: nn.Module) -> list[RecurrentMixer]:
+    """The recurrent mixers of a model, in the order of its modules; refuses one in which something is not known."""
+    return [_mixer(name, module) for name, module in model.named_modules() if is_mixer(module)]
+
+
+def is_mixer(module: nn.Module) -> bool:
+    """Whether a module calls functions that mix tokens."""
+    if type(module).__name__ in INLINED:
+        return True
+    return any(SEQUENCE & called.keys() for _, _, called in _methods(type(module)))
+
+
+def _mixer(name: str, module: nn.Module) -> RecurrentMixer:
+    """See [Note: all or nothing]."""
+    kind = type(module).__name__
+
+    def refuse(feature: str) -> NoReturn:
+        raise ModelError(f"{name} ({kind}) has {feature}, which is not served")
+
+    if "forward" in vars(module):
+        refuse("a forward of its own instead of its class's, such as a kernel or a hook of accelerate put there")
+    if kind in INLINED:
+        if not _is_lightning(type(module)):
+            refuse("a lightning attention that is not the one known here; use a version that attnspan was tested with")
+        return RecurrentMixer(name, ("lightning_attention",), {"forward": type(module).forward}, module)
+    functions: dict[str, None] = {}
+    methods: dict[str, Method] = {}
+    for attribute, method, called in _methods(type(module)):
+        unknown = [each for each in called if each not in KNOWN]
+        if unknown:
+            refuse(f"{unknown[0]}, a function that is not known here")
+        for each, function in called.items():
+            differs = difference(each, function)
+            if differs is not None:
+                refuse(f"{each}, which {differs} in this version of transformers")
+        if called.keys() & KNOWN:
+            methods[attribute] = method
+        functions |= dict.fromkeys(each for each in called if each in SEQUENCE)
+        if rebound(method, SequenceFunctions(name, _nowhere)) is None:
+            refuse(f"{attribute}() decorated in a way that is not known here")
+    mixing = token_mixing(module, INLINE, DECODING)
+    if mixing is not None:
+        refuse(f"a way of its own to mix tokens, {mixing}")
+    return RecurrentMixer(name, tuple(functions), methods, module)
+
+
+def _nowhere() -> NoReturn:
+    raise AssertionError("nothing is called before it is bound")
+
+
+def _methods(cls: type[nn.Module]) -> list[tuple[str, Method, dict[str, Method]]]:
+    """The methods of a class that call functions of files or packages, and those functions."""
+    kind: Any = cls  # whose __hash__ is its instances', to mypy
+    return _methods_of(kind)
+
+
+@functools.cache
+def _methods_of(cls: type[nn.Module]) -> list[tuple[str, Method, dict[str, Method]]]:
+    if cls.__module__.startswith("torch."):
+        return []
+    found = []
+    for attribute in dict.fromkeys(name for base in cls.__mro__[: cls.__mro__.index(nn.Module)] for name in vars(base)):
+        method = inspect.getattr_static(cls, attribute)
+        if inspect.isfunction(method) and attribute != "__init__":
+            called = _called(inspect.unwrap(method))
+            if called:
+                found.append((attribute, method, called))
+    return found
+
+
+def _called(function: Any) -> dict[str, Method]:
+    """Functions that another calls by global names, without those of torch."""
+    scope = function.__globals__
+    named = {name: scope[name] for name in _names(function.__code__) if name in scope}
+    return {
+        name: value
+        for name, value in named.items()
+        if callable(value) and not isinstance(value, type) and _library(value) not in LIBRARIES
+    }
+
+
+def _library(function: object) -> str:
+    return str(getattr(function, "__module__", None) or type(function).__module__).partition(".")[0]
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for each in code.co_consts:
+        if isinstance(each, CodeType):
+            yield from _names(each)
+
+
+# ---- a forward with other functions ----------------------------------------------------------------------------------
+
+
+def rebound(function: Any, ours: SequenceFunctions) -> Method | None:
+    """A function whose code calls ours; None if it is wrapped by something that does not hold it in a closure."""
+    inner = getattr(function, "__wrapped__", None)
+    closure = function.__closure__ or ()
+    if inner is None:
+        scope = {name: value for name, value in function.__globals__.items() if name != "__name__"}  # [Note: no name]
+        scope |= {name: ours.by_name(name) for name in _names(function.__code__) if name in KNOWN and name in scope}
+        return _again(function, scope, closure)
+    if not any(_held(cell) is inner for cell in closure):
+        return None
+    below = rebound(inner, ours)
+    cells = tuple(CellType(below) if _held(cell) is inner else cell for cell in closure)
+    return None if below is None else _again(function, function.__globals__, cells)
+
+
+def _held(cell: CellType) -> object:
+    try:
+        return cell.cell_contents
+    except ValueError:  # nothing
+        return None
+
+
+def _again(function: Any, scope: dict[str, Any], closure: tuple[CellType, ...]) -> Method:
+    made = FunctionType(function.__code__, scope, function.__name__, function.__defaults__, closure)
+    made.__kwdefaults__ = function.__kwdefaults__
+    return made
+
+
+# ---- lightning attention ---------------------------------------------------------------------------------------------
+
+
+def _lightning_forward(ours: SequenceFunctions) -> Method:
+    """The forward of MiniMax's lightning attention. See [Note: in its forward]."""
+    attend, padded = ours.by_name("lightning_attention"), ours.by_name(PADDING)
+
+    def forward(self: Any, hidden_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, None]:
+        rows, tokens = hidden_states.shape[:2]
+        mixed = padded(self.act_fn(self.qkv_proj(hidden_states)), None)
+        query, key, value = mixed.view(rows, tokens, self.num_attention_heads, -1).split(self.head_dim, dim=3)
+        out = self.norm(attend(query, key, value, self.slope_rate).reshape(rows, tokens, -1))
+        return self.out_proj(torch.sigmoid(self.output_gate(hidden_states)) * out), None
+
+    return forward
+
+
+INLINED: dict[str, Callable[[SequenceFunctions], Method]] = {"MiniMaxLightningAttention": _lightning_forward}
+"""Mixers whose recurrence is written out in their forward, by class, and the forward that they get."""
+
+
+@functools.cache
+def _is_lightning(cls: Any) -> bool:
+    """Whether a class computes what ours does, on two heads of four channels."""
+    config = SimpleNamespace(
+        head_dim=4,
+        hidden_size=6,
+        num_attention_heads=2,
+        num_hidden_layers=2,
+        block_size=2,
+        hidden_act="silu",
+        layer_types=["linear_attention"] * 2,
+    )
+    try:
+        with torch.device("meta"):  # which draws no random numbers
+            module = cls(config, 0)
+        module.to_empty(device="cpu").requires_grad_(False)
+        generator = torch.Generator(device="cpu").manual_seed(0)
+        for parameter in module.parameters():
+            parameter.normal_(generator=generator)
+        module.slope_rate = module.get_slope_rate(device=torch.device("cpu"))
+        decays = module.decay_factors(module.slope_rate)
+        module.query_decay, module.key_decay, module.diagonal_decay = decays
+        hidden = torch.randn(2, 5, 6, generator=generator, dtype=torch.float32, device="cpu")
+        return agrees(
+            lambda here: _lightning_forward(SequenceFunctions("compared", lambda: here))(module, hidden),
+            lambda: module(hidden, position_embeddings=None, attention_mask=None),
+        )
+    except Exception:  # whatever a version that changed it may raise
+        return False
