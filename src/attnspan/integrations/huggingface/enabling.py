@@ -83,7 +83,7 @@ from attnspan.integrations.huggingface.masking import Pattern
 from attnspan.integrations.huggingface.mixers import recurrent_mixers
 from attnspan.integrations.huggingface.positions import counts_by_mask, position_hooks
 from attnspan.integrations.huggingface.sequence_functions import MixedTokens
-from attnspan.integrations.huggingface.sessions import SessionFactory
+from attnspan.integrations.huggingface.sessions import SessionFactory, unseen_by_mixers
 from attnspan.masks import Documents, Full
 from attnspan.parallel import ContextParallel, checkpoint_regions
 from attnspan.parallel.attentions import BoundAttention
@@ -172,6 +172,12 @@ class Enabled:
         if len(sides) > 1 and isinstance(cp, ContextParallel) and cp.masks != {"": Full()}:
             raise ModelError(
                 "cp must be a mesh or a group for an encoder-decoder, whose sequences have masks of their own"
+            )
+        unseen = unseen_by_mixers(cp.mask) if self.mixers and isinstance(cp, ContextParallel) else None
+        if unseen is not None:
+            raise ModelError(
+                f"cp's mask has {unseen!r} in it, which recurrent mixers ({self.mixers[0].name}) do not see; give "
+                "attention_mask with every batch"
             )
         if keep_keys not in (None, True, False, "auto"):
             raise ModelError(f"keep_keys must be True, False or 'auto', got {keep_keys!r}")

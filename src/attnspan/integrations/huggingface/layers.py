@@ -34,7 +34,7 @@ import math
 import operator
 import re
 import textwrap
-from collections.abc import Callable, Collection, Iterator, Mapping, Set
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any, NoReturn
@@ -61,8 +61,11 @@ WORDS = {
 }
 
 LAYER_TYPES = {"full_attention", "sliding_attention"}
-RECURRENT_TYPES = {"linear_attention", "conv", "hybrid", "hybrid_sliding", "mlp", "moe"}
-"""Types of layers in models with recurrent mixers; what is in such a layer is seen by its modules."""
+RECURRENT_TYPES = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
+"""Types of layers with one recurrent mixer each."""
+
+TYPES_BESIDE = {"mlp", "moe"}
+"""Types of layers, in models with recurrent mixers, that compute each token by itself."""
 
 OTHER_TOWERS = re.compile(r"vision|audio|image|video|speech|pixel")
 MIXERS = (nn.Conv1d, nn.RNNBase, nn.MultiheadAttention)
@@ -114,7 +117,7 @@ def attention_layers(model: PreTrainedModel, mixers: Collection[nn.Module] = ())
     """
     if not isinstance(model, nn.Module) or not isinstance(getattr(model, "config", None), PreTrainedConfig):
         raise ModelError(f"model must be a transformers model, with a config, got {type(model).__name__}")
-    _check_types(model, LAYER_TYPES | RECURRENT_TYPES if mixers else LAYER_TYPES)
+    _check_types(model, len(mixers))
     layers = [_layer(model, name, module) for name, module in model.named_modules() if calls_of(module)]
     _check_mixers(model, {layer.module for layer in layers}, set(mixers))
     if not layers and not mixers:
@@ -234,12 +237,20 @@ def _tower(model: PreTrainedModel, module: nn.Module) -> str | None:
     return None
 
 
-def _check_types(model: PreTrainedModel, served: Set[str]) -> None:
-    """Refuse types of layers that are not served."""
+def _check_types(model: PreTrainedModel, mixers: int) -> None:
+    """Refuse types of layers that are not served: a recurrent one has one of so many mixers."""
+    served = LAYER_TYPES | RECURRENT_TYPES | TYPES_BESIDE if mixers else LAYER_TYPES
     for key, config in _configs(model.config):
+        types = getattr(config, "layer_types", None) or ()
         if OTHER_TOWERS.search(key):
             continue
-        for place, kind in enumerate(getattr(config, "layer_types", None) or ()):
+        recurrent = [kind for kind in types if kind in RECURRENT_TYPES]
+        if mixers and types and len(recurrent) != mixers:
+            raise ModelError(
+                f"{type(model).__name__} has {len(recurrent)} layers of the types {', '.join(sorted(set(recurrent)))}, "
+                f"and {mixers} recurrent mixers that are known; the others are not served"
+            )
+        for place, kind in enumerate(types):
             if kind not in served:
                 of = f" of {key}" if key else ""
                 raise ModelError(

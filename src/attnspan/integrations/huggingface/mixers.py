@@ -41,7 +41,7 @@ from attnspan.integrations.huggingface.sequence_functions import (
     agrees,
     difference,
 )
-from attnspan.integrations.huggingface.token_mixing import INLINE, token_mixing
+from attnspan.integrations.huggingface.token_mixing import MOVING, SUMMING, mixing_in
 
 LIBRARIES = {"torch", "builtins", "math"}
 """Where functions come from that mix no tokens, except those that token_mixing.py knows."""
@@ -76,10 +76,10 @@ class RecurrentMixer:
 
     def unbind(self) -> None:
         """Run as before."""
-        for module, attribute in [(self.module, each) for each in self.methods] + [
-            (e, "forward") for e in self._uncalled
-        ]:
-            vars(module).pop(attribute, None)
+        for attribute in self.methods:
+            vars(self.module).pop(attribute)
+        for each in self._uncalled:
+            vars(each).pop("forward")
 
     @property
     def _uncalled(self) -> list[nn.Module]:
@@ -130,34 +130,50 @@ def _mixer(name: str, module: nn.Module) -> RecurrentMixer:
         functions |= dict.fromkeys(each for each in called if each in SEQUENCE)
         if rebound(method, SequenceFunctions(name, _nowhere)) is None:
             refuse(f"{attribute}() decorated in a way that is not known here")
-    mixing = token_mixing(module, INLINE, DECODING)
-    if mixing is not None:
-        refuse(f"a way of its own to mix tokens, {mixing}")
+    for each in _own_methods(type(module)):
+        mixing = _mixing(each)
+        if mixing is not None:
+            refuse(f"a way of its own to mix tokens, {mixing}")
     return RecurrentMixer(name, tuple(functions), methods, module)
+
+
+def _mixing(function: Method) -> str | None:
+    try:
+        return mixing_in(function, MOVING | SUMMING, frozenset(DECODING))
+    except (OSError, TypeError):
+        return f"{function.__name__}() without source"
+
+
+def _own_methods(cls: Any) -> list[Method]:
+    """The forward of a class, and the methods that it mentions."""
+    forward = inspect.unwrap(cls.forward)
+    methods = [inspect.getattr_static(cls, name, None) for name in _names(forward.__code__)]
+    return [forward, *(inspect.unwrap(each) for each in methods if inspect.isfunction(each) and not _is_torch(each))]
+
+
+def _is_torch(function: Method) -> bool:
+    return _library(function) == "torch"
 
 
 def _nowhere() -> NoReturn:
     raise AssertionError("nothing is called before it is bound")
 
 
-def _methods(cls: type[nn.Module]) -> list[tuple[str, Method, dict[str, Method]]]:
-    """The methods of a class that call functions of files or packages, and those functions."""
-    kind: Any = cls  # whose __hash__ is its instances', to mypy
-    return _methods_of(kind)
+def _methods(cls: Any) -> Iterator[tuple[str, Method, dict[str, Method]]]:
+    """The methods of a class that call functions of files or packages, and those functions as they are now."""
+    for attribute, method in _functions_of(cls):
+        called = _called(inspect.unwrap(method))
+        if called:
+            yield attribute, method, called
 
 
 @functools.cache
-def _methods_of(cls: type[nn.Module]) -> list[tuple[str, Method, dict[str, Method]]]:
+def _functions_of(cls: Any) -> list[tuple[str, Method]]:
     if cls.__module__.startswith("torch."):
         return []
-    found = []
-    for attribute in dict.fromkeys(name for base in cls.__mro__[: cls.__mro__.index(nn.Module)] for name in vars(base)):
-        method = inspect.getattr_static(cls, attribute)
-        if inspect.isfunction(method) and attribute != "__init__":
-            called = _called(inspect.unwrap(method))
-            if called:
-                found.append((attribute, method, called))
-    return found
+    names = dict.fromkeys(name for base in cls.__mro__[: cls.__mro__.index(nn.Module)] for name in vars(base))
+    found = [(name, inspect.getattr_static(cls, name)) for name in names if name != "__init__"]
+    return [(name, each) for name, each in found if inspect.isfunction(each)]
 
 
 def _called(function: Any) -> dict[str, Method]:

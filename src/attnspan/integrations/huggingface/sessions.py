@@ -77,6 +77,11 @@ class SessionFactory:
         return functools.reduce(functools.partial(_both, length), [pattern.mask, *data, *sequence.hidden])
 
 
+def unseen_by_mixers(mask: Mask) -> Mask | None:
+    """The first part of a session's mask that recurrent mixers do not know: of all data, they know documents."""
+    return next((part for part in _parts(mask) if isinstance(part, KeyPadding | Not)), None)
+
+
 def _data(mask: Mask, pattern: Pattern, seq_len: int) -> Iterator[Mask]:
     """The parts of a mask that are data; refuses others that hide what a pattern shows."""
     for part in _parts(mask):

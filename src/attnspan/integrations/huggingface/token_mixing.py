@@ -17,27 +17,22 @@ import ast
 import functools
 import inspect
 import textwrap
-from collections.abc import Iterator, Set
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
 
 from attnspan.integrations.huggingface.layers import PARSING
 
-MOVING = {"roll", "pad", "flip", "conv1d", "unfold", "fft", "fftn", "rfft"}
+MOVING = frozenset({"roll", "pad", "flip", "conv1d", "unfold", "fft", "fftn", "rfft"})
 """Functions of torch that move tokens, or mix them."""
 
+SUMMING = {"cumsum", "cumprod", "cummax", "logcumsumexp", "associative_scan", "einsum", "bmm", "baddbmm"}
+"""Functions that a recurrence may be written with."""
 
-INLINE = MOVING | {"cumsum", "cumprod", "cummax", "logcumsumexp", "associative_scan", "einsum", "bmm", "baddbmm"}
-"""The same, and functions that a recurrence may be written with."""
 
-
-def token_mixing(
-    module: nn.Module, moving: Set[str] = frozenset(MOVING), uncalled: Set[str] = frozenset()
-) -> str | None:
+def token_mixing(module: nn.Module) -> str | None:
     """The first expression of a module's forward that reads other tokens than a token's own; None if there is none.
-
-    Functions that do are those called `moving`. What is passed to functions that are `uncalled` here is not looked at.
 
     >>> class Shifted(nn.Module):
     ...     def forward(self, x):
@@ -45,18 +40,21 @@ def token_mixing(
     >>> token_mixing(Shifted()), token_mixing(nn.Linear(1, 1))
     ('x[:, 1:]', None)
     """
-    cls: Any = type(module)
-    return _mixing_in(cls, frozenset(moving), frozenset(uncalled))
+    if type(module).__module__.startswith("torch."):
+        return None
+    try:
+        return mixing_in(inspect.unwrap(type(module).forward))
+    except (OSError, TypeError):
+        return None
 
 
 @functools.cache
-def _mixing_in(cls: Any, moving: frozenset[str], uncalled: frozenset[str]) -> str | None:
-    if cls.__module__.startswith("torch."):
-        return None
-    try:
-        source = textwrap.dedent(inspect.getsource(inspect.unwrap(cls.forward)))
-    except (OSError, TypeError):
-        return None
+def mixing_in(function: Any, moving: frozenset[str] = MOVING, uncalled: frozenset[str] = frozenset()) -> str | None:
+    """The first such expression of a function, of which those called `moving` move tokens; raises without source.
+
+    What is passed to functions that are `uncalled` here is not looked at.
+    """
+    source = textwrap.dedent(inspect.getsource(function))
     with PARSING:
         tree = ast.parse(source)
     return next((ast.unparse(node) for node in _found(tree, moving, uncalled)), None)
