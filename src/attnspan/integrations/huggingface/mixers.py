@@ -14,8 +14,9 @@ names of the layer and the function. That all its functions ran is checked in ev
 [Note: in its forward] MiniMax has lightning attention written out in its forward. It gets a forward that is written
 here, which is compared with the original on a tiny module of the class.
 
-[Note: no name] Compiled code reads globals from the module that is called by their ``__name__``, where the originals
-are. So the scope of such a forward has none.
+[Note: compiled] torch.compile reads globals from the module that is called by their ``__name__``, where the originals
+are; so the scope of such a forward has none. What it compiled it keeps with a code object, and what that needs in the
+globals of the function; so every such forward has a code object of its own.
 """
 
 from __future__ import annotations
@@ -206,7 +207,7 @@ def rebound(function: Any, ours: SequenceFunctions) -> Method | None:
     inner = getattr(function, "__wrapped__", None)
     closure = function.__closure__ or ()
     if inner is None:
-        scope = {name: value for name, value in function.__globals__.items() if name != "__name__"}  # [Note: no name]
+        scope = {name: value for name, value in function.__globals__.items() if name != "__name__"}  # [Note: compiled]
         scope |= {name: ours.by_name(name) for name in _names(function.__code__) if name in KNOWN and name in scope}
         return _again(function, scope, closure)
     if not any(_held(cell) is inner for cell in closure):
@@ -224,7 +225,7 @@ def _held(cell: CellType) -> object:
 
 
 def _again(function: Any, scope: dict[str, Any], closure: tuple[CellType, ...]) -> Method:
-    made = FunctionType(function.__code__, scope, function.__name__, function.__defaults__, closure)
+    made = FunctionType(function.__code__.replace(), scope, function.__name__, function.__defaults__, closure)
     made.__kwdefaults__ = function.__kwdefaults__
     return made
 
