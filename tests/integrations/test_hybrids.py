@@ -11,6 +11,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet, c
 import attnspan as span
 from attnspan.errors import ModelError
 from attnspan.integrations.huggingface import attention_layers, enable
+from attnspan.integrations.huggingface.sequence_functions import OURS, PADDING
 from attnspan.parallel import ContextParallel
 from attnspan.testing import loopback, processes
 from tests.integrations.families import answers, batch, enabled_answers, gradients, off
@@ -59,6 +60,14 @@ def padded(side):
     given["labels"][padding == 0] = -100
     given["labels"][torch.arange(3), padding.argmax(1)] = -100  # what padding on the left would have to tell
     return given | {"attention_mask": padding}, padding
+
+
+def test_twin_padding_that_mixers_see_shows(monkeypatch):
+    given, padding = padded("left")
+    true = answers(hybrid("lfm2"), given)
+    monkeypatch.setitem(OURS, PADDING, lambda here, hidden_states, attention_mask: hidden_states)
+    for found in on_ranks("lfm2", given, 2):
+        assert off(found, true, valid=padding)[0] > 100 * BOUND
 
 
 LENGTHS = ([5, 11, 7], [20, 1, 2])
@@ -239,6 +248,16 @@ class InAMethod(OfItsOwn):
         return F.pad(hidden[:, :-1], (0, 0, 1, 0))
 
 
+class Static(Qwen3_5GatedDeltaNet):
+    def forward(self, hidden_states, **more):
+        mixed = causal_conv1d_fn(hidden_states.transpose(1, 2), self.conv1d.weight.squeeze(1)[:32])
+        return self.mean(mixed.transpose(1, 2))
+
+    @staticmethod
+    def mean(hidden):
+        return running_mean(hidden)
+
+
 class CallsItsConvolution(Qwen3_5GatedDeltaNet):
     def forward(self, hidden_states, **more):
         mixed = causal_conv1d_fn(hidden_states.transpose(1, 2), self.conv1d.weight.squeeze(1)[:32])
@@ -263,6 +282,7 @@ class Renamed(nn.Module):
         (UnknownFunction, "(UnknownFunction) has running_mean, a function that is not known here, which is not served"),
         (OfItsOwn, "(OfItsOwn) has a way of its own to mix tokens, mixed.transpose(1, 2).cumsum(1), which is not"),
         (InAMethod, "(InAMethod) has a way of its own to mix tokens, "),
+        (Static, "(Static) has mean, which is no method and calls running_mean, which is not served"),
     ],
 )
 def test_a_mixer_with_something_unknown_is_refused_by_name(kind, refusal):
@@ -362,8 +382,15 @@ def test_a_forward_of_its_own_is_refused():
     model = hybrid("qwen3.5")
     mixer = model.model.layers[0].linear_attn
     mixer.forward = mixer.forward
-    with pytest.raises(ModelError, match=r"layers\.0\.linear_attn .* has a forward of its own instead of its class's"):
+    with pytest.raises(ModelError, match=r"layers\.0\.linear_attn .* has forward, a function of its own beside its cl"):
         loopback(2).run(lambda world: enable(model, world))
+
+
+def test_a_hybrid_is_enabled_once():
+    model = hybrid("mamba2")
+    loopback(1).run(lambda world: enable(model, world))
+    with pytest.raises(ModelError, match=r"^Mamba2ForCausalLM is enabled already; disable\(\) it first"):
+        loopback(1).run(lambda world: enable(model, world))
 
 
 def test_without_ranks_a_hybrid_is_refused_as_before():

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from attnspan.errors import ModelError
 from attnspan.integrations.huggingface.attention import is_bound
-from attnspan.integrations.huggingface.layers import AttentionLayer
+from attnspan.integrations.huggingface.layers import AttentionLayer, check_is_model
 from attnspan.integrations.huggingface.positions import depends_on_length
 from attnspan.integrations.huggingface.token_mixing import token_mixing
 from attnspan.parallel.attached_forward import is_attached
@@ -47,11 +47,16 @@ def check_positions(model: nn.Module) -> None:
             )
 
 
+def check_not_enabled(model: nn.Module) -> None:
+    """Refuse a model that is enabled, or a part of it."""
+    check_is_model(model)
+    if is_bound(model):
+        raise ModelError(f"{type(model).__name__} is enabled already; disable() it first")
+
+
 def check_model(model: PreTrainedModel, layers: tuple[AttentionLayer, ...], mixers: Collection[nn.Module] = ()) -> None:
     """Refuse a model for what it is, beside its layers and its recurrent mixers."""
     name = type(model).__name__
-    if is_bound(model):
-        raise ModelError(f"{name} is enabled already; disable() it first")
     if any(is_attached(module) for module in model.modules()):
         raise ModelError(f"{name} is attached to a session already; detach() it first")
     if not isinstance(model, PreTrainedModel):

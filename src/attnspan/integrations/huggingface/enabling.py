@@ -74,6 +74,7 @@ from attnspan.integrations.huggingface.batches import (
 from attnspan.integrations.huggingface.checking import (
     check_call,
     check_model,
+    check_not_enabled,
     check_output,
     tensors_of,
 )
@@ -156,6 +157,7 @@ class Enabled:
     ):
         model = _adapted(called)
         check_adapters(called)
+        check_not_enabled(model)
         self.mixers = tuple(recurrent_mixers(model))
         mixing = {mixer.module for mixer in self.mixers}
         self.layers = tuple(attention_layers(model, mixing))

@@ -115,8 +115,7 @@ def attention_layers(model: PreTrainedModel, mixers: Collection[nn.Module] = ())
 
     `mixers` are modules beside them that the caller serves.
     """
-    if not isinstance(model, nn.Module) or not isinstance(getattr(model, "config", None), PreTrainedConfig):
-        raise ModelError(f"model must be a transformers model, with a config, got {type(model).__name__}")
+    check_is_model(model)
     _check_types(model, len(mixers))
     layers = [_layer(model, name, module) for name, module in model.named_modules() if calls_of(module)]
     _check_mixers(model, {layer.module for layer in layers}, set(mixers))
@@ -125,6 +124,12 @@ def attention_layers(model: PreTrainedModel, mixers: Collection[nn.Module] = ())
             f"{type(model).__name__} has no layer that asks transformers' AttentionInterface for attention"
         )
     return layers
+
+
+def check_is_model(model: object) -> None:
+    """ModelError unless it is a model of transformers."""
+    if not isinstance(model, nn.Module) or not isinstance(getattr(model, "config", None), PreTrainedConfig):
+        raise ModelError(f"model must be a transformers model, with a config, got {type(model).__name__}")
 
 
 def decoder_layers(layers: list[AttentionLayer], user: str) -> list[AttentionLayer]:

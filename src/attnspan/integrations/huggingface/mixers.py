@@ -110,8 +110,12 @@ def _mixer(name: str, module: nn.Module) -> RecurrentMixer:
     def refuse(feature: str) -> NoReturn:
         raise ModelError(f"{name} ({kind}) has {feature}, which is not served")
 
-    if "forward" in vars(module):
-        refuse("a forward of its own instead of its class's, such as a kernel or a hook of accelerate put there")
+    for attribute, value in vars(module).items():
+        if not isinstance(value, nn.Module) and _is_foreign(value):
+            refuse(f"{attribute}, a function of its own beside its class's (as kernels and hooks of accelerate are)")
+    for attribute, function in _bare_functions(type(module)):
+        if _called(function):
+            refuse(f"{attribute}, which is no method and calls {next(iter(_called(function)))}")
     if kind in INLINED:
         if not _is_lightning(type(module)):
             refuse("a lightning attention that is not the one known here; use a version that attnspan was tested with")
@@ -146,14 +150,10 @@ def _mixing(function: Method) -> str | None:
 
 
 def _own_methods(cls: Any) -> list[Method]:
-    """The forward of a class, and the methods that it mentions."""
+    """The forward of a class, and the functions in the class that it mentions."""
     forward = inspect.unwrap(cls.forward)
-    methods = [inspect.getattr_static(cls, name, None) for name in _names(forward.__code__)]
-    return [forward, *(inspect.unwrap(each) for each in methods if inspect.isfunction(each) and not _is_torch(each))]
-
-
-def _is_torch(function: Method) -> bool:
-    return _library(function) == "torch"
+    own = dict([*_functions_of(cls), *_bare_functions(cls)])
+    return [forward, *(inspect.unwrap(own[name]) for name in _names(forward.__code__) if name in own)]
 
 
 def _nowhere() -> NoReturn:
@@ -170,26 +170,34 @@ def _methods(cls: Any) -> Iterator[tuple[str, Method, dict[str, Method]]]:
 
 @functools.cache
 def _functions_of(cls: Any) -> list[tuple[str, Method]]:
+    return [(name, each) for name, each in _attributes(cls) if inspect.isfunction(each)]
+
+
+def _bare_functions(cls: Any) -> list[tuple[str, Method]]:
+    """What a class has of functions that are no methods: static ones, those of the class, properties."""
+    inside = [(name, getattr(each, "fget", None) or getattr(each, "__func__", None)) for name, each in _attributes(cls)]
+    return [(name, inspect.unwrap(each)) for name, each in inside if inspect.isfunction(each)]
+
+
+def _attributes(cls: Any) -> list[tuple[str, Any]]:
+    """The attributes of a class and its bases below nn.Module."""
     if cls.__module__.startswith("torch."):
         return []
     names = dict.fromkeys(name for base in cls.__mro__[: cls.__mro__.index(nn.Module)] for name in vars(base))
-    found = [(name, inspect.getattr_static(cls, name)) for name in names if name != "__init__"]
-    return [(name, each) for name, each in found if inspect.isfunction(each)]
+    return [(name, inspect.getattr_static(cls, name)) for name in names if name != "__init__"]
 
 
 def _called(function: Any) -> dict[str, Method]:
     """Functions that another calls by global names, without those of torch."""
     scope = function.__globals__
     named = {name: scope[name] for name in _names(function.__code__) if name in scope}
-    return {
-        name: value
-        for name, value in named.items()
-        if callable(value) and not isinstance(value, type) and _library(value) not in LIBRARIES
-    }
+    return {name: value for name, value in named.items() if _is_foreign(value)}
 
 
-def _library(function: object) -> str:
-    return str(getattr(function, "__module__", None) or type(function).__module__).partition(".")[0]
+def _is_foreign(value: object) -> bool:
+    """Whether something is called, is no class, and comes from elsewhere than torch and Python."""
+    home = getattr(value, "__module__", None) or type(value).__module__
+    return callable(value) and not isinstance(value, type) and str(home).partition(".")[0] not in LIBRARIES
 
 
 def _names(code: CodeType) -> Iterator[str]:
@@ -270,9 +278,10 @@ def _is_lightning(cls: Any) -> bool:
         generator = torch.Generator(device="cpu").manual_seed(0)
         for parameter in module.parameters():
             parameter.normal_(generator=generator)
-        module.slope_rate = module.get_slope_rate(device=torch.device("cpu"))
-        decays = module.decay_factors(module.slope_rate)
-        module.query_decay, module.key_decay, module.diagonal_decay = decays
+        slope = module.get_slope_rate(device=torch.device("cpu"))
+        names = ("slope_rate", "query_decay", "key_decay", "diagonal_decay")
+        for name, buffer in zip(names, (slope, *module.decay_factors(slope)), strict=True):
+            setattr(module, name, buffer)
         hidden = torch.randn(2, 5, 6, generator=generator, dtype=torch.float32, device="cpu")
         return agrees(
             lambda here: _lightning_forward(SequenceFunctions("compared", lambda: here))(module, hidden),

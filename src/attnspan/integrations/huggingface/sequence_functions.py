@@ -42,6 +42,9 @@ from attnspan.testing import loopback
 PACKED = ("seq_idx", "cu_seqlens", "cu_seq_lens_q")
 """Arguments that describe documents; those of a session come from its mask."""
 
+HOW = {"chunk_size", "use_mambapy", "use_associative_scan"}
+"""Arguments that say how a result is computed, not which."""
+
 DECODING = {
     "causal_conv1d_update",
     "torch_recurrent_gated_delta_rule",
@@ -141,7 +144,6 @@ def torch_chunk_gated_delta_rule(
     value: Tensor,
     g: Tensor,
     beta: Tensor,
-    chunk_size: int = 64,
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
@@ -162,7 +164,6 @@ def chunk_kimi_delta_attention(
     value: Tensor,
     g: Tensor,
     beta: Tensor,
-    chunk_size: int = 64,
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
@@ -183,7 +184,6 @@ def mamba2_chunk_scan(
     A: Tensor,
     B: Tensor,
     C: Tensor,
-    chunk_size: int,
     D: Tensor | None = None,
     dt_bias: Tensor | None = None,
     initial_states: Tensor | None = None,
@@ -210,8 +210,6 @@ def mamba_selective_scan(
     delta_bias: Tensor | None = None,
     delta_softplus: bool = False,
     return_last_state: bool = False,
-    use_mambapy: bool = False,
-    use_associative_scan: bool = False,
     **more: object,
 ) -> Tensor:
     """Mamba's scan: hidden_states, dt and z (B, C, S), A (C, N), B and C (B, N, S), D (C,).
@@ -287,7 +285,7 @@ def _difference(name: str, theirs: Callable[..., Any]) -> str | None:
         return None
     ours = inspect.signature(OURS[name]).parameters
     for each in inspect.signature(theirs).parameters.values():
-        if each.kind is not inspect.Parameter.VAR_KEYWORD and each.name not in ours:
+        if each.kind is not inspect.Parameter.VAR_KEYWORD and each.name not in ours.keys() | HOW:
             return f"takes {each.name!r}"
     try:
         for example in EXAMPLES[name]():
