@@ -24,6 +24,8 @@ DELTA |= {"linear_conv_kernel_dim": 4}
 EXPERTS = {"moe_intermediate_size": 16, "num_experts_per_tok": 2}
 LOW_RANK = {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12}
 MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 8, "mamba_chunk_size": 8}
+SELECTIVE = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8, "time_step_rank": 4}
+SELECTIVE |= {"pad_token_id": 0}
 NO_KV = {name: value for name, value in SIZES.items() if name != "num_key_value_heads"}
 
 SPECS = {
@@ -102,13 +104,63 @@ SPECS = {
         | {"num_hidden_layers": 3, "attn_layer_period": 3, "attn_layer_offset": 1, "num_experts": 4, "mamba_d_state": 8}
         | {"mamba_dt_rank": 4, "use_mamba_kernels": False},
     ),
+    "mamba": ("MambaConfig", SELECTIVE),
+    "falcon-mamba": ("FalconMambaConfig", SELECTIVE),
+    "zamba": (
+        "ZambaConfig",
+        SIZES
+        | {"num_key_value_heads": 4, "num_hidden_layers": 4}
+        | {
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "layers_block_type": ["linear_attention", "hybrid"] * 2,
+            "n_mamba_heads": 2,
+        }
+        | {"mamba_d_state": 8, "mamba_dt_rank": 4},
+    ),
 }
+REFUSED = {
+    "recurrent-gemma": (
+        "RecurrentGemmaConfig",
+        SIZES | {"num_hidden_layers": 3, "lru_width": 32, "attention_window_size": 8},
+        "(RecurrentGemmaDecoderLayer) has a way of its own to mix tokens (it does not ask the AttentionInterface)",
+    ),
+    "rwkv": (
+        "RwkvConfig",
+        {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2},
+        "(RwkvForCausalLM) has a way of its own to mix tokens (it does not ask the AttentionInterface)",
+    ),
+    "qwen4-exp": (
+        "Qwen4ExpTextConfig",
+        SIZES
+        | BOTH
+        | HEAD
+        | DELTA
+        | EXPERTS
+        | {"num_experts": 4, "shared_expert_intermediate_size": 16, "hc_lowrank": 4, "indexer_n_heads": 2}
+        | {"indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 8, "indexer_compress_ratio": 4},
+        "layer 1 is of the type 'indexed_attention', which is not served",
+    ),
+    "inkling": (
+        "InklingTextConfig",
+        SIZES | EXPERTS,
+        "(InklingAttention) has a relative position bias (position_bias), which is not served",
+    ),
+    "zaya": (
+        "ZayaConfig",
+        SIZES
+        | HEAD
+        | {"num_experts_per_tok": 1, "num_experts": 4, "moe_intermediate_size": 16, "router_hidden_size": 8},
+        "layer 0 is of the type 'hybrid', which is not served",
+    ),
+}
+"""Configs, sizes, and what is said of them."""
 
 
 @functools.cache
 def _built(name):
     transformers.logging.set_verbosity_error()
-    config, sizes = SPECS[name]
+    config, sizes, *_ = (SPECS | REFUSED)[name]
     with torch.random.fork_rng(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.manual_seed(0)

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+import transformers
 from torch import nn
 from torch.nn import functional as F
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet, causal_conv1d_fn
@@ -15,7 +16,7 @@ from attnspan.integrations.huggingface.sequence_functions import OURS, PADDING
 from attnspan.parallel import ContextParallel
 from attnspan.testing import loopback, processes
 from tests.integrations.families import answers, batch, enabled_answers, gradients, off
-from tests.integrations.hybrids import BOUND, SPECS, hybrid, on_ranks
+from tests.integrations.hybrids import BOUND, REFUSED, SPECS, hybrid, on_ranks
 
 pytestmark = pytest.mark.usefixtures("quietly")
 
@@ -296,7 +297,7 @@ def test_a_mixer_with_something_unknown_is_refused_by_name(kind, refusal):
 def test_a_layer_of_a_recurrent_type_without_a_known_mixer_is_refused():
     model = hybrid("qwen3.5")
     model.model.layers[2].linear_attn = Renamed(model.model.layers[2].linear_attn)
-    with pytest.raises(ModelError, match=r"has 2 layers of the types linear_attention, and 1 recurrent mixers that"):
+    with pytest.raises(ModelError, match=r"layer 2 is of the type 'linear_attention', and has no recurrent mixer that"):
         loopback(2).run(lambda world: enable(model, world))
 
 
@@ -363,6 +364,25 @@ def _proof_of(cls):
 
     proof = mixers._is_lightning.__wrapped__
     return lambda _: proof(Changed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_family_with_other_layers_is_refused_by_name(name):
+    model = hybrid(name)
+    with pytest.raises(ModelError) as raised:
+        loopback(2).run(lambda world: enable(model, world))
+    assert REFUSED[name][2] in str(raised.value)
+
+
+def test_a_cache_is_refused_by_the_name_that_mamba_has_for_it():
+    def rank(world):
+        model = hybrid("mamba2").eval()
+        enable(model, world)
+        model(**batch(), cache_params=transformers.DynamicCache())
+
+    with pytest.raises(ModelError, match=r"^use_cache, past_key_values and cache_params: a model over ranks keeps no"):
+        loopback(2).run(rank)
 
 
 def test_padding_of_a_session_is_refused():

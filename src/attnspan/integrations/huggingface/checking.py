@@ -104,10 +104,10 @@ def check_call(model: PreTrainedModel, given: Mapping[str, object]) -> None:
     def asked(name: str) -> object:
         return given[name] if given.get(name) is not None else getattr(model.config, name, None)
 
-    if given.get("past_key_values") is not None or given.get("use_cache"):
+    if given.get("use_cache") or any(given.get(name) is not None for name in ("past_key_values", "cache_params")):
         raise ModelError(
-            "use_cache and past_key_values: a model over ranks keeps no cache; leave them out. To generate, disable() "
-            "it, then use attnspan.Engine(model, pages=...)"
+            "use_cache, past_key_values and cache_params: a model over ranks keeps no cache; leave them out. To "
+            "generate, disable() it, then use attnspan.Engine(model, pages=...)"
         )
     for name, why in REFUSED.items():
         if asked(name):

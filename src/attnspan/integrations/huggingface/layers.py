@@ -62,7 +62,7 @@ WORDS = {
 
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 RECURRENT_TYPES = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
-"""Types of layers with one recurrent mixer each."""
+"""Types of layers that have a recurrent mixer."""
 
 TYPES_BESIDE = {"mlp", "moe"}
 """Types of layers, in models with recurrent mixers, that compute each token by itself."""
@@ -116,7 +116,7 @@ def attention_layers(model: PreTrainedModel, mixers: Collection[nn.Module] = ())
     `mixers` are modules beside them that the caller serves.
     """
     check_is_model(model)
-    _check_types(model, len(mixers))
+    _check_types(model, set(mixers))
     layers = [_layer(model, name, module) for name, module in model.named_modules() if calls_of(module)]
     _check_mixers(model, {layer.module for layer in layers}, set(mixers))
     if not layers and not mixers:
@@ -242,22 +242,22 @@ def _tower(model: PreTrainedModel, module: nn.Module) -> str | None:
     return None
 
 
-def _check_types(model: PreTrainedModel, mixers: int) -> None:
-    """Refuse types of layers that are not served: a recurrent one has one of so many mixers."""
+def _check_types(model: PreTrainedModel, mixers: set[nn.Module]) -> None:
+    """Refuse types of layers that are not served; a recurrent one must have one of the mixers."""
     served = LAYER_TYPES | RECURRENT_TYPES | TYPES_BESIDE if mixers else LAYER_TYPES
+    paths = [name.split(".") for name, module in model.named_modules() if module in mixers]
+    known = {int(part) for path in paths for part in path if part.isdigit()}
     for key, config in _configs(model.config):
-        types = getattr(config, "layer_types", None) or ()
         if OTHER_TOWERS.search(key):
             continue
-        recurrent = [kind for kind in types if kind in RECURRENT_TYPES]
-        if mixers and types and len(recurrent) != mixers:
-            raise ModelError(
-                f"{type(model).__name__} has {len(recurrent)} layers of the types {', '.join(sorted(set(recurrent)))}, "
-                f"and {mixers} recurrent mixers that are known; the others are not served"
-            )
-        for place, kind in enumerate(types):
+        for place, kind in enumerate(getattr(config, "layer_types", None) or ()):
+            of = f" of {key}" if key else ""
+            if kind in served & RECURRENT_TYPES and place not in known:
+                raise ModelError(
+                    f"{type(model).__name__}: layer {place}{of} is of the type {kind!r}, and has no recurrent mixer "
+                    "that is known, which is not served"
+                )
             if kind not in served:
-                of = f" of {key}" if key else ""
                 raise ModelError(
                     f"{type(model).__name__}: layer {place}{of} is of the type {kind!r}, which is not served; those "
                     f"that are: {', '.join(sorted(served))}"
