@@ -385,6 +385,17 @@ def test_a_cache_is_refused_by_the_name_that_mamba_has_for_it():
         loopback(2).run(rank)
 
 
+def test_a_term_of_the_loss_that_is_a_mean_over_logits_is_refused():
+    def rank(world):
+        model = hybrid("bamba")
+        model.config.z_loss_coefficient = 0.1
+        enable(model, world)
+        model(**batch())
+
+    with pytest.raises(ModelError, match=r"^z_loss_coefficient must be 0: it adds a mean over the logits of all tok"):
+        loopback(2).run(rank)
+
+
 def test_padding_of_a_session_is_refused():
     model = hybrid("qwen3.5")
 

@@ -34,6 +34,7 @@ HEADS = re.compile(r"((?<!PreTrained)Model|ForCausalLM|ForMaskedLM|ForTokenClass
 REFUSED = {
     "output_attentions": "must be False: no rank has the weights of attention",
     "output_router_logits": "must be False: the balance of experts is a mean over all tokens, of which a rank has some",
+    "z_loss_coefficient": "must be 0: it adds a mean over the logits of all tokens, of which a rank has some",
     "logits_to_keep": "must be 0: which logits are the last is not the same on every rank",
 }
 

@@ -274,11 +274,11 @@ def _is_lightning(cls: Any) -> bool:
     try:
         with torch.device("meta"):  # which draws no random numbers
             module = cls(config, 0)
-        module.to_empty(device="cpu").requires_grad_(False)
+        module.to_empty(device="cpu").float().requires_grad_(False)
         generator = torch.Generator(device="cpu").manual_seed(0)
         for parameter in module.parameters():
             parameter.normal_(generator=generator)
-        slope = module.get_slope_rate(device=torch.device("cpu"))
+        slope = module.get_slope_rate(device=torch.device("cpu")).float()
         names = ("slope_rate", "query_decay", "key_decay", "diagonal_decay")
         for name, buffer in zip(names, (slope, *module.decay_factors(slope)), strict=True):
             setattr(module, name, buffer)

@@ -31,6 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from transformers.activations import ACT2FN
 
 from attnspan.errors import ModelError
 from attnspan.masks import Causal
@@ -133,8 +134,8 @@ def causal_conv1d_fn(
     **more: object,
 ) -> Tensor:
     """A convolution of (B, C, S) by (C, width)."""
-    inputs = hidden_states.to(weight.dtype)
-    return here.session.conv1d(inputs, weight, bias, dim=2, activation=activation).to(hidden_states.dtype)
+    out = here.session.conv1d(hidden_states.to(weight.dtype), weight, bias, dim=2)
+    return (out if activation is None else ACT2FN[activation](out)).to(hidden_states.dtype)
 
 
 def torch_chunk_gated_delta_rule(
@@ -283,24 +284,25 @@ def difference(name: str, theirs: Callable[..., Any]) -> str | None:
 def _difference(name: str, theirs: Callable[..., Any]) -> str | None:
     if name not in EXAMPLES:
         return None
-    ours = inspect.signature(OURS[name]).parameters
+    arguments = inspect.signature(OURS[name]).parameters.keys() | HOW
     for each in inspect.signature(theirs).parameters.values():
-        if each.kind is not inspect.Parameter.VAR_KEYWORD and each.name not in ours.keys() | HOW:
+        if each.kind is not inspect.Parameter.VAR_KEYWORD and each.name not in arguments:
             return f"takes {each.name!r}"
     try:
         for example in EXAMPLES[name]():
-            if not agrees(functools.partial(OURS[name], **example), functools.partial(theirs, **example)):
+            ours, original = functools.partial(OURS[name], **example), functools.partial(theirs, **example)
+            if not agrees(ours, original, example.get("attention_mask")):
                 return "computes something else"
     except Exception as raised:  # whatever a version that changed it may raise
         return f"raises {type(raised).__name__} on a few tokens"
     return None
 
 
-def agrees(ours: Caller, theirs: Callable[[], Any], tokens: int = 5) -> bool:
-    """Whether a function of a pass gives, on one rank, what another gives."""
+def agrees(ours: Caller, theirs: Callable[[], Any], padding: Tensor | None = None) -> bool:
+    """Whether a function of a pass of five tokens gives, on one rank, what another gives."""
 
     def rank(world: Any) -> Tensor:
-        return _first(ours(MixedTokens(ContextParallel(world, seq_len=tokens, mask=Causal()))))
+        return _first(ours(MixedTokens(ContextParallel(world, seq_len=5, mask=Causal()), padding)))
 
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
         (found,) = loopback(1).run(rank)
@@ -322,6 +324,11 @@ class _Drawn:
 
     def __call__(self, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=self._generator, dtype=torch.float32, device="cpu")
+
+
+def _padded() -> list[dict[str, Any]]:
+    drawn = _Drawn()
+    return [{"hidden_states": drawn(2, 5, 3), "attention_mask": (drawn(2, 5) > 0).long()}]
 
 
 def _convolutions() -> list[dict[str, Any]]:
@@ -352,6 +359,7 @@ def _selective_scans() -> list[dict[str, Any]]:
 
 
 EXAMPLES: Mapping[str, Callable[[], list[dict[str, Any]]]] = {
+    PADDING: _padded,
     "causal_conv1d_fn": _convolutions,
     "torch_chunk_gated_delta_rule": functools.partial(_deltas, ()),
     "chunk_kimi_delta_attention": functools.partial(_deltas, (4,)),
