@@ -1,6 +1,7 @@
 """Hybrid models: loss, logits and all gradients on ranks are those of one device, or the model is refused by name."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -259,6 +260,17 @@ class Static(Qwen3_5GatedDeltaNet):
         return running_mean(hidden)
 
 
+def kept_elsewhere(function):
+    kept = [function]
+    return functools.wraps(function)(lambda *args, **more: kept[0](*args, **more))
+
+
+class Decorated(Qwen3_5GatedDeltaNet):
+    @kept_elsewhere
+    def forward(self, hidden_states, **more):
+        return causal_conv1d_fn(hidden_states.transpose(1, 2), self.conv1d.weight.squeeze(1)[:32]).transpose(1, 2)
+
+
 class CallsItsConvolution(Qwen3_5GatedDeltaNet):
     def forward(self, hidden_states, **more):
         mixed = causal_conv1d_fn(hidden_states.transpose(1, 2), self.conv1d.weight.squeeze(1)[:32])
@@ -283,6 +295,7 @@ class Renamed(nn.Module):
         (UnknownFunction, "(UnknownFunction) has running_mean, a function that is not known here, which is not served"),
         (OfItsOwn, "(OfItsOwn) has a way of its own to mix tokens, mixed.transpose(1, 2).cumsum(1), which is not"),
         (InAMethod, "(InAMethod) has a way of its own to mix tokens, "),
+        (Decorated, "(Decorated) has forward(), decorated in a way that is not known here, which is not served"),
         (Static, "(Static) has mean, which is no method and calls running_mean, which is not served"),
     ],
 )

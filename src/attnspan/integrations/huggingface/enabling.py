@@ -227,9 +227,10 @@ class Enabled:
             mixer.bind(self.mixed_tokens)
 
     def _unbind(self) -> None:
-        for each in (*self.layers, *self.mixers):
-            delattr(each.module, BINDING)
+        for layer in self.layers:
+            delattr(layer.module, BINDING)
         for mixer in self.mixers:
+            delattr(mixer.module, BINDING)
             mixer.unbind()
         for config, name in self._before:
             config._attn_implementation = name

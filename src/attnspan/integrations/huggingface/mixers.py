@@ -105,41 +105,47 @@ def is_mixer(module: nn.Module) -> bool:
 
 def _mixer(name: str, module: nn.Module) -> RecurrentMixer:
     """See [Note: all or nothing]."""
-    kind = type(module).__name__
+    cls: Any = type(module)  # whose __hash__ is its instances', to mypy
+    unknown = _held_unknown(module) or (_inlined_unknown(cls) if cls.__name__ in INLINED else _unknown(cls))
+    if unknown is not None:
+        raise ModelError(f"{name} ({cls.__name__}) has {unknown}, which is not served")
+    if cls.__name__ in INLINED:
+        return RecurrentMixer(name, ("lightning_attention",), {"forward": cls.forward}, module)
+    found = list(_methods(cls))
+    functions = dict.fromkeys(each for _, _, called in found for each in called if each in SEQUENCE)
+    return RecurrentMixer(name, tuple(functions), {attribute: method for attribute, method, _ in found}, module)
 
-    def refuse(feature: str) -> NoReturn:
-        raise ModelError(f"{name} ({kind}) has {feature}, which is not served")
 
+def _held_unknown(module: nn.Module) -> str | None:
+    """What a module calls that is not its class's."""
     for attribute, value in vars(module).items():
         if not isinstance(value, nn.Module) and _is_foreign(value):
-            refuse(f"{attribute}, a function of its own beside its class's (as kernels and hooks of accelerate are)")
-    for attribute, function in _bare_functions(type(module)):
-        if _called(function):
-            refuse(f"{attribute}, which is no method and calls {next(iter(_called(function)))}")
-    if kind in INLINED:
-        if not _is_lightning(type(module)):
-            refuse("a lightning attention that is not the one known here; use a version that attnspan was tested with")
-        return RecurrentMixer(name, ("lightning_attention",), {"forward": type(module).forward}, module)
-    functions: dict[str, None] = {}
-    methods: dict[str, Method] = {}
-    for attribute, method, called in _methods(type(module)):
-        unknown = [each for each in called if each not in KNOWN]
-        if unknown:
-            refuse(f"{unknown[0]}, a function that is not known here")
+            return f"{attribute}, a function of its own beside its class's (as kernels and hooks of accelerate are)"
+    return None
+
+
+def _inlined_unknown(cls: Any) -> str | None:
+    if _is_lightning(cls):
+        return None
+    return "a lightning attention that is not the one known here (transformers 5.22)"
+
+
+def _unknown(cls: Any) -> str | None:
+    """The first thing in a class of mixers that is not known."""
+    for attribute, function in _bare_functions(cls):
+        for each in _called(function):
+            return f"{attribute}, which is no method and calls {each}"
+    for attribute, method, called in _methods(cls):
         for each, function in called.items():
+            if each not in KNOWN:
+                return f"{each}, a function that is not known here"
             differs = difference(each, function)
             if differs is not None:
-                refuse(f"{each}, which {differs} in this version of transformers")
-        if called.keys() & KNOWN:
-            methods[attribute] = method
-        functions |= dict.fromkeys(each for each in called if each in SEQUENCE)
-        if rebound(method, SequenceFunctions(name, _nowhere)) is None:
-            refuse(f"{attribute}() decorated in a way that is not known here")
-    for each in _own_methods(type(module)):
-        mixing = _mixing(each)
-        if mixing is not None:
-            refuse(f"a way of its own to mix tokens, {mixing}")
-    return RecurrentMixer(name, tuple(functions), methods, module)
+                return f"{each}, which {differs} in this version of transformers"
+        if not _can_be_rebound(method):
+            return f"{attribute}(), decorated in a way that is not known here"
+    mixing = next(filter(None, map(_mixing, _own_methods(cls))), None)
+    return None if mixing is None else f"a way of its own to mix tokens, {mixing}"
 
 
 def _mixing(function: Method) -> str | None:
@@ -154,10 +160,6 @@ def _own_methods(cls: Any) -> list[Method]:
     forward = inspect.unwrap(cls.forward)
     own = dict([*_functions_of(cls), *_bare_functions(cls)])
     return [forward, *(inspect.unwrap(own[name]) for name in _names(forward.__code__) if name in own)]
-
-
-def _nowhere() -> NoReturn:
-    raise AssertionError("nothing is called before it is bound")
 
 
 def _methods(cls: Any) -> Iterator[tuple[str, Method, dict[str, Method]]]:
@@ -210,19 +212,23 @@ def _names(code: CodeType) -> Iterator[str]:
 # ---- a forward with other functions ----------------------------------------------------------------------------------
 
 
-def rebound(function: Any, ours: SequenceFunctions) -> Method | None:
-    """A function whose code calls ours; None if it is wrapped by something that does not hold it in a closure."""
+def rebound(function: Any, ours: SequenceFunctions) -> Method:
+    """A function whose code calls ours, with what it is decorated with."""
+    inner, closure = getattr(function, "__wrapped__", None), function.__closure__ or ()
+    if inner is not None:
+        below = rebound(inner, ours)
+        cells = tuple(CellType(below) if _held(cell) is inner else cell for cell in closure)
+        return _again(function, function.__globals__, cells)
+    scope = {name: value for name, value in function.__globals__.items() if name != "__name__"}  # [Note: compiled]
+    scope |= {name: ours.by_name(name) for name in _names(function.__code__) if name in KNOWN and name in scope}
+    return _again(function, scope, closure)
+
+
+def _can_be_rebound(function: Any) -> bool:
+    """Whether every function around another holds it in its closure."""
     inner = getattr(function, "__wrapped__", None)
-    closure = function.__closure__ or ()
-    if inner is None:
-        scope = {name: value for name, value in function.__globals__.items() if name != "__name__"}  # [Note: compiled]
-        scope |= {name: ours.by_name(name) for name in _names(function.__code__) if name in KNOWN and name in scope}
-        return _again(function, scope, closure)
-    if not any(_held(cell) is inner for cell in closure):
-        return None
-    below = rebound(inner, ours)
-    cells = tuple(CellType(below) if _held(cell) is inner else cell for cell in closure)
-    return None if below is None else _again(function, function.__globals__, cells)
+    held = [_held(cell) for cell in function.__closure__ or ()]
+    return inner is None or (any(each is inner for each in held) and _can_be_rebound(inner))
 
 
 def _held(cell: CellType) -> object:
