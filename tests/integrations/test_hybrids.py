@@ -7,6 +7,8 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet, causal_conv1d_fn
 
@@ -156,6 +158,27 @@ def on_a_process(world):
 def test_processes_answer_as_one_device():
     true = each_alone("falcon-h1", packed())
     for loss, logits, grads in processes(2).run(on_a_process):
+        assert off((loss, logits.flatten(0, 1), grads), true)[0] < BOUND
+
+
+def on_sharded_weights(world):
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    model = hybrid("falcon-h1")
+    for layer in model.model.layers:
+        fully_shard(layer.mamba, mesh=mesh)
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    with enable(model, mesh["cp"]) as handle:
+        out = model(**packed())
+        out.loss.backward()  # FSDP2 averages
+        logits = handle.unshard(out.logits.detach())
+    return out.loss.detach(), logits, {name: each.grad.full_tensor() for name, each in model.named_parameters()}
+
+
+@pytest.mark.slow
+def test_a_hybrid_under_fsdp2_answers_as_one_device():
+    true = each_alone("falcon-h1", packed())
+    for loss, logits, grads in processes(2).run(on_sharded_weights):
         assert off((loss, logits.flatten(0, 1), grads), true)[0] < BOUND
 
 

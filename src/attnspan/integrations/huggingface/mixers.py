@@ -68,7 +68,7 @@ class RecurrentMixer:
     def bind(self, here: Callable[[], MixedTokens]) -> None:
         """Run over the ranks of the pass that is `here`."""
         ours = SequenceFunctions(self.name, here)
-        written = INLINED.get(type(self.module).__name__)
+        written = INLINED.get(_class_of(self.module).__name__)
         for attribute, method in self.methods.items():
             function = rebound(method, ours) if written is None else written(ours)
             setattr(self.module, attribute, MethodType(function, self.module))
@@ -98,14 +98,18 @@ def recurrent_mixers(model: nn.Module) -> list[RecurrentMixer]:
 
 def is_mixer(module: nn.Module) -> bool:
     """Whether a module calls functions that mix tokens."""
-    if type(module).__name__ in INLINED:
-        return True
-    return any(SEQUENCE & called.keys() for _, _, called in _methods(type(module)))
+    cls = _class_of(module)
+    return cls.__name__ in INLINED or any(SEQUENCE & called.keys() for _, _, called in _methods(cls))
+
+
+def _class_of(module: nn.Module) -> Any:
+    """The class of a module; not one that torch made of it, as FSDP2 does."""
+    return next(base for base in type(module).__mro__ if not base.__module__.startswith("torch."))
 
 
 def _mixer(name: str, module: nn.Module) -> RecurrentMixer:
     """See [Note: all or nothing]."""
-    cls: Any = type(module)  # whose __hash__ is its instances', to mypy
+    cls = _class_of(module)
     unknown = _held_unknown(module) or (_inlined_unknown(cls) if cls.__name__ in INLINED else _unknown(cls))
     if unknown is not None:
         raise ModelError(f"{name} ({cls.__name__}) has {unknown}, which is not served")
@@ -183,7 +187,7 @@ def _bare_functions(cls: Any) -> list[tuple[str, Method]]:
 
 def _attributes(cls: Any) -> list[tuple[str, Any]]:
     """The attributes of a class and its bases below nn.Module."""
-    if cls.__module__.startswith("torch."):
+    if not issubclass(cls, nn.Module):  # of torch's own modules
         return []
     names = dict.fromkeys(name for base in cls.__mro__[: cls.__mro__.index(nn.Module)] for name in vars(base))
     return [(name, inspect.getattr_static(cls, name)) for name in names if name != "__init__"]
