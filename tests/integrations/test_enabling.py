@@ -524,8 +524,14 @@ def test_documents_of_an_encoder_decoder_are_refused():
     ("more", "message"),
     [
         ({"output_attentions": True}, "output_attentions must be False: no rank has the weights of attention"),
-        ({"use_cache": True}, "use_cache and past_key_values: a model over ranks keeps no cache; leave them out."),
-        ({"past_key_values": transformers.DynamicCache()}, "use_cache and past_key_values: a model over ranks keeps"),
+        (
+            {"use_cache": True},
+            "use_cache, past_key_values and cache_params: a model over ranks keeps no cache; leave them out.",
+        ),
+        (
+            {"past_key_values": transformers.DynamicCache()},
+            "use_cache, past_key_values and cache_params: a model over ranks keeps",
+        ),
         ({"logits_to_keep": 1}, "logits_to_keep must be 0: which logits are the last is not the same on every rank"),
         ({"attention_mask": torch.ones(2, 1, 23, 23)}, "attention_mask must be a tensor of (B, S) that marks padding"),
         ({"attention_mask": torch.ones(2, 5)}, "attention_mask must be (2, 23), the whole batch's, got shape (2, 5)"),

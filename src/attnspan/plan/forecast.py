@@ -277,7 +277,8 @@ class Groups:
     @property
     def _shards(self) -> Tensor:
         """All keys of others in one exchange, and peers: (2, 2 ways, 2 places, G)."""
-        node, own = torch.arange(self.count, device="cpu") * self.degree // self.hardware.ranks_per_node, self.tokens
+        first = torch.arange(self.count, device="cpu") * self.degree  # rank of each group
+        (_, node), own = (first // self.hardware.ranks_per_node).unique(return_inverse=True), self.tokens
 
         def of_others(numbers: Tensor) -> Tensor:
             """Their sum over the other groups of a node, and over those of other nodes."""

@@ -24,6 +24,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 from attnspan.errors import ModelError
 from attnspan.integrations.huggingface.layers import AttentionLayer
 from attnspan.integrations.huggingface.masking import Pattern, requested_pattern
+from attnspan.integrations.huggingface.mixers import RecurrentMixer
 
 if TYPE_CHECKING:
     from attnspan.integrations.huggingface.enabling import Enabled
@@ -54,6 +55,17 @@ class LayerBinding:
 
     def __deepcopy__(self, memo: object) -> LayerBinding:
         return self  # a copy of a model is enabled as the model is
+
+
+@dataclass(frozen=True, eq=False)
+class MixerBinding:
+    """The same of a recurrent mixer."""
+
+    mixer: RecurrentMixer
+    enabled: Enabled
+
+    def __deepcopy__(self, memo: object) -> MixerBinding:
+        return self
 
 
 def attend(

@@ -9,7 +9,7 @@ Entries about which tokens see each other go into the session's mask, the rest i
     decoder_*             the second sequence of an encoder-decoder, with a session of its own
 
 The model gets, beside its tokens, their global positions and an attention_mask of ones: without one, transformers would
-take the jumps in a shard's positions for documents.
+take the jumps in a shard's positions for documents. Recurrent mixers, which have no mask, get a rank's padding.
 
 [Note: as on one device] transformers ignores documents if an attention_mask is given as well. A batch with both is
 ambiguous, and refused. Labels are shifted across the borders of documents, as on one device: a collator that packs puts
@@ -51,6 +51,7 @@ class SequenceInputs:
     rows: int
     seq_len: int
     starts: list[int] | None = None  # the first token of every row, if there is padding before
+    padding: Tensor | None = None  # (B, S): 0 in padding, if there is any
 
     @property
     def max_position(self) -> int | Tensor:
@@ -67,6 +68,7 @@ class Shards:
     entries: Entries = field(repr=False)
     labels: Tensor | None = field(default=None, repr=False)
     hidden: tuple[Mask, ...] = ()  # as in its `SequenceInputs`
+    padding: Tensor | None = field(default=None, repr=False)  # of this rank's tokens
 
 
 def sequence_of(given: Entries) -> SequenceInputs:
@@ -83,7 +85,8 @@ def sequence_of(given: Entries) -> SequenceInputs:
         entries.pop(name, None)
     left, right = any(starts), any(stop < seq_len for stop in stops)
     hidden = [*([~KeyPadding(starts)] if left else []), *([KeyPadding(stops)] if right else []), *documents]
-    return SequenceInputs(entries, tuple(hidden), rows, seq_len, starts if left else None)
+    padding = mask if left or right else None
+    return SequenceInputs(entries, tuple(hidden), rows, seq_len, starts if left else None, padding)
 
 
 def shards_of(sequence: SequenceInputs, session: ContextParallel, labels: Tensor | None) -> Shards:
@@ -96,14 +99,14 @@ def shards_of(sequence: SequenceInputs, session: ContextParallel, labels: Tensor
         )
     _check_left_padding(sequence, labels)
     batch = dict(sequence.entries)
-    if labels is not None:
-        batch["labels"] = labels
+    beside = {"labels": labels, "padding": sequence.padding}
+    batch |= {name: whole for name, whole in beside.items() if whole is not None}
     cut = dict(session.shard_batch(batch))
-    own = cut.pop("labels", None)
+    own, padding = cut.pop("labels", None), cut.pop("padding", None)
     cut["attention_mask"] = torch.ones(
         sequence.rows, session.sharding.tokens, dtype=torch.int64, device=session.transport.device
     )
-    return Shards(session, cut, own, sequence.hidden)
+    return Shards(session, cut, own, sequence.hidden, padding)
 
 
 def _check_left_padding(sequence: SequenceInputs, labels: Tensor | None) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from attnspan.errors import ModelError
 from attnspan.integrations.huggingface.attention import is_bound
-from attnspan.integrations.huggingface.layers import AttentionLayer
+from attnspan.integrations.huggingface.layers import AttentionLayer, check_is_model
 from attnspan.integrations.huggingface.positions import depends_on_length
 from attnspan.integrations.huggingface.token_mixing import token_mixing
 from attnspan.parallel.attached_forward import is_attached
@@ -34,6 +34,7 @@ HEADS = re.compile(r"((?<!PreTrained)Model|ForCausalLM|ForMaskedLM|ForTokenClass
 REFUSED = {
     "output_attentions": "must be False: no rank has the weights of attention",
     "output_router_logits": "must be False: the balance of experts is a mean over all tokens, of which a rank has some",
+    "z_loss_coefficient": "must be 0: it adds a mean over the logits of all tokens, of which a rank has some",
     "logits_to_keep": "must be 0: which logits are the last is not the same on every rank",
 }
 
@@ -47,11 +48,16 @@ def check_positions(model: nn.Module) -> None:
             )
 
 
-def check_model(model: PreTrainedModel, layers: tuple[AttentionLayer, ...]) -> None:
-    """Refuse a model for what it is, beside its layers."""
-    name = type(model).__name__
+def check_not_enabled(model: nn.Module) -> None:
+    """Refuse a model that is enabled, or a part of it."""
+    check_is_model(model)
     if is_bound(model):
-        raise ModelError(f"{name} is enabled already; disable() it first")
+        raise ModelError(f"{type(model).__name__} is enabled already; disable() it first")
+
+
+def check_model(model: PreTrainedModel, layers: tuple[AttentionLayer, ...], mixers: Collection[nn.Module] = ()) -> None:
+    """Refuse a model for what it is, beside its layers and its recurrent mixers."""
+    name = type(model).__name__
     if any(is_attached(module) for module in model.modules()):
         raise ModelError(f"{name} is attached to a session already; detach() it first")
     if not isinstance(model, PreTrainedModel):
@@ -71,7 +77,7 @@ def check_model(model: PreTrainedModel, layers: tuple[AttentionLayer, ...]) -> N
                 f"{path} ({type(module).__name__}) looks at one token for all, which is not served; use "
                 "add_pooling_layer=False"
             )
-        mixing = token_mixing(module)
+        mixing = None if module in mixers else token_mixing(module)
         if mixing is not None:
             raise ModelError(
                 f"{path or 'the model'} ({type(module).__name__}) looks at tokens beside a token's own, {mixing}, "
@@ -89,6 +95,8 @@ def check_model(model: PreTrainedModel, layers: tuple[AttentionLayer, ...]) -> N
             )
     if any(layer.cross for layer in layers) and not model.config.is_encoder_decoder:
         raise ModelError(f"{name} has cross-attention and no encoder, which is not served")
+    if mixers and model.config.is_encoder_decoder:
+        raise ModelError(f"{name} has recurrent mixers in an encoder-decoder, which is not served")
 
 
 def check_call(model: PreTrainedModel, given: Mapping[str, object]) -> None:
@@ -97,10 +105,10 @@ def check_call(model: PreTrainedModel, given: Mapping[str, object]) -> None:
     def asked(name: str) -> object:
         return given[name] if given.get(name) is not None else getattr(model.config, name, None)
 
-    if given.get("past_key_values") is not None or given.get("use_cache"):
+    if given.get("use_cache") or any(given.get(name) is not None for name in ("past_key_values", "cache_params")):
         raise ModelError(
-            "use_cache and past_key_values: a model over ranks keeps no cache; leave them out. To generate, disable() "
-            "it, then use attnspan.Engine(model, pages=...)"
+            "use_cache, past_key_values and cache_params: a model over ranks keeps no cache; leave them out. To "
+            "generate, disable() it, then use attnspan.Engine(model, pages=...)"
         )
     for name, why in REFUSED.items():
         if asked(name):

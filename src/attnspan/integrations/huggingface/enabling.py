@@ -19,7 +19,8 @@ positions.py adds hooks where a module counts positions itself:
 
     before forward    the batch becomes a session and shards (batches.py)
     attention         layers ask for the implementation "attnspan" (attention.py)
-    after forward     the loss, over all ranks (losses.py); a layer that did not attend is an error
+    recurrence        mixers have a forward whose functions are over ranks (mixers.py)
+    after forward     the loss, over all ranks (losses.py); a layer that did not run is an error
 
 [Note: a config of its own] The implementation is an entry of the config, which another model may share. So an enabled
 model gets a copy; a model that was made from the same config is not touched.
@@ -54,6 +55,7 @@ from attnspan.integrations.huggingface.attention import (
     BINDING,
     NAME,
     LayerBinding,
+    MixerBinding,
     configs_of,
     is_bound,
     own_config,
@@ -71,14 +73,17 @@ from attnspan.integrations.huggingface.batches import (
 from attnspan.integrations.huggingface.checking import (
     check_call,
     check_model,
+    check_not_enabled,
     check_output,
     tensors_of,
 )
 from attnspan.integrations.huggingface.layers import AttentionLayer, attention_layers
 from attnspan.integrations.huggingface.losses import Count, label_kind, loss_of
 from attnspan.integrations.huggingface.masking import Pattern
+from attnspan.integrations.huggingface.mixers import recurrent_mixers
 from attnspan.integrations.huggingface.positions import counts_by_mask, position_hooks
-from attnspan.integrations.huggingface.sessions import SessionFactory
+from attnspan.integrations.huggingface.sequence_functions import MixedTokens
+from attnspan.integrations.huggingface.sessions import SessionFactory, unseen_by_mixers
 from attnspan.masks import Documents, Full
 from attnspan.parallel import ContextParallel, checkpoint_regions
 from attnspan.parallel.attentions import BoundAttention
@@ -116,6 +121,7 @@ class ForwardPass:
     encoder: ContextParallel | None
     attentions: list[BoundAttention]
     calls_before: Counter[int]  # how often each session had attended
+    mixed: MixedTokens  # for recurrent mixers
     labels: Tensor | None = None
     count: Count = None
     max_position: int | Tensor = 0
@@ -143,15 +149,18 @@ def enable(
 
 
 class Enabled:
-    """An enabled model. `session` is that of its latest batch, `layers` are its attention layers."""
+    """An enabled model. `session` is that of its latest batch, `layers` are its attention layers, `mixers` others."""
 
     def __init__(
         self, called: nn.Module, cp: ContextParallel | Group, over: Group, outputs: str, keep_keys: KeepKeys | None
     ):
         model = _adapted(called)
         check_adapters(called)
-        self.layers = tuple(attention_layers(model))
-        check_model(model, self.layers)
+        check_not_enabled(model)
+        self.mixers = tuple(recurrent_mixers(model))
+        mixing = {mixer.module for mixer in self.mixers}
+        self.layers = tuple(attention_layers(model, mixing))
+        check_model(model, self.layers, mixing)
         self.outputs = one_of("outputs", outputs, ["shards", "whole"], error=ModelError)
         """What the model returns: this rank's tokens, or all."""
         self.model, self.over = model, over
@@ -159,10 +168,17 @@ class Enabled:
         self._encoder_modules = _encoder_modules(model)
         kinds = [self._kind(layer) for layer in self.layers]
         self.kinds = list(dict.fromkeys(kinds))
-        sides = dict.fromkeys(kind.side for kind in kinds if kind.side != "cross")
+        sides: list[Side] = list(dict.fromkeys(kind.side for kind in kinds if kind.side != "cross")) or ["only"]
+        self._functions = {(mixer.name, function) for mixer in self.mixers for function in mixer.functions}
         if len(sides) > 1 and isinstance(cp, ContextParallel) and cp.masks != {"": Full()}:
             raise ModelError(
                 "cp must be a mesh or a group for an encoder-decoder, whose sequences have masks of their own"
+            )
+        unseen = unseen_by_mixers(cp.mask) if self.mixers and isinstance(cp, ContextParallel) else None
+        if unseen is not None:
+            raise ModelError(
+                f"cp's mask has {unseen!r} in it, which recurrent mixers ({self.mixers[0].name}) do not see; give "
+                "attention_mask with every batch"
             )
         if keep_keys not in (None, True, False, "auto"):
             raise ModelError(f"keep_keys must be True, False or 'auto', got {keep_keys!r}")
@@ -205,10 +221,16 @@ class Enabled:
         self.model.set_attn_implementation(NAME)
         for layer in self.layers:
             setattr(layer.module, BINDING, LayerBinding(layer, self.kinds.index(self._kind(layer)), self))
+        for mixer in self.mixers:
+            setattr(mixer.module, BINDING, MixerBinding(mixer, self))
+            mixer.bind(self.mixed_tokens)
 
     def _unbind(self) -> None:
         for layer in self.layers:
             delattr(layer.module, BINDING)
+        for mixer in self.mixers:
+            delattr(mixer.module, BINDING)
+            mixer.unbind()
         for config, name in self._before:
             config._attn_implementation = name
 
@@ -360,8 +382,8 @@ class Enabled:
         again = WeakSet(
             region.name for region in checkpoint_regions.regions() if region.again and region.name is not None
         )
-        before = _counted(attentions)
-        current = ForwardPass(own.session, encoder, attentions, before, own.labels, count, max_position, again)
+        before, mixed = _counted(attentions), MixedTokens(own.session, own.padding)
+        current = ForwardPass(own.session, encoder, attentions, before, mixed, own.labels, count, max_position, again)
         return current, {name: value for name, value in given.items() if self._is_taken(name)}
 
     def _encoder_decoder(self, given: Entries) -> tuple[Entries, dict[Side, Shards]]:
@@ -397,7 +419,7 @@ class Enabled:
         return self.unshard(output) if self.outputs == "whole" else output
 
     def _count(self, current: ForwardPass) -> None:
-        """Every layer has attended, once."""
+        """Every layer has attended, once, and every mixer has run."""
         ran = sum((_counted(current.attentions) - current.calls_before).values())
         self.passes, self._attention_calls = self.passes + 1, self._attention_calls + ran
         if ran > len(self.layers):
@@ -409,6 +431,13 @@ class Enabled:
             raise ModelError(
                 f"{ran} of {len(self.layers)} attention layers of {type(self.model).__name__} asked for attention in "
                 "this pass; the others were left out, or computed it in another way, on this rank's tokens alone"
+            )
+        left_out = sorted(self._functions - current.mixed.called)
+        if left_out:
+            mixer, function = left_out[0]
+            raise ModelError(
+                f"{mixer} did not call {function} in this pass, as when the model was enabled; it was left out, or "
+                "computed in another way, on this rank's tokens alone"
             )
 
     def _is_taken(self, name: str) -> bool:
@@ -438,6 +467,10 @@ class Enabled:
         return session.attention_for(name, scale=kind.scale, score_mod=score_mod)
 
     # ---- what a layer asks ---------------------------------------------------------------------------------------
+
+    def mixed_tokens(self) -> MixedTokens:
+        """What a recurrent mixer knows of the pass that it runs in."""
+        return self._current_pass().mixed
 
     def attention_for(self, kind: int) -> BoundAttention:
         """The attention of a kind of layer, in the pass that it runs in. See [Note: the pass of a region]."""

@@ -17,9 +17,10 @@ of the class, and its arguments are evaluated for the module at hand. They are a
 argument that cannot be evaluated, or is not known here, is an unsupported feature, and refused by its name.
 
 [Note: others that mix tokens] A module that mixes tokens in another way (attention without the interface, linear
-attention, convolution, recurrence) would see one rank's tokens alone, or no cache. It is refused by name, too. It is
-recognised by its class: one called attention that neither uses the interface nor contains a layer that does; torch's
-own modules of that kind; and layer types in the config that are not full or sliding attention.
+attention, convolution, recurrence) would see one rank's tokens alone, or no cache. It is refused by name, too, unless
+the caller serves it: the recurrent mixers of mixers.py, over ranks. It is recognised by its class: one called attention
+that neither uses the interface nor contains a layer that does; torch's own modules of that kind; and layer types in the
+config that are not full or sliding attention.
 
 Not known here: the masks of a model; they are compared when they are made (masking.py).
 """
@@ -33,7 +34,7 @@ import math
 import operator
 import re
 import textwrap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any, NoReturn
@@ -60,6 +61,12 @@ WORDS = {
 }
 
 LAYER_TYPES = {"full_attention", "sliding_attention"}
+RECURRENT_TYPES = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
+"""Types of layers that have a recurrent mixer."""
+
+TYPES_BESIDE = {"mlp", "moe"}
+"""Types of layers, in models with recurrent mixers, that compute each token by itself."""
+
 OTHER_TOWERS = re.compile(r"vision|audio|image|video|speech|pixel")
 MIXERS = (nn.Conv1d, nn.RNNBase, nn.MultiheadAttention)
 NAMED_MIXERS = re.compile(r"Attention|Attn|Mamba|DeltaNet|Mixer|ShortConv|Rwkv|Recurrent|LinearAtt|RGLRU")
@@ -103,18 +110,26 @@ class AttentionLayer:
         return f"{self.name}: {', '.join(words)}"
 
 
-def attention_layers(model: PreTrainedModel) -> list[AttentionLayer]:
-    """The attention layers of a transformers model, in the order of its modules; refuses a model that has others."""
-    if not isinstance(model, nn.Module) or not isinstance(getattr(model, "config", None), PreTrainedConfig):
-        raise ModelError(f"model must be a transformers model, with a config, got {type(model).__name__}")
-    _check_types(model)
+def attention_layers(model: PreTrainedModel, mixers: Collection[nn.Module] = ()) -> list[AttentionLayer]:
+    """The attention layers of a transformers model, in the order of its modules; refuses a model that has others.
+
+    `mixers` are modules beside them that the caller serves.
+    """
+    check_is_model(model)
+    _check_types(model, set(mixers))
     layers = [_layer(model, name, module) for name, module in model.named_modules() if calls_of(module)]
-    _check_mixers(model, layers)
-    if not layers:
+    _check_mixers(model, {layer.module for layer in layers}, set(mixers))
+    if not layers and not mixers:
         raise ModelError(
             f"{type(model).__name__} has no layer that asks transformers' AttentionInterface for attention"
         )
     return layers
+
+
+def check_is_model(model: object) -> None:
+    """ModelError unless it is a model of transformers."""
+    if not isinstance(model, nn.Module) or not isinstance(getattr(model, "config", None), PreTrainedConfig):
+        raise ModelError(f"model must be a transformers model, with a config, got {type(model).__name__}")
 
 
 def decoder_layers(layers: list[AttentionLayer], user: str) -> list[AttentionLayer]:
@@ -227,24 +242,33 @@ def _tower(model: PreTrainedModel, module: nn.Module) -> str | None:
     return None
 
 
-def _check_types(model: PreTrainedModel) -> None:
-    """Refuse types of layers that are neither full nor sliding attention."""
+def _check_types(model: PreTrainedModel, mixers: set[nn.Module]) -> None:
+    """Refuse types of layers that are not served; a recurrent one must have one of the mixers."""
+    served = LAYER_TYPES | RECURRENT_TYPES | TYPES_BESIDE if mixers else LAYER_TYPES
+    paths = [name.split(".") for name, module in model.named_modules() if module in mixers]
+    known = {int(part) for path in paths for part in path if part.isdigit()}
     for key, config in _configs(model.config):
         if OTHER_TOWERS.search(key):
             continue
         for place, kind in enumerate(getattr(config, "layer_types", None) or ()):
-            if kind not in LAYER_TYPES:
-                of = f" of {key}" if key else ""
+            of = f" of {key}" if key else ""
+            if kind in served & RECURRENT_TYPES and place not in known:
+                raise ModelError(
+                    f"{type(model).__name__}: layer {place}{of} is of the type {kind!r}, and has no recurrent mixer "
+                    "that is known, which is not served"
+                )
+            if kind not in served:
                 raise ModelError(
                     f"{type(model).__name__}: layer {place}{of} is of the type {kind!r}, which is not served; those "
-                    f"that are: {', '.join(sorted(LAYER_TYPES))}"
+                    f"that are: {', '.join(sorted(served))}"
                 )
 
 
-def _check_mixers(model: nn.Module, layers: list[AttentionLayer]) -> None:
+def _check_mixers(model: nn.Module, layers: set[nn.Module], mixers: set[nn.Module]) -> None:
     """See [Note: others that mix tokens]."""
-    known = {layer.module for layer in layers}
-    inside = {inner for layer in layers for inner in layer.module.modules()}
+    known = layers | mixers
+    inside = {inner for layer in layers for inner in layer.modules()}
+    inside |= {inner for mixer in mixers for inner in mixer.modules() if isinstance(inner, MIXERS)}  # never called
     for name, module in model.named_modules():
         if module in inside or not _is_innermost(module) or NO_MIXERS.search(type(module).__name__):
             continue

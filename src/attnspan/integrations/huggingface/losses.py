@@ -16,6 +16,7 @@ tokens: batches whose gradients are accumulated are parts of one mean, over rank
 from __future__ import annotations
 
 import inspect
+import re
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -38,12 +39,18 @@ Count = int | Tensor | None
 BY_FUNCTION: dict[object, LabelKind] = {ForCausalLMLoss: "next", ForMaskedLMLoss: "own", ForTokenClassification: "own"}
 
 
+ADDED = re.compile(r"^\s+loss (?:\+=|= loss [-+*/])(?!.*\b(?:aux_loss|z_loss)\b)", re.MULTILINE)
+"""A line that changes a loss by something that checking.py does not refuse."""
+
+
 def label_kind(model: nn.Module) -> LabelKind | None:
     """The kind of a model's loss; None if it is not supported."""
     forward = inspect.unwrap(type(model).forward)
     try:
         source = inspect.getsource(forward)
     except (OSError, TypeError):
+        return None
+    if ADDED.search(source):
         return None
     if "self.loss_function(" in source:
         return BY_FUNCTION.get(model.loss_function)

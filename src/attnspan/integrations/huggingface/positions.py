@@ -25,6 +25,8 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from attnspan.errors import ModelError
+from attnspan.integrations.huggingface.layers import calls_of
+from attnspan.integrations.huggingface.mixers import is_mixer
 
 if TYPE_CHECKING:
     from attnspan.integrations.huggingface.enabling import ForwardPass
@@ -75,6 +77,7 @@ def position_hooks(
     """The hooks that give a model's modules the positions of the pass that is `here`; `takes` are forward's arguments.
 
     A model that counts, and takes no positions, is refused. `encoder` are the modules of the first of two sequences.
+    Recurrent layers know the order of tokens by themselves: a model of them alone may have no positions at all.
     """
     counting = [module for module in model.modules() if counts_by_itself(module)]
     hooks = [PositionHook(each, _with_last(here), _without_last) for each in model.modules() if depends_on_length(each)]
@@ -83,12 +86,24 @@ def position_hooks(
             continue
         first = bool(encoder) and name == "position_ids"
         found = [module for module in counting if (module in encoder) == first]
-        if not found:
+        if not found and not _has_none(model):
             raise ModelError(
                 f"{type(model).__name__} takes no {name} and would count each rank's tokens from 0, which is not served"
             )
         hooks += [PositionHook(module, _own(here, first)) for module in found]
     return hooks
+
+
+def _has_none(model: PreTrainedModel) -> bool:
+    """Whether a model has no attention, and nothing that counts positions."""
+    mixers = [module for module in model.modules() if is_mixer(module)]
+    inside = {inner for mixer in mixers for inner in mixer.modules()}
+    others = [module for module in model.modules() if module not in inside]
+    return bool(mixers) and not any(calls_of(each) or counts_by_mask(each) or _counts(each) for each in others)
+
+
+def _counts(module: nn.Module) -> bool:
+    return "arange" in inspect.unwrap(type(module).forward).__code__.co_names
 
 
 def _own(here: Callable[[], ForwardPass], encoder: bool) -> Before:

@@ -1,7 +1,8 @@
 """The sessions of a model's batches: a mask for every pattern of its layers, joined with what each batch hides.
 
 A `SessionFactory` is made once, of a group or of a session that was given. Each batch gets a session of it
-(`ContextParallel.with_mask`), with one layout for all its masks, balanced by how many layers have each.
+(`ContextParallel.with_mask`), with one layout for all its masks, balanced by how many layers have each. Without any
+attention layer there is nothing to balance: every rank has one run of tokens, and the mask is there for its documents.
 
 [Note: the mask of a session] A session that is given has a mask of its own. Its `Documents` and `KeyPadding` go into
 every layer's mask. The rest must not hide keys that a layer sees: `Causal()` is right for causal layers, also with a
@@ -17,6 +18,7 @@ from collections.abc import Iterator, Mapping
 from attnspan.errors import ModelError
 from attnspan.integrations.huggingface.batches import SequenceInputs
 from attnspan.integrations.huggingface.masking import Pattern
+from attnspan.layouts import Contiguous
 from attnspan.masks import Documents, KeyPadding, Mask
 from attnspan.masks.mask import And, Not
 from attnspan.parallel import ContextParallel
@@ -29,7 +31,8 @@ class SessionFactory:
     """Sessions for sequences of one kind: those of a model, or of its encoder or decoder."""
 
     def __init__(self, cp: ContextParallel | Group, patterns: Counter[Pattern], keep_keys: KeepKeys | None = None):
-        self.patterns, self.keep_keys = patterns, keep_keys
+        self.attends = bool(patterns)
+        self.patterns, self.keep_keys = patterns or Counter({Pattern(True, None): 0}), keep_keys
         self.given = cp if isinstance(cp, ContextParallel) else None
         if self.given is not None and len(self.given.masks) > 1:
             raise ModelError("cp must have one mask, which is for all layers; windows of layers are the model's own")
@@ -61,9 +64,10 @@ class SessionFactory:
         keep_keys = options.keep_keys if self.keep_keys is None else self.keep_keys
         if self.given is not None and weights is None and keep_keys == options.keep_keys:
             return self.given.with_mask(mask, seq_len=seq_len)
+        layout = options.layout if self.attends or self.given is not None else Contiguous(self.transport.ranks)
         return ContextParallel(
             self.group, seq_len=seq_len, mask=mask, weights=weights, keep_keys=keep_keys,
-            layout=options.layout, strategy=options.strategy, kernel=options.kernel,
+            layout=layout, strategy=options.strategy, kernel=options.kernel,
         )  # fmt: skip
 
     def _mask(self, pattern: Pattern, sequence: SequenceInputs) -> Mask:
@@ -71,6 +75,11 @@ class SessionFactory:
         length = sequence.seq_len
         data = [] if self.given is None else list(_data(self.given.mask, pattern, length))
         return functools.reduce(functools.partial(_both, length), [pattern.mask, *data, *sequence.hidden])
+
+
+def unseen_by_mixers(mask: Mask) -> Mask | None:
+    """The first part of a session's mask that recurrent mixers do not know: of all data, they know documents."""
+    return next((part for part in _parts(mask) if isinstance(part, KeyPadding | Not)), None)
 
 
 def _data(mask: Mask, pattern: Pattern, seq_len: int) -> Iterator[Mask]:

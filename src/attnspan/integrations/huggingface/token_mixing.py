@@ -5,6 +5,7 @@ Such a module would run on a rank without an error, and be wrong. It is recognis
 
     x[:, 0]  x[:, -1]  x[:, 1:]  x[:, :-1]      one token for all, or all moved by one: numbers at the place of tokens
     roll(x)  pad(x)  conv1d(x)  flip(x)         functions that move tokens
+    cumsum(x)  einsum(x)  ...                   functions that may sum over them, where recurrences are (mixers.py)
 
 Attention is checked elsewhere (layers.py). Not known here: modules without source, and other functions that forward
 calls; the output of a model is checked too (checking.py).
@@ -23,8 +24,11 @@ from torch import nn
 
 from attnspan.integrations.huggingface.layers import PARSING
 
-MOVING = {"roll", "pad", "flip", "conv1d", "unfold", "fft", "fftn", "rfft"}
+MOVING = frozenset({"roll", "pad", "flip", "conv1d", "unfold", "fft", "fftn", "rfft"})
 """Functions of torch that move tokens, or mix them."""
+
+SUMMING = {"cumsum", "cumprod", "cummax", "logcumsumexp", "associative_scan", "einsum", "bmm", "baddbmm"}
+"""Functions that a recurrence may be written with."""
 
 
 def token_mixing(module: nn.Module) -> str | None:
@@ -36,32 +40,44 @@ def token_mixing(module: nn.Module) -> str | None:
     >>> token_mixing(Shifted()), token_mixing(nn.Linear(1, 1))
     ('x[:, 1:]', None)
     """
-    cls: Any = type(module)
-    return _mixing_in(cls)
+    if type(module).__module__.startswith("torch."):
+        return None
+    try:
+        return mixing_in(inspect.unwrap(type(module).forward))
+    except (OSError, TypeError):
+        return None
 
 
 @functools.cache
-def _mixing_in(cls: Any) -> str | None:
-    if cls.__module__.startswith("torch."):
-        return None
-    try:
-        source = textwrap.dedent(inspect.getsource(inspect.unwrap(cls.forward)))
-    except (OSError, TypeError):
-        return None
+def mixing_in(function: Any, moving: frozenset[str] = MOVING, uncalled: frozenset[str] = frozenset()) -> str | None:
+    """The first such expression of a function, of which those called `moving` move tokens; raises without source.
+
+    What is passed to functions that are `uncalled` here is not looked at.
+    """
+    source = textwrap.dedent(inspect.getsource(function))
     with PARSING:
         tree = ast.parse(source)
-    return next((ast.unparse(node) for node in _found(tree)), None)
+    return next((ast.unparse(node) for node in _found(tree, moving, uncalled)), None)
 
 
-def _found(tree: ast.AST) -> Iterator[ast.expr]:
-    for node in ast.walk(tree):
+def _found(tree: ast.AST, moving: frozenset[str], uncalled: frozenset[str]) -> Iterator[ast.expr]:
+    for node in _walk(tree, uncalled):
         match node:
             case ast.Subscript(slice=ast.Tuple(elts=[ast.Slice(lower=None, upper=None), place, *_])) if _is_fixed(
                 place
             ):
                 yield node
-            case ast.Call(func=ast.Attribute(attr=name) | ast.Name(id=name)) if name in MOVING:
+            case ast.Call(func=ast.Attribute(attr=name) | ast.Name(id=name)) if name in moving:
                 yield node
+
+
+def _walk(tree: ast.AST, uncalled: frozenset[str]) -> Iterator[ast.AST]:
+    """All nodes in and under one, without calls of some names."""
+    if isinstance(tree, ast.Call) and isinstance(tree.func, ast.Name) and tree.func.id in uncalled:
+        return
+    yield tree
+    for node in ast.iter_child_nodes(tree):
+        yield from _walk(node, uncalled)
 
 
 def _is_fixed(place: ast.expr) -> bool:

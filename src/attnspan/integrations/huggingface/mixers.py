@@ -1,0 +1,301 @@
+"""The recurrent mixers of a transformers model, and their forward over ranks.
+
+A mixer is a module whose forward calls, by name, a function that mixes tokens (sequence_functions.py). While its model
+is enabled it has a forward of its own, of the same code, for which these names are ours::
+
+    forward = FunctionType(original.__code__, {**original.__globals__, "causal_conv1d_fn": ours, ...})
+
+The modeling file and other models are not touched, and virtual ranks do not see each other's. `unbind` removes it.
+
+[Note: all or nothing] A mixer is served if everything in it is known: it calls no other function of a modeling file or
+a package, no convolution as a module, and nothing that moves tokens (token_mixing.py). Anything else is refused by the
+names of the layer and the function. That all its functions ran is checked in every pass (enabling.py).
+
+[Note: in its forward] MiniMax has lightning attention written out in its forward. It gets a forward that is written
+here, which is compared with the original on a tiny module of the class.
+
+[Note: compiled] torch.compile reads globals from the module that is called by their ``__name__``, where the originals
+are; so the scope of such a forward has none. What it compiled it keeps with a code object, and what that needs in the
+globals of the function; so every such forward has a code object of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import CellType, CodeType, FunctionType, MethodType, SimpleNamespace
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from attnspan.errors import ModelError
+from attnspan.integrations.huggingface.sequence_functions import (
+    DECODING,
+    KNOWN,
+    PADDING,
+    SEQUENCE,
+    MixedTokens,
+    SequenceFunctions,
+    agrees,
+    difference,
+)
+from attnspan.integrations.huggingface.token_mixing import MOVING, SUMMING, mixing_in
+
+LIBRARIES = {"torch", "builtins", "math"}
+"""Where functions come from that mix no tokens, except those that token_mixing.py knows."""
+
+UNCALLED = (nn.Conv1d, nn.RNNBase, nn.MultiheadAttention)
+"""Modules in a mixer of which it may read the weights; called, they would see one rank's tokens."""
+
+Method = Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentMixer:
+    """One module that mixes tokens by convolutions and recurrences: its path, and the functions that it calls."""
+
+    name: str
+    functions: tuple[str, ...]
+    methods: Mapping[str, Method] = field(repr=False, compare=False)  # those that call them
+    module: nn.Module = field(repr=False, compare=False)
+
+    def __str__(self) -> str:
+        return f"{self.name}: {', '.join(self.functions)}"
+
+    def bind(self, here: Callable[[], MixedTokens]) -> None:
+        """Run over the ranks of the pass that is `here`."""
+        ours = SequenceFunctions(self.name, here)
+        written = INLINED.get(_class_of(self.module).__name__)
+        for attribute, method in self.methods.items():
+            function = rebound(method, ours) if written is None else written(ours)
+            setattr(self.module, attribute, MethodType(function, self.module))
+        for each in self._uncalled:
+            vars(each)["forward"] = functools.partial(_refuse_call, self.name, type(each).__name__)
+
+    def unbind(self) -> None:
+        """Run as before."""
+        for attribute in self.methods:
+            vars(self.module).pop(attribute)
+        for each in self._uncalled:
+            vars(each).pop("forward")
+
+    @property
+    def _uncalled(self) -> list[nn.Module]:
+        return [each for each in self.module.modules() if isinstance(each, UNCALLED)]
+
+
+def _refuse_call(mixer: str, kind: str, *args: object, **kwargs: object) -> NoReturn:
+    raise ModelError(f"{mixer} calls its {kind} by itself, on this rank's tokens alone, which is not served")
+
+
+def recurrent_mixers(model: nn.Module) -> list[RecurrentMixer]:
+    """The recurrent mixers of a model, in the order of its modules; refuses one in which something is not known."""
+    return [_mixer(name, module) for name, module in model.named_modules() if is_mixer(module)]
+
+
+def is_mixer(module: nn.Module) -> bool:
+    """Whether a module calls functions that mix tokens."""
+    cls = _class_of(module)
+    return cls.__name__ in INLINED or any(SEQUENCE & called.keys() for _, _, called in _methods(cls))
+
+
+def _class_of(module: nn.Module) -> Any:
+    """The class of a module; not one that torch made of it, as FSDP2 does."""
+    return next(base for base in type(module).__mro__ if not base.__module__.startswith("torch."))
+
+
+def _mixer(name: str, module: nn.Module) -> RecurrentMixer:
+    """See [Note: all or nothing]."""
+    cls = _class_of(module)
+    unknown = _held_unknown(module) or (_inlined_unknown(cls) if cls.__name__ in INLINED else _unknown(cls))
+    if unknown is not None:
+        raise ModelError(f"{name} ({cls.__name__}) has {unknown}, which is not served")
+    if cls.__name__ in INLINED:
+        return RecurrentMixer(name, ("lightning_attention",), {"forward": cls.forward}, module)
+    found = list(_methods(cls))
+    functions = dict.fromkeys(each for _, _, called in found for each in called if each in SEQUENCE)
+    return RecurrentMixer(name, tuple(functions), {attribute: method for attribute, method, _ in found}, module)
+
+
+def _held_unknown(module: nn.Module) -> str | None:
+    """What a module calls that is not its class's."""
+    for attribute, value in vars(module).items():
+        if not isinstance(value, nn.Module) and _is_foreign(value):
+            return f"{attribute}, a function of its own beside its class's (as kernels and hooks of accelerate are)"
+    return None
+
+
+def _inlined_unknown(cls: Any) -> str | None:
+    if _is_lightning(cls):
+        return None
+    return "a lightning attention that is not the one known here (transformers 5.22)"
+
+
+def _unknown(cls: Any) -> str | None:
+    """The first thing in a class of mixers that is not known."""
+    for attribute, function in _bare_functions(cls):
+        for each in _called(function):
+            return f"{attribute}, which is no method and calls {each}"
+    for attribute, method, called in _methods(cls):
+        for each, function in called.items():
+            if each not in KNOWN:
+                return f"{each}, a function that is not known here"
+            differs = difference(each, function)
+            if differs is not None:
+                return f"{each}, which {differs} in this version of transformers"
+        if not _can_be_rebound(method):
+            return f"{attribute}(), decorated in a way that is not known here"
+    mixing = next(filter(None, map(_mixing, _own_methods(cls))), None)
+    return None if mixing is None else f"a way of its own to mix tokens, {mixing}"
+
+
+def _mixing(function: Method) -> str | None:
+    try:
+        return mixing_in(function, MOVING | SUMMING, frozenset(DECODING))
+    except (OSError, TypeError):
+        return f"{function.__name__}() without source"
+
+
+def _own_methods(cls: Any) -> list[Method]:
+    """The forward of a class, and the functions in the class that it mentions."""
+    forward = inspect.unwrap(cls.forward)
+    own = dict([*_functions_of(cls), *_bare_functions(cls)])
+    return [forward, *(inspect.unwrap(own[name]) for name in _names(forward.__code__) if name in own)]
+
+
+def _methods(cls: Any) -> Iterator[tuple[str, Method, dict[str, Method]]]:
+    """The methods of a class that call functions of files or packages, and those functions as they are now."""
+    for attribute, method in _functions_of(cls):
+        called = _called(inspect.unwrap(method))
+        if called:
+            yield attribute, method, called
+
+
+@functools.cache
+def _functions_of(cls: Any) -> list[tuple[str, Method]]:
+    return [(name, each) for name, each in _attributes(cls) if inspect.isfunction(each)]
+
+
+def _bare_functions(cls: Any) -> list[tuple[str, Method]]:
+    """What a class has of functions that are no methods: static ones, those of the class, properties."""
+    inside = [(name, getattr(each, "fget", None) or getattr(each, "__func__", None)) for name, each in _attributes(cls)]
+    return [(name, inspect.unwrap(each)) for name, each in inside if inspect.isfunction(each)]
+
+
+def _attributes(cls: Any) -> list[tuple[str, Any]]:
+    """The attributes of a class and its bases below nn.Module."""
+    if not issubclass(cls, nn.Module):  # of torch's own modules
+        return []
+    names = dict.fromkeys(name for base in cls.__mro__[: cls.__mro__.index(nn.Module)] for name in vars(base))
+    return [(name, inspect.getattr_static(cls, name)) for name in names if name != "__init__"]
+
+
+def _called(function: Any) -> dict[str, Method]:
+    """Functions that another calls by global names, without those of torch."""
+    scope = function.__globals__
+    named = {name: scope[name] for name in _names(function.__code__) if name in scope}
+    return {name: value for name, value in named.items() if _is_foreign(value)}
+
+
+def _is_foreign(value: object) -> bool:
+    """Whether something is called, is no class, and comes from elsewhere than torch and Python."""
+    home = getattr(value, "__module__", None) or type(value).__module__
+    return callable(value) and not isinstance(value, type) and str(home).partition(".")[0] not in LIBRARIES
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for each in code.co_consts:
+        if isinstance(each, CodeType):
+            yield from _names(each)
+
+
+# ---- a forward with other functions ----------------------------------------------------------------------------------
+
+
+def rebound(function: Any, ours: SequenceFunctions) -> Method:
+    """A function whose code calls ours, with what it is decorated with."""
+    inner, closure = getattr(function, "__wrapped__", None), function.__closure__ or ()
+    if inner is not None:
+        below = rebound(inner, ours)
+        cells = tuple(CellType(below) if _held(cell) is inner else cell for cell in closure)
+        return _again(function, function.__globals__, cells)
+    scope = {name: value for name, value in function.__globals__.items() if name != "__name__"}  # [Note: compiled]
+    scope |= {name: ours.by_name(name) for name in _names(function.__code__) if name in KNOWN and name in scope}
+    return _again(function, scope, closure)
+
+
+def _can_be_rebound(function: Any) -> bool:
+    """Whether every function around another holds it in its closure."""
+    inner = getattr(function, "__wrapped__", None)
+    held = [_held(cell) for cell in function.__closure__ or ()]
+    return inner is None or (any(each is inner for each in held) and _can_be_rebound(inner))
+
+
+def _held(cell: CellType) -> object:
+    try:
+        return cell.cell_contents
+    except ValueError:  # nothing
+        return None
+
+
+def _again(function: Any, scope: dict[str, Any], closure: tuple[CellType, ...]) -> Method:
+    made = FunctionType(function.__code__.replace(), scope, function.__name__, function.__defaults__, closure)
+    made.__kwdefaults__ = function.__kwdefaults__
+    return made
+
+
+# ---- lightning attention ---------------------------------------------------------------------------------------------
+
+
+def _lightning_forward(ours: SequenceFunctions) -> Method:
+    """The forward of MiniMax's lightning attention. See [Note: in its forward]."""
+    attend, padded = ours.by_name("lightning_attention"), ours.by_name(PADDING)
+
+    def forward(self: Any, hidden_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, None]:
+        rows, tokens = hidden_states.shape[:2]
+        mixed = padded(self.act_fn(self.qkv_proj(hidden_states)), None)
+        query, key, value = mixed.view(rows, tokens, self.num_attention_heads, -1).split(self.head_dim, dim=3)
+        out = self.norm(attend(query, key, value, self.slope_rate).reshape(rows, tokens, -1))
+        return self.out_proj(torch.sigmoid(self.output_gate(hidden_states)) * out), None
+
+    return forward
+
+
+INLINED: dict[str, Callable[[SequenceFunctions], Method]] = {"MiniMaxLightningAttention": _lightning_forward}
+"""Mixers whose recurrence is written out in their forward, by class, and the forward that they get."""
+
+
+@functools.cache
+def _is_lightning(cls: Any) -> bool:
+    """Whether a class computes what ours does, on two heads of four channels."""
+    config = SimpleNamespace(
+        head_dim=4,
+        hidden_size=6,
+        num_attention_heads=2,
+        num_hidden_layers=2,
+        block_size=2,
+        hidden_act="silu",
+        layer_types=["linear_attention"] * 2,
+    )
+    try:
+        with torch.device("meta"):  # which draws no random numbers
+            module = cls(config, 0)
+        module.to_empty(device="cpu").float().requires_grad_(False)
+        generator = torch.Generator(device="cpu").manual_seed(0)
+        for parameter in module.parameters():
+            parameter.normal_(generator=generator)
+        slope = module.get_slope_rate(device=torch.device("cpu")).float()
+        names = ("slope_rate", "query_decay", "key_decay", "diagonal_decay")
+        for name, buffer in zip(names, (slope, *module.decay_factors(slope)), strict=True):
+            setattr(module, name, buffer)
+        hidden = torch.randn(2, 5, 6, generator=generator, dtype=torch.float32, device="cpu")
+        return agrees(
+            lambda here: _lightning_forward(SequenceFunctions("compared", lambda: here))(module, hidden),
+            lambda: module(hidden, position_embeddings=None, attention_mask=None),
+        )
+    except Exception:  # whatever a version that changed it may raise
+        return False

@@ -1,0 +1,175 @@
+"""The join: a rule's tokens into chunks, chunks into maps, maps into states, states into outputs.
+
+Knows what a rank's plan says and nothing of the layout behind it. Batch rows that lie alike are heads to everything
+below: tokens are (T, B * H, ...) there, and (B * T, H, ...) where rows lie differently.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from attnspan.recurrence.affine import Affine
+from attnspan.recurrence.chunked import chunk_size, chunked
+from attnspan.recurrence.plan import Chunks, RankPlan, Route, Stretches, on_device
+from attnspan.recurrence.rules import LinearRule, Rule
+from attnspan.recurrence.scan import Scan, States
+from attnspan.transports import Transport
+
+
+@dataclass(frozen=True, eq=False)
+class Recurrence:
+    """The recurrences of one sequence, on one rank."""
+
+    stretches: Stretches
+    transport: Transport
+    plan: RankPlan = field(init=False)
+    _chunks: dict[int, Chunks] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "plan", RankPlan(self.stretches, self.transport.rank, self.transport.ranks))
+
+    def run(self, rule: Rule, initial: Tensor | None, name: str) -> tuple[Tensor, Tensor]:
+        """The output of this rank's tokens, and the states after its last stretches of documents (see `last`).
+
+        `initial` has a state for each document, (documents, ...); `name` is the operation's.
+        """
+        with torch.autocast(self.transport.device.type, enabled=False):
+            if isinstance(rule, Affine):
+                return self._affine(rule, initial, name)
+            assert isinstance(rule, LinearRule), "there is no other kind"
+            return self._linear(rule, initial, name)
+
+    @cached_property
+    def last(self) -> list[Tensor]:
+        """By rank: the documents that end there, in the order of its states."""
+        plans = [RankPlan(self.stretches, rank, self.transport.ranks) for rank in range(self.transport.ranks)]
+        return [self.stretches.document[plan.own[self.stretches.back[plan.own] == 0]] for plan in plans]
+
+    def states(self, given: Tensor, rule: Rule) -> Tensor:
+        """States by document, rows among the heads where they lie alike: (documents, B, ...) or (documents, 1, ...)."""
+        by_row: Tensor = given.unflatten(0, (self._alike(rule), self.stretches.documents))
+        return by_row.transpose(0, 1)
+
+    def traffic(self, rule: Rule) -> list[tuple[int, int]]:
+        """Bytes that go to each rank, forward and backward."""
+        size = rule.dtype.itemsize
+        return [(size * there, size * back) for there, back in self.plan.traffic(*self._sizes(rule))]
+
+    def arriving(self, rule: Rule) -> tuple[int, int]:
+        """Bytes that come to this rank, forward and backward."""
+        there, back = self.plan.arriving(*self._sizes(rule))
+        return rule.dtype.itemsize * there, rule.dtype.itemsize * back
+
+    def _alike(self, rule: Rule) -> int:
+        """How many batch rows go together."""
+        return rule.sizes["B"] if self.stretches.rows == 1 else 1
+
+    def _sizes(self, rule: Rule) -> tuple[int, int]:
+        """How many numbers the matrix, or decay, and the state of a map have, rows that lie alike together."""
+        alike = self._alike(rule)
+        return alike * rule.map_size, alike * torch.Size(rule.state_shape).numel()
+
+    def _linear(self, rule: LinearRule, initial: Tensor | None, name: str) -> tuple[Tensor, Tensor]:
+        chunks, alike = self._chunked(chunk_size(self._lengths, rule.sizes["K"])), self.stretches.rows == 1
+        chunk = chunked(rule.terms().each(lambda x: _chunks_of(_outermost(x, alike), chunks)))
+        begins = self._initial(chunk.b, None if initial is None else rule.state_in(initial).flatten(1, 2))
+        scan = Scan(self.plan.waiting, chunks, self._routes, self.transport, name, rule.MATRIX)
+        before, after = States.apply(chunk.a, chunk.b, begins, scan)
+        out = (chunk.out + chunk.reads @ before).transpose(1, 2).flatten(0, 1)
+        out = out if chunks.in_order else out.index_select(0, chunks.back)
+        out = _innermost(out, rule.sizes["B"], alike)
+        return rule.finished(out), rule.state_out(self._ends(after, rule))
+
+    def _affine(self, rule: Affine, initial: Tensor | None, name: str) -> tuple[Tensor, Tensor]:
+        plan, waiting = self.plan, self.plan.waiting
+        rows = self._alike(rule)
+        outs: list[Tensor] = []
+        matrices, added = [], []
+        parts = list(rule.parts(plan))
+        for inputs, _ in parts[:waiting]:
+            a, b = rule.map(inputs)
+            matrices.append(rule.flat(a))
+            added.append(rule.flat(b))
+        for inputs, document in parts[waiting:]:
+            out, end = rule.fn(*inputs, rule.zeros(rows) if initial is None else initial[document])
+            outs.append(out)
+            added.append(rule.flat(end))
+        # An empty rank's states hang on its inputs too, so that it takes part in the backward pass of final states.
+        tie = sum((x[:, :0].sum().to(rule.dtype) for x in rule.inputs), rule.zeros(rows))
+        nothing = rule.flat(tie if initial is None else tie + initial[:0].sum())
+        unit = nothing if rule.diagonal else nothing.new_zeros(len(nothing), nothing.shape[1], nothing.shape[1])
+        b = torch.stack([nothing, *added])[1:]
+        a = torch.stack([unit, *matrices, *[unit] * (len(parts) - waiting)])[1:]
+        chunks = self._chunked(max([1, *self._lengths.tolist()]))
+        scan = Scan(waiting, chunks, self._routes, self.transport, name, not rule.diagonal)
+        before, after = States.apply(a, b, self._initial(b, None), scan)
+        states = before.reshape(len(before), rows, *rule.state_shape)
+        later = [rule.fn(*inputs, state)[0] for (inputs, _), state in zip(parts[:waiting], states, strict=False)]
+        outs = later + outs
+        return self._joined(rule, outs), self._ends(after, rule)
+
+    def _joined(self, rule: Affine, outs: list[Tensor]) -> Tensor:
+        """The outputs of stretches, in the order of the shard."""
+        if not outs:  # what it would look like
+            token = [torch.cat([x, x.new_zeros(len(x), 1, *x.shape[2:])], 1) for x in rule.inputs]
+            return rule.fn(*token, rule.zeros(len(token[0])))[0][:, :0]
+        s, own = self.stretches, self.plan.own
+        order = s.place[own].argsort().tolist()
+        line = torch.cat([outs[i] for i in order], 1)
+        by_row: Tensor = line if s.rows == 1 else line.unflatten(1, (s.rows, -1)).squeeze(0)
+        return by_row
+
+    @cached_property
+    def _routes(self) -> tuple[Route, Route]:
+        with torch.inference_mode(False):
+            device = self.transport.device
+            return on_device(self.plan.forward, device), on_device(self.plan.backward, device)
+
+    @property
+    def _lengths(self) -> Tensor:
+        return self.stretches.length[self.plan.own]
+
+    def _chunked(self, size: int) -> Chunks:
+        if size not in self._chunks:
+            with torch.inference_mode(False):
+                self._chunks[size] = on_device(Chunks.of(self.plan, size), self.transport.device)
+        return self._chunks[size]
+
+    def _initial(self, b: Tensor, initial: Tensor | None) -> Tensor:
+        """The states that this rank's chains begin with."""
+        begin = self.stretches.document[self.plan.own[self.plan.waiting :]]
+        if initial is None:
+            return b.new_zeros(len(begin), *b.shape[1:])
+        return initial.index_select(0, begin.to(b.device))
+
+    def _ends(self, after: Tensor, rule: Rule) -> Tensor:
+        """Of the states after stretches, those that end a document: (documents, B or 1, heads, ...)."""
+        last = (self.stretches.back[self.plan.own] == 0).nonzero().flatten()
+        chosen = after.index_select(0, last.to(after.device))
+        rows = self._alike(rule)
+        shape = rule.state_shape if isinstance(rule, Affine) else (after.shape[1] // rows, *after.shape[2:])
+        return chosen.reshape(len(last), rows, *shape)
+
+
+def _outermost(tensor: Tensor, alike: bool) -> Tensor:
+    """(B, S, H, ...) with tokens first."""
+    return tensor.transpose(0, 1).flatten(1, 2) if alike else tensor.flatten(0, 1)
+
+
+def _innermost(tokens: Tensor, rows: int, alike: bool) -> Tensor:
+    """The way back."""
+    by_row: Tensor = tokens.unflatten(1, (rows, -1)) if alike else tokens.unflatten(0, (rows, len(tokens) // rows))
+    return by_row.transpose(0, 1).contiguous() if alike else by_row
+
+
+def _chunks_of(tokens: Tensor, chunks: Chunks) -> Tensor:
+    """(T, H, D) as (n, H, C, D), with zeros where a chunk has no token."""
+    found = tokens if chunks.in_order else tokens.index_select(0, chunks.tokens.flatten())
+    if not chunks.full:
+        found = torch.where(chunks.filled.view(-1, 1, 1), found, 0)
+    by_chunk: Tensor = found.unflatten(0, chunks.tokens.shape)
+    return by_chunk.transpose(1, 2).contiguous()
