@@ -35,7 +35,7 @@ from attnspan.layouts.crossing import crossing
 from attnspan.layouts.evening import evened
 from attnspan.layouts.head_tail import HeadTail
 from attnspan.layouts.layout import Shards
-from attnspan.layouts.necklace import Rules, divided, mended
+from attnspan.layouts.necklace import Rules, divided, mended, shards_of
 from attnspan.layouts.round_robin import dealt, largest_dealt
 from attnspan.layouts.run import joined_runs, tokens_in
 from attnspan.layouts.stretches import by_stretch
@@ -186,7 +186,7 @@ class _Portfolio:
             circles = divided(self.seq_len, self.counts, rules)
             if circles is None:
                 return
-            split = mended(circles, self.goal, self.enough).shards(self.ranks)
+            split = shards_of(mended(circles, self.goal, self.enough, rules))
             if not self.same_counts and self.largest(split) > self.enough:
                 split = evened(split, self.work, self.chunk, self.enough)
             yield split

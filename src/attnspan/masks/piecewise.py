@@ -62,7 +62,19 @@ class Piecewise:
 
     def between(self, start: int, stop: int) -> float:
         """The sum of the rows [start, stop)."""
-        return self._before(stop) - self._before(start)
+        return self.sum_before(stop) - self.sum_before(start)
+
+    def sum_before(self, row: int) -> float:
+        """The sum of all rows before one."""
+        edges, a, b, c = self.lists
+        index = bisect_right(edges, row) - 1
+        return a[index] + row * (b[index] + c[index] * row)
+
+    def number_at(self, row: int) -> float:
+        """The number of one row."""
+        edges, constant, slope = self._line_lists
+        index = bisect_right(edges, row) - 1
+        return constant[index] + slope[index] * row
 
     @property
     def bends(self) -> list[int]:
@@ -78,15 +90,16 @@ class Piecewise:
     def _index(self, rows: Tensor) -> Tensor:
         return torch.searchsorted(self.edges, rows, right=True) - 1
 
-    def _before(self, row: int) -> float:
-        edges, a, b, c = self._lists
-        index = bisect_right(edges, row) - 1
-        return a[index] + row * (b[index] + c[index] * row)
+    @cached_property
+    def lists(self) -> tuple[list[int], list[float], list[float], list[float]]:
+        """(edges, a, b, c): the sum of the rows before q is a + b q + c q^2 from each edge on."""
+        a, b, c = self._squares.tolist()
+        return self.edges.tolist(), a, b, c
 
     @cached_property
-    def _lists(self) -> tuple[list[int], list[float], list[float], list[float]]:
-        a, b, c = (each.tolist() for each in self._squares)
-        return self.edges.tolist(), a, b, c
+    def _line_lists(self) -> tuple[list[int], list[float], list[float]]:
+        constant, slope = self._lines.tolist()
+        return self.edges.tolist(), constant, slope
 
 
 def pieces_of(pieces: Iterable[tuple[int, int, float, float]]) -> Pieces:
