@@ -35,7 +35,8 @@ from __future__ import annotations
 from bisect import bisect_right, insort
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import accumulate, chain
+from functools import cached_property
+from itertools import accumulate
 from math import ceil, inf
 from typing import NamedTuple
 
@@ -84,6 +85,10 @@ class Rules:
     depth: int  # how many divisions lie between the whole and one rank
 
 
+Cut = tuple[int, float]
+"""A position, and the work of the rows before it."""
+
+
 class Piece(NamedTuple):
     """Positions [start, stop) of the sequence, and the work of the rows before each of them."""
 
@@ -96,36 +101,47 @@ class Piece(NamedTuple):
 class Circle:
     """Pieces in a circle, of `ranks` ranks from number `first` on. See [Note: points]."""
 
-    __slots__ = ("ahead", "first", "line", "pieces", "ranks", "shift", "tokens", "work")
-
     def __init__(self, pieces: list[Piece], first: int, ranks: int):
         self.pieces, self.first, self.ranks = pieces, first, ranks
-        self.line: list[int] = []  # where each piece begins, as a point, for two laps
-        self.shift: list[int] = []  # from a point of each piece to its position
-        self.ahead: list[float] = []  # the work on the circle before each piece, less that of the sequence before it
+        self.work = sum([after - before for _, _, before, after in pieces])
+
+    @cached_property
+    def tokens(self) -> int:
+        return sum([stop - start for start, stop, _, _ in self.pieces])
+
+    @cached_property
+    def laps(self) -> tuple[list[int], list[int], list[float]]:
+        """Of each piece, for two laps: the point where it begins, the shift from a point of it to its position, and the
+        work on the circle before it, less that of the sequence before it."""
+        line, shift, ahead = [], [], []
         point, work = 0, 0.0
-        for start, stop, before, after in pieces + pieces:
-            self.line.append(point)
-            self.shift.append(start - point)
-            self.ahead.append(work - before)
+        for start, stop, before, after in self.pieces + self.pieces:
+            line.append(point)
+            shift.append(start - point)
+            ahead.append(work - before)
             point += stop - start
             work += after - before
-        self.tokens, self.work = point // 2, work / 2
+        return line, shift, ahead
 
-    def part(self, point: int, tokens: int, work: Piecewise) -> list[Piece]:
-        """So many tokens from a point on."""
-        pieces, found = self.pieces, []
-        k = bisect_right(self.line, point) - 1
-        at = point + self.shift[k]
-        while tokens:
-            start, stop, before, after = pieces[k % len(pieces)]
-            at = start if found else at
-            end = min(stop, at + tokens)
-            before = before if at == start else work.sum_before(at)
-            found.append(Piece(at, end, before, after if end == stop else work.sum_before(end)))
-            tokens -= end - at
-            k += 1
-        return found
+    def parts(self, point: int, tokens: int, work: Piecewise) -> tuple[list[Piece], list[Piece]]:
+        """The window of so many tokens from a point on, and the rest."""
+        line, shift, _ = self.laps
+        count, lap = len(self.pieces), self.tokens
+        begin, end = (bisect_right(line, at) - 1 for at in (point, point + tokens))
+        first, last = point + shift[begin], point + tokens + shift[end]
+        cuts = (first, work.sum_before(first)), (last, work.sum_before(last))
+        window = self._between(begin, end, *cuts)
+        late = count if point + tokens >= lap else 0  # the window ends in the second lap
+        return window, self._between(end - late, begin + count - late, *reversed(cuts))
+
+    def _between(self, begin: int, end: int, first: Cut, last: Cut) -> list[Piece]:
+        """The pieces from a cut in one of them, by its number for two laps, to a cut in another."""
+        pieces = (self.pieces + self.pieces)[begin : end + 1]
+        start, _, before, _ = pieces[-1]
+        pieces[-1] = Piece(start, last[0], before, last[1])
+        _, stop, _, after = pieces[0]
+        pieces[0] = Piece(first[0], stop, first[1], after)
+        return pieces if pieces[-1].start < pieces[-1].stop else pieces[:-1]
 
 
 def divided(seq_len: int, counts: list[int], rules: Rules) -> list[Circle] | None:
@@ -153,8 +169,7 @@ def parted(circle: Circle, tokens: int, half: int, level: int, rules: Rules) -> 
     point = _Search(circle, tokens, half, level, rules).best()
     if point is None:
         return None
-    window = circle.part(point, tokens, rules.work)
-    rest = circle.part((point + tokens) % circle.tokens, circle.tokens - tokens, rules.work)
+    window, rest = circle.parts(point, tokens, rules.work)
     first, others = circle.first, circle.ranks - half
     alike = half == others and 2 * tokens == circle.tokens
     if alike and min(rest)[0] < min(window)[0]:
@@ -254,15 +269,13 @@ class _Search:
 
     def best(self) -> int | None:
         """Where the cheapest window starts that is fair enough; else the fairest; None if no window can be cut out."""
-        few = min(self.circle.ranks, MOST_LOOKS)
-        for looks in (LOOKS + few, MORE_LOOKS):
-            turns = self._turns(looks)
-            if turns:
-                break
+        few, lap, tokens = min(self.circle.ranks, MOST_LOOKS), self.lap, self.tokens
+        turns = self._turns(LOOKS + few) or self._turns(MORE_LOOKS)
         for turn in turns[:: 1 + len(turns) // (2 + few)]:
-            root = self._root(*turn) % self.lap
-            near = chain(self._borders(root), (point - self.tokens for point in self._borders(root + self.tokens)))
-            self._look({point % self.lap for point in near})
+            root = self._root(*turn) % lap
+            near = {point % lap for point in self._borders(root)}
+            near.update([(point - tokens) % lap for point in self._borders(root + tokens)])
+            self._look(near)
         return self._cheapest()
 
     def _cheapest(self) -> int | None:
@@ -283,7 +296,7 @@ class _Search:
         """Between which starts of windows the surplus changes its sign, and whether it rises; measures some."""
         circle, lap = self.circle, self.lap
         points = {lap * i // looks for i in range(looks)}
-        for at in circle.line[: len(circle.pieces)]:  # windows that begin, or end, where the circle is cut
+        for at in circle.laps[0][: len(circle.pieces)]:  # windows that begin, or end, where the circle is cut
             points.add(at % lap)
             points.add((at - self.tokens) % lap)
         self._look(points)
@@ -295,15 +308,16 @@ class _Search:
 
     def _root(self, low: int, high: int, rises: bool) -> int:
         """Between windows on both sides of the target, one that is fair, or the last before the change."""
-        work, target, found, lap, far = self.work, self.target, self.found, self.lap, self.circle.tokens
-        a, b = (abs(work(point if point < far else point - far) - target) for point in (low, high))
-        halve = False
+        work, target, found, far = self.work, self.target, self.found, self.circle.tokens
+        least, most = self.least - target, self.most - target
+        a, b, halve = abs(found[low] - target), abs(found[high % self.lap] - target), False
         while high - low > 1:
             middle = (low + high) // 2 if halve else low + 1 + int((high - low - 2) * a / (a + b or 1.0))
-            surplus = work(middle if middle < far else middle - far) - target
-            if middle < lap:
-                found[middle] = surplus + target
-            if self.least - target <= surplus <= self.most - target:
+            point = middle if middle < far else middle - far
+            surplus = work(point) - target
+            if point < self.lap:
+                found[point] = surplus + target
+            if least <= surplus <= most:
                 return middle
             if (surplus < 0) == rises:
                 low, a = middle, abs(surplus)
@@ -315,8 +329,9 @@ class _Search:
     def _borders(self, point: int) -> list[int]:
         """The nearest places to cut: borders of the work, ends of the piece, and the shortest pieces from those."""
         circle, edges, chunk = self.circle, self.rules.work.lists[0], self.rules.chunk
-        k = bisect_right(circle.line, point) - 1
-        shift = circle.shift[k]
+        line, shifts, _ = circle.laps
+        k = bisect_right(line, point) - 1
+        shift = shifts[k]
         start, stop, _, _ = circle.pieces[k % len(circle.pieces)]
         i = bisect_right(edges, point + shift)
         found = [*edges[max(i - 2, 0) : i + 2], start + chunk, stop - chunk]
@@ -331,10 +346,11 @@ class _Search:
     def _cost_at(self, point: int) -> float:
         """What a cut costs: the chunks of keys that cross it; infinite if it leaves too short a piece."""
         circle, rules = self.circle, self.rules
-        k = bisect_right(circle.line, point) - 1
-        if point == circle.line[k]:
+        line, shift, _ = circle.laps
+        k = bisect_right(line, point) - 1
+        if point == line[k]:
             return 0.0
-        at, chunk = point + circle.shift[k], rules.chunk
+        at, chunk = point + shift[k], rules.chunk
         start, stop, before, after = circle.pieces[k % len(circle.pieces)]
         if at - start < chunk or stop - at < chunk:  # [Note: shortest piece]
             work, long = rules.work.sum_before(at), rules.fair / HEAVY
@@ -346,7 +362,7 @@ class _Search:
 def _window_work(circle: Circle, tokens: int, work: Piecewise) -> Callable[[int], float]:
     """The work of the window of so many tokens that starts at a point, as a function."""
     edges, a, b, c = work.lists
-    line, shift, ahead = circle.line, circle.shift, circle.ahead
+    line, shift, ahead = circle.laps
 
     def window(point: int) -> float:
         k = bisect_right(line, point) - 1

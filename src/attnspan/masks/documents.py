@@ -12,6 +12,7 @@ import torch
 
 from attnspan.errors import MaskError, integers
 from attnspan.masks.band import Band
+from attnspan.masks.columns import Columns
 from attnspan.masks.mask import Mask, Rule, Space
 from attnspan.masks.rows import listed, of_row, select, shown
 from attnspan.masks.typical import typical_lengths
@@ -112,6 +113,12 @@ class Documents(Mask):
         keys = accumulate(of_row(self._kv_lengths, row), initial=0)
         for (q0, q1), (k0, k1) in zip(pairwise(queries), pairwise(keys), strict=True):
             yield Band(q0, q1, k0, k1, k0 - q1 + 1, k1 - 1 - q0)  # tight: no document is empty
+
+    def _columns(self, q_len: int, kv_len: int, row: int) -> Columns | None:
+        if self.kv_lengths is not None:
+            return None
+        edges = torch.tensor([0, *of_row(self.lengths, row)], device="cpu").cumsum(0)
+        return Columns.squares(edges[:-1], edges[1:])
 
     def _rule(self, space: Space) -> Rule:
         queries, keys = _ids(self.lengths, space.device), _ids(self._kv_lengths, space.device)

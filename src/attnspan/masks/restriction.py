@@ -78,6 +78,9 @@ def _pieces(band: Band, where: tuple[int, int], row: range, col: range) -> Itera
     inside = band.cut(row.start, row.stop, col.start, col.stop)
     if inside is None:
         return
+    if row.step == col.step == 1:
+        yield Piece(*where, range(len(row)), range(len(col)), inside.shift(-row.start, -col.start))
+        return
     if row.step == col.step or inside.is_rectangle:
         local = inside.thin(row.start, col.start, row.step) if row.step == col.step else _block(inside, row, col)
         if local:
