@@ -35,7 +35,6 @@ from __future__ import annotations
 from bisect import bisect_right, insort
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import accumulate
 from math import ceil, inf
 from typing import NamedTuple
@@ -44,7 +43,7 @@ from attnspan.layouts.layout import Shards
 from attnspan.layouts.run import Run, joined_runs
 from attnspan.masks.piecewise import Piecewise
 
-LOOKS = 4
+LOOKS = 2
 """How many windows are measured in a circle, besides one for each of its ranks, to find where the surplus changes its
 sign."""
 
@@ -63,7 +62,7 @@ VISITS = 6
 MOST_TRIES = 600
 """How often ranks that are not good enough are mended."""
 
-FINE_TRIES = 48
+FINE_TRIES = 32
 """How often those are, too, that are good enough but above the goal."""
 
 MOST_RUNS = 6
@@ -98,55 +97,23 @@ class Piece(NamedTuple):
     after: float
 
 
-class Circle:
+class Circle(NamedTuple):
     """Pieces in a circle, of `ranks` ranks from number `first` on. See [Note: points]."""
 
-    def __init__(self, pieces: list[Piece], first: int, ranks: int):
-        self.pieces, self.first, self.ranks = pieces, first, ranks
-        self.work = sum([after - before for _, _, before, after in pieces])
+    pieces: list[Piece]
+    first: int
+    ranks: int
+    tokens: int
+    work: float
 
-    @cached_property
-    def tokens(self) -> int:
-        return sum([stop - start for start, stop, _, _ in self.pieces])
-
-    @cached_property
-    def laps(self) -> tuple[list[int], list[int], list[float]]:
-        """Of each piece, for two laps: the point where it begins, the shift from a point of it to its position, and the
-        work on the circle before it, less that of the sequence before it."""
-        line, shift, ahead = [], [], []
-        point, work = 0, 0.0
-        for start, stop, before, after in self.pieces + self.pieces:
-            line.append(point)
-            shift.append(start - point)
-            ahead.append(work - before)
-            point += stop - start
-            work += after - before
-        return line, shift, ahead
-
-    def parts(self, point: int, tokens: int, work: Piecewise) -> tuple[list[Piece], list[Piece]]:
-        """The window of so many tokens from a point on, and the rest."""
-        line, shift, _ = self.laps
-        count, lap = len(self.pieces), self.tokens
-        begin, end = (bisect_right(line, at) - 1 for at in (point, point + tokens))
-        first, last = point + shift[begin], point + tokens + shift[end]
-        cuts = (first, work.sum_before(first)), (last, work.sum_before(last))
-        window = self._between(begin, end, *cuts)
-        late = count if point + tokens >= lap else 0  # the window ends in the second lap
-        return window, self._between(end - late, begin + count - late, *reversed(cuts))
-
-    def _between(self, begin: int, end: int, first: Cut, last: Cut) -> list[Piece]:
-        """The pieces from a cut in one of them, by its number for two laps, to a cut in another."""
-        pieces = (self.pieces + self.pieces)[begin : end + 1]
-        start, _, before, _ = pieces[-1]
-        pieces[-1] = Piece(start, last[0], before, last[1])
-        _, stop, _, after = pieces[0]
-        pieces[0] = Piece(first[0], stop, first[1], after)
-        return pieces if pieces[-1].start < pieces[-1].stop else pieces[:-1]
+    @staticmethod
+    def of(pieces: list[Piece], first: int, ranks: int, tokens: int) -> Circle:
+        return Circle(pieces, first, ranks, tokens, sum([after - before for _, _, before, after in pieces]))
 
 
 def divided(seq_len: int, counts: list[int], rules: Rules) -> list[Circle] | None:
     """A circle for each rank, which gets `counts` tokens; None where no allowed cut was found."""
-    whole = Circle([Piece(0, seq_len, 0.0, rules.work.sum_before(seq_len))], 0, len(counts))
+    whole = Circle.of([Piece(0, seq_len, 0.0, rules.work.sum_before(seq_len))], 0, len(counts), seq_len)
     circles, before = [whole], list(accumulate(counts, initial=0))
     for level in range(rules.depth):
         parts: list[Circle] = []
@@ -166,15 +133,17 @@ def parted(circle: Circle, tokens: int, half: int, level: int, rules: Rules) -> 
 
     The lower ranks', where both have as many, are those that come first. None if the circle cannot be cut.
     """
-    point = _Search(circle, tokens, half, level, rules).best()
-    if point is None:
+    found = _Search(circle, tokens, half, level, rules).best()
+    if found is None:
         return None
-    window, rest = circle.parts(point, tokens, rules.work)
-    first, others = circle.first, circle.ranks - half
-    alike = half == others and 2 * tokens == circle.tokens
-    if alike and min(rest)[0] < min(window)[0]:
-        return Circle(window, first + others, half), Circle(rest, first, others)
-    return Circle(window, first, half), Circle(rest, first + half, others)
+    window, rest = found
+    first, others, left = circle.first, circle.ranks - half, circle.tokens - tokens
+    alike = half == others and left == tokens
+    below = others if alike and min(rest)[0] < min(window)[0] else 0  # how many ranks of the rest come first
+    return (
+        Circle.of(window, first + below, half, tokens),
+        Circle.of(rest, first if below else first + half, others, left),
+    )
 
 
 def mended(circles: list[Circle], goal: float, enough: float, rules: Rules) -> list[Circle]:
@@ -190,7 +159,7 @@ def mended(circles: list[Circle], goal: float, enough: float, rules: Rules) -> l
 
 def shards_of(circles: list[Circle]) -> Shards:
     """The runs of each rank, where each circle is of one."""
-    runs = (tuple(Run(start, stop) for start, stop, _, _ in sorted(circle.pieces)) for circle in circles)
+    runs = [tuple([Run(start, stop) for start, stop, _, _ in sorted(circle.pieces)]) for circle in circles]
     return tuple(map(joined_runs, runs))
 
 
@@ -245,11 +214,11 @@ class _Mending:
             if pieces and pieces[-1].stop == piece.start:
                 piece = Piece(pieces[-1].start, piece.stop, pieces.pop().before, piece.after)
             pieces.append(piece)
-        found = parted(Circle(pieces, 0, 2), heavy.tokens, 1, self.rules.depth, self.rules)
+        both = Circle(pieces, 0, 2, heavy.tokens + light.tokens, heavy.work + light.work)
+        found = parted(both, heavy.tokens, 1, self.rules.depth, self.rules)
         if found is None or max(len(circle.pieces) for circle in found) > MOST_RUNS:
             return None
-        found[0].first, found[1].first = heavy.first, light.first
-        return found
+        return found[0]._replace(first=heavy.first), found[1]._replace(first=light.first)
 
 
 class _Search:
@@ -257,6 +226,8 @@ class _Search:
 
     def __init__(self, circle: Circle, tokens: int, half: int, level: int, rules: Rules):
         self.circle, self.tokens, self.rules = circle, tokens, rules
+        self.edges = rules.work.lists[0]
+        self.line, self.shift, self.ahead = _two_laps(circle)
         # Of two equal halves, a window and the rest are cut out alike: half a lap holds all of them.
         self.lap = tokens if 2 * tokens == circle.tokens and 2 * half == circle.ranks else circle.tokens
         self.target = share = circle.work * half / circle.ranks
@@ -264,47 +235,52 @@ class _Search:
         allowed = rules.fair * (1 + rules.tolerance * min(1.0, (level + 1) / rules.depth))
         self.most = max(allowed * half, share)
         self.least = min(circle.work - allowed * (circle.ranks - half), share)
-        self.work = _window_work(circle, tokens, rules.work)
+        self.work = self._window_work()
         self.found: dict[int, float] = {}  # the work of the windows that were looked at, by where they start
 
-    def best(self) -> int | None:
-        """Where the cheapest window starts that is fair enough; else the fairest; None if no window can be cut out."""
+    def best(self) -> tuple[list[Piece], list[Piece]] | None:
+        """The cheapest window that is fair enough, else the fairest, and the rest; None if none can be cut out."""
         few, lap, tokens = min(self.circle.ranks, MOST_LOOKS), self.lap, self.tokens
         turns = self._turns(LOOKS + few) or self._turns(MORE_LOOKS)
         for turn in turns[:: 1 + len(turns) // (2 + few)]:
             root = self._root(*turn) % lap
-            near = {point % lap for point in self._borders(root)}
-            near.update([(point - tokens) % lap for point in self._borders(root + tokens)])
-            self._look(near)
-        return self._cheapest()
+            for point in self._borders(root):
+                self._look(point % lap)
+            for point in self._borders(root + tokens):
+                self._look((point - tokens) % lap)
+        point = self._cheapest()
+        return None if point is None else self._parts(point)
 
     def _cheapest(self) -> int | None:
+        """Where the cheapest window starts that is fair enough, or the fairest."""
         least, most, target = self.least, self.most, self.target
         fair = [(self._cost(p), abs(work - target), p) for p, work in self.found.items() if least <= work <= most]
         cost, _, point = min(fair, default=(inf, 0.0, 0))
         if cost < inf:
             return point
-        fairest = sorted((abs(work - target), p) for p, work in self.found.items())
+        fairest = sorted([(abs(work - target), p) for p, work in self.found.items()])
         return next((p for _, p in fairest if self._cost(p) < inf), None)
 
-    def _look(self, points: set[int]) -> None:
-        """Measure the windows that start at some points."""
-        for point in points - self.found.keys():
-            self.found[point] = self.work(point)
+    def _look(self, point: int) -> float:
+        """Measure the window that starts at a point, once."""
+        work = self.found.get(point)
+        if work is None:
+            work = self.found[point] = self.work(point)
+        return work
 
     def _turns(self, looks: int) -> list[tuple[int, int, bool]]:
         """Between which starts of windows the surplus changes its sign, and whether it rises; measures some."""
-        circle, lap = self.circle, self.lap
+        lap, tokens, target = self.lap, self.tokens, self.target
         points = {lap * i // looks for i in range(looks)}
-        for at in circle.laps[0][: len(circle.pieces)]:  # windows that begin, or end, where the circle is cut
+        for at in self.line[: len(self.circle.pieces)]:  # windows that begin, or end, where the circle is cut
             points.add(at % lap)
-            points.add((at - self.tokens) % lap)
-        self._look(points)
-        starts = sorted(self.found)
-        below = [self.found[point] < self.target for point in starts]
-        below.append(below[0] if lap == circle.tokens else self.found[starts[0]] > self.target)
+            points.add((at - tokens) % lap)
+        starts = sorted(points)
+        below = [self._look(point) < target for point in starts]
+        # After half a lap, the window is what was the rest.
+        below.append(below[0] if lap == self.circle.tokens else self.found[starts[0]] > target)
         starts.append(starts[0] + lap)
-        return [(starts[i], starts[i + 1], below[i]) for i in range(len(starts) - 1) if below[i] != below[i + 1]]
+        return [(starts[i], starts[i + 1], now) for i, now in enumerate(below[:-1]) if now != below[i + 1]]
 
     def _root(self, low: int, high: int, rises: bool) -> int:
         """Between windows on both sides of the target, one that is fair, or the last before the change."""
@@ -328,15 +304,14 @@ class _Search:
 
     def _borders(self, point: int) -> list[int]:
         """The nearest places to cut: borders of the work, ends of the piece, and the shortest pieces from those."""
-        circle, edges, chunk = self.circle, self.rules.work.lists[0], self.rules.chunk
-        line, shifts, _ = circle.laps
-        k = bisect_right(line, point) - 1
-        shift = shifts[k]
-        start, stop, _, _ = circle.pieces[k % len(circle.pieces)]
+        k = bisect_right(self.line, point) - 1
+        shift, edges, chunk = self.shift[k], self.edges, self.rules.chunk
+        start, stop, _, _ = self.circle.pieces[k % len(self.circle.pieces)]
         i = bisect_right(edges, point + shift)
-        found = [*edges[max(i - 2, 0) : i + 2], start + chunk, stop - chunk]
-        inside = [place - shift for place in found if start < place < stop]
-        return [start - shift, *inside, stop - shift]
+        places = [*edges[max(i - 2, 0) : i + 2], start + chunk, stop - chunk]
+        found = [place - shift for place in places if start < place < stop]
+        found += start - shift, stop - shift
+        return found
 
     def _cost(self, start: int) -> float:
         """The cost of cutting at both ends of a window."""
@@ -345,34 +320,67 @@ class _Search:
 
     def _cost_at(self, point: int) -> float:
         """What a cut costs: the chunks of keys that cross it; infinite if it leaves too short a piece."""
-        circle, rules = self.circle, self.rules
-        line, shift, _ = circle.laps
-        k = bisect_right(line, point) - 1
-        if point == line[k]:
+        k = bisect_right(self.line, point) - 1
+        if point == self.line[k]:
             return 0.0
-        at, chunk = point + shift[k], rules.chunk
-        start, stop, before, after = circle.pieces[k % len(circle.pieces)]
-        if at - start < chunk or stop - at < chunk:  # [Note: shortest piece]
+        rules, at = self.rules, point + self.shift[k]
+        start, stop, before, after = self.circle.pieces[k % len(self.circle.pieces)]
+        if at - start < rules.chunk or stop - at < rules.chunk:  # [Note: shortest piece]
             work, long = rules.work.sum_before(at), rules.fair / HEAVY
-            if (at - start < chunk and work - before < long) or (stop - at < chunk and after - work < long):
+            if (at - start < rules.chunk and work - before < long) or (stop - at < rules.chunk and after - work < long):
                 return inf
-        return 1 + ceil(rules.crossing.number_at(at) / chunk)
+        return 1 + ceil(rules.crossing.number_at(at) / rules.chunk)
+
+    def _window_work(self) -> Callable[[int], float]:
+        """The work of the window that starts at a point, as a function."""
+        edges, a, b, c = self.rules.work.lists
+        line, shift, ahead, tokens = self.line, self.shift, self.ahead, self.tokens
+
+        def window(point: int) -> float:
+            k = bisect_right(line, point) - 1
+            at = point + shift[k]
+            i = bisect_right(edges, at) - 1
+            before = ahead[k] + a[i] + at * (b[i] + c[i] * at)
+            point += tokens
+            k = bisect_right(line, point) - 1
+            at = point + shift[k]
+            i = bisect_right(edges, at) - 1
+            return ahead[k] + a[i] + at * (b[i] + c[i] * at) - before
+
+        return window
+
+    def _parts(self, point: int) -> tuple[list[Piece], list[Piece]]:
+        """The pieces of the window that starts at a point, and the others."""
+        end, count, work = point + self.tokens, len(self.circle.pieces), self.rules.work
+        first, last = bisect_right(self.line, point) - 1, bisect_right(self.line, end) - 1
+        at, until = point + self.shift[first], end + self.shift[last]
+        cuts = (at, work.sum_before(at)), (until, work.sum_before(until))
+        late = count if end >= self.circle.tokens else 0  # the window ends in the second lap
+        pieces = self.circle.pieces * 2
+        return (
+            _between(pieces[first : last + 1], cuts[0], cuts[1]),
+            _between(pieces[last - late : first + count - late + 1], cuts[1], cuts[0]),
+        )
 
 
-def _window_work(circle: Circle, tokens: int, work: Piecewise) -> Callable[[int], float]:
-    """The work of the window of so many tokens that starts at a point, as a function."""
-    edges, a, b, c = work.lists
-    line, shift, ahead = circle.laps
+def _two_laps(circle: Circle) -> tuple[list[int], list[int], list[float]]:
+    """Of each piece, for two laps: the point where it begins, the shift from a point of it to its position, and the
+    work on the circle before it, less that of the sequence before it."""
+    line, shift, ahead = [], [], []
+    point, work = 0, 0.0
+    for start, stop, before, after in circle.pieces * 2:
+        line.append(point)
+        shift.append(start - point)
+        ahead.append(work - before)
+        point += stop - start
+        work += after - before
+    return line, shift, ahead
 
-    def window(point: int) -> float:
-        k = bisect_right(line, point) - 1
-        at = point + shift[k]
-        i = bisect_right(edges, at) - 1
-        before = ahead[k] + a[i] + at * (b[i] + c[i] * at)
-        point += tokens
-        k = bisect_right(line, point) - 1
-        at = point + shift[k]
-        i = bisect_right(edges, at) - 1
-        return ahead[k] + a[i] + at * (b[i] + c[i] * at) - before
 
-    return window
+def _between(pieces: list[Piece], first: Cut, last: Cut) -> list[Piece]:
+    """Pieces from a cut in the first of them to a cut in the last."""
+    start, _, before, _ = pieces[-1]
+    pieces[-1] = Piece(start, last[0], before, last[1])
+    _, stop, _, after = pieces[0]
+    pieces[0] = Piece(first[0], stop, first[1], after)
+    return pieces if pieces[-1].start < pieces[-1].stop else pieces[:-1]

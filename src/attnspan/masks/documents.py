@@ -114,7 +114,7 @@ class Documents(Mask):
         for (q0, q1), (k0, k1) in zip(pairwise(queries), pairwise(keys), strict=True):
             yield Band(q0, q1, k0, k1, k0 - q1 + 1, k1 - 1 - q0)  # tight: no document is empty
 
-    def _columns(self, q_len: int, kv_len: int, row: int) -> Columns | None:
+    def _band_columns(self, q_len: int, kv_len: int, row: int) -> Columns | None:
         if self.kv_lengths is not None:
             return None
         edges = torch.tensor([0, *of_row(self.lengths, row)], device="cpu").cumsum(0)

@@ -98,7 +98,7 @@ class Mask(ABC):
         """Where a mask has no few bands: those that hold its pairs, see cover.py."""
         return Cover(self.bands(q_len, kv_len, row))
 
-    def _columns(self, q_len: int, kv_len: int, row: int) -> Columns | None:
+    def _band_columns(self, q_len: int, kv_len: int, row: int) -> Columns | None:
         """Its bands as columns, ascending, where it has thousands and no function; None where objects are as good."""
         return None
 
@@ -163,11 +163,11 @@ class Mask(ABC):
         q_len, kv_len = _lengths(q_len, kv_len)
         return _cached_cover(self, q_len, kv_len, self._checked_row(row))
 
-    def columns(self, q_len: int, kv_len: int | None = None, row: int = 0) -> tuple[Columns, Bands]:
+    def band_columns(self, q_len: int, kv_len: int | None = None, row: int = 0) -> tuple[Columns, Bands]:
         """The bands of `cover`, a tensor for each of their bounds, and those of them that must be asked.
 
         >>> from attnspan.masks import Causal, Documents
-        >>> columns, asked = (Causal() & Documents([3, 5])).columns(8)
+        >>> columns, asked = (Causal() & Documents([3, 5])).band_columns(8)
         >>> columns.q0.tolist(), columns.q1.tolist(), asked
         ([0, 3], [3, 8], ())
         """
@@ -438,10 +438,10 @@ class And(_Both):
         many = _many_bands(self, q_len, kv_len, row)
         return intersect(left.bands(q_len, kv_len, row), right.bands(q_len, kv_len, row)) if many is None else many
 
-    def _columns(self, q_len: int, kv_len: int, row: int) -> Columns | None:
+    def _band_columns(self, q_len: int, kv_len: int, row: int) -> Columns | None:
         """Those of one side, where the other is a single band, as causal is."""
         for one, many in ((self.left, self.right), (self.right, self.left)):
-            columns = many._columns(q_len, kv_len, row if many.rows > 1 else 0)
+            columns = many._band_columns(q_len, kv_len, row if many.rows > 1 else 0)
             if columns is not None and one.heads == 1:
                 cover = one.cover(q_len, kv_len, row)
                 return columns & cover.certain[0] if cover.is_exact and len(cover.certain) == 1 else None
@@ -537,7 +537,7 @@ def _cached_cover(mask: Mask, q_len: int, kv_len: int, row: int) -> Cover:
 @with_real_tensors
 def _cached_columns(mask: Mask, q_len: int, kv_len: int, row: int) -> tuple[Columns, Bands]:
     mask._check(q_len, kv_len, row)
-    columns = mask._columns(q_len, kv_len, row)
+    columns = mask._band_columns(q_len, kv_len, row)
     if columns is not None:
         return columns, ()
     cover = mask.cover(q_len, kv_len, row)
@@ -546,7 +546,7 @@ def _cached_columns(mask: Mask, q_len: int, kv_len: int, row: int) -> tuple[Colu
 
 @with_real_tensors
 def _many_bands(mask: Mask, q_len: int, kv_len: int, row: int) -> Bands | None:
-    columns = mask._columns(q_len, kv_len, row)
+    columns = mask._band_columns(q_len, kv_len, row)
     return None if columns is None else columns.bands()
 
 

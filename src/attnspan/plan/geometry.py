@@ -159,9 +159,9 @@ class Geometry:
         most: list[int] = torch.maximum(received, sent).tolist()
         return most
 
-    @cached_property
+    @property
     def _is_strided(self) -> bool:
-        return any(run.step > 1 for runs in (*self.q_shards, *self.k_shards) for run in runs)
+        return self._queries[2].are_striped or self._keys[2].are_striped
 
     @cached_property
     def _asked(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -253,9 +253,9 @@ def _offsets(runs: Runs) -> list[int]:
 
 def _table(shards: Shards) -> tuple[Runs, list[int], Ranges]:
     """All runs of all ranks by position, the owner of each, and where to look them up."""
-    owned = sorted((run, rank) for rank, runs in enumerate(shards) for run in runs)
-    runs = tuple(run for run, _ in owned)
-    return runs, [rank for _, rank in owned], Ranges(_ranges(runs))
+    owned = sorted([(run.start, rank, run) for rank, runs in enumerate(shards) for run in runs])
+    runs = tuple([run for _, _, run in owned])
+    return runs, [rank for _, rank, _ in owned], Ranges(_ranges(runs))
 
 
 def _strided(piece: Piece, row: int, col: int) -> Tile:

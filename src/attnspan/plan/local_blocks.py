@@ -63,7 +63,7 @@ def local_block_mask(
     lists = Lists.empty(shape, device, heads)
     places = torch.stack([_positions(runs, device) for runs in shards]), _positions(keys, device)
     for row, queries in enumerate(shards):
-        columns, asked = plan.columns(row)
+        columns, asked = plan.band_columns(row)
         geometry = Geometry(columns, (queries,), (keys,), asked)
         full, some, open_IJ = classified(geometry.tiles(0, keys), (shape[1], shape[2]), size, device)
         each = _asked(program, row, heads, (places[0][row], places[1]), open_IJ, size)

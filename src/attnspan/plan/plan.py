@@ -131,14 +131,14 @@ class Plan:
         """Which pairs of one batch row are certain, and which the mask's function must be asked about."""
         return self.mask.cover(self.seq_len, self.key_len, row if self.mask.rows > 1 else 0)
 
-    def columns(self, row: int = 0) -> tuple[Columns, Bands]:
+    def band_columns(self, row: int = 0) -> tuple[Columns, Bands]:
         """`bands` as columns of numbers, and those of them that the mask's function must be asked about."""
-        return self.mask.columns(self.seq_len, self.key_len, row if self.mask.rows > 1 else 0)
+        return self.mask.band_columns(self.seq_len, self.key_len, row if self.mask.rows > 1 else 0)
 
     @property
     def asks(self) -> bool:
         """Whether kernels must ask the mask's function."""
-        return any(self.columns(row)[1] for row in range(self.mask.rows))
+        return any(self.band_columns(row)[1] for row in range(self.mask.rows))
 
     # ---- what it amounts to ------------------------------------------------------------------------------------
 
@@ -279,7 +279,7 @@ def _geometry(parts: Parts, row: int) -> Geometry:
     mask, queries, seq_len, keys, key_len, degree = parts
     if degree > 1:
         queries, keys = Grouped(queries, degree), Grouped(keys, degree)
-    columns, asked = mask.columns(seq_len, key_len, row if mask.rows > 1 else 0)
+    columns, asked = mask.band_columns(seq_len, key_len, row if mask.rows > 1 else 0)
     return Geometry(columns, queries.shards(seq_len, row), keys.shards(key_len, row), asked)
 
 
