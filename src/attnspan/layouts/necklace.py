@@ -248,8 +248,8 @@ class _Search:
                 self._look(point % lap)
             for point in self._borders(root + tokens):
                 self._look((point - tokens) % lap)
-        point = self._cheapest()
-        return None if point is None else self._parts(point)
+        start = self._cheapest()
+        return None if start is None else self._parts(start)
 
     def _cheapest(self) -> int | None:
         """Where the cheapest window starts that is fair enough, or the fairest."""

@@ -10,7 +10,7 @@ from itertools import accumulate, pairwise
 
 import torch
 
-from attnspan.errors import MaskError, integers
+from attnspan.errors import MaskError, all_ints, integers
 from attnspan.masks.band import Band
 from attnspan.masks.columns import Columns
 from attnspan.masks.mask import Mask, Rule, Space
@@ -141,7 +141,7 @@ def _per_row(name: str, lengths: object) -> Rows:
             f"{name} must be a list of document lengths, or one list per batch row, got {reprlib.repr(lengths)}"
         )
     hint = "each document needs at least one token"
-    items = [listed(value) for value in values]
+    items = values if all_ints(values) else [listed(value) for value in values]
     if not isinstance(items[0], list | tuple):
         return (integers(name, items, at_least=1, hint=hint, error=MaskError),)
     rows = tuple(

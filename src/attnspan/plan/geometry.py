@@ -141,8 +141,8 @@ class Geometry:
         askers = self._askers
         used = torch.zeros(self.ranks, dtype=torch.bool, device="cpu")
         # Those that see most come first: under a causal mask the last queries see keys of all ranks.
-        most = max(1, int(askers.count.max())) if len(askers.count) else 1
-        for some in askers.count.argsort(descending=True).split(max(1, AT_ONCE // most)):
+        most = max(1, int(askers.many.max())) if len(askers.many) else 1
+        for some in askers.many.argsort(descending=True).split(max(1, AT_ONCE // most)):
             asking, keys = askers.runs_of(some)
             used[(askers.ranks[asking] - self._key_owners[keys]) % self.ranks] = True
             if bool(used.all()):
@@ -222,11 +222,11 @@ class _Askers(NamedTuple):
     low: Tensor
     high: Tensor
     first: Tensor
-    count: Tensor
+    many: Tensor
 
     def runs_of(self, some: Tensor) -> tuple[Tensor, Tensor]:
         """For some of them, each with each of its runs of keys: the numbers of both."""
-        asking, turn = counted(self.count[some])
+        asking, turn = counted(self.many[some])
         asking = some[asking]
         return asking, self.first[asking] + turn
 
