@@ -62,8 +62,11 @@ VISITS = 6
 MOST_TRIES = 600
 """How often ranks that are not good enough are mended."""
 
-FINE_TRIES = 32
+FINE_TRIES = 48
 """How often those are, too, that are good enough but above the goal."""
+
+FEW_ABOVE = 8
+"""How many of those there may be at most."""
 
 MOST_RUNS = 6
 """The most pieces that a rank is mended to."""
@@ -149,11 +152,13 @@ def parted(circle: Circle, tokens: int, half: int, level: int, rules: Rules) -> 
 def mended(circles: list[Circle], goal: float, enough: float, rules: Rules) -> list[Circle]:
     """The circles of one rank each, those above the goal joined with a light one and divided anew. [Note: mending]
 
-    After some tries, what is not above `enough` is left as it is.
+    Where many are above the goal, to mend a few changes nothing: those that are not above `enough` are left as they
+    are.
     """
     mending = _Mending(circles, rules)
     mending.mend(enough, MOST_TRIES)
-    mending.mend(goal, FINE_TRIES)
+    if sum(circle.work > goal for circle in mending.circles) <= FEW_ABOVE:
+        mending.mend(goal, FINE_TRIES)
     return mending.circles
 
 
@@ -171,16 +176,16 @@ class _Mending:
         self.by_work = sorted((circle.work, number) for number, circle in enumerate(circles))
 
     def mend(self, limit: float, tries: int) -> None:
-        """Join those above a limit with lighter ones, the heaviest first, until none is, or so many were joined."""
+        """Join those above a limit with lighter ones: first those that were visited least in vain, then the heaviest."""
         visits = [0] * len(self.circles)  # in vain
         while tries > 0:
             above = self.by_work[bisect_right(self.by_work, (limit, len(visits))) :]
-            heavy = next((number for _, number in reversed(above) if visits[number] < VISITS), None)
-            if heavy is None:
+            visit, _, heavy = min([(visits[number], -work, number) for work, number in above], default=(VISITS, 0.0, 0))
+            if visit == VISITS:
                 break
-            partners = self._partners(2 * limit - self.circles[heavy].work, visits[heavy])
+            partners = self._partners(2 * limit - self.circles[heavy].work, visit)
             better = self._relieve(heavy, partners, limit)
-            visits[heavy] = 0 if better else visits[heavy] + 1
+            visits[heavy] = 0 if better else visit + 1
             tries -= len(partners)
 
     def _relieve(self, heavy: int, partners: list[int], limit: float) -> bool:
@@ -303,15 +308,13 @@ class _Search:
         return low
 
     def _borders(self, point: int) -> list[int]:
-        """The nearest places to cut: borders of the work, ends of the piece, and the shortest pieces from those."""
+        """The nearest places to cut inside of a piece: borders of the work, and the shortest pieces from its ends."""
         k = bisect_right(self.line, point) - 1
         shift, edges, chunk = self.shift[k], self.edges, self.rules.chunk
         start, stop, _, _ = self.circle.pieces[k % len(self.circle.pieces)]
         i = bisect_right(edges, point + shift)
         places = [*edges[max(i - 2, 0) : i + 2], start + chunk, stop - chunk]
-        found = [place - shift for place in places if start < place < stop]
-        found += start - shift, stop - shift
-        return found
+        return [place - shift for place in places if start < place < stop]
 
     def _cost(self, start: int) -> float:
         """The cost of cutting at both ends of a window."""
