@@ -31,7 +31,7 @@ Each takes the error to raise as ``error=``. Knows nothing of masks, layouts or 
 
 import operator
 import reprlib
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from difflib import get_close_matches
 from typing import TypeGuard
 
@@ -152,7 +152,7 @@ def integers(
     )
 
 
-def all_ints(items: Collection[object]) -> TypeGuard[Collection[int]]:
+def all_ints(items: Sequence[object]) -> TypeGuard[Sequence[int]]:
     """Whether there are items, and all are plain ints: asked of thousands of lengths at once."""
     return {*map(type, items)} == {int}
 

@@ -176,7 +176,7 @@ class _Mending:
         self.by_work = sorted((circle.work, number) for number, circle in enumerate(circles))
 
     def mend(self, limit: float, tries: int) -> None:
-        """Join those above a limit with lighter ones: first those that were visited least in vain, then the heaviest."""
+        """Join those above a limit with lighter ones: first those visited least in vain, then the heaviest."""
         visits = [0] * len(self.circles)  # in vain
         while tries > 0:
             above = self.by_work[bisect_right(self.by_work, (limit, len(visits))) :]

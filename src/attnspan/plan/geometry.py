@@ -23,7 +23,7 @@ from attnspan.masks.band import Band
 from attnspan.masks.columns import Columns, counted
 from attnspan.masks.finding import Ranges
 from attnspan.masks.profile import RowWork
-from attnspan.masks.restriction import Piece, restrict_column, restrict_rows
+from attnspan.masks.restriction import Piece, restrict_column, restrict_rows, row_pieces
 from attnspan.masks.spans import Span, merged
 from attnspan.masks.tile import Tile, tiles_of
 
@@ -189,12 +189,10 @@ class Geometry:
     def _rows_of(self, rank: int) -> list[tuple[int, Band]]:
         """The bands cut to each run of a rank's queries, with the number of the run."""
         if rank not in self._rows:
-            found = []
+            found: list[tuple[int, Band]] = []
             for number, run in enumerate(self.q_shards[rank]):
-                for band in self.columns.some(self.columns.rows_meeting(run.start, run.stop)):
-                    piece = band.cut(run.start, run.stop, band.k0, band.k1)
-                    if piece is not None:
-                        found.append((number, piece))
+                bands = self.columns.some(self.columns.rows_meeting(run.start, run.stop))
+                found += [(number, piece) for _, piece in row_pieces(bands, [run.positions])]
             self._rows[rank] = found
         return self._rows[rank]
 
