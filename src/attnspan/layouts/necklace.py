@@ -91,7 +91,7 @@ Cut = tuple[int, float]
 """A position, and the work of the rows before it."""
 
 
-class Piece(NamedTuple):
+class Arc(NamedTuple):
     """Positions [start, stop) of the sequence, and the work of the rows before each of them."""
 
     start: int
@@ -103,20 +103,20 @@ class Piece(NamedTuple):
 class Circle(NamedTuple):
     """Pieces in a circle, of `ranks` ranks from number `first` on. See [Note: points]."""
 
-    pieces: list[Piece]
+    pieces: list[Arc]
     first: int
     ranks: int
     tokens: int
     work: float
 
     @staticmethod
-    def of(pieces: list[Piece], first: int, ranks: int, tokens: int) -> Circle:
+    def of(pieces: list[Arc], first: int, ranks: int, tokens: int) -> Circle:
         return Circle(pieces, first, ranks, tokens, sum([after - before for _, _, before, after in pieces]))
 
 
 def divided(seq_len: int, counts: list[int], rules: Rules) -> list[Circle] | None:
     """A circle for each rank, which gets `counts` tokens; None where no allowed cut was found."""
-    whole = Circle.of([Piece(0, seq_len, 0.0, rules.work.sum_before(seq_len))], 0, len(counts), seq_len)
+    whole = Circle.of([Arc(0, seq_len, 0.0, rules.work.sum_before(seq_len))], 0, len(counts), seq_len)
     circles, before = [whole], list(accumulate(counts, initial=0))
     for level in range(rules.depth):
         parts: list[Circle] = []
@@ -214,10 +214,10 @@ class _Mending:
 
     def _joined(self, heavy: Circle, light: Circle) -> tuple[Circle, Circle] | None:
         """Two circles as one, divided anew; each keeps its rank and number of tokens. None if they have many pieces."""
-        pieces: list[Piece] = []
+        pieces: list[Arc] = []
         for piece in sorted(heavy.pieces + light.pieces):
             if pieces and pieces[-1].stop == piece.start:
-                piece = Piece(pieces[-1].start, piece.stop, pieces.pop().before, piece.after)
+                piece = Arc(pieces[-1].start, piece.stop, pieces.pop().before, piece.after)
             pieces.append(piece)
         both = Circle(pieces, 0, 2, heavy.tokens + light.tokens, heavy.work + light.work)
         found = parted(both, heavy.tokens, 1, self.rules.depth, self.rules)
@@ -243,7 +243,7 @@ class _Search:
         self.work = self._window_work()
         self.found: dict[int, float] = {}  # the work of the windows that were looked at, by where they start
 
-    def best(self) -> tuple[list[Piece], list[Piece]] | None:
+    def best(self) -> tuple[list[Arc], list[Arc]] | None:
         """The cheapest window that is fair enough, else the fairest, and the rest; None if none can be cut out."""
         few, lap, tokens = min(self.circle.ranks, MOST_LOOKS), self.lap, self.tokens
         turns = self._turns(LOOKS + few) or self._turns(MORE_LOOKS)
@@ -352,7 +352,7 @@ class _Search:
 
         return window
 
-    def _parts(self, point: int) -> tuple[list[Piece], list[Piece]]:
+    def _parts(self, point: int) -> tuple[list[Arc], list[Arc]]:
         """The pieces of the window that starts at a point, and the others."""
         end, count, work = point + self.tokens, len(self.circle.pieces), self.rules.work
         first, last = bisect_right(self.line, point) - 1, bisect_right(self.line, end) - 1
@@ -380,10 +380,10 @@ def _two_laps(circle: Circle) -> tuple[list[int], list[int], list[float]]:
     return line, shift, ahead
 
 
-def _between(pieces: list[Piece], first: Cut, last: Cut) -> list[Piece]:
+def _between(pieces: list[Arc], first: Cut, last: Cut) -> list[Arc]:
     """Pieces from a cut in the first of them to a cut in the last."""
     start, _, before, _ = pieces[-1]
-    pieces[-1] = Piece(start, last[0], before, last[1])
+    pieces[-1] = Arc(start, last[0], before, last[1])
     _, stop, _, after = pieces[0]
-    pieces[0] = Piece(first[0], stop, first[1], after)
+    pieces[0] = Arc(first[0], stop, first[1], after)
     return pieces if pieces[-1].start < pieces[-1].stop else pieces[:-1]

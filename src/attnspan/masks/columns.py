@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from itertools import chain
+from itertools import chain, starmap
 from typing import NamedTuple
 
 import torch
@@ -46,7 +46,7 @@ class Columns(NamedTuple):
 
     def bands(self) -> tuple[Band, ...]:
         """The bands, one by one."""
-        return tuple(map(Band._make, zip(*(column.tolist() for column in self), strict=True)))
+        return tuple(starmap(Band, zip(*(column.tolist() for column in self), strict=True)))
 
     def some(self, numbers: list[int]) -> tuple[Band, ...]:
         """Some of the bands, by their numbers."""
