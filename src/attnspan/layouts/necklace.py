@@ -20,7 +20,8 @@ cross. So the windows that are looked at have an end on the nearest borders of t
 are looked at does not depend on how many borders there are.
 
 [Note: shortest piece] A piece has at least `chunk` tokens, or some part of a fair share of work: where a few rows see
-so many keys that they are more than a rank can have, only shorter pieces are fair.
+so many keys that they are more than a rank can have, only shorter pieces are fair. Those are cut out only where no
+other window is fair.
 
 [Note: mending] The shortest piece allowed can stand in the way of every fair window of a small circle, most
 of whose work lies in one place. A rank that ends up above the goal is joined with some of the lightest ranks in turn
@@ -71,8 +72,14 @@ FEW_ABOVE = 8
 MOST_RUNS = 6
 """The most pieces that a rank is mended to."""
 
+FEW_RUNS = 4
+"""More pieces than this are made fewer, where that is as fair."""
+
 HEAVY = 64
 """A piece with this part of a fair share is long enough."""
+
+SHORT = 1e12
+"""What a cut costs that leaves a piece shorter than a chunk all the same: more than any other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +166,7 @@ def mended(circles: list[Circle], goal: float, enough: float, rules: Rules) -> l
     mending.mend(enough, MOST_TRIES)
     if sum(circle.work > goal for circle in mending.circles) <= FEW_ABOVE:
         mending.mend(goal, FINE_TRIES)
+    mending.shorten(enough)
     return mending.circles
 
 
@@ -188,6 +196,39 @@ class _Mending:
             visits[heavy] = 0 if better else visit + 1
             tries -= len(partners)
 
+    def shorten(self, limit: float) -> None:
+        """Join those of many pieces, or short ones, with others, where both are then better and not above a limit."""
+        bad = [number for number, circle in enumerate(self.circles) if not self._is_neat(circle)]
+        for number in bad if len(bad) <= FEW_ABOVE else ():
+            circle = self.circles[number]
+            visits = (self._partners(2 * limit - circle.work, visit) for visit in range(VISITS))
+            tried = (other for others in (self._neighbours(circle), *visits) for other in others if other != number)
+            joined = ((other, self._joined(circle, self.circles[other])) for other in tried)
+            neat = ((other, both) for other, both in joined if both and all(map(self._is_neat, both)))
+            self._take(number, next((each for each in neat if max(each[1][0].work, each[1][1].work) <= limit), None))
+
+    def _neighbours(self, circle: Circle) -> list[int]:
+        """Those with a piece beside one of these: joined, they have one cut less."""
+        ends = {end for start, stop, _, _ in circle.pieces for end in (start, stop)}
+        return [
+            number
+            for number, other in enumerate(self.circles)
+            if any(start in ends or stop in ends for start, stop, _, _ in other.pieces)
+        ]
+
+    def _is_neat(self, circle: Circle) -> bool:
+        chunk = self.rules.chunk
+        return len(circle.pieces) <= FEW_RUNS and min(stop - start for start, stop, _, _ in circle.pieces) >= chunk
+
+    def _take(self, number: int, found: tuple[int, tuple[Circle, Circle]] | None) -> None:
+        """Put what two circles were divided into in their places."""
+        if found is None:
+            return
+        for place, circle in zip((number, found[0]), found[1], strict=True):
+            self.by_work.remove((self.circles[place].work, place))
+            self.circles[place] = circle
+            insort(self.by_work, (circle.work, place))
+
     def _relieve(self, heavy: int, partners: list[int], limit: float) -> bool:
         """Join a circle with one of some others, the first that leaves both below the limit, or the best."""
         before, best = self.circles[heavy], None
@@ -198,13 +239,8 @@ class _Mending:
                 best = largest, light, found
                 if largest <= limit:
                     break
-        if best is None:
-            return False
-        for number, circle in zip((heavy, best[1]), best[2], strict=True):
-            self.by_work.remove((self.circles[number].work, number))
-            self.circles[number] = circle
-            insort(self.by_work, (circle.work, number))
-        return True
+        self._take(heavy, None if best is None else best[1:])
+        return best is not None
 
     def _partners(self, most: float, visit: int) -> list[int]:
         """Some of the circles with at most so much work, or of the lightest; others at each visit."""
@@ -245,26 +281,27 @@ class _Search:
 
     def best(self) -> tuple[list[Arc], list[Arc]] | None:
         """The cheapest window that is fair enough, else the fairest, and the rest; None if none can be cut out."""
-        few, lap, tokens = min(self.circle.ranks, MOST_LOOKS), self.lap, self.tokens
-        turns = self._turns(LOOKS + few) or self._turns(MORE_LOOKS)
-        for turn in turns[:: 1 + len(turns) // (2 + few)]:
+        few = min(self.circle.ranks, MOST_LOOKS)
+        cost, start = self._searched(LOOKS + few, 2 + few)
+        if cost < inf:
+            return self._parts(start)
+        fairest = sorted([(abs(work - self.target), point) for point, work in self.found.items()])
+        found = next((point for _, point in fairest if self._cost(point) < inf), None)
+        return None if found is None else self._parts(found)
+
+    def _searched(self, looks: int, roots: int) -> tuple[float, int]:
+        """Of the windows near some roots, the cost and the start of the cheapest that is fair enough."""
+        lap, tokens, least, most, target = self.lap, self.tokens, self.least, self.most, self.target
+        turns = self._turns(looks) or self._turns(MORE_LOOKS)
+        for turn in turns[:: 1 + len(turns) // roots]:
             root = self._root(*turn) % lap
             for point in self._borders(root):
                 self._look(point % lap)
             for point in self._borders(root + tokens):
                 self._look((point - tokens) % lap)
-        start = self._cheapest()
-        return None if start is None else self._parts(start)
-
-    def _cheapest(self) -> int | None:
-        """Where the cheapest window starts that is fair enough, or the fairest."""
-        least, most, target = self.least, self.most, self.target
         fair = [(self._cost(p), abs(work - target), p) for p, work in self.found.items() if least <= work <= most]
-        cost, _, point = min(fair, default=(inf, 0.0, 0))
-        if cost < inf:
-            return point
-        fairest = sorted([(abs(work - target), p) for p, work in self.found.items()])
-        return next((p for _, p in fairest if self._cost(p) < inf), None)
+        cost, _, start = min(fair, default=(inf, 0.0, 0))
+        return cost, start
 
     def _look(self, point: int) -> float:
         """Measure the window that starts at a point, once."""
@@ -326,13 +363,13 @@ class _Search:
         k = bisect_right(self.line, point) - 1
         if point == self.line[k]:
             return 0.0
-        rules, at = self.rules, point + self.shift[k]
+        rules, at, penalty = self.rules, point + self.shift[k], 0.0
         start, stop, before, after = self.circle.pieces[k % len(self.circle.pieces)]
         if at - start < rules.chunk or stop - at < rules.chunk:  # [Note: shortest piece]
-            work, long = rules.work.sum_before(at), rules.fair / HEAVY
+            work, long, penalty = rules.work.sum_before(at), rules.fair / HEAVY, SHORT
             if (at - start < rules.chunk and work - before < long) or (stop - at < rules.chunk and after - work < long):
                 return inf
-        return 1 + ceil(rules.crossing.number_at(at) / rules.chunk)
+        return penalty + 1 + ceil(rules.crossing.number_at(at) / rules.chunk)
 
     def _window_work(self) -> Callable[[int], float]:
         """The work of the window that starts at a point, as a function."""
