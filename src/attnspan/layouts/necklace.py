@@ -78,6 +78,9 @@ FEW_RUNS = 4
 HEAVY = 64
 """A piece with this part of a fair share is long enough."""
 
+NEARLY = 0.01
+"""By how much of a fair share a window may be off, rather than to leave a piece shorter than a chunk."""
+
 SHORT = 1e12
 """What a cut costs that leaves a piece shorter than a chunk all the same: more than any other."""
 
@@ -283,9 +286,13 @@ class _Search:
         """The cheapest window that is fair enough, else the fairest, and the rest; None if none can be cut out."""
         few = min(self.circle.ranks, MOST_LOOKS)
         cost, start = self._searched(LOOKS + few, 2 + few)
-        if cost < inf:
+        if cost < SHORT:
             return self._parts(start)
         fairest = sorted([(abs(work - self.target), point) for point, work in self.found.items()])
+        near = self.rules.fair * NEARLY
+        long = next((point for off, point in fairest if off <= near and self._cost(point) < SHORT), None)
+        if long is not None or cost < inf:
+            return self._parts(start if long is None else long)
         found = next((point for _, point in fairest if self._cost(point) < inf), None)
         return None if found is None else self._parts(found)
 
