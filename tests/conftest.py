@@ -91,7 +91,7 @@ def by_blocks(monkeypatch):
     from attnspan.masks import mask, question
     from attnspan.plan import plan
 
-    memos = (mask._cached_bands, mask._cached_cover, plan._geometry, plan._shifts, plan._steps)
+    memos = (mask._cached_bands, mask._cached_cover, mask._cached_columns, plan._geometry, plan._shifts, plan._steps)
 
     def forget():
         for memo in memos:

@@ -32,8 +32,9 @@ Each takes the error to raise as ``error=``. Knows nothing of masks, layouts or 
 
 import operator
 import reprlib
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from difflib import get_close_matches
+from typing import TypeGuard
 
 
 class AttnspanError(ValueError):
@@ -149,9 +150,16 @@ def integers(
     items = _items(values)
     if items is None:
         raise error(_message(f"{name} must be a list of whole numbers >= {at_least}", values, hint))
+    if all_ints(items) and min(items) >= at_least:
+        return tuple(items)
     return tuple(
         integer(f"{name}[{i}]", item, at_least=at_least, hint=hint, error=error) for i, item in enumerate(items)
     )
+
+
+def all_ints(items: Sequence[object]) -> TypeGuard[Sequence[int]]:
+    """Whether there are items, and all are plain ints: asked of thousands of lengths at once."""
+    return {*map(type, items)} == {int}
 
 
 def one_of(
@@ -172,7 +180,7 @@ def one_of(
 
 def _index(value: object) -> int | None:
     """The int that ``value`` stands for, or None."""
-    if type(value) is int:  # nearly always; lists of lengths can be long
+    if type(value) is int:  # nearly always
         return value
     if isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool"):
         return None

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from attnspan.masks import algebra
 from attnspan.masks.band import Band, ceil_div, tight
+from attnspan.masks.columns import Columns
 from attnspan.masks.profile import RowWork
 from tests.masks.strategies import bands, disjoint_bands, pairs
 
@@ -48,6 +49,13 @@ def test_equal_sets_are_equal_bands(band):
 @given(bands())
 def test_area_counts_the_pairs(band):
     assert band.area == len(pairs([band]))
+
+
+@given(disjoint_bands(), bands())
+def test_columns_meet_a_band_as_bands_do(many, band):
+    both = [each & band for each in many]
+    assert (Columns.of(many) & band).bands() == tuple(each for each in both if each is not None)
+    assert Columns.of(many).some([*range(len(many))][::2]) == many[::2]
 
 
 @given(bands(), bands())

@@ -52,6 +52,14 @@ def test_bands_cover_what_dense_allows_once(case):
 
 
 @given(cases())
+def test_columns_are_the_bands_of_the_cover(case):
+    for row in range(case.mask.rows):
+        columns, asked = case.mask.band_columns(*case.lengths, row=row)
+        cover = case.mask.cover(*case.lengths, row=row)
+        assert (columns.bands(), asked) == (cover.bands, cover.asked)
+
+
+@given(cases())
 def test_mask_mod_under_vmap_is_dense(case):
     asked = create_mask(case.mask.mask_mod(*case.lengths), case.mask.rows, 1, *case.lengths, device="cpu")
     for row in range(case.mask.rows):

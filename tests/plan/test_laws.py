@@ -9,8 +9,10 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from attnspan.layouts import HeadTail
 from attnspan.layouts.run import tokens_in
-from attnspan.plan import Plan, Step
+from attnspan.masks import Causal
+from attnspan.plan import Plan, Step, geometry
 from tests.masks.strategies import masks
 from tests.plan.strategies import computed, layouts, plans, positions, used_keys
 
@@ -33,6 +35,26 @@ def test_what_one_rank_sends_at_a_step_the_other_receives_at_that_step(plan: Pla
             assert sent == received
             assert all(transfer.runs for transfer in sent), "nothing empty is sent"
             assert all(transfer.source != transfer.target for transfer in sent)
+
+
+@given(plans(), st.sampled_from([1, 2, geometry.AT_ONCE]))
+def test_the_hops_of_a_ring_are_the_distances_at_which_keys_are_needed(plan: Plan, at_once: int):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(geometry, "AT_ONCE", at_once)
+        for row in range(plan.rows):
+            drawn = plan.geometry(row)
+            fresh = geometry.Geometry(drawn.columns, drawn.q_shards, drawn.k_shards)
+            needed = {(rank - source) % plan.groups for rank in range(plan.groups) for source in fresh.needs(rank)}
+            assert fresh.shifts == needed - {0}
+
+
+def test_the_steps_of_one_rank_do_not_list_the_pairs_of_all_ranks():
+    plan = Plan(Causal(), HeadTail(256), 1 << 16, "needed(2)")
+    assert len(plan.steps(100)) == 2
+    assert plan.geometry(0).shifts == {*range(1, 256)}
+    assert "_asked" not in vars(plan.geometry(0))
+    assert len(plan.group_traffic()) == 256
+    assert "_asked" in vars(plan.geometry(0)), "traffic does"
 
 
 @given(plans())

@@ -23,7 +23,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain
 from typing import TypeGuard
 
 import torch
@@ -35,9 +34,9 @@ from attnspan.layouts.crossing import crossing
 from attnspan.layouts.evening import evened
 from attnspan.layouts.head_tail import HeadTail
 from attnspan.layouts.layout import Shards
-from attnspan.layouts.necklace import Rules, divided, mended
+from attnspan.layouts.necklace import Rules, divided, mended, shards_of
 from attnspan.layouts.round_robin import dealt, largest_dealt
-from attnspan.layouts.run import joined_runs, tokens_in
+from attnspan.layouts.run import Runs, joined_runs, tokens_in
 from attnspan.layouts.stretches import by_stretch
 from attnspan.masks.columns import Columns
 from attnspan.masks.piecewise import Piecewise, row_work, weighted
@@ -120,7 +119,7 @@ class _Portfolio:
         split = next((split for split in splits if self.largest(split) <= self.enough), None)
         fair = self.goal if split is None else min(self.goal, self.largest(split) * (1 + TOLERANCE))
         for shards in filter(self._allowed, simple):
-            if self.largest(shards) <= fair and self._as_near(shards, split):
+            if self._is_within(shards, fair) and self._as_near(shards, split):
                 return shards
         if split is not None:
             return split
@@ -167,14 +166,15 @@ class _Portfolio:
     def largest(self, shards: Shards) -> float:
         """The work of the rank that has most."""
         if id(shards) not in self._largest:
-            self._largest[id(shards)] = self._found_largest(shards), shards  # which keeps its id
+            self._largest[id(shards)] = max(map(self._work_of, shards)), shards  # which keeps its id
         return self._largest[id(shards)][0]
 
-    def _found_largest(self, shards: Shards) -> float:
-        ends = torch.tensor([[run.start for run in chain(*shards)], [run.stop for run in chain(*shards)]], device="cpu")
-        start, stop = self.work.before(ends)
-        owners = torch.tensor([rank for rank, runs in enumerate(shards) for _ in runs], device="cpu")
-        return float(start.new_zeros(self.ranks).index_add(0, owners, stop - start).max())
+    def _is_within(self, shards: Shards, limit: float) -> bool:
+        """Whether no rank has more work than a limit; mostly one of the first says so."""
+        return all(self._work_of(runs) <= limit for runs in shards)
+
+    def _work_of(self, runs: Runs) -> float:
+        return sum([self.work.between(run.start, run.stop) for run in runs])
 
     def _splits(self) -> Iterator[Shards]:
         """Split necklaces, each stricter than the one before; none where there are too few chunks."""
@@ -186,7 +186,9 @@ class _Portfolio:
             circles = divided(self.seq_len, self.counts, rules)
             if circles is None:
                 return
-            split = mended(circles, self.goal, self.enough).shards(self.ranks)
+            circles = mended(circles, self.goal, self.enough, rules)
+            split = shards_of(circles)
+            self._largest[id(split)] = max(circle.work for circle in circles), split
             if not self.same_counts and self.largest(split) > self.enough:
                 split = evened(split, self.work, self.chunk, self.enough)
             yield split

@@ -66,7 +66,7 @@ class ByWork(Layout):
         """(weight, bands) of what is divided: one batch row, or all of them together."""
         rows = [row] if self.per_row else range(self._mask_rows)
         return [
-            (weight, Columns.of(mask.cover(seq_len, row=r).bands))
+            (weight, mask.band_columns(seq_len, row=r)[0])
             for mask, weight in zip(self._masks, self._weights, strict=True)
             for r in rows
         ]

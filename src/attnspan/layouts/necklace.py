@@ -10,71 +10,79 @@ both circles further::
 
 Each division adds at most two cuts, so the shares are fewer than 2 * ranks runs, whatever the mask.
 
-[Note: one line] The circles of one level lie one after another on a line of tokens, and are divided all at once, with
-a few operations on tensors. A point is a place on that line. A window that passes the end of its circle goes on at its
-beginning.
+[Note: points] A point is a place on a circle: the number of its tokens before it, from 0. A window that passes the end
+of its circle goes on at its beginning, so the pieces of a circle are listed for two laps.
 
-[Note: choosing a window] Usually many windows are fair enough. Among those whose work stays within the
-tolerance, the one is taken whose ends cost least: nothing where the circle is already cut, nothing between
-documents, else the keys that would have to cross. Windows with an end on a border of the work (a document, a
-band) are looked at. Where none of those is fair, exact ones are sought between them, where the surplus changes its
-sign.
+[Note: choosing a window] Where the surplus of a window changes its sign between two of a few points, a fair window lies
+between them, and is found by bisection. Beside it lie others that are fair enough. Of these, the one is taken whose
+ends cost least: nothing where the circle is already cut, nothing between documents, else the keys that would have to
+cross. So the windows that are looked at have an end on the nearest borders of the work (a document, a band). How many
+are looked at does not depend on how many borders there are.
 
 [Note: shortest piece] A piece has at least `chunk` tokens, or some part of a fair share of work: where a few rows see
-so many keys that they are more than a rank can have, only shorter pieces are fair.
+so many keys that they are more than a rank can have, only shorter pieces are fair. Those are cut out only where no
+other window is fair.
 
 [Note: mending] The shortest piece allowed can stand in the way of every fair window of a small circle, most
 of whose work lies in one place. A rank that ends up above the goal is joined with some of the lightest ranks in turn
 to a new circle, and that is divided anew; with some partner a fair window is nearly always found.
 
+Plain numbers, not tensors: a circle has a few pieces, and an operation on a tensor takes as long as ten bisections.
 Knows piecewise numbers of work and of crossing keys; knows nothing of masks, layouts or ranks' names.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right, insort
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
-from math import log
-
-import torch
-from torch import Tensor
+from itertools import accumulate
+from math import ceil, inf
+from typing import NamedTuple
 
 from attnspan.layouts.layout import Shards
 from attnspan.layouts.run import Run, joined_runs
-from attnspan.masks.columns import counted
 from attnspan.masks.piecewise import Piecewise
 
-LOOKS = 80
-"""The most borders of the work in a circle that windows are begun and ended at."""
+LOOKS = 2
+"""How many windows are measured in a circle, besides one for each of its ranks, to find where the surplus changes its
+sign."""
 
-ROOTS = 6
-"""About how many exact windows are sought in a circle."""
+MOST_LOOKS = 16
+"""For how many ranks at most; as many fair windows are sought."""
 
-ROUNDS = 24
-"""How often the ranks with most work are mended."""
+MORE_LOOKS = 64
+"""How many windows are measured, where the surplus changes its sign nowhere between those."""
 
-FINE_ROUNDS = 2
+PARTNERS = 8
+"""With about how many others a rank is joined at a visit."""
+
+VISITS = 6
+"""How many visits in vain before a rank is left as it is."""
+
+MOST_TRIES = 600
+"""How often ranks that are not good enough are mended."""
+
+FINE_TRIES = 48
 """How often those are, too, that are good enough but above the goal."""
 
-TRIES = 6
-"""How often in vain before a rank is left as it is."""
-
-PAIRS = 96
-"""About how many circles of two ranks are tried at once."""
+FEW_ABOVE = 8
+"""How many of those there may be at most."""
 
 MOST_RUNS = 6
 """The most pieces that a rank is mended to."""
 
-AT_ONCE = 1024
-"""About how many windows are measured at once where exact ones are sought."""
+FEW_RUNS = 4
+"""More pieces than this are made fewer, where that is as fair."""
 
 HEAVY = 64
 """A piece with this part of a fair share is long enough."""
 
-SPACED = 8
-"""How many points at equal distances are looked at in a circle, where the work has few edges."""
+NEARLY = 0.01
+"""By how much of a fair share a window may be off, rather than to leave a piece shorter than a chunk."""
 
-FAR = 1 << 62
+SHORT = 1e12
+"""What a cut costs that leaves a piece shorter than a chunk all the same: more than any other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,351 +97,337 @@ class Rules:
     depth: int  # how many divisions lie between the whole and one rank
 
 
-@dataclass(frozen=True)
-class Circles:
-    """Pieces [start, stop) of the sequence, each in a circle; on a line, circle after circle. See [Note: one line].
-
-    `circle` is the number of a piece's circle, ascending; `first` and `ranks` are whose circles they are.
-    """
-
-    start: Tensor
-    stop: Tensor
-    circle: Tensor
-    first: Tensor
-    ranks: Tensor
-    rules: Rules
-
-    @cached_property
-    def line(self) -> Tensor:
-        """Where each piece begins on the line."""
-        return (self.stop - self.start).cumsum(0) - (self.stop - self.start)
-
-    @cached_property
-    def tokens(self) -> Tensor:
-        """Of each circle."""
-        return torch.zeros_like(self.first).index_add(0, self.circle, self.stop - self.start)
-
-    @cached_property
-    def origin(self) -> Tensor:
-        """Where each circle begins on the line."""
-        return self.tokens.cumsum(0) - self.tokens
-
-    @cached_property
-    def end(self) -> Tensor:
-        """Where each circle ends on the line."""
-        return self.origin + self.tokens
-
-    @cached_property
-    def shift(self) -> Tensor:
-        """From a point of each piece on the line to its position."""
-        return self.start - self.line
-
-    @cached_property
-    def _ends(self) -> Tensor:
-        return self.rules.work.before(torch.stack([self.start, self.stop]))
-
-    @cached_property
-    def _loads(self) -> Tensor:
-        return self._ends[1] - self._ends[0]
-
-    @cached_property
-    def _ahead(self) -> Tensor:
-        """The work on the line before each piece, less that of the sequence before it."""
-        return self._loads.cumsum(0) - self._ends[1]
-
-    @cached_property
-    def work(self) -> Tensor:
-        """Of each circle."""
-        return self._loads.new_zeros(len(self.first)).index_add(0, self.circle, self._loads)
-
-    def piece_at(self, points: Tensor) -> Tensor:
-        """The number of the piece that each point lies in."""
-        return torch.searchsorted(self.line, points, right=True) - 1
-
-    def work_before(self, points: Tensor) -> Tensor:
-        """The work on the line before each point."""
-        piece = self.piece_at(points)
-        return self._ahead[piece] + self.rules.work.before(self.shift[piece] + points)
-
-    def wrapped(self, points: Tensor, circle: Tensor) -> Tensor:
-        """Points less than a lap after their circle, on it."""
-        return torch.where(points < self.end[circle], points, points - self.tokens[circle])
-
-    def windows(self, starts: Tensor, ends: Tensor, circle: Tensor) -> Tensor:
-        """The work of the windows between two points each."""
-        before = self.work_before(torch.stack([starts, ends]))
-        return before[1] - before[0] + torch.where(ends < starts, self.work[circle], 0.0)
-
-    def cost(self, points: Tensor) -> Tensor:
-        """What a cut at each point costs: the chunks of keys that cross it; infinite if it leaves too short a piece."""
-        piece = self.piece_at(points)
-        at = self.shift[piece] + points
-        inside, before, (first, last) = at - self.start[piece], self.rules.work.before(at), self._ends[:, piece]
-        enough = self._enough(inside, before - first) & self._enough(self.stop[piece] - at, last - before)
-        chunks = 1 + torch.ceil(self.rules.crossing.at(at) / self.rules.chunk)
-        return torch.where(inside == 0, 0.0, torch.where(enough, chunks, torch.inf))
-
-    def _enough(self, tokens: Tensor, work: Tensor) -> Tensor:
-        """Whether pieces are long enough. [Note: shortest piece]"""
-        return (tokens >= self.rules.chunk) | (work >= self.rules.fair / HEAVY)
-
-    def borders(self) -> tuple[Tensor, Tensor]:
-        """Where pieces begin, the nearest cuts to them, and where the work changes its form, on the line; their circle.
-
-        Of the edges of the work inside of pieces evenly some, where a circle has many; points at equal distances, where
-        it has few.
-        """
-        chunk, edges, size = self.rules.chunk, self.rules.work.edges, self.stop - self.start
-        long = (size >= 2 * chunk).nonzero().squeeze(1)
-        first = torch.searchsorted(edges, self.start, right=True)
-        count = (torch.searchsorted(edges, self.stop) - first).clamp(min=0)
-        stride = (1 + torch.zeros_like(self.first).index_add(0, self.circle, count) // LOOKS)[self.circle]
-        piece, turn = counted((count + stride - 1) // stride)
-        inner = edges[first[piece] + turn * stride[piece]] - self.shift[piece]
-        borders = [self.line, self.line[long] + chunk, self.line[long] + size[long] - chunk, inner]
-        circle = [self.circle, self.circle[long], self.circle[long], self.circle[piece]]
-        if len(edges) < SPACED * len(self.start):
-            parts = torch.arange(SPACED, device="cpu").unsqueeze(1)
-            borders.append((self.origin + parts * self.tokens // SPACED).flatten())
-            circle.append(torch.arange(len(self.first), device="cpu").repeat(SPACED))
-        return torch.cat(borders), torch.cat(circle)
-
-    def shards(self, ranks: int) -> Shards:
-        """The runs of each rank, where each circle is of one rank."""
-        out: list[list[Run]] = [[] for _ in range(ranks)]
-        owners = self.first[self.circle].tolist()
-        for start, stop, rank in sorted(zip(self.start.tolist(), self.stop.tolist(), owners, strict=True)):
-            out[rank].append(Run(start, stop))
-        return tuple(joined_runs(tuple(runs)) for runs in out)
+Cut = tuple[int, float]
+"""A position, and the work of the rows before it."""
 
 
-def divided(seq_len: int, counts: list[int], rules: Rules) -> Circles | None:
+class Arc(NamedTuple):
+    """Positions [start, stop) of the sequence, and the work of the rows before each of them."""
+
+    start: int
+    stop: int
+    before: float
+    after: float
+
+
+class Circle(NamedTuple):
+    """Pieces in a circle, of `ranks` ranks from number `first` on. See [Note: points]."""
+
+    pieces: list[Arc]
+    first: int
+    ranks: int
+    tokens: int
+    work: float
+
+    @staticmethod
+    def of(pieces: list[Arc], first: int, ranks: int, tokens: int) -> Circle:
+        return Circle(pieces, first, ranks, tokens, sum([after - before for _, _, before, after in pieces]))
+
+
+def divided(seq_len: int, counts: list[int], rules: Rules) -> list[Circle] | None:
     """A circle for each rank, which gets `counts` tokens; None where no allowed cut was found."""
-    zero = torch.zeros(1, dtype=torch.int64, device="cpu")
-    circles = Circles(zero, zero + seq_len, zero, zero, zero + len(counts), rules)
-    before = torch.tensor([0, *counts], device="cpu").cumsum(0)
+    whole = Circle.of([Arc(0, seq_len, 0.0, rules.work.sum_before(seq_len))], 0, len(counts), seq_len)
+    circles, before = [whole], list(accumulate(counts, initial=0))
     for level in range(rules.depth):
-        half = circles.ranks // 2
-        circles = parted(circles, before[circles.first + half] - before[circles.first], half, level)
-    return circles if len(circles.first) == len(counts) else None
+        parts: list[Circle] = []
+        for circle in circles:
+            half = circle.ranks // 2
+            tokens = before[circle.first + half] - before[circle.first]
+            found = parted(circle, tokens, half, level, rules) if half else (circle,)
+            if found is None:
+                return None
+            parts += found
+        circles = parts
+    return sorted(circles, key=lambda circle: circle.first)
 
 
-def parted(circles: Circles, length: Tensor, half: Tensor, level: int) -> Circles:
-    """Each circle as two: the best window of `length` tokens, for its first `half` ranks, and the rest for the others.
+def parted(circle: Circle, tokens: int, half: int, level: int, rules: Rules) -> tuple[Circle, Circle] | None:
+    """A circle as two: the best window of so many tokens, for its first `half` ranks, and the rest for the others.
 
-    A circle of one rank stays as it is, and so does one that cannot be cut.
+    The lower ranks', where both have as many, are those that come first. None if the circle cannot be cut.
     """
-    points = _Search(circles, length, half, level).best()
-    half = torch.where(points < FAR, half, 0)
-    many, number = half > 0, torch.arange(len(half), device="cpu")
-    # The line is cut at both ends of the windows, and each circle turned so that it begins with its window.
-    points = torch.where(many, points, circles.origin)
-    ends = circles.wrapped(points + length, number)
-    cuts = torch.cat([circles.line, points[many], ends[many]]).unique()
-    piece = circles.piece_at(cuts)
-    start, circle = circles.start[piece] + cuts - circles.line[piece], circles.circle[piece]
-    turned = (cuts - points[circle]) % circles.tokens[circle]
-    size = torch.diff(cuts, append=circles.tokens.sum().unsqueeze(0))
-    order = (circles.origin[circle] + turned).argsort()
-    number = circle + (many.cumsum(0) - many.long())[circle] + (many[circle] & (turned >= length[circle]))
-    start, size, number = start[order], size[order], number[order]
-    return _named(circles, half, start, start + size, number)
+    found = _Search(circle, tokens, half, level, rules).best()
+    if found is None:
+        return None
+    window, rest = found
+    first, others, left = circle.first, circle.ranks - half, circle.tokens - tokens
+    alike = half == others and left == tokens
+    below = others if alike and min(rest)[0] < min(window)[0] else 0  # how many ranks of the rest come first
+    return (
+        Circle.of(window, first + below, half, tokens),
+        Circle.of(rest, first if below else first + half, others, left),
+    )
 
 
-def _named(circles: Circles, half: Tensor, start: Tensor, stop: Tensor, number: Tensor) -> Circles:
-    """The parts of circles and whose they are: the lower ranks', where both have as many, are those that come first."""
-    old = torch.arange(len(half), device="cpu").repeat_interleave(1 + (half > 0).long())
-    second = torch.diff(old, prepend=old.new_full((1,), -1)) == 0
-    all_ranks, lower = circles.ranks[old], half[old]
-    ranks = torch.where(second, all_ranks - lower, torch.where(lower > 0, lower, all_ranks))
-    earliest = torch.full_like(old, FAR).scatter_reduce(0, number, start, "amin")
-    tokens = torch.zeros_like(old).index_add(0, number, stop - start)
-    last = second.nonzero().squeeze(1)
-    alike = (tokens[last] == tokens[last - 1]) & (ranks[last] == ranks[last - 1])
-    swapped = last[alike & (earliest[last] < earliest[last - 1])]
-    first = circles.first[old] + torch.where(second, lower, 0)
-    first = first.index_add(0, swapped, -ranks[swapped]).index_add(0, swapped - 1, ranks[swapped])
-    return Circles(start, stop, number, first, ranks, circles.rules)
-
-
-def mended(circles: Circles, goal: float, enough: float) -> Circles:
+def mended(circles: list[Circle], goal: float, enough: float, rules: Rules) -> list[Circle]:
     """The circles of one rank each, those above the goal joined with a light one and divided anew. [Note: mending]
 
-    After a few rounds, what is not above `enough` is left as it is.
+    Where many are above the goal, to mend a few changes nothing: those that are not above `enough` are left as they
+    are.
     """
-    tried = torch.zeros_like(circles.first)
-    for turn in range(ROUNDS):
-        above = ((circles.work > (goal if turn < FINE_ROUNDS else enough)) & (tried < TRIES)).nonzero().squeeze(1)
-        if not len(above) or len(circles.first) < 2:
-            break
-        above = above[circles.work[above].argsort(descending=True)][:PAIRS]
-        pairs = _pairs(circles, above, tried)
-        tried[above] += 1
-        circles = _exchanged(circles, pairs, _joined(circles, pairs), tried) if len(pairs) else circles
-    return circles
+    mending = _Mending(circles, rules)
+    mending.mend(enough, MOST_TRIES)
+    if sum(circle.work > goal for circle in mending.circles) <= FEW_ABOVE:
+        mending.mend(goal, FINE_TRIES)
+    mending.shorten(enough)
+    return mending.circles
 
 
-def _pairs(circles: Circles, above: Tensor, tried: Tensor) -> Tensor:
-    """(heavy, light) to be tried, (n, 2): each heavy circle with some of the lightest, others than before."""
-    light = circles.work.argsort()[: len(circles.first) - 1]
-    partners = max(1, PAIRS // len(above))
-    turn = torch.arange(partners, device="cpu") + (tried[above] * partners).unsqueeze(1)
-    place = turn * len(above) + torch.arange(len(above), device="cpu").unsqueeze(1)
-    pairs = torch.stack([above.repeat_interleave(partners), light[place.flatten() % len(light)]], 1)
-    return pairs[circles.work[pairs[:, 1]] < circles.work[pairs[:, 0]]]
+def shards_of(circles: list[Circle]) -> Shards:
+    """The runs of each rank, where each circle is of one."""
+    runs = [tuple([Run(start, stop) for start, stop, _, _ in sorted(circle.pieces)]) for circle in circles]
+    return tuple(map(joined_runs, runs))
 
 
-def _joined(circles: Circles, pairs: Tensor) -> Circles:
-    """The circles of two ranks each, divided anew; each rank keeps its number of tokens."""
-    count = torch.bincount(circles.circle, minlength=len(circles.first))
-    offset, each = count.cumsum(0) - count, count[pairs.flatten()]
-    member, within = counted(each)
-    pair, piece = member // 2, offset[pairs.flatten()][member] + within
-    start, stop = circles.start[piece], circles.stop[piece]
-    order = (pair * int(circles.stop.max()) + start).argsort()
-    pair, start, stop = pair[order], start[order], stop[order]
-    border = torch.diff(pair, prepend=pair.new_full((1,), -1)) != 0
-    apart = border | (start != torch.cat([stop[:1], stop[:-1]]))
-    ends = torch.cat([apart[1:], apart.new_ones(1)])
-    two = torch.full_like(pairs[:, 0], 2)
-    both = Circles(start[apart], stop[ends], pair[apart], pairs[:, 0], two, circles.rules)
-    return parted(both, circles.tokens[pairs[:, 0]], two // 2, circles.rules.depth)
+class _Mending:
+    """Circles of one rank each, by their work."""
 
+    def __init__(self, circles: list[Circle], rules: Rules):
+        self.circles, self.rules = [*circles], rules
+        self.by_work = sorted((circle.work, number) for number, circle in enumerate(circles))
 
-def _exchanged(circles: Circles, pairs: Tensor, parts: Circles, tried: Tensor) -> Circles:
-    """The circles with what the best pairs were divided into, where that is better; each is in one pair at most."""
-    runs = torch.bincount(parts.circle, minlength=len(parts.first)).tolist()
-    works, before = parts.work.tolist(), circles.work.tolist()
-    offers, place = [], 0
-    whole = (parts.ranks == 2).tolist()
-    for heavy, light in pairs.tolist():
-        if whole[place]:
-            place += 1
-            continue
-        largest = max(works[place : place + 2])
-        if largest < 0.999 * before[heavy] and max(runs[place : place + 2]) <= MOST_RUNS:
-            offers.append((-before[heavy], largest, heavy, light, place))
-        place += 2
-    taken: dict[int, int] = {}
-    for _, _, heavy, light, place in sorted(offers):
-        if heavy not in taken and light not in taken:
-            taken[heavy], taken[light] = place, place + 1
-    if not taken:
-        return circles
-    owners, places = (torch.tensor([*each], device="cpu") for each in (taken.keys(), taken.values()))
-    tried[owners] = 0
-    stays = torch.ones_like(circles.first, dtype=torch.bool).index_fill(0, owners, False)[circles.circle]
-    owner = torch.full_like(parts.first, -1).index_copy(0, places, owners)[parts.circle]
-    comes = owner >= 0
-    circle, order = torch.cat([circles.circle[stays], owner[comes]]).sort(stable=True)
-    start, stop = (
-        torch.cat([old[stays], new[comes]])[order]
-        for old, new in ((circles.start, parts.start), (circles.stop, parts.stop))
-    )
-    return Circles(start, stop, circle, circles.first, circles.ranks, circles.rules)
+    def mend(self, limit: float, tries: int) -> None:
+        """Join those above a limit with lighter ones: first those visited least in vain, then the heaviest."""
+        visits = [0] * len(self.circles)  # in vain
+        while tries > 0:
+            above = self.by_work[bisect_right(self.by_work, (limit, len(visits))) :]
+            visit, _, heavy = min([(visits[number], -work, number) for work, number in above], default=(VISITS, 0.0, 0))
+            if visit == VISITS:
+                break
+            partners = self._partners(2 * limit - self.circles[heavy].work, visit)
+            better = self._relieve(heavy, partners, limit)
+            visits[heavy] = 0 if better else visit + 1
+            tries -= len(partners)
+
+    def shorten(self, limit: float) -> None:
+        """Join those of many pieces, or short ones, with others, where both are then better and not above a limit."""
+        bad = [number for number, circle in enumerate(self.circles) if not self._is_neat(circle)]
+        for number in bad if len(bad) <= FEW_ABOVE else ():
+            circle = self.circles[number]
+            visits = (self._partners(2 * limit - circle.work, visit) for visit in range(VISITS))
+            tried = (other for others in (self._neighbours(circle), *visits) for other in others if other != number)
+            joined = ((other, self._joined(circle, self.circles[other])) for other in tried)
+            neat = ((other, both) for other, both in joined if both and all(map(self._is_neat, both)))
+            self._take(number, next((each for each in neat if max(each[1][0].work, each[1][1].work) <= limit), None))
+
+    def _neighbours(self, circle: Circle) -> list[int]:
+        """Those with a piece beside one of these: joined, they have one cut less."""
+        ends = {end for start, stop, _, _ in circle.pieces for end in (start, stop)}
+        return [
+            number
+            for number, other in enumerate(self.circles)
+            if any(start in ends or stop in ends for start, stop, _, _ in other.pieces)
+        ]
+
+    def _is_neat(self, circle: Circle) -> bool:
+        chunk = self.rules.chunk
+        return len(circle.pieces) <= FEW_RUNS and min(stop - start for start, stop, _, _ in circle.pieces) >= chunk
+
+    def _take(self, number: int, found: tuple[int, tuple[Circle, Circle]] | None) -> None:
+        """Put what two circles were divided into in their places."""
+        if found is None:
+            return
+        for place, circle in zip((number, found[0]), found[1], strict=True):
+            self.by_work.remove((self.circles[place].work, place))
+            self.circles[place] = circle
+            insort(self.by_work, (circle.work, place))
+
+    def _relieve(self, heavy: int, partners: list[int], limit: float) -> bool:
+        """Join a circle with one of some others, the first that leaves both below the limit, or the best."""
+        before, best = self.circles[heavy], None
+        for light in partners:
+            found = self._joined(before, self.circles[light])
+            largest = inf if found is None else max(found[0].work, found[1].work)
+            if found is not None and largest < (0.999 * before.work if best is None else best[0]):
+                best = largest, light, found
+                if largest <= limit:
+                    break
+        self._take(heavy, None if best is None else best[1:])
+        return best is not None
+
+    def _partners(self, most: float, visit: int) -> list[int]:
+        """Some of the circles with at most so much work, or of the lightest; others at each visit."""
+        fit = self.by_work[: max(bisect_right(self.by_work, (most, 0)), min(PARTNERS * VISITS, len(self.by_work) - 1))]
+        stride = 1 + len(fit) // PARTNERS
+        return [number for _, number in fit[visit % stride :: stride]]
+
+    def _joined(self, heavy: Circle, light: Circle) -> tuple[Circle, Circle] | None:
+        """Two circles as one, divided anew; each keeps its rank and number of tokens. None if they have many pieces."""
+        pieces: list[Arc] = []
+        for piece in sorted(heavy.pieces + light.pieces):
+            if pieces and pieces[-1].stop == piece.start:
+                piece = Arc(pieces[-1].start, piece.stop, pieces.pop().before, piece.after)
+            pieces.append(piece)
+        both = Circle(pieces, 0, 2, heavy.tokens + light.tokens, heavy.work + light.work)
+        found = parted(both, heavy.tokens, 1, self.rules.depth, self.rules)
+        if found is None or max(len(circle.pieces) for circle in found) > MOST_RUNS:
+            return None
+        return found[0]._replace(first=heavy.first), found[1]._replace(first=light.first)
 
 
 class _Search:
-    """The search in each circle for a window of `length` tokens for its first `half` ranks."""
+    """The search in a circle for a window of some tokens for its first `half` ranks. See [Note: choosing a window]."""
 
-    def __init__(self, circles: Circles, length: Tensor, half: Tensor, level: int):
-        rules = circles.rules
-        self.circles, self.length, self.half = circles, length, half
-        self.all = bool((half > 0).all())
-        share = circles.work * half / circles.ranks
-        self.target = share
+    def __init__(self, circle: Circle, tokens: int, half: int, level: int, rules: Rules):
+        self.circle, self.tokens, self.rules = circle, tokens, rules
+        self.edges = rules.work.lists[0]
+        self.line, self.shift, self.ahead = _two_laps(circle)
+        # Of two equal halves, a window and the rest are cut out alike: half a lap holds all of them.
+        self.lap = tokens if 2 * tokens == circle.tokens and 2 * half == circle.ranks else circle.tokens
+        self.target = share = circle.work * half / circle.ranks
         # Work may drift from the mean a little more with each division, up to the tolerance at the last.
         allowed = rules.fair * (1 + rules.tolerance * min(1.0, (level + 1) / rules.depth))
-        self.most = torch.maximum(allowed * half, share)
-        self.least = torch.minimum(circles.work - allowed * (circles.ranks - half), share)
+        self.most = max(allowed * half, share)
+        self.least = min(circle.work - allowed * (circle.ranks - half), share)
+        self.work = self._window_work()
+        self.found: dict[int, float] = {}  # the work of the windows that were looked at, by where they start
 
-    def best(self) -> Tensor:
-        """Where the cheapest window of each circle starts that is fair enough; else the fairest; FAR if none is."""
-        windows = self._looked()
-        best = self._cheapest(*windows)
-        missing = (best == FAR) & (self.half > 0)
-        if not missing.any():
-            return best
-        held = missing[windows[1]].nonzero().squeeze(1)
-        windows = self._with_exact(*(column[held] for column in windows))
-        for found in (self._cheapest(*windows), self._fairest(*windows)):
-            best = torch.where(best < FAR, best, found)
-        return best
+    def best(self) -> tuple[list[Arc], list[Arc]] | None:
+        """The cheapest window that is fair enough, else the fairest, and the rest; None if none can be cut out."""
+        few = min(self.circle.ranks, MOST_LOOKS)
+        cost, start = self._searched(LOOKS + few, 2 + few)
+        if cost < SHORT:
+            return self._parts(start)
+        fairest = sorted([(abs(work - self.target), point) for point, work in self.found.items()])
+        near = self.rules.fair * NEARLY
+        long = next((point for off, point in fairest if off <= near and self._cost(point) < SHORT), None)
+        if long is not None or cost < inf:
+            return self._parts(start if long is None else long)
+        found = next((point for _, point in fairest if self._cost(point) < inf), None)
+        return None if found is None else self._parts(found)
 
-    def _cheapest(self, starts: Tensor, circle: Tensor, work: Tensor) -> Tensor:
-        """For each circle the start of the cheapest window that is fair enough, and of those the fairest."""
-        fair = ((work >= self.least[circle]) & (work <= self.most[circle])).nonzero().squeeze(1)
-        starts, circle, work = starts[fair], circle[fair], work[fair]
-        return self._least(starts, circle, [self._cost(starts, circle), (work - self.target[circle]).abs()])
+    def _searched(self, looks: int, roots: int) -> tuple[float, int]:
+        """Of the windows near some roots, the cost and the start of the cheapest that is fair enough."""
+        lap, tokens, least, most, target = self.lap, self.tokens, self.least, self.most, self.target
+        turns = self._turns(looks) or self._turns(MORE_LOOKS)
+        for turn in turns[:: 1 + len(turns) // roots]:
+            root = self._root(*turn) % lap
+            for point in self._borders(root):
+                self._look(point % lap)
+            for point in self._borders(root + tokens):
+                self._look((point - tokens) % lap)
+        fair = [(self._cost(p), abs(work - target), p) for p, work in self.found.items() if least <= work <= most]
+        cost, _, start = min(fair, default=(inf, 0.0, 0))
+        return cost, start
 
-    def _fairest(self, starts: Tensor, circle: Tensor, work: Tensor) -> Tensor:
-        """For each circle the start of the fairest window that can be cut out."""
-        off = (work - self.target[circle]).abs()
-        return self._least(starts, circle, [torch.where(self._cost(starts, circle) < torch.inf, off, torch.inf)])
+    def _look(self, point: int) -> float:
+        """Measure the window that starts at a point, once."""
+        work = self.found.get(point)
+        if work is None:
+            work = self.found[point] = self.work(point)
+        return work
 
-    def _looked(self) -> tuple[Tensor, Tensor, Tensor]:
-        """(start, circle, work) of windows that begin or end on a border."""
-        circles = self.circles
-        borders, circle = circles.borders()
-        if not self.all:
-            many = (self.half > 0)[circle].nonzero().squeeze(1)
-            borders, circle = borders[many], circle[many]
-        length = self.length[circle]
-        ends = circles.wrapped(borders + length, circle)
-        starts = circles.wrapped(borders + circles.tokens[circle] - length, circle)  # a lap less a window
-        first, at, last = circles.work_before(torch.stack([starts, borders, ends]))
-        lap = circles.work[circle]
-        work = torch.cat([last - at + lap * (ends < borders), at - first + lap * (borders < starts)])
-        return torch.cat([borders, starts]), torch.cat([circle, circle]), work
+    def _turns(self, looks: int) -> list[tuple[int, int, bool]]:
+        """Between which starts of windows the surplus changes its sign, and whether it rises; measures some."""
+        lap, tokens, target = self.lap, self.tokens, self.target
+        points = {lap * i // looks for i in range(looks)}
+        for at in self.line[: len(self.circle.pieces)]:  # windows that begin, or end, where the circle is cut
+            points.add(at % lap)
+            points.add((at - tokens) % lap)
+        starts = sorted(points)
+        below = [self._look(point) < target for point in starts]
+        # After half a lap, the window is what was the rest.
+        below.append(below[0] if lap == self.circle.tokens else self.found[starts[0]] > target)
+        starts.append(starts[0] + lap)
+        return [(starts[i], starts[i + 1], now) for i, now in enumerate(below[:-1]) if now != below[i + 1]]
 
-    def _windows(self, starts: Tensor, circle: Tensor) -> Tensor:
-        return self.circles.windows(starts, self.circles.wrapped(starts + self.length[circle], circle), circle)
+    def _root(self, low: int, high: int, rises: bool) -> int:
+        """Between windows on both sides of the target, one that is fair, or the last before the change."""
+        work, target, found, far = self.work, self.target, self.found, self.circle.tokens
+        least, most = self.least - target, self.most - target
+        a, b, halve = abs(found[low] - target), abs(found[high % self.lap] - target), False
+        while high - low > 1:
+            middle = (low + high) // 2 if halve else low + 1 + int((high - low - 2) * a / (a + b or 1.0))
+            point = middle if middle < far else middle - far
+            surplus = work(point) - target
+            if point < self.lap:
+                found[point] = surplus + target
+            if least <= surplus <= most:
+                return middle
+            if (surplus < 0) == rises:
+                low, a = middle, abs(surplus)
+            else:
+                high, b = middle, abs(surplus)
+            halve = not halve
+        return low
 
-    def _circle(self, starts: Tensor) -> Tensor:
-        return torch.searchsorted(self.circles.origin, starts, right=True) - 1
+    def _borders(self, point: int) -> list[int]:
+        """The nearest places to cut inside of a piece: borders of the work, and the shortest pieces from its ends."""
+        k = bisect_right(self.line, point) - 1
+        shift, edges, chunk = self.shift[k], self.edges, self.rules.chunk
+        start, stop, _, _ = self.circle.pieces[k % len(self.circle.pieces)]
+        i = bisect_right(edges, point + shift)
+        places = [*edges[max(i - 2, 0) : i + 2], start + chunk, stop - chunk]
+        return [place - shift for place in places if start < place < stop]
 
-    def _with_exact(self, starts: Tensor, circle: Tensor, work: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """These windows, and those on both sides of where the surplus of a circle changes its sign."""
-        starts, order = starts.sort()
-        circle, work = circle[order], work[order]
-        below = work < self.target[circle]
-        # The neighbour of the last window of a circle is the first, a lap later.
-        begins = torch.searchsorted(starts, self.circles.origin)
-        following = torch.arange(1, len(starts) + 1, device="cpu")
-        last = torch.cat([circle[1:] != circle[:-1], circle.new_ones(1, dtype=torch.bool)])
-        following[last] = begins[circle[last]]
-        turns = (below != below[following]).nonzero().squeeze(1)
-        turns = turns[:: 1 + len(turns) // (ROOTS * int(last.sum()))]
-        if not len(turns):
-            return starts, circle, work
-        found = self._bisected(circle[turns], starts[turns], starts[following[turns]], below[turns])
-        whose = self._circle(found)
-        return torch.cat([starts, found]), torch.cat([circle, whose]), torch.cat([work, self._windows(found, whose)])
+    def _cost(self, start: int) -> float:
+        """The cost of cutting at both ends of a window."""
+        first = self._cost_at(start)
+        return first if first == inf else first + self._cost_at(start + self.tokens)
 
-    def _bisected(self, circle: Tensor, a: Tensor, b: Tensor, below: Tensor) -> Tensor:
-        """Between windows on both sides of the target, the starts of the two neighbours that are."""
-        b = torch.where(b <= a, b + self.circles.tokens[circle], b)
-        cells = max(4, AT_ONCE // len(a))
-        parts = torch.arange(cells + 1, device="cpu").unsqueeze(1)
-        for _ in range(int(log(max(int((b - a).max()), 2), cells)) + 1):
-            points = a + (b - a) * parts // cells
-            inner = self.circles.wrapped(points[1:-1], circle)
-            same = (self._windows(inner, circle.expand_as(inner)) < self.target[circle]) == below
-            step = same.long().cumprod(0).sum(0)  # how many still lie on the side of a
-            a, b = points.gather(0, step.unsqueeze(0)).squeeze(0), points.gather(0, step.unsqueeze(0) + 1).squeeze(0)
-        found: Tensor = self.circles.wrapped(torch.cat([a, b]), torch.cat([circle, circle])).unique()
-        return found
+    def _cost_at(self, point: int) -> float:
+        """What a cut costs: the chunks of keys that cross it; infinite if it leaves too short a piece."""
+        k = bisect_right(self.line, point) - 1
+        if point == self.line[k]:
+            return 0.0
+        rules, at, penalty = self.rules, point + self.shift[k], 0.0
+        start, stop, before, after = self.circle.pieces[k % len(self.circle.pieces)]
+        if at - start < rules.chunk or stop - at < rules.chunk:  # [Note: shortest piece]
+            work, long, penalty = rules.work.sum_before(at), rules.fair / HEAVY, SHORT
+            if (at - start < rules.chunk and work - before < long) or (stop - at < rules.chunk and after - work < long):
+                return inf
+        return penalty + 1 + ceil(rules.crossing.number_at(at) / rules.chunk)
 
-    def _cost(self, starts: Tensor, circle: Tensor) -> Tensor:
-        """The cost of cutting at both ends of the windows."""
-        ends = self.circles.wrapped(starts + self.length[circle], circle)
-        return self.circles.cost(torch.stack([starts, ends])).sum(0)
+    def _window_work(self) -> Callable[[int], float]:
+        """The work of the window that starts at a point, as a function."""
+        edges, a, b, c = self.rules.work.lists
+        line, shift, ahead, tokens = self.line, self.shift, self.ahead, self.tokens
 
-    def _least(self, starts: Tensor, circle: Tensor, keys: list[Tensor]) -> Tensor:
-        """For each circle the start with the least of some keys, the first first; FAR where none is finite."""
-        while keys:
-            key, *keys = keys
-            low = key.new_full((len(self.half),), torch.inf).scatter_reduce(0, circle, key, "amin")
-            held = ((key == low[circle]) & (key < torch.inf)).nonzero().squeeze(1)
-            starts, circle, keys = starts[held], circle[held], [each[held] for each in keys]
-        return starts.new_full((len(self.half),), FAR).scatter_reduce(0, circle, starts, "amin")
+        def window(point: int) -> float:
+            k = bisect_right(line, point) - 1
+            at = point + shift[k]
+            i = bisect_right(edges, at) - 1
+            before = ahead[k] + a[i] + at * (b[i] + c[i] * at)
+            point += tokens
+            k = bisect_right(line, point) - 1
+            at = point + shift[k]
+            i = bisect_right(edges, at) - 1
+            return ahead[k] + a[i] + at * (b[i] + c[i] * at) - before
+
+        return window
+
+    def _parts(self, point: int) -> tuple[list[Arc], list[Arc]]:
+        """The pieces of the window that starts at a point, and the others."""
+        end, count, work = point + self.tokens, len(self.circle.pieces), self.rules.work
+        first, last = bisect_right(self.line, point) - 1, bisect_right(self.line, end) - 1
+        at, until = point + self.shift[first], end + self.shift[last]
+        cuts = (at, work.sum_before(at)), (until, work.sum_before(until))
+        late = count if end >= self.circle.tokens else 0  # the window ends in the second lap
+        pieces = self.circle.pieces * 2
+        return (
+            _between(pieces[first : last + 1], cuts[0], cuts[1]),
+            _between(pieces[last - late : first + count - late + 1], cuts[1], cuts[0]),
+        )
+
+
+def _two_laps(circle: Circle) -> tuple[list[int], list[int], list[float]]:
+    """Of each piece, for two laps: the point where it begins, the shift from a point of it to its position, and the
+    work on the circle before it, less that of the sequence before it."""
+    line, shift, ahead = [], [], []
+    point, work = 0, 0.0
+    for start, stop, before, after in circle.pieces * 2:
+        line.append(point)
+        shift.append(start - point)
+        ahead.append(work - before)
+        point += stop - start
+        work += after - before
+    return line, shift, ahead
+
+
+def _between(pieces: list[Arc], first: Cut, last: Cut) -> list[Arc]:
+    """Pieces from a cut in the first of them to a cut in the last."""
+    start, _, before, _ = pieces[-1]
+    pieces[-1] = Arc(start, last[0], before, last[1])
+    _, stop, _, after = pieces[0]
+    pieces[0] = Arc(first[0], stop, first[1], after)
+    return pieces if pieces[-1].start < pieces[-1].stop else pieces[:-1]

@@ -46,6 +46,8 @@ def joined_runs(runs: Runs) -> Runs:
     >>> joined_runs((Run(0, 4), Run(4, 8), Run(12, 16)))
     (Run(start=0, stop=8, step=1), Run(start=12, stop=16, step=1))
     """
+    if len(runs) == 1:
+        return runs
     out: list[Run] = []
     for run in runs:
         if out and out[-1].step == run.step == 1 and out[-1].stop == run.start:
@@ -61,4 +63,4 @@ def tokens_in(runs: Runs) -> int:
     >>> tokens_in((Run(0, 4), Run(5, 10, 2)))
     7
     """
-    return sum(len(run.positions) for run in runs)
+    return sum([(stop - start + step - 1) // step for start, stop, step in runs])

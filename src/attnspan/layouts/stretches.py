@@ -32,7 +32,7 @@ def by_stretch(work: Piecewise, seq_len: int, ranks: int) -> Shards | None:
     [0, 1) [3, 8)
     [1, 3) [8, 12)
     """
-    edges = [0, *(edge for edge in work.bends if 0 < edge < seq_len), seq_len]
+    edges = [0, *(edge for edge in work.bends(MOST + 3) if 0 < edge < seq_len), seq_len]
     if len(edges) > MOST + 1:
         return None
     out: list[list[Run]] = [[] for _ in range(ranks)]

@@ -147,8 +147,10 @@ def _joined_neighbours(pieces: list[Band]) -> list[Band]:
     for piece in pieces:
         while out:
             last = out[-1]
+            if _are_apart(last, piece):
+                break
             hull = last.hull(piece)
-            if _between(last, piece, hull) or hull.area != last.area + piece.area:
+            if hull.area != last.area + piece.area:
                 break
             out.pop()
             piece = hull
@@ -156,11 +158,12 @@ def _joined_neighbours(pieces: list[Band]) -> list[Band]:
     return out
 
 
-def _between(a: Band, b: Band, hull: Band) -> bool:
+def _are_apart(a: Band, b: Band) -> bool:
     """Whether bands that share no row and no column, as documents do, have a pair of their hull between them.
 
     It looks at two pairs, and is asked first because it is quick: no answer says that there is none.
     """
-    if not (a.q1 <= b.q0 or b.q1 <= a.q0) or not (a.k1 <= b.k0 or b.k1 <= a.k0):
+    if (a.q1 > b.q0 and b.q1 > a.q0) or (a.k1 > b.k0 and b.k1 > a.k0):
         return False
-    return hull.lo <= b.k0 - a.q1 + 1 <= hull.hi or hull.lo <= a.k1 - 1 - b.q0 <= hull.hi
+    lo, hi = min(a.lo, b.lo), max(a.hi, b.hi)
+    return lo <= b.k0 - a.q1 + 1 <= hi or lo <= a.k1 - 1 - b.q0 <= hi

@@ -10,8 +10,9 @@ from itertools import accumulate, pairwise
 
 import torch
 
-from attnspan.errors import MaskError, integers
+from attnspan.errors import MaskError, all_ints, integers
 from attnspan.masks.band import Band
+from attnspan.masks.columns import Columns
 from attnspan.masks.mask import Mask, Rule, Space
 from attnspan.masks.rows import listed, of_row, select, shown
 from attnspan.masks.typical import typical_lengths
@@ -113,6 +114,12 @@ class Documents(Mask):
         for (q0, q1), (k0, k1) in zip(pairwise(queries), pairwise(keys), strict=True):
             yield Band(q0, q1, k0, k1, k0 - q1 + 1, k1 - 1 - q0)  # tight: no document is empty
 
+    def _band_columns(self, q_len: int, kv_len: int, row: int) -> Columns | None:
+        if self.kv_lengths is not None:
+            return None
+        edges = torch.tensor([0, *of_row(self.lengths, row)], device="cpu").cumsum(0)
+        return Columns.squares(edges[:-1], edges[1:])
+
     def _rule(self, space: Space) -> Rule:
         queries, keys = _ids(self.lengths, space.device), _ids(self._kv_lengths, space.device)
         return lambda b, h, q, k: select(queries, b)[q] == select(keys, b)[k]
@@ -134,7 +141,7 @@ def _per_row(name: str, lengths: object) -> Rows:
             f"{name} must be a list of document lengths, or one list per batch row, got {reprlib.repr(lengths)}"
         )
     hint = "each document needs at least one token"
-    items = [listed(value) for value in values]
+    items = values if all_ints(values) else [listed(value) for value in values]
     if not isinstance(items[0], list | tuple):
         return (integers(name, items, at_least=1, hint=hint, error=MaskError),)
     rows = tuple(

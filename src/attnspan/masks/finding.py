@@ -24,10 +24,16 @@ class Ranges:
 
     def __init__(self, ranges: Sequence[range]):
         self.ranges = ranges
-        self._plain = sorted((i for i, r in enumerate(ranges) if r.step == 1), key=lambda i: ranges[i].start)
-        self._starts = [ranges[i].start for i in self._plain]
-        self._stops = [ranges[i].stop for i in self._plain]
+        plain = sorted([(r.start, r.stop, i) for i, r in enumerate(ranges) if r.step == 1])
+        self._starts = [start for start, _, _ in plain]
+        self._stops = [stop for _, stop, _ in plain]
+        self._plain = [i for _, _, i in plain]
         self._striped = [i for i, r in enumerate(ranges) if r.step > 1]
+
+    @property
+    def are_striped(self) -> bool:
+        """Whether any has a step."""
+        return bool(self._striped)
 
     def meeting(self, start: int, stop: int) -> list[int]:
         """The numbers of the ranges that may hold a position of [start, stop)."""

@@ -38,6 +38,7 @@ import torch
 from attnspan.errors import MaskError, integer
 from attnspan.masks.algebra import Bands, area, intersect, subtract, union
 from attnspan.masks.band import Band
+from attnspan.masks.columns import Columns
 from attnspan.masks.cover import Cover
 from attnspan.masks.drawing import shortened
 from attnspan.masks.real_tensors import with_real_tensors
@@ -96,6 +97,10 @@ class Mask(ABC):
     def _cover(self, q_len: int, kv_len: int, row: int) -> Cover:
         """Where a mask has no few bands: those that hold its pairs, see cover.py."""
         return Cover(self.bands(q_len, kv_len, row))
+
+    def _band_columns(self, q_len: int, kv_len: int, row: int) -> Columns | None:
+        """Its bands as columns, ascending, where it has thousands and no function; None where objects are as good."""
+        return None
 
     @property
     def rows(self) -> int:
@@ -157,6 +162,17 @@ class Mask(ABC):
         """
         q_len, kv_len = _lengths(q_len, kv_len)
         return _cached_cover(self, q_len, kv_len, self._checked_row(row))
+
+    def band_columns(self, q_len: int, kv_len: int | None = None, row: int = 0) -> tuple[Columns, Bands]:
+        """The bands of `cover`, a tensor for each of their bounds, and those of them that must be asked.
+
+        >>> from attnspan.masks import Causal, Documents
+        >>> columns, asked = (Causal() & Documents([3, 5])).band_columns(8)
+        >>> columns.q0.tolist(), columns.q1.tolist(), asked
+        ([0, 3], [3, 8], ())
+        """
+        q_len, kv_len = _lengths(q_len, kv_len)
+        return _cached_columns(self, q_len, kv_len, self._checked_row(row))
 
     def work(self, q_len: int, kv_len: int | None = None, row: int = 0) -> int:
         """The exact number of allowed pairs of one batch row.
@@ -419,7 +435,17 @@ class And(_Both):
             left, right = right, left
         if isinstance(right, Not):  # a difference is cheaper than meeting a complement
             return subtract(left.bands(q_len, kv_len, row), right.inner.bands(q_len, kv_len, row))
-        return intersect(left.bands(q_len, kv_len, row), right.bands(q_len, kv_len, row))
+        many = _many_bands(self, q_len, kv_len, row)
+        return intersect(left.bands(q_len, kv_len, row), right.bands(q_len, kv_len, row)) if many is None else many
+
+    def _band_columns(self, q_len: int, kv_len: int, row: int) -> Columns | None:
+        """Those of one side, where the other is a single band, as causal is."""
+        for one, many in ((self.left, self.right), (self.right, self.left)):
+            columns = many._band_columns(q_len, kv_len, row if many.rows > 1 else 0)
+            if columns is not None and one.heads == 1:
+                cover = one.cover(q_len, kv_len, row)
+                return columns & cover.certain[0] if cover.is_exact and len(cover.certain) == 1 else None
+        return None
 
     def _rule(self, space: Space) -> Rule:
         left, right = self.left._rule(space), self.right._rule(space)
@@ -505,6 +531,23 @@ def _cached_bands(mask: Mask, q_len: int, kv_len: int, row: int) -> Bands:
 def _cached_cover(mask: Mask, q_len: int, kv_len: int, row: int) -> Cover:
     mask._check(q_len, kv_len, row)
     return mask._cover(q_len, kv_len, row)
+
+
+@functools.lru_cache(maxsize=64)
+@with_real_tensors
+def _cached_columns(mask: Mask, q_len: int, kv_len: int, row: int) -> tuple[Columns, Bands]:
+    mask._check(q_len, kv_len, row)
+    columns = mask._band_columns(q_len, kv_len, row)
+    if columns is not None:
+        return columns, ()
+    cover = mask.cover(q_len, kv_len, row)
+    return Columns.of(cover.bands), cover.asked
+
+
+@with_real_tensors
+def _many_bands(mask: Mask, q_len: int, kv_len: int, row: int) -> Bands | None:
+    columns = mask._band_columns(q_len, kv_len, row)
+    return None if columns is None else columns.bands()
 
 
 def _lengths(q_len: int, kv_len: int | None) -> tuple[int, int]:

@@ -32,23 +32,30 @@ class Piecewise:
     def __init__(self, pieces: Pieces):
         start, stop, constant, slope = (torch.cat(columns) for columns in zip(*pieces, strict=True))
         filled = (start < stop).nonzero().squeeze(1)
-        start, stop, constant, slope = (column[filled] for column in (start, stop, constant, slope))
+        start, stop = start.index_select(0, filled), stop.index_select(0, filled)
+        lines = torch.stack([constant, slope]).index_select(1, filled)
         ends = torch.cat([start.new_zeros(1), start, stop])  # row 0 is an edge, so that none lies before the first
-        self.edges: Tensor
-        self.edges, place = torch.unique(ends, return_inverse=True)
-        opened, closed = place[1 : 1 + len(start)], place[1 + len(start) :]
-        self._lines = constant.new_zeros(2, len(self.edges))
-        for line, each in zip(self._lines, (constant, slope), strict=True):
-            line.index_add_(0, opened, each).index_add_(0, closed, each, alpha=-1)
-        self._lines = self._lines.cumsum(1)
-        # The running sum is a + b q + c q^2 between two edges, and has no jumps.
+        ends, order = ends.sort()
+        lines = torch.cat([lines.new_zeros(2, 1), lines, -lines], 1).index_select(1, order).cumsum(1)
+        last = torch.cat([ends[1:] != ends[:-1], ends.new_ones(1, dtype=torch.bool)]).nonzero().squeeze(1)
+        self.edges: Tensor = ends.index_select(0, last)
+        self._lines: Tensor = lines.index_select(1, last)
+
+    @cached_property
+    def _squares(self) -> Tensor:
+        """The running sum as a + b q + c q^2 between two edges; it has no jumps."""
         constant, slope = self._lines
         b, c = constant - slope / 2, slope / 2
         edges = self.edges.double()
         sums = edges[1:] * (b[:-1] + c[:-1] * edges[1:]) - edges[:-1] * (b[:-1] + c[:-1] * edges[:-1])
         base = torch.cat([sums.new_zeros(1), sums.cumsum(0)])
-        self.total = float(base[-1])
-        self._squares = torch.stack([base - edges * (b + c * edges), b, c])
+        return torch.stack([base - edges * (b + c * edges), b, c])
+
+    @cached_property
+    def total(self) -> float:
+        """The sum of all rows."""
+        edges, a, b, c = self.lists
+        return a[-1] + edges[-1] * (b[-1] + c[-1] * edges[-1])
 
     def at(self, rows: Tensor) -> Tensor:
         """The number of each row."""
@@ -62,31 +69,43 @@ class Piecewise:
 
     def between(self, start: int, stop: int) -> float:
         """The sum of the rows [start, stop)."""
-        return self._before(stop) - self._before(start)
+        return self.sum_before(stop) - self.sum_before(start)
 
-    @property
-    def bends(self) -> list[int]:
-        """The edges where the sum changes its line; at the others, what ends and what begins cancel out.
+    def sum_before(self, row: int) -> float:
+        """The sum of all rows before one."""
+        edges, a, b, c = self.lists
+        index = bisect_right(edges, row) - 1
+        return a[index] + row * (b[index] + c[index] * row)
 
-        >>> Piecewise(pieces_of([(0, 4, 1, 0), (4, 8, 1, 0)])).bends
+    def number_at(self, row: int) -> float:
+        """The number of one row."""
+        edges, constant, slope = self._line_lists
+        index = bisect_right(edges, row) - 1
+        return constant[index] + slope[index] * row
+
+    def bends(self, most: int) -> list[int]:
+        """The first edges where the sum changes its line; at the others, what ends and what begins cancel out.
+
+        >>> Piecewise(pieces_of([(0, 4, 1, 0), (4, 8, 1, 0)])).bends(3)
         [0, 8]
         """
         changed = (torch.diff(self._lines, prepend=self._lines.new_zeros(2, 1)) != 0).any(0)
-        found: list[int] = self.edges[changed].tolist()
+        found: list[int] = self.edges[changed][:most].tolist()
         return found
 
     def _index(self, rows: Tensor) -> Tensor:
         return torch.searchsorted(self.edges, rows, right=True) - 1
 
-    def _before(self, row: int) -> float:
-        edges, a, b, c = self._lists
-        index = bisect_right(edges, row) - 1
-        return a[index] + row * (b[index] + c[index] * row)
+    @cached_property
+    def lists(self) -> tuple[list[int], list[float], list[float], list[float]]:
+        """(edges, a, b, c): the sum of the rows before q is a + b q + c q^2 from each edge on."""
+        a, b, c = self._squares.tolist()
+        return self.edges.tolist(), a, b, c
 
     @cached_property
-    def _lists(self) -> tuple[list[int], list[float], list[float], list[float]]:
-        a, b, c = (each.tolist() for each in self._squares)
-        return self.edges.tolist(), a, b, c
+    def _line_lists(self) -> tuple[list[int], list[float], list[float]]:
+        constant, slope = self._lines.tolist()
+        return self.edges.tolist(), constant, slope
 
 
 def pieces_of(pieces: Iterable[tuple[int, int, float, float]]) -> Pieces:
@@ -106,7 +125,10 @@ def weighted(pieces: Callable[[Columns], Pieces], sets: Iterable[tuple[int, Colu
     """
     found = pieces_of([])
     for weight, bands in sets:
-        found += [(start, stop, weight * constant, weight * slope) for start, stop, constant, slope in pieces(bands)]
+        for start, stop, constant, slope in pieces(bands):
+            found.append(
+                (start, stop, constant, slope) if weight == 1 else (start, stop, weight * constant, weight * slope)
+            )
     return Piecewise(found)
 
 

@@ -16,7 +16,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from math import lcm
 from typing import NamedTuple
 
-from attnspan.masks.algebra import meeting
 from attnspan.masks.band import Band, tight
 from attnspan.masks.finding import Ranges
 
@@ -66,17 +65,19 @@ def restrict_column(bands: Sequence[Band], rows: Ranges, number: int, col: range
 
 def row_pieces(bands: Sequence[Band], rows: Sequence[range]) -> Iterator[tuple[int, Band]]:
     """Each band cut to the hull of each row range it meets, with the number of the range."""
-    spans = [Band(r.start, r.stop, 0, 1, 0, 0) for r in rows]
-    for i, j in meeting(bands, spans):
-        band, span = bands[i], spans[j]
-        piece = band.cut(span.q0, span.q1, band.k0, band.k1)
-        if piece is not None:
-            yield j, piece
+    for number, row in enumerate(rows):
+        for band in bands:
+            piece = band.cut(row.start, row.stop, band.k0, band.k1)
+            if piece is not None:
+                yield number, piece
 
 
 def _pieces(band: Band, where: tuple[int, int], row: range, col: range) -> Iterator[Piece]:
     inside = band.cut(row.start, row.stop, col.start, col.stop)
     if inside is None:
+        return
+    if row.step == col.step == 1:
+        yield Piece(*where, range(len(row)), range(len(col)), inside.shift(-row.start, -col.start))
         return
     if row.step == col.step or inside.is_rectangle:
         local = inside.thin(row.start, col.start, row.step) if row.step == col.step else _block(inside, row, col)

@@ -7,10 +7,11 @@ All answers for one rank cost about (bands + runs), not ranks x ranks.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,18 +24,21 @@ from attnspan.masks.columns import Columns, counted
 from attnspan.masks.finding import Ranges
 from attnspan.masks.profile import RowWork
 from attnspan.masks.restriction import Piece, restrict_column, restrict_rows, row_pieces
-from attnspan.masks.spans import merged
+from attnspan.masks.spans import Span, merged
 from attnspan.masks.tile import Tile, tiles_of
+
+AT_ONCE = 1 << 14
+"""About how many pairs of a run of queries and a run of keys are looked at at once."""
 
 
 @dataclass(frozen=True, eq=False)
 class Geometry:
     """The bands of one batch row, and the runs of queries and of keys that each rank holds.
 
-    `bands` are all of them; inside `asked` ones only some pairs count (masks/cover.py).
+    `columns` are all of them; inside `asked` ones only some pairs count (masks/cover.py).
     """
 
-    bands: Bands
+    columns: Columns
     q_shards: Shards
     k_shards: Shards
     asked: Bands = ()
@@ -55,8 +59,10 @@ class Geometry:
         """What the queries of a rank compute over the keys in an arena."""
         if not self.asked:
             return self._tiles(rank, arena, self._rows_of(rank), asked=False)
-        certain = Geometry(tuple(sorted({*self.bands} - {*self.asked})), self.q_shards, self.k_shards)
-        asked = Geometry(self.asked, self.q_shards, self.k_shards)
+        certain, asked = (
+            Geometry(Columns.of(bands), self.q_shards, self.k_shards)
+            for bands in (sorted({*self.columns.bands()} - {*self.asked}), self.asked)
+        )
         return (
             *self._tiles(rank, arena, certain._rows_of(rank), asked=False),
             *self._tiles(rank, arena, asked._rows_of(rank), asked=True),
@@ -89,6 +95,10 @@ class Geometry:
 
     def _found_needs(self, rank: int) -> dict[int, Runs]:
         runs, owners, table = self._keys
+        if not self._is_strided:
+            spans = merged((piece.k0, piece.k1) for _, piece in self._rows_of(rank))
+            near = ((j, start, stop) for start, stop in spans for j in table.meeting(start, stop))
+            return _by_owner((owners[j], (_shared(runs[j], start, stop),)) for j, start, stop in near)
         seen: dict[int, list[Piece]] = defaultdict(list)
         for piece in restrict_rows(self._rows_of(rank), _ranges(self.q_shards[rank]), table):
             seen[piece.col_range].append(piece)
@@ -96,13 +106,31 @@ class Geometry:
 
     def _found_serves(self, rank: int) -> dict[int, Runs]:
         mine = self.k_shards[rank]
+        if not self._is_strided:
+            return _by_owner(each for run in mine for each in self._users(run))
         seen: dict[tuple[int, int], list[Piece]] = defaultdict(list)
         _, owners, table = self._queries
         for j, run in enumerate(mine):
-            bands = [self.bands[i] for i in self._columns.cols_meeting(run.start, run.stop)]
+            bands = self.columns.some(self.columns.cols_meeting(run.start, run.stop))
             for piece in restrict_column(bands, table, j, run.positions):
                 seen[owners[piece.row_range], j].append(piece)
         return _by_owner((target, _touched(mine[j], pieces)) for (target, j), pieces in seen.items())
+
+    def _users(self, run: Run) -> Iterator[tuple[int, Runs]]:
+        """For each rank whose queries see keys of a run: those keys."""
+        queries, owners, table = self._queries
+        seen: dict[int, list[Span]] = defaultdict(list)
+        for band in self.columns.some(self.columns.cols_meeting(run.start, run.stop)):
+            piece = band.cut(band.q0, band.q1, run.start, run.stop)
+            if piece is None:
+                continue
+            q0, q1, k0, k1, lo, hi = piece
+            for i in table.meeting(q0, q1):
+                start, stop, _ = queries[i]
+                # Every row of a band sees a key: the first row the first ones, the last row the last.
+                first, last = max(k0, max(q0, start) + lo), min(k1, min(q1, stop) + hi)
+                seen[owners[i]].append((first, last))
+        return ((target, tuple(Run(*span) for span in merged(spans))) for target, spans in seen.items())
 
     @cached_property
     def shifts(self) -> frozenset[int]:
@@ -110,8 +138,16 @@ class Geometry:
         if self._is_strided:
             wanted = (set(self.needs(rank)) for rank in range(self.ranks))
             return frozenset((r - s) % self.ranks for r, sources in enumerate(wanted) for s in sources) - {0}
-        ranks, owners, _ = self._asked
-        return frozenset(((ranks - owners) % self.ranks).unique().tolist()) - {0}
+        askers = self._askers
+        used = torch.zeros(self.ranks, dtype=torch.bool, device="cpu")
+        # Those that see most come first: under a causal mask the last queries see keys of all ranks.
+        most = max(1, int(askers.many.max())) if len(askers.many) else 1
+        for some in askers.many.argsort(descending=True).split(max(1, AT_ONCE // most)):
+            asking, keys = askers.runs_of(some)
+            used[(askers.ranks[asking] - self._key_owners[keys]) % self.ranks] = True
+            if bool(used.all()):
+                break
+        return frozenset(used.nonzero().squeeze(1).tolist()) - {0}
 
     def traffic(self) -> list[int]:
         """About how many keys each rank receives or sends, whichever are more; those seen twice are counted twice."""
@@ -125,45 +161,48 @@ class Geometry:
 
     @property
     def _is_strided(self) -> bool:
-        return any(run.step > 1 for runs in (*self.q_shards, *self.k_shards) for run in runs)
+        return self._queries[2].are_striped or self._keys[2].are_striped
 
     @cached_property
     def _asked(self) -> tuple[Tensor, Tensor, Tensor]:
         """For each run of queries and run of keys that a band joins: both their ranks, and how many keys it is."""
-        queries, q_owners, _ = self._queries
-        keys, k_owners, _ = self._keys
-        q0, q1, k0, k1, lo, hi = self._columns
-        q_starts, q_stops, k_starts, k_stops = (
-            torch.tensor([run[side] for run in runs], device="cpu") for runs in (queries, keys) for side in (0, 1)
-        )
-        # Every band with each run of queries that it meets, then with each run of keys that those queries see.
+        askers, k_starts, k_stops = self._askers, *_ends(self._keys[0])
+        asking, keys = askers.runs_of(torch.arange(len(askers.ranks), device="cpu"))
+        shared = torch.minimum(askers.high[asking], k_stops[keys]) - torch.maximum(askers.low[asking], k_starts[keys])
+        return askers.ranks[asking], self._key_owners[keys], shared
+
+    @cached_property
+    def _askers(self) -> _Askers:
+        """Every band with each run of queries that it meets, and the keys that those queries see."""
+        queries, owners, _ = self._queries
+        (q_starts, q_stops), (k_starts, k_stops) = _ends(queries), _ends(self._keys[0])
+        q0, q1, k0, k1, lo, hi = self.columns
         first = torch.searchsorted(q_stops, q0, right=True)
         band, turn = counted(torch.searchsorted(q_starts, q1) - first)
         query = first[band] + turn
         low = torch.maximum(k0[band], torch.maximum(q0[band], q_starts[query]) + lo[band])
         high = torch.minimum(k1[band], torch.minimum(q1[band], q_stops[query]) + hi[band])
         first = torch.searchsorted(k_stops, low, right=True)
-        asking, turn = counted(torch.searchsorted(k_starts, high) - first)
-        key = first[asking] + turn
-        ranks, owners = (torch.tensor(each, device="cpu") for each in (q_owners, k_owners))
-        shared = torch.minimum(high[asking], k_stops[key]) - torch.maximum(low[asking], k_starts[key])
-        return ranks[query[asking]], owners[key], shared
+        count = torch.searchsorted(k_starts, high) - first
+        return _Askers(torch.tensor(owners, device="cpu")[query], low, high, first, count)
 
     def _rows_of(self, rank: int) -> list[tuple[int, Band]]:
         """The bands cut to each run of a rank's queries, with the number of the run."""
         if rank not in self._rows:
-            runs = self.q_shards[rank]
-            near = {i for run in runs for i in self._columns.rows_meeting(run.start, run.stop)}
-            self._rows[rank] = list(row_pieces([self.bands[i] for i in sorted(near)], _ranges(runs)))
+            found: list[tuple[int, Band]] = []
+            for number, run in enumerate(self.q_shards[rank]):
+                bands = self.columns.some(self.columns.rows_meeting(run.start, run.stop))
+                found += [(number, piece) for _, piece in row_pieces(bands, [run.positions])]
+            self._rows[rank] = found
         return self._rows[rank]
 
     @cached_property
-    def _columns(self) -> Columns:
-        return Columns.of(self.bands)
+    def _row_work(self) -> RowWork:
+        return RowWork(self.columns.bands())
 
     @cached_property
-    def _row_work(self) -> RowWork:
-        return RowWork(self.bands)
+    def _key_owners(self) -> Tensor:
+        return torch.tensor(self._keys[1], device="cpu")
 
     @cached_property
     def _keys(self) -> tuple[Runs, list[int], Ranges]:
@@ -172,6 +211,33 @@ class Geometry:
     @cached_property
     def _queries(self) -> tuple[Runs, list[int], Ranges]:
         return self._keys if self.q_shards == self.k_shards else _table(self.q_shards)
+
+
+class _Askers(NamedTuple):
+    """Queries that see the keys [low, high): their rank, and the number of the first run of those keys and how many."""
+
+    ranks: Tensor
+    low: Tensor
+    high: Tensor
+    first: Tensor
+    many: Tensor
+
+    def runs_of(self, some: Tensor) -> tuple[Tensor, Tensor]:
+        """For some of them, each with each of its runs of keys: the numbers of both."""
+        asking, turn = counted(self.many[some])
+        asking = some[asking]
+        return asking, self.first[asking] + turn
+
+
+def _ends(runs: Runs) -> tuple[Tensor, Tensor]:
+    """Where runs start, and where they stop."""
+    starts, stops = torch.tensor([run[:2] for run in runs], dtype=torch.int64, device="cpu").view(-1, 2).unbind(1)
+    return starts.contiguous(), stops.contiguous()
+
+
+def _shared(run: Run, start: int, stop: int) -> Run:
+    """What a plain run has of [start, stop)."""
+    return Run(max(run.start, start), min(run.stop, stop))
 
 
 def _ranges(runs: Runs) -> list[range]:
@@ -185,9 +251,9 @@ def _offsets(runs: Runs) -> list[int]:
 
 def _table(shards: Shards) -> tuple[Runs, list[int], Ranges]:
     """All runs of all ranks by position, the owner of each, and where to look them up."""
-    owned = sorted((run, rank) for rank, runs in enumerate(shards) for run in runs)
-    runs = tuple(run for run, _ in owned)
-    return runs, [rank for _, rank in owned], Ranges(_ranges(runs))
+    owned = sorted([(run.start, rank, run) for rank, runs in enumerate(shards) for run in runs])
+    runs = tuple([run for _, _, run in owned])
+    return runs, [rank for _, rank, _ in owned], Ranges(_ranges(runs))
 
 
 def _strided(piece: Piece, row: int, col: int) -> Tile:

@@ -63,7 +63,8 @@ def local_block_mask(
     lists = Lists.empty(shape, device, heads)
     places = torch.stack([_positions(runs, device) for runs in shards]), _positions(keys, device)
     for row, queries in enumerate(shards):
-        geometry = Geometry(plan.bands(row), (queries,), (keys,), plan.cover(row).asked)
+        columns, asked = plan.band_columns(row)
+        geometry = Geometry(columns, (queries,), (keys,), asked)
         full, some, open_IJ = classified(geometry.tiles(0, keys), (shape[1], shape[2]), size, device)
         each = _asked(program, row, heads, (places[0][row], places[1]), open_IJ, size)
         for head in range(heads):

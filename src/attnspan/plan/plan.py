@@ -33,6 +33,7 @@ from attnspan.layouts.layout import Layout, imbalance
 from attnspan.layouts.run import Runs, tokens_in
 from attnspan.masks import Mask
 from attnspan.masks.algebra import Bands
+from attnspan.masks.columns import Columns
 from attnspan.masks.cover import Cover
 from attnspan.masks.real_tensors import with_real_tensors
 from attnspan.plan.cost import Shape
@@ -130,10 +131,14 @@ class Plan:
         """Which pairs of one batch row are certain, and which the mask's function must be asked about."""
         return self.mask.cover(self.seq_len, self.key_len, row if self.mask.rows > 1 else 0)
 
+    def band_columns(self, row: int = 0) -> tuple[Columns, Bands]:
+        """`bands` as columns of numbers, and those of them that the mask's function must be asked about."""
+        return self.mask.band_columns(self.seq_len, self.key_len, row if self.mask.rows > 1 else 0)
+
     @property
     def asks(self) -> bool:
         """Whether kernels must ask the mask's function."""
-        return any(self.cover(row).asked for row in range(self.mask.rows))
+        return any(self.band_columns(row)[1] for row in range(self.mask.rows))
 
     # ---- what it amounts to ------------------------------------------------------------------------------------
 
@@ -274,8 +279,8 @@ def _geometry(parts: Parts, row: int) -> Geometry:
     mask, queries, seq_len, keys, key_len, degree = parts
     if degree > 1:
         queries, keys = Grouped(queries, degree), Grouped(keys, degree)
-    cover = mask.cover(seq_len, key_len, row if mask.rows > 1 else 0)
-    return Geometry(cover.bands, queries.shards(seq_len, row), keys.shards(key_len, row), cover.asked)
+    columns, asked = mask.band_columns(seq_len, key_len, row if mask.rows > 1 else 0)
+    return Geometry(columns, queries.shards(seq_len, row), keys.shards(key_len, row), asked)
 
 
 @functools.lru_cache(maxsize=64)
