@@ -29,6 +29,7 @@ from attnspan.errors import (
     PlanError,
     PoolExhausted,
     RankError,
+    RecurrenceError,
     ShardError,
     TransportError,
     TuningError,
@@ -61,6 +62,7 @@ from attnspan.masks import (
 from attnspan.paged import AfterPrefix, Layer, PageAllocator, PagePool, PrefixCache, ShardedPages, StepPlan
 from attnspan.parallel import ContextParallel, check_model
 from attnspan.plan import Hardware, Plan, Shape, choose
+from attnspan.recurrence import GLA, KDA, SSD, Affine, GatedDelta, Lightning
 
 if TYPE_CHECKING:
     from attnspan.engine import SamplingParams
@@ -68,6 +70,10 @@ if TYPE_CHECKING:
     from attnspan.parallel import ContextParallelStyle
 
 __all__ = [
+    "GLA",
+    "KDA",
+    "SSD",
+    "Affine",
     "AfterPrefix",
     "Attention",
     "AttentionError",
@@ -84,6 +90,7 @@ __all__ = [
     "EngineError",
     "ExpressionError",
     "Full",
+    "GatedDelta",
     "Hardware",
     "HeadTail",
     "KernelError",
@@ -91,6 +98,7 @@ __all__ = [
     "Layer",
     "Layout",
     "LayoutError",
+    "Lightning",
     "Mask",
     "MaskError",
     "MaskMod",
@@ -105,6 +113,7 @@ __all__ = [
     "PrefixCache",
     "PrefixLM",
     "RankError",
+    "RecurrenceError",
     "RoundRobinByWork",
     "SamplingParams",
     "Shape",

@@ -7,6 +7,7 @@ Every error names the argument, says what was asked of it and what arrived, and 
     ├── LayoutError        a layout, or a sequence it does not describe
     ├── PlanError          a plan that cannot be made as asked
     ├── AttentionError     tensors, or a group of ranks, that a plan was not made for
+    ├── RecurrenceError    tensors, states or a function that a recurrence over ranks cannot take
     ├── ShardError         a tensor that does not lie on the ranks as it should
     ├── KernelError        a kernel that cannot compute what it was asked to
     ├── TuningError        a table of measured times that is damaged, or of another machine
@@ -53,6 +54,10 @@ class PlanError(AttnspanError):
 
 class AttentionError(AttnspanError):
     """Tensors or a group that do not fit the plan, or ranks that do not agree on one."""
+
+
+class RecurrenceError(AttnspanError):
+    """Tensors or states that do not fit a recurrence, or a function that is not affine in its state."""
 
 
 class ShardError(AttnspanError):

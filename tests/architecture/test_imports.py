@@ -19,7 +19,7 @@ import attnspan
 ROOT = Path(attnspan.__file__).parent
 
 DATA = {"masks", "layouts", "plan"}
-RUNS = DATA | {"kernels", "transports", "attention"}
+RUNS = DATA | {"kernels", "transports", "attention", "recurrence"}
 MODELS = RUNS | {"parallel", "paged", "testing"}
 
 ANYONE = {"errors", "assumptions", "dtypes", "_version"}
@@ -35,6 +35,7 @@ MAY_IMPORT = {
     "kernels": {"masks"},  # one tile: not why it is computed, nor how its keys came
     "transports": set(),  # shards: not what is in them
     "attention": DATA | {"kernels", "transports", "tuning"},
+    "recurrence": {"layouts", "transports"},  # states: not what attends
     "testing": {"transports"},  # the public test double
     "parallel": RUNS,
     "paged": {"masks", "layouts", "kernels", "transports", "attention"},

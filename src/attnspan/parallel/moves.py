@@ -1,7 +1,8 @@
 """Tokens that go from shard to shard: who sends which, and where they land.
 
 Moves are worked out once from the layout, as data; then any tensor's tokens travel by them, and its gradient the same
-way back, since a token goes to one place at most. Only what crosses between ranks is on the wire.
+way back, where what comes back of one token is added up. Only what crosses between ranks is on the wire. `shifted` are
+the moves of a shift, `before` those that bring every stretch the tokens before it (recurrence/plan.py).
 
 Shapes: tensors have tokens outermost, (T, ...); where batch rows move differently, T counts through all of them.
 """
@@ -9,14 +10,16 @@ Shapes: tensors have tokens outermost, (T, ...); where batch rows move different
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from attnspan.layouts import Layout
+from attnspan.layouts.placement import Placement
+from attnspan.recurrence import Stretches
 from attnspan.transports import Pending, Transport
 from attnspan.transports.consensus import digest
 from attnspan.transports.operations import under_way
@@ -27,19 +30,15 @@ from attnspan.transports.unbroken import unbroken
 class Moves:
     """For every other rank and this one: which tokens here go to it, and the places of those that come from it.
 
-    `rows` is 1 if all batch rows move alike. Between two ranks, tokens are in the order of the receiver's shard.
+    `rows` is 1 if all batch rows move alike. Between two ranks, tokens are in the order of the receiver's places.
     """
 
     name: str  # the same on every rank, and no other moves' over this layout
     rows: int
     tokens: int  # of this rank's shard, through all rows that are told apart
+    places: int  # that tokens land in on this rank, through all rows
     sends: tuple[Tensor, ...]
     lands: tuple[Tensor, ...]
-
-    @cached_property
-    def back(self) -> Moves:
-        """The way back."""
-        return replace(self, sends=self.lands, lands=self.sends)
 
     @cached_property
     def sizes(self) -> list[int]:
@@ -48,11 +47,30 @@ class Moves:
 
     @cached_property
     def order(self) -> Tensor:
-        """For each place of the shard, which of the tokens that came, rank after rank, belongs there; or one past."""
+        """For each place, which of the tokens that came, rank after rank, belongs there; or one past."""
         came = sum(self.sizes)
-        order = torch.full((self.tokens,), came, device="cpu")
+        order = torch.full((self.places,), came, device="cpu")
         order[torch.cat(self.lands)] = torch.arange(came, device="cpu")
         return order
+
+    @cached_property
+    def returns(self) -> list[tuple[Tensor, Tensor]]:
+        """Of what comes back, rank after rank: which of it belongs to which token. No token is twice in one pair."""
+        tokens = torch.cat(self.sends)
+        order = tokens.argsort(stable=True)
+        counts = torch.bincount(tokens, minlength=self.tokens)
+        time = torch.arange(len(tokens), device="cpu") - (counts.cumsum(0) - counts)[tokens[order]]
+        times = [order[time == each] for each in range(int(counts.max()) if len(tokens) else 0)]
+        return [(which, tokens[which]) for which in times]
+
+
+class Wanted(NamedTuple):
+    """What is to land in some places of all ranks: the position `source` of a batch row, in a place of a rank."""
+
+    rank: Tensor
+    place: Tensor
+    row: Tensor
+    source: Tensor
 
 
 def shifted(layout: Layout, seq_len: int, rank: int, by: int, documents: Tensor | None) -> Moves:
@@ -66,38 +84,64 @@ def shifted(layout: Layout, seq_len: int, rank: int, by: int, documents: Tensor 
     ([[1, 2], []], [[0, 1], [2]])
     """
     with torch.inference_mode(False):  # made anywhere, used anywhere
-        return _shifted(layout, seq_len, rank, by, documents)
+        rows, by = max(layout.rows, 1 if documents is None else len(documents)), max(-seq_len, min(seq_len, by))
+        at = Placement.of(layout, seq_len, rows)
+        source = at.position - by
+        inside = (source >= 0) & (source < seq_len)
+        if documents is not None:
+            names = documents.expand(rows, -1)
+            inside &= names.gather(1, source.clamp(0, seq_len - 1)) == names.gather(1, at.position)
+        row = torch.arange(rows, device="cpu").unsqueeze(1).expand(-1, seq_len)
+        wanted = Wanted(*(each[inside] for each in (at.holder.expand(rows, -1), at.place, row, source)))
+        name = f"shift by {by}" if documents is None else f"shift by {by} within documents {_digest(documents)}"
+        return _moves(name, at, rank, int((at.holder == rank).sum()) * rows, wanted)
 
 
-def _shifted(layout: Layout, seq_len: int, rank: int, by: int, documents: Tensor | None) -> Moves:
-    rows, by = max(layout.rows, 1 if documents is None else len(documents)), max(-seq_len, min(seq_len, by))
-    position = torch.stack([layout.permutation(seq_len, row) for row in range(layout.rows)]).expand(rows, -1)
-    counts = torch.tensor(layout.tokens(seq_len), device="cpu")
-    # A column is a token's place when shards lie side by side; each knows its rank, and its place on that rank.
-    holder = torch.arange(layout.ranks, device="cpu").repeat_interleave(counts).expand(rows, -1)
-    first = (counts.cumsum(0) - counts).repeat_interleave(counts)
-    each, row = torch.arange(seq_len, device="cpu"), torch.arange(rows, device="cpu").unsqueeze(1)
-    place = each - first + row * counts.repeat_interleave(counts)
-    column = torch.empty(rows, seq_len, dtype=torch.int64, device="cpu")
-    column.scatter_(1, position, each.expand(rows, -1))
+def before(stretches: Stretches, layout: Layout, seq_len: int, rank: int, left: int) -> Moves:
+    """The moves that bring every stretch the `left` tokens before it, as far as they are of its document.
 
-    source = position - by
-    inside = (source >= 0) & (source < seq_len)
-    source = source.clamp(0, seq_len - 1)
-    if documents is not None:
-        names = documents.expand(rows, -1)
-        inside &= names.gather(1, source) == names.gather(1, position)
-    origin = column.gather(1, source)
-    comes_from, goes_to = holder.gather(1, origin), holder
-    leaves, lands = inside & (comes_from == rank), inside & (goes_to == rank)
-    targets, sources = goes_to[leaves], comes_from[lands]
-    leaving, landing = place.gather(1, origin)[leaves], place[lands]
+    A rank has `left` places for each of its stretches, in the order of its shard, row after row; as many for each row
+    as that with the most stretches needs.
+
+    >>> from attnspan.layouts import Contiguous
+    >>> moves = before(Stretches.of(Contiguous(2), 6, torch.zeros(1, 6)), Contiguous(2), 6, 1, left=2)
+    >>> moves.places, [places.tolist() for places in moves.lands]
+    (2, [[0, 1], []])
+    """
+    with torch.inference_mode(False):
+        s, ranks = stretches, layout.ranks
+        key = s.rank * s.rows + s.row
+        order = (key * (s.rows * seq_len) + s.place).argsort()
+        counts = torch.bincount(key, minlength=ranks * s.rows)
+        number = torch.empty_like(order)  # of a stretch among those of its rank and row
+        number[order] = torch.arange(len(order), device="cpu") - (counts.cumsum(0) - counts)[key[order]]
+        most = counts.view(ranks, s.rows).amax(1)
+        begins = s.start[s.step == 0][s.document]  # chains lie in the order of documents
+        back = torch.arange(-left, 0, device="cpu")
+        source = s.start.unsqueeze(1) + back
+        place = ((s.row * most[s.rank] + number) * left).unsqueeze(1) + back + left
+        inside = source >= begins.unsqueeze(1)
+        each = (s.rank.unsqueeze(1).expand_as(place), place, s.row.unsqueeze(1).expand_as(place), source)
+        name = f"halo of {left} within documents {digest(s.start[s.step == 0].tolist())}"
+        at = Placement.of(layout, seq_len, s.rows)
+        return _moves(name, at, rank, int(most[rank]) * s.rows * left, Wanted(*(x[inside] for x in each)))
+
+
+def _moves(name: str, at: Placement, rank: int, places: int, wanted: Wanted) -> Moves:
+    """The moves of one rank."""
+    origin = at.column[wanted.row, wanted.source]
+    holder, place = at.holder[origin], at.place[wanted.row, origin]
+    leaves, lands = holder == rank, wanted.rank == rank
+    targets, sources = wanted.rank[leaves], holder[lands]
+    leaving, landing = place[leaves], wanted.place[lands]
+    rows = len(at.position)
     return Moves(
-        f"{by}" if documents is None else f"{by} within documents {_digest(documents)}",
+        name,
         rows,
-        rows * int(counts[rank]),
-        tuple(leaving[targets == peer] for peer in range(layout.ranks)),
-        tuple(landing[sources == peer] for peer in range(layout.ranks)),
+        rows * int((at.holder == rank).sum()),
+        places,
+        tuple(leaving[targets == peer] for peer in range(at.ranks)),
+        tuple(landing[sources == peer] for peer in range(at.ranks)),
     )
 
 
@@ -131,8 +175,32 @@ class MovedTokens(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return ReturnedTokens.apply(grads[0], ctx.transport, ctx.moves, ctx.header), None, None, None, None
+
+
+class ReturnedTokens(torch.autograd.Function):
+    """What moves brought, back where it came from: added up where one token went to several places."""
+
+    apply: ClassVar[Callable[..., Tensor]]  # torch's, which it does not annotate
+
+    @staticmethod
+    def forward(ctx: Any, placed: Tensor, transport: Transport, moves: Moves, name: str | int) -> Tensor:
+        ctx.transport, ctx.moves = transport, moves
+        sizes = [len(each) for each in moves.sends]
+        came = placed.new_empty(sum(sizes), *placed.shape[1:])
+        leaving = [(rank, placed.index_select(0, which.to(placed.device))) for rank, which in enumerate(moves.lands)]
+        arriving = list(enumerate(came.split(sizes)))
+        ctx.header = _moved(transport, name, lambda: transport.exchange(leaving, arriving, "returned tokens"))
+        tokens = placed.new_zeros(moves.tokens, *placed.shape[1:])
+        for which, token in moves.returns:  # no token twice in one turn: the same bits every time
+            tokens.index_add_(0, token.to(came.device), came.index_select(0, which.to(came.device)))
+        return tokens
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         nothing = grads[0].new_zeros(())
-        return MovedTokens.apply(grads[0], ctx.transport, ctx.moves.back, nothing, ctx.header), None, None, None, None
+        moved: Tensor = MovedTokens.apply(grads[0], ctx.transport, ctx.moves, nothing, ctx.header)
+        return moved, None, None, None
 
 
 class GatheredTokens(torch.autograd.Function):

@@ -31,7 +31,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, FlexKernelO
 from attnspan.attention.call import Inputs
 from attnspan.attention.score import ScoreFunction
 from attnspan.errors import AttentionError, ShardError, integer
-from attnspan.layouts import Layout
+from attnspan.layouts import Layout, Run
 from attnspan.masks import Full, Mask
 from attnspan.parallel import loss
 from attnspan.parallel.attach import Attachment, attach
@@ -47,10 +47,12 @@ from attnspan.parallel.family import Family
 from attnspan.parallel.flex import flex_attention
 from attnspan.parallel.handler import SessionHandler
 from attnspan.parallel.moves import Moves, shifted
+from attnspan.parallel.recurrences import Convolution, Recurrences
 from attnspan.parallel.report import Report, check_used
 from attnspan.parallel.sdpa import AttentionMode
 from attnspan.plan import Plan, Strategy
 from attnspan.plan.choose import KeepKeys
+from attnspan.recurrence import Rule
 from attnspan.transports import Transport
 from attnspan.transports.group import Group, transport_of
 
@@ -89,6 +91,7 @@ class ContextParallel:
         self.layers: int | Mapping[str, int] | None = None  # that attend by it, where somebody has counted them
         self.family = Family(_key(core.masks, core.seq_len, core.options.layout), self)
         self._moves: dict[tuple[int, bool], Moves] = {}
+        self._recurrences = Recurrences(core)
         self._handlers: dict[str | None, SessionHandler] = {None: SessionHandler(self.attentions, None)}
 
     # ---- other sequences -----------------------------------------------------------------------------------------
@@ -358,6 +361,52 @@ class ContextParallel:
             self._moves[by, within] = shifted(self.layout, self.seq_len, self.rank, by, names)
         return self._moves[by, within]
 
+    # ---- recurrent layers and convolutions -----------------------------------------------------------------------
+
+    @property
+    def stretches(self) -> list[list[Run]]:
+        """For each batch row that lies differently, this rank's stretches in the order of its shard.
+
+        A stretch is neighbouring positions of one document: what a recurrent layer runs over in one go.
+        """
+        return self._recurrences.stretches
+
+    def recurrence(
+        self, rule: Rule, *, initial_state: Tensor | None = None, return_final_state: bool = False
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """A recurrent layer over the whole sequence, for this rank's tokens: `cp.recurrence(GatedDelta(q, k, v, ...))`.
+
+        The state begins anew with every document of the mask. `initial_state` has a state for each document, counted
+        through the batch rows, and is the same on every rank; so are the final states with `return_final_state`. One
+        message goes to each rank that waits for a state of this one's, forward and backward (recurrence/plan.py).
+        """
+        out, final = self._recurrences.run(rule, initial_state, return_final_state)
+        return out if final is None else (out, final)
+
+    def conv1d(
+        self,
+        tensor: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        dim: int = 1,
+        activation: str | None = None,
+    ) -> Tensor:
+        """A short causal convolution along the sequence, a filter for each channel, within documents.
+
+        `tensor` is (B, S, channels), or (B, channels, S) with ``dim=2``; `weight` is (channels, width), or that of a
+        depthwise nn.Conv1d. Its last column meets the token itself. `activation` is "silu" or none.
+        """
+        return self._recurrences.conv1d(tensor, Convolution(weight, bias, dim, activation))
+
+    def halo(self, tensor: Tensor, left: int, *, dim: int = 1, batch_dim: int = 0) -> Tensor:
+        """The `left` tokens before each of `stretches`, one after another in `dim`; zero where a document begins.
+
+        Differentiable; only what crosses between ranks travels. Batch rows with fewer stretches than others have zeros
+        at the end.
+        """
+        return self._recurrences.halo(tensor, left, dim, batch_dim)
+
     # ---- losses and metrics --------------------------------------------------------------------------------------
 
     def mean_loss(
@@ -417,6 +466,9 @@ class ContextParallel:
 
 
 run_eagerly(ContextParallel.flex_attention.__code__)
+run_eagerly(ContextParallel.recurrence.__code__)
+run_eagerly(ContextParallel.conv1d.__code__)
+run_eagerly(ContextParallel.halo.__code__)
 
 
 def _key(masks: Mapping[str, Mask], seq_len: int, layout: Layout | str) -> object:

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from attnspan.attention.transforms import check_untransformed
 from attnspan.dtypes import dtype_name
-from attnspan.errors import ShardError
+from attnspan.errors import RecurrenceError, ShardError
 from attnspan.layouts import Layout
 from attnspan.masks import Mask
 from attnspan.parallel.compiled_inputs import handle_of
@@ -96,17 +96,21 @@ class Sharding:
 
     def shift(self, tensor: Tensor, dim: int, batch_dim: int, moves: Moves, fill: complex) -> Tensor:
         """Move tokens along the sequence; `fill` where nothing comes from."""
-        check_untransformed("shift", tensor, error=ShardError)
+        return marked(self.moved(tensor, dim, batch_dim, moves, fill), self.mark)
+
+    def moved(self, tensor: Tensor, dim: int, batch_dim: int, moves: Moves, fill: complex) -> Tensor:
+        """What moves bring here; `fill` where nothing lands."""
+        check_untransformed(moves.name.split()[0], tensor, error=ShardError)
 
         def look() -> Dims:
             at = self._in_shard(tensor, dim, batch_dim, moves.rows)
             check_fill(fill, tensor.dtype)
             return at
 
-        at, name = self._together(f"shift by {moves.name}", tensor, look)
+        at, name = self._together(moves.name, tensor, look)
         nothing = _plain(torch.full((), fill, dtype=tensor.dtype, device=tensor.device))
         moved: Tensor = MovedTokens.apply(at.outermost(_plain(tensor)), self.transport, moves, nothing, name)
-        return marked(_as(tensor.dtype, at.innermost(moved, moves.rows)), self.mark)
+        return _as(tensor.dtype, at.innermost(moved, moves.rows))
 
     def shard_from(
         self, tree: Mapping[str, Tensor] | Tensor | None, dim: int, batch_dim: int, source: int
@@ -159,19 +163,25 @@ class Sharding:
         said: str | ShardError
         try:
             at = look()
-            said = f"{doing} of {_described(tensor, at)} in layout {self._digest}"
-            if said in self._agreed:
-                return at, said
+            said = f"{doing} of {_described(tensor, at)}"
         except ShardError as refusal:
             said = refusal
-        usual, *odd = groups(heard(self.transport, said, doing))
+        name = self.agree(doing, said)
+        return at, name
+
+    def agree(self, doing: str, said: str | ShardError | RecurrenceError) -> str:
+        """The name of what is to be done, once all ranks say the same; or what is wrong, raised on all of them."""
+        name = f"{said} in layout {self._digest}" if isinstance(said, str) else said
+        if isinstance(name, str) and name in self._agreed:
+            return name
+        usual, *odd = groups(heard(self.transport, name, doing))
         if odd:
             raise ShardError(
                 f"all ranks must ask for the same; rank {odd[0][1][0]} asks for {odd[0][0]}, others for {usual[0]}"
             )
-        assert isinstance(said, str), "a refusal was raised"
-        self._agreed.add(said)
-        return at, said
+        assert isinstance(name, str), "a refusal was raised"
+        self._agreed.add(name)
+        return name
 
     @cached_property
     def _digest(self) -> str:

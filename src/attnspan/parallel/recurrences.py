@@ -1,0 +1,247 @@
+"""The recurrences of a session: its documents and ranks, for recurrent layers and short convolutions.
+
+States are those of documents, counted through the batch rows: (documents, ...), as packed kernels have them. Where a
+row is one document, that is one state for each row. Initial states are given whole on every rank; their gradient is on
+the rank where the document begins, zero on the others. Final states come whole to every rank: see [Note: gradients] in
+sharding.py.
+
+[Note: short runs] Maps have the size of states, however few tokens they stand for. A layout with many short stretches
+moves more in maps than in gathering the tokens would take; the first call that does says so.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from attnspan.attention.transforms import check_untransformed
+from attnspan.errors import MaskError, RecurrenceError, ShardError, integer, one_of
+from attnspan.layouts import Run
+from attnspan.parallel.core import Core
+from attnspan.parallel.documents import borders
+from attnspan.parallel.moves import GatheredTokens, Moves, before
+from attnspan.recurrence import Affine, Recurrence, Rule, Stretches
+from attnspan.transports.consensus import digest
+
+ACTIVATIONS = ("silu", "swish")
+
+ENOUGH = 2**20
+"""Bytes of maps that no layout is worth changing for."""
+
+
+class Recurrences:
+    """Recurrent layers and convolutions along the sequence of a session."""
+
+    def __init__(self, core: Core):
+        self.core = core
+        self._halos: dict[int, Moves] = {}
+        self._lines: dict[int, tuple[Tensor, Tensor]] = {}
+        self._tested: set[str] = set()
+        self._warned: set[str] = set()
+
+    @cached_property
+    def recurrence(self) -> Recurrence:
+        """The stretches of all ranks, and what this one does."""
+        core = self.core
+        with torch.inference_mode(False):  # made anywhere, used anywhere
+            found = Stretches.of(core.layout, core.seq_len, borders(core.masks.values(), core.seq_len))
+        return Recurrence(found, core.transport)
+
+    @property
+    def stretches(self) -> list[list[Run]]:
+        """This rank's stretches, by batch row."""
+        return self.recurrence.stretches.on(self.core.rank)
+
+    # ---- recurrences -----------------------------------------------------------------------------------------------
+
+    def run(self, rule: Rule, initial: Tensor | None, final: bool) -> tuple[Tensor, Tensor | None]:
+        """The output of a rule, and all documents' final states if asked for."""
+        if not isinstance(rule, Rule):
+            raise RecurrenceError(f"rule must be one such as GatedDelta(query, key, ...), got {type(rule).__name__}")
+        tensors = (*rule.tensors.values(), initial)
+        check_untransformed("recurrence", *tensors, error=RecurrenceError)
+        said: str | RecurrenceError | ShardError
+        try:
+            self._check(rule, initial)
+            given = "" if initial is None else f", from {initial.dtype} states"
+            said = f"recurrence {rule}{given}{', to final states' if final else ''}, documents {self._digest}"
+        except (RecurrenceError, ShardError) as refusal:
+            said = refusal
+        except MaskError as refusal:
+            said = RecurrenceError(str(refusal))
+        name = self.core.sharding.agree("recurrence", said)
+        self._warn(rule)
+        recurrence = self.recurrence
+        if initial is not None:
+            initial = recurrence.states(initial.to(rule.dtype), rule)
+        out, ends = recurrence.run(rule, initial, name)
+        return out, self._gathered(rule, ends, name) if final else None
+
+    def _gathered(self, rule: Rule, ends: Tensor, name: str) -> Tensor:
+        """All documents' final states, from those of the documents that end on each rank."""
+        recurrence, transport = self.recurrence, self.core.transport
+        last = [recurrence.last(rank) for rank in range(transport.ranks)]
+        every: Tensor = GatheredTokens.apply(
+            ends.contiguous(), transport, [len(each) for each in last], f"final states of {name}"
+        )
+        order = torch.cat(last).argsort().to(every.device)
+        return every.index_select(0, order).transpose(0, 1).flatten(0, 1)
+
+    def _check(self, rule: Rule, initial: Tensor | None) -> None:
+        core, sizes = self.core, rule.sizes
+        stretches = self.recurrence.stretches
+        tensors = rule.tensors if initial is None else {**rule.tensors, "initial_state": initial}
+        for name, tensor in tensors.items():
+            if hasattr(tensor, "to_local"):
+                raise RecurrenceError(f"{name} must be a plain tensor, got a DTensor; pass its to_local()")
+            if tensor.device != core.transport.device:
+                raise RecurrenceError(
+                    f"{name} must be on {core.transport.device}, where the group is, got {tensor.device}"
+                )
+            if not torch.compiler.is_compiling():
+                core.sharding.check_mark(tensor)
+        first, tokens = next(iter(rule.tensors)), core.sharding.tokens
+        if sizes["S"] != tokens:
+            hint = "; these are whole, and were never sharded" if sizes["S"] == core.seq_len else ""
+            raise RecurrenceError(
+                f"{first} must have this rank's {tokens} of {core.seq_len} tokens, got {sizes['S']}{hint}"
+            )
+        if stretches.rows not in (1, sizes["B"]):
+            raise RecurrenceError(f"{first} must have the {stretches.rows} batch rows of the session, got {sizes['B']}")
+        if initial is not None:
+            self._check_state(rule, initial)
+        if isinstance(rule, Affine) and sizes["S"] and str(rule) not in self._tested:
+            rule.check()
+            self._tested.add(str(rule))
+
+    def _check_state(self, rule: Rule, initial: Tensor) -> None:
+        documents = self._documents(rule)
+        expected = (documents, *rule.state_shape)
+        if initial.shape != expected or not initial.is_floating_point():
+            raise RecurrenceError(
+                f"initial_state must be {expected}, a state for each of {documents} documents through all batch rows, "
+                f"got {initial.dtype} of shape {tuple(initial.shape)}"
+            )
+
+    def _documents(self, rule: Rule) -> int:
+        """Documents of all batch rows."""
+        stretches = self.recurrence.stretches
+        return stretches.documents * (rule.sizes["B"] if stretches.rows == 1 else 1)
+
+    @cached_property
+    def _digest(self) -> str:
+        stretches = self.recurrence.stretches
+        return digest(stretches.start[stretches.step == 0].tolist())
+
+    def _warn(self, rule: Rule) -> None:
+        """See [Note: short runs]."""
+        core, own = self.core, len(self.recurrence.plan.own)
+        maps = sum(there for there, _ in self.recurrence.traffic(rule))
+        gathered = (core.ranks - 1) * sum(x.nbytes for x in rule.tensors.values())
+        if maps > max(gathered, ENOUGH) and str(rule) not in self._warned:
+            self._warned.add(str(rule))
+            warnings.warn(
+                f"{type(rule).__name__}: this rank holds {core.sharding.tokens} tokens in {own} runs, and sends "
+                f"{maps / 2**20:.1f} MiB of their maps in a forward pass; sending all tokens to all ranks would take "
+                f"{gathered / 2**20:.1f} MiB. Use a layout of few long runs: Contiguous(ranks={core.ranks}), "
+                f"HeadTail(ranks={core.ranks}), or Balanced with a larger chunk",
+                stacklevel=4,
+            )
+
+    # ---- convolutions ----------------------------------------------------------------------------------------------
+
+    def halo(self, tensor: Tensor, left: int, dim: int, batch_dim: int) -> Tensor:
+        """The tokens before each stretch, `left` of them."""
+        left = integer("left", left, at_least=1, error=ShardError)
+        return self.core.sharding.moved(tensor, dim, batch_dim, self._halo(left), 0)
+
+    def conv1d(self, tensor: Tensor, conv: Convolution) -> Tensor:
+        """A depthwise causal convolution that begins anew with every document."""
+        said: str | ShardError | RecurrenceError
+        try:
+            said = f"conv1d {conv.checked(tensor)}"
+        except ShardError as refusal:
+            said = refusal
+        self.core.sharding.agree("conv1d", said)
+        weight = conv.weight.flatten(1)
+        left = weight.shape[1] - 1
+        parts = [tensor, self.halo(tensor, left, conv.dim, 0)] if left else [tensor]
+        alike = self.recurrence.stretches.rows == 1
+        tokens = [_lines(part, conv.dim, alike) for part in parts]
+        line, back = (each.to(tensor.device) for each in self._line(left))
+        padded = torch.cat(tokens).index_select(0, line).permute(1, 2, 0)  # (rows, channels, line)
+        out = F.conv1d(padded, weight.unsqueeze(1), conv.bias, groups=len(weight)) if len(line) else padded
+        out = out.permute(2, 0, 1).index_select(0, back)
+        out = out.transpose(0, 1) if alike else out.unflatten(0, (len(tensor), -1)).squeeze(2)
+        out = out if conv.dim == 1 else out.transpose(1, 2)
+        return (out if conv.activation is None else F.silu(out)).contiguous()
+
+    def _halo(self, left: int) -> Moves:
+        if left not in self._halos:
+            core = self.core
+            self._halos[left] = before(self.recurrence.stretches, core.layout, core.seq_len, core.rank, left)
+        return self._halos[left]
+
+    def _line(self, left: int) -> tuple[Tensor, Tensor]:
+        """Stretches one after another, each behind its halo: which tokens, and where outputs of tokens are found."""
+        if left not in self._lines:
+            with torch.inference_mode(False):
+                self._lines[left] = self._lined_up(left)
+        return self._lines[left]
+
+    def _lined_up(self, left: int) -> tuple[Tensor, Tensor]:
+        rows = self.stretches
+        tokens, most = len(rows) * self.core.sharding.tokens, max(map(len, rows))
+        line, at = [], 0
+        for row, stretches in enumerate(rows):
+            for number, run in enumerate(stretches):
+                first = tokens + (row * most + number) * left
+                line += [
+                    torch.arange(first, first + left, device="cpu"),
+                    torch.arange(at, at := at + len(run.positions)),
+                ]
+        found = torch.cat([torch.empty(0, dtype=torch.int64, device="cpu"), *line])
+        return found, (found < tokens).nonzero().flatten() - left
+
+
+@dataclass(frozen=True, eq=False)
+class Convolution:
+    """A depthwise causal convolution: weight (channels, width), or as nn.Conv1d has it, (channels, 1, width)."""
+
+    weight: Tensor
+    bias: Tensor | None
+    dim: int
+    activation: str | None
+
+    def checked(self, tensor: Tensor) -> str:
+        """What all ranks must have in common; raises if tensors do not fit."""
+        weight, bias = self.weight, self.bias
+        if self.activation is not None:
+            one_of("activation", self.activation, ACTIVATIONS, error=ShardError)
+        if tensor.dim() != 3 or self.dim not in (1, 2):
+            raise ShardError(
+                "conv1d needs (batch, tokens, channels) with dim=1, or (batch, channels, tokens) with dim=2, got shape "
+                f"{tuple(tensor.shape)} and dim={self.dim!r}"
+            )
+        channels = tensor.shape[3 - self.dim]
+        if weight.dim() not in (2, 3) or (weight.dim() == 3 and weight.shape[1] != 1) or len(weight) != channels:
+            raise ShardError(
+                f"weight must be ({channels}, width) or ({channels}, 1, width), one filter for each channel, got shape "
+                f"{tuple(weight.shape)}"
+            )
+        if not weight.shape[-1]:
+            raise ShardError(f"weight must have a width of at least 1, got shape {tuple(weight.shape)}")
+        if bias is not None and bias.shape != (channels,):
+            raise ShardError(f"bias must be ({channels},), got shape {tuple(bias.shape)}")
+        return f"of width {weight.shape[-1]}"
+
+
+def _lines(tensor: Tensor, dim: int, alike: bool) -> Tensor:
+    """(tokens, rows, channels), the rows one after another where they lie differently."""
+    tensor = tensor if dim == 1 else tensor.transpose(1, 2)
+    return tensor.transpose(0, 1) if alike else tensor.flatten(0, 1).unsqueeze(1)

@@ -1,0 +1,19 @@
+"""Recurrent layers over ranks: a run of tokens maps a state, affinely. See scan.py for the idea, rules.py for laws."""
+
+from attnspan.recurrence.affine import Affine
+from attnspan.recurrence.plan import RankPlan, Stretches
+from attnspan.recurrence.rules import GLA, KDA, SSD, GatedDelta, Lightning, Rule
+from attnspan.recurrence.run import Recurrence
+
+__all__ = [
+    "GLA",
+    "KDA",
+    "SSD",
+    "Affine",
+    "GatedDelta",
+    "Lightning",
+    "RankPlan",
+    "Recurrence",
+    "Rule",
+    "Stretches",
+]

@@ -1,0 +1,147 @@
+"""A recurrence of one's own: a function from tokens and a state to outputs and a state, as a black box.
+
+``out, final_state = fn(*inputs, initial_state)`` is run on one stretch of tokens at a time. If the final state is an
+affine function of the initial one, ``A S + B``, that is all there is to know: B is the final state from zero, and A is
+found from states of which each row is one of the identity's. Stretches that begin a document are run once; others from
+zero, for A, and again from their true state.
+
+That it is affine is tested, not believed: on this rank's first tokens, with random states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnspan.dtypes import dtype_name
+from attnspan.errors import RecurrenceError
+from attnspan.recurrence.plan import RankPlan
+from attnspan.recurrence.rules import FLOATS, Rule
+
+PROBED = 64
+"""Tokens that a function is tested on, at most."""
+
+Function = Callable[..., tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True, eq=False)
+class Affine(Rule):
+    """A function ``fn(*inputs, initial_state) -> (out, final_state)`` whose final state is affine in the initial one.
+
+    Each of `inputs` is (B, S, ...), and `fn` is called with any number of batch rows and tokens. A state is (B,
+    *state_shape). It is acted on by a matrix from the left, the same for all of the last dim and another for each index
+    before the last two; if `diagonal`, by a factor for each of its numbers.
+    """
+
+    fn: Function
+    inputs: Sequence[Tensor]
+    state_shape: tuple[int, ...]
+    diagonal: bool = False
+
+    SHAPES = ""
+    MATRIX = True
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        return {f"inputs[{i}]": tensor for i, tensor in enumerate(self.inputs)}
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        if not self.inputs or not callable(self.fn):
+            raise RecurrenceError(f"Affine needs a function and inputs, got {self.fn!r} and {len(self.inputs)} inputs")
+        if len(self.state_shape) < (1 if self.diagonal else 2):
+            raise RecurrenceError(
+                f"state_shape must have two dims, or one if diagonal, got {tuple(self.state_shape)}; batch rows are not"
+                " among them"
+            )
+        first = self.inputs[0]
+        for name, tensor in self.tensors.items():
+            if tensor.dtype not in FLOATS or tensor.dim() < 2 or tensor.shape[:2] != first.shape[:2]:
+                raise RecurrenceError(
+                    f"{name} must be (B, S, ...) of floats, with the B and S of the first, {tuple(first.shape[:2])}, "
+                    f"got {dtype_name(tensor.dtype)} of shape {tuple(tensor.shape)}"
+                )
+        return {"B": first.shape[0], "S": first.shape[1]}
+
+    def __str__(self) -> str:
+        shapes = [f"{dtype_name(x.dtype)} {tuple(x.shape[2:])}" for x in self.inputs]
+        name = getattr(self.fn, "__qualname__", type(self.fn).__name__)
+        kind = "diagonal, " if self.diagonal else ""
+        return f"Affine {name} of {self.inputs[0].shape[0]} rows of {shapes}, {kind}state {tuple(self.state_shape)}"
+
+    # ---- maps ------------------------------------------------------------------------------------------------------
+
+    def parts(self, plan: RankPlan) -> Iterator[tuple[Sequence[Tensor], int]]:
+        """The inputs of each stretch of a rank, in its order, and their document."""
+        s, tokens = plan.stretches, self.inputs[0].shape[1]
+        for i in plan.own.tolist():
+            row, place, length = int(s.row[i]), int(s.place[i]), int(s.length[i])
+            rows = slice(None) if s.rows == 1 else slice(row, row + 1)
+            place -= 0 if s.rows == 1 else row * tokens
+            yield [x[rows, place : place + length] for x in self.inputs], int(s.document[i])
+
+    def zeros(self, rows: int) -> Tensor:
+        """The state of nothing."""
+        return self.inputs[0].new_zeros(rows, *self.state_shape, dtype=self.dtype)
+
+    def map(self, inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """A and B of some tokens: (rows, ...) each."""
+        rows = len(inputs[0])
+        end = self.fn(*inputs, self.zeros(rows))[1]
+        if self.diagonal:
+            return self.fn(*inputs, torch.ones_like(end))[1] - end, end
+        size, width = self.state_shape[-2:]
+        calls = -(-size // width)
+        units = torch.eye(size, calls * width, dtype=end.dtype, device=end.device).unflatten(1, (calls, width))
+        lead = [1] * (len(self.state_shape) - 2)
+        states = units.movedim(1, 0).reshape(1, calls, *lead, size, width).expand(rows, calls, *self.state_shape)
+        again = [x.repeat_interleave(calls, 0) for x in inputs]
+        ends = self.fn(*again, states.flatten(0, 1))[1].unflatten(0, (rows, calls)) - end.unsqueeze(1)
+        return ends.movedim(1, -2).flatten(-2)[..., :size], end
+
+    def flat(self, state: Tensor) -> Tensor:
+        """(rows, ...) as the scan has it: (heads, K, V), rows among the heads."""
+        if self.diagonal:
+            return state.reshape(len(state), -1, 1)
+        return state.reshape(-1, *state.shape[-2:])
+
+    # ---- the test --------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def check(self) -> None:
+        """Raise if the function does not give what it should, or is not affine."""
+        tokens = [x[:, :PROBED].detach() for x in self.inputs]
+        rows, length = tokens[0].shape[:2]
+        generator = torch.Generator(device="cpu").manual_seed(0)
+        state = torch.randn(rows, *self.state_shape, generator=generator, dtype=self.dtype, device="cpu")
+        state = state.to(tokens[0].device)
+        found: Any = self.fn(*tokens, state)
+        if not isinstance(found, tuple) or len(found) != 2 or not all(isinstance(x, Tensor) for x in found):
+            raise RecurrenceError(f"{self._named} must return (out, final_state), got {type(found).__name__}")
+        out, end = found
+        if end.shape != state.shape or out.shape[:2] != (rows, length):
+            raise RecurrenceError(
+                f"{self._named} must return an output for each of {rows} x {length} tokens and a state of shape "
+                f"{tuple(state.shape)}, got shapes {tuple(out.shape)} and {tuple(end.shape)}"
+            )
+        a, b = self.map(tokens)
+        for scale in (1.0, 8.0):
+            expected = self.fn(*tokens, state * scale)[1].double() - b.double()
+            linear = a.double() * state * scale if self.diagonal else a.double() @ (state.double() * scale)
+            error, size = (expected - linear).abs().max().item(), expected.abs().max().item()
+            tolerance = torch.finfo(end.dtype).eps ** 0.5
+            if not error <= tolerance * max(size, b.abs().max().item(), torch.finfo(end.dtype).tiny):
+                kind = "a factor for each number of it" if self.diagonal else "a matrix from the left"
+                raise RecurrenceError(
+                    f"{self._named} is not affine in its state: its final state is not {kind} times the initial one, "
+                    f"plus what the tokens add; off by {error:.3g} where the largest is {size:.3g}. Such a layer "
+                    "cannot be split over ranks by its maps"
+                )
+
+    @property
+    def _named(self) -> str:
+        return f"fn ({getattr(self.fn, '__qualname__', type(self.fn).__name__)})"

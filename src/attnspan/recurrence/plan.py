@@ -1,0 +1,243 @@
+"""A recurrence over ranks, as data: which stretches there are, in which order, and whose maps go where.
+
+A *stretch* is a row of neighbouring positions of one document on one rank: what a rank can compute alone, given the
+state before it. Documents are chains of stretches. The state before a stretch is made of the maps of all stretches
+before it in its chain, so a rank gets the maps of those before its last one, and of no others::
+
+    document    0 0 0 0 0 0 0 0 1 1 1 1         rank 0 sends the maps of [0, 3) and [8, 9), rank 1 that of [3, 6);
+    rank        0 0 0 1 1 1 0 0 0 1 1 1         nobody waits for those of [6, 8) and [9, 12)
+
+The first stretch of a chain starts from a known state. What it sends is the state that it ends with: no matrix. The
+last one sends nothing. Gradients travel the same way from the end: a `Route` is one of the two directions.
+
+Everything here is numbers on the CPU: no tensor of data, no group.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from attnspan.layouts import Layout, Run
+from attnspan.layouts.placement import Placement
+
+
+@dataclass(frozen=True)
+class Stretches:
+    """All stretches of all ranks in the order of the sequence, batch row after batch row: one number each.
+
+    >>> from attnspan.layouts import HeadTail
+    >>> of = Stretches.of(HeadTail(ranks=2), 8, torch.tensor([[0, 0, 0, 0, 0, 0, 0, 1]]))
+    >>> of.start.tolist(), of.length.tolist(), of.rank.tolist(), of.document.tolist()
+    ([0, 2, 6, 7], [2, 4, 1, 1], [0, 1, 0, 0], [0, 0, 0, 1])
+    """
+
+    rows: int
+    documents: int  # of all rows together
+    row: Tensor
+    start: Tensor
+    length: Tensor
+    rank: Tensor
+    place: Tensor  # of its first token on its rank, counted through all rows
+    document: Tensor  # numbered through all rows
+
+    @staticmethod
+    def of(layout: Layout, seq_len: int, documents: Tensor) -> Stretches:
+        """The stretches of a layout; `documents` (rows, seq_len) tells the document of every position."""
+        rows = max(layout.rows, len(documents))
+        at = Placement.of(layout, seq_len, rows)
+        begins = torch.ones(len(documents), seq_len, dtype=torch.bool, device="cpu")
+        begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
+        begins = begins.expand(rows, -1)
+        number = begins.flatten().cumsum(0).view(rows, seq_len) - 1
+        new = begins.gather(1, at.position)
+        new[:, 1:] |= at.position[:, 1:] != at.position[:, :-1] + 1
+        new[:, 1:] |= at.holder[1:] != at.holder[:-1]
+        new[:, 0] = True
+        first = new.flatten().nonzero().flatten()
+        length = torch.diff(first, append=torch.tensor([new.numel()], device="cpu"))
+        start, row = at.position.flatten()[first], first // seq_len
+        order = (row * seq_len + start).argsort()
+        found = (row, start, length, at.holder.repeat(rows)[first], at.place.flatten()[first])
+        row, start, length, rank, place = (each[order] for each in found)
+        return Stretches(rows, int(number.max()) + 1, row, start, length, rank, place, number[row, start])
+
+    @cached_property
+    def step(self) -> Tensor:
+        """The number of each in its chain, from 0."""
+        return torch.arange(len(self.row), device="cpu") - self._first[self.document]
+
+    @cached_property
+    def back(self) -> Tensor:
+        """The number of each in its chain, counted from the end."""
+        return self.chains[self.document] - 1 - self.step
+
+    @cached_property
+    def chains(self) -> Tensor:
+        """How many stretches every document has."""
+        return torch.bincount(self.document, minlength=self.documents)
+
+    @cached_property
+    def _first(self) -> Tensor:
+        return self.chains.cumsum(0) - self.chains
+
+    def on(self, rank: int) -> list[list[Run]]:
+        """The stretches of a rank by batch row, in the order of its shard."""
+        mine = (self.rank == rank).nonzero().flatten()
+        found: list[list[Run]] = [[] for _ in range(self.rows)]
+        for i in mine[self.place[mine].argsort()].tolist():
+            found[int(self.row[i])].append(Run(int(self.start[i]), int(self.start[i] + self.length[i])))
+        return found
+
+
+@dataclass(frozen=True)
+class Route:
+    """One direction along the chains, for one rank: whose maps go where, and how they compose.
+
+    Stretches are named by their rows in a table: this rank's own first, in the order of its `RankPlan`, then what comes
+    from others, rank after rank. Matrices have a table of their own, since the first of a chain needs none.
+    """
+
+    sends: tuple[Tensor, ...]  # by peer: own rows whose maps go there
+    sent_matrices: tuple[Tensor, ...]  # by peer: those of them that go with a matrix
+    receives: tuple[int, ...]  # by peer: how many maps come
+    received_matrices: tuple[int, ...]
+    heads: Tensor  # by chain: the row of its first stretch
+    links: Tensor  # rows of those between the first and the last one here, step after step
+    link_matrices: Tensor
+    sizes: tuple[int, ...]  # how many links each step has
+    targets: Tensor  # own rows that a state arrives at
+    reads: Tensor  # where it is found: among the states before links, and after them those at the ends of chains
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """What one rank does. Own stretches are ordered: first those that wait for a state, then those that begin a chain;
+    each kind longest first, so that at every step of a scan the ones still under way are the first.
+    """
+
+    stretches: Stretches
+    rank: int
+    ranks: int
+
+    @cached_property
+    def own(self) -> Tensor:
+        """The numbers of this rank's stretches, in that order."""
+        mine = (self.stretches.rank == self.rank).nonzero().flatten()
+        mine = mine[self.stretches.length[mine].argsort(descending=True, stable=True)]
+        return mine[(self.stretches.step[mine] == 0).int().argsort(stable=True)]
+
+    @cached_property
+    def waiting(self) -> int:
+        """How many of them wait for a state."""
+        return int((self.stretches.step[self.own] > 0).sum())
+
+    @cached_property
+    def forward(self) -> Route:
+        """From the beginning of documents to their end."""
+        return self._route(self.stretches.step, own=len(self.own))
+
+    @cached_property
+    def backward(self) -> Route:
+        """From the end to the beginning, for gradients: those that begin a chain give nothing."""
+        return self._route(self.stretches.back, own=self.waiting)
+
+    def traffic(self, matrix: int, state: int) -> list[tuple[int, int]]:
+        """Numbers that go to each peer forward and backward, for maps of so many numbers.
+
+        >>> from attnspan.layouts import Contiguous
+        >>> RankPlan(Stretches.of(Contiguous(3), 6, torch.zeros(1, 6)), 1, 3).traffic(matrix=4, state=10)
+        [(0, 14), (0, 0), (14, 0)]
+        """
+
+        def count(route: Route, peer: int) -> int:
+            return len(route.sent_matrices[peer]) * matrix + len(route.sends[peer]) * state
+
+        return [(count(self.forward, peer), count(self.backward, peer)) for peer in range(self.ranks)]
+
+    def _route(self, step: Tensor, own: int) -> Route:
+        s, row_of = self.stretches, torch.full((len(step),), -1, device="cpu")
+        row_of[self.own] = torch.arange(len(self.own), device="cpu")
+        matrix_of = row_of.clone()
+        last = torch.full((self.ranks, s.documents), -1, device="cpu")  # the last step of each rank in each chain
+        last.view(-1).scatter_reduce_(0, s.rank * s.documents + s.document, step, "amax")
+
+        def sent(source: int, target: int) -> Tensor:
+            if source == target:
+                return torch.empty(0, dtype=torch.int64, device="cpu")
+            return ((s.rank == source) & (step < last[target][s.document])).nonzero().flatten()
+
+        leaving = [sent(self.rank, peer) for peer in range(self.ranks)]
+        coming = [sent(peer, self.rank) for peer in range(self.ranks)]
+        came = torch.cat(coming)
+        with_matrix = came[step[came] > 0]
+        row_of[came] = own + torch.arange(len(came), device="cpu")
+        matrix_of[with_matrix] = self.waiting + torch.arange(len(with_matrix), device="cpu")
+
+        # Chains, longest first; the links of step 1 of all of them, then those of step 2, and so on.
+        reach = last[self.rank]
+        chains = (reach > 0).nonzero().flatten()
+        chains = chains[reach[chains].argsort(descending=True, stable=True)]
+        number = torch.full((s.documents,), -1, device="cpu")
+        number[chains] = torch.arange(len(chains), device="cpu")
+        links = ((step > 0) & (step < reach[s.document])).nonzero().flatten()
+        links = links[(step[links] * s.documents + number[s.document[links]]).argsort()]
+        heads = torch.empty(len(chains), dtype=torch.int64, device="cpu")
+        first = ((step == 0) & (reach[s.document] > 0)).nonzero().flatten()
+        heads[number[s.document[first]]] = first
+        found = torch.full((len(step),), -1, device="cpu")
+        found[links] = torch.arange(len(links), device="cpu")
+        targets = (step[self.own] > 0).nonzero().flatten()
+        target = self.own[targets]
+        at_the_end = step[target] == reach[s.document[target]]
+        reads = torch.where(at_the_end, len(links) + number[s.document[target]], found[target])
+        return Route(
+            tuple(row_of[each] for each in leaving),
+            tuple(row_of[each[step[each] > 0]] for each in leaving),
+            tuple(len(each) for each in coming),
+            tuple(int((step[each] > 0).sum()) for each in coming),
+            row_of[heads],
+            row_of[links],
+            matrix_of[links],
+            tuple(torch.bincount(step[links]).tolist()[1:]) if len(links) else (),
+            targets,
+            reads,
+        )
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """A rank's stretches cut into chunks of `size` tokens, the last of each filled up with nothing.
+
+    In the order of the rank's stretches, step after step: first the first chunks of all that wait, then their second
+    ones, and so on; then those of the stretches that begin a chain.
+    """
+
+    size: int
+    sizes: tuple[tuple[int, ...], tuple[int, ...]]  # how many chunks each step has: of those that wait, of the others
+    stretch: Tensor  # by chunk: the row of its stretch
+    tokens: Tensor  # (chunks, size): places on the rank, 0 where there is none
+    filled: Tensor  # (chunks, size): where there is one
+    back: Tensor  # by token of the rank: its place among the chunks' tokens
+
+    @staticmethod
+    def of(plan: RankPlan, size: int) -> Chunks:
+        """The chunks of a rank."""
+        s, own, waiting = plan.stretches, plan.own, plan.waiting
+        counts = (s.length[own] + size - 1) // size
+        stretch = torch.arange(len(own), device="cpu").repeat_interleave(counts)
+        step = torch.arange(len(stretch), device="cpu") - (counts.cumsum(0) - counts).repeat_interleave(counts)
+        begins = stretch >= waiting
+        order = ((begins * (int(counts.max() if len(own) else 0) + 1) + step) * (len(own) + 1) + stretch).argsort()
+        stretch, step, begins = stretch[order], step[order], begins[order]
+        offset = torch.arange(size, device="cpu")
+        within = step.unsqueeze(1) * size + offset
+        filled = within < s.length[own][stretch].unsqueeze(1)
+        tokens = torch.where(filled, s.place[own][stretch].unsqueeze(1) + within, 0)
+        back = torch.empty(int(s.length[own].sum()), dtype=torch.int64, device="cpu")
+        back[tokens[filled]] = filled.flatten().nonzero().flatten()
+        waits, others = (tuple(torch.bincount(step[begins == kind]).tolist()) for kind in (False, True))
+        return Chunks(size, (waits, others), stretch, tokens, filled, back)

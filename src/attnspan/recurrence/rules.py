@@ -1,0 +1,283 @@
+"""Recurrent layers by their laws: what each takes, in which shapes, and how it reads in the words of chunked.py.
+
+A rule is a call: the tensors of this rank's tokens, checked against the shapes below. Every law keeps a state for each
+document and head, and gives an output for each token::
+
+    GatedDelta   S = exp(decay) S;  S = S + beta key (value - key' S)';  out = scale query' S      decay a number
+    KDA          the same                                                                          decay per channel
+    GLA          S = exp(decay) S + key value';                          out = scale query' S      decay per channel
+    Lightning    the same                                                                          decay a number
+    SSD          S = exp(dt A) S + dt x B';                              y = S C + D x             Mamba2's names
+
+Decays are logarithms, at most 0. Everything is computed in float32, or in float64 if any tensor is; the output has the
+dtype of the values, states are float32 or float64.
+
+Shapes: B batch rows, S tokens on this rank, H heads, G heads of queries and keys (H is a multiple), K and V head dims.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, fields
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from attnspan.dtypes import dtype_name
+from attnspan.errors import RecurrenceError
+from attnspan.recurrence.chunked import Terms
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+class Rule(ABC):
+    """A recurrent layer's call: see above."""
+
+    SHAPES: ClassVar[str]
+    """The dims of each tensor, a letter each; of one that may have several shapes, all of them."""
+
+    MATRIX: ClassVar[bool]
+    """Whether a run of tokens acts on the state by a matrix, or by a decay."""
+
+    @property
+    @abstractmethod
+    def sizes(self) -> dict[str, int]:
+        """The size of every letter, once all tensors fit."""
+
+    @property
+    @abstractmethod
+    def state_shape(self) -> tuple[int, ...]:
+        """The shape of one document's state."""
+
+    @classmethod
+    def shapes(cls) -> dict[str, list[str]]:
+        """The shapes that each tensor may have.
+
+        >>> Lightning.shapes()["decay"]
+        ['BSH', 'H']
+        """
+        pairs = (each.split(":") for each in cls.SHAPES.split())
+        return {name: forms.split("|") for name, forms in pairs}
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors that were given, by name."""
+        given = {name: getattr(self, name) for name in self.shapes()}
+        return {name: tensor for name, tensor in given.items() if tensor is not None}
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What it is computed in."""
+        wide = any(tensor.dtype == torch.float64 for tensor in self.tensors.values())
+        return torch.float64 if wide else torch.float32
+
+    def __str__(self) -> str:
+        """What all ranks must have in common."""
+        sizes = [f"{letter}={size}" for letter, size in sorted(self.sizes.items()) if letter != "S"]
+        dtypes = [f"{name} {dtype_name(tensor.dtype)}" for name, tensor in self.tensors.items()]
+        return f"{type(self).__name__} of {', '.join(sizes + dtypes)}{self._options}"
+
+    @property
+    def _options(self) -> str:
+        options = [field.name for field in fields(self) if field.name not in self.shapes()]  # type: ignore[arg-type]
+        return "".join(f", {name}={getattr(self, name)!r}" for name in options)
+
+
+class LinearRule(Rule):
+    """A rule that chunked.py knows."""
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        found = fitted(self)
+        if found["H"] % found["G"]:
+            raise RecurrenceError(
+                f"heads of values must be a multiple of those of keys, got {found['H']} and {found['G']}"
+            )
+        return found
+
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        sizes = self.sizes
+        return sizes["H"], sizes["K"], sizes["V"]
+
+    @property
+    def decay_size(self) -> int:
+        """How many numbers a run of tokens does to the state of one head."""
+        decay, size = self.tensors.get("decay"), self.sizes["K"]
+        if self.MATRIX:
+            return size * size
+        return size if decay is not None and decay.dim() == 4 else 1
+
+    @abstractmethod
+    def terms(self) -> Terms:
+        """The tokens in the words of chunked.py: (B, S, H, ...) each, in the dtype of the computation."""
+
+    def finished(self, out: Tensor) -> Tensor:
+        """The output, from what the state gives."""
+        return out
+
+    def state_in(self, state: Tensor) -> Tensor:
+        """A state as chunked.py has it, (..., K, V)."""
+        return state
+
+    def state_out(self, state: Tensor) -> Tensor:
+        """The way back."""
+        return state
+
+
+@dataclass(frozen=True, eq=False)
+class _Attending(LinearRule):
+    """What linear attention and delta rules have in common."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+
+    @property
+    def _scale(self) -> float:
+        scale: float | None = getattr(self, "scale", None)
+        return float(self.key.shape[-1] ** -0.5) if scale is None else scale
+
+    def terms(self) -> Terms:
+        heads = self.value.shape[2]
+        decay, beta = (getattr(self, name, None) for name in ("decay", "beta"))
+        query, key = (_repeated(x.to(self.dtype), heads) for x in (self.query, self.key))
+        return Terms(
+            query * self._scale,
+            key,
+            self.value.to(self.dtype),
+            None if decay is None else _per_token(decay.to(self.dtype), self.value),
+            None if beta is None else beta.to(self.dtype).unsqueeze(-1),
+        )
+
+    def finished(self, out: Tensor) -> Tensor:
+        return out.to(self.value.dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class GatedDelta(_Attending):
+    """The gated delta rule of Qwen3-Next, Qwen3.5 and OLMo-Hybrid; without decay, DeltaNet.
+
+    query and key (B, S, G, K), value (B, S, H, V), decay and beta (B, S, H). Keys are normalised by the caller. `scale`
+    is 1 / sqrt(K) if not given. States are (documents, H, K, V).
+    """
+
+    decay: Tensor | None
+    beta: Tensor
+    scale: float | None = None
+
+    MATRIX = True
+    SHAPES = "query:BSGK key:BSGK value:BSHV decay:BSH beta:BSH"
+
+
+@dataclass(frozen=True, eq=False)
+class KDA(_Attending):
+    """Kimi delta attention: the gated delta rule with a decay for every channel of the keys, (B, S, H, K).
+
+    The rest is as in `GatedDelta`.
+    """
+
+    decay: Tensor
+    beta: Tensor
+    scale: float | None = None
+
+    MATRIX = True
+    SHAPES = "query:BSGK key:BSGK value:BSHV decay:BSHK beta:BSH"
+
+
+@dataclass(frozen=True, eq=False)
+class GLA(_Attending):
+    """Gated linear attention: a decay for every channel of the keys, (B, S, H, K), and no delta rule."""
+
+    decay: Tensor
+    scale: float | None = None
+
+    MATRIX = False
+    SHAPES = "query:BSGK key:BSGK value:BSHV decay:BSHK"
+
+
+@dataclass(frozen=True, eq=False)
+class Lightning(_Attending):
+    """Linear attention with one decay for each head, (H,), as in MiniMax, or for each token and head, (B, S, H).
+
+    Without a decay it is plain linear attention. MiniMax does not scale: ``scale=1.0``.
+    """
+
+    decay: Tensor | None = None
+    scale: float | None = None
+
+    MATRIX = False
+    SHAPES = "query:BSGK key:BSGK value:BSHV decay:BSH|H"
+
+
+@dataclass(frozen=True, eq=False)
+class SSD(LinearRule):
+    """Mamba2's state space layer, by the names of its kernel: x (B, S, H, V), dt (B, S, H) after bias and softplus, A
+    (H,) below 0, B and C (B, S, G, K), D (H,) or none. States are (documents, H, V, K).
+    """
+
+    x: Tensor
+    dt: Tensor
+    A: Tensor
+    B: Tensor
+    C: Tensor
+    D: Tensor | None = None
+
+    MATRIX = False
+    SHAPES = "x:BSHV dt:BSH A:H B:BSGK C:BSGK D:H"
+
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        sizes = self.sizes
+        return sizes["H"], sizes["V"], sizes["K"]
+
+    def terms(self) -> Terms:
+        x, dt, a, b, c = (each.to(self.dtype) for each in (self.x, self.dt, self.A, self.B, self.C))
+        heads, step = x.shape[2], dt.unsqueeze(-1)
+        return Terms(_repeated(c, heads), _repeated(b, heads), x * step, step * a.unsqueeze(-1), None)
+
+    def finished(self, out: Tensor) -> Tensor:
+        if self.D is not None:
+            out = out + self.x.to(self.dtype) * self.D.to(self.dtype).unsqueeze(-1)
+        return out.to(self.x.dtype)
+
+    def state_in(self, state: Tensor) -> Tensor:
+        return state.mT
+
+    def state_out(self, state: Tensor) -> Tensor:
+        return state.mT
+
+
+def fitted(rule: Rule) -> dict[str, int]:
+    """The size of every letter of a rule's shapes; raises if tensors do not fit one another."""
+    sizes: dict[str, int] = {}
+    for name, tensor in rule.tensors.items():
+        if not isinstance(tensor, Tensor) or tensor.dtype not in FLOATS:
+            got = dtype_name(tensor.dtype) if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise RecurrenceError(f"{name} must be a tensor of float32, bfloat16, float16 or float64, got {got}")
+        forms = rule.shapes()[name]
+        letters = next((form for form in forms if len(form) == tensor.dim()), forms[0])
+        expected = [sizes.get(letter, size) for letter, size in zip(letters, tensor.shape, strict=False)]
+        if len(letters) != tensor.dim() or list(tensor.shape) != expected:
+            known = ", ".join(f"{letter} = {sizes[letter]}" for letter in letters if letter in sizes)
+            shapes = " or ".join("(" + ", ".join(form) + ")" for form in forms)
+            raise RecurrenceError(
+                f"{name} must be {shapes}{' with ' if known else ''}{known}, got shape {tuple(tensor.shape)}"
+            )
+        if 0 in [size for letter, size in zip(letters, tensor.shape, strict=True) if letter != "S"]:
+            raise RecurrenceError(f"{name} must have a batch, heads and a head dim, got shape {tuple(tensor.shape)}")
+        sizes |= zip(letters, tensor.shape, strict=True)
+    return sizes
+
+
+def _repeated(tensor: Tensor, heads: int) -> Tensor:
+    """Heads of queries and keys as often as there are heads of values for each."""
+    return tensor if tensor.shape[2] == heads else tensor.repeat_interleave(heads // tensor.shape[2], 2)
+
+
+def _per_token(decay: Tensor, value: Tensor) -> Tensor:
+    """A decay as (B, S, H, 1) or (B, S, H, K)."""
+    if decay.dim() == 1:
+        return decay.view(1, 1, -1, 1).expand(*value.shape[:3], 1)
+    return decay.unsqueeze(-1) if decay.dim() == 3 else decay

@@ -1,0 +1,162 @@
+"""The join: a rule's tokens into chunks, chunks into maps, maps into states, states into outputs.
+
+Knows what a rank's plan says and nothing of the layout behind it. Batch rows that lie alike are heads to everything
+below: tokens are (T, B * H, ...) there, and (B * T, H, ...) where rows lie differently.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from attnspan.recurrence.affine import Affine
+from attnspan.recurrence.chunked import Terms, chunk_size, chunked
+from attnspan.recurrence.plan import Chunks, RankPlan, Stretches
+from attnspan.recurrence.rules import LinearRule, Rule
+from attnspan.recurrence.scan import Scan, States
+from attnspan.transports import Transport
+
+
+@dataclass(frozen=True, eq=False)
+class Recurrence:
+    """The recurrences of one sequence, on one rank."""
+
+    stretches: Stretches
+    transport: Transport
+    plan: RankPlan = field(init=False)
+    _chunks: dict[int, Chunks] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "plan", RankPlan(self.stretches, self.transport.rank, self.transport.ranks))
+
+    def run(self, rule: Rule, initial: Tensor | None, name: str) -> tuple[Tensor, Tensor]:
+        """The output of this rank's tokens, and the states after its last stretches of documents (see `last`).
+
+        `initial` has a state for each document, (documents, ...); `name` is the operation's.
+        """
+        with torch.autocast(self.transport.device.type, enabled=False):
+            if isinstance(rule, Affine):
+                return self._affine(rule, initial, name)
+            assert isinstance(rule, LinearRule), "there is no other kind"
+            return self._linear(rule, initial, name)
+
+    def last(self, rank: int) -> Tensor:
+        """The documents that end on a rank, in the order of its states."""
+        plan = self.plan if rank == self.plan.rank else RankPlan(self.stretches, rank, self.transport.ranks)
+        return self.stretches.document[plan.own[self.stretches.back[plan.own] == 0]]
+
+    def states(self, given: Tensor, rule: Rule) -> Tensor:
+        """States by document, rows among the heads where they lie alike: (documents, B, ...) or (documents, 1, ...)."""
+        rows = rule.sizes["B"] if self.stretches.rows == 1 else 1
+        return given.unflatten(0, (rows, self.stretches.documents)).transpose(0, 1)
+
+    def traffic(self, rule: Rule) -> list[tuple[int, int]]:
+        """Bytes that go to each rank, forward and backward."""
+        alike = rule.sizes["B"] if self.stretches.rows == 1 else 1
+        state = torch.Size(rule.state_shape).numel()
+        if isinstance(rule, Affine):
+            matrix = state if rule.diagonal else state // rule.state_shape[-1] * rule.state_shape[-2]
+        else:
+            assert isinstance(rule, LinearRule), "there is no other kind"
+            matrix = rule.sizes["H"] * rule.decay_size
+        size = rule.dtype.itemsize * alike
+        return [(size * there, size * back) for there, back in self.plan.traffic(matrix, state)]
+
+    def _linear(self, rule: LinearRule, initial: Tensor | None, name: str) -> tuple[Tensor, Tensor]:
+        chunks, alike = self._chunked(chunk_size(self._lengths, rule.sizes["K"])), self.stretches.rows == 1
+        terms = Terms(*(None if x is None else _chunks_of(_outermost(x, alike), chunks) for x in rule.terms()))
+        chunk = chunked(terms)
+        begins = self._initial(chunk.b, None if initial is None else rule.state_in(initial).flatten(1, 2))
+        scan = Scan(self.plan, chunks, self.transport, name, rule.MATRIX)
+        before, after = States.apply(chunk.a, chunk.b, begins, scan)
+        out = (chunk.out + chunk.reads @ before).transpose(1, 2).flatten(0, 1)
+        out = _innermost(out.index_select(0, chunks.back.to(out.device)), rule.sizes["B"], alike)
+        return rule.finished(out), rule.state_out(self._ends(after, rule))
+
+    def _affine(self, rule: Affine, initial: Tensor | None, name: str) -> tuple[Tensor, Tensor]:
+        plan, waiting = self.plan, self.plan.waiting
+        rows = rule.sizes["B"] if self.stretches.rows == 1 else 1
+        outs: list[Tensor] = []
+        matrices, added = [], []
+        parts = list(rule.parts(plan))
+        for inputs, _ in parts[:waiting]:
+            a, b = rule.map(inputs)
+            matrices.append(rule.flat(a))
+            added.append(rule.flat(b))
+        for inputs, document in parts[waiting:]:
+            out, end = rule.fn(*inputs, rule.zeros(rows) if initial is None else initial[document])
+            outs.append(out)
+            added.append(rule.flat(end))
+        nothing = rule.flat(rule.zeros(rows))
+        unit = nothing if rule.diagonal else nothing.new_zeros(len(nothing), nothing.shape[1], nothing.shape[1])
+        b = torch.stack([nothing, *added])[1:]
+        a = torch.stack([unit, *matrices, *[unit] * (len(parts) - waiting)])[1:]
+        chunks = self._chunked(max([1, *self._lengths.tolist()]))
+        scan = Scan(plan, chunks, self.transport, name, not rule.diagonal)
+        before, after = States.apply(a, b, self._initial(b, None), scan)
+        states = before.reshape(len(before), rows, *rule.state_shape)
+        later = [rule.fn(*inputs, state)[0] for (inputs, _), state in zip(parts[:waiting], states, strict=False)]
+        outs = later + outs
+        return self._joined(rule, outs), self._ends(after, rule)
+
+    def _joined(self, rule: Affine, outs: list[Tensor]) -> Tensor:
+        """The outputs of stretches, in the order of the shard."""
+        if not outs:  # what it would look like
+            token = [x.new_zeros(len(x), 1, *x.shape[2:]) for x in rule.inputs]
+            return rule.fn(*token, rule.zeros(len(token[0])))[0][:, :0]
+        s, own = self.stretches, self.plan.own
+        order = s.place[own].argsort().tolist()
+        if s.rows == 1:
+            return torch.cat([outs[i] for i in order], 1)
+        return torch.cat([outs[i] for i in order], 1).unflatten(1, (s.rows, -1)).squeeze(0)
+
+    @property
+    def _lengths(self) -> Tensor:
+        return self.stretches.length[self.plan.own]
+
+    def _chunked(self, size: int) -> Chunks:
+        if size not in self._chunks:
+            with torch.inference_mode(False):
+                self._chunks[size] = Chunks.of(self.plan, size)
+        return self._chunks[size]
+
+    def _initial(self, b: Tensor, initial: Tensor | None) -> Tensor:
+        """The states that this rank's chains begin with."""
+        begin = self.stretches.document[self.plan.own[self.plan.waiting :]]
+        if initial is None:
+            return b.new_zeros(len(begin), *b.shape[1:])
+        return initial.index_select(0, begin.to(b.device))
+
+    def _ends(self, after: Tensor, rule: Rule) -> Tensor:
+        """Of the states after stretches, those that end a document: (documents, B or 1, heads, ...)."""
+        last = (self.stretches.back[self.plan.own] == 0).nonzero().flatten()
+        rows = rule.sizes["B"] if self.stretches.rows == 1 else 1
+        chosen = after.index_select(0, last.to(after.device))
+        if isinstance(rule, Affine):
+            return chosen.reshape(len(last), rows, *rule.state_shape)
+        return chosen.unflatten(1, (rows, -1))
+
+
+def _outermost(tensor: Tensor, alike: bool) -> Tensor:
+    """(B, S, H, ...) with tokens first."""
+    return tensor.transpose(0, 1).flatten(1, 2) if alike else tensor.flatten(0, 1)
+
+
+def _innermost(tokens: Tensor, rows: int, alike: bool) -> Tensor:
+    """The way back."""
+    if alike:
+        return tokens.unflatten(1, (rows, -1)).transpose(0, 1).contiguous()
+    by_row: Tensor = tokens.unflatten(0, (rows, len(tokens) // rows))
+    return by_row
+
+
+def _chunks_of(tokens: Tensor, chunks: Chunks) -> Tensor:
+    """(T, H, D) as (n, H, C, D), with zeros where a chunk has no token."""
+    if not len(tokens):
+        return tokens.new_zeros(0, tokens.shape[1], chunks.size, tokens.shape[2])
+    found = tokens.index_select(0, chunks.tokens.flatten().to(tokens.device))
+    if not bool(chunks.filled.all()):
+        found = torch.where(chunks.filled.flatten().to(tokens.device).view(-1, 1, 1), found, 0)
+    return found.unflatten(0, chunks.tokens.shape).transpose(1, 2).contiguous()

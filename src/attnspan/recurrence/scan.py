@@ -1,0 +1,169 @@
+"""States along chains of affine maps, on all ranks: the one place where a recurrence meets the group.
+
+A chunk maps the state before it to the one after: ``after = A @ before + B``, or ``A * before + B`` where A is a decay.
+`states` takes the maps of this rank's chunks and gives the state before each of them::
+
+    1. scan     every stretch from its own beginning: from its state if it begins a chain, else from zero, with the
+                product of its matrices so far
+    2. exchange the maps of stretches, as the plan says, in one message to each rank that needs any
+    3. compose  the maps before each stretch: the state it starts from
+    4. correct  states of chunks: what was scanned from zero, plus the product so far times that state
+
+Gradients are the same from the end to the beginning, with transposed matrices: b, what a stretch adds, is a sum over
+its chunks; maps are exchanged and composed along the other route; then one scan backwards gives the gradient after
+each chunk, which is B's, and with the states A's. The products of step 1 are kept for that.
+
+Both passes cost one scan and one exchange. A scan goes step by step, over all stretches at once.
+
+Shapes: n chunks, s stretches, H heads (batch rows among them if all lie alike), (K, V) a state; A is (n, H, K, K), or
+anything that (n, H, K, V) can be multiplied by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from attnspan.recurrence.plan import Chunks, RankPlan, Route
+from attnspan.transports import Transport
+from attnspan.transports.operations import under_way
+from attnspan.transports.unbroken import unbroken
+
+
+@dataclass(frozen=True)
+class Scan:
+    """What a scan runs over: chunks of a rank, its plan, its group, and the name that all ranks know it by."""
+
+    plan: RankPlan
+    chunks: Chunks
+    transport: Transport
+    name: str
+    matrix: bool  # whether A is one, or a decay
+
+
+class _Apply(Protocol):
+    def __call__(self, a: Tensor, b: Tensor, initial: Tensor, scan: Scan) -> tuple[Tensor, Tensor]: ...
+
+
+class States(torch.autograd.Function):
+    """The state before every chunk, and after every stretch, from their maps and the states at the beginnings."""
+
+    apply: ClassVar[_Apply]  # torch's, which it does not annotate
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor, initial: Tensor, scan: Scan) -> tuple[Tensor, Tensor]:
+        maps, (waits, others), n = Maps(scan.matrix), scan.chunks.sizes, sum(scan.chunks.sizes[0])
+        waiting = scan.plan.waiting
+        before, after = maps.scan(a[:n], b[:n], b.new_zeros(waiting, *b.shape[1:]), waits)
+        product, whole = maps.scan(a[:n], None, maps.identity(a, waiting), waits)
+        known, ends = maps.scan(a[n:], b[n:], initial, others)
+        ctx.header, arrived = _exchanged(scan, scan.plan.forward, whole, torch.cat([after, ends]), scan.name)
+        before += maps.act(product, arrived.index_select(0, _on(b, scan.chunks.stretch[:n])))
+        after += maps.act(whole, arrived)
+        states = torch.cat([before, known])
+        ctx.save_for_backward(a, product, whole, states)
+        ctx.scan = scan
+        return states, torch.cat([after, ends])
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator, unused-ignore]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        (a, product, whole, states), scan = ctx.saved_tensors, ctx.scan
+        d_states, d_after = (each.contiguous() for each in grads)
+        maps, (waits, others), n = Maps(scan.matrix), scan.chunks.sizes, sum(scan.chunks.sizes[0])
+        waiting, route = scan.plan.waiting, scan.plan.backward
+        added = maps.act(maps.transposed(whole), d_after[:waiting])
+        for size, part in _steps(waits, maps.act(maps.transposed(product), d_states[:n])):
+            added[:size] += part
+        _, arrived = _exchanged(scan, route, maps.transposed(whole), added, ctx.header)
+        d_after = d_after.index_add(0, _on(a, route.targets), arrived)
+        d_b, _ = maps.scan_back(a[:n], d_states[:n], d_after[:waiting], waits)
+        d_known, d_initial = maps.scan_back(a[n:], d_states[n:], d_after[waiting:], others)
+        d_b = torch.cat([d_b, d_known])
+        return maps.outer(d_b, states).sum_to_size(a.shape), d_b, d_initial, None
+
+
+@dataclass(frozen=True)
+class Maps:
+    """What can be done with maps whose A is a matrix, or a decay."""
+
+    matrix: bool
+
+    def act(self, a: Tensor, state: Tensor) -> Tensor:
+        """A of a state."""
+        return a @ state if self.matrix else a * state
+
+    def transposed(self, a: Tensor) -> Tensor:
+        return a.mT if self.matrix else a
+
+    def outer(self, grad: Tensor, state: Tensor) -> Tensor:
+        """The gradient of A, from those of what it made of states; of a decay before it is summed to its shape."""
+        return grad @ state.mT if self.matrix else grad * state
+
+    def identity(self, a: Tensor, count: int) -> Tensor:
+        """So many maps that change nothing, shaped as A."""
+        if self.matrix:
+            return torch.eye(a.shape[-1], dtype=a.dtype, device=a.device).expand(count, *a.shape[1:])
+        return a.new_ones(count, *a.shape[1:])
+
+    def scan(self, a: Tensor, b: Tensor | None, state: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """The states before each map and at the ends, for maps that follow each other step by step."""
+        before, ended = [state[:0]], []
+        added = [None] * len(sizes) if b is None else [part for _, part in _steps(sizes, b)]
+        for (size, each), new in zip(_steps(sizes, a), added, strict=True):
+            ended.append(state[size:])
+            before.append(state[:size])
+            state = self.act(each, state[:size])
+            if new is not None:
+                state += new
+        return torch.cat(before), torch.cat([state, *reversed(ended)])
+
+    def scan_back(self, a: Tensor, grads: Tensor, ends: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Gradients after each map, and at the beginnings: `grads` are those of the states before maps, as such."""
+        after = [grads[:0]]
+        state = ends[:0] if sizes else ends
+        for (size, each), (_, grad) in zip(reversed(_steps(sizes, a)), reversed(_steps(sizes, grads)), strict=True):
+            state = torch.cat([state, ends[len(state) : size]])
+            after.append(state)
+            state = self.act(self.transposed(each), state) + grad
+        return torch.cat(after[::-1]), state
+
+
+def _steps(sizes: Sequence[int], tensor: Tensor) -> list[tuple[int, Tensor]]:
+    """The part of each step, and its size."""
+    return list(zip(sizes, tensor.split(list(sizes)), strict=True)) if sizes else []
+
+
+@torch._disable_dynamo  # compiled autograd looks into backward passes, and has no business in transports
+def _exchanged(scan: Scan, route: Route, a: Tensor, b: Tensor, name: str | int) -> tuple[int, Tensor]:
+    """Send maps of stretches where they are needed, and compose what came: the states that arrive at targets."""
+    transport, maps = scan.transport, Maps(scan.matrix)
+    leaving = [
+        (peer, torch.cat([_rows(a, route.sent_matrices[peer]).flatten(), _rows(b, route.sends[peer]).flatten()]))
+        for peer in range(transport.ranks)
+    ]
+    counts = list(zip(route.received_matrices, route.receives, strict=True))
+    shapes = [((matrices, *a.shape[1:]), (states, *b.shape[1:])) for matrices, states in counts]
+    split = [[torch.Size(shape).numel() for shape in each] for each in shapes]
+    arriving = [(peer, b.new_empty(sum(sizes))) for peer, sizes in enumerate(split)]
+    with unbroken(transport), under_way(transport, name) as operation:
+        transport.exchange(leaving, arriving, "maps of runs").wait()
+    came = [buffer.split(sizes) for (_, buffer), sizes in zip(arriving, split, strict=True)]
+    all_a = torch.cat([a, *(part.view(shape) for (part, _), (shape, _) in zip(came, shapes, strict=True))])
+    all_b = torch.cat([b, *(part.view(shape) for (_, part), (_, shape) in zip(came, shapes, strict=True))])
+    matrices, states = _rows(all_a, route.link_matrices), _rows(all_b, route.links)
+    before, ends = maps.scan(matrices, states, _rows(all_b, route.heads), route.sizes)
+    return operation.header, _rows(torch.cat([before, ends]), route.reads)
+
+
+def _rows(tensor: Tensor, which: Tensor) -> Tensor:
+    return tensor.index_select(0, _on(tensor, which))
+
+
+def _on(tensor: Tensor, which: Tensor) -> Tensor:
+    return which.to(tensor.device, non_blocking=True)
