@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -45,10 +45,10 @@ class Rule(ABC):
     def sizes(self) -> dict[str, int]:
         """The size of every letter, once all tensors fit."""
 
-    @property
-    @abstractmethod
-    def state_shape(self) -> tuple[int, ...]:
-        """The shape of one document's state."""
+    if TYPE_CHECKING:  # of one document; a field of some
+
+        @property
+        def state_shape(self) -> tuple[int, ...]: ...
 
     @classmethod
     def shapes(cls) -> dict[str, list[str]]:

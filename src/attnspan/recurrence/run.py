@@ -89,7 +89,9 @@ class Recurrence:
             out, end = rule.fn(*inputs, rule.zeros(rows) if initial is None else initial[document])
             outs.append(out)
             added.append(rule.flat(end))
-        nothing = rule.flat(rule.zeros(rows))
+        # An empty rank's states hang on its inputs too, so that it takes part in the backward pass of final states.
+        tie = sum((x[:, :0].sum().to(rule.dtype) for x in rule.inputs), rule.zeros(rows))
+        nothing = rule.flat(tie if initial is None else tie + initial[:0].sum())
         unit = nothing if rule.diagonal else nothing.new_zeros(len(nothing), nothing.shape[1], nothing.shape[1])
         b = torch.stack([nothing, *added])[1:]
         a = torch.stack([unit, *matrices, *[unit] * (len(parts) - waiting)])[1:]
@@ -154,8 +156,6 @@ def _innermost(tokens: Tensor, rows: int, alike: bool) -> Tensor:
 
 def _chunks_of(tokens: Tensor, chunks: Chunks) -> Tensor:
     """(T, H, D) as (n, H, C, D), with zeros where a chunk has no token."""
-    if not len(tokens):
-        return tokens.new_zeros(0, tokens.shape[1], chunks.size, tokens.shape[2])
     found = tokens.index_select(0, chunks.tokens.flatten().to(tokens.device))
     if not bool(chunks.filled.all()):
         found = torch.where(chunks.filled.flatten().to(tokens.device).view(-1, 1, 1), found, 0)
