@@ -17,8 +17,9 @@ below the diagonal. So a chunk is four tensors, which depend on the chunk alone:
 
 [Note: sums, not differences] Sums of g are added up, never subtracted from one another: after a strong decay, prefix
 sums are large, and their difference would be rounded. It would also be NaN where a gate is shut, g = -inf. With a
-decay per channel, P does not factor into q and k without exp(-g), which overflows; so the chunk is cut into blocks of
-`BLOCK` tokens. Between blocks, both sides decay to the border between them; inside, pairs are written out.
+decay per channel, P does not factor into q and k without exp(-g), which overflows. So P is put together by halves:
+between a block of tokens and the next, queries decay from the border and keys to it, both by sums <= 0. Two blocks and
+what is between them are a block of twice the size. The sums grow with them, and in the end are those of the chunk.
 
 Shapes: n chunks, H heads, C tokens, K and V head dims; g is (n, H, C, 1) or (n, H, C, K), beta (n, H, C, 1).
 """
@@ -29,9 +30,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-
-BLOCK = 8
-"""Tokens of a chunk whose pairs are written out channel by channel: (n, H, C, BLOCK, K) numbers."""
 
 LONGEST = 64
 """Tokens of a chunk, at most."""
@@ -69,55 +67,48 @@ def chunk_size(lengths: Tensor, width: int) -> int:
 
 
 def chunked(terms: Terms) -> Chunk:
-    """The maps of chunks."""
+    """The maps of chunks, whose size is a power of two."""
     query, key, value, decay, beta = terms
     if decay is None:
         decay = key.new_zeros(*key.shape[:3], 1)
-    prefix = decay.cumsum(2)
-    suffix = torch.nn.functional.pad(decay[:, :, 1:], (0, 0, 0, 1)).flip(2).cumsum(2).flip(2)
-    total = prefix[:, :, -1].exp()  # (n, H, K or 1)
+    pairs, prefix, suffix, total = _pairs([query] if beta is None else [query, key], key, decay)
     reads, kept = query * prefix.exp(), (key * suffix.exp()).mT
     if beta is None:
-        (pairs,) = _pairs([query], key, decay)
-        return Chunk(pairs @ value, reads, total.unsqueeze(-1), kept @ value)
-    pairs, among = _pairs([query, key], key, decay)
+        return Chunk(pairs[0] @ value, reads, total.exp().mT, kept @ value)
     right = beta * torch.cat([value, key * prefix.exp()], -1)
-    solved = torch.linalg.solve_triangular(beta * among.tril(-1), right, upper=False, unitriangular=True)
+    solved = torch.linalg.solve_triangular(beta * pairs[1].tril(-1), right, upper=False, unitriangular=True)
     new, old = solved.split([value.shape[-1], key.shape[-1]], -1)
-    a = torch.diag_embed(total.expand(*total.shape[:2], key.shape[-1])) - kept @ old
-    return Chunk(pairs @ new, reads - pairs @ old, a, kept @ new)
+    a = torch.diag_embed(total.exp().squeeze(2).expand(*key.shape[:2], -1)) - kept @ old
+    return Chunk(pairs[0] @ new, reads - pairs[0] @ old, a, kept @ new)
 
 
-def _pairs(rows: list[Tensor], key: Tensor, decay: Tensor) -> list[Tensor]:
-    """P for each of some tensors in the place of q: (n, H, C, C), zero above the diagonal."""
-    if decay.shape[-1] == 1:
-        weights = _between(decay).squeeze(-1)
-        return [(row @ key.mT) * weights for row in rows]
-    return [_channel_pairs(row, key, decay) for row in rows]
+def _pairs(rows: list[Tensor], key: Tensor, decay: Tensor) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
+    """P (n, H, C, C) for each of some tensors in the place of q, zero above the diagonal; and the sums of g."""
+    if decay.shape[-1] > 1 or key.shape[-1] == 1:
+        return _by_halves(rows, key, decay)
+    one = torch.ones_like(decay)
+    (weights,), *sums = _by_halves([one], one, decay)
+    return [(row @ key.mT) * weights for row in rows], *sums
 
 
-def _between(decay: Tensor) -> Tensor:
-    """exp of the sums over (j, i], (..., C, C, channels) for (..., C, channels); zero where j > i."""
-    size = decay.shape[-2]
-    place = torch.arange(size, device=decay.device)
-    later = (place.unsqueeze(1) > place).unsqueeze(-1)
-    sums = torch.where(later, decay.unsqueeze(-2), 0).cumsum(-3)
-    return torch.where((place.unsqueeze(1) >= place).unsqueeze(-1), sums, -torch.inf).exp()
+def _by_halves(rows: list[Tensor], key: Tensor, decay: Tensor) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
+    """P, and the sums up to each token, after each, and of all. See [Note: sums, not differences]."""
+    pairs = [(row * key).sum(-1)[..., None, None] for row in rows]  # (n, H, blocks, tokens, tokens)
+    prefix, suffix, total = decay.unsqueeze(3), torch.zeros_like(decay).unsqueeze(3), decay.unsqueeze(3)
+    while total.shape[2] > 1:
+        early, late = slice(0, None, 2), slice(1, None, 2)
+        arriving, leaving = prefix[:, :, late].exp(), suffix[:, :, early].exp()
+        keys = key.unflatten(2, prefix.shape[2:4])[:, :, early] * leaving
+        between = [(row.unflatten(2, prefix.shape[2:4])[:, :, late] * arriving) @ keys.mT for row in rows]
+        pairs = [_joined(each[:, :, early], part, each[:, :, late]) for each, part in zip(pairs, between, strict=True)]
+        first, second = total[:, :, early], total[:, :, late]
+        prefix = torch.cat([prefix[:, :, early], prefix[:, :, late] + first], 3)
+        suffix = torch.cat([suffix[:, :, early] + second, suffix[:, :, late]], 3)
+        total = first + second
+    return [each.squeeze(2) for each in pairs], prefix.squeeze(2), suffix.squeeze(2), total.squeeze(2)
 
 
-def _channel_pairs(row: Tensor, key: Tensor, decay: Tensor) -> Tensor:
-    """See [Note: sums, not differences]."""
-    size = key.shape[2]
-    rows, keys, decays = (x.unflatten(2, (-1, min(BLOCK, size))) for x in (row, key, decay))
-    inside = (rows.unsqueeze(-2) * keys.unsqueeze(-3) * _between(decays)).sum(-1)
-    lines = []
-    rest = decay[:, :, :0]  # of every key so far: the sum from there to the border
-    for block in range(rows.shape[2]):
-        arriving = rows[:, :, block] * decays[:, :, block].cumsum(2).exp()
-        before = arriving @ (key[:, :, : rest.shape[2]] * rest.exp()).mT
-        after = size - before.shape[-1] - inside.shape[-1]
-        lines.append(torch.nn.functional.pad(torch.cat([before, inside[:, :, block]], -1), (0, after)))
-        own = decays[:, :, block]
-        suffix = torch.nn.functional.pad(own[:, :, 1:], (0, 0, 0, 1)).flip(2).cumsum(2).flip(2)
-        rest = torch.cat([rest + own.sum(2, keepdim=True), suffix], 2)
-    return torch.cat(lines, 2)
+def _joined(first: Tensor, between: Tensor, second: Tensor) -> Tensor:
+    """A lower triangle of two, and what is between them."""
+    upper = torch.cat([first, torch.zeros_like(between)], -1)
+    return torch.cat([upper, torch.cat([between, second], -1)], -2)
