@@ -1,4 +1,4 @@
-"""Random recurrences: a layout, documents, and tensors of every rule; what ranks make of them, and what the oracle does.
+"""Random recurrences: a layout, documents and tensors of every rule; what ranks make of them, and the oracle.
 
 A case is run whole: outputs, final states and the gradients of all tensors, for one random loss that all of these are
 in. Gradients of ranks are summed, as the loss is the sum of what the ranks compute.

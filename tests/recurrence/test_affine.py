@@ -78,7 +78,11 @@ def from_the_right(x, state):
         (squashed, {"diagonal": True}, r"fn \(squashed\) is not affine .* a factor for each number of it"),
         (from_the_right, {}, r"fn \(from_the_right\) is not affine"),
         (lambda x, state: x, {}, r"must return \(out, final_state\), got Tensor"),
-        (lambda x, state: (x, state[..., :1]), {}, r"a state of shape \(1, 3, 3\), got shapes \(1, 4, 3\) and \(1, 3, 1"),
+        (
+            lambda x, state: (x, state[..., :1]),
+            {},
+            r"a state of shape \(1, 3, 3\), got shapes \(1, 4, 3\) and \(1, 3, 1",
+        ),
         (squashed, {"state_shape": (3,)}, r"state_shape must have two dims, or one if diagonal, got \(3,\)"),
     ],
 )

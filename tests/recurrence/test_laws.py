@@ -5,8 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import attnspan as span
-from tests.recurrence.cases import RULES, Case, cases, distance, on_ranks, truth
+from tests.recurrence.cases import RULES, cases, distance, on_ranks, truth
 
 WIDE = 1e-9  # of float64; what differs is the order of a few hundred sums
 NARROW = 2e-6  # of float32, as for attention

@@ -25,6 +25,7 @@ from attnspan.layouts import Run
 from attnspan.parallel.core import Core
 from attnspan.parallel.documents import borders
 from attnspan.parallel.moves import GatheredTokens, Moves, before
+from attnspan.parallel.report import RecurrenceUse
 from attnspan.recurrence import Affine, Recurrence, Rule, Stretches
 from attnspan.transports.consensus import digest
 
@@ -39,6 +40,7 @@ class Recurrences:
 
     def __init__(self, core: Core):
         self.core = core
+        self.uses: dict[str, RecurrenceUse] = {}
         self._halos: dict[int, Moves] = {}
         self._lines: dict[int, tuple[Tensor, Tensor]] = {}
         self._tested: set[str] = set()
@@ -79,6 +81,7 @@ class Recurrences:
         recurrence = self.recurrence
         if initial is not None:
             initial = recurrence.states(initial.to(rule.dtype), rule)
+        self._count(rule)
         out, ends = recurrence.run(rule, initial, name)
         return out, self._gathered(rule, ends, name) if final else None
 
@@ -138,6 +141,12 @@ class Recurrences:
         stretches = self.recurrence.stretches
         return digest(stretches.start[stretches.step == 0].tolist())
 
+    def _count(self, rule: Rule) -> None:
+        name = type(rule).__name__
+        used = self.uses.get(name, RecurrenceUse())
+        there, back = self.recurrence.arriving(rule)
+        self.uses[name] = RecurrenceUse(used.calls + 1, used.forward + there, used.backward + back)
+
     def _warn(self, rule: Rule) -> None:
         """See [Note: short runs]."""
         core, own = self.core, len(self.recurrence.plan.own)
@@ -175,7 +184,10 @@ class Recurrences:
         tokens = [_lines(part, conv.dim, alike) for part in parts]
         line, back = (each.to(tensor.device) for each in self._line(left))
         padded = torch.cat(tokens).index_select(0, line).permute(1, 2, 0)  # (rows, channels, line)
-        out = F.conv1d(padded, weight.unsqueeze(1), conv.bias, groups=len(weight)) if len(line) else padded
+        if len(line):
+            out = F.conv1d(padded, weight.unsqueeze(1), conv.bias, groups=len(weight))
+        else:  # parameters get a gradient on every rank: averaging waits for it
+            out = padded + weight.sum() + (0 if conv.bias is None else conv.bias.sum())
         out = out.permute(2, 0, 1).index_select(0, back)
         out = out.transpose(0, 1) if alike else out.unflatten(0, (len(tensor), -1)).squeeze(2)
         out = out if conv.dim == 1 else out.transpose(1, 2)

@@ -13,7 +13,7 @@ turns on one device, nothing is predicted.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from attnspan.attention.uses import Took, Uses
@@ -133,6 +133,14 @@ class PastUses:
         return PastUses(self.mask, *counts, sums.received, sums.pairs, sums.all_pairs)
 
 
+class RecurrenceUse(NamedTuple):
+    """How often a rule ran, replays included, and the bytes of maps that arrive in its forward and backward passes."""
+
+    calls: int = 0
+    forward: int = 0
+    backward: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class Report:
     """What a session was used for on this rank since it was made, or last reset. Prints as a table."""
@@ -140,6 +148,7 @@ class Report:
     rank: int
     ranks: int
     lines: tuple[ReportLine | PastUses, ...]
+    recurrences: Mapping[str, RecurrenceUse] = field(default_factory=dict)  # by the name of the rule
 
     @property
     def calls(self) -> int:
@@ -200,7 +209,12 @@ class Report:
         ]
         title = f"rank {self.rank} of {self.ranks}: {self.calls} calls, {self.share:.1%} of the work"
         warned = [f"warning: {each}" for each in self.warnings]
-        return "\n".join([title, table(head, lines), *warned]) if lines else f"{title}: attention has not run"
+        recurrent = [
+            f"{name}: {use.calls} calls; maps received: {_sized(use.forward)} forward, {_sized(use.backward)} backward"
+            for name, use in self.recurrences.items()
+        ]
+        shown = [title, table(head, lines)] if lines else [f"{title}: attention has not run"]
+        return "\n".join([*shown, *recurrent, *warned])
 
 
 def report(rank: int, ranks: int, uses: Mapping[str, Uses], past: PastUses, machine: Machine) -> Report:

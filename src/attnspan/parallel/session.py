@@ -264,7 +264,7 @@ class ContextParallel:
 
     def report(self) -> Report:
         """Calls, bytes, work and times of this session on this rank since it was made, or last reset."""
-        return self.attentions.report()
+        return replace(self.attentions.report(), recurrences=dict(self._recurrences.uses))
 
     def explain(self, mask: str | None = None) -> str:
         """Why attention runs as it does, in words.
@@ -277,6 +277,7 @@ class ContextParallel:
     def reset(self) -> None:
         """Start counting again."""
         self.attentions.reset()
+        self._recurrences.uses.clear()
 
     def assert_used(self, layers: int | Mapping[str, int] | None = None, *, passes: int = 1) -> None:
         """Raise unless attention ran once in each of `layers`, in each of `passes` forward passes since the last reset.

@@ -43,7 +43,6 @@ class Affine(Rule):
     diagonal: bool = False
 
     SHAPES = ""
-    MATRIX = True
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -66,6 +65,11 @@ class Affine(Rule):
                     f"got {dtype_name(tensor.dtype)} of shape {tuple(tensor.shape)}"
                 )
         return {"B": first.shape[0], "S": first.shape[1]}
+
+    @property
+    def map_size(self) -> int:
+        size = torch.Size(self.state_shape).numel()
+        return size if self.diagonal else size // self.state_shape[-1] * self.state_shape[-2]
 
     def __str__(self) -> str:
         shapes = [f"{dtype_name(x.dtype)} {tuple(x.shape[2:])}" for x in self.inputs]

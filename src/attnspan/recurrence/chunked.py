@@ -78,7 +78,7 @@ def chunked(terms: Terms) -> Chunk:
     right = beta * torch.cat([value, key * prefix.exp()], -1)
     solved = torch.linalg.solve_triangular(beta * pairs[1].tril(-1), right, upper=False, unitriangular=True)
     new, old = solved.split([value.shape[-1], key.shape[-1]], -1)
-    a = torch.diag_embed(total.exp().squeeze(2).expand(*key.shape[:2], -1)) - kept @ old
+    a = torch.diag_embed(total.exp().squeeze(2).expand(*key.shape[:2], key.shape[-1])) - kept @ old
     return Chunk(pairs[0] @ new, reads - pairs[0] @ old, a, kept @ new)
 
 

@@ -158,6 +158,14 @@ class RankPlan:
 
         return [(count(self.forward, peer), count(self.backward, peer)) for peer in range(self.ranks)]
 
+    def arriving(self, matrix: int, state: int) -> tuple[int, int]:
+        """Numbers that come to this rank, forward and backward."""
+        forward, backward = (
+            sum(route.received_matrices) * matrix + sum(route.receives) * state
+            for route in (self.forward, self.backward)
+        )
+        return forward, backward
+
     def _route(self, step: Tensor, own: int) -> Route:
         s, row_of = self.stretches, torch.full((len(step),), -1, device="cpu")
         row_of[self.own] = torch.arange(len(self.own), device="cpu")

@@ -37,13 +37,15 @@ class Rule(ABC):
     SHAPES: ClassVar[str]
     """The dims of each tensor, a letter each; of one that may have several shapes, all of them."""
 
-    MATRIX: ClassVar[bool]
-    """Whether a run of tokens acts on the state by a matrix, or by a decay."""
-
     @property
     @abstractmethod
     def sizes(self) -> dict[str, int]:
         """The size of every letter, once all tensors fit."""
+
+    @property
+    @abstractmethod
+    def map_size(self) -> int:
+        """How many numbers tell what a run of tokens does to the state of one batch row."""
 
     if TYPE_CHECKING:  # of one document; a field of some
 
@@ -87,6 +89,9 @@ class Rule(ABC):
 class LinearRule(Rule):
     """A rule that chunked.py knows."""
 
+    MATRIX: ClassVar[bool]
+    """Whether a run of tokens acts on the state by a matrix, or by a decay."""
+
     @property
     def sizes(self) -> dict[str, int]:
         found = fitted(self)
@@ -102,12 +107,11 @@ class LinearRule(Rule):
         return sizes["H"], sizes["K"], sizes["V"]
 
     @property
-    def decay_size(self) -> int:
-        """How many numbers a run of tokens does to the state of one head."""
-        decay, size = self.tensors.get("decay"), self.sizes["K"]
+    def map_size(self) -> int:
+        decay, heads, size = self.tensors.get("decay"), self.sizes["H"], self.sizes["K"]
         if self.MATRIX:
-            return size * size
-        return size if decay is not None and decay.dim() == 4 else 1
+            return heads * size * size
+        return heads * size if decay is not None and decay.dim() == 4 else heads
 
     @abstractmethod
     def terms(self) -> Terms:

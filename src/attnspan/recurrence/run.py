@@ -54,15 +54,18 @@ class Recurrence:
 
     def traffic(self, rule: Rule) -> list[tuple[int, int]]:
         """Bytes that go to each rank, forward and backward."""
+        size = rule.dtype.itemsize
+        return [(size * there, size * back) for there, back in self.plan.traffic(*self._sizes(rule))]
+
+    def arriving(self, rule: Rule) -> tuple[int, int]:
+        """Bytes that come to this rank, forward and backward."""
+        there, back = self.plan.arriving(*self._sizes(rule))
+        return rule.dtype.itemsize * there, rule.dtype.itemsize * back
+
+    def _sizes(self, rule: Rule) -> tuple[int, int]:
+        """How many numbers the matrix, or decay, and the state of a map have, rows that lie alike together."""
         alike = rule.sizes["B"] if self.stretches.rows == 1 else 1
-        state = torch.Size(rule.state_shape).numel()
-        if isinstance(rule, Affine):
-            matrix = state if rule.diagonal else state // rule.state_shape[-1] * rule.state_shape[-2]
-        else:
-            assert isinstance(rule, LinearRule), "there is no other kind"
-            matrix = rule.sizes["H"] * rule.decay_size
-        size = rule.dtype.itemsize * alike
-        return [(size * there, size * back) for there, back in self.plan.traffic(matrix, state)]
+        return alike * rule.map_size, alike * torch.Size(rule.state_shape).numel()
 
     def _linear(self, rule: LinearRule, initial: Tensor | None, name: str) -> tuple[Tensor, Tensor]:
         chunks, alike = self._chunked(chunk_size(self._lengths, rule.sizes["K"])), self.stretches.rows == 1
