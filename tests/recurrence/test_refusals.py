@@ -56,7 +56,7 @@ REFUSED = {
     "a state of another shape": (
         delta,
         {"initial_state": torch.zeros(2, H, V, K)},
-        r"initial_state must be \(2, 2, 3, 5\), a state for each of 2 documents through all batch rows, got torch.float32",
+        r"initial_state must be \(2, 2, 3, 5\), a state for each of 2 documents through all batch rows, got ",
     ),
     "a state for each row": (
         delta,

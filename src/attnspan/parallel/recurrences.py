@@ -63,12 +63,10 @@ class Recurrences:
 
     def run(self, rule: Rule, initial: Tensor | None, final: bool) -> tuple[Tensor, Tensor | None]:
         """The output of a rule, and all documents' final states if asked for."""
-        if not isinstance(rule, Rule):
-            raise RecurrenceError(f"rule must be one such as GatedDelta(query, key, ...), got {type(rule).__name__}")
-        tensors = (*rule.tensors.values(), initial)
-        check_untransformed("recurrence", *tensors, error=RecurrenceError)
         said: str | RecurrenceError | ShardError
         try:
+            if isinstance(rule, Rule):
+                check_untransformed("recurrence", *rule.tensors.values(), initial, error=RecurrenceError)
             self._check(rule, initial)
             given = "" if initial is None else f", from {initial.dtype} states"
             said = f"recurrence {rule}{given}{', to final states' if final else ''}, documents {self._digest}"
@@ -96,6 +94,8 @@ class Recurrences:
         return every.index_select(0, order).transpose(0, 1).flatten(0, 1)
 
     def _check(self, rule: Rule, initial: Tensor | None) -> None:
+        if not isinstance(rule, Rule):
+            raise RecurrenceError(f"rule must be one such as GatedDelta(query, key, ...), got {type(rule).__name__}")
         core, sizes = self.core, rule.sizes
         stretches = self.recurrence.stretches
         tensors = rule.tensors if initial is None else {**rule.tensors, "initial_state": initial}

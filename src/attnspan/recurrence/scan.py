@@ -73,19 +73,25 @@ class States(torch.autograd.Function):
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator, unused-ignore]
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        (a, product, whole, states), scan = ctx.saved_tensors, ctx.scan
-        d_states, d_after = (each.contiguous() for each in grads)
-        maps, (waits, others), n = Maps(scan.matrix), scan.chunks.sizes, sum(scan.chunks.sizes[0])
-        waiting, route = scan.plan.waiting, scan.plan.backward
-        added = maps.act(maps.transposed(whole), d_after[:waiting])
-        for size, part in _steps(waits, maps.act(maps.transposed(product), d_states[:n])):
-            added[:size] += part
-        _, arrived = _exchanged(scan, route, maps.transposed(whole), added, ctx.header)
-        d_after = d_after.index_add(0, _on(a, route.targets), arrived)
-        d_b, _ = maps.scan_back(a[:n], d_states[:n], d_after[:waiting], waits)
-        d_known, d_initial = maps.scan_back(a[n:], d_states[n:], d_after[waiting:], others)
-        d_b = torch.cat([d_b, d_known])
-        return maps.outer(d_b, states).sum_to_size(a.shape), d_b, d_initial, None
+        with torch.autocast(grads[0].device.type, enabled=False):
+            return (*_gradients(ctx, *grads), None)
+
+
+def _gradients(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of maps and beginnings, from those of states before chunks and after stretches."""
+    (a, product, whole, states), scan = ctx.saved_tensors, ctx.scan
+    d_states, d_after = (each.contiguous() for each in grads)
+    maps, (waits, others), n = Maps(scan.matrix), scan.chunks.sizes, sum(scan.chunks.sizes[0])
+    waiting, route = scan.plan.waiting, scan.plan.backward
+    added = maps.act(maps.transposed(whole), d_after[:waiting])
+    for size, part in _steps(waits, maps.act(maps.transposed(product), d_states[:n])):
+        added[:size] += part
+    _, arrived = _exchanged(scan, route, maps.transposed(whole), added, ctx.header)
+    d_after = d_after.index_add(0, _on(a, route.targets), arrived)
+    d_b, _ = maps.scan_back(a[:n], d_states[:n], d_after[:waiting], waits)
+    d_known, d_initial = maps.scan_back(a[n:], d_states[n:], d_after[waiting:], others)
+    d_b = torch.cat([d_b, d_known])
+    return maps.outer(d_b, states).sum_to_size(a.shape), d_b, d_initial
 
 
 @dataclass(frozen=True)
