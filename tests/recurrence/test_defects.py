@@ -65,8 +65,8 @@ def decay_twice(patch):
     whole = chunked._by_halves
 
     def by_halves(rows, key, decay):
-        pairs, prefix, *rest = whole(rows, key, decay)
-        return pairs, prefix + decay, *rest
+        found = whole(rows, key, decay)
+        return found._replace(prefix=found.prefix + decay)
 
     patch.setattr(chunked, "_by_halves", by_halves)
 

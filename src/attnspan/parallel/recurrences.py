@@ -81,16 +81,14 @@ class Recurrences:
             initial = recurrence.states(initial.to(rule.dtype), rule)
         self._count(rule)
         out, ends = recurrence.run(rule, initial, name)
-        return out, self._gathered(rule, ends, name) if final else None
+        return out, self._gathered(ends, name) if final else None
 
-    def _gathered(self, rule: Rule, ends: Tensor, name: str) -> Tensor:
+    def _gathered(self, ends: Tensor, name: str) -> Tensor:
         """All documents' final states, from those of the documents that end on each rank."""
         recurrence, transport = self.recurrence, self.core.transport
-        last = [recurrence.last(rank) for rank in range(transport.ranks)]
-        every: Tensor = GatheredTokens.apply(
-            ends.contiguous(), transport, [len(each) for each in last], f"final states of {name}"
-        )
-        order = torch.cat(last).argsort().to(every.device)
+        sizes = [len(each) for each in recurrence.last]
+        every: Tensor = GatheredTokens.apply(ends.contiguous(), transport, sizes, f"final states of {name}")
+        order = torch.cat(recurrence.last).argsort().to(every.device)
         return every.index_select(0, order).transpose(0, 1).flatten(0, 1)
 
     def _check(self, rule: Rule, initial: Tensor | None) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -48,7 +49,7 @@ class Affine(Rule):
     def tensors(self) -> dict[str, Tensor]:
         return {f"inputs[{i}]": tensor for i, tensor in enumerate(self.inputs)}
 
-    @property
+    @cached_property
     def sizes(self) -> dict[str, int]:
         if not self.inputs or not callable(self.fn):
             raise RecurrenceError(f"Affine needs a function and inputs, got {self.fn!r} and {len(self.inputs)} inputs")

@@ -26,6 +26,7 @@ Shapes: n chunks, H heads, C tokens, K and V head dims; g is (n, H, C, 1) or (n,
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -43,6 +44,11 @@ class Terms(NamedTuple):
     value: Tensor
     decay: Tensor | None
     beta: Tensor | None
+
+    def each(self, do: Callable[[Tensor], Tensor]) -> Terms:
+        """The same, with something done to every tensor."""
+        decay, beta = (None if x is None else do(x) for x in (self.decay, self.beta))
+        return Terms(do(self.query), do(self.key), do(self.value), decay, beta)
 
 
 class Chunk(NamedTuple):
@@ -82,17 +88,25 @@ def chunked(terms: Terms) -> Chunk:
     return Chunk(pairs[0] @ new, reads - pairs[0] @ old, a, kept @ new)
 
 
-def _pairs(rows: list[Tensor], key: Tensor, decay: Tensor) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
+class Pairs(NamedTuple):
     """P (n, H, C, C) for each of some tensors in the place of q, zero above the diagonal; and the sums of g."""
+
+    pairs: list[Tensor]
+    prefix: Tensor
+    suffix: Tensor
+    total: Tensor
+
+
+def _pairs(rows: list[Tensor], key: Tensor, decay: Tensor) -> Pairs:
     if decay.shape[-1] > 1 or key.shape[-1] == 1:
         return _by_halves(rows, key, decay)
     one = torch.ones_like(decay)
-    (weights,), *sums = _by_halves([one], one, decay)
-    return [(row @ key.mT) * weights for row in rows], *sums
+    weights = _by_halves([one], one, decay)
+    return weights._replace(pairs=[(row @ key.mT) * weights.pairs[0] for row in rows])
 
 
-def _by_halves(rows: list[Tensor], key: Tensor, decay: Tensor) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
-    """P, and the sums up to each token, after each, and of all. See [Note: sums, not differences]."""
+def _by_halves(rows: list[Tensor], key: Tensor, decay: Tensor) -> Pairs:
+    """See [Note: sums, not differences]."""
     pairs = [(row * key).sum(-1)[..., None, None] for row in rows]  # (n, H, blocks, tokens, tokens)
     prefix, suffix, total = decay.unsqueeze(3), torch.zeros_like(decay).unsqueeze(3), decay.unsqueeze(3)
     while total.shape[2] > 1:
@@ -105,7 +119,7 @@ def _by_halves(rows: list[Tensor], key: Tensor, decay: Tensor) -> tuple[list[Ten
         prefix = torch.cat([prefix[:, :, early], prefix[:, :, late] + first], 3)
         suffix = torch.cat([suffix[:, :, early] + second, suffix[:, :, late]], 3)
         total = first + second
-    return [each.squeeze(2) for each in pairs], prefix.squeeze(2), suffix.squeeze(2), total.squeeze(2)
+    return Pairs([each.squeeze(2) for each in pairs], prefix.squeeze(2), suffix.squeeze(2), total.squeeze(2))
 
 
 def _joined(first: Tensor, between: Tensor, second: Tensor) -> Tensor:

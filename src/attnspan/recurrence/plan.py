@@ -10,13 +10,14 @@ before it in its chain, so a rank gets the maps of those before its last one, an
 The first stretch of a chain starts from a known state. What it sends is the state that it ends with: no matrix. The
 last one sends nothing. Gradients travel the same way from the end: a `Route` is one of the two directions.
 
-Everything here is numbers on the CPU: no tensor of data, no group.
+Everything here is numbers, made on the CPU: no tensor of data, no group.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -230,6 +231,7 @@ class Chunks:
     tokens: Tensor  # (chunks, size): places on the rank, 0 where there is none
     filled: Tensor  # (chunks, size): where there is one
     back: Tensor  # by token of the rank: its place among the chunks' tokens
+    full: bool  # whether every chunk is
 
     @staticmethod
     def of(plan: RankPlan, size: int) -> Chunks:
@@ -248,4 +250,18 @@ class Chunks:
         back = torch.empty(int(s.length[own].sum()), dtype=torch.int64, device="cpu")
         back[tokens[filled]] = filled.flatten().nonzero().flatten()
         waits, others = (tuple(torch.bincount(step[begins == kind]).tolist()) for kind in (False, True))
-        return Chunks(size, (waits, others), stretch, tokens, filled, back)
+        return Chunks(size, (waits, others), stretch, tokens, filled, back, bool(filled.all()))
+
+
+T = TypeVar("T", Chunks, Route)
+
+
+def on_device(numbers: T, device: torch.device) -> T:
+    """The same numbers, where they are looked up."""
+
+    def there(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(map(there, value))
+        return value.to(device) if isinstance(value, Tensor) else value
+
+    return replace(numbers, **{each.name: there(getattr(numbers, each.name)) for each in fields(numbers)})

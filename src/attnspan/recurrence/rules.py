@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -37,7 +38,7 @@ class Rule(ABC):
     SHAPES: ClassVar[str]
     """The dims of each tensor, a letter each; of one that may have several shapes, all of them."""
 
-    @property
+    @cached_property
     @abstractmethod
     def sizes(self) -> dict[str, int]:
         """The size of every letter, once all tensors fit."""
@@ -92,7 +93,7 @@ class LinearRule(Rule):
     MATRIX: ClassVar[bool]
     """Whether a run of tokens acts on the state by a matrix, or by a decay."""
 
-    @property
+    @cached_property
     def sizes(self) -> dict[str, int]:
         found = fitted(self)
         if found["H"] % found["G"]:

@@ -7,13 +7,14 @@ below: tokens are (T, B * H, ...) there, and (B * T, H, ...) where rows lie diff
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from attnspan.recurrence.affine import Affine
-from attnspan.recurrence.chunked import Terms, chunk_size, chunked
-from attnspan.recurrence.plan import Chunks, RankPlan, Stretches
+from attnspan.recurrence.chunked import chunk_size, chunked
+from attnspan.recurrence.plan import Chunks, RankPlan, Route, Stretches, on_device
 from attnspan.recurrence.rules import LinearRule, Rule
 from attnspan.recurrence.scan import Scan, States
 from attnspan.transports import Transport
@@ -42,15 +43,16 @@ class Recurrence:
             assert isinstance(rule, LinearRule), "there is no other kind"
             return self._linear(rule, initial, name)
 
-    def last(self, rank: int) -> Tensor:
-        """The documents that end on a rank, in the order of its states."""
-        plan = self.plan if rank == self.plan.rank else RankPlan(self.stretches, rank, self.transport.ranks)
-        return self.stretches.document[plan.own[self.stretches.back[plan.own] == 0]]
+    @cached_property
+    def last(self) -> list[Tensor]:
+        """By rank: the documents that end there, in the order of its states."""
+        plans = [RankPlan(self.stretches, rank, self.transport.ranks) for rank in range(self.transport.ranks)]
+        return [self.stretches.document[plan.own[self.stretches.back[plan.own] == 0]] for plan in plans]
 
     def states(self, given: Tensor, rule: Rule) -> Tensor:
         """States by document, rows among the heads where they lie alike: (documents, B, ...) or (documents, 1, ...)."""
-        rows = rule.sizes["B"] if self.stretches.rows == 1 else 1
-        return given.unflatten(0, (rows, self.stretches.documents)).transpose(0, 1)
+        by_row: Tensor = given.unflatten(0, (self._alike(rule), self.stretches.documents))
+        return by_row.transpose(0, 1)
 
     def traffic(self, rule: Rule) -> list[tuple[int, int]]:
         """Bytes that go to each rank, forward and backward."""
@@ -62,25 +64,28 @@ class Recurrence:
         there, back = self.plan.arriving(*self._sizes(rule))
         return rule.dtype.itemsize * there, rule.dtype.itemsize * back
 
+    def _alike(self, rule: Rule) -> int:
+        """How many batch rows go together."""
+        return rule.sizes["B"] if self.stretches.rows == 1 else 1
+
     def _sizes(self, rule: Rule) -> tuple[int, int]:
         """How many numbers the matrix, or decay, and the state of a map have, rows that lie alike together."""
-        alike = rule.sizes["B"] if self.stretches.rows == 1 else 1
+        alike = self._alike(rule)
         return alike * rule.map_size, alike * torch.Size(rule.state_shape).numel()
 
     def _linear(self, rule: LinearRule, initial: Tensor | None, name: str) -> tuple[Tensor, Tensor]:
         chunks, alike = self._chunked(chunk_size(self._lengths, rule.sizes["K"])), self.stretches.rows == 1
-        terms = Terms(*(None if x is None else _chunks_of(_outermost(x, alike), chunks) for x in rule.terms()))
-        chunk = chunked(terms)
+        chunk = chunked(rule.terms().each(lambda x: _chunks_of(_outermost(x, alike), chunks)))
         begins = self._initial(chunk.b, None if initial is None else rule.state_in(initial).flatten(1, 2))
-        scan = Scan(self.plan, chunks, self.transport, name, rule.MATRIX)
+        scan = Scan(self.plan.waiting, chunks, self._routes, self.transport, name, rule.MATRIX)
         before, after = States.apply(chunk.a, chunk.b, begins, scan)
         out = (chunk.out + chunk.reads @ before).transpose(1, 2).flatten(0, 1)
-        out = _innermost(out.index_select(0, chunks.back.to(out.device)), rule.sizes["B"], alike)
+        out = _innermost(out.index_select(0, chunks.back), rule.sizes["B"], alike)
         return rule.finished(out), rule.state_out(self._ends(after, rule))
 
     def _affine(self, rule: Affine, initial: Tensor | None, name: str) -> tuple[Tensor, Tensor]:
         plan, waiting = self.plan, self.plan.waiting
-        rows = rule.sizes["B"] if self.stretches.rows == 1 else 1
+        rows = self._alike(rule)
         outs: list[Tensor] = []
         matrices, added = [], []
         parts = list(rule.parts(plan))
@@ -99,7 +104,7 @@ class Recurrence:
         b = torch.stack([nothing, *added])[1:]
         a = torch.stack([unit, *matrices, *[unit] * (len(parts) - waiting)])[1:]
         chunks = self._chunked(max([1, *self._lengths.tolist()]))
-        scan = Scan(plan, chunks, self.transport, name, not rule.diagonal)
+        scan = Scan(waiting, chunks, self._routes, self.transport, name, not rule.diagonal)
         before, after = States.apply(a, b, self._initial(b, None), scan)
         states = before.reshape(len(before), rows, *rule.state_shape)
         later = [rule.fn(*inputs, state)[0] for (inputs, _), state in zip(parts[:waiting], states, strict=False)]
@@ -109,13 +114,19 @@ class Recurrence:
     def _joined(self, rule: Affine, outs: list[Tensor]) -> Tensor:
         """The outputs of stretches, in the order of the shard."""
         if not outs:  # what it would look like
-            token = [x.new_zeros(len(x), 1, *x.shape[2:]) for x in rule.inputs]
+            token = [torch.cat([x, x.new_zeros(len(x), 1, *x.shape[2:])], 1) for x in rule.inputs]
             return rule.fn(*token, rule.zeros(len(token[0])))[0][:, :0]
         s, own = self.stretches, self.plan.own
         order = s.place[own].argsort().tolist()
-        if s.rows == 1:
-            return torch.cat([outs[i] for i in order], 1)
-        return torch.cat([outs[i] for i in order], 1).unflatten(1, (s.rows, -1)).squeeze(0)
+        line = torch.cat([outs[i] for i in order], 1)
+        by_row: Tensor = line if s.rows == 1 else line.unflatten(1, (s.rows, -1)).squeeze(0)
+        return by_row
+
+    @cached_property
+    def _routes(self) -> tuple[Route, Route]:
+        with torch.inference_mode(False):
+            device = self.transport.device
+            return on_device(self.plan.forward, device), on_device(self.plan.backward, device)
 
     @property
     def _lengths(self) -> Tensor:
@@ -124,7 +135,7 @@ class Recurrence:
     def _chunked(self, size: int) -> Chunks:
         if size not in self._chunks:
             with torch.inference_mode(False):
-                self._chunks[size] = Chunks.of(self.plan, size)
+                self._chunks[size] = on_device(Chunks.of(self.plan, size), self.transport.device)
         return self._chunks[size]
 
     def _initial(self, b: Tensor, initial: Tensor | None) -> Tensor:
@@ -137,11 +148,10 @@ class Recurrence:
     def _ends(self, after: Tensor, rule: Rule) -> Tensor:
         """Of the states after stretches, those that end a document: (documents, B or 1, heads, ...)."""
         last = (self.stretches.back[self.plan.own] == 0).nonzero().flatten()
-        rows = rule.sizes["B"] if self.stretches.rows == 1 else 1
         chosen = after.index_select(0, last.to(after.device))
-        if isinstance(rule, Affine):
-            return chosen.reshape(len(last), rows, *rule.state_shape)
-        return chosen.unflatten(1, (rows, -1))
+        rows = self._alike(rule)
+        shape = rule.state_shape if isinstance(rule, Affine) else (after.shape[1] // rows, *after.shape[2:])
+        return chosen.reshape(len(last), rows, *shape)
 
 
 def _outermost(tensor: Tensor, alike: bool) -> Tensor:
@@ -151,15 +161,14 @@ def _outermost(tensor: Tensor, alike: bool) -> Tensor:
 
 def _innermost(tokens: Tensor, rows: int, alike: bool) -> Tensor:
     """The way back."""
-    if alike:
-        return tokens.unflatten(1, (rows, -1)).transpose(0, 1).contiguous()
-    by_row: Tensor = tokens.unflatten(0, (rows, len(tokens) // rows))
-    return by_row
+    by_row: Tensor = tokens.unflatten(1, (rows, -1)) if alike else tokens.unflatten(0, (rows, len(tokens) // rows))
+    return by_row.transpose(0, 1).contiguous() if alike else by_row
 
 
 def _chunks_of(tokens: Tensor, chunks: Chunks) -> Tensor:
     """(T, H, D) as (n, H, C, D), with zeros where a chunk has no token."""
-    found = tokens.index_select(0, chunks.tokens.flatten().to(tokens.device))
-    if not bool(chunks.filled.all()):
-        found = torch.where(chunks.filled.flatten().to(tokens.device).view(-1, 1, 1), found, 0)
-    return found.unflatten(0, chunks.tokens.shape).transpose(1, 2).contiguous()
+    found = tokens.index_select(0, chunks.tokens.flatten())
+    if not chunks.full:
+        found = torch.where(chunks.filled.view(-1, 1, 1), found, 0)
+    by_chunk: Tensor = found.unflatten(0, chunks.tokens.shape)
+    return by_chunk.transpose(1, 2).contiguous()

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from attnspan.recurrence.plan import Chunks, RankPlan, Route
+from attnspan.recurrence.plan import Chunks, Route
 from attnspan.transports import Transport
 from attnspan.transports.operations import under_way
 from attnspan.transports.unbroken import unbroken
@@ -37,10 +37,11 @@ from attnspan.transports.unbroken import unbroken
 
 @dataclass(frozen=True)
 class Scan:
-    """What a scan runs over: chunks of a rank, its plan, its group, and the name that all ranks know it by."""
+    """What a scan runs over: chunks of a rank, the ways of maps, its group, and the name that all ranks know it by."""
 
-    plan: RankPlan
+    waiting: int  # how many stretches wait for a state; they are the first
     chunks: Chunks
+    routes: tuple[Route, Route]  # forward, backward
     transport: Transport
     name: str
     matrix: bool  # whether A is one, or a decay
@@ -58,12 +59,12 @@ class States(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor, initial: Tensor, scan: Scan) -> tuple[Tensor, Tensor]:
         maps, (waits, others), n = Maps(scan.matrix), scan.chunks.sizes, sum(scan.chunks.sizes[0])
-        waiting = scan.plan.waiting
+        waiting = scan.waiting
         before, after = maps.scan(a[:n], b[:n], b.new_zeros(waiting, *b.shape[1:]), waits)
         product, whole = maps.scan(a[:n], None, maps.identity(a, waiting), waits)
         known, ends = maps.scan(a[n:], b[n:], initial, others)
-        ctx.header, arrived = _exchanged(scan, scan.plan.forward, whole, torch.cat([after, ends]), scan.name)
-        before += maps.act(product, arrived.index_select(0, _on(b, scan.chunks.stretch[:n])))
+        ctx.header, arrived = _exchanged(scan, scan.routes[0], whole, torch.cat([after, ends]), scan.name)
+        before += maps.act(product, _rows(arrived, scan.chunks.stretch[:n]))
         after += maps.act(whole, arrived)
         states = torch.cat([before, known])
         ctx.save_for_backward(a, product, whole, states)
@@ -82,12 +83,12 @@ def _gradients(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     (a, product, whole, states), scan = ctx.saved_tensors, ctx.scan
     d_states, d_after = (each.contiguous() for each in grads)
     maps, (waits, others), n = Maps(scan.matrix), scan.chunks.sizes, sum(scan.chunks.sizes[0])
-    waiting, route = scan.plan.waiting, scan.plan.backward
+    waiting, route = scan.waiting, scan.routes[1]
     added = maps.act(maps.transposed(whole), d_after[:waiting])
     for size, part in _steps(waits, maps.act(maps.transposed(product), d_states[:n])):
         added[:size] += part
     _, arrived = _exchanged(scan, route, maps.transposed(whole), added, ctx.header)
-    d_after = d_after.index_add(0, _on(a, route.targets), arrived)
+    d_after = d_after.index_add(0, route.targets, arrived)
     d_b, _ = maps.scan_back(a[:n], d_states[:n], d_after[:waiting], waits)
     d_known, d_initial = maps.scan_back(a[n:], d_states[n:], d_after[waiting:], others)
     d_b = torch.cat([d_b, d_known])
@@ -168,8 +169,4 @@ def _exchanged(scan: Scan, route: Route, a: Tensor, b: Tensor, name: str | int) 
 
 
 def _rows(tensor: Tensor, which: Tensor) -> Tensor:
-    return tensor.index_select(0, _on(tensor, which))
-
-
-def _on(tensor: Tensor, which: Tensor) -> Tensor:
-    return which.to(tensor.device, non_blocking=True)
+    return tensor.index_select(0, which)
