@@ -15,11 +15,12 @@ and for the delta rule, v is replaced by u - W S, where (1 + L) [u W] = beta [v,
 below the diagonal. So a chunk is four tensors, which depend on the chunk alone: ``out = out0 + reads @ S`` and
 ``after = A S + B``, A a matrix for the delta rule, else a decay.
 
-[Note: sums, not differences] Sums of g are added up, never subtracted from one another: after a strong decay, prefix
-sums are large, and their difference would be rounded. It would also be NaN where a gate is shut, g = -inf. With a
-decay per channel, P does not factor into q and k without exp(-g), which overflows. So P is put together by halves:
-between a block of tokens and the next, queries decay from the border and keys to it, both by sums <= 0. Two blocks and
-what is between them are a block of twice the size. The sums grow with them, and in the end are those of the chunk.
+[Note: no division] Between tokens there is a product of factors exp(g) <= 1, and it is multiplied up, never divided
+out: prefix sums become large after a strong decay, their differences are rounded, and where a gate is shut (g = -inf)
+they are NaN. With a decay per channel, P does not factor into q and k without exp(-g), which overflows. So P is put
+together by halves: between a block of tokens and the next, queries decay from the border and keys to it. Two blocks and
+what is between them are a block of twice the size, in which the later queries have decayed by the earlier block, and
+the earlier keys by the later one. In the end these are the q exp(prefix) and k exp(suffix) of the chunk.
 
 Shapes: n chunks, H heads, C tokens, K and V head dims; g is (n, H, C, 1) or (n, H, C, K), beta (n, H, C, 1).
 """
@@ -75,51 +76,59 @@ def chunk_size(lengths: Tensor, width: int) -> int:
 def chunked(terms: Terms) -> Chunk:
     """The maps of chunks, whose size is a power of two."""
     query, key, value, decay, beta = terms
-    if decay is None:
-        decay = key.new_zeros(*key.shape[:3], 1)
-    pairs, prefix, suffix, total = _pairs([query] if beta is None else [query, key], key, decay)
-    reads, kept = query * prefix.exp(), (key * suffix.exp()).mT
+    factor = key.new_ones(*key.shape[:3], 1) if decay is None else decay.exp()
     if beta is None:
-        return Chunk(pairs[0] @ value, reads, total.exp().mT, kept @ value)
-    right = beta * torch.cat([value, key * prefix.exp()], -1)
-    solved = torch.linalg.solve_triangular(beta * pairs[1].tril(-1), right, upper=False, unitriangular=True)
+        (pairs,), (reads,), kept, total = _decayed([query], key, factor)
+        return Chunk(pairs @ value, reads, total.mT, kept.mT @ value)
+    (pairs, among), (reads, known), kept, total = _decayed([query, key], key, factor)
+    right = beta * torch.cat([value, known], -1)
+    solved = torch.linalg.solve_triangular(beta * among.tril(-1), right, upper=False, unitriangular=True)
     new, old = solved.split([value.shape[-1], key.shape[-1]], -1)
-    a = torch.diag_embed(total.exp().squeeze(2).expand(*key.shape[:2], key.shape[-1])) - kept @ old
-    return Chunk(pairs[0] @ new, reads - pairs[0] @ old, a, kept @ new)
+    diagonal = torch.diag_embed(total.squeeze(2).expand(*key.shape[:2], key.shape[-1]))
+    return Chunk(pairs @ new, reads - pairs @ old, diagonal - kept.mT @ old, kept.mT @ new)
 
 
-class Pairs(NamedTuple):
-    """P (n, H, C, C) for each of some tensors in the place of q, zero above the diagonal; and the sums of g."""
+class Decayed(NamedTuple):
+    """For each of some tensors in the place of q: P (n, H, C, C), and the tensor decayed from the beginning of the
+    chunk. Then keys decayed to its end, and the factor of the whole chunk, (n, H, 1, K or 1).
+    """
 
     pairs: list[Tensor]
-    prefix: Tensor
-    suffix: Tensor
+    rows: list[Tensor]
+    key: Tensor
     total: Tensor
 
 
-def _pairs(rows: list[Tensor], key: Tensor, decay: Tensor) -> Pairs:
-    if decay.shape[-1] > 1 or key.shape[-1] == 1:
-        return _by_halves(rows, key, decay)
-    one = torch.ones_like(decay)
-    weights = _by_halves([one], one, decay)
-    return weights._replace(pairs=[(row @ key.mT) * weights.pairs[0] for row in rows])
+def _decayed(rows: list[Tensor], key: Tensor, factor: Tensor) -> Decayed:
+    if factor.shape[-1] > 1 or key.shape[-1] == 1:
+        return _by_halves(rows, key, factor)
+    one = torch.ones_like(factor)  # what is alike for all channels is worked out for one
+    (weights,), (arriving,), leaving, total = _by_halves([one], one, factor)
+    pairs = [(row @ key.mT) * weights for row in rows]
+    return Decayed(pairs, [row * arriving for row in rows], key * leaving, total)
 
 
-def _by_halves(rows: list[Tensor], key: Tensor, decay: Tensor) -> Pairs:
-    """See [Note: sums, not differences]."""
-    pairs = [(row * key).sum(-1)[..., None, None] for row in rows]  # (n, H, blocks, tokens, tokens)
-    prefix, suffix, total = decay.unsqueeze(3), torch.zeros_like(decay).unsqueeze(3), decay.unsqueeze(3)
+def _by_halves(rows: list[Tensor], key: Tensor, factor: Tensor) -> Decayed:
+    """See [Note: no division]. Blocks of tokens are (n, H, blocks, tokens, K)."""
+    pairs = [(row * key).sum(-1)[..., None, None] for row in rows]
+    rows, key, total = [(row * factor).unsqueeze(3) for row in rows], key.unsqueeze(3), factor.unsqueeze(3)
     while total.shape[2] > 1:
         early, late = slice(0, None, 2), slice(1, None, 2)
-        arriving, leaving = prefix[:, :, late].exp(), suffix[:, :, early].exp()
-        keys = key.unflatten(2, prefix.shape[2:4])[:, :, early] * leaving
-        between = [(row.unflatten(2, prefix.shape[2:4])[:, :, late] * arriving) @ keys.mT for row in rows]
+        leaving = key[:, :, early].mT
+        between = [row[:, :, late] @ leaving for row in rows]
         pairs = [_joined(each[:, :, early], part, each[:, :, late]) for each, part in zip(pairs, between, strict=True)]
         first, second = total[:, :, early], total[:, :, late]
-        prefix = torch.cat([prefix[:, :, early], prefix[:, :, late] + first], 3)
-        suffix = torch.cat([suffix[:, :, early] + second, suffix[:, :, late]], 3)
-        total = first + second
-    return Pairs([each.squeeze(2) for each in pairs], prefix.squeeze(2), suffix.squeeze(2), total.squeeze(2))
+        rows = [_halved(row, torch.ones_like(first), first) for row in rows]
+        key, total = _halved(key, second, torch.ones_like(second)), first * second
+    return Decayed(
+        [each.squeeze(2) for each in pairs], [row.squeeze(2) for row in rows], key.squeeze(2), total.squeeze(2)
+    )
+
+
+def _halved(blocks: Tensor, early: Tensor, late: Tensor) -> Tensor:
+    """Blocks of twice the size, their halves multiplied by something each."""
+    pairs: Tensor = blocks.unflatten(2, (-1, 2))
+    return (pairs * torch.stack([early, late], 3)).flatten(3, 4)
 
 
 def _joined(first: Tensor, between: Tensor, second: Tensor) -> Tensor:
