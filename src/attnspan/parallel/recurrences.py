@@ -210,11 +210,9 @@ class Recurrences:
         line, at = [], 0
         for row, stretches in enumerate(rows):
             for number, run in enumerate(stretches):
-                first = tokens + (row * most + number) * left
-                line += [
-                    torch.arange(first, first + left, device="cpu"),
-                    torch.arange(at, at := at + len(run.positions)),
-                ]
+                first, last = tokens + (row * most + number) * left, at + len(run.positions)
+                line += [torch.arange(first, first + left, device="cpu"), torch.arange(at, last, device="cpu")]
+                at = last
         found = torch.cat([torch.empty(0, dtype=torch.int64, device="cpu"), *line])
         return found, (found < tokens).nonzero().flatten() - left
 

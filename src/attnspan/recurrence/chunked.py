@@ -52,7 +52,7 @@ class Terms(NamedTuple):
         return Terms(do(self.query), do(self.key), do(self.value), decay, beta)
 
 
-class Chunk(NamedTuple):
+class ChunkMaps(NamedTuple):
     """Chunks as maps: ``out = out + reads @ state`` and ``after = a (@ or *) state + b``."""
 
     out: Tensor
@@ -73,19 +73,19 @@ def chunk_size(lengths: Tensor, width: int) -> int:
     return min(sizes, key=lambda size: (int(((lengths + size - 1) // size).sum()) * (size + width) ** 2, size))
 
 
-def chunked(terms: Terms) -> Chunk:
+def chunked(terms: Terms) -> ChunkMaps:
     """The maps of chunks, whose size is a power of two."""
     query, key, value, decay, beta = terms
     factor = key.new_ones(*key.shape[:3], 1) if decay is None else decay.exp()
     if beta is None:
         (pairs,), (reads,), kept, total = _decayed([query], key, factor)
-        return Chunk(pairs @ value, reads, total.mT, kept.mT @ value)
+        return ChunkMaps(pairs @ value, reads, total.mT, kept.mT @ value)
     (pairs, among), (reads, known), kept, total = _decayed([query, key], key, factor)
     right = beta * torch.cat([value, known], -1)
     solved = torch.linalg.solve_triangular(beta * among.tril(-1), right, upper=False, unitriangular=True)
     new, old = solved.split([value.shape[-1], key.shape[-1]], -1)
     diagonal = torch.diag_embed(total.squeeze(2).expand(*key.shape[:2], key.shape[-1]))
-    return Chunk(pairs @ new, reads - pairs @ old, diagonal - kept.mT @ old, kept.mT @ new)
+    return ChunkMaps(pairs @ new, reads - pairs @ old, diagonal - kept.mT @ old, kept.mT @ new)
 
 
 class Decayed(NamedTuple):
