@@ -118,17 +118,11 @@ def _by_halves(rows: list[Tensor], key: Tensor, factor: Tensor) -> Decayed:
         between = [row[:, :, late] @ leaving for row in rows]
         pairs = [_joined(each[:, :, early], part, each[:, :, late]) for each, part in zip(pairs, between, strict=True)]
         first, second = total[:, :, early], total[:, :, late]
-        rows = [_halved(row, torch.ones_like(first), first) for row in rows]
-        key, total = _halved(key, second, torch.ones_like(second)), first * second
+        rows = [torch.cat([row[:, :, early], row[:, :, late] * first], 3) for row in rows]
+        key, total = torch.cat([key[:, :, early] * second, key[:, :, late]], 3), first * second
     return Decayed(
         [each.squeeze(2) for each in pairs], [row.squeeze(2) for row in rows], key.squeeze(2), total.squeeze(2)
     )
-
-
-def _halved(blocks: Tensor, early: Tensor, late: Tensor) -> Tensor:
-    """Blocks of twice the size, their halves multiplied by something each."""
-    pairs: Tensor = blocks.unflatten(2, (-1, 2))
-    return (pairs * torch.stack([early, late], 3)).flatten(3, 4)
 
 
 def _joined(first: Tensor, between: Tensor, second: Tensor) -> Tensor:

@@ -232,6 +232,7 @@ class Chunks:
     filled: Tensor  # (chunks, size): where there is one
     back: Tensor  # by token of the rank: its place among the chunks' tokens
     full: bool  # whether every chunk is
+    in_order: bool  # whether chunks hold the tokens as they lie on the rank
 
     @staticmethod
     def of(plan: RankPlan, size: int) -> Chunks:
@@ -250,7 +251,9 @@ class Chunks:
         back = torch.empty(int(s.length[own].sum()), dtype=torch.int64, device="cpu")
         back[tokens[filled]] = filled.flatten().nonzero().flatten()
         waits, others = (tuple(torch.bincount(step[begins == kind]).tolist()) for kind in (False, True))
-        return Chunks(size, (waits, others), stretch, tokens, filled, back, bool(filled.all()))
+        full = bool(filled.all())
+        in_order = full and torch.equal(back, torch.arange(len(back), device="cpu"))
+        return Chunks(size, (waits, others), stretch, tokens, filled, back, full, in_order)
 
 
 T = TypeVar("T", Chunks, Route)

@@ -80,7 +80,8 @@ class Recurrence:
         scan = Scan(self.plan.waiting, chunks, self._routes, self.transport, name, rule.MATRIX)
         before, after = States.apply(chunk.a, chunk.b, begins, scan)
         out = (chunk.out + chunk.reads @ before).transpose(1, 2).flatten(0, 1)
-        out = _innermost(out.index_select(0, chunks.back), rule.sizes["B"], alike)
+        out = out if chunks.in_order else out.index_select(0, chunks.back)
+        out = _innermost(out, rule.sizes["B"], alike)
         return rule.finished(out), rule.state_out(self._ends(after, rule))
 
     def _affine(self, rule: Affine, initial: Tensor | None, name: str) -> tuple[Tensor, Tensor]:
@@ -167,7 +168,7 @@ def _innermost(tokens: Tensor, rows: int, alike: bool) -> Tensor:
 
 def _chunks_of(tokens: Tensor, chunks: Chunks) -> Tensor:
     """(T, H, D) as (n, H, C, D), with zeros where a chunk has no token."""
-    found = tokens.index_select(0, chunks.tokens.flatten())
+    found = tokens if chunks.in_order else tokens.index_select(0, chunks.tokens.flatten())
     if not chunks.full:
         found = torch.where(chunks.filled.view(-1, 1, 1), found, 0)
     by_chunk: Tensor = found.unflatten(0, chunks.tokens.shape)
