@@ -38,8 +38,8 @@ class Case:
     states: torch.Tensor | None = field(init=False)
 
     def __post_init__(self):
-        random = torch.Generator().manual_seed(self.seed)
-        make = lambda *shape: torch.randn(*shape, generator=random, dtype=torch.float64)  # noqa: E731
+        random = torch.Generator("cpu").manual_seed(self.seed)
+        make = lambda *shape: torch.randn(*shape, generator=random, dtype=torch.float64, device="cpu")  # noqa: E731
         tokens, h, g, k, v = (self.batch, self.seq_len), self.heads, self.groups, self.key_dim, self.value_dim
         gate = lambda *shape: -make(*shape).exp() * 0.3  # noqa: E731
         if self.rule.startswith("SSD"):
@@ -90,15 +90,16 @@ class Case:
         names = ("query", "key", "value", "decay", "beta")
         return oracle.attending(*(named(name) for name in names), self.key_dim**-0.5, self.all_lengths, begin)
 
-    def leaves(self, dtype=torch.float64):
+    def leaves(self, dtype=torch.float64, device="cpu"):
         """Fresh tensors and states that gradients are asked of."""
-        tensors = {name: x.to(dtype).clone().requires_grad_() for name, x in self.tensors.items()}
-        return tensors, None if self.states is None else self.states.to(dtype).clone().requires_grad_()
+        tensors = {name: x.to(device, dtype, copy=True).requires_grad_() for name, x in self.tensors.items()}
+        return tensors, None if self.states is None else self.states.to(device, dtype, copy=True).requires_grad_()
 
     def weights(self, out, final):
         """What the loss multiplies outputs and final states by."""
-        random = torch.Generator().manual_seed(self.seed + 1)
-        return [torch.randn(x.shape, generator=random, dtype=torch.float64) for x in (out, final)]
+        random = torch.Generator("cpu").manual_seed(self.seed + 1)
+        drawn = [torch.randn(x.shape, generator=random, dtype=torch.float64, device="cpu") for x in (out, final)]
+        return [x.to(final.device) for x in drawn]
 
 
 @st.composite
@@ -140,7 +141,7 @@ def on_ranks(case, dtype=torch.float64, wrap=lambda world: world, session=lambda
 def of_rank(case, world, dtype=torch.float64, session=lambda cp: cp):
     """What one rank computes: its output, the final states, and its part of the gradients."""
     cp = session(span.ContextParallel(world, seq_len=case.seq_len, mask=case.mask, layout=case.layout))
-    tensors, states = case.leaves(dtype)
+    tensors, states = case.leaves(dtype, cp.transport.device)
     mine = {name: x if x.dim() == 1 else cp.shard(x) for name, x in tensors.items()}
     out, final = cp.recurrence(case.call(mine), initial_state=states, return_final_state=True)
     shape = (case.batch, case.seq_len, *out.shape[2:])

@@ -46,7 +46,7 @@ def live(world):
     return found | {"conv1d": (cp.unshard(out.detach()), whole.grad)}
 
 
-@on_backends(3, nccl=[])
+@on_backends(3)
 def test_every_rule_runs_on_real_processes(ranks, backend):
     found = spawn(ranks, live, backend=backend)
     for name, case in each_rule(ranks).items():

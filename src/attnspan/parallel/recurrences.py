@@ -61,6 +61,7 @@ class Recurrences:
 
     # ---- recurrences -----------------------------------------------------------------------------------------------
 
+    @torch._disable_dynamo  # agreements, exchanges and plans are not for compiled code
     def run(self, rule: Rule, initial: Tensor | None, final: bool) -> tuple[Tensor, Tensor | None]:
         """The output of a rule, and all documents' final states if asked for."""
         said: str | RecurrenceError | ShardError
@@ -162,11 +163,13 @@ class Recurrences:
 
     # ---- convolutions ----------------------------------------------------------------------------------------------
 
+    @torch._disable_dynamo  # agreements, exchanges and plans are not for compiled code
     def halo(self, tensor: Tensor, left: int, dim: int, batch_dim: int) -> Tensor:
         """The tokens before each stretch, `left` of them."""
         left = integer("left", left, at_least=1, error=ShardError)
         return self.core.sharding.moved(tensor, dim, batch_dim, self._halo(left), 0)
 
+    @torch._disable_dynamo  # agreements, exchanges and plans are not for compiled code
     def conv1d(self, tensor: Tensor, conv: Convolution) -> Tensor:
         """A depthwise causal convolution that begins anew with every document."""
         said: str | ShardError | RecurrenceError

@@ -467,9 +467,6 @@ class ContextParallel:
 
 
 run_eagerly(ContextParallel.flex_attention.__code__)
-run_eagerly(ContextParallel.recurrence.__code__)
-run_eagerly(ContextParallel.conv1d.__code__)
-run_eagerly(ContextParallel.halo.__code__)
 
 
 def _key(masks: Mapping[str, Mask], seq_len: int, layout: Layout | str) -> object:
