@@ -4,7 +4,7 @@ A case is run whole: outputs, final states and the gradients of all tensors, for
 in. Gradients of ranks are summed, as the loss is the sum of what the ranks compute.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from hypothesis import strategies as st
@@ -57,6 +57,13 @@ class Case:
         object.__setattr__(self, "tensors", tensors)
         state = (h, v, k) if self.rule.startswith("SSD") else (h, k, v)
         object.__setattr__(self, "states", make(len(self.rows_of_documents), *state) if self.initial else None)
+
+    def rounded(self, dtype):
+        """The same with numbers that a dtype has: what is then measured is rounding on the way, not of inputs."""
+        other = replace(self)
+        object.__setattr__(other, "tensors", {name: x.to(dtype).double() for name, x in self.tensors.items()})
+        object.__setattr__(other, "states", None if self.states is None else self.states.to(dtype).double())
+        return other
 
     @property
     def all_lengths(self):

@@ -1,8 +1,6 @@
 """Recurrences under what training does to them: half precision, autocast, checkpointing, torch.compile, other devices'
 wires, gates that are shut, and gradients of some tensors only."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -64,13 +62,8 @@ def test_every_rule_runs_on_real_processes(ranks, backend):
 
 @pytest.mark.parametrize("rule", RULES)
 def test_in_bfloat16_ranks_round_as_one_device_does(rule):
-    case = packed(rule, HeadTail(4), seed=7)
-    rounded = {name: x.bfloat16().double() for name, x in case.tensors.items()}
-    object.__setattr__(case, "tensors", rounded)  # what is measured is rounding on the way, not of the inputs
-    object.__setattr__(case, "states", case.states.bfloat16().double())
-    alone = replace(case, layout=Contiguous(1))
-    object.__setattr__(alone, "tensors", rounded)
-    object.__setattr__(alone, "states", case.states)
+    case = packed(rule, HeadTail(4), seed=7).rounded(torch.bfloat16)
+    alone = packed(rule, Contiguous(1), seed=7).rounded(torch.bfloat16)
     expected = truth(case)
     here, there = (distance(on_ranks(each, torch.bfloat16), expected) for each in (alone, case))
     for name in ("out", "final"):

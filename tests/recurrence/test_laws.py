@@ -21,6 +21,8 @@ def test_a_recurrence_over_ranks_is_that_of_one_device(case):
 @settings(max_examples=5)
 @given(data=st.data())
 def test_in_float32_it_is_within_rounding(rule, data):
-    case = data.draw(cases(rules=[rule]))
+    case = data.draw(cases(rules=[rule])).rounded(torch.float32)
     apart = distance(on_ranks(case, torch.float32), truth(case))
-    assert max(apart.values()) < NARROW, apart
+    for name, found in apart.items():
+        shared = name in case.tensors and case.tensors[name].dim() == 1  # a sum over all tokens, most of which cancels
+        assert found < (10 * NARROW if shared else NARROW), apart

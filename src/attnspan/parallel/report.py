@@ -210,8 +210,8 @@ class Report:
         title = f"rank {self.rank} of {self.ranks}: {self.calls} calls, {self.share:.1%} of the work"
         warned = [f"warning: {each}" for each in self.warnings]
         recurrent = [
-            f"{name}: {use.calls} calls; maps received: {_sized(use.forward)} forward, {_sized(use.backward)} backward"
-            for name, use in self.recurrences.items()
+            f"{name}: {calls} calls; maps received: {in_bytes(forward)} forward, {in_bytes(backward)} backward"
+            for name, (calls, forward, backward) in self.recurrences.items()
         ]
         shown = [title, table(head, lines)] if lines else [f"{title}: attention has not run"]
         return "\n".join([*shown, *recurrent, *warned])
