@@ -67,7 +67,7 @@ def chunk_size(lengths: Tensor, width: int) -> int:
     A chunk costs its pairs, its reads of a state and its change of one: (C + width)^2, filled or not.
 
     >>> chunk_size(torch.tensor([4096]), 128), chunk_size(torch.tensor([3, 4, 5]), 16)
-    (64, 8)
+    (64, 4)
     """
     sizes = [1 << power for power in range(LONGEST.bit_length())]
     return min(sizes, key=lambda size: (int(((lengths + size - 1) // size).sum()) * (size + width) ** 2, size))
