@@ -130,7 +130,7 @@ def against_the_loop() -> list[str]:
 def against_one_device() -> list[str]:
     mask = span.Causal()
     layouts = {"Contiguous(8)": Contiguous(8), "HeadTail(8)": HeadTail(8), "Balanced(8)": Balanced(mask, ranks=8)}
-    lines = ["| rule | " + " | ".join(f"{name}, forward | with backward" for name in layouts) + " |"]
+    lines = ["| rule | " + " | ".join(f"{name}, forward | both" for name in layouts) + " |"]
     lines += ["|---" * (1 + 2 * len(layouts)) + "|"]
     for rule in RULES:
         with torch.no_grad():
