@@ -286,7 +286,8 @@ class Groups:
             return torch.stack([there - numbers, numbers.sum() - there])
 
         holds, others = (own > 0).double(), of_others(torch.ones_like(own))
-        return torch.stack([of_others(own), own * others, of_others(holds), holds * others]).unflatten(0, (2, 2))
+        both = torch.stack([of_others(own), own * others, of_others(holds), holds * others])
+        return both.view(2, 2, *both.shape[1:])
 
     def _spread(self, keys: Tensor, onto: Tensor) -> Tensor:
         """Keys by group and ring distance, (G, G), of which most are 0, laid onto steps, (V, G, S)."""
@@ -297,7 +298,7 @@ class Groups:
         steps = onto.index_select(1, distance).repeat(1, 2, 1)
         onto_steps = torch.stack([steps * found.repeat(2)[:, None], steps])
         laid = onto.new_zeros(2, len(onto), 4 * count, onto.shape[2]).index_add_(2, at, onto_steps)
-        return laid.unflatten(2, (2, 2, count))
+        return laid.view(2, len(onto), 2, 2, count, onto.shape[2])
 
     def _hops(self, steps: int) -> Tensor:
         """Whole shards, handed on; a hop may be longer than one."""

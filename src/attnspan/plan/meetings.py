@@ -123,6 +123,7 @@ def areas(bands: Columns) -> Tensor:
     def before(diagonal: Tensor) -> Tensor:  # pairs below it
         ends = torch.stack([q1 + diagonal - k0, q0 + diagonal - k0, q1 + diagonal - k1, q0 + diagonal - k1]).clamp_(0)
         many, few, over, under = ends * (ends + 1) // 2
-        return many - few - over + under
+        below: Tensor = many - few - over + under
+        return below
 
     return before(hi) - before(lo - 1)

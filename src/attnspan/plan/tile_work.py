@@ -52,18 +52,19 @@ class Work(NamedTuple):
         stats = torch.stack([*counts, rows * is_full + cut_rows, full + cut, *times], -1)
         sums = torch.zeros(len(table), places, *stats.shape[2:], dtype=torch.float64, device="cpu")
         sums = sums.index_add_(1, place, stats).view(len(table), groups.count, batch, *stats.shape[2:])
-        tiles, plain, area, row_sum, col_sum, *times = sums.unbind(-1)
+        tiles, plain, area, row_sum, col_sum = sums[..., :5].unbind(-1)
+        times = list(sums[..., 5:].unbind(-1))
         if not machine.curves:
             times += [BACKWARD * seconds for seconds in times]
         flops = groups.flops
         is_joint = (tiles > 1) & ((flops * area < machine.joins * tiles) | (plain == 0)) & (machine.joins > 0)
         launches = machine.launch, machine.launch if machine.launch_backward is None else machine.launch_backward
-        alone = [flops * seconds * machine.ranks_per_device for seconds in times[::2]]
+        each_alone = [flops * seconds * machine.ranks_per_device for seconds in times[::2]]
         forward, backward_ = (
             torch.where(is_joint, flops * joint + launch, seconds + launch * tiles) * machine.ranks_per_device
             for launch, seconds, joint in zip(launches, (flops * each for each in times[::2]), times[1::2], strict=True)
         )
-        spare = forward + backward_ - alone[0] - alone[1]
+        spare = forward + backward_ - each_alone[0] - each_alone[1]
         return cls(*(each.sum(2) for each in (forward, backward_, row_sum, col_sum, spare)))
 
 
