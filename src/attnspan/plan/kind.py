@@ -18,6 +18,7 @@ from attnspan.layouts.by_work import ByWork
 from attnspan.plan.choose import KeepKeys, all_strategies, choice_for
 from attnspan.plan.cost import Hardware, Shape
 from attnspan.plan.forecast import Setting, forecast
+from attnspan.plan.meetings import columns_of
 from attnspan.plan.plan import Plan
 from attnspan.plan.strategy import Gather, Strategy
 
@@ -52,7 +53,8 @@ def is_forecast(plan: Plan) -> bool:
     """Whether the mask is made for one batch, of bands that share few keys if any, and the layout has no strides."""
     if plan.mask.natural_len is None:
         return False
-    keys = sum(band.k1 - band.k0 for row in range(plan.mask.rows) for band in plan.bands(row))
+    bands = [columns_of(plan, row) for row in range(plan.mask.rows)]
+    keys = sum(int((each.k1 - each.k0).sum()) for each in bands)
     shards = (plan.layout.shards(plan.seq_len, row) for row in range(plan.layout.rows))
     is_plain = all(run.step == 1 for rows in shards for runs in rows for run in runs)
     return is_plain and 0 < keys <= SHARED * plan.mask.rows * plan.seq_len

@@ -30,7 +30,7 @@ class Positions:
         width, bands, listed = plan.seq_len + 1, [], array("q")
         for row in range(plan.rows):
             at = row * width
-            columns = torch.stack(Columns.of(plan.bands(row)))
+            columns = torch.stack(columns_of(plan, row))
             columns[:4] += at
             bands.append(columns)
             shards = plan.layout.shards(plan.seq_len, row)
@@ -49,6 +49,12 @@ class Positions:
         edge = ((group[1:] != group[:-1]) | (start[1:] != stop[:-1])).nonzero().squeeze(1)
         first, last = torch.cat([edge.new_zeros(1), edge + 1]), torch.cat([edge, edge.new_tensor([len(group) - 1])])
         return torch.stack([start[first], stop[last], group[first], row[first]])
+
+
+def columns_of(plan: Plan, row: int) -> Columns:
+    """All bands of a batch row, those whose pairs must be asked too."""
+    columns, asked = plan.band_columns(row)
+    return Columns.of(plan.bands(row)) if asked else columns
 
 
 class Meetings(NamedTuple):
