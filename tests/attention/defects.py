@@ -29,7 +29,8 @@ from attnspan.attention.sums import Total
 from attnspan.attention.ulysses import HeadAllToAll
 from attnspan.attention.wire import Arrivals, Staged
 from attnspan.kernels import AUTO, Accumulator, Dropout, Final, PerTile, Spec, accumulator, blocks
-from attnspan.masks import Causal, Mask
+from attnspan.masks import Causal, Mask, mask
+from attnspan.masks.columns import Columns
 from attnspan.masks.program import Program
 from attnspan.masks.tile import Tile
 from attnspan.plan import geometry, plan
@@ -42,7 +43,7 @@ Plant = Callable[[object, str, Callable], None]
 Defect = Callable[[Plant], None]
 
 DEFECTS: list[Defect] = []
-_CACHES = (plan._steps, plan._geometry, plan._shifts)
+_CACHES = (plan._steps, plan._geometry, plan._shifts, mask._cached_columns)
 
 
 @contextmanager
@@ -113,12 +114,15 @@ def one_tile_of_a_step_is_computed_twice(plant):
 
 @defect
 def one_band_of_the_mask_is_dropped(plant):
-    plant(plan, "Geometry", lambda real: lambda bands, *rest: real(bands[:-1], *rest))
+    plant(plan, "Geometry", lambda real: lambda bands, *rest: real(Columns(*(each[:-1] for each in bands)), *rest))
 
 
 @defect
 def documents_see_the_documents_before_them(plant):
-    plant(plan, "Geometry", lambda real: lambda bands, *rest: real(Causal().bands(max(b.q1 for b in bands)), *rest))
+    def bend(real):
+        return lambda bands, *rest: real(Causal().band_columns(int(bands.q1.max()))[0], *rest)
+
+    plant(plan, "Geometry", bend)
 
 
 @defect
