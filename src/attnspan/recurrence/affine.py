@@ -93,19 +93,33 @@ class Affine(Rule):
         """The state of nothing."""
         return self.inputs[0].new_zeros(rows, *self.state_shape, dtype=self.dtype)
 
+    def call(self, inputs: Sequence[Tensor], state: Tensor) -> tuple[Tensor, Tensor]:
+        """The function, on a state of its own that it may write to."""
+        return self.fn(*inputs, state.clone(memory_format=torch.contiguous_format))
+
+    def empty(self) -> tuple[Tensor, Tensor]:
+        """The output and final states of no tokens: cut from those of a token of halves.
+
+        A gradient of zero goes back through the function. At 0 or 1 more functions have an infinite derivative (norms
+        and logarithms, sqrt(1 - a^2)), and zero times that is NaN.
+        """
+        token = [torch.cat([x, x.new_full((len(x), 1, *x.shape[2:]), 0.5)], 1) for x in self.inputs]
+        out, end = self.call(token, self.zeros(len(token[0])))
+        return out[:, :0], end[:0]
+
     def map(self, inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """A and B of some tokens: (rows, ...) each."""
         rows = len(inputs[0])
-        end = self.fn(*inputs, self.zeros(rows))[1]
+        end = self.call(inputs, self.zeros(rows))[1]
         if self.diagonal:
-            return self.fn(*inputs, torch.ones_like(end))[1] - end, end
+            return self.call(inputs, torch.ones_like(end))[1] - end, end
         size, width = self.state_shape[-2:]
         calls = -(-size // width)
         units = torch.eye(size, calls * width, dtype=end.dtype, device=end.device).unflatten(1, (calls, width))
         lead = [1] * (len(self.state_shape) - 2)
         states = units.movedim(1, 0).reshape(1, calls, *lead, size, width).expand(rows, calls, *self.state_shape)
         again = [x.repeat_interleave(calls, 0) for x in inputs]
-        ends = self.fn(*again, states.flatten(0, 1))[1].unflatten(0, (rows, calls)) - end.unsqueeze(1)
+        ends = self.call(again, states.flatten(0, 1))[1].unflatten(0, (rows, calls)) - end.unsqueeze(1)
         return ends.movedim(1, -2).flatten(-2)[..., :size], end
 
     def flat(self, state: Tensor) -> Tensor:
@@ -124,7 +138,7 @@ class Affine(Rule):
         generator = torch.Generator(device="cpu").manual_seed(0)
         state = torch.randn(rows, *self.state_shape, generator=generator, dtype=self.dtype, device="cpu")
         state = state.to(tokens[0].device)
-        found: Any = self.fn(*tokens, state)
+        found: Any = self.call(tokens, state)
         if not isinstance(found, tuple) or len(found) != 2 or not all(isinstance(x, Tensor) for x in found):
             raise RecurrenceError(f"{self._named} must return (out, final_state), got {type(found).__name__}")
         out, end = found
@@ -135,7 +149,7 @@ class Affine(Rule):
             )
         a, b = self.map(tokens)
         for scale in (1.0, 8.0):
-            expected = self.fn(*tokens, state * scale)[1].double() - b.double()
+            expected = self.call(tokens, state * scale)[1].double() - b.double()
             linear = a.double() * state * scale if self.diagonal else a.double() @ (state.double() * scale)
             error, size = (expected - linear).abs().max().item(), expected.abs().max().item()
             tolerance = torch.finfo(end.dtype).eps ** 0.5
