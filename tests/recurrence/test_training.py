@@ -10,7 +10,7 @@ from tests.processes import on_backends, spawn
 from tests.recurrence.cases import RULES, Case
 from tests.recurrence.test_affine import AsFunction
 
-CASES = {rule: Case for rule in RULES} | {"GatedDelta as a function": AsFunction, "GLA as a function": AsFunction}
+CASES = dict.fromkeys(RULES, Case) | {"GatedDelta as a function": AsFunction, "GLA as a function": AsFunction}
 LAYOUTS = {
     "a document over ranks": (Contiguous(2), [8]),
     "whole documents": (Contiguous(2), [4, 4]),
