@@ -164,3 +164,55 @@ def test_autocast_does_not_reach_the_function():
 
     expected = mixed(torch.ones(1, 8, 3), torch.zeros(1, 3, 3))[1]
     torch.testing.assert_close(loopback(2).run(rank)[0], expected)
+
+
+def closure(curved, calls):
+    def fn(x, state):
+        calls.append(len(x))
+        out, state = leaky(x, state)
+        return out, state + curved * state**2
+
+    return fn
+
+
+class Owner:
+    def __init__(self):
+        self.calls = []
+
+    def fn(self, x, state):
+        self.calls.append(len(x))
+        return leaky(x, state)
+
+
+class Slotted:
+    """Cannot be held weakly."""
+
+    __slots__ = ()
+
+    def __call__(self, x, state):
+        return leaky(x, state)
+
+
+def test_every_function_is_tested_once_and_another_of_the_same_name_too():
+    def rank(world):
+        cp = span.ContextParallel(world, seq_len=2, mask=span.Causal(), layout=span.Contiguous(3))
+        x = cp.shard(torch.ones(1, 2, 3))
+
+        def called(fn, calls):
+            calls.clear()
+            cp.recurrence(span.Affine(fn, [x], (3, 1)))
+            return len(calls)
+
+        owner, calls = Owner(), []
+        first = closure(0.0, calls)
+        for fn, log in ((first, calls), (closure(0.0, calls), calls), (owner.fn, owner.calls)):
+            once, plain = called(fn, log), called(owner.fn if fn == owner.fn else fn, log)
+            assert once - plain == (5 if x.shape[1] else 0)
+        assert called(first, calls) == plain
+        for _ in range(2):
+            cp.recurrence(span.Affine(Slotted(), [x], (3, 1)))
+        with pytest.raises(span.RecurrenceError, match=r"fn \(closure.<locals>.fn\) is not affine"):
+            called(closure(0.3, calls), calls)
+        assert called(first, calls) == plain  # the session goes on
+
+    loopback(3).run(rank)

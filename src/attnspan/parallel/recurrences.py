@@ -26,7 +26,7 @@ from attnspan.parallel.core import Core
 from attnspan.parallel.documents import borders
 from attnspan.parallel.moves import GatheredTokens, Moves, before
 from attnspan.parallel.report import RecurrenceUse
-from attnspan.recurrence import Affine, Recurrence, Rule, Stretches
+from attnspan.recurrence import Affine, Recurrence, Rule, Stretches, Tested
 from attnspan.transports.consensus import digest
 
 ACTIVATIONS = ("silu", "swish")
@@ -43,7 +43,7 @@ class Recurrences:
         self.uses: dict[str, RecurrenceUse] = {}
         self._halos: dict[int, Moves] = {}
         self._lines: dict[int, tuple[Tensor, Tensor]] = {}
-        self._tested: set[str] = set()
+        self._tested = Tested()
         self._warned: set[str] = set()
 
     @cached_property
@@ -75,7 +75,10 @@ class Recurrences:
             said = refusal
         except MaskError as refusal:
             said = RecurrenceError(str(refusal))
-        name = self.core.sharding.agree("recurrence", said)
+        untested = isinstance(said, str) and isinstance(rule, Affine) and rule not in self._tested
+        name = self.core.sharding.agree("recurrence", said, again=untested)
+        if isinstance(rule, Affine):
+            self._tested.add(rule)
         self._warn(rule)
         recurrence = self.recurrence
         if initial is not None:
@@ -117,9 +120,8 @@ class Recurrences:
             raise RecurrenceError(f"{first} must have the {stretches.rows} batch rows of the session, got {sizes['B']}")
         if initial is not None:
             self._check_state(rule, initial)
-        if isinstance(rule, Affine) and sizes["S"] and str(rule) not in self._tested:
+        if isinstance(rule, Affine) and sizes["S"] and rule not in self._tested:
             rule.check()
-            self._tested.add(str(rule))
 
     def _check_state(self, rule: Rule, initial: Tensor) -> None:
         documents = self._documents(rule)

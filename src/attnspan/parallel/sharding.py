@@ -169,10 +169,13 @@ class Sharding:
         name = self.agree(doing, said)
         return at, name
 
-    def agree(self, doing: str, said: str | ShardError | RecurrenceError) -> str:
-        """The name of what is to be done, once all ranks say the same; or what is wrong, raised on all of them."""
+    def agree(self, doing: str, said: str | ShardError | RecurrenceError, again: bool = False) -> str:
+        """The name of what is to be done, once all ranks say the same; or what is wrong, raised on all of them.
+
+        With `again` ranks ask even if they have agreed on this before.
+        """
         name = f"{said} in layout {self._digest}" if isinstance(said, str) else said
-        if isinstance(name, str) and name in self._agreed:
+        if isinstance(name, str) and name in self._agreed and not again:
             return name
         usual, *odd = groups(heard(self.transport, name, doing))
         if odd:

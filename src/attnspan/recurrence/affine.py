@@ -18,7 +18,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from types import MethodType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -193,3 +195,35 @@ class Affine(Rule):
     @property
     def _named(self) -> str:
         return f"fn ({getattr(self.fn, '__qualname__', type(self.fn).__name__)})"
+
+
+class Tested:
+    """The functions that passed, as objects: another closure of the same code is another function.
+
+    They are held weakly. A method is made anew whenever it is asked for, so it is known by its object and function. An
+    object that cannot be held weakly is tested at every call.
+    """
+
+    def __init__(self) -> None:
+        self._found: WeakKeyDictionary[Any, set[tuple[object, str]]] = WeakKeyDictionary()
+
+    def __contains__(self, rule: Affine) -> bool:
+        owner, name = _identity(rule)
+        try:
+            return name in self._found.get(owner, ())
+        except TypeError:
+            return False
+
+    def add(self, rule: Affine) -> None:
+        owner, name = _identity(rule)
+        try:
+            self._found.setdefault(owner, set()).add(name)
+        except TypeError:
+            return
+
+
+def _identity(rule: Affine) -> tuple[object, tuple[object, str]]:
+    """What lives as long as a function, and what else it is known by."""
+    if isinstance(rule.fn, MethodType):
+        return rule.fn.__self__, (rule.fn.__func__, str(rule))
+    return rule.fn, (None, str(rule))
