@@ -121,3 +121,34 @@ def test_tangents_and_transforms_are_refused():
             torch.func.grad(lambda x: cp.recurrence(span.Lightning(x, x, x)).sum())(x)
 
     loopback(1).run(rank)
+
+
+D = span.Documents([5, 3])
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [(span.Causal() & D) | (span.PrefixLM(2) & D), D | (D & span.SlidingWindow(2)), span.Causal() & ~D, {"a": D | D}],
+)
+def test_documents_that_cannot_be_read_are_refused(mask):
+    x = torch.ones(1, 4, 2, 3)
+    calls = [lambda cp: cp.recurrence(span.Lightning(x, x, x)), lambda cp: cp.conv1d(x[..., 0], torch.ones(2, 3))]
+    calls += [lambda cp: cp.halo(x, 1), lambda cp: cp.stretches]
+
+    def rank(world):
+        cp = span.ContextParallel(world, seq_len=8, mask=mask, layout=Contiguous(2))
+        for call in calls:
+            with pytest.raises(
+                span.AttnspanError, match=r"must hold Documents\(lengths\) joined by & only, got .*; write"
+            ):
+                call(cp)
+
+    loopback(2).run(rank)
+
+
+def test_documents_that_are_also_behind_an_or_are_read():
+    def rank(world):
+        mask = D & (span.Causal() | (D & span.SlidingWindow(2)))
+        return span.ContextParallel(world, seq_len=8, mask=mask, layout=Contiguous(2)).stretches
+
+    assert [[len(run.positions) for run in rows[0]] for rows in loopback(2).run(rank)] == [[4], [1, 3]]
