@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from attnspan.attention.transforms import check_untransformed
+from attnspan.dtypes import dtype_name
 from attnspan.errors import MaskError, RecurrenceError, ShardError, integer, one_of
 from attnspan.layouts import Run
 from attnspan.parallel.core import Core
@@ -174,23 +175,24 @@ class Recurrences:
     @torch._disable_dynamo  # agreements, exchanges and plans are not for compiled code
     def conv1d(self, tensor: Tensor, conv: Convolution) -> Tensor:
         """A depthwise causal convolution that begins anew with every document."""
+        rows = self.recurrence.stretches.rows
         said: str | ShardError | RecurrenceError
         try:
-            said = f"conv1d {conv.checked(tensor)}"
+            said = f"conv1d {conv.checked(tensor)}, of {self.core.sharding.described_shard(tensor, conv.dim, 0, rows)}"
         except ShardError as refusal:
             said = refusal
         self.core.sharding.agree("conv1d", said)
         weight = conv.weight.flatten(1)
         left = weight.shape[1] - 1
         parts = [tensor, self.halo(tensor, left, conv.dim, 0)] if left else [tensor]
-        alike = self.recurrence.stretches.rows == 1
+        alike = rows == 1
         tokens = [_lines(part, conv.dim, alike) for part in parts]
         line, back = (each.to(tensor.device) for each in self._line(left))
         padded = torch.cat(tokens).index_select(0, line).permute(1, 2, 0)  # (rows, channels, line)
-        if len(line):
-            out = F.conv1d(padded, weight.unsqueeze(1), conv.bias, groups=len(weight))
-        else:  # parameters get a gradient on every rank: averaging waits for it
-            out = padded + weight.sum() + (0 if conv.bias is None else conv.bias.sum())
+        # Without tokens it runs on zeros and nothing is taken: the dtype is that of other ranks, and parameters get a
+        # gradient, which averaging waits for.
+        padded = padded if len(line) else F.pad(padded, (0, left + 1))
+        out = F.conv1d(padded, weight.unsqueeze(1), conv.bias, groups=len(weight))
         out = out.permute(2, 0, 1).index_select(0, back)
         out = out.transpose(0, 1) if alike else out.unflatten(0, (len(tensor), -1)).squeeze(2)
         out = out if conv.dim == 1 else out.transpose(1, 2)
@@ -236,6 +238,10 @@ class Convolution:
         weight, bias = self.weight, self.bias
         if self.activation is not None:
             one_of("activation", self.activation, ACTIVATIONS, error=ShardError)
+        for name, each in (("tensor", tensor), ("weight", weight), ("bias", bias)):
+            if each is not None or name != "bias":
+                _check_floats(name, each)
+        check_untransformed("conv1d", tensor, error=ShardError)
         if tensor.dim() != 3 or self.dim not in (1, 2):
             raise ShardError(
                 "conv1d needs (batch, tokens, channels) with dim=1, or (batch, channels, tokens) with dim=2, got shape "
@@ -251,7 +257,17 @@ class Convolution:
             raise ShardError(f"weight must have a width of at least 1, got shape {tuple(weight.shape)}")
         if bias is not None and bias.shape != (channels,):
             raise ShardError(f"bias must be ({channels},), got shape {tuple(bias.shape)}")
-        return f"of width {weight.shape[-1]}"
+        for name, each in (("weight", weight), ("bias", bias)):
+            if each is not None and each.device != tensor.device:
+                raise ShardError(f"{name} must be on {tensor.device}, where the tensor is, got {each.device}")
+        return f"of width {weight.shape[-1]}, {'no' if bias is None else 'a'} bias, activation {self.activation}"
+
+
+def _check_floats(name: str, tensor: object) -> None:
+    """Refuse what is no tensor, or one of whole numbers."""
+    if not isinstance(tensor, Tensor) or not (tensor.is_floating_point() or tensor.is_complex()):
+        got = dtype_name(tensor.dtype) if isinstance(tensor, Tensor) else type(tensor).__name__
+        raise ShardError(f"{name} must be a tensor of floats, got {got}")
 
 
 def _lines(tensor: Tensor, dim: int, alike: bool) -> Tensor:

@@ -192,6 +192,10 @@ class Sharding:
         shards = [self.layout.shards(self.seq_len, row) for row in range(self.rows)]
         return digest(self.seq_len, shards)
 
+    def described_shard(self, tensor: Tensor, dim: int, batch_dim: int, rows: int) -> str:
+        """A shard by what all ranks' must have in common; raises if it is none. `rows` batch rows differ."""
+        return _described(tensor, self._in_shard(tensor, dim, batch_dim, rows))
+
     def _in_full(self, tensor: Tensor, dim: int, batch_dim: int) -> Dims:
         at = self._dims(tensor, dim, batch_dim, self.rows)
         if mark_of(tensor) is not None and self.transport.ranks > 1:
