@@ -63,6 +63,45 @@ REFUSED = {
         {"initial_state": torch.zeros(B, H, K, V)},
         r"initial_state must be \(2, 2, 3, 5\), a state for each of 2 documents",
     ),
+    "no decay of KDA": (
+        lambda: span.KDA(**tensors(decay=None)),
+        {},
+        r"decay must be a tensor of float.*, got NoneType",
+    ),
+    "no decay of GLA": (
+        lambda: span.GLA(*[torch.zeros(B, S, H, K)] * 3, None),
+        {},
+        r"decay must be a tensor of float.*, got NoneType",
+    ),
+    "no beta": (lambda: delta(beta=None), {}, r"beta must be a tensor of float.*, got NoneType"),
+    "no dt": (lambda: ssd(dt=None), {}, r"dt must be a tensor of float.*, got NoneType"),
+    "no query": (
+        lambda: span.Lightning(None, *[torch.zeros(B, S, H, K)] * 2),
+        {},
+        r"query must be a tensor of float.*, got NoneType",
+    ),
+    "a scale in words": (lambda: delta(scale="x"), {}, r"scale must be a number, or None .*, got 'x'"),
+    "a state that is a number": (delta, {"initial_state": 0.0}, r"initial_state must be a tensor, .*, got float"),
+    "a tensor for a list of them": (
+        lambda: span.Affine(print, torch.zeros(B, S, 3), (3, 1)),
+        {},
+        r"inputs must be a list of at least one tensor, as in \[x\], got Tensor",
+    ),
+    "inputs that are no tensors": (
+        lambda: span.Affine(print, [1.0], (3, 1)),
+        {},
+        r"inputs must be a list of .*, got \['float'\]",
+    ),
+    "no function": (
+        lambda: span.Affine(None, [torch.zeros(B, S, 3)], (3, 1)),
+        {},
+        r"fn must be a function, .* NoneType",
+    ),
+    "an empty state": (
+        lambda: span.Affine(print, [torch.zeros(B, S, 3)], (3, 0)),
+        {},
+        r"state_shape must be sizes of at least 1, got \(3, 0\)",
+    ),
     "no rule": (lambda: torch.zeros(2), {}, r"rule must be one such as GatedDelta\(query, key, ...\), got Tensor"),
 }
 

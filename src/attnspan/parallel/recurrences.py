@@ -67,8 +67,6 @@ class Recurrences:
         """The output of a rule, and all documents' final states if asked for."""
         said: str | RecurrenceError | ShardError
         try:
-            if isinstance(rule, Rule):
-                check_untransformed("recurrence", *rule.tensors.values(), initial, error=RecurrenceError)
             self._check(rule, initial)
             given = "" if initial is None else f", from {initial.dtype} states"
             said = f"recurrence {rule}{given}{', to final states' if final else ''}, documents {self._digest}"
@@ -100,6 +98,9 @@ class Recurrences:
         if not isinstance(rule, Rule):
             raise RecurrenceError(f"rule must be one such as GatedDelta(query, key, ...), got {type(rule).__name__}")
         core, sizes = self.core, rule.sizes
+        if not (initial is None or isinstance(initial, Tensor)):
+            raise RecurrenceError(f"initial_state must be a tensor, or None for zeros, got {type(initial).__name__}")
+        check_untransformed("recurrence", *rule.tensors.values(), initial, error=RecurrenceError)
         stretches = self.recurrence.stretches
         tensors = rule.tensors if initial is None else {**rule.tensors, "initial_state": initial}
         for name, tensor in tensors.items():

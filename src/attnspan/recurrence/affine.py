@@ -58,8 +58,14 @@ class Affine(Rule):
 
     @cached_property
     def sizes(self) -> dict[str, int]:
-        if not self.inputs or not callable(self.fn):
-            raise RecurrenceError(f"Affine needs a function and inputs, got {self.fn!r} and {len(self.inputs)} inputs")
+        if not callable(self.fn):
+            raise RecurrenceError(f"fn must be a function, fn(*inputs, initial_state), got {type(self.fn).__name__}")
+        given = self.inputs if isinstance(self.inputs, list | tuple) else []
+        if not given or not all(isinstance(x, Tensor) for x in given):
+            kinds = [type(x).__name__ for x in given] or type(self.inputs).__name__
+            raise RecurrenceError(f"inputs must be a list of at least one tensor, as in [x], got {kinds}")
+        if not all(isinstance(n, int) and n > 0 for n in self.state_shape):
+            raise RecurrenceError(f"state_shape must be sizes of at least 1, got {self.state_shape!r}")
         if len(self.state_shape) < (1 if self.diagonal else 2):
             raise RecurrenceError(
                 f"state_shape must have two dims, or one if diagonal, got {tuple(self.state_shape)}; batch rows are not"
