@@ -161,6 +161,7 @@ class Affine(Rule):
             state = torch.randn(shape, generator=generator, dtype=self.dtype, device="cpu").to(tokens[0].device)
             self._check_returned(tokens, state)
             self._check_affine(tokens, state)
+            self._check_parts(tokens, state)
 
     def _check_returned(self, tokens: Sequence[Tensor], state: Tensor) -> None:
         found: Any = self.call(tokens, state)
@@ -197,6 +198,19 @@ class Affine(Rule):
                     f"plus what the tokens add; off by {error.max():.3g} where the largest is {size.max():.3g}. Such a "
                     "layer cannot be split over ranks by its maps"
                 )
+
+    def _check_parts(self, tokens: Sequence[Tensor], state: Tensor) -> None:
+        """Raise if a run gives another state than its first token and the rest, one after the other."""
+        whole, part = self.call(tokens, state)[1], state
+        for tokens_of_part in ([x[:, :1] for x in tokens], [x[:, 1:] for x in tokens]):
+            part = self.call(tokens_of_part, part)[1] if tokens_of_part[0].shape[1] else part
+        error, size = (whole - part).abs().max(), torch.maximum(whole.abs().max(), state.abs().max())
+        if not bool(error <= torch.finfo(state.dtype).eps ** 0.5 * size):
+            raise RecurrenceError(
+                f"{self._named} must give the same final state for a run of tokens as for its parts one after the "
+                f"other, got states that differ by {error:.3g} where the largest is {size:.3g}: it depends on where a "
+                "run begins"
+            )
 
     @property
     def _named(self) -> str:
