@@ -64,6 +64,19 @@ def squashed(x, state):
     return x, state
 
 
+def clamped(x, state):
+    for t in range(x.shape[1]):
+        state = (state + x[:, t].unsqueeze(-1)).clamp(max=1000.0)
+    return x, state
+
+
+def first_token_halved(x, state):
+    """Affine, but otherwise at the beginning of a call."""
+    for t in range(x.shape[1]):
+        state = state * (1.0 if t else 0.5) + x[:, t].unsqueeze(-1)
+    return x, state
+
+
 def from_the_right(x, state):
     """Affine, but by a matrix from the other side."""
     for t in range(x.shape[1]):
@@ -83,9 +96,131 @@ def from_the_right(x, state):
             {},
             r"a state of shape \(1, 3, 3\), got shapes \(1, 4, 3\) and \(1, 3, 1",
         ),
+        (first_token_halved, {}, r"for a run of tokens as for its parts .*: it depends on where a run begins"),
+        (clamped, {}, r"fn \(clamped\) is not affine"),
+        (
+            lambda x, state: (x, state.double()),
+            {},
+            r"must return a final state of the dtype of the initial one, float32, got float64; compute",
+        ),
         (squashed, {"state_shape": (3,)}, r"state_shape must have two dims, or one if diagonal, got \(3,\)"),
     ],
 )
 def test_what_is_not_affine_is_refused_by_name(fn, options, words):
     with pytest.raises(span.RecurrenceError, match=words):
         through(fn, **options)
+
+
+@pytest.mark.parametrize("diagonal", [False, True])
+@pytest.mark.parametrize("size", [1.0, 1e4, 1e8])
+def test_what_tokens_add_does_not_hide_the_matrix(size, diagonal):
+    x = torch.randn(1, 64, 3, generator=torch.Generator().manual_seed(0)) + 1
+
+    def rank(world):
+        cp = span.ContextParallel(world, seq_len=64, mask=span.Causal(), layout=span.Contiguous(4))
+        leaf = (x * size).requires_grad_()
+        out = cp.recurrence(span.Affine(leaky, [cp.shard(leaf)], (3, 1), diagonal=diagonal))
+        (out / size).square().sum().backward()
+        return cp.unshard(out.detach()), leaf.grad
+
+    found, leaf = loopback(4).run(rank), (x * size).double().requires_grad_()
+    out, _ = leaky(leaf, torch.zeros(1, 3, 1, dtype=torch.float64))
+    (out / size).square().sum().backward()
+    assert (found[0][0] - out).abs().max() < 2e-6 * out.abs().max()
+    assert (sum(grad for _, grad in found) - leaf.grad).abs().max() < 2e-6 * leaf.grad.abs().max()
+
+
+def test_a_strong_decay_of_a_large_state_is_exact():
+    x = (
+        torch.randn(1, 24, 3, generator=torch.Generator().manual_seed(0))
+        * torch.tensor([1e8] * 8 + [1.0] * 16)[:, None]
+    )
+
+    def fn(x, state):
+        return leaky(x, state, 0.1)
+
+    def rank(world):
+        cp = span.ContextParallel(world, seq_len=24, mask=span.Causal(), layout=span.Contiguous(3))
+        return cp.unshard(cp.recurrence(span.Affine(fn, [cp.shard(x)], (3, 1))))
+
+    out, _ = fn(x.double(), torch.zeros(1, 3, 1, dtype=torch.float64))
+    torch.testing.assert_close(loopback(3).run(rank)[0].double(), out, rtol=1e-5, atol=0)
+
+
+def leaky(x, state, kept=0.99):
+    outs = []
+    for t in range(x.shape[1]):
+        state = kept * state + x[:, t].unsqueeze(-1)
+        outs.append(state.sum(-1))
+    return torch.stack(outs, 1), state
+
+
+def mixed(x, state):
+    """A matrix product, which autocast would round."""
+    for t in range(x.shape[1]):
+        state = (torch.eye(3) * 0.5 + 0.1) @ state + x[:, t].unsqueeze(-1)
+    return x, state
+
+
+def test_autocast_does_not_reach_the_function():
+    def rank(world):
+        cp = span.ContextParallel(world, seq_len=8, mask=span.Causal(), layout=span.Contiguous(2))
+        rule = span.Affine(mixed, [cp.shard(torch.ones(1, 8, 3))], (3, 3))
+        with torch.autocast("cpu", torch.bfloat16):
+            _, state = cp.recurrence(rule, return_final_state=True)
+        return state
+
+    expected = mixed(torch.ones(1, 8, 3), torch.zeros(1, 3, 3))[1]
+    torch.testing.assert_close(loopback(2).run(rank)[0], expected)
+
+
+def closure(curved, calls):
+    def fn(x, state):
+        calls.append(len(x))
+        out, state = leaky(x, state)
+        return out, state + curved * state**2
+
+    return fn
+
+
+class Owner:
+    def __init__(self):
+        self.calls = []
+
+    def fn(self, x, state):
+        self.calls.append(len(x))
+        return leaky(x, state)
+
+
+class Slotted:
+    """Cannot be held weakly."""
+
+    __slots__ = ()
+
+    def __call__(self, x, state):
+        return leaky(x, state)
+
+
+def test_every_function_is_tested_once_and_another_of_the_same_name_too():
+    def rank(world):
+        cp = span.ContextParallel(world, seq_len=2, mask=span.Causal(), layout=span.Contiguous(3))
+        x = cp.shard(torch.ones(1, 2, 3))
+
+        def called(fn, calls):
+            calls.clear()
+            cp.recurrence(span.Affine(fn, [x], (3, 1)))
+            return len(calls)
+
+        owner, calls = Owner(), []
+        first = closure(0.0, calls)
+        for fn, log in ((first, calls), (closure(0.0, calls), calls), (owner.fn, owner.calls)):
+            once, plain = called(fn, log), called(owner.fn if fn == owner.fn else fn, log)
+            assert once - plain == (7 if x.shape[1] else 0)
+        assert called(first, calls) == plain
+        for _ in range(2):
+            cp.recurrence(span.Affine(Slotted(), [x], (3, 1)))
+        with pytest.raises(span.RecurrenceError, match=r"fn \(closure.<locals>.fn\) is not affine"):
+            called(closure(0.3, calls), calls)
+        assert called(first, calls) == plain  # the session goes on
+
+    loopback(3).run(rank)

@@ -116,6 +116,8 @@ WRONG = {
     "no width": ({"weight": torch.ones(3, 0)}, r"weight must have a width of at least 1"),
     "another bias": ({"bias": torch.ones(4)}, r"bias must be \(3,\), got shape \(4,\)"),
     "an activation": ({"activation": "relu"}, r"activation must be one of 'silu' or 'swish', got 'relu'|activation"),
+    "a list": ({"weight": [[1.0]] * 3}, r"weight must be a tensor of floats, got list"),
+    "another device": ({"weight": torch.ones(3, 4, device="meta")}, r"weight must be on cpu, where the tensor is, got"),
     "a dim": ({"dim": 0}, r"conv1d needs \(batch, tokens, channels\) with dim=1"),
 }
 
@@ -131,3 +133,63 @@ def test_what_does_not_fit_is_refused_on_every_rank(name):
             cp.conv1d(torch.zeros(1, 4, 3), **given)
 
     loopback(2).run(rank)
+
+
+UNFIT = {
+    "a whole tensor": (torch.zeros(2, 8, 3), r"tensor must be a shard, with this rank's 4 of 8 tokens in dim 1"),
+    "other rows": (torch.zeros(3, 4, 3), r"tensor must have 2 batch rows in dim 0, got shape \(3, 4, 3\)"),
+    "whole numbers": (torch.zeros(2, 4, 3, dtype=torch.int64), r"tensor must be a tensor of floats, got int64"),
+    "an array": (torch.zeros(2, 4, 3).numpy(), r"tensor must be a tensor of floats, got ndarray"),
+    "a dtype of its own": (torch.zeros(2, 4, 3, dtype=torch.float64), r"all ranks must ask for the same"),
+}
+
+
+@pytest.mark.parametrize("width", [1, 2])
+@pytest.mark.parametrize("name", UNFIT)
+def test_tensors_are_checked_whatever_the_width(name, width):
+    unfit, words = UNFIT[name]
+
+    def rank(world):
+        cp = span.ContextParallel(world, seq_len=8, mask=span.Documents([[5, 3], [4, 4]]), layout=Contiguous(2))
+        with pytest.raises(span.ShardError, match=words):
+            cp.conv1d(unfit if world.rank else torch.zeros(2, 4, 3), torch.ones(3, width))
+
+    loopback(2).run(rank)
+
+
+@pytest.mark.parametrize("width", [1, 2])
+def test_transforms_are_refused_whatever_the_width(width):
+    def rank(world):
+        cp = span.ContextParallel(world, seq_len=4, mask=span.Causal())
+        with pytest.raises(span.ShardError, match="conv1d"):
+            torch.func.grad(lambda x: cp.conv1d(x, torch.ones(3, width)).sum())(torch.zeros(1, 4, 3))
+
+    loopback(1).run(rank)
+
+
+@pytest.mark.parametrize("option", [{"bias": torch.ones(3)}, {"activation": "silu"}])
+def test_ranks_agree_on_bias_and_activation(option):
+    def rank(world):
+        cp = span.ContextParallel(world, seq_len=8, mask=span.Causal(), layout=Contiguous(2))
+        cp.conv1d(torch.zeros(1, 4, 3), torch.ones(3, 2), **(option if world.rank else {}))
+
+    with pytest.raises(
+        span.ShardError, match=r"rank 1 asks for conv1d of width 2, .* others for conv1d of width 2, no bias"
+    ):
+        loopback(2).run(rank)
+
+
+@pytest.mark.parametrize("width", [1, 3])
+def test_a_rank_without_tokens_has_the_dtype_of_the_others(width):
+    def rank(world):
+        cp = span.ContextParallel(world, seq_len=2, mask=span.Causal(), layout=Contiguous(3))
+        weight, bias = (torch.ones(shape, requires_grad=True) for shape in ((3, width), (3,)))
+        with torch.autocast("cpu", torch.bfloat16):
+            out = cp.conv1d(cp.shard(torch.ones(1, 2, 3)), weight, bias)
+        out.sum().backward()
+        assert out.shape == (1, cp.sharding.tokens, 3)
+        assert weight.grad.shape == weight.shape  # averaging waits for it
+        assert bias.grad.sum() == 3 * cp.sharding.tokens
+        return cp.unshard(out.detach()).dtype
+
+    assert loopback(3).run(rank) == [torch.bfloat16] * 3

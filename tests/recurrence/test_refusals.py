@@ -63,6 +63,45 @@ REFUSED = {
         {"initial_state": torch.zeros(B, H, K, V)},
         r"initial_state must be \(2, 2, 3, 5\), a state for each of 2 documents",
     ),
+    "no decay of KDA": (
+        lambda: span.KDA(**tensors(decay=None)),
+        {},
+        r"decay must be a tensor of float.*, got NoneType",
+    ),
+    "no decay of GLA": (
+        lambda: span.GLA(*[torch.zeros(B, S, H, K)] * 3, None),
+        {},
+        r"decay must be a tensor of float.*, got NoneType",
+    ),
+    "no beta": (lambda: delta(beta=None), {}, r"beta must be a tensor of float.*, got NoneType"),
+    "no dt": (lambda: ssd(dt=None), {}, r"dt must be a tensor of float.*, got NoneType"),
+    "no query": (
+        lambda: span.Lightning(None, *[torch.zeros(B, S, H, K)] * 2),
+        {},
+        r"query must be a tensor of float.*, got NoneType",
+    ),
+    "a scale in words": (lambda: delta(scale="x"), {}, r"scale must be a number, or None .*, got 'x'"),
+    "a state that is a number": (delta, {"initial_state": 0.0}, r"initial_state must be a tensor, .*, got float"),
+    "a tensor for a list of them": (
+        lambda: span.Affine(print, torch.zeros(B, S, 3), (3, 1)),
+        {},
+        r"inputs must be a list of at least one tensor, as in \[x\], got Tensor",
+    ),
+    "inputs that are no tensors": (
+        lambda: span.Affine(print, [1.0], (3, 1)),
+        {},
+        r"inputs must be a list of .*, got \['float'\]",
+    ),
+    "no function": (
+        lambda: span.Affine(None, [torch.zeros(B, S, 3)], (3, 1)),
+        {},
+        r"fn must be a function, .* NoneType",
+    ),
+    "an empty state": (
+        lambda: span.Affine(print, [torch.zeros(B, S, 3)], (3, 0)),
+        {},
+        r"state_shape must be sizes of at least 1, got \(3, 0\)",
+    ),
     "no rule": (lambda: torch.zeros(2), {}, r"rule must be one such as GatedDelta\(query, key, ...\), got Tensor"),
 }
 
@@ -121,3 +160,34 @@ def test_tangents_and_transforms_are_refused():
             torch.func.grad(lambda x: cp.recurrence(span.Lightning(x, x, x)).sum())(x)
 
     loopback(1).run(rank)
+
+
+D = span.Documents([5, 3])
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [(span.Causal() & D) | (span.PrefixLM(2) & D), D | (D & span.SlidingWindow(2)), span.Causal() & ~D, {"a": D | D}],
+)
+def test_documents_that_cannot_be_read_are_refused(mask):
+    x = torch.ones(1, 4, 2, 3)
+    calls = [lambda cp: cp.recurrence(span.Lightning(x, x, x)), lambda cp: cp.conv1d(x[..., 0], torch.ones(2, 3))]
+    calls += [lambda cp: cp.halo(x, 1), lambda cp: cp.stretches]
+
+    def rank(world):
+        cp = span.ContextParallel(world, seq_len=8, mask=mask, layout=Contiguous(2))
+        for call in calls:
+            with pytest.raises(
+                span.AttnspanError, match=r"must hold Documents\(lengths\) joined by & only, got .*; write"
+            ):
+                call(cp)
+
+    loopback(2).run(rank)
+
+
+def test_documents_that_are_also_behind_an_or_are_read():
+    def rank(world):
+        mask = D & (span.Causal() | (D & span.SlidingWindow(2)))
+        return span.ContextParallel(world, seq_len=8, mask=mask, layout=Contiguous(2)).stretches
+
+    assert [[len(run.positions) for run in rows[0]] for rows in loopback(2).run(rank)] == [[4], [1, 3]]

@@ -1,7 +1,7 @@
 """Where documents begin and end, read from a mask.
 
-A mask is an expression; the documents of a pack are those of the `Documents` in it, if there is one under `&` only:
-behind `|` or `~` they are no borders.
+A mask is an expression; the documents of a pack are those of the `Documents` in it, if there is one under `&` only.
+Behind `|` or `~` they may be borders or none: what would ignore them refuses them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from attnspan.errors import MaskError
 from attnspan.masks import Documents, Mask
-from attnspan.masks.mask import And
+from attnspan.masks.mask import And, Not, Or
 
 
 def documents_of(masks: Iterable[Mask], seq_len: int) -> Tensor:
@@ -35,8 +35,15 @@ def documents_of(masks: Iterable[Mask], seq_len: int) -> Tensor:
 
 
 def borders(masks: Iterable[Mask], seq_len: int) -> Tensor:
-    """As `documents_of`; without documents, all positions are in one."""
+    """As `documents_of`; without documents, all positions are in one. Raises if some are behind `|` or `~`."""
+    masks = list(masks)
     found = _found(masks)
+    for mask in masks:
+        if not found.issuperset(_anywhere(mask)):
+            raise MaskError(
+                f"documents: the mask must hold Documents(lengths) joined by & only, got {mask!r}; write "
+                "(a | b) & Documents(lengths)"
+            )
     return documents_of(found, seq_len) if found else torch.zeros(1, seq_len, dtype=torch.int64, device="cpu")
 
 
@@ -50,3 +57,13 @@ def _within(mask: Mask) -> Iterator[Documents]:
     elif isinstance(mask, And):
         yield from _within(mask.left)
         yield from _within(mask.right)
+
+
+def _anywhere(mask: Mask) -> Iterator[Documents]:
+    if isinstance(mask, Documents):
+        yield mask
+    elif isinstance(mask, And | Or):
+        yield from _anywhere(mask.left)
+        yield from _anywhere(mask.right)
+    elif isinstance(mask, Not):
+        yield from _anywhere(mask.inner)

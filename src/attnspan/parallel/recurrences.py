@@ -20,13 +20,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from attnspan.attention.transforms import check_untransformed
+from attnspan.dtypes import dtype_name
 from attnspan.errors import MaskError, RecurrenceError, ShardError, integer, one_of
 from attnspan.layouts import Run
 from attnspan.parallel.core import Core
 from attnspan.parallel.documents import borders
 from attnspan.parallel.moves import GatheredTokens, Moves, before
 from attnspan.parallel.report import RecurrenceUse
-from attnspan.recurrence import Affine, Recurrence, Rule, Stretches
+from attnspan.recurrence import Affine, Recurrence, Rule, Stretches, Tested
 from attnspan.transports.consensus import digest
 
 ACTIVATIONS = ("silu", "swish")
@@ -43,7 +44,7 @@ class Recurrences:
         self.uses: dict[str, RecurrenceUse] = {}
         self._halos: dict[int, Moves] = {}
         self._lines: dict[int, tuple[Tensor, Tensor]] = {}
-        self._tested: set[str] = set()
+        self._tested = Tested()
         self._warned: set[str] = set()
 
     @cached_property
@@ -66,8 +67,6 @@ class Recurrences:
         """The output of a rule, and all documents' final states if asked for."""
         said: str | RecurrenceError | ShardError
         try:
-            if isinstance(rule, Rule):
-                check_untransformed("recurrence", *rule.tensors.values(), initial, error=RecurrenceError)
             self._check(rule, initial)
             given = "" if initial is None else f", from {initial.dtype} states"
             said = f"recurrence {rule}{given}{', to final states' if final else ''}, documents {self._digest}"
@@ -75,7 +74,10 @@ class Recurrences:
             said = refusal
         except MaskError as refusal:
             said = RecurrenceError(str(refusal))
-        name = self.core.sharding.agree("recurrence", said)
+        untested = isinstance(said, str) and isinstance(rule, Affine) and rule not in self._tested
+        name = self.core.sharding.agree("recurrence", said, again=untested)
+        if isinstance(rule, Affine):
+            self._tested.add(rule)
         self._warn(rule)
         recurrence = self.recurrence
         if initial is not None:
@@ -96,6 +98,9 @@ class Recurrences:
         if not isinstance(rule, Rule):
             raise RecurrenceError(f"rule must be one such as GatedDelta(query, key, ...), got {type(rule).__name__}")
         core, sizes = self.core, rule.sizes
+        if not (initial is None or isinstance(initial, Tensor)):
+            raise RecurrenceError(f"initial_state must be a tensor, or None for zeros, got {type(initial).__name__}")
+        check_untransformed("recurrence", *rule.tensors.values(), initial, error=RecurrenceError)
         stretches = self.recurrence.stretches
         tensors = rule.tensors if initial is None else {**rule.tensors, "initial_state": initial}
         for name, tensor in tensors.items():
@@ -117,9 +122,8 @@ class Recurrences:
             raise RecurrenceError(f"{first} must have the {stretches.rows} batch rows of the session, got {sizes['B']}")
         if initial is not None:
             self._check_state(rule, initial)
-        if isinstance(rule, Affine) and sizes["S"] and str(rule) not in self._tested:
+        if isinstance(rule, Affine) and sizes["S"] and rule not in self._tested:
             rule.check()
-            self._tested.add(str(rule))
 
     def _check_state(self, rule: Rule, initial: Tensor) -> None:
         documents = self._documents(rule)
@@ -172,23 +176,24 @@ class Recurrences:
     @torch._disable_dynamo  # agreements, exchanges and plans are not for compiled code
     def conv1d(self, tensor: Tensor, conv: Convolution) -> Tensor:
         """A depthwise causal convolution that begins anew with every document."""
+        rows = self.recurrence.stretches.rows
         said: str | ShardError | RecurrenceError
         try:
-            said = f"conv1d {conv.checked(tensor)}"
+            said = f"conv1d {conv.checked(tensor)}, of {self.core.sharding.described_shard(tensor, conv.dim, 0, rows)}"
         except ShardError as refusal:
             said = refusal
         self.core.sharding.agree("conv1d", said)
         weight = conv.weight.flatten(1)
         left = weight.shape[1] - 1
         parts = [tensor, self.halo(tensor, left, conv.dim, 0)] if left else [tensor]
-        alike = self.recurrence.stretches.rows == 1
+        alike = rows == 1
         tokens = [_lines(part, conv.dim, alike) for part in parts]
         line, back = (each.to(tensor.device) for each in self._line(left))
         padded = torch.cat(tokens).index_select(0, line).permute(1, 2, 0)  # (rows, channels, line)
-        if len(line):
-            out = F.conv1d(padded, weight.unsqueeze(1), conv.bias, groups=len(weight))
-        else:  # parameters get a gradient on every rank: averaging waits for it
-            out = padded + weight.sum() + (0 if conv.bias is None else conv.bias.sum())
+        # Without tokens it runs on zeros and nothing is taken: the dtype is that of other ranks, and parameters get a
+        # gradient, which averaging waits for.
+        padded = padded if len(line) else F.pad(padded, (0, left + 1))
+        out = F.conv1d(padded, weight.unsqueeze(1), conv.bias, groups=len(weight))
         out = out.permute(2, 0, 1).index_select(0, back)
         out = out.transpose(0, 1) if alike else out.unflatten(0, (len(tensor), -1)).squeeze(2)
         out = out if conv.dim == 1 else out.transpose(1, 2)
@@ -234,6 +239,10 @@ class Convolution:
         weight, bias = self.weight, self.bias
         if self.activation is not None:
             one_of("activation", self.activation, ACTIVATIONS, error=ShardError)
+        for name, each in (("tensor", tensor), ("weight", weight), ("bias", bias)):
+            if each is not None or name != "bias":
+                _check_floats(name, each)
+        check_untransformed("conv1d", tensor, error=ShardError)
         if tensor.dim() != 3 or self.dim not in (1, 2):
             raise ShardError(
                 "conv1d needs (batch, tokens, channels) with dim=1, or (batch, channels, tokens) with dim=2, got shape "
@@ -249,7 +258,17 @@ class Convolution:
             raise ShardError(f"weight must have a width of at least 1, got shape {tuple(weight.shape)}")
         if bias is not None and bias.shape != (channels,):
             raise ShardError(f"bias must be ({channels},), got shape {tuple(bias.shape)}")
-        return f"of width {weight.shape[-1]}"
+        for name, each in (("weight", weight), ("bias", bias)):
+            if each is not None and each.device != tensor.device:
+                raise ShardError(f"{name} must be on {tensor.device}, where the tensor is, got {each.device}")
+        return f"of width {weight.shape[-1]}, {'no' if bias is None else 'a'} bias, activation {self.activation}"
+
+
+def _check_floats(name: str, tensor: object) -> None:
+    """Refuse what is no tensor, or one of whole numbers."""
+    if not isinstance(tensor, Tensor) or not (tensor.is_floating_point() or tensor.is_complex()):
+        got = dtype_name(tensor.dtype) if isinstance(tensor, Tensor) else type(tensor).__name__
+        raise ShardError(f"{name} must be a tensor of floats, got {got}")
 
 
 def _lines(tensor: Tensor, dim: int, alike: bool) -> Tensor:

@@ -169,10 +169,13 @@ class Sharding:
         name = self.agree(doing, said)
         return at, name
 
-    def agree(self, doing: str, said: str | ShardError | RecurrenceError) -> str:
-        """The name of what is to be done, once all ranks say the same; or what is wrong, raised on all of them."""
+    def agree(self, doing: str, said: str | ShardError | RecurrenceError, again: bool = False) -> str:
+        """The name of what is to be done, once all ranks say the same; or what is wrong, raised on all of them.
+
+        With `again` ranks ask even if they have agreed on this before.
+        """
         name = f"{said} in layout {self._digest}" if isinstance(said, str) else said
-        if isinstance(name, str) and name in self._agreed:
+        if isinstance(name, str) and name in self._agreed and not again:
             return name
         usual, *odd = groups(heard(self.transport, name, doing))
         if odd:
@@ -188,6 +191,10 @@ class Sharding:
         """The same on every rank that lays the same sequence out alike."""
         shards = [self.layout.shards(self.seq_len, row) for row in range(self.rows)]
         return digest(self.seq_len, shards)
+
+    def described_shard(self, tensor: Tensor, dim: int, batch_dim: int, rows: int) -> str:
+        """A shard by what all ranks' must have in common; raises if it is none. `rows` batch rows differ."""
+        return _described(tensor, self._in_shard(tensor, dim, batch_dim, rows))
 
     def _in_full(self, tensor: Tensor, dim: int, batch_dim: int) -> Dims:
         at = self._dims(tensor, dim, batch_dim, self.rows)

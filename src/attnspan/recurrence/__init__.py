@@ -1,6 +1,6 @@
 """Recurrent layers over ranks: a run of tokens maps a state, affinely. See scan.py for the idea, rules.py for laws."""
 
-from attnspan.recurrence.affine import Affine
+from attnspan.recurrence.affine import Affine, Tested
 from attnspan.recurrence.plan import RankPlan, Stretches
 from attnspan.recurrence.rules import GLA, KDA, SSD, GatedDelta, Lightning, Rule
 from attnspan.recurrence.run import Recurrence
@@ -16,4 +16,5 @@ __all__ = [
     "Recurrence",
     "Rule",
     "Stretches",
+    "Tested",
 ]

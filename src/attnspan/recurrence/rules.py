@@ -20,6 +20,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
 from functools import cached_property
+from numbers import Real
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -36,7 +37,7 @@ class Rule(ABC):
     """A recurrent layer's call: see above."""
 
     SHAPES: ClassVar[str]
-    """The dims of each tensor, a letter each; of one that may have several shapes, all of them."""
+    """The dims of each tensor, a letter each; of one that may have several shapes, all of them. `?`: may be None."""
 
     @cached_property
     @abstractmethod
@@ -61,13 +62,13 @@ class Rule(ABC):
         ['BSH', 'H']
         """
         pairs = (each.split(":") for each in cls.SHAPES.split())
-        return {name: forms.split("|") for name, forms in pairs}
+        return {name.removesuffix("?"): forms.split("|") for name, forms in pairs}
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors that were given, by name."""
+        """The tensors by name, without optional ones that were not given."""
         given = {name: getattr(self, name) for name in self.shapes()}
-        return {name: tensor for name, tensor in given.items() if tensor is not None}
+        return {name: x for name, x in given.items() if x is not None or f"{name}?" not in self.SHAPES}
 
     @property
     def dtype(self) -> torch.dtype:
@@ -96,6 +97,9 @@ class LinearRule(Rule):
     @cached_property
     def sizes(self) -> dict[str, int]:
         found = fitted(self)
+        scale = getattr(self, "scale", None)
+        if not (scale is None or (isinstance(scale, Real | Tensor) and not isinstance(scale, bool))):
+            raise RecurrenceError(f"scale must be a number, or None for 1 / sqrt(K), got {scale!r}")
         if found["H"] % found["G"]:
             raise RecurrenceError(
                 f"heads of values must be a multiple of those of keys, got {found['H']} and {found['G']}"
@@ -173,7 +177,7 @@ class GatedDelta(_Attending):
     scale: float | None = None
 
     MATRIX = True
-    SHAPES = "query:BSGK key:BSGK value:BSHV decay:BSH beta:BSH"
+    SHAPES = "query:BSGK key:BSGK value:BSHV decay?:BSH beta:BSH"
 
 
 @dataclass(frozen=True, eq=False)
@@ -213,7 +217,7 @@ class Lightning(_Attending):
     scale: float | None = None
 
     MATRIX = False
-    SHAPES = "query:BSGK key:BSGK value:BSHV decay:BSH|H"
+    SHAPES = "query:BSGK key:BSGK value:BSHV decay?:BSH|H"
 
 
 @dataclass(frozen=True, eq=False)
@@ -230,7 +234,7 @@ class SSD(LinearRule):
     D: Tensor | None = None
 
     MATRIX = False
-    SHAPES = "x:BSHV dt:BSH A:H B:BSGK C:BSGK D:H"
+    SHAPES = "x:BSHV dt:BSH A:H B:BSGK C:BSGK D?:H"
 
     @property
     def state_shape(self) -> tuple[int, ...]:

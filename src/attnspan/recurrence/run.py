@@ -2,6 +2,12 @@
 
 Knows what a rank's plan says and nothing of the layout behind it. Batch rows that lie alike are heads to everything
 below: tokens are (T, B * H, ...) there, and (B * T, H, ...) where rows lie differently.
+
+[Note: ties] Every rank takes part in the exchange of a backward pass, so every rank's outputs and final states depend
+on `States`, and `States` on whatever requires gradients: sums over empty slices, which are zero, add the dependency. A
+function of one's own needs three: outputs of runs that begin documents are computed before `States`; an initial state
+is read by the ranks whose runs begin with it; and a rank without tokens calls the function on one token that it made up
+and drops the result, because the function may hold parameters.
 """
 
 from __future__ import annotations
@@ -95,11 +101,13 @@ class Recurrence:
             matrices.append(rule.flat(a))
             added.append(rule.flat(b))
         for inputs, document in parts[waiting:]:
-            out, end = rule.fn(*inputs, rule.zeros(rows) if initial is None else initial[document])
+            out, end = rule.call(inputs, rule.zeros(rows) if initial is None else initial[document])
             outs.append(out)
             added.append(rule.flat(end))
-        # An empty rank's states hang on its inputs too, so that it takes part in the backward pass of final states.
+        # See [Note: ties].
+        empty = None if parts else rule.empty()
         tie = sum((x[:, :0].sum().to(rule.dtype) for x in rule.inputs), rule.zeros(rows))
+        tie = tie if empty is None else tie + empty[1].sum()
         nothing = rule.flat(tie if initial is None else tie + initial[:0].sum())
         unit = nothing if rule.diagonal else nothing.new_zeros(len(nothing), nothing.shape[1], nothing.shape[1])
         b = torch.stack([nothing, *added])[1:]
@@ -108,15 +116,12 @@ class Recurrence:
         scan = Scan(waiting, chunks, self._routes, self.transport, name, not rule.diagonal)
         before, after = States.apply(a, b, self._initial(b, None), scan)
         states = before.reshape(len(before), rows, *rule.state_shape)
-        later = [rule.fn(*inputs, state)[0] for (inputs, _), state in zip(parts[:waiting], states, strict=False)]
-        outs = later + outs
-        return self._joined(rule, outs), self._ends(after, rule)
+        later = [rule.call(inputs, state)[0] for (inputs, _), state in zip(parts[:waiting], states, strict=False)]
+        out = self._joined(later + outs) if empty is None else empty[0]
+        return out + before[:0].sum().to(out.dtype), self._ends(after, rule)
 
-    def _joined(self, rule: Affine, outs: list[Tensor]) -> Tensor:
+    def _joined(self, outs: list[Tensor]) -> Tensor:
         """The outputs of stretches, in the order of the shard."""
-        if not outs:  # what it would look like
-            token = [torch.cat([x, x.new_zeros(len(x), 1, *x.shape[2:])], 1) for x in rule.inputs]
-            return rule.fn(*token, rule.zeros(len(token[0])))[0][:, :0]
         s, own = self.stretches, self.plan.own
         order = s.place[own].argsort().tolist()
         line = torch.cat([outs[i] for i in order], 1)
