@@ -150,6 +150,13 @@ def test_another_share_on_a_rank_is_refused_before_anything_travels():
     assert posted == ["agree"]
 
 
+@pytest.mark.parametrize("wrong", [{"p": 1.5}, {"p": [0.1]}, {"seed": -1}, {"seed": 2**63}], ids=str)
+def test_what_is_no_share_or_seed_on_a_rank_is_refused_on_all(wrong):
+    text, *posted = told(lambda world: attend(world, **{"seed": 7, **(wrong if world.rank else {})}))
+    assert text.startswith("on rank 1: dropout_")
+    assert posted == ["agree"]
+
+
 def test_seeds_that_virtual_ranks_draw_one_after_another_are_refused():
     text, *posted = told(attend)
     assert text.endswith("virtual ranks draw from one generator, and need dropout_seed")

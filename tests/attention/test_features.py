@@ -410,9 +410,10 @@ def test_opcheck_passes():
                     given = (*leaves, sink, [], attend.handle, True, True, *drops)
                     torch.library.opcheck(torch.ops.attnspan.attention.default, given)
                 out, lse = attend.with_lse(query, key, value, sinks=sinks)
-                final = (torch.ones_like(out), torch.ones_like(lse), query, key, value, out, lse, torch.tensor(1))
-                for drops in ((0.0, None), dropped):
-                    given = (*final, sinks, [], [], attend.handle, True, *drops)
+                header = torch.tensor([1, 7])
+                final = (torch.ones_like(out), torch.ones_like(lse), query, key, value, out, lse, header)
+                for dropout_p in (0.0, 0.3):
+                    given = (*final, sinks, [], [], attend.handle, True, dropout_p)
                     torch.library.opcheck(torch.ops.attnspan.attention_backward.default, given)
 
     on_one_rank(rank)
@@ -467,6 +468,26 @@ def test_checkpointing_gives_the_same_gradients_and_replays_collectives_once_or_
         again = [event for event in there if event[0] != "agree"]
         assert back_again == (again if replayed else []) + back
     assert any(len(there) > 1 for _, there, _ in plain)  # keys do travel
+
+
+def test_a_saved_attention_goes_back_by_the_seed_that_it_was_saved_with():
+    """Its arguments are computed again, and among them a seed is drawn, from a generator that has gone on."""
+    how = {"use_reentrant": False, "context_fn": SAVING, "preserve_rng_state": False}
+
+    def rank(world):
+        attend = ready(world, 5, 7, kernel="auto")
+        x = torch.randn(1, 2, 12, 8, dtype=torch.float64, requires_grad=True)
+
+        def dropped(x):
+            return attend(x, x, x, dropout_p=0.3)
+
+        def gradient(run):
+            torch.manual_seed(3)
+            return torch.autograd.grad(run(x).square().sum(), x)[0]
+
+        return gradient(dropped), gradient(lambda x: checkpoint(dropped, x, **how))
+
+    assert torch.equal(*on_one_rank(rank))
 
 
 # ---- handles ---------------------------------------------------------------------------------------------------------

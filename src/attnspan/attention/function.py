@@ -21,6 +21,7 @@ data-parallel ranks do, are seeded differently, as with torch's own dropout: bat
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from copy import copy
 from dataclasses import replace
@@ -31,7 +32,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from attnspan.attention import ops
-from attnspan.attention.agreement import check_mask
+from attnspan.attention.agreement import check_mask, refuse
 from attnspan.attention.call import Call, Inputs
 from attnspan.attention.score import Captured, Score, ScoreFunction
 from attnspan.attention.transforms import check_untransformed
@@ -116,14 +117,25 @@ class Attention:
     def run(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
         """(out, lse) of the inputs; lse has a gradient if it is returned to the model."""
         check_untransformed("attention", *inputs[:4], *inputs.captured)
-        query, key, value, sinks, captured, return_lse, dropout_p, dropout_seed = _under_autocast(inputs)
-        check_dropout(dropout_p, dropout_seed)
+        inputs = _under_autocast(inputs)
+        query, key, value, sinks, captured, return_lse, dropout_p, dropout_seed = inputs
+        try:
+            check_dropout(dropout_p, dropout_seed)
+        except AttentionError as wrong:
+            self._refuse(inputs, wrong)
         seed = seed_tensor(dropout_seed) if dropout_p else None
         tensors = (query, key, value, *captured) if sinks is None else (query, key, value, sinks, *captured)
         differentiable = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
         more = (return_lse, differentiable, float(dropout_p), seed)
         out, lse, _ = ops.attention(query, key, value, sinks, captured, self.handle, *more)
         return out, lse
+
+    def _refuse(self, inputs: Inputs, wrong: AttentionError) -> None:
+        """Raise what is wrong with dropout, together with the other ranks; compiled code does not ask them."""
+        if torch.compiler.is_compiling():
+            raise wrong
+        inputs = inputs._replace(dropout_p=math.nan)  # on which ranks never agreed
+        refuse(self.call.for_inputs(inputs), inputs, wrong)
 
     @torch._disable_dynamo
     def check_mask(self, mask: Mask, inputs: Inputs) -> None:
@@ -165,7 +177,6 @@ def attention(
     With `keep_keys` the keys that arrive stay until backward, which then moves gradients alone; "auto" keeps them where
     they take no more memory than what autograd saves of the call (see attention/kept.py).
     """
-    check_dropout(dropout_p, dropout_seed)
     if torch.compiler.is_compiling():
         raise AttentionError("under torch.compile, make an Attention(plan, group) outside and call it inside")
     given = plan is not None

@@ -1,10 +1,14 @@
 """The custom ops: one node in the autograd graph, opaque to torch.compile, replayable by checkpointing.
 
 `attnspan::attention` takes tensors, flags and a number (see [Note: handles] in call.py), so everything that backward
-needs is in its node: queries, keys, values, sinks, captured tensors, out, lse, the handle, the share and the seed of
-dropout, and the header by which ranks match their backward passes (transports/operations.py). No context manager has to
-be alive when activation checkpointing replays it, and a selective policy can save
+needs is in its node: queries, keys, values, sinks, captured tensors, out, lse, the handle, the share of dropout, and
+the header: the number by which ranks match their backward passes (transports/operations.py), and dropout's seed. No
+context manager has to be alive when activation checkpointing replays it, and a selective policy can save
 `torch.ops.attnspan.attention.default` so that its collectives are not replayed.
+
+[Note: saved seeds] Backward takes the seed from the header, a result of forward, and not from forward's arguments. A
+selective policy that saves the op computes its arguments again, and would draw another seed unless the generator is
+restored (`preserve_rng_state=False`); out and seed are then still those of one call.
 
 [Note: layouts] torch.compile is told the strides of results before anything runs. They are contiguous always, in
 memory of their own, whatever the layout of queries or of a kernel's output.
@@ -71,7 +75,8 @@ def attention(
         if sinks is not None:  # see [Note: sinks]
             out, lse = with_sinks(out, lse, sinks[None, :, None])
     call.uses.add_forward(call.plan, inputs.shape, lap)
-    return out.contiguous(), lse.contiguous(), keep(torch.tensor(operation.header, device="cpu"), kept)
+    header = torch.tensor([operation.header, seed or 0], device="cpu")  # see [Note: saved seeds]
+    return out.contiguous(), lse.contiguous(), keep(header, kept)
 
 
 @attention.register_fake
@@ -85,7 +90,7 @@ def _(
     batch, heads, rows, _ = query.shape
     out = query.new_empty(batch, heads, rows, value.shape[-1])
     lse = query.new_empty(batch, heads, rows, dtype=lse_dtype(query.dtype))
-    return out, lse, torch.empty((), dtype=torch.int64, device="cpu")
+    return out, lse, torch.empty(2, dtype=torch.int64, device="cpu")
 
 
 @torch.library.custom_op("attnspan::attention_backward", mutates_args=())
@@ -104,9 +109,8 @@ def attention_backward(
     handle: Tensor,
     return_lse: bool,
     dropout_p: float,
-    dropout_seed: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
-    seed = None if dropout_seed is None else int(dropout_seed)
+    number, seed = header.tolist()  # see [Note: saved seeds]
     inputs = Inputs(query, key, value, sinks, captured, return_lse, dropout_p, seed)
     call = Call.of(handle).for_inputs(inputs)
     if grad_lse is None and return_lse and call.plan.degree > 1:  # see [Note: gradients of lse over ranks]
@@ -114,7 +118,7 @@ def attention_backward(
     assert return_lse or grad_lse is None, "an lse that was not returned has no gradient"
     final, kept = Final(grad, grad_lse, out, lse, sinks is not None), kept_by(header)
     how, lap = FROM_KEPT if kept else "", Lap(query.device)
-    with unbroken(call.transport), _as_given(query), under_way(call.transport, int(header), how):
+    with unbroken(call.transport), _as_given(query), under_way(call.transport, number, how):
         d_sinks = query.new_empty(0) if sinks is None else _sink_gradient(call, final, sinks)
         dq, dk, dv, parts = execute.backward(call, inputs, final, wanted, kept)
         d_captured = [_over_ranks(call, part, x) for part, x in zip(parts, captured, strict=True)]
@@ -138,7 +142,6 @@ def _(
     handle: Tensor,
     return_lse: bool,
     dropout_p: float,
-    dropout_seed: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
     d_sinks = query.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
     d_captured = [x.new_empty(x.shape if i in wanted else 0) for i, x in enumerate(captured)]
@@ -146,17 +149,17 @@ def _(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    query, key, value, sinks, captured, handle, ctx.return_lse, _, ctx.dropout_p, dropout_seed = inputs
-    ctx.save_for_backward(query, key, value, sinks, handle, dropout_seed, *output, *captured)
+    query, key, value, sinks, captured, handle, ctx.return_lse, _, ctx.dropout_p, _ = inputs
+    ctx.save_for_backward(query, key, value, sinks, handle, *output, *captured)
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None, _: None) -> tuple[object, ...]:
-    query, key, value, sinks, handle, dropout_seed, out, lse, header, *captured = ctx.saved_tensors
+    query, key, value, sinks, handle, out, lse, header, *captured = ctx.saved_tensors
     check_untransformed("attention's backward", grad, grad_lse, instead="take one gradient after another")
     grad = torch.zeros_like(out) if grad is None else grad
     wanted = [i for i, x in enumerate(captured) if x.requires_grad]
-    more = (ctx.return_lse, ctx.dropout_p, dropout_seed)
+    more = (ctx.return_lse, ctx.dropout_p)
     dq, dk, dv, d_sinks, d_captured = attention_backward(
         grad, grad_lse, query, key, value, out, lse, header, sinks, captured, wanted, handle, *more
     )
