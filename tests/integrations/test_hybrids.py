@@ -14,7 +14,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet, c
 
 import attnspan as span
 from attnspan.errors import ModelError
-from attnspan.integrations.huggingface import attention_layers, enable
+from attnspan.integrations.huggingface import attention_layers, enable, mixers
 from attnspan.integrations.huggingface.sequence_functions import OURS, PADDING
 from attnspan.parallel import ContextParallel
 from attnspan.testing import loopback, processes
@@ -69,6 +69,7 @@ def padded(side):
 def test_twin_padding_that_mixers_see_shows(monkeypatch):
     given, padding = padded("left")
     true = answers(hybrid("lfm2"), given)
+    on_ranks("lfm2", given, 1)  # which compares the function with ours, once
     monkeypatch.setitem(OURS, PADDING, lambda here, hidden_states, attention_mask: hidden_states)
     for found in on_ranks("lfm2", given, 2):
         assert off(found, true, valid=padding)[0] > 100 * BOUND
@@ -294,6 +295,32 @@ class Decorated(Qwen3_5GatedDeltaNet):
         return causal_conv1d_fn(hidden_states.transpose(1, 2), self.conv1d.weight.squeeze(1)[:32]).transpose(1, 2)
 
 
+class OnAverage(Qwen3_5GatedDeltaNet):
+    """Mixes tokens in a way that no check of names finds."""
+
+    def forward(self, hidden_states, **more):
+        mixed = causal_conv1d_fn(hidden_states.transpose(1, 2), self.conv1d.weight.squeeze(1)[:32]).transpose(1, 2)
+        return mixed + mixed.mean(1, keepdim=True)
+
+
+class TwoCallsAway(Qwen3_5GatedDeltaNet):
+    def forward(self, hidden_states, **more):
+        mixed = causal_conv1d_fn(hidden_states.transpose(1, 2), self.conv1d.weight.squeeze(1)[:32])
+        return self.near(mixed.transpose(1, 2))
+
+    def near(self, hidden):
+        return self.far(hidden)
+
+    def far(self, hidden):
+        return hidden.cumsum(1)
+
+
+class OfItsBase(Qwen3_5GatedDeltaNet):
+    def forward(self, hidden_states, **more):
+        mixed = causal_conv1d_fn(hidden_states.transpose(1, 2), self.conv1d.weight.squeeze(1)[:32])
+        return super().forward(mixed.transpose(1, 2), **more)
+
+
 class CallsItsConvolution(Qwen3_5GatedDeltaNet):
     def forward(self, hidden_states, **more):
         mixed = causal_conv1d_fn(hidden_states.transpose(1, 2), self.conv1d.weight.squeeze(1)[:32])
@@ -320,6 +347,9 @@ class Renamed(nn.Module):
         (InAMethod, "(InAMethod) has a way of its own to mix tokens, "),
         (Decorated, "(Decorated) has forward(), decorated in a way that is not known here, which is not served"),
         (Static, "(Static) has mean, which is no method and calls running_mean, which is not served"),
+        (OnAverage, "(OnAverage) has forward(), which is not code of transformers, which is not served"),
+        (TwoCallsAway, "(TwoCallsAway) has forward(), which is not code of transformers, which is not served"),
+        (OfItsBase, "(OfItsBase) has forward(), which is not code of transformers, which is not served"),
     ],
 )
 def test_a_mixer_with_something_unknown_is_refused_by_name(kind, refusal):
@@ -337,7 +367,26 @@ def test_a_layer_of_a_recurrent_type_without_a_known_mixer_is_refused():
         loopback(2).run(lambda world: enable(model, world))
 
 
-def test_a_convolution_that_a_mixer_calls_itself_is_refused_in_that_pass():
+@pytest.mark.parametrize("name", ["qwen3.5", "minimax"])
+def test_a_class_of_mixers_that_was_patched_since_is_refused(name, monkeypatch):
+    model = hybrid(name)
+    enabled = loopback(1).run(lambda world: enable(model, world))[0]
+    enabled.disable()
+    cls = type(enabled.mixers[0].module)
+    original = cls.forward
+
+    @functools.wraps(original)
+    def averaged(self, hidden_states, **more):
+        return original(self, hidden_states, **more) + hidden_states.mean(1, keepdim=True)
+
+    monkeypatch.setattr(cls, "forward", averaged)
+    with pytest.raises(ModelError, match=rf"\({cls.__name__}\) has forward\(\), which is not code of transformers"):
+        loopback(2).run(lambda world: enable(model, world))
+
+
+def test_a_convolution_that_a_mixer_calls_itself_is_refused_in_that_pass(monkeypatch):
+    monkeypatch.setattr(mixers, "HOMES", mixers.HOMES | {"tests"})  # as if a version of transformers did
+
     def rank(world):
         model = hybrid("qwen3.5")
         model.model.layers[2].linear_attn.__class__ = CallsItsConvolution
