@@ -106,6 +106,35 @@ def test_documents_answer_as_each_alone(name):
         assert off((loss, logits.flatten(0, 1), grads), true)[0] < BOUND
 
 
+def numbered(given):
+    """The same documents by their numbers alone."""
+    positions = given["position_ids"]
+    return {name: value for name, value in given.items() if name != "position_ids"} | {
+        "seq_idx": (positions == 0).cumsum(1).int()
+    }
+
+
+def test_documents_by_the_number_of_each():
+    true = each_alone("lfm2", packed())
+    for loss, logits, grads in on_ranks("lfm2", numbered(packed()), 3):
+        assert off((loss, logits.flatten(0, 1), grads), true)[0] < BOUND
+
+
+@pytest.mark.parametrize(
+    ("ids", "refusal"),
+    [
+        (torch.zeros(2, 23, dtype=torch.int32), r"^seq_idx, position_ids must describe the same documents, got"),
+        (
+            torch.zeros(1, 23, dtype=torch.int32),
+            r"^seq_idx must be \(2, 23\), a document's number for every token, got",
+        ),
+    ],
+)
+def test_other_numbers_of_documents_are_refused(ids, refusal):
+    with pytest.raises(ModelError, match=refusal):
+        on_ranks("lfm2", packed() | {"seq_idx": ids}, 2)
+
+
 def test_twin_transformers_itself_mixes_documents():
     loss, logits, grads = answers(hybrid("qwen3.5"), packed(), use_cache=False)
     true = each_alone("qwen3.5", packed())
@@ -241,9 +270,9 @@ def test_a_model_without_attention_has_one_run_on_each_rank():
         model(**batch())
         return [len(runs) for runs in handle.session.stretches], [str(mixer) for mixer in handle.mixers]
 
-    for runs, mixers in loopback(3).run(rank):
+    for runs, names in loopback(3).run(rank):
         assert runs == [1]
-        assert mixers[0] == "backbone.layers.0.mixer: causal_conv1d_fn, mamba2_chunk_scan"
+        assert names[0] == "backbone.layers.0.mixer: causal_conv1d_fn, mamba2_chunk_scan"
 
 
 # ---- refused ---------------------------------------------------------------------------------------------------------
