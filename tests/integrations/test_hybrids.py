@@ -256,6 +256,25 @@ def test_a_disabled_hybrid_is_as_it_was_and_others_are_left_alone():
         assert same
 
 
+def test_a_hybrid_that_was_changed_while_enabled_can_be_disabled():
+    given = batch()
+    true = answers(hybrid("qwen3.5"), given, use_cache=False)
+
+    def rank(world):
+        model = hybrid("qwen3.5")
+        handle = enable(model, world)
+        first, _, last = model.model.layers
+        del first.linear_attn.forward
+        weight = last.linear_attn.conv1d.weight
+        last.linear_attn.conv1d = nn.Conv1d(len(weight), len(weight), 4, groups=len(weight), padding=3, bias=False)
+        last.linear_attn.conv1d.weight = weight
+        handle.disable()
+        return answers(model, given, use_cache=False)
+
+    for found in loopback(2).run(rank):
+        assert off(found, true) == (0.0, "loss")
+
+
 def test_an_enabled_hybrid_is_saved_by_its_weights_alone(tmp_path):
     model = hybrid("mamba2")
     loopback(1).run(lambda world: enable(model, world))

@@ -80,11 +80,11 @@ class RecurrentMixer:
             vars(each)["forward"] = functools.partial(_refuse_call, self.name, type(each).__name__)
 
     def unbind(self) -> None:
-        """Run as before."""
+        """Run as before; what was replaced or taken away since has nothing of ours."""
         for attribute in self.methods:
-            vars(self.module).pop(attribute)
+            vars(self.module).pop(attribute, None)
         for each in self._uncalled:
-            vars(each).pop("forward")
+            vars(each).pop("forward", None)
 
     @property
     def _uncalled(self) -> list[nn.Module]:
