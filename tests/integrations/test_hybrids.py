@@ -14,7 +14,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet, c
 
 import attnspan as span
 from attnspan.errors import ModelError
-from attnspan.integrations.huggingface import attention_layers, enable
+from attnspan.integrations.huggingface import attention_layers, enable, mixers
 from attnspan.integrations.huggingface.sequence_functions import OURS, PADDING
 from attnspan.parallel import ContextParallel
 from attnspan.testing import loopback, processes
@@ -69,6 +69,7 @@ def padded(side):
 def test_twin_padding_that_mixers_see_shows(monkeypatch):
     given, padding = padded("left")
     true = answers(hybrid("lfm2"), given)
+    on_ranks("lfm2", given, 1)  # which compares the function with ours, once
     monkeypatch.setitem(OURS, PADDING, lambda here, hidden_states, attention_mask: hidden_states)
     for found in on_ranks("lfm2", given, 2):
         assert off(found, true, valid=padding)[0] > 100 * BOUND
@@ -103,6 +104,35 @@ def test_documents_answer_as_each_alone(name):
     true = each_alone(name, packed())
     for loss, logits, grads in on_ranks(name, packed(), 3):
         assert off((loss, logits.flatten(0, 1), grads), true)[0] < BOUND
+
+
+def numbered(given):
+    """The same documents by their numbers alone."""
+    positions = given["position_ids"]
+    return {name: value for name, value in given.items() if name != "position_ids"} | {
+        "seq_idx": (positions == 0).cumsum(1).int()
+    }
+
+
+def test_documents_by_the_number_of_each():
+    true = each_alone("lfm2", packed())
+    for loss, logits, grads in on_ranks("lfm2", numbered(packed()), 3):
+        assert off((loss, logits.flatten(0, 1), grads), true)[0] < BOUND
+
+
+@pytest.mark.parametrize(
+    ("ids", "refusal"),
+    [
+        (torch.zeros(2, 23, dtype=torch.int32), r"^seq_idx, position_ids must describe the same documents, got"),
+        (
+            torch.zeros(1, 23, dtype=torch.int32),
+            r"^seq_idx must be \(2, 23\), a document's number for every token, got",
+        ),
+    ],
+)
+def test_other_numbers_of_documents_are_refused(ids, refusal):
+    with pytest.raises(ModelError, match=refusal):
+        on_ranks("lfm2", packed() | {"seq_idx": ids}, 2)
 
 
 def test_twin_transformers_itself_mixes_documents():
@@ -226,6 +256,25 @@ def test_a_disabled_hybrid_is_as_it_was_and_others_are_left_alone():
         assert same
 
 
+def test_a_hybrid_that_was_changed_while_enabled_can_be_disabled():
+    given = batch()
+    true = answers(hybrid("qwen3.5"), given, use_cache=False)
+
+    def rank(world):
+        model = hybrid("qwen3.5")
+        handle = enable(model, world)
+        first, _, last = model.model.layers
+        del first.linear_attn.forward
+        weight = last.linear_attn.conv1d.weight
+        last.linear_attn.conv1d = nn.Conv1d(len(weight), len(weight), 4, groups=len(weight), padding=3, bias=False)
+        last.linear_attn.conv1d.weight = weight
+        handle.disable()
+        return answers(model, given, use_cache=False)
+
+    for found in loopback(2).run(rank):
+        assert off(found, true) == (0.0, "loss")
+
+
 def test_an_enabled_hybrid_is_saved_by_its_weights_alone(tmp_path):
     model = hybrid("mamba2")
     loopback(1).run(lambda world: enable(model, world))
@@ -240,9 +289,9 @@ def test_a_model_without_attention_has_one_run_on_each_rank():
         model(**batch())
         return [len(runs) for runs in handle.session.stretches], [str(mixer) for mixer in handle.mixers]
 
-    for runs, mixers in loopback(3).run(rank):
+    for runs, names in loopback(3).run(rank):
         assert runs == [1]
-        assert mixers[0] == "backbone.layers.0.mixer: causal_conv1d_fn, mamba2_chunk_scan"
+        assert names[0] == "backbone.layers.0.mixer: causal_conv1d_fn, mamba2_chunk_scan"
 
 
 # ---- refused ---------------------------------------------------------------------------------------------------------
@@ -294,6 +343,32 @@ class Decorated(Qwen3_5GatedDeltaNet):
         return causal_conv1d_fn(hidden_states.transpose(1, 2), self.conv1d.weight.squeeze(1)[:32]).transpose(1, 2)
 
 
+class OnAverage(Qwen3_5GatedDeltaNet):
+    """Mixes tokens in a way that no check of names finds."""
+
+    def forward(self, hidden_states, **more):
+        mixed = causal_conv1d_fn(hidden_states.transpose(1, 2), self.conv1d.weight.squeeze(1)[:32]).transpose(1, 2)
+        return mixed + mixed.mean(1, keepdim=True)
+
+
+class TwoCallsAway(Qwen3_5GatedDeltaNet):
+    def forward(self, hidden_states, **more):
+        mixed = causal_conv1d_fn(hidden_states.transpose(1, 2), self.conv1d.weight.squeeze(1)[:32])
+        return self.near(mixed.transpose(1, 2))
+
+    def near(self, hidden):
+        return self.far(hidden)
+
+    def far(self, hidden):
+        return hidden.cumsum(1)
+
+
+class OfItsBase(Qwen3_5GatedDeltaNet):
+    def forward(self, hidden_states, **more):
+        mixed = causal_conv1d_fn(hidden_states.transpose(1, 2), self.conv1d.weight.squeeze(1)[:32])
+        return super().forward(mixed.transpose(1, 2), **more)
+
+
 class CallsItsConvolution(Qwen3_5GatedDeltaNet):
     def forward(self, hidden_states, **more):
         mixed = causal_conv1d_fn(hidden_states.transpose(1, 2), self.conv1d.weight.squeeze(1)[:32])
@@ -320,6 +395,9 @@ class Renamed(nn.Module):
         (InAMethod, "(InAMethod) has a way of its own to mix tokens, "),
         (Decorated, "(Decorated) has forward(), decorated in a way that is not known here, which is not served"),
         (Static, "(Static) has mean, which is no method and calls running_mean, which is not served"),
+        (OnAverage, "(OnAverage) has forward(), which is not code of transformers, which is not served"),
+        (TwoCallsAway, "(TwoCallsAway) has forward(), which is not code of transformers, which is not served"),
+        (OfItsBase, "(OfItsBase) has forward(), which is not code of transformers, which is not served"),
     ],
 )
 def test_a_mixer_with_something_unknown_is_refused_by_name(kind, refusal):
@@ -337,7 +415,26 @@ def test_a_layer_of_a_recurrent_type_without_a_known_mixer_is_refused():
         loopback(2).run(lambda world: enable(model, world))
 
 
-def test_a_convolution_that_a_mixer_calls_itself_is_refused_in_that_pass():
+@pytest.mark.parametrize("name", ["qwen3.5", "minimax"])
+def test_a_class_of_mixers_that_was_patched_since_is_refused(name, monkeypatch):
+    model = hybrid(name)
+    enabled = loopback(1).run(lambda world: enable(model, world))[0]
+    enabled.disable()
+    cls = type(enabled.mixers[0].module)
+    original = cls.forward
+
+    @functools.wraps(original)
+    def averaged(self, hidden_states, **more):
+        return original(self, hidden_states, **more) + hidden_states.mean(1, keepdim=True)
+
+    monkeypatch.setattr(cls, "forward", averaged)
+    with pytest.raises(ModelError, match=rf"\({cls.__name__}\) has forward\(\), which is not code of transformers"):
+        loopback(2).run(lambda world: enable(model, world))
+
+
+def test_a_convolution_that_a_mixer_calls_itself_is_refused_in_that_pass(monkeypatch):
+    monkeypatch.setattr(mixers, "HOMES", mixers.HOMES | {"tests"})  # as if a version of transformers did
+
     def rank(world):
         model = hybrid("qwen3.5")
         model.model.layers[2].linear_attn.__class__ = CallsItsConvolution

@@ -5,6 +5,7 @@ Entries about which tokens see each other go into the session's mask, the rest i
     attention_mask        ones where tokens are: padding at either end becomes part of the mask
     position_ids          where they do not go up by one, a document begins, if there is no attention_mask
     cu_seq_lens_q, _k     the same, as lengths (a batch of one row)
+    seq_idx               the same, as the number of every token's document
     labels, shift_labels  moved while they are whole, and kept from the model (losses.py)
     decoder_*             the second sequence of an encoder-decoder, with a session of its own
 
@@ -36,7 +37,8 @@ Entries = dict[str, Any]
 """What a batch is made of, by the names of forward's arguments: tensors, and whatever else a collator adds."""
 
 LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens")
-REDUNDANT = ("max_length_q", "max_length_k", "seq_idx")
+IDS = "seq_idx"
+REDUNDANT = ("max_length_q", "max_length_k")
 """What comes with lengths of documents, and adds nothing to them."""
 
 DECODER = "decoder_"
@@ -179,6 +181,9 @@ def _documents(entries: Entries, mask: Tensor | None, rows: int, seq_len: int) -
     """The documents of a batch; lengths are taken out of it."""
     lengths = {name: entries.pop(name) for name in LENGTHS if name in entries}
     found = [_by_lengths(name, value, rows, seq_len) for name, value in lengths.items()]
+    if IDS in entries:
+        lengths[IDS] = entries.pop(IDS)
+        found.append(_by_ids(lengths[IDS], rows, seq_len))
     positions = entries.get("position_ids")
     there = None if mask is None or found else mask.bool()
     by_positions = None if positions is None else _by_positions(positions, rows, seq_len, there)
@@ -201,6 +206,12 @@ def _by_lengths(name: str, edges: Tensor, rows: int, seq_len: int) -> Mask:
             f"{documents.natural_len} and {rows} rows"
         )
     return documents
+
+
+def _by_ids(ids: object, rows: int, seq_len: int) -> Mask:
+    if not isinstance(ids, Tensor) or tuple(ids.shape) != (rows, seq_len):
+        raise ModelError(f"{IDS} must be ({rows}, {seq_len}), a document's number for every token, got {_shown(ids)}")
+    return Documents.from_ids(ids.cpu() if rows > 1 else ids[0].cpu())
 
 
 def _by_positions(positions: object, rows: int, seq_len: int, there: Tensor | None) -> Mask | None:

@@ -8,7 +8,8 @@ is enabled it has a forward of its own, of the same code, for which these names 
 The modeling file and other models are not touched, and virtual ranks do not see each other's. `unbind` removes it.
 
 [Note: all or nothing] A mixer is served if everything in it is known: it calls no other function of a modeling file or
-a package, no convolution as a module, and nothing that moves tokens (token_mixing.py). Anything else is refused by the
+a package, no convolution as a module, and nothing that moves tokens (token_mixing.py). Its methods are transformers'
+own: a subclass or a patch of elsewhere may mix tokens in ways that no such check finds. Anything else is refused by the
 names of the layer and the function. That all its functions ran is checked in every pass (enabling.py).
 
 [Note: in its forward] MiniMax has lightning attention written out in its forward. It gets a forward that is written
@@ -47,6 +48,9 @@ from attnspan.integrations.huggingface.token_mixing import MOVING, SUMMING, mixi
 LIBRARIES = {"torch", "builtins", "math"}
 """Where functions come from that mix no tokens, except those that token_mixing.py knows."""
 
+HOMES = {"transformers", "torch"}
+"""Where the methods of a mixer come from. Others may mix tokens in ways that no check of names finds."""
+
 UNCALLED = (nn.Conv1d, nn.RNNBase, nn.MultiheadAttention)
 """Modules in a mixer of which it may read the weights; called, they would see one rank's tokens."""
 
@@ -76,11 +80,11 @@ class RecurrentMixer:
             vars(each)["forward"] = functools.partial(_refuse_call, self.name, type(each).__name__)
 
     def unbind(self) -> None:
-        """Run as before."""
+        """Run as before; what was replaced or taken away since has nothing of ours."""
         for attribute in self.methods:
-            vars(self.module).pop(attribute)
+            vars(self.module).pop(attribute, None)
         for each in self._uncalled:
-            vars(each).pop("forward")
+            vars(each).pop("forward", None)
 
     @property
     def _uncalled(self) -> list[nn.Module]:
@@ -110,7 +114,8 @@ def _class_of(module: nn.Module) -> Any:
 def _mixer(name: str, module: nn.Module) -> RecurrentMixer:
     """See [Note: all or nothing]."""
     cls = _class_of(module)
-    unknown = _held_unknown(module) or (_inlined_unknown(cls) if cls.__name__ in INLINED else _unknown(cls))
+    unknown_in = _inlined_unknown if cls.__name__ in INLINED else _unknown
+    unknown = _held_unknown(module) or unknown_in(cls) or _elsewhere(cls)
     if unknown is not None:
         raise ModelError(f"{name} ({cls.__name__}) has {unknown}, which is not served")
     if cls.__name__ in INLINED:
@@ -152,6 +157,20 @@ def _unknown(cls: Any) -> str | None:
     return None if mixing is None else f"a way of its own to mix tokens, {mixing}"
 
 
+def _elsewhere(cls: Any) -> str | None:
+    """The first method of a class that is not transformers' own."""
+    for attribute, method in _functions_of(cls):
+        if not _is_of_transformers(method):
+            return f"{attribute}(), which is not code of transformers"
+    return None
+
+
+def _is_of_transformers(function: Any) -> bool:
+    """Whether a function, and what it is decorated with, is written in transformers or torch."""
+    home, inner = function.__globals__["__name__"], getattr(function, "__wrapped__", None)
+    return home.partition(".")[0] in HOMES and (inner is None or _is_of_transformers(inner))
+
+
 def _mixing(function: Method) -> str | None:
     try:
         return mixing_in(function, MOVING | SUMMING, frozenset(DECODING))
@@ -174,7 +193,6 @@ def _methods(cls: Any) -> Iterator[tuple[str, Method, dict[str, Method]]]:
             yield attribute, method, called
 
 
-@functools.cache
 def _functions_of(cls: Any) -> list[tuple[str, Method]]:
     return [(name, each) for name, each in _attributes(cls) if inspect.isfunction(each)]
 
