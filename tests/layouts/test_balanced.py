@@ -60,6 +60,10 @@ def test_the_promise_holds_on_the_whole_corpus(name, ranks):
     check(name, ranks)
 
 
+def test_a_short_run_between_longer_ones_goes_to_a_neighbour():
+    check("documents-short", 32)
+
+
 def test_some_case_has_only_short_documents():
     lengths = case("documents-short", 64 * CHUNK * 8).lengths
     assert max(lengths) < 64 * CHUNK / 8

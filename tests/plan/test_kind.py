@@ -6,8 +6,10 @@ import random
 from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from attnspan.errors import PlanError
 from attnspan.layouts import Balanced, Contiguous, HeadTail, Layout, PerDocument, Striped
@@ -148,6 +150,24 @@ def test_what_is_chosen_does_not_depend_on_what_was_seen_before():
     kind._forecast.cache_clear()
     back = [strategy_for(planned(mask, 1 << 14, 4), SHAPE, H100) for mask in reversed(masks)]
     assert there == back[::-1]
+
+
+@pytest.mark.parametrize("surroundings", [lambda: torch.device("meta"), FakeTensorMode, torch.inference_mode])
+@pytest.mark.parametrize("layout", [HeadTail(4), Striped(4)], ids=repr)  # forecast, and compared
+def test_what_is_chosen_is_the_same_under_any_mode(layout: Layout, surroundings):
+    plan = Plan(Causal() & Documents([[700, 324], [24, 1000]]), layout, 1024)
+    shape = Shape(8, 2, batch=2)
+    kind._chosen.cache_clear()
+    kind._forecast.cache_clear()
+    with surroundings():
+        found = strategy_for(plan, shape, NODES)
+        anew = compared(plan, shape, NODES)
+        traffic = plan.group_traffic()
+    kind._chosen.cache_clear()
+    kind._forecast.cache_clear()
+    assert found == strategy_for(plan, shape, NODES)
+    assert anew.explain() == compared(plan, shape, NODES).explain()
+    assert traffic == plan.group_traffic()
 
 
 def test_packs_of_one_distribution_are_of_few_kinds():

@@ -35,7 +35,7 @@ from __future__ import annotations
 
 from bisect import bisect_right, insort
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import ceil, inf
 from typing import NamedTuple
@@ -52,7 +52,8 @@ MOST_LOOKS = 16
 """For how many ranks at most; as many fair windows are sought."""
 
 MORE_LOOKS = 64
-"""How many windows are measured, where the surplus changes its sign nowhere between those."""
+"""How many windows are measured, where the surplus changes its sign nowhere between those, and where a short piece is
+to be got rid of."""
 
 PARTNERS = 8
 """With about how many others a rank is joined at a visit."""
@@ -95,6 +96,7 @@ class Rules:
     tolerance: float  # by how much of that the last division may exceed it
     chunk: int  # the shortest piece
     depth: int  # how many divisions lie between the whole and one rank
+    looks: int = LOOKS
 
 
 Cut = tuple[int, float]
@@ -201,6 +203,7 @@ class _Mending:
 
     def shorten(self, limit: float) -> None:
         """Join those of many pieces, or short ones, with others, where both are then better and not above a limit."""
+        self.rules = replace(self.rules, looks=MORE_LOOKS)
         bad = [number for number, circle in enumerate(self.circles) if not self._is_neat(circle)]
         for number in bad if len(bad) <= FEW_ABOVE else ():
             circle = self.circles[number]
@@ -285,7 +288,7 @@ class _Search:
     def best(self) -> tuple[list[Arc], list[Arc]] | None:
         """The cheapest window that is fair enough, else the fairest, and the rest; None if none can be cut out."""
         few = min(self.circle.ranks, MOST_LOOKS)
-        cost, start = self._searched(LOOKS + few, 2 + few)
+        cost, start = self._searched(self.rules.looks + few, 2 + few)
         if cost < SHORT:
             return self._parts(start)
         fairest = sorted([(abs(work - self.target), point) for point, work in self.found.items()])

@@ -20,6 +20,7 @@ from attnspan.layouts.balanced import Balanced, fitting_chunk
 from attnspan.layouts.contiguous import Contiguous
 from attnspan.layouts.layout import Layout, check_ranks
 from attnspan.masks import Mask
+from attnspan.masks.real_tensors import with_real_tensors
 from attnspan.plan.cost import Hardware, Shape
 from attnspan.plan.drawing import in_seconds, table
 from attnspan.plan.plan import Plan
@@ -128,6 +129,7 @@ class Choice:
         return self.explain()
 
 
+@with_real_tensors
 def choose(
     mask: Mask,
     *,

@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 
 from attnspan.layouts.by_work import ByWork
+from attnspan.masks.real_tensors import with_real_tensors
 from attnspan.plan.choose import KeepKeys, all_strategies, choice_for
 from attnspan.plan.cost import Hardware, Shape
 from attnspan.plan.forecast import Setting, forecast
@@ -33,6 +34,7 @@ SHARED = 1.25
 """In how many bands a key may be on average: a forecast counts keys that travel for each of them."""
 
 
+@with_real_tensors
 def strategy_for(plan: Plan, shape: Shape, hardware: Hardware, keep_keys: KeepKeys = False) -> Strategy:
     """The strategy that the cost model finds best for a plan.
 

@@ -156,6 +156,7 @@ class Plan:
         rows = [self.geometry(row) for row in range(self.rows)]
         return [sum(geometry.work(group) for geometry in rows) for group in range(self.groups)]
 
+    @with_real_tensors
     def group_traffic(self) -> list[int]:
         """About how many keys each group of ranks receives or sends over all batch rows; an estimate, to compare."""
         rows = [self.geometry(row).traffic() for row in range(self.rows)]
