@@ -33,6 +33,7 @@ from attnspan.recurrence.chunked import Terms
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
+@dataclass(frozen=True, eq=False)
 class Rule(ABC):
     """A recurrent layer's call: see above."""
 
@@ -84,7 +85,7 @@ class Rule(ABC):
 
     @property
     def _options(self) -> str:
-        options = [field.name for field in fields(self) if field.name not in self.shapes()]  # type: ignore[arg-type]
+        options = [field.name for field in fields(self) if field.name not in self.shapes()]
         return "".join(f", {name}={getattr(self, name)!r}" for name in options)
 
 

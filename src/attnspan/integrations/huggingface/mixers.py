@@ -106,7 +106,7 @@ def is_mixer(module: nn.Module) -> bool:
     return cls.__name__ in INLINED or any(SEQUENCE & called.keys() for _, _, called in _methods(cls))
 
 
-def _class_of(module: nn.Module) -> Any:
+def _class_of(module: nn.Module) -> type[nn.Module]:
     """The class of a module; not one that torch made of it, as FSDP2 does."""
     return next(base for base in type(module).__mro__ if not base.__module__.startswith("torch."))
 
@@ -139,7 +139,7 @@ def _inlined_unknown(cls: Any) -> str | None:
     return "a lightning attention that is not the one known here (transformers 5.22)"
 
 
-def _unknown(cls: Any) -> str | None:
+def _unknown(cls: type[nn.Module]) -> str | None:
     """The first thing in a class of mixers that is not known."""
     for attribute, function in _bare_functions(cls):
         for each in _called(function):
@@ -157,7 +157,7 @@ def _unknown(cls: Any) -> str | None:
     return None if mixing is None else f"a way of its own to mix tokens, {mixing}"
 
 
-def _elsewhere(cls: Any) -> str | None:
+def _elsewhere(cls: type[nn.Module]) -> str | None:
     """The first method of a class that is not transformers' own."""
     for attribute, method in _functions_of(cls):
         if not _is_of_transformers(method):
@@ -178,14 +178,14 @@ def _mixing(function: Method) -> str | None:
         return f"{function.__name__}() without source"
 
 
-def _own_methods(cls: Any) -> list[Method]:
+def _own_methods(cls: type[nn.Module]) -> list[Method]:
     """The forward of a class, and the functions in the class that it mentions."""
     forward = inspect.unwrap(cls.forward)
     own = dict([*_functions_of(cls), *_bare_functions(cls)])
     return [forward, *(inspect.unwrap(own[name]) for name in _names(forward.__code__) if name in own)]
 
 
-def _methods(cls: Any) -> Iterator[tuple[str, Method, dict[str, Method]]]:
+def _methods(cls: type[nn.Module]) -> Iterator[tuple[str, Method, dict[str, Method]]]:
     """The methods of a class that call functions of files or packages, and those functions as they are now."""
     for attribute, method in _functions_of(cls):
         called = _called(inspect.unwrap(method))
@@ -193,17 +193,17 @@ def _methods(cls: Any) -> Iterator[tuple[str, Method, dict[str, Method]]]:
             yield attribute, method, called
 
 
-def _functions_of(cls: Any) -> list[tuple[str, Method]]:
+def _functions_of(cls: type[nn.Module]) -> list[tuple[str, Method]]:
     return [(name, each) for name, each in _attributes(cls) if inspect.isfunction(each)]
 
 
-def _bare_functions(cls: Any) -> list[tuple[str, Method]]:
+def _bare_functions(cls: type[nn.Module]) -> list[tuple[str, Method]]:
     """What a class has of functions that are no methods: static ones, those of the class, properties."""
     inside = [(name, getattr(each, "fget", None) or getattr(each, "__func__", None)) for name, each in _attributes(cls)]
     return [(name, inspect.unwrap(each)) for name, each in inside if inspect.isfunction(each)]
 
 
-def _attributes(cls: Any) -> list[tuple[str, Any]]:
+def _attributes(cls: type[nn.Module]) -> list[tuple[str, Any]]:
     """The attributes of a class and its bases below nn.Module."""
     if not issubclass(cls, nn.Module):  # of torch's own modules
         return []

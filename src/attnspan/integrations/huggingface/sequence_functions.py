@@ -61,6 +61,8 @@ FUSED = {"mamba2_split_conv1d_scan_combined", "mamba_inner_fn"}
 PADDING = "apply_mask_to_padding_states"
 
 Caller = Callable[["MixedTokens"], Any]
+Function = Callable[..., Any]
+Arguments = dict[str, Any]
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,7 +86,7 @@ class SequenceFunctions:
     def __init__(self, mixer: str, here: Callable[[], MixedTokens]):
         self.mixer, self.here = mixer, here
 
-    def by_name(self, name: str) -> Callable[..., Any]:
+    def by_name(self, name: str) -> Function:
         """What a mixer calls in the place of a function of its file."""
         if name in FUSED:
             return _not_fused
@@ -96,7 +98,7 @@ class SequenceFunctions:
         run = eagerly(SequenceFunctions._run) if torch.compiler.is_compiling() else SequenceFunctions._run
         return run(self, name, args, kwargs)
 
-    def _run(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(self, name: str, args: tuple[Any, ...], kwargs: Arguments) -> Any:
         here = self.here()
         for each in PACKED:
             if kwargs.get(each) is not None:
@@ -232,7 +234,7 @@ def lightning_attention(here: MixedTokens, query: Tensor, key: Tensor, value: Te
     return here.recurrence(Lightning(query, key, value, -slope_rate.flatten(), scale=1.0))
 
 
-OURS: dict[str, Callable[..., Any]] = {
+OURS: dict[str, Function] = {
     each.__name__: each
     for each in (
         apply_mask_to_padding_states,
@@ -275,13 +277,13 @@ def _normalized(tensor: Tensor) -> Tensor:
 # ---- compared --------------------------------------------------------------------------------------------------------
 
 
-def difference(name: str, theirs: Callable[..., Any]) -> str | None:
+def difference(name: str, theirs: Function) -> str | None:
     """How a function of a modeling file differs from ours; None if it does not. See [Note: compared]."""
     return _difference(name, inspect.unwrap(theirs))
 
 
 @functools.cache
-def _difference(name: str, theirs: Callable[..., Any]) -> str | None:
+def _difference(name: str, theirs: Function) -> str | None:
     if name not in EXAMPLES:
         return None
     arguments = inspect.signature(OURS[name]).parameters.keys() | HOW
@@ -326,39 +328,39 @@ class _Drawn:
         return torch.randn(*shape, generator=self._generator, dtype=torch.float32, device="cpu")
 
 
-def _padded() -> list[dict[str, Any]]:
+def _padded() -> list[Arguments]:
     drawn = _Drawn()
     return [{"hidden_states": drawn(2, 5, 3), "attention_mask": (drawn(2, 5) > 0).long()}]
 
 
-def _convolutions() -> list[dict[str, Any]]:
+def _convolutions() -> list[Arguments]:
     drawn = _Drawn()
     given = {"hidden_states": drawn(2, 3, 5), "weight": drawn(3, 4), "bias": drawn(3)}
     return [given | {"activation": "silu"}, given | {"bias": None}]
 
 
-def _deltas(channels: tuple[int, ...]) -> list[dict[str, Any]]:
+def _deltas(channels: tuple[int, ...]) -> list[Arguments]:
     drawn = _Drawn()
     given = {"query": drawn(2, 5, 2, 4), "key": 0.5 * drawn(2, 5, 2, 4), "value": drawn(2, 5, 2, 3)}
     given |= {"g": -F.softplus(drawn(2, 5, 2, *channels)), "beta": drawn(2, 5, 2).sigmoid()}
     return [given | {"use_qk_l2norm_in_kernel": normalized} for normalized in (True, False)]
 
 
-def _scans() -> list[dict[str, Any]]:
+def _scans() -> list[Arguments]:
     drawn = _Drawn()
-    given: dict[str, Any] = {"hidden_states": drawn(2, 5, 4, 3), "dt": drawn(2, 5, 4), "A": -drawn(4).exp()}
+    given: Arguments = {"hidden_states": drawn(2, 5, 4, 3), "dt": drawn(2, 5, 4), "A": -drawn(4).exp()}
     given |= {"B": drawn(2, 5, 2, 3), "C": drawn(2, 5, 2, 3), "D": drawn(4), "dt_bias": drawn(4), "chunk_size": 3}
     return [given | {"dt_softplus": True, "dt_limit": (0.1, 2.0)}]
 
 
-def _selective_scans() -> list[dict[str, Any]]:
+def _selective_scans() -> list[Arguments]:
     drawn = _Drawn()
     given = {"hidden_states": drawn(2, 4, 5), "dt": drawn(2, 4, 5), "A": -drawn(4, 3).exp(), "B": drawn(2, 3, 5)}
     given |= {"C": drawn(2, 3, 5), "D": drawn(4), "z": drawn(2, 4, 5), "delta_bias": drawn(4)}
     return [given | {"delta_softplus": True}]
 
 
-EXAMPLES: Mapping[str, Callable[[], list[dict[str, Any]]]] = {
+EXAMPLES: Mapping[str, Callable[[], list[Arguments]]] = {
     PADDING: _padded,
     "causal_conv1d_fn": _convolutions,
     "torch_chunk_gated_delta_rule": functools.partial(_deltas, ()),
