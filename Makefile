@@ -13,7 +13,7 @@ INSTALLED := .venv/.installed
 CONSTRAINTS ?= constraints.txt
 
 # Two workers with one thread each: more threads than cores make small tensors slower, not faster. A third worker on two
-# cores gains 3 % (692 s instead of 717).
+# cores gains 3 %.
 # A worker is given neighbouring tests, which share fixtures and caches, and takes from the other when it has done its own.
 # Bytecode is written even where the environment forbids it: every process that a test starts would compile anew.
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist worksteal
