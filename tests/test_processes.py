@@ -183,7 +183,15 @@ def interrupt_the_caller(world, caller):
     time.sleep(600)
 
 
-def test_an_interrupted_caller_leaves_no_rank():
+@pytest.fixture
+def interruptible():
+    """A job that a shell started in the background ignores SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupted_caller_leaves_no_rank(interruptible):
     pace()  # measured before, by a process of its own, which the interrupt must not meet
     group = Patient(2)
     with pytest.raises(KeyboardInterrupt):

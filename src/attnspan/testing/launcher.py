@@ -240,7 +240,10 @@ class GroupSpec:
             how["device_id"] = _claimed_device(rank, self.ranks)
         else:
             torch.set_num_threads(max(1, (os.cpu_count() or 1) // self.ranks))
+        # Wait for all ranks to have joined: one that fails at once would break connections that others still make.
+        os.environ["TORCH_DIST_INIT_BARRIER"] = "1"
         dist.init_process_group(world_size=self.ranks, timeout=timedelta(seconds=self.timeout), **how)
+        os.environ["TORCH_DIST_INIT_BARRIER"] = self.environment.get("TORCH_DIST_INIT_BARRIER", "0")
         return transport_of(None)
 
 
