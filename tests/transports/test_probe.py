@@ -11,7 +11,7 @@ from attnspan.errors import TransportError
 from attnspan.testing import loopback
 from attnspan.transports import Counting, Delayed, Pending, Transport, probe
 from attnspan.transports.operations import ledger_of
-from attnspan.transports.probe import GUESS, LARGE, SMALL, fitting_size, speed
+from attnspan.transports.probe import ENOUGH, GUESS, LARGE, SMALL, THOROUGH, fitting_size, speed
 from tests.pace import stretched
 from tests.processes import on_backends, spawn
 
@@ -22,16 +22,20 @@ def around(world):
 
 
 class Wire(Transport):
-    """Messages that take as long as a link of a known speed would: each peer has a connection, all share one end."""
+    """Messages that take as long as a link of a known speed would: each peer has a connection, all share one end.
 
-    def __init__(self, transport, latency, connection, end):
+    The first `burst` bytes after a pause cost nothing.
+    """
+
+    def __init__(self, transport, latency, connection, end, burst=0):
         self.transport, self.latency, self.connection, self.end = transport, latency, connection, end
+        self.burst = burst
         self.rank, self.ranks = transport.rank, transport.ranks
         self.device, self.name, self.now = transport.device, transport.name, 0.0
 
     def _post(self, sends, receives, what):
         pending = self.transport._post(sends, receives, what)
-        sizes = [tensor.nbytes for _, tensor in receives]
+        sizes = [max(tensor.nbytes - self.burst, 0) for _, tensor in receives]
         took = self.latency + max(max(sizes, default=0) / self.connection, sum(sizes) / self.end)
 
         def finish():
@@ -76,6 +80,16 @@ def test_a_link_is_as_fast_as_it_is(wired, ranks, latency, connection, end):
     assert found[0].latency == pytest.approx(latency + SMALL / connection, rel=0.02)
     assert found[0].bandwidth == pytest.approx(connection, rel=0.05)
     assert found[0].spread == pytest.approx(min((ranks - 1) * connection, end), rel=0.05)
+
+
+@pytest.mark.parametrize(("enough", "right"), [(THOROUGH, True), (ENOUGH, False)])
+def test_a_thorough_measurement_outlasts_what_a_network_lets_pass_after_a_pause(wired, enough, right):
+    def rank(world):
+        wire = wired(world, latency=5e-4, connection=1.25e7, end=1.25e7, burst=1 << 16)
+        return speed(wire, *around(world), enough)
+
+    found = loopback(2).run(rank)[0].bandwidth
+    assert (found == pytest.approx(1.25e7, rel=0.1)) == right, f"{found / 1e6:.1f} MB/s"
 
 
 def test_the_slowest_rank_counts_for_all(wired):

@@ -27,7 +27,7 @@ from attnspan.plan import Hardware, Link
 from attnspan.transports import Transport, World
 from attnspan.transports.consensus import heard
 from attnspan.transports.operations import group_of
-from attnspan.transports.probe import speed
+from attnspan.transports.probe import ENOUGH, speed
 from attnspan.tuning import is_disabled
 
 VARIABLE = "ATTNSPAN_LINK"
@@ -74,22 +74,24 @@ def place(device: torch.device) -> Place:
     return socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
 
-def group_links(transport: Transport) -> Links:
-    """All links of a group, whatever is known of them; a collective."""
+def group_links(transport: Transport, enough: float = ENOUGH) -> Links:
+    """All links of a group, whatever is known of them, with messages of `enough` seconds; a collective."""
     here = heard(transport, place(transport.device), "where ranks are")
-    return measured_links(transport, [(host, device) for host, device in here])
+    return measured_links(transport, [(host, device) for host, device in here], enough=enough)
 
 
-def measured_links(transport: Transport, places: Sequence[Place], known: Links | None = None) -> Links:
+def measured_links(
+    transport: Transport, places: Sequence[Place], known: Links | None = None, enough: float = ENOUGH
+) -> Links:
     """The links between ranks at some places, except those that are known; a collective."""
     known, local = known or Links(), node_size([host for host, _ in places])
     rank, ranks = transport.rank, transport.ranks
     first = rank - rank % local
     inside = between = None
     if local > 1 and known.inside is None:
-        inside = _link(transport, range(first, first + local))
+        inside = _link(transport, range(first, first + local), enough)
     if ranks > local and known.between is None:
-        between = _link(transport, range(rank % local, ranks, local))
+        between = _link(transport, range(rank % local, ranks, local), enough)
     shared = Counter(each for each in places if each[1])
     return Links(inside, between, local, max(shared.values(), default=1))
 
@@ -109,9 +111,9 @@ MOST_PEERS = 8
 """To how many peers at once messages are sent: more would measure the same, and need connections to all of them."""
 
 
-def _link(transport: Transport, members: range) -> Link:
+def _link(transport: Transport, members: range, enough: float) -> Link:
     """The link among some ranks, this one among them; others measure theirs at the same time."""
     here, hops = members.index(transport.rank), range(1, min(len(members), MOST_PEERS + 1))
     targets, sources = ([members[(here + way * hop) % len(members)] for hop in hops] for way in (1, -1))
-    latency, bandwidth, spread = (float(f"{each:.2g}") for each in speed(transport, targets, sources))
+    latency, bandwidth, spread = (float(f"{each:.2g}") for each in speed(transport, targets, sources, enough))
     return Link(bandwidth, latency, spread if len(hops) > 1 else None)

@@ -22,6 +22,7 @@ from attnspan.measure.tiles import SIZES, Case, launch
 from attnspan.plan.cost import DTYPES
 from attnspan.transports import Transport
 from attnspan.transports.consensus import heard
+from attnspan.transports.probe import THOROUGH
 from attnspan.tuning import Table, device_name
 
 COPIED = {"cpu": 1 << 26, "cuda": 1 << 30}
@@ -126,5 +127,5 @@ def _together(table: Table, transport: Transport) -> Table:
 
 def linked(table: Table, transport: Transport) -> Table:
     """The table with the links inside and between hosts."""
-    links = group_links(transport)
+    links = group_links(transport, THOROUGH)
     return replace(table, ranks_per_node=links.ranks_per_node, inside=links.inside, between=links.between)

@@ -9,9 +9,9 @@ Three exchanges are timed, of messages that nobody reads::
 Each is done a few times in a row; the first, for which connections are made and buffers of the network fill up, does
 not count. A round takes as long as it does on the slowest rank, and the median of the rounds counts: a pause of a host
 is not the link's, and neither is what a network lets pass after one. All ranks hear of all, so that every rank
-returns the same numbers. Messages grow towards one that takes `ENOUGH` seconds more than a few bytes do, or twice as
-long as they if that is longer; half of that is enough. On a fast link all takes milliseconds; with a latency of 20 ms
-about a second.
+returns the same numbers. Messages grow towards one that takes `enough` seconds more than a few bytes do, or twice as
+long as they if that is longer; half of that will do. On a fast link all takes milliseconds; with a latency of 20 ms
+about a second. Many networks let some bytes pass at full speed after a pause: `THOROUGH` outlasts them.
 
 On a CUDA device the host waits for the device before it looks at the clock. The exchanges are one operation of the
 group (operations.py): ranks that do something else meanwhile are told that they are out of step.
@@ -34,8 +34,8 @@ REPEATS = 5
 SMALL, GUESS, LARGE = 1 << 10, 1 << 17, 1 << 25
 """Bytes of messages: few, for a first guess, and at most."""
 
-ENOUGH = 4e-3
-"""Seconds that a large message should take."""
+ENOUGH, THOROUGH = 4e-3, 0.1
+"""Seconds that a large message should take: before a group is first used, and where there is time."""
 
 
 class Speed(NamedTuple):
@@ -46,23 +46,23 @@ class Speed(NamedTuple):
     spread: float
 
 
-def speed(transport: Transport, targets: Sequence[int], sources: Sequence[int]) -> Speed:
+def speed(transport: Transport, targets: Sequence[int], sources: Sequence[int], enough: float = ENOUGH) -> Speed:
     """The link to some peers and from as many others, as many on every rank; a collective."""
     one, every = LinkProbe(transport, targets[:1], sources[:1]), LinkProbe(transport, targets, sources)
     with under_way(transport, "a measurement of the link"):
-        latency, bandwidth = one.speed()
-        return Speed(latency, bandwidth, every.speed()[1] if len(targets) > 1 else bandwidth)
+        latency, bandwidth = one.speed(enough)
+        return Speed(latency, bandwidth, every.speed(enough)[1] if len(targets) > 1 else bandwidth)
 
 
-def fitting_size(size: int, seconds: float, latency: float) -> int:
-    """How large a message must be to be timed well, by what a smaller one took: a power of two.
+def fitting_size(size: int, seconds: float, latency: float, enough: float = ENOUGH) -> int:
+    """How large a message must be to take `enough` seconds, by what a smaller one took: a power of two.
 
     >>> fitting_size(size=1 << 16, seconds=1e-4, latency=3.6e-5)  # 1 GB/s
     4194304
     >>> fitting_size(1 << 16, seconds=6e-3, latency=5e-4), fitting_size(1 << 16, seconds=2e-5, latency=2e-5)
     (65536, 33554432)
     """
-    wanted = size / _travelling(seconds, latency) * max(ENOUGH, latency)
+    wanted = size / _travelling(seconds, latency) * max(enough, latency)
     while size < min(wanted, LARGE):
         size *= 2
     return size
@@ -79,12 +79,12 @@ class LinkProbe:
     def __init__(self, transport: Transport, targets: Sequence[int], sources: Sequence[int]):
         self.transport, self.targets, self.sources = transport, targets, sources
 
-    def speed(self) -> tuple[float, float]:
+    def speed(self, enough: float) -> tuple[float, float]:
         """Seconds before the first byte, and bytes per second that arrive from all peers together."""
         latency, size = self.seconds(SMALL), GUESS
         seconds = self.seconds(size)
-        while seconds - latency < max(ENOUGH, latency) / 2 and size < LARGE:
-            size = max(2 * size, fitting_size(size, seconds, latency))
+        while seconds - latency < max(enough, latency) / 2 and size < LARGE:
+            size = max(2 * size, fitting_size(size, seconds, latency, enough))
             seconds = self.seconds(size)
         return latency, size / _travelling(seconds, latency)
 
