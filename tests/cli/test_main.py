@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from typer.testing import CliRunner
 
 from attnspan import __version__
 from tests.architecture.test_cold_import import interpreter
@@ -52,6 +53,15 @@ def test_twin_with_the_extra_the_same_code_runs(python):
     status, said, complaint = python("from attnspan.cli import main\nsys.argv = ['attnspan', '--help']\nmain()")
     assert (status, complaint) == (0, "")
     assert said.startswith("Usage: attnspan ")
+
+
+@pytest.mark.parametrize("asked", [["-h"], ["plan", "-h"]])
+def test_help_has_a_short_name(asked):
+    from attnspan.cli.app import app
+
+    said = CliRunner().invoke(app, asked).output
+    assert said.startswith("Usage: ")
+    assert "-h, --help" in said
 
 
 def test_any_other_missing_module_is_not_blamed_on_the_extra(python):

@@ -80,6 +80,17 @@ REFUSED = {
     "Documents.from_ids([True, False])": "ids must be whole numbers, got torch.bool",
     "Documents.from_ids('aab')": "ids must be a whole number per token, (S,) or (rows, S), got 'aab'",
     "Documents.from_ids([[1, 1], [2]])": ("ids must be a whole number per token, (S,) or (rows, S), got [[1, 1], [2]]"),
+    "Documents.from_position_ids([0.5, 1.0])": "position_ids must be whole numbers, got torch.float32",
+    "Documents.from_position_ids([])": "position_ids must be (S,) or (rows, S), none of them 0, got shape (0,)",
+    "KeyPadding.from_attention_mask([1, 0])": "attention_mask must be a tensor (S,) or (rows, S), got [1, 0]",
+    "KeyPadding.from_attention_mask(torch.ones(1, 1, 2))": (
+        "attention_mask must be a tensor (S,) or (rows, S), got (1, 1, 2)"
+    ),
+    "KeyPadding.from_attention_mask(torch.tensor([1, 2]))": "attention_mask must be ones and zeros, got other numbers",
+    "KeyPadding.from_attention_mask(torch.tensor([[1, 1, 1], [0, 1, 1]]))": (
+        "attention_mask must be ones and then zeros in every row, got 0 before the last 1 of row 1, at 0; pad on the "
+        "right, or give other padding a document of its own"
+    ),
     "Documents.from_ids([1, 1, 2, 1])": "ids must keep each document's tokens together, got id 1 again at 3",
     # trees
     "Tree([])": "parents must hold at least one node, got an empty list; a lone root is [-1]",

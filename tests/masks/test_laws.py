@@ -255,3 +255,14 @@ def test_documents_from_other_formats(lengths, first_id):
     assert Documents.from_cu_seqlens(torch.tensor(edges, dtype=torch.int32)) == expected
     assert Documents.from_ids(ids) == Documents.from_ids(ids.tolist()) == expected
     assert Documents.from_ids(torch.stack([ids, ids])) == Documents([lengths, lengths])
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    assert Documents.from_position_ids(positions) == Documents.from_position_ids(positions.tolist()) == expected
+    assert Documents.from_position_ids(torch.stack([positions, positions]).int()) == Documents([lengths, lengths])
+
+
+@given(st.lists(st.integers(0, 6), min_size=1, max_size=4))
+def test_padding_from_an_attention_mask(lengths):
+    mask = torch.arange(6) < torch.tensor(lengths)[:, None]
+    for dtype in (torch.bool, torch.int64, torch.float32):
+        assert KeyPadding.from_attention_mask(mask.to(dtype)) == KeyPadding(lengths)
+    assert KeyPadding.from_attention_mask(mask[0]) == KeyPadding(lengths[0])

@@ -7,7 +7,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from attnspan.errors import AttentionError
 from attnspan.layouts import Balanced, HeadTail
-from attnspan.masks import Causal, Documents, SlidingWindow
+from attnspan.masks import Causal, Documents, Full, SlidingWindow
 from attnspan.parallel import ContextParallel
 from attnspan.parallel import core as core_module
 from attnspan.parallel import family as family_module
@@ -286,3 +286,21 @@ def test_positions_masks_by_name_sinks_and_lse_compile(compiled):
         assert counter.frame_count == 1
 
     loopback(1).run(rank)
+
+
+# ---- one process -----------------------------------------------------------------------------------------------------
+
+
+def test_a_session_of_one_process_is_plain_pytorch():
+    mask, (query, key, value) = packed([5, 11]), tensors()
+    leaves = [x.clone().requires_grad_() for x in (query, key, value)]
+    cp = ContextParallel(torch.device("cpu"), seq_len=S, mask=mask)
+    assert (cp.rank, cp.ranks, cp.positions.tolist()) == (0, 1, list(range(S)))
+    out = attended(cp, *leaves)
+    torch.testing.assert_close(out, dense(mask, query, key, value))
+    assert cp.mean_loss(out.sum((1, 3)), torch.ones(2, S, dtype=torch.bool)).item() == pytest.approx(
+        out.sum((1, 3)).mean().item()
+    )
+    torch.autograd.grad(out.sum(), leaves)
+    other = ContextParallel(torch.device("cpu"), seq_len=S, mask=Causal())
+    torch.testing.assert_close(other.cross(cp)(query, key, value), dense(Full(), query, key, value))

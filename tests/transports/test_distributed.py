@@ -224,6 +224,13 @@ def test_without_torch_distributed_the_default_group_is_refused():
         transport_of(None)
 
 
+def test_a_device_stands_for_this_process_alone():
+    world = transport_of(torch.device("cpu"))
+    assert (world.rank, world.ranks, world.device) == (0, 1, torch.device("cpu"))
+    assert world.agree(b"mine") == [b"mine"]
+    assert transport_of(torch.device("cpu")) is world, "one group, in which sessions can meet"
+
+
 # Faults
 
 

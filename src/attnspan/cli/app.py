@@ -32,7 +32,12 @@ class Refusing(TyperGroup):
 
 
 app = typer.Typer(
-    cls=Refusing, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
+    cls=Refusing,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 for command in COMMANDS:
     app.command()(command)

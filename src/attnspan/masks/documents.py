@@ -79,9 +79,20 @@ class Documents(Mask):
         >>> Documents.from_ids(torch.tensor([[7, 7, 7, 9], [1, 2, 2, 2]]))
         Documents([[3, 1], [1, 3]])
         """
-        table = _id_table(ids)
-        rows = [_run_lengths(row) for row in (table if table.dim() == 2 else [table])]
-        return cls(rows)
+        return cls([_run_lengths(row) for row in _rows_of("ids", ids)])
+
+    @classmethod
+    def from_position_ids(cls, position_ids: torch.Tensor | Sequence[int] | Sequence[Sequence[int]]) -> Documents:
+        """From the position of every token in its document, (S,) or (rows, S), as collators of packs write it.
+
+        A document begins where positions do not go up by one.
+
+        >>> Documents.from_position_ids(torch.tensor([[0, 1, 2, 0], [0, 0, 1, 2]]))
+        Documents([[3, 1], [1, 3]])
+        """
+        table = _rows_of("position_ids", position_ids).long()
+        begins = table.diff(dim=1, prepend=table[:, :1]) != 1
+        return cls([_run_lengths(row) for row in begins.cumsum(1)])
 
     @property
     def _kv_lengths(self) -> Rows:
@@ -173,16 +184,19 @@ def _ids(rows: Rows, device: torch.device) -> torch.Tensor:
     return torch.stack(ids).to(device)
 
 
-def _id_table(ids: object) -> torch.Tensor:
+def _rows_of(name: str, ids: object) -> torch.Tensor:
+    """A whole number per token, (rows, S)."""
     try:
         table = ids.cpu() if isinstance(ids, torch.Tensor) else torch.as_tensor(ids, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:  # text, ragged rows, things that are no table
-        raise MaskError(f"ids must be a whole number per token, (S,) or (rows, S), got {reprlib.repr(ids)}") from error
+        raise MaskError(
+            f"{name} must be a whole number per token, (S,) or (rows, S), got {reprlib.repr(ids)}"
+        ) from error
     if table.dim() not in (1, 2) or table.numel() == 0:
-        raise MaskError(f"ids must be (S,) or (rows, S), none of them 0, got shape {tuple(table.shape)}")
+        raise MaskError(f"{name} must be (S,) or (rows, S), none of them 0, got shape {tuple(table.shape)}")
     if table.dtype == torch.bool or table.is_floating_point() or table.is_complex():
-        raise MaskError(f"ids must be whole numbers, got {table.dtype}")
-    return table
+        raise MaskError(f"{name} must be whole numbers, got {table.dtype}")
+    return table.view(-1, table.shape[-1])
 
 
 def _run_lengths(ids: torch.Tensor) -> list[int]:

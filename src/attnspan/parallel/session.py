@@ -60,7 +60,8 @@ from attnspan.transports.group import Group, transport_of
 class ContextParallel:
     """A sequence of `seq_len` tokens on the ranks of `mesh`, attended to under `mask`.
 
-    `mesh` is a DeviceMesh of one axis (or of two: the second exchanges heads), a process group, or a virtual world.
+    `mesh` is a DeviceMesh of one axis (or of two: the second exchanges heads), a process group, a virtual world, or a
+    torch.device: this process alone.
     `mask` is one mask, or a dict of them by name for models whose layers differ; `layout` is then balanced over all,
     by `weights` (how many layers have each). `strategy` and `kernel` are chosen by the shapes of the tensors if "auto".
     With `keep_keys` the keys that arrive stay until backward, which then moves gradients alone; "auto" keeps them where

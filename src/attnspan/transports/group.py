@@ -7,6 +7,7 @@ cannot do that. There the members alone make their group, which works as long as
 
 from __future__ import annotations
 
+from functools import cache
 from weakref import WeakKeyDictionary
 
 import torch
@@ -15,15 +16,17 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from attnspan.errors import TransportError
 from attnspan.transports.distributed import Distributed
+from attnspan.transports.loopback import Post, World
 from attnspan.transports.reordered import Reordered
 from attnspan.transports.transport import Transport
 
-Group = DeviceMesh | dist.ProcessGroup | Transport | None
+Group = DeviceMesh | dist.ProcessGroup | Transport | torch.device | None
 
 
 def transport_of(group: Group) -> Transport:
     """The transport of a DeviceMesh, a process group, a virtual world, or None: the default group.
 
+    A device stands for this process alone, the one rank of a group that needs no torch.distributed.
     A DeviceMesh of two axes, as for Ulysses and something between its groups, is all of its ranks, row by row.
     Ranks are counted in the order of the mesh, whatever their global numbers are.
     """
@@ -31,13 +34,16 @@ def transport_of(group: Group) -> Transport:
         return group
     if isinstance(group, DeviceMesh):
         return _of_mesh(group)
+    if isinstance(group, torch.device):
+        return _of_one_process(torch.empty(0, device=group).device)  # "cuda" becomes the current one, "cuda:0"
     outside: object = dist.GroupMember.NON_GROUP_MEMBER  # a number, where a group is meant
     if group is outside:
         raise TransportError("group: this process is not a member; only members take part")
     if not dist.is_initialized():
         raise TransportError(
             f"group must be a DeviceMesh, a process group or a virtual world, got {group!r} and torch.distributed is "
-            "not initialised; call init_process_group() or init_device_mesh(), or use attnspan.testing.loopback()"
+            "not initialised; call init_process_group() or init_device_mesh(), give a torch.device for this process "
+            "alone, or use attnspan.testing.loopback()"
         )
     found = dist.group.WORLD if group is None else group
     if isinstance(found, dist.ProcessGroup):
@@ -45,6 +51,11 @@ def transport_of(group: Group) -> Transport:
     raise TransportError(
         f"group must be a DeviceMesh, a process group or a virtual world, got {group!r} ({type(group).__name__})"
     )
+
+
+@cache
+def _of_one_process(device: torch.device) -> Transport:
+    return World(Post(1, 60.0), 0, device)
 
 
 def _of_mesh(mesh: DeviceMesh) -> Transport:
