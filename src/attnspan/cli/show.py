@@ -24,7 +24,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -36,6 +38,7 @@ from attnspan.cli.expression import parse, write
 from attnspan.cli.layout import CHUNKED, LAYOUTS, LayoutRequest, named
 from attnspan.cli.tokens import optional_size, shortened
 from attnspan.errors import LayoutError
+from attnspan.inspector.page import Drawn, write_page
 from attnspan.layouts import Layout, Run
 from attnspan.layouts.drawing import cells_of, listed
 from attnspan.layouts.layout import imbalance
@@ -61,6 +64,10 @@ def show(
     ] = None,
     ranks: Annotated[str | None, typer.Option(metavar="R", help="Number of ranks; needs --layout.")] = None,
     chunk: Annotated[str | None, typer.Option(metavar="N", help=f"Chunk size of {', '.join(CHUNKED)}.")] = None,
+    html: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write a page for a browser: zoom, all layouts, timelines of all ranks."),
+    ] = None,
     as_json: options.JsonOption = False,
 ) -> None:
     """Draw a mask, and which rank owns each row."""
@@ -69,7 +76,9 @@ def show(
     queries = queries or parsed.natural_len or 32
     share = optional_size("--ranks", ranks), optional_size("--chunk", chunk)
     view = View(parsed, queries, keys or queries, row, dealt(parsed, queries, layout, *share))
-    if as_json:
+    if html is not None:
+        print(f"saved to {write_page(drawn(view, *share), html)}")
+    elif as_json:
         print(json.dumps(view.data(), indent=2))
     else:
         # Lines are as long as they are: a drawing must not be folded where output is no terminal.
@@ -85,6 +94,20 @@ def dealt(mask: Mask, seq_len: int, name: str | None, ranks: int | None, chunk: 
         partner = "--ranks" if option == "--layout" else "--layout"
         raise LayoutError(f"{option} needs {partner}, got none; as in --layout head_tail --ranks 4")
     return None
+
+
+def drawn(view: View, ranks: int | None, chunk: int | None) -> Drawn:
+    """What the page shows: the layout that was asked for first, then all others that the mask can have."""
+    if view.q_len != view.kv_len:
+        raise LayoutError(f"--html draws a mask of as many keys as queries, got {view.kv_len} and {view.q_len}")
+    found: dict[str, Layout] = {} if view.layout is None else {type(view.layout).__name__: view.layout}
+    ranks = ranks or 4
+    for name in LAYOUTS:
+        with suppress(LayoutError):
+            layout = named(name, LayoutRequest(view.mask, view.q_len, ranks, chunk if name in CHUNKED else None))
+            layout.shards(view.q_len, min(view.row, layout.rows - 1))
+            found.setdefault(type(layout).__name__, layout)
+    return Drawn(view.mask, view.q_len, found, view.row)
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from attnspan.errors import PlanError, integer
@@ -36,7 +37,7 @@ from attnspan.masks.algebra import Bands
 from attnspan.masks.columns import Columns
 from attnspan.masks.cover import Cover
 from attnspan.masks.real_tensors import with_real_tensors
-from attnspan.plan.cost import Shape
+from attnspan.plan.cost import Hardware, Shape
 from attnspan.plan.geometry import Geometry
 from attnspan.plan.step import Step
 from attnspan.plan.strategy import Strategy, Ulysses, name_of
@@ -249,6 +250,12 @@ class Plan:
         from attnspan.plan.drawing import explain
 
         return explain(self)
+
+    def trace(self, path: str | Path, shape: Shape, hardware: Hardware) -> Path:
+        """Write the predicted timelines of all ranks, forward and backward, as a Chrome trace."""
+        from attnspan.plan.trace import write_trace
+
+        return write_trace(self, path, shape, hardware)
 
     def __str__(self) -> str:
         from attnspan.plan.drawing import draw
