@@ -5,6 +5,7 @@
 #   make check       format, lint, types and code that nothing calls
 #   make docs        the documentation as a site, in build/site
 #   make test-slow   the slow tests, and a longer search for counterexamples
+#   make dist        a wheel and an sdist, in dist
 #   make format      rewrite the sources as `make check` wants them
 #   make clean       remove what the other targets made, .venv included
 
@@ -19,7 +20,7 @@ CONSTRAINTS ?= constraints.txt
 # Bytecode is written even where the environment forbids it: every process that a test starts would compile anew.
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: demo test check docs test-slow format clean
+.PHONY: demo test check docs dist test-slow format clean
 
 demo: $(INSTALLED)
 	$(BIN)/python examples/demo.py
@@ -35,6 +36,10 @@ check: $(INSTALLED)
 
 docs: $(INSTALLED)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
+dist: $(INSTALLED)
+	rm -rf dist
+	$(BIN)/hatchling build
 
 test-slow: $(INSTALLED)
 	HYPOTHESIS_PROFILE=long $(PYTEST) -m "not cuda and not nccl"
