@@ -47,12 +47,16 @@ class Engine(LLMEngine):
     ) -> None:
         sizes = (pages, page_size, host_pages, max_sequences, max_tokens, context_parallel_from)
         config = EngineConfig(*sizes, prefix_cache, kernel, cuda_graphs)
-        super().__init__(served_model(model, stacklevel=2), config, mesh=mesh, tokenizer=tokenizer)
+        found = served_model(model, stacklevel=2, latents=not cuda_graphs)  # no kernel attends over them in a graph
+        super().__init__(found, config, mesh=mesh, tokenizer=tokenizer)
         self.model = model
 
 
-def served_model(model: PreTrainedModel | nn.Module | ServedModel, stacklevel: int = 1) -> ServedModel:
-    """The model itself if it implements `ServedModel`; else it is taken for a transformers model, and wrapped."""
+def served_model(
+    model: PreTrainedModel | nn.Module | ServedModel, stacklevel: int = 1, *, latents: bool = True
+) -> ServedModel:
+    """The model itself if it implements `ServedModel`; else it is taken for a transformers model, and wrapped. Without
+    `latents`, pages hold keys and values of layers that make them of latents."""
     if isinstance(model, ServedModel):
         return model
     if not hasattr(model, "config"):
@@ -62,4 +66,4 @@ def served_model(model: PreTrainedModel | nn.Module | ServedModel, stacklevel: i
         )
     from attnspan.integrations.huggingface.served_model import TransformersModel
 
-    return TransformersModel(cast("PreTrainedModel", model), stacklevel + 1)  # which checks it
+    return TransformersModel(cast("PreTrainedModel", model), stacklevel + 1, latents=latents)  # which checks it

@@ -199,7 +199,7 @@ def attached(cp, mine):
 
 
 def test_programs_refuse_where_autograd_does_not_come_back(unproven):
-    unproven.setattr("attnspan.kernels.flex._autograd_back", contextlib.nullcontext)
+    unproven.setattr("attnspan.kernels.autograd._autograd_back", contextlib.nullcontext)
     with pytest.raises(AttnspanError, match="autograd can be switched on inside a custom op"):
         ALL["autograd can be switched on inside a custom op"].hold()
 

@@ -407,13 +407,13 @@ def test_opcheck_passes():
                 for some, drops in ((None, (0.0, None)), (sinks, (0.0, None)), (None, dropped)):
                     leaves = [x.clone().requires_grad_() for x in (query, key, value)]
                     sink = None if some is None else some.clone().requires_grad_()
-                    given = (*leaves, sink, [], attend.handle, True, True, *drops)
+                    given = (*leaves, sink, [], attend.handle, True, True, *drops, None)
                     torch.library.opcheck(torch.ops.attnspan.attention.default, given)
                 out, lse = attend.with_lse(query, key, value, sinks=sinks)
                 header = torch.tensor([1, 7])
                 final = (torch.ones_like(out), torch.ones_like(lse), query, key, value, out, lse, header)
                 for dropout_p in (0.0, 0.3):
-                    given = (*final, sinks, [], [], attend.handle, True, dropout_p)
+                    given = (*final, sinks, [], [], attend.handle, True, dropout_p, None)
                     torch.library.opcheck(torch.ops.attnspan.attention_backward.default, given)
 
     on_one_rank(rank)

@@ -102,7 +102,7 @@ def test_a_graph_that_is_retained_keeps_its_keys():
 
 def test_keys_are_let_go_of_with_the_graph():
     def run(attend, q, k, v):
-        out, _, header = op(q, k, v, None, [], attend.handle, False, True, 0.0, None)
+        out, _, header = op(q, k, v, None, [], attend.handle, False, True, 0.0, None, None)
         assert kept_by(header).loops
         alive = Counter(kept=len(kept_by(header).loops))
         kept_by(header).loops.append(Gone(alive))
@@ -127,7 +127,7 @@ class Gone:
 def test_nothing_is_kept_where_no_gradient_is_wanted():
     def run(attend, q, k, v):
         with torch.no_grad():
-            *_, header = op(q, k, v, None, [], attend.handle, False, False, 0.0, None)
+            *_, header = op(q, k, v, None, [], attend.handle, False, False, 0.0, None, None)
             attend(q, k, v)
         return kept_by(header)
 
@@ -181,7 +181,7 @@ def test_a_rank_that_lost_its_keys_and_one_that_did_not_both_hear_of_it():
     def rank(world):
         attend = Attention(Plan(Causal(), HeadTail(2), 16, "gather"), world, keep_keys=True)
         q, k, v = tensors(world)
-        out, _, header = op(q, k, v, None, [], attend.handle, False, True, 0.0, None)
+        out, _, header = op(q, k, v, None, [], attend.handle, False, True, 0.0, None, None)
         if world.rank == 1:
             header.kept = None
         with pytest.raises(TransportError) as caught:

@@ -23,6 +23,10 @@ def test_the_code_of_the_page_gives_the_attention_of_one_device():
     for rank, out in enumerate(names["outputs"]):
         own = [position for run in layout.runs(seq_len, rank) for position in run.positions]
         torch.testing.assert_close(out.double(), expected[:, :, own], rtol=0, atol=2e-6)  # the bar of float32
+    query, (key, value) = names["query"], names["expand"](names["latent"])
+    expected, _ = oracle.attention(query, key.detach(), value.detach(), mask.dense(seq_len), query.shape[3] ** -0.5)
+    for out in names["expanded"]:
+        torch.testing.assert_close(out.detach().double(), expected, rtol=0, atol=2e-6)
     allowed, drop = mask.dense(seq_len), oracle.dropped(0.1, 7, (1, 4, seq_len, seq_len))
     expected, _ = oracle.dense(
         torch.zeros(drop.shape).double(), allowed, [(allowed, torch.ones(seq_len, 16).double())], drop

@@ -11,6 +11,7 @@ from attnspan import Causal, HeadTail, Plan
 from attnspan.attention import execute, lane, sums
 from attnspan.attention.call import Call, Inputs
 from attnspan.attention.kept import KeptKeys
+from attnspan.attention.latent import Expander
 from attnspan.kernels import AUTO, KERNELS, Final, accumulator, bands
 from attnspan.plan import Shape
 from benchmarks.memory import Keeping
@@ -99,3 +100,34 @@ def test_what_is_predicted_is_what_is_allocated(strategy, kernel, kv_heads, keep
         predicted = plan.memory(rank, shape, backward=backward, **how)
         # The exchange of heads is modelled by its passes, not tensor by tensor.
         assert found == pytest.approx(predicted.total, rel=0.03 if "ulysses" in strategy else 0.001), predicted
+
+
+LATENT = 24
+
+
+def counted_latents(plan, rank, kept):
+    """The same of latents, which one product expands."""
+    weight, sizes = torch.zeros(LATENT, 2 * HEADS * DIM, dtype=HALF), (HEADS, DIM, DIM)
+
+    def expand(latent):
+        return (latent @ weight).unflatten(-1, (HEADS, -1)).transpose(1, 2).split(DIM, dim=-1)
+
+    call, tokens = Call(plan, Keeping(rank, RANKS, "cpu"), "auto"), plan.layout.tokens(TOKENS)[rank]
+    query, latent = torch.zeros(1, HEADS, tokens, DIM, dtype=HALF), torch.zeros(1, 1, tokens, LATENT, dtype=HALF)
+    inputs = Inputs(query, latent, latent[..., :0], expander=Expander(expand, [], *sizes, None))
+    with torch.no_grad(), Live() as forward:
+        out, lse = execute.forward(call, inputs, kept)
+    grad = torch.zeros_like(out)
+    with torch.no_grad(), Live() as backward:
+        execute.backward(call, inputs, Final(grad, None, out, lse), kept=kept)
+    return forward.peak + size(query, latent), backward.peak + size(query, latent, out, lse, grad)
+
+
+@pytest.mark.usefixtures("stand_ins")
+@pytest.mark.parametrize("strategy", ["ring", "gather", "needed(1)", "needed(4)"])
+def test_what_is_predicted_of_latents_is_what_is_allocated(strategy):
+    plan, shape = Plan(Causal(), HeadTail(RANKS), TOKENS, strategy), Shape(HEADS, HEADS, DIM, latent=LATENT)
+    rank = max(range(RANKS), key=lambda each: plan.memory(each, shape, backward=True).total)
+    for found, backward in zip(counted_latents(plan, rank, None), (False, True), strict=True):
+        predicted = plan.memory(rank, shape, backward=backward)
+        assert found == pytest.approx(predicted.total, rel=0.001), predicted

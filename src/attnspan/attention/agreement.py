@@ -35,6 +35,7 @@ from attnspan.layouts.run import tokens_in
 from attnspan.masks import Mask
 from attnspan.masks.program import content
 from attnspan.plan.choose import in_bytes
+from attnspan.plan.strategy import name_of
 from attnspan.transports import consensus
 
 OTHERS_SHARD = "attend by the session that sharded it (an attached model is told by attached.use(session))"
@@ -90,11 +91,12 @@ def refuse(call: Call, inputs: Inputs, wrong: AttentionError) -> None:
 
 def _signature(call: Call, inputs: Inputs) -> tuple[object, ...]:
     """What a call agrees on once."""
-    tensors = (*inputs[:4], *inputs.captured)
+    tensors, expander = (*inputs[:4], *inputs.captured), inputs.expander
     shapes = (None if x is None else (x.shape, x.dtype, x.device) for x in tensors)
     return_lse = inputs.return_lse and call.plan.degree > 1  # where its gradient travels
     return (
         *shapes,
+        expander and expander.makes,
         return_lse,
         inputs.dropout_p,
         torch.are_deterministic_algorithms_enabled(),
@@ -123,13 +125,15 @@ def refusal(call: Call, inputs: Inputs) -> AttentionError | KernelError | None:
 
 def _misfit(call: Call, inputs: Inputs) -> str:
     """How query, key and value do not fit one another, the group or the plan's batch rows; or nothing."""
-    query, key, value = inputs[:3]
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
+    query, latent = inputs.query, inputs.expander is not None
+    names = ("query", "latent") if latent else ("query", "key", "value")
+    for name, tensor in zip(names, inputs[:3], strict=False):
         if tensor.dim() != 4:
             return f"{name} must be (batch, heads, tokens, head dim), got shape {tuple(tensor.shape)}"
         if tensor.dtype != query.dtype or tensor.device != query.device:
             return f"{name} must be {query.dtype} on {query.device} like query, got {tensor.dtype} on {tensor.device}"
-    shapes = f"{tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}"
+    key, value = inputs.keys
+    shapes = f"{tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}{' as expanded' if latent else ''}"
     if query.dtype not in DTYPES:
         return f"query must be float32, bfloat16, float16 or float64, got {dtype_name(query.dtype)}"
     if query.device != call.transport.device:
@@ -140,6 +144,11 @@ def _misfit(call: Call, inputs: Inputs) -> str:
         return f"query, key and value must have a batch, heads and a head dim, got shapes {shapes}"
     if query.shape[1] % key.shape[1]:
         return f"query heads must be a multiple of key heads, got {query.shape[1]} and {key.shape[1]}"
+    if latent and call.plan.degree > 1:
+        return (
+            f"strategy: {name_of(call.plan.strategy)} exchanges heads, and a latent has none; use 'ring', 'gather', "
+            "'needed' or 'auto', on a mesh of one axis, or expand it before"
+        )
     if call.plan.mask.heads not in (1, query.shape[1]):
         return f"query must have the mask's {call.plan.mask.heads} heads, got {query.shape[1]}"
     if call.plan.rows not in (1, query.shape[0]):
@@ -148,16 +157,16 @@ def _misfit(call: Call, inputs: Inputs) -> str:
 
 
 def _wrong_length(call: Call, inputs: Inputs) -> str:
-    plan = call.plan
+    plan, latent = call.plan, inputs.expander is not None
     for name, tensor, layout, length in (
         ("query", inputs.query, plan.layout, plan.seq_len),
-        ("key", inputs.key, plan.key_layout, plan.key_len),
+        ("latent" if latent else "key", inputs.key, plan.key_layout, plan.key_len),
     ):
         got = tensor.shape[2]
         for row in range(plan.rows):
             expected = tokens_in(layout.runs(length, call.rank, row))
             if got != expected:
-                if tensor.shape[1] == expected:
+                if tensor.shape[1] == expected and name != "latent":
                     return (
                         f"{name} must be (batch, heads, tokens, head dim), this rank's {expected} of {length} tokens "
                         f"in dim 2, got shape {tuple(tensor.shape)}; transpose(1, 2) it first"
@@ -220,7 +229,7 @@ def device_memory(device: torch.device) -> float:
 
 def _ask_kernel(call: Call, inputs: Inputs) -> None:
     """Raise what the kernel would at any tile of this rank."""
-    spec, tensors = call.spec(inputs), inputs[:3]
+    spec, tensors = call.spec(inputs), (inputs.query, *inputs.keys)
     tiles = [tile for row in range(call.plan.rows) for step in call.plan.steps(call.rank, row) for tile in step.tiles]
     for tile in {(tile.kind, tile.asked, len(tile.rows), len(tile.cols)): tile for tile in tiles}.values():
         if reason := choose(call.kernel, spec, *tensors, (tile,)).supports(spec, *tensors, (tile,)):
@@ -230,13 +239,14 @@ def _ask_kernel(call: Call, inputs: Inputs) -> None:
 def _words(call: Call, inputs: Inputs) -> dict[str, str]:
     """What this rank runs, by name: the same on every rank that runs the same plan on the same shapes."""
     query, plan = inputs.query, call.plan
-    mods, rows = call.mods(query), range(plan.rows)
+    mods, rows, (key, value) = call.mods(query), range(plan.rows), inputs.keys
     return {
         "batch": str(query.shape[0]),
         "heads": str(query.shape[1]),
-        "key heads": str(inputs.key.shape[1]),
+        "key heads": str(key.shape[1]),
         "head dim": str(query.shape[3]),
-        "value dim": str(inputs.value.shape[3]),
+        "value dim": str(value.shape[3]),
+        "latent": "none" if inputs.expander is None else str(inputs.key.shape[3]),
         "dtype": dtype_name(query.dtype),
         "sinks": "none" if inputs.sinks is None else "some",
         "return_lse": str(inputs.return_lse and plan.degree > 1),

@@ -1,24 +1,18 @@
-"""A plan bound to a group, ready to be called: what forward and backward share.
-
-[Note: handles] Custom ops take tensors, and torch.compile would recompile for every plan if a plan's parts were
-numbers or strings. So a call is known by a handle: a CPU tensor with its number in `_CALLS`. Tensors are not
-specialised on, hence another plan of the same shapes is only another number. The handle carries the call, and the
-autograd graph saves the handle: a call lives as long as anything that may still run it, and no longer.
-"""
+"""A plan bound to a group, ready to be called: what forward and backward share."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
+from attnspan.attention.handles import handle, held
+from attnspan.attention.latent import Expander
 from attnspan.attention.score import Score
 from attnspan.attention.tuned import Known, agreed, agreed_before, hardware_for
 from attnspan.attention.ulysses import HeadAllToAll, Side
@@ -35,9 +29,6 @@ from attnspan.plan.heads import split_heads
 from attnspan.plan.kind import strategy_for
 from attnspan.transports import Transport
 from attnspan.tuning import table_for
-
-_CALLS: WeakValueDictionary[int, Call] = WeakValueDictionary()
-_NUMBERS = itertools.count(1)
 
 
 class Agreed(NamedTuple):
@@ -63,6 +54,12 @@ class Inputs(NamedTuple):
     return_lse: bool = False
     dropout_p: float = 0.0
     dropout_seed: int | None = None
+    expander: Expander | None = None  # of a latent, which is then the key, beside a value of no size
+
+    @property
+    def keys(self) -> tuple[Tensor, Tensor]:
+        """Key and value as kernels see them, or what stands in for those of a latent."""
+        return (self.key, self.value) if self.expander is None else self.expander.stand_ins(self.key)
 
     @property
     def dropout(self) -> Dropout | None:
@@ -72,11 +69,11 @@ class Inputs(NamedTuple):
     @property
     def shape(self) -> Shape | None:
         """What a choice of strategy depends on; None for tensors that will be refused."""
-        query, key, value = self[:3]
+        query, (key, value) = self.query, self.keys
+        latent = None if self.expander is None else self.key.shape[3]
         try:
-            return Shape(
-                query.shape[1], key.shape[1], query.shape[3], value.shape[3], query.shape[0], dtype_name(query.dtype)
-            )
+            sizes = query.shape[1], key.shape[1], query.shape[3], value.shape[3], query.shape[0]
+            return Shape(*sizes, dtype_name(query.dtype), latent)
         except (IndexError, PlanError):
             return None
 
@@ -105,24 +102,15 @@ class Call:
         if self.transport.ranks != self.plan.ranks:
             raise AttentionError(f"group must have the plan's {self.plan.ranks} ranks, got {self.transport.ranks}")
 
-    # Made where compiled code breaks off, it is not looked into: torch 2.11 warns of weak references. (As by
-    # torch.compiler.disable, which would import the compiler together with this module.)
-    @torch._disable_dynamo
     def handle(self) -> Tensor:
-        """A tensor that stands for this call, and keeps it alive. See [Note: handles]."""
-        number = next(_NUMBERS)
-        with torch.inference_mode(False):  # made during evaluation, it may be saved for backward later
-            handle = torch.tensor(number, device="cpu")
-        handle.call = self  # type: ignore[attr-defined]  # torch keeps attributes for as long as the tensor lives
-        _CALLS[number] = self
-        return handle
+        """A tensor that stands for this call, and keeps it alive. See [Note: handles] in handles.py."""
+        return handle(self)
 
     @staticmethod
     def of(handle: Tensor) -> Call:
-        """The call that a handle stands for. See [Note: handles]."""
-        call = _CALLS.get(int(handle))
-        if call is None:
-            raise AttentionError("handle is a copy whose original is gone; keep the Attention that it belongs to")
+        """The call that a handle stands for."""
+        call = held(handle, "the Attention")
+        assert isinstance(call, Call), "handles are of calls"
         return call
 
     def for_inputs(self, inputs: Inputs) -> Call:

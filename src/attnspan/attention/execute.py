@@ -38,22 +38,24 @@ def forward(call: Call, inputs: Inputs, kept: KeptKeys | None = None) -> tuple[T
 
 def backward(
     call: Call, inputs: Inputs, final: Final, wanted: Sequence[int] = (), kept: KeptKeys | None = None
-) -> tuple[Tensor, Tensor, Tensor, list[Tensor | None]]:
-    """The gradients of this rank's query, key and value, each in its own dtype, and its part of those of `wanted` ones
-    of the captured tensors, in the precision that sums are kept in."""
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor | None], list[Tensor]]:
+    """The gradients of this rank's query, key and value, each in its own dtype; and in the precision that sums are kept
+    in, its part of those of `wanted` ones of the captured tensors, and of the weights that a latent is expanded by."""
     rows, captured = _rows(call, inputs), inputs.captured
     sums = [torch.zeros_like(x, dtype=lse_dtype(x.dtype)) if i in wanted else None for i, x in enumerate(captured)]
+    expander = inputs.expander
+    weights = [torch.zeros_like(x, dtype=lse_dtype(x.dtype)) for x in (expander.weights if expander else ())]
     finals = [final.of(row.batch) for row in rows]
     found: Sequence[tuple[Tensor, ...]]
     if call.plan.degree > 1:
         found = [row.backward(each, sums, kept) for row, each in zip(rows, finals, strict=True)]
     else:
         lanes = [row.lane() for row in rows]
-        grads = loop.backward(call.transport, lanes, finals, sums, kept.loops[0] if kept else None)
+        grads = loop.backward(call.transport, lanes, finals, sums, weights, kept.loops[0] if kept else None)
         found = [each.results(inputs.query.dtype) for each in grads]
     whole = (torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*found, strict=True))
     dq, dk, dv = (x.to(inputs.query.dtype).contiguous() for x in whole)  # as the op promises to code that is compiled
-    return call.signed(dq), dk, dv, sums
+    return call.signed(dq), dk, dv, sums, weights
 
 
 def _rows(call: Call, inputs: Inputs) -> list[PlanRow]:
@@ -110,7 +112,7 @@ class PlanRow:
         whole = Final(grad, grad_lse[0] if grad_lse else None, out, lse, final.sinks)
         finals = [whole.heads(query) for query, _ in self._segments(exchange)]
         lanes = self._head_lanes(exchange, tensors)
-        parts = [each.results(precision) for each in loop.backward(self.call.transport, lanes, finals, sums, steps)]
+        parts = [each.results(precision) for each in loop.backward(self.call.transport, lanes, finals, sums, (), steps)]
         found = [
             _by_heads([part[i] for part in parts], functools.partial(torch.empty_like, x, dtype=precision))
             for i, x in enumerate(tensors)

@@ -25,7 +25,7 @@ import math
 from collections.abc import Callable
 from copy import copy
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -34,6 +34,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from attnspan.attention import ops
 from attnspan.attention.agreement import check_mask, refuse
 from attnspan.attention.call import Call, Inputs
+from attnspan.attention.handles import handle
+from attnspan.attention.latent import Expand, Expander, as_keys
 from attnspan.attention.score import Captured, Score, ScoreFunction
 from attnspan.attention.transforms import check_untransformed
 from attnspan.errors import AttentionError
@@ -90,52 +92,73 @@ class Attention:
         self,
         query: Tensor,
         key: Tensor,
-        value: Tensor,
+        value: Tensor | None = None,
         *,
+        expand: Expand | None = None,
         sinks: Tensor | None = None,
         dropout_p: float = 0.0,
         dropout_seed: int | None = None,
     ) -> Tensor:
         """The output for this rank's queries (B, H, S, Dv). See [Note: seeds] for dropout."""
         dropped = (dropout_p, dropout_seed)
-        return self.run(Inputs(query, key, value, sinks, self.captured.of(query), False, *dropped))[0]
+        keys = as_keys(key, value, expand)
+        return self.run(Inputs(query, *keys, sinks, self.captured.of(query), False, *dropped), expand)[0]
 
     def with_lse(
         self,
         query: Tensor,
         key: Tensor,
-        value: Tensor,
+        value: Tensor | None = None,
         *,
+        expand: Expand | None = None,
         sinks: Tensor | None = None,
         dropout_p: float = 0.0,
         dropout_seed: int | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The output, and the log-sum-exp of every row (B, H, S), differentiable too; on all ranks or on none."""
         dropped = (dropout_p, dropout_seed)
-        return self.run(Inputs(query, key, value, sinks, self.captured.of(query), True, *dropped))
+        keys = as_keys(key, value, expand)
+        return self.run(Inputs(query, *keys, sinks, self.captured.of(query), True, *dropped), expand)
 
-    def run(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
-        """(out, lse) of the inputs; lse has a gradient if it is returned to the model."""
+    def run(self, inputs: Inputs, expand: Expand | None = None) -> tuple[Tensor, Tensor]:
+        """(out, lse) of the inputs; lse has a gradient if it is returned to the model. With `expand`, key and value
+        are a latent (`as_keys`)."""
         check_untransformed("attention", *inputs[:4], *inputs.captured)
-        inputs = _under_autocast(inputs)
-        query, key, value, sinks, captured, return_lse, dropout_p, dropout_seed = inputs
+        return self._run(_under_autocast(inputs)) if expand is None else self._run_latent(inputs, expand)
+
+    @torch._disable_dynamo
+    def _run_latent(self, inputs: Inputs, expand: Expand) -> tuple[Tensor, Tensor]:
+        query, latent = _as_autocast(inputs.query), _as_autocast(inputs.key)
+        key = latent.unsqueeze(1)
+        inputs = inputs._replace(query=query, key=key, value=key[..., :0])
+        try:
+            expander = Expander.of(expand, latent, self.call.transport)
+        except AttentionError as wrong:
+            self._refuse(inputs, wrong)
+        return self._run(inputs._replace(expander=expander))
+
+    def _run(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        query, key, value, sinks, captured, return_lse, dropout_p, dropout_seed, expander = inputs
         try:
             check_dropout(dropout_p, dropout_seed)
         except AttentionError as wrong:
             self._refuse(inputs, wrong)
         seed = seed_tensor(dropout_seed) if dropout_p else None
+        if expander is not None:
+            captured = [*captured, *expander.weights]
         tensors = (query, key, value, *captured) if sinks is None else (query, key, value, sinks, *captured)
         differentiable = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-        more = (return_lse, differentiable, float(dropout_p), seed)
+        more = (return_lse, differentiable, float(dropout_p), seed, None if expander is None else handle(expander))
         out, lse, _ = ops.attention(query, key, value, sinks, captured, self.handle, *more)
         return out, lse
 
-    def _refuse(self, inputs: Inputs, wrong: AttentionError) -> None:
-        """Raise what is wrong with dropout, together with the other ranks; compiled code does not ask them."""
+    def _refuse(self, inputs: Inputs, wrong: AttentionError) -> NoReturn:
+        """Raise what is wrong together with the other ranks; compiled code does not ask them."""
         if torch.compiler.is_compiling():
             raise wrong
         inputs = inputs._replace(dropout_p=math.nan)  # on which ranks never agreed
         refuse(self.call.for_inputs(inputs), inputs, wrong)
+        raise wrong
 
     @torch._disable_dynamo
     def check_mask(self, mask: Mask, inputs: Inputs) -> None:
@@ -147,8 +170,9 @@ class Attention:
 def attention(
     query: Tensor,
     key: Tensor,
-    value: Tensor,
+    value: Tensor | None = None,
     *,
+    expand: Expand | None = None,
     mask: Mask | None = None,
     layout: Layout | None = None,
     seq_len: int | None = None,
@@ -169,6 +193,8 @@ def attention(
     """Attention of this rank's queries over the keys of all ranks, exactly as if on one device.
 
     query (B, H, S, D), key (B, Hk, Sk, D) and value (B, Hk, Sk, Dv) are this rank's shards in the order of `layout`.
+    With `expand`, a latent (B, Sk, R) stands for key and value: it travels, and `expand(latent)` makes both of it where
+    it arrives (latent.py).
     Give `mask`, `layout` and `seq_len` (and `kv_layout`, `kv_len` for cross-attention), or a ready `plan`. `group` is
     a DeviceMesh, a process group, a virtual world, or None for the default group. `sinks` (H,) is a learned logit per
     head; `score_mod` is FlexAttention's, of global positions, traced at every call (an `Attention` traces it once).
@@ -193,9 +219,9 @@ def attention(
     options = {"kernel": kernel, "scale": scale, "score_mod": score, "keep_keys": keep_keys, "auto": auto}
     attend = _memo(transport)(plan, **options)
     captured = [] if score is None else score.captured.of(query)
-    inputs = Inputs(query, key, value, sinks, captured, return_lse, dropout_p, dropout_seed)
+    inputs = Inputs(query, *as_keys(key, value, expand), sinks, captured, return_lse, dropout_p, dropout_seed)
     attend.check_mask(plan.mask, inputs)
-    out, lse = attend.run(inputs)
+    out, lse = attend.run(inputs, expand)
     return (out, lse) if return_lse else out
 
 

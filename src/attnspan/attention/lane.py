@@ -39,7 +39,7 @@ class Place(NamedTuple):
 
 
 class Arena(NamedTuple):
-    """The keys and values of one step; `is_own` where they are the rank's own tensors as they lie."""
+    """The keys and values of one step, or the latents; `is_own` where they are the rank's own tensors as they lie."""
 
     key: Tensor
     value: Tensor
@@ -68,6 +68,7 @@ class Lane:
         self._queries, self._own = plan.queries(rank, row), plan.keys(rank, row)
         self._hands_on = call.is_ring
         self.query, self.key, self.value, self.captured = *inputs[:3], inputs.captured
+        self.expander = inputs.expander
         self.spec = call.spec(inputs)
         self._own_places = places(self._own)
         self._own_packed: Tensor | None = None
@@ -122,17 +123,18 @@ class Lane:
         return own if rounds(self.kernel, self.query.device) else lse_dtype(own)
 
     def accumulator(self) -> Accumulator:
-        batch, heads, rows, _ = self.query.shape
-        shape = (batch, heads, rows, self.value.shape[-1])
+        dim = self.value.shape[-1] if self.expander is None else self.expander.v_head_dim
+        shape = (*self.query.shape[:3], dim)
         return Accumulator(shape, lse_dtype(self.query.dtype), self.query.device)
 
     def forward(self, step: Step, arena: Arena, total: Accumulator) -> None:
         """Every tile of a step, joined into the total."""
         if step.tiles:
-            self._kernel(step, arena).forward(self.spec, self.query, arena.key, arena.value, self._region(step), total)
+            keys = arena[:2] if self.expander is None else self.expander.forward(arena.key)[:2]
+            self._kernel(step, *keys).forward(self.spec, self.query, *keys, self._region(step), total)
 
-    def _kernel(self, step: Step, arena: Arena) -> Kernel:
-        return choose(self.kernel, self.spec, self.query, arena.key, arena.value, step.tiles)
+    def _kernel(self, step: Step, key: Tensor, value: Tensor) -> Kernel:
+        return choose(self.kernel, self.spec, self.query, key, value, step.tiles)
 
     def _region(self, step: Step) -> Region:
         return Region(step.tiles, functools.partial(self._where, step), self.captured, self._one_step)
@@ -158,12 +160,30 @@ class Lane:
         keys = None
         if not arena.is_own:
             keys = KeySum(empty(self.key, self.value, arena.key.shape[2], self._travels), self.key.shape[3])
-        if step.tiles:
-            into = StepGrads(self, grads, keys, grads.captured)
-            self._kernel(step, arena).backward(
-                self.spec, final, self.query, arena.key, arena.value, self._region(step), into
-            )
+        into = grads.keys if keys is None else keys
+        if step.tiles and self.expander is None:
+            self._backward(step, arena[:2], final, StepGrads(self, grads, into, arena[:2]))
+        elif step.tiles:
+            self._backward_latent(step, arena.key, final, grads, into)
         return keys
+
+    def _backward(self, step: Step, keys: tuple[Tensor, Tensor], final: Final, into: StepGrads) -> None:
+        self._kernel(step, *keys).backward(self.spec, final, self.query, *keys, self._region(step), into)
+
+    def _backward_latent(self, step: Step, latent: Tensor, final: Final, grads: Grads, into: Total | KeySum) -> None:
+        """Keys and values are made again; their gradients flow back through what made them."""
+        assert self.expander is not None, "there is a latent"
+        made = self.expander.recorded(latent)
+        of_latent, of_weights = self.expander.backward(made, *self._of_keys(step, made[:2], final, grads))
+        into.add(range(latent.shape[2]), of_latent, latent[..., :0])
+        for weight, part in zip(grads.weights, of_weights, strict=True):
+            weight += part
+
+    def _of_keys(self, step: Step, keys: tuple[Tensor, Tensor], final: Final, grads: Grads) -> tuple[Tensor, ...]:
+        """The gradients of keys and values that were made of latents, rounded; their sums are gone."""
+        total = Total([x.shape for x in keys], lse_dtype(self.key.dtype), self.key.device)
+        self._backward(step, keys, final, StepGrads(self, grads, total, keys))
+        return total.result(self.key.dtype)
 
     def send_home(self, step: Step, keys: KeySum | None, grads: Grads) -> tuple[list[Message], Arrivals]:
         """Gradients of others' keys leave, those of own keys will arrive."""
@@ -193,18 +213,20 @@ class Lane:
 
 @dataclass(frozen=True, slots=True)
 class Grads:
-    """Sums of gradients: of the queries, of own keys and values, and of what a score_mod captured."""
+    """Sums of gradients: of the queries, of own keys and values or latents, of what a score_mod captured, and of the
+    weights that a latent is expanded by."""
 
     query: Total
     keys: Total
     captured: Sequence[Tensor | None] = ()
+    weights: Sequence[Tensor] = ()
 
     @classmethod
-    def of(cls, lane: Lane, captured: Sequence[Tensor | None]) -> Grads:
-        """Nothing yet; `captured` are sums that all lanes share."""
+    def of(cls, lane: Lane, captured: Sequence[Tensor | None], weights: Sequence[Tensor] = ()) -> Grads:
+        """Nothing yet; `captured` and `weights` are sums that all lanes share."""
         query, key, value = lane.query, lane.key, lane.value
         of_query = Total([query.shape], lse_dtype(query.dtype), query.device)
-        return cls(of_query, Total([key.shape, value.shape], lse_dtype(key.dtype), key.device), captured)
+        return cls(of_query, Total([key.shape, value.shape], lse_dtype(key.dtype), key.device), captured, weights)
 
     def results(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
         """dq, dk and dv."""
@@ -212,17 +234,21 @@ class Grads:
 
 
 class StepGrads(NamedTuple):
-    """Where a kernel puts the gradients of one step: those of queries in their total; those of keys in theirs, if they
-    are the rank's own, or else in the buffer that they leave from."""
+    """Where a kernel puts the gradients of one step: those of queries in their total; those of keys in a total too, if
+    they stay, or else in the buffer that they leave from."""
 
     lane: Lane
     totals: Grads
-    keys: KeySum | None
-    captured: Sequence[Tensor | None]
+    keys: Total | KeySum
+    like: tuple[Tensor, Tensor]
+
+    @property
+    def captured(self) -> Sequence[Tensor | None]:
+        return self.totals.captured
 
     def add(self, rows: range, cols: range, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
         self.totals.query.add(rows, dq)
-        (self.totals.keys if self.keys is None else self.keys).add(cols, dk, dv)
+        self.keys.add(cols, dk, dv)
 
     def open(self) -> Into:
         """Where they stay or leave from; what is final in the dtype of the tensors."""
@@ -230,19 +256,19 @@ class StepGrads(NamedTuple):
         (dq,), begun = (
             ((lane.query.new_empty(lane.query.shape),), False) if lane._one_step else self.totals.query.open()
         )
-        if self.keys is not None:
+        if isinstance(self.keys, KeySum):
             dk, dv = self.keys.views
         else:
-            dk, dv = (x.new_empty(x.shape, dtype=lane._travels) for x in (lane.key, lane.value))
+            dk, dv = (x.new_empty(x.shape, dtype=lane._travels) for x in self.like)
         return Into(dq, dk, dv, begun)
 
     def close(self, into: Into) -> None:
         if self.lane._one_step:
             self.totals.query.add(range(into.dq.shape[2]), into.dq)
-        if self.keys is None:
-            self.totals.keys.add(range(into.dk.shape[2]), into.dk, into.dv)
-        else:
+        if isinstance(self.keys, KeySum):
             self.keys.open()
+        else:
+            self.keys.add(range(into.dk.shape[2]), into.dk, into.dv)
 
 
 @functools.lru_cache(maxsize=256)

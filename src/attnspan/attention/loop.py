@@ -47,10 +47,12 @@ def backward(
     lanes: Sequence[Lane],
     finals: Sequence[Final],
     captured: Sequence[Tensor | None] = (),
+    weights: Sequence[Tensor] = (),
     kept: Steps | None = None,
 ) -> list[Grads]:
-    """The gradients of every lane; those of what a score_mod captured are added to `captured`."""
-    grads = [Grads.of(lane, captured) for lane in lanes]
+    """The gradients of every lane; those of what a score_mod captured are added to `captured`, those of what expands
+    latents to `weights`."""
+    grads = [Grads.of(lane, captured, weights) for lane in lanes]
     post: Callable[[int], KeyExchange | KeptStep] = (
         partial(KeyExchange, transport, lanes) if kept is None else partial(KeptStep, kept)
     )

@@ -1,6 +1,6 @@
 """The custom ops: one node in the autograd graph, opaque to torch.compile, replayable by checkpointing.
 
-`attnspan::attention` takes tensors, flags and a number (see [Note: handles] in call.py), so everything that backward
+`attnspan::attention` takes tensors, flags and a number (see [Note: handles] in handles.py), so everything that backward
 needs is in its node: queries, keys, values, sinks, captured tensors, out, lse, the handle, the share of dropout, and
 the header: the number by which ranks match their backward passes (transports/operations.py), and dropout's seed. No
 context manager has to be alive when activation checkpointing replays it, and a selective policy can save
@@ -23,7 +23,8 @@ lse. A rank whose own loss leaves lse out has none; the others expect it all the
 `return_lse`, which ranks agree on, and a gradient that did not come is zero.
 
 [Note: captured] Tensors that a score_mod captured (a learned bias) are inputs too, whole on every rank. A rank's pairs
-give a part of their gradients; every rank gets the sum, as of a sink.
+give a part of their gradients; every rank gets the sum, as of a sink. Weights that expand a latent are inputs too, and
+come after them: those keep the part ([Note: weights] in latent.py).
 """
 
 from __future__ import annotations
@@ -37,8 +38,10 @@ from torch import Tensor
 from attnspan.attention import execute
 from attnspan.attention.agreement import agree
 from attnspan.attention.call import Call, Inputs
+from attnspan.attention.handles import held
 from attnspan.attention.kept import FROM_KEPT, KeptKeys, keep, kept_by
 from attnspan.attention.laps import Lap
+from attnspan.attention.latent import Expander
 from attnspan.attention.transforms import check_no_tangents, check_untransformed
 from attnspan.dtypes import lse_dtype
 from attnspan.errors import AttentionError, KernelError
@@ -46,6 +49,26 @@ from attnspan.kernels import Final
 from attnspan.kernels.merge import share_of, with_sinks
 from attnspan.transports.operations import under_way
 from attnspan.transports.unbroken import unbroken
+
+
+def _inputs(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    captured: Sequence[Tensor],
+    return_lse: bool,
+    dropout_p: float,
+    seed: int | None,
+    handle: Tensor | None,
+) -> Inputs:
+    """The inputs of a call; weights that expand a latent are no longer among what was captured."""
+    if handle is None:
+        return Inputs(query, key, value, sinks, captured, return_lse, dropout_p, seed)
+    expander = held(handle, "the expansion")
+    assert isinstance(expander, Expander), "handles are of expansions"
+    captured = captured[: len(captured) - len(expander.weights)]
+    return Inputs(query, key, value, sinks, captured, return_lse, dropout_p, seed, expander)
 
 
 @torch.library.custom_op("attnspan::attention", mutates_args=())
@@ -60,10 +83,11 @@ def attention(
     differentiable: bool,
     dropout_p: float,
     dropout_seed: Tensor | None,
+    expander: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     check_no_tangents("attention", query, key, value, sinks, *captured)  # see transforms.py
     seed = None if dropout_seed is None else int(dropout_seed)
-    inputs = Inputs(query, key, value, sinks, captured, return_lse, dropout_p, seed)
+    inputs = _inputs(query, key, value, sinks, captured, return_lse, dropout_p, seed, expander)
     call = Call.of(handle).for_inputs(inputs)
     if call.guard is not None:
         call.guard()
@@ -84,6 +108,8 @@ def _(
     query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, captured: Sequence[Tensor], *rest: object
 ) -> tuple[Tensor, Tensor, Tensor]:
     check_no_tangents("attention", query, key, value, sinks, *captured)
+    if rest[5:] != (None,):
+        raise AttentionError("a latent is expanded by running it; give real tensors, outside of compiled graphs")
     devices = {x.device for x in (query, key, value, sinks) if x is not None}
     if len(devices) > 1:  # of real tensors too: torch calls this for any that are on the meta device
         raise AttentionError(f"query, key, value and sinks must be on one device, got {sorted(map(str, devices))}")
@@ -109,9 +135,10 @@ def attention_backward(
     handle: Tensor,
     return_lse: bool,
     dropout_p: float,
+    expander: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
     number, seed = header.tolist()  # see [Note: saved seeds]
-    inputs = Inputs(query, key, value, sinks, captured, return_lse, dropout_p, seed)
+    inputs = _inputs(query, key, value, sinks, captured, return_lse, dropout_p, seed, expander)
     call = Call.of(handle).for_inputs(inputs)
     if grad_lse is None and return_lse and call.plan.degree > 1:  # see [Note: gradients of lse over ranks]
         grad_lse = torch.zeros_like(lse)
@@ -120,8 +147,10 @@ def attention_backward(
     how, lap = FROM_KEPT if kept else "", Lap(query.device)
     with unbroken(call.transport), _as_given(query), under_way(call.transport, number, how):
         d_sinks = query.new_empty(0) if sinks is None else _sink_gradient(call, final, sinks)
-        dq, dk, dv, parts = execute.backward(call, inputs, final, wanted, kept)
-        d_captured = [_over_ranks(call, part, x) for part, x in zip(parts, captured, strict=True)]
+        dq, dk, dv, parts, of_weights = execute.backward(call, inputs, final, wanted, kept)
+        d_captured = [_over_ranks(call, part, x) for part, x in zip(parts, inputs.captured, strict=True)]
+        weights = captured[len(d_captured) :]
+        d_captured += [part.to(x.dtype) for part, x in zip(of_weights, weights, strict=True)]
     call.uses.add_backward(call.plan, inputs.shape, kept is not None, lap)
     return dq, dk, dv, d_sinks, d_captured
 
@@ -142,6 +171,7 @@ def _(
     handle: Tensor,
     return_lse: bool,
     dropout_p: float,
+    expander: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
     d_sinks = query.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
     d_captured = [x.new_empty(x.shape if i in wanted else 0) for i, x in enumerate(captured)]
@@ -149,22 +179,22 @@ def _(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    query, key, value, sinks, captured, handle, ctx.return_lse, _, ctx.dropout_p, _ = inputs
-    ctx.save_for_backward(query, key, value, sinks, handle, *output, *captured)
+    query, key, value, sinks, captured, handle, ctx.return_lse, _, ctx.dropout_p, _, expander = inputs
+    ctx.save_for_backward(query, key, value, sinks, handle, expander, *output, *captured)
+    ctx.wanted = [i for i, x in enumerate(captured) if x.requires_grad]  # hooks may save copies that do not
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None, _: None) -> tuple[object, ...]:
-    query, key, value, sinks, handle, out, lse, header, *captured = ctx.saved_tensors
+    query, key, value, sinks, handle, expander, out, lse, header, *captured = ctx.saved_tensors
     check_untransformed("attention's backward", grad, grad_lse, instead="take one gradient after another")
     grad = torch.zeros_like(out) if grad is None else grad
-    wanted = [i for i, x in enumerate(captured) if x.requires_grad]
-    more = (ctx.return_lse, ctx.dropout_p)
+    wanted, more = ctx.wanted, (ctx.return_lse, ctx.dropout_p, expander)
     dq, dk, dv, d_sinks, d_captured = attention_backward(
         grad, grad_lse, query, key, value, out, lse, header, sinks, captured, wanted, handle, *more
     )
     d_captured = [x if i in wanted else None for i, x in enumerate(d_captured)]
-    return dq, dk, dv, None if sinks is None else d_sinks, d_captured, None, None, None, None, None
+    return dq, dk, dv, None if sinks is None else d_sinks, d_captured, *[None] * 6
 
 
 def _second(ctx: Any, *grads: Tensor | None) -> NoReturn:

@@ -22,7 +22,7 @@ Knows no model library. `attnspan.Engine` wraps transformers models (attnspan/ge
 from attnspan.engine.config import EngineConfig
 from attnspan.engine.fingerprint import ModelFingerprint
 from attnspan.engine.llm_engine import LLMEngine
-from attnspan.engine.model import LayerSpec, ModelInfo, PackedBatch, ServedModel, StepAttention
+from attnspan.engine.model import LatentHeads, LayerSpec, ModelInfo, PackedBatch, ServedModel, StepAttention
 from attnspan.engine.params import SamplingParams
 from attnspan.engine.request import Continuation, Request, Token
 
@@ -30,6 +30,7 @@ __all__ = [
     "Continuation",
     "EngineConfig",
     "LLMEngine",
+    "LatentHeads",
     "LayerSpec",
     "ModelFingerprint",
     "ModelInfo",

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from attnspan.engine.config import EngineConfig
-from attnspan.engine.model import PackedBatch, ServedModel, StepAttention
+from attnspan.engine.model import LatentHeads, PackedBatch, ServedModel, StepAttention
 from attnspan.engine.model_runner import ModelRunner, PagedStepAttention
 from attnspan.engine.pools import LayerPlace, Pools
 from attnspan.engine.rank_consensus import RankConsensus
@@ -94,11 +94,27 @@ class PrefillAttention(StepAttention):
 
     def _attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
         query, key, value = (each.transpose(0, 1).unsqueeze(0) for each in (query, key, value))  # (1, H, S, D)
+        out = self._attention(layer)(query, key, value, sinks=sinks)
+        return self._kept(layer, key, value, out)
+
+    def _attend_latent(
+        self, layer: int, query: Tensor, latent: Tensor, heads: LatentHeads, sinks: Tensor | None
+    ) -> Tensor:
+        given = query.transpose(0, 1).unsqueeze(0), latent.unsqueeze(0)
+        out = self._attention(layer)(*given, expand=heads.expand, sinks=sinks)
+        key = latent[None, None]
+        return self._kept(layer, key, key[..., : heads.key.shape[2]], out)
+
+    def _attention(self, layer: int) -> BoundAttention:
         place = self.paged.pools.places[layer]
         kind = _name(place), place.scale, place.score_mod
         if kind not in self._attentions:
             self._attentions[kind] = self.session.attention_for(kind[0], scale=place.scale, score_mod=place.score_mod)
-        out = self._attentions[kind](query, key, value, sinks=sinks)
+        return self._attentions[kind]
+
+    def _kept(self, layer: int, key: Tensor, value: Tensor, out: Tensor) -> Tensor:
+        """Hand keys over to the pages; the results, (S, H, Dv)."""
+        place = self.paged.pools.places[layer]
         cache = self.paged.caches[place.pool]
         assert isinstance(cache, ShardedPages), "made so"
         cache.from_context_parallel(place.index, key, value, self.session, self.paged.plans[place.pool])

@@ -63,12 +63,14 @@ class Parts:
 
     def __init__(self, model: nn.Module, ignored: Container[str] = ()) -> None:
         VERSIONS.hold()
-        self._ignored = ignored  # of a config
+        self._ignored = ignored  # of a config, or instead of a method
         self._modules = list(model.modules())
         self._held = [vars(each) for each in self._modules]
+        instead = [[name for name in dir(type(each)) if name in ignored] for each in self._modules]
+        self._instead = [(at, vars(self._modules[at]), names) for at, names in enumerate(instead) if names]
         configs = {id(each["config"]): each["config"] for each in self._held if hasattr(each.get("config"), "__dict__")}
         self._configs = [vars(each) for each in configs.values()]
-        own = [[name for name in each if name not in _OF_TORCH] for each in self._held]
+        own = [[name for name in each if name not in _OF_TORCH and name not in ignored] for each in self._held]
         self._settings = [itemgetter(*names) for names in own]  # torch's other dicts in a module change nothing
         hooks = torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks
         self._containers = [*self._mutable(), *hooks]
@@ -84,7 +86,7 @@ class Parts:
         return (
             list(map(type, self._modules)),
             list(map(_FORWARD, self._classes)),
-            list(map(len, self._held)),
+            self._sizes(),
             list(map(call, self._settings, self._held)),
             [value for each in self._configs for key, value in each.items() if key not in self._ignored],
             list(map(Tensor.data_ptr, self._tensors)),
@@ -97,6 +99,13 @@ class Parts:
             return self._now() == self._then and self._containers == self._copies
         except Exception:  # what was replaced cannot even be compared, as tensors of several numbers
             return False
+
+    def _sizes(self) -> list[int]:
+        """How many attributes each module has, without those that stand for a method while the model is served."""
+        sizes = list(map(len, self._held))
+        for at, held, names in self._instead:
+            sizes[at] -= sum(map(held.__contains__, names))
+        return sizes
 
     def _attributes(self) -> Iterator[Tensor]:
         return (value for each in self._held for value in each.values() if isinstance(value, Tensor))

@@ -17,7 +17,13 @@ attention to the engine, which keeps them in pages::
 
 examples/16_custom_model.py is a whole one; attnspan.integrations.huggingface serves transformers models.
 
-Shapes: T tokens of the step, H query heads, Hk key heads, D head dim, V vocabulary.
+[Note: latents] A layer of multi-head latent attention makes keys and values of a latent by one matrix. Pages keep the
+latent, ``LayerSpec(kv_heads=1, head_dim=R + P, value_dim=R, latent=True)``, and `attend_latent` attends over it: since
+``q @ (W c) == (W.T @ q) @ c``, the matrix of keys is applied to queries, and that of values to results (`LatentHeads`).
+A prompt that ranks compute together is expanded instead.
+
+Shapes: T tokens of the step, H query heads, Hk key heads, D head dim, V vocabulary; of latents R numbers that are
+multiplied and P that are part of keys as they are.
 """
 
 from __future__ import annotations
@@ -47,6 +53,7 @@ class LayerSpec:
     scale: float | None = None
     window: int | None = None
     softcap: float | None = None
+    latent: bool = False  # keys are latents, whose first value_dim numbers are the values: see [Note: latents]
 
     def __post_init__(self) -> None:
         if self.scale is None:
@@ -73,6 +80,35 @@ class PackedBatch(NamedTuple):
     keep: Tensor | None = None  # (rows,) int64
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class LatentHeads:
+    """The matrices that make keys of N + P numbers and values of latents (..., R + P): key (H, N, R), value (H, Dv, R).
+
+    >>> heads = LatentHeads(torch.ones(2, 3, 4), torch.ones(2, 5, 4))
+    >>> key, value = heads.expand(torch.ones(1, 7, 4 + 6))
+    >>> tuple(key.shape), tuple(value.shape), tuple(heads.absorb(torch.ones(7, 2, 3 + 6)).shape)
+    ((1, 2, 7, 9), (1, 2, 7, 5), (7, 2, 10))
+    """
+
+    key: Tensor
+    value: Tensor
+
+    def absorb(self, query: Tensor) -> Tensor:
+        """Queries (T, H, N + P) as they attend over latents, (T, H, R + P)."""
+        own, rest = query.split([self.key.shape[1], query.shape[2] - self.key.shape[1]], dim=-1)
+        return torch.cat([torch.einsum("thn,hnr->thr", own, self.key), rest], dim=-1)
+
+    def results(self, out: Tensor) -> Tensor:
+        """What was summed of latents (T, H, R), as sums of values (T, H, Dv)."""
+        return torch.einsum("thr,hvr->thv", out, self.value)
+
+    def expand(self, latent: Tensor) -> tuple[Tensor, Tensor]:
+        """Latents (B, T, R + P) as keys (B, H, T, N + P) and values (B, H, T, Dv)."""
+        low, rest = latent.split([self.key.shape[2], latent.shape[2] - self.key.shape[2]], dim=-1)
+        key, value = (torch.einsum("btr,hnr->bhtn", low, matrix) for matrix in (self.key, self.value))
+        return torch.cat([key, rest.unsqueeze(1).expand(-1, len(self.key), -1, -1)], dim=-1), value
+
+
 class StepAttention:
     """Attention for one step of a model. `calls` counts the layers that have attended."""
 
@@ -82,6 +118,19 @@ class StepAttention:
         """Keep the new keys and values, and attend over all of each sequence. (T, H, D), (T, Hk, D) -> (T, H, Dv)."""
         self.calls += 1
         return self._attend(layer, query, key, value, sinks)
+
+    def attend_latent(
+        self, layer: int, query: Tensor, latent: Tensor, heads: LatentHeads, sinks: Tensor | None = None
+    ) -> Tensor:
+        """The same over latents: (T, H, N + P), (T, R + P) -> (T, H, Dv). See [Note: latents]."""
+        self.calls += 1
+        return self._attend_latent(layer, query, latent, heads, sinks)
+
+    def _attend_latent(
+        self, layer: int, query: Tensor, latent: Tensor, heads: LatentHeads, sinks: Tensor | None
+    ) -> Tensor:
+        key = latent.unsqueeze(1)
+        return heads.results(self._attend(layer, heads.absorb(query), key, key[..., : heads.key.shape[2]], sinks))
 
     def _attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
         raise NotImplementedError

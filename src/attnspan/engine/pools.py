@@ -53,7 +53,10 @@ def pools_of(info: ModelInfo, config: EngineConfig, ranks: int) -> Pools:
         allocator = PageAllocator(
             num_pages=config.pages + 1, page_size=config.page_size * ranks, host_pages=config.host_pages
         )
-        layers = [Layer(each.kv_heads, each.head_dim, each.value_dim, each.window) for each in group.values()]
+        layers = [
+            Layer(each.kv_heads, each.head_dim, each.value_dim, each.window, values_in_keys=each.latent)
+            for each in group.values()
+        ]
         pools.append(PagePool(allocator, layers, dtype=info.dtype, device=info.device, page_size=config.page_size))
         windows.append(max((each.window for each in group.values() if each.window is not None), default=None))
     return Pools(tuple(pools), tuple(windows), tuple(places[layer] for layer in range(len(places))))

@@ -33,8 +33,8 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from threading import RLock
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -43,9 +43,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, fx
 
-from attnspan.assumptions import Assumption
 from attnspan.dtypes import lse_dtype
 from attnspan.kernels.accumulator import Accumulator
+from attnspan.kernels.autograd import differentiable
 from attnspan.kernels.kernel import Final, Gradients, Region, Spec, Tiles, Traits
 from attnspan.kernels.merge import has_triton
 from attnspan.kernels.mods import Mods
@@ -69,11 +69,6 @@ LEAST_DIM = 16
 _ONE_AT_A_TIME = RLock()
 _NUMBERS = itertools.count()
 _OPTIONS = {"FORCE_USE_FLEX_ATTENTION": True, "FLOAT32_PRECISION": "'ieee'"}  # never TF32
-_AUTOGRAD = (
-    torch._C.DispatchKey.AutogradFunctionality,
-    torch._C.DispatchKey.AutogradOther,
-    torch._C.DispatchKey.AutogradNestedTensor,
-)
 
 
 def supports(spec: Spec, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles) -> str | None:
@@ -102,7 +97,7 @@ def forward(spec: Spec, q: Tensor, k: Tensor, v: Tensor, region: Region, total: 
 def backward(spec: Spec, final: Final, q: Tensor, k: Tensor, v: Tensor, region: Region, into: Gradients) -> None:
     """(dq, dk, dv) of all rows and columns, at once."""
     sums = into.captured
-    with _differentiable():
+    with differentiable():
         q, *keys = (x.detach().requires_grad_() for x in (q, *_side_by_side(k, v)))
         captured = [
             x.detach() if total is None else x.detach().requires_grad_()
@@ -337,40 +332,3 @@ def _fixed_tables(program: Program) -> tuple[Tensor, ...]:
         with torch.inference_mode(False), torch.no_grad():
             _FIXED[program] = _tables(program, program.captured)
     return _FIXED[program]
-
-
-@contextmanager
-def _differentiable() -> Iterator[None]:
-    """Autograd, inside of a custom op, where torch has switched it off for everything below."""
-    _BELOW.hold()
-    with _autograd_back():
-        yield
-
-
-@contextmanager
-def _autograd_back() -> Iterator[None]:
-    excluded = torch._C._dispatch_tls_local_exclude_set()
-    for key in _AUTOGRAD:
-        excluded = excluded.remove(key)
-    included = torch._C._dispatch_tls_local_include_set()
-    with torch._C._ForceDispatchKeyGuard(included, excluded), torch.inference_mode(False), torch.enable_grad():
-        yield
-
-
-def _comes_back() -> bool:
-    """Whether autograd, switched off as in a custom op, records inside of `_autograd_back`, and not after it."""
-    x = torch.ones(1, device="cpu", requires_grad=True)
-    with torch._C._AutoDispatchBelowAutograd():
-        with _autograd_back():
-            inside = x * 2
-            (grad,) = torch.autograd.grad(inside.sum(), x)
-        outside = x * 2
-    return inside.requires_grad and grad.item() == 2.0 and not outside.requires_grad
-
-
-_BELOW = Assumption(
-    "autograd can be switched on inside a custom op",
-    "kernels/flex.py",
-    "`torch._C._ForceDispatchKeyGuard`, the dispatcher's local keys, `DispatchKey.Autograd*`",
-    _comes_back,
-)

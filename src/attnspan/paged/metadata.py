@@ -123,7 +123,8 @@ class PagedMetadata:
         size = self.page_size
         low, high = first // size, -(-last // size)
         # Rows of one long dim, by 64-bit indices: on a CPU ten times as fast as pages of three dims by 32-bit ones.
-        found = pages.flatten(1).index_select(0, self.tables[row, low:high].long()).view(-1, *pages.shape[2:])
+        rows = pages.flatten(1) if pages.is_contiguous() else pages  # not where values are a part of keys
+        found = rows.index_select(0, self.tables[row, low:high].long()).view(-1, *pages.shape[2:])
         return found[first - low * size : last - low * size]
 
     def key_positions(self, first: int, last: int) -> Tensor:

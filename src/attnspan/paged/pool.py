@@ -51,6 +51,9 @@ class Layer:
 
     >>> Layer(kv_heads=8, head_dim=128, window=4096).value_dim
     128
+
+    With `values_in_keys` a value is the first `value_dim` numbers of its key, and is not stored beside it. So latents
+    are kept, which queries attend over as one key head (engine/model.py, [Note: latents]).
     """
 
     kv_heads: int
@@ -59,6 +62,7 @@ class Layer:
     window: int | None = None
     dtype: torch.dtype | None = None  # None: the pool's
     quantised: torch.dtype | None = None  # torch.int8 or torch.float8_e4m3fn: stored in 8 bits, see quantised.py
+    values_in_keys: bool = False
 
     def __post_init__(self) -> None:
         for name in ("kv_heads", "head_dim"):
@@ -68,6 +72,11 @@ class Layer:
             object.__setattr__(self, "window", integer("window", self.window, at_least=1, error=PageError))
         if self.quantised is not None and self.quantised not in LARGEST:
             raise PageError(f"quantised must be torch.int8 or torch.float8_e4m3fn, got {self.quantised!r}")
+        if self.values_in_keys and (self.quantised is not None or self.value_dim > self.head_dim):
+            raise PageError(
+                "values_in_keys needs a value_dim of at most head_dim, and no quantised, got "
+                f"{self.value_dim}, {self.head_dim} and {self.quantised}"
+            )
 
 
 class PagePool(PagedKVCache):
@@ -106,7 +115,13 @@ class PagePool(PagedKVCache):
         self.device = torch.empty(0, device=device).device
         pages = allocator.num_pages
         self.keys = tuple(self._pages(layer, layer.head_dim, pages, self.device) for layer in self.layers)
-        self.values = tuple(self._pages(layer, layer.value_dim, pages, self.device) for layer in self.layers)
+        self.values = tuple(
+            keys[..., : layer.value_dim] if layer.values_in_keys and isinstance(keys, Tensor)
+            else self._pages(layer, layer.value_dim, pages, self.device)
+            for layer, keys in zip(self.layers, self.keys, strict=True)
+        )  # fmt: skip
+        apart = [values for layer, values in zip(self.layers, self.values, strict=True) if not layer.values_in_keys]
+        self._stored = tensors(*self.keys, *apart)
         self._host = self._on_host(allocator.host_pages)
         self._scoring_of = lru_cache(MOST_KEPT)(partial(scoring, device=self.device))
 
@@ -118,7 +133,7 @@ class PagePool(PagedKVCache):
         return Quantised(codes, torch.zeros(shape[:3], device=device), layer.quantised)
 
     def __repr__(self) -> str:
-        size = sum(x.nbytes for x in tensors(*self.keys, *self.values))
+        size = sum(x.nbytes for x in self._stored)
         shape = f"{self.allocator.num_pages} pages of {self.page_size} slots"
         return f"PagePool({len(self.layers)} layers, {shape}, {size / 2**20:.1f} MiB on {self.device})"
 
@@ -138,7 +153,8 @@ class PagePool(PagedKVCache):
 
     def put(self, layer: int, key: Tensor, value: Tensor, slots: Tensor) -> None:
         """Write tokens to slots (tokens,) int64, unchecked; `write` knows the slots of a plan."""
-        for pages, given in ((self.keys[layer], key), (self.values[layer], value)):
+        pairs = (self.keys[layer], key), (self.values[layer], value)
+        for pages, given in pairs[:1] if self.layers[layer].values_in_keys else pairs:
             if isinstance(pages, Quantised):
                 found = quantised(given, pages.dtype)
                 pages.codes.flatten(0, 1).index_copy_(0, slots, found.codes)
@@ -149,7 +165,7 @@ class PagePool(PagedKVCache):
     def copy(self, copies: Copies) -> None:
         """Copy whole pages of every layer, (from, to); `StepPlan.step` does so for shared pages that are written to."""
         sources, targets = self._indices(copies)
-        for pages in tensors(*self.keys, *self.values):
+        for pages in self._stored:
             rows = pages.flatten(1)
             rows.index_copy_(0, targets, rows.index_select(0, sources))
 
@@ -163,12 +179,12 @@ class PagePool(PagedKVCache):
 
     def _to_host(self, moves: Copies) -> None:
         here, there = self._indices(moves)
-        for pages, kept in zip(tensors(*self.keys, *self.values), self._host, strict=True):
+        for pages, kept in zip(self._stored, self._host, strict=True):
             kept.index_copy_(0, there.cpu(), pages.index_select(0, here).cpu())
 
     def _from_host(self, moves: Copies) -> None:
         there, here = self._indices(moves)
-        for pages, kept in zip(tensors(*self.keys, *self.values), self._host, strict=True):
+        for pages, kept in zip(self._stored, self._host, strict=True):
             pages.index_copy_(0, here, kept.index_select(0, there.cpu()).to(self.device))
 
     def _indices(self, moves: Copies) -> tuple[Tensor, Tensor]:
@@ -180,10 +196,10 @@ class PagePool(PagedKVCache):
         return sources, targets
 
     def _on_host(self, pages: int) -> list[Tensor]:
-        """Host pages of every layer, in the order of `tensors`. Taken at once, so that no swap lacks them."""
+        """Host pages of every layer, in the order of `_stored`. Taken at once, so that no swap lacks them."""
         if not pages:
             return []
-        here = tensors(*self.keys, *self.values)
+        here = self._stored
         size, memory = sum(x[0].nbytes for x in here) * pages, _host_memory()
         try:
             if size > memory:  # a system that promises more than it has would end the process when it is written to

@@ -130,7 +130,8 @@ class ShardedPages(PagedKVCache):
         layer, spec = self.pool.layer(layer)
         route = plan.metadata.once((cp.layout, cp.seq_len), lambda: self._route(cp, plan))
         self._check_shards(spec, key, value, sum(map(len, route.sends)))
-        packed = torch.cat([key.detach(), value.detach()], dim=-1).transpose(1, 2).flatten(0, 1)
+        parts = [key.detach()] if spec.values_in_keys else [key.detach(), value.detach()]
+        packed = torch.cat(parts, dim=-1).transpose(1, 2).flatten(0, 1)
         sends = [packed.index_select(0, some) for some in route.sends]
         receives = [packed.new_empty(len(some), *packed.shape[1:]) for some in route.receives]
         peers = range(self.transport.ranks)

@@ -26,6 +26,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from attnspan.attention import Attention
 from attnspan.attention.call import Inputs
+from attnspan.attention.latent import Expand, as_keys
 from attnspan.attention.score import DTYPES, Captured, Score, ScoreFunction
 from attnspan.attention.tuned import UNKNOWN, agreed_before, hardware_for, machine_here
 from attnspan.attention.uses import Uses
@@ -84,33 +85,37 @@ class BoundAttention:
         self,
         query: Tensor,
         key: Tensor,
-        value: Tensor,
+        value: Tensor | None = None,
         *,
+        expand: Expand | None = None,
         sinks: Tensor | None = None,
         dropout_p: float = 0.0,
         dropout_seed: int | None = None,
     ) -> Tensor:
         """The output for this rank's queries, (B, H, S, Dv); dropout as in `ContextParallel.attention`."""
         dropped = (dropout_p, dropout_seed)
-        return self._run(Inputs(query, key, value, sinks, self.captured.of(query), False, *dropped))[0]
+        keys = as_keys(key, value, expand)
+        return self._run(Inputs(query, *keys, sinks, self.captured.of(query), False, *dropped), expand)[0]
 
     def with_lse(
         self,
         query: Tensor,
         key: Tensor,
-        value: Tensor,
+        value: Tensor | None = None,
         *,
+        expand: Expand | None = None,
         sinks: Tensor | None = None,
         dropout_p: float = 0.0,
         dropout_seed: int | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The output, and the log-sum-exp of every row (B, H, S), differentiable too."""
         dropped = (dropout_p, dropout_seed)
-        return self._run(Inputs(query, key, value, sinks, self.captured.of(query), True, *dropped))
+        keys = as_keys(key, value, expand)
+        return self._run(Inputs(query, *keys, sinks, self.captured.of(query), True, *dropped), expand)
 
-    def _run(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    def _run(self, inputs: Inputs, expand: Expand | None) -> tuple[Tensor, Tensor]:
         check_single(self.single, inputs.query)
-        return run_attention(self.core, self.attention, inputs)
+        return run_attention(self.core, self.attention, inputs, expand)
 
     def __repr__(self) -> str:
         score = "" if self.score_mod is None else f", {getattr(self.score_mod, '__name__', 'score_mod')}"

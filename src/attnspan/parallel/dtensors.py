@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from attnspan.attention import Attention
 from attnspan.attention.call import Inputs
+from attnspan.attention.latent import Expand
 from attnspan.errors import AttentionError
 from attnspan.parallel.loss import shared
 from attnspan.transports.distributed import Distributed
@@ -37,8 +38,9 @@ SEQ = 2
 """The dim of the sequence in (B, H, S, D)."""
 
 
-def run_attention(core: Core, attend: Attention, inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """(out, lse) of an attention on local tensors; for DTensors they are DTensors too.
+def run_attention(core: Core, attend: Attention, inputs: Inputs, expand: Expand | None = None) -> tuple[Tensor, Tensor]:
+    """(out, lse) of an attention on local tensors; for DTensors they are DTensors too. With `expand`, key and value are
+    a latent.
 
     Sinks and captured tensors are the same on every rank and get the sum of all ranks' gradients; each rank takes its
     part, see [Note: averages] in loss.py.
@@ -46,6 +48,8 @@ def run_attention(core: Core, attend: Attention, inputs: Inputs) -> tuple[Tensor
     tensors = inputs[:3]
     plain = all(type(x) in PLAIN for x in tensors)
     sharded = [] if plain else [x for x in tensors if is_dtensor(x)]
+    if sharded and expand is not None:
+        raise AttentionError("query and latent must be plain tensors, got DTensors; give to_local() of each")
     if sharded:
         _check_all(core, tensors, sharded)
         query, key, value = (x.to_local() for x in sharded)
@@ -55,7 +59,7 @@ def run_attention(core: Core, attend: Attention, inputs: Inputs) -> tuple[Tensor
     if inputs.captured:
         parts = [shared(x, core.ranks) if x.requires_grad else x for x in inputs.captured]
         inputs = inputs._replace(captured=parts)
-    out, lse = attend.run(inputs)
+    out, lse = attend.run(inputs, expand)
     if not sharded:
         return out, lse
     given = sharded[0]

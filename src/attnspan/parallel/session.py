@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, FlexKernelOptions
 
 from attnspan.attention.call import Inputs
+from attnspan.attention.latent import Expand, as_keys
 from attnspan.attention.score import ScoreFunction
 from attnspan.errors import AttentionError, ShardError, integer
 from attnspan.layouts import Layout, Run
@@ -164,8 +165,9 @@ class ContextParallel:
         self,
         query: Tensor,
         key: Tensor,
-        value: Tensor,
+        value: Tensor | None = None,
         *,
+        expand: Expand | None = None,
         mask: str | None = None,
         sinks: Tensor | None = None,
         dropout_p: float = 0.0,
@@ -174,6 +176,9 @@ class ContextParallel:
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Attention of this rank's queries over the keys of all ranks; (B, H, S, D) each.
 
+        With `expand`, a latent (B, S, R) stands for key and value, `attention(query, latent, expand=f)`: it travels,
+        and ``key, value = f(latent)`` are made of it where it arrives, for any number of tokens, each by itself. The
+        function's weights get gradients of the tokens that this rank attended over, to be averaged like others.
         `mask` names one of the session's masks, if it has several. With `return_lse`, on all ranks or on none, also the
         log-sum-exp of every row, (B, H, S), which may be in the loss of any of them. `dropout_p` drops probabilities as
         SDPA does, the same ones for any number of ranks; their seed is drawn from torch's generator, which must be
@@ -182,9 +187,10 @@ class ContextParallel:
         attend = self.attentions.named[self.core.mask_name(mask)]
         if not torch.compiler.is_compiling():  # what is computed from a shard bears no mark: only the plainest mistake
             for tensor in (query, key, value):
-                self.sharding.check_mark(tensor)
-        inputs = Inputs(query, key, value, sinks, (), return_lse, dropout_p, dropout_seed)
-        out, lse = run_attention(self.core, attend, inputs)
+                if tensor is not None:
+                    self.sharding.check_mark(tensor)
+        inputs = Inputs(query, *as_keys(key, value, expand), sinks, (), return_lse, dropout_p, dropout_seed)
+        out, lse = run_attention(self.core, attend, inputs, expand)
         return (out, lse) if return_lse else out
 
     def flex_attention(

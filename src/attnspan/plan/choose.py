@@ -209,6 +209,9 @@ def predicted(
     looked = sampled_ranks(plan, sampled)
     key_bytes = shape.kv_bytes / plan.rows * shape.kv_share(plan.degree)
     peak = int(max(plan.peak_keys(rank) for rank in looked) * key_bytes)
+    if shape.latent:  # expanded step by step; their gradients are summed in float32
+        times = 1 + max(4, shape.width) / shape.width if backward else 1
+        peak += int(max(plan.expanded_keys(rank) for rank in looked) * shape.expanded_bytes / plan.rows * times)
     kept = _kept(plan, shape, limit - peak, keep_keys, looked) if backward and keep_keys else None
     keeps, needs = kept is not None, peak + (kept or 0)
     timelines = [predict(plan, rank, shape, hardware, backward=backward, keep_keys=keeps) for rank in looked]
@@ -276,14 +279,14 @@ def all_strategies(ranks: int, shape: Shape) -> list[Strategy]:
 
 
 def _fits_ulysses(ranks: int, shape: Shape) -> bool:
-    """Whether each rank can have heads of its own, all tokens of them."""
-    return 1 < ranks <= shape.heads
+    """Whether each rank can have heads of its own, all tokens of them; a latent has none."""
+    return 1 < ranks <= shape.heads and not shape.latent
 
 
 def _strategies(ranks: int, shape: Shape) -> Iterator[Strategy]:
     """Every strategy worth trying with any layout."""
     yield from (Gather(), Needed(1), Needed(2), Needed(4), Ring())
-    for degree in (d for d in range(2, ranks) if ranks % d == 0 and d <= shape.heads and d <= 8):
+    for degree in (d for d in range(2, ranks) if ranks % d == 0 and d <= shape.heads and d <= 8 and not shape.latent):
         yield from (Ulysses(degree, inner) for inner in (Gather(), Needed(2), Ring()))
 
 

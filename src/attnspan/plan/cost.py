@@ -29,6 +29,11 @@ class Shape:
 
     >>> Shape(heads=32, kv_heads=8, head_dim=128).kv_bytes  # K and V of one position: 8 x 256 values of 2 bytes
     4096
+
+    With `latent`, so many numbers travel for K and V, which are made of them where they arrive:
+
+    >>> Shape(heads=128, head_dim=192, v_head_dim=128).kv_bytes, Shape(128, None, 192, 128, latent=576).kv_bytes
+    (81920, 1152)
     """
 
     heads: int
@@ -37,6 +42,7 @@ class Shape:
     v_head_dim: int
     batch: int
     dtype: str
+    latent: int | None
 
     def __init__(
         self,
@@ -46,6 +52,7 @@ class Shape:
         v_head_dim: int | None = None,
         batch: int = 1,
         dtype: str = "bfloat16",
+        latent: int | None = None,
     ):
         for name, value in (
             ("heads", heads),
@@ -57,6 +64,8 @@ class Shape:
             object.__setattr__(self, name, integer(name, value, at_least=1, error=PlanError))
         if self.heads % self.kv_heads:
             raise PlanError(f"heads must be a multiple of kv_heads, got {self.heads} and {self.kv_heads}")
+        latent = None if latent is None else integer("latent", latent, at_least=1, error=PlanError)
+        object.__setattr__(self, "latent", latent)
         object.__setattr__(self, "dtype", one_of("dtype", dtype, list(DTYPES), error=PlanError))
 
     @property
@@ -65,8 +74,17 @@ class Shape:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of K and V for one position, all key heads, all batch rows."""
-        return self.batch * self.kv_heads * self._dims * self.width
+        """Bytes of K and V for one position, all key heads, all batch rows; or of the latent that stands for them."""
+        return self.batch * self.kv_values(self.kv_heads) * self.width
+
+    @property
+    def expanded_bytes(self) -> int:
+        """Bytes of K and V for one position that are made of a latent; nothing where they travel themselves."""
+        return self.batch * self.kv_heads * self._dims * self.width if self.latent else 0
+
+    def kv_values(self, kv_heads: int) -> int:
+        """Values that travel for one position of a batch row, of so many key heads."""
+        return self.latent or kv_heads * self._dims
 
     @property
     def q_bytes(self) -> int:
@@ -88,6 +106,11 @@ class Shape:
     def flops(self) -> int:
         """Floating-point operations of one allowed pair, forward, all heads, all batch rows."""
         return 2 * self.batch * self.heads * self._dims
+
+    @property
+    def expansion_flops(self) -> int:
+        """The same to make K and V of the latent of one position, if that is a product with a matrix."""
+        return 2 * self.batch * self.kv_heads * self._dims * (self.latent or 0)
 
     def kv_share(self, degree: int) -> float:
         """The largest part of the key heads that a rank of a Ulysses group of `degree` holds."""

@@ -44,7 +44,7 @@ def strategy_for(plan: Plan, shape: Shape, hardware: Hardware, keep_keys: KeepKe
     >>> strategy_for(Plan(mask, Balanced(mask, ranks=2), 2048), Shape(8), Hardware.of("h100-nvlink"))
     Needed(stages=2)
     """
-    if is_forecast(plan):
+    if is_forecast(plan) and not shape.latent:  # what it takes to expand is not forecast
         found = _forecast(plan, shape, hardware, keep_keys)
         if found is not None:
             return found

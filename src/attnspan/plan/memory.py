@@ -4,6 +4,7 @@ What is counted, by name::
 
     given       the caller's own query, key and value; in backward also out, lse and the gradient of out
     arenas      keys of the step that is computed, and of the next one, which are arriving
+    expanded    keys and values that are made of the latents of a step
     packed      a copy of own keys to send from, where the caller's lie otherwise in memory
     parts       results of tiles that wait to be merged, and their float32 sum where a row has three or more
     tile        what one kernel call writes, and its workspace
@@ -77,7 +78,8 @@ class Kernels(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Bytes of one position: of q, of out, of K and V together, of lse; `wide` is float32 over the tensors' dtype."""
+    """Bytes of one position: of q, of out, of K and V together or of the latent, and of what is made of that, of lse;
+    `wide` is float32 over the tensors' dtype."""
 
     q: float
     out: float
@@ -85,6 +87,12 @@ class Sizes:
     lse: float
     wide: float
     grouped: bool
+    expanded: float = 0.0
+
+    @property
+    def computed(self) -> float:
+        """K and V as kernels see them."""
+        return self.expanded or self.kv
 
     @staticmethod
     def of(shape: Shape, share: Heads | None, rows: int) -> Sizes:
@@ -93,8 +101,8 @@ class Sizes:
         heads, kv_heads = (shape.heads, shape.kv_heads) if share is None else (len(share.query), len(share.key))
         wide, grouped = max(4, width) / width, heads != kv_heads
         q, out = (batch * heads * dim * width for dim in (shape.head_dim, shape.v_head_dim))
-        kv = batch * kv_heads * (shape.head_dim + shape.v_head_dim) * width
-        return Sizes(q, out, kv, batch * heads * max(4, width), wide, grouped)
+        kv = batch * shape.kv_values(kv_heads) * width
+        return Sizes(q, out, kv, batch * heads * max(4, width), wide, grouped, shape.expanded_bytes / rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +131,7 @@ class Walk:
         waiting = WaitingParts(self.rows, self.sizes, part, [rows for step in self.steps for rows in self._calls(step)])
         for index, step in enumerate(self.steps):
             for rows in self._calls(step):
-                now = {**self._arenas(index), "tile": len(rows) * part}
+                now = {**self._arenas(index), "tile": len(rows) * part, "expanded": self._expanded(step)}
                 before = waiting.bytes
                 summed = waiting.add(rows)
                 yield {**now, "parts": before + summed}
@@ -156,8 +164,18 @@ class Walk:
         before = returned = here = 0.0
         for index, step in enumerate(steps):
             here, last = self._arena(index) * self._travels, index == len(steps) - 1
-            for gathered, tile in self._computed(step, queries, keys, own=here == 0):
-                yield {**self._arenas(index), "sums": gathered + here + before, "returning": returned, "tile": tile}
+            made = Gathered(tokens_in(step.arena), sizes.expanded, sizes.wide) if sizes.expanded else None
+            kept, expanded = keys.bytes if made else 0.0, self._expanded(step)
+            for gathered, tile in self._computed(step, queries, made or keys, own=here == 0 or made is not None):
+                now = {**self._arenas(index), "sums": gathered + kept + here + before, "returning": returned}
+                yield {**now, "tile": tile, "expanded": expanded}
+            if made and step.tiles:  # rounded, and then flowing back, laid out anew, through what made the keys
+                now = {**self._arenas(index), "returning": returned, "expanded": expanded}
+                sums = queries.bytes + kept + here + before
+                yield {**now, "sums": sums + made.bytes, "tile": made.result}
+                yield {**now, "sums": sums, "tile": 3 * expanded}
+                if here == 0:
+                    keys.add(range(tokens_in(self.own)))
             if returned or (here and step.own and not last):  # is added at once
                 sums = queries.bytes + keys.bytes + keys.begin() + here
                 yield {**self._arenas(index), "sums": sums, "returning": returned}
@@ -179,7 +197,7 @@ class Walk:
             else:
                 queries.begin()
             if own:
-                keys.add(range(tokens_in(self.own)), self._travels)
+                keys.add(range(keys.rows), self._travels)
             yield queries.bytes + keys.bytes, 2 * self.rows * self.sizes.lse
         for tile in () if self.kernels.joint else step.tiles:
             waiting = queries.bytes + keys.bytes
@@ -189,7 +207,7 @@ class Walk:
 
     def _written(self, tile: Tile) -> float:
         """dq, dk and dv of a tile."""
-        return len(tile.rows) * self.sizes.q + len(tile.cols) * self.sizes.kv
+        return len(tile.rows) * self.sizes.q + len(tile.cols) * self.sizes.computed
 
     def _workspace(self, tile: Tile) -> float:
         """What library kernels take besides: dq in float32, dk and dv of every query head where heads are grouped, and
@@ -241,6 +259,10 @@ class Walk:
             return 0.0
         return tokens_in(step.arena) * self.sizes.kv
 
+    def _expanded(self, step: Step) -> float:
+        """Bytes of the keys that are made of a step's latents."""
+        return tokens_in(step.arena) * self.sizes.expanded if step.tiles else 0.0
+
     def _packs(self, step: Step) -> bool:
         """Whether own keys are sent from a packed copy: not if all of them lie in the step's arena."""
         return bool(step.sends) and not (step.own == self.own and (step.receives or step.arena != self.own))
@@ -250,7 +272,7 @@ class Gathered:
     """Gradients that wait to be summed, and their sum in memory once it is begun (attention/sums.py)."""
 
     def __init__(self, rows: int, size: float, wide: float):
-        self._rows, self._size, self._wide = rows, size, wide  # bytes of a row, and how much wider a sum is
+        self.rows, self._size, self._wide = rows, size, wide  # bytes of a row, and how much wider a sum is
         self._waiting: list[tuple[range, float]] = []
         self._begun = False
 
@@ -278,16 +300,16 @@ class Gathered:
     @property
     def all(self) -> float:
         """Of all rows in the tensors' dtype."""
-        return self._rows * self._size
+        return self.rows * self._size
 
     @property
     def result(self) -> float:
         """Of the total, rounded; one part that has all rows is the result itself."""
-        return 0.0 if not self._begun and self._waiting == [(range(self._rows), 1.0)] else self.all
+        return 0.0 if not self._begun and self._waiting == [(range(self.rows), 1.0)] else self.all
 
     @property
     def _sum(self) -> float:
-        return self._rows * self._size * self._wide
+        return self.rows * self._size * self._wide
 
 
 class WaitingParts:

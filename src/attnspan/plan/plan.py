@@ -190,6 +190,13 @@ class Plan:
         """The most keys a rank holds at once: its own, those in use and those arriving, over all batch rows."""
         return sum(_peak(self.steps(rank, row), tokens_in(self.keys(rank, row))) for row in range(self.rows))
 
+    def expanded_keys(self, rank: int) -> int:
+        """The most latents that a rank expands at once, over all batch rows: those of a step."""
+        steps = (self.steps(rank, row) for row in range(self.rows))
+        return max(
+            (sum(tokens_in(each.arena) for each in step if each.tiles) for step in zip(*steps, strict=True)), default=0
+        )
+
     def kept_bytes(self, rank: int, shape: Shape) -> float:
         """What a rank keeps from forward to backward with `keep_keys`, besides what autograd saves (`saved_bytes`).
 

@@ -14,6 +14,7 @@ others, results merged, gradients summed. A few per cent on a CPU, less on a GPU
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -21,7 +22,7 @@ from attnspan.layouts.run import tokens_in
 from attnspan.plan.cost import Hardware, Shape
 from attnspan.plan.drawing import in_seconds
 from attnspan.plan.plan import Plan
-from attnspan.plan.step import Transfer
+from attnspan.plan.step import Step, Transfer
 
 
 class Event(NamedTuple):
@@ -97,6 +98,7 @@ class _Walk:
         share = 1 / plan.rows  # a Shape counts the whole batch; each row that differs is its part of it
         self.flops = shape.flops * share / plan.degree
         self.kv_bytes = shape.kv_bytes * share * shape.kv_share(plan.degree)
+        self.expanded_bytes, self.expansion = shape.expanded_bytes * share, shape.expansion_flops * share
         q, out, lse = (values * share / plan.degree for values in shape.head_values)
         self.q_bytes, self.out_bytes = q * shape.width, out * shape.width
         self.wide = max(4, shape.width) / shape.width
@@ -120,6 +122,7 @@ class _Walk:
             arrived = self._keys(index + 1)
             tiles = [tile for step in steps for tile in step.tiles]
             rows += sum(len(tile.rows) for tile in tiles)
+            self._computed(f"latents of step {index}", self._expanding(steps))
             seconds = sum(self.hardware.compute(step.tiles, self.flops) for step in steps)
             self._computed(f"tiles of step {index}", seconds)
         # Every row that several tiles share is read and written again, in float32.
@@ -130,6 +133,7 @@ class _Walk:
 
     def backward(self, kept: bool) -> None:
         q, out, lse, kv = self.q_bytes, self.out_bytes, self.lse_bytes, self.kv_bytes
+        computed = self.expanded_bytes or kv
         self._heads("heads out", 2 * out if kept else q + 2 * out, 0.0 if kept else kv)
         self._heads("lse out", lse, 0.0)
         self._computed("packing", 0.0 if kept else self._packed())
@@ -138,9 +142,10 @@ class _Walk:
             self._waited(arrived)
             arrived = 0.0 if kept else self._keys(index + 1)
             tiles = [tile for step in steps for tile in step.tiles]
+            self._computed(f"latents of step {index}", 3 * self._expanding(steps))  # again, and back in two products
             seconds = sum(self.hardware.compute(step.tiles, self.flops, backward=True) for step in steps)
             self._computed(f"gradients of step {index}", seconds)
-            summed = sum(len(tile.rows) * q + len(tile.cols) * kv for tile in tiles) * self.wide
+            summed = sum(len(tile.rows) * q + len(tile.cols) * computed for tile in tiles) * self.wide
             self._computed("sums", self.hardware.copying(summed))
             home = self._home(index, home)
         self._landed(len(self.steps) - 1, home)
@@ -204,6 +209,12 @@ class _Walk:
         seconds = self.hardware.exchange(*sizes, peers)
         self._waited(self._put("link", max(self.link, self.compute), seconds, what))
         self._computed("copies", self.hardware.copying(held))
+
+    def _expanding(self, steps: Sequence[Step]) -> float:
+        """Seconds in which a step's latents are made keys and values; backward takes two more such products."""
+        machine, tokens = self.hardware, sum(tokens_in(step.arena) for step in steps if step.tiles)
+        product = tokens * self.expansion / machine.full * machine.ranks_per_device
+        return product + machine.copying(tokens * self.expanded_bytes)
 
     def _packed(self) -> float:
         """Seconds to pack own keys to be sent, or lay them among those of others."""

@@ -2,7 +2,7 @@
 
 ::
 
-    forward     keys and values that the plan moves; under Ulysses also heads, there and back
+    forward     keys and values that the plan moves, or latents; under Ulysses also heads, there and back
     backward    the same keys again, if they were not kept, and gradients of keys; under Ulysses heads, there and back
 
 Gradients of keys travel in float32, or where kernels round them anyway in the tensors' dtype (`rounds`, see
@@ -38,13 +38,14 @@ def arriving(plan: Plan, shape: Shape, rank: int, *, kept: bool = False, rounds:
     shares = split_heads(shape.heads, shape.kv_heads, plan.degree)
     here, first = rank % plan.degree, rank - rank % plan.degree
     taken_q, taken_k = len(shares[here].query), len(shares[here].key)
+    values = shape.kv_values(taken_k)
     forward = backward = 0
     for row in range(plan.rows):
         for step in plan.steps(rank, row):
-            keys = sum(transfer.tokens for transfer in step.receives) * taken_k * (dim + value_dim) * narrow
+            keys = sum(transfer.tokens for transfer in step.receives) * values * narrow
             forward += keys
             backward += 0 if kept else keys
-            returned = sum(transfer.tokens for transfer in step.returns) * taken_k * (dim + value_dim)
+            returned = sum(transfer.tokens for transfer in step.returns) * values
             backward += returned * (narrow if rounds else wide)
         own_q, own_k = _held(plan, rank, row)
         for member in range(plan.degree):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -15,9 +15,17 @@ from attnspan.engine.fingerprint import ModelFingerprint
 from attnspan.engine.model import LayerSpec, ModelInfo, PackedBatch, StepAttention
 from attnspan.errors import EngineError
 from attnspan.integrations.huggingface.adapters import adapters_in_use
+from attnspan.integrations.huggingface.latents import LatentSource, latent_source
 from attnspan.integrations.huggingface.layers import AttentionLayer
 from attnspan.integrations.huggingface.probe import probe_model
-from attnspan.integrations.huggingface.serving import WHILE_SERVED, call_with_attention, served, served_layers
+from attnspan.integrations.huggingface.serving import (
+    WHILE_SERVED,
+    call_with_attention,
+    gives_latents,
+    serve_latents,
+    served,
+    served_layers,
+)
 
 UNUSED = {
     "repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "suppress_tokens": None, "begin_suppress_tokens": None,
@@ -31,12 +39,14 @@ UNUSED = {
 class TransformersModel:
     """A decoder-only transformers model for one engine; ModelError, by name, for what it has that is not served."""
 
-    def __init__(self, model: PreTrainedModel, stacklevel: int = 1) -> None:
+    def __init__(self, model: PreTrainedModel, stacklevel: int = 1, *, latents: bool = True) -> None:
         layers = served_layers(model)
         device = device_of(model)
         self.model = model
         self._described = [str(layer) for layer in layers]
-        specs = layer_specs(probe_model(model, layers))
+        self._latents = _latents_of(layers) if latents else {}
+        serve_latents(model, self._latents.values())
+        specs = layer_specs(probe_model(model, layers), self._latents)
         self._weights = _first_weights(model)
         weight = model.get_input_embeddings().weight
         assert isinstance(weight, Tensor), "embeddings have one row for each token"
@@ -55,12 +65,12 @@ class TransformersModel:
         layers = served_layers(self.model)
         if [str(layer) for layer in layers] == self._described:
             return self._info
-        return replace(self._info, layers=layer_specs(layers))
+        return replace(self._info, layers=layer_specs(layers, self._latents))
 
     def step(self, batch: PackedBatch, attention: StepAttention) -> Tensor:
         """Call the model on one packed row; it is served for as long as that takes."""
         with served(self.model, self):
-            return call_with_attention(attention, partial(self._logits, batch))
+            return call_with_attention(attention, self._latents, partial(self._logits, batch))
 
     def _logits(self, batch: PackedBatch) -> Tensor:
         out = self.model(
@@ -93,12 +103,22 @@ def _first_weights(model: nn.Module) -> dict[str, nn.Parameter | None]:
     )
 
 
-def layer_specs(layers: Iterable[AttentionLayer]) -> tuple[LayerSpec, ...]:
-    """The layers as an engine needs them."""
-    return tuple(
-        LayerSpec(each.kv_heads, each.head_dim, each.value_dim, each.scale, each.window, each.softcap)
-        for each in layers
-    )
+def layer_specs(layers: Iterable[AttentionLayer], latents: Mapping[nn.Module, LatentSource]) -> tuple[LayerSpec, ...]:
+    """The layers as an engine needs them; those that hand over latents have one key head."""
+
+    def spec(each: AttentionLayer) -> LayerSpec:
+        source, more = latents.get(each.module), (each.scale, each.window, each.softcap)
+        if source is None:
+            return LayerSpec(each.kv_heads, each.head_dim, each.value_dim, *more)
+        return LayerSpec(1, source.width, source.rank, *more, latent=True)
+
+    return tuple(spec(each) for each in layers)
+
+
+def _latents_of(layers: Iterable[AttentionLayer]) -> dict[nn.Module, LatentSource]:
+    """The layers whose pages hold latents. See [Note: known layers] in latents.py."""
+    sources = (latent_source(layer.module, gives_latents) for layer in layers)
+    return {each.module: each for each in sources if each is not None and each.is_absorbable and each.agrees()}
 
 
 def check_evaluates(model: nn.Module) -> None:

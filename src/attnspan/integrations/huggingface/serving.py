@@ -15,7 +15,7 @@ next step. Locks are taken and released within one line (engine/owner.py, [Note:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
 from copy import copy
@@ -31,25 +31,34 @@ from attnspan.errors import EngineError, ModelError
 from attnspan.integrations.huggingface.adapters import check_adapters
 from attnspan.integrations.huggingface.attention import configs_of, is_bound
 from attnspan.integrations.huggingface.checking import check_positions
+from attnspan.integrations.huggingface.latents import METHOD, LatentSource
 from attnspan.integrations.huggingface.layers import AttentionLayer, attention_layers, decoder_layers
 
 NAME = "attnspan_paged"
 
 _ENTRY = "_attn_implementation_internal"
 
-WHILE_SERVED = frozenset({_ENTRY, "_attn_implementation"})
-"""Entries of a config that change because the model is served."""
+WHILE_SERVED = frozenset({_ENTRY, "_attn_implementation", METHOD})
+"""Entries of a config, or of a module, that change because the model is served."""
 
 T = TypeVar("T")
 
 _ATTENTION: ContextVar[StepAttention | None] = ContextVar("attention of the model call under way", default=None)
+_LATENTS: ContextVar[Container[nn.Module]] = ContextVar("modules that give it latents", default=())
 
 
-def call_with_attention(attention: StepAttention, call: Callable[[], T]) -> T:
-    """Call a model whose layers attend by this: in a context of its own, so that no interrupt can leave it set."""
+def call_with_attention(attention: StepAttention, latents: Container[nn.Module], call: Callable[[], T]) -> T:
+    """Call a model whose layers attend by this: in a context of its own, so that no interrupt can leave it set.
+    `latents` are modules that hand over latents."""
     context = copy_context()
     context.run(_ATTENTION.set, attention)
+    context.run(_LATENTS.set, latents)
     return context.run(call)
+
+
+def gives_latents(module: nn.Module) -> bool:
+    """Whether the call that is under way wants a module's latents."""
+    return module in _LATENTS.get()
 
 
 def paged_attention(
@@ -69,6 +78,10 @@ def paged_attention(
     if attention_mask is not None:
         raise ModelError(f"layer {module.layer_idx} is given a mask by its model, and an engine knows of none")
     query, key, value = (each[0].transpose(0, 1) for each in (query, key, value))
+    if gives_latents(module):
+        heads = vars(module)[METHOD].heads()
+        out = attention.attend_latent(module.layer_idx, query, key.squeeze(1), heads, s_aux)  # type: ignore[arg-type]
+        return out.unsqueeze(0), None
     out = attention.attend(module.layer_idx, query, key, value, s_aux)  # type: ignore[arg-type]  # an int
     return out.unsqueeze(0), None
 
@@ -123,6 +136,7 @@ class _Serving:
         self.plain = {id(config) for config in self.configs if _is_plain(config)}
         self.names: list[str] | None = None  # None while no engine serves it
         self.owners: set[int] = set()
+        self.latents: dict[nn.Module, LatentSource] = {}
         self.probed: list[str] = []
         self.windows: list[int | None] = []
         self.lock = Lock()
@@ -134,6 +148,8 @@ class _Serving:
                 self.names = [self.attention_of(config) for config in self.configs]
             for config in self.configs:
                 self.set_attention(config, name)
+        for source in self.latents.values():
+            source.bind()
         self.owners.add(owner)
 
     def end(self, owner: int) -> None:
@@ -141,6 +157,8 @@ class _Serving:
         if not self.owners and self.names is not None:
             for config, name in zip(self.configs, self.names, strict=True):
                 self.set_attention(config, name)
+            for source in self.latents.values():
+                source.unbind()
             self.names = None
 
     def attention_of(self, config: PreTrainedConfig) -> str:
@@ -199,6 +217,12 @@ def served(model: PreTrainedModel, owner: object = None) -> Iterator[None]:
         yield
     finally:
         with serving.lock: serving.end(id(owner))  # fmt: skip  # noqa: E701
+
+
+def serve_latents(model: PreTrainedModel, sources: Iterable[LatentSource]) -> None:
+    """While the model is served, these stand in for the keys and values of their modules."""
+    serving = _serving(model)
+    with serving.lock: serving.latents.update((each.module, each) for each in sources)  # fmt: skip  # noqa: E701
 
 
 def probed_once(

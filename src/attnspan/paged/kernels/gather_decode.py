@@ -110,7 +110,8 @@ def attend(
 
 def _copied(pages: Tensor, group: DecodeGroup, n: int) -> Tensor:
     """(n, L, Hk, D), cleared where there is nothing of the row."""
-    found = pages.flatten(1).index_select(0, group.pages)
+    whole = pages.flatten(1) if pages.is_contiguous() else pages  # not where values are a part of keys
+    found = whole.index_select(0, group.pages)
     found.view(-1, pages[0, 0].numel()).index_fill_(0, group.cleared, 0.0)  # few: a mask would look at all of them
     return found.view(n, -1, *pages.shape[2:])
 

@@ -1,0 +1,158 @@
+"""Layers of multi-head latent attention (MLA): what stands in for their keys and values where latents are wanted.
+
+Such a layer (DeepSeek V2 and V3, Mistral 4, GLM-4.7 Flash, LongCat, MiniCPM3 and others) makes keys and values by one
+method, and hands them to the attention function as they are::
+
+    key, value = self.expand_kv(kv_nope, k_rot)  # (B, 1, S, R), (B, 1, S, P) -> (B, H, S, N + P), (B, H, S, Dv)
+
+While its model is served or enabled, the module has an `expand_kv` of its own, a `LatentSource`. Asked for latents, it
+hands over the latent (B, 1, S, R + P) in the place of both, and the attention function expands it where it is needed.
+
+[Note: known layers] Both are read from the class: that the method is transformers' own, and that nothing else happens
+to what it returns. To be absorbed into queries, the matrix must be a plain Linear, and is compared with the method on a
+few latents. Any other layer hands over keys and values, which is right, and takes more memory and bytes.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import textwrap
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attnspan.engine.model import LatentHeads
+from attnspan.errors import ModelError
+from attnspan.integrations.huggingface.layers import PARSING
+
+METHOD = "expand_kv"
+
+SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
+"""Of one product of matrices by two orders of sums, over its largest number."""
+
+
+class LatentSource:
+    """The `expand_kv` of a module whose latents may be `asked` for."""
+
+    def __init__(self, module: nn.Module, asked: Callable[[nn.Module], bool]) -> None:
+        self.module, self._asked = module, asked
+
+    def bind(self) -> None:
+        """Stand in for the method."""
+        vars(self.module)[METHOD] = self
+
+    def unbind(self) -> None:
+        vars(self.module).pop(METHOD, None)
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether a call that is under way is for latents."""
+        return self._asked(self.module)
+
+    def __call__(self, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
+        """The latent in the place of key and value, or both of them."""
+        if not self.is_asked:
+            return self._expanded(kv_nope, k_rot)
+        latent = torch.cat([kv_nope, k_rot], dim=-1)
+        return latent, latent
+
+    def expand(self, latent: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of latents (B, S, R + P)."""
+        return self._expanded(
+            *latent.unsqueeze(1).split([self._size("kv_lora_rank"), self._size("qk_rope_head_dim")], -1)
+        )
+
+    def _expanded(self, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
+        method: Any = getattr(type(self.module), METHOD)
+        key, value = method(self.module, kv_nope, k_rot)
+        return key, value
+
+    def _size(self, name: str) -> int:
+        return int(getattr(self.module, name))
+
+    @property
+    def width(self) -> int:
+        """Numbers of a latent."""
+        return self._size("kv_lora_rank") + self._size("qk_rope_head_dim")
+
+    @property
+    def rank(self) -> int:
+        """How many of them are multiplied."""
+        return self._size("kv_lora_rank")
+
+    # ---- absorbed ----------------------------------------------------------------------------------------------
+
+    @property
+    def is_absorbable(self) -> bool:
+        """Whether one matrix is all that expands; adapters and quantised weights are more."""
+        up = getattr(self.module, "kv_b_proj", None)
+        return type(up) is nn.Linear and up.bias is None and not up._forward_hooks and not up._forward_pre_hooks
+
+    def heads(self) -> LatentHeads:
+        """The matrix, as queries and results take it."""
+        if not self.is_absorbable:
+            raise ModelError(
+                f"{type(self.module).__name__}.kv_b_proj has changed since the engine was made: make a new one"
+            )
+        weight: Tensor = self.module.kv_b_proj.weight  # type: ignore[union-attr, assignment]  # a Linear
+        key, value = self._size("qk_nope_head_dim"), self._size("v_head_dim")
+        of_keys, of_values = weight.unflatten(0, (-1, key + value)).split([key, value], dim=1)
+        return LatentHeads(of_keys, of_values)
+
+    @torch.no_grad()
+    def agrees(self) -> bool:
+        """Whether the matrix makes the keys and values that the method makes, of a few latents."""
+        weight: Tensor = self.module.kv_b_proj.weight  # type: ignore[union-attr, assignment]  # a Linear
+        numbers = torch.arange(3 * self.width, device=weight.device, dtype=torch.float64).add(1).mul(0.7).cos()
+        latent = numbers.view(1, 3, self.width).to(weight.dtype)
+        pairs = zip(self.expand(latent), self.heads().expand(latent), strict=True)
+        bound = TOLERANCE.get(weight.dtype, 0.0)
+        return all(x.shape == y.shape and bool((x - y).abs().amax() <= bound * x.abs().amax()) for x, y in pairs)
+
+
+def latent_source(module: nn.Module, asked: Callable[[nn.Module], bool]) -> LatentSource | None:
+    """What stands in for a module's keys and values; None for one that is no known layer of latents."""
+    cls = next(base for base in type(module).__mro__ if not base.__module__.startswith("torch."))  # not FSDP2's
+    sized = all(isinstance(getattr(module, name, None), int) for name in SIZES)
+    own = isinstance(vars(module).get(METHOD), LatentSource) or METHOD not in vars(module)
+    known = sized and own and cls.__module__.startswith("transformers.") and _hands_over(cls)
+    return LatentSource(module, asked) if known else None
+
+
+@functools.lru_cache(maxsize=64)
+def _hands_over(cls: type[nn.Module]) -> bool:
+    """Whether a forward gives the attention function what `expand_kv` returns, and does nothing else with it."""
+    method, forward = getattr(cls, METHOD, None), cls.forward
+    if method is None or any(not each.__module__.startswith("transformers.") for each in (method, forward)):
+        return False
+    try:
+        source = textwrap.dedent(inspect.getsource(forward))
+        with PARSING:
+            tree = ast.parse(source)
+    except (OSError, TypeError, SyntaxError):
+        return False
+    for node in ast.walk(tree):
+        match node:
+            case ast.Assign(
+                targets=[ast.Tuple(elts=[ast.Name(id=key), ast.Name(id=value)])],
+                value=ast.Call(func=ast.Attribute(value=ast.Name(id="self"), attr="expand_kv")),
+            ):
+                names = [each.id for each in ast.walk(tree) if isinstance(each, ast.Name)]
+                return names.count(key) == names.count(value) == 2 and _is_passed(tree, key, value)
+    return False
+
+
+def _is_passed(tree: ast.AST, key: str, value: str) -> bool:
+    """Whether a call is given both, after the module and the query."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call(args=[ast.Name(id="self"), _, ast.Name(id=first), ast.Name(id=second), *_]):
+                if (first, second) == (key, value):
+                    return True
+    return False
