@@ -29,7 +29,7 @@ FAMILIES = {
     "Youtu": MLA,
     "LongcatFlash": MLA
     | {"head_dim": 8, "num_layers": 1, "expert_ffn_hidden_size": 16, "ffn_hidden_size": 48, "zero_expert_num": 2},
-    "AXK1": MLA,
+    "AXK1": MLA | EXPERTS | {"first_k_dense_replace": 1},
 }
 
 

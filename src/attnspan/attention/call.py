@@ -26,7 +26,7 @@ from attnspan.masks.program import traced
 from attnspan.plan import Hardware, Plan, Ring, Shape, Strategy, Ulysses
 from attnspan.plan.choose import KeepKeys
 from attnspan.plan.heads import split_heads
-from attnspan.plan.kind import strategy_for
+from attnspan.plan.kind import latents_pay, strategy_for
 from attnspan.transports import Transport
 from attnspan.tuning import table_for
 
@@ -134,6 +134,13 @@ class Call:
             plan = _chosen(self.plan, shape, machine, self.keep_keys)
             self._suited.setdefault(shape, replace(self, plan=plan, auto=False))
         return self._suited[shape]
+
+    def latents_pay(self, shape: Shape) -> bool:
+        """Whether latents of that shape should travel, rather than the keys and values that are made of them."""
+        if not self.auto:
+            return self.plan.degree == 1
+        machine = hardware_for(agreed(self.transport), shape, self.transport.device, self.kernel)
+        return latents_pay(self.plan, shape, machine, self.keep_keys)
 
     def plan_ahead(self, shape: Shape) -> None:
         """Work out what tensors of some shape will need, as far as this rank knows it without asking the others.

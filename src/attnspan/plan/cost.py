@@ -78,6 +78,11 @@ class Shape:
         return self.batch * self.kv_values(self.kv_heads) * self.width
 
     @property
+    def expanded(self) -> Shape:
+        """The same where keys and values travel themselves."""
+        return Shape(self.heads, self.kv_heads, self.head_dim, self.v_head_dim, self.batch, self.dtype)
+
+    @property
     def expanded_bytes(self) -> int:
         """Bytes of K and V for one position that are made of a latent; nothing where they travel themselves."""
         return self.batch * self.kv_heads * self._dims * self.width if self.latent else 0

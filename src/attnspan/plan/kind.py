@@ -51,6 +51,20 @@ def strategy_for(plan: Plan, shape: Shape, hardware: Hardware, keep_keys: KeepKe
     return _chosen(kind_of(plan), shape, hardware, keep_keys)
 
 
+@with_real_tensors
+def latents_pay(plan: Plan, shape: Shape, hardware: Hardware, keep_keys: KeepKeys = False) -> bool:
+    """Whether the best strategy for latents is predicted to take less time than that for their keys and values.
+
+    >>> from attnspan.layouts import HeadTail
+    >>> from attnspan.masks import Causal
+    >>> plan, shape = Plan(Causal(), HeadTail(ranks=4), 1 << 16), Shape(16, None, 192, 128, latent=576)
+    >>> latents_pay(plan, shape, Hardware.of("h100-nvlink"))  # four ranks expand all tokens, over fast links
+    False
+    """
+    kind = kind_of(plan)
+    return _seconds(kind, shape, hardware, keep_keys) < _seconds(kind, shape.expanded, hardware, keep_keys)
+
+
 def is_forecast(plan: Plan) -> bool:
     """Whether the mask is made for one batch, of bands that share few keys if any, and the layout has no strides."""
     if plan.mask.natural_len is None:
@@ -81,6 +95,11 @@ def _forecast(plan: Plan, shape: Shape, hardware: Hardware, keep_keys: KeepKeys)
     best = min((each.seconds for each in found), default=0.0)
     equal = [each for each in found if each.seconds <= best * (1 + EQUAL)]
     return min(equal, key=lambda each: (each.exchanges, each.seconds)).strategy if equal else None
+
+
+@functools.lru_cache(maxsize=256)
+def _seconds(plan: Plan, shape: Shape, hardware: Hardware, keep_keys: KeepKeys) -> float:
+    return choice_for(plan, shape, hardware, keep_keys, SAMPLED).candidates[0].seconds
 
 
 @functools.lru_cache(maxsize=256)

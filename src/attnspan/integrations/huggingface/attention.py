@@ -18,13 +18,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 
+from attnspan.dtypes import dtype_name
 from attnspan.errors import ModelError
+from attnspan.integrations.huggingface.latents import LatentSource, latents_in
 from attnspan.integrations.huggingface.layers import AttentionLayer
 from attnspan.integrations.huggingface.masking import Pattern, requested_pattern
 from attnspan.integrations.huggingface.mixers import RecurrentMixer
+from attnspan.plan import Shape
 
 if TYPE_CHECKING:
     from attnspan.integrations.huggingface.enabling import Enabled
@@ -88,8 +92,24 @@ def attend(
         )
     check_arguments(binding.layer, attention_mask, {"s_aux": s_aux is not None, **arguments})
     attention = binding.enabled.attention_for(binding.kind)
-    out = attention(query, key, value, sinks=s_aux, dropout_p=dropout or 0.0)
+    source, dropout = latents_in(module, key, value), dropout or 0.0
+    if source is None:
+        out = attention(query, key, value, sinks=s_aux, dropout_p=dropout)
+    else:
+        out = attention(query, key.squeeze(1), expand=source.expand, sinks=s_aux, dropout_p=dropout)
     return out.transpose(1, 2).contiguous(), None
+
+
+def wants_latents(source: LatentSource, numbers: Tensor) -> bool:
+    """Whether a layer's latents are to travel: under a strategy that was given, unless it exchanges heads; with "auto"
+    where that is predicted to take less time. Compiled code, and matrices that are sharded, move keys and values."""
+    binding: LayerBinding | None = getattr(source.module, BINDING, None)
+    weights = source.module.kv_b_proj.parameters()  # type: ignore[union-attr]  # a module
+    if torch.compiler.is_compiling() or binding is None or any(type(x) is not nn.Parameter for x in weights):
+        return False
+    layer, attention = binding.layer, binding.enabled.attention_for(binding.kind)
+    sizes = layer.query_heads, layer.kv_heads, layer.head_dim, layer.value_dim, len(numbers)
+    return attention.attention.call.latents_pay(Shape(*sizes, dtype_name(numbers.dtype), source.width))
 
 
 def check_arguments(layer: AttentionLayer, mask: object, arguments: Mapping[str, object]) -> None:

@@ -60,6 +60,7 @@ from attnspan.integrations.huggingface.attention import (
     is_bound,
     own_config,
     register,
+    wants_latents,
 )
 from attnspan.integrations.huggingface.batches import (
     Entries,
@@ -77,6 +78,7 @@ from attnspan.integrations.huggingface.checking import (
     check_output,
     tensors_of,
 )
+from attnspan.integrations.huggingface.latents import METHOD, LatentSource, latent_source
 from attnspan.integrations.huggingface.layers import AttentionLayer, attention_layers
 from attnspan.integrations.huggingface.losses import Count, label_kind, loss_of
 from attnspan.integrations.huggingface.masking import Pattern
@@ -221,6 +223,9 @@ class Enabled:
         self.model.set_attn_implementation(NAME)
         for layer in self.layers:
             setattr(layer.module, BINDING, LayerBinding(layer, self.kinds.index(self._kind(layer)), self))
+            source = latent_source(layer.module, wants_latents)
+            if source is not None:
+                source.bind()
         for mixer in self.mixers:
             setattr(mixer.module, BINDING, MixerBinding(mixer, self))
             mixer.bind(self.mixed_tokens)
@@ -228,6 +233,8 @@ class Enabled:
     def _unbind(self) -> None:
         for layer in self.layers:
             delattr(layer.module, BINDING)
+            if isinstance(source := vars(layer.module).get(METHOD), LatentSource):
+                source.unbind()
         for mixer in self.mixers:
             delattr(mixer.module, BINDING)
             mixer.unbind()

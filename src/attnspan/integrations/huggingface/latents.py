@@ -6,7 +6,8 @@ method, and hands them to the attention function as they are::
     key, value = self.expand_kv(kv_nope, k_rot)  # (B, 1, S, R), (B, 1, S, P) -> (B, H, S, N + P), (B, H, S, Dv)
 
 While its model is served or enabled, the module has an `expand_kv` of its own, a `LatentSource`. Asked for latents, it
-hands over the latent (B, 1, S, R + P) in the place of both, and the attention function expands it where it is needed.
+hands over the latent (B, 1, S, R + P) in the place of both, one tensor, and the attention function expands it where it
+is needed.
 
 [Note: known layers] Both are read from the class: that the method is transformers' own, and that nothing else happens
 to what it returns. To be absorbed into queries, the matrix must be a plain Linear, and is compared with the method on a
@@ -37,10 +38,14 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 1e-2, tor
 """Of one product of matrices by two orders of sums, over its largest number."""
 
 
+Asked = Callable[["LatentSource", Tensor], bool]
+"""Whether the call that is under way wants a source's latents, of the numbers (B, 1, S, R) that are multiplied."""
+
+
 class LatentSource:
     """The `expand_kv` of a module whose latents may be `asked` for."""
 
-    def __init__(self, module: nn.Module, asked: Callable[[nn.Module], bool]) -> None:
+    def __init__(self, module: nn.Module, asked: Asked) -> None:
         self.module, self._asked = module, asked
 
     def bind(self) -> None:
@@ -50,14 +55,9 @@ class LatentSource:
     def unbind(self) -> None:
         vars(self.module).pop(METHOD, None)
 
-    @property
-    def is_asked(self) -> bool:
-        """Whether a call that is under way is for latents."""
-        return self._asked(self.module)
-
     def __call__(self, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
         """The latent in the place of key and value, or both of them."""
-        if not self.is_asked:
+        if not self._asked(self, kv_nope):
             return self._expanded(kv_nope, k_rot)
         latent = torch.cat([kv_nope, k_rot], dim=-1)
         return latent, latent
@@ -116,7 +116,13 @@ class LatentSource:
         return all(x.shape == y.shape and bool((x - y).abs().amax() <= bound * x.abs().amax()) for x, y in pairs)
 
 
-def latent_source(module: nn.Module, asked: Callable[[nn.Module], bool]) -> LatentSource | None:
+def latents_in(module: nn.Module, key: Tensor, value: Tensor) -> LatentSource | None:
+    """The source of what an attention function was given, if that is a latent."""
+    source = vars(module).get(METHOD)
+    return source if key is value and isinstance(source, LatentSource) else None
+
+
+def latent_source(module: nn.Module, asked: Asked) -> LatentSource | None:
     """What stands in for a module's keys and values; None for one that is no known layer of latents."""
     cls = next(base for base in type(module).__mro__ if not base.__module__.startswith("torch."))  # not FSDP2's
     sized = all(isinstance(getattr(module, name, None), int) for name in SIZES)

@@ -21,10 +21,10 @@ from attnspan.integrations.huggingface.probe import probe_model
 from attnspan.integrations.huggingface.serving import (
     WHILE_SERVED,
     call_with_attention,
-    gives_latents,
     serve_latents,
     served,
     served_layers,
+    wants_latents,
 )
 
 UNUSED = {
@@ -117,7 +117,7 @@ def layer_specs(layers: Iterable[AttentionLayer], latents: Mapping[nn.Module, La
 
 def _latents_of(layers: Iterable[AttentionLayer]) -> dict[nn.Module, LatentSource]:
     """The layers whose pages hold latents. See [Note: known layers] in latents.py."""
-    sources = (latent_source(layer.module, gives_latents) for layer in layers)
+    sources = (latent_source(layer.module, wants_latents) for layer in layers)
     return {each.module: each for each in sources if each is not None and each.is_absorbable and each.agrees()}
 
 

@@ -31,7 +31,7 @@ from attnspan.errors import EngineError, ModelError
 from attnspan.integrations.huggingface.adapters import check_adapters
 from attnspan.integrations.huggingface.attention import configs_of, is_bound
 from attnspan.integrations.huggingface.checking import check_positions
-from attnspan.integrations.huggingface.latents import METHOD, LatentSource
+from attnspan.integrations.huggingface.latents import METHOD, LatentSource, latents_in
 from attnspan.integrations.huggingface.layers import AttentionLayer, attention_layers, decoder_layers
 
 NAME = "attnspan_paged"
@@ -56,9 +56,9 @@ def call_with_attention(attention: StepAttention, latents: Container[nn.Module],
     return context.run(call)
 
 
-def gives_latents(module: nn.Module) -> bool:
+def wants_latents(source: LatentSource, _: Tensor) -> bool:
     """Whether the call that is under way wants a module's latents."""
-    return module in _LATENTS.get()
+    return source.module in _LATENTS.get()
 
 
 def paged_attention(
@@ -77,11 +77,11 @@ def paged_attention(
         raise called_while_served(module)
     if attention_mask is not None:
         raise ModelError(f"layer {module.layer_idx} is given a mask by its model, and an engine knows of none")
+    source = latents_in(module, key, value)
     query, key, value = (each[0].transpose(0, 1) for each in (query, key, value))
-    if gives_latents(module):
-        heads = vars(module)[METHOD].heads()
-        out = attention.attend_latent(module.layer_idx, query, key.squeeze(1), heads, s_aux)  # type: ignore[arg-type]
-        return out.unsqueeze(0), None
+    if source is not None:
+        given = query, key.squeeze(1), source.heads(), s_aux
+        return attention.attend_latent(module.layer_idx, *given).unsqueeze(0), None  # type: ignore[arg-type]  # an int
     out = attention.attend(module.layer_idx, query, key, value, s_aux)  # type: ignore[arg-type]  # an int
     return out.unsqueeze(0), None
 
