@@ -85,7 +85,8 @@ class Recurrence:
         begins = self._initial(chunk.b, None if initial is None else rule.state_in(initial).flatten(1, 2))
         scan = Scan(self.plan.waiting, chunks, self._routes, self.transport, name, rule.MATRIX)
         before, after = States.apply(chunk.a, chunk.b, begins, scan)
-        out = (chunk.out + chunk.reads @ before).transpose(1, 2).flatten(0, 1)
+        out = torch.baddbmm(*(x.flatten(0, 1) for x in (chunk.out, chunk.reads, before))).view_as(chunk.out)
+        out = out.transpose(1, 2).flatten(0, 1)
         out = out if chunks.in_order else out.index_select(0, chunks.back)
         out = _innermost(out, rule.sizes["B"], alike)
         return rule.finished(out), rule.state_out(self._ends(after, rule))
@@ -172,9 +173,9 @@ def _innermost(tokens: Tensor, rows: int, alike: bool) -> Tensor:
 
 
 def _chunks_of(tokens: Tensor, chunks: Chunks) -> Tensor:
-    """(T, H, D) as (n, H, C, D), with zeros where a chunk has no token."""
+    """(T, H, D) as (n, C, H, D), with zeros where a chunk has no token."""
     found = tokens if chunks.in_order else tokens.index_select(0, chunks.tokens.flatten())
     if not chunks.full:
         found = torch.where(chunks.filled.view(-1, 1, 1), found, 0)
     by_chunk: Tensor = found.unflatten(0, chunks.tokens.shape)
-    return by_chunk.transpose(1, 2).contiguous()
+    return by_chunk
