@@ -69,6 +69,10 @@ class ChunkMaps(NamedTuple):
     a: Tensor
     b: Tensor
 
+    def read(self, state: Tensor) -> Tensor:
+        """The output, given the states before chunks."""
+        return torch.baddbmm(*(x.flatten(0, 1) for x in (self.out, self.reads, state))).view_as(self.out)
+
 
 def chunk_size(lengths: Tensor, width: int) -> int:
     """How many tokens a chunk has, for stretches of some lengths and a head dim: the power of two with the least work.
@@ -82,11 +86,10 @@ def chunk_size(lengths: Tensor, width: int) -> int:
     return min(sizes, key=lambda size: (int(((lengths + size - 1) // size).sum()) * (size + width) ** 2, size))
 
 
-def chunked(terms: Terms) -> ChunkMaps:
-    """The maps of chunks, whose size is a power of two; of tokens before heads, (n, C, H, ...)."""
-    together = CACHED // terms.value[0].numel() if terms.value.device.type == "cpu" and len(terms.value) else 0
-    parts = [_maps(part.each(_by_head)) for part in (terms.split(together) if together else [terms])]
-    return parts[0] if len(parts) == 1 else ChunkMaps(*map(torch.cat, zip(*parts, strict=True)))
+def chunked(terms: Terms) -> list[ChunkMaps]:
+    """The maps of chunks, whose size is a power of two, some together; of tokens before heads, (n, C, H, ...)."""
+    together = CACHED // max(1, terms.key[0].numel()) if len(terms.key) and terms.key.device.type == "cpu" else 0
+    return [_maps(part.each(_by_head)) for part in (terms.split(together) if together else [terms])]
 
 
 def _by_head(tokens: Tensor) -> Tensor:
@@ -153,7 +156,7 @@ class Halves(torch.autograd.Function):
         size = 1
         while size < key.shape[2]:
             early, late = _halves(kept, size)[0], [_halves(row, size)[1] for row in reads]
-            leaving, *arriving = (x.clone(memory_format=torch.contiguous_format) for x in (early, *late))
+            leaving, *arriving = (_copied(x) for x in (early, *late)) if any(ctx.needs_input_grad) else (early, *late)
             first, second = (x.unsqueeze(3).contiguous() for x in (total[:, :, ::2], total[:, :, 1::2]))
             for each, row in zip(pairs, arriving, strict=True):
                 _between(each, size).copy_(row @ leaving.mT)
@@ -197,6 +200,10 @@ class Halves(torch.autograd.Function):
 def _halves(tokens: Tensor, size: int) -> tuple[Tensor, ...]:
     """Every other block of so many tokens, from the first and from the second."""
     return tokens.unflatten(2, (-1, 2, size)).unbind(3)
+
+
+def _copied(view: Tensor) -> Tensor:
+    return view.clone(memory_format=torch.contiguous_format)
 
 
 def _squares(pairs: Tensor, size: int) -> Tensor:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
-from functools import cached_property
+from functools import cached_property, lru_cache
 from numbers import Real
 from typing import TYPE_CHECKING, ClassVar
 
@@ -62,8 +62,7 @@ class Rule(ABC):
         >>> Lightning.shapes()["decay"]
         ['BSH', 'H']
         """
-        pairs = (each.split(":") for each in cls.SHAPES.split())
-        return {name.removesuffix("?"): forms.split("|") for name, forms in pairs}
+        return _forms(cls.SHAPES)
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -257,6 +256,12 @@ class SSD(LinearRule):
 
     def state_out(self, state: Tensor) -> Tensor:
         return state.mT
+
+
+@lru_cache
+def _forms(shapes: str) -> dict[str, list[str]]:
+    pairs = (each.split(":") for each in shapes.split())
+    return {name.removesuffix("?"): forms.split("|") for name, forms in pairs}
 
 
 def fitted(rule: Rule) -> dict[str, int]:

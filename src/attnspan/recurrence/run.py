@@ -81,12 +81,14 @@ class Recurrence:
 
     def _linear(self, rule: LinearRule, initial: Tensor | None, name: str) -> tuple[Tensor, Tensor]:
         chunks, alike = self._chunked(chunk_size(self._lengths, rule.sizes["K"])), self.stretches.rows == 1
-        chunk = chunked(rule.terms().each(lambda x: _chunks_of(_outermost(x, alike), chunks)))
-        begins = self._initial(chunk.b, None if initial is None else rule.state_in(initial).flatten(1, 2))
+        parts = chunked(rule.terms().each(lambda x: _chunks_of(_outermost(x, alike), chunks)))
+        a, b = (torch.cat(each) for each in zip(*((part.a, part.b) for part in parts), strict=True))
+        begins = self._initial(b, None if initial is None else rule.state_in(initial).flatten(1, 2))
         scan = Scan(self.plan.waiting, chunks, self._routes, self.transport, name, rule.MATRIX)
-        before, after = States.apply(chunk.a, chunk.b, begins, scan)
-        out = torch.baddbmm(*(x.flatten(0, 1) for x in (chunk.out, chunk.reads, before))).view_as(chunk.out)
-        out = out.transpose(1, 2).flatten(0, 1)
+        before, after = States.apply(a, b, begins, scan)
+        states = before.split([len(part.out) for part in parts])
+        out = torch.cat([part.read(state).transpose(1, 2) for part, state in zip(parts, states, strict=True)])
+        out = out.flatten(0, 1)
         out = out if chunks.in_order else out.index_select(0, chunks.back)
         out = _innermost(out, rule.sizes["B"], alike)
         return rule.finished(out), rule.state_out(self._ends(after, rule))
