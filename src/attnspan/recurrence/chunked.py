@@ -101,8 +101,8 @@ def _maps(terms: Terms) -> ChunkMaps:
     query, key, value, decay, beta = terms
     factor = key.new_ones(*key.shape[:3], 1) if decay is None else decay.exp()
     if beta is None:
-        pairs, reads, kept, total = _decayed([query], key, factor)
-        return ChunkMaps(pairs[0] @ value, reads[0], total.mT, kept.mT @ value)
+        (pairs,), (reads,), kept, total = _decayed([query], key, factor)
+        return ChunkMaps(pairs @ value, reads, total.mT, kept.mT @ value)
     (pairs, among), (reads, known), kept, total = _decayed([query, key], key, factor)
     solved = Solved.apply(beta * among, beta * torch.cat([value, known], -1))
     new, old = (x.contiguous() for x in solved.split([value.shape[-1], key.shape[-1]], -1))
@@ -197,9 +197,10 @@ class Halves(torch.autograd.Function):
         return d_kept, d_factor, *d_reads
 
 
-def _halves(tokens: Tensor, size: int) -> tuple[Tensor, ...]:
+def _halves(tokens: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """Every other block of so many tokens, from the first and from the second."""
-    return tokens.unflatten(2, (-1, 2, size)).unbind(3)
+    early, late = tokens.unflatten(2, (-1, 2, size)).unbind(3)
+    return early, late
 
 
 def _copied(view: Tensor) -> Tensor:
@@ -208,7 +209,7 @@ def _copied(view: Tensor) -> Tensor:
 
 def _squares(pairs: Tensor, size: int) -> Tensor:
     """The squares of such blocks along the diagonal: (n, H, C / size, size, size)."""
-    by_block = pairs.unflatten(3, (-1, size)).unflatten(2, (-1, size))
+    by_block: Tensor = pairs.unflatten(3, (-1, size)).unflatten(2, (-1, size))
     return by_block.diagonal(dim1=2, dim2=4).movedim(-1, 2)
 
 
