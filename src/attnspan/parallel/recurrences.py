@@ -23,8 +23,8 @@ from attnspan.attention.transforms import check_untransformed
 from attnspan.dtypes import dtype_name
 from attnspan.errors import MaskError, RecurrenceError, ShardError, integer, one_of
 from attnspan.layouts import Run
+from attnspan.masks.borders import borders
 from attnspan.parallel.core import Core
-from attnspan.parallel.documents import borders
 from attnspan.parallel.moves import GatheredTokens, Moves, before
 from attnspan.parallel.report import RecurrenceUse
 from attnspan.recurrence import Affine, Recurrence, Rule, Stretches, Tested

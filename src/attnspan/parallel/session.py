@@ -33,6 +33,7 @@ from attnspan.attention.score import ScoreFunction
 from attnspan.errors import AttentionError, ShardError, integer
 from attnspan.layouts import Layout, Run
 from attnspan.masks import Full, Mask
+from attnspan.masks.borders import documents_of
 from attnspan.parallel import loss
 from attnspan.parallel.attach import Attachment, attach
 from attnspan.parallel.attached_modules import Chosen
@@ -40,7 +41,6 @@ from attnspan.parallel.attentions import Attentions, BoundAttention
 from attnspan.parallel.batch import Batch, shard_batch
 from attnspan.parallel.call_args import FlexArgs, FlexResult
 from attnspan.parallel.core import Core, Masks, SessionOptions, named_masks
-from attnspan.parallel.documents import documents_of
 from attnspan.parallel.dtensors import run_attention
 from attnspan.parallel.eager import run_eagerly
 from attnspan.parallel.family import Family

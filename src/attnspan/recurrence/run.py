@@ -18,9 +18,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from attnspan.layouts.document_runs import Stretches
 from attnspan.recurrence.affine import Affine
 from attnspan.recurrence.chunked import chunk_size, chunked
-from attnspan.recurrence.plan import Chunks, RankPlan, Route, Stretches, on_device
+from attnspan.recurrence.plan import Chunks, RankPlan, Route, on_device
 from attnspan.recurrence.rules import LinearRule, Rule
 from attnspan.recurrence.scan import Scan, States
 from attnspan.transports import Transport
