@@ -67,6 +67,12 @@ def test_maps_travel_to_those_who_wait_for_them_and_to_nobody_else(case):
             arriving = [a + b for a, b in zip(arriving, bytes_from, strict=True)]
         (use,) = sessions[0].report().recurrences.values()
         assert use == (1, *arriving)
+        assert layers.over(case.layout, case.mask, case.seq_len).arriving(world.rank) == tuple(arriving)
+
+    sizes_of = (case.heads, case.key_dim, case.value_dim)
+    kind = type(case.call(case.tensors)).__name__
+    layers = span.RecurrentLayers(kind, *sizes_of, batch=case.batch, dtype="float64")
+    assert (layers.state, layers.matrix) == sizes(case)
 
     def shards(cp):
         return {name: x if x.dim() == 1 else cp.shard(x) for name, x in case.tensors.items()}

@@ -12,7 +12,7 @@ moves more in maps than in gathering the tokens would take; the first call that 
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -27,7 +27,9 @@ from attnspan.masks.borders import borders
 from attnspan.parallel.core import Core
 from attnspan.parallel.moves import GatheredTokens, Moves, before
 from attnspan.parallel.report import RecurrenceUse
+from attnspan.plan import RecurrentLayers
 from attnspan.recurrence import Affine, Recurrence, Rule, Stretches, Tested
+from attnspan.recurrence.rules import LinearRule
 from attnspan.transports.consensus import digest
 
 ACTIVATIONS = ("silu", "swish")
@@ -42,6 +44,7 @@ class Recurrences:
     def __init__(self, core: Core):
         self.core = core
         self.uses: dict[str, RecurrenceUse] = {}
+        self._layers: dict[str, RecurrentLayers] = {}
         self._halos: dict[int, Moves] = {}
         self._lines: dict[int, tuple[Tensor, Tensor]] = {}
         self._tested = Tested()
@@ -149,6 +152,18 @@ class Recurrences:
         used = self.uses.get(name, RecurrenceUse())
         there, back = self.recurrence.arriving(rule)
         self.uses[name] = RecurrenceUse(used.calls + 1, used.forward + there, used.backward + back)
+        if isinstance(rule, LinearRule):
+            batch, heads, keys, values = (rule.sizes[letter] for letter in "BHKV")
+            self._layers[name] = RecurrentLayers(name, heads, keys, values, 1, batch, dtype_name(rule.dtype))
+
+    def layers(self, attended: int) -> list[RecurrentLayers]:
+        """What was used, as planning knows it, for so many calls of attention."""
+        return [replace(each, count=self.uses[name].calls / attended) for name, each in self._layers.items()]
+
+    def reset(self) -> None:
+        """Start counting again."""
+        self.uses.clear()
+        self._layers.clear()
 
     def _warn(self, rule: Rule) -> None:
         """See [Note: short runs]."""

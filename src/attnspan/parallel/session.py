@@ -270,14 +270,16 @@ class ContextParallel:
         """Why attention runs as it does, in words.
 
         Every strategy as predicted for the tensors that it last ran on, why the others lost, and what was measured of
-        rates, links and this session's own passes. `mask` names one of several masks.
+        rates, links and this session's own passes. `mask` names one of several masks. Recurrent layers that ran too
+        count in the times, as many as there were for each call of attention.
         """
-        return self.attentions.explain(self.core.mask_name(mask))
+        calls = self.report().calls
+        return self.attentions.explain(self.core.mask_name(mask), self._recurrences.layers(calls) if calls else [])
 
     def reset(self) -> None:
         """Start counting again."""
         self.attentions.reset()
-        self._recurrences.uses.clear()
+        self._recurrences.reset()
 
     def assert_used(self, layers: int | Mapping[str, int] | None = None, *, passes: int = 1) -> None:
         """Raise unless attention ran once in each of `layers`, in each of `passes` forward passes since the last reset.

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
-from functools import cached_property, lru_cache
+from functools import cached_property
 from numbers import Real
 from typing import TYPE_CHECKING, ClassVar
 
@@ -39,6 +39,12 @@ class Rule(ABC):
 
     SHAPES: ClassVar[str]
     """The dims of each tensor, a letter each; of one that may have several shapes, all of them. `?`: may be None."""
+
+    _forms: ClassVar[dict[str, list[str]]]
+
+    def __init_subclass__(cls) -> None:
+        pairs = (each.split(":") for each in getattr(cls, "SHAPES", "").split())
+        cls._forms = {name.removesuffix("?"): forms.split("|") for name, forms in pairs}
 
     @cached_property
     @abstractmethod
@@ -62,7 +68,7 @@ class Rule(ABC):
         >>> Lightning.shapes()["decay"]
         ['BSH', 'H']
         """
-        return _forms(cls.SHAPES)
+        return cls._forms
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -256,12 +262,6 @@ class SSD(LinearRule):
 
     def state_out(self, state: Tensor) -> Tensor:
         return state.mT
-
-
-@lru_cache
-def _forms(shapes: str) -> dict[str, list[str]]:
-    pairs = (each.split(":") for each in shapes.split())
-    return {name.removesuffix("?"): forms.split("|") for name, forms in pairs}
 
 
 def fitted(rule: Rule) -> dict[str, int]:
