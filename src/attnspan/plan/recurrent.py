@@ -86,11 +86,10 @@ class RecurrentLayers:
         return 2 * self.heads * each
 
     @property
-    def extra_flops(self) -> float:
-        """The same for a token whose state is not known: products of maps, and the states that they correct."""
+    def map_flops(self) -> float:
+        """The same for a chunk whose state is not known: a product of maps, and the state that it corrects."""
         k, v = self.key_dim, self.state // (self.heads * self.key_dim)
-        each = k * k * (k + v) if ACTS[self.rule] == "matrix" else k * v
-        return 2 * self.heads * each / CHUNK
+        return 2 * self.heads * (k * k * (k + v) if ACTS[self.rule] == "matrix" else k * v)
 
     def over(self, layout: Layout, mask: Mask, seq_len: int) -> RecurrentForecast:
         """These layers on a layout, within the documents of a mask."""
@@ -135,11 +134,12 @@ class RecurrentForecast:
         return there, back
 
     @cached_property
-    def _tokens(self) -> tuple[Tensor, Tensor]:
-        """Tokens of each rank: all, and those that wait for a state. Batch rows are counted."""
-        s, zero = self.stretches, torch.zeros(self.ranks, dtype=torch.int64, device="cpu")
-        every = zero.index_add(0, s.rank, s.length)
-        return every * self._alike, zero.index_add(0, s.rank, s.length * (s.step > 0)) * self._alike
+    def _work(self) -> tuple[Tensor, Tensor]:
+        """Operations of each rank forward, for one layer: for its tokens, and for maps."""
+        s, zero = self.stretches, torch.zeros(self.ranks, dtype=torch.float64, device="cpu")
+        chunks = (s.length + CHUNK - 1) // CHUNK * (s.step > 0)
+        tokens, maps = (zero.index_add(0, s.rank, each.double()) for each in (s.length, chunks))
+        return tokens * self.layers.flops * self._alike, maps * self.layers.map_flops * self._alike
 
     def moved(self, backward: bool = True) -> int:
         """The most bytes of maps that arrive at a rank, for all layers."""
@@ -155,14 +155,12 @@ class RecurrentForecast:
         >>> round(RecurrentLayers("GLA", heads=4, key_dim=64).over(Contiguous(8), Causal(), 8192).extra, 4)
         0.0039
         """
-        tokens, waiting = self._tokens
-        return float(waiting.max() * self.ranks * self.layers.extra_flops / (tokens.sum() * self.layers.flops))
+        tokens, maps = self._work
+        return float(maps.max() * self.ranks / tokens.sum())
 
     def seconds(self, hardware: Hardware, backward: bool = True) -> float:
         """The predicted time of all layers, on the slowest rank."""
-        tokens, waiting = (each.double() for each in self._tokens)
-        work = tokens * self.layers.flops + waiting * self.layers.extra_flops
-        compute = work / hardware.general * hardware.ranks_per_device * (1 + BACKWARD * backward)
+        compute = sum(self._work) / hardware.general * hardware.ranks_per_device * (1 + BACKWARD * backward)
         link, peers = hardware.inside if self.ranks <= hardware.ranks_per_node else hardware.between, self.ranks - 1
         exchanges = [
             sum(link.seconds(size, peers) for size in self.arriving(rank)[: 1 + backward]) for rank in range(self.ranks)
