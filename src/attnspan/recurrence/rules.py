@@ -40,12 +40,6 @@ class Rule(ABC):
     SHAPES: ClassVar[str]
     """The dims of each tensor, a letter each; of one that may have several shapes, all of them. `?`: may be None."""
 
-    _forms: ClassVar[dict[str, list[str]]]
-
-    def __init_subclass__(cls) -> None:
-        pairs = (each.split(":") for each in getattr(cls, "SHAPES", "").split())
-        cls._forms = {name.removesuffix("?"): forms.split("|") for name, forms in pairs}
-
     @cached_property
     @abstractmethod
     def sizes(self) -> dict[str, int]:
@@ -68,9 +62,10 @@ class Rule(ABC):
         >>> Lightning.shapes()["decay"]
         ['BSH', 'H']
         """
-        return cls._forms
+        pairs = (each.split(":") for each in cls.SHAPES.split())
+        return {name.removesuffix("?"): forms.split("|") for name, forms in pairs}
 
-    @property
+    @cached_property
     def tensors(self) -> dict[str, Tensor]:
         """The tensors by name, without optional ones that were not given."""
         given = {name: getattr(self, name) for name in self.shapes()}
