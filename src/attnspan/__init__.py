@@ -61,7 +61,7 @@ from attnspan.masks import (
 )
 from attnspan.paged import AfterPrefix, Layer, PageAllocator, PagePool, PrefixCache, ShardedPages, StepPlan
 from attnspan.parallel import ContextParallel, check_model
-from attnspan.plan import Hardware, Plan, Shape, choose
+from attnspan.plan import Hardware, Plan, RecurrentLayers, Shape, choose
 from attnspan.recurrence import GLA, KDA, SSD, Affine, GatedDelta, Lightning
 
 if TYPE_CHECKING:
@@ -114,6 +114,7 @@ __all__ = [
     "PrefixLM",
     "RankError",
     "RecurrenceError",
+    "RecurrentLayers",
     "RoundRobinByWork",
     "SamplingParams",
     "Shape",

@@ -50,6 +50,7 @@ PUBLIC = [
     "PrefixLM",
     "RankError",
     "RecurrenceError",
+    "RecurrentLayers",
     "RoundRobinByWork",
     "SSD",
     "SamplingParams",

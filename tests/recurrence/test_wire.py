@@ -6,6 +6,7 @@ from hypothesis import given, settings
 
 import attnspan as span
 from attnspan.layouts import Contiguous, PerDocument, Striped
+from attnspan.parallel import recurrences
 from attnspan.testing import loopback
 from attnspan.transports.counting import Counting
 from tests.recurrence.cases import Case, cases, of_rank
@@ -67,6 +68,12 @@ def test_maps_travel_to_those_who_wait_for_them_and_to_nobody_else(case):
             arriving = [a + b for a, b in zip(arriving, bytes_from, strict=True)]
         (use,) = sessions[0].report().recurrences.values()
         assert use == (1, *arriving)
+        assert layers.over(case.layout, case.mask, case.seq_len).arriving(world.rank) == tuple(arriving)
+
+    sizes_of = (case.heads, case.key_dim, case.value_dim)
+    kind = type(case.call(case.tensors)).__name__
+    layers = span.RecurrentLayers(kind, *sizes_of, batch=case.batch, dtype="float64")
+    assert (layers.state, layers.matrix) == sizes(case)
 
     def shards(cp):
         return {name: x if x.dim() == 1 else cp.shard(x) for name, x in case.tensors.items()}
@@ -102,6 +109,24 @@ def test_documents_that_lie_whole_on_a_rank_send_nothing():
     found = loopback(3).run(rank)
     assert all(len(ranks) == 1 for ranks in whole) == (found == [{}, {}, {}])
     assert loopback(3).run(rank) == found
+
+
+def test_runs_so_short_that_their_maps_are_more_work_than_the_tokens_are_warned_of(monkeypatch):
+    monkeypatch.setattr(recurrences, "LONG", 64)
+
+    def rank(world):
+        cp = span.ContextParallel(world, seq_len=64, mask=span.Causal(), layout=Striped(2, chunk=4))
+        q = torch.ones(1, 32, 1, 32)
+        cp.recurrence(span.GatedDelta(q, q, q, torch.zeros(1, 32, 1), torch.zeros(1, 32, 1)))
+        cp.recurrence(span.Lightning(q, q, q))
+
+    with pytest.warns(UserWarning, match="for maps") as caught:
+        loopback(2).run(rank)
+    assert {str(each.message) for each in caught} == {
+        "GatedDelta: this rank holds 32 tokens in 8 runs, and computes 1.2 times as much for maps as one device does "
+        "for all tokens. Use a layout of few long runs: Contiguous(ranks=2), HeadTail(ranks=2), or Balanced with "
+        "most_runs=2"
+    }
 
 
 def test_runs_so_short_that_maps_outweigh_the_tokens_are_warned_of_once():

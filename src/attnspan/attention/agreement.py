@@ -34,7 +34,7 @@ from attnspan.kernels import choose
 from attnspan.layouts.run import tokens_in
 from attnspan.masks import Mask
 from attnspan.masks.program import content
-from attnspan.plan.choose import in_bytes
+from attnspan.plan.drawing import in_bytes
 from attnspan.plan.strategy import name_of
 from attnspan.transports import consensus
 

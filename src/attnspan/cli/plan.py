@@ -11,6 +11,7 @@ lost. With --strategy it prints that one plan, rank by rank, or refuses it if it
 from __future__ import annotations
 
 import json
+import re
 from math import inf
 from typing import Annotated, Any
 
@@ -21,10 +22,11 @@ from attnspan.cli.layout import LAYOUTS, LayoutRequest, named
 from attnspan.cli.tokens import size
 from attnspan.errors import PlanError
 from attnspan.layouts.run import tokens_in
-from attnspan.plan import Choice, Hardware, Plan, choose
-from attnspan.plan.choose import Candidate, checked_memory, in_bytes, predicted, sampled_ranks
+from attnspan.plan import Choice, Hardware, Plan, RecurrentLayers, choose
+from attnspan.plan.choose import Candidate, checked_memory, predicted, sampled_ranks
 from attnspan.plan.cost import PRESETS
-from attnspan.plan.drawing import in_seconds
+from attnspan.plan.drawing import in_bytes, in_seconds
+from attnspan.plan.recurrent import Beside
 from attnspan.plan.strategy import name_of
 
 
@@ -41,6 +43,9 @@ def plan(
     memory: Annotated[float | None, typer.Option(metavar="GB", help="Memory limit for keys per rank.")] = None,
     layout: Annotated[str | None, typer.Option(metavar="L", help=f"Only this layout: {', '.join(LAYOUTS)}.")] = None,
     strategy: Annotated[str | None, typer.Option(metavar="S", help="Print one plan: ring, needed(2), ...")] = None,
+    recurrent: Annotated[
+        list[str] | None, typer.Option(metavar="L", help="Layers beside attention: GatedDelta:16x128x128:3, ...")
+    ] = None,
     inference: options.InferenceOption = False,
     keep_keys: Annotated[bool, typer.Option("--keep-keys", help="Keep keys for backward.")] = False,
     as_json: options.JsonOption = False,
@@ -52,10 +57,13 @@ def plan(
     parsed, length, shape = options.attended(mask, seq_len, heads, kv_heads, head_dim, batch, dtype)
     machine, count = Hardware.of(hardware), size(ranks, "--ranks")
     limit = None if memory is None else checked_memory(memory * 1e9)
+    beside = [recurrent_layers(each, shape.batch) for each in recurrent or ()]
     asked = LayoutRequest(parsed, length, count)
     if strategy is not None:
         made = Plan(parsed, named(layout or "balanced", asked), length, strategy)
         how: Any = {"backward": not inference, "keep_keys": keep_keys}
+        over = [each.over(made.layout, parsed, length) for each in beside]
+        how["recurrent"] = Beside.of(over, machine, backward=not inference)
         found = predicted(made, shape, machine, limit=limit or inf, **how)
         if found.refused:
             raise PlanError(f"--memory: {name_of(made.strategy)} {found.refused}; use more ranks or another strategy")
@@ -64,6 +72,8 @@ def plan(
             typer.echo(json.dumps({**candidate_data(found), "per_rank": per_rank}, indent=2))
         else:
             typer.echo(f"{made}\n\npredicted on {machine.name}, the slowest rank:\n{found.timeline}")
+            if found.recurrent:
+                typer.echo(f"recurrent layers: {found.recurrent}")
         return
     choice = choose(
         parsed,
@@ -75,8 +85,25 @@ def plan(
         layouts=None if layout is None else [named(layout, asked)],
         backward=not inference,
         keep_keys=keep_keys,
+        recurrent=beside,
     )
     typer.echo(json.dumps(data(choice), indent=2) if as_json else text(choice, inference))
+
+
+def recurrent_layers(text: str, batch: int) -> RecurrentLayers:
+    """Layers as an option tells them: the rule, heads x key dim x value dim, and how many for each attention layer.
+
+    >>> recurrent_layers("KDA:32x128x128:3", 1)
+    RecurrentLayers(rule='KDA', heads=32, key_dim=128, value_dim=128, count=3.0, batch=1, dtype='float32')
+    """
+    form = re.fullmatch(r"(\w+):(\d+)x(\d+)x(\d+)(?::([\d.]+))?", text)
+    if form is None:
+        raise PlanError(f"--recurrent must be RULE:HEADSxKEYSxVALUES or RULE:HEADSxKEYSxVALUES:COUNT, got {text!r}")
+    rule, heads, keys, values, count = form.groups()
+    try:
+        return RecurrentLayers(rule, int(heads), int(keys), int(values), float(count or 1), batch)
+    except ValueError as refusal:
+        raise PlanError(f"--recurrent: {refusal}") from None
 
 
 def rank_data(made: Plan, rank: int) -> dict[str, Any]:
@@ -105,6 +132,7 @@ def text(choice: Choice, inference: bool) -> str:
             f"take {name_of(best.plan.strategy)} with {type(best.plan.layout).__name__}: "
             f"{in_seconds(best.seconds)} predicted, {in_bytes(best.peak)} of keys at most, "
             f"{in_seconds(best.timeline.exposed)} of it waiting",
+            *([f"recurrent layers: {best.recurrent}"] if best.recurrent else []),
             str(best.timeline),
         ]
     )
@@ -131,4 +159,5 @@ def candidate_data(candidate: Candidate) -> dict[str, Any]:
         "kept_kv_bytes": candidate.kept,
         "timeline": {name: getattr(candidate.timeline, name) for name in ("rank", "seconds", "computing", "exposed")},
         "refused": candidate.refused or None,
+        **({"runs": candidate.runs, "recurrent": candidate.recurrent._asdict()} if candidate.recurrent else {}),
     }

@@ -21,8 +21,9 @@ more than the unevenness that is allowed: 64 tokens a rank, and documents of a t
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import TypeGuard
 
 import torch
@@ -36,7 +37,7 @@ from attnspan.layouts.head_tail import HeadTail
 from attnspan.layouts.layout import Shards
 from attnspan.layouts.necklace import Rules, divided, mended, shards_of
 from attnspan.layouts.round_robin import dealt, largest_dealt
-from attnspan.layouts.run import Runs, joined_runs, tokens_in
+from attnspan.layouts.run import Run, Runs, joined_runs, tokens_in
 from attnspan.layouts.stretches import by_stretch
 from attnspan.masks.columns import Columns
 from attnspan.masks.piecewise import Piecewise, row_work, weighted
@@ -60,7 +61,8 @@ class Balanced(ByWork):
 
     `chunk` is the shortest run it makes (where the sequence is long enough for a few of them per rank, and no few rows
     hold a large part of a rank's work). One division for the whole batch, or one for each batch row of the mask if
-    `per_row`.
+    `per_row`. With `most_runs` a rank has at most so many runs, as suits recurrent layers, and the division is the
+    fairest of those; what that costs is its `imbalance` in a plan.
 
     >>> from attnspan.masks import Causal, Documents, SlidingWindow
     >>> Balanced(Causal(), ranks=2).shards(1024) == HeadTail(ranks=2).shards(1024)
@@ -75,17 +77,24 @@ class Balanced(ByWork):
     """
 
     chunk: int = field(default=128, kw_only=True)
+    most_runs: int | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         ByWork.__post_init__(self)  # not super(): a slotted dataclass is made twice, and loses itself
         object.__setattr__(self, "chunk", integer("chunk", self.chunk, at_least=1, error=LayoutError))
+        if self.most_runs is not None:
+            most = integer("most_runs", self.most_runs, at_least=1, error=LayoutError)
+            object.__setattr__(self, "most_runs", most)
 
     def _shards(self, seq_len: int, row: int) -> Shards:
         with torch.inference_mode():  # thousands of small operations: no autograd beside each
-            return _Portfolio(seq_len, self.ranks, self.chunk, self.rows > 1, self._weighted(seq_len, row)).best()
+            ways = _Portfolio(seq_len, self.ranks, self.chunk, self.rows > 1, self._weighted(seq_len, row))
+            found = ways.best()
+            few = self.most_runs is None or max(map(len, found)) <= self.most_runs
+            return found if few or self.most_runs is None else ways.fairest_of_few(self.most_runs)
 
     def __repr__(self) -> str:
-        return self._shown(chunk=self.chunk if self.chunk != 128 else None)
+        return self._shown(chunk=self.chunk if self.chunk != 128 else None, most_runs=self.most_runs)
 
 
 def fitting_chunk(seq_len: int, ranks: int) -> int:
@@ -126,6 +135,18 @@ class _Portfolio:
         few = [*simple, *splits, *([stretches] if self._long_enough(stretches) else [])]
         fewest = min(filter(self._allowed, few), key=self.largest)
         return self._dealt() if self._is_worth_dealing(fewest) else fewest
+
+    def fairest_of_few(self, most: int) -> Shards:
+        """The fairest way in which no rank has more runs: necklaces of longer and longer chunks, and simple ones."""
+        ends = list(accumulate(self.counts))
+        in_turn = tuple((Run(end - count, end),) if count else () for end, count in zip(ends, self.counts, strict=True))
+        ways, chunk = [in_turn, self.contiguous, self.head_tail], self.chunk
+        while self.seq_len >= 2 * chunk * self.ranks:
+            ways += replace(self, chunk=chunk, _largest={})._splits()
+            chunk *= 2
+        stretches = by_stretch(self.work, self.seq_len, self.ranks)
+        ways += [stretches] if self._long_enough(stretches) else []
+        return min((way for way in ways if self._allowed(way) and max(map(len, way)) <= most), key=self.largest)
 
     @cached_property
     def contiguous(self) -> Shards:

@@ -16,7 +16,7 @@ compiled code takes as inputs. Another one, for other documents, does not recomp
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -42,7 +42,7 @@ from attnspan.parallel.dtensors import is_dtensor, run_attention
 from attnspan.parallel.flex_checks import check_filled, check_lengths, check_single
 from attnspan.parallel.guards import guarded, guards_of
 from attnspan.parallel.report import Machine, PastUses, Report, report
-from attnspan.plan import Plan, Shape
+from attnspan.plan import Plan, RecurrentLayers, Shape
 from attnspan.plan.choose import choice_for
 from attnspan.plan.drawing import in_seconds
 from attnspan.plan.local_blocks import local_block_mask
@@ -164,7 +164,7 @@ class Attentions:
         uses = {name: attend.call.uses for name, attend in self.named.items()}
         return report(self.core.rank, self.core.ranks, {**uses, OTHERS: self.uses}, self.past, self._machine)
 
-    def explain(self, name: str) -> str:
+    def explain(self, name: str, recurrent: Sequence[RecurrentLayers] = ()) -> str:
         """See `ContextParallel.explain`."""
         call = self.named[name].call
         plan, shape = call.latest, call.uses.latest_shape
@@ -172,7 +172,7 @@ class Attentions:
             return "attention has not run: strategies are compared for the shapes of its tensors"
         machine, transport = self._machine.hardware(shape), self.core.transport
         hardware = machine or hardware_for(agreed_before(transport) or UNKNOWN, shape, transport.device, call.kernel)
-        lines = [choice_for(plan, shape, hardware, call.keep_keys).explain()]
+        lines = [choice_for(plan, shape, hardware, call.keep_keys, recurrent=recurrent).explain()]
         if not hardware.links:
             unmeasured = "virtual ranks" if machine is None else "one rank, strategy given, or ATTNSPAN_LINK=none"
             lines.append(f"link: {hardware.inside}, that of {hardware.name}; not measured ({unmeasured})")

@@ -43,8 +43,8 @@ from torch import Tensor
 
 from attnspan.errors import ShardError, one_of
 from attnspan.masks import KeyPadding
+from attnspan.masks.borders import borders
 from attnspan.parallel.checksum import checksum
-from attnspan.parallel.documents import borders
 from attnspan.parallel.sharding import check_fill
 from attnspan.transports.consensus import heard, odd
 

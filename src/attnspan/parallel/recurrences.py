@@ -6,13 +6,14 @@ the rank where the document begins, zero on the others. Final states come whole 
 sharding.py.
 
 [Note: short runs] Maps have the size of states, however few tokens they stand for. A layout with many short stretches
-moves more in maps than in gathering the tokens would take; the first call that does says so.
+moves more in maps than in gathering the tokens would take, or computes more for maps than for tokens; the first call
+that does says so.
 """
 
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -23,17 +24,23 @@ from attnspan.attention.transforms import check_untransformed
 from attnspan.dtypes import dtype_name
 from attnspan.errors import MaskError, RecurrenceError, ShardError, integer, one_of
 from attnspan.layouts import Run
+from attnspan.masks.borders import borders
 from attnspan.parallel.core import Core
-from attnspan.parallel.documents import borders
 from attnspan.parallel.moves import GatheredTokens, Moves, before
 from attnspan.parallel.report import RecurrenceUse
+from attnspan.plan import RecurrentLayers
+from attnspan.plan.recurrent import RecurrentForecast
 from attnspan.recurrence import Affine, Recurrence, Rule, Stretches, Tested
+from attnspan.recurrence.rules import LinearRule
 from attnspan.transports.consensus import digest
 
 ACTIVATIONS = ("silu", "swish")
 
 ENOUGH = 2**20
 """Bytes of maps that no layout is worth changing for."""
+
+MUCH, LONG = 1.0, 4096
+"""Work of maps, over that of tokens, that is worth a warning, and the tokens of a sequence from which on it is."""
 
 
 class Recurrences:
@@ -42,10 +49,11 @@ class Recurrences:
     def __init__(self, core: Core):
         self.core = core
         self.uses: dict[str, RecurrenceUse] = {}
+        self._layers: dict[str, RecurrentLayers] = {}
         self._halos: dict[int, Moves] = {}
         self._lines: dict[int, tuple[Tensor, Tensor]] = {}
         self._tested = Tested()
-        self._warned: set[str] = set()
+        self._checked: set[str] = set()
 
     @cached_property
     def recurrence(self) -> Recurrence:
@@ -149,19 +157,40 @@ class Recurrences:
         used = self.uses.get(name, RecurrenceUse())
         there, back = self.recurrence.arriving(rule)
         self.uses[name] = RecurrenceUse(used.calls + 1, used.forward + there, used.backward + back)
+        if isinstance(rule, LinearRule):
+            self._layers[name] = _planned(rule)
+
+    def layers(self, attended: int) -> list[RecurrentLayers]:
+        """What was used, as planning knows it, for so many calls of attention."""
+        return [replace(each, count=self.uses[name].calls / attended) for name, each in self._layers.items()]
+
+    def reset(self) -> None:
+        """Start counting again."""
+        self.uses.clear()
+        self._layers.clear()
 
     def _warn(self, rule: Rule) -> None:
         """See [Note: short runs]."""
-        core, own = self.core, len(self.recurrence.plan.own)
+        if str(rule) in self._checked:
+            return
+        self._checked.add(str(rule))
+        core, own, stretches = self.core, len(self.recurrence.plan.own), self.recurrence.stretches
         maps = sum(there for there, _ in self.recurrence.traffic(rule))
         gathered = (core.ranks - 1) * sum(x.nbytes for x in rule.tensors.values())
-        if maps > max(gathered, ENOUGH) and str(rule) not in self._warned:
-            self._warned.add(str(rule))
+        said = []
+        if maps > max(gathered, ENOUGH):
+            said.append(
+                f"sends {maps / 2**20:.1f} MiB of their maps in a forward pass; sending all tokens to all ranks would "
+                f"take {gathered / 2**20:.1f} MiB"
+            )
+        extra = RecurrentForecast(_planned(rule), stretches, core.ranks).extra if isinstance(rule, LinearRule) else 0.0
+        if extra > MUCH and core.seq_len * stretches.rows >= LONG:
+            said.append(f"computes {extra:.1f} times as much for maps as one device does for all tokens")
+        if said:
             warnings.warn(
-                f"{type(rule).__name__}: this rank holds {core.sharding.tokens} tokens in {own} runs, and sends "
-                f"{maps / 2**20:.1f} MiB of their maps in a forward pass; sending all tokens to all ranks would take "
-                f"{gathered / 2**20:.1f} MiB. Use a layout of few long runs: Contiguous(ranks={core.ranks}), "
-                f"HeadTail(ranks={core.ranks}), or Balanced with a larger chunk",
+                f"{type(rule).__name__}: this rank holds {core.sharding.tokens} tokens in {own} runs, and "
+                f"{', and '.join(said)}. Use a layout of few long runs: Contiguous(ranks={core.ranks}), "
+                f"HeadTail(ranks={core.ranks}), or Balanced with most_runs=2",
                 stacklevel=4,
             )
 
@@ -223,6 +252,12 @@ class Recurrences:
                 at = last
         found = torch.cat([torch.empty(0, dtype=torch.int64, device="cpu"), *line])
         return found, (found < tokens).nonzero().flatten() - left
+
+
+def _planned(rule: LinearRule) -> RecurrentLayers:
+    """A call as planning knows it."""
+    batch, heads, keys, values = (rule.sizes[letter] for letter in "BHKV")
+    return RecurrentLayers(type(rule).__name__, heads, keys, values, 1, batch, dtype_name(rule.dtype))
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,8 +19,7 @@ from typing import NamedTuple
 from attnspan.attention.uses import Took, Uses
 from attnspan.errors import AttentionError, integer
 from attnspan.plan import Hardware, Plan, Shape, predict
-from attnspan.plan.choose import in_bytes
-from attnspan.plan.drawing import in_seconds, table
+from attnspan.plan.drawing import in_bytes, in_seconds, table
 from attnspan.plan.strategy import name_of
 from attnspan.plan.traffic import NOTHING, Bytes, arriving
 

@@ -34,6 +34,7 @@ from attnspan.attention.score import ScoreFunction
 from attnspan.errors import AttentionError, ShardError, integer
 from attnspan.layouts import Layout, Run
 from attnspan.masks import Full, Mask
+from attnspan.masks.borders import documents_of
 from attnspan.parallel import loss
 from attnspan.parallel.attach import Attachment, attach
 from attnspan.parallel.attached_modules import Chosen
@@ -41,7 +42,6 @@ from attnspan.parallel.attentions import Attentions, BoundAttention
 from attnspan.parallel.batch import Batch, shard_batch
 from attnspan.parallel.call_args import FlexArgs, FlexResult
 from attnspan.parallel.core import Core, Masks, SessionOptions, named_masks
-from attnspan.parallel.documents import documents_of
 from attnspan.parallel.dtensors import run_attention
 from attnspan.parallel.eager import run_eagerly
 from attnspan.parallel.family import Family
@@ -277,14 +277,16 @@ class ContextParallel:
         """Why attention runs as it does, in words.
 
         Every strategy as predicted for the tensors that it last ran on, why the others lost, and what was measured of
-        rates, links and this session's own passes. `mask` names one of several masks.
+        rates, links and this session's own passes. `mask` names one of several masks. Recurrent layers that ran too
+        count in the times, as many as there were for each call of attention.
         """
-        return self.attentions.explain(self.core.mask_name(mask))
+        calls = self.report().calls
+        return self.attentions.explain(self.core.mask_name(mask), self._recurrences.layers(calls) if calls else [])
 
     def reset(self) -> None:
         """Start counting again."""
         self.attentions.reset()
-        self._recurrences.uses.clear()
+        self._recurrences.reset()
 
     def assert_used(self, layers: int | Mapping[str, int] | None = None, *, passes: int = 1) -> None:
         """Raise unless attention ran once in each of `layers`, in each of `passes` forward passes since the last reset.

@@ -4,6 +4,7 @@ from attnspan.masks.tile import Tile
 from attnspan.plan.choose import Choice, choose
 from attnspan.plan.cost import Hardware, Link, Shape
 from attnspan.plan.plan import Plan
+from attnspan.plan.recurrent import RecurrentLayers
 from attnspan.plan.step import Step, Transfer
 from attnspan.plan.strategy import Gather, Needed, Ring, Strategy, Ulysses
 from attnspan.plan.timeline import Timeline, predict
@@ -15,6 +16,7 @@ __all__ = [
     "Link",
     "Needed",
     "Plan",
+    "RecurrentLayers",
     "Ring",
     "Shape",
     "Step",

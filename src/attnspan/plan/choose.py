@@ -22,8 +22,9 @@ from attnspan.layouts.layout import Layout, check_ranks
 from attnspan.masks import Mask
 from attnspan.masks.real_tensors import with_real_tensors
 from attnspan.plan.cost import Hardware, Shape
-from attnspan.plan.drawing import in_seconds, table
+from attnspan.plan.drawing import in_bytes, in_seconds, table
 from attnspan.plan.plan import Plan
+from attnspan.plan.recurrent import Beside, RecurrentLayers
 from attnspan.plan.strategy import Gather, Needed, Ring, Strategy, Ulysses, name_of
 from attnspan.plan.timeline import Timeline, predict
 from attnspan.plan.traffic import arriving
@@ -55,6 +56,7 @@ class Candidate:
     rounds: bool  # gradients of keys, on their way home
     refused: str = ""
     kept: int | None = None
+    recurrent: Beside | None = None  # layers beside this one
 
     @property
     def moved(self) -> int:
@@ -70,8 +72,14 @@ class Candidate:
 
     @property
     def seconds(self) -> float:
-        """The predicted time of the slowest rank looked at."""
-        return self.timeline.seconds
+        """The predicted time of the slowest rank looked at, and of the recurrent layers."""
+        return self.timeline.seconds + (self.recurrent.seconds if self.recurrent else 0.0)
+
+    @property
+    def runs(self) -> int:
+        """The most runs of a rank in a batch row."""
+        plan = self.plan
+        return max(len(runs) for row in range(plan.layout.rows) for runs in plan.layout.shards(plan.seq_len, row))
 
     @property
     def exchanges(self) -> int:
@@ -96,7 +104,8 @@ class Choice:
         """The comparison, and for every other candidate why it lost; and what was measured, rates and links."""
         best = self.candidates[0]
         kept = ["kept KV"] if self.keep_keys else []
-        head = ["strategy", "layout", "imbalance", "moved/rank", "peak KV", *kept, "predicted", "why"]
+        besides = ["runs", "maps/rank", "map work", "recurrent"] if best.recurrent else []
+        head = ["strategy", "layout", "imbalance", "moved/rank", "peak KV", *kept, *besides, "predicted", "why"]
         lines = [
             [
                 name_of(c.plan.strategy),
@@ -105,6 +114,7 @@ class Choice:
                 in_bytes(c.moved),
                 in_bytes(c.peak),
                 *(["-" if c.kept is None else in_bytes(c.kept)] if kept else []),
+                *_beside(c),
                 in_seconds(c.seconds),
                 _why(c, best),
             ]
@@ -142,6 +152,7 @@ def choose(
     backward: bool = True,
     keep_keys: KeepKeys = False,
     sampled: int = SAMPLED,
+    recurrent: Sequence[RecurrentLayers] = (),
 ) -> Choice:
     """The fastest plan, as predicted, whose keys fit into `memory` bytes per rank (default: half the machine's).
 
@@ -150,6 +161,8 @@ def choose(
     backward and must fit too, those of one call; "auto" keeps them under a plan where they fit and take no more memory
     than what autograd saves of the call. Of more than `sampled` ranks (or groups of them), so many are looked at, and
     the busiest.
+
+    `recurrent` layers, so many for each attention layer, count in the time; Balanced with few runs is tried for them.
     """
     machine, ranks = Hardware.of(hardware), check_ranks(ranks)
     seq_len = integer("seq_len", seq_len, at_least=1, error=PlanError)
@@ -157,16 +170,21 @@ def choose(
     _check_parts(mask, shape, layouts, ranks)
     if keep_keys not in (True, False, "auto"):
         raise PlanError(f"keep_keys must be True, False or 'auto', got {keep_keys!r}")
-    tried = [
-        (layout, strategy)
-        for layout in layouts or (Balanced(mask, ranks=ranks, chunk=fitting_chunk(seq_len, ranks)), Contiguous(ranks))
-        for strategy in _strategies(ranks, shape)
-    ]
+    if not all(isinstance(each, RecurrentLayers) for each in recurrent):
+        raise PlanError(
+            f"recurrent must hold RecurrentLayers, as in [RecurrentLayers('KDA', 16, 128)], got {recurrent!r}"
+        )
+    layouts_tried = layouts or _layouts(mask, seq_len, ranks, bool(recurrent))
+    tried = [(layout, strategy) for layout in layouts_tried for strategy in _strategies(ranks, shape)]
     if _fits_ulysses(ranks, shape):  # who owns which tokens hardly matters
         tried.append((layouts[0] if layouts else Contiguous(ranks), Ulysses()))
-    plans = (Plan(mask, layout, seq_len, strategy) for layout, strategy in tried)
     how: Any = {"limit": limit, "backward": backward, "keep_keys": keep_keys, "sampled": sampled}
-    candidates = [predicted(plan, shape, machine, **how) for plan in plans]
+    found = {id(layout): [each.over(layout, mask, seq_len) for each in recurrent] for layout, _ in tried}
+    beside = {layout: Beside.of(each, machine, backward) for layout, each in found.items()}
+    candidates = [
+        predicted(Plan(mask, layout, seq_len, strategy), shape, machine, recurrent=beside[id(layout)], **how)
+        for layout, strategy in tried
+    ]
     ordered = sorted(candidates, key=lambda c: (bool(c.refused), c.seconds))
     if ordered[0].refused:
         least = min(ordered, key=lambda c: c.needs)
@@ -181,7 +199,23 @@ def choose(
     return Choice(tuple(ordered), shape, machine, keep_keys if backward else False)
 
 
-def choice_for(plan: Plan, shape: Shape, hardware: Hardware, keep_keys: KeepKeys, sampled: int = SAMPLED) -> Choice:
+def _layouts(mask: Mask, seq_len: int, ranks: int, recurrent: bool) -> list[Layout]:
+    """The layouts that are tried; recurrent layers like few runs."""
+    chunk = fitting_chunk(seq_len, ranks)
+    balanced = Balanced(mask, ranks=ranks, chunk=chunk)
+    few = Balanced(mask, ranks=ranks, chunk=chunk, most_runs=2)
+    differs = recurrent and few.shards(seq_len) != balanced.shards(seq_len)
+    return [balanced, *([few] if differs else []), Contiguous(ranks)]
+
+
+def choice_for(
+    plan: Plan,
+    shape: Shape,
+    hardware: Hardware,
+    keep_keys: KeepKeys,
+    sampled: int = SAMPLED,
+    recurrent: Sequence[RecurrentLayers] = (),
+) -> Choice:
     """What the cost model says of every strategy for the mask and layout of a plan."""
     return choose(
         plan.mask,
@@ -192,6 +226,7 @@ def choice_for(plan: Plan, shape: Shape, hardware: Hardware, keep_keys: KeepKeys
         layouts=[plan.layout],
         keep_keys=keep_keys,
         sampled=sampled,
+        recurrent=recurrent,
     )
 
 
@@ -204,6 +239,7 @@ def predicted(
     backward: bool = True,
     keep_keys: KeepKeys = False,
     sampled: int = SAMPLED,
+    recurrent: Beside | None = None,
 ) -> Candidate:
     """What the cost model says of a plan, and why it is refused if its keys need more than `limit` bytes."""
     looked = sampled_ranks(plan, sampled)
@@ -225,6 +261,7 @@ def predicted(
         rounds=hardware.rounds,
         refused=f"needs {in_bytes(needs)}, the limit is {in_bytes(limit)}" if needs > limit else "",
         kept=kept,
+        recurrent=recurrent,
     )
 
 
@@ -300,6 +337,10 @@ def _why(candidate: Candidate, best: Candidate) -> str:
     slower = f"{candidate.seconds / best.seconds:.2f}x: " if best.seconds else ""  # an empty mask takes no time
     waits = candidate.timeline.exposed - best.timeline.exposed
     works = candidate.timeline.computing - best.timeline.computing
+    if candidate.recurrent and best.recurrent:
+        more = candidate.recurrent.seconds - best.recurrent.seconds
+        if more > max(waits, works):
+            return f"{slower}its recurrent layers take {in_seconds(candidate.recurrent.seconds)}"
     if waits > works:
         return f"{slower}waits {in_seconds(candidate.timeline.exposed)} for keys"
     if candidate.imbalance > best.imbalance * 1.02:
@@ -307,14 +348,9 @@ def _why(candidate: Candidate, best: Candidate) -> str:
     return f"{slower}smaller tiles and merges"
 
 
-def in_bytes(size: float) -> str:
-    """A size for people.
-
-    >>> in_bytes(4096), in_bytes(3.2e9)
-    ('4.1 KB', '3.2 GB')
-    """
-    for unit in ("B", "KB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:.1f} TB"
+def _beside(candidate: Candidate) -> list[str]:
+    """What recurrent layers take, in words."""
+    found = candidate.recurrent
+    if found is None:
+        return []
+    return [str(candidate.runs), in_bytes(found.moved), f"{found.extra:+.1%}", in_seconds(found.seconds)]

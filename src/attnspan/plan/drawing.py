@@ -41,6 +41,19 @@ def in_seconds(seconds: float) -> str:
     return f"{seconds * 1e3:.2f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.1f} us"
 
 
+def in_bytes(size: float) -> str:
+    """A size for people.
+
+    >>> in_bytes(4096), in_bytes(3.2e9)
+    ('4.1 KB', '3.2 GB')
+    """
+    for unit in ("B", "KB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} TB"
+
+
 def draw(plan: Plan) -> str:
     """Who does what."""
     total = sum(plan.group_works()) or 1

@@ -1,7 +1,8 @@
 """Recurrent layers over ranks: a run of tokens maps a state, affinely. See scan.py for the idea, rules.py for laws."""
 
+from attnspan.layouts.document_runs import Stretches
 from attnspan.recurrence.affine import Affine, Tested
-from attnspan.recurrence.plan import RankPlan, Stretches
+from attnspan.recurrence.plan import RankPlan
 from attnspan.recurrence.rules import GLA, KDA, SSD, GatedDelta, Lightning, Rule
 from attnspan.recurrence.run import Recurrence
 

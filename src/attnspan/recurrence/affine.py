@@ -52,7 +52,7 @@ class Affine(Rule):
 
     SHAPES = ""
 
-    @property
+    @cached_property
     def tensors(self) -> dict[str, Tensor]:
         return {f"inputs[{i}]": tensor for i, tensor in enumerate(self.inputs)}
 

@@ -27,14 +27,19 @@ Shapes: n chunks, H heads, C tokens, K and V head dims; g is (n, H, C, 1) or (n,
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from itertools import repeat
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 LONGEST = 64
 """Tokens of a chunk, at most."""
+
+CACHED = 2**18
+"""Numbers of a tensor that are worked on together on a CPU, where larger ones leave its cache between operations."""
 
 
 class Terms(NamedTuple):
@@ -51,6 +56,10 @@ class Terms(NamedTuple):
         decay, beta = (None if x is None else do(x) for x in (self.decay, self.beta))
         return Terms(do(self.query), do(self.key), do(self.value), decay, beta)
 
+    def split(self, count: int) -> list[Terms]:
+        """Parts of so many in the first dim, the last one shorter."""
+        return [Terms(*part) for part in zip(*(repeat(None) if x is None else x.split(count) for x in self))]  # noqa: B905
+
 
 class ChunkMaps(NamedTuple):
     """Chunks as maps: ``out = out + reads @ state`` and ``after = a (@ or *) state + b``."""
@@ -59,6 +68,10 @@ class ChunkMaps(NamedTuple):
     reads: Tensor
     a: Tensor
     b: Tensor
+
+    def read(self, state: Tensor) -> Tensor:
+        """The output, given the states before chunks."""
+        return torch.baddbmm(*(x.flatten(0, 1) for x in (self.out, self.reads, state))).view_as(self.out)
 
 
 def chunk_size(lengths: Tensor, width: int) -> int:
@@ -73,19 +86,29 @@ def chunk_size(lengths: Tensor, width: int) -> int:
     return min(sizes, key=lambda size: (int(((lengths + size - 1) // size).sum()) * (size + width) ** 2, size))
 
 
-def chunked(terms: Terms) -> ChunkMaps:
-    """The maps of chunks, whose size is a power of two."""
+def chunked(terms: Terms) -> list[ChunkMaps]:
+    """The maps of chunks, whose size is a power of two, some together; of tokens before heads, (n, C, H, ...)."""
+    together = CACHED // max(1, terms.key[0].numel()) if len(terms.key) and terms.key.device.type == "cpu" else 0
+    return [_maps(part.each(_by_head)) for part in (terms.split(together) if together else [terms])]
+
+
+def _by_head(tokens: Tensor) -> Tensor:
+    """(n, C, H, D) as (n, H, C, D)."""
+    return tokens.transpose(1, 2).contiguous()
+
+
+def _maps(terms: Terms) -> ChunkMaps:
     query, key, value, decay, beta = terms
     factor = key.new_ones(*key.shape[:3], 1) if decay is None else decay.exp()
     if beta is None:
         (pairs,), (reads,), kept, total = _decayed([query], key, factor)
         return ChunkMaps(pairs @ value, reads, total.mT, kept.mT @ value)
     (pairs, among), (reads, known), kept, total = _decayed([query, key], key, factor)
-    right = beta * torch.cat([value, known], -1)
-    solved = torch.linalg.solve_triangular(beta * among.tril(-1), right, upper=False, unitriangular=True)
-    new, old = solved.split([value.shape[-1], key.shape[-1]], -1)
-    diagonal = torch.diag_embed(total.squeeze(2).expand(*key.shape[:2], key.shape[-1]))
-    return ChunkMaps(pairs @ new, reads - pairs @ old, diagonal - kept.mT @ old, kept.mT @ new)
+    solved = Solved.apply(beta * among, beta * torch.cat([value, known], -1))
+    new, old = (x.contiguous() for x in solved.split([value.shape[-1], key.shape[-1]], -1))
+    a = kept.mT @ -old
+    a.diagonal(dim1=-2, dim2=-1).add_(total.squeeze(2))
+    return ChunkMaps(pairs @ new, reads - pairs @ old, a, kept.mT @ new)
 
 
 class Decayed(NamedTuple):
@@ -93,8 +116,8 @@ class Decayed(NamedTuple):
     chunk. Then keys decayed to its end, and the factor of the whole chunk, (n, H, 1, K or 1).
     """
 
-    pairs: list[Tensor]
-    rows: list[Tensor]
+    pairs: Sequence[Tensor]
+    rows: Sequence[Tensor]
     key: Tensor
     total: Tensor
 
@@ -109,23 +132,119 @@ def _decayed(rows: list[Tensor], key: Tensor, factor: Tensor) -> Decayed:
 
 
 def _by_halves(rows: list[Tensor], key: Tensor, factor: Tensor) -> Decayed:
-    """See [Note: no division]. Blocks of tokens are (n, H, blocks, tokens, K)."""
-    pairs = [(row * key).sum(-1)[..., None, None] for row in rows]
-    rows, key, total = [(row * factor).unsqueeze(3) for row in rows], key.unsqueeze(3), factor.unsqueeze(3)
-    while total.shape[2] > 1:
-        early, late = slice(0, None, 2), slice(1, None, 2)
-        leaving = key[:, :, early].mT
-        between = [row[:, :, late] @ leaving for row in rows]
-        pairs = [_joined(each[:, :, early], part, each[:, :, late]) for each, part in zip(pairs, between, strict=True)]
-        first, second = total[:, :, early], total[:, :, late]
-        rows = [torch.cat([row[:, :, early], row[:, :, late] * first], 3) for row in rows]
-        key, total = torch.cat([key[:, :, early] * second, key[:, :, late]], 3), first * second
-    return Decayed(
-        [each.squeeze(2) for each in pairs], [row.squeeze(2) for row in rows], key.squeeze(2), total.squeeze(2)
-    )
+    key, total, *found = Halves.apply(key, factor, *rows)
+    return Decayed(found[: len(rows)], found[len(rows) :], key, total)
 
 
-def _joined(first: Tensor, between: Tensor, second: Tensor) -> Tensor:
-    """A lower triangle of two, and what is between them."""
-    upper = torch.cat([first, torch.zeros_like(between)], -1)
-    return torch.cat([upper, torch.cat([between, second], -1)], -2)
+class _Tensors(Protocol):
+    def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]: ...
+
+
+class Halves(torch.autograd.Function):
+    """See [Note: no division]: of keys, factors and rows, keys and factors of the chunk, pairs, and rows.
+
+    Blocks of tokens are (n, H, blocks, tokens, K). Of each step, what its products are made of is kept for backward.
+    """
+
+    apply: ClassVar[_Tensors]  # torch's, which it does not annotate
+
+    @staticmethod
+    def forward(ctx: Any, key: Tensor, factor: Tensor, *rows: Tensor) -> tuple[Tensor, ...]:
+        pairs = [torch.diag_embed((row * key).sum(-1)) for row in rows]
+        reads, kept, total = [row * factor for row in rows], key.clone(), factor
+        saved = [key, factor, *rows]
+        size = 1
+        while size < key.shape[2]:
+            early, late = _halves(kept, size)[0], [_halves(row, size)[1] for row in reads]
+            leaving, *arriving = (_copied(x) for x in (early, *late)) if any(ctx.needs_input_grad) else (early, *late)
+            first, second = (x.unsqueeze(3).contiguous() for x in (total[:, :, ::2], total[:, :, 1::2]))
+            for each, row in zip(pairs, arriving, strict=True):
+                _between(each, size).copy_(row @ leaving.mT)
+            for place, row in zip(late, arriving, strict=True):
+                torch.mul(row, first, out=place)
+            torch.mul(leaving, second, out=early)
+            saved += [leaving, first, second, *arriving]
+            total, size = (first * second).squeeze(3), 2 * size
+        ctx.save_for_backward(*saved)
+        ctx.rows = len(rows)
+        return kept, total, *pairs, *reads
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator, unused-ignore]
+    def backward(ctx: Any, d_key: Tensor, d_total: Tensor, *grads: Tensor) -> tuple[Tensor, ...]:
+        count, saved = ctx.rows, list(ctx.saved_tensors)
+        d_pairs, d_reads, d_kept = grads[:count], [grad.clone() for grad in grads[count:]], d_key.clone()
+        size = d_kept.shape[2]
+        while size > 1:
+            size //= 2
+            (leaving, first, second, *arriving), saved = saved[-3 - count :], saved[: -3 - count]
+            early, d_total = _halves(d_kept, size)[0], d_total.unsqueeze(3)
+            d_first, d_second = d_total * second, d_total * first + _like(second, early * leaving)
+            early *= second
+            for each, d_row, row in zip(d_pairs, d_reads, arriving, strict=True):
+                late, d_between = _halves(d_row, size)[1], _between(each, size).contiguous()
+                d_first += _like(first, late * row)
+                late.copy_(torch.addcmul(d_between @ leaving, late, first))
+                early += d_between.mT @ row
+            d_total = torch.stack([d_first, d_second], 3).flatten(2, 4)
+        key, factor, *rows = saved
+        d_factor = d_total
+        for each, d_read, row in zip(d_pairs, d_reads, rows, strict=True):
+            own = each.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
+            d_factor = d_factor + _like(factor, d_read * row)
+            d_kept.addcmul_(own, row)
+            d_read.mul_(factor).addcmul_(own, key)
+        return d_kept, d_factor, *d_reads
+
+
+def _halves(tokens: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Every other block of so many tokens, from the first and from the second."""
+    early, late = tokens.unflatten(2, (-1, 2, size)).unbind(3)
+    return early, late
+
+
+def _copied(view: Tensor) -> Tensor:
+    return view.clone(memory_format=torch.contiguous_format)
+
+
+def _squares(pairs: Tensor, size: int) -> Tensor:
+    """The squares of such blocks along the diagonal: (n, H, C / size, size, size)."""
+    by_block: Tensor = pairs.unflatten(3, (-1, size)).unflatten(2, (-1, size))
+    return by_block.diagonal(dim1=2, dim2=4).movedim(-1, 2)
+
+
+def _between(pairs: Tensor, size: int) -> Tensor:
+    """The pairs of each second block with the first before it."""
+    return _squares(pairs, 2 * size)[..., size:, :size]
+
+
+def _like(factor: Tensor, grad: Tensor) -> Tensor:
+    """A gradient summed to the shape of a factor."""
+    return grad.sum_to_size(factor.shape)
+
+
+class Solved(torch.autograd.Function):
+    """``(1 + L)^-1 right``, where L is what `lower` has below the diagonal; the inverse is put together by halves."""
+
+    apply: ClassVar[Callable[[Tensor, Tensor], Tensor]]  # torch's, which it does not annotate
+
+    @staticmethod
+    def forward(ctx: Any, lower: Tensor, right: Tensor) -> Tensor:
+        inverse = torch.diag_embed(torch.ones_like(lower[..., 0]))
+        size = 1
+        while size < lower.shape[-1]:
+            blocks = _squares(inverse, 2 * size)
+            first, second = blocks[..., :size, :size].contiguous(), blocks[..., size:, size:].contiguous()
+            _between(inverse, size).copy_(-second @ (_between(lower, size) @ first))
+            size *= 2
+        solved = inverse @ right
+        ctx.save_for_backward(inverse, solved)
+        return solved
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator, unused-ignore]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        inverse, solved = ctx.saved_tensors
+        with torch.autocast(grad.device.type, enabled=False):
+            d_right = inverse.mT @ grad
+            return -(d_right @ solved.mT).tril(-1), d_right

@@ -65,7 +65,7 @@ class Rule(ABC):
         pairs = (each.split(":") for each in cls.SHAPES.split())
         return {name.removesuffix("?"): forms.split("|") for name, forms in pairs}
 
-    @property
+    @cached_property
     def tensors(self) -> dict[str, Tensor]:
         """The tensors by name, without optional ones that were not given."""
         given = {name: getattr(self, name) for name in self.shapes()}

@@ -18,9 +18,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from attnspan.layouts.document_runs import Stretches
 from attnspan.recurrence.affine import Affine
 from attnspan.recurrence.chunked import chunk_size, chunked
-from attnspan.recurrence.plan import Chunks, RankPlan, Route, Stretches, on_device
+from attnspan.recurrence.plan import Chunks, RankPlan, Route, on_device
 from attnspan.recurrence.rules import LinearRule, Rule
 from attnspan.recurrence.scan import Scan, States
 from attnspan.transports import Transport
@@ -81,11 +82,14 @@ class Recurrence:
 
     def _linear(self, rule: LinearRule, initial: Tensor | None, name: str) -> tuple[Tensor, Tensor]:
         chunks, alike = self._chunked(chunk_size(self._lengths, rule.sizes["K"])), self.stretches.rows == 1
-        chunk = chunked(rule.terms().each(lambda x: _chunks_of(_outermost(x, alike), chunks)))
-        begins = self._initial(chunk.b, None if initial is None else rule.state_in(initial).flatten(1, 2))
+        parts = chunked(rule.terms().each(lambda x: _chunks_of(_outermost(x, alike), chunks)))
+        a, b = (torch.cat(each) for each in zip(*((part.a, part.b) for part in parts), strict=True))
+        begins = self._initial(b, None if initial is None else rule.state_in(initial).flatten(1, 2))
         scan = Scan(self.plan.waiting, chunks, self._routes, self.transport, name, rule.MATRIX)
-        before, after = States.apply(chunk.a, chunk.b, begins, scan)
-        out = (chunk.out + chunk.reads @ before).transpose(1, 2).flatten(0, 1)
+        before, after = States.apply(a, b, begins, scan)
+        states = before.split([len(part.out) for part in parts])
+        out = torch.cat([part.read(state).transpose(1, 2) for part, state in zip(parts, states, strict=True)])
+        out = out.flatten(0, 1)
         out = out if chunks.in_order else out.index_select(0, chunks.back)
         out = _innermost(out, rule.sizes["B"], alike)
         return rule.finished(out), rule.state_out(self._ends(after, rule))
@@ -172,9 +176,9 @@ def _innermost(tokens: Tensor, rows: int, alike: bool) -> Tensor:
 
 
 def _chunks_of(tokens: Tensor, chunks: Chunks) -> Tensor:
-    """(T, H, D) as (n, H, C, D), with zeros where a chunk has no token."""
+    """(T, H, D) as (n, C, H, D), with zeros where a chunk has no token."""
     found = tokens if chunks.in_order else tokens.index_select(0, chunks.tokens.flatten())
     if not chunks.full:
         found = torch.where(chunks.filled.view(-1, 1, 1), found, 0)
     by_chunk: Tensor = found.unflatten(0, chunks.tokens.shape)
-    return by_chunk.transpose(1, 2).contiguous()
+    return by_chunk

@@ -60,8 +60,7 @@ class States(torch.autograd.Function):
     def forward(ctx: Any, a: Tensor, b: Tensor, initial: Tensor, scan: Scan) -> tuple[Tensor, Tensor]:
         maps, (waits, others), n = Maps(scan.matrix), scan.chunks.sizes, sum(scan.chunks.sizes[0])
         waiting = scan.waiting
-        before, after = maps.scan(a[:n], b[:n], b.new_zeros(waiting, *b.shape[1:]), waits)
-        product, whole = maps.scan(a[:n], None, maps.identity(a, waiting), waits)
+        (before, product), (after, whole) = maps.open(a[:n], b[:n], waiting, waits)
         known, ends = maps.scan(a[n:], b[n:], initial, others)
         ctx.header, arrived = _exchanged(scan, scan.routes[0], whole, torch.cat([after, ends]), scan.name)
         before += maps.act(product, _rows(arrived, scan.chunks.stretch[:n]))
@@ -112,22 +111,28 @@ class Maps:
         """The gradient of A, from those of what it made of states; of a decay before it is summed to its shape."""
         return grad @ state.mT if self.matrix else grad * state
 
-    def identity(self, a: Tensor, count: int) -> Tensor:
-        """So many maps that change nothing, shaped as A."""
+    def open(self, a: Tensor, b: Tensor, count: int, sizes: Sequence[int]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """A scan from zero, and the products of A on the way: of a matrix, more columns of one state."""
+        zero, widths = b.new_zeros(count, *b.shape[1:]), [b.shape[-1], a.shape[-1]]
         if self.matrix:
-            return torch.eye(a.shape[-1], dtype=a.dtype, device=a.device).expand(count, *a.shape[1:])
-        return a.new_ones(count, *a.shape[1:])
+            unit = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device).expand(count, *a.shape[1:])
+            before, after = self.scan(a, b, torch.cat([zero, unit], -1), sizes)
+            return before.split(widths, -1), after.split(widths, -1)
+        product, whole = self.scan(a, torch.zeros_like(a), a.new_ones(count, *a.shape[1:]), sizes)
+        before, after = self.scan(a, b, zero, sizes)
+        return (before, product), (after, whole)
 
-    def scan(self, a: Tensor, b: Tensor | None, state: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """The states before each map and at the ends, for maps that follow each other step by step."""
+    def scan(self, a: Tensor, b: Tensor, state: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """The states before each map and at the ends, for maps that follow each other step by step.
+
+        To columns of the state beyond those of b, nothing is added.
+        """
         before, ended = [state[:0]], []
-        added = [None] * len(sizes) if b is None else [part for _, part in _steps(sizes, b)]
-        for (size, each), new in zip(_steps(sizes, a), added, strict=True):
+        for (size, each), (_, new) in zip(_steps(sizes, a), _steps(sizes, b), strict=True):
             ended.append(state[size:])
             before.append(state[:size])
             state = self.act(each, state[:size])
-            if new is not None:
-                state += new
+            state[..., : new.shape[-1]] += new
         return torch.cat(before), torch.cat([state, *reversed(ended)])
 
     def scan_back(self, a: Tensor, grads: Tensor, ends: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Tensor]:

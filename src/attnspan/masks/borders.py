@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from attnspan.errors import MaskError
-from attnspan.masks import Documents, Mask
-from attnspan.masks.mask import And, Not, Or
+from attnspan.masks.documents import Documents
+from attnspan.masks.mask import And, Mask, Not, Or
 
 
 def documents_of(masks: Iterable[Mask], seq_len: int) -> Tensor:
