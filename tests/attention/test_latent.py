@@ -1,5 +1,6 @@
 """A latent travels and is expanded where it arrives: the same attention, and the same gradients, for fewer bytes."""
 
+import copy
 from dataclasses import replace
 
 import pytest
@@ -196,9 +197,9 @@ def test_a_session_counts_latents_and_auto_takes_no_ulysses():
 class Layer(nn.Module):
     """A layer of MLA on a session: projections, and attention of latents."""
 
-    def __init__(self, cp=None, dtype=torch.float64):
+    def __init__(self, dtype=torch.float64):
         super().__init__()
-        self.cp = cp
+        self.cp = None
         self.down, self.query = nn.Linear(8, RANK + ROPE, dtype=dtype), nn.Linear(8, 24, dtype=dtype)
         self.up = nn.Linear(RANK, 2 * 9, bias=False, dtype=dtype)
         self.out = nn.Linear(20, 8, dtype=dtype)
@@ -220,22 +221,27 @@ class Layer(nn.Module):
         return x + self.out(self.attend(query, self.down(x)).transpose(1, 2).flatten(2))
 
 
-def two_layers(cp=None, dtype=torch.float64):
+with torch.random.fork_rng():
     torch.manual_seed(5)
-    model = nn.Sequential(Layer(dtype=dtype), Layer(dtype=dtype))
+    TWO_LAYERS = nn.Sequential(Layer(), Layer())
+
+
+def two_layers(cp=None):
+    """A model of its own: virtual ranks are threads, and share torch's random numbers."""
+    model = copy.deepcopy(TWO_LAYERS)
     for layer in model:
         layer.cp = cp
     return model
 
 
-def inputs_of(dtype=torch.float64):
-    return torch.randn(2, 29, 8, dtype=dtype, generator=torch.Generator().manual_seed(3))
+def inputs_of():
+    return torch.randn(2, 29, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
 
 
-def one_device(dtype=torch.float64):
+def one_device():
     """Gradients of the mean of squares."""
-    model = two_layers(dtype=dtype)
-    model(inputs_of(dtype)).pow(2).mean().backward()
+    model = two_layers()
+    model(inputs_of()).pow(2).mean().backward()
     return [x.grad for x in model.parameters()]
 
 
@@ -259,12 +265,24 @@ def checkpointed(use_reentrant):
     return wrap
 
 
+def saved_as_copies(model):
+    """As pinned memory holds them: what hooks save is no longer the tensor that was given."""
+
+    def call(x):
+        with torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone):
+            return model(x)
+
+    return call
+
+
 def compiled(model):
     return torch.compile(model, backend="aot_eager")
 
 
 @pytest.mark.parametrize(
-    "wrap", [lambda model: model, checkpointed(False), checkpointed(True)], ids=["plain", "checkpointed", "reentrant"]
+    "wrap",
+    [lambda model: model, checkpointed(False), checkpointed(True), saved_as_copies],
+    ids=["plain", "checkpointed", "reentrant", "saved as copies"],
 )
 def test_a_model_trains_as_on_one_device(wrap):
     true = one_device()

@@ -181,6 +181,7 @@ def _(
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     query, key, value, sinks, captured, handle, ctx.return_lse, _, ctx.dropout_p, _, expander = inputs
     ctx.save_for_backward(query, key, value, sinks, handle, expander, *output, *captured)
+    ctx.expander = None if expander is None else held(expander, "the expansion")  # hooks may save a copy of its handle
     ctx.wanted = [i for i, x in enumerate(captured) if x.requires_grad]  # hooks may save copies that do not
     ctx.set_materialize_grads(False)
 
