@@ -137,6 +137,27 @@ def test_plain_modules_need_no_forward_of_their_own(options):
     assert span.check_model(encoder, torch.randn(2, 23, WIDTH), mask=span.Full(), **options).ok
 
 
+class Latent(nn.Module):
+    """Latent attention, by the session that it is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.down, self.up = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, 4), nn.Linear(4, 2 * WIDTH)
+
+    def forward(self, tokens, cp):
+        x = self.embed(tokens)
+        out = cp.attention(x.unflatten(-1, (HEADS, -1)).transpose(1, 2), self.down(x), expand=self.expand)
+        return out.transpose(1, 2).flatten(2)
+
+    def expand(self, latent):
+        return self.up(latent).unflatten(-1, (2, HEADS, -1)).permute(2, 0, 3, 1, 4).unbind()
+
+
+def test_latent_attention_is_checked_too():
+    found = span.check_model(Latent(), TOKENS, mask=span.Causal(), forward=lambda m, x, cp: m(cp.shard(x), cp), ranks=3)
+    assert found.ok, str(found)
+
+
 class Output(dict):
     """As transformers returns it: a mapping with attributes."""
 

@@ -21,6 +21,7 @@ Shapes: latent (B, S, R), key (B, Hk, S, D), value (B, Hk, S, Dv).
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from threading import Thread
 from types import FunctionType, MethodType
@@ -46,6 +47,9 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 2e-2, torc
 another order. Tokens that are mixed, or told their places, are about 1 apart."""
 
 _PLAIN = (Tensor, nn.Parameter)
+
+EXPANDING: ContextVar[bool] = ContextVar("whether a latent is being expanded", default=False)
+"""Modules are called then as often as there are buffers of latents, not once for each call of attention."""
 
 
 def as_keys(key: Tensor, value: Tensor | None, expand: Expand | None) -> tuple[Tensor, Tensor]:
@@ -88,7 +92,7 @@ class Expander:
         device = latent.device.type
         autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         with saved_tensors_hooks(_same, _same):
-            key, value = _made(expand, _example(latent)[:1, :1])
+            key, value = made_of(expand, _example(latent)[:1, :1])
             weights = list(dict.fromkeys(_leaves((key, value))))
         found = Expander(expand, weights, key.shape[1], key.shape[3], value.shape[3], autocast)
         found._check_weights()
@@ -116,13 +120,13 @@ class Expander:
     def forward(self, latent: Tensor) -> Expanded:
         """The keys and values of latents (B, 1, S, R)."""
         with torch.no_grad(), self._as_called(latent):
-            return Expanded(*_made(self.expand, latent.squeeze(1)))
+            return Expanded(*made_of(self.expand, latent.squeeze(1)))
 
     def recorded(self, latent: Tensor) -> Expanded:
         """The same, and what `backward` goes back through."""
         with differentiable(), self._as_called(latent):
             latent = latent.detach().requires_grad_()
-            made = _made(self.expand, latent.squeeze(1))
+            made = made_of(self.expand, latent.squeeze(1))
         key, value = (x.detach() for x in made)
         return Expanded(key, value, latent, made)
 
@@ -162,11 +166,11 @@ class Expander:
     def _try(self, latent: Tensor) -> None:
         """See [Note: token by token]."""
         with torch.set_grad_enabled(bool(self.weights)), self._as_called(latent):
-            many = _made(self.expand, latent)
+            many = made_of(self.expand, latent)
             inside = set(_nodes(many))
             for row, token in ((0, 0), (1, TRIED - 1)):
                 at = slice(row, row + 1), slice(token, token + 1)
-                alone = _made(self.expand, latent[at])
+                alone = made_of(self.expand, latent[at])
                 if not all(_alike(x[at[0], :, at[1]], y) for x, y in zip(many, alone, strict=True)):
                     raise AttentionError(
                         "expand must give a token the same key and value whatever tokens are beside it, and it does "
@@ -178,8 +182,9 @@ class Expander:
                     )
 
 
-def _made(expand: Expand, latent: Tensor) -> tuple[Tensor, Tensor]:
+def made_of(expand: Expand, latent: Tensor) -> tuple[Tensor, Tensor]:
     """The key and value of a latent, checked."""
+    before = EXPANDING.set(True)
     try:
         made = expand(latent)
     except AttentionError:
@@ -187,6 +192,8 @@ def _made(expand: Expand, latent: Tensor) -> tuple[Tensor, Tensor]:
     except Exception as wrong:  # on this rank, perhaps alone
         told = f"{type(wrong).__name__}: {wrong}"
         raise AttentionError(f"expand failed on a latent of shape {tuple(latent.shape)}: {told}") from wrong
+    finally:
+        EXPANDING.reset(before)
     if not isinstance(made, tuple) or len(made) != 2 or not all(type(x) in _PLAIN for x in made):
         kinds = [type(x).__name__ for x in made] if isinstance(made, tuple) else type(made).__name__
         raise AttentionError(f"expand must return (key, value), two plain tensors, got {kinds}")

@@ -32,6 +32,7 @@ from torch.utils._pytree import tree_leaves
 
 from attnspan.attention.call import Inputs
 from attnspan.attention.laps import Lap
+from attnspan.attention.latent import EXPANDING, Expand, made_of
 from attnspan.attention.uses import Uses
 from attnspan.dtypes import lse_dtype
 from attnspan.errors import AttentionError
@@ -223,7 +224,8 @@ def _watching(model: nn.Module) -> Iterator[list[ModuleCall]]:
     passed: list[ModuleCall] = []
 
     def note(name: str, _: nn.Module, args: object, kwargs: object, output: object) -> None:
-        passed.append(ModuleCall(name, _tensors((args, kwargs)), _tensors(output)))
+        if not EXPANDING.get():
+            passed.append(ModuleCall(name, _tensors((args, kwargs)), _tensors(output)))
 
     handles = [
         module.register_forward_hook(functools.partial(note, name or type(model).__name__), with_kwargs=True)
@@ -337,8 +339,11 @@ class DenseAttention:
         """With another scale; a guard has nothing to guard here."""
         return replace(self, scale=self.scale if scale is None else scale)
 
-    def run(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    def run(self, inputs: Inputs, expand: Expand | None = None) -> tuple[Tensor, Tensor]:
         """(out, lse), as `Attention.run`."""
+        if expand is not None:
+            key, value = made_of(expand, inputs.key)
+            inputs = inputs._replace(key=key, value=value)
         self.uses.add_forward(self.plan, inputs.shape, Lap(inputs.query.device))
         query, key, value, sinks = inputs[:4]
         group = query.shape[1] // key.shape[1]
