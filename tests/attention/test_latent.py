@@ -314,20 +314,38 @@ def on_processes(world):
         trained(world, lambda model: checkpointed(False)(sharded_by_fsdp(model)), averaged=True),
     ]
     problems = [replace(PROBLEMS["documents"], layout=HeadTail(world.ranks), strategy=each) for each in STRATEGIES]
-    return averaged, [on_rank(problem, None) for problem in problems]
+    return averaged, [on_rank(problem, None) for problem in problems], [sharded_alone(world, x) for x in (True, False)]
+
+
+def sharded_alone(world, reshard):
+    """FSDP2 on the matrix itself, which would be gathered and reduced at each expansion."""
+    from torch.distributed.fsdp import fully_shard
+
+    def wrap(model):
+        for layer in model:
+            fully_shard(layer.up, reshard_after_forward=reshard)
+        return model
+
+    with pytest.raises(AttentionError) as refusal, torch.set_grad_enabled(reshard):
+        trained(world, wrap, averaged=True)
+    return str(refusal.value)
+
+
+SHARDED_ALONE = "expand calls a module that FSDP2 shards by itself; shard the layer that calls attention instead"
 
 
 @on_backends(2, nccl=())
 def test_on_real_processes_ddp_and_fsdp2_average_to_one_device(ranks, backend):
     found = spawn(ranks, on_processes, backend=backend)
     true = one_device()
-    for averaged, _ in found:
+    for averaged, _, refusals in found:
+        assert refusals == [SHARDED_ALONE] * 2
         for grads in averaged:
             for x, y in zip(grads, true, strict=True):
                 torch.testing.assert_close(x, y, rtol=0, atol=1e-13)
     for index, strategy in enumerate(STRATEGIES):
         problem = replace(PROBLEMS["documents"], layout=HeadTail(ranks), strategy=strategy)
-        compare(problem, together(problem, [shards[index] for _, shards in found]))
+        compare(problem, together(problem, [shards[index] for _, shards, _ in found]))
 
 
 def test_under_autocast_weights_in_float32_expand_in_half_precision():

@@ -46,6 +46,9 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 2e-2, torc
 """How far apart two results of one token may be, over the largest number: products of matrices of other sizes sum in
 another order. Tokens that are mixed, or told their places, are about 1 apart."""
 
+SHARDED = "RegisterPostBackwardFunction"
+"""In the graph of what a module computes that FSDP2 shards by itself."""
+
 _PLAIN = (Tensor, nn.Parameter)
 
 EXPANDING: ContextVar[bool] = ContextVar("whether a latent is being expanded", default=False)
@@ -91,9 +94,13 @@ class Expander:
             raise AttentionError(f"expand must be a function of a latent, got {type(expand).__name__}")
         device = latent.device.type
         autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        with saved_tensors_hooks(_same, _same):
-            key, value = made_of(expand, _example(latent)[:1, :1])
-            weights = list(dict.fromkeys(_leaves((key, value))))
+        example, wanted = _example(latent), torch.is_grad_enabled()
+        recorded = not torch.is_inference_mode_enabled()  # without gradients too, to see what is called
+        with saved_tensors_hooks(_same, _same), torch.set_grad_enabled(recorded):
+            example.requires_grad_(recorded)
+            key, value = made_of(expand, example[:1, :1])
+        _check_unsharded((key, value))
+        weights = list(dict.fromkeys(x for x in _leaves((key, value)) if x is not example)) if wanted else []
         found = Expander(expand, weights, key.shape[1], key.shape[3], value.shape[3], autocast)
         found._check_weights()
         tried = transport.memo.setdefault(Expander, WeakKeyDictionary()).setdefault(_owner(expand), set())
@@ -157,11 +164,6 @@ class Expander:
                 raise AttentionError(
                     f"expand: weights must be plain tensors where it is called, got {type(x).__name__}"
                 )
-            if x.numel() and not x.untyped_storage().nbytes():
-                raise AttentionError(
-                    "expand: a weight has no memory after the call, as of a module that FSDP2 shards by itself; shard "
-                    "the layer that calls attention instead"
-                )
 
     def _try(self, latent: Tensor) -> None:
         """See [Note: token by token]."""
@@ -210,6 +212,15 @@ def made_of(expand: Expand, latent: Tensor) -> tuple[Tensor, Tensor]:
             f"{dtype_name(key.dtype)} on {key.device} and {dtype_name(value.dtype)} on {value.device}"
         )
     return key, value
+
+
+def _check_unsharded(made: tuple[Tensor, ...]) -> None:
+    """Refuse a module that FSDP2 shards by itself: it would gather and reduce weights whenever an expansion runs, which
+    ranks do not do alike."""
+    if any(SHARDED in node.name() for node in _nodes(made)):
+        raise AttentionError(
+            "expand calls a module that FSDP2 shards by itself; shard the layer that calls attention instead"
+        )
 
 
 def _example(latent: Tensor) -> Tensor:
