@@ -88,8 +88,8 @@ def chunk_size(lengths: Tensor, width: int) -> int:
 
 def chunked(terms: Terms) -> list[ChunkMaps]:
     """The maps of chunks, whose size is a power of two, some together; of tokens before heads, (n, C, H, ...)."""
-    together = CACHED // max(1, terms.key[0].numel()) if len(terms.key) and terms.key.device.type == "cpu" else 0
-    return [_maps(part.each(_by_head)) for part in (terms.split(together) if together else [terms])]
+    count = max(1, CACHED // terms.key.shape[1:].numel()) if terms.key.device.type == "cpu" else len(terms.key)
+    return [_maps(part.each(_by_head)) for part in (terms.split(count) if len(terms.key) else [terms])]
 
 
 def _by_head(tokens: Tensor) -> Tensor:
