@@ -16,9 +16,8 @@ from pathlib import Path
 from attnspan.layouts import HeadTail
 from attnspan.masks import Causal
 from attnspan.plan import Plan, Shape, choose, predict
-from attnspan.plan.choose import in_bytes
 from attnspan.plan.cost import Hardware
-from attnspan.plan.drawing import in_seconds
+from attnspan.plan.drawing import in_bytes, in_seconds
 from attnspan.plan.traffic import arriving
 
 SIZES = {"heads": 128, "head_dim": 192, "v_head_dim": 128}

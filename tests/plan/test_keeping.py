@@ -9,7 +9,8 @@ from attnspan.errors import AttentionError, PlanError
 from attnspan.layouts import Contiguous, HeadTail
 from attnspan.masks import Causal, Documents, SlidingWindow
 from attnspan.plan import Hardware, Plan, Shape, choose, predict
-from attnspan.plan.choose import in_bytes, predicted
+from attnspan.plan.choose import predicted
+from attnspan.plan.drawing import in_bytes
 from attnspan.testing import loopback
 from attnspan.transports import Counting
 

@@ -115,7 +115,7 @@ def test_runs_so_short_that_their_maps_are_more_work_than_the_tokens_are_warned_
     monkeypatch.setattr(recurrences, "LONG", 64)
 
     def rank(world):
-        cp = span.ContextParallel(world, seq_len=64, mask=span.Causal(), layout=Striped(2, chunk=4))
+        cp = span.ContextParallel(world, seq_len=64, mask=span.Causal(), layout=Striped(2, chunk=2))
         q = torch.ones(1, 32, 1, 32)
         cp.recurrence(span.GatedDelta(q, q, q, torch.zeros(1, 32, 1), torch.zeros(1, 32, 1)))
         cp.recurrence(span.Lightning(q, q, q))
@@ -123,7 +123,7 @@ def test_runs_so_short_that_their_maps_are_more_work_than_the_tokens_are_warned_
     with pytest.warns(UserWarning, match="for maps") as caught:
         loopback(2).run(rank)
     assert {str(each.message) for each in caught} == {
-        "GatedDelta: this rank holds 32 tokens in 8 runs, and computes 1.2 times as much for maps as one device does "
+        "GatedDelta: this rank holds 32 tokens in 16 runs, and computes 2.2 times as much for maps as one device does "
         "for all tokens. Use a layout of few long runs: Contiguous(ranks=2), HeadTail(ranks=2), or Balanced with "
         "most_runs=2"
     }

@@ -87,7 +87,7 @@ class RecurrentLayers:
 
     @property
     def map_flops(self) -> float:
-        """The same for a chunk whose state is not known: a product of maps, and the state that it corrects."""
+        """The same for a chunk in the middle of a document: a product of maps, and the state that it corrects."""
         k, v = self.key_dim, self.state // (self.heads * self.key_dim)
         return 2 * self.heads * (k * k * (k + v) if ACTS[self.rule] == "matrix" else k * v)
 
@@ -137,7 +137,7 @@ class RecurrentForecast:
     def _work(self) -> tuple[Tensor, Tensor]:
         """Operations of each rank forward, for one layer: for its tokens, and for maps."""
         s, zero = self.stretches, torch.zeros(self.ranks, dtype=torch.float64, device="cpu")
-        chunks = (s.length + CHUNK - 1) // CHUNK * (s.step > 0)
+        chunks = (s.length + CHUNK - 1) // CHUNK * ((s.step > 0) & (s.back > 0))
         tokens, maps = (zero.index_add(0, s.rank, each.double()) for each in (s.length, chunks))
         return tokens * self.layers.flops * self._alike, maps * self.layers.map_flops * self._alike
 

@@ -88,8 +88,8 @@ def chunk_size(lengths: Tensor, width: int) -> int:
 
 def chunked(terms: Terms) -> list[ChunkMaps]:
     """The maps of chunks, whose size is a power of two, some together; of tokens before heads, (n, C, H, ...)."""
-    together = CACHED // max(1, terms.key[0].numel()) if len(terms.key) and terms.key.device.type == "cpu" else 0
-    return [_maps(part.each(_by_head)) for part in (terms.split(together) if together else [terms])]
+    count = max(1, CACHED // terms.key.shape[1:].numel()) if terms.key.device.type == "cpu" else len(terms.key)
+    return [_maps(part.each(_by_head)) for part in (terms.split(count) if len(terms.key) else [terms])]
 
 
 def _by_head(tokens: Tensor) -> Tensor:
@@ -171,30 +171,36 @@ class Halves(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator, unused-ignore]
-    def backward(ctx: Any, d_key: Tensor, d_total: Tensor, *grads: Tensor) -> tuple[Tensor, ...]:
-        count, saved = ctx.rows, list(ctx.saved_tensors)
-        d_pairs, d_reads, d_kept = grads[:count], [grad.clone() for grad in grads[count:]], d_key.clone()
-        size = d_kept.shape[2]
-        while size > 1:
-            size //= 2
-            (leaving, first, second, *arriving), saved = saved[-3 - count :], saved[: -3 - count]
-            early, d_total = _halves(d_kept, size)[0], d_total.unsqueeze(3)
-            d_first, d_second = d_total * second, d_total * first + _like(second, early * leaving)
-            early *= second
-            for each, d_row, row in zip(d_pairs, d_reads, arriving, strict=True):
-                late, d_between = _halves(d_row, size)[1], _between(each, size).contiguous()
-                d_first += _like(first, late * row)
-                late.copy_(torch.addcmul(d_between @ leaving, late, first))
-                early += d_between.mT @ row
-            d_total = torch.stack([d_first, d_second], 3).flatten(2, 4)
-        key, factor, *rows = saved
-        d_factor = d_total
-        for each, d_read, row in zip(d_pairs, d_reads, rows, strict=True):
-            own = each.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
-            d_factor = d_factor + _like(factor, d_read * row)
-            d_kept.addcmul_(own, row)
-            d_read.mul_(factor).addcmul_(own, key)
-        return d_kept, d_factor, *d_reads
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        with torch.autocast(grads[0].device.type, enabled=False):
+            return _halves_back(ctx, *grads)
+
+
+def _halves_back(ctx: Any, d_key: Tensor, d_total: Tensor, *grads: Tensor) -> tuple[Tensor, ...]:
+    """Gradients of keys, factors and rows."""
+    count, saved = ctx.rows, list(ctx.saved_tensors)
+    d_pairs, d_reads, d_kept = grads[:count], [grad.clone() for grad in grads[count:]], d_key.clone()
+    size = d_kept.shape[2]
+    while size > 1:
+        size //= 2
+        (leaving, first, second, *arriving), saved = saved[-3 - count :], saved[: -3 - count]
+        early, d_total = _halves(d_kept, size)[0], d_total.unsqueeze(3)
+        d_first, d_second = d_total * second, d_total * first + _like(second, early * leaving)
+        early *= second
+        for each, d_row, row in zip(d_pairs, d_reads, arriving, strict=True):
+            late, d_between = _halves(d_row, size)[1], _between(each, size).contiguous()
+            d_first += _like(first, late * row)
+            late.copy_(torch.addcmul(d_between @ leaving, late, first))
+            early += d_between.mT @ row
+        d_total = torch.stack([d_first, d_second], 3).flatten(2, 4)
+    key, factor, *rows = saved
+    d_factor = d_total
+    for each, d_read, row in zip(d_pairs, d_reads, rows, strict=True):
+        own = each.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
+        d_factor = d_factor + _like(factor, d_read * row)
+        d_kept.addcmul_(own, row)
+        d_read.mul_(factor).addcmul_(own, key)
+    return d_kept, d_factor, *d_reads
 
 
 def _halves(tokens: Tensor, size: int) -> tuple[Tensor, Tensor]:

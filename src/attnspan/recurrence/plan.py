@@ -47,8 +47,9 @@ class Route:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """What one rank does. Own stretches are ordered: first those that wait for a state, then those that begin a chain;
-    each kind longest first, so that at every step of a scan the ones still under way are the first.
+    """What one rank does. Own stretches are ordered: first those in the middle of a chain, whose maps others need; then
+    those that end one; then those that begin one. Each kind is longest first, so that at every step of a scan the ones
+    still under way are the first.
     """
 
     stretches: Stretches
@@ -60,12 +61,18 @@ class RankPlan:
         """The numbers of this rank's stretches, in that order."""
         mine = (self.stretches.rank == self.rank).nonzero().flatten()
         mine = mine[self.stretches.length[mine].argsort(descending=True, stable=True)]
-        return mine[(self.stretches.step[mine] == 0).int().argsort(stable=True)]
+        begins, ends = self.stretches.step[mine] == 0, self.stretches.back[mine] == 0
+        return mine[torch.where(begins, 2, ends.int()).argsort(stable=True)]
 
     @cached_property
     def waiting(self) -> int:
         """How many of them wait for a state."""
         return int((self.stretches.step[self.own] > 0).sum())
+
+    @cached_property
+    def mapped(self) -> int:
+        """How many of those are needed as maps: they do not end a chain."""
+        return int((self.stretches.back[self.own[: self.waiting]] > 0).sum())
 
     @cached_property
     def forward(self) -> Route:
@@ -115,7 +122,7 @@ class RankPlan:
         came = torch.cat(coming)
         with_matrix = came[step[came] > 0]
         row_of[came] = own + torch.arange(len(came), device="cpu")
-        matrix_of[with_matrix] = self.waiting + torch.arange(len(with_matrix), device="cpu")
+        matrix_of[with_matrix] = self.mapped + torch.arange(len(with_matrix), device="cpu")
 
         # Chains, longest first; the links of step 1 of all of them, then those of step 2, and so on.
         reach = last[self.rank]
@@ -152,12 +159,12 @@ class RankPlan:
 class Chunks:
     """A rank's stretches cut into chunks of `size` tokens, the last of each filled up with nothing.
 
-    In the order of the rank's stretches, step after step: first the first chunks of all that wait, then their second
-    ones, and so on; then those of the stretches that begin a chain.
+    In the order of the rank's stretches, step after step: first the first chunks of all in the middle of a chain, then
+    their second ones, and so on; then those of the stretches that end a chain, and of those that begin one.
     """
 
     size: int
-    sizes: tuple[tuple[int, ...], tuple[int, ...]]  # how many chunks each step has: of those that wait, of the others
+    sizes: tuple[tuple[int, ...], ...]  # how many chunks each step has: of those in the middle, at the end, beginning
     stretch: Tensor  # by chunk: the row of its stretch
     tokens: Tensor  # (chunks, size): places on the rank, 0 where there is none
     filled: Tensor  # (chunks, size): where there is one
@@ -172,19 +179,19 @@ class Chunks:
         counts = (s.length[own] + size - 1) // size
         stretch = torch.arange(len(own), device="cpu").repeat_interleave(counts)
         step = torch.arange(len(stretch), device="cpu") - (counts.cumsum(0) - counts).repeat_interleave(counts)
-        begins = stretch >= waiting
-        order = ((begins * (int(counts.max() if len(own) else 0) + 1) + step) * (len(own) + 1) + stretch).argsort()
-        stretch, step, begins = stretch[order], step[order], begins[order]
+        kind = (stretch >= plan.mapped).int() + (stretch >= waiting)
+        order = ((kind * (int(counts.max() if len(own) else 0) + 1) + step) * (len(own) + 1) + stretch).argsort()
+        stretch, step, kind = stretch[order], step[order], kind[order]
         offset = torch.arange(size, device="cpu")
         within = step.unsqueeze(1) * size + offset
         filled = within < s.length[own][stretch].unsqueeze(1)
         tokens = torch.where(filled, s.place[own][stretch].unsqueeze(1) + within, 0)
         back = torch.empty(int(s.length[own].sum()), dtype=torch.int64, device="cpu")
         back[tokens[filled]] = filled.flatten().nonzero().flatten()
-        waits, others = (tuple(torch.bincount(step[begins == kind]).tolist()) for kind in (False, True))
+        sizes = tuple(tuple(torch.bincount(step[kind == each]).tolist()) for each in range(3))
         full = bool(filled.all())
         in_order = full and torch.equal(back, torch.arange(len(back), device="cpu"))
-        return Chunks(size, (waits, others), stretch, tokens, filled, back, full, in_order)
+        return Chunks(size, sizes, stretch, tokens, filled, back, full, in_order)
 
 
 T = TypeVar("T", Chunks, Route)

@@ -85,7 +85,7 @@ class Recurrence:
         parts = chunked(rule.terms().each(lambda x: _chunks_of(_outermost(x, alike), chunks)))
         a, b = (torch.cat(each) for each in zip(*((part.a, part.b) for part in parts), strict=True))
         begins = self._initial(b, None if initial is None else rule.state_in(initial).flatten(1, 2))
-        scan = Scan(self.plan.waiting, chunks, self._routes, self.transport, name, rule.MATRIX)
+        scan = Scan(self.plan.mapped, self.plan.waiting, chunks, self._routes, self.transport, name, rule.MATRIX)
         before, after = States.apply(a, b, begins, scan)
         states = before.split([len(part.out) for part in parts])
         out = torch.cat([part.read(state).transpose(1, 2) for part, state in zip(parts, states, strict=True)])
@@ -117,7 +117,7 @@ class Recurrence:
         b = torch.stack([nothing, *added])[1:]
         a = torch.stack([unit, *matrices, *[unit] * (len(parts) - waiting)])[1:]
         chunks = self._chunked(max([1, *self._lengths.tolist()]))
-        scan = Scan(waiting, chunks, self._routes, self.transport, name, not rule.diagonal)
+        scan = Scan(plan.mapped, waiting, chunks, self._routes, self.transport, name, not rule.diagonal)
         before, after = States.apply(a, b, self._initial(b, None), scan)
         states = before.reshape(len(before), rows, *rule.state_shape)
         later = [rule.call(inputs, state)[0] for (inputs, _), state in zip(parts[:waiting], states, strict=False)]

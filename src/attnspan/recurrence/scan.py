@@ -3,17 +3,18 @@
 A chunk maps the state before it to the one after: ``after = A @ before + B``, or ``A * before + B`` where A is a decay.
 `states` takes the maps of this rank's chunks and gives the state before each of them::
 
-    1. scan     every stretch from its own beginning: from its state if it begins a chain, else from zero, with the
-                product of its matrices so far
+    1. scan     stretches that begin a chain from their states, and those in the middle of one from zero, with the
+                product of their matrices so far
     2. exchange the maps of stretches, as the plan says, in one message to each rank that needs any
     3. compose  the maps before each stretch: the state it starts from
     4. correct  states of chunks: what was scanned from zero, plus the product so far times that state
+    5. scan     stretches that end a chain from their states: nobody needs their maps
 
 Gradients are the same from the end to the beginning, with transposed matrices: b, what a stretch adds, is a sum over
 its chunks; maps are exchanged and composed along the other route; then one scan backwards gives the gradient after
 each chunk, which is B's, and with the states A's. The products of step 1 are kept for that.
 
-Both passes cost one scan and one exchange. A scan goes step by step, over all stretches at once.
+Both passes cost one scan of each chunk and one exchange. A scan goes step by step, over all stretches at once.
 
 Shapes: n chunks, s stretches, H heads (batch rows among them if all lie alike), (K, V) a state; A is (n, H, K, K), or
 anything that (n, H, K, V) can be multiplied by.
@@ -39,12 +40,18 @@ from attnspan.transports.unbroken import unbroken
 class Scan:
     """What a scan runs over: chunks of a rank, the ways of maps, its group, and the name that all ranks know it by."""
 
-    waiting: int  # how many stretches wait for a state; they are the first
+    mapped: int  # how many stretches are needed as maps; they are the first
+    waiting: int  # how many wait for a state: these and the next
     chunks: Chunks
     routes: tuple[Route, Route]  # forward, backward
     transport: Transport
     name: str
     matrix: bool  # whether A is one, or a decay
+
+    def by_kind(self, chunks: Tensor) -> tuple[Tensor, ...]:
+        """Those of stretches in the middle of a chain, at its end, and at its beginning."""
+        kinds: tuple[Tensor, ...] = chunks.split([sum(sizes) for sizes in self.chunks.sizes])
+        return kinds
 
 
 class _Apply(Protocol):
@@ -58,17 +65,20 @@ class States(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor, initial: Tensor, scan: Scan) -> tuple[Tensor, Tensor]:
-        maps, (waits, others), n = Maps(scan.matrix), scan.chunks.sizes, sum(scan.chunks.sizes[0])
-        waiting = scan.waiting
-        (before, product), (after, whole) = maps.open(a[:n], b[:n], waiting, waits)
-        known, ends = maps.scan(a[n:], b[n:], initial, others)
-        ctx.header, arrived = _exchanged(scan, scan.routes[0], whole, torch.cat([after, ends]), scan.name)
-        before += maps.act(product, _rows(arrived, scan.chunks.stretch[:n]))
-        after += maps.act(whole, arrived)
-        states = torch.cat([before, known])
+        maps, mapped, (middle, last, first) = Maps(scan.matrix), scan.mapped, scan.chunks.sizes
+        (a_middle, a_last, a_first), (b_middle, b_last, b_first) = scan.by_kind(a), scan.by_kind(b)
+        (before, product), (after, whole) = maps.open(a_middle, b_middle, mapped, middle)
+        known, ends = maps.scan(a_first, b_first, initial, first)
+        nobodys = b.new_zeros(scan.waiting - mapped, *b.shape[1:])
+        every = torch.cat([after, nobodys, ends])
+        ctx.header, arrived = _exchanged(scan, scan.routes[0], whole, every, scan.name)
+        before += maps.act(product, _rows(arrived, scan.chunks.stretch[: len(before)]))
+        after += maps.act(whole, arrived[:mapped])
+        later, ended = maps.scan(a_last, b_last, arrived[mapped:], last)
+        states = torch.cat([before, later, known])
         ctx.save_for_backward(a, product, whole, states)
         ctx.scan = scan
-        return states, torch.cat([after, ends])
+        return states, torch.cat([after, ended, ends])
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator, unused-ignore]
@@ -81,16 +91,18 @@ def _gradients(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Of maps and beginnings, from those of states before chunks and after stretches."""
     (a, product, whole, states), scan = ctx.saved_tensors, ctx.scan
     d_states, d_after = (each.contiguous() for each in grads)
-    maps, (waits, others), n = Maps(scan.matrix), scan.chunks.sizes, sum(scan.chunks.sizes[0])
-    waiting, route = scan.waiting, scan.routes[1]
-    added = maps.act(maps.transposed(whole), d_after[:waiting])
-    for size, part in _steps(waits, maps.act(maps.transposed(product), d_states[:n])):
+    maps, (middle, last, first) = Maps(scan.matrix), scan.chunks.sizes
+    mapped, waiting, route = scan.mapped, scan.waiting, scan.routes[1]
+    (a_middle, a_last, a_first), (d_middle, d_last, d_first) = scan.by_kind(a), scan.by_kind(d_states)
+    d_later, ended = maps.scan_back(a_last, d_last, d_after[mapped:waiting], last)
+    added = maps.act(maps.transposed(whole), d_after[:mapped])
+    for size, part in _steps(middle, maps.act(maps.transposed(product), d_middle)):
         added[:size] += part
-    _, arrived = _exchanged(scan, route, maps.transposed(whole), added, ctx.header)
+    _, arrived = _exchanged(scan, route, maps.transposed(whole), torch.cat([added, ended]), ctx.header)
     d_after = d_after.index_add(0, route.targets, arrived)
-    d_b, _ = maps.scan_back(a[:n], d_states[:n], d_after[:waiting], waits)
-    d_known, d_initial = maps.scan_back(a[n:], d_states[n:], d_after[waiting:], others)
-    d_b = torch.cat([d_b, d_known])
+    d_before, _ = maps.scan_back(a_middle, d_middle, d_after[:mapped], middle)
+    d_known, d_initial = maps.scan_back(a_first, d_first, d_after[waiting:], first)
+    d_b = torch.cat([d_before, d_later, d_known])
     return maps.outer(d_b, states).sum_to_size(a.shape), d_b, d_initial
 
 
