@@ -21,9 +21,7 @@ lse. But merging is a formula: with w = e^(lse_i - lse), d out / d out_i = w and
 the call is made again with autograd, and given the gradients w grad of out_i, and w (sum(grad (out_i - out)) +
 grad_lse) of lse_i. Where the part is all there is, out_i and lse_i are final, and so are their gradients.
 
-[Note: captured] FlexAttention differentiates a captured tensor only where it is looked up, pair by pair. So what a
-program computes from captured tensors alone (the sigmoid of a table) is computed before, once, by ordinary operations;
-what is left looks numbers up, of which autograd then walks the rest of the way.
+Captured tensors are prepared once (split.py), and autograd walks the rest of the way from what was looked up.
 
 Shapes: kernel.py. Half precision comes back in half precision.
 """
@@ -32,16 +30,15 @@ from __future__ import annotations
 
 import functools
 import itertools
-import operator
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from threading import RLock
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from attnspan.dtypes import lse_dtype
 from attnspan.kernels.accumulator import Accumulator
@@ -49,8 +46,9 @@ from attnspan.kernels.autograd import differentiable
 from attnspan.kernels.kernel import Final, Gradients, Region, Spec, Tiles, Traits
 from attnspan.kernels.merge import has_triton
 from attnspan.kernels.mods import Mods
+from attnspan.kernels.split import split, tables
 from attnspan.masks.blocks import lists_of_tiles
-from attnspan.masks.program import LOOKUP, Program, depending
+from attnspan.masks.program import Program
 
 name = "flex"
 traits = Traits(
@@ -261,66 +259,9 @@ def _compiled(key: str) -> Compiled:
     return Compiled()
 
 
-class Split(NamedTuple):
-    """A program in two: what is the same for all pairs, and what is asked pair by pair. See [Note: captured]."""
-
-    prepare: fx.GraphModule  # (*captured) -> tables
-    ask: Callable[..., Tensor]  # (None, *arguments, *tables) -> result
-
-
-def split(program: Program) -> Split:
-    """The two parts of a program, the same objects for programs of the same graph."""
-    return _split(program.graph, len(program.captured))
-
-
-@functools.lru_cache(maxsize=256)
-def _split(graph: fx.GraphModule, count: int) -> Split:
-    """Of a graph whose last `count` inputs are captured."""
-    whole = list(graph.graph.nodes)
-    given = [node for node in whole if node.op == "placeholder"]
-    arguments, captured = given[: len(given) - count], given[len(given) - count :]
-    moving, fixed = depending(graph.graph, arguments), set(captured)
-    for node in whole:
-        if node not in moving and fixed.intersection(node.all_input_nodes):
-            fixed.add(node)
-    tables = [node for node in whole if node in fixed and any(user in moving for user in node.users)]
-
-    prepare, ask = fx.Graph(), fx.Graph()
-    before: dict[fx.Node, fx.Node] = {node: prepare.node_copy(node) for node in captured}
-    inside: dict[fx.Node, fx.Node] = {node: ask.node_copy(node) for node in arguments}
-    places = [ask.placeholder(f"table_{n}") for n in range(len(tables))]
-    nowhere = ask.call_function(operator.mul, (inside[arguments[-1]], 0))
-    for node, place in zip(tables, places, strict=True):
-        # A number becomes a table of one: FlexAttention differentiates what is looked up, and nothing else.
-        is_number = node.meta["val"].dim() == 0
-        inside[node] = ask.call_function(operator.getitem, (place, (nowhere,))) if is_number else place
-    for node in whole:
-        if node in fixed and node not in before:
-            before[node] = prepare.node_copy(node, before.__getitem__)
-        elif node.op == "call_function" and node not in fixed:
-            if node not in moving:  # a constant: both parts may use it
-                before[node] = prepare.node_copy(node, before.__getitem__)
-            if node.target is LOOKUP:
-                at = tuple(inside[i] for i in node.args[1])
-                inside[node] = ask.call_function(operator.getitem, (inside[node.args[0]], at))
-            else:
-                inside[node] = ask.node_copy(node, inside.__getitem__)
-        elif node.op == "output":
-            ask.output(inside[node.args[0]])
-    prepare.output([before[node] for node in tables])
-    prepare.eliminate_dead_code()
-    ask.eliminate_dead_code()
-    made = [fx.GraphModule(torch.nn.Module(), graph) for graph in (prepare, ask)]
-    return Split(made[0], type(made[1]).forward)
-
-
 def _tables_of(spec: Spec, captured: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """What a score_mod looks into, prepared."""
-    return () if spec.mods is None or spec.mods.score_mod is None else _tables(spec.mods.score_mod, captured)
-
-
-def _tables(program: Program, captured: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    return tuple(x if x.dim() else x.reshape(1) for x in split(program).prepare(*captured))
+    return () if spec.mods is None or spec.mods.score_mod is None else tables(spec.mods.score_mod, captured)
 
 
 _FIXED: WeakKeyDictionary[Program, tuple[Tensor, ...]] = WeakKeyDictionary()
@@ -330,5 +271,5 @@ def _fixed_tables(program: Program) -> tuple[Tensor, ...]:
     """What a mask's rule looks into, prepared once."""
     if program not in _FIXED:
         with torch.inference_mode(False), torch.no_grad():
-            _FIXED[program] = _tables(program, program.captured)
+            _FIXED[program] = tables(program, program.captured)
     return _FIXED[program]

@@ -5,7 +5,7 @@ import gc
 
 import torch
 
-from attnspan.kernels import flex
+from attnspan.kernels import split
 from attnspan.masks.program import traced
 
 SLOPES = torch.tensor([0.5, 1.0, 2.0])
@@ -21,23 +21,23 @@ def program_of(fn):
 
 def test_tables_and_what_is_asked_compute_what_the_program_does():
     program = program_of(score_mod)
-    prepare, ask = flex.split(program)
+    prepare, ask, _ = split.split(program)
     score, b, h, q_idx, kv_idx = torch.tensor(3.0), *(torch.tensor(i) for i in (0, 2, 5, 1))
     assert ask(None, score, b, h, q_idx, kv_idx, *prepare(SLOPES)) == score_mod(score, b, h, q_idx, kv_idx)
 
 
 def test_a_program_that_is_made_again_has_the_same_parts_so_that_nothing_recompiles():
-    before = flex.split(program_of(score_mod))
+    before = split.split(program_of(score_mod))
     gc.collect()
-    assert flex.split(program_of(lambda *arguments: score_mod(*arguments))) is before
+    assert split.split(program_of(lambda *arguments: score_mod(*arguments))) is before
 
 
 def test_the_parts_of_many_programs_are_let_go_of(monkeypatch):
-    assert flex._split.cache_parameters()["maxsize"] is not None
+    assert split._split.cache_parameters()["maxsize"] is not None
     most = 8  # in the place of hundreds, which take long to trace
-    monkeypatch.setattr(flex, "_split", functools.lru_cache(maxsize=most)(flex._split.__wrapped__))
-    first = flex.split(program_of(score_mod))
+    monkeypatch.setattr(split, "_split", functools.lru_cache(maxsize=most)(split._split.__wrapped__))
+    first = split.split(program_of(score_mod))
     for window in range(most):
-        flex.split(traced(lambda b, h, q, k, window=window: q - k < window))
-    assert flex._split.cache_info().currsize == most
-    assert flex.split(program_of(score_mod)) is not first
+        split.split(traced(lambda b, h, q, k, window=window: q - k < window))
+    assert split._split.cache_info().currsize == most
+    assert split.split(program_of(score_mod)) is not first
