@@ -33,11 +33,11 @@ def test_a_program_that_is_made_again_has_the_same_parts_so_that_nothing_recompi
 
 
 def test_the_parts_of_many_programs_are_let_go_of(monkeypatch):
-    assert split._split.cache_parameters()["maxsize"] is not None
+    assert split.split_graph.cache_parameters()["maxsize"] is not None
     most = 8  # in the place of hundreds, which take long to trace
-    monkeypatch.setattr(split, "_split", functools.lru_cache(maxsize=most)(split._split.__wrapped__))
+    monkeypatch.setattr(split, "split_graph", functools.lru_cache(maxsize=most)(split.split_graph.__wrapped__))
     first = split.split(program_of(score_mod))
     for window in range(most):
         split.split(traced(lambda b, h, q, k, window=window: q - k < window))
-    assert split._split.cache_info().currsize == most
+    assert split.split_graph.cache_info().currsize == most
     assert split.split(program_of(score_mod)) is not first

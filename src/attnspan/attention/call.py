@@ -19,7 +19,7 @@ from attnspan.attention.ulysses import HeadAllToAll, Side
 from attnspan.attention.uses import Uses
 from attnspan.dtypes import dtype_name, lse_dtype
 from attnspan.errors import AttentionError, MaskError, PlanError
-from attnspan.kernels import Dropout, Mods, Spec, runs_programs
+from attnspan.kernels import Dropout, Mods, Spec, explain_programs, runs_programs
 from attnspan.layouts.run import Runs
 from attnspan.masks import Mask
 from attnspan.masks.program import traced
@@ -176,6 +176,11 @@ class Call:
         if known not in self._mods:
             self._mods[known] = self._found_mods(*known)
         return self._mods[known]
+
+    @property
+    def programs(self) -> list[str]:
+        """What is to be said of the programs that ran."""
+        return [line for mods in self._mods.values() for line in explain_programs(mods, asked=self.plan.asks)]
 
     def _found_mods(self, device: torch.device, dtype: torch.dtype) -> Mods | None:
         score = None if self.score is None else self.score.program(dtype).on(device)

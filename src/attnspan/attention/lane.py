@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -24,7 +24,7 @@ from attnspan.attention.call import Call, Inputs
 from attnspan.attention.sums import Sum, Total
 from attnspan.attention.wire import Arrivals, Places, Staged, arriving, empty, leaving, packed, places, unpacked
 from attnspan.dtypes import lse_dtype
-from attnspan.kernels import Accumulator, Final, Into, Kernel, Region, Where, choose, rounds, write_into
+from attnspan.kernels import Accumulator, Final, Into, Kernel, Region, RowSums, Where, choose, rounds, write_into
 from attnspan.layouts.run import Runs
 from attnspan.plan.step import Step, Transfer
 
@@ -142,7 +142,8 @@ class Lane:
     def _where(self, step: Step) -> Where:
         """The positions that a step's rows and columns stand for."""
         device = self.query.device
-        return Where(positions(self._queries, device), positions(step.arena, device), *self.place)
+        runs = tuple(run.positions for run in self._queries), tuple(run.positions for run in step.arena)
+        return Where(positions(self._queries, device), positions(step.arena, device), *self.place, runs)
 
     @functools.cached_property
     def _one_step(self) -> bool:
@@ -220,6 +221,7 @@ class Grads:
     keys: Total
     captured: Sequence[Tensor | None] = ()
     weights: Sequence[Tensor] = ()
+    row_sums: RowSums = field(default_factory=RowSums)
 
     @classmethod
     def of(cls, lane: Lane, captured: Sequence[Tensor | None], weights: Sequence[Tensor] = ()) -> Grads:
@@ -229,7 +231,8 @@ class Grads:
         return cls(of_query, Total([key.shape, value.shape], lse_dtype(key.dtype), key.device), captured, weights)
 
     def results(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """dq, dk and dv."""
+        """dq, dk and dv; what was captured has all of its gradients then."""
+        self.row_sums.close()
         return *self.query.result(dtype), *self.keys.result(dtype)
 
 
@@ -245,6 +248,10 @@ class StepGrads(NamedTuple):
     @property
     def captured(self) -> Sequence[Tensor | None]:
         return self.totals.captured
+
+    @property
+    def row_sums(self) -> RowSums:
+        return self.totals.row_sums
 
     def add(self, rows: range, cols: range, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
         self.totals.query.add(rows, dq)

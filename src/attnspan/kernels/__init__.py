@@ -2,12 +2,14 @@
 
 from attnspan.kernels.accumulator import Accumulator
 from attnspan.kernels.adding import add_into, sum_into, write_into
+from attnspan.kernels.band_mods import explain_programs
 from attnspan.kernels.dropout import Dropout
 from attnspan.kernels.kernel import Final, Gradients, Into, Kernel, Preference, Region, Spec, TileKernel, Traits
 from attnspan.kernels.merge import merge_into
 from attnspan.kernels.mods import Mods, Where
 from attnspan.kernels.per_tile import PerTile
 from attnspan.kernels.registry import AUTO, KERNELS, choose, fastest, refusal, refusals, rounds, runs_programs
+from attnspan.kernels.row_sums import RowSums
 
 __all__ = [
     "AUTO",
@@ -22,12 +24,14 @@ __all__ = [
     "PerTile",
     "Preference",
     "Region",
+    "RowSums",
     "Spec",
     "TileKernel",
     "Traits",
     "Where",
     "add_into",
     "choose",
+    "explain_programs",
     "fastest",
     "merge_into",
     "refusal",

@@ -12,29 +12,66 @@ Seen from the other side, a block of columns and the rows that see it, it is the
 Blocks with the most work come first, so that programs end together. Rows in no tile are blocks without work: what is
 theirs is written all the same.
 
+Where programs ask for positions, tiles are cut where runs of neighbours in the sequence end, so that positions are
+affine in the rows of a block and in the columns of a span; tables say how.
+
 Pure data, but that the tables end up on a device, where they stay for the next call with the same tiles.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from attnspan.masks.tile import Tile
+from attnspan.masks.tile import Tile, band_of
 
 Side = Literal["rows", "cols"]
+Positions = tuple[range, ...]
 
 
 class Agenda(NamedTuple):
-    """Blocks (first, last + 1, first span, last span + 1) and spans (first, last + 1, lo, hi), int32 tables."""
+    """Blocks (first, last + 1, first span, last span + 1) and spans (first, last + 1, lo, hi), int32 tables. Of each
+    its `Spot`, where there are runs."""
 
     blocks: Tensor
     spans: Tensor
+    blocks_at: Tensor
+    spans_at: Tensor
+
+    def some(self, blocks: range) -> Agenda:
+        """The work of some blocks alone."""
+        at = slice(blocks.start, blocks.stop)
+        return Agenda(self.blocks[at], self.spans, self.blocks_at[at], self.spans_at)
+
+
+class Runs(NamedTuple):
+    """The positions of rows and of columns, run by run."""
+
+    rows: Positions
+    cols: Positions
+
+    def of(self, tile: Tile) -> Runs:
+        """Those of a tile's rows and columns."""
+        return Runs(tuple(_part(self.rows, tile.rows)), tuple(_part(self.cols, tile.cols)))
+
+    @property
+    def in_step(self) -> bool:
+        """Whether the distance between neighbours is the same everywhere: a block's diagonals are distances then."""
+        return len({run.step for run in (*self.rows, *self.cols) if len(run) > 1}) < 2
+
+
+class Spot(NamedTuple):
+    """Where indices lie: `first + step * index` is a position. Whether pairs must be asked."""
+
+    first: int = 0
+    step: int = 0
+    asked: bool = False
 
 
 class Span(NamedTuple):
@@ -45,6 +82,7 @@ class Span(NamedTuple):
     stop: int
     lo: int
     hi: int
+    spot: Spot = Spot()
 
     def seen(self, first: int, last: int) -> int:
         """About how much work rows [first, last] are: what any of them sees."""
@@ -60,11 +98,13 @@ class Span(NamedTuple):
 
 
 @lru_cache(maxsize=2048)
-def agenda(tiles: tuple[Tile, ...], side: Side, count: int, block: int, device: torch.device) -> Agenda:
+def agenda(
+    tiles: tuple[Tile, ...], side: Side, count: int, block: int, device: torch.device, runs: Runs | None = None
+) -> Agenda:
     """What the blocks of `count` rows (or columns) are to do.
 
     >>> tiles = (Tile(range(0, 70), range(0, 70), -69, 0), Tile(range(40, 90), range(70, 99), -49, 28))
-    >>> blocks, spans = agenda(tiles, "rows", 100, 64, torch.device("cpu"))
+    >>> blocks, spans, *_ = agenda(tiles, "rows", 100, 64, torch.device("cpu"))
     >>> blocks.tolist()  # the last ten rows see nothing
     [[40, 70, 1, 3], [0, 40, 0, 1], [70, 90, 3, 4], [90, 100, 4, 4]]
     >>> spans[1:3].tolist()
@@ -72,17 +112,67 @@ def agenda(tiles: tuple[Tile, ...], side: Side, count: int, block: int, device: 
     """
     blocks: list[tuple[int, tuple[int, int, int, int]]] = []
     spans: list[tuple[int, int, int, int]] = []
-    for first, last, met in _stretches([_span(tile, side) for tile in tiles], count):
+    places: list[Spot] = []
+    own, others = ((), ()) if runs is None else (runs if side == "rows" else runs[::-1])
+    for first, last, met in _stretches(_spans(tiles, side, own, others), count):
         at = len(spans)
         met = list(_joined(met, first, last - 1))
         spans += [(span.start, span.stop, span.lo, span.hi) for span in met]
+        places += [span.spot for span in met]
         for top in range(first, last, block):
             bottom = min(top + block, last)
             work = sum(span.seen(top, bottom - 1) for span in met)
             blocks.append((-work, (top, bottom, at, len(spans))))
     table = [item for _, item in sorted(blocks)]
     with torch.inference_mode(False):  # made during evaluation, they serve training later
-        return Agenda(_table(table, device), _table(spans, device))
+        plain = _table(table, device), _table(spans, device)
+        if runs is None:
+            return Agenda(*plain, *plain)
+        starts = [_spot(own, first) for first, *_ in table]
+        return Agenda(*plain, _table(starts, device, 3), _table(places, device, 3))
+
+
+def _spans(tiles: tuple[Tile, ...], side: Side, own: Positions, others: Positions) -> list[Span]:
+    """Every tile from one side, cut where runs end."""
+    spans = [_span(tile, side) for tile in tiles]
+    if not own:
+        return spans
+    rows, cols = (own, others) if side == "rows" else (others, own)
+    cut = [piece for tile in tiles for piece in _cut(tile, rows, cols)]
+    return [
+        _span(tile, side)._replace(spot=_spot(others, (tile.cols if side == "rows" else tile.rows).start, tile.asked))
+        for tile in cut
+    ]
+
+
+def _cut(tile: Tile, rows: Positions, cols: Positions) -> Iterator[Tile]:
+    band = band_of(tile)
+    for r0, r1 in _edges(rows):
+        for c0, c1 in _edges(cols):
+            if (piece := band.cut(r0, r1, c0, c1)) is not None:
+                q0, q1, k0, k1, lo, hi = piece
+                yield Tile(range(q0, q1), range(k0, k1), lo - k0 + q0, hi - k0 + q0, tile.asked)
+
+
+def _edges(runs: Positions) -> list[tuple[int, int]]:
+    """The indices where runs begin and end."""
+    return list(pairwise(accumulate(map(len, runs), initial=0)))
+
+
+def _spot(runs: Positions, index: int, asked: bool = False) -> Spot:
+    """Of the run that an index lies in."""
+    for run, (start, stop) in zip(runs, _edges(runs), strict=True):
+        if start <= index < stop:
+            return Spot(run.start - run.step * start, run.step, asked)
+    raise AssertionError("runs hold every index")
+
+
+def _part(runs: Positions, indices: range) -> Iterator[range]:
+    """The positions of some indices."""
+    for run, (start, stop) in zip(runs, _edges(runs), strict=True):
+        inside = indices[bisect_left(indices, start) : bisect_left(indices, stop)]
+        if inside:
+            yield run[inside.start - start : inside[-1] + 1 - start : inside.step]
 
 
 def _span(tile: Tile, side: Side) -> Span:
@@ -112,8 +202,9 @@ def _joined(spans: list[Span], first: int, last: int) -> Iterator[Span]:
     """
     whole: Span | None = None
     for span in sorted(spans, key=lambda span: span.start):
-        if whole is not None and whole.stop == span.start and whole.leads(first, last) and span.follows(first, last):
-            whole = Span(whole.rows, whole.start, span.stop, whole.lo, span.hi)
+        beside = whole is not None and whole.stop == span.start and whole.spot == span.spot
+        if whole is not None and beside and whole.leads(first, last) and span.follows(first, last):
+            whole = Span(whole.rows, whole.start, span.stop, whole.lo, span.hi, whole.spot)
             continue
         if whole is not None:
             yield whole
@@ -122,5 +213,5 @@ def _joined(spans: list[Span], first: int, last: int) -> Iterator[Span]:
         yield whole
 
 
-def _table(rows: list[tuple[int, int, int, int]], device: torch.device) -> Tensor:
-    return torch.tensor(rows, dtype=torch.int32, device="cpu").reshape(-1, 4).to(device)
+def _table(rows: Sequence[tuple[int, ...]], device: torch.device, width: int = 4) -> Tensor:
+    return torch.tensor(rows, dtype=torch.int32, device="cpu").reshape(-1, width).to(device)

@@ -23,7 +23,12 @@ SMALL = 1.5e11
 """Floating-point operations of a tile's forward pass below which a tile is small; measured on an H200."""
 
 traits = Traits(
-    devices=("cuda",), dtypes=(torch.float32, torch.float16, torch.bfloat16), order=20, dropout=True, joins=SMALL
+    devices=("cuda",),
+    dtypes=(torch.float32, torch.float16, torch.bfloat16),
+    order=20,
+    dropout=True,
+    programs_by_name=True,
+    joins=SMALL,
 )
 
 MOST_DIM = 256

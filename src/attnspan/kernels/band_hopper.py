@@ -69,7 +69,7 @@ def forward(
     described = (_described(q, FORWARD.rows), _described(k, FORWARD.cols), _described(v, FORWARD.cols))
     grid = (q.shape[0] * q.shape[1] * len(work.blocks),)
     programs().forward[grid](
-        *described, out, lse, *work, *out.stride()[:3], q.shape[1], q.shape[1] // k.shape[1], q.shape[2],
+        *described, out, lse, *work[:2], *out.stride()[:3], q.shape[1], q.shape[1] // k.shape[1], q.shape[2],
         len(work.blocks), scale, flip=flip, stages=FORWARD.stages, num_warps=4,
     )  # fmt: skip
 
@@ -89,7 +89,7 @@ def by_keys(
     grid = (k.shape[0] * k.shape[1] * len(work.blocks),)
     strides = [stride for x in into for stride in x.stride()[:3]]
     programs().by_keys[grid](
-        *described, *map(_flat, rows), *into, *work, *strides, q.shape[1], q.shape[1] // k.shape[1],
+        *described, *map(_flat, rows), *into, *work[:2], *strides, q.shape[1], q.shape[1] // k.shape[1],
         rows[0].shape[2], len(work.blocks), *scales, add=add, stages=BY_KEYS.stages, num_warps=4,
     )  # fmt: skip
 

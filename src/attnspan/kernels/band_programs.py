@@ -17,13 +17,26 @@ be multiplied, as in every flash attention. float32 is multiplied as float32, no
 block's pairs (dropout.py): a probability is weighted before it meets its value, and so is its gradient. `dice` holds
 the seed, the least word that is kept, and the first batch row and head. Without `drops` nothing of this is compiled.
 
+[Note: programs] With a score_mod or a mask_mod, programs are compiled with their functions (triton_mods.py) for each
+pair of graphs. Positions are affine in rows and columns: those of a block's rows, and of a span's columns, are
+``first + step * index``, and no tensor of positions is read. `mods` is (batch row, head, tables, their sizes). Scores
+are natural logarithms where they are changed: `scale` is the plain one then. A mask_mod is asked in blocks that take
+a mask anyway, and in all blocks of spans that are `asked`.
+
+[Note: what is learned] What the score_mod looked up by row, head or not at all is summed row by row, in registers
+(`carry`), with the sum of p * d_share: host code corrects with it, see bands.py. What it looked up by column is summed
+where dk is. By distance, diagonals of a block are summed and added to sums that belong to one program. The rest is
+written pair by pair. Each sum has one writer, so the same inputs give the same bits here too.
+
 Measured on an H200: by rows, all heads of a block come before the next block; by keys, all blocks of a head come first.
 """
 
 from __future__ import annotations
 
-from functools import cache
+from functools import lru_cache
 from typing import Any, NamedTuple
+
+from attnspan.kernels.triton_mods import NO_CODE, ModsCode
 
 tl: Any = None  # triton.language: Triton looks names up among the globals of what it compiles, so it must be one
 
@@ -34,12 +47,18 @@ class BandPrograms(NamedTuple):
     by_keys: Any
 
 
-@cache
-def programs() -> BandPrograms:
+@lru_cache(maxsize=256)
+def programs(code: ModsCode = NO_CODE) -> BandPrograms:
     """The Triton kernels. In them n is a row, m a column, d a feature; a block is rows [first, end)."""
     global tl
     import triton
     import triton.language as tl
+
+    change, pull, allow, row_start, row_more, row_keep, col_start, col_more, col_keep, spread, learned, _ = code
+    changes, asks, learns = (tl.constexpr(bool(each)) for each in (change, allow, learned))
+    placed = tl.constexpr(bool(change or allow))
+    spreads = tl.constexpr(bool(code.along("distances") or code.along("pairs")))
+    in_cols = tl.constexpr(bool(code.along("cols")))
 
     # fmt: off
     @triton.jit
@@ -71,6 +90,12 @@ def programs() -> BandPrograms:
         """A row of an agenda."""
         x = table + at * 4
         return tl.load(x), tl.load(x + 1), tl.load(x + 2), tl.load(x + 3)
+
+    @triton.jit
+    def three(table, at):
+        """A row of what says where blocks or spans lie: the position of index 0, the step, whether pairs are asked."""
+        x = table + at * 3
+        return tl.load(x), tl.load(x + 1), tl.load(x + 2)
 
     @triton.jit
     def reach(first, last, at, end, lo, hi, block: tl.constexpr):
@@ -106,7 +131,7 @@ def programs() -> BandPrograms:
         return tl.where(word.to(tl.int64) >= tl.load(dice + 1), keep, 0.0)
 
     @triton.jit
-    def attend(acc, total, most, q, k, v, n, first, k_n, v_n, m, lo, hi, scale,
+    def attend(acc, total, most, q, k, v, n, first, k_n, v_n, m, lo, hi, scale, mods, q_pos, k_first, k_step,
                dice, keep, b, h, q_at, cols_at, drops: tl.constexpr, flip: tl.constexpr,
                dim: tl.constexpr, dim_v: tl.constexpr, block_m: tl.constexpr,
                block_d: tl.constexpr, block_v: tl.constexpr, wide: tl.constexpr, cut: tl.constexpr):
@@ -116,8 +141,16 @@ def programs() -> BandPrograms:
         score = tl.dot(q, tl.trans(k_block), input_precision="ieee")
         if flip:
             score = -score
+        cols = first + tl.arange(0, block_m)
+        k_pos = k_first + k_step * cols
+        if changes:
+            score = change(score * scale, mods[0], mods[1], q_pos[:, None], k_pos[None, :], mods[2], mods[3])
+            scale = 1.0 if wide else 1.4426950408889634
         if cut:
-            score = tl.where(inside(n, first + tl.arange(0, block_m), lo, hi, m), score, float("-inf"))
+            seen = inside(n, cols, lo, hi, m)
+            if asks:
+                seen &= allow(mods[0], mods[1], q_pos[:, None], k_pos[None, :], mods[2], mods[3])
+            score = tl.where(seen, score, float("-inf"))
         top = tl.maximum(most, tl.max(score, 1) * scale)
         base = tl.where(top == float("-inf"), 0.0, top)  # of a row that saw nothing yet; -inf - -inf would be NaN
         if wide:
@@ -135,7 +168,7 @@ def programs() -> BandPrograms:
 
     @triton.jit(do_not_specialize=["n", "count", "heads", "group"])
     def forward(
-        q, k, v, out, lse, blocks, spans, dice, rows_at, cols_at,
+        q, k, v, out, lse, blocks, spans, blocks_at, spans_at, first_b, first_h, tables, dims, dice, rows_at, cols_at,
         q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, out_b, out_h, out_n,
         heads, group, n, count, scale, keep,
         drops: tl.constexpr, flip: tl.constexpr, dim: tl.constexpr, dim_v: tl.constexpr,
@@ -151,6 +184,9 @@ def programs() -> BandPrograms:
         v += b * v_b + h // group * v_h
         rows = first + tl.arange(0, block_n)
         q_at = places(rows_at, rows, end) if drops else rows
+        mods = (first_b + b, first_h + h, tables, dims)
+        q_first, q_step, _ = three(blocks_at, tl.program_id(0) // all_heads) if placed else (0, 0, 0)
+        q_pos = q_first + q_step * rows
 
         acc = tl.zeros([block_n, block_v], tl.float32)
         total = tl.zeros([block_n], tl.float32)
@@ -159,14 +195,19 @@ def programs() -> BandPrograms:
         for s in range(span, last_span):
             at, m, lo, hi = four(spans, s)
             start, inner, outer, stop = reach(first, end - 1, at, m, lo, hi, block_m)
+            k_first, k_step, asked = three(spans_at, s) if placed else (0, 0, 0)
+            if asks:
+                inner, outer = tl.where(asked != 0, stop, inner), tl.where(asked != 0, stop, outer)
             for j in range(inner, outer):
                 acc, total, most = attend(acc, total, most, q_block, k, v, rows, at + j * block_m, k_n, v_n, m, lo, hi,
-                                          scale, dice, keep, b, h, q_at, cols_at, drops, flip,
+                                          scale, mods, q_pos, k_first, k_step,
+                                          dice, keep, b, h, q_at, cols_at, drops, flip,
                                           dim, dim_v, block_m, block_d, block_v, wide, False)
             for i in tl.range(inner - start + stop - outer, num_stages=1):
                 j = tl.where(start + i < inner, start + i, start + i - inner + outer)
                 acc, total, most = attend(acc, total, most, q_block, k, v, rows, at + j * block_m, k_n, v_n, m, lo, hi,
-                                          scale, dice, keep, b, h, q_at, cols_at, drops, flip,
+                                          scale, mods, q_pos, k_first, k_step,
+                                          dice, keep, b, h, q_at, cols_at, drops, flip,
                                           dim, dim_v, block_m, block_d, block_v, wide, True)
 
         empty = total == 0.0
@@ -187,26 +228,51 @@ def programs() -> BandPrograms:
             return tl.exp2(score * scale - wall)
 
     @triton.jit
-    def gather_rows(acc, q, grad, wall, delta, k, v, n, first, k_n, v_n, m, lo, hi, scale,
-                    dice, keep, b, h, q_at, cols_at, drops: tl.constexpr,
+    def gather_rows(acc, carry, q, grad, wall, delta, k, v, n, first, k_n, v_n, m, lo, hi, scale,
+                    mods, q_pos, k_first, k_step, spots, dice, keep, b, h, q_at, cols_at, drops: tl.constexpr,
                     dim: tl.constexpr, dim_v: tl.constexpr, block_m: tl.constexpr,
                     block_d: tl.constexpr, block_v: tl.constexpr, wide: tl.constexpr, cut: tl.constexpr):
-        """dq of one block of keys more."""
+        """dq of one block of keys more, and what is learned."""
         k_block = load(k, k_n, first, m, dim, block_m, block_d, cut)
         v_block = load(v, v_n, first, m, dim_v, block_m, block_v, cut)
-        p = share(tl.dot(q, tl.trans(k_block), input_precision="ieee"), wall[:, None], scale, wide)
+        score = tl.dot(q, tl.trans(k_block), input_precision="ieee")
+        cols = first + tl.arange(0, block_m)
+        k_pos = k_first + k_step * cols
+        if changes:
+            found = pull(score * scale, mods[0], mods[1], q_pos[:, None], k_pos[None, :], mods[2], mods[3])
+            p = share(found[0], wall[:, None], 1.0 if wide else 1.4426950408889634, wide)
+            p = tl.where((wall == float("inf"))[:, None], 0.0, p)  # positions of rows that are not there have no score
+        else:
+            p = share(score, wall[:, None], scale, wide)
         d_share = tl.dot(grad, tl.trans(v_block), input_precision="ieee")
         if drops:
-            k_at = places(cols_at, first + tl.arange(0, block_m), m)
+            k_at = places(cols_at, cols, m)
             d_share *= weight(dice, keep, b, h, q_at[:, None], k_at[None, :])
+        if cut:
+            seen = inside(n, cols, lo, hi, m)
+            if asks:
+                seen &= allow(mods[0], mods[1], q_pos[:, None], k_pos[None, :], mods[2], mods[3])
+            p = tl.where(seen, p, 0.0)
         slope = p * (d_share - delta[:, None])
         if cut:
-            slope = tl.where(inside(n, first + tl.arange(0, block_m), lo, hi, m), slope, 0.0)
-        return tl.dot(slope.to(k_block.dtype), k_block, acc, input_precision="ieee")
+            slope = tl.where(seen, slope, 0.0)
+        if learns:
+            carry = row_more(carry, p, d_share, slope, found)
+        if spreads:
+            distances, stride, count, lowest, pairs, pair_stride, width = spots
+            q_0, k_0 = tl.min(q_pos), tl.min(k_pos)
+            at = n.to(tl.int64)[:, None] * width + cols[None, :]
+            spread(slope, found, distances, stride, q_0 - k_0 - k_step * (block_m - 1) - lowest, k_step, count,
+                   pairs, pair_stride, at, (wall < float("inf"))[:, None] & (cols < m)[None, :])
+        if changes:
+            slope = tl.where(slope == 0.0, 0.0, slope * found[1])
+        return tl.dot(slope.to(k_block.dtype), k_block, acc, input_precision="ieee"), carry
 
     @triton.jit(do_not_specialize=["n", "held", "count", "heads", "group"])
     def by_rows(
-        grad, q, k, v, out, lse, grad_lse, delta, walls, dq, blocks, spans, dice, rows_at, cols_at,
+        grad, q, k, v, out, lse, grad_lse, delta, walls, dq,
+        blocks, spans, blocks_at, spans_at, first_b, first_h, tables, dims,
+        row_sums, distances, distance_stride, distance_count, lowest, pairs, width, dice, rows_at, cols_at,
         grad_b, grad_h, grad_n, q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, out_b, out_h, out_n, dq_b, dq_h, dq_n,
         heads, group, n, held, count, scale, scale_unit, unit, keep, drops: tl.constexpr,
         through_lse: tl.constexpr, add: tl.constexpr, dim: tl.constexpr, dim_v: tl.constexpr,
@@ -221,6 +287,9 @@ def programs() -> BandPrograms:
         v += b * v_b + h // group * v_h
         rows = first + tl.arange(0, block_n)
         q_at = places(rows_at, rows, end) if drops else rows
+        mods = (first_b + b, first_h + h, tables, dims)
+        q_first, q_step, _ = three(blocks_at, tl.program_id(0) // all_heads) if placed else (0, 0, 0)
+        q_pos = q_first + q_step * rows
         of_head = head.to(tl.int64) * n
 
         out_block = load(out + b * out_b + h * out_h, out_n, first, end, dim_v, block_n, block_v, True)
@@ -235,23 +304,37 @@ def programs() -> BandPrograms:
         tl.store(walls + head.to(tl.int64) * held + rows, wall, mask=rows < end)
         q_block = load(q + b * q_b + h * q_h, q_n, first, end, dim, block_n, block_d, True)
         acc = tl.zeros([block_n, block_d], tl.float32)
+        carry = row_start(block_n) if learns else ()
+        all_rows = all_heads.to(tl.int64) * n
+        spots = (distances + tl.program_id(0).to(tl.int64) * distance_count, distance_stride, distance_count, lowest,
+                 pairs + of_head * width, all_rows * width, width)
+        factor = scale if changes else scale_unit
         for s in range(span, last_span):
             at, m, lo, hi = four(spans, s)
             start, inner, outer, stop = reach(first, end - 1, at, m, lo, hi, block_m)
+            k_first, k_step, asked = three(spans_at, s) if placed else (0, 0, 0)
+            if asks:
+                inner, outer = tl.where(asked != 0, stop, inner), tl.where(asked != 0, stop, outer)
             for j in range(inner, outer):
-                acc = gather_rows(acc, q_block, grad_block, wall, correction, k, v, rows, at + j * block_m, k_n, v_n,
-                                  m, lo, hi, scale_unit, dice, keep, b, h, q_at, cols_at, drops,
+                acc, carry = gather_rows(acc, carry, q_block, grad_block, wall, correction,
+                                  k, v, rows, at + j * block_m, k_n, v_n, m, lo, hi, factor,
+                                  mods, q_pos, k_first, k_step, spots,
+                                  dice, keep, b, h, q_at, cols_at, drops,
                                   dim, dim_v, block_m, block_d, block_v, wide, False)
             for i in tl.range(inner - start + stop - outer, num_stages=1):
                 j = tl.where(start + i < inner, start + i, start + i - inner + outer)
-                acc = gather_rows(acc, q_block, grad_block, wall, correction, k, v, rows, at + j * block_m, k_n, v_n,
-                                  m, lo, hi, scale_unit, dice, keep, b, h, q_at, cols_at, drops,
+                acc, carry = gather_rows(acc, carry, q_block, grad_block, wall, correction,
+                                  k, v, rows, at + j * block_m, k_n, v_n, m, lo, hi, factor,
+                                  mods, q_pos, k_first, k_step, spots,
+                                  dice, keep, b, h, q_at, cols_at, drops,
                                   dim, dim_v, block_m, block_d, block_v, wide, True)
         store(dq + b * dq_b + h * dq_h, dq_n, first, end, dim, block_n, block_d, acc * scale, add)
+        if learns:
+            row_keep(carry, row_sums, all_rows, of_head + rows, rows < end)
 
     @triton.jit
-    def gather_keys(dk, dv, k, v, q, grad, walls, delta, first, cols, q_n, grad_n, n, lo, hi, scale,
-                    dice, keep, b, h, rows_at, k_at, drops: tl.constexpr,
+    def gather_keys(dk, dv, carry, k, v, q, grad, walls, delta, first, cols, q_n, grad_n, n, lo, hi, scale,
+                    mods, k_pos, q_first, q_step, dice, keep, b, h, rows_at, k_at, drops: tl.constexpr,
                     dim: tl.constexpr, dim_v: tl.constexpr, block_n: tl.constexpr,
                     block_d: tl.constexpr, block_v: tl.constexpr, wide: tl.constexpr, cut: tl.constexpr):
         """dk and dv of one block of rows more; scores are (m, n) here."""
@@ -264,9 +347,18 @@ def programs() -> BandPrograms:
         else:
             wall = tl.load(walls + rows)
             correction = tl.load(delta + rows)
-        p = share(tl.dot(k, tl.trans(q_block), input_precision="ieee"), wall[None, :], scale, wide)
+        score = tl.dot(k, tl.trans(q_block), input_precision="ieee")
+        q_pos = q_first + q_step * rows
+        if changes:
+            found = pull(score * scale, mods[0], mods[1], q_pos[None, :], k_pos[:, None], mods[2], mods[3])
+            p = share(found[0], wall[None, :], 1.0 if wide else 1.4426950408889634, wide)
+            p = tl.where((wall == float("inf"))[None, :], 0.0, p)
+        else:
+            p = share(score, wall[None, :], scale, wide)
         if cut:
             seen = inside(cols, rows, lo, hi, n)
+            if asks:
+                seen &= allow(mods[0], mods[1], q_pos[None, :], k_pos[:, None], mods[2], mods[3])
             p = tl.where(seen, p, 0.0)
         if drops:
             weights = weight(dice, keep, b, h, places(rows_at, rows, n)[None, :], k_at[:, None])
@@ -278,11 +370,16 @@ def programs() -> BandPrograms:
         slope = p * (d_share - correction[None, :])
         if cut:
             slope = tl.where(seen, slope, 0.0)
-        return tl.dot(slope.to(q_block.dtype), q_block, dk, input_precision="ieee"), dv
+        if in_cols:
+            carry = col_more(carry, slope, found)
+        if changes:
+            slope = tl.where(slope == 0.0, 0.0, slope * found[1])
+        return tl.dot(slope.to(q_block.dtype), q_block, dk, input_precision="ieee"), dv, carry
 
     @triton.jit(do_not_specialize=["n", "count", "heads", "group"])
     def by_keys(
-        grad, q, k, v, delta, walls, dk, dv, blocks, spans, dice, rows_at, cols_at,
+        grad, q, k, v, delta, walls, dk, dv,
+        blocks, spans, blocks_at, spans_at, first_b, first_h, tables, dims, col_sums, width, dice, rows_at, cols_at,
         grad_b, grad_h, grad_n, q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, dk_b, dk_h, dk_n, dv_b, dv_h, dv_n,
         heads, group, n, count, scale, scale_unit, keep, drops: tl.constexpr,
         add: tl.constexpr, dim: tl.constexpr, dim_v: tl.constexpr,
@@ -294,6 +391,10 @@ def programs() -> BandPrograms:
         b, h = (head // (heads // group)).to(tl.int64), (head % (heads // group)).to(tl.int64)
         cols = first + tl.arange(0, block_m)
         k_at = places(cols_at, cols, end) if drops else cols
+        k_first, k_step, _ = three(blocks_at, tl.program_id(0) % count) if placed else (0, 0, 0)
+        k_pos = k_first + k_step * cols
+        factor = scale if changes else scale_unit
+        all_cols = (tl.num_programs(0) // count).to(tl.int64) * group * width
 
         k_block = load(k + b * k_b + h * k_h, k_n, first, end, dim, block_m, block_d, True)
         v_block = load(v + b * v_b + h * v_h, v_n, first, end, dim_v, block_m, block_v, True)
@@ -302,21 +403,30 @@ def programs() -> BandPrograms:
         for s in range(span, last_span):
             at, stop_row, lo, hi = four(spans, s)
             start, inner, outer, stop = reach(first, end - 1, at, stop_row, lo, hi, block_n)
+            q_first, q_step, asked = three(spans_at, s) if placed else (0, 0, 0)
+            if asks:
+                inner, outer = tl.where(asked != 0, stop, inner), tl.where(asked != 0, stop, outer)
             for each in range(group):
                 own = h * group + each
                 q_own, grad_own = q + b * q_b + own * q_h, grad + b * grad_b + own * grad_h
+                mods = (first_b + b, first_h + own, tables, dims)
+                carry = col_start(block_m) if in_cols else ()
                 walls_own, delta_own = walls + (b * heads + own) * n, delta + (b * heads + own) * n
                 for i in range(inner, outer):
-                    dk_sum, dv_sum = gather_keys(
-                        dk_sum, dv_sum, k_block, v_block, q_own, grad_own, walls_own, delta_own, at + i * block_n,
-                        cols, q_n, grad_n, stop_row, lo, hi, scale_unit, dice, keep, b, own, rows_at, k_at, drops,
+                    dk_sum, dv_sum, carry = gather_keys(
+                        dk_sum, dv_sum, carry, k_block, v_block, q_own, grad_own, walls_own, delta_own,
+                        at + i * block_n, cols, q_n, grad_n, stop_row, lo, hi, factor, mods, k_pos, q_first, q_step,
+                        dice, keep, b, own, rows_at, k_at, drops,
                         dim, dim_v, block_n, block_d, block_v, wide, False)
                 for e in tl.range(inner - start + stop - outer, num_stages=1):
                     i = tl.where(start + e < inner, start + e, start + e - inner + outer)
-                    dk_sum, dv_sum = gather_keys(
-                        dk_sum, dv_sum, k_block, v_block, q_own, grad_own, walls_own, delta_own, at + i * block_n,
-                        cols, q_n, grad_n, stop_row, lo, hi, scale_unit, dice, keep, b, own, rows_at, k_at, drops,
+                    dk_sum, dv_sum, carry = gather_keys(
+                        dk_sum, dv_sum, carry, k_block, v_block, q_own, grad_own, walls_own, delta_own,
+                        at + i * block_n, cols, q_n, grad_n, stop_row, lo, hi, factor, mods, k_pos, q_first, q_step,
+                        dice, keep, b, own, rows_at, k_at, drops,
                         dim, dim_v, block_n, block_d, block_v, wide, True)
+                if in_cols:
+                    col_keep(carry, col_sums, all_cols, (b * heads + own) * width + cols, cols < end)
         store(dk + b * dk_b + h * dk_h, dk_n, first, end, dim, block_m, block_d, dk_sum * scale, add)
         store(dv + b * dv_b + h * dv_h, dv_n, first, end, dim_v, block_m, block_v, dv_sum, add)
     # fmt: on

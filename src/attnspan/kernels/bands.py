@@ -22,36 +22,53 @@ from torch import Tensor
 from attnspan.kernels import band_hopper
 from attnspan.kernels.accumulator import Accumulator
 from attnspan.kernels.agenda import Agenda, agenda
+from attnspan.kernels.band_mods import NOTHING, Learned, Told, hand_over, refusal, wanted
 from attnspan.kernels.band_programs import programs
 from attnspan.kernels.dropout import Dropout
 from attnspan.kernels.kernel import Final, Gradients, Into, Region, Spec, Tiles
+from attnspan.kernels.mods import as_slice
 from attnspan.kernels.parts import last_dim_dense
-from attnspan.kernels.per_tile import PerTile, placed
+from attnspan.kernels.per_tile import PerTile, placed, sliced
+from attnspan.masks.tile import Tile
 
 
 class Bands(PerTile):
     """`band` for all tiles of a region: in one call where neighbours in a tile are neighbours in its buffers."""
 
     def supports(self, spec: Spec, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles) -> str | None:
-        """What `band` says of any tile, it says of all."""
-        return self.kernel.supports(spec, q, k, v, tiles[0])
+        """What `band` says of any tile, it says of all; programs are compiled, or the reason is told."""
+        return self.kernel.supports(spec, q, k, v, tiles[0]) or refusal(spec, tiles)
 
     def forward(self, spec: Spec, q: Tensor, k: Tensor, v: Tensor, region: Region, total: Accumulator) -> None:
-        if not are_dense(region.tiles):
-            super().forward(spec, q, k, v, region, total)
+        told = Told.of(spec, region)
+        if are_dense(region.tiles):
+            dtype, spec = q.dtype if region.is_final else torch.float32, _placed(spec, region, q, k)
+            total.add(range(q.shape[2]), *forward(spec, q, k, v, region.tiles, dtype, told))
             return
-        dtype, spec = q.dtype if region.is_final else torch.float32, _placed(spec, region, q, k)
-        total.add(range(q.shape[2]), *forward(spec, q, k, v, region.tiles, dtype))
+        for tile in region.tiles:
+            there = placed(spec, region, tile.rows, tile.cols)
+            out, lse = forward(there, *sliced(q, k, v, tile), (alone(tile),), torch.float32, told.at(tile))
+            total.add(tile.rows, out, lse)
 
     def backward(
         self, spec: Spec, final: Final, q: Tensor, k: Tensor, v: Tensor, region: Region, grads: Gradients
     ) -> None:
-        if not are_dense(region.tiles):
-            super().backward(spec, final, q, k, v, region, grads)
+        told = Told.of(spec, region, wanted(spec, region, grads))
+        whole = range(q.shape[2]), range(k.shape[2])
+        if are_dense(region.tiles):
+            into, there = grads.open(), _placed(spec, region, q, k)
+            sums = backward(there, final, q, k, v, region.tiles, into, told)
+            grads.close(into)
+            if sums is not None:
+                hand_over(sums, spec, final, region, grads, whole)
             return
-        into, spec = grads.open(), _placed(spec, region, q, k)
-        backward(spec, final, q, k, v, region.tiles, into)
-        grads.close(into)
+        for tile in region.tiles:
+            there, x = placed(spec, region, tile.rows, tile.cols), sliced(q, k, v, tile)
+            dq, dk, dv = (torch.empty(each.shape, dtype=torch.float32, device=q.device) for each in x)
+            sums = backward(there, final.rows(as_slice(tile.rows)), *x, (alone(tile),), Into(dq, dk, dv), told.at(tile))
+            grads.add(tile.rows, tile.cols, dq, dk, dv)
+            if sums is not None:
+                hand_over(sums, spec, final, region, grads, (tile.rows, tile.cols))
 
 
 def _placed(spec: Spec, region: Region, q: Tensor, k: Tensor) -> Spec:
@@ -64,7 +81,14 @@ def are_dense(tiles: Tiles) -> bool:
     return all(tile.rows.step == tile.cols.step == 1 for tile in tiles)
 
 
-def forward(spec: Spec, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def alone(tile: Tile) -> Tile:
+    """The tile as it lies in tensors that were sliced for it."""
+    return tile._replace(rows=range(len(tile.rows)), cols=range(len(tile.cols)))
+
+
+def forward(
+    spec: Spec, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, dtype: torch.dtype, told: Told = NOTHING
+) -> tuple[Tensor, Tensor]:
     """(out, lse) of all rows, out in `dtype`, lse in float32; 0 and -inf for rows in no tile."""
     q, k, v = last_dim_dense(q, k, v)
     shape = _Shape.of(q, k, v)
@@ -72,22 +96,27 @@ def forward(spec: Spec, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, dtype: to
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     drawn, keep = _drawn(spec.dropout, q)
     scale, flip = abs(spec.scale) if shape.wide else abs(spec.scale) * math.log2(math.e), spec.scale < 0
+    if told.code.change is not None:
+        scale, flip = spec.scale, False
     with torch.cuda.device(q.device):
-        if spec.dropout is None and band_hopper.serves(q, k, v):
+        if told is NOTHING and spec.dropout is None and band_hopper.serves(q, k, v):
             work = agenda(tiles, "rows", q.shape[2], band_hopper.ROWS, q.device)
             band_hopper.forward((q, k, v), (out, lse), work, scale, flip=flip)
             return out, lse
-        blocks = shape.blocks(_FORWARD, q)
-        work = agenda(tiles, "rows", q.shape[2], blocks.rows, q.device)
-        programs().forward[_grid(q, work)](
-            q, k, v, out, lse, *work, *drawn, *_strides(q, k, v, out), *shape.sizes, len(work.blocks), scale, keep,
+        blocks = shape.blocks(_FORWARD, q, told)
+        work = agenda(tiles, "rows", q.shape[2], blocks.rows, q.device, told.runs)
+        programs(told.code).forward[_grid(q, work)](
+            q, k, v, out, lse, *work, *told.arguments, *drawn, *_strides(q, k, v, out), *shape.sizes,
+            len(work.blocks), scale, keep,
             drops=spec.dropout is not None, flip=flip, **shape.constants, **blocks.constants,
         )  # fmt: skip
     return out, lse
 
 
-def backward(spec: Spec, final: Final, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, into: Into) -> None:
-    """Write the gradients of all rows and columns; those in no tile are 0."""
+def backward(
+    spec: Spec, final: Final, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, into: Into, told: Told = NOTHING
+) -> Learned | None:
+    """Write the gradients of all rows and columns; those in no tile are 0. Returns the sums of what is learned."""
     grad, q, k, v, out = last_dim_dense(final.grad.to(q.dtype), q, k, v, final.out)
     shape = _Shape.of(q, k, v)
     lse = final.lse.contiguous()
@@ -99,25 +128,31 @@ def backward(spec: Spec, final: Final, q: Tensor, k: Tensor, v: Tensor, tiles: T
     scales = (spec.scale, spec.scale * unit, unit)
     dq, dk, dv, add_rows, add_keys = into
     (drawn, keep), drops = _drawn(spec.dropout, q), spec.dropout is not None
+    sums = Learned(told, (*q.shape[:3], k.shape[2]), q.device)
     with torch.cuda.device(q.device):
-        blocks = shape.blocks(_BY_ROWS, q)
-        work = agenda(tiles, "rows", q.shape[2], blocks.rows, q.device)
-        programs().by_rows[_grid(q, work)](
-            grad, q, k, v, out, lse, grad_lse, delta, walls, dq, *work, *drawn, *_strides(grad, q, k, v, out, dq),
-            *shape.sizes, held, len(work.blocks), *scales, keep,
-            drops=drops, through_lse=through_lse, add=add_rows, **shape.constants, **blocks.constants,
-        )  # fmt: skip
-        if not drops and band_hopper.serves(q, k, v, grad):
+        blocks = shape.blocks(_BY_ROWS, q, told)
+        whole = agenda(tiles, "rows", q.shape[2], blocks.rows, q.device, told.runs)
+        for some in sums.launches(len(whole.blocks)):
+            work = whole.some(some)
+            programs(told.code).by_rows[_grid(q, work)](
+                grad, q, k, v, out, lse, grad_lse, delta, walls, dq, *work, *told.arguments,
+                sums.row_sums, *sums.by_distance, sums.pairs, k.shape[2], *drawn,
+                *_strides(grad, q, k, v, out, dq), *shape.sizes, held, len(work.blocks), *scales, keep,
+                drops=drops, through_lse=through_lse, add=add_rows, **shape.constants, **blocks.constants,
+            )  # fmt: skip
+        if told is NOTHING and not drops and band_hopper.serves(q, k, v, grad):
             work = agenda(tiles, "cols", k.shape[2], band_hopper.KEYS, q.device)
             band_hopper.by_keys((grad, q, k, v), (delta, walls), (dk, dv), work, scales[:2], add=add_keys)
-            return
-        blocks = shape.blocks(_BY_KEYS, q)
-        work = agenda(tiles, "cols", k.shape[2], blocks.cols, q.device)
-        programs().by_keys[_grid(k, work)](
-            grad, q, k, v, delta, walls, dk, dv, *work, *drawn, *_strides(grad, q, k, v, dk, dv),
+            return None
+        blocks = shape.blocks(_BY_KEYS, q, told)
+        work = agenda(tiles, "cols", k.shape[2], blocks.cols, q.device, told.runs)
+        programs(told.code).by_keys[_grid(k, work)](
+            grad, q, k, v, delta, walls, dk, dv, *work, *told.arguments, sums.col_sums, k.shape[2], *drawn,
+            *_strides(grad, q, k, v, dk, dv),
             shape.heads, shape.group, held, len(work.blocks), *scales[:2], keep,
             drops=drops, add=add_keys, **shape.constants, **blocks.constants,
         )  # fmt: skip
+    return sums if told.code.learned else None
 
 
 def _drawn(dropout: Dropout | None, q: Tensor) -> tuple[tuple[Tensor, Tensor, Tensor], float]:
@@ -151,8 +186,9 @@ class _Loop(NamedTuple):
     blocks: dict[int, _Blocks]
     keeps: Literal["q", "rows", "cols"]
 
-    def fitted(self, dims: tuple[int, int], size: int, memory: int) -> _Blocks:
-        """The blocks for such head dims of `size` bytes, made smaller until they fit in a GPU's shared memory.
+    def fitted(self, dims: tuple[int, int], size: int, memory: int, lookups: int = 0) -> _Blocks:
+        """The blocks for such head dims of `size` bytes, made smaller until they fit in a GPU's shared memory, with
+        what is looked up pair by pair ahead of time.
 
         >>> loop = _Loop({128: _Blocks(128, 128, 8, 3)}, keeps="q")
         >>> loop.fitted((128, 128), size=2, memory=227 << 10)
@@ -161,7 +197,7 @@ class _Loop(NamedTuple):
         _Blocks(rows=128, cols=128, warps=8, stages=1)
         """
         blocks = _WIDE if size == 4 else next(b for dim, b in self.blocks.items() if max(dims) <= dim)
-        while self._bytes(blocks, dims, size) > memory and max(blocks.rows, blocks.cols) > 16:
+        while self._bytes(blocks, dims, size, lookups) > memory and max(blocks.rows, blocks.cols) > 16:
             rows, cols, warps, stages = blocks
             if stages > 1:
                 blocks = _Blocks(rows, cols, warps, stages - 1)
@@ -169,12 +205,13 @@ class _Loop(NamedTuple):
                 blocks = _Blocks(rows // 2, cols, warps, 1) if rows >= cols else _Blocks(rows, cols // 2, warps, 1)
         return blocks
 
-    def _bytes(self, blocks: _Blocks, dims: tuple[int, int], size: int) -> int:
+    def _bytes(self, blocks: _Blocks, dims: tuple[int, int], size: int, lookups: int) -> int:
         rows, cols, _, stages = blocks
+        looked_up = lookups * stages * rows * cols * 4
         if self.keeps == "q":
-            return (rows * dims[0] + stages * cols * sum(dims)) * size
+            return (rows * dims[0] + stages * cols * sum(dims)) * size + looked_up
         kept, passing = (rows, cols) if self.keeps == "rows" else (cols, rows)
-        return (kept + stages * passing) * sum(dims) * size
+        return (kept + stages * passing) * sum(dims) * size + looked_up
 
 
 # Measured on an H200. float32 goes through no tensor cores, and has small blocks that fit in registers.
@@ -207,9 +244,9 @@ class _Shape(NamedTuple):
         dim, dim_v = self.dims
         return {"dim": dim, "dim_v": dim_v, "block_d": _padded(dim), "block_v": _padded(dim_v), "wide": self.wide}
 
-    def blocks(self, loop: _Loop, q: Tensor) -> _Blocks:
+    def blocks(self, loop: _Loop, q: Tensor, told: Told) -> _Blocks:
         padded = _padded(self.dims[0]), _padded(self.dims[1])
-        return loop.fitted(padded, q.element_size(), _shared_memory(q.device))
+        return loop.fitted(padded, q.element_size(), _shared_memory(q.device), told.code.lookups)
 
 
 def _grid(x: Tensor, work: Agenda) -> tuple[int]:

@@ -34,6 +34,7 @@ from attnspan.dtypes import dtype_name
 from attnspan.kernels.accumulator import Accumulator
 from attnspan.kernels.dropout import Dropout
 from attnspan.kernels.mods import Mods, Where
+from attnspan.kernels.row_sums import RowSums
 from attnspan.masks.tile import Tile
 
 Tiles = tuple[Tile, ...]
@@ -88,6 +89,9 @@ class Traits:
 
     programs: bool = False
     """Whether it runs FlexAttention programs: "auto" takes it for those, and for nothing else."""
+
+    programs_by_name: bool = False
+    """Whether it runs them where it is asked for by name: "auto" does not take it for those until it was measured."""
 
     dropout: bool = False
     """Whether it drops probabilities. A kernel of one tile finds the tile's place in `Spec.dropout`."""
@@ -157,7 +161,11 @@ class Final:
         correction = (self.grad.to(wide) * self.out.to(wide)).sum(-1)
         return correction if self.grad_lse is None else correction - self.grad_lse.to(wide)
 
-    def _at(self, at: slice | tuple[slice, slice]) -> Final:
+    def rows(self, rows: slice) -> Final:
+        """Some queries."""
+        return self._at((slice(None), slice(None), rows))
+
+    def _at(self, at: slice | tuple[slice, ...]) -> Final:
         grad_lse = None if self.grad_lse is None else self.grad_lse[at]
         return Final(self.grad[at], grad_lse, self.out[at], self.lse[at], self.sinks)
 
@@ -178,6 +186,11 @@ class Gradients(Protocol):
     @property
     def captured(self) -> Sequence[Tensor | None]:
         """Sums for what the score_mod captured, where they are wanted."""
+        ...
+
+    @property
+    def row_sums(self) -> RowSums:
+        """What is learned row by row, whose sums are over all steps."""
         ...
 
     def add(self, rows: range, cols: range, dq: Tensor, dk: Tensor, dv: Tensor) -> None:

@@ -45,12 +45,14 @@ class Mods:
 
 
 class Where(NamedTuple):
-    """The global position of every row and column, (n,) and (m,), and the batch rows and heads of the tensors."""
+    """The global position of every row and column, (n,) and (m,), and the batch rows and heads of the tensors. The
+    same positions as runs, for kernels that read no tensor of positions."""
 
     rows: Tensor
     cols: Tensor
     batch: range
     heads: range
+    runs: tuple[tuple[range, ...], tuple[range, ...]]
 
     def indices(self, rows: range, cols: range) -> list[Tensor]:
         """b, h, q_idx and kv_idx of some rows and columns, as programs take them."""

@@ -53,7 +53,7 @@ class PerTile:
     def forward(self, spec: Spec, q: Tensor, k: Tensor, v: Tensor, region: Region, total: Accumulator) -> None:
         """Tile by tile, into the total."""
         for tile in self.tiles(region):
-            query, key, value = _sliced(q, k, v, tile)
+            query, key, value = sliced(q, k, v, tile)
             kernel = self.of(spec, query, key, value, tile)
             total.add(tile.rows, *kernel.forward(placed(spec, region, tile.rows, tile.cols), query, key, value, tile))
 
@@ -63,7 +63,7 @@ class PerTile:
         """Tile by tile, into the sums."""
         for tile in self.tiles(region):
             there = placed(spec, region, tile.rows, tile.cols)
-            dq, dk, dv = self._differentiated(there, final, *_sliced(q, k, v, tile), tile)
+            dq, dk, dv = self._differentiated(there, final, *sliced(q, k, v, tile), tile)
             grads.add(tile.rows, tile.cols, dq, dk, dv)
             del dq, dk, dv  # or they would be there still while the next tile is computed
 
@@ -108,6 +108,7 @@ def placed(spec: Spec, region: Region, rows: range, cols: range) -> Spec:
     return replace(spec, dropout=spec.dropout.at(region.where.indices(rows, cols)))
 
 
-def _sliced(q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> tuple[Tensor, Tensor, Tensor]:
+def sliced(q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> tuple[Tensor, Tensor, Tensor]:
+    """A tile's own rows and columns."""
     rows, cols = as_slice(tile.rows), as_slice(tile.cols)
     return q[:, :, rows], k[:, :, cols], v[:, :, cols]

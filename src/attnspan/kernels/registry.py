@@ -8,7 +8,7 @@ refused with the kernel's own reason and the names of those that would do.
 this device, its order comes first. Four kinds of steps are not taken apart:
 
 * A score_mod, or a tile whose pairs must be asked, is for a kernel that runs programs, which takes all tiles. Other
-  kernels refuse, all by the same rule, which is here.
+  kernels refuse, all by the same rule, which is here. One that `programs_by_name` alone is left out.
 * Dropout is for a kernel that has it and takes all tiles. Other kernels refuse, by a rule that is here too.
 * A kernel that is `optional` takes all tiles where it is installed and `Spec.preference` has measured it as the fastest
   for the largest of them; never where nothing was measured.
@@ -67,7 +67,7 @@ def choose(name: str, spec: Spec, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles)
         odd = _unusual(spec, tiles)
         if odd is None:
             return _optional(spec, q, k, v, tiles) or _joining(spec, q, k, v, tiles) or AUTO
-        for kernel in _WHOLE:
+        for kernel in _WHOLE if _with_program(spec, tiles) is None else _PROGRAMS:
             if refusal(kernel.name, spec, q, k, v, tiles) is None:
                 return kernel
         raise KernelError(_message("auto", "no kernel can", spec, q, k, v, odd))
@@ -135,7 +135,8 @@ def refusal(name: str, spec: Spec, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles
     kernel = KERNELS[name]
     if spec.dropout is not None and not kernel.traits.dropout:
         return f"{name} has no dropout"
-    odd = None if kernel.traits.programs else _with_program(spec, tiles)
+    runs = kernel.traits.programs or kernel.traits.programs_by_name
+    odd = None if runs else _with_program(spec, tiles)
     if odd is not None and spec.mods is not None:
         return f"{name} runs no {spec.mods.of(odd)}"
     return kernel.supports(spec, q, k, v, tiles)

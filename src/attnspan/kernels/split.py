@@ -28,11 +28,11 @@ class Split(NamedTuple):
 
 def split(program: Program) -> Split:
     """The two parts of a program, the same objects for programs of the same graph."""
-    return _split(program.graph, len(program.captured))
+    return split_graph(program.graph, len(program.captured))
 
 
 @functools.lru_cache(maxsize=256)
-def _split(graph: fx.GraphModule, count: int) -> Split:
+def split_graph(graph: fx.GraphModule, count: int) -> Split:
     """Of a graph whose last `count` inputs are captured."""
     whole = list(graph.graph.nodes)
     given = [node for node in whole if node.op == "placeholder"]

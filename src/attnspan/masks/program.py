@@ -42,7 +42,7 @@ from attnspan.errors import AttnspanError
 
 INDICES = ("b", "h", "q_idx", "kv_idx")
 
-_TRACING = RLock()  # tracing sets modes that are not for two threads at once, and virtual ranks are threads
+TRACING = RLock()  # tracing sets modes that are not for two threads at once, and virtual ranks are threads
 _GRAPHS: WeakValueDictionary[str, fx.GraphModule] = (
     WeakValueDictionary()
 )  # by text: equal programs share what is compiled
@@ -280,7 +280,7 @@ def traced(
     try:
         # Not in inference mode, whose tensors are made and then detached in place.
         autocast = torch.autocast(torch.device(device).type, enabled=False)
-        with _TRACING, torch.inference_mode(False), torch.no_grad(), autocast:
+        with TRACING, torch.inference_mode(False), torch.no_grad(), autocast:
             graph = make_fx(call)(*examples)
     except Exception as problem:
         raise error(f"{name} could not be evaluated as a {kind}: {problem}") from problem
@@ -500,7 +500,7 @@ def _shared(graph: fx.Graph) -> fx.GraphModule:
     """The module of a graph, the same object for the same text and kinds of inputs, so that it is compiled once."""
     made = fx.GraphModule(torch.nn.Module(), graph)
     kinds = [_kind(node) for node in graph.nodes if node.op == "placeholder"]
-    with _TRACING:
+    with TRACING:
         return _GRAPHS.setdefault(f"{made.code}{kinds}", made)
 
 

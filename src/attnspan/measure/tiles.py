@@ -14,7 +14,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attnspan.kernels import KERNELS, Accumulator, Final, Into, Mods, Region, Spec, Where, refusal, runs_programs
+from attnspan.kernels import (
+    KERNELS,
+    Accumulator,
+    Final,
+    Into,
+    Mods,
+    Region,
+    RowSums,
+    Spec,
+    Where,
+    refusal,
+    runs_programs,
+)
 from attnspan.masks import Causal, Full, Mask, SlidingWindow
 from attnspan.masks.program import traced
 from attnspan.masks.tile import Kind, Tile
@@ -56,7 +68,8 @@ class Case:
         if refusal(self.kernel, spec, q, k, v, (tile,)) is not None:
             return None
         positions = torch.arange(len(tile.rows), device=device)
-        region = Region((tile,), lambda: Where(positions, positions, range(1), range(self.heads)))
+        where = range(1), range(self.heads), ((tile.rows,), (tile.cols,))
+        region = Region((tile,), lambda: Where(positions, positions, *where))
 
         def forward() -> Accumulator:
             total = Accumulator((*q.shape[:3], v.shape[3]), torch.float32, device)
@@ -92,7 +105,7 @@ class DroppedGradients:
     captured: tuple[()] = ()
 
     def __init__(self, *tensors: Tensor):
-        self.tensors = tensors
+        self.tensors, self.row_sums = tensors, RowSums()
 
     def add(self, rows: range, cols: range, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
         pass

@@ -176,6 +176,7 @@ class Attentions:
         if not hardware.links:
             unmeasured = "virtual ranks" if machine is None else "one rank, strategy given, or ATTNSPAN_LINK=none"
             lines.append(f"link: {hardware.inside}, that of {hardware.name}; not measured ({unmeasured})")
+        lines += call.programs
         took = call.uses.took("forward", (plan, shape)).seconds + call.uses.took("backward", (plan, shape)).seconds
         given = "" if call.auto else ", as given"
         return "\n".join([*lines, f"ran: {name_of(plan.strategy)}{given}; measured {in_seconds(took)}"])
