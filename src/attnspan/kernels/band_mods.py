@@ -16,7 +16,8 @@ from torch import Tensor
 from attnspan.kernels.agenda import Runs
 from attnspan.kernels.kernel import Final, Gradients, Region, Spec, Tiles
 from attnspan.kernels.mods import Mods
-from attnspan.kernels.split import split, tables
+from attnspan.kernels.split import split
+from attnspan.kernels.split import tables as prepared_tables
 from attnspan.kernels.triton_mods import (
     NO_CODE,
     Lookup,
@@ -89,9 +90,9 @@ class Told:
         looked: list[Tensor] = []
         with torch.no_grad():
             if score is not None:
-                looked += tables(score, region.captured)
+                looked += prepared_tables(score, region.captured)
             if mask is not None:
-                looked += tables(mask, mask.captured)
+                looked += prepared_tables(mask, mask.captured)
         told = prepared(looked)
         return Told(mods_code(score, mask, found), where.batch.start, where.heads.start, *told, Runs(*where.runs))
 
@@ -182,22 +183,23 @@ class _Put:
     def __call__(self, found: tuple[Lookup, ...], indices: Sequence[Tensor], parts: Tensor) -> None:
         """`parts` (lookups, B, H, n, m), where an index that no lookup depends on has one place."""
         wanted = [i for i, total in enumerate(self.into) if total is not None]
-        prepare = split(self.program).prepare
+        prepare, tables = split(self.program).prepare, sorted({each.table for each in found})
 
         def prepared(*some: Tensor) -> tuple[Tensor, ...]:
             given = list(self.captured)
             for i, x in zip(wanted, some, strict=True):
                 given[i] = x
-            return tuple(prepare(*given))
+            looked_into = prepare(*given)
+            return tuple(looked_into[table] for table in tables)
 
         vjp: Any = torch.func.vjp
         looked_into, back = vjp(prepared, *(self.captured[i] for i in wanted))
-        sums = [torch.zeros_like(x, dtype=torch.float32) for x in looked_into]
+        sums = [torch.zeros_like(x, dtype=parts.dtype) for x in looked_into]
         spread = [index.reshape(-1, *[1] * (3 - dim)) for dim, index in enumerate(indices)]
         score = torch.zeros((), device=parts.device)
         at = places(self.program.graph, found)(score, *spread, *self.captured)
         for each, where, part in zip(found, at, parts, strict=True):
-            _add_at(sums[each.table], where, part)
+            _add_at(sums[tables.index(each.table)], where, part)
         grads = back(tuple(total.to(x.dtype) for total, x in zip(sums, looked_into, strict=True)))
         for i, grad in zip(wanted, grads, strict=True):
             total = self.into[i]

@@ -62,6 +62,7 @@ _POINTWISE = {
     "div": "({0} / {1})",
     "neg": "(-{0})",
     "abs": "tl.abs({0})",
+    "sign": "sign({0})",
     "reciprocal": "(1.0 / {0})",
     "square": "({0} * {0})",
     "exp": "tl.exp({0})",
@@ -111,6 +112,11 @@ def tanh(x):
              - 3.33332819422e-1) * z * x + x
     large = 1.0 - 2.0 / (tl.exp(2.0 * size) + 1.0)
     return tl.where(size < 0.625, small, tl.where(x < 0, -large, large))
+
+
+@triton.jit
+def sign(x):
+    return tl.where(x > 0, 1, tl.where(x < 0, -1, 0)).to(x.dtype)
 
 
 @triton.jit
@@ -673,4 +679,4 @@ def _with_derivatives(traced: _Traced, nodes: list[fx.Node], wanted: list[int]) 
     examples = [torch.zeros((), dtype=_dtype(node), device="cpu") for node in [*arguments, *nodes]]
     with TRACING, torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False):
         table = dict(core_aten_decompositions().items())
-        return make_fx(both, decomposition_table=table)(*examples).graph
+        return make_fx(torch.func.functionalize(both), decomposition_table=table)(*examples).graph
