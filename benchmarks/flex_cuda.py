@@ -3,7 +3,8 @@
 Documents are log-normal with a mean of 4k tokens, causal, bf16. Every rank's share is run alone (silent.py): compute
 only. Beside our layouts and strategies run torch's own choices: keys gathered whole, dealt head-tail or by blocks
 sorted by work. "enqueue" is how long it takes to say what is to be done: where it is most of the forward time, the GPU
-waits. With a score_mod (ALiBi) only the flex kernel can compute.
+waits. With a score_mod (ALiBi over the documents, a tanh soft-cap and a table of relative biases over causal ones) the
+kernels flex and band compute, each over one device's compiled flex with the same score_mod.
 
 Run: python -m benchmarks.flex_cuda [seq_len]        writes benchmarks/results/flex_cuda.md (or to --out FILE)
 """
@@ -12,11 +13,12 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from attnspan import Balanced, Causal, Documents, HeadTail, Layout, Plan, RoundRobinByWork
+from attnspan import Balanced, Causal, Documents, HeadTail, Layout, Mask, Plan, RoundRobinByWork
 from attnspan.attention import execute
 from attnspan.attention.call import Call, Inputs
 from attnspan.attention.score import Score
@@ -27,6 +29,7 @@ from benchmarks.silent import Silent, random_arenas
 RESULTS = Path(__file__).parent / "results"
 HEADS, DIM, RANKS = 32, 128, 8
 CEILINGS = (1.10, 1.15)
+ScoreMod = Callable[..., torch.Tensor]
 
 
 def documents(seq_len: int) -> list[int]:
@@ -50,11 +53,24 @@ def random(rows: int) -> torch.Tensor:
     return torch.randn(1, HEADS, rows, DIM, device="cuda", dtype=torch.bfloat16)
 
 
-def alibi(slopes: torch.Tensor):
+def alibi() -> ScoreMod:
+    slopes = torch.linspace(0.01, 0.5, HEADS, device="cuda")
     return lambda score, b, h, q, k: score - slopes[h] * (q - k)
 
 
-def one_device(mask: Causal, seq_len: int, score_mod) -> tuple[float, float]:
+def soft_cap() -> ScoreMod:
+    return lambda score, b, h, q, k: 30.0 * torch.tanh(score / 30.0)
+
+
+def relative_bias() -> ScoreMod:
+    table = torch.randn(HEADS, 257, device="cuda")
+    return lambda score, b, h, q, k: score + table[h, (q - k).clamp(-128, 128) + 128]
+
+
+SCORES: dict[str, Callable[[], ScoreMod]] = {"ALiBi": alibi, "soft-cap": soft_cap, "relative bias": relative_bias}
+
+
+def one_device(mask: Mask, seq_len: int, score_mod) -> tuple[float, float]:
     """Forward, and forward + backward, of compiled flex_attention over the whole sequence."""
     from torch.nn.attention.flex_attention import flex_attention
 
@@ -100,18 +116,24 @@ def ours(plan: Plan, kernel: str, score: Score | None, rank: int) -> tuple[float
         return forward, timed(both), enqueued(lambda: execute.forward(call, inputs))
 
 
-def rows(mask, seq_len: int) -> list[tuple[str, Layout, str, str, bool]]:
-    """(name, layout, strategy, kernel, whether with ALiBi)."""
-    balanced = Balanced(mask, ranks=RANKS)
+def rows(mask: Mask) -> list[tuple[str, Mask, Layout, str, str, str]]:
+    """(name, mask, layout, strategy, kernel, name of the score_mod)."""
+    balanced, causal, zigzag = Balanced(mask, ranks=RANKS), Causal(), HeadTail(RANKS)
     dealt = RoundRobinByWork(mask, ranks=RANKS)
     return [
-        ("Balanced, needed", balanced, "needed", "flex", False),
-        ("Balanced, needed", balanced, "needed", "auto", False),
-        ("Balanced, gather", balanced, "gather", "flex", False),
-        ("torch: head-tail, gather", HeadTail(RANKS), "gather", "flex", False),
-        ("torch: by work, gather", dealt, "gather", "flex", False),
-        ("Balanced, needed, ALiBi", balanced, "needed", "flex", True),
-        ("torch: head-tail, gather, ALiBi", HeadTail(RANKS), "gather", "flex", True),
+        ("Balanced, needed", mask, balanced, "needed", "flex", ""),
+        ("Balanced, needed", mask, balanced, "needed", "auto", ""),
+        ("Balanced, gather", mask, balanced, "gather", "flex", ""),
+        ("torch: head-tail, gather", mask, zigzag, "gather", "flex", ""),
+        ("torch: by work, gather", mask, dealt, "gather", "flex", ""),
+        ("Balanced, needed", mask, balanced, "needed", "band", "ALiBi"),
+        ("Balanced, needed", mask, balanced, "needed", "flex", "ALiBi"),
+        ("torch: head-tail, gather", mask, zigzag, "gather", "flex", "ALiBi"),
+        *(
+            ("causal, head-tail, gather", causal, zigzag, "gather", kernel, name)
+            for name in ("soft-cap", "relative bias")
+            for kernel in ("band", "flex")
+        ),
     ]
 
 
@@ -122,7 +144,7 @@ def main() -> None:
     args = parser.parse_args()
     lengths = documents(args.seq_len)
     mask = Causal() & Documents(lengths)
-    score = Score(alibi(torch.linspace(0.01, 0.5, HEADS, device="cuda")), torch.device("cuda", 0))
+    scores = {name: Score(made(), torch.device("cuda", 0)) for name, made in SCORES.items()}
     text = [
         *header("Packed documents on CUDA, compute only", "python -m benchmarks.flex_cuda"),
         f"{args.seq_len} tokens, {len(lengths)} documents (log-normal, mean 4k), causal, bf16, {HEADS} heads, "
@@ -130,26 +152,30 @@ def main() -> None:
         f"Bar with Balanced: {CEILINGS[0]} forward, {CEILINGS[1]} forward + backward.",
         "",
     ]
-    base: dict[bool, tuple[float, float]] = {}
+    base: dict[str, tuple[float, float]] = {}
     table = [
-        "| schedule | kernel | imbalance | enqueue ms | fwd ms | fwd+bwd ms | fwd x ranks / one | both x ranks / one |",
-        "|---|---|---|---|---|---|---|---|",
+        "| schedule | score_mod | kernel | imbalance | enqueue ms | fwd ms | fwd+bwd ms | fwd x ranks / one | "
+        "both x ranks / one |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
-    for name, layout, strategy, kernel, biased in rows(mask, args.seq_len):
+    for name, over, layout, strategy, kernel, biased in rows(mask):
+        score = scores.get(biased)
         if biased not in base:
-            base[biased] = one_device(mask, args.seq_len, score.fn if biased else None)
-            text += [f"One device{', ALiBi' if biased else ''}: {base[biased][0]:.2f} / {base[biased][1]:.2f} ms.", ""]
-        plan = Plan(mask, layout, args.seq_len, strategy)
+            base[biased] = one_device(over, args.seq_len, score.fn if score is not None else None)
+            with_mod = f", {biased}" if biased else ""
+            text += [f"One device{with_mod}: {base[biased][0]:.2f} / {base[biased][1]:.2f} ms.", ""]
+        plan = Plan(over, layout, args.seq_len, strategy)
         try:
-            found = [ours(plan, kernel, score if biased else None, rank) for rank in range(RANKS)]
+            found = [ours(plan, kernel, score, rank) for rank in range(RANKS)]
         except Exception as error:
-            table.append(f"| {name} | {kernel} | {type(error).__name__}: {str(error)[:120]} | | | | | |")
+            table.append(f"| {name} | {biased} | {kernel} | {type(error).__name__}: {str(error)[:120]} | | | | | |")
             print(table[-1], flush=True)
             continue
         slowest = [max(each[i] for each in found) for i in range(3)]
         ratios = [ms * RANKS / one for ms, one in zip(slowest, base[biased], strict=False)]
         table.append(
-            f"| {name} | {kernel} | {plan.imbalance():.3f} | {slowest[2]:.2f} | {slowest[0]:.2f} | {slowest[1]:.2f} | "
+            f"| {name} | {biased} | {kernel} | {plan.imbalance():.3f} | "
+            f"{slowest[2]:.2f} | {slowest[0]:.2f} | {slowest[1]:.2f} | "
             f"**{ratios[0]:.3f}** | **{ratios[1]:.3f}** |"
         )
         print(table[-1], base[biased], flush=True)

@@ -216,11 +216,12 @@ def test_every_program_here_combines_numbers_and_looks_them_up(name):
 
 
 @pytest.mark.cuda
+@pytest.mark.parametrize("kernel", ["flex", "band"])
 @pytest.mark.parametrize("name", WRITTEN)
-def test_every_program_is_exact_on_cuda(name):
+def test_every_program_is_exact_on_cuda(name, kernel):
     """Two strategies in one test: what is compiled for one serves the other."""
     for strategy, ranks in (("gather", 2), ("needed(2)", 3)):
-        half = {"device": "cuda", "dtype": torch.bfloat16, "dim": 16, "kernel": "flex", "through_lse": True}
+        half = {"device": "cuda", "dtype": torch.bfloat16, "dim": 16, "kernel": kernel, "through_lse": True}
         check(problem(name, HeadTail(ranks), strategy, **half))
 
 

@@ -1,6 +1,6 @@
 """Score_mods of all sorts: what they compute is a tree of tuples, which hypothesis draws and makes smaller.
 
-    of(("add", "score", ("mul", "slope", "distance")))(*captured) is score + slopes[h] * 0.1 * (q - k)
+    of(("add", "score", ("mul", "slope", "distance")))(slopes) is score + slopes[h].exp() * 0.1 * (q - k)
 
 They broadcast, so that the oracle calls them on whole tensors. Numbers stay small: nothing overflows, and no rounding
 decides a comparison between others than whole numbers.
@@ -74,10 +74,27 @@ def trees():
     ).map(lambda tree: ("add", "score", tree))
 
 
-def of(tree):
-    """The score_mods of a tree, as `Scoring` has them."""
+TENSORS = ("slope", "table", "rows", "cols", "pairs", "number")
+"""The leaves that read a captured tensor, of `SHAPES`."""
 
-    def capturing(*captured):
+
+def shapes_of(tree):
+    """Of the tensors that a tree reads."""
+    return tuple(shape for name, shape in zip(TENSORS, SHAPES, strict=True) if name in leaves(tree))
+
+
+def leaves(tree):
+    """The names in a tree."""
+    return {tree} if isinstance(tree, str) else set().union(*map(leaves, tree))
+
+
+def of(tree):
+    """The score_mods of a tree, for the tensors that it reads, as `Scoring` has them."""
+
+    def capturing(*tensors):
+        read = iter(tensors)
+        captured = [next(read) if name in leaves(tree) else None for name in TENSORS]
+
         def score_mod(score, b, h, q, k):
             return value(tree, score, (b, h, q, k), captured)
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from attnspan.kernels import band_mods, split, triton_mods
 from attnspan.kernels.mods import Mods
 from attnspan.masks.program import traced
-from tests.kernels.expressions import BATCH, CONDITIONS, HEADS, LENGTH, SHAPES, of, trees
+from tests.kernels.expressions import BATCH, CONDITIONS, HEADS, LENGTH, of, shapes_of, trees
 from tests.kernels.standin_triton import Pointer, standin
 
 CLOSE = 1e-5
@@ -32,7 +32,7 @@ def each(function, score, pointers, dims):
 @given(trees())
 def test_code_computes_the_program_and_its_derivatives(tree):
     random = torch.Generator().manual_seed(0)
-    leaves = [torch.randn(shape, generator=random, dtype=torch.float64).requires_grad_() for shape in SHAPES]
+    leaves = [torch.randn(shape, generator=random, dtype=torch.float64).requires_grad_() for shape in shapes_of(tree)]
     score = torch.randn(BATCH, HEADS, LENGTH, LENGTH, generator=random, dtype=torch.float64).requires_grad_()
     grad = torch.randn(score.shape, generator=random, dtype=torch.float64)
     spread = [index.reshape(-1, *[1] * (3 - dim)) for dim, index in enumerate(INDICES)]

@@ -15,6 +15,7 @@ Half precision is computed in float32. Shapes: kernel.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -25,6 +26,7 @@ from attnspan.kernels import cpu_flash
 from attnspan.kernels.accumulator import Accumulator
 from attnspan.kernels.kernel import Final, Gradients, Region, Spec, Tiles, Traits
 from attnspan.kernels.mods import as_slice
+from attnspan.masks.program import Program
 from attnspan.masks.tile import Tile
 
 name = "blocks"
@@ -63,6 +65,7 @@ def backward(spec: Spec, final: Final, q: Tensor, k: Tensor, v: Tensor, region: 
     wide = lse_dtype(q.dtype)
     dq, dk, dv = (torch.zeros_like(x, dtype=wide) for x in (q, k, v))
     delta = final.delta()
+    rows_learned = _RowsLearned.of(spec, final, region, grads)
     for tile in region.tiles:
         rows, cols = as_slice(tile.rows), as_slice(tile.cols)
         if final.grad_lse is None and _is_plain(spec, q, k, v, tile):
@@ -90,14 +93,21 @@ def backward(spec: Spec, final: Final, q: Tensor, k: Tensor, v: Tensor, region: 
                 """The gradient of changed scores."""
                 shares.append(_shares(_hidden(spec, scores, block, region), final.lse[:, :, rows]))
                 d_shares = _dropped(_by_head(grad @ value.mT, q), weights)
+                if rows_learned is not None:
+                    rows_learned.sums[0, :, :, rows] += (shares[0] * d_shares).sum(-1)
                 return shares[0] * (d_shares - delta[:, :, rows].unsqueeze(-1))
 
-            d_scores = _pulled(spec, raw, block, region, grads.captured, slope)
+            d_scores, means = _pulled(spec, raw, block, region, grads.captured, slope, shares)
+            for i, mean in enumerate(means):
+                assert rows_learned is not None, "they are those that are learned by row"
+                rows_learned.sums[1 + i, :, :, rows] += mean
             d_scores = _stacked(d_scores.masked_fill_(shares[0] == 0, 0.0) * spec.scale, k)
             dq[:, :, rows] += _by_head(d_scores @ key, q)
             dk[:, :, cols] += d_scores.mT @ query
             dv[:, :, cols] += _stacked(_dropped(shares[0], weights), v).mT @ grad
     grads.add(range(q.shape[2]), range(k.shape[2]), dq, dk, dv)
+    if rows_learned is not None:
+        grads.row_sums.add(range(q.shape[2]), tuple(final.lse.shape), rows_learned.sums, rows_learned.put)
 
 
 class Block(NamedTuple):
@@ -165,16 +175,48 @@ def _pulled(
     region: Region,
     sums: Sequence[Tensor | None],
     slope: Callable[[Tensor], Tensor],
-) -> Tensor:
-    """The gradient of scores as they are before any program, from that of changed scores."""
+    shares: list[Tensor],
+) -> tuple[Tensor, list[Tensor]]:
+    """The gradient of scores as they are before any program, from that of changed scores; and what is learned by row,
+    of the shares."""
     if spec.mods is None or spec.mods.score_mod is None:
-        return slope(raw)
+        return slope(raw), []
     indices = region.where.indices(block.rows, block.cols)
 
     def widened(changed: Tensor) -> Tensor:
         return slope(changed.to(raw.dtype))
 
-    return spec.mods.score_mod.pull(raw, indices, region.captured, sums, widened)
+    return spec.mods.score_mod.pull(raw, indices, region.captured, sums, widened, lambda: shares[0])
+
+
+@dataclass(frozen=True, slots=True)
+class _RowsLearned:
+    """What is taken away from the gradients of what is learned by row. See [Note: exact sums] in row_sums.py."""
+
+    program: Program
+    final: Final
+    region: Region
+    captured: Sequence[Tensor | None]
+    sums: Tensor  # of p * d_share, and of p * f for each lookup, (1 + lookups, B, H, n)
+
+    @staticmethod
+    def of(spec: Spec, final: Final, region: Region, grads: Gradients) -> _RowsLearned | None:
+        """None where nothing is."""
+        if spec.mods is None or spec.mods.score_mod is None:
+            return None
+        program = spec.mods.score_mod
+        count = len(program.row_lookups(grads.captured))
+        if not count:
+            return None
+        sums = final.lse.new_zeros(1 + count, *final.lse.shape)
+        return _RowsLearned(program, final, region, grads.captured, sums)
+
+    def put(self, total: Tensor) -> None:
+        """With the sums of all steps."""
+        off = total[0] - replace(self.final, grad_lse=None).delta()
+        where = self.region.where
+        indices = where.indices(range(len(where.rows)), range(len(where.cols)))
+        self.program.put_rows(indices, self.region.captured, self.captured, list(-off * total[1:]))
 
 
 def _shares(scores: Tensor, lse: Tensor) -> Tensor:

@@ -67,6 +67,7 @@ class Lookups(NamedTuple):
 
     places: fx.GraphModule  # (*arguments, *captured) -> the indices of every lookup
     tables: tuple[int, ...]  # which captured tensor each of them looks into
+    by_row: tuple[int, ...]  # those that are the same for all keys
     graph: fx.GraphModule  # (*arguments, *captured, *looked up) -> result
 
 
@@ -163,10 +164,12 @@ class Program:
         captured: Sequence[Tensor],
         sums: Sequence[Tensor | None],
         grad: Callable[[Tensor], Tensor],
-    ) -> Tensor:
+        shares: Callable[[], Tensor],
+    ) -> tuple[Tensor, list[Tensor]]:
         """The gradient of a score (B, H, n, m); those of captured tensors are added to `sums`, where there is one.
 
-        `grad` is given the result and returns its gradient.
+        `grad` is given the result and returns its gradient. Then, for each of `row_lookups`, (B, H, n): what the
+        gradient would be of `shares`, the probabilities, row by row. See [Note: exact sums] in kernels/row_sums.py.
         """
         looked: list[Tensor] = []
         places: list[list[Tensor]] = []
@@ -176,6 +179,8 @@ class Program:
             found = self._lookups.places(score, *_spread(indices), *captured)
             places, tables, graph = [list(each) for each in found], self._lookups.tables, self._lookups.graph
             looked = [captured[table][tuple(at)] for table, at in zip(tables, places, strict=True)]
+            for i in self.row_lookups(sums):
+                looked[i] = looked[i].expand(*score.shape[:3], 1)
         others = [i for i, total in enumerate(sums) if total is not None and i not in tables]
         spread = _spread(indices) if self.is_flat else list(indices)
         run = graph if self.is_flat else _mapped(graph, 1)
@@ -190,6 +195,8 @@ class Program:
         result, back = torch.func.vjp(call, score, looked, [captured[i] for i in others])  # type: ignore[misc]
         d_score: Tensor
         d_score, d_looked, d_others = back(grad(result).to(result.dtype))
+        by_row = self.row_lookups(sums)
+        means = back(shares().to(result.dtype))[1] if by_row else []
         for i, part in zip(others, d_others, strict=True):
             total = sums[i]
             assert total is not None, "others are those that have one"
@@ -198,8 +205,33 @@ class Program:
             total = sums[table]
             if total is not None:
                 at = torch.broadcast_tensors(*where)
-                total.index_put_(tuple(at), part.to(total.dtype).expand(at[0].shape), accumulate=True)
-        return d_score
+                part = part.to(total.dtype).sum_to_size(at[0].shape)
+                total.index_put_(tuple(at), part, accumulate=True)
+        return d_score, [means[i].squeeze(-1) for i in by_row]
+
+    def row_lookups(self, sums: Sequence[Tensor | None]) -> tuple[int, ...]:
+        """The lookups of a flat program that are the same for all keys, in tables whose gradients are wanted."""
+        if not self.is_flat or self._lookups is None:
+            return ()
+        tables = self._lookups.tables
+        return tuple(i for i in self._lookups.by_row if sums[tables[i]] is not None)
+
+    def put_rows(
+        self,
+        indices: Sequence[Tensor],
+        captured: Sequence[Tensor],
+        sums: Sequence[Tensor | None],
+        parts: Sequence[Tensor],
+    ) -> None:
+        """Add parts (B, H, n) of `row_lookups` to the sums of the tables that they look into."""
+        assert self._lookups is not None, "row lookups are among them"
+        b, h, q, k = indices
+        found = self._lookups.places(parts[0].new_zeros(()), *_spread([b, h, q, k[:1]]), *captured)
+        for i, part in zip(self.row_lookups(sums), parts, strict=True):
+            total, at = sums[self._lookups.tables[i]], torch.broadcast_tensors(*found[i])
+            assert total is not None, "row lookups are those that have one"
+            part = part.unsqueeze(-1).to(total.dtype).sum_to_size(at[0].shape)
+            total.index_put_(tuple(at), part, accumulate=True)
 
     # ---- inside ------------------------------------------------------------------------------------------------
 
@@ -247,7 +279,9 @@ class Program:
         graph.output(graph.graph_copy(self.graph.graph, inside))
         places.eliminate_dead_code()
         graph.eliminate_dead_code()
-        return Lookups(_shared(places), tables, _shared(graph))
+        by_key = depending(self.graph.graph, [inputs[self._arguments - 1]])
+        by_row = tuple(i for i, node in enumerate(found) if not by_key.intersection(_indices(node)))
+        return Lookups(_shared(places), tables, by_row, _shared(graph))
 
 
 def traced(
