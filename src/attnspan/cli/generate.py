@@ -132,7 +132,7 @@ def _generate(job: GenerateJob, device: torch.device, mesh: Any = None) -> None:
     model, tokenizer = _load(job.model, device, bar=mesh is None)  # bars of several ranks would overwrite each other
     ranks, rank = (1, 0) if mesh is None else (dist.get_world_size(mesh), dist.get_rank(mesh))
     tokens = tokenizer.encode(job.prompt)
-    needed = -(-(len(tokens) + job.params.max_new_tokens) // (job.page_size * ranks)) + 1
+    needed = -(-(len(tokens) + (job.params.max_new_tokens or 0)) // (job.page_size * ranks)) + 1
     pages = needed if job.pages is None else job.pages
     engine = Engine(model, pages=pages, page_size=job.page_size, mesh=mesh, tokenizer=tokenizer)
     start, count = time.perf_counter(), 0

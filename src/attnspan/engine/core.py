@@ -45,12 +45,12 @@ from attnspan.engine.output_processor import Commit, Outcome, OutputProcessor
 from attnspan.engine.owner import Note, Owned, Owner, call_owned, exclusive
 from attnspan.engine.params import SamplingParams
 from attnspan.engine.pools import pools_of
-from attnspan.engine.prompts import Prompt, encode_prompt
+from attnspan.engine.prompts import Prompt, complete_params, encode_prompt
 from attnspan.engine.rank_consensus import RankConsensus, RanksDiverged
 from attnspan.engine.request import Continuation, Request, Token
 from attnspan.engine.request_table import RequestTable
 from attnspan.engine.sample import Sample
-from attnspan.engine.sampler import ChosenToken, choose_tokens, draw_for
+from attnspan.engine.sampler import ChosenToken, Sampler
 from attnspan.engine.scheduler import Chunk, Counts, Limits, Scheduler
 from attnspan.engine.warmup import run_warmup
 from attnspan.errors import EngineError, ModelError
@@ -87,6 +87,8 @@ class EngineCore(Owned):
         ]
         self._scheduler = Scheduler(KVCacheManager(groups), self.limits, self._version)
         self._table = RequestTable()
+        self.default_params = info.defaults  # what requests' params leave to the model
+        self._sampler = Sampler()
         self._unreported: list[Token] = []  # tokens of a step that was interrupted while it was reported
         self._journal = Journal(self._scheduler, self._table.live)
         self._owner = Owner(ranks)
@@ -169,21 +171,21 @@ class EngineCore(Owned):
         """A new request, appended to `into` before it is added; its tokens are appended to `stream`."""
         self._settle()
         self._check_alive()
-        params = SamplingParams() if params is None else params
-        if not isinstance(params, SamplingParams):
-            raise EngineError(f"params must be SamplingParams(...), got {params!r}")
+        params = complete_params(params, self.default_params, self.tokenizer, self.vocabulary)
+        new, n = params.max_new_tokens or 1, params.n or 1
         tokens = encode_prompt(prompt, self.tokenizer, self.vocabulary)
         number, seed = self._next, secrets.randbits(63) if params.seed is None else params.seed
-        fed = len(tokens) + params.max_new_tokens - 1  # the last token is never fed, and needs no room
-        sample = Sample(number, array("Q", tokens), fed, forks=params.n - 1, salt=salt)
+        fed = len(tokens) + new - 1  # the last token is never fed, and needs no room
+        sample = Sample(number, array("Q", tokens), fed, forks=n - 1, salt=salt)
         self._check_request(sample, params)
         with self._comparing():
             common = self._consensus.compare_request((tokens, params, salt, number), seed)
             request = Request(number, tokens, params, common if params.seed is None else seed, salt)
-            request.samples += [Continuation.empty(params) for _ in range(params.n)]
+            request.samples += [Continuation.empty(params) for _ in range(n)]
             into.append(request)
             self._journal.begin(redo=partial(self._discard, request))  # what is broken off here was never added
             self._next, self._added_since = number + 1, True
+            self._sampler.add(request, self.end_tokens)
             self._table.add(request, sample, stream)
             self._scheduler.add(sample)
             self._journal.end()
@@ -195,13 +197,6 @@ class EngineCore(Owned):
             hash(sample.salt)
         except TypeError:
             raise EngineError(f"salt must be hashable, such as a text or a number, got {sample.salt!r}") from None
-        if max(params.stop_token_ids, default=0) >= self.vocabulary or params.top_logprobs > self.vocabulary:
-            raise EngineError(
-                f"stop_token_ids must be tokens of the model's {self.vocabulary}, and top_logprobs at most so many, "
-                f"got {params.stop_token_ids} and {params.top_logprobs}"
-            )
-        if params.stop and self.tokenizer is None:
-            raise EngineError(f"stop={params.stop!r} needs a tokenizer; give the engine one, or use stop_token_ids")
         self._scheduler.check_fits(sample)
         if sample.max_length > self.max_length:
             raise EngineError(
@@ -279,6 +274,7 @@ class EngineCore(Owned):
     def _discard(self, request: Request) -> None:
         """A request has ended, or was never added."""
         self._outputs.discard(request)
+        self._sampler.discard(request)
         self._table.discard(request)
 
     @property
@@ -337,6 +333,7 @@ class EngineCore(Owned):
         """Carry through or roll back what an earlier call left, and act on notes. Every call begins with it."""
         if not self._journal.settled:
             self._outputs.reset()
+            self._sampler.processor.reset()
             if self._runner.device.type == "cuda":
                 torch.cuda.synchronize(self._runner.device)  # buffers that are still being sent are not to be filled
             if self._consensus.ranks > 1 and self._failure is None:
@@ -387,19 +384,12 @@ class EngineCore(Owned):
 
     def _choose(self, samples: list[Sample], logits: torch.Tensor) -> list[ChosenToken]:
         """A token for each sample whose logits these are, and for those that will be split off from it."""
-        rows = [row for row, sample in enumerate(samples) for _ in range(1 + sample.forks)]
-        if not rows:
+        places = [place for place, sample in enumerate(samples) for _ in range(1 + sample.forks)]
+        if not places:
             return []
-        if len(rows) > len(samples):
-            logits = logits[torch.tensor(rows, device=logits.device)]
-        draws, logprobs = [], []
-        for sample in samples:
-            request = self._table.of(sample)
-            params, position = request.params, len(sample.tokens)
-            for number in range(sample.number, sample.number + 1 + sample.forks):
-                draws.append(draw_for(params, request.seed, number, position))
-                logprobs.append(params.top_logprobs if params.logprobs or params.top_logprobs else None)
-        return choose_tokens(logits, draws, logprobs)
+        if len(places) > len(samples):
+            logits = logits[torch.tensor(places, device=logits.device)]
+        return self._sampler.choose(logits, samples)
 
     def _outcomes(self, samples: list[Sample], answers: list[ChosenToken]) -> Commit:
         """What the step came to; nothing is reported yet. A request whose text cannot be decoded ends."""
