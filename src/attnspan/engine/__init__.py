@@ -15,6 +15,7 @@
     pools.py              where each layer's keys are
     journal.py            a step is a transaction (owner.py: whose turn it is)
     fingerprint.py        what the model computes (progress.py: bars)
+    stats.py              what an engine has done, in numbers (memory.py: how many pages there is room for)
 
 Knows no model library. `attnspan.Engine` wraps transformers models (attnspan/generation.py).
 """
@@ -25,10 +26,13 @@ from attnspan.engine.llm_engine import LLMEngine
 from attnspan.engine.model import LatentHeads, LayerSpec, ModelInfo, PackedBatch, ServedModel, StepAttention
 from attnspan.engine.params import SamplingParams
 from attnspan.engine.request import Continuation, Request, Token
+from attnspan.engine.stats import EngineStats, Histogram
 
 __all__ = [
     "Continuation",
     "EngineConfig",
+    "EngineStats",
+    "Histogram",
     "LLMEngine",
     "LatentHeads",
     "LayerSpec",

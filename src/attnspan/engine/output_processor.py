@@ -9,13 +9,16 @@ Detokenizers are a cache. One that was lost, because a step was broken off, read
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from attnspan.engine.detokenizer import Detokenizer, Tokenizer
 from attnspan.engine.request import Continuation, Request, Token
 from attnspan.engine.sample import Sample
 from attnspan.engine.sampler import ChosenToken
 from attnspan.errors import EngineError
+
+if TYPE_CHECKING:
+    from attnspan.engine.stats import Totals
 
 
 class Outcome(NamedTuple):
@@ -47,12 +50,13 @@ class Outcome(NamedTuple):
 
 
 class Commit(NamedTuple):
-    """All of a step: every outcome, samples that fork, what `step` returns, and places in streams."""
+    """All of a step: every outcome, samples that fork, what `step` returns, places in streams, and what is counted."""
 
     outcomes: list[Outcome]
     splits: list[tuple[Sample, list[Sample]]]
     tokens: list[Token]
     places: list[tuple[list[Token], int, Token]]
+    totals: Totals
 
 
 class OutputProcessor:
