@@ -1,6 +1,8 @@
 """Logits are what transformers' own processors make of them, in transformers' own order, for all rows at once."""
 
 import copy
+import dataclasses
+import pickle
 import warnings
 
 import pytest
@@ -14,6 +16,7 @@ from attnspan.engine.logits_processor import LogitsProcessor, LogitsRow, LogitsR
 from attnspan.engine.request import Request
 from attnspan.engine.sample import Sample
 from attnspan.engine.sampler import Draw, Sampler, choose_tokens, probabilities
+from attnspan.testing import loopback
 from tests.engine.models import greedy, prompts, tiny, tokenizer
 
 V = 40
@@ -153,6 +156,33 @@ def test_a_length_penalty_without_bound_leaves_logits_finite():
     assert found.argmax() == 7
 
 
+def test_tokens_that_have_no_logits_may_be_named_and_do_nothing():
+    beyond = {
+        "logit_bias": {V + 1: 3.0}, "suppress_tokens": [V], "begin_suppress_tokens": [V], "bad_words": [[1, V], [V]],
+        "repetition_penalty": 2.0, "frequency_penalty": 1.0, "exponential_decay_length_penalty": (0, 2.0),
+        "stop_token_ids": [V], "min_new_tokens": 9, "no_repeat_ngram_size": 2, "allowed_tokens": [*range(V + 3)],
+    }  # fmt: skip
+    params, row = SamplingParams(**beyond).over(SamplingParams()), LogitsRow((0, 0), [V, 1, V, 1], 3)
+    logits = logits_of(1)
+    [found] = LogitsProcessor()(logits, [row], [LogitsRules.of(params, frozenset())])
+    others = torch.arange(V) != 1
+    assert found[others].equal(logits[0, others])
+    forced = SamplingParams(forced_bos_token_id=V).over(SamplingParams())
+    [found] = LogitsProcessor()(logits, [LogitsRow((0, 0), [1], 1)], [LogitsRules.of(forced, frozenset())])
+    assert found.isneginf().all()
+
+
+def test_params_can_be_replaced_hashed_and_sent():
+    params = SamplingParams(
+        logit_bias={3: 1.0}, sequence_bias=[[[1, 2], 0.5]], bad_words=["a", [4]], forced_eos_token_id=2, stop=["x"],
+        exponential_decay_length_penalty=(2, 1.5),
+    )  # fmt: skip
+    for same in (dataclasses.replace(params), pickle.loads(pickle.dumps(params)), copy.deepcopy(params)):
+        assert same == params
+        assert hash(same) == hash(params)
+    assert params.over(SamplingParams(top_k=3)).over(SamplingParams()) == params.over(SamplingParams(top_k=3))
+
+
 def test_rows_without_rules_do_not_come_here():
     assert (
         LogitsRules.of(SamplingParams(temperature=1.0, top_k=3, min_p=0.1).over(SamplingParams()), frozenset({5}))
@@ -226,6 +256,20 @@ def test_a_seed_gives_the_same_tokens_with_all_options_in_any_company_and_after_
     assert not crowded._sampler.recipes
     assert not crowded._sampler.processor.counts.places
     assert not crowded._sampler.processor.ngrams
+
+
+def test_two_ranks_say_what_one_says(model):
+    asked, params = prompts([9, 30]), [
+        SamplingParams(max_new_tokens=9, temperature=1.2, seed=7, repetition_penalty=1.4, bad_words=[[5]], n=2),
+        SamplingParams(max_new_tokens=9, no_repeat_ngram_size=2, presence_penalty=1.0),
+    ]  # fmt: skip
+    alone = [[each.token_ids for each in answer.samples] for answer in engine(model).generate(asked, params)]
+
+    def rank(world):
+        spread = engine(model, mesh=world, context_parallel_from=16)
+        return [[each.token_ids for each in answer.samples] for answer in spread.generate(asked, params)]
+
+    assert loopback(2).run(rank) == [alone] * 2
 
 
 def test_logprobs_are_the_models_own_whatever_the_options_make_of_them(model):

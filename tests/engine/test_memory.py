@@ -102,6 +102,11 @@ def test_an_engine_for_which_one_long_sequence_would_not_fit_is_refused_with_fig
     assert pages_of(engine()) == [128]
 
 
+def test_no_more_pages_are_taken_than_could_be_used(monkeypatch):
+    has(monkeypatch, 10**15)
+    assert pages_of(engine(max_sequences=2)) == [2 * 2 * 128]
+
+
 def test_what_one_rank_does_not_know_all_refuse(monkeypatch):
     unknown = [True, False]
 

@@ -12,8 +12,8 @@ A ban is final from wherever it is added on, so all of them are added at once. H
 a sample: `stop_token_ids`, and the model's own unless `ignore_eos`.
 
 Only rows of requests that ask for any of it come here, and all of them together: a few operations on the device,
-however many rows there are. What is found by looking at tokens (n-grams, ends of sequences) is found on the host, token
-by token.
+however many rows there are. What is found by looking at tokens (n-grams, ends of sequences) is found on the host.
+A model may know more tokens than it has logits for; those that have none can be named, and do nothing.
 
 [Note: counts] Which tokens a sample has, and how often, is a row of a table on the device, to which one token is added
 in a step. The row is a cache: it knows how many tokens it has seen, and a sample that has no row gets one from its
@@ -62,7 +62,7 @@ class LogitsRules:
     endings: Mapping[tuple[int, ...], list[Bias]]  # after these tokens
     lengths: tuple[int, ...]  # of the sequences in `endings`
     penalties: tuple[float, float, float] | None  # repetition, frequency, presence
-    tensors: dict[torch.device, Tensor] = field(default_factory=dict)  # biases as (V,)
+    tensors: dict[int, Tensor] = field(default_factory=dict)  # biases (V,), by V
 
     @classmethod
     def of(cls, params: SamplingParams, end_tokens: frozenset[int]) -> LogitsRules | None:
@@ -98,15 +98,15 @@ class LogitsRules:
         allowed = self.params.allowed_tokens
         if not self.biases and allowed is None:
             return None
-        if device not in self.tensors:
-            bias = torch.zeros(vocabulary, device=device)
+        if vocabulary not in self.tensors:
+            bias = torch.zeros(vocabulary, device="cpu")
             if allowed is not None:
-                bias.fill_(BAN)[torch.tensor(allowed, device=device)] = 0.0
-            if self.biases:
-                tokens, added = zip(*self.biases, strict=True)
-                bias[torch.tensor(tokens, device=device)] += torch.tensor(added, device=device)
-            self.tensors[device] = bias
-        return self.tensors[device]
+                bias.fill_(BAN)[[token for token in allowed if token < vocabulary]] = 0.0
+            for token, added in self.biases:
+                if token < vocabulary:
+                    bias[token] += added
+            self.tensors[vocabulary] = bias.to(device)
+        return self.tensors[vocabulary]
 
     def biases_after(self, row: LogitsRow) -> list[Bias]:
         """What else is added in this step; n-grams apart."""
@@ -177,7 +177,8 @@ class TokenCounts:
 
     def of(self, rows: Sequence[LogitsRow], vocabulary: int, device: torch.device) -> Tensor:
         """(R, V) of samples as they are now."""
-        if self.table is None:
+        if self.table is None or self.table.shape[1] != vocabulary:
+            self.places, self.unused = {}, []
             self.table = torch.zeros(0, vocabulary, dtype=torch.int32, device=device)
         known: list[tuple[int, LogitsRow]] = []
         for row in rows:
@@ -201,10 +202,14 @@ class TokenCounts:
             self.table = torch.cat([self.table, self.table.new_zeros(more, vocabulary)])
             self.unused += range(size, size + more)
         place = self.unused.pop()
-        counts, tokens = self.table[place].zero_(), torch.tensor(list(row.tokens), device=self.table.device)
-        prompt, generated = tokens[: row.prompt_length], tokens[row.prompt_length :]
-        counts[prompt[prompt < len(counts)]] = PROMPT  # there may be more embeddings than logits
+        counts = torch.zeros(self.table.shape[1], dtype=torch.int32, device="cpu")
+        prompt, generated = (
+            torch.tensor([token for token in tokens if token < len(counts)], dtype=torch.int64, device="cpu")
+            for tokens in (row.tokens[: row.prompt_length], row.tokens[row.prompt_length :])
+        )
+        counts[prompt] = PROMPT
         counts.index_add_(0, generated, torch.ones_like(generated, dtype=torch.int32))
+        self.table[place] = counts.to(self.table.device)
         self.places[row.sample] = place, len(row.tokens)
 
     def discard(self, sample: tuple[int, int]) -> None:
@@ -233,6 +238,7 @@ class LogitsProcessor:
             for place, (row, rule) in enumerate(zip(rows, rules, strict=True))
             if (decay := rule.decay_after(row))
             for end in rule.ends
+            if end < logits.shape[1]
         ]
         if decays:
             places, ends, factors = (torch.tensor(each, device=logits.device) for each in zip(*decays, strict=True))
@@ -242,7 +248,7 @@ class LogitsProcessor:
             forced = rule.forced_after(row)
             if forced is not None:
                 scores[place] = BAN
-                scores[place, forced] = 0.0
+                scores[place, [token for token in forced if token < logits.shape[1]]] = 0.0
         return scores
 
     def _biased(self, logits: Tensor, rows: Sequence[LogitsRow], rules: Sequence[LogitsRules]) -> Tensor:
@@ -256,6 +262,7 @@ class LogitsProcessor:
                 ngrams = self.ngrams.setdefault(row.sample, NGrams())
                 found += [(place, token, bias) for token, bias in ngrams.bans(row.tokens, n)]
         places = [place for place, bias in enumerate(fixed) if bias is not None]
+        found = [each for each in found if each[1] < logits.shape[1]]
         if not places and not found:
             return logits.clone()
         biases = torch.zeros_like(logits)

@@ -1,9 +1,9 @@
 """How many pages there is memory for, where an engine is not told.
 
 Pages take a share of the memory that is free when the engine is made, with the weights in place: what is left is for
-activations, graphs and whatever else runs. On a CPU they take a smaller share of what the system has available. Ranks
-that share a device share that. Over ranks the number of pages is that of the rank with the least room, as block tables
-are the same on all.
+activations, graphs and whatever else runs. On a CPU they take a smaller share of what the system has available. They
+never take more than could be used. Ranks that share a device share that. Over ranks the number of pages is that of the
+rank with the least room, as block tables are the same on all.
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ from attnspan.errors import EngineError
 SHARES = {"cuda": 0.9, "cpu": 0.25}
 """Of the memory that is free, by kind of device, where no share is given."""
 
+MOST = 1 << 20
+"""Pages for a model without a last position."""
+
 
 class Room(NamedTuple):
     """Free bytes, and of which memory: ranks that name the same share it."""
@@ -42,8 +45,9 @@ def pages_that_fit(info: ModelInfo, config: EngineConfig, consensus: RankConsens
     rooms = [Room(*each) for each in consensus.gather(room, "free memory")]  # it travels as a list
     fixed, each = page_bytes(info, config, consensus.ranks)
     least = min(room.free / sum(other.memory == room.memory for other in rooms) for room in rooms)
-    pages = int((share * least - fixed) // each) if each else config.max_sequences
     needed = _needed(info, config, consensus.ranks)
+    most = 2 * config.max_sequences * needed if info.max_positions else MOST  # half of them for cached prefixes
+    pages = min(most, int((share * least - fixed) // each)) if each else most
     if pages < needed:
         longest = f"{info.max_positions} tokens" if info.max_positions else "any length"
         raise EngineError(

@@ -176,7 +176,7 @@ def choose_tokens(
                 scores[into] = processed.scores[torch.tensor([row for _, row in both], device=logits.device)]
         tokens[some] = draw_tokens(scores, [draws[place] for place in places])
     answers = [
-        ChosenToken(None if failure else token, failure=failure)
+        ChosenToken(None if failure else token, None, None, failure)
         for token, failure in zip(tokens.tolist(), failures, strict=True)
     ]
     wanted = [place for place, want in enumerate(wants) if want is not None]
@@ -219,8 +219,11 @@ def probabilities(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
         if asked_of[place].count(neutral) < len(draws):
             rows = [row for row, value in enumerate(asked_of[place]) if value != neutral]
             asked = torch.tensor([[draws[row][place]] for row in rows], dtype=torch.float64, device=scores.device)
-            some = slice(None) if len(rows) == len(draws) else torch.tensor(rows, device=scores.device)
-            scores[some] = scores[some].masked_fill(cut(scores[some], asked), -torch.inf)
+            if len(rows) == len(draws):
+                scores = scores.masked_fill(cut(scores, asked), -torch.inf)
+            else:
+                some = torch.tensor(rows, device=scores.device)
+                scores[some] = scores[some].masked_fill(cut(scores[some], asked), -torch.inf)
     return scores.softmax(-1)
 
 
