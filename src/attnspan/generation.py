@@ -24,10 +24,10 @@ class Engine(LLMEngine):
 
     Without `pages` they take `memory_share` of the memory that is free, by default 0.9 on CUDA and 0.25 on a CPU
     (engine/memory.py). `host_pages` more pages on the host hold preempted samples; without them, these are recomputed.
-    A step has at most `max_sequences` samples and `max_tokens` tokens. With `mesh` (a DeviceMesh, a process group, a virtual world) every
-    rank has that many pages, and prompts of `context_parallel_from` tokens or more are computed by all ranks together
-    (engine/context_parallel_runner.py). `cuda_graphs` decodes by CUDA graphs (engine/cuda_graphs.py). Threads may share
-    an engine of one rank (engine/owner.py).
+    A step has at most `max_sequences` samples and `max_tokens` tokens. With `mesh` (a DeviceMesh, a process group, a
+    virtual world) every rank has that many pages, and prompts of `context_parallel_from` tokens or more are computed by
+    all ranks together (engine/context_parallel_runner.py). `cuda_graphs` decodes by CUDA graphs
+    (engine/cuda_graphs.py). Threads may share an engine of one rank (engine/owner.py).
     """
 
     def __init__(
