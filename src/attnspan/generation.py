@@ -22,18 +22,19 @@ if TYPE_CHECKING:
 class Engine(LLMEngine):
     """Generation over `pages` pages of `page_size` tokens, with a transformers model or a `ServedModel`.
 
-    `host_pages` more pages on the host hold preempted samples; without them, these are recomputed. A step has at most
-    `max_sequences` samples and `max_tokens` tokens. With `mesh` (a DeviceMesh, a process group, a virtual world) every
-    rank has that many pages, and prompts of `context_parallel_from` tokens or more are computed by all ranks together
-    (engine/context_parallel_runner.py). `cuda_graphs` decodes by CUDA graphs (engine/cuda_graphs.py). Threads may share
-    an engine of one rank (engine/owner.py).
+    Without `pages` they take `memory_share` of the memory that is free, by default 0.9 on CUDA and 0.25 on a CPU
+    (engine/memory.py). `host_pages` more pages on the host hold preempted samples; without them, these are recomputed.
+    A step has at most `max_sequences` samples and `max_tokens` tokens. With `mesh` (a DeviceMesh, a process group, a
+    virtual world) every rank has that many pages, and prompts of `context_parallel_from` tokens or more are computed by
+    all ranks together (engine/context_parallel_runner.py). `cuda_graphs` decodes by CUDA graphs
+    (engine/cuda_graphs.py). Threads may share an engine of one rank (engine/owner.py).
     """
 
     def __init__(
         self,
         model: PreTrainedModel | nn.Module | ServedModel,
         *,
-        pages: int,
+        pages: int | None = None,
         page_size: int = 16,
         mesh: Group = None,
         tokenizer: Tokenizer | None = None,
@@ -44,9 +45,10 @@ class Engine(LLMEngine):
         prefix_cache: bool = True,
         kernel: str = "auto",
         cuda_graphs: bool = False,
+        memory_share: float | None = None,
     ) -> None:
         sizes = (pages, page_size, host_pages, max_sequences, max_tokens, context_parallel_from)
-        config = EngineConfig(*sizes, prefix_cache, kernel, cuda_graphs)
+        config = EngineConfig(*sizes, prefix_cache, kernel, cuda_graphs, memory_share)
         found = served_model(model, stacklevel=2, latents=not cuda_graphs)  # no kernel attends over them in a graph
         super().__init__(found, config, mesh=mesh, tokenizer=tokenizer)
         self.model = model

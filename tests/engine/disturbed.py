@@ -16,10 +16,12 @@ from pathlib import Path
 
 import attnspan
 from attnspan import Engine, SamplingParams
-from attnspan.engine import core, sampler
+from attnspan.engine import sampler
 from attnspan.engine.kv_cache_manager import KVCacheManager
+from attnspan.engine.logits_processor import LogitsProcessor, NGrams, TokenCounts
 from attnspan.engine.model_runner import ModelRunner
 from attnspan.engine.scheduler import Scheduler
+from attnspan.engine.stats import Meter
 from attnspan.errors import UnknownRequest
 from attnspan.integrations.huggingface import serving
 from attnspan.paged import PageAllocator, PagePool, PrefixCache, StepPlan
@@ -50,6 +52,8 @@ def catalogue(family):
         options = {"max_new_tokens": draw.choice([1, 3, 8, 12, 16])}
         if number % 3 == 0:
             options |= {"n": draw.choice([2, 3]), "temperature": 1.0, "seed": number}
+        if number % 6 == 0:
+            options |= {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "no_repeat_ngram_size": 3}
         found.append((prompt, SamplingParams(**options)))
     roomy = Engine(model, pages=200, page_size=3, max_sequences=4, prefix_cache=False, tokenizer=tokenizer())
     answers = []
@@ -208,8 +212,11 @@ CALLS = [
     (KVCacheManager, "add reserve fork cache_prefix release_windows trim free swap_out swap_in"),
     (Scheduler, "add remove fork step mark_computed _cache_prefix _drop_pages _preempt _admit"),
     (ModelRunner, "prepare run _logits"),
-    (sampler, "draw_tokens probabilities uniform"),
-    (core, "choose_tokens"),
+    (sampler, "draw_tokens probabilities uniform choose_tokens"),
+    (TokenCounts, "of _fill discard"),
+    (NGrams, "bans"),
+    (LogitsProcessor, "_biased"),
+    (Meter, "add after"),
 ]  # fmt: skip
 
 

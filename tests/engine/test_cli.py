@@ -46,6 +46,13 @@ def test_it_prints_the_text_and_nothing_else(folder, tmp_path):
     assert said.stdout == spoken("the cat", max_new_tokens=12, temperature=0.9, top_k=50, top_p=0.9, seed=3) + "\n"
 
 
+def test_penalties_and_bans_are_options_too(folder):
+    options = ["--repetition-penalty", 1.5, "--bad-word", "the", "--min-new-tokens", 12, "--max-new-tokens", 12]
+    said = cli("--model", folder, "--prompt", "the cat", *options, "--min-p", 0.1, "--temperature", 2, "--seed", 1)
+    wishes = {"repetition_penalty": 1.5, "bad_words": ["the"], "min_new_tokens": 12, "max_new_tokens": 12}
+    assert said.stdout == spoken("the cat", min_p=0.1, temperature=2, seed=1, **wishes) + "\n"
+
+
 @pytest.mark.slow  # three processes that import transformers
 def test_two_ranks_say_the_same(folder):
     prompt = "the cat and the dog and the hat " * 12  # long enough to be computed by both together
@@ -68,6 +75,7 @@ def test_two_ranks_say_the_same(folder):
         (["--prompt", ""], "prompt must hold at least one token, got none"),
         (["--prompt", "@nowhere.txt"], "--prompt @nowhere.txt: the file cannot be read"),
         (["--top-p", "3"], "top_p must be a number above 0 and at most 1, got 3.0"),
+        (["--min-p", "2"], "min_p must be a number from 0 to 1, got 2.0"),
         (["--pages", "1"], "the request does not fit: "),
         (["--page-size", "0"], "--page-size must be a whole number >= 1, got 0"),
         (["--ranks", "0"], "--ranks must be a whole number >= 1, got 0"),

@@ -278,8 +278,14 @@ REFUSALS = [
     ("text", {}, r"prompts must be a list of prompts, got a text; as in generate\(\[prompt\]\)"),
     ([[5] * 300], {}, "the request does not fit: 300 tokens of prompt and up to 15 more, 315 tokens need 79 pages"),
     ([[5]], {"max_new_tokens": 300}, "the request does not fit: 2 tokens of prompt and up to 299 more"),
-    ([[5]], {"stop_token_ids": [97]}, "stop_token_ids must be tokens of the model's 97, .*, got \\(97,\\) and 0"),
-    ([[5]], {"top_logprobs": 98}, "and top_logprobs at most so many, got \\(\\) and 98"),
+    ([[5]], {"stop_token_ids": [97]}, "stop_token_ids must hold tokens below the model's 97, got 97"),
+    ([[5]], {"top_logprobs": 98}, "top_logprobs must be at most the model's 97 tokens, got 98"),
+    ([[5]], {"suppress_tokens": [97]}, "suppress_tokens must hold tokens below the model's 97, got 97"),
+    ([[5]], {"logit_bias": {97: 1}}, "logit_bias must hold tokens below the model's 97, got 97"),
+    ([[5]], {"sequence_bias": {(1, 97): 1}}, "sequence_bias must hold tokens below the model's 97, got 97"),
+    ([[5]], {"bad_words": [[1], [97]]}, "bad_words must hold tokens below the model's 97, got 97"),
+    ([[5]], {"bad_words": ["x"]}, r"bad_words=\('x',\) needs a tokenizer; give the engine one, or tokens"),
+    ([[5]], {"forced_bos_token_id": 98}, "forced_bos_token_id must hold tokens below the model's 97, got 98"),
     ([[5]], {"stop": "x"}, "stop=.* needs a tokenizer; give the engine one, or use stop_token_ids"),
     ([[5]], {"salt": []}, r"salt must be hashable, such as a text or a number, got \[\]"),
     ([[5]], {"n": 9}, "n must be at most max_sequences=8, .* got 9"),
@@ -315,10 +321,50 @@ def test_a_request_that_cannot_be_served_is_refused_and_the_engine_is_well(asked
         ({"seed": 2**64}, r"seed must be below 2\*\*64, got 18446744073709551616"),
         ({"n": 0}, "n must be a whole number >= 1, got 0"),
         ({"stop": ""}, "stop must be a text, or a list of them, none empty, got ''"),
-        ({"stop": None}, "stop must be a text, or a list of them, got None"),
+        ({"stop": 5}, "stop must be a text, or a list of them, got 5"),
         ({"stop": [5]}, "stop must be a text, or a list of them, none empty, got 5"),
         ({"stop_token_ids": [-5]}, r"stop_token_ids\[0\] must be a whole number >= 0, got -5"),
         ({"logprobs": 3}, "logprobs must be True or False, got 3"),
+        ({"min_p": True}, "min_p must be a number, got True"),
+        ({"min_p": 1.5}, "min_p must be a number from 0 to 1, got 1.5"),
+        ({"typical_p": 0}, "typical_p must be a number above 0 and at most 1, got 0.0"),
+        ({"epsilon_cutoff": 1}, "epsilon_cutoff must be a number of at least 0 and below 1, got 1.0"),
+        ({"eta_cutoff": -1}, "eta_cutoff must be a number of at least 0 and below 1, got -1.0"),
+        ({"top_h": 2}, "top_h must be a number from 0 to 1, got 2.0; 0 leaves it out"),
+        ({"repetition_penalty": 0}, "repetition_penalty must be a number above 0, got 0.0; 1 leaves it out"),
+        ({"repetition_penalty": float("nan")}, "repetition_penalty must be a number, got nan"),
+        ({"presence_penalty": float("inf")}, "presence_penalty must be a number that is finite, got inf"),
+        ({"frequency_penalty": "1"}, "frequency_penalty must be a number, got '1'"),
+        ({"no_repeat_ngram_size": -1}, "no_repeat_ngram_size must be a whole number >= 0, got -1"),
+        ({"min_new_tokens": 1.0}, r"min_new_tokens must be a whole number >= 0, got 1.0 \(float\)"),
+        ({"min_length": True}, r"min_length must be a whole number >= 0, got True"),
+        ({"logit_bias": {5: "1"}}, r"logit_bias\[5\] must be a number, got '1'"),
+        ({"logit_bias": {5: True}}, r"logit_bias\[5\] must be a number, got True"),
+        ({"logit_bias": {5: float("nan")}}, r"logit_bias\[5\] must be a number, got nan"),
+        ({"logit_bias": {5: float("inf")}}, r"logit_bias\[5\] must be a number below infinity, got inf; see allowed_t"),
+        ({"logit_bias": {-5: 1}}, "a token of logit_bias must be a whole number >= 0, got -5"),
+        ({"logit_bias": {"5": 1}}, "a token of logit_bias must be a whole number >= 0, got '5'"),
+        ({"logit_bias": {True: 1}}, "a token of logit_bias must be a whole number >= 0, got True"),
+        ({"logit_bias": 5}, "logit_bias must be a dict of numbers, or pairs, got 5"),
+        ({"logit_bias": [5]}, "logit_bias must be a dict of numbers, or pairs, got 5"),
+        ({"logit_bias": "55"}, "logit_bias must be a dict of numbers, or pairs, got '55'"),
+        ({"sequence_bias": {(): 1.0}}, "sequence_bias must hold sequences of at least one token, got an empty one"),
+        ({"sequence_bias": {5: 1.0}}, r"a sequence of sequence_bias must be a list of whole numbers >= 0, got 5"),
+        ({"sequence_bias": {(5, -1): 1.0}}, r"a sequence of sequence_bias\[1\] must be a whole number >= 0, got -1"),
+        ({"bad_words": "word"}, "bad_words must be a list of texts or of lists of tokens, got 'word'"),
+        ({"bad_words": [[]]}, "bad_words must hold sequences of at least one token, got an empty one"),
+        ({"bad_words": [""]}, "bad_words must be a list of texts or of lists of tokens, none empty, got ''"),
+        ({"bad_words": [5]}, "a sequence of bad_words must be a list of whole numbers >= 0, got 5"),
+        ({"allowed_tokens": []}, "allowed_tokens must hold at least one token, got none; None allows all"),
+        ({"allowed_tokens": [True]}, r"allowed_tokens\[0\] must be a whole number >= 0, got True"),
+        ({"suppress_tokens": 5}, "suppress_tokens must be a list of whole numbers >= 0, got 5"),
+        ({"begin_suppress_tokens": [1.5]}, r"begin_suppress_tokens\[0\] must be a whole number >= 0, got 1.5"),
+        ({"forced_bos_token_id": -1}, "forced_bos_token_id must be a whole number >= 0, got -1"),
+        ({"forced_eos_token_id": [2, "x"]}, r"forced_eos_token_id\[1\] must be a whole number >= 0, got 'x'"),
+        ({"forced_eos_token_id": 2, "suppress_tokens": [2]}, r"forced_eos_token_id=\(2,\) is also in suppress_tokens"),
+        ({"exponential_decay_length_penalty": 2}, r"length_penalty must be \(tokens before it begins, factor\), got 2"),
+        ({"exponential_decay_length_penalty": (2, 0)}, r"length_penalty\[1\] must be a number above 0, got 0.0"),
+        ({"exponential_decay_length_penalty": (-2, 2)}, r"length_penalty\[0\] must be a whole number >= 0, got -2"),
     ],
     ids=str,
 )
@@ -530,15 +576,6 @@ def test_a_model_of_another_dtype_than_its_pages_is_told_to_make_a_new_engine():
         change(model)
         with pytest.raises(EngineError, match=r"model is torch.float64, .* torch.float32; make a new engine"):
             one.generate([[5]])
-
-
-def test_what_a_generation_config_asks_for_and_an_engine_does_not_is_told():
-    model = copy.deepcopy(tiny("Llama"))
-    model.generation_config.repetition_penalty, model.generation_config.suppress_tokens = 1.3, [7]
-    with pytest.warns(
-        UserWarning, match=r"generation_config: repetition_penalty=1.3, suppress_tokens=\[7\]; tokens will differ from"
-    ):
-        engine(model)
 
 
 def test_a_model_that_went_into_training_is_refused_until_it_is_back():

@@ -55,6 +55,10 @@ def next_token(sample):
     return (sum(sample.tokens) * 7 + len(sample.tokens) + sample.number) % 5
 
 
+def name(sample):
+    return sample.arrival, sample.number
+
+
 class Driver:
     """An engine without a model: feeds, samples, forks, ends."""
 
@@ -63,10 +67,10 @@ class Driver:
         self.scheduler = Scheduler(KVCacheManager([shadow.group for shadow in shadows]), limits)
         self.alive, self.ended, self.arrivals = {}, {}, 0
 
-    def add(self, prompt, new, n=1, salt=None):
-        sample = Sample(self.arrivals, list(prompt), len(prompt) + new, forks=n - 1, salt=salt)
+    def add(self, prompt, new, n=1, salt=None, priority=0):
+        sample = Sample(self.arrivals, list(prompt), len(prompt) + new, forks=n - 1, salt=salt, priority=priority)
         self.scheduler.add(sample)
-        self.alive[sample.order] = sample
+        self.alive[name(sample)] = sample
         self.arrivals += 1
         return sample
 
@@ -87,7 +91,12 @@ class Driver:
         assert whole or sum(count for _, count in batch) <= limits.max_tokens
         assert all(count >= 1 for _, count in batch)
         running, queued = ([sample.order for sample in side] for side in (scheduler.running, scheduler.queued))
-        assert running + queued == sorted(self.alive), "all that live run or queue, and no younger one runs first"
+        assert running == sorted(running)
+        assert queued == sorted(queued)
+        assert sorted(running + queued) == sorted(sample.order for sample in self.alive.values()), "all run or queue"
+        for priority in {order[0] for order in queued}:
+            most = max((order for order in running if order[0] == priority), default=(priority,))
+            assert most < min(order for order in queued if order[0] == priority), "no younger one of a kind runs first"
         for shadow in self.shadows:
             shadow.feed(batch)
         done = [chunk.sample for chunk in batch if chunk.last]
@@ -97,11 +106,11 @@ class Driver:
             if forks:
                 scheduler.fork(sample, forks)
             for each in (sample, *forks):
-                self.alive[each.order] = each
+                self.alive[name(each)] = each
                 each.tokens.append(next_token(each))
                 if len(each.tokens) == each.max_length:
-                    self.ended[each.order] = each.tokens
-                    del self.alive[each.order]
+                    self.ended[name(each)] = each.tokens
+                    del self.alive[name(each)]
                     scheduler.remove(each)
         scheduler.kv_cache.check()
         return batch
@@ -137,6 +146,7 @@ requests = st.lists(
         st.integers(1, 2),
         st.integers(0, 9),  # 0: it is cancelled three steps later
         st.sampled_from(["a", "b"]),
+        st.sampled_from([0, 0, 0, 1, -3]),
     ),
     min_size=1,
     max_size=10,
@@ -150,10 +160,10 @@ def test_every_request_ends_as_if_alone_and_pages_hold_what_they_should(stores, 
     left = sorted(wanted, key=lambda request: request[0])
     while left or not driver.scheduler.idle:
         while left and left[0][0] <= step:
-            _, prompt, new, n, mood, salt = left.pop(0)
+            _, prompt, new, n, mood, salt, priority = left.pop(0)
             arrival = driver.arrivals
             try:
-                driver.add(prompt, new, n, salt)
+                driver.add(prompt, new, n, salt, priority)
             except EngineError:
                 assert driver.scheduler.kv_cache.refusal(len(prompt) + new, driver.scheduler.chunk) is not None
                 continue
@@ -171,6 +181,22 @@ def test_every_request_ends_as_if_alone_and_pages_hold_what_they_should(stores, 
     for shadow in stores:
         stats = shadow.allocator.stats()
         assert (stats.sequences, stats.used, stats.host_free) == (0, 0, stats.host_pages)
+
+
+def test_a_higher_priority_is_admitted_first_and_preempted_last():
+    driver = alone(num_pages=6, max_sequences=2)
+    low, high = driver.add([1] * 4, new=12, priority=-1), driver.add([1] * 4, new=12)
+    driver.step()
+    assert driver.scheduler.running == [high, low]
+    while not driver.scheduler.queued:
+        driver.step()
+    assert driver.scheduler.queued == [low]  # though it is the older
+    assert driver.scheduler.counts.preempted == 1
+    urgent, later = (driver.add([0] * 4, new=2, priority=5) for _ in range(2))
+    assert driver.scheduler.queued == [urgent, later, low]
+    run(driver)
+    ended = [*driver.ended]
+    assert ended.index(name(urgent)) < ended.index(name(later)) < ended.index(name(low))
 
 
 def alone(num_pages, page_size=4, host_pages=0, window=None, prefixes=False, **limit):
@@ -224,7 +250,7 @@ def test_what_was_computed_is_shown_to_whoever_begins_alike_and_else_once_at_the
     driver.step()
     assert shown == [16, 15, 9, 9]  # the first one's, for the second to find, and the second's own when it ends
     assert (first.computed, driver.scheduler.counts.cached) == (10, 8)
-    assert second.order in driver.ended
+    assert name(second) in driver.ended
 
 
 def test_decoding_goes_on_while_a_long_prompt_comes_in_by_chunks():

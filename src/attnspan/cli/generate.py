@@ -45,11 +45,24 @@ def generate(
     model: Annotated[str, typer.Option(metavar="PATH_OR_NAME", help="A folder, or a model name for transformers.")],
     prompt: Annotated[str, typer.Option(metavar="TEXT", help="Text to continue; @FILE reads it from a file.")],
     max_new_tokens: Annotated[int, typer.Option(metavar="N", help="Tokens to generate at most.")] = 64,
-    temperature: Annotated[float, typer.Option(metavar="T", help="Sampling temperature; 0 is greedy.")] = 0.0,
-    top_k: Annotated[int, typer.Option(metavar="K", help="Sample from the K likeliest tokens; 0: all.")] = 0,
+    temperature: Annotated[
+        float | None,
+        typer.Option(metavar="T", help="Sampling temperature; 0 is greedy. Default: the model's own, or 0."),
+    ] = None,
+    top_k: Annotated[int | None, typer.Option(metavar="K", help="Sample from the K likeliest tokens; 0: all.")] = None,
     top_p: Annotated[
-        float, typer.Option(metavar="P", help="Sample from the likeliest tokens of total probability P.")
-    ] = 1.0,
+        float | None, typer.Option(metavar="P", help="Sample from the likeliest tokens of total probability P.")
+    ] = None,
+    min_p: Annotated[
+        float | None, typer.Option(metavar="P", help="Leave out tokens less than P times as likely as the likeliest.")
+    ] = None,
+    repetition_penalty: Annotated[
+        float | None, typer.Option(metavar="R", help="Above 1: tokens that occurred become less likely.")
+    ] = None,
+    min_new_tokens: Annotated[int | None, typer.Option(metavar="N", help="Tokens to generate at least.")] = None,
+    bad_word: Annotated[
+        list[str] | None, typer.Option(metavar="TEXT", help="A text not to generate. Repeatable.")
+    ] = None,
     seed: Annotated[int | None, typer.Option(metavar="N", help="Seed: the same seed gives the same text.")] = None,
     stop: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="Stop before this text. Repeatable.")] = None,
     ranks: Annotated[int, typer.Option(metavar="R", help="Processes to start; keys and prompt are spread.")] = 1,
@@ -61,7 +74,16 @@ def generate(
     Runs on one rank, on local processes (--ranks), or under torchrun. Keys are spread over the ranks.
     """
     params = SamplingParams(
-        max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop=stop or ()
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        min_new_tokens=min_new_tokens,
+        bad_words=bad_word or None,
+        seed=seed,
+        stop=stop or None,
     )
     ranks = integer("--ranks", ranks, at_least=1, error=EngineError)
     page_size = integer("--page-size", page_size, at_least=1, error=EngineError)
@@ -132,7 +154,7 @@ def _generate(job: GenerateJob, device: torch.device, mesh: Any = None) -> None:
     model, tokenizer = _load(job.model, device, bar=mesh is None)  # bars of several ranks would overwrite each other
     ranks, rank = (1, 0) if mesh is None else (dist.get_world_size(mesh), dist.get_rank(mesh))
     tokens = tokenizer.encode(job.prompt)
-    needed = -(-(len(tokens) + job.params.max_new_tokens) // (job.page_size * ranks)) + 1
+    needed = -(-(len(tokens) + (job.params.max_new_tokens or 0)) // (job.page_size * ranks)) + 1
     pages = needed if job.pages is None else job.pages
     engine = Engine(model, pages=pages, page_size=job.page_size, mesh=mesh, tokenizer=tokenizer)
     start, count = time.perf_counter(), 0

@@ -4,7 +4,7 @@
     core.py              requests in, tokens out: add, step, cancel (request_table.py: those that are unfinished)
     scheduler.py         what is computed next; ints only, as are sample.py and kv_cache_manager.py
     model_runner.py      one call of the model over pages (model.py: what is asked of a model)
-    sampler.py           the next token, from a number of the request's own
+    sampler.py           the next token, from a number of the request's own (logits_processor.py: after penalties, bans)
     output_processor.py  what a step came to: tokens, text (detokenizer.py), and why a sample ends
     cuda_graphs.py       decoding by CUDA graphs (warmup.py: captured beforehand)
 
@@ -15,6 +15,7 @@
     pools.py              where each layer's keys are
     journal.py            a step is a transaction (owner.py: whose turn it is)
     fingerprint.py        what the model computes (progress.py: bars)
+    stats.py              what an engine has done, in numbers (memory.py: how many pages there is room for)
 
 Knows no model library. `attnspan.Engine` wraps transformers models (attnspan/generation.py).
 """
@@ -25,10 +26,13 @@ from attnspan.engine.llm_engine import LLMEngine
 from attnspan.engine.model import LatentHeads, LayerSpec, ModelInfo, PackedBatch, ServedModel, StepAttention
 from attnspan.engine.params import SamplingParams
 from attnspan.engine.request import Continuation, Request, Token
+from attnspan.engine.stats import EngineStats, Histogram
 
 __all__ = [
     "Continuation",
     "EngineConfig",
+    "EngineStats",
+    "Histogram",
     "LLMEngine",
     "LatentHeads",
     "LayerSpec",

@@ -17,7 +17,7 @@ class EngineConfig:
     attnspan.errors.EngineError: pages must be a whole number >= 1, got 0
     """
 
-    pages: int
+    pages: int | None = None
     page_size: int = 16
     host_pages: int = 0
     max_sequences: int = 64
@@ -26,9 +26,17 @@ class EngineConfig:
     prefix_cache: bool = True
     kernel: str = "auto"
     cuda_graphs: bool = False
+    memory_share: float | None = None
 
     def __post_init__(self) -> None:
+        share = self.memory_share
+        if share is not None and (type(share) not in (int, float) or not 0 < share <= 1):
+            raise EngineError(f"memory_share must be a number above 0 and at most 1, got {share!r}")
+        if share is not None and self.pages is not None:
+            raise EngineError(f"give pages or memory_share, not both, got {self.pages!r} and {share!r}")
         for name in ("pages", "page_size", "host_pages", "context_parallel_from", "max_sequences", "max_tokens"):
             least = 0 if name == "host_pages" else 1
+            if name == "pages" and self.pages is None:
+                continue
             object.__setattr__(self, name, integer(name, getattr(self, name), at_least=least, error=EngineError))
         one_of("kernel", self.kernel, ["auto", *KERNELS], error=EngineError)

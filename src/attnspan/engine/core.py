@@ -39,21 +39,23 @@ from attnspan.engine.config import EngineConfig
 from attnspan.engine.detokenizer import Tokenizer, check_tokenizer
 from attnspan.engine.journal import Journal
 from attnspan.engine.kv_cache_manager import KVCacheGroup, KVCacheManager
+from attnspan.engine.memory import pages_that_fit
 from attnspan.engine.model import ServedModel
 from attnspan.engine.model_runner import ModelRunner
 from attnspan.engine.output_processor import Commit, Outcome, OutputProcessor
 from attnspan.engine.owner import Note, Owned, Owner, call_owned, exclusive
 from attnspan.engine.params import SamplingParams
 from attnspan.engine.pools import pools_of
-from attnspan.engine.prompts import Prompt, encode_prompt
+from attnspan.engine.prompts import Prompt, complete_params, encode_prompt
 from attnspan.engine.rank_consensus import RankConsensus, RanksDiverged
 from attnspan.engine.request import Continuation, Request, Token
 from attnspan.engine.request_table import RequestTable
 from attnspan.engine.sample import Sample
-from attnspan.engine.sampler import ChosenToken, choose_tokens, draw_for
+from attnspan.engine.sampler import ChosenToken, Sampler
 from attnspan.engine.scheduler import Chunk, Counts, Limits, Scheduler
+from attnspan.engine.stats import EngineStats, Meter, Totals
 from attnspan.engine.warmup import run_warmup
-from attnspan.errors import EngineError, ModelError
+from attnspan.errors import EngineError, ModelError, integer
 from attnspan.paged import PrefixCache
 from attnspan.transports.group import Group, transport_of
 
@@ -78,8 +80,10 @@ class EngineCore(Owned):
         self._fingerprint = model.fingerprint()
         self._consensus.compare_model(self._fingerprint)
         with torch.inference_mode(False):  # tensors made in inference mode could not be written to outside of it
+            pages = config.pages or pages_that_fit(info, config, self._consensus)
+            config = replace(config, pages=pages, memory_share=None)
             self._pools = pools_of(info, config, ranks)
-            self.max_length = self._longest(info.max_positions, config.pages * config.page_size * ranks)
+            self.max_length = self._longest(info.max_positions, pages * config.page_size * ranks)
             self._runner = self._runner_for(mesh, config)
         groups = [
             KVCacheGroup(pool.allocator, pool, window, PrefixCache(pool.allocator) if config.prefix_cache else None)
@@ -87,6 +91,8 @@ class EngineCore(Owned):
         ]
         self._scheduler = Scheduler(KVCacheManager(groups), self.limits, self._version)
         self._table = RequestTable()
+        self.default_params = info.defaults  # what requests' params leave to the model
+        self._sampler, self._meter = Sampler(), Meter()
         self._unreported: list[Token] = []  # tokens of a step that was interrupted while it was reported
         self._journal = Journal(self._scheduler, self._table.live)
         self._owner = Owner(ranks)
@@ -153,9 +159,14 @@ class EngineCore(Owned):
 
     # ---- requests --------------------------------------------------------------------------------------------------
 
-    def add(self, prompt: Prompt, params: SamplingParams | None = None, *, salt: Hashable = None) -> Request:
-        """A new request. What it computes can be found by later prompts that begin alike and have the same salt."""
-        return self._add(prompt, params, salt, [])
+    def add(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, salt: Hashable = None, priority: int = 0
+    ) -> Request:
+        """A new request. What it computes can be found by later prompts that begin alike and have the same salt.
+
+        Requests of a higher `priority` are admitted first and preempted last (scheduler.py, [Note: order]).
+        """
+        return self._add(prompt, params, salt, [], priority=priority)
 
     @exclusive
     def _add(
@@ -165,29 +176,37 @@ class EngineCore(Owned):
         salt: Hashable,
         into: list[Request],
         stream: list[Token] | None = None,
+        priority: int = 0,
     ) -> Request:
         """A new request, appended to `into` before it is added; its tokens are appended to `stream`."""
         self._settle()
         self._check_alive()
-        params = SamplingParams() if params is None else params
-        if not isinstance(params, SamplingParams):
-            raise EngineError(f"params must be SamplingParams(...), got {params!r}")
+        params = complete_params(params, self.default_params, self.tokenizer, self.vocabulary)
+        new, n = params.max_new_tokens or 1, params.n or 1
         tokens = encode_prompt(prompt, self.tokenizer, self.vocabulary)
+        priority = integer("priority", priority, at_least=-(2**31), error=EngineError)
         number, seed = self._next, secrets.randbits(63) if params.seed is None else params.seed
-        fed = len(tokens) + params.max_new_tokens - 1  # the last token is never fed, and needs no room
-        sample = Sample(number, array("Q", tokens), fed, forks=params.n - 1, salt=salt)
+        fed = len(tokens) + new - 1  # the last token is never fed, and needs no room
+        sample = Sample(number, array("Q", tokens), fed, forks=n - 1, salt=salt, priority=priority)
         self._check_request(sample, params)
         with self._comparing():
-            common = self._consensus.compare_request((tokens, params, salt, number), seed)
+            common = self._consensus.compare_request((tokens, params, salt, priority, number), seed)
             request = Request(number, tokens, params, common if params.seed is None else seed, salt)
-            request.samples += [Continuation.empty(params) for _ in range(params.n)]
+            request.samples += [Continuation.empty(params) for _ in range(n)]
             into.append(request)
-            self._journal.begin(redo=partial(self._discard, request))  # what is broken off here was never added
+            self._journal.begin(redo=partial(self._take_back, request, self._meter.totals))
             self._next, self._added_since = number + 1, True
+            self._sampler.add(request, self.end_tokens)
             self._table.add(request, sample, stream)
             self._scheduler.add(sample)
+            self._meter.add(request)
             self._journal.end()
         return request
+
+    def _take_back(self, request: Request, totals: Totals) -> None:
+        """What is broken off while it is added was never added."""
+        self._discard(request)
+        self._meter.totals = totals
 
     def _check_request(self, sample: Sample, params: SamplingParams) -> None:
         """EngineError for a request that this engine can never serve."""
@@ -195,13 +214,6 @@ class EngineCore(Owned):
             hash(sample.salt)
         except TypeError:
             raise EngineError(f"salt must be hashable, such as a text or a number, got {sample.salt!r}") from None
-        if max(params.stop_token_ids, default=0) >= self.vocabulary or params.top_logprobs > self.vocabulary:
-            raise EngineError(
-                f"stop_token_ids must be tokens of the model's {self.vocabulary}, and top_logprobs at most so many, "
-                f"got {params.stop_token_ids} and {params.top_logprobs}"
-            )
-        if params.stop and self.tokenizer is None:
-            raise EngineError(f"stop={params.stop!r} needs a tokenizer; give the engine one, or use stop_token_ids")
         self._scheduler.check_fits(sample)
         if sample.max_length > self.max_length:
             raise EngineError(
@@ -261,8 +273,10 @@ class EngineCore(Owned):
                     failed = failure
                 left.append((continuation, text))
         samples = list(self._table.samples[request.number].values())
+        totals = self._meter.totals.ended([reason] * len(left))
 
         def report() -> None:
+            self._meter.totals = totals
             for continuation, text in left:
                 continuation.text = text
                 continuation.finish_reason = reason
@@ -279,6 +293,8 @@ class EngineCore(Owned):
     def _discard(self, request: Request) -> None:
         """A request has ended, or was never added."""
         self._outputs.discard(request)
+        self._sampler.discard(request)
+        self._meter.discard(request)
         self._table.discard(request)
 
     @property
@@ -295,6 +311,15 @@ class EngineCore(Owned):
     def counts(self) -> Counts:
         """What was computed, found, swapped and recomputed so far."""
         return self._scheduler.counts
+
+    def stats(self) -> EngineStats:
+        """The engine in numbers, as they are between two steps. Any thread may ask; it waits for a step under way."""
+        with self._owner.lock: return self._stats()  # fmt: skip  # noqa: E701
+
+    def _stats(self) -> EngineStats:
+        if self._owner.may_act and self._consensus.ranks == 1:
+            call_owned(self, EngineCore._settle, (), {})
+        return self._meter.stats(self._scheduler)
 
     # ---- steps -----------------------------------------------------------------------------------------------------
 
@@ -337,6 +362,7 @@ class EngineCore(Owned):
         """Carry through or roll back what an earlier call left, and act on notes. Every call begins with it."""
         if not self._journal.settled:
             self._outputs.reset()
+            self._sampler.processor.reset()
             if self._runner.device.type == "cuda":
                 torch.cuda.synchronize(self._runner.device)  # buffers that are still being sent are not to be filled
             if self._consensus.ranks > 1 and self._failure is None:
@@ -387,19 +413,12 @@ class EngineCore(Owned):
 
     def _choose(self, samples: list[Sample], logits: torch.Tensor) -> list[ChosenToken]:
         """A token for each sample whose logits these are, and for those that will be split off from it."""
-        rows = [row for row, sample in enumerate(samples) for _ in range(1 + sample.forks)]
-        if not rows:
+        places = [place for place, sample in enumerate(samples) for _ in range(1 + sample.forks)]
+        if not places:
             return []
-        if len(rows) > len(samples):
-            logits = logits[torch.tensor(rows, device=logits.device)]
-        draws, logprobs = [], []
-        for sample in samples:
-            request = self._table.of(sample)
-            params, position = request.params, len(sample.tokens)
-            for number in range(sample.number, sample.number + 1 + sample.forks):
-                draws.append(draw_for(params, request.seed, number, position))
-                logprobs.append(params.top_logprobs if params.logprobs or params.top_logprobs else None)
-        return choose_tokens(logits, draws, logprobs)
+        if len(places) > len(samples):
+            logits = logits[torch.tensor(places, device=logits.device)]
+        return self._sampler.choose(logits, samples)
 
     def _outcomes(self, samples: list[Sample], answers: list[ChosenToken]) -> Commit:
         """What the step came to; nothing is reported yet. A request whose text cannot be decoded ends."""
@@ -421,11 +440,13 @@ class EngineCore(Owned):
             splits,
             [*self._unreported, *(outcome.token for outcome in outcomes)],
             self._table.places(outcomes),
+            self._meter.after(outcomes),
         )
 
     def _report(self, commit: Commit) -> None:
         """Let callers see a step; it may run twice."""
         self._table.apply(commit)
+        self._meter.totals = commit.totals
         for outcome in commit.outcomes:
             if outcome.token.finish_reason is not None and outcome.token.request.finished:
                 self._discard(outcome.token.request)
@@ -457,8 +478,12 @@ class EngineCore(Owned):
     def _fail(self, error: BaseException) -> None:
         """See [Note: after an error]."""
         self._failure = error
+        requests = list(self._table.requests.values())
+        left = sum(continuation.finish_reason is None for request in requests for continuation in request.samples)
+        totals = self._meter.totals.ended(["error"] * left)
 
         def report() -> None:
+            self._meter.totals = totals
             for request in list(self._table.requests.values()):
                 for continuation in request.samples:
                     continuation.finish_reason = continuation.finish_reason or "error"

@@ -33,6 +33,7 @@ class LLMEngine(EngineCore):
         params: Params = None,
         *,
         salt: Hashable = None,
+        priority: int = 0,
         progress: bool = False,
     ) -> list[Request]:
         """Continue every prompt; the finished requests in the order of the prompts.
@@ -42,7 +43,7 @@ class LLMEngine(EngineCore):
         requests: list[Request] = []
         hold = self._hold(requests)  # should the `finally` be interrupted
         try:
-            self._add_all(requests, prompts, params, salt)
+            self._add_all(requests, prompts, params, salt, priority)
             with progress_bar(requests, progress) as advance:
                 while not all(request.finished for request in requests):
                     advance(sum(token.finish_reason is not None for token in self.step()))
@@ -57,22 +58,23 @@ class LLMEngine(EngineCore):
         params: Params = None,
         *,
         salt: Hashable = None,
+        priority: int = 0,
     ) -> Iterator[Token]:
         """The tokens of one prompt, or of several, as they come. A stream that is closed or dropped ends its requests.
 
         Several streams, `generate` and `step` may take turns on one engine: each stream has all of its own tokens.
         """
-        stream = self._streamed(one_or_several(prompts), params, salt)
+        stream = self._streamed(one_or_several(prompts), params, salt, priority)
         next(stream)  # as far as its first yield: requests are added now, and end if the stream is dropped unread
         return stream
 
-    def _streamed(self, prompts: Iterable[Prompt], params: Params, salt: Hashable) -> Iterator[Any]:
+    def _streamed(self, prompts: Iterable[Prompt], params: Params, salt: Hashable, priority: int) -> Iterator[Any]:
         """None at first, then tokens. A reader that goes away drops the hold, which leaves a note, and no more."""
         requests: list[Request] = []
         tokens: list[Token] = []
         hold = self._hold(requests)
         try:
-            self._add_all(requests, prompts, params, salt, tokens)
+            self._add_all(requests, prompts, params, salt, priority, tokens)
             yield None
             read = 0
             while True:
@@ -105,6 +107,7 @@ class LLMEngine(EngineCore):
         prompts: Iterable[Prompt],
         params: Params,
         salt: Hashable,
+        priority: int,
         stream: list[Token] | None = None,
     ) -> None:
         """Add all of the requests, or none."""
@@ -112,7 +115,7 @@ class LLMEngine(EngineCore):
         each = params_for_each(params, len(prompts))
         try:
             for prompt, one in zip(prompts, each, strict=True):
-                self._add(prompt, one, salt, requests, stream)
+                self._add(prompt, one, salt, requests, stream, priority)
         except BaseException:
             self._cancel_all(requests)
             raise

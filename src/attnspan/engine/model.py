@@ -35,6 +35,7 @@ import torch
 from torch import Tensor
 
 from attnspan.engine.fingerprint import ModelFingerprint
+from attnspan.engine.params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,8 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What is known of a model before it runs. `max_positions` None: it has no last position."""
+    """What is known of a model before it runs. `max_positions` None: it has no last position. `defaults` are taken
+    where a request's params leave something to the model."""
 
     layers: tuple[LayerSpec, ...]
     vocabulary: int
@@ -70,6 +72,7 @@ class ModelInfo:
     device: torch.device
     end_tokens: frozenset[int] = frozenset()
     max_positions: int | None = None
+    defaults: SamplingParams = SamplingParams()  # noqa: RUF009  # frozen
 
 
 class PackedBatch(NamedTuple):

@@ -9,13 +9,16 @@ Detokenizers are a cache. One that was lost, because a step was broken off, read
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from attnspan.engine.detokenizer import Detokenizer, Tokenizer
 from attnspan.engine.request import Continuation, Request, Token
 from attnspan.engine.sample import Sample
 from attnspan.engine.sampler import ChosenToken
 from attnspan.errors import EngineError
+
+if TYPE_CHECKING:
+    from attnspan.engine.stats import Totals
 
 
 class Outcome(NamedTuple):
@@ -31,7 +34,7 @@ class Outcome(NamedTuple):
 
     def apply(self) -> None:
         """Write it to the sample and its continuation, unless it is there."""
-        sample, continuation, (token, logprob, top), place, text, reported, error = self
+        sample, continuation, (token, logprob, top, _), place, text, reported, error = self
         continuation.text = text
         if token is None:
             reported.request.error = error
@@ -47,12 +50,13 @@ class Outcome(NamedTuple):
 
 
 class Commit(NamedTuple):
-    """All of a step: every outcome, samples that fork, what `step` returns, and places in streams."""
+    """All of a step: every outcome, samples that fork, what `step` returns, places in streams, and what is counted."""
 
     outcomes: list[Outcome]
     splits: list[tuple[Sample, list[Sample]]]
     tokens: list[Token]
     places: list[tuple[list[Token], int, Token]]
+    totals: Totals
 
 
 class OutputProcessor:
@@ -78,11 +82,11 @@ class OutputProcessor:
         return Outcome(sample, continuation, chosen, place, continuation.text + text, token)
 
     def _without_token(self, request: Request, sample: Sample, chosen: ChosenToken, place: int) -> Outcome:
-        """The end of a sample whose logits are not numbers. What it computed is not found by others."""
+        """The end of a sample that has no next token. What it computed is not found by others."""
         continuation = request.samples[sample.number]
         error = EngineError(
-            f"sample {sample.number} of request {request.number} ended after {len(sample.tokens)} tokens: the model's "
-            "logits are NaN or infinite there; look for such numbers in its weights, or for a dtype that is too narrow"
+            f"sample {sample.number} of request {request.number} ended after {len(sample.tokens)} tokens: "
+            f"{chosen.failure}"
         )
         text = self.flush(request, sample.number)
         token = Token(request, sample.number, None, text, "error")
@@ -123,7 +127,7 @@ class OutputProcessor:
         found = self.detokenizers.get((request.number, number))
         if found is None:
             assert self.tokenizer is not None, "there is text"
-            found = Detokenizer(self.tokenizer, request.params.stop, request.prompt)
+            found = Detokenizer(self.tokenizer, request.params.stop or (), request.prompt)
             for token in request.samples[number].token_ids:
                 found.push(token)
             self.detokenizers[request.number, number] = found

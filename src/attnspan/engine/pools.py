@@ -51,7 +51,7 @@ def pools_of(info: ModelInfo, config: EngineConfig, ranks: int) -> Pools:
             score_mod = None if spec.softcap is None else score_mods[spec.softcap]  # one for all layers of a cap
             places[layer] = LayerPlace(len(pools), index, spec.scale, score_mod, spec.window)
         allocator = PageAllocator(
-            num_pages=config.pages + 1, page_size=config.page_size * ranks, host_pages=config.host_pages
+            num_pages=(config.pages or 0) + 1, page_size=config.page_size * ranks, host_pages=config.host_pages
         )
         layers = [
             Layer(each.kv_heads, each.head_dim, each.value_dim, each.window, values_in_keys=each.latent)

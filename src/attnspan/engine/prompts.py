@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from attnspan.engine.detokenizer import Tokenizer
 from attnspan.engine.params import SamplingParams
@@ -70,6 +71,49 @@ def params_for_each(
     if len(params) != count:
         raise EngineError(f"params must be one for all {count} prompts, or one for each, got {len(params)}")
     return params
+
+
+def complete_params(
+    params: SamplingParams | None, defaults: SamplingParams, tokenizer: Tokenizer | None, vocabulary: int
+) -> SamplingParams:
+    """Params with nothing left to the model, and no texts among the bad words; EngineError if an engine cannot serve
+    them."""
+    if not isinstance(params, SamplingParams | None):
+        raise EngineError(f"params must be SamplingParams(...), got {params!r}")
+    if not isinstance(defaults, SamplingParams):
+        raise EngineError(f"the engine's default_params must be SamplingParams(...), got {defaults!r}")
+    params = (params or SamplingParams()).over(defaults)
+    if params.stop and tokenizer is None:
+        raise EngineError(f"stop={params.stop!r} needs a tokenizer; give the engine one, or use stop_token_ids")
+    if any(isinstance(word, str) for word in params.bad_words or ()):
+        if tokenizer is None:
+            raise EngineError(f"bad_words={params.bad_words!r} needs a tokenizer; give the engine one, or tokens")
+        params = replace(
+            params, bad_words=[each for word in params.bad_words or () for each in _spelt(word, tokenizer)]
+        )
+    for name, tokens in params.tokens().items():
+        if max(tokens, default=0) >= vocabulary:
+            raise EngineError(f"{name} must hold tokens below the model's {vocabulary}, got {max(tokens)}")
+    if params.top_logprobs > vocabulary:
+        raise EngineError(f"top_logprobs must be at most the model's {vocabulary} tokens, got {params.top_logprobs}")
+    return params
+
+
+def _spelt(word: str | Sequence[int], tokenizer: Tokenizer) -> list[Sequence[int]]:
+    """The tokens of a bad word: of a text, as it is and after a space, without what a tokenizer puts around a text."""
+    if not isinstance(word, str):
+        return [word]
+    around, found = list(tokenizer.encode("")), []
+    for text in (word, f" {word}"):
+        tokens, begin = list(tokenizer.encode(text)), 0
+        while begin < len(around) and tokens[begin : begin + 1] == [around[begin]]:
+            begin += 1
+        end = around[begin:]
+        tokens = tokens[begin : len(tokens) - len(end) if end and tokens[-len(end) :] == end else None]
+        if not tokens:
+            raise EngineError(f"bad_words must hold texts that have tokens, got {word!r}")
+        found.append(tuple(tokens))
+    return list(dict.fromkeys(found))
 
 
 def _is_prompt(one: object) -> bool:

@@ -24,14 +24,16 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from attnspan.engine.fingerprint import ModelFingerprint
 from attnspan.engine.scheduler import Chunk
-from attnspan.errors import EngineError, ModelError
+from attnspan.errors import AttnspanError, EngineError, ModelError
 from attnspan.parallel.checksum import check_same
 from attnspan.transports import Transport, consensus
 from attnspan.transports.unbroken import unbroken
+
+T = TypeVar("T")
 
 ACTIVITIES = ("adding a request", "beginning a request", "making a step")
 """What a rank may be doing when it is heard of."""
@@ -151,12 +153,20 @@ class RankConsensus:
 
     # ---- when an engine is made ------------------------------------------------------------------------------------
 
+    def gather(self, said: T | AttnspanError, what: str) -> list[T]:
+        """What every rank says, by rank; what one refuses, all refuse."""
+        if self.transport is None:
+            if isinstance(said, AttnspanError):
+                raise said
+            return [said]
+        with unbroken(self.transport):
+            return consensus.heard(self.transport, said, what)
+
     def compare_options(self, options: dict[str, Any]) -> None:
         """EngineError if engines differ in an option."""
         if self.transport is None:
             return
-        with unbroken(self.transport):
-            by_rank = consensus.heard(self.transport, options, "options of an engine")
+        by_rank = self.gather(options, "options of an engine")
         for name in options:
             found = [each[name] for each in by_rank]
             if found != found[:1] * len(found):

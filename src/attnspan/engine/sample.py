@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 @dataclass(slots=True, eq=False)
 class Sample:
-    """Sample `number` of the request that arrived as `arrival`-th; older ones come first.
+    """Sample `number` of the request that arrived as `arrival`-th. Higher priorities come first, then older ones.
 
     >>> sample = Sample(arrival=0, tokens=[5, 6, 7], max_length=8)
     >>> sample.remaining
@@ -35,6 +35,7 @@ class Sample:
     unshared: bool = False  # it must not begin on pages of others: see scheduler.py, [Note: alone]
     cached: int = 0  # tokens whose full pages the prefix cache has been given
     first_page: int = 0  # a hash of the prompt's first page
+    priority: int = 0
     prompt_length: int = 0  # how many of the tokens are the prompt: all that there are at first
 
     def __post_init__(self) -> None:
@@ -57,9 +58,9 @@ class Sample:
         return self.version, self.salt
 
     @property
-    def order(self) -> tuple[int, int]:
-        """The order of samples: by arrival, then by number."""
-        return self.arrival, self.number
+    def order(self) -> tuple[int, int, int]:
+        """The order of samples: by priority, then by arrival, then by number."""
+        return -self.priority, self.arrival, self.number
 
     @property
     def remaining(self) -> int:

@@ -4,26 +4,38 @@ A draw needs one number between 0 and 1, from a counter-based generator keyed on
 No state is shared, so a request gets the same tokens in any batch, on any device, and after preemption. The number is
 looked up in the cumulative sum of the probabilities, in float64.
 
-Logits are divided by the temperature, then cut to the `top_k` likeliest, then to the likeliest that together have
-`top_p` of what is left, as in transformers. Log-probabilities are the model's own, before any of that.
+Logits are first what the request's options make of them (logits_processor.py). Then they are divided by the
+temperature, and cut by `top_h`, `top_k`, `top_p`, `min_p`, `typical_p`, `epsilon_cutoff` and `eta_cutoff`, in this
+order, each by the probabilities that the one before has left, as in transformers. Each looks only at the rows that ask
+for it. Log-probabilities are the model's own, before any of that.
 
-A row that is no distribution, because it holds NaN or its largest number is infinite, has no next token: None.
+A row that is no distribution, because it holds NaN or its largest number is infinite, has no next token: None. Neither
+has one whose options leave no token.
 
 Shapes: R rows, V tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import isfinite
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from attnspan.engine.logits_processor import LogitsProcessor, LogitsRow, LogitsRules
 from attnspan.engine.params import SamplingParams
+from attnspan.engine.request import Request
+from attnspan.engine.sample import Sample
 
 _BITS = (1 << 64) - 1
+
+NOT_NUMBERS = (
+    "the model's logits are NaN or infinite there; look for such numbers in its weights, or for a dtype that is too "
+    "narrow"
+)
+NONE_LEFT = "its options leave no token there; allow one more, or ban fewer"
 
 
 class Draw(NamedTuple):
@@ -32,25 +44,94 @@ class Draw(NamedTuple):
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
+    typical_p: float = 1.0
+    epsilon_cutoff: float = 0.0
+    eta_cutoff: float = 0.0
+    top_h: float = 0.0
     number: float = 0.0
+
+    @classmethod
+    def of(cls, params: SamplingParams) -> Draw:
+        """As a request asks for it; the number is another for each token."""
+        if not params.temperature:
+            return GREEDY
+        return cls(
+            params.temperature, params.top_k or 0, params.top_p or 1.0, params.min_p or 0.0, params.typical_p or 1.0,
+            params.epsilon_cutoff or 0.0, params.eta_cutoff or 0.0, params.top_h or 0.0,
+        )  # fmt: skip
 
 
 class ChosenToken(NamedTuple):
-    """A token, its log-probability, and the likeliest tokens with theirs; no token where logits are not numbers."""
+    """A token, its log-probability, and the likeliest tokens with theirs; or why there is no token."""
 
     token: int | None
     logprob: float | None = None
     top: dict[int, float] | None = None
+    failure: str | None = None
 
 
 GREEDY = Draw()
 
 
-def draw_for(params: SamplingParams, seed: int, sample: int, position: int) -> Draw:
-    """How the token of a sample at a position is chosen."""
-    if not params.temperature:
-        return GREEDY
-    return Draw(params.temperature, params.top_k, params.top_p, uniform(seed, sample, position))
+class Recipe(NamedTuple):
+    """How the tokens of a request are chosen, made once. `logprobs` are the likeliest that are told; None: none."""
+
+    draw: Draw
+    rules: LogitsRules | None
+    logprobs: int | None
+    seed: int
+
+
+class Processed(NamedTuple):
+    """Rows of logits that are not as the model has them: which, and how they are."""
+
+    places: Sequence[int]
+    scores: Tensor
+
+
+class Sampler:
+    """Chooses the tokens of an engine's samples, and knows their requests' recipes."""
+
+    def __init__(self) -> None:
+        self.recipes: dict[int, Recipe] = {}
+        self.processor = LogitsProcessor()
+
+    def choose(self, logits: Tensor, samples: Sequence[Sample]) -> list[ChosenToken]:
+        """A token for each row of logits (R, V): of samples, and of those that will be split off from them."""
+        draws, wants = list[Draw](), list[int | None]()
+        ruled: list[tuple[int, LogitsRow, LogitsRules]] = []
+        for sample in samples:
+            draw, rules, want, seed = self.recipes[sample.arrival]
+            for number in range(sample.number, sample.number + 1 + sample.forks):
+                if rules is not None:
+                    row = LogitsRow((sample.arrival, number), sample.tokens, sample.prompt_length)
+                    ruled.append((len(draws), row, rules))
+                if draw is not GREEDY:
+                    draw = Draw._make((*draw[:-1], uniform(seed, number, len(sample.tokens))))
+                draws.append(draw)
+                wants.append(want)
+        logits, processed = logits.float(), None
+        if ruled:
+            places, rows, all_rules = zip(*ruled, strict=True)
+            some = logits if len(places) == len(draws) else logits[torch.tensor(places, device=logits.device)]
+            processed = Processed(places, self.processor(some, rows, all_rules))
+        return choose_tokens(logits, draws, wants, processed)
+
+    def add(self, request: Request, end_tokens: frozenset[int]) -> None:
+        """A request begins."""
+        params = request.params
+        logprobs = params.top_logprobs if params.logprobs or params.top_logprobs else None
+        self.recipes[request.number] = Recipe(
+            Draw.of(params), LogitsRules.of(params, end_tokens), logprobs, request.seed
+        )
+
+    def discard(self, request: Request) -> None:
+        """A request has ended, or was never added."""
+        recipe = self.recipes.pop(request.number, None)
+        if recipe is not None and recipe.rules is not None:
+            for number in range(len(request.samples)):
+                self.processor.discard((request.number, number))
 
 
 def uniform(seed: int, sample: int, position: int) -> float:
@@ -72,19 +153,33 @@ def _mixed(x: int) -> int:
     return x ^ x >> 31
 
 
-def choose_tokens(logits: Tensor, draws: Sequence[Draw], wants: Sequence[int | None]) -> list[ChosenToken]:
-    """A token for each row of logits (R, V); `wants` is the number of top log-probabilities, None for none at all."""
-    logits = logits.float()
+def choose_tokens(
+    logits: Tensor, draws: Sequence[Draw], wants: Sequence[int | None], processed: Processed | None = None
+) -> list[ChosenToken]:
+    """A token for each row of logits (R, V), float32; `wants` is the number of top log-probabilities, None for none."""
     largest, tokens = logits.max(-1)
+    failures = [None if isfinite(most) else NOT_NUMBERS for most in largest.tolist()]  # NaN is above any number
+    if processed is not None:
+        left, chosen = processed.scores.max(-1)
+        tokens[torch.tensor(processed.places, device=logits.device)] = chosen
+        for place, most in zip(processed.places, left.tolist(), strict=True):
+            failures[place] = failures[place] or (None if isfinite(most) else NONE_LEFT)
     places = [place for place, draw in enumerate(draws) if draw.temperature > 0]
     if places:
         some = torch.tensor(places, device=logits.device)
-        tokens[some] = draw_tokens(logits[some], [draws[place] for place in places])
-    found = [  # NaN is larger than any number
-        token if isfinite(most) else None for token, most in zip(tokens.tolist(), largest.tolist(), strict=True)
+        scores = logits[some]
+        if processed is not None:
+            both = [(place, row) for row, place in enumerate(processed.places) if draws[place].temperature > 0]
+            if both:
+                at = {place: row for row, place in enumerate(places)}
+                into = torch.tensor([at[place] for place, _ in both], device=logits.device)
+                scores[into] = processed.scores[torch.tensor([row for _, row in both], device=logits.device)]
+        tokens[some] = draw_tokens(scores, [draws[place] for place in places])
+    answers = [
+        ChosenToken(None if failure else token, None, None, failure)
+        for token, failure in zip(tokens.tolist(), failures, strict=True)
     ]
     wanted = [place for place, want in enumerate(wants) if want is not None]
-    answers = [ChosenToken(token) for token in found]
     if wanted:
         some = torch.tensor(wanted, device=logits.device)
         logprobs = logits[some].log_softmax(-1)
@@ -93,7 +188,7 @@ def choose_tokens(logits: Tensor, draws: Sequence[Draw], wants: Sequence[int | N
         values, indices = (side.tolist() for side in logprobs.topk(min(most, logits.shape[1]), dim=-1))
         for row, place in enumerate(wanted):
             top = dict(zip(indices[row][: wants[place]], values[row][: wants[place]], strict=True))
-            answers[place] = ChosenToken(found[place], own[row], top)
+            answers[place] = answers[place]._replace(logprob=own[row], top=top)
     return answers
 
 
@@ -116,20 +211,83 @@ def probabilities(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
     >>> probabilities(logits, [Draw(temperature=1.0, top_k=2)]).mul(100).round().tolist()
     [[73.0, 27.0, 0.0]]
     """
-    device = logits.device
     scores = logits.double()
     scores = scores - scores.amax(-1, keepdim=True)  # the likeliest is 0, however small a number it is divided by
-    scores = scores / torch.tensor([[draw.temperature] for draw in draws], dtype=torch.float64, device=device)
-    if any(draw.top_k for draw in draws):
-        vocabulary = scores.shape[1]
-        counts = torch.tensor([[min(draw.top_k, vocabulary) or vocabulary] for draw in draws], device=device)
-        ranked = scores.sort(-1, descending=True).values
-        scores = scores.masked_fill(scores < ranked.gather(1, counts - 1), -torch.inf)
+    scores = scores / torch.tensor([[draw.temperature] for draw in draws], dtype=torch.float64, device=scores.device)
+    asked_of = tuple(zip(*draws, strict=True))
+    for place, (cut, neutral) in CUTS.items():
+        if asked_of[place].count(neutral) < len(draws):
+            rows = [row for row, value in enumerate(asked_of[place]) if value != neutral]
+            asked = torch.tensor([[draws[row][place]] for row in rows], dtype=torch.float64, device=scores.device)
+            if len(rows) == len(draws):
+                scores = scores.masked_fill(cut(scores, asked), -torch.inf)
+            else:
+                some = torch.tensor(rows, device=scores.device)
+                scores[some] = scores[some].masked_fill(cut(scores[some], asked), -torch.inf)
+    return scores.softmax(-1)
+
+
+# ---- cuts: tokens (R, V) to leave out, by scores and what each row asks for (R, 1); never all ------------------------
+
+
+def _beyond_top_h(scores: Tensor, share: Tensor) -> Tensor:
+    """All but the likeliest, of 100, whose terms of the entropy together are at most a share of it."""
+    top, order = scores.topk(min(100, scores.shape[1]), dim=-1)
+    weights = top.softmax(-1)
+    terms = -(weights * weights.log()).nan_to_num()  # 0 where a token is left out already
+    kept = terms.cumsum(-1) <= terms.sum(-1, keepdim=True) * share
+    kept[:, 0] = True
+    return torch.ones_like(scores, dtype=torch.bool).scatter(1, order, ~kept)
+
+
+def _beyond_top_k(scores: Tensor, count: Tensor) -> Tensor:
+    """All below the k-th."""
+    ranked = scores.sort(-1, descending=True).values
+    return scores < ranked.gather(1, count.long().clamp(max=scores.shape[1]) - 1)
+
+
+def _beyond_top_p(scores: Tensor, share: Tensor) -> Tensor:
+    """All but the likeliest that together have this share."""
+    ranked, order = scores.sort(-1)
+    out = ranked.softmax(-1).cumsum(-1) <= 1 - share
+    out[:, -1] = False  # the likeliest stays, however little is asked for
+    return out.scatter(1, order, out)
+
+
+def _below_min_p(scores: Tensor, share: Tensor) -> Tensor:
+    """All less likely than this share of the likeliest."""
     weights = scores.softmax(-1)
-    if any(draw.top_p < 1 for draw in draws):
-        ranked, order = weights.sort(-1)
-        beyond = torch.tensor([[1 - draw.top_p] for draw in draws], dtype=torch.float64, device=device)
-        out = ranked.cumsum(-1) <= beyond
-        out[:, -1] = False  # the likeliest stays, however little is asked for
-        weights = weights.masked_fill(out.scatter(1, order, out), 0.0)
-    return weights / weights.sum(-1, keepdim=True)
+    return weights < share * weights.amax(-1, keepdim=True)
+
+
+def _untypical(scores: Tensor, share: Tensor) -> Tensor:
+    """All but those of this share whose surprise is nearest to the entropy."""
+    logs = scores.log_softmax(-1)
+    weights = logs.exp()
+    away, order = (-logs + (logs * weights).nansum(-1, keepdim=True)).abs().sort(-1)
+    last = (weights.gather(1, order).cumsum(-1) < share).sum(-1, keepdim=True).clamp(max=scores.shape[1] - 1)
+    out = away > away.gather(1, last)
+    out[:, 0] = False
+    return out.scatter(1, order, out)
+
+
+def _below_epsilon(scores: Tensor, least: Tensor) -> Tensor:
+    """All less likely than this, but the likeliest."""
+    return (scores.softmax(-1) < least) & (scores < scores.amax(-1, keepdim=True))
+
+
+def _below_eta(scores: Tensor, least: Tensor) -> Tensor:
+    """As epsilon, which is less where there is more to choose from."""
+    logs = scores.log_softmax(-1)
+    entropy = -(logs * logs.exp()).nansum(-1, keepdim=True)
+    return _below_epsilon(scores, torch.minimum(least, least.sqrt() * (-entropy).exp()))
+
+
+CUTS: dict[int, tuple[Callable[[Tensor, Tensor], Tensor], float]] = {
+    Draw._fields.index(name): (cut, Draw._field_defaults[name])
+    for name, cut in {
+        "top_h": _beyond_top_h, "top_k": _beyond_top_k, "top_p": _beyond_top_p, "min_p": _below_min_p,
+        "typical_p": _untypical, "epsilon_cutoff": _below_epsilon, "eta_cutoff": _below_eta,
+    }.items()
+}  # fmt: skip
+"""By their field in a draw: what is cut, and the value with which nothing is. In the order of transformers."""

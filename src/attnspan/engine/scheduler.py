@@ -2,13 +2,15 @@
 
 Samples run, or they queue. Those that run have pages; those that queue have none, or have them on the host. A step::
 
-    1. every running sample that decodes gets its one token; prompts share the rest of the budget, oldest first
-    2. while that needs more pages than there are, the youngest running sample is preempted
-    3. if none was, the oldest sample of the queue is admitted, and the next, while pages, rows and budget allow
+    1. every running sample that decodes gets its one token; prompts share the rest of the budget, first in order first
+    2. while that needs more pages than there are, the running sample that is last in order is preempted
+    3. if none was, the first sample of the queue is admitted, and the next, while pages, rows and budget allow
 
-[Note: order] Scheduling is first come, first served. The oldest of the queue is admitted, and the youngest that runs is
-preempted, so every running sample is older than every queued one. The oldest always runs; it fits into the pool alone
-(`add` checks that) and ends, so every sample has its turn.
+[Note: order] The order is that of priorities; among equals, scheduling is first come, first served. The first of the
+queue is admitted, and the last that runs is preempted, so of one priority every running sample is older than every
+queued one. A sample that arrives preempts nothing by itself: it waits at the head of the queue until there is room. The
+first that runs goes on; it fits into the pool alone (`add` checks that) and ends. So every sample has its turn, if
+those of higher priorities leave it one: nothing else guards against starvation.
 
 [Note: preemption] A preempted sample keeps its tokens. Its pages are swapped to the host if there is room, and return
 as they were; else they are given up, and their content is recomputed, except for what the prefix cache has.
@@ -85,6 +87,7 @@ class Counts:
     swapped_out: int = 0
     swapped_in: int = 0
     recomputed: int = 0  # samples whose pages were given up
+    preempted: int = 0  # samples that were sent back to the queue
 
 
 class Scheduler:
@@ -212,7 +215,7 @@ class Scheduler:
     # ---- within ----------------------------------------------------------------------------------------------------
 
     def _chunks(self) -> list[Chunk]:
-        """What running samples would compute: a token for those that decode, then prompts, oldest first."""
+        """What running samples would compute: a token for those that decode, then prompts, first in order first."""
         limits = self.limits
         for sample in self.running if limits.context_parallel_from is not None else ():
             if self._is_context_parallel(sample):
@@ -231,7 +234,7 @@ class Scheduler:
         return self.kv_cache.reserve([(sample.seq, count) for sample, count in batch])
 
     def _admit(self) -> bool:
-        """Let the oldest sample of the queue run, if it fits. See [Note: admission]."""
+        """Let the first sample of the queue run, if it fits. See [Note: admission]."""
         if not self.queued or self._refused == (self.queued[0], self._frees):
             return False
         sample, rows = self.queued[0], sum(1 + each.forks for each in self.running)
@@ -297,11 +300,12 @@ class Scheduler:
         return self.kv_cache.holds(sample.remaining)
 
     def _preempt(self) -> None:
-        """Send the youngest running sample back to the queue. See [Note: preemption]."""
+        """Send the running sample that is last in order back to the queue. See [Note: preemption]."""
         if len(self.running) == 1:
             self._restart(self.running[0])
             return
         sample = self.running.pop()
+        self.counts.preempted += 1
         self._cache_prefix(sample)
         if sample.computed and self.kv_cache.swap_out(sample.seq):
             sample.swapped = True

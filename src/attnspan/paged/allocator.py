@@ -38,7 +38,7 @@ import reprlib
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count
+from itertools import compress, count
 from operator import add
 from types import MappingProxyType
 from typing import NamedTuple
@@ -443,10 +443,15 @@ class PageAllocator:
         """Pages without a reader. A prefix cache may give up more."""
         return len(self._free)
 
+    @property
+    def cached_pages(self) -> int:
+        """Pages that only a prefix cache reads."""
+        return list(compress(self._readers, self._kept)).count(1)
+
     def stats(self) -> Stats:
         """Counts of pages, sequences and tokens; it looks at every page."""
         taken = [(page, readers) for page, readers in enumerate(self._readers) if readers]
-        alone = sum(readers == 1 and self._kept[page] for page, readers in taken)
+        alone = self.cached_pages
         rows = list(self._rows.values())
         held = {page: 0 for row in rows for page in row.table if page}
         for row in rows:

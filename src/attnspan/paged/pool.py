@@ -133,9 +133,13 @@ class PagePool(PagedKVCache):
         return Quantised(codes, torch.zeros(shape[:3], device=device), layer.quantised)
 
     def __repr__(self) -> str:
-        size = sum(x.nbytes for x in self._stored)
         shape = f"{self.allocator.num_pages} pages of {self.page_size} slots"
-        return f"PagePool({len(self.layers)} layers, {shape}, {size / 2**20:.1f} MiB on {self.device})"
+        return f"PagePool({len(self.layers)} layers, {shape}, {self.nbytes / 2**20:.1f} MiB on {self.device})"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+        return sum(x.nbytes for x in self._stored)
 
     # ---- writing ---------------------------------------------------------------------------------------------------
 

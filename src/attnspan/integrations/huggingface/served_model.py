@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -15,6 +14,7 @@ from attnspan.engine.fingerprint import ModelFingerprint
 from attnspan.engine.model import LayerSpec, ModelInfo, PackedBatch, StepAttention
 from attnspan.errors import EngineError
 from attnspan.integrations.huggingface.adapters import adapters_in_use
+from attnspan.integrations.huggingface.generation_config import defaults_of
 from attnspan.integrations.huggingface.latents import LatentSource, latent_source
 from attnspan.integrations.huggingface.layers import AttentionLayer
 from attnspan.integrations.huggingface.probe import probe_model
@@ -26,14 +26,6 @@ from attnspan.integrations.huggingface.serving import (
     served_layers,
     wants_latents,
 )
-
-UNUSED = {
-    "repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "suppress_tokens": None, "begin_suppress_tokens": None,
-    "bad_words_ids": None, "sequence_bias": None, "min_length": 0, "min_new_tokens": None, "forced_bos_token_id": None,
-    "forced_eos_token_id": None, "exponential_decay_length_penalty": None, "num_beams": 1, "guidance_scale": 1.0,
-    "stop_strings": None,
-}  # fmt: skip
-"""Options of a generation_config that change even greedy tokens and that an engine ignores, with neutral values."""
 
 
 class TransformersModel:
@@ -57,8 +49,8 @@ class TransformersModel:
             device=device,
             end_tokens=end_tokens_of(model),
             max_positions=positions_of(model),
+            defaults=defaults_of(getattr(model, "generation_config", None), stacklevel + 1),
         )
-        warn_of_unused(model, stacklevel + 1)
 
     def info(self) -> ModelInfo:
         """As when the engine was made, except for layers that have changed."""
@@ -134,19 +126,6 @@ def device_of(model: nn.Module) -> torch.device:
     if others:
         raise EngineError(f"model must be on one device, got parameters on {first} and {', '.join(map(str, others))}")
     return first
-
-
-def warn_of_unused(model: nn.Module, stacklevel: int) -> None:
-    """Warn of options in a model's generation_config that change even greedy tokens and that an engine ignores."""
-    config = getattr(model, "generation_config", None)
-    found = {name: getattr(config, name, None) for name in UNUSED}
-    unused = [f"{name}={value}" for name, value in found.items() if value not in (None, UNUSED[name])]
-    if unused:
-        warnings.warn(
-            f"an engine ignores these options of generation_config: {', '.join(unused)}; tokens will differ from "
-            "those of model.generate()",
-            stacklevel=stacklevel + 1,
-        )
 
 
 def end_tokens_of(model: nn.Module) -> frozenset[int]:
