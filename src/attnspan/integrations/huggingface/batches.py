@@ -56,6 +56,19 @@ class SequenceInputs:
     padding: Tensor | None = None  # (B, S): 0 in padding, if there is any
 
     @property
+    def places(self) -> Tensor | None:
+        """The place of each token in its document, (1, S) or (B, S); None where that is its place in the row."""
+        for mask in self.hidden:
+            if isinstance(mask, Documents):
+                rows = [torch.cat([torch.arange(each, device="cpu") for each in row]) for row in mask.lengths]
+                return torch.stack(rows)
+        if self.starts is None:
+            return None
+        return (torch.arange(self.seq_len, device="cpu") - torch.tensor(self.starts, device="cpu")[:, None]).clamp(
+            min=0
+        )
+
+    @property
     def max_position(self) -> int | Tensor:
         """The largest position of a token."""
         positions = self.entries.get("position_ids")
@@ -71,6 +84,7 @@ class Shards:
     labels: Tensor | None = field(default=None, repr=False)
     hidden: tuple[Mask, ...] = ()  # as in its `SequenceInputs`
     padding: Tensor | None = field(default=None, repr=False)  # of this rank's tokens
+    places: Tensor | None = field(default=None, repr=False)  # of the tokens of whole rows
 
 
 def sequence_of(given: Entries) -> SequenceInputs:
@@ -108,7 +122,7 @@ def shards_of(sequence: SequenceInputs, session: ContextParallel, labels: Tensor
     cut["attention_mask"] = torch.ones(
         sequence.rows, session.sharding.tokens, dtype=torch.int64, device=session.transport.device
     )
-    return Shards(session, cut, own, sequence.hidden, padding)
+    return Shards(session, cut, own, sequence.hidden, padding, sequence.places)
 
 
 def _check_left_padding(sequence: SequenceInputs, labels: Tensor | None) -> None:
