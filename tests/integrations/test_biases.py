@@ -80,6 +80,7 @@ def test_gradient_checkpointing(name, reentrant):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["t5", *ALIBI])
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_a_compiled_model_answers_as_on_one_device(name):
     given = batch(name)
     true = one_device(name, given)

@@ -35,13 +35,17 @@ import torch
 from torch import Tensor
 
 from attnspan.engine.fingerprint import ModelFingerprint
+from attnspan.errors import ModelError
+from attnspan.paged.scoring import ScoreFunction
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
     """One attention layer, all of it causal. `scale` multiplies scores, None for 1 / sqrt(head_dim).
 
-    `window` w lets query q see keys k with q - k < w; `softcap` c makes scores c * tanh(score / c).
+    `window` w lets query q see keys k with q - k < w; `softcap` c makes scores c * tanh(score / c). `score_mod` is any
+    other change of scores: FlexAttention's, of positions in a sequence (batch rows mean nothing). Layers that have the
+    same one share what is made of it. It may read tensors, as they are when it is called.
 
     >>> LayerSpec(kv_heads=2, head_dim=64).scale
     0.125
@@ -54,8 +58,13 @@ class LayerSpec:
     window: int | None = None
     softcap: float | None = None
     latent: bool = False  # keys are latents, whose first value_dim numbers are the values: see [Note: latents]
+    score_mod: ScoreFunction | None = None
 
     def __post_init__(self) -> None:
+        if self.softcap is not None and self.score_mod is not None:
+            raise ModelError(
+                "softcap and score_mod are given together; leave softcap out, and let score_mod cap scores"
+            )
         if self.scale is None:
             object.__setattr__(self, "scale", self.head_dim**-0.5)
 

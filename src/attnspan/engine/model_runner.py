@@ -57,7 +57,8 @@ class ModelRunner:
         for layer, place in enumerate(pools.places):
             if config.cuda_graphs and place.score_mod is not None:
                 raise EngineError(
-                    f"cuda_graphs=True: layer {layer} has a soft-cap, which no kernel attends with inside a graph; "
+                    f"cuda_graphs=True: layer {layer} has a soft-cap or a bias, which no kernel attends with inside a "
+                    "graph; "
                     "leave cuda_graphs out"
                 )
 

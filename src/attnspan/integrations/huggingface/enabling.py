@@ -86,7 +86,7 @@ from attnspan.integrations.huggingface.layers import AttentionLayer, attention_l
 from attnspan.integrations.huggingface.losses import Count, label_kind, loss_of
 from attnspan.integrations.huggingface.masking import Pattern
 from attnspan.integrations.huggingface.mixers import recurrent_mixers
-from attnspan.integrations.huggingface.own_attention import bind_forward, check_family_bias, key_table, unbind_forward
+from attnspan.integrations.huggingface.own_attention import bias_table, bind_forward, check_family_bias, unbind_forward
 from attnspan.integrations.huggingface.positions import counts_by_mask, position_hooks
 from attnspan.integrations.huggingface.sequence_functions import MixedTokens
 from attnspan.integrations.huggingface.sessions import SessionFactory, unseen_by_mixers
@@ -520,7 +520,7 @@ class Enabled:
             if key not in self._recognised:
                 check_family_bias(layer.name, layer.module, layer.bias, given)
                 self._recognised.add(key)
-            table = key_table(layer.module, current.session.seq_len, given.dtype).to(wide)
+            table = bias_table(layer.module, layer.bias, current.session.seq_len, given.dtype).to(wide)
             current.tables[key] = table if layer.bias.kind == "slope" else placed(table, current.places)
         return [current.tables[key]]
 

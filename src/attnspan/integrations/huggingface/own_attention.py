@@ -14,6 +14,7 @@ import functools
 import math
 import sys
 from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from types import MethodType, SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from attnspan.attention.score import ScoreFunction
 from attnspan.errors import ModelError
 from attnspan.integrations.huggingface.biases import ScoreBias
 
@@ -28,14 +30,29 @@ Ask = Callable[..., tuple[Tensor, None]]
 """An attention function, by the signature of AttentionInterface."""
 
 
+Added = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""What is added to a score, of (head, query position, key position)."""
+
+
+ASKED: ContextVar[Ask | None] = ContextVar("what such layers ask while an engine calls their model", default=None)
+
+NO_MASK = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device="cpu")
+"""What an engine gives MPT for a mask, which converts it and cannot convert None."""
+
+SERVED = "attnspan_served"
+"""The attribute of a layer whose model an engine was made for."""
+
+
 class OwnAttention(NamedTuple):
     """One such family: what a layer asks for, its forward, and a tiny layer with the arguments of a call."""
 
     asked: Callable[[Any], Mapping[str, Any]]
     forward: Callable[[Ask], Callable[..., tuple[Tensor, None]]]
-    table: Callable[[Any, int, torch.dtype], Tensor]
+    built: Callable[[Any, int, torch.dtype], Tensor]  # the ALiBi (H, length) of a row, by the function of its file
+    added: Callable[[Any, torch.dtype], Added]  # the same of any positions, written here
     example: Callable[[Any], nn.Module]
     given: Callable[[Any], dict[str, Any]]  # beside hidden states of five tokens
+    scaled: bool = False  # ALiBi too, as scores are
 
 
 def own_attention(module: nn.Module) -> OwnAttention | None:
@@ -69,28 +86,65 @@ def bind_forward(module: nn.Module, ask: Ask) -> None:
 
 
 def unbind_forward(module: nn.Module) -> None:
-    """As before."""
+    """As before: its own, or that of an engine."""
     if own_attention(module) is not None:
-        vars(module).pop("forward", None)
+        del vars(module)["forward"]
+        if getattr(module, SERVED, False):
+            dispatch_forward(module)
 
 
-def key_table(module: nn.Module, length: int, dtype: torch.dtype) -> Tensor:
-    """What a layer adds to the scores of keys at the positions below `length`: (H, length), or (H,) slopes."""
-    family = own_attention(module)
-    assert family is not None, "asked of layers with ALiBi alone"
-    return family.table(module, length, dtype)
+def dispatch_forward(module: nn.Module) -> None:
+    """Let a layer ask for its attention while an engine calls its model. See [Note: in two ways]."""
+    if own_attention(module) is not None:
+        vars(module)[SERVED] = True
+        vars(module)["forward"] = MethodType(_dispatched, module)
+
+
+def _dispatched(self: nn.Module, *args: object, **kwargs: object) -> tuple[Tensor, None]:
+    ask, family = ASKED.get(), own_attention(self)
+    assert family is not None, "bound to such layers alone"
+    forward = type(self).forward if ask is None else family.forward(ask)
+    return forward(self, *args, **kwargs)
+
+
+def position_bias(module: nn.Module, dtype: torch.dtype) -> ScoreFunction:
+    """What a layer of a model of a dtype adds to scores, for positions in a sequence of its own."""
+    added, divisor = _family(module).added(module, dtype), _divisor(module)
+
+    def biased(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return score + (added(h, q_idx, kv_idx) / divisor).to(score.dtype)
+
+    return biased
+
+
+def bias_table(module: nn.Module, bias: ScoreBias, length: int, dtype: torch.dtype) -> Tensor:
+    """The same for keys at the positions below `length`, (H, length); or (H,) slopes."""
+    heads, keys = (torch.arange(n, device=next(module.parameters()).device) for n in (bias.heads, length))
+    added = _family(module).added(module, dtype)
+    zero = torch.zeros_like(keys[:1])
+    return added(heads[:, None], zero, keys) / _divisor(module) if bias.kind == "key" else -added(heads, zero + 1, zero)
 
 
 def check_family_bias(name: str, module: nn.Module, bias: ScoreBias, given: Tensor) -> None:
     """ModelError unless what the model hands to a layer is what its family makes for these tokens, without padding."""
-    found = given.reshape(-1, bias.heads, given.shape[-1])[0]
-    table = key_table(module, found.shape[1], given.dtype)
-    if bias.kind == "slope":
-        table = table[:, None] * torch.arange(1 - found.shape[1], 1, device=table.device)
-    elif _class_of(module).__name__ == "FalconAttention":
-        found = found / math.sqrt(module.head_dim)  # type: ignore[arg-type]
-    if not torch.equal(found, table.to(found.device)):
+    if not _is_of_family(module, given.reshape(-1, bias.heads, given.shape[-1])[0]):
         raise ModelError(f"{name}: the model's ALiBi is not that of its family, which is not served")
+
+
+def _is_of_family(module: nn.Module, found: Tensor) -> bool:
+    """Whether ALiBi, (H, S), is what is written here for a row of positions."""
+    heads, keys = (torch.arange(n, device=found.device) for n in found.shape)
+    return torch.equal(found, _family(module).added(module, found.dtype)(heads[:, None], keys[-1], keys))
+
+
+def _divisor(module: nn.Module) -> float:
+    return math.sqrt(module.head_dim) if _family(module).scaled else 1.0  # type: ignore[arg-type]
+
+
+def _family(module: nn.Module) -> OwnAttention:
+    family = own_attention(module)
+    assert family is not None, "asked of layers of these families alone"
+    return family
 
 
 def _file_of(module: nn.Module) -> Any:
@@ -98,10 +152,10 @@ def _file_of(module: nn.Module) -> Any:
 
 
 def _built(module: Any, length: int, dtype: torch.dtype) -> Tensor:
-    """By `build_alibi_tensor`, of the positions of a row without padding."""
-    device = next(module.parameters()).device
-    ones = torch.ones(1, length, dtype=torch.int64, device=device)
-    return _file_of(module).build_alibi_tensor(ones, module.num_heads, dtype).view(module.num_heads, length)  # type: ignore[no-any-return]
+    """The ALiBi (H, length) of a row without padding, by the `build_alibi_tensor` of its file."""
+    ones = torch.ones(1, length, dtype=torch.int64, device=next(module.parameters()).device)
+    built: Tensor = _file_of(module).build_alibi_tensor(ones, module.num_heads, dtype)
+    return built.view(module.num_heads, length)
 
 
 # ---- Bloom -----------------------------------------------------------------------------------------------------------
@@ -123,6 +177,11 @@ def _bloom(ask: Ask) -> Callable[..., tuple[Tensor, None]]:
 def _bloom_asks(module: Any) -> Mapping[str, Any]:
     heads = module.num_heads
     return _described(module, heads, heads, module.inv_norm_factor, module.attention_dropout.p, ScoreBias("key", heads))
+
+
+def _bloom_adds(module: Any, dtype: torch.dtype) -> Added:
+    slopes = _built(module, 2, torch.float32)[:, 1]
+    return lambda h, q, k: (slopes[h] * k).to(dtype)
 
 
 def _bloom_example(cls: Any) -> nn.Module:
@@ -147,7 +206,8 @@ def _mpt(ask: Ask) -> Callable[..., tuple[Tensor, None]]:
         heads = (each.unflatten(2, (self.n_heads, self.head_dim)).transpose(1, 2) for each in mixed.chunk(3, dim=2))
         dropout = self.attn_dropout_p if self.training else 0.0
         options = {"scaling": self.softmax_scale, "dropout": dropout, "position_bias": position_bias}
-        return self.out_proj(ask(self, *heads, attention_mask, **options)[0].flatten(2)), None
+        mask = None if attention_mask is NO_MASK else attention_mask
+        return self.out_proj(ask(self, *heads, mask, **options)[0].flatten(2)), None
 
     return forward
 
@@ -157,10 +217,16 @@ def _mpt_asks(module: Any) -> Mapping[str, Any]:
     return _described(module, heads, heads, module.softmax_scale, module.attn_dropout_p, ScoreBias("slope", heads))
 
 
-def _slopes(module: Any, length: int, dtype: torch.dtype) -> Tensor:
-    """By the bias of the last key but one, whose distance is -1."""
-    device = next(module.parameters()).device
-    return -_file_of(module).build_mpt_alibi_tensor(module.n_heads, 2, device=device)[:, 0, 0]  # type: ignore[no-any-return]
+def _mpt_built(module: Any, length: int, dtype: torch.dtype) -> Tensor:
+    built: Tensor = _file_of(module).build_mpt_alibi_tensor(
+        module.n_heads, length, device=next(module.parameters()).device
+    )
+    return built[:, 0]
+
+
+def _mpt_adds(module: Any, dtype: torch.dtype) -> Added:
+    slopes = -_mpt_built(module, 2, dtype)[:, 0]
+    return lambda h, q, k: slopes[h] * (k - q)
 
 
 def _mpt_example(cls: Any) -> nn.Module:
@@ -201,9 +267,10 @@ def _falcon_asks(module: Any) -> Mapping[str, Any]:
     return _described(module, module.num_heads, module.num_kv_heads, module.inv_norm_factor, dropout, bias)
 
 
-def _scaled(module: Any, length: int, dtype: torch.dtype) -> Tensor:
-    """Falcon scales its bias as it does scores. (With "eager" it adds the bias twice, which layers.py refuses.)"""
-    return _built(module, length, dtype) / math.sqrt(module.head_dim)
+def _falcon_adds(module: Any, dtype: torch.dtype) -> Added:
+    """Slopes are bfloat16. (With "eager" the bias is added twice: see layers.py.)"""
+    slopes = _built(module, 2, torch.bfloat16)[:, 1]
+    return lambda h, q, k: (slopes[h] * k).to(dtype)
 
 
 def _falcon_example(cls: Any) -> nn.Module:
@@ -229,9 +296,11 @@ def _described(
 
 
 FAMILIES = {
-    "BloomAttention": OwnAttention(_bloom_asks, _bloom, _built, _bloom_example, _bloom_given),
-    "MptAttention": OwnAttention(_mpt_asks, _mpt, _slopes, _mpt_example, _mpt_given),
-    "FalconAttention": OwnAttention(_falcon_asks, _falcon, _scaled, _falcon_example, _falcon_given),
+    "BloomAttention": OwnAttention(_bloom_asks, _bloom, _built, _bloom_adds, _bloom_example, _bloom_given),
+    "MptAttention": OwnAttention(_mpt_asks, _mpt, _mpt_built, _mpt_adds, _mpt_example, _mpt_given),
+    "FalconAttention": OwnAttention(
+        _falcon_asks, _falcon, _built, _falcon_adds, _falcon_example, _falcon_given, scaled=True
+    ),
 }
 """By the name of the class of their layers."""
 
@@ -255,20 +324,22 @@ def _agrees(cls: Any) -> bool:
                 parameter.normal_(generator=generator)
             hidden = torch.randn(1, 5, 12, generator=generator, device="cpu", dtype=torch.float32)
             given = family.given(module)
-            bias = family.asked(module)["bias"]
+            biased = position_bias(module, torch.float32)
 
             def ask(
                 self: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any
             ) -> tuple[Tensor, None]:
                 key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], 1) for each in (key, value))
-                table = family.table(module, 5, torch.float32)
-                distance = torch.arange(5, device="cpu") - torch.arange(5, device="cpu")[:, None]
-                added = table[:, None, None] * distance if bias.kind == "slope" else table[:, None]
-                scores = query @ key.transpose(-1, -2) * options["scaling"] + added
-                scores = scores.masked_fill(distance > 0, -math.inf)
+                q, k = torch.arange(5, device="cpu")[:, None], torch.arange(5, device="cpu")
+                scores = query @ key.transpose(-1, -2) * options["scaling"]
+                scores = biased(scores, q, torch.arange(3, device="cpu")[:, None, None], q, k).masked_fill(
+                    k > q, -math.inf
+                )
                 return (scores.softmax(-1) @ value).transpose(1, 2), None
 
+            far = [family.built(module, 3000, dtype) for dtype in (torch.float32, torch.bfloat16)]
             found = MethodType(family.forward(ask), module)(hidden, **given)[0]
-            return torch.allclose(found, module(hidden, **given)[0], rtol=1e-4, atol=1e-5)
+            true = module(hidden, **given)[0]
+        return torch.allclose(found, true, rtol=1e-4, atol=1e-5) and all(_is_of_family(module, each) for each in far)
     except Exception:  # whatever a version that changed it may raise
         return False

@@ -23,6 +23,7 @@ from attnspan.errors import ModelError
 from attnspan.integrations.huggingface.attention import check_arguments
 from attnspan.integrations.huggingface.layers import AttentionLayer
 from attnspan.integrations.huggingface.masking import requested_pattern
+from attnspan.integrations.huggingface.own_attention import ASKED
 from attnspan.integrations.huggingface.serving import called_while_served, probed_once
 
 NAME = "attnspan_probe"
@@ -67,12 +68,13 @@ def probe_model(model: PreTrainedModel, layers: list[AttentionLayer]) -> list[At
 def _windows(probe: Probe, model: PreTrainedModel) -> list[int | None]:
     tokens = torch.zeros(1, 2, dtype=torch.int64, device=next(model.parameters()).device)
     positions = torch.arange(2, device=tokens.device).unsqueeze(0)
-    before = _PROBE.set(probe)
+    before, asked = _PROBE.set(probe), ASKED.set(probe_attention)
     try:
         with torch.no_grad():
             out = model(input_ids=tokens, position_ids=positions, use_cache=False, logits_to_keep=positions[0, 1:])
     finally:
         _PROBE.reset(before)
+        ASKED.reset(asked)
     for module, layer in probe.layers.items():
         calls = probe.calls[module]
         if calls != 1:

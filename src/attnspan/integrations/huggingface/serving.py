@@ -33,6 +33,7 @@ from attnspan.integrations.huggingface.attention import configs_of, is_bound
 from attnspan.integrations.huggingface.checking import check_positions
 from attnspan.integrations.huggingface.latents import METHOD, LatentSource, latents_in
 from attnspan.integrations.huggingface.layers import AttentionLayer, attention_layers, decoder_layers
+from attnspan.integrations.huggingface.own_attention import ASKED, dispatch_forward
 
 NAME = "attnspan_paged"
 
@@ -53,6 +54,7 @@ def call_with_attention(attention: StepAttention, latents: Container[nn.Module],
     context = copy_context()
     context.run(_ATTENTION.set, attention)
     context.run(_LATENTS.set, latents)
+    context.run(ASKED.set, paged_attention)
     return context.run(call)
 
 
@@ -103,6 +105,8 @@ def served_layers(model: PreTrainedModel) -> list[AttentionLayer]:
     check_positions(model)
     _check_compiled(model, layers)
     layers = decoder_layers(layers, "an engine")
+    for layer in layers:
+        dispatch_forward(layer.module)
     if not callable(getattr(model, "set_attn_implementation", None)) or model.get_output_embeddings() is None:
         raise ModelError(f"model must have a head for the next token, got {type(model).__name__}")
     AttentionInterface.register(NAME, paged_attention)
