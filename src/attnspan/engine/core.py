@@ -68,6 +68,7 @@ class EngineCore(Owned):
         check_tokenizer(tokenizer, info.vocabulary)
         self.model: object = model  # as the caller knows it: `attnspan.Engine` puts the transformers model here
         self._served_model, self._layers = model, info.layers
+        self._decoder_start, self._max_prompt = info.decoder_start, info.max_prompt
         self.vocabulary, self._outputs = info.vocabulary, OutputProcessor(tokenizer, info.end_tokens)
         self._consensus = RankConsensus(None if mesh is None else transport_of(mesh))
         ranks = self._consensus.ranks
@@ -173,13 +174,17 @@ class EngineCore(Owned):
         if not isinstance(params, SamplingParams):
             raise EngineError(f"params must be SamplingParams(...), got {params!r}")
         tokens = encode_prompt(prompt, self.tokenizer, self.vocabulary)
+        source, tokens = self._for_encoder(tokens)
         number, seed = self._next, secrets.randbits(63) if params.seed is None else params.seed
         fed = len(tokens) + params.max_new_tokens - 1  # the last token is never fed, and needs no room
-        sample = Sample(number, array("Q", tokens), fed, forks=params.n - 1, salt=salt)
+        sample = Sample(number, array("Q", tokens), fed, forks=params.n - 1, salt=salt, source=source)
         self._check_request(sample, params)
         with self._comparing():
-            common = self._consensus.compare_request((tokens, params, salt, number), seed)
-            request = Request(number, tokens, params, common if params.seed is None else seed, salt)
+            common = self._consensus.compare_request((source, tokens, params, salt, number), seed)
+            begun = tuple(tokens) if source else ()
+            request = Request(
+                number, list(source) or tokens, params, common if params.seed is None else seed, salt, begun
+            )
             request.samples += [Continuation.empty(params) for _ in range(params.n)]
             into.append(request)
             self._journal.begin(redo=partial(self._discard, request))  # what is broken off here was never added
@@ -188,6 +193,16 @@ class EngineCore(Owned):
             self._scheduler.add(sample)
             self._journal.end()
         return request
+
+    def _for_encoder(self, tokens: list[int]) -> tuple[tuple[int, ...], list[int]]:
+        """What the encoder reads of a prompt, and what the decoder does: all of it, if there is no encoder."""
+        if self._decoder_start is None:
+            return (), tokens
+        if self._max_prompt is not None and len(tokens) > self._max_prompt:
+            raise EngineError(
+                f"the model's encoder has positions for {self._max_prompt} tokens, and the prompt has {len(tokens)}"
+            )
+        return tuple(tokens), [self._decoder_start]
 
     def _check_request(self, sample: Sample, params: SamplingParams) -> None:
         """EngineError for a request that this engine can never serve."""
@@ -280,6 +295,7 @@ class EngineCore(Owned):
         """A request has ended, or was never added."""
         self._outputs.discard(request)
         self._table.discard(request)
+        self._runner.forget_sources(request.number)
 
     @property
     def unfinished(self) -> list[Request]:

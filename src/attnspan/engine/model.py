@@ -28,6 +28,7 @@ multiplied and P that are part of keys as they are.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -71,7 +72,11 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What is known of a model before it runs. `max_positions` None: it has no last position."""
+    """What is known of a model before it runs. `max_positions` None: it has no last position.
+
+    A model with a `decoder_start` has an encoder, which reads prompts of at most `max_prompt` tokens; what is generated
+    begins after that token.
+    """
 
     layers: tuple[LayerSpec, ...]
     vocabulary: int
@@ -79,14 +84,21 @@ class ModelInfo:
     device: torch.device
     end_tokens: frozenset[int] = frozenset()
     max_positions: int | None = None
+    decoder_start: int | None = None
+    max_prompt: int | None = None
 
 
 class PackedBatch(NamedTuple):
-    """The new tokens of many sequences, one after another. `keep` are the rows whose logits are wanted; None: all."""
+    """The new tokens of many sequences, one after another. `keep` are the rows whose logits are wanted; None: all.
+
+    `sources`, of a model with an encoder: for each sequence how many of the tokens are its, and what `encode` made of
+    its prompt.
+    """
 
     tokens: Tensor  # (T,) int64
     positions: Tensor  # (T,) int64, each in its own sequence
     keep: Tensor | None = None  # (rows,) int64
+    sources: Sequence[tuple[int, object]] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -160,3 +172,11 @@ class ServedModel(Protocol):
 
     def check_ready(self) -> None:
         """Raise EngineError if the model cannot compute now, such as in training mode."""
+
+
+@runtime_checkable
+class EncodingModel(ServedModel, Protocol):
+    """A model with an encoder."""
+
+    def encode(self, tokens: Tensor) -> object:
+        """What the decoder reads of a prompt (S,). Kept until its request ends."""

@@ -71,7 +71,11 @@ def _windows(probe: Probe, model: PreTrainedModel) -> list[int | None]:
     before, asked = _PROBE.set(probe), ASKED.set(probe_attention)
     try:
         with torch.no_grad():
-            out = model(input_ids=tokens, position_ids=positions, use_cache=False, logits_to_keep=positions[0, 1:])
+            if model.config.is_encoder_decoder:  # of which no engine asks for some logits alone
+                given, kept = {"decoder_input_ids": tokens}, 2
+            else:
+                given, kept = {"position_ids": positions, "logits_to_keep": positions[0, 1:]}, 1
+            out = model(input_ids=tokens, use_cache=False, **given)
     finally:
         _PROBE.reset(before)
         ASKED.reset(asked)
@@ -81,7 +85,7 @@ def _windows(probe: Probe, model: PreTrainedModel) -> list[int | None]:
             raise ModelError(
                 f"{layer.name} attends {calls} times in one pass, and an engine serves layers that do once"
             )
-    if out.logits.shape[1] != 1:
+    if out.logits.shape[1] != kept:
         raise ModelError(
             f"{type(model).__name__} gives logits of {out.logits.shape[1]} tokens where logits_to_keep asks for one, "
             "and an engine asks for those of last tokens alone"
