@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from transformers.models.t5.modeling_t5 import T5Attention
 
+import attnspan as span
 from attnspan.errors import ModelError
 from attnspan.integrations.huggingface import attention_layers, enable
 from attnspan.integrations.huggingface.biases import ScoreBias, distance_table, relative_bias
@@ -60,6 +61,18 @@ def test_documents_answer_as_each_alone(name):
     true = summed(name, apart)
     for loss, logits, grads in on_ranks(name, given, 2):
         assert off((loss, logits.flatten(0, 1), grads), true)[0] < BOUND
+
+
+def test_documents_of_a_session_count_as_those_of_a_batch():
+    given, documents = packed("falcon"), span.Documents([list(row) for row in LENGTHS])
+    alone = {name: given[name] for name in ("input_ids", "labels")}
+
+    def rank(world):
+        cp = span.ContextParallel(world, seq_len=23, mask=span.Causal() & documents)
+        return enabled_answers(cp, family("falcon"), alone)
+
+    for found, true in zip(loopback(2).run(rank), on_ranks("falcon", given, 2), strict=True):
+        assert off(found, true)[0] < BOUND
 
 
 @pytest.mark.parametrize(("name", "reentrant"), in_turn(["t5", "bloom"], [True, False]))

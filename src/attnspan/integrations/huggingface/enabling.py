@@ -473,7 +473,8 @@ class Enabled:
     # ---- sessions ------------------------------------------------------------------------------------------------
 
     def _shards(self, side: Side, sequence: SequenceInputs, labels: Tensor | None) -> Shards:
-        return shards_of(sequence, self._factories[side].session(sequence), labels)
+        factory = self._factories[side]
+        return shards_of(sequence, factory.session(sequence), labels, sequence.places(factory.documents))
 
     def _kind(self, layer: AttentionLayer) -> LayerKind:
         side: Side = "only"
