@@ -23,7 +23,13 @@ from attnspan.engine.config import EngineConfig
 from attnspan.engine.fingerprint import ModelFingerprint
 from attnspan.engine.llm_engine import LLMEngine
 from attnspan.engine.model import (
-    EncodingModel, LatentHeads, LayerSpec, ModelInfo, PackedBatch, ServedModel, StepAttention
+    EncodingModel,
+    LatentHeads,
+    LayerSpec,
+    ModelInfo,
+    PackedBatch,
+    ServedModel,
+    StepAttention,
 )
 from attnspan.engine.params import SamplingParams
 from attnspan.engine.request import Continuation, Request, Token
