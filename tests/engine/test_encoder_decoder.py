@@ -162,6 +162,16 @@ def test_a_request_that_fails_in_its_encoder_can_be_tried_again():
     assert request.token_ids == greedy(model, prompt, 5)
 
 
+def test_a_warm_up_that_is_broken_off_leaves_nothing_for_requests():
+    model, [prompt] = copy.deepcopy(tiny("Bart")), asked([9])
+    engine = Engine(model, pages=16)
+    handle = model.lm_head.register_forward_pre_hook(lambda *_: 1 / 0 if engine._runner._sources else None)
+    with pytest.raises(ZeroDivisionError):
+        engine.warm_up()
+    handle.remove()
+    assert engine.generate([prompt], SamplingParams(max_new_tokens=5))[0].token_ids == greedy(model, prompt, 5)
+
+
 def test_text_is_that_of_the_answer_alone():
     model = tiny("T5", vocab_size=300)
     engine = Engine(model, pages=16, tokenizer=tokenizer())

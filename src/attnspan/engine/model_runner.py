@@ -54,7 +54,7 @@ class ModelRunner:
         sizes = {"max_sequences": config.max_sequences, "max_tokens": config.max_tokens, "max_length": max_length}
         self.plans = [cache.plan(**sizes) for cache in caches]
         self._attention = PagedStepAttention(pools, caches, self.plans, config.kernel)
-        self._sources: dict[int, object] = {}  # by request: what the encoder made of its prompt
+        self._sources: dict[int, tuple[tuple[int, ...], object]] = {}  # by request: its prompt, and what became of it
         self._encodes = model.info().decoder_start is not None
         if self._encodes and config.cuda_graphs:
             raise EngineError("cuda_graphs=True is for models without an encoder; leave cuda_graphs out")
@@ -95,12 +95,14 @@ class ModelRunner:
 
     def _source(self, sample: Sample) -> object:
         """What the encoder makes of the prompt of a sample, once for its request."""
-        if sample.arrival not in self._sources:
+        prompt, source = self._sources.get(sample.arrival, (None, None))
+        if prompt is not sample.source:  # none yet, or of a warm-up that was broken off
             assert isinstance(self.model, EncodingModel), "it has a decoder_start"
             tokens = torch.tensor(sample.source, dtype=torch.int64, device=self.device)
             with torch.no_grad():
-                self._sources[sample.arrival] = self.model.encode(tokens)
-        return self._sources[sample.arrival]
+                source = self.model.encode(tokens)
+            self._sources[sample.arrival] = sample.source, source
+        return source
 
     def _sources_of(self, rows: Iterable[tuple[Sample, int]]) -> list[tuple[int, object]]:
         """The `sources` of a batch, of samples and their numbers of tokens in it."""
