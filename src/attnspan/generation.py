@@ -66,6 +66,10 @@ def served_model(
             f"model must be a transformers model, got {type(model).__name__}; to serve another, give it the "
             "four methods of attnspan.engine.ServedModel"
         )
+    if getattr(model.config, "is_encoder_decoder", False):
+        from attnspan.integrations.huggingface.encoder_decoder import EncoderDecoderModel
+
+        return EncoderDecoderModel(cast("PreTrainedModel", model), stacklevel + 1)
     from attnspan.integrations.huggingface.served_model import TransformersModel
 
     return TransformersModel(cast("PreTrainedModel", model), stacklevel + 1, latents=latents)  # which checks it

@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+import torch
+
 from tests.engine.models import greedy
 
 PAGE = Path(__file__).parents[2] / "docs" / "engine.md"
@@ -10,7 +12,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "engine.md"
 
 def test_the_code_of_the_page_runs_and_its_tokens_are_those_of_model_generate():
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.S)
-    assert len(blocks) == 9
+    assert len(blocks) == 10
     names = {}
     for block in blocks:
         exec(compile(block, str(PAGE), "exec"), names)
@@ -22,3 +24,6 @@ def test_the_code_of_the_page_runs_and_its_tokens_are_those_of_model_generate():
     engine.check()
     plain = model.generate(names["tokens"], max_new_tokens=10, num_beams=4, pad_token_id=0)
     assert plain.equal(names["beams"])
+    for translation in names["translations"]:
+        said = names["translator"].generate(torch.tensor([translation.prompt]), max_new_tokens=10, pad_token_id=0)
+        assert translation.token_ids == said[0, 1:].tolist()

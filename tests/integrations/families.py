@@ -84,6 +84,47 @@ SPECS = {
     ),
     "bart": ("BartForConditionalGeneration", "BartConfig", BART),
 }
+T5 = {
+    "vocab_size": VOCAB,
+    "d_model": 32,
+    "d_kv": 8,
+    "d_ff": 48,
+    "num_layers": 2,
+    "num_decoder_layers": 2,
+    "num_heads": 4,
+    "dropout_rate": 0.0,
+    "relative_attention_num_buckets": 8,
+    "relative_attention_max_distance": 9,  # so that sequences are longer
+    "decoder_start_token_id": 0,
+    "eos_token_id": None,
+}
+SIX_HEADS = {"vocab_size": VOCAB, "hidden_size": 48, "eos_token_id": None}  # slopes of a number that is no power of 2
+FALCON = SIX_HEADS | {"num_hidden_layers": 2, "num_attention_heads": 6}
+BIASED = {
+    "t5": ("T5ForConditionalGeneration", "T5Config", T5),
+    "umt5": ("UMT5ForConditionalGeneration", "UMT5Config", T5),
+    "mt5": ("MT5ForConditionalGeneration", "MT5Config", T5),
+    "pop2piano": ("Pop2PianoForConditionalGeneration", "Pop2PianoConfig", T5),
+    "bloom": (
+        "BloomForCausalLM",
+        "BloomConfig",
+        SIX_HEADS | {"n_layer": 2, "n_head": 6, "hidden_dropout": 0.0, "attention_dropout": 0.0},
+    ),
+    "mpt": (
+        "MptForCausalLM",
+        "MptConfig",
+        {"vocab_size": VOCAB, "d_model": 48, "n_layers": 2, "n_heads": 6, "max_seq_len": 64, "eos_token_id": None},
+    ),
+    "falcon": ("FalconForCausalLM", "FalconConfig", FALCON | {"alibi": True}),
+    "falcon, rotary": (
+        "FalconForCausalLM",
+        "FalconConfig",
+        FALCON | {"alibi": False, "new_decoder_architecture": True, "num_kv_heads": 2},
+    ),
+}
+"""Families that add numbers to scores, or have had a part in that."""
+
+SEQ2SEQ = ("bart", "t5", "umt5", "mt5", "pop2piano")
 CAUSAL = ("llama", "qwen3", "mistral", "gemma3", "gemma2", "gpt-oss", "phi3", "mixtral", "gpt2")
 
 
@@ -93,11 +134,12 @@ BUILDING = Lock()
 @functools.cache
 def _built(name):
     transformers.logging.set_verbosity_error()
-    model, config, sizes = SPECS[name]
+    model, config, sizes = (SPECS | BIASED)[name]
+    kind = "sdpa" if "Falcon" in config else "eager"  # which adds ALiBi twice, in Falcon
     with torch.random.fork_rng(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.manual_seed(0)
-        built = getattr(transformers, model)(getattr(transformers, config)(**sizes, attn_implementation="eager"))
+        built = getattr(transformers, model)(getattr(transformers, config)(**sizes, attn_implementation=kind))
         for parameter in built.parameters():  # zeros and ones would hide what is left out
             torch.nn.init.normal_(parameter, std=0.2) if parameter.dim() < 2 else parameter.data.mul_(5)
     return built
@@ -113,7 +155,7 @@ def batch(name="llama", *, rows=2, length=23, seed=0):
     """A whole batch of random tokens, some of which have no label."""
     drawn = torch.Generator().manual_seed(seed)
     tokens = torch.randint(1, VOCAB, (rows, length), generator=drawn)
-    if name == "bart":
+    if name in SEQ2SEQ:
         labels = torch.randint(3, VOCAB, (rows, length - 4), generator=drawn)
         labels[0, 3:5] = -100
         return {"input_ids": tokens, "labels": labels}

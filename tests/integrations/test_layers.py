@@ -9,7 +9,7 @@ from torch import nn
 
 from attnspan.errors import AttnspanError, ModelError
 from attnspan.integrations.huggingface import attention_layers
-from tests.integrations.families import SIZES, SPECS, VOCAB, family
+from tests.integrations.families import BIASED, SIZES, SPECS, VOCAB, family
 
 
 def told(name):
@@ -107,22 +107,22 @@ SMALL = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_at
     ("config", "sizes", "refusal"),
     [
         (
-            "T5Config",
+            "LongT5Config",
             {"vocab_size": VOCAB, "d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 4},
-            "encoder.block.0.layer.0.SelfAttention (T5Attention) has a relative position bias (position_bias), which "
-            "is not served",
-        ),
-        (
-            "BloomConfig",
-            {"vocab_size": VOCAB, "hidden_size": 32, "n_layer": 2, "n_head": 4},
-            "h.0.self_attention (BloomAttention) has a way of its own to mix tokens (it does not ask the "
-            "AttentionInterface), which is not served",
+            "encoder.block.0.layer.0 (LongT5LayerLocalSelfAttention) has a way of its own to mix tokens (it does not "
+            "ask the AttentionInterface), which is not served",
         ),
         (
             "FalconConfig",
-            SMALL,
-            "h.0.self_attention (FalconAttention) has a way of its own to mix tokens (it does not ask the "
-            "AttentionInterface), which is not served",
+            SMALL | {"alibi": True, "attn_implementation": "eager"},
+            "h.0.self_attention (FalconAttention) has an ALiBi that transformers adds twice with "
+            'attn_implementation="eager" (take "sdpa"), which is not served',
+        ),
+        (
+            "GPTJConfig",
+            {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4},
+            "h.0.attn (GPTJAttention) has a way of its own to mix tokens (it does not ask the AttentionInterface), "
+            "which is not served",
         ),
         (
             "MambaConfig",
@@ -171,4 +171,4 @@ def test_its_errors_are_ours():
 
 
 def test_every_family_of_the_tests_has_layers():
-    assert all(attention_layers(family(name)) for name in SPECS)
+    assert all(attention_layers(family(name)) for name in SPECS | BIASED)

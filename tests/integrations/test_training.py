@@ -32,6 +32,8 @@ STEPS_BOUND = 2e-4
 
 
 def blocks(model):
+    if not hasattr(model, "model"):
+        return [*model.encoder.block, *model.decoder.block]
     return (
         model.model.layers
         if hasattr(model.model, "layers")
@@ -96,7 +98,7 @@ def two(world):
     tolerant()
     mesh = init_device_mesh(world.device.type, (2,), mesh_dim_names=("cp",))
     found = {f"{name} under DDP": distance(name, mesh, DistributedDataParallel) for name in ("llama", "gpt-oss")}
-    for name, before in (("gemma2", True), ("bart", False)):
+    for name, before in (("gemma2", True), ("bart", False), ("t5", True)):
         found[f"{name} under FSDP2"] = distance(name, mesh, lambda model: sharded(model, mesh), before=before)
     found["accelerate"] = accelerated(world, mesh)
     return found, on_process(world, 2, {})

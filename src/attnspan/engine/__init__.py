@@ -23,13 +23,22 @@ Knows no model library. `attnspan.Engine` wraps transformers models (attnspan/ge
 from attnspan.engine.config import EngineConfig
 from attnspan.engine.fingerprint import ModelFingerprint
 from attnspan.engine.llm_engine import LLMEngine
-from attnspan.engine.model import LatentHeads, LayerSpec, ModelInfo, PackedBatch, ServedModel, StepAttention
+from attnspan.engine.model import (
+    EncodingModel,
+    LatentHeads,
+    LayerSpec,
+    ModelInfo,
+    PackedBatch,
+    ServedModel,
+    StepAttention,
+)
 from attnspan.engine.params import SamplingParams
 from attnspan.engine.request import Continuation, Request, Token
 from attnspan.engine.stats import EngineStats, Histogram
 
 __all__ = [
     "Continuation",
+    "EncodingModel",
     "EngineConfig",
     "EngineStats",
     "Histogram",

@@ -20,6 +20,7 @@ from attnspan.engine.model import LatentHeads, PackedBatch, ServedModel, StepAtt
 from attnspan.engine.model_runner import ModelRunner, PagedStepAttention
 from attnspan.engine.pools import LayerPlace, Pools
 from attnspan.engine.rank_consensus import RankConsensus
+from attnspan.engine.sample import Sample
 from attnspan.engine.scheduler import Chunk
 from attnspan.masks import Causal, Mask, SlidingWindow
 from attnspan.paged import ShardedPages
@@ -57,20 +58,22 @@ class ContextParallelRunner(ModelRunner):
         self._compare = self.consensus.compare_step(batch)
         sample, count = batch[0]
         if len(batch) == 1 and sample.computed == 0 and count == sample.remaining >= self.config.context_parallel_from:
-            return self._prefill(sample.tokens)
+            return self._prefill(sample)
         return super().run(batch)
 
     def _call(self, batch: PackedBatch, attention: StepAttention) -> Tensor:
         self._compare()
         return super()._call(batch, attention)
 
-    def _prefill(self, tokens: Sequence[int]) -> Tensor:
+    def _prefill(self, sample: Sample) -> Tensor:
         """The logits (1, V) after a prompt that all ranks compute."""
+        tokens = sample.tokens
         session = self._session_for(len(tokens))
         positions = session.positions
         mine = [tokens[position] for position in positions.tolist()]
         last = (positions == len(tokens) - 1).nonzero().flatten().tolist()
-        found = self._logits(mine, positions, last, PrefillAttention(session, self._attention))
+        sources = self._sources_of([(sample, len(mine))])
+        found = self._logits(mine, positions, last, PrefillAttention(session, self._attention), sources)
         logits = found.new_zeros(1, found.shape[1], dtype=torch.float32)
         if last:
             logits.copy_(found)

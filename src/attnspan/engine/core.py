@@ -70,6 +70,7 @@ class EngineCore(Owned):
         check_tokenizer(tokenizer, info.vocabulary)
         self.model: object = model  # as the caller knows it: `attnspan.Engine` puts the transformers model here
         self._served_model, self._layers = model, info.layers
+        self._decoder_start, self._max_prompt = info.decoder_start, info.max_prompt
         self.vocabulary, self._outputs = info.vocabulary, OutputProcessor(tokenizer, info.end_tokens)
         self._consensus = RankConsensus(None if mesh is None else transport_of(mesh))
         ranks = self._consensus.ranks
@@ -184,14 +185,18 @@ class EngineCore(Owned):
         params = complete_params(params, self.default_params, self.tokenizer, self.vocabulary)
         new, n = params.max_new_tokens or 1, params.n or 1
         tokens = encode_prompt(prompt, self.tokenizer, self.vocabulary)
+        source, tokens = self._for_encoder(tokens)
         priority = integer("priority", priority, at_least=-(2**31), error=EngineError)
         number, seed = self._next, secrets.randbits(63) if params.seed is None else params.seed
         fed = len(tokens) + new - 1  # the last token is never fed, and needs no room
-        sample = Sample(number, array("Q", tokens), fed, forks=n - 1, salt=salt, priority=priority)
+        sample = Sample(number, array("Q", tokens), fed, forks=n - 1, salt=salt, priority=priority, source=source)
         self._check_request(sample, params)
         with self._comparing():
-            common = self._consensus.compare_request((tokens, params, salt, priority, number), seed)
-            request = Request(number, tokens, params, common if params.seed is None else seed, salt)
+            common = self._consensus.compare_request((source, tokens, params, salt, priority, number), seed)
+            begun = tuple(tokens) if source else ()
+            request = Request(
+                number, list(source) or tokens, params, common if params.seed is None else seed, salt, begun
+            )
             request.samples += [Continuation.empty(params) for _ in range(n)]
             into.append(request)
             self._journal.begin(redo=partial(self._take_back, request, self._meter.totals))
@@ -207,6 +212,16 @@ class EngineCore(Owned):
         """What is broken off while it is added was never added."""
         self._discard(request)
         self._meter.totals = totals
+
+    def _for_encoder(self, tokens: list[int]) -> tuple[tuple[int, ...], list[int]]:
+        """What the encoder reads of a prompt, and what the decoder does: all of it, if there is no encoder."""
+        if self._decoder_start is None:
+            return (), tokens
+        if self._max_prompt is not None and len(tokens) > self._max_prompt:
+            raise EngineError(
+                f"the model's encoder has positions for {self._max_prompt} tokens, and the prompt has {len(tokens)}"
+            )
+        return tuple(tokens), [self._decoder_start]
 
     def _check_request(self, sample: Sample, params: SamplingParams) -> None:
         """EngineError for a request that this engine can never serve."""
@@ -296,6 +311,7 @@ class EngineCore(Owned):
         self._sampler.discard(request)
         self._meter.discard(request)
         self._table.discard(request)
+        self._runner.forget_sources(request.number)
 
     @property
     def unfinished(self) -> list[Request]:

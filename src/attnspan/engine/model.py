@@ -28,6 +28,7 @@ multiplied and P that are part of keys as they are.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -36,13 +37,17 @@ from torch import Tensor
 
 from attnspan.engine.fingerprint import ModelFingerprint
 from attnspan.engine.params import SamplingParams
+from attnspan.errors import ModelError
+from attnspan.paged.scoring import ScoreFunction
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
     """One attention layer, all of it causal. `scale` multiplies scores, None for 1 / sqrt(head_dim).
 
-    `window` w lets query q see keys k with q - k < w; `softcap` c makes scores c * tanh(score / c).
+    `window` w lets query q see keys k with q - k < w; `softcap` c makes scores c * tanh(score / c). `score_mod` is any
+    other change of scores: FlexAttention's, of positions in a sequence (batch rows mean nothing). Layers that have the
+    same one share what is made of it. It may read tensors, as they are when it is called.
 
     >>> LayerSpec(kv_heads=2, head_dim=64).scale
     0.125
@@ -55,8 +60,13 @@ class LayerSpec:
     window: int | None = None
     softcap: float | None = None
     latent: bool = False  # keys are latents, whose first value_dim numbers are the values: see [Note: latents]
+    score_mod: ScoreFunction | None = None
 
     def __post_init__(self) -> None:
+        if self.softcap is not None and self.score_mod is not None:
+            raise ModelError(
+                "softcap and score_mod are given together; leave softcap out, and let score_mod cap scores"
+            )
         if self.scale is None:
             object.__setattr__(self, "scale", self.head_dim**-0.5)
 
@@ -64,7 +74,11 @@ class LayerSpec:
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
     """What is known of a model before it runs. `max_positions` None: it has no last position. `defaults` are taken
-    where a request's params leave something to the model."""
+    where a request's params leave something to the model.
+
+    A model with a `decoder_start` has an encoder, which reads prompts of at most `max_prompt` tokens; what is generated
+    begins after that token.
+    """
 
     layers: tuple[LayerSpec, ...]
     vocabulary: int
@@ -73,14 +87,21 @@ class ModelInfo:
     end_tokens: frozenset[int] = frozenset()
     max_positions: int | None = None
     defaults: SamplingParams = SamplingParams()  # noqa: RUF009  # frozen
+    decoder_start: int | None = None
+    max_prompt: int | None = None
 
 
 class PackedBatch(NamedTuple):
-    """The new tokens of many sequences, one after another. `keep` are the rows whose logits are wanted; None: all."""
+    """The new tokens of many sequences, one after another. `keep` are the rows whose logits are wanted; None: all.
+
+    `sources`, of a model with an encoder: for each sequence how many of the tokens are its, and what `encode` made of
+    its prompt.
+    """
 
     tokens: Tensor  # (T,) int64
     positions: Tensor  # (T,) int64, each in its own sequence
     keep: Tensor | None = None  # (rows,) int64
+    sources: Sequence[tuple[int, object]] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -154,3 +175,11 @@ class ServedModel(Protocol):
 
     def check_ready(self) -> None:
         """Raise EngineError if the model cannot compute now, such as in training mode."""
+
+
+@runtime_checkable
+class EncodingModel(ServedModel, Protocol):
+    """A model with an encoder."""
+
+    def encode(self, tokens: Tensor) -> object:
+        """What the decoder reads of a prompt (S,). Kept until its request ends."""

@@ -11,15 +11,16 @@ Shapes: T tokens of the step, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from attnspan.engine.config import EngineConfig
 from attnspan.engine.cuda_graphs import CudaGraphs
-from attnspan.engine.model import PackedBatch, ServedModel, StepAttention
+from attnspan.engine.model import EncodingModel, PackedBatch, ServedModel, StepAttention
 from attnspan.engine.pools import Pools
+from attnspan.engine.sample import Sample
 from attnspan.engine.scheduler import Chunk
 from attnspan.errors import EngineError, ModelError
 from attnspan.paged import StepPlan
@@ -53,11 +54,16 @@ class ModelRunner:
         sizes = {"max_sequences": config.max_sequences, "max_tokens": config.max_tokens, "max_length": max_length}
         self.plans = [cache.plan(**sizes) for cache in caches]
         self._attention = PagedStepAttention(pools, caches, self.plans, config.kernel)
+        self._sources: dict[int, tuple[tuple[int, ...], object]] = {}  # by request: its prompt, and what became of it
+        self._encodes = model.info().decoder_start is not None
+        if self._encodes and config.cuda_graphs:
+            raise EngineError("cuda_graphs=True is for models without an encoder; leave cuda_graphs out")
         self._graphs = CudaGraphs(config.max_sequences, self.device) if config.cuda_graphs else None
         for layer, place in enumerate(pools.places):
             if config.cuda_graphs and place.score_mod is not None:
                 raise EngineError(
-                    f"cuda_graphs=True: layer {layer} has a soft-cap, which no kernel attends with inside a graph; "
+                    f"cuda_graphs=True: layer {layer} has a soft-cap or a bias, which no kernel attends with inside a "
+                    "graph; "
                     "leave cuda_graphs out"
                 )
 
@@ -74,6 +80,33 @@ class ModelRunner:
         """The model has changed: its graphs, if there are any, are captured again when they are next needed."""
         if self._graphs is not None:
             self._graphs.forget()
+
+    @property
+    def example(self) -> tuple[int, ...]:
+        """A prompt for the encoder, if the model has one."""
+        return (0,) if self._encodes else ()
+
+    def forget_sources(self, request: int | None = None) -> None:
+        """A request has ended, or all have: what the encoder made of its prompt is dropped."""
+        if request is None:
+            self._sources.clear()
+        else:
+            self._sources.pop(request, None)
+
+    def _source(self, sample: Sample) -> object:
+        """What the encoder makes of the prompt of a sample, once for its request."""
+        prompt, source = self._sources.get(sample.arrival, (None, None))
+        if prompt is not sample.source:  # none yet, or of a warm-up that was broken off
+            assert isinstance(self.model, EncodingModel), "it has a decoder_start"
+            tokens = torch.tensor(sample.source, dtype=torch.int64, device=self.device)
+            with torch.no_grad():
+                source = self.model.encode(tokens)
+            self._sources[sample.arrival] = sample.source, source
+        return source
+
+    def _sources_of(self, rows: Iterable[tuple[Sample, int]]) -> list[tuple[int, object]]:
+        """The `sources` of a batch, of samples and their numbers of tokens in it."""
+        return [(count, self._source(sample)) for sample, count in rows] if self._encodes else []
 
     def prepare(self, batch: Sequence[Chunk]) -> None:
         """Make room for a batch in every pool, and copy the shared pages that it writes to."""
@@ -93,14 +126,20 @@ class ModelRunner:
             tokens += sample.tokens[sample.computed : sample.computed + chunk.new]
             if chunk.last:
                 wanted.append(len(tokens) - 1)
-        return self._logits(tokens, self.plans[0].positions, wanted, self._attention)
+        return self._logits(tokens, self.plans[0].positions, wanted, self._attention, self._sources_of(batch))
 
-    def _logits(self, tokens: list[int], positions: Tensor, wanted: list[int], attention: StepAttention) -> Tensor:
+    def _logits(
+        self,
+        tokens: list[int],
+        positions: Tensor,
+        wanted: list[int],
+        attention: StepAttention,
+        sources: Sequence[tuple[int, object]],
+    ) -> Tensor:
         """The logits of the tokens at `wanted`, (wanted, V)."""
         keep = torch.tensor(wanted, dtype=torch.int64, device=self.device)
-        return self._call(
-            PackedBatch(torch.tensor(tokens, device=self.device, dtype=torch.int64), positions.long(), keep), attention
-        )
+        fed = torch.tensor(tokens, device=self.device, dtype=torch.int64)
+        return self._call(PackedBatch(fed, positions.long(), keep, sources), attention)
 
     def _decode(self, tokens: Tensor) -> Tensor:
         """The logits of every one of (rows,) tokens: what a graph captures."""

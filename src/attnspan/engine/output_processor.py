@@ -127,7 +127,7 @@ class OutputProcessor:
         found = self.detokenizers.get((request.number, number))
         if found is None:
             assert self.tokenizer is not None, "there is text"
-            found = Detokenizer(self.tokenizer, request.params.stop or (), request.prompt)
+            found = Detokenizer(self.tokenizer, request.params.stop or (), request.begun or request.prompt)
             for token in request.samples[number].token_ids:
                 found.push(token)
             self.detokenizers[request.number, number] = found

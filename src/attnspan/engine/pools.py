@@ -48,7 +48,7 @@ def pools_of(info: ModelInfo, config: EngineConfig, ranks: int) -> Pools:
         if not group:
             continue
         for index, (layer, spec) in enumerate(group.items()):
-            score_mod = None if spec.softcap is None else score_mods[spec.softcap]  # one for all layers of a cap
+            score_mod = spec.score_mod if spec.softcap is None else score_mods[spec.softcap]  # one for all of a cap
             places[layer] = LayerPlace(len(pools), index, spec.scale, score_mod, spec.window)
         allocator = PageAllocator(
             num_pages=(config.pages or 0) + 1, page_size=config.page_size * ranks, host_pages=config.host_pages

@@ -28,6 +28,7 @@ class Sample:
     number: int = 0
     forks: int = 0  # samples that will be split off when its prompt is computed
     salt: Hashable = None
+    source: tuple[int, ...] = ()  # the prompt, if it is for an encoder
     version: int = 0  # of the model that it was begun with
     computed: int = 0
     seq: int = -1  # its sequence in the pages, -1 while it has none
@@ -54,8 +55,9 @@ class Sample:
 
     @property
     def cache_salt(self) -> Hashable:
-        """The salt of its pages in the prefix cache: what another version of the model computed is not found."""
-        return self.version, self.salt
+        """The salt of its pages in the prefix cache: what another version of the model computed, or of another prompt
+        of the encoder, is not found."""
+        return self.version, self.salt, self.source
 
     @property
     def order(self) -> tuple[int, int, int]:

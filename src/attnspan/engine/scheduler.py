@@ -123,7 +123,7 @@ class Scheduler:
         """Queue a sample; EngineError if it could not run even alone."""
         self.check_fits(sample)
         sample.unshared = not self.kv_cache.holds(sample.max_length)
-        sample.first_page = hash(tuple(sample.tokens[: self._page_size]))
+        sample.first_page = hash((sample.source, *sample.tokens[: self._page_size]))
         insort(self.queued, sample, key=_ORDER)
 
     def check_fits(self, sample: Sample) -> None:

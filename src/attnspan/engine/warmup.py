@@ -22,7 +22,7 @@ def run_warmup(runner: ModelRunner, scheduler: Scheduler, max_length: int) -> No
     for lengths in (*([1] * rows for rows in runner.sizes), *([length] for length in LENGTHS)):
         for number, length in enumerate(min(length, max_length - 1) for length in lengths):
             if length and scheduler.kv_cache.refusal(length + 1, scheduler.chunk) is None:
-                sample = Sample(number, [0] * length, length + 1)
+                sample = Sample(number, [0] * length, length + 1, source=runner.example)
                 scheduler.add(sample)
                 sample.unshared = True  # it is neither cached nor found
         while batch := scheduler.step():
@@ -34,3 +34,4 @@ def run_warmup(runner: ModelRunner, scheduler: Scheduler, max_length: int) -> No
                     scheduler.remove(sample)
                 else:
                     sample.tokens.append(0)
+    runner.forget_sources()

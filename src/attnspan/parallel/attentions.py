@@ -91,11 +91,15 @@ class BoundAttention:
         sinks: Tensor | None = None,
         dropout_p: float = 0.0,
         dropout_seed: int | None = None,
+        captured: Sequence[Tensor] | None = None,
     ) -> Tensor:
-        """The output for this rank's queries, (B, H, S, Dv); dropout as in `ContextParallel.attention`."""
+        """The output for this rank's queries, (B, H, S, Dv); dropout as in `ContextParallel.attention`.
+
+        `captured` are tensors in place of those that the score_mod captured.
+        """
         dropped = (dropout_p, dropout_seed)
-        keys = as_keys(key, value, expand)
-        return self._run(Inputs(query, *keys, sinks, self.captured.of(query), False, *dropped), expand)[0]
+        keys, given = as_keys(key, value, expand), self.captured.of(query) if captured is None else captured
+        return self._run(Inputs(query, *keys, sinks, given, False, *dropped), expand)[0]
 
     def with_lse(
         self,

@@ -39,7 +39,7 @@ NAME = "attnspan"
 BINDING = "attnspan_binding"
 """The attribute of a module that holds its binding."""
 
-UNSERVED = ("position_bias", "indices", "block_indices", "cache", "cu_seq_lens_q", "cu_seq_lens_k")
+UNSERVED = ("indices", "block_indices", "cache", "cu_seq_lens_q", "cu_seq_lens_k")
 """Arguments that would change the result."""
 
 
@@ -81,6 +81,7 @@ def attend(
     *,
     s_aux: Tensor | None = None,
     dropout: float | None = 0.0,
+    position_bias: Tensor | None = None,
     **arguments: object,
 ) -> tuple[Tensor, None]:
     """Attention of a layer over all ranks, by the signature of `AttentionInterface`; there are no weights to return."""
@@ -91,12 +92,14 @@ def attend(
             "enable(model, cp), or model.set_attn_implementation('sdpa') to go on without"
         )
     check_arguments(binding.layer, attention_mask, {"s_aux": s_aux is not None, **arguments})
+    check_bias(binding.layer, position_bias)
     attention = binding.enabled.attention_for(binding.kind)
+    tables = binding.enabled.bias_tables(binding.layer, position_bias, query.dtype)
     source, dropout = latents_in(module, key, value), dropout or 0.0
     if source is None:
-        out = attention(query, key, value, sinks=s_aux, dropout_p=dropout)
+        out = attention(query, key, value, sinks=s_aux, dropout_p=dropout, captured=tables)
     else:
-        out = attention(query, key.squeeze(1), expand=source.expand, sinks=s_aux, dropout_p=dropout)
+        out = attention(query, key.squeeze(1), expand=source.expand, sinks=s_aux, dropout_p=dropout, captured=tables)
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -123,6 +126,18 @@ def check_arguments(layer: AttentionLayer, mask: object, arguments: Mapping[str,
         if arguments.get(name) is not None:
             raise ModelError(f"{layer.name}: {name} was given, which is not served")
     _check_mask(layer, mask)
+
+
+def check_bias(layer: AttentionLayer, given: Tensor | None) -> None:
+    """Refuse a bias that is not the one its layer was enabled for: a table of ours (biases.py), or ALiBi."""
+    wanted = layer.bias
+    if wanted is not None and wanted.kind == "distance":
+        fits = given is not None and given.shape == (wanted.heads, 2 * wanted.reach + 1)
+    else:
+        fits = (given is not None and given.numel() > 0) == (wanted is not None)
+    if not fits:
+        shape = "none" if given is None else f"one of shape {tuple(given.shape)}"
+        raise ModelError(f"{layer.name}: position_bias must be that of the layer ({wanted or 'none'}), got {shape}")
 
 
 def _check(layer: AttentionLayer, what: str, found: object, wanted: object) -> None:

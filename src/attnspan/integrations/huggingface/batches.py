@@ -21,6 +21,7 @@ Shapes: B batch rows, S tokens of the whole sequence.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,6 +56,20 @@ class SequenceInputs:
     starts: list[int] | None = None  # the first token of every row, if there is padding before
     padding: Tensor | None = None  # (B, S): 0 in padding, if there is any
 
+    def places(self, more: Iterable[Mask] = ()) -> Tensor | None:
+        """The place of each token in its document, by the batch and `more` masks, or after padding: (1, S) or (B, S).
+        None where that is its place in the row."""
+        pieces = [mask.lengths for mask in (*self.hidden, *more) if isinstance(mask, Documents)]
+        pieces += [tuple((start, self.seq_len - start) for start in self.starts)] if self.starts is not None else []
+        if not pieces:
+            return None
+        begins = torch.zeros(max(map(len, pieces)), self.seq_len, dtype=torch.int64, device="cpu")
+        for rows in pieces:
+            for row, lengths in zip(begins, rows * (len(begins) // len(rows)), strict=True):
+                edges = torch.tensor(lengths[:-1], dtype=torch.int64, device="cpu").cumsum(0)
+                row[edges] = edges
+        return torch.arange(self.seq_len, device="cpu") - begins.cummax(1).values
+
     @property
     def max_position(self) -> int | Tensor:
         """The largest position of a token."""
@@ -71,6 +86,7 @@ class Shards:
     labels: Tensor | None = field(default=None, repr=False)
     hidden: tuple[Mask, ...] = ()  # as in its `SequenceInputs`
     padding: Tensor | None = field(default=None, repr=False)  # of this rank's tokens
+    places: Tensor | None = field(default=None, repr=False)  # of the tokens of whole rows
 
 
 def sequence_of(given: Entries) -> SequenceInputs:
@@ -91,7 +107,9 @@ def sequence_of(given: Entries) -> SequenceInputs:
     return SequenceInputs(entries, tuple(hidden), rows, seq_len, starts if left else None, padding)
 
 
-def shards_of(sequence: SequenceInputs, session: ContextParallel, labels: Tensor | None) -> Shards:
+def shards_of(
+    sequence: SequenceInputs, session: ContextParallel, labels: Tensor | None, places: Tensor | None = None
+) -> Shards:
     """A rank's part of a sequence; `labels` are whole, each at the token that predicts it."""
     empty = [rank for rank, tokens in enumerate(session.sharding.sizes) if not tokens]
     if empty:
@@ -108,7 +126,7 @@ def shards_of(sequence: SequenceInputs, session: ContextParallel, labels: Tensor
     cut["attention_mask"] = torch.ones(
         sequence.rows, session.sharding.tokens, dtype=torch.int64, device=session.transport.device
     )
-    return Shards(session, cut, own, sequence.hidden, padding)
+    return Shards(session, cut, own, sequence.hidden, padding, places)
 
 
 def _check_left_padding(sequence: SequenceInputs, labels: Tensor | None) -> None:

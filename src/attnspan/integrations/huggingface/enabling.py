@@ -49,6 +49,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
+from attnspan.dtypes import lse_dtype
 from attnspan.errors import ModelError, one_of
 from attnspan.integrations.huggingface.adapters import adds_to_loss, check_adapters
 from attnspan.integrations.huggingface.attention import (
@@ -56,6 +57,7 @@ from attnspan.integrations.huggingface.attention import (
     NAME,
     LayerBinding,
     MixerBinding,
+    attend,
     configs_of,
     is_bound,
     own_config,
@@ -71,6 +73,7 @@ from attnspan.integrations.huggingface.batches import (
     shards_of,
     split_decoder,
 )
+from attnspan.integrations.huggingface.biases import ScoreBias, bind_bias, placed, unbind_bias
 from attnspan.integrations.huggingface.checking import (
     check_call,
     check_model,
@@ -83,6 +86,7 @@ from attnspan.integrations.huggingface.layers import AttentionLayer, attention_l
 from attnspan.integrations.huggingface.losses import Count, label_kind, loss_of
 from attnspan.integrations.huggingface.masking import Pattern
 from attnspan.integrations.huggingface.mixers import recurrent_mixers
+from attnspan.integrations.huggingface.own_attention import bias_table, bind_forward, check_family_bias, unbind_forward
 from attnspan.integrations.huggingface.positions import counts_by_mask, position_hooks
 from attnspan.integrations.huggingface.sequence_functions import MixedTokens
 from attnspan.integrations.huggingface.sessions import SessionFactory, unseen_by_mixers
@@ -113,6 +117,7 @@ class LayerKind(NamedTuple):
     pattern: Pattern
     scale: float
     softcap: float | None
+    bias: ScoreBias | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,6 +132,8 @@ class ForwardPass:
     labels: Tensor | None = None
     count: Count = None
     max_position: int | Tensor = 0
+    places: Tensor | None = None  # of the tokens of a whole row, if not 0, 1, 2, ...
+    tables: dict[object, Tensor] = field(default_factory=dict)  # of biases by key
     rerun_regions: WeakSet[object] = field(default_factory=WeakSet)  # checkpointed regions that run again, around it
 
 
@@ -195,6 +202,9 @@ class Enabled:
         self._takes_kwargs = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in self._parameters.values())
         self._argument_names = [name for name in inspect.signature(type(called).forward).parameters if name != "self"]
         self._pass_of_region: WeakKeyDictionary[object, ForwardPass] = WeakKeyDictionary()  # in which it first ran
+        device = self.transport.device
+        self._score_mod = functools.lru_cache(maxsize=16)(lambda bias, shape: bias.score_mod(shape, device))
+        self._recognised: set[object] = set()  # numbers that the model hands to layers, once compared with its family's
         self._pass_of_output: Any = WeakTensorKeyDictionary()
         self._running: ForwardPass | None = None
         self._latest_pass: ForwardPass | None = None
@@ -206,7 +216,8 @@ class Enabled:
     # ---- beginning and ending ------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        hooks = position_hooks(self.model, self._parameters, self._current_pass, self._encoder_modules)
+        by_bias = bool(self.layers) and all(layer.bias or layer.cross for layer in self.layers)
+        hooks = position_hooks(self.model, self._parameters, self._current_pass, self._encoder_modules, by_bias)
         register()
         own_config(self.model)
         self._bind()
@@ -220,12 +231,15 @@ class Enabled:
 
     def _bind(self) -> None:
         self._before = [(config, config._attn_implementation) for config in configs_of(self.model)]
-        self.model.set_attn_implementation(NAME)
+        for config, _ in self._before:
+            config._attn_implementation = NAME
         for layer in self.layers:
             setattr(layer.module, BINDING, LayerBinding(layer, self.kinds.index(self._kind(layer)), self))
             source = latent_source(layer.module, wants_latents)
             if source is not None:
                 source.bind()
+            bind_bias(layer.module, layer.bias, layer.cross)
+            bind_forward(layer.module, attend)
         for mixer in self.mixers:
             setattr(mixer.module, BINDING, MixerBinding(mixer, self))
             mixer.bind(self.mixed_tokens)
@@ -235,6 +249,8 @@ class Enabled:
             delattr(layer.module, BINDING)
             if isinstance(source := vars(layer.module).get(METHOD), LatentSource):
                 source.unbind()
+            unbind_bias(layer.module, layer.cross)
+            unbind_forward(layer.module)
         for mixer in self.mixers:
             delattr(mixer.module, BINDING)
             mixer.unbind()
@@ -390,7 +406,10 @@ class Enabled:
             region.name for region in checkpoint_regions.regions() if region.again and region.name is not None
         )
         before, mixed = _counted(attentions), MixedTokens(own.session, own.padding)
-        current = ForwardPass(own.session, encoder, attentions, before, mixed, own.labels, count, max_position, again)
+        current = ForwardPass(
+            own.session, encoder, attentions, before, mixed, own.labels, count, max_position, own.places,
+            rerun_regions=again,
+        )  # fmt: skip
         return current, {name: value for name, value in given.items() if self._is_taken(name)}
 
     def _encoder_decoder(self, given: Entries) -> tuple[Entries, dict[Side, Shards]]:
@@ -454,14 +473,15 @@ class Enabled:
     # ---- sessions ------------------------------------------------------------------------------------------------
 
     def _shards(self, side: Side, sequence: SequenceInputs, labels: Tensor | None) -> Shards:
-        return shards_of(sequence, self._factories[side].session(sequence), labels)
+        factory = self._factories[side]
+        return shards_of(sequence, factory.session(sequence), labels, sequence.places(factory.documents))
 
     def _kind(self, layer: AttentionLayer) -> LayerKind:
         side: Side = "only"
         if self.model.config.is_encoder_decoder:
             side = "cross" if layer.cross else "encoder" if layer.module in self._encoder_modules else "decoder"
         pattern = Pattern(False, None) if side == "cross" else Pattern.of(layer)
-        return LayerKind(side, pattern, layer.scale, layer.softcap)
+        return LayerKind(side, pattern, layer.scale, layer.softcap, layer.bias)
 
     def _attention(self, kind: LayerKind, sides: dict[Side, Shards]) -> BoundAttention:
         """The attention of a kind of layer in a batch: called with shards."""
@@ -471,6 +491,11 @@ class Enabled:
             return session.cross(keys.session, mask, scale=kind.scale)
         session, name = sides[kind.side].session, self._factories[kind.side].name(kind.pattern)
         score_mod = None if kind.softcap is None else soft_cap(kind.softcap)
+        if kind.bias is not None:
+            places = sides[kind.side].places
+            score_mod = self._score_mod(
+                kind.bias, kind.bias.shape(session.seq_len, 1 if places is None else len(places))
+            )
         return session.attention_for(name, scale=kind.scale, score_mod=score_mod)
 
     # ---- what a layer asks ---------------------------------------------------------------------------------------
@@ -482,6 +507,23 @@ class Enabled:
     def attention_for(self, kind: int) -> BoundAttention:
         """The attention of a kind of layer, in the pass that it runs in. See [Note: the pass of a region]."""
         return self._current_pass().attentions[kind]
+
+    def bias_tables(self, layer: AttentionLayer, given: Tensor | None, dtype: torch.dtype) -> list[Tensor] | None:
+        """What the bias of a layer looks up, for queries of a dtype; `given` is what the model hands to the layer."""
+        if layer.bias is None or given is None:
+            return None
+        wide = lse_dtype(dtype)
+        if layer.bias.kind == "distance":
+            return [given.to(wide)]
+        current = self._current_pass()
+        key = layer.bias, given.dtype, wide
+        if key not in current.tables:
+            if key not in self._recognised:
+                check_family_bias(layer.name, layer.module, layer.bias, given)
+                self._recognised.add(key)
+            table = bias_table(layer.module, layer.bias, current.session.seq_len, given.dtype).to(wide)
+            current.tables[key] = table if layer.bias.kind == "slope" else placed(table, current.places)
+        return [current.tables[key]]
 
     def _current_pass(self) -> ForwardPass:
         found = self._running

@@ -43,12 +43,17 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from attnspan.errors import ModelError
+from attnspan.integrations.huggingface.biases import ScoreBias, relative_bias
+from attnspan.integrations.huggingface.own_attention import adds_twice, agrees_with_original, own_attention
 
 INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 """The name, in the modeling files of transformers, of the table of attention functions."""
 
 SERVED = {"scaling", "dropout", "is_causal", "sliding_window", "softcap", "s_aux"}
 """Arguments that describe the attention of a layer."""
+
+BIAS = "position_bias"
+"""An argument that is served if it goes by distance (biases.py)."""
 
 IGNORED = {"attention_mask", "output_attentions", "position_ids", "deterministic", "training", "use_cache"}
 """Arguments that ask for nothing else than what is computed anyway, or are looked at when they come."""
@@ -81,7 +86,7 @@ class AttentionLayer:
     `name` is the module's path; `index` its place in a KV cache, None if it has none. `scale` multiplies scores;
     `softcap` c makes them c * tanh(score / c). With `window` w, query q sees keys k with q - k < w, and if it is not
     `causal` also k - q < w. `sinks`: one more learned score per head. `cross`: keys come from another sequence than
-    queries. `dropout` applies to attention weights, in training.
+    queries. `dropout` applies to attention weights, in training. `bias` is added to scores.
     """
 
     name: str
@@ -98,6 +103,7 @@ class AttentionLayer:
     cross: bool
     dropout: float
     module: nn.Module = field(repr=False, compare=False)
+    bias: ScoreBias | None = None
 
     def __str__(self) -> str:
         dims = f"{self.head_dim}" if self.head_dim == self.value_dim else f"{self.head_dim} and {self.value_dim}"
@@ -107,6 +113,7 @@ class AttentionLayer:
         words += [f"soft-cap {self.softcap:g}"] if self.softcap is not None else []
         words += ["sinks"] if self.sinks else []
         words += [f"dropout {self.dropout:g}"] if self.dropout else []
+        words += [str(self.bias)] if self.bias is not None else []
         return f"{self.name}: {', '.join(words)}"
 
 
@@ -117,13 +124,18 @@ def attention_layers(model: PreTrainedModel, mixers: Collection[nn.Module] = ())
     """
     check_is_model(model)
     _check_types(model, set(mixers))
-    layers = [_layer(model, name, module) for name, module in model.named_modules() if calls_of(module)]
+    layers = [_layer(model, name, module) for name, module in model.named_modules() if attends(module)]
     _check_mixers(model, {layer.module for layer in layers}, set(mixers))
     if not layers and not mixers:
         raise ModelError(
             f"{type(model).__name__} has no layer that asks transformers' AttentionInterface for attention"
         )
     return layers
+
+
+def attends(module: nn.Module) -> bool:
+    """Whether a module is a layer that asks for attention, by itself or with a forward of ours (own_attention.py)."""
+    return own_attention(module) is not None or bool(calls_of(module))
 
 
 def check_is_model(model: object) -> None:
@@ -150,7 +162,18 @@ def decoder_layers(layers: list[AttentionLayer], user: str) -> list[AttentionLay
 
 
 def _layer(model: PreTrainedModel, name: str, module: nn.Module) -> AttentionLayer:
+    family = own_attention(module)
+    if family is not None:
+        if not agrees_with_original(module):
+            refuse(name, module, "an attention of its own that is not the one known here (transformers 5.22)")
+        if adds_twice(module):
+            refuse(name, module, 'an ALiBi that transformers adds twice with attn_implementation="eager" (take "sdpa")')
+        rest: dict[str, Any] = {"window": None, "softcap": None, "sinks": False, "causal": True, "cross": False}
+        return AttentionLayer(name=name, module=module, **rest, **family.asked(module))
     asked = _arguments(name, module)
+    cross, bias = _is_cross(name, module), relative_bias(module) if BIAS in asked else None
+    if bias is not None:
+        del asked[BIAS]
     unknown = [each for each in asked if each not in SERVED | IGNORED]
     if unknown:
         refuse(name, module, WORDS.get(unknown[0], f"{unknown[0]!r}, an argument that is not known here"))
@@ -177,9 +200,10 @@ def _layer(model: PreTrainedModel, name: str, module: nn.Module) -> AttentionLay
         softcap=None if softcap is None else float(softcap),
         sinks=asked.get("s_aux") is not None,
         causal=bool(getattr(module, "is_causal", True) if causal is None else causal),
-        cross=_is_cross(name, module),
+        cross=cross,
         dropout=float(asked.get("dropout") or 0.0),
         module=module,
+        bias=None if cross else bias,
     )
 
 

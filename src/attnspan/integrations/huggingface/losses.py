@@ -43,6 +43,10 @@ ADDED = re.compile(r"^\s+loss (?:\+=|= loss [-+*/])(?!.*\b(?:aux_loss|z_loss)\b)
 """A line that changes a loss by something that checking.py does not refuse."""
 
 
+PLAIN = re.compile(r"CrossEntropyLoss\((ignore_index=-100)?\)")
+"""Cross entropy, as models write it that have no function for it."""
+
+
 def label_kind(model: nn.Module) -> LabelKind | None:
     """The kind of a model's loss; None if it is not supported."""
     forward = inspect.unwrap(type(model).forward)
@@ -55,7 +59,7 @@ def label_kind(model: nn.Module) -> LabelKind | None:
     if "self.loss_function(" in source:
         return BY_FUNCTION.get(model.loss_function)
     heads = ("ForMaskedLM", "ForTokenClassification", "ForConditionalGeneration")
-    if "CrossEntropyLoss()" in source and any(head in type(model).__name__ for head in heads):
+    if PLAIN.search(source) and any(head in type(model).__name__ for head in heads):
         return "own"
     return None
 

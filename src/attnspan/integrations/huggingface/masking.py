@@ -71,6 +71,20 @@ class Pattern(NamedTuple):
         return ("causal" if self.causal else "both ways") + ("" if self.window is None else f", window {self.window}")
 
 
+class ConvertedPattern(Pattern):
+    """The same for models that convert their mask before layers of theirs add it, which these here do not."""
+
+    ndim = 0
+
+    def to(self, dtype: torch.dtype) -> ConvertedPattern:
+        """What is hidden, as booleans."""
+        return self
+
+
+CONVERTING = {"mpt", "falcon"}
+"""The types of these models."""
+
+
 def requested_pattern(
     batch_size: int,
     q_length: int,
@@ -82,9 +96,9 @@ def requested_pattern(
     **more: object,
 ) -> Pattern:
     """The pattern of a mask that a model asks for, by the signature of `AttentionMaskInterface`."""
-    if torch.compiler.is_compiling():
-        return _by_arguments(local_size, config, more)
-    return _read(mask_function)
+    compiling = torch.compiler.is_compiling()
+    found = _by_arguments(local_size, config, more) if compiling else _read(mask_function)
+    return ConvertedPattern(*found) if getattr(config, "model_type", None) in CONVERTING else found
 
 
 def _by_arguments(local_size: int | None, config: object, more: dict[str, object]) -> Pattern:

@@ -72,12 +72,17 @@ class PositionHook:
 
 
 def position_hooks(
-    model: PreTrainedModel, takes: Container[str], here: Callable[[], ForwardPass], encoder: set[nn.Module]
+    model: PreTrainedModel,
+    takes: Container[str],
+    here: Callable[[], ForwardPass],
+    encoder: set[nn.Module],
+    by_bias: bool = False,
 ) -> list[PositionHook]:
     """The hooks that give a model's modules the positions of the pass that is `here`; `takes` are forward's arguments.
 
     A model that counts, and takes no positions, is refused. `encoder` are the modules of the first of two sequences.
-    Recurrent layers know the order of tokens by themselves: a model of them alone may have no positions at all.
+    Recurrent layers know the order of tokens by themselves: a model of them alone may have no positions at all. So may
+    one whose layers all have biases (`by_bias`).
     """
     counting = [module for module in model.modules() if counts_by_itself(module)]
     hooks = [PositionHook(each, _with_last(here), _without_last) for each in model.modules() if depends_on_length(each)]
@@ -86,7 +91,7 @@ def position_hooks(
             continue
         first = bool(encoder) and name == "position_ids"
         found = [module for module in counting if (module in encoder) == first]
-        if not found and not _has_none(model):
+        if not found and not by_bias and not _has_none(model):
             raise ModelError(
                 f"{type(model).__name__} takes no {name} and would count each rank's tokens from 0, which is not served"
             )

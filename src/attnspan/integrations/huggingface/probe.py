@@ -23,6 +23,7 @@ from attnspan.errors import ModelError
 from attnspan.integrations.huggingface.attention import check_arguments
 from attnspan.integrations.huggingface.layers import AttentionLayer
 from attnspan.integrations.huggingface.masking import requested_pattern
+from attnspan.integrations.huggingface.own_attention import ASKED
 from attnspan.integrations.huggingface.serving import called_while_served, probed_once
 
 NAME = "attnspan_probe"
@@ -67,19 +68,24 @@ def probe_model(model: PreTrainedModel, layers: list[AttentionLayer]) -> list[At
 def _windows(probe: Probe, model: PreTrainedModel) -> list[int | None]:
     tokens = torch.zeros(1, 2, dtype=torch.int64, device=next(model.parameters()).device)
     positions = torch.arange(2, device=tokens.device).unsqueeze(0)
-    before = _PROBE.set(probe)
+    before, asked = _PROBE.set(probe), ASKED.set(probe_attention)
     try:
         with torch.no_grad():
-            out = model(input_ids=tokens, position_ids=positions, use_cache=False, logits_to_keep=positions[0, 1:])
+            if model.config.is_encoder_decoder:  # of which no engine asks for some logits alone
+                given, kept = {"decoder_input_ids": tokens}, 2
+            else:
+                given, kept = {"position_ids": positions, "logits_to_keep": positions[0, 1:]}, 1
+            out = model(input_ids=tokens, use_cache=False, **given)
     finally:
         _PROBE.reset(before)
+        ASKED.reset(asked)
     for module, layer in probe.layers.items():
         calls = probe.calls[module]
         if calls != 1:
             raise ModelError(
                 f"{layer.name} attends {calls} times in one pass, and an engine serves layers that do once"
             )
-    if out.logits.shape[1] != 1:
+    if out.logits.shape[1] != kept:
         raise ModelError(
             f"{type(model).__name__} gives logits of {out.logits.shape[1]} tokens where logits_to_keep asks for one, "
             "and an engine asks for those of last tokens alone"

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from attnspan.attention.score import ScoreFunction
 from attnspan.engine.fingerprint import ModelFingerprint
 from attnspan.engine.model import LayerSpec, ModelInfo, PackedBatch, StepAttention
 from attnspan.errors import EngineError
@@ -17,6 +18,7 @@ from attnspan.integrations.huggingface.adapters import adapters_in_use
 from attnspan.integrations.huggingface.generation_config import defaults_of
 from attnspan.integrations.huggingface.latents import LatentSource, latent_source
 from attnspan.integrations.huggingface.layers import AttentionLayer
+from attnspan.integrations.huggingface.own_attention import NO_MASK, position_bias
 from attnspan.integrations.huggingface.probe import probe_model
 from attnspan.integrations.huggingface.serving import (
     WHILE_SERVED,
@@ -37,8 +39,9 @@ class TransformersModel:
         self.model = model
         self._described = [str(layer) for layer in layers]
         self._latents = _latents_of(layers) if latents else {}
+        self._score_mods = self._mods(layers)
         serve_latents(model, self._latents.values())
-        specs = layer_specs(probe_model(model, layers), self._latents)
+        specs = self._specs(layers)
         self._weights = _first_weights(model)
         weight = model.get_input_embeddings().weight
         assert isinstance(weight, Tensor), "embeddings have one row for each token"
@@ -51,13 +54,37 @@ class TransformersModel:
             max_positions=positions_of(model),
             defaults=defaults_of(getattr(model, "generation_config", None), stacklevel + 1),
         )
+        self._beside = {"attention_mask": NO_MASK} if model.config.model_type == "mpt" else {}
 
     def info(self) -> ModelInfo:
         """As when the engine was made, except for layers that have changed."""
         layers = served_layers(self.model)
         if [str(layer) for layer in layers] == self._described:
             return self._info
-        return replace(self._info, layers=layer_specs(layers, self._latents))
+        return replace(self._info, layers=self._spec_of(layers))
+
+    def _specs(self, layers: list[AttentionLayer]) -> tuple[LayerSpec, ...]:
+        """The layers as an engine needs them, with what a probe of the model finds."""
+        return self._spec_of(probe_model(self.model, layers))
+
+    def _spec_of(self, layers: Iterable[AttentionLayer]) -> tuple[LayerSpec, ...]:
+        """The layers as an engine needs them; those that hand over latents have one key head."""
+
+        def spec(each: AttentionLayer) -> LayerSpec:
+            source, more = self._latents.get(each.module), (each.scale, each.window, each.softcap)
+            mod = self._score_mods.get(each.module)
+            if source is None:
+                return LayerSpec(each.kv_heads, each.head_dim, each.value_dim, *more, score_mod=mod)
+            return LayerSpec(1, source.width, source.rank, *more, latent=True, score_mod=mod)
+
+        return tuple(spec(each) for each in layers)
+
+    def _mods(self, layers: list[AttentionLayer]) -> Mapping[nn.Module, ScoreFunction]:
+        """What changes the scores of layers: one function for all layers of a bias."""
+        dtype = next(self.model.parameters()).dtype
+        biased = {layer.bias: layer.module for layer in layers if layer.bias is not None}
+        by_bias = {bias: position_bias(module, dtype) for bias, module in biased.items()}
+        return {layer.module: by_bias[layer.bias] for layer in layers if layer.bias is not None}
 
     def step(self, batch: PackedBatch, attention: StepAttention) -> Tensor:
         """Call the model on one packed row; it is served for as long as that takes."""
@@ -68,6 +95,7 @@ class TransformersModel:
         out = self.model(
             input_ids=batch.tokens.unsqueeze(0),
             position_ids=batch.positions.unsqueeze(0),
+            **self._beside,
             use_cache=False,
             logits_to_keep=0 if batch.keep is None else batch.keep,
         )
@@ -93,18 +121,6 @@ def _first_weights(model: nn.Module) -> dict[str, nn.Parameter | None]:
     return next(
         module._parameters for module in model.modules() if any(x is not None for x in module._parameters.values())
     )
-
-
-def layer_specs(layers: Iterable[AttentionLayer], latents: Mapping[nn.Module, LatentSource]) -> tuple[LayerSpec, ...]:
-    """The layers as an engine needs them; those that hand over latents have one key head."""
-
-    def spec(each: AttentionLayer) -> LayerSpec:
-        source, more = latents.get(each.module), (each.scale, each.window, each.softcap)
-        if source is None:
-            return LayerSpec(each.kv_heads, each.head_dim, each.value_dim, *more)
-        return LayerSpec(1, source.width, source.rank, *more, latent=True)
-
-    return tuple(spec(each) for each in layers)
 
 
 def _latents_of(layers: Iterable[AttentionLayer]) -> dict[nn.Module, LatentSource]:

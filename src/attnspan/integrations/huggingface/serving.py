@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
 from copy import copy
 from threading import Lock
-from typing import TypeVar
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
@@ -33,6 +33,7 @@ from attnspan.integrations.huggingface.attention import configs_of, is_bound
 from attnspan.integrations.huggingface.checking import check_positions
 from attnspan.integrations.huggingface.latents import METHOD, LatentSource, latents_in
 from attnspan.integrations.huggingface.layers import AttentionLayer, attention_layers, decoder_layers
+from attnspan.integrations.huggingface.own_attention import ASKED, dispatch_forward
 
 NAME = "attnspan_paged"
 
@@ -43,16 +44,27 @@ WHILE_SERVED = frozenset({_ENTRY, "_attn_implementation", METHOD})
 
 T = TypeVar("T")
 
-_ATTENTION: ContextVar[StepAttention | None] = ContextVar("attention of the model call under way", default=None)
+_ATTENTION: ContextVar[StepAttention | ModuleAttention | None] = ContextVar("attention of the call", default=None)
 _LATENTS: ContextVar[Container[nn.Module]] = ContextVar("modules that give it latents", default=())
 
 
-def call_with_attention(attention: StepAttention, latents: Container[nn.Module], call: Callable[[], T]) -> T:
+class ModuleAttention:
+    """Attention of modules that are not all a decoder's over pages."""
+
+    def of(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        """Of a module, (B, H, S, Dv), with the options of its call."""
+        raise NotImplementedError
+
+
+def call_with_attention(
+    attention: StepAttention | ModuleAttention, latents: Container[nn.Module], call: Callable[[], T]
+) -> T:
     """Call a model whose layers attend by this: in a context of its own, so that no interrupt can leave it set.
     `latents` are modules that hand over latents."""
     context = copy_context()
     context.run(_ATTENTION.set, attention)
     context.run(_LATENTS.set, latents)
+    context.run(ASKED.set, paged_attention)
     return context.run(call)
 
 
@@ -77,6 +89,8 @@ def paged_attention(
         raise called_while_served(module)
     if attention_mask is not None:
         raise ModelError(f"layer {module.layer_idx} is given a mask by its model, and an engine knows of none")
+    if isinstance(attention, ModuleAttention):
+        return attention.of(module, query, key, value, **checked).transpose(1, 2), None
     source = latents_in(module, key, value)
     query, key, value = (each[0].transpose(0, 1) for each in (query, key, value))
     if source is not None:
@@ -102,7 +116,12 @@ def served_layers(model: PreTrainedModel) -> list[AttentionLayer]:
     check_adapters(model)
     check_positions(model)
     _check_compiled(model, layers)
+    if model.config.is_encoder_decoder:
+        encoder = set(model.get_encoder().modules())
+        layers = [layer for layer in layers if not layer.cross and layer.module not in encoder]
     layers = decoder_layers(layers, "an engine")
+    for layer in layers:
+        dispatch_forward(layer.module)
     if not callable(getattr(model, "set_attn_implementation", None)) or model.get_output_embeddings() is None:
         raise ModelError(f"model must have a head for the next token, got {type(model).__name__}")
     AttentionInterface.register(NAME, paged_attention)

@@ -50,6 +50,12 @@ class SessionFactory:
         return session
 
     @property
+    def documents(self) -> list[Mask]:
+        """The documents of the session that was given."""
+        parts = [] if self.given is None else _parts(self.given.mask)
+        return [part for part in parts if isinstance(part, Documents)]
+
+    @property
     def counts(self) -> dict[str, int]:
         """How many layers have each pattern, by the name of its mask."""
         return {str(pattern): count for pattern, count in self.patterns.items()}

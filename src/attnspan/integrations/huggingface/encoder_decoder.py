@@ -1,0 +1,273 @@
+"""An encoder-decoder of transformers as an engine sees it: its decoder over pages, its encoder once for each request.
+
+`encode` runs the whole model on a prompt and one token. The encoder attends by plain SDPA; of the decoder only the keys
+and values of its cross-attention are kept, (1, H, S, D) for each layer. In a step a cross-attention attends over those,
+request by request, and self-attention over pages.
+
+[Note: caches] Layers take the keys and values of the encoder from transformers' `EncoderDecoderCache`, or compute them
+and put them there. So `Recording` is a cache that keeps what is put there, and `Recorded` one that says that all of it
+is there already: layers then compute no keys of the encoder, and the attention function knows whose they are.
+
+[Note: learned biases] The decoder of T5 has a learned bias. Its table is read from the layer at every step, and so
+follows weights as other layers do.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import Cache, EncoderDecoderCache, PreTrainedModel
+
+from attnspan.attention.score import ScoreFunction
+from attnspan.engine.model import LayerSpec, ModelInfo, PackedBatch, StepAttention
+from attnspan.errors import ModelError
+from attnspan.integrations.huggingface.biases import COMPUTED, FIRST, ScoreBias, distance_table
+from attnspan.integrations.huggingface.layers import AttentionLayer, attention_layers
+from attnspan.integrations.huggingface.positions import counts_by_itself
+from attnspan.integrations.huggingface.probe import probe_model
+from attnspan.integrations.huggingface.served_model import TransformersModel, positions_of
+from attnspan.integrations.huggingface.serving import ModuleAttention, call_with_attention, served
+
+OTHER_INPUTS = ("input_features", "pixel_values", "input_values", "bbox")
+"""What encoders read that are not of texts."""
+
+T = TypeVar("T")
+
+Keys = dict[int, tuple[Tensor, Tensor]]
+"""What the encoder made of a prompt: keys and values (1, H, S, D), by the number of the decoder's layer."""
+
+_POSITIONS: ContextVar[Tensor | None] = ContextVar(
+    "positions of the decoder's tokens in the call under way", default=None
+)
+
+
+class EncoderDecoderModel(TransformersModel):
+    """An encoder-decoder for one engine; ModelError, by name, for what it has that is not served."""
+
+    def __init__(self, model: PreTrainedModel, stacklevel: int = 1) -> None:
+        other = next((name for name in OTHER_INPUTS if name in inspect.signature(type(model).forward).parameters), None)
+        if other is not None:
+            raise ModelError(f"{type(model).__name__} has an encoder of {other}, and an engine encodes tokens")
+        config = model.generation_config
+        start = config.decoder_start_token_id
+        start = config.bos_token_id if start is None else start
+        if not isinstance(start, int):
+            raise ModelError(
+                f"{type(model).__name__} must have one decoder_start_token_id in its generation_config, got {start}"
+            )
+        self._start, self._tables = start, list[tuple[Tensor, nn.Module, int]]()
+        self._encoder = set(model.get_encoder().modules())
+        _check_encoder(layer for layer in attention_layers(model) if layer.module in self._encoder)
+        _count_positions(model, self._encoder)
+        super().__init__(model, stacklevel + 1, latents=False)
+        heads = next(layer for layer in attention_layers(model) if layer.cross)
+        weight = next(heads.module.parameters())
+        self._no_keys = weight.new_zeros(1, heads.kv_heads, 0, heads.head_dim)
+
+    def info(self) -> ModelInfo:
+        """As of any model, and what the decoder begins with."""
+        return replace(super().info(), decoder_start=self._start, max_prompt=positions_of(self.model))
+
+    def encode(self, tokens: Tensor) -> Keys:
+        """The keys and values of a prompt, for every cross-attention."""
+        keys: Keys = {}
+        start = tokens.new_full((1, 1), self._start)
+        given = {"input_ids": tokens.unsqueeze(0), "decoder_input_ids": start, "past_key_values": Recording(keys)}
+        call = partial(self.model, **given, use_cache=False)
+        with served(self.model, self):
+            call_with_attention(Encoding(self._encoder), (), partial(_at, torch.zeros_like(start), call))
+        return keys
+
+    def _logits(self, batch: PackedBatch) -> Tensor:
+        out = self.model(
+            encoder_outputs=(self._no_keys.new_zeros(1, 1, 1),),
+            decoder_input_ids=batch.tokens.unsqueeze(0),
+            past_key_values=Recorded(self._no_keys),
+            use_cache=False,
+        )
+        logits: Tensor = out.logits[0] if batch.keep is None else out.logits[0, batch.keep]
+        return logits
+
+    def step(self, batch: PackedBatch, attention: StepAttention) -> Tensor:
+        """Call the decoder on one packed row; the model is served for as long as that takes."""
+        for table, module, reach in self._tables:  # see [Note: learned biases]
+            table.copy_(distance_table(getattr(module, COMPUTED), reach, table.device))
+        call = partial(_at, batch.positions.unsqueeze(0), partial(self._logits, batch))
+        with served(self.model, self):
+            return call_with_attention(Decoding(attention, batch.sources), (), call)
+
+    def _specs(self, layers: list[AttentionLayer]) -> tuple[LayerSpec, ...]:
+        probed = {layer.module: layer for layer in probe_model(self.model, attention_layers(self.model))}
+        _check_encoder(layer for layer in probed.values() if layer.module in self._encoder)
+        return self._spec_of([probed[layer.module] for layer in layers])
+
+    def _mods(self, layers: list[AttentionLayer]) -> Mapping[nn.Module, ScoreFunction]:
+        """The learned biases; a layer that computes none has that of the last one before it that does."""
+        found: dict[nn.Module, ScoreFunction] = {}
+        latest: ScoreFunction | None = None
+        for layer in layers:
+            if layer.bias is not None and getattr(layer.module, FIRST):
+                latest = self._learned(layer.bias, layer.module)
+            if layer.bias is not None and latest is not None:
+                found[layer.module] = latest
+        return found
+
+    def _learned(self, bias: ScoreBias, module: nn.Module) -> ScoreFunction:
+        with torch.no_grad(), torch.inference_mode(False):
+            table = distance_table(getattr(module, COMPUTED), bias.reach, next(module.parameters()).device).clone()
+        self._tables.append((table, module, bias.reach))
+
+        def biased(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+            return score + table[h, (kv_idx - q_idx).clamp(-bias.reach, bias.reach) + bias.reach].to(score.dtype)
+
+        return biased
+
+
+def _check_encoder(layers: Any) -> None:
+    """Refuse an encoder whose attention is more than that of all tokens to all."""
+    for layer in layers:
+        for wrong, what in (
+            (layer.causal, "attention that does not look ahead"),
+            (layer.window is not None, "a window"),
+            (layer.softcap is not None, "a soft-cap"),
+            (layer.sinks, "sinks"),
+        ):
+            if wrong:
+                raise ModelError(f"{layer.name} has {what}; an engine serves encoders whose tokens all see each other")
+
+
+# ---- positions -------------------------------------------------------------------------------------------------------
+
+
+def _count_positions(model: PreTrainedModel, encoder: set[nn.Module]) -> None:
+    """Let the decoder's embedding take the positions of an engine's step; ModelError if they come otherwise."""
+    counting = [module for module in model.modules() if counts_by_itself(module) and module not in encoder]
+    biased = all(layer.bias for layer in attention_layers(model) if not layer.cross and layer.module not in encoder)
+    if not counting and not biased:
+        raise ModelError(
+            f"{type(model).__name__} counts positions of its decoder by itself, in a way that an engine does not serve"
+        )
+    for module in counting:
+        if _place not in module._forward_pre_hooks.values():
+            module.register_forward_pre_hook(_place, with_kwargs=True)
+
+
+def _place(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A hook, which does nothing while no engine calls the model."""
+    positions = _POSITIONS.get()
+    return args, kwargs if positions is None else kwargs | {"position_ids": positions[0]}
+
+
+def _at(positions: Tensor, call: Callable[[], T]) -> T:
+    """A call, in a context of its own, of a decoder whose tokens have these positions."""
+    _POSITIONS.set(positions)
+    return call()
+
+
+# ---- caches ----------------------------------------------------------------------------------------------------------
+
+
+class _Passing(Cache):
+    """A cache that keeps nothing: keys are in pages."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=[])
+
+    @property
+    def is_sliding(self) -> list[bool]:
+        """Asked by mask functions."""
+        return []
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *more: Any, **others: Any) -> Any:
+        return key_states, value_states
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+
+class _Keeping(_Passing):
+    """One that keeps keys and values in a dict."""
+
+    def __init__(self, keys: Keys) -> None:
+        super().__init__()
+        self.keys = keys
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *more: Any, **others: Any) -> Any:
+        self.keys[layer_idx] = key_states, value_states
+        return key_states, value_states
+
+
+class Recording(EncoderDecoderCache):
+    """See [Note: caches]."""
+
+    def __init__(self, keys: Keys) -> None:
+        super().__init__(_Passing(), _Keeping(keys))
+
+
+class _Everywhere:
+    """The keys and values of every layer, which are not looked at."""
+
+    def __init__(self, keys: Tensor) -> None:
+        self.keys = self.values = keys
+
+    def __getitem__(self, layer: int) -> _Everywhere:
+        return self
+
+    def get(self, layer: int) -> bool:
+        """Whether a layer's keys are there."""
+        return True
+
+
+class Recorded(EncoderDecoderCache):
+    """See [Note: caches]."""
+
+    def __init__(self, no_keys: Tensor) -> None:
+        super().__init__(_Passing(), _Passing())
+        vars(self)["is_updated"] = vars(self.cross_attention_cache)["layers"] = _Everywhere(no_keys)
+
+
+# ---- attention -------------------------------------------------------------------------------------------------------
+
+
+class Encoding(ModuleAttention):
+    """Attention while a prompt is encoded: all tokens of the encoder see each other, and the decoder's see nothing."""
+
+    def __init__(self, encoder: set[nn.Module]) -> None:
+        self.encoder = encoder
+
+    def of(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        if module not in self.encoder:
+            return torch.zeros_like(query[..., : value.shape[-1]])
+        return _plain(query, key, value, options["scaling"], options.get("position_bias"))
+
+
+class Decoding(ModuleAttention):
+    """Attention of a step of the decoder: over pages, and over the keys of each sequence's prompt."""
+
+    def __init__(self, paged: StepAttention, sources: Sequence[tuple[int, Any]]) -> None:
+        self.paged, self.sources = paged, sources
+
+    def of(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        layer: int = module.layer_idx  # type: ignore[assignment]
+        if key.shape[2]:
+            row = (each[0].transpose(0, 1) for each in (query, key, value))
+            return self.paged.attend(layer, *row).transpose(0, 1).unsqueeze(0)
+        parts = query.split([count for count, _ in self.sources], dim=2)
+        keys: list[tuple[Tensor, Tensor]] = [kept[layer] for _, kept in self.sources]
+        outs = [_plain(part, *each, options["scaling"]) for part, each in zip(parts, keys, strict=True)]
+        return torch.cat(outs, dim=2)
+
+
+def _plain(query: Tensor, key: Tensor, value: Tensor, scale: float | None, bias: Tensor | None = None) -> Tensor:
+    """Attention of all to all, (1, H, S, Dv)."""
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask=bias, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
+    )
