@@ -3,6 +3,8 @@
 import copy
 import functools
 import random
+import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +12,8 @@ import transformers
 
 from attnspan import Engine, SamplingParams
 from attnspan.errors import EngineError, ModelError
+from attnspan.integrations.huggingface import attention_layers
+from attnspan.integrations.huggingface.encoder_decoder import _check_plain
 from attnspan.testing import loopback
 from tests.engine.models import prompts, tokenizer
 from tests.integrations.families import BART, T5, VOCAB
@@ -198,6 +202,14 @@ def test_a_model_that_does_not_say_how_its_decoder_begins_is_refused():
     wanted = "T5ForConditionalGeneration must have one decoder_start_token_id in its generation_config, got None"
     with pytest.raises(ModelError, match=f"^{wanted}$"):
         Engine(model, pages=16)
+
+
+@pytest.mark.parametrize(("changed", "what"), [({"sinks": True}, "sinks"), ({"softcap": 2.0}, "a soft-cap")])
+def test_attention_to_the_encoder_is_plain(changed, what):
+    cross = replace(next(layer for layer in attention_layers(tiny("Bart")) if layer.cross), **changed)
+    wanted = f"{cross.name} has {what}; an engine serves encoders whose tokens all see each other"
+    with pytest.raises(ModelError, match=f"^{re.escape(wanted)}$"):
+        _check_plain([cross], set())
 
 
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}

@@ -15,7 +15,7 @@ follows weights as other layers do.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
@@ -65,7 +65,7 @@ class EncoderDecoderModel(TransformersModel):
             )
         self._start, self._tables = start, list[tuple[Tensor, nn.Module, int]]()
         self._encoder = set(model.get_encoder().modules())
-        _check_encoder(layer for layer in attention_layers(model) if layer.module in self._encoder)
+        _check_plain(attention_layers(model), self._encoder)
         _count_positions(model, self._encoder)
         super().__init__(model, stacklevel + 1, latents=False)
         heads = next(layer for layer in attention_layers(model) if layer.cross)
@@ -106,7 +106,7 @@ class EncoderDecoderModel(TransformersModel):
 
     def _specs(self, layers: list[AttentionLayer]) -> tuple[LayerSpec, ...]:
         probed = {layer.module: layer for layer in probe_model(self.model, attention_layers(self.model))}
-        _check_encoder(layer for layer in probed.values() if layer.module in self._encoder)
+        _check_plain(probed.values(), self._encoder)
         return self._spec_of([probed[layer.module] for layer in layers])
 
     def _mods(self, layers: list[AttentionLayer]) -> Mapping[nn.Module, ScoreFunction]:
@@ -131,14 +131,15 @@ class EncoderDecoderModel(TransformersModel):
         return biased
 
 
-def _check_encoder(layers: Any) -> None:
-    """Refuse an encoder whose attention is more than that of all tokens to all."""
+def _check_plain(layers: Iterable[AttentionLayer], encoder: set[nn.Module]) -> None:
+    """Refuse attention of an encoder, or to it, that is more than that of all tokens to all, and sinks of a decoder."""
     for layer in layers:
+        decodes = not layer.cross and layer.module not in encoder
         for wrong, what in (
-            (layer.causal, "attention that does not look ahead"),
-            (layer.window is not None, "a window"),
-            (layer.softcap is not None, "a soft-cap"),
             (layer.sinks, "sinks"),
+            (layer.module in encoder and layer.causal, "attention that does not look ahead"),
+            (layer.window is not None and not decodes, "a window"),
+            (layer.softcap is not None and not decodes, "a soft-cap"),
         ):
             if wrong:
                 raise ModelError(f"{layer.name} has {what}; an engine serves encoders whose tokens all see each other")
