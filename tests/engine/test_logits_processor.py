@@ -126,6 +126,14 @@ def test_what_is_remembered_of_a_sample_is_what_its_tokens_say(said, forgotten):
             one.discard(sample.sample)  # as if it were another each time
         again = LogitsProcessor()(logits, rows, [rule] * 2)
         assert one(logits, rows, [rule] * 2).equal(again)
+        assert one(logits, rows, [rule] * 2).equal(again)  # a step that is tried again counts nothing twice
+
+
+def test_a_sequence_that_is_longer_than_the_history_adds_nothing():
+    params = SamplingParams(sequence_bias={(1, 2): -3.0, (1, 1, 2): -5.0}).over(SamplingParams())
+    logits = logits_of(1)
+    [found] = LogitsProcessor()(logits, [LogitsRow((0, 0), [1], 1)], [LogitsRules.of(params, frozenset())])
+    assert found[2] == logits[0, 2] - 3.0
 
 
 def test_presence_and_frequency_count_generated_tokens_as_openai_does():

@@ -104,10 +104,21 @@ def test_a_report_that_is_broken_off_and_completed_counts_once(monkeypatch):
 
 def test_a_request_that_was_not_added_is_not_counted(monkeypatch):
     one = engine()
-    monkeypatch.setattr(one._scheduler, "add", lambda sample: 1 / 0)
+    add = one._meter.add
+    monkeypatch.setattr(one._meter, "add", lambda request: add(request) or 1 / 0)
     with pytest.raises(ZeroDivisionError):
         one.add([5])
     assert one.stats().requests == one.stats().prompt_tokens == 0
+
+
+def test_a_cancellation_that_is_broken_off_and_completed_counts_once(monkeypatch):
+    one = engine()
+    request = one.add([5])
+    discard, broken = one._discard, iter([True, False])
+    monkeypatch.setattr(one, "_discard", lambda request: discard(request) or (next(broken) and 1 / 0))
+    with pytest.raises(ZeroDivisionError):
+        one.cancel(request)
+    assert one.stats().finished == {"cancelled": 1}
 
 
 def test_logits_that_are_not_numbers_count_as_errors_and_give_no_token():
