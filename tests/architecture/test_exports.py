@@ -26,6 +26,7 @@ PUBLIC = [
     "Full",
     "GLA",
     "GatedDelta",
+    "Groups",
     "Hardware",
     "HeadTail",
     "KDA",

@@ -6,6 +6,7 @@ from attnspan.masks.causal import Causal
 from attnspan.masks.chunked import Chunked
 from attnspan.masks.documents import Documents
 from attnspan.masks.full import Full
+from attnspan.masks.groups import Groups
 from attnspan.masks.key_padding import KeyPadding
 from attnspan.masks.mask import Mask
 from attnspan.masks.mask_mod import MaskMod
@@ -21,6 +22,7 @@ __all__ = [
     "Chunked",
     "Documents",
     "Full",
+    "Groups",
     "KeyPadding",
     "Mask",
     "MaskMod",

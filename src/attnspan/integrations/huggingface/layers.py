@@ -110,15 +110,18 @@ class AttentionLayer:
         return f"{self.name}: {', '.join(words)}"
 
 
-def attention_layers(model: PreTrainedModel, mixers: Collection[nn.Module] = ()) -> list[AttentionLayer]:
+def attention_layers(
+    model: PreTrainedModel, mixers: Collection[nn.Module] = (), beside: Collection[nn.Module] = ()
+) -> list[AttentionLayer]:
     """The attention layers of a transformers model, in the order of its modules; refuses a model that has others.
 
-    `mixers` are modules beside them that the caller serves.
+    `mixers` are modules beside them that the caller serves; those `beside` the decoder run as they are (towers.py).
     """
     check_is_model(model)
     _check_types(model, set(mixers))
-    layers = [_layer(model, name, module) for name, module in model.named_modules() if calls_of(module)]
-    _check_mixers(model, {layer.module for layer in layers}, set(mixers))
+    found = [(name, module) for name, module in model.named_modules() if module not in beside]
+    layers = [_layer(model, name, module) for name, module in found if calls_of(module)]
+    _check_mixers(found, {layer.module for layer in layers}, set(mixers))
     if not layers and not mixers:
         raise ModelError(
             f"{type(model).__name__} has no layer that asks transformers' AttentionInterface for attention"
@@ -264,18 +267,23 @@ def _check_types(model: PreTrainedModel, mixers: set[nn.Module]) -> None:
                 )
 
 
-def _check_mixers(model: nn.Module, layers: set[nn.Module], mixers: set[nn.Module]) -> None:
+def _check_mixers(found: list[tuple[str, nn.Module]], layers: set[nn.Module], mixers: set[nn.Module]) -> None:
     """See [Note: others that mix tokens]."""
     known = layers | mixers
     inside = {inner for layer in layers for inner in layer.modules()}
     inside |= {inner for mixer in mixers for inner in mixer.modules() if isinstance(inner, MIXERS)}  # never called
-    for name, module in model.named_modules():
+    for name, module in found:
         if module in inside or not _is_innermost(module) or NO_MIXERS.search(type(module).__name__):
             continue
         if known.isdisjoint(module.modules()):
             refuse(
                 name or "the model", module, "a way of its own to mix tokens (it does not ask the AttentionInterface)"
             )
+
+
+def is_mixing(module: nn.Module) -> bool:
+    """Whether a module asks for attention, or mixes tokens by its class."""
+    return bool(calls_of(module)) or (_is_innermost(module) and not NO_MIXERS.search(type(module).__name__))
 
 
 def _is_innermost(module: nn.Module) -> bool:

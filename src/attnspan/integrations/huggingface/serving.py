@@ -100,7 +100,7 @@ def served_layers(model: PreTrainedModel) -> list[AttentionLayer]:
         raise ModelError("model is enabled for training over ranks; call disable() of its handle before it is served")
     layers = attention_layers(model)
     check_adapters(model)
-    check_positions(model)
+    check_positions(model.named_modules())
     _check_compiled(model, layers)
     layers = decoder_layers(layers, "an engine")
     if not callable(getattr(model, "set_attn_implementation", None)) or model.get_output_embeddings() is None:
