@@ -6,7 +6,6 @@ import warnings
 
 import torch
 import transformers
-from transformers import AutoConfig
 
 from tests.integrations.families import BUILDING
 
@@ -23,7 +22,7 @@ TEXT = {
     "eos_token_id": None,
     "pad_token_id": 0,
 }
-MIXED = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
+MIXED = {"sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"]}
 VIT = {
     "hidden_size": 16,
     "intermediate_size": 24,
@@ -35,7 +34,14 @@ VIT = {
 }
 MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
 TOKENS = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": START, "vision_end_token_id": END}
-QWEN = {"depth": 2, "num_heads": 2, "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2, "in_channels": 3}
+QWEN = {
+    "depth": 2,
+    "num_heads": 2,
+    "patch_size": 4,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "in_channels": 3,
+}
 
 
 def of(kind, sizes):
@@ -132,7 +138,7 @@ SPECS = {
     "mistral3": (
         "Mistral3ForConditionalGeneration",
         {
-            "vision_config": of("pixtral", VIT | {"head_dim": 8}),
+            "vision_config": of("pixtral", VIT | {"head_dim": 8, "image_size": 16}),
             "text_config": of("mistral", TEXT | {"sliding_window": None, "head_dim": 8}),
             "image_token_index": IMAGE,
             "vision_feature_layer": -1,
@@ -231,7 +237,7 @@ def family(name):
 
 QWENS = ("qwen2-vl", "qwen2.5-vl", "qwen3-vl", "qwen3.5", "glm4v")
 COUNTS = {"llava": 4, "paligemma": 4, "gemma3": 4, "smolvlm": 1, "internvl": 1, "aya": 1, "gemma4": 1}
-COUNTS |= {"qwen2-audio": 4, "voxtral": 2, "mistral3": 1} | dict.fromkeys(QWENS, 4)
+COUNTS |= {"qwen2-audio": 4, "voxtral": 2, "mistral3": 2} | dict.fromkeys(QWENS, 4)
 
 
 def batch(name, *, images=((2, 11), (6,)), length=23, seed=0):
@@ -276,7 +282,7 @@ def inputs(name, images, many, drawn):
             pixels[row, : len(places)] = noise(len(places), 3, 8, 8)
         return {"pixel_values": pixels}
     if name == "mistral3":
-        return {"pixel_values": noise(many, 3, 8, 8), "image_sizes": torch.tensor([[8, 8]] * many)}
+        return {"pixel_values": noise(many, 3, 8, 16), "image_sizes": torch.tensor([[8, 16]] * many)}
     if name == "gemma4":
         places = torch.cartesian_prod(torch.arange(2), torch.arange(2)).expand(many, 4, 2)
         return {"pixel_values": noise(many, 4, 48).sigmoid(), "image_position_ids": places}

@@ -22,13 +22,13 @@ from attnspan.masks import (
     Chunked,
     Documents,
     Full,
-    Groups,
     KeyPadding,
     Mask,
     MaskMod,
     PrefixLM,
     SinkTokens,
     SlidingWindow,
+    TokenGroups,
     Tree,
 )
 from attnspan.masks.band import tight
@@ -167,7 +167,7 @@ def _patterns(draw, q_len: int, kv_len: int, rows: int) -> Mask:
             return MaskMod(draw(st.sampled_from(FUNCTIONS)), block=draw(st.integers(1, q_len)))
         case "groups":
             ids = st.lists(st.integers(-1, 2), min_size=q_len, max_size=q_len)
-            return Groups.from_ids(per_row(ids) if rows > 1 else draw(ids))
+            return TokenGroups.from_ids(per_row(ids) if rows > 1 else draw(ids))
         case "documents" if square:
             return Documents(per_row(compositions(q_len)))
         case "documents" | "pairs":

@@ -28,10 +28,11 @@ from __future__ import annotations
 import secrets
 from array import array
 from collections import deque
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -39,7 +40,7 @@ from attnspan.engine.config import EngineConfig
 from attnspan.engine.detokenizer import Tokenizer, check_tokenizer
 from attnspan.engine.journal import Journal
 from attnspan.engine.kv_cache_manager import KVCacheGroup, KVCacheManager
-from attnspan.engine.model import ServedModel
+from attnspan.engine.model import EmbeddedPrompt, EmbedsPrompts, ServedModel
 from attnspan.engine.model_runner import ModelRunner
 from attnspan.engine.output_processor import Commit, Outcome, OutputProcessor
 from attnspan.engine.owner import Note, Owned, Owner, call_owned, exclusive
@@ -172,13 +173,18 @@ class EngineCore(Owned):
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
             raise EngineError(f"params must be SamplingParams(...), got {params!r}")
-        tokens = encode_prompt(prompt, self.tokenizer, self.vocabulary)
+        embedded = self._embedded(prompt) if isinstance(prompt, Mapping) else None
+        text = prompt if embedded is None else embedded.tokens
+        assert not isinstance(text, Mapping), "it was embedded"
+        tokens = encode_prompt(text, self.tokenizer, self.vocabulary)
         number, seed = self._next, secrets.randbits(63) if params.seed is None else params.seed
         fed = len(tokens) + params.max_new_tokens - 1  # the last token is never fed, and needs no room
         sample = Sample(number, array("Q", tokens), fed, forks=params.n - 1, salt=salt)
+        if embedded is not None and embedded.content is not None:
+            sample.embedded = embedded
         self._check_request(sample, params)
         with self._comparing():
-            common = self._consensus.compare_request((tokens, params, salt, number), seed)
+            common = self._consensus.compare_request((list(sample.keys), params, salt, number), seed)
             request = Request(number, tokens, params, common if params.seed is None else seed, salt)
             request.samples += [Continuation.empty(params) for _ in range(params.n)]
             into.append(request)
@@ -188,6 +194,17 @@ class EngineCore(Owned):
             self._scheduler.add(sample)
             self._journal.end()
         return request
+
+    def _embedded(self, inputs: Mapping[str, Any]) -> EmbeddedPrompt:
+        """A prompt of more than tokens, computed as far as its embeddings."""
+        model = self._served_model
+        if not isinstance(model, EmbedsPrompts):
+            raise EngineError(
+                f"prompt must be a text or tokens, got {type(inputs).__name__}: the model takes tokens alone; of what "
+                'a tokenizer returns, give its "input_ids"'
+            )
+        model.check_ready()
+        return model.embed(inputs)
 
     def _check_request(self, sample: Sample, params: SamplingParams) -> None:
         """EngineError for a request that this engine can never serve."""

@@ -28,8 +28,10 @@ multiplied and P that are part of keys as they are.
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -72,12 +74,35 @@ class ModelInfo:
     max_positions: int | None = None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class EmbeddedPrompt:
+    """A prompt that is more than its tokens, such as one with images; made by the model, which alone reads `content`.
+
+    `keys` stand for the tokens in the prefix cache: numbers that are equal only where all that the model computes with
+    is equal, up to there. `content` None: there is nothing but tokens.
+    """
+
+    tokens: list[int]
+    keys: array[int]
+    content: object
+
+
+class PromptRows(NamedTuple):
+    """Rows [start, stop) of a packed batch: of a sequence that begins with an `EmbeddedPrompt`, from `first` on."""
+
+    start: int
+    stop: int
+    first: int
+    prompt: EmbeddedPrompt
+
+
 class PackedBatch(NamedTuple):
     """The new tokens of many sequences, one after another. `keep` are the rows whose logits are wanted; None: all."""
 
     tokens: Tensor  # (T,) int64
     positions: Tensor  # (T,) int64, each in its own sequence
     keep: Tensor | None = None  # (rows,) int64
+    embedded: tuple[PromptRows, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -134,6 +159,14 @@ class StepAttention:
 
     def _attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
         raise NotImplementedError
+
+
+@runtime_checkable
+class EmbedsPrompts(Protocol):
+    """A served model that takes more than tokens: what a processor makes of text, images and sounds."""
+
+    def embed(self, inputs: Mapping[str, Any]) -> EmbeddedPrompt:
+        """One prompt, ready to be computed."""
 
 
 @runtime_checkable

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from attnspan.engine.config import EngineConfig
 from attnspan.engine.cuda_graphs import CudaGraphs
-from attnspan.engine.model import PackedBatch, ServedModel, StepAttention
+from attnspan.engine.model import PackedBatch, PromptRows, ServedModel, StepAttention
 from attnspan.engine.pools import Pools
 from attnspan.engine.scheduler import Chunk
 from attnspan.errors import EngineError, ModelError
@@ -88,19 +88,28 @@ class ModelRunner:
             return self._graphs.run(self._decode, [chunk.sample.tokens[-1] for chunk in batch], rows)
         tokens: list[int] = []
         wanted: list[int] = []
+        embedded: list[PromptRows] = []
         for chunk in batch:
             sample = chunk.sample
+            if sample.embedded is not None:
+                embedded.append(PromptRows(len(tokens), len(tokens) + chunk.new, sample.computed, sample.embedded))
             tokens += sample.tokens[sample.computed : sample.computed + chunk.new]
             if chunk.last:
                 wanted.append(len(tokens) - 1)
-        return self._logits(tokens, self.plans[0].positions, wanted, self._attention)
+        return self._logits(tokens, self.plans[0].positions, wanted, self._attention, tuple(embedded))
 
-    def _logits(self, tokens: list[int], positions: Tensor, wanted: list[int], attention: StepAttention) -> Tensor:
+    def _logits(
+        self,
+        tokens: list[int],
+        positions: Tensor,
+        wanted: list[int],
+        attention: StepAttention,
+        embedded: tuple[PromptRows, ...] = (),
+    ) -> Tensor:
         """The logits of the tokens at `wanted`, (wanted, V)."""
         keep = torch.tensor(wanted, dtype=torch.int64, device=self.device)
-        return self._call(
-            PackedBatch(torch.tensor(tokens, device=self.device, dtype=torch.int64), positions.long(), keep), attention
-        )
+        fed = torch.tensor(tokens, device=self.device, dtype=torch.int64)
+        return self._call(PackedBatch(fed, positions.long(), keep, embedded), attention)
 
     def _decode(self, tokens: Tensor) -> Tensor:
         """The logits of every one of (rows,) tokens: what a graph captures."""
@@ -119,5 +128,5 @@ class ModelRunner:
 
 
 def _decodes(batch: Sequence[Chunk]) -> bool:
-    """Whether every sample is fed one token, its last."""
-    return all(chunk.new == 1 and chunk.last for chunk in batch)
+    """Whether every sample is fed one token, its last, and knows nothing but tokens."""
+    return all(chunk.new == 1 and chunk.last and chunk.sample.embedded is None for chunk in batch)

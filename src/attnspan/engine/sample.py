@@ -11,6 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Hashable, MutableSequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from attnspan.engine.model import EmbeddedPrompt
 
 
 @dataclass(slots=True, eq=False)
@@ -35,6 +39,7 @@ class Sample:
     unshared: bool = False  # it must not begin on pages of others: see scheduler.py, [Note: alone]
     cached: int = 0  # tokens whose full pages the prefix cache has been given
     first_page: int = 0  # a hash of the prompt's first page
+    embedded: EmbeddedPrompt | None = None  # its prompt, if that is more than tokens
     prompt_length: int = 0  # how many of the tokens are the prompt: all that there are at first
 
     def __post_init__(self) -> None:
@@ -55,6 +60,13 @@ class Sample:
     def cache_salt(self) -> Hashable:
         """The salt of its pages in the prefix cache: what another version of the model computed is not found."""
         return self.version, self.salt
+
+    @property
+    def keys(self) -> MutableSequence[int]:
+        """What stands for its tokens in the prefix cache."""
+        if self.embedded is None:
+            return self.tokens
+        return self.embedded.keys + self.tokens[self.prompt_length :]  # type: ignore[operator]  # both are arrays
 
     @property
     def order(self) -> tuple[int, int]:

@@ -27,7 +27,7 @@ about to be admitted, or when its pages are about to go. Most are like no other,
 `reset` gives back all pages and queues every sample from its first token, as if all had been preempted.
 
 [Note: context parallelism] A prompt of at least `context_parallel_from` tokens is prefilled by all ranks together: it
-is a step by itself, and not in chunks.
+is a step by itself, and not in chunks. One with images is not: every rank has all of its embeddings anyway.
 
 Ints only: knows nothing of models, tensors or time. The same calls give the same steps, on every rank.
 """
@@ -120,7 +120,7 @@ class Scheduler:
         """Queue a sample; EngineError if it could not run even alone."""
         self.check_fits(sample)
         sample.unshared = not self.kv_cache.holds(sample.max_length)
-        sample.first_page = hash(tuple(sample.tokens[: self._page_size]))
+        sample.first_page = hash(tuple(sample.keys[: self._page_size]))
         insort(self.queued, sample, key=_ORDER)
 
     def check_fits(self, sample: Sample) -> None:
@@ -266,7 +266,7 @@ class Scheduler:
     def _look_up(self, sample: Sample, version: int) -> None:
         """A sequence for a sample, on pages that the same version of the model has left, if there are any."""
         sample.version = version
-        sample.seq, sample.computed = self.kv_cache.add(sample.tokens, sample.cache_salt, not sample.unshared)
+        sample.seq, sample.computed = self.kv_cache.add(sample.keys, sample.cache_salt, not sample.unshared)
 
     def _swap_in(self, sample: Sample) -> bool:
         if self.running and not self._fits(sample):
@@ -292,7 +292,7 @@ class Scheduler:
     def _is_context_parallel(self, sample: Sample) -> bool:
         """See [Note: context parallelism]."""
         least = self.limits.context_parallel_from
-        if least is None or sample.computed or sample.remaining < least:
+        if least is None or sample.computed or sample.remaining < least or sample.embedded is not None:
             return False
         return self.kv_cache.holds(sample.remaining)
 
@@ -316,7 +316,7 @@ class Scheduler:
         assert not sample.unshared, "what fits alone was added, and it is alone"
         self._drop_pages(sample)
         sample.unshared = True
-        sample.seq, _ = self.kv_cache.add(sample.tokens, sample.cache_salt, False)
+        sample.seq, _ = self.kv_cache.add(sample.keys, sample.cache_salt, False)
 
     def _drop_pages(self, sample: Sample) -> None:
         """Give up what a sample has computed."""
@@ -330,7 +330,7 @@ class Scheduler:
     def _cache_prefix(self, sample: Sample) -> None:
         """Give a sample's pages to the prefix cache, if there is a full one that it does not have."""
         if sample.computed - sample.cached >= self._page_size and not sample.unshared:
-            self.kv_cache.cache_prefix(sample.seq, sample.tokens[: sample.computed], sample.cache_salt)
+            self.kv_cache.cache_prefix(sample.seq, sample.keys[: sample.computed], sample.cache_salt)
             sample.cached = sample.computed - sample.computed % self._page_size
 
     def _left_window(self, sample: Sample, count: int) -> bool:

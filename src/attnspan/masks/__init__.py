@@ -6,13 +6,13 @@ from attnspan.masks.causal import Causal
 from attnspan.masks.chunked import Chunked
 from attnspan.masks.documents import Documents
 from attnspan.masks.full import Full
-from attnspan.masks.groups import Groups
 from attnspan.masks.key_padding import KeyPadding
 from attnspan.masks.mask import Mask
 from attnspan.masks.mask_mod import MaskMod
 from attnspan.masks.prefix_lm import PrefixLM
 from attnspan.masks.sink_tokens import SinkTokens
 from attnspan.masks.sliding_window import SlidingWindow
+from attnspan.masks.token_groups import TokenGroups
 from attnspan.masks.tree import Tree
 
 __all__ = [
@@ -22,12 +22,12 @@ __all__ = [
     "Chunked",
     "Documents",
     "Full",
-    "Groups",
     "KeyPadding",
     "Mask",
     "MaskMod",
     "PrefixLM",
     "SinkTokens",
     "SlidingWindow",
+    "TokenGroups",
     "Tree",
 ]

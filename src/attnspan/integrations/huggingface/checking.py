@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from attnspan.errors import ModelError
 from attnspan.integrations.huggingface.attention import is_bound
-from attnspan.integrations.huggingface.layers import AttentionLayer, check_is_model
+from attnspan.integrations.huggingface.layers import AttentionLayer, check_is_model, configs
 from attnspan.integrations.huggingface.positions import depends_on_length
 from attnspan.integrations.huggingface.token_mixing import token_mixing
 from attnspan.integrations.huggingface.towers import beside, called_before
@@ -95,22 +95,26 @@ def check_model(
                 f"{path} ({type(module).__name__}) has frequencies that depend on the length of a sequence "
                 "(rope_type), which is not served where there are two"
             )
-    for each in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop"):
-        if getattr(model.config, each, 0):
-            raise ModelError(
-                f"{each} must be 0: ranks would leave out different layers, got {getattr(model.config, each)}"
-            )
+    for key, config in configs(model.config):
+        for each in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop"):
+            if getattr(config, each, 0):
+                path = f"{key}.{each}".strip(".")
+                raise ModelError(
+                    f"{path} must be 0: ranks would leave out different layers, got {getattr(config, each)}"
+                )
     if any(layer.cross for layer in layers) and not model.config.is_encoder_decoder:
         raise ModelError(f"{name} has cross-attention and no encoder, which is not served")
     if mixers and model.config.is_encoder_decoder:
         raise ModelError(f"{name} has recurrent mixers in an encoder-decoder, which is not served")
 
 
-def check_call(model: PreTrainedModel, given: Mapping[str, object]) -> None:
-    """Refuse what was asked of a call."""
+def check_call(model: PreTrainedModel, given: Mapping[str, object], towers: bool) -> None:
+    """Refuse what was asked of a call, of a model with towers before its decoder or without."""
+    text = model.config.get_text_config()
 
     def asked(name: str) -> object:
-        return given[name] if given.get(name) is not None else getattr(model.config, name, None)
+        by_default = getattr(model.config, name, None) or getattr(text, name, None)
+        return given[name] if given.get(name) is not None else by_default
 
     if given.get("use_cache") or any(given.get(name) is not None for name in ("past_key_values", "cache_params")):
         raise ModelError(
@@ -122,7 +126,7 @@ def check_call(model: PreTrainedModel, given: Mapping[str, object]) -> None:
             raise ModelError(f"{name} {why}")
     if given.get("ignore_index", IGNORED) != IGNORED:
         raise ModelError(f"ignore_index must be {IGNORED}, which labels are to have, got {given['ignore_index']}")
-    for name in ("encoder_outputs", "encoder_hidden_states", "head_mask"):
+    for name in ("encoder_outputs", "encoder_hidden_states", "head_mask", *([] if towers else ["pixel_values"])):
         if given.get(name) is not None:
             raise ModelError(f"{name} must not be given: it is not known how it lies on the ranks")
 

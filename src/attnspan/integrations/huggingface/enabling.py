@@ -411,7 +411,7 @@ class Enabled:
     ) -> tuple[ForwardPass | None, Entries]:
         """The pass of a call, and what the model is given; of one with towers, no pass yet, and the whole batch."""
         given = dict(zip(self._argument_names, args, strict=False)) | kwargs
-        check_call(self.model, given)
+        check_call(self.model, given, self.decoder is not self.model)
         if self._adds_to_loss is not None and given.get("labels") is not None:
             raise ModelError(
                 f"labels must not be given: {self._adds_to_loss} adds a term of its own to the loss, which is not "
@@ -517,7 +517,11 @@ class Enabled:
             self._count(current)
         for _, each in tensors_of(output):
             self._pass_of_output[each] = current
-        check_output(output, OUTPUTS if self._towers else (), {each.sharding.tokens for each in (current.session, current.encoder) if each is not None})
+        check_output(
+            output,
+            () if self.decoder is self.model else OUTPUTS,
+            {each.sharding.tokens for each in (current.session, current.encoder) if each is not None},
+        )
         if current.labels is not None:
             named = isinstance(output, ModelOutput)
             logits = output["logits"] if named else output[0]

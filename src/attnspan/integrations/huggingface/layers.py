@@ -227,19 +227,19 @@ def _is_cross(name: str, module: nn.Module) -> bool:
 # ---- what is refused -------------------------------------------------------------------------------------------------
 
 
-def _configs(config: PreTrainedConfig, key: str = "") -> Iterator[tuple[str, PreTrainedConfig]]:
+def configs(config: PreTrainedConfig, key: str = "") -> Iterator[tuple[str, PreTrainedConfig]]:
     """A config and all that are in it, with their names."""
     yield key, config
     for name in getattr(config, "sub_configs", None) or {}:
         inner = getattr(config, name, None)
         if isinstance(inner, PreTrainedConfig) and inner is not config:
-            yield from _configs(inner, f"{key}.{name}".strip("."))
+            yield from configs(inner, f"{key}.{name}".strip("."))
 
 
 def _tower(model: PreTrainedModel, module: nn.Module) -> str | None:
     """The name of the config of a layer of images or sounds."""
     theirs = getattr(module, "config", None)
-    for key, config in _configs(model.config):
+    for key, config in configs(model.config):
         if config is theirs:
             return key if OTHER_TOWERS.search(key) else None
     return None
@@ -250,7 +250,7 @@ def _check_types(model: PreTrainedModel, mixers: set[nn.Module]) -> None:
     served = LAYER_TYPES | RECURRENT_TYPES | TYPES_BESIDE if mixers else LAYER_TYPES
     paths = [name.split(".") for name, module in model.named_modules() if module in mixers]
     known = {int(part) for path in paths for part in path if part.isdigit()}
-    for key, config in _configs(model.config):
+    for key, config in configs(model.config):
         if OTHER_TOWERS.search(key):
             continue
         for place, kind in enumerate(getattr(config, "layer_types", None) or ()):

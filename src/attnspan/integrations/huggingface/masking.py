@@ -31,7 +31,7 @@ from transformers.masking_utils import (
 from attnspan.assumptions import Assumption
 from attnspan.errors import ModelError
 from attnspan.integrations.huggingface.layers import AttentionLayer
-from attnspan.masks import Causal, Full, Groups, Mask, SlidingWindow
+from attnspan.masks import Causal, Full, Mask, SlidingWindow, TokenGroups
 
 MaskFunction = Callable[..., Any]
 """Of (batch, head, query, key): whether the pair is allowed. transformers' own, so its type is not known."""
@@ -52,7 +52,7 @@ class Pattern(NamedTuple):
 
     causal: bool
     window: int | None
-    groups: Groups | None = None
+    groups: TokenGroups | None = None
     over_groups: bool = False
 
     @staticmethod
@@ -141,7 +141,11 @@ def _pattern(function: MaskFunction) -> Pattern:
         return Pattern(causal, window)
     if causal or both_ways or (window is not None and with_groups.window is not None):
         raise _unknown(function)
-    return with_groups if window is None else with_groups._replace(window=window, over_groups=with_groups.groups is not None)
+    return (
+        with_groups
+        if window is None
+        else with_groups._replace(window=window, over_groups=with_groups.groups is not None)
+    )
 
 
 def _with_groups(function: MaskFunction) -> Pattern:
@@ -151,7 +155,7 @@ def _with_groups(function: MaskFunction) -> Pattern:
     others = [part for part in parts if part not in blocks]
     if len(blocks) != 1 or len(others) != 1 or not (found := _pattern(others[0])).causal or found.groups is not None:
         raise _unknown(next((part for part in others if part is not causal_mask_function), function))
-    groups = Groups.from_ids(_held(blocks[0], "block_sequence_ids"))
+    groups = TokenGroups.from_ids(_held(blocks[0], "block_sequence_ids"))
     return found._replace(groups=groups if any(groups.runs) else None)  # a batch of text has none
 
 
@@ -196,17 +200,25 @@ def _means() -> bool:
         (sliding_window_bidirectional_overlay(3), Pattern(False, 4), (q - k).abs() <= 3),
     ]
     ids = torch.tensor([[0, -1, 1, 1, 1, 0, -1, 0]], device="cpu")
-    blocks, same = blockwise_overlay(ids), (ids.T == ids) & (ids >= 0)
-    near, groups = sliding_window_overlay(3), Groups.from_ids(ids)
+    blocks, same = blockwise_overlay(ids), (ids == ids.T) & (ids >= 0)
+    near, groups = sliding_window_overlay(3), TokenGroups.from_ids(ids)
     both = or_masks(causal_mask_function, blocks)
     cases += [
         (both, Pattern(True, None, groups), (k <= q) | same),
         (and_masks(both, near), Pattern(True, 3, groups, True), ((k <= q) | same) & (k > q - 3)),
-        (or_masks(and_masks(near, causal_mask_function), blocks), Pattern(True, 3, groups), (k <= q) & (k > q - 3) | same),
+        (
+            or_masks(and_masks(near, causal_mask_function), blocks),
+            Pattern(True, 3, groups),
+            (k <= q) & (k > q - 3) | same,
+        ),
     ]
     for made, pattern, allowed in cases:
         found = torch.as_tensor(made(0, 0, q, k), device="cpu").expand(8, 8)
-        if _pattern(made) != pattern or not torch.equal(found, allowed) or not torch.equal(pattern.mask.dense(8), found):
+        if (
+            _pattern(made) != pattern
+            or not torch.equal(found, allowed)
+            or not torch.equal(pattern.mask.dense(8), found)
+        ):
             return False
     return True
 

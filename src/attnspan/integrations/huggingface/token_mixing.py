@@ -61,17 +61,16 @@ def mixing_in(
     source = textwrap.dedent(inspect.getsource(function))
     with PARSING:
         tree = ast.parse(source)
-    calls = [node.end_lineno or 0 for node in ast.walk(tree) if _calls(node, after)]
-    begin = max(calls, default=0)
+    begin = max((_end_of_call(node, after) for node in ast.walk(tree)), default=0)
     return next((ast.unparse(node) for node in _found(tree, moving, uncalled) if node.lineno > begin), None)
 
 
-def _calls(node: ast.AST, name: str) -> bool:
-    """Whether code calls a module of `self` by a name."""
+def _end_of_call(node: ast.AST, name: str) -> int:
+    """The last line of a call of a module of `self` by a name; 0 for other code."""
     match node:
-        case ast.Call(func=ast.Attribute(value=ast.Name(id="self"), attr=attribute)):
-            return attribute == name
-    return False
+        case ast.Call(func=ast.Attribute(value=ast.Name(id="self"), attr=attribute)) if attribute == name:
+            return node.end_lineno or 0
+    return 0
 
 
 def _found(tree: ast.AST, moving: frozenset[str], uncalled: frozenset[str]) -> Iterator[ast.expr]:

@@ -46,22 +46,21 @@ Entries = dict[str, Any]
 FEATURES = {"deepstack_visual_embeds": "visual_pos_masks", "deepstack_features": "vision_mask"}
 """Features of (N, ...) that a decoder adds to hidden states, and the (B, S) or (B, S, D) mask of their tokens."""
 
-OUTPUTS = ("image_hidden_states", "video_hidden_states", "audio_hidden_states", "rope_deltas", "deepstack_features")
-OUTPUTS += ("attention_mask",)
+OUTPUTS = frozenset(
+    {"image_hidden_states", "video_hidden_states", "audio_hidden_states"}
+    | {"rope_deltas", "deepstack_features", "attention_mask"}
+)
 """What a model returns of its towers, whole."""
 
 
 def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
-    """The module that gets merged embeddings; the model itself if it has no towers outside of its decoder."""
-    find: Callable[[], object] | None = getattr(model, "get_decoder", None)
-    if model.config.is_encoder_decoder or find is None:
+    """The module that gets merged embeddings, which has a config of its own; of a model of text the model itself."""
+    if model.config.is_encoder_decoder or not hasattr(model, "get_decoder"):
         return model
-    found = find()
-    if not isinstance(found, PreTrainedModel) or found not in set(model.modules()) - {model}:
+    found = model.get_decoder()
+    if not isinstance(found, PreTrainedModel) or found.config is model.config or found not in set(model.modules()):
         return model
-    if "inputs_embeds" not in inspect.signature(type(found).forward).parameters:
-        return model
-    return found if any(map(_mixes, beside(model, found))) else model
+    return found if "inputs_embeds" in inspect.signature(type(found).forward).parameters else model
 
 
 def beside(model: nn.Module, decoder: nn.Module) -> set[nn.Module]:
@@ -95,8 +94,8 @@ def _mixes(module: nn.Module) -> bool:
 def check_runs_before(path: str, module: nn.Module) -> None:
     """Refuse a tower that is called while a rank has its own tokens. See [Note: what a decoder is given]."""
     raise ModelError(
-        f"{path} ({type(module).__name__}) runs inside or after the decoder, where a rank has some of the tokens, which "
-        "is not served; towers must run before"
+        f"{path} ({type(module).__name__}) runs inside or after the decoder, where a rank has some of the tokens, "
+        "which is not served; towers must run before"
     )
 
 
@@ -112,7 +111,7 @@ def patterns_of(mask: object, layers: Iterable[Pattern]) -> dict[Pattern, Patter
         fitting = same or {each for each in given if each.window == own.window and not own.causal}
         if len(fitting) > 1:
             raise ModelError(f"the decoder is given several masks for layers that are {own}, which is not served")
-        found |= {own: each for each in fitting if each != own}
+        found.update((own, each) for each in fitting if each != own)
     return found
 
 
@@ -127,7 +126,9 @@ def check_given(given: Entries, mask: object, sequence: SequenceInputs) -> None:
     whole, embeds = (sequence.rows, sequence.seq_len), given.get("inputs_embeds")
     if not isinstance(embeds, Tensor) or embeds.shape[:2] != whole:
         shape = f"shape {tuple(embeds.shape)}" if isinstance(embeds, Tensor) else type(embeds).__name__
-        raise ModelError(f"the decoder must be given inputs_embeds of {whole}, as many tokens as the model, got {shape}")
+        raise ModelError(
+            f"the decoder must be given inputs_embeds of {whole}, as many tokens as the model, got {shape}"
+        )
     if isinstance(mask, Tensor) and not _means(mask, sequence.padding):
         raise ModelError(
             f"the decoder is given an attention_mask of shape {tuple(mask.shape)} that is not that of the batch, which "

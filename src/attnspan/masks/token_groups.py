@@ -22,13 +22,13 @@ Runs = tuple[tuple[int, int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Groups(Mask):
+class TokenGroups(Mask):
     """A query sees the keys of its own group; one of no group sees nothing. Made by `from_ids`.
 
-    Tokens of a group may stand apart, as the frames of a video do. Gemma 3 is ``Causal() | Groups.from_ids(images)``:
+    Tokens of a group may stand apart, as the frames of a video do. The mask of Gemma 3:
 
     >>> from attnspan.masks import Causal
-    >>> print((Causal() | Groups.from_ids([-1, 0, 0, -1, 1, 1])).draw(6))
+    >>> print((Causal() | TokenGroups.from_ids([-1, 0, 0, -1, 1, 1])).draw(6))
     █ · · · · ·
     █ █ █ · · ·
     █ █ █ · · ·
@@ -41,11 +41,11 @@ class Groups(Mask):
     length: int
 
     @classmethod
-    def from_ids(cls, ids: torch.Tensor | Sequence[int] | Sequence[Sequence[int]]) -> Groups:
+    def from_ids(cls, ids: torch.Tensor | Sequence[int] | Sequence[Sequence[int]]) -> TokenGroups:
         """From the number of every token's group, (S,) or (rows, S); a number below 0 is none.
 
-        >>> Groups.from_ids([[7, 7, -1], [-1, 2, 2]])
-        Groups.from_ids([[0, 0, -1], [-1, 0, 0]])
+        >>> TokenGroups.from_ids([[7, 7, -1], [-1, 2, 2]])
+        TokenGroups.from_ids([[0, 0, -1], [-1, 0, 0]])
         """
         table = _id_table(ids)
         return cls(tuple(_runs(row) for row in (table if table.dim() == 2 else [table])), table.shape[-1])
@@ -87,15 +87,15 @@ class Groups(Mask):
 
     def __repr__(self) -> str:
         ids = self._ids().tolist()
-        return f"Groups.from_ids({reprlib.repr(ids if self.rows > 1 else ids[0])})"
+        return f"TokenGroups.from_ids({reprlib.repr(ids if self.rows > 1 else ids[0])})"
 
 
 @functools.lru_cache(maxsize=256)
-def _even(groups: int, tokens: int, length: int) -> Groups:
+def _even(groups: int, tokens: int, length: int) -> TokenGroups:
     """So many groups at equal distances, with so many tokens together."""
     each = min(max(tokens // max(groups, 1), 1), length)
     starts = [group * (length - each) // max(groups - 1, 1) for group in range(min(groups, length // each))]
-    return Groups((tuple((start, start + each, group) for group, start in enumerate(starts)),), length)
+    return TokenGroups((tuple((start, start + each, group) for group, start in enumerate(starts)),), length)
 
 
 def _runs(ids: torch.Tensor) -> Runs:
