@@ -101,7 +101,7 @@ SPECS = {
             "vision_config": QWEN
             | {"hidden_size": 16, "out_hidden_size": 32, "intermediate_size": 24, "num_position_embeddings": 16}
             | {"deepstack_visual_indexes": [0, 1]},
-            "text_config": TEXT | {"rope_parameters": MROPE, "head_dim": 8},
+            "text_config": TEXT | {"rope_parameters": MROPE, "head_dim": 8, "num_hidden_layers": 3},
         },
     ),
     "qwen3.5": (
@@ -225,7 +225,9 @@ def _built(name):
         cls = getattr(transformers, model)
         built = cls(cls.config_class(**copy.deepcopy(sizes), attn_implementation="eager"))
         for parameter in built.parameters():  # zeros and ones would hide what is left out
-            torch.nn.init.normal_(parameter, std=0.2) if parameter.dim() < 2 else parameter.data.mul_(5)
+            torch.nn.init.normal_(
+                parameter, std=0.2
+            ) if parameter.dim() < 2 or not parameter.any() else parameter.data.mul_(5)
     return built
 
 
@@ -236,7 +238,7 @@ def family(name):
 
 
 QWENS = ("qwen2-vl", "qwen2.5-vl", "qwen3-vl", "qwen3.5", "glm4v")
-COUNTS = {"llava": 4, "paligemma": 4, "gemma3": 4, "smolvlm": 1, "internvl": 1, "aya": 1, "gemma4": 1}
+COUNTS = {"llava": 4, "paligemma": 4, "gemma3": 4, "smolvlm": 1, "internvl": 1, "aya": 1, "gemma4": 4}
 COUNTS |= {"qwen2-audio": 4, "voxtral": 2, "mistral3": 2} | dict.fromkeys(QWENS, 4)
 
 
@@ -284,8 +286,8 @@ def inputs(name, images, many, drawn):
     if name == "mistral3":
         return {"pixel_values": noise(many, 3, 8, 16), "image_sizes": torch.tensor([[8, 16]] * many)}
     if name == "gemma4":
-        places = torch.cartesian_prod(torch.arange(2), torch.arange(2)).expand(many, 4, 2)
-        return {"pixel_values": noise(many, 4, 48).sigmoid(), "image_position_ids": places}
+        places = torch.cartesian_prod(torch.arange(4), torch.arange(4)).expand(many, 16, 2)
+        return {"pixel_values": noise(many, 16, 48).sigmoid(), "image_position_ids": places}
     if name == "qwen2-audio":
         return {"input_features": noise(many, 8, 16), "feature_attention_mask": torch.ones(many, 16).long()}
     if name == "voxtral":

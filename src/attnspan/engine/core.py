@@ -181,7 +181,7 @@ class EngineCore(Owned):
         fed = len(tokens) + params.max_new_tokens - 1  # the last token is never fed, and needs no room
         sample = Sample(number, array("Q", tokens), fed, forks=params.n - 1, salt=salt)
         if embedded is not None and embedded.content is not None:
-            sample.embedded = embedded
+            sample.embedded, sample.together = embedded, embedded.together
         self._check_request(sample, params)
         with self._comparing():
             common = self._consensus.compare_request((list(sample.keys), params, salt, number), seed)

@@ -37,6 +37,7 @@ import torch
 from torch import Tensor
 
 from attnspan.engine.fingerprint import ModelFingerprint
+from attnspan.masks import TokenGroups
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +80,25 @@ class EmbeddedPrompt:
     """A prompt that is more than its tokens, such as one with images; made by the model, which alone reads `content`.
 
     `keys` stand for the tokens in the prefix cache: numbers that are equal only where all that the model computes with
-    is equal, up to there. `content` None: there is nothing but tokens.
+    is equal, up to there. `content` None: there is nothing but tokens. Tokens of one of the `groups` see each other in
+    the layers that are `grouped`; those between the first of a group and its last are computed in one step.
     """
 
     tokens: list[int]
     keys: array[int]
     content: object
+    groups: TokenGroups | None = None
+    grouped: frozenset[int] = frozenset()
+
+    @property
+    def together(self) -> list[tuple[int, int]]:
+        """[start, stop) that are computed in one step."""
+        if self.groups is None:
+            return []
+        ends: dict[int, tuple[int, int]] = {}
+        for start, stop, group in self.groups.runs[0]:
+            ends[group] = ends.get(group, (start, stop))[0], stop
+        return list(ends.values())
 
 
 class PromptRows(NamedTuple):

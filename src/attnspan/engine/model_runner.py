@@ -11,7 +11,7 @@ Shapes: T tokens of the step, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -22,8 +22,11 @@ from attnspan.engine.model import PackedBatch, PromptRows, ServedModel, StepAtte
 from attnspan.engine.pools import Pools
 from attnspan.engine.scheduler import Chunk
 from attnspan.errors import EngineError, ModelError
-from attnspan.paged import StepPlan
+from attnspan.masks import Causal, Mask, TokenGroups
+from attnspan.paged import AfterPrefix, StepPlan
 from attnspan.paged.kv_cache import PagedKVCache
+
+CAUSAL = Causal()
 
 
 class PagedStepAttention(StepAttention):
@@ -31,14 +34,16 @@ class PagedStepAttention(StepAttention):
 
     def __init__(self, pools: Pools, caches: Sequence[PagedKVCache], plans: Sequence[StepPlan], kernel: str):
         self.pools, self.caches, self.plans, self.kernel = pools, caches, plans, kernel
+        self.grouped: Mapping[int, AfterPrefix] = {}  # masks of a step in which tokens of a group see each other
 
     def _attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
         place = self.pools.places[layer]
         cache, plan = self.caches[place.pool], self.plans[place.pool]
         cache.write(place.index, key, value, plan)
         out = cache.attend(
-            place.index, query, plan, score_mod=place.score_mod, sinks=sinks, scale=place.scale, kernel=self.kernel
-        )  # causal by default, beside the layer's own window
+            place.index, query, plan, mask=self.grouped.get(layer, CAUSAL), score_mod=place.score_mod, sinks=sinks,
+            scale=place.scale, kernel=self.kernel,
+        )  # fmt: skip  # beside the layer's own window
         assert isinstance(out, Tensor), "no lse was asked for"
         return out
 
@@ -96,6 +101,7 @@ class ModelRunner:
             tokens += sample.tokens[sample.computed : sample.computed + chunk.new]
             if chunk.last:
                 wanted.append(len(tokens) - 1)
+        self._attention.grouped = _grouped(batch)
         return self._logits(tokens, self.plans[0].positions, wanted, self._attention, tuple(embedded))
 
     def _logits(
@@ -125,6 +131,20 @@ class ModelRunner:
                 "has changed since the engine was made: make a new one"
             )
         return logits
+
+
+def _grouped(batch: Sequence[Chunk]) -> dict[int, AfterPrefix]:
+    """The mask of new tokens, by layer, of a batch in which some of a group are computed."""
+    masks: list[Mask] = []
+    layers: set[int] = set()
+    for sample, new in batch:
+        masks.append(CAUSAL)
+        groups = None if sample.embedded is None else sample.embedded.groups
+        here = () if groups is None else groups.cut(sample.computed, sample.computed + new)
+        if sample.embedded is not None and any(here):
+            masks[-1] = CAUSAL | TokenGroups((here,), new)
+            layers |= sample.embedded.grouped
+    return dict.fromkeys(layers, AfterPrefix(masks)) if layers else {}
 
 
 def _decodes(batch: Sequence[Chunk]) -> bool:

@@ -132,6 +132,13 @@ class Scheduler:
                 f"the request does not fit: {prompt} tokens of prompt and up to {sample.max_length - prompt} more, "
                 f"{reason}; shorten it, or give the engine more pages"
             )
+        longest = max((stop - start for start, stop in sample.together), default=0)
+        room = min(self.limits.max_tokens - self.limits.max_sequences + 1, self.chunk)
+        if longest > room:
+            raise EngineError(
+                f"the request does not fit: {longest} tokens of its prompt see each other and are computed in one "
+                f"step, which has room for {room} beside other samples; give the engine a larger max_tokens"
+            )
         if sample.forks >= self.limits.max_sequences:
             raise EngineError(
                 f"n must be at most max_sequences={self.limits.max_sequences}, since samples of one prompt start "
@@ -222,7 +229,7 @@ class Scheduler:
         if 0 in counts:
             for place, sample in enumerate(self.running):
                 if not counts[place]:
-                    counts[place] = min(sample.remaining, self.chunk, left)
+                    counts[place] = sample.whole(min(sample.remaining, self.chunk, left))
                     left -= counts[place]
         return [Chunk(sample, count) for sample, count in zip(self.running, counts, strict=True) if count]
 

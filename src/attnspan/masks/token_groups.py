@@ -50,6 +50,14 @@ class TokenGroups(Mask):
         table = _id_table(ids)
         return cls(tuple(_runs(row) for row in (table if table.dim() == 2 else [table])), table.shape[-1])
 
+    def cut(self, start: int, stop: int) -> Runs:
+        """The runs of the first batch row within [start, stop), counted from there."""
+        return tuple(
+            (max(first, start) - start, min(last, stop) - start, group)
+            for first, last, group in self.runs[0]
+            if first < stop and last > start
+        )
+
     @property
     def rows(self) -> int:
         return len(self.runs)

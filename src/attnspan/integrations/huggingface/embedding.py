@@ -11,7 +11,8 @@ Rotary positions of more than one dim go on behind a prompt as transformers lets
 
 [Note: keys of a prompt] The prefix cache must not take one image for another. A token that the decoder sees as it sees
 plain text is its own key. Any other's is a digest of all that the decoder is given for it: the bits of its embedding,
-position and features. So prompts share pages as far as the decoder is given the same, and no further.
+position and features; where tokens of an image see each other, of all of that image. So prompts share pages as far as
+the decoder computes the same, and no further.
 
 Shapes: S tokens of a prompt, T of a step, N tokens of images, P dims of positions, D width.
 """
@@ -20,7 +21,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field
@@ -32,8 +33,10 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from attnspan.engine.model import EmbeddedPrompt, PackedBatch, PromptRows
 from attnspan.errors import EngineError
+from attnspan.integrations.huggingface.layers import AttentionLayer
 from attnspan.integrations.huggingface.masking import Pattern
 from attnspan.integrations.huggingface.towers import FEATURES
+from attnspan.masks import TokenGroups
 
 T = TypeVar("T")
 
@@ -146,9 +149,10 @@ def one_prompt(inputs: Mapping[str, Any], device: torch.device) -> dict[str, Any
     return moved | {"input_ids": ids, "use_cache": False}
 
 
-def embedded(given: dict[str, Any], found: Mapping[str, Any], plain: Mapping[str, Any]) -> EmbeddedPrompt:
-    """A prompt that was given, by what the decoder is called with, and would be called with for its tokens alone."""
-    tokens: list[int] = given["input_ids"][0].tolist()
+def embedded(
+    tokens: list[int], found: Mapping[str, Any], plain: Mapping[str, Any], layers: Sequence[AttentionLayer]
+) -> EmbeddedPrompt:
+    """A prompt, by what the decoder is called with, and would be called with for its tokens alone."""
     length = len(tokens)
     _check(found, plain)
     embeds = found["inputs_embeds"][0]
@@ -157,16 +161,24 @@ def embedded(given: dict[str, Any], found: Mapping[str, Any], plain: Mapping[str
     if positions is not None:
         special |= (positions != torch.arange(length, device=positions.device)).any(0).to(special.device)
     masks = {where: found[where][0] for where in FEATURES.values() if where in found}
-    features = {name: found[name] for name, where in FEATURES.items() if where in masks}
+    features = {name: found.get(name) for name, where in FEATURES.items() if where in masks}
     for mask in masks.values():
         special |= _of_tokens(mask).to(special.device)
-    if not special.any():
+    groups, grouped = _groups(found.get("attention_mask"), layers)
+    if not special.any() and groups is None:
         return EmbeddedPrompt(tokens, array("Q", tokens), None)
     content = PromptContent(embeds, positions, following, features, masks)
     keys = array("Q", tokens)
     for row in special.nonzero().flatten().tolist():
         keys[row] = _digest(tokens[row], content, row)
-    return EmbeddedPrompt(tokens, keys, content)
+    members: dict[int, list[int]] = {}
+    for start, stop, group in () if groups is None else groups.runs[0]:
+        members.setdefault(group, []).extend(range(start, stop))
+    for rows in members.values():  # what is computed for one of a group depends on all of it
+        whole = _hash(repr([keys[row] for row in rows]).encode())
+        for row in rows:
+            keys[row] = _hash(repr((keys[row], whole)).encode())
+    return EmbeddedPrompt(tokens, keys, content, groups, grouped)
 
 
 def _check(found: Mapping[str, Any], plain: Mapping[str, Any]) -> None:
@@ -179,13 +191,24 @@ def _check(found: Mapping[str, Any], plain: Mapping[str, Any]) -> None:
                 f"the decoder is given {name} of shape {tuple(tensors[0].shape)} beside the tokens of this prompt, "
                 "which is not served in generation"
             )
-    masks = found.get("attention_mask")
-    for mask in masks.values() if isinstance(masks, Mapping) else [masks]:
-        if isinstance(mask, Tensor) or (isinstance(mask, Pattern) and (mask.groups is not None or not mask.causal)):
-            shown = mask if isinstance(mask, Pattern) else f"a tensor of shape {tuple(mask.shape)}"
-            raise EngineError(
-                f"the tokens of this prompt see each other by a mask that is {shown}; an engine serves causal ones"
-            )
+
+
+def _groups(mask: object, layers: Sequence[AttentionLayer]) -> tuple[TokenGroups | None, frozenset[int]]:
+    """The groups of a prompt by the masks that its model asks for, and the layers that have them."""
+    found: dict[Pattern, TokenGroups] = {}
+    for each in mask.values() if isinstance(mask, Mapping) else [mask]:
+        if isinstance(each, Tensor) and each.dim() == 2:  # a prompt without padding
+            continue
+        beyond = isinstance(each, Pattern) and each.window is not None and each.groups is not None
+        if isinstance(each, Tensor) or (isinstance(each, Pattern) and (not each.causal or beyond > each.over_groups)):
+            shown = f"a tensor of shape {tuple(each.shape)}" if isinstance(each, Tensor) else each
+            raise EngineError(f"the tokens of this prompt see each other by a mask that is not served: {shown}")
+        if isinstance(each, Pattern) and each.groups is not None:
+            found[each.layer] = each.groups
+    if len(set(found.values())) > 1:
+        raise EngineError("the tokens of this prompt see each other in different groups by layer, which is not served")
+    grouped = frozenset(place for place, layer in enumerate(layers) if Pattern.of(layer) in found)
+    return next(iter(found.values()), None), grouped
 
 
 def _tensors(value: object) -> list[Tensor]:
@@ -205,19 +228,23 @@ def _positions(ids: Tensor | None, length: int) -> tuple[Tensor | None, Tensor |
     return found, last + 1
 
 
+def _hash(*parts: bytes) -> int:
+    found = hashlib.blake2b(digest_size=8)
+    for part in parts:
+        found.update(part)
+    return int.from_bytes(found.digest(), "little") | BEYOND
+
+
 def _digest(token: int, content: PromptContent, row: int) -> int:
     """See [Note: keys of a prompt]."""
-    found = hashlib.blake2b(token.to_bytes(8, "little"), digest_size=8)
     positions = [] if content.positions is None else content.positions[:, row].tolist()
-    found.update(repr(positions).encode())
     rows = [content.embeds[row]]
     for name, where in FEATURES.items():
         if where in content.masks and bool(_of_tokens(content.masks[where])[row]):
             at = int(_of_tokens(content.masks[where])[:row].sum())
             rows += _tensors(_rows(content.features[name], at, at + 1))
-    for each in rows:
-        found.update(each.contiguous().view(torch.uint8).cpu().numpy().tobytes())
-    return int.from_bytes(found.digest(), "little") | BEYOND
+    octets = (each.contiguous().view(torch.uint8).cpu().numpy().tobytes() for each in rows)
+    return _hash(repr((token, positions)).encode(), *octets)
 
 
 # ---- a step ----------------------------------------------------------------------------------------------------------

@@ -59,7 +59,8 @@ class TransformersModel:
         self._described = [str(layer) for layer in layers]
         self._latents = _latents_of(layers) if latents else {}
         serve_latents(model, self._latents.values())
-        specs = layer_specs(probe_model(model, layers), self._latents)
+        self._layers = probe_model(model, layers)
+        specs = layer_specs(self._layers, self._latents)
         self._weights = _first_weights(model)
         weight = model.get_input_embeddings().weight
         assert isinstance(weight, Tensor), "embeddings have one row for each token"
@@ -115,7 +116,8 @@ class TransformersModel:
             )
         given = one_prompt(inputs, self._info.device)
         plain = {name: given[name] for name in ("input_ids", "use_cache")}
-        return embedded(given, self._captured(given), self._captured(plain))
+        tokens: list[int] = given["input_ids"][0].tolist()
+        return embedded(tokens, self._captured(given), self._captured(plain), self._layers)
 
     def _captured(self, given: Mapping[str, Any]) -> dict[str, Any]:
         with served(self.model, object()):
