@@ -56,6 +56,7 @@ class TransformersModel:
         device = device_of(model)
         self.model = model
         self._decoder = decoder_of(model)
+        _check_takes_tokens(model)
         self._described = [str(layer) for layer in layers]
         self._latents = _latents_of(layers) if latents else {}
         serve_latents(model, self._latents.values())
@@ -144,6 +145,16 @@ class TransformersModel:
         found = next((each.dtype for each in self._weights.values() if each is not None), dtype)
         if found != dtype:
             raise EngineError(f"model is {found}, and its pages are {dtype}; make a new engine")
+
+
+def _check_takes_tokens(model: nn.Module) -> None:
+    """ModelError for a model that cannot be called with tokens alone."""
+    named = inspect.signature(type(model).forward).parameters.values()
+    needed = [each.name for each in named if each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD]
+    if set(needed) - {"self", "input_ids"}:
+        raise ModelError(
+            f"{type(model).__name__} must be given {', '.join(needed[1:])} in every call, and an engine feeds tokens"
+        )
 
 
 def _first_weights(model: nn.Module) -> dict[str, nn.Parameter | None]:

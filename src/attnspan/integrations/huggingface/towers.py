@@ -48,7 +48,7 @@ FEATURES = {"deepstack_visual_embeds": "visual_pos_masks", "deepstack_features":
 
 OUTPUTS = frozenset(
     {"image_hidden_states", "video_hidden_states", "audio_hidden_states"}
-    | {"rope_deltas", "deepstack_features", "attention_mask"}
+    | {"vision_outputs", "qformer_outputs", "rope_deltas", "deepstack_features", "attention_mask"}
 )
 """What a model returns of its towers, whole."""
 
