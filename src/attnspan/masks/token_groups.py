@@ -12,7 +12,7 @@ import torch
 
 from attnspan.errors import MaskError
 from attnspan.masks.band import Band, tight
-from attnspan.masks.documents import _id_table
+from attnspan.masks.documents import rows_of
 from attnspan.masks.mask import Mask, Rule, Space
 from attnspan.masks.rows import of_row, select
 from attnspan.masks.typical import rounded
@@ -47,8 +47,8 @@ class TokenGroups(Mask):
         >>> TokenGroups.from_ids([[7, 7, -1], [-1, 2, 2]])
         TokenGroups.from_ids([[0, 0, -1], [-1, 0, 0]])
         """
-        table = _id_table(ids)
-        return cls(tuple(_runs(row) for row in (table if table.dim() == 2 else [table])), table.shape[-1])
+        table = rows_of("ids", ids)
+        return cls(tuple(_runs(row) for row in table), table.shape[-1])
 
     def cut(self, start: int, stop: int) -> Runs:
         """The runs of the first batch row within [start, stop), counted from there."""
