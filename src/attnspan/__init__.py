@@ -57,6 +57,7 @@ from attnspan.masks import (
     PrefixLM,
     SinkTokens,
     SlidingWindow,
+    TokenGroups,
     Tree,
 )
 from attnspan.paged import AfterPrefix, Layer, PageAllocator, PagePool, PrefixCache, ShardedPages, StepPlan
@@ -124,6 +125,7 @@ __all__ = [
     "SlidingWindow",
     "StepPlan",
     "Striped",
+    "TokenGroups",
     "TransportError",
     "Tree",
     "TuningError",

@@ -61,6 +61,7 @@ PUBLIC = [
     "SlidingWindow",
     "StepPlan",
     "Striped",
+    "TokenGroups",
     "TransportError",
     "Tree",
     "TuningError",

@@ -10,7 +10,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from attnspan.integrations.huggingface import enable
 from attnspan.testing import loopback
-from tests.integrations.families import BOUND, batch, family, gradients, off, one_device
+from tests.integrations import images
+from tests.integrations.families import BOUND, answers, batch, family, gradients, off, one_device
 
 
 def layers(model, backend):
@@ -71,3 +72,28 @@ def test_a_compiled_model_answers_as_on_one_device(name, how, graphs):
     for one, other in zip(found, true, strict=True):
         assert off(one, other)[0] < BOUND
     assert counter.frame_count == graphs
+
+
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [("gemma3", "layers"), *(pytest.param(name, "model", marks=pytest.mark.slow) for name in ("gemma3", "llava"))],
+)
+def test_a_compiled_model_of_images_answers_as_on_one_device(name, how):
+    givens = [images.batch(name, seed=seed, images=rows) for seed, rows in enumerate([((2, 11), (6,)), ((), (4, 15))])]
+    true = [answers(images.family(name), given, use_cache=False) for given in givens]
+
+    def rank(world):
+        model, found = images.family(name), []
+        with enable(model, world):
+            run = torch.compile(model, backend="aot_eager") if how == "model" else model
+            for layer in model.model.language_model.layers if how == "layers" else ():
+                layer.compile(fullgraph=True, backend="aot_eager")
+            for given in givens:
+                model.zero_grad()
+                out = run(**given)
+                out.loss.backward()
+                found.append((out.loss.detach(), out.logits.detach(), gradients(model)))
+        return found
+
+    for found, wanted in zip(loopback(1).run(rank)[0], true, strict=True):
+        assert off(found, wanted)[0] < BOUND

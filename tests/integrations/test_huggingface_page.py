@@ -11,7 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader
 
 from attnspan.testing import loopback
-from tests.integrations.families import BOUND, batch, family, gradients, off, one_device
+from tests.integrations import images
+from tests.integrations.families import BOUND, answers, batch, family, gradients, off, one_device
 from tests.integrations.test_training import Texts, joined, tolerant
 from tests.processes import spawn
 
@@ -39,6 +40,18 @@ def test_a_step_is_that_of_one_device(page):
         return page["step"](world, model, batch()), gradients(model)
 
     for loss, grads in loopback(3).run(rank):
+        assert off((torch.tensor(loss), true[1], grads), true)[0] < BOUND
+
+
+def test_a_step_with_images_is_that_of_one_device(page):
+    given = images.batch("gemma3")
+    true = answers(images.family("gemma3"), given, use_cache=False)
+
+    def rank(world):
+        model = images.family("gemma3")
+        return page["ask"](world, model, given), gradients(model)
+
+    for loss, grads in loopback(2).run(rank):
         assert off((torch.tensor(loss), true[1], grads), true)[0] < BOUND
 
 

@@ -28,6 +28,7 @@ from attnspan.masks import (
     PrefixLM,
     SinkTokens,
     SlidingWindow,
+    TokenGroups,
     Tree,
 )
 from attnspan.masks.band import tight
@@ -137,7 +138,7 @@ def _patterns(draw, q_len: int, kv_len: int, rows: int) -> Mask:
     # fmt: off
     names = [
         "full", "causal", "window", "prefix", "chunked", "sinks", "padding",
-        "blocks", "dense", "mod", "documents", "pairs", *["tree"] * square,
+        "blocks", "dense", "mod", "documents", "pairs", *["tree", "groups"] * square,
     ]
     # fmt: on
     match draw(st.sampled_from(names)):
@@ -164,6 +165,9 @@ def _patterns(draw, q_len: int, kv_len: int, rows: int) -> Mask:
             return Mask.from_dense(draw(_bools((rows, q_len, kv_len))))
         case "mod":
             return MaskMod(draw(st.sampled_from(FUNCTIONS)), block=draw(st.integers(1, q_len)))
+        case "groups":
+            ids = st.lists(st.integers(-1, 2), min_size=q_len, max_size=q_len)
+            return TokenGroups.from_ids(per_row(ids) if rows > 1 else draw(ids))
         case "documents" if square:
             return Documents(per_row(compositions(q_len)))
         case "documents" | "pairs":

@@ -57,7 +57,8 @@ class ContextParallelRunner(ModelRunner):
         """As on one rank; the same logits on every rank."""
         self._compare = self.consensus.compare_step(batch)
         sample, count = batch[0]
-        if len(batch) == 1 and sample.computed == 0 and count == sample.remaining >= self.config.context_parallel_from:
+        alone = len(batch) == 1 and sample.computed == 0 and sample.embedded is None
+        if alone and count == sample.remaining >= self.config.context_parallel_from:
             return self._prefill(sample)
         return super().run(batch)
 

@@ -28,10 +28,11 @@ from __future__ import annotations
 import secrets
 from array import array
 from collections import deque
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -40,7 +41,7 @@ from attnspan.engine.detokenizer import Tokenizer, check_tokenizer
 from attnspan.engine.journal import Journal
 from attnspan.engine.kv_cache_manager import KVCacheGroup, KVCacheManager
 from attnspan.engine.memory import pages_that_fit
-from attnspan.engine.model import ServedModel
+from attnspan.engine.model import EmbeddedPrompt, EmbedsPrompts, ServedModel
 from attnspan.engine.model_runner import ModelRunner
 from attnspan.engine.output_processor import Commit, Outcome, OutputProcessor
 from attnspan.engine.owner import Note, Owned, Owner, call_owned, exclusive
@@ -184,15 +185,19 @@ class EngineCore(Owned):
         self._check_alive()
         params = complete_params(params, self.default_params, self.tokenizer, self.vocabulary)
         new, n = params.max_new_tokens or 1, params.n or 1
-        tokens = encode_prompt(prompt, self.tokenizer, self.vocabulary)
-        source, tokens = self._for_encoder(tokens)
+        embedded = self._embedded(prompt) if isinstance(prompt, Mapping) else None
+        text = prompt if embedded is None else embedded.tokens
+        assert not isinstance(text, Mapping), "it was embedded"
+        source, tokens = self._for_encoder(encode_prompt(text, self.tokenizer, self.vocabulary))
         priority = integer("priority", priority, at_least=-(2**31), error=EngineError)
         number, seed = self._next, secrets.randbits(63) if params.seed is None else params.seed
         fed = len(tokens) + new - 1  # the last token is never fed, and needs no room
         sample = Sample(number, array("Q", tokens), fed, forks=n - 1, salt=salt, priority=priority, source=source)
+        if embedded is not None and embedded.content is not None:
+            sample.embedded, sample.together = embedded, embedded.together
         self._check_request(sample, params)
         with self._comparing():
-            common = self._consensus.compare_request((source, tokens, params, salt, priority, number), seed)
+            common = self._consensus.compare_request((source, list(sample.keys), params, salt, priority, number), seed)
             begun = tuple(tokens) if source else ()
             request = Request(
                 number, list(source) or tokens, params, common if params.seed is None else seed, salt, begun
@@ -222,6 +227,17 @@ class EngineCore(Owned):
                 f"the model's encoder has positions for {self._max_prompt} tokens, and the prompt has {len(tokens)}"
             )
         return tuple(tokens), [self._decoder_start]
+
+    def _embedded(self, inputs: Mapping[str, Any]) -> EmbeddedPrompt:
+        """A prompt of more than tokens, computed as far as its embeddings."""
+        model = self._served_model
+        if not isinstance(model, EmbedsPrompts):
+            raise EngineError(
+                f"prompt must be a text or tokens, got {type(inputs).__name__}: the model takes tokens alone; of what "
+                'a tokenizer returns, give its "input_ids"'
+            )
+        model.check_ready()
+        return model.embed(inputs)
 
     def _check_request(self, sample: Sample, params: SamplingParams) -> None:
         """EngineError for a request that this engine can never serve."""

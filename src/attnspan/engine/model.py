@@ -28,9 +28,10 @@ multiplied and P that are part of keys as they are.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -38,6 +39,7 @@ from torch import Tensor
 from attnspan.engine.fingerprint import ModelFingerprint
 from attnspan.engine.params import SamplingParams
 from attnspan.errors import ModelError
+from attnspan.masks import TokenGroups
 from attnspan.paged.scoring import ScoreFunction
 
 
@@ -91,6 +93,41 @@ class ModelInfo:
     max_prompt: int | None = None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class EmbeddedPrompt:
+    """A prompt that is more than its tokens, such as one with images; made by the model, which alone reads `content`.
+
+    `keys` stand for the tokens in the prefix cache: numbers that are equal only where all that the model computes with
+    is equal, up to there. `content` None: there is nothing but tokens. Tokens of one of the `groups` see each other in
+    the layers that are `grouped`; those between the first of a group and its last are computed in one step.
+    """
+
+    tokens: list[int]
+    keys: array[int]
+    content: object
+    groups: TokenGroups | None = None
+    grouped: frozenset[int] = frozenset()
+
+    @property
+    def together(self) -> list[tuple[int, int]]:
+        """[start, stop) that are computed in one step."""
+        if self.groups is None:
+            return []
+        ends: dict[int, tuple[int, int]] = {}
+        for start, stop, group in self.groups.runs[0]:
+            ends[group] = ends.get(group, (start, stop))[0], stop
+        return list(ends.values())
+
+
+class PromptRows(NamedTuple):
+    """Rows [start, stop) of a packed batch: of a sequence that begins with an `EmbeddedPrompt`, from `first` on."""
+
+    start: int
+    stop: int
+    first: int
+    prompt: EmbeddedPrompt
+
+
 class PackedBatch(NamedTuple):
     """The new tokens of many sequences, one after another. `keep` are the rows whose logits are wanted; None: all.
 
@@ -102,6 +139,7 @@ class PackedBatch(NamedTuple):
     positions: Tensor  # (T,) int64, each in its own sequence
     keep: Tensor | None = None  # (rows,) int64
     sources: Sequence[tuple[int, object]] = ()
+    embedded: tuple[PromptRows, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -158,6 +196,14 @@ class StepAttention:
 
     def _attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
         raise NotImplementedError
+
+
+@runtime_checkable
+class EmbedsPrompts(Protocol):
+    """A served model that takes more than tokens: what a processor makes of text, images and sounds."""
+
+    def embed(self, inputs: Mapping[str, Any]) -> EmbeddedPrompt:
+        """One prompt, ready to be computed."""
 
 
 @runtime_checkable

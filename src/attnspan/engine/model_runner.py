@@ -11,20 +11,23 @@ Shapes: T tokens of the step, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from attnspan.engine.config import EngineConfig
 from attnspan.engine.cuda_graphs import CudaGraphs
-from attnspan.engine.model import EncodingModel, PackedBatch, ServedModel, StepAttention
+from attnspan.engine.model import EncodingModel, PackedBatch, PromptRows, ServedModel, StepAttention
 from attnspan.engine.pools import Pools
 from attnspan.engine.sample import Sample
 from attnspan.engine.scheduler import Chunk
 from attnspan.errors import EngineError, ModelError
-from attnspan.paged import StepPlan
+from attnspan.masks import Causal, Mask, TokenGroups
+from attnspan.paged import AfterPrefix, StepPlan
 from attnspan.paged.kv_cache import PagedKVCache
+
+CAUSAL = Causal()
 
 
 class PagedStepAttention(StepAttention):
@@ -32,14 +35,16 @@ class PagedStepAttention(StepAttention):
 
     def __init__(self, pools: Pools, caches: Sequence[PagedKVCache], plans: Sequence[StepPlan], kernel: str):
         self.pools, self.caches, self.plans, self.kernel = pools, caches, plans, kernel
+        self.grouped: Mapping[int, AfterPrefix] = {}  # masks of a step in which tokens of a group see each other
 
     def _attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
         place = self.pools.places[layer]
         cache, plan = self.caches[place.pool], self.plans[place.pool]
         cache.write(place.index, key, value, plan)
         out = cache.attend(
-            place.index, query, plan, score_mod=place.score_mod, sinks=sinks, scale=place.scale, kernel=self.kernel
-        )  # causal by default, beside the layer's own window
+            place.index, query, plan, mask=self.grouped.get(layer, CAUSAL), score_mod=place.score_mod, sinks=sinks,
+            scale=place.scale, kernel=self.kernel,
+        )  # fmt: skip  # beside the layer's own window
         assert isinstance(out, Tensor), "no lse was asked for"
         return out
 
@@ -121,12 +126,17 @@ class ModelRunner:
             return self._graphs.run(self._decode, [chunk.sample.tokens[-1] for chunk in batch], rows)
         tokens: list[int] = []
         wanted: list[int] = []
+        embedded: list[PromptRows] = []
         for chunk in batch:
             sample = chunk.sample
+            if sample.embedded is not None:
+                embedded.append(PromptRows(len(tokens), len(tokens) + chunk.new, sample.computed, sample.embedded))
             tokens += sample.tokens[sample.computed : sample.computed + chunk.new]
             if chunk.last:
                 wanted.append(len(tokens) - 1)
-        return self._logits(tokens, self.plans[0].positions, wanted, self._attention, self._sources_of(batch))
+        self._attention.grouped = _grouped(batch)
+        sources = self._sources_of(batch)
+        return self._logits(tokens, self.plans[0].positions, wanted, self._attention, sources, tuple(embedded))
 
     def _logits(
         self,
@@ -135,11 +145,12 @@ class ModelRunner:
         wanted: list[int],
         attention: StepAttention,
         sources: Sequence[tuple[int, object]],
+        embedded: tuple[PromptRows, ...] = (),
     ) -> Tensor:
         """The logits of the tokens at `wanted`, (wanted, V)."""
         keep = torch.tensor(wanted, dtype=torch.int64, device=self.device)
         fed = torch.tensor(tokens, device=self.device, dtype=torch.int64)
-        return self._call(PackedBatch(fed, positions.long(), keep, sources), attention)
+        return self._call(PackedBatch(fed, positions.long(), keep, sources, embedded), attention)
 
     def _decode(self, tokens: Tensor) -> Tensor:
         """The logits of every one of (rows,) tokens: what a graph captures."""
@@ -157,6 +168,20 @@ class ModelRunner:
         return logits
 
 
+def _grouped(batch: Sequence[Chunk]) -> dict[int, AfterPrefix]:
+    """The mask of new tokens, by layer, of a batch in which some of a group are computed."""
+    masks: list[Mask] = []
+    layers: set[int] = set()
+    for sample, new in batch:
+        masks.append(CAUSAL)
+        groups = None if sample.embedded is None else sample.embedded.groups
+        here = () if groups is None else groups.cut(sample.computed, sample.computed + new)
+        if sample.embedded is not None and any(here):
+            masks[-1] = CAUSAL | TokenGroups((here,), new)
+            layers |= sample.embedded.grouped
+    return dict.fromkeys(layers, AfterPrefix(masks)) if layers else {}
+
+
 def _decodes(batch: Sequence[Chunk]) -> bool:
-    """Whether every sample is fed one token, its last."""
-    return all(chunk.new == 1 and chunk.last for chunk in batch)
+    """Whether every sample is fed one token, its last, and knows nothing but tokens."""
+    return all(chunk.new == 1 and chunk.last and chunk.sample.embedded is None for chunk in batch)

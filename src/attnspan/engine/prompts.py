@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from attnspan.engine.detokenizer import Tokenizer
 from attnspan.engine.params import SamplingParams
 from attnspan.errors import EngineError, integers
 
-Prompt = str | Sequence[int]
-"""A text, or tokens."""
+Prompt = str | Sequence[int] | Mapping[str, Any]
+"""A text, tokens, or what a processor returns for one prompt with images or sounds."""
 
 
-def encode_prompt(prompt: Prompt, tokenizer: Tokenizer | None, vocabulary: int) -> list[int]:
+def encode_prompt(prompt: str | Sequence[int], tokenizer: Tokenizer | None, vocabulary: int) -> list[int]:
     """The tokens of a prompt, at least one, all known to the model."""
     if isinstance(prompt, str):
         if tokenizer is None:
@@ -55,7 +56,7 @@ def listed(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
     if isinstance(prompts, Mapping) or not isinstance(prompts, Iterable):
         raise EngineError(
             f"prompts must be a list of texts or of lists of tokens, got {type(prompts).__name__}; of what a tokenizer "
-            'returns, take its "input_ids"'
+            'returns, take its "input_ids"; what a processor returns for one prompt with images is one of a list'
         )
     return list(prompts)  # type: ignore[arg-type]
 

@@ -9,8 +9,12 @@ Ints only: knows nothing of models, tensors or text.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, MutableSequence
+from collections.abc import Hashable, MutableSequence, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from attnspan.engine.model import EmbeddedPrompt
 
 
 @dataclass(slots=True, eq=False)
@@ -37,6 +41,8 @@ class Sample:
     cached: int = 0  # tokens whose full pages the prefix cache has been given
     first_page: int = 0  # a hash of the prompt's first page
     priority: int = 0
+    embedded: EmbeddedPrompt | None = None  # its prompt, if that is more than tokens
+    together: Sequence[tuple[int, int]] = ()  # tokens [start, stop) that are computed in one step, ascending
     prompt_length: int = 0  # how many of the tokens are the prompt: all that there are at first
 
     def __post_init__(self) -> None:
@@ -58,6 +64,20 @@ class Sample:
         """The salt of its pages in the prefix cache: what another version of the model computed, or of another prompt
         of the encoder, is not found."""
         return self.version, self.salt, self.source
+
+    @property
+    def keys(self) -> MutableSequence[int]:
+        """What stands for its tokens in the prefix cache."""
+        if self.embedded is None:
+            return self.tokens
+        return self.embedded.keys + self.tokens[self.prompt_length :]  # type: ignore[operator]  # both are arrays
+
+    def whole(self, count: int) -> int:
+        """So many of its next tokens, or fewer, that no group is computed in part."""
+        for start, stop in self.together:
+            if start < self.computed + count < stop:
+                count = max(start - self.computed, 0)
+        return count
 
     @property
     def order(self) -> tuple[int, int, int]:

@@ -29,7 +29,7 @@ about to be admitted, or when its pages are about to go. Most are like no other,
 `reset` gives back all pages and queues every sample from its first token, as if all had been preempted.
 
 [Note: context parallelism] A prompt of at least `context_parallel_from` tokens is prefilled by all ranks together: it
-is a step by itself, and not in chunks.
+is a step by itself, and not in chunks. One with images is not: every rank has all of its embeddings anyway.
 
 Ints only: knows nothing of models, tensors or time. The same calls give the same steps, on every rank.
 """
@@ -123,7 +123,7 @@ class Scheduler:
         """Queue a sample; EngineError if it could not run even alone."""
         self.check_fits(sample)
         sample.unshared = not self.kv_cache.holds(sample.max_length)
-        sample.first_page = hash((sample.source, *sample.tokens[: self._page_size]))
+        sample.first_page = hash((sample.source, *sample.keys[: self._page_size]))
         insort(self.queued, sample, key=_ORDER)
 
     def check_fits(self, sample: Sample) -> None:
@@ -134,6 +134,13 @@ class Scheduler:
             raise EngineError(
                 f"the request does not fit: {prompt} tokens of prompt and up to {sample.max_length - prompt} more, "
                 f"{reason}; shorten it, or give the engine more pages"
+            )
+        longest = max((stop - start for start, stop in sample.together), default=0)
+        room = min(self.limits.max_tokens - self.limits.max_sequences + 1, self.chunk)
+        if longest > room:
+            raise EngineError(
+                f"the request does not fit: {longest} tokens of its prompt see each other and are computed in one "
+                f"step, which has room for {room} beside other samples; give the engine a larger max_tokens"
             )
         if sample.forks >= self.limits.max_sequences:
             raise EngineError(
@@ -225,7 +232,7 @@ class Scheduler:
         if 0 in counts:
             for place, sample in enumerate(self.running):
                 if not counts[place]:
-                    counts[place] = min(sample.remaining, self.chunk, left)
+                    counts[place] = sample.whole(min(sample.remaining, self.chunk, left))
                     left -= counts[place]
         return [Chunk(sample, count) for sample, count in zip(self.running, counts, strict=True) if count]
 
@@ -269,7 +276,7 @@ class Scheduler:
     def _look_up(self, sample: Sample, version: int) -> None:
         """A sequence for a sample, on pages that the same version of the model has left, if there are any."""
         sample.version = version
-        sample.seq, sample.computed = self.kv_cache.add(sample.tokens, sample.cache_salt, not sample.unshared)
+        sample.seq, sample.computed = self.kv_cache.add(sample.keys, sample.cache_salt, not sample.unshared)
 
     def _swap_in(self, sample: Sample) -> bool:
         if self.running and not self._fits(sample):
@@ -295,7 +302,7 @@ class Scheduler:
     def _is_context_parallel(self, sample: Sample) -> bool:
         """See [Note: context parallelism]."""
         least = self.limits.context_parallel_from
-        if least is None or sample.computed or sample.remaining < least:
+        if least is None or sample.computed or sample.remaining < least or sample.embedded is not None:
             return False
         return self.kv_cache.holds(sample.remaining)
 
@@ -320,7 +327,7 @@ class Scheduler:
         assert not sample.unshared, "what fits alone was added, and it is alone"
         self._drop_pages(sample)
         sample.unshared = True
-        sample.seq, _ = self.kv_cache.add(sample.tokens, sample.cache_salt, False)
+        sample.seq, _ = self.kv_cache.add(sample.keys, sample.cache_salt, False)
 
     def _drop_pages(self, sample: Sample) -> None:
         """Give up what a sample has computed."""
@@ -334,7 +341,7 @@ class Scheduler:
     def _cache_prefix(self, sample: Sample) -> None:
         """Give a sample's pages to the prefix cache, if there is a full one that it does not have."""
         if sample.computed - sample.cached >= self._page_size and not sample.unshared:
-            self.kv_cache.cache_prefix(sample.seq, sample.tokens[: sample.computed], sample.cache_salt)
+            self.kv_cache.cache_prefix(sample.seq, sample.keys[: sample.computed], sample.cache_salt)
             sample.cached = sample.computed - sample.computed % self._page_size
 
     def _left_window(self, sample: Sample, count: int) -> bool:

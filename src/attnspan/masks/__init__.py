@@ -12,6 +12,7 @@ from attnspan.masks.mask_mod import MaskMod
 from attnspan.masks.prefix_lm import PrefixLM
 from attnspan.masks.sink_tokens import SinkTokens
 from attnspan.masks.sliding_window import SlidingWindow
+from attnspan.masks.token_groups import TokenGroups
 from attnspan.masks.tree import Tree
 
 __all__ = [
@@ -27,5 +28,6 @@ __all__ = [
     "PrefixLM",
     "SinkTokens",
     "SlidingWindow",
+    "TokenGroups",
     "Tree",
 ]

@@ -79,7 +79,7 @@ class Documents(Mask):
         >>> Documents.from_ids(torch.tensor([[7, 7, 7, 9], [1, 2, 2, 2]]))
         Documents([[3, 1], [1, 3]])
         """
-        return cls([_run_lengths(row) for row in _rows_of("ids", ids)])
+        return cls([_run_lengths(row) for row in rows_of("ids", ids)])
 
     @classmethod
     def from_position_ids(cls, position_ids: torch.Tensor | Sequence[int] | Sequence[Sequence[int]]) -> Documents:
@@ -90,7 +90,7 @@ class Documents(Mask):
         >>> Documents.from_position_ids(torch.tensor([[0, 1, 2, 0], [0, 0, 1, 2]]))
         Documents([[3, 1], [1, 3]])
         """
-        table = _rows_of("position_ids", position_ids).long()
+        table = rows_of("position_ids", position_ids).long()
         begins = table.diff(dim=1, prepend=table[:, :1]) != 1
         return cls([_run_lengths(row) for row in begins.cumsum(1)])
 
@@ -184,7 +184,7 @@ def _ids(rows: Rows, device: torch.device) -> torch.Tensor:
     return torch.stack(ids).to(device)
 
 
-def _rows_of(name: str, ids: object) -> torch.Tensor:
+def rows_of(name: str, ids: object) -> torch.Tensor:
     """A whole number per token, (rows, S)."""
     try:
         table = ids.cpu() if isinstance(ids, torch.Tensor) else torch.as_tensor(ids, device="cpu")

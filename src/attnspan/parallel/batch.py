@@ -50,6 +50,7 @@ from attnspan.transports.consensus import heard, odd
 
 if TYPE_CHECKING:
     from attnspan.parallel.session import ContextParallel
+    from attnspan.transports import Transport
 
 IGNORED = -100
 """The label that losses leave out, as torch's cross_entropy does."""
@@ -101,7 +102,14 @@ def shard_batch(
         said = _sums(batch)
     except ShardError as refusal:
         said = refusal
-    sums = heard(cp.transport, said, "the first batch")
+    check_one_batch(cp.transport, said)
+    cp.family.compared_batch = True
+    return found
+
+
+def check_one_batch(transport: Transport, said: Mapping[str, int] | ShardError) -> None:
+    """ShardError on every rank if ranks differ in the checksums of their first batch, or one refuses it."""
+    sums = heard(transport, said, "the first batch")
     for rank in odd(sums):
         first, other = sums[0], sums[rank]
         name = next((name for name in first if other.get(name) != first[name]), "the names of entries")
@@ -110,8 +118,6 @@ def shard_batch(
             "other data than rank 0: load by data-parallel rank, as in DistributedSampler(num_replicas=dp, "
             "rank=dp_rank), or on one rank with cp.shard_from"
         )
-    cp.family.compared_batch = True
-    return found
 
 
 def _sums(batch: Mapping[str, object]) -> dict[str, int]:

@@ -91,7 +91,8 @@ def attend(
             f"{type(module).__name__} asks for attnspan's attention, and its model was not enabled: call "
             "enable(model, cp), or model.set_attn_implementation('sdpa') to go on without"
         )
-    check_arguments(binding.layer, attention_mask, {"s_aux": s_aux is not None, **arguments})
+    asked = {"s_aux": s_aux is not None, **arguments}
+    check_arguments(binding.layer, attention_mask, asked, binding.enabled.pattern_for(binding.kind))
     check_bias(binding.layer, position_bias)
     attention = binding.enabled.attention_for(binding.kind)
     tables = binding.enabled.bias_tables(binding.layer, position_bias, query.dtype)
@@ -115,17 +116,17 @@ def wants_latents(source: LatentSource, numbers: Tensor) -> bool:
     return attention.attention.call.latents_pay(Shape(*sizes, dtype_name(numbers.dtype), source.width))
 
 
-def check_arguments(layer: AttentionLayer, mask: object, arguments: Mapping[str, object]) -> None:
-    """Refuse a call whose arguments differ from those of its layer."""
+def check_arguments(layer: AttentionLayer, mask: object, arguments: Mapping[str, object], wanted: Pattern) -> None:
+    """Refuse a call whose arguments differ from those of its layer, or its mask from the `wanted` one."""
     by_default: dict[str, object] = {"scaling": layer.scale, "is_causal": layer.causal}
     always: dict[str, object] = {"sliding_window": layer.window, "softcap": layer.softcap, "s_aux": layer.sinks}
-    for name, wanted in (by_default | always).items():
+    for name, own in (by_default | always).items():
         if name in always or arguments.get(name) is not None:
-            _check(layer, name, arguments.get(name), wanted)
+            _check(layer, name, arguments.get(name), own)
     for name in UNSERVED:
         if arguments.get(name) is not None:
             raise ModelError(f"{layer.name}: {name} was given, which is not served")
-    _check_mask(layer, mask)
+    _check_mask(layer, mask, wanted)
 
 
 def check_bias(layer: AttentionLayer, given: Tensor | None) -> None:
@@ -145,9 +146,8 @@ def _check(layer: AttentionLayer, what: str, found: object, wanted: object) -> N
         raise ModelError(f"{layer.name}: {what} must be {wanted}, as when the model was enabled, got {found}")
 
 
-def _check_mask(layer: AttentionLayer, mask: object) -> None:
+def _check_mask(layer: AttentionLayer, mask: object, wanted: Pattern) -> None:
     """Refuse another mask than the session has for the layer."""
-    wanted = Pattern(False, None) if layer.cross else Pattern.of(layer)
     if mask is None and not wanted.causal and wanted.window is None:
         return
     if isinstance(mask, Tensor) or not isinstance(mask, Pattern):
@@ -156,7 +156,7 @@ def _check_mask(layer: AttentionLayer, mask: object) -> None:
             f"{layer.name}: the model must ask transformers for its mask, got {type(mask).__name__}{shape}; masks that "
             "a model makes by itself are not served"
         )
-    if mask.causal != wanted.causal or mask.window != wanted.window:
+    if mask != wanted:
         raise ModelError(f"{layer.name} is {wanted}, and the model gives it a mask that is {mask}")
 
 

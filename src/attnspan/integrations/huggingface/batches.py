@@ -42,6 +42,9 @@ IDS = "seq_idx"
 REDUNDANT = ("max_length_q", "max_length_k")
 """What comes with lengths of documents, and adds nothing to them."""
 
+TOLD = (*LENGTHS, IDS, *REDUNDANT)
+"""What tells documents; of no use to a model that runs on a whole batch."""
+
 DECODER = "decoder_"
 
 
@@ -155,6 +158,9 @@ def labels_of(given: Entries, kind: LabelKind | None, model: str) -> Tensor | No
     for name, value in (("labels", labels), ("shift_labels", shifted)):
         if value is not None and (not isinstance(value, Tensor) or value.dim() != 2):
             raise ModelError(f"{name} must be a tensor of (B, S), got {_shown(value)}")
+    mask = given.get("attention_mask")
+    if kind == "unpadded" and shifted is None and mask is not None:
+        labels = labels.masked_fill(mask.to(labels.device) == 0, IGNORED)
     return shifted if shifted is not None else align_labels(labels, kind)
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
@@ -22,9 +22,10 @@ from transformers import PreTrainedModel
 
 from attnspan.errors import ModelError
 from attnspan.integrations.huggingface.attention import is_bound
-from attnspan.integrations.huggingface.layers import AttentionLayer, check_is_model
+from attnspan.integrations.huggingface.layers import AttentionLayer, check_is_model, configs
 from attnspan.integrations.huggingface.positions import depends_on_length
 from attnspan.integrations.huggingface.token_mixing import token_mixing
+from attnspan.integrations.huggingface.towers import beside, called_before
 from attnspan.parallel.attached_forward import is_attached
 from attnspan.parallel.batch import IGNORED
 
@@ -39,9 +40,9 @@ REFUSED = {
 }
 
 
-def check_positions(model: nn.Module) -> None:
-    """Refuse a model that computes positions by itself, whatever position_ids it is given."""
-    for path, module in model.named_modules():
+def check_positions(modules: Iterable[tuple[str, nn.Module]]) -> None:
+    """Refuse a model that computes positions by itself, whatever position_ids it is given; modules by their paths."""
+    for path, module in modules:
         if _mentions(module, "create_position_ids_from_input"):
             raise ModelError(
                 f"{path} ({type(module).__name__}) counts positions by what is in input_ids, which is not served"
@@ -55,8 +56,10 @@ def check_not_enabled(model: nn.Module) -> None:
         raise ModelError(f"{type(model).__name__} is enabled already; disable() it first")
 
 
-def check_model(model: PreTrainedModel, layers: tuple[AttentionLayer, ...], mixers: Collection[nn.Module] = ()) -> None:
-    """Refuse a model for what it is, beside its layers and its recurrent mixers."""
+def check_model(
+    model: PreTrainedModel, decoder: nn.Module, layers: tuple[AttentionLayer, ...], mixers: Collection[nn.Module]
+) -> None:
+    """Refuse a model for what it is, besides its layers, its recurrent mixers and what is beside its decoder."""
     name = type(model).__name__
     if any(is_attached(module) for module in model.modules()):
         raise ModelError(f"{name} is attached to a session already; detach() it first")
@@ -70,14 +73,18 @@ def check_model(model: PreTrainedModel, layers: tuple[AttentionLayer, ...], mixe
             f"{name}: its head looks at more than one token at a time, or is not known; enable its base model "
             f"(model.{getattr(model, 'base_model_prefix', 'model') or 'model'}) and compute the rest from all tokens"
         )
-    check_positions(model)
-    for path, module in model.named_modules():
+    outside = beside(model, decoder)
+    found = [(path, module) for path, module in model.named_modules() if module not in outside]
+    check_positions(found)
+    for path, module in found:
         if path.rpartition(".")[2] == "pooler":
             raise ModelError(
                 f"{path} ({type(module).__name__}) looks at one token for all, which is not served; use "
                 "add_pooling_layer=False"
             )
-        mixing = None if module in mixers else token_mixing(module)
+        around = decoder is not module and decoder in set(module.modules())
+        after = called_before(module, decoder) if around else ""
+        mixing = None if module in mixers else token_mixing(module, after)
         if mixing is not None:
             raise ModelError(
                 f"{path or 'the model'} ({type(module).__name__}) looks at tokens beside a token's own, {mixing}, "
@@ -88,22 +95,26 @@ def check_model(model: PreTrainedModel, layers: tuple[AttentionLayer, ...], mixe
                 f"{path} ({type(module).__name__}) has frequencies that depend on the length of a sequence "
                 "(rope_type), which is not served where there are two"
             )
-    for each in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop"):
-        if getattr(model.config, each, 0):
-            raise ModelError(
-                f"{each} must be 0: ranks would leave out different layers, got {getattr(model.config, each)}"
-            )
+    for key, config in configs(model.config):
+        for each in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop"):
+            if getattr(config, each, 0):
+                path = f"{key}.{each}".strip(".")
+                raise ModelError(
+                    f"{path} must be 0: ranks would leave out different layers, got {getattr(config, each)}"
+                )
     if any(layer.cross for layer in layers) and not model.config.is_encoder_decoder:
         raise ModelError(f"{name} has cross-attention and no encoder, which is not served")
     if mixers and model.config.is_encoder_decoder:
         raise ModelError(f"{name} has recurrent mixers in an encoder-decoder, which is not served")
 
 
-def check_call(model: PreTrainedModel, given: Mapping[str, object]) -> None:
-    """Refuse what was asked of a call."""
+def check_call(model: PreTrainedModel, given: Mapping[str, object], towers: bool) -> None:
+    """Refuse what was asked of a call, of a model with towers before its decoder or without."""
+    text = model.config.get_text_config()
 
     def asked(name: str) -> object:
-        return given[name] if given.get(name) is not None else getattr(model.config, name, None)
+        by_default = getattr(model.config, name, None) or getattr(text, name, None)
+        return given[name] if given.get(name) is not None else by_default
 
     if given.get("use_cache") or any(given.get(name) is not None for name in ("past_key_values", "cache_params")):
         raise ModelError(
@@ -115,7 +126,7 @@ def check_call(model: PreTrainedModel, given: Mapping[str, object]) -> None:
             raise ModelError(f"{name} {why}")
     if given.get("ignore_index", IGNORED) != IGNORED:
         raise ModelError(f"ignore_index must be {IGNORED}, which labels are to have, got {given['ignore_index']}")
-    for name in ("encoder_outputs", "encoder_hidden_states", "head_mask", "pixel_values"):
+    for name in ("encoder_outputs", "encoder_hidden_states", "head_mask", *([] if towers else ["pixel_values"])):
         if given.get(name) is not None:
             raise ModelError(f"{name} must not be given: it is not known how it lies on the ranks")
 
@@ -129,9 +140,14 @@ def _mentions(module: nn.Module, name: str) -> bool:
 # ---- what comes back -------------------------------------------------------------------------------------------------
 
 
-def check_output(output: object, tokens: set[int]) -> None:
-    """Refuse what is not of each token by itself: all but the loss is (B, S, ...), S the tokens of a rank."""
+def check_output(output: object, whole: Collection[str], tokens: set[int]) -> None:
+    """Refuse what is not of each token by itself: all but the loss is (B, S, ...), S the tokens of a rank.
+
+    Outputs by the names in `whole` come from what ran before, on the whole batch.
+    """
     for name, each in tensors_of(output):
+        if name in whole:
+            continue
         if each.dim() < 3 or each.shape[1] not in tokens:
             raise ModelError(
                 f"the model returned {name!r} of shape {tuple(each.shape)}, which is not of each token of a rank; what "

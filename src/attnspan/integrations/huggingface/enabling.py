@@ -17,7 +17,7 @@
 The model is called with whole batches, the same on every rank, and computes this rank's tokens. Three places do it, and
 positions.py adds hooks where a module counts positions itself:
 
-    before forward    the batch becomes a session and shards (batches.py)
+    before forward    the batch becomes a session and shards (batches.py); with towers, before the decoder's (towers.py)
     attention         layers ask for the implementation "attnspan" (attention.py)
     recurrence        mixers have a forward whose functions are over ranks (mixers.py)
     after forward     the loss, over all ranks (losses.py); a layer that did not run is an error
@@ -37,9 +37,10 @@ import functools
 import inspect
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from threading import RLock
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, NoReturn, TypeVar, cast
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -65,6 +66,7 @@ from attnspan.integrations.huggingface.attention import (
     wants_latents,
 )
 from attnspan.integrations.huggingface.batches import (
+    TOLD,
     Entries,
     SequenceInputs,
     Shards,
@@ -90,6 +92,18 @@ from attnspan.integrations.huggingface.own_attention import bias_table, bind_for
 from attnspan.integrations.huggingface.positions import counts_by_mask, position_hooks
 from attnspan.integrations.huggingface.sequence_functions import MixedTokens
 from attnspan.integrations.huggingface.sessions import SessionFactory, unseen_by_mixers
+from attnspan.integrations.huggingface.towers import (
+    FEATURES,
+    OUTPUTS,
+    beside,
+    check_batch,
+    check_given,
+    check_runs_before,
+    decoder_of,
+    patterns_of,
+    shard_features,
+    towers,
+)
 from attnspan.masks import Documents, Full
 from attnspan.parallel import ContextParallel, checkpoint_regions
 from attnspan.parallel.attentions import BoundAttention
@@ -127,6 +141,7 @@ class ForwardPass:
     session: ContextParallel  # of what is returned: the only sequence, or the decoder's
     encoder: ContextParallel | None
     attentions: list[BoundAttention]
+    patterns: Mapping[Pattern, Pattern]  # of layers whose masks depend on the batch
     calls_before: Counter[int]  # how often each session had attended
     mixed: MixedTokens  # for recurrent mixers
     labels: Tensor | None = None
@@ -157,6 +172,15 @@ def enable(
     return Enabled(model, cp, over, outputs, keep_keys)
 
 
+@dataclass(frozen=True)
+class WholeBatch:
+    """What is known of a batch while its model runs on all of it, until the decoder is called."""
+
+    sequence: SequenceInputs
+    labels: Tensor | None
+    count: Count
+
+
 class Enabled:
     """An enabled model. `session` is that of its latest batch, `layers` are its attention layers, `mixers` others."""
 
@@ -166,10 +190,13 @@ class Enabled:
         model = _adapted(called)
         check_adapters(called)
         check_not_enabled(model)
-        self.mixers = tuple(recurrent_mixers(model))
+        self.decoder = decoder_of(model)
+        """The module whose tokens are sharded: the model, or of one with towers its decoder."""
+        outside = beside(model, self.decoder)
+        self.mixers = tuple(recurrent_mixers(model, outside))
         mixing = {mixer.module for mixer in self.mixers}
-        self.layers = tuple(attention_layers(model, mixing))
-        check_model(model, self.layers, mixing)
+        self.layers = tuple(attention_layers(model, mixing, outside))
+        check_model(model, self.decoder, self.layers, mixing)
         self.outputs = one_of("outputs", outputs, ["shards", "whole"], error=ModelError)
         """What the model returns: this rank's tokens, or all."""
         self.model, self.over = model, over
@@ -206,6 +233,9 @@ class Enabled:
         self._score_mod = functools.lru_cache(maxsize=16)(lambda bias, shape: bias.score_mod(shape, device))
         self._recognised: set[object] = set()  # numbers that the model hands to layers, once compared with its family's
         self._pass_of_output: Any = WeakTensorKeyDictionary()
+        self._towers = towers(model, self.decoder)
+        self._decoder_names = list(inspect.signature(type(self.decoder).forward).parameters)[1:]
+        self._whole: WholeBatch | None = None  # while the model runs, before its decoder
         self._running: ForwardPass | None = None
         self._latest_pass: ForwardPass | None = None
         self.passes, self._attention_calls = 0, 0
@@ -217,7 +247,8 @@ class Enabled:
 
     def _begin(self) -> None:
         by_bias = bool(self.layers) and all(layer.bias or layer.cross for layer in self.layers)
-        hooks = position_hooks(self.model, self._parameters, self._current_pass, self._encoder_modules, by_bias)
+        takes = self._parameters if self.decoder is self.model else self._decoder_names
+        hooks = position_hooks(self.decoder, takes, self._current_pass, self._encoder_modules, by_bias)
         register()
         own_config(self.model)
         self._bind()
@@ -226,11 +257,15 @@ class Enabled:
             self._called.register_forward_hook(self._on_return, with_kwargs=True),
             *(hook for each in hooks for hook in each.register()),
         ]
+        if self.decoder is not self.model:
+            self._hooks.append(self.decoder.register_forward_pre_hook(self._on_decoder, with_kwargs=True))
+        for path, tower in self._towers.items():
+            self._hooks.append(tower.register_forward_pre_hook(functools.partial(self._on_tower, path)))
         self.model.generate = _no_generation  # type: ignore[assignment]
         self.live = True
 
     def _bind(self) -> None:
-        self._before = [(config, config._attn_implementation) for config in configs_of(self.model)]
+        self._before = [(config, config._attn_implementation) for config in configs_of(self.decoder)]
         for config, _ in self._before:
             config._attn_implementation = NAME
         for layer in self.layers:
@@ -359,22 +394,40 @@ class Enabled:
             raise ModelError("this is a copy of an enabled model that was disabled since; enable the copy itself")
         begin = eagerly(Enabled._begin_pass) if torch.compiler.is_compiling() else Enabled._begin_pass
         current, given = begin(self, model, args, kwargs)
-        self._running = current
-        if not current.rerun_regions:
-            self._latest_pass = current
+        self._start(current)
         return (), given
+
+    def _on_decoder(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: Entries) -> tuple[tuple[()], Entries]:
+        """Before the decoder's forward, in a model with towers: merged embeddings become shards."""
+        begin = eagerly(Enabled._begin_decoder) if torch.compiler.is_compiling() else Enabled._begin_decoder
+        current, given = begin(self, args, kwargs)
+        self._start(current)
+        return (), given
+
+    def _on_tower(self, path: str, tower: nn.Module, args: object) -> None:
+        if self._running is not None:
+            check_runs_before(path, tower)
+
+    def _start(self, current: ForwardPass | None) -> None:
+        self._running = current
+        if current is not None and not current.rerun_regions:
+            self._latest_pass = current
 
     def _on_return(self, model: nn.Module, args: object, kwargs: object, output: Output) -> Output:
         """After forward: every layer has attended; the loss."""
         current, self._running = self._running, None  # a layer that runs from here on does so by itself, or in backward
         # Where nothing is being compiled, a loss that was compiled by itself stays so.
         end = eagerly(Enabled._end_pass) if torch.compiler.is_compiling() else Enabled._end_pass
-        assert current is not None, "set when the call began"
+        if current is None:
+            raise ModelError(f"{type(self.model).__name__} did not call its decoder, {type(self.decoder).__name__}")
         return end(self, current, output)
 
-    def _begin_pass(self, model: nn.Module, args: tuple[Any, ...], kwargs: Entries) -> tuple[ForwardPass, Entries]:
+    def _begin_pass(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: Entries
+    ) -> tuple[ForwardPass | None, Entries]:
+        """The pass of a call, and what the model is given; of one with towers, no pass yet, and the whole batch."""
         given = dict(zip(self._argument_names, args, strict=False)) | kwargs
-        check_call(self.model, given)
+        check_call(self.model, given, self.decoder is not self.model)
         if self._adds_to_loss is not None and given.get("labels") is not None:
             raise ModelError(
                 f"labels must not be given: {self._adds_to_loss} adds a term of its own to the loss, which is not "
@@ -387,30 +440,75 @@ class Enabled:
         else:
             labels = labels_of(given, self._loss, type(self.model).__name__)
             sequence = sequence_of(given)
-            counted = sequence.starts is not None and any(map(counts_by_mask, self.model.modules()))
-            if counted and given.get("position_ids") is None:
-                raise ModelError(
-                    f"position_ids must be given with padding on the left: {type(self.model).__name__} counts them by "
-                    "attention_mask"
-                )
+            if self.decoder is not self.model:
+                return None, self._begin_whole(given, WholeBatch(sequence, labels, count))
+            self._check_counting(sequence)
             shards, max_position = self._shards("only", sequence, labels), sequence.max_position
             given, sides = shards.entries, {"only": shards}
         given["use_cache"] = False
-        own = sides["only" if "only" in sides else "decoder"]
-        encoder = sides["encoder"].session if "encoder" in sides else None
-        attentions = [self._attention(kind, sides) for kind in self.kinds]
+        current = self._pass(sides, {}, count, max_position)
+        return current, {name: value for name, value in given.items() if self._is_taken(name)}
+
+    def _begin_whole(self, given: Entries, whole: WholeBatch) -> Entries:
+        """Before a model with towers runs on a whole batch: what it is given."""
+        if not self._compared:
+            check_batch(given, self.transport)
+        self._check_weights()
+        self._whole = whole
+        return {name: value for name, value in given.items() if name not in TOLD} | {"use_cache": False}
+
+    def _begin_decoder(self, args: tuple[Any, ...], kwargs: Entries) -> tuple[ForwardPass, Entries]:
+        """The pass of a decoder's call, and what it is given of what it was called with."""
+        whole, self._whole = self._whole, None
+        if whole is None:
+            raise ModelError(
+                f"{type(self.decoder).__name__} must be called once by the model that was enabled, "
+                f"{type(self.model).__name__}; a decoder that runs by itself, or several times, is not served"
+            )
+        given = dict(zip(self._decoder_names, args, strict=False)) | kwargs
+        given = {name: value for name, value in given.items() if value is not None}
+        mask = given.pop("attention_mask", None)
+        patterns = patterns_of(mask, (kind.pattern for kind in self.kinds))
+        check_given(given, mask, whole.sequence)
+        features = {name: given.pop(name) for name in (*FEATURES, *FEATURES.values()) if name in given}
+        sequence = replace(whole.sequence, entries=given)
+        self._check_counting(sequence)
+        shards = self._shards("only", sequence, whole.labels, patterns)
+        entries = shards.entries | shard_features(features, shards.session) | {"use_cache": False}
+        entries = {name: value for name, value in entries.items() if name in kwargs or name in self._decoder_names}
+        if mask is not None and not isinstance(mask, Tensor):
+            entries["attention_mask"] = mask  # what the model asked for, before
+        return self._pass({"only": shards}, patterns, whole.count, sequence.max_position), entries
+
+    def _check_counting(self, sequence: SequenceInputs) -> None:
+        """Refuse padding on the left where an embedding of positions would count a rank's ones."""
+        counted = sequence.starts is not None and any(map(counts_by_mask, self.decoder.modules()))
+        if counted and sequence.entries.get("position_ids") is None:
+            raise ModelError(
+                f"position_ids must be given with padding on the left: {type(self.model).__name__} counts them by "
+                "attention_mask"
+            )
+
+    def _check_weights(self) -> None:
         if not self._compared:
             check_same({"weights or buffers": Weights(self.model).content().whole}, self.transport)  # replicated ones
             self._compared = True
+
+    def _pass(
+        self, sides: dict[Side, Shards], patterns: Mapping[Pattern, Pattern], count: Count, max_position: int | Tensor
+    ) -> ForwardPass:
+        own = sides["only" if "only" in sides else "decoder"]
+        encoder = sides["encoder"].session if "encoder" in sides else None
+        attentions = [self._attention(kind, sides) for kind in self.kinds]
+        self._check_weights()
         again = WeakSet(
             region.name for region in checkpoint_regions.regions() if region.again and region.name is not None
         )
         before, mixed = _counted(attentions), MixedTokens(own.session, own.padding)
-        current = ForwardPass(
-            own.session, encoder, attentions, before, mixed, own.labels, count, max_position, own.places,
+        return ForwardPass(
+            own.session, encoder, attentions, patterns, before, mixed, own.labels, count, max_position, own.places,
             rerun_regions=again,
         )  # fmt: skip
-        return current, {name: value for name, value in given.items() if self._is_taken(name)}
 
     def _encoder_decoder(self, given: Entries) -> tuple[Entries, dict[Side, Shards]]:
         """The encoder's and the decoder's sequence of a batch: the entries of both, and the shards of each."""
@@ -436,7 +534,11 @@ class Enabled:
             self._count(current)
         for _, each in tensors_of(output):
             self._pass_of_output[each] = current
-        check_output(output, {each.sharding.tokens for each in (current.session, current.encoder) if each is not None})
+        check_output(
+            output,
+            () if self.decoder is self.model else OUTPUTS,
+            {each.sharding.tokens for each in (current.session, current.encoder) if each is not None},
+        )
         if current.labels is not None:
             named = isinstance(output, ModelOutput)
             logits = output["logits"] if named else output[0]
@@ -472,9 +574,15 @@ class Enabled:
 
     # ---- sessions ------------------------------------------------------------------------------------------------
 
-    def _shards(self, side: Side, sequence: SequenceInputs, labels: Tensor | None) -> Shards:
+    def _shards(
+        self,
+        side: Side,
+        sequence: SequenceInputs,
+        labels: Tensor | None,
+        patterns: Mapping[Pattern, Pattern] = MappingProxyType({}),
+    ) -> Shards:
         factory = self._factories[side]
-        return shards_of(sequence, factory.session(sequence), labels, sequence.places(factory.documents))
+        return shards_of(sequence, factory.session(sequence, patterns), labels, sequence.places(factory.documents))
 
     def _kind(self, layer: AttentionLayer) -> LayerKind:
         side: Side = "only"
@@ -503,6 +611,11 @@ class Enabled:
     def mixed_tokens(self) -> MixedTokens:
         """What a recurrent mixer knows of the pass that it runs in."""
         return self._current_pass().mixed
+
+    def pattern_for(self, kind: int) -> Pattern:
+        """The mask of a kind of layer, in the pass that it runs in."""
+        patterns, own = self._current_pass().patterns, self.kinds[kind].pattern
+        return patterns.get(own, own) if patterns else own
 
     def attention_for(self, kind: int) -> BoundAttention:
         """The attention of a kind of layer, in the pass that it runs in. See [Note: the pass of a region]."""

@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from transformers import Cache, EncoderDecoderCache, PreTrainedModel
 
 from attnspan.attention.score import ScoreFunction
-from attnspan.engine.model import LayerSpec, ModelInfo, PackedBatch, StepAttention
+from attnspan.engine.model import ModelInfo, PackedBatch, StepAttention
 from attnspan.errors import ModelError
 from attnspan.integrations.huggingface.biases import COMPUTED, FIRST, ScoreBias, distance_table
 from attnspan.integrations.huggingface.layers import AttentionLayer, attention_layers
@@ -104,10 +104,10 @@ class EncoderDecoderModel(TransformersModel):
         with served(self.model, self):
             return call_with_attention(Decoding(attention, batch.sources), (), call)
 
-    def _specs(self, layers: list[AttentionLayer]) -> tuple[LayerSpec, ...]:
+    def _probed(self, layers: list[AttentionLayer]) -> list[AttentionLayer]:
         probed = {layer.module: layer for layer in probe_model(self.model, attention_layers(self.model))}
         _check_plain(probed.values(), self._encoder)
-        return self._spec_of([probed[layer.module] for layer in layers])
+        return [probed[layer.module] for layer in layers]
 
     def _mods(self, layers: list[AttentionLayer]) -> Mapping[nn.Module, ScoreFunction]:
         """The learned biases; a layer that computes none has that of the last one before it that does."""

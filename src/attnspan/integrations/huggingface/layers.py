@@ -117,15 +117,18 @@ class AttentionLayer:
         return f"{self.name}: {', '.join(words)}"
 
 
-def attention_layers(model: PreTrainedModel, mixers: Collection[nn.Module] = ()) -> list[AttentionLayer]:
+def attention_layers(
+    model: PreTrainedModel, mixers: Collection[nn.Module] = (), beside: Collection[nn.Module] = ()
+) -> list[AttentionLayer]:
     """The attention layers of a transformers model, in the order of its modules; refuses a model that has others.
 
-    `mixers` are modules beside them that the caller serves.
+    `mixers` are modules beside them that the caller serves; those `beside` the decoder run as they are (towers.py).
     """
     check_is_model(model)
     _check_types(model, set(mixers))
-    layers = [_layer(model, name, module) for name, module in model.named_modules() if attends(module)]
-    _check_mixers(model, {layer.module for layer in layers}, set(mixers))
+    found = [(name, module) for name, module in model.named_modules() if module not in beside]
+    layers = [_layer(model, name, module) for name, module in found if attends(module)]
+    _check_mixers(found, {layer.module for layer in layers}, set(mixers))
     if not layers and not mixers:
         raise ModelError(
             f"{type(model).__name__} has no layer that asks transformers' AttentionInterface for attention"
@@ -248,19 +251,19 @@ def _is_cross(name: str, module: nn.Module) -> bool:
 # ---- what is refused -------------------------------------------------------------------------------------------------
 
 
-def _configs(config: PreTrainedConfig, key: str = "") -> Iterator[tuple[str, PreTrainedConfig]]:
+def configs(config: PreTrainedConfig, key: str = "") -> Iterator[tuple[str, PreTrainedConfig]]:
     """A config and all that are in it, with their names."""
     yield key, config
     for name in getattr(config, "sub_configs", None) or {}:
         inner = getattr(config, name, None)
         if isinstance(inner, PreTrainedConfig) and inner is not config:
-            yield from _configs(inner, f"{key}.{name}".strip("."))
+            yield from configs(inner, f"{key}.{name}".strip("."))
 
 
 def _tower(model: PreTrainedModel, module: nn.Module) -> str | None:
     """The name of the config of a layer of images or sounds."""
     theirs = getattr(module, "config", None)
-    for key, config in _configs(model.config):
+    for key, config in configs(model.config):
         if config is theirs:
             return key if OTHER_TOWERS.search(key) else None
     return None
@@ -271,7 +274,7 @@ def _check_types(model: PreTrainedModel, mixers: set[nn.Module]) -> None:
     served = LAYER_TYPES | RECURRENT_TYPES | TYPES_BESIDE if mixers else LAYER_TYPES
     paths = [name.split(".") for name, module in model.named_modules() if module in mixers]
     known = {int(part) for path in paths for part in path if part.isdigit()}
-    for key, config in _configs(model.config):
+    for key, config in configs(model.config):
         if OTHER_TOWERS.search(key):
             continue
         for place, kind in enumerate(getattr(config, "layer_types", None) or ()):
@@ -288,18 +291,23 @@ def _check_types(model: PreTrainedModel, mixers: set[nn.Module]) -> None:
                 )
 
 
-def _check_mixers(model: nn.Module, layers: set[nn.Module], mixers: set[nn.Module]) -> None:
+def _check_mixers(found: list[tuple[str, nn.Module]], layers: set[nn.Module], mixers: set[nn.Module]) -> None:
     """See [Note: others that mix tokens]."""
     known = layers | mixers
     inside = {inner for layer in layers for inner in layer.modules()}
     inside |= {inner for mixer in mixers for inner in mixer.modules() if isinstance(inner, MIXERS)}  # never called
-    for name, module in model.named_modules():
+    for name, module in found:
         if module in inside or not _is_innermost(module) or NO_MIXERS.search(type(module).__name__):
             continue
         if known.isdisjoint(module.modules()):
             refuse(
                 name or "the model", module, "a way of its own to mix tokens (it does not ask the AttentionInterface)"
             )
+
+
+def is_mixing(module: nn.Module) -> bool:
+    """Whether a module asks for attention, or mixes tokens by its class."""
+    return bool(calls_of(module)) or (_is_innermost(module) and not NO_MIXERS.search(type(module).__name__))
 
 
 def _is_innermost(module: nn.Module) -> bool:

@@ -4,8 +4,9 @@ A model's own would be the mean over a rank's tokens, with labels shifted within
 model: they are shifted while they are whole (batches.py), and the loss is computed from the logits. That is the loss of
 the model only if it is cross entropy, token by token; its kind is read from the model:
 
-    next    causal models: a token's label is the next token
-    own     masked models, classes of tokens, encoder-decoders: a token's label is its own
+    next      causal models: a token's label is the next token
+    unpadded  the same, without labels in padding, whatever they are (audio models)
+    own       masked models, classes of tokens, encoder-decoders: a token's label is its own
 
 and everything else (a class of the whole text, the balance of experts) is refused when labels come.
 
@@ -32,7 +33,7 @@ from attnspan.transports.group import Group, transport_of
 if TYPE_CHECKING:
     from attnspan.parallel import ContextParallel
 
-LabelKind = Literal["next", "own"]
+LabelKind = Literal["next", "unpadded", "own"]
 Count = int | Tensor | None
 """The items of a batch, as Trainer counts them."""
 
@@ -58,6 +59,8 @@ def label_kind(model: nn.Module) -> LabelKind | None:
         return None
     if "self.loss_function(" in source:
         return BY_FUNCTION.get(model.loss_function)
+    if "shift_attention_mask" in source:
+        return "unpadded"
     heads = ("ForMaskedLM", "ForTokenClassification", "ForConditionalGeneration")
     if PLAIN.search(source) and any(head in type(model).__name__ for head in heads):
         return "own"

@@ -1,14 +1,14 @@
-"""The masks that a transformers model asks for, reduced to data: the direction and the window.
+"""The masks that a transformers model asks for, reduced to data: direction, window, and groups of tokens.
 
 A model asks for a mask once per forward pass and kind of layer, by the name of the implementation, and passes it to its
-layers. Ours is no tensor but a `Pattern`; documents and padding are in the session already (batches.py). A layer
-compares the pattern that it gets with the one that it was enabled for (attention.py), so a model that asks for anything
-else is noticed.
+layers. Ours is no tensor but a `Pattern`; documents and padding are in the session already (batches.py), and so are
+groups, which differ from batch to batch (towers.py). A layer compares the pattern that it gets with that of its
+attention in the pass (attention.py), so a model that asks for anything else is noticed.
 
 [Note: functions of masks] transformers describes a mask by a function of indices. The function is recognised by its
-code: those below are made by public functions of `transformers.masking_utils`, and hold their sizes. Every other, such
-as one that lets tokens of an image see each other, is refused. Compiled code cannot look inside functions; there the
-arguments of the request decide (`local_size`, and whether a mask may be skipped).
+code: those below are made by public functions of `transformers.masking_utils`, and hold their sizes. Every other is
+refused. Compiled code cannot look inside functions; there the arguments of the request decide (`local_size`, and
+whether a mask may be skipped).
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ import torch
 from transformers.masking_utils import (
     and_masks,
     bidirectional_mask_function,
+    blockwise_overlay,
     causal_mask_function,
+    or_masks,
     packed_sequence_mask_function,
     sliding_window_bidirectional_overlay,
     sliding_window_overlay,
@@ -29,7 +31,7 @@ from transformers.masking_utils import (
 from attnspan.assumptions import Assumption
 from attnspan.errors import ModelError
 from attnspan.integrations.huggingface.layers import AttentionLayer
-from attnspan.masks import Causal, Full, Mask, SlidingWindow
+from attnspan.masks import Causal, Full, Mask, SlidingWindow, TokenGroups
 
 MaskFunction = Callable[..., Any]
 """Of (batch, head, query, key): whether the pair is allowed. transformers' own, so its type is not known."""
@@ -40,7 +42,9 @@ class _NoTensor(ModelError, AttributeError):
 
 
 class Pattern(NamedTuple):
-    """The mask of a layer by itself; `window` as in `AttentionLayer`.
+    """The mask of a layer; `window` as in `AttentionLayer`.
+
+    Tokens of one of the `groups`, as those of an image, see each other too, within the window if it is `over_groups`.
 
     >>> Pattern(causal=True, window=3).mask
     SlidingWindow(2)
@@ -48,6 +52,8 @@ class Pattern(NamedTuple):
 
     causal: bool
     window: int | None
+    groups: TokenGroups | None = None
+    over_groups: bool = False
 
     @staticmethod
     def of(layer: AttentionLayer) -> Pattern:
@@ -55,8 +61,17 @@ class Pattern(NamedTuple):
         return Pattern(layer.causal, layer.window)
 
     @property
+    def layer(self) -> Pattern:
+        """What a layer has by itself, in every batch."""
+        return Pattern(self.causal, self.window)
+
+    @property
     def mask(self) -> Mask:
         """The same as a mask."""
+        if self.groups is not None:
+            if self.over_groups and self.window is not None:
+                return (Causal() | self.groups) & SlidingWindow(self.window - 1, self.groups.length)
+            return self.layer.mask | self.groups
         if self.window is None:
             return Causal() if self.causal else Full()
         return SlidingWindow(self.window - 1, 0 if self.causal else self.window - 1)
@@ -68,7 +83,10 @@ class Pattern(NamedTuple):
         )
 
     def __str__(self) -> str:
-        return ("causal" if self.causal else "both ways") + ("" if self.window is None else f", window {self.window}")
+        words = ["causal" if self.causal else "both ways"]
+        words += [] if self.window is None else [f"window {self.window}"]
+        words += [] if self.groups is None else ["groups that see each other" + ", in the window" * self.over_groups]
+        return ", ".join(words)
 
 
 class ConvertedPattern(Pattern):
@@ -120,21 +138,47 @@ def _read(function: MaskFunction) -> Pattern:
 
 
 def _pattern(function: MaskFunction) -> Pattern:
-    causal, window = False, None
+    causal, both_ways, window, with_groups = False, False, None, None
     for part in _parts(function):
-        code = part.__code__
+        code = getattr(part, "__code__", None)
         if part is causal_mask_function:
             causal = True
         elif code is _WINDOW:
             window = _held(part, "sliding_window")
         elif code is _WINDOW_BOTH:
-            window = _held(part, "sliding_window") + 1
+            both_ways, window = True, _held(part, "sliding_window") + 1
+        elif code is _OR and with_groups is None:
+            with_groups = _with_groups(part)
         elif part is not bidirectional_mask_function and code is not _PACKED:  # what jumps in position_ids is a shard
-            raise ModelError(
-                f"the model asks for a mask by {getattr(part, '__qualname__', part)}, which is not served; those that "
-                "are: causal or both ways, sliding windows, documents by position_ids, padding"
-            )
-    return Pattern(causal, window)
+            raise _unknown(part)
+    if with_groups is None:
+        return Pattern(causal, window)
+    if causal or both_ways or (window is not None and with_groups.window is not None):
+        raise _unknown(function)
+    return (
+        with_groups
+        if window is None
+        else with_groups._replace(window=window, over_groups=with_groups.groups is not None)
+    )
+
+
+def _with_groups(function: MaskFunction) -> Pattern:
+    """A union: of a causal pattern, and of one group of tokens each."""
+    parts = _held(function, "mask_functions")
+    blocks = [part for part in parts if getattr(part, "__code__", None) is _BLOCKS]
+    others = [part for part in parts if part not in blocks]
+    if len(blocks) != 1 or len(others) != 1 or not (found := _pattern(others[0])).causal or found.groups is not None:
+        raise _unknown(next((part for part in others if part is not causal_mask_function), function))
+    groups = TokenGroups.from_ids(_held(blocks[0], "block_sequence_ids"))
+    return found._replace(groups=groups if any(groups.runs) else None)  # a batch of text has none
+
+
+def _unknown(function: MaskFunction) -> ModelError:
+    return ModelError(
+        f"the model asks for a mask by {getattr(function, '__qualname__', function)}, which is not served; those that "
+        "are: causal or both ways, sliding windows, groups of tokens that see each other beside those that are causal, "
+        "documents by position_ids, padding"
+    )
 
 
 def _parts(function: MaskFunction) -> Iterator[Any]:
@@ -152,6 +196,8 @@ def _held(function: Any, name: str) -> Any:
 
 
 _AND = and_masks().__code__
+_OR = or_masks().__code__
+_BLOCKS = blockwise_overlay(torch.zeros(1, 1, device="cpu")).__code__
 _WINDOW = sliding_window_overlay(1).__code__
 _WINDOW_BOTH = sliding_window_bidirectional_overlay(1).__code__
 _PACKED = packed_sequence_mask_function(torch.zeros(1, 1, device="cpu")).__code__
@@ -167,9 +213,26 @@ def _means() -> bool:
         (bidirectional_mask_function, Pattern(False, None), k == k),
         (sliding_window_bidirectional_overlay(3), Pattern(False, 4), (q - k).abs() <= 3),
     ]
+    ids = torch.tensor([[0, -1, 1, 1, 1, 0, -1, 0]], device="cpu")
+    blocks, same = blockwise_overlay(ids), (ids == ids.T) & (ids >= 0)
+    near, groups = sliding_window_overlay(3), TokenGroups.from_ids(ids)
+    both = or_masks(causal_mask_function, blocks)
+    cases += [
+        (both, Pattern(True, None, groups), (k <= q) | same),
+        (and_masks(both, near), Pattern(True, 3, groups, True), ((k <= q) | same) & (k > q - 3)),
+        (
+            or_masks(and_masks(near, causal_mask_function), blocks),
+            Pattern(True, 3, groups),
+            (k <= q) & (k > q - 3) | same,
+        ),
+    ]
     for made, pattern, allowed in cases:
         found = torch.as_tensor(made(0, 0, q, k), device="cpu").expand(8, 8)
-        if _pattern(made) != pattern or not torch.equal(found, allowed):
+        if (
+            _pattern(made) != pattern
+            or not torch.equal(found, allowed)
+            or not torch.equal(pattern.mask.dense(8), found)
+        ):
             return False
     return True
 

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import CellType, CodeType, FunctionType, MethodType, SimpleNamespace
 from typing import Any, NoReturn
@@ -95,9 +95,13 @@ def _refuse_call(mixer: str, kind: str, *args: object, **kwargs: object) -> NoRe
     raise ModelError(f"{mixer} calls its {kind} by itself, on this rank's tokens alone, which is not served")
 
 
-def recurrent_mixers(model: nn.Module) -> list[RecurrentMixer]:
-    """The recurrent mixers of a model, in the order of its modules; refuses one in which something is not known."""
-    return [_mixer(name, module) for name, module in model.named_modules() if is_mixer(module)]
+def recurrent_mixers(model: nn.Module, beside: Collection[nn.Module] = ()) -> list[RecurrentMixer]:
+    """The recurrent mixers of a model, in the order of its modules; refuses one in which something is not known.
+
+    Modules `beside` its decoder are left out.
+    """
+    found = [(name, module) for name, module in model.named_modules() if module not in beside]
+    return [_mixer(name, module) for name, module in found if is_mixer(module)]
 
 
 def is_mixer(module: nn.Module) -> bool:

@@ -22,7 +22,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from attnspan.errors import ModelError
 from attnspan.integrations.huggingface.attention import check_arguments
 from attnspan.integrations.huggingface.layers import AttentionLayer
-from attnspan.integrations.huggingface.masking import requested_pattern
+from attnspan.integrations.huggingface.masking import Pattern, requested_pattern
 from attnspan.integrations.huggingface.own_attention import ASKED
 from attnspan.integrations.huggingface.serving import called_while_served, probed_once
 
@@ -51,7 +51,7 @@ def probe_attention(
     if layer.window is None and window is not None:
         probe.layers[module] = layer = replace(layer, window=window)
         arguments["sliding_window"] = window
-    check_arguments(layer, attention_mask, arguments | {"s_aux": arguments.get("s_aux") is not None})
+    check_arguments(layer, attention_mask, arguments | {"s_aux": arguments.get("s_aux") is not None}, Pattern.of(layer))
     probe.calls[module] += 1
     batch, heads, length, _ = query.shape
     return value.new_zeros(batch, length, heads, value.shape[-1]), None

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
+import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,9 +15,17 @@ from transformers import PreTrainedModel
 
 from attnspan.attention.score import ScoreFunction
 from attnspan.engine.fingerprint import ModelFingerprint
-from attnspan.engine.model import LayerSpec, ModelInfo, PackedBatch, StepAttention
-from attnspan.errors import EngineError
+from attnspan.engine.model import EmbeddedPrompt, LayerSpec, ModelInfo, PackedBatch, StepAttention
+from attnspan.errors import EngineError, ModelError
 from attnspan.integrations.huggingface.adapters import adapters_in_use
+from attnspan.integrations.huggingface.embedding import (
+    Merging,
+    before_decoder,
+    call_with_merging,
+    captured,
+    embedded,
+    one_prompt,
+)
 from attnspan.integrations.huggingface.generation_config import defaults_of
 from attnspan.integrations.huggingface.latents import LatentSource, latent_source
 from attnspan.integrations.huggingface.layers import AttentionLayer
@@ -28,6 +39,7 @@ from attnspan.integrations.huggingface.serving import (
     served_layers,
     wants_latents,
 )
+from attnspan.integrations.huggingface.towers import decoder_of
 
 
 class TransformersModel:
@@ -37,11 +49,14 @@ class TransformersModel:
         layers = served_layers(model)
         device = device_of(model)
         self.model = model
+        self._decoder = decoder_of(model)
+        _check_takes_tokens(model)
         self._described = [str(layer) for layer in layers]
         self._latents = _latents_of(layers) if latents else {}
         self._score_mods = self._mods(layers)
         serve_latents(model, self._latents.values())
-        specs = self._specs(layers)
+        self._layers = self._probed(layers)
+        specs = self._spec_of(self._layers)
         self._weights = _first_weights(model)
         weight = model.get_input_embeddings().weight
         assert isinstance(weight, Tensor), "embeddings have one row for each token"
@@ -55,6 +70,11 @@ class TransformersModel:
             defaults=defaults_of(getattr(model, "generation_config", None), stacklevel + 1),
         )
         self._beside = {"attention_mask": NO_MASK} if model.config.model_type == "mpt" else {}
+        self._decoder_names = list(inspect.signature(type(self._decoder).forward).parameters)[1:]
+        if self._decoder is not model:
+            hook = self._decoder.register_forward_pre_hook(before_decoder, with_kwargs=True)
+            weakref.finalize(self, hook.remove)
+            self._check_positions()
 
     def info(self) -> ModelInfo:
         """As when the engine was made, except for layers that have changed."""
@@ -63,9 +83,9 @@ class TransformersModel:
             return self._info
         return replace(self._info, layers=self._spec_of(layers))
 
-    def _specs(self, layers: list[AttentionLayer]) -> tuple[LayerSpec, ...]:
-        """The layers as an engine needs them, with what a probe of the model finds."""
-        return self._spec_of(probe_model(self.model, layers))
+    def _probed(self, layers: list[AttentionLayer]) -> list[AttentionLayer]:
+        """The layers, with what a probe of the model finds."""
+        return probe_model(self.model, layers)
 
     def _spec_of(self, layers: Iterable[AttentionLayer]) -> tuple[LayerSpec, ...]:
         """The layers as an engine needs them; those that hand over latents have one key head."""
@@ -88,19 +108,51 @@ class TransformersModel:
 
     def step(self, batch: PackedBatch, attention: StepAttention) -> Tensor:
         """Call the model on one packed row; it is served for as long as that takes."""
+        call = partial(self._logits, batch)
+        if self._decoder is not self.model:
+            call = partial(call_with_merging, Merging(self._decoder_names, batch), call)
         with served(self.model, self):
-            return call_with_attention(attention, self._latents, partial(self._logits, batch))
+            return call_with_attention(attention, self._latents, call)
 
     def _logits(self, batch: PackedBatch) -> Tensor:
+        # Without an attention_mask, transformers would take the packed samples of a model with towers for documents.
+        mask = {} if self._decoder is self.model else {"attention_mask": torch.ones_like(batch.tokens).unsqueeze(0)}
         out = self.model(
             input_ids=batch.tokens.unsqueeze(0),
             position_ids=batch.positions.unsqueeze(0),
             **self._beside,
             use_cache=False,
             logits_to_keep=0 if batch.keep is None else batch.keep,
+            **mask,
         )
         logits: Tensor = out.logits[0]
         return logits
+
+    def embed(self, inputs: Mapping[str, Any]) -> EmbeddedPrompt:
+        """Run towers on a prompt, and all else that comes before the decoder."""
+        if self._decoder is self.model:
+            raise EngineError(
+                f"prompt must be a text or tokens, got {type(inputs).__name__}: {type(self.model).__name__} takes "
+                'tokens alone; of what a tokenizer returns, give its "input_ids"'
+            )
+        given = one_prompt(inputs, self._info.device)
+        plain = {name: given[name] for name in ("input_ids", "use_cache")}
+        tokens: list[int] = given["input_ids"][0].tolist()
+        return embedded(tokens, self._captured(given), self._captured(plain), self._layers)
+
+    def _captured(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        with served(self.model, object()):
+            return captured(self.model, self._decoder, self._decoder_names, given)
+
+    def _check_positions(self) -> None:
+        """ModelError for a model that does not count the tokens of a text from 0."""
+        tokens = torch.zeros(1, 3, dtype=torch.int64, device=self._info.device)
+        found = self._captured({"input_ids": tokens, "use_cache": False}).get("position_ids")
+        if found is not None and not bool((found == torch.arange(3, device=found.device)).all()):
+            raise ModelError(
+                f"{type(self.model).__name__} gives the tokens of a text positions {found.tolist()}, and an engine "
+                "serves models that count from 0"
+            )
 
     def fingerprint(self) -> ModelFingerprint:
         """Of all its modules; peft adapters are part of what ranks compare."""
@@ -113,6 +165,16 @@ class TransformersModel:
         found = next((each.dtype for each in self._weights.values() if each is not None), dtype)
         if found != dtype:
             raise EngineError(f"model is {found}, and its pages are {dtype}; make a new engine")
+
+
+def _check_takes_tokens(model: nn.Module) -> None:
+    """ModelError for a model that cannot be called with tokens alone."""
+    named = inspect.signature(type(model).forward).parameters.values()
+    needed = [each.name for each in named if each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD]
+    if set(needed) - {"self", "input_ids"}:
+        raise ModelError(
+            f"{type(model).__name__} must be given {', '.join(needed[1:])} in every call, and an engine feeds tokens"
+        )
 
 
 def _first_weights(model: nn.Module) -> dict[str, nn.Parameter | None]:

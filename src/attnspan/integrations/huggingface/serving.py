@@ -24,18 +24,29 @@ from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 
 from attnspan.engine.model import StepAttention
 from attnspan.errors import EngineError, ModelError
 from attnspan.integrations.huggingface.adapters import check_adapters
 from attnspan.integrations.huggingface.attention import configs_of, is_bound
 from attnspan.integrations.huggingface.checking import check_positions
+from attnspan.integrations.huggingface.embedding import capturing
 from attnspan.integrations.huggingface.latents import METHOD, LatentSource, latents_in
-from attnspan.integrations.huggingface.layers import AttentionLayer, attention_layers, decoder_layers
+from attnspan.integrations.huggingface.layers import (
+    AttentionLayer,
+    attention_layers,
+    check_is_model,
+    decoder_layers,
+)
+from attnspan.integrations.huggingface.masking import Pattern, requested_pattern
 from attnspan.integrations.huggingface.own_attention import ASKED, dispatch_forward
+from attnspan.integrations.huggingface.towers import beside, decoder_of
 
 NAME = "attnspan_paged"
+
+NAME_MERGING = "attnspan_paged_merging"
+"""The same of a model with towers, whose masks are asked for too; its towers keep their own attention."""
 
 _ENTRY = "_attn_implementation_internal"
 
@@ -112,9 +123,11 @@ def served_layers(model: PreTrainedModel) -> list[AttentionLayer]:
     """The attention layers of a model, by their index; ModelError for what cannot be generated with."""
     if isinstance(model, nn.Module) and is_bound(model):
         raise ModelError("model is enabled for training over ranks; call disable() of its handle before it is served")
-    layers = attention_layers(model)
+    check_is_model(model)
+    outside = beside(model, decoder_of(model))
+    layers = attention_layers(model, beside=outside)
     check_adapters(model)
-    check_positions(model)
+    check_positions(found for found in model.named_modules() if found[1] not in outside)
     _check_compiled(model, layers)
     if model.config.is_encoder_decoder:
         encoder = set(model.get_encoder().modules())
@@ -125,7 +138,14 @@ def served_layers(model: PreTrainedModel) -> list[AttentionLayer]:
     if not callable(getattr(model, "set_attn_implementation", None)) or model.get_output_embeddings() is None:
         raise ModelError(f"model must have a head for the next token, got {type(model).__name__}")
     AttentionInterface.register(NAME, paged_attention)
+    AttentionInterface.register(NAME_MERGING, paged_attention)
+    AttentionMaskInterface.register(NAME_MERGING, pattern_of_prompt)
     return layers
+
+
+def pattern_of_prompt(*sizes: int, **asked: Any) -> Pattern | None:
+    """The mask function: the pattern of a prompt that is embedded; in a step, where all is known, none."""
+    return requested_pattern(*sizes, **asked) if capturing() else None
 
 
 def _check_compiled(model: nn.Module, layers: list[AttentionLayer]) -> None:
@@ -150,8 +170,10 @@ class _Serving:
     """The engines that serve a model, the names that its configs had before, and what probing it found."""
 
     def __init__(self, model: PreTrainedModel) -> None:
+        decoder = decoder_of(model)
         self.config = model.config  # if it has another, all are looked for again
-        self.configs = configs_of(model)  # one, for nearly every model
+        self.configs = configs_of(decoder)  # one, for nearly every model
+        self.name = NAME if decoder is model else NAME_MERGING
         self.plain = {id(config) for config in self.configs if _is_plain(config)}
         self.names: list[str] | None = None  # None while no engine serves it
         self.owners: set[int] = set()
@@ -232,7 +254,7 @@ def served(model: PreTrainedModel, owner: object = None) -> Iterator[None]:
     """Inside, the model's attention is `paged_attention`, for one owner at least. See [Note: several engines]."""
     serving = _serving(model)
     try:
-        with serving.lock: serving.begin(NAME, id(owner))  # fmt: skip  # noqa: E701
+        with serving.lock: serving.begin(serving.name, id(owner))  # fmt: skip  # noqa: E701
         yield
     finally:
         with serving.lock: serving.end(id(owner))  # fmt: skip  # noqa: E701

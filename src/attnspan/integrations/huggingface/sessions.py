@@ -40,8 +40,9 @@ class SessionFactory:
         self.transport = cp.transport if isinstance(cp, ContextParallel) else transport_of(cp)
         self._first: ContextParallel | None = None
 
-    def session(self, sequence: SequenceInputs) -> ContextParallel:
-        masks = {str(pattern): self._mask(pattern, sequence) for pattern in self.patterns}
+    def session(self, sequence: SequenceInputs, given: Mapping[Pattern, Pattern]) -> ContextParallel:
+        """The session of a sequence; `given` are the patterns of its batch where they are more than the layers'."""
+        masks = {str(pattern): self._mask(given.get(pattern, pattern), sequence) for pattern in self.patterns}
         mask = masks if len(masks) > 1 else next(iter(masks.values()))
         if self._first is None:
             self._first = self._made(sequence.seq_len, mask)

@@ -31,8 +31,10 @@ SUMMING = {"cumsum", "cumprod", "cummax", "logcumsumexp", "associative_scan", "e
 """Functions that a recurrence may be written with."""
 
 
-def token_mixing(module: nn.Module) -> str | None:
+def token_mixing(module: nn.Module, after: str = "") -> str | None:
     """The first expression of a module's forward that reads other tokens than a token's own; None if there is none.
+
+    Only what comes after the last call of ``self.after(...)`` counts, if that is given and called.
 
     >>> class Shifted(nn.Module):
     ...     def forward(self, x):
@@ -43,13 +45,15 @@ def token_mixing(module: nn.Module) -> str | None:
     if type(module).__module__.startswith("torch."):
         return None
     try:
-        return mixing_in(inspect.unwrap(type(module).forward))
+        return mixing_in(inspect.unwrap(type(module).forward), after=after)
     except (OSError, TypeError):
         return None
 
 
 @functools.cache
-def mixing_in(function: Any, moving: frozenset[str] = MOVING, uncalled: frozenset[str] = frozenset()) -> str | None:
+def mixing_in(
+    function: Any, moving: frozenset[str] = MOVING, uncalled: frozenset[str] = frozenset(), after: str = ""
+) -> str | None:
     """The first such expression of a function, of which those called `moving` move tokens; raises without source.
 
     What is passed to functions that are `uncalled` here is not looked at.
@@ -57,7 +61,16 @@ def mixing_in(function: Any, moving: frozenset[str] = MOVING, uncalled: frozense
     source = textwrap.dedent(inspect.getsource(function))
     with PARSING:
         tree = ast.parse(source)
-    return next((ast.unparse(node) for node in _found(tree, moving, uncalled)), None)
+    begin = max((_end_of_call(node, after) for node in ast.walk(tree)), default=0)
+    return next((ast.unparse(node) for node in _found(tree, moving, uncalled) if node.lineno > begin), None)
+
+
+def _end_of_call(node: ast.AST, name: str) -> int:
+    """The last line of a call of a module of `self` by a name; 0 for other code."""
+    match node:
+        case ast.Call(func=ast.Attribute(value=ast.Name(id="self"), attr=attribute)) if attribute == name:
+            return node.end_lineno or 0
+    return 0
 
 
 def _found(tree: ast.AST, moving: frozenset[str], uncalled: frozenset[str]) -> Iterator[ast.expr]:

@@ -1,0 +1,294 @@
+"""Prompts with images or sounds: computed as far as the decoder once, and fed to it in steps like any other tokens.
+
+A processor's output for one prompt is given to the model as it is, and the call ends where the decoder is called, with
+what it is called with (`captured`): merged embeddings, positions, features per token. Steps then call the model on
+tokens as always, and a hook before the decoder puts the rows of such prompts in (`Merging`)::
+
+    model(input_ids=tokens)             embeds tokens, knows of no image
+        decoder(inputs_embeds, ...)     rows of prompts replaced: embeddings, positions, DeepStack features
+
+Rotary positions of more than one dim go on behind a prompt as transformers lets them: from the largest of it.
+
+[Note: keys of a prompt] The prefix cache must not take one image for another. A token that the decoder sees as it sees
+plain text is its own key. Any other's is a digest of all that the decoder is given for it: the bits of its embedding,
+position and features; where tokens of an image see each other, of all of that image. So prompts share pages as far as
+the decoder computes the same, and no further.
+
+Shapes: S tokens of a prompt, T of a step, N tokens of images, P dims of positions, D width.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar, copy_context
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+
+from attnspan.engine.model import EmbeddedPrompt, PackedBatch, PromptRows
+from attnspan.errors import EngineError
+from attnspan.integrations.huggingface.layers import AttentionLayer
+from attnspan.integrations.huggingface.masking import Pattern
+from attnspan.integrations.huggingface.towers import FEATURES
+from attnspan.masks import TokenGroups
+
+T = TypeVar("T")
+
+KNOWN = frozenset({"inputs_embeds", "position_ids", "attention_mask", *FEATURES, *FEATURES.values()})
+"""Tensors for a decoder that are put into steps."""
+
+BEYOND = 1 << 63
+"""No token has this bit; every digest does."""
+
+
+class _Captured(Exception):
+    """Ends a call where the decoder begins."""
+
+    def __init__(self, given: dict[str, Any]) -> None:
+        super().__init__("the decoder was called")
+        self.given = given
+
+
+@dataclass(frozen=True, eq=False)
+class PromptContent:
+    """What a decoder is given for a prompt. `positions` go on at `next` in their dims, if they are not plain."""
+
+    embeds: Tensor  # (S, D)
+    positions: Tensor | None  # (P, S)
+    next: Tensor | None  # (P, 1)
+    features: Mapping[str, Any] = field(default_factory=dict)  # of (N, ...), by their names
+    masks: Mapping[str, Tensor] = field(default_factory=dict)  # (S,) or (S, D): which tokens have one
+
+
+@dataclass(frozen=True)
+class Merging:
+    """What the decoder hook does in the call under way: end it, or put rows into a step."""
+
+    names: list[str]  # of the decoder's arguments
+    batch: PackedBatch | None = None
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
+        given = dict(zip(self.names, args, strict=False)) | kwargs
+        if self.batch is None:
+            raise _Captured(given)
+        return (), merged(given, self.batch)
+
+
+_MERGING: ContextVar[Merging | None] = ContextVar("what is put into the call of a decoder", default=None)
+
+
+def before_decoder(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The hook: nothing, unless an engine is calling the model."""
+    merging = _MERGING.get()
+    return None if merging is None else merging(args, kwargs)
+
+
+def call_with_merging(merging: Merging, call: Callable[[], T]) -> T:
+    """Call a model whose decoder is given what this says."""
+    context = copy_context()
+    context.run(_MERGING.set, merging)
+    return context.run(call)
+
+
+def capturing() -> bool:
+    """Whether the call under way ends at the decoder; masks are then told, as they are in no step."""
+    merging = _MERGING.get()
+    return merging is not None and merging.batch is None
+
+
+def captured(model: nn.Module, decoder: nn.Module, names: list[str], given: Mapping[str, Any]) -> dict[str, Any]:
+    """What a decoder is called with when its model is called; the model is as before."""
+    with _unwritten(model, decoder), torch.no_grad():
+        try:
+            call_with_merging(Merging(names), lambda: model(**given))
+        except _Captured as call:
+            return {name: value for name, value in call.given.items() if value is not None}
+    raise EngineError(f"{type(model).__name__} did not call its decoder, {type(decoder).__name__}")
+
+
+@contextmanager
+def _unwritten(model: nn.Module, decoder: nn.Module) -> Iterator[None]:
+    """Undo what modules around a decoder write on themselves, such as the positions of the latest prompt."""
+    around = [module for module in model.modules() if decoder in set(module.modules()) and module is not decoder]
+    before = [dict(vars(module)) for module in around]
+    try:
+        yield
+    finally:
+        for module, held in zip(around, before, strict=True):
+            if any(vars(module).get(name) is not value for name, value in held.items()):
+                vars(module).update(held)
+
+
+# ---- a prompt --------------------------------------------------------------------------------------------------------
+
+
+def one_prompt(inputs: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """What a processor returned for one prompt, on the device of a model; EngineError for anything else."""
+    ids = inputs.get("input_ids")
+    ids = torch.as_tensor(ids, device=device) if ids is not None else torch.empty(0, device=device)
+    ids = ids.unsqueeze(0) if ids.dim() == 1 else ids
+    if ids.dim() != 2 or len(ids) != 1 or ids.is_floating_point() or not ids.numel():
+        raise EngineError(
+            f"prompt must have input_ids of (S,) or (1, S), one prompt's tokens, got shape {tuple(ids.shape)}; add "
+            "prompts one by one"
+        )
+    mask = inputs.get("attention_mask")
+    if mask is not None and not bool(torch.as_tensor(mask, device=device).bool().all()):
+        raise EngineError("prompt must have no padding, got an attention_mask with zeros; process prompts one by one")
+    refused = {"labels", "past_key_values", "inputs_embeds", "position_ids", "use_cache"} & inputs.keys()
+    if refused:
+        raise EngineError(f"prompt must be what a processor returns, got {min(refused)} too")
+    given = {name: value for name, value in inputs.items() if name != "attention_mask"}
+    moved: dict[str, Any] = tree_map_only(Tensor, lambda each: each.to(device), given)
+    return moved | {"input_ids": ids, "use_cache": False}
+
+
+def embedded(
+    tokens: list[int], found: Mapping[str, Any], plain: Mapping[str, Any], layers: Sequence[AttentionLayer]
+) -> EmbeddedPrompt:
+    """A prompt, by what the decoder is called with, and would be called with for its tokens alone."""
+    length = len(tokens)
+    _check(found, plain)
+    embeds = found["inputs_embeds"][0]
+    positions, following = _positions(found.get("position_ids"), length)
+    special = (embeds != plain["inputs_embeds"][0]).any(-1)
+    if positions is not None:
+        special |= (positions != torch.arange(length, device=positions.device)).any(0).to(special.device)
+    masks = {where: found[where][0] for where in FEATURES.values() if where in found}
+    features = {name: found.get(name) for name, where in FEATURES.items() if where in masks}
+    for mask in masks.values():
+        special |= _of_tokens(mask).to(special.device)
+    groups, grouped = _groups(found.get("attention_mask"), layers)
+    if not special.any() and groups is None:
+        return EmbeddedPrompt(tokens, array("Q", tokens), None)
+    content = PromptContent(embeds, positions, following, features, masks)
+    keys = array("Q", tokens)
+    for row in special.nonzero().flatten().tolist():
+        keys[row] = _digest(tokens[row], content, row)
+    members: dict[int, list[int]] = {}
+    for start, stop, group in () if groups is None else groups.runs[0]:
+        members.setdefault(group, []).extend(range(start, stop))
+    for rows in members.values():  # what is computed for one of a group depends on all of it
+        whole = _hash(repr([keys[row] for row in rows]).encode())
+        for row in rows:
+            keys[row] = _hash(repr((keys[row], whole)).encode())
+    return EmbeddedPrompt(tokens, keys, content, groups, grouped)
+
+
+def _check(found: Mapping[str, Any], plain: Mapping[str, Any]) -> None:
+    """EngineError for what a decoder is given that cannot be put into steps."""
+    for name, value in found.items():
+        tensors, by_text = _tensors(value), _tensors(plain.get(name))
+        same = len(tensors) == len(by_text) and all(map(torch.equal, tensors, by_text))
+        if name not in KNOWN and not same:
+            raise EngineError(
+                f"the decoder is given {name} of shape {tuple(tensors[0].shape)} beside the tokens of this prompt, "
+                "which is not served in generation"
+            )
+
+
+def _groups(mask: object, layers: Sequence[AttentionLayer]) -> tuple[TokenGroups | None, frozenset[int]]:
+    """The groups of a prompt by the masks that its model asks for, and the layers that have them."""
+    found: dict[Pattern, TokenGroups] = {}
+    for each in mask.values() if isinstance(mask, Mapping) else [mask]:
+        if isinstance(each, Tensor) and each.dim() == 2:  # a prompt without padding
+            continue
+        beyond = isinstance(each, Pattern) and each.window is not None and each.groups is not None
+        if isinstance(each, Tensor) or (isinstance(each, Pattern) and (not each.causal or beyond > each.over_groups)):
+            shown = f"a tensor of shape {tuple(each.shape)}" if isinstance(each, Tensor) else each
+            raise EngineError(f"the tokens of this prompt see each other by a mask that is not served: {shown}")
+        if isinstance(each, Pattern) and each.groups is not None:
+            found[each.layer] = each.groups
+    if len(set(found.values())) > 1:
+        raise EngineError("the tokens of this prompt see each other in different groups by layer, which is not served")
+    grouped = frozenset(place for place, layer in enumerate(layers) if Pattern.of(layer) in found)
+    return next(iter(found.values()), None), grouped
+
+
+def _tensors(value: object) -> list[Tensor]:
+    return [each for each in tree_leaves(value) if isinstance(each, Tensor)]
+
+
+def _positions(ids: Tensor | None, length: int) -> tuple[Tensor | None, Tensor | None]:
+    """Positions (P, S), and (P, 1) where they go on; None where they are those of plain text."""
+    if ids is None:
+        return None, None
+    found = ids.reshape(-1, length) if ids.dim() == 3 else ids[:1]
+    text, rotary = (found[:1], found[1:]) if len(found) == 4 else (found[:0], found)
+    last = torch.cat([text.amax(1, keepdim=True), rotary.amax().expand(len(rotary), 1)])
+    plain = torch.arange(length, device=ids.device)
+    if bool((found == plain).all()):
+        return None, None
+    return found, last + 1
+
+
+def _hash(*parts: bytes) -> int:
+    found = hashlib.blake2b(digest_size=8)
+    for part in parts:
+        found.update(part)
+    return int.from_bytes(found.digest(), "little") | BEYOND
+
+
+def _digest(token: int, content: PromptContent, row: int) -> int:
+    """See [Note: keys of a prompt]."""
+    positions = [] if content.positions is None else content.positions[:, row].tolist()
+    rows = [content.embeds[row]]
+    for name, where in FEATURES.items():
+        if where in content.masks and bool(_of_tokens(content.masks[where])[row]):
+            at = int(_of_tokens(content.masks[where])[:row].sum())
+            rows += _tensors(_rows(content.features[name], at, at + 1))
+    octets = (each.contiguous().view(torch.uint8).cpu().numpy().tobytes() for each in rows)
+    return _hash(repr((token, positions)).encode(), *octets)
+
+
+# ---- a step ----------------------------------------------------------------------------------------------------------
+
+
+def merged(given: dict[str, Any], batch: PackedBatch) -> dict[str, Any]:
+    """What a decoder is given in a step, with the rows of prompts put in."""
+    embeds, total = given["inputs_embeds"].clone(), len(batch.tokens)
+    plain = batch.positions.unsqueeze(0)
+    dims = max((len(content.positions) for _, content in _contents(batch) if content.positions is not None), default=0)
+    positions = plain.expand(max(dims, 1), total).clone()
+    masks: dict[str, Tensor] = {}
+    features: dict[str, list[Any]] = {}
+    for rows, content in _contents(batch):
+        length, count = len(content.embeds), rows.stop - rows.start
+        inside = min(count, max(length - rows.first, 0))  # of the prompt; the others were generated
+        here, there = slice(rows.start, rows.start + inside), slice(rows.first, rows.first + inside)
+        embeds[0, here] = content.embeds[there]
+        if content.positions is not None and content.next is not None:
+            beyond = content.next + torch.arange(count - inside, device=plain.device) + max(rows.first - length, 0)
+            positions[:, rows.start : rows.stop] = torch.cat([content.positions[:, there], beyond], dim=1)
+        for name, where in FEATURES.items():
+            if where in content.masks and bool(_of_tokens(content.masks[where][there]).any()):
+                mask = content.masks[where]
+                step = masks.setdefault(where, mask.new_zeros(total, *mask.shape[1:]))
+                step[here] = mask[there]
+                begin, stop = (int(_of_tokens(mask[:end]).sum()) for end in (there.start, there.stop))
+                features.setdefault(name, []).append(_rows(content.features[name], begin, stop))
+    found: dict[str, Any] = {where: mask.unsqueeze(0) for where, mask in masks.items()}
+    found |= {name: tree_map(lambda *parts: torch.cat(parts), *each) for name, each in features.items()}
+    found["position_ids"] = positions.unsqueeze(1) if dims > 1 else positions
+    return given | found | {"inputs_embeds": embeds}
+
+
+def _contents(batch: PackedBatch) -> Iterator[tuple[PromptRows, PromptContent]]:
+    for rows in batch.embedded:
+        assert isinstance(rows.prompt.content, PromptContent), "made here"
+        yield rows, rows.prompt.content
+
+
+def _of_tokens(mask: Tensor) -> Tensor:
+    """(S,) which tokens a mask of (S,) or (S, D) is of."""
+    return mask if mask.dim() == 1 else mask.any(-1)
+
+
+def _rows(features: Any, begin: int, stop: int) -> Any:
+    return tree_map_only(Tensor, lambda each: each[begin:stop], features)
