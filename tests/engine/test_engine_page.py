@@ -10,7 +10,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "engine.md"
 
 def test_the_code_of_the_page_runs_and_its_tokens_are_those_of_model_generate():
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.S)
-    assert len(blocks) == 7
+    assert len(blocks) == 8
     names = {}
     for block in blocks:
         exec(compile(block, str(PAGE), "exec"), names)
@@ -19,6 +19,7 @@ def test_the_code_of_the_page_runs_and_its_tokens_are_those_of_model_generate():
         assert answer.token_ids == greedy(model, prompt, 20)
     assert names["request"].finish_reason == "length"
     assert names["other"].finish_reason == "cancelled"
+    assert names["answer"].token_ids == greedy(names["hybrid"], names["answer"].prompt, 4)
     engine.check()
     plain = model.generate(names["tokens"], max_new_tokens=10, num_beams=4, pad_token_id=0)
     assert plain.equal(names["beams"])

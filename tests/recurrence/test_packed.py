@@ -42,9 +42,7 @@ def test_every_convolution_goes_on_from_the_tokens_before(lengths, width, biased
     tokens, before = drawn(sum(lengths), 3), drawn(len(lengths), left, 3)
     weight, bias = drawn(3, width), drawn(3) if biased else None
     out, after = PackedSequences(lengths, CPU).conv1d(tokens, before, weight, bias)
-    for part, given_before, found, kept in zip(
-        tokens.split(lengths), before, out.split(lengths), after, strict=True
-    ):
+    for part, given_before, found, kept in zip(tokens.split(lengths), before, out.split(lengths), after, strict=True):
         line = torch.cat([given_before, part])
         assert near(found, oracle.conv1d(line.unsqueeze(0), weight, bias, [[len(line)]])[0, left:])
         assert torch.equal(kept, line[len(line) - left :])

@@ -12,7 +12,7 @@
     rank_consensus.py           that all ranks do the same
 
     params.py, config.py  what a request and an engine are asked for (prompts.py, request.py: what is made of prompts)
-    pools.py              where each layer's keys are
+    pools.py              where each layer's keys and states are
     journal.py            a step is a transaction (owner.py: whose turn it is)
     fingerprint.py        what the model computes (progress.py: bars)
 
@@ -22,7 +22,7 @@ Knows no model library. `attnspan.Engine` wraps transformers models (attnspan/ge
 from attnspan.engine.config import EngineConfig
 from attnspan.engine.fingerprint import ModelFingerprint
 from attnspan.engine.llm_engine import LLMEngine
-from attnspan.engine.model import LatentHeads, LayerSpec, ModelInfo, PackedBatch, ServedModel, StepAttention
+from attnspan.engine.model import LatentHeads, LayerSpec, ModelInfo, PackedBatch, ServedModel, StateSpec, StepAttention
 from attnspan.engine.params import SamplingParams
 from attnspan.engine.request import Continuation, Request, Token
 
@@ -38,6 +38,7 @@ __all__ = [
     "Request",
     "SamplingParams",
     "ServedModel",
+    "StateSpec",
     "StepAttention",
     "Token",
 ]

@@ -26,9 +26,12 @@ class EngineConfig:
     prefix_cache: bool = True
     kernel: str = "auto"
     cuda_graphs: bool = False
+    states: int | None = None
+    state_every: int = 16
 
     def __post_init__(self) -> None:
-        for name in ("pages", "page_size", "host_pages", "context_parallel_from", "max_sequences", "max_tokens"):
-            least = 0 if name == "host_pages" else 1
+        names = ("pages", "page_size", "host_pages", "context_parallel_from", "max_sequences", "max_tokens")
+        for name in (*names, "state_every", *(["states"] if self.states is not None else [])):
+            least = {"host_pages": 0, "states": 2}.get(name, 1)  # a sample may have two: see states.py
             object.__setattr__(self, name, integer(name, getattr(self, name), at_least=least, error=EngineError))
         one_of("kernel", self.kernel, ["auto", *KERNELS], error=EngineError)

@@ -7,9 +7,9 @@ there. Each recurrence goes on from the state after the sequence's last token, a
     out, after = packed.run(GatedDelta(query, key, value, decay, beta), before)  # (1, 302, H, V), (3, H, K, V)
     out, after = packed.conv1d(tokens, before, weight, bias)  # (302, C), (3, width - 1, C)
 
-Where every sequence has one token, the law of the rule is applied to it. Otherwise sequences are cut into chunks, all of
-which are computed at once, and their maps are applied one after another (chunked.py). No ranks and no gradients: those
-are in run.py.   Shapes: N sequences, T tokens of all, C channels, H heads, K and V head dims.
+Where every sequence has one token, the law of the rule is applied to it. Otherwise sequences are cut into chunks, all
+of which are computed at once, and their maps are applied one after another (chunked.py). No ranks and no gradients:
+those are in run.py.   Shapes: N sequences, T tokens of all, C channels, H heads, K and V head dims.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class PackedSequences:
                 return self._affine(rule, before)
             assert isinstance(rule, LinearRule), "there is no other kind"
             out, after = (_one_each if max(self.lengths) == 1 else self._in_chunks)(rule, rule.state_in(before))
-            return rule.finished(out), rule.state_out(after)
+            return rule.finished(out).contiguous(), rule.state_out(after)
 
     def _in_chunks(self, rule: LinearRule, before: Tensor) -> tuple[Tensor, Tensor]:
         size = chunk_size(self._plan.stretches.length, rule.sizes["K"])

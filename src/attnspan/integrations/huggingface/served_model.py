@@ -17,13 +17,16 @@ from attnspan.errors import EngineError
 from attnspan.integrations.huggingface.adapters import adapters_in_use
 from attnspan.integrations.huggingface.latents import LatentSource, latent_source
 from attnspan.integrations.huggingface.layers import AttentionLayer
+from attnspan.integrations.huggingface.mixers import may_be_replaced
 from attnspan.integrations.huggingface.probe import probe_model
 from attnspan.integrations.huggingface.serving import (
     WHILE_SERVED,
-    call_with_attention,
+    ServedCall,
+    call_served,
     serve_latents,
     served,
     served_layers,
+    take_mixers,
     wants_latents,
 )
 
@@ -43,48 +46,49 @@ class TransformersModel:
         layers = served_layers(model)
         device = device_of(model)
         self.model = model
-        self._described = [str(layer) for layer in layers]
-        self._latents = _latents_of(layers) if latents else {}
+        self._described, self._numbers, self._arguments = layers.described, layers.numbers, layers.arguments
+        self._latents = _latents_of(layers.attention) if latents else {}
         serve_latents(model, self._latents.values())
-        specs = layer_specs(probe_model(model, layers), self._latents)
+        windows, states = probe_model(model, layers)
+        self._mixers = tuple(mixer for mixer, _ in states)
+        attention = [replace(layer, window=window) for layer, window in zip(layers.attention, windows, strict=True)]
         self._weights = _first_weights(model)
         weight = model.get_input_embeddings().weight
         assert isinstance(weight, Tensor), "embeddings have one row for each token"
         self._info = ModelInfo(
-            specs,
+            layer_specs(attention, self._latents),
             vocabulary=weight.shape[0],
             dtype=next(model.parameters()).dtype,
             device=device,
             end_tokens=end_tokens_of(model),
             max_positions=positions_of(model),
+            states=tuple(spec for _, spec in states),
         )
         warn_of_unused(model, stacklevel + 1)
 
     def info(self) -> ModelInfo:
         """As when the engine was made, except for layers that have changed."""
         layers = served_layers(self.model)
-        if [str(layer) for layer in layers] == self._described:
+        if layers.described == self._described:
+            take_mixers(self.model, layers.mixers)
             return self._info
-        return replace(self._info, layers=layer_specs(layers, self._latents))
+        return replace(self._info, layers=layer_specs(layers.attention, self._latents), states=())
 
     def step(self, batch: PackedBatch, attention: StepAttention) -> Tensor:
         """Call the model on one packed row; it is served for as long as that takes."""
         with served(self.model, self):
-            return call_with_attention(attention, self._latents, partial(self._logits, batch))
+            call = ServedCall(attention, self._numbers, self._mixers, self._latents)
+            return call_served(call, partial(self._logits, batch))
 
     def _logits(self, batch: PackedBatch) -> Tensor:
-        out = self.model(
-            input_ids=batch.tokens.unsqueeze(0),
-            position_ids=batch.positions.unsqueeze(0),
-            use_cache=False,
-            logits_to_keep=0 if batch.keep is None else batch.keep,
-        )
+        row = dict(zip(self._arguments, (batch.tokens.unsqueeze(0), batch.positions.unsqueeze(0)), strict=False))
+        out = self.model(**row, use_cache=False, logits_to_keep=0 if batch.keep is None else batch.keep)
         logits: Tensor = out.logits[0]
         return logits
 
     def fingerprint(self) -> ModelFingerprint:
         """Of all its modules; peft adapters are part of what ranks compare."""
-        return ModelFingerprint(self.model, ignored=WHILE_SERVED, details=adapters_in_use)
+        return ModelFingerprint(self.model, WHILE_SERVED, adapters_in_use, may_be_replaced)
 
     def check_ready(self) -> None:
         """EngineError in training mode, or when the dtype is no longer that of the pages."""
