@@ -28,6 +28,9 @@ class Engine(LLMEngine):
     virtual world) every rank has that many pages, and prompts of `context_parallel_from` tokens or more are computed by
     all ranks together (engine/context_parallel_runner.py). `cuda_graphs` decodes by CUDA graphs
     (engine/cuda_graphs.py). Threads may share an engine of one rank (engine/owner.py).
+
+    Recurrent layers have `states` places for the states of samples, None for 2 x max_sequences; those that are free
+    keep snapshots for the prefix cache, one every `state_every` pages (engine/pools.py).
     """
 
     def __init__(
@@ -46,9 +49,11 @@ class Engine(LLMEngine):
         kernel: str = "auto",
         cuda_graphs: bool = False,
         memory_share: float | None = None,
+        states: int | None = None,
+        state_every: int = 16,
     ) -> None:
         sizes = (pages, page_size, host_pages, max_sequences, max_tokens, context_parallel_from)
-        config = EngineConfig(*sizes, prefix_cache, kernel, cuda_graphs, memory_share)
+        config = EngineConfig(*sizes, prefix_cache, kernel, cuda_graphs, memory_share, states, state_every)
         found = served_model(model, stacklevel=2, latents=not cuda_graphs)  # no kernel attends over them in a graph
         super().__init__(found, config, mesh=mesh, tokenizer=tokenizer)
         self.model = model

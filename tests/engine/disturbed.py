@@ -24,7 +24,8 @@ from attnspan.engine.scheduler import Scheduler
 from attnspan.engine.stats import Meter
 from attnspan.errors import UnknownRequest
 from attnspan.integrations.huggingface import serving
-from attnspan.paged import PageAllocator, PagePool, PrefixCache, StepPlan
+from attnspan.paged import PageAllocator, PagePool, PrefixCache, StatePool, StepPlan
+from attnspan.recurrence import PackedSequences
 from tests.engine.models import greedy, prompts, tiny, tokenizer
 
 PARTS = ("engine", "paged", "integrations/huggingface/serv")  # serving.py, served_model.py
@@ -76,6 +77,7 @@ def said(sample):
 def made(family="Llama", **options):
     """An engine whose pages do not suffice for what comes."""
     tight = {"pages": 12, "page_size": 3, "max_sequences": 4, "max_tokens": 8, "host_pages": 14}
+    tight |= {"states": 6, "state_every": 2}  # of models that have any
     return Engine(speaker(family), tokenizer=tokenizer(), **(tight | options))
 
 
@@ -209,9 +211,11 @@ CALLS = [
     (PrefixCache, "add insert _reclaim _append _touch _left_alone _match _cut _victims"),
     (PagePool, "write attend copy swap_out swap_in put partial _to_host _from_host"),
     (StepPlan, "step _fill"),
+    (StatePool, "step read write copy swap_out swap_in _to_host _from_host"),
+    (PackedSequences, "run conv1d"),
     (KVCacheManager, "add reserve fork cache_prefix release_windows trim free swap_out swap_in"),
     (Scheduler, "add remove fork step mark_computed _cache_prefix _drop_pages _preempt _admit"),
-    (ModelRunner, "prepare run _logits"),
+    (ModelRunner, "prepare run _logits keep_states"),
     (sampler, "draw_tokens probabilities uniform choose_tokens"),
     (TokenCounts, "of _fill discard"),
     (NGrams, "bans"),

@@ -42,19 +42,40 @@ FAMILIES = {
 }
 CONFIGS = {"Gemma3": "Gemma3TextConfig"}
 
+HYBRIDS = {
+    "Qwen3Next": {
+        "num_hidden_layers": 3,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 4,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_conv_kernel_dim": 4,
+        "moe_intermediate_size": 16,
+        "num_experts_per_tok": 2,
+        "num_experts": 4,
+        "shared_expert_intermediate_size": 16,
+    },
+}
+"""Families with recurrent layers, whose states lie in pages of their own."""
+
 
 @functools.cache
 def tiny(family, **changes):
     """A model of a family, in eval mode. Weights are large, so that tokens differ and ties do not happen."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        config = getattr(transformers, CONFIGS.get(family, f"{family}Config"))(**(SIZES | FAMILIES[family] | changes))
+        config = getattr(transformers, CONFIGS.get(family, f"{family}Config"))(
+            **(SIZES | (FAMILIES | HYBRIDS)[family] | changes)
+        )
         torch.manual_seed(0)
         model = getattr(transformers, f"{family}ForCausalLM")(config)
     model = model.eval().requires_grad_(False)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.dim() > 1 or "sinks" in name:
+            if name.endswith("A_log"):  # a state that forgets half within some tokens
+                parameter.fill_(-1.0)
+            elif parameter.dim() > 1 or "sinks" in name:
                 parameter.normal_(0.0, 0.3, generator=torch.Generator().manual_seed(len(name)))
     model.generation_config.eos_token_id = None
     return model

@@ -417,15 +417,15 @@ def test_an_engine_that_cannot_be_made_is_refused(options, message):
 
 
 def test_models_that_are_not_served_are_refused_by_their_layer():
-    from transformers import BertConfig, BertModel, FalconMambaConfig, FalconMambaForCausalLM
+    from transformers import BertConfig, BertModel, RwkvConfig, RwkvForCausalLM
 
     small = {"hidden_size": 32, "num_hidden_layers": 1, "vocab_size": 64}
     bert = BertModel(BertConfig(**small, num_attention_heads=2, intermediate_size=32)).eval()
     with pytest.raises(ModelError, match=r"encoder.layer.0.attention.self has attention that looks ahead; an engine"):
         engine(bert)
-    mamba = FalconMambaForCausalLM(FalconMambaConfig(**small)).eval()
+    rwkv = RwkvForCausalLM(RwkvConfig(**(small | {"num_hidden_layers": 2}))).eval()
     with pytest.raises(ModelError, match="is not served"):
-        engine(mamba)
+        engine(rwkv)
     for wrong in (torch.nn.Linear(2, 2), "a name"):
         with pytest.raises(ModelError, match="model must be a transformers model"):
             engine(wrong)

@@ -12,7 +12,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "engine.md"
 
 def test_the_code_of_the_page_runs_and_its_tokens_are_those_of_model_generate():
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.S)
-    assert len(blocks) == 11
+    assert len(blocks) == 12
     names = {}
     for block in blocks:
         exec(compile(block, str(PAGE), "exec"), names)
@@ -21,9 +21,10 @@ def test_the_code_of_the_page_runs_and_its_tokens_are_those_of_model_generate():
         assert answer.token_ids == greedy(model, prompt, 20)
     assert names["request"].finish_reason == "length"
     assert names["other"].finish_reason == "cancelled"
+    assert names["answer"].token_ids == greedy(names["hybrid"], names["answer"].prompt, 4)
     engine.check()
     seen = names["sees"].model.generate(**names["inputs"], max_new_tokens=5, do_sample=False, pad_token_id=0)
-    assert names["answer"].token_ids == seen[0, -5:].tolist()
+    assert names["about_image"].token_ids == seen[0, -5:].tolist()
     plain = model.generate(names["tokens"], max_new_tokens=10, num_beams=4, pad_token_id=0)
     assert plain.equal(names["beams"])
     for translation in names["translations"]:

@@ -330,7 +330,7 @@ def test_a_model_whose_layers_are_others_is_refused_until_they_are_back(model):
     layer = model.model.layers[0].self_attn
     scale, layer.scaling = layer.scaling, 2.0
     for again in (lambda: one.generate([prompt]), one.warm_up):
-        with pytest.raises(ModelError, match="the attention layers of model have changed since the engine was made"):
+        with pytest.raises(ModelError, match="the layers of model have changed since the engine was made"):
             again()
     layer.scaling = scale
     assert one.generate([prompt], PARAMS)[0].token_ids == alone(model, prompt)

@@ -1,11 +1,13 @@
 """Any model with the four methods of `ServedModel` is served, and held to what it says of itself."""
 
+import dataclasses
+
 import pytest
 import torch
 from torch import nn
 
-from attnspan import Engine, EngineError, SamplingParams
-from attnspan.engine import LayerSpec, ModelFingerprint, ModelInfo, ServedModel
+from attnspan import Affine, Engine, EngineError, Lightning, SamplingParams
+from attnspan.engine import LayerSpec, ModelFingerprint, ModelInfo, ServedModel, StateSpec
 from attnspan.errors import ModelError
 from attnspan.testing import loopback
 
@@ -121,3 +123,131 @@ def test_what_a_model_says_before_a_step_is_raised():
 def test_what_is_neither_a_served_model_nor_of_transformers_is_refused_with_both_ways_out():
     with pytest.raises(ModelError, match=r"got Linear; .*attnspan\.engine\.ServedModel"):
         Engine(nn.Linear(2, 2), pages=4)
+
+
+# ---- recurrent layers ------------------------------------------------------------------------------------------------
+
+CONVOLUTION, RECURRENCE, OWN = range(3)
+
+
+class Recurrent(Plain):
+    """A window of attention, a convolution, a recurrence, and a function of its own, one after another."""
+
+    windows = (5,)
+
+    def __init__(self):
+        super().__init__()
+        width = HEADS * DIM
+        self.filters = nn.Parameter(torch.randn(width, 3), requires_grad=False)
+        self.mixed = nn.Linear(width, 3 * width).requires_grad_(False)
+
+    def info(self):
+        states = StateSpec.convolution(HEADS * DIM, 3), StateSpec((HEADS, DIM, DIM)), StateSpec((HEADS * DIM,))
+        return dataclasses.replace(super().info(), states=states)
+
+    def forward(self, tokens, positions, attend, conv1d, recurrence):
+        x = self.embed(tokens)
+        query, key, value = self.qkv[0](x).unflatten(-1, (-1, DIM)).split([HEADS, KV_HEADS, KV_HEADS], dim=1)
+        x = x + attend(0, query, key, value).flatten(1)
+        x = x + conv1d(CONVOLUTION, x, self.filters).tanh()
+        query, key, value = self.mixed(x).view(1, len(x), 3, HEADS, DIM).unbind(2)
+        x = x + recurrence(RECURRENCE, Lightning(query, key, value, torch.full((HEADS,), -0.2))).flatten(2)[0]
+        x = x + recurrence(OWN, Affine(running_mean, [x.unsqueeze(0)], (HEADS * DIM,), diagonal=True))[0]
+        return self.head(x)
+
+    def step(self, batch, attention):
+        logits = self(batch.tokens, batch.positions, attention.attend, attention.conv1d, attention.recurrence)
+        return logits if batch.keep is None else logits[batch.keep]
+
+
+def running_mean(x, mean):
+    outs = []
+    for token in x.unbind(1):
+        mean = 0.8 * mean + 0.2 * token
+        outs.append(mean)
+    return torch.stack(outs, 1), mean
+
+
+def recurrent_alone(model, prompt, new=8):
+    """Every token from the whole sequence, with recurrences written out."""
+
+    def attend(layer, query, key, value):
+        key, value = (x.repeat_interleave(HEADS // KV_HEADS, dim=1) for x in (key, value))
+        back = torch.arange(len(query))[:, None] - torch.arange(len(query))
+        scores = torch.einsum("qhd,khd->hqk", query, key) * DIM**-0.5
+        weights = scores.masked_fill((back < 0) | (back >= 5), -torch.inf).softmax(-1)
+        return torch.einsum("hqk,khd->qhd", weights, value)
+
+    def conv1d(state, x, weight):
+        padded = torch.cat([x.new_zeros(2, x.shape[1]), x])
+        return sum(padded[i : i + len(x)] * weight[:, i] for i in range(3))
+
+    def recurrence(state, rule):
+        if state == OWN:
+            return running_mean(rule.inputs[0], torch.zeros(1, HEADS * DIM))[0]
+        query, key, value = (x[0] for x in (rule.query, rule.key, rule.value))
+        back = torch.arange(len(query))[:, None] - torch.arange(len(query))
+        weights = torch.einsum("qhd,khd->hqk", query, key) * DIM**-0.5 * torch.exp(-0.2 * back) * (back >= 0)
+        return torch.einsum("hqk,khd->qhd", weights, value).unsqueeze(0)
+
+    tokens = list(prompt)
+    while len(tokens) < len(prompt) + new and tokens[-1] != 39:
+        row = torch.tensor(tokens)
+        tokens.append(int(model(row, torch.arange(len(row)), attend, conv1d, recurrence)[-1].argmax()))
+    return tokens[len(prompt) :]
+
+
+SMALL = {"pages": 64, "page_size": 4, "max_sequences": 2, "max_tokens": 7, "state_every": 2, "states": 16}
+
+
+def test_a_plain_model_with_recurrent_layers_gives_its_own_tokens_on_one_rank_and_two():
+    model, asked = Recurrent(), prompts()
+    expected = [recurrent_alone(model, prompt) for prompt in asked]
+    one = Engine(model, **SMALL)
+    for _ in range(2):
+        assert [answer.token_ids for answer in one.generate(asked, PARAMS)] == expected
+    assert one.counts.cached == 24 + 8
+    few = Engine(model, **(SMALL | {"pages": 9, "states": 2, "host_pages": 9}))
+    assert [answer.token_ids for answer in few.generate(asked, PARAMS)] == expected
+    assert few.counts.recomputed + few.counts.swapped_out
+
+    def rank(world):
+        spread = Engine(model, mesh=world, context_parallel_from=16, **SMALL)
+        return [answer.token_ids for answer in spread.generate(asked, PARAMS)]
+
+    assert loopback(2).run(rank) == [expected, expected]
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"states": ()}, r"state 0 is used, and the model's info\(\) names 0 of them"),
+        ({"last": StateSpec((3,))}, r"state 2 is used as float32 of shape \(32,\), and info\(\) says .*\(3,\)"),
+        (
+            {"last": StateSpec((32,), torch.float64)},
+            r"state 2 is used as float32 .*, and info\(\) says float64 of shape",
+        ),
+        ({"more": StateSpec((2,))}, "3 of 4 recurrent states were used in a call of the model"),
+    ],
+)
+def test_states_are_used_as_the_model_says(changes, why):
+    class Other(Recurrent):
+        def info(self):
+            states = super().info().states
+            states = changes.get("states", (*states[:2], changes.get("last", states[2])))
+            return dataclasses.replace(super().info(), states=(*states, *filter(None, [changes.get("more")])))
+
+    with pytest.raises(ModelError, match=why):
+        Engine(Other(), **SMALL).generate(prompts(), PARAMS)
+
+
+def test_a_state_that_is_used_twice_is_refused():
+    class Twice(Recurrent):
+        def step(self, batch, attention):
+            attention.conv1d(0, torch.zeros(len(batch.tokens), HEADS * DIM), self.filters)
+            return super().step(batch, attention)
+
+    one = Engine(Twice(), **SMALL)
+    for _ in range(2):
+        with pytest.raises(ModelError, match="state 0 is used twice in one step"):
+            one.generate(prompts(), PARAMS)

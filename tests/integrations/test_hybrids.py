@@ -441,7 +441,7 @@ def test_a_convolution_that_a_mixer_calls_itself_is_refused_in_that_pass(monkeyp
         enable(model, world)
         model(**batch())
 
-    with pytest.raises(ModelError, match=r"^model\.layers\.2\.linear_attn calls its Conv1d by itself, on this rank's"):
+    with pytest.raises(ModelError, match=r"^model\.layers\.2\.linear_attn calls its Conv1d by itself, on the tokens"):
         loopback(2).run(rank)
 
 

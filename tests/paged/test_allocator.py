@@ -89,10 +89,20 @@ class Operations:
 
     def trim(self, seq, length):
         self.done += 1
-        if seq in self.out or not self.released[seq] <= length <= len(self.tokens[seq]):
+        if seq in self.out or not (length == 0 or self.released[seq] <= length <= len(self.tokens[seq])):
             return self.refused(lambda: self.allocator.trim(seq, length))
         self.allocator.trim(seq, length)
         del self.tokens[seq][length:]
+        self.released[seq] = min(self.released[seq], length)
+        return None
+
+    def skip(self, seq, pages):
+        self.done += 1
+        length = pages * self.size
+        if seq in self.out or self.tokens[seq]:
+            return self.refused(lambda: self.allocator.skip(seq, length))
+        self.allocator.skip(seq, length)
+        self.tokens[seq], self.released[seq] = [0] * length, length
         return None
 
     def release(self, seq, window):
@@ -243,7 +253,7 @@ def random_run(operations, seed, check_every):
         ops = Operations(rng.randint(1, 24), rng.choice([1, 2, 3, 5, 16]), rng.randint(0, 6), rng.random() < 0.7)
         for _ in range(400):
             some = rng.choice(ops.sequences()) if ops.tokens else None
-            kind = rng.randrange(12) if some is not None else 0
+            kind = rng.randrange(13) if some is not None else 0
             new = [rng.randrange(3) for _ in range(rng.choice([0, 1, 1, 1, 2, 7, 20]))]
             if kind == 0:
                 prompt = [rng.randrange(2) for _ in range(rng.randint(1, 20))]
@@ -261,6 +271,10 @@ def random_run(operations, seed, check_every):
                 ops.free(some)
             elif kind == 10:
                 ops.swap(some)
+            elif kind == 11:
+                if rng.random() < 0.5:
+                    ops.trim(some, 0)
+                ops.skip(some, rng.randint(0, 3))
             else:
                 ops.insert(some, salt=rng.randrange(2))
             if ops.done % check_every == 0:

@@ -12,7 +12,7 @@
     rank_consensus.py           that all ranks do the same
 
     params.py, config.py  what a request and an engine are asked for (prompts.py, request.py: what is made of prompts)
-    pools.py              where each layer's keys are
+    pools.py              where each layer's keys and states are
     journal.py            a step is a transaction (owner.py: whose turn it is)
     fingerprint.py        what the model computes (progress.py: bars)
     stats.py              what an engine has done, in numbers (memory.py: how many pages there is room for)
@@ -30,6 +30,7 @@ from attnspan.engine.model import (
     ModelInfo,
     PackedBatch,
     ServedModel,
+    StateSpec,
     StepAttention,
 )
 from attnspan.engine.params import SamplingParams
@@ -51,6 +52,7 @@ __all__ = [
     "Request",
     "SamplingParams",
     "ServedModel",
+    "StateSpec",
     "StepAttention",
     "Token",
 ]

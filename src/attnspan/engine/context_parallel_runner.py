@@ -3,7 +3,8 @@
 A step over pages is the same on every rank: each has the new tokens, keeps the keys that are its own, attends over
 those, and one message joins the results (paged/sharded.py). That spreads memory; every rank still computes every token.
 A long prompt is spread in time as well: under context parallelism each rank feeds its shard of the tokens, attention is
-that of `ContextParallel`, and each layer's keys are handed over to the pages where they belong.
+that of `ContextParallel`, and each layer's keys are handed over to the pages where they belong. Recurrences run over
+the ranks too, and every rank keeps the states after the last token: there are no snapshots within such a prompt.
 
 The rank that has the prompt's last token sends its logits to the others.
 """
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from attnspan.engine.config import EngineConfig
-from attnspan.engine.model import LatentHeads, PackedBatch, ServedModel, StepAttention
+from attnspan.engine.model import LatentHeads, PackedBatch, ServedModel, StateSpec, StepAttention
 from attnspan.engine.model_runner import ModelRunner, PagedStepAttention
 from attnspan.engine.pools import LayerPlace, Pools
 from attnspan.engine.rank_consensus import RankConsensus
@@ -27,6 +28,7 @@ from attnspan.paged import ShardedPages
 from attnspan.paged.kv_cache import PagedKVCache
 from attnspan.parallel import ContextParallel
 from attnspan.parallel.attentions import BoundAttention
+from attnspan.recurrence import Rule
 from attnspan.transports.group import Group
 
 
@@ -83,14 +85,14 @@ class ContextParallelRunner(ModelRunner):
 
     def _session_for(self, length: int) -> ContextParallel:
         """A session for a prompt of that length; prompts of the same length share one."""
-        masks: dict[str, Mask] = {_name(place): _mask(place) for place in self.pools.places}
+        masks: dict[str, Mask] = {_name(place): _mask(place) for place in self.pools.places} or {"full": Causal()}
         if self._session is None:
             self._session = ContextParallel(self.mesh, seq_len=length, mask=masks)
         return self._session.with_mask(masks, seq_len=length)
 
 
 class PrefillAttention(StepAttention):
-    """Attention under context parallelism over the shards of a prompt, whose keys end in pages."""
+    """Attention under context parallelism over the shards of a prompt, whose keys and last states end in pages."""
 
     def __init__(self, session: ContextParallel, paged: PagedStepAttention) -> None:
         self.session, self.paged = session, paged
@@ -123,6 +125,21 @@ class PrefillAttention(StepAttention):
         assert isinstance(cache, ShardedPages), "made so"
         cache.from_context_parallel(place.index, key, value, self.session, self.paged.plans[place.pool])
         return out.transpose(1, 2).contiguous()[0]
+
+    def recurrence(self, state: int, rule: Rule) -> Tensor:
+        self.paged.check_state(state, StateSpec(tuple(rule.state_shape), rule.dtype))
+        out, self.paged.after[state] = self.session.recurrence(rule, return_final_state=True)
+        return out
+
+    def conv1d(self, state: int, tokens: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        left, session = weight.shape[1] - 1, self.session
+        self.paged.check_state(state, StateSpec.convolution(len(weight), left + 1, tokens.dtype))
+        place = session.positions - (session.seq_len - left)  # among the last tokens, which other ranks may hold
+        last = tokens.new_zeros(1, left, len(weight))
+        last[0].index_copy_(0, place[place >= 0], tokens[place >= 0])
+        session.transport.all_reduce(last, "last tokens of a convolution").wait()
+        self.paged.after[state] = last
+        return session.conv1d(tokens.unsqueeze(0), weight, bias, dim=1)[0]
 
 
 def _name(place: LayerPlace) -> str:

@@ -46,7 +46,7 @@ from attnspan.engine.model_runner import ModelRunner
 from attnspan.engine.output_processor import Commit, Outcome, OutputProcessor
 from attnspan.engine.owner import Note, Owned, Owner, call_owned, exclusive
 from attnspan.engine.params import SamplingParams
-from attnspan.engine.pools import pools_of
+from attnspan.engine.pools import LONGEST, pools_of
 from attnspan.engine.prompts import Prompt, complete_params, encode_prompt
 from attnspan.engine.rank_consensus import RankConsensus, RanksDiverged
 from attnspan.engine.request import Continuation, Request, Token
@@ -70,7 +70,7 @@ class EngineCore(Owned):
         info = model.info()
         check_tokenizer(tokenizer, info.vocabulary)
         self.model: object = model  # as the caller knows it: `attnspan.Engine` puts the transformers model here
-        self._served_model, self._layers = model, info.layers
+        self._served_model, self._layers = model, (info.layers, info.states)
         self._decoder_start, self._max_prompt = info.decoder_start, info.max_prompt
         self.vocabulary, self._outputs = info.vocabulary, OutputProcessor(tokenizer, info.end_tokens)
         self._consensus = RankConsensus(None if mesh is None else transport_of(mesh))
@@ -91,6 +91,10 @@ class EngineCore(Owned):
             KVCacheGroup(pool.allocator, pool, window, PrefixCache(pool.allocator) if config.prefix_cache else None)
             for pool, window in zip(self._pools.pools, self._pools.windows, strict=True)
         ]
+        if self._pools.states is not None:
+            states = self._pools.states.allocator
+            cache = PrefixCache(states) if config.prefix_cache else None
+            groups.append(KVCacheGroup(states, self._pools.states, 2, cache, states=True))
         self._scheduler = Scheduler(KVCacheManager(groups), self.limits, self._version)
         self._table = RequestTable()
         self.default_params = info.defaults  # what requests' params leave to the model
@@ -136,10 +140,10 @@ class EngineCore(Owned):
         )
 
     def _longest(self, positions: int | None, held: int) -> int:
-        """The most tokens of a sample: what the model has positions for, and unless all layers are windowed, pages."""
+        """The most tokens of a sample: what the model has positions for, and unless no layer sees all, pages."""
         if None in self._pools.windows:
             return min(held, positions) if positions else held
-        return positions or 64 * held
+        return positions or (64 * held if self._pools.windows else LONGEST - 1)
 
     @exclusive
     def warm_up(self) -> None:
@@ -258,8 +262,9 @@ class EngineCore(Owned):
         changes = self._fingerprint.changes
         if changes != self._known_changes:
             self._runner.forget_graphs()
-            if self._served_model.info().layers != self._layers:
-                raise ModelError("the attention layers of model have changed since the engine was made; make a new one")
+            info = self._served_model.info()
+            if (info.layers, info.states) != self._layers:
+                raise ModelError("the layers of model have changed since the engine was made; make a new one")
             self._known_changes = changes
 
     def _version(self, found: bool) -> int:
@@ -485,8 +490,9 @@ class EngineCore(Owned):
         self._unreported = commit.tokens
 
     def _record(self, batch: Sequence[Chunk], commit: Commit) -> None:
-        """Tell the scheduler: keys are in pages, samples run beside the one they were forked from, some have ended."""
+        """Tell the scheduler: keys and states are in pages, forks run beside their samples, some samples have ended."""
         scheduler = self._scheduler
+        self._runner.keep_states()
         scheduler.mark_computed(batch)
         for sample, forks in commit.splits:
             scheduler.fork(sample, forks)
@@ -535,6 +541,6 @@ class EngineCore(Owned):
         scheduler, group = self._scheduler, self._scheduler.kv_cache.groups[0]
         kind, model, size = type(self).__name__, type(self.model).__name__, group.allocator.page_size
         return (
-            f"{kind}({model}, {group.num_pages} pages of {size} tokens, "
+            f"{kind}({model}, {group.num_pages} {'states' if group.states else f'pages of {size} tokens'}, "
             f"{len(scheduler.running)} running, {len(scheduler.queued)} queued)"
         )

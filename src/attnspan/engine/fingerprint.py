@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Container, Iterator
+from functools import partial
 from itertools import chain
 from operator import attrgetter, call, itemgetter
 from typing import Any
@@ -46,6 +47,11 @@ COMPARED = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_p
 
 _OF_TORCH = frozenset(vars(nn.Module())) - {*COMPARED, "training"}
 
+
+class WhileServed(partial[Any]):
+    """A method that a module has of its own while its model is served: no part of the model."""
+
+
 _VERSION, _FORWARD = attrgetter("_version"), attrgetter("forward")
 
 
@@ -61,17 +67,26 @@ class Parts:
     False
     """
 
-    def __init__(self, model: nn.Module, ignored: Container[str] = ()) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        ignored: Container[str] = (),
+        rebound: Callable[[nn.Module], bool] = lambda module: False,
+    ) -> None:
         VERSIONS.hold()
         self._ignored = ignored  # of a config, or instead of a method
         self._modules = list(model.modules())
         self._held = [vars(each) for each in self._modules]
         instead = [[name for name in dir(type(each)) if name in ignored] for each in self._modules]
         self._instead = [(at, vars(self._modules[at]), names) for at, names in enumerate(instead) if names]
+        self._rebound = [(at, vars(each)) for at, each in enumerate(self._modules) if rebound(each)]
         configs = {id(each["config"]): each["config"] for each in self._held if hasattr(each.get("config"), "__dict__")}
         self._configs = [vars(each) for each in configs.values()]
-        own = [[name for name in each if name not in _OF_TORCH and name not in ignored] for each in self._held]
-        self._settings = [itemgetter(*names) for names in own]  # torch's other dicts in a module change nothing
+        own = [
+            [name for name, value in list(each.items()) if name not in ignored and _is_part(name, value)]
+            for each in self._held
+        ]
+        self._settings = [itemgetter(*names) for names in own]
         hooks = torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks
         self._containers = [*self._mutable(), *hooks]
         self.weights = Weights(model)
@@ -105,17 +120,29 @@ class Parts:
         sizes = list(map(len, self._held))
         for at, held, names in self._instead:
             sizes[at] -= sum(map(held.__contains__, names))
+        for at, held in self._rebound:
+            sizes[at] = _parts_in(held)
         return sizes
 
     def _attributes(self) -> Iterator[Tensor]:
-        return (value for each in self._held for value in each.values() if isinstance(value, Tensor))
+        return (value for each in self._held for value in list(each.values()) if isinstance(value, Tensor))
 
     def _mutable(self) -> Iterator[Any]:
         """Dicts, lists and sets: another one in its place is seen by identity, what is done to it is not."""
         for each in chain(self._held, self._configs):
-            for name, value in each.items():
+            for name, value in list(each.items()):
                 if isinstance(value, dict | list | set) and name not in _OF_TORCH:
                     yield value
+
+
+def _is_part(name: str, value: object) -> bool:
+    """Whether an entry of a module is part of the model: torch's other dicts in a module change nothing."""
+    return name not in _OF_TORCH and not isinstance(value, WhileServed)
+
+
+def _parts_in(held: dict[str, Any]) -> int:
+    """How many entries a module has; other threads may be serving its model."""
+    return sum(not isinstance(value, WhileServed) for value in list(held.values()))
 
 
 def _copied(value: Any) -> Any:
@@ -136,19 +163,24 @@ def _has_address(tensor: Tensor) -> bool:
 class ModelFingerprint:
     """A model, how often it was found changed (`version`), and how often its parts were (`changes`).
 
-    `ignored` are entries of configs that change while the model is served. `details` returns what must be
-    alike on every rank of a module beside its class, such as its adapters.
+    `ignored` are entries of configs that change while the model is served, `rebound` tells of modules that may have
+    methods `WhileServed`. `details` returns what must be alike on every rank of a module beside its class, such as its
+    adapters.
 
     A change is counted before it is accepted, so that an interrupt in between makes a version too many and never one
     too few.
     """
 
     def __init__(
-        self, model: nn.Module, ignored: Container[str] = (), details: Callable[[nn.Module], object] = lambda module: ()
+        self,
+        model: nn.Module,
+        ignored: Container[str] = (),
+        details: Callable[[nn.Module], object] = lambda module: (),
+        rebound: Callable[[nn.Module], bool] = lambda module: False,
     ) -> None:
         self.model, self.version, self.changes = model, 0, 0
-        self._ignored, self._details = ignored, details
-        self._parts = Parts(model, ignored)
+        self._details, self._parts_of = details, partial(Parts, ignored=ignored, rebound=rebound)
+        self._parts = self._parts_of(model)
         self.content = self._parts.weights.content()
         self._compared = True  # the content, since parts were last compared
         self._watched = FIRST_STEPS
@@ -159,7 +191,7 @@ class ModelFingerprint:
         if not self._parts.unchanged():
             self.version += 1
             self.changes += 1
-            self._parts = Parts(self.model, self._ignored)
+            self._parts = self._parts_of(self.model)
 
     def compare_content(self) -> bool:
         """Compare the weights, unless that was done since parts were last compared; whether it was done now."""
@@ -179,7 +211,7 @@ class ModelFingerprint:
         if self._parts.unchanged():
             self._watched -= 1
         else:
-            self._parts, self._watched = Parts(self.model, self._ignored), FIRST_STEPS
+            self._parts, self._watched = self._parts_of(self.model), FIRST_STEPS
 
     def description(self) -> str:
         """A digest of what must be alike on every rank beside the weights: classes of modules, and their details.

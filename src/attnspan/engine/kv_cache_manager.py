@@ -7,6 +7,10 @@ same sequence in each, because each gets the same calls in the same order; it fi
 [Note: the most a window needs] A sample that feeds `chunk` tokens through a window of W sees W - 1 keys before them,
 and the pages at both ends may be partly used: (W + chunk - 2) // page_size + 2 pages, however long it grows.
 
+[Note: states] The states of recurrent layers are a group too (paged/states.py): a sample holds one page, and for a
+moment two. They are cached and given back like pages behind a window of two tokens. A cached page is the state at its
+end, so a prompt begins at such a border, and steps end there (`to_border`).
+
 Ints only: a `Swapper` moves what is swapped.
 """
 
@@ -20,7 +24,7 @@ from attnspan.paged import PageAllocator, PrefixCache
 
 
 class Swapper(Protocol):
-    """Moves a sequence to the host and back: a PagePool, or an allocator alone."""
+    """Moves a sequence to the host and back: a PagePool, a StatePool, or an allocator alone."""
 
     def swap_out(self, seq: int) -> object:
         """To the host."""
@@ -31,12 +35,16 @@ class Swapper(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KVCacheGroup:
-    """Layers that share page tables: their allocator, what moves its pages, their window, and their prefix cache."""
+    """Layers that share page tables: their allocator, what moves its pages, their window, and their prefix cache.
+
+    `states`: what they keep is states, and no keys. See [Note: states].
+    """
 
     allocator: PageAllocator
     swapper: Swapper
     window: int | None = None
     prefix_cache: PrefixCache | None = None
+    states: bool = False
 
     @property
     def num_pages(self) -> int:
@@ -47,6 +55,8 @@ class KVCacheGroup:
         """The most pages that a sample of so many tokens holds at once. See [Note: the most a window needs]."""
         size = self.allocator.page_size
         pages = -(-length // size)
+        if self.states:
+            return min(pages, 2)
         return pages if self.window is None else min(pages, (self.window + chunk - 2) // size + 2)
 
 
@@ -61,6 +71,16 @@ class KVCacheManager:
 
     def __init__(self, groups: Sequence[KVCacheGroup]) -> None:
         self.groups = tuple(groups)
+        self._border = next((group.allocator.page_size for group in groups if group.states), 1)
+
+    @property
+    def keeps_states(self) -> bool:
+        """Whether there are recurrent layers. See [Note: states]."""
+        return any(group.states for group in self.groups)
+
+    def to_border(self, computed: int) -> int | None:
+        """The most tokens after so many that one step may compute, so that it ends at a border; None: any number."""
+        return self._border - computed % self._border if self.keeps_states else None
 
     def refusal(self, length: int, chunk: int) -> str | None:
         """Why a sample of so many tokens can never run, not even alone; None if it can."""
@@ -74,7 +94,9 @@ class KVCacheManager:
     def max_chunk(self, chunk: int) -> int:
         """The most tokens, up to `chunk`, that can be fed at once through every window; at least 1."""
         for group in self.groups:
-            if group.window is not None:
+            if group.states:
+                chunk = min(chunk, group.allocator.page_size)
+            elif group.window is not None:
                 spare = (group.num_pages - 1) * group.allocator.page_size - group.window + 1
                 chunk = min(chunk, max(1, spare))
         return chunk
@@ -88,6 +110,7 @@ class KVCacheManager:
             else:
                 found.append((group.allocator.add(), 0))
         seq, computed = found[0][0], min(length for _, length in found)
+        computed -= computed % self._border
         assert all(each == seq for each, _ in found), "groups get the same calls, so they give out the same ids"
         for group, (_, length) in zip(self.groups, found, strict=True):
             if length > computed:
@@ -104,17 +127,22 @@ class KVCacheManager:
         """
         for group in self.groups:
             asked, extra = batch, 0
-            if chunk is not None and group.window is not None:
+            if group.states:
+                asked = [(seq, min(new, group.allocator.page_size)) for seq, new in batch]
+            elif chunk is not None and group.window is not None:
                 asked = [(seq, min(new, group.window + chunk)) for seq, new in batch]
             if newcomer:
                 extra = group.max_pages(newcomer, newcomer if chunk is None else chunk)
-            if not group.allocator.reserve(group.allocator.needs(asked) + extra + spare):
+            extra += 0 if group.states else spare  # who needs another state is among those asked about
+            if not group.allocator.reserve(group.allocator.needs(asked) + extra):
                 return False
         return True
 
     def holds(self, length: int) -> bool:
         """Whether every group has pages for so many tokens at once, windows or not."""
-        return all(-(-length // group.allocator.page_size) <= group.num_pages for group in self.groups)
+        return all(
+            -(-length // group.allocator.page_size) <= group.num_pages for group in self.groups if not group.states
+        )
 
     def fork(self, seq: int, n: int) -> list[int]:
         """So many sequences of the same tokens."""

@@ -17,7 +17,7 @@ import torch
 
 from attnspan.engine.config import EngineConfig
 from attnspan.engine.model import ModelInfo
-from attnspan.engine.pools import pools_of
+from attnspan.engine.pools import Pools, pools_of
 from attnspan.engine.rank_consensus import RankConsensus
 from attnspan.errors import EngineError
 
@@ -72,8 +72,13 @@ def page_bytes(info: ModelInfo, config: EngineConfig, ranks: int) -> tuple[int, 
     """The bytes of no pages and of each, found on tensors without memory."""
     meta = replace(info, device=torch.device("meta"))
     options = [replace(config, pages=pages, memory_share=None, host_pages=0) for pages in (1, 2)]
-    one, two = (sum(pool.nbytes for pool in pools_of(meta, each, ranks).pools) for each in options)
+    one, two = (_bytes_of(pools_of(meta, each, ranks)) for each in options)
     return 2 * one - two, two - one
+
+
+def _bytes_of(pools: Pools) -> int:
+    """The bytes of pages and of recurrent states, whose number does not depend on that of pages."""
+    return sum(pool.nbytes for pool in pools.pools) + (0 if pools.states is None else pools.states.nbytes)
 
 
 def _needed(info: ModelInfo, config: EngineConfig, ranks: int) -> int:

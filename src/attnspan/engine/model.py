@@ -15,6 +15,12 @@ attention to the engine, which keeps them in pages::
             x = x + layer.out(attention.attend(number, query, key, value).flatten(1))
         return self.head(x if batch.keep is None else x[batch.keep])
 
+A recurrent layer leaves its states to the engine in the same way. `ModelInfo.states` lists them, and each is used once
+in a step, by its number::
+
+    mixed = attention.conv1d(0, x @ w_in, self.filters)  # (T, C), (C, width)
+    x = x + attention.recurrence(1, Lightning(query, key, value, decay)).flatten(2)[0]  # (1, T, H, D) each
+
 examples/16_custom_model.py is a whole one; attnspan.integrations.huggingface serves transformers models.
 
 [Note: latents] A layer of multi-head latent attention makes keys and values of a latent by one matrix. Pages keep the
@@ -22,8 +28,8 @@ latent, ``LayerSpec(kv_heads=1, head_dim=R + P, value_dim=R, latent=True)``, and
 ``q @ (W c) == (W.T @ q) @ c``, the matrix of keys is applied to queries, and that of values to results (`LatentHeads`).
 A prompt that ranks compute together is expanded instead.
 
-Shapes: T tokens of the step, H query heads, Hk key heads, D head dim, V vocabulary; of latents R numbers that are
-multiplied and P that are part of keys as they are.
+Shapes: T tokens of the step, H query heads, Hk key heads, D head dim, V vocabulary, C channels; of latents R numbers
+that are multiplied and P that are part of keys as they are.
 """
 
 from __future__ import annotations
@@ -36,11 +42,13 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from attnspan.dtypes import dtype_name
 from attnspan.engine.fingerprint import ModelFingerprint
 from attnspan.engine.params import SamplingParams
 from attnspan.errors import ModelError
 from attnspan.masks import TokenGroups
 from attnspan.paged.scoring import ScoreFunction
+from attnspan.recurrence import Rule
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +82,26 @@ class LayerSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class StateSpec:
+    """What a recurrence or a convolution keeps of each sequence: the `state_shape` of its rule, or its last tokens.
+
+    >>> StateSpec.convolution(channels=64, width=4).shape
+    (3, 64)
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+
+    @classmethod
+    def convolution(cls, channels: int, width: int, dtype: torch.dtype = torch.float32) -> StateSpec:
+        """Of a causal convolution of (channels, width) weights, over `width` tokens, its own among them."""
+        return cls((width - 1, channels), dtype)
+
+    def __str__(self) -> str:
+        return f"{dtype_name(self.dtype)} of shape {self.shape}"
+
+
+@dataclass(frozen=True, slots=True)
 class ModelInfo:
     """What is known of a model before it runs. `max_positions` None: it has no last position. `defaults` are taken
     where a request's params leave something to the model.
@@ -91,6 +119,7 @@ class ModelInfo:
     defaults: SamplingParams = SamplingParams()  # noqa: RUF009  # frozen
     decoder_start: int | None = None
     max_prompt: int | None = None
+    states: tuple[StateSpec, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -172,9 +201,17 @@ class LatentHeads:
 
 
 class StepAttention:
-    """Attention for one step of a model. `calls` counts the layers that have attended."""
+    """Attention and recurrent states for one step of a model. `calls` counts the layers that have attended."""
 
     calls = 0
+
+    def recurrence(self, state: int, rule: Rule) -> Tensor:
+        """Go on with each sequence's recurrence, from its state: rules of (1, T, ...), as `rule` names them."""
+        raise NotImplementedError
+
+    def conv1d(self, state: int, tokens: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """A depthwise causal convolution of each sequence's tokens (T, C) by (C, width)."""
+        raise NotImplementedError
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
         """Keep the new keys and values, and attend over all of each sequence. (T, H, D), (T, Hk, D) -> (T, H, Dv)."""
@@ -214,7 +251,8 @@ class ServedModel(Protocol):
         """Its layers and sizes, as they are now."""
 
     def step(self, batch: PackedBatch, attention: StepAttention) -> Tensor:
-        """The logits (rows, V) of a packed batch. Every layer calls `attention.attend` once, by its number."""
+        """The logits (rows, V) of a packed batch. Every layer calls `attention.attend` once, by its number, and uses
+        each of its states once."""
 
     def fingerprint(self) -> ModelFingerprint:
         """What notices that the model has changed: `ModelFingerprint(module)` for an nn.Module."""

@@ -6,7 +6,11 @@
 
 Each pool has a plan of its own (pools.py). Knows nothing of requests, text or what is done with logits.
 
-Shapes: T tokens of the step, V vocabulary.
+[Note: new states] A step that fails must leave states as they were, and recurrent layers compute new ones one by one.
+So `run` reads states and leaves new ones aside; `keep_states`, when all has gone well, writes them. Keys need none of
+this: they are written behind the tokens that count.
+
+Shapes: T tokens of the step, C channels, V vocabulary.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ from torch import Tensor
 
 from attnspan.engine.config import EngineConfig
 from attnspan.engine.cuda_graphs import CudaGraphs
-from attnspan.engine.model import EncodingModel, PackedBatch, PromptRows, ServedModel, StepAttention
+from attnspan.engine.model import EncodingModel, PackedBatch, PromptRows, ServedModel, StateSpec, StepAttention
 from attnspan.engine.pools import Pools
 from attnspan.engine.sample import Sample
 from attnspan.engine.scheduler import Chunk
@@ -26,16 +30,55 @@ from attnspan.errors import EngineError, ModelError
 from attnspan.masks import Causal, Mask, TokenGroups
 from attnspan.paged import AfterPrefix, StepPlan
 from attnspan.paged.kv_cache import PagedKVCache
+from attnspan.paged.states import StateStep
+from attnspan.recurrence import PackedSequences, Rule
 
 CAUSAL = Causal()
 
 
 class PagedStepAttention(StepAttention):
-    """Attention over `caches`, one for each pool: new keys are written, then queries attend over their sequences."""
+    """Attention over `caches`, one for each pool: new keys are written, then queries attend over their sequences.
+
+    Recurrences go on from the states of `states`; the new ones are in `after`. See [Note: new states].
+    """
 
     def __init__(self, pools: Pools, caches: Sequence[PagedKVCache], plans: Sequence[StepPlan], kernel: str):
         self.pools, self.caches, self.plans, self.kernel = pools, caches, plans, kernel
         self.grouped: Mapping[int, AfterPrefix] = {}  # masks of a step in which tokens of a group see each other
+        self.states: StateStep | None = None
+        self.after: dict[int, Tensor] = {}
+
+    def begin(self, states: StateStep | None) -> None:
+        """Another step; what one that failed has left is forgotten."""
+        self.states, self.after = states, {}
+        if states is not None:
+            self.sequences = PackedSequences(states.lengths, self.pools.device)
+
+    def recurrence(self, state: int, rule: Rule) -> Tensor:
+        before = self._before(state, StateSpec(tuple(rule.state_shape), rule.dtype))
+        out, self.after[state] = self.sequences.run(rule, before)
+        return out
+
+    def conv1d(self, state: int, tokens: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        before = self._before(state, StateSpec.convolution(len(weight), weight.shape[1], tokens.dtype))
+        out, self.after[state] = self.sequences.conv1d(tokens, before, weight, bias)
+        return out
+
+    def check_state(self, state: int, used: StateSpec) -> None:
+        """Refuse another use of a state than the model announced."""
+        specs = self.pools.state_specs
+        if not 0 <= state < len(specs):
+            raise ModelError(f"state {state} is used, and the model's info() names {len(specs)} of them")
+        if specs[state] != used or state in self.after:
+            how = "twice in one step" if specs[state] == used else f"as {used}, and info() says {specs[state]}"
+            raise ModelError(f"state {state} is used {how}")
+
+    def _before(self, state: int, used: StateSpec) -> Tensor:
+        """A state of every sequence."""
+        self.check_state(state, used)
+        assert self.pools.states is not None, "there are states"
+        assert self.states is not None, "a step was prepared"
+        return self.pools.states.read(state, self.states)
 
     def _attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
         place = self.pools.places[layer]
@@ -54,7 +97,12 @@ class ModelRunner:
 
     def __init__(self, model: ServedModel, pools: Pools, config: EngineConfig, max_length: int) -> None:
         self.model, self.pools, self.config = model, pools, config
-        self.device = pools.pools[0].device
+        self.device = pools.device
+        if config.cuda_graphs and pools.states is not None:
+            raise EngineError(
+                "cuda_graphs=True: the model has recurrent layers, whose states no graph goes on from; leave "
+                "cuda_graphs out"
+            )
         caches = self._caches()
         sizes = {"max_sequences": config.max_sequences, "max_tokens": config.max_tokens, "max_length": max_length}
         self.plans = [cache.plan(**sizes) for cache in caches]
@@ -116,8 +164,19 @@ class ModelRunner:
     def prepare(self, batch: Sequence[Chunk]) -> None:
         """Make room for a batch in every pool, and copy the shared pages that it writes to."""
         pad_to = self._graphs.rows(len(batch)) if self._graphs is not None and _decodes(batch) else None
+        rows = [(chunk.sample.seq, chunk.new) for chunk in batch]
         for plan in self.plans:
-            plan.step([(chunk.sample.seq, chunk.new) for chunk in batch], pad_to=pad_to)
+            plan.step(rows, pad_to=pad_to)
+        states = self.pools.states
+        self._attention.begin(None if states is None else states.step(rows))
+
+    def keep_states(self) -> None:
+        """The batch that was run counts: its new states take the place of the old ones. See [Note: new states]."""
+        attention, pool = self._attention, self.pools.states
+        if pool is not None and attention.states is not None:
+            for state, after in attention.after.items():
+                pool.write(state, attention.states, after)
+        attention.begin(None)
 
     def run(self, batch: Sequence[Chunk]) -> Tensor:
         """Feed a prepared batch; the logits (rows, V) after every chunk that ends its sample, in order."""
@@ -136,7 +195,14 @@ class ModelRunner:
                 wanted.append(len(tokens) - 1)
         self._attention.grouped = _grouped(batch)
         sources = self._sources_of(batch)
-        return self._logits(tokens, self.plans[0].positions, wanted, self._attention, sources, tuple(embedded))
+        return self._logits(tokens, self._positions(batch), wanted, self._attention, sources, tuple(embedded))
+
+    def _positions(self, batch: Sequence[Chunk]) -> Tensor:
+        """The position of every token of a prepared batch, (T,)."""
+        if self.plans:
+            return self.plans[0].positions
+        runs = [range(sample.computed, sample.computed + new) for sample, new in batch]
+        return torch.tensor([position for run in runs for position in run], device=self.device)
 
     def _logits(
         self,
@@ -164,6 +230,12 @@ class ModelRunner:
             raise ModelError(
                 f"{attention.calls} of {len(self.pools.places)} layers attended over pages in a call of the model; it "
                 "has changed since the engine was made: make a new one"
+            )
+        states, used = len(self.pools.state_specs), len(self._attention.after)
+        if used != states:
+            raise ModelError(
+                f"{used} of {states} recurrent states were used in a call of the model; it has "
+                "changed since the engine was made: make a new one"
             )
         return logits
 

@@ -1,7 +1,11 @@
-"""The page pools of a model: where the keys of each layer are, and how it attends.
+"""The page pools of a model: where the keys of each layer are, and how it attends; where its recurrent states are.
 
 Layers that see everything and layers that see a window lie in different pools, since the second give back the pages
 that a window has left behind. A layer knows its pool and its index there. Soft-caps are a score_mod.
+
+[Note: snapshots] States have a pool of their own, one page of which is a state of every layer (paged/states.py). With a
+prefix cache it stands for the tokens of `state_every` pages, so that there are snapshots from which other prompts
+begin; without one, for a whole sample. States are not spread over ranks: each rank has all of them.
 """
 
 from __future__ import annotations
@@ -9,12 +13,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from attnspan.engine.config import EngineConfig
-from attnspan.engine.model import ModelInfo
-from attnspan.paged import Layer, PageAllocator, PagePool
+from attnspan.engine.model import ModelInfo, StateSpec
+from attnspan.paged import Layer, PageAllocator, PagePool, StatePool
 from attnspan.parallel.soft_cap import soft_cap
+
+LONGEST = 1 << 31
+"""More tokens than a sample has."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,11 +38,14 @@ class LayerPlace:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pools:
-    """The pools of a model, one or two: of layers that see everything, and of those that see a window."""
+    """The pools of a model: of layers that see everything, of those that see a window, and of states."""
 
     pools: tuple[PagePool, ...]
     windows: tuple[int | None, ...]  # the widest of each pool; None: everything
     places: tuple[LayerPlace, ...]  # by layer
+    states: StatePool | None
+    state_specs: tuple[StateSpec, ...]
+    device: torch.device
 
 
 def pools_of(info: ModelInfo, config: EngineConfig, ranks: int) -> Pools:
@@ -59,4 +70,18 @@ def pools_of(info: ModelInfo, config: EngineConfig, ranks: int) -> Pools:
         ]
         pools.append(PagePool(allocator, layers, dtype=info.dtype, device=info.device, page_size=config.page_size))
         windows.append(max((each.window for each in group.values() if each.window is not None), default=None))
-    return Pools(tuple(pools), tuple(windows), tuple(places[layer] for layer in range(len(places))))
+    by_layer = tuple(places[layer] for layer in range(len(places)))
+    return Pools(tuple(pools), tuple(windows), by_layer, _states_of(info, config), info.states, info.device)
+
+
+def _states_of(info: ModelInfo, config: EngineConfig) -> StatePool | None:
+    """See [Note: snapshots]."""
+    if not info.states:
+        return None
+    most = config.max_sequences
+    allocator = PageAllocator(
+        num_pages=1 + (config.states or (2 * most if config.prefix_cache else most)),
+        page_size=config.state_every * config.page_size if config.prefix_cache else LONGEST,
+        host_pages=most if config.host_pages else 0,
+    )
+    return StatePool(allocator, [(spec.shape, spec.dtype) for spec in info.states], info.device)

@@ -24,6 +24,7 @@ shares nothing: a prefix cache gives up pages from the end, and would keep all t
 
 [Note: cached on demand] The prefix cache is given what a sample computed when a sample with the same first page is
 about to be admitted, or when its pages are about to go. Most are like no other, and are cached once, when they end.
+The latest state of a running sample is left out: a page that is read keeps all cached ones before it from eviction.
 
 [Note: reset] What a sample has computed can be recomputed from its tokens. So whatever breaks off a step halfway,
 `reset` gives back all pages and queues every sample from its first token, as if all had been preempted.
@@ -39,6 +40,7 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from math import gcd
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -113,7 +115,7 @@ class Scheduler:
         self.chunk = kv_cache.max_chunk(limits.max_tokens)
         self.running: list[Sample] = []
         self.queued: list[Sample] = []
-        self._page_size = min(group.allocator.page_size for group in kv_cache.groups)
+        self._page_size = gcd(*(group.allocator.page_size for group in kv_cache.groups))
         self._frees = 0  # counts the events that may have freed pages
         self._refused: tuple[Sample, int] | None = None  # which sample did not fit, and at which count
 
@@ -154,7 +156,7 @@ class Scheduler:
         side.remove(sample)
         if sample.seq >= 0:
             if cache and not sample.swapped:
-                self._cache_prefix(sample)
+                self._cache_prefix(sample, sample.computed)
             self._free(sample)
         self._frees += 1
 
@@ -209,7 +211,7 @@ class Scheduler:
             sample.computed += count
             self.counts.tokens += count
             if self._left_window(sample, count):
-                if sample.cached < sample.prompt_length:
+                if sample.cached < sample.prompt_length or self.kv_cache.keeps_states:
                     self._cache_prefix(sample)
                 self._frees += self.kv_cache.release_windows(sample.seq)
 
@@ -232,7 +234,8 @@ class Scheduler:
         if 0 in counts:
             for place, sample in enumerate(self.running):
                 if not counts[place]:
-                    counts[place] = sample.whole(min(sample.remaining, self.chunk, left))
+                    border = self.kv_cache.to_border(sample.computed) or left
+                    counts[place] = sample.whole(min(sample.remaining, self.chunk, left, border))
                     left -= counts[place]
         return [Chunk(sample, count) for sample, count in zip(self.running, counts, strict=True) if count]
 
@@ -313,7 +316,7 @@ class Scheduler:
             return
         sample = self.running.pop()
         self.counts.preempted += 1
-        self._cache_prefix(sample)
+        self._cache_prefix(sample, sample.computed)
         if sample.computed and self.kv_cache.swap_out(sample.seq):
             sample.swapped = True
             self.counts.swapped_out += 1
@@ -338,11 +341,16 @@ class Scheduler:
         self.kv_cache.free(sample.seq)
         sample.forget_pages()
 
-    def _cache_prefix(self, sample: Sample) -> None:
-        """Give a sample's pages to the prefix cache, if there is a full one that it does not have."""
-        if sample.computed - sample.cached >= self._page_size and not sample.unshared:
-            self.kv_cache.cache_prefix(sample.seq, sample.keys[: sample.computed], sample.cache_salt)
-            sample.cached = sample.computed - sample.computed % self._page_size
+    def _cache_prefix(self, sample: Sample, until: int | None = None) -> None:
+        """Give a sample's pages to the prefix cache, if there is a full one that it does not have, until some token.
+
+        None: until the last one that it can spare. See [Note: cached on demand].
+        """
+        if until is None:
+            until = sample.computed - self.kv_cache.keeps_states
+        if until - sample.cached >= self._page_size and not sample.unshared:
+            self.kv_cache.cache_prefix(sample.seq, sample.keys[:until], sample.cache_salt)
+            sample.cached = until - until % self._page_size
 
     def _left_window(self, sample: Sample, count: int) -> bool:
         """Whether a page may have fallen behind a window: only where a page was begun."""

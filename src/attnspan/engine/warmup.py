@@ -28,6 +28,7 @@ def run_warmup(runner: ModelRunner, scheduler: Scheduler, max_length: int) -> No
         while batch := scheduler.step():
             runner.prepare(batch)
             runner.run(batch)
+            runner.keep_states()
             scheduler.mark_computed(batch)
             for sample in [chunk.sample for chunk in batch if not chunk.sample.remaining]:
                 if len(sample.tokens) == sample.max_length:

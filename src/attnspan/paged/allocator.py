@@ -227,6 +227,19 @@ class PageAllocator:
         found = zip(growth.seqs, growth.rows, growth.lengths, strict=True)
         return [(seq, row, length) for seq, row, length in found if length > row.limit]
 
+    def skip(self, seq: int, length: int) -> None:
+        """Let a sequence without tokens begin at `length`, as if all pages before were released."""
+        row = self.present(seq, "skip pages of")
+        length = integer("length", length, error=PageError)
+        if row.length or length % self.page_size:
+            raise PageError(
+                f"length must be whole pages of {self.page_size} tokens, of a sequence without tokens, got {length} "
+                f"for sequence {seq} of {row.length}"
+            )
+        row.table = array("i", [NULL_PAGE]) * (length // self.page_size)
+        row.length = row.limit = row.first = length
+        self._changed(row)
+
     def fork(self, seq: int, n: int = 1) -> list[int]:
         """`n` sequences that read the same pages; the first to write writes to a copy."""
         row = self.present(seq, "fork")
@@ -240,14 +253,14 @@ class PageAllocator:
     # ---- and shrink ----------------------------------------------------------------------------------------------
 
     def trim(self, seq: int, length: int) -> None:
-        """Forget the tokens from `length` on, as after a rejected guess."""
+        """Forget the tokens from `length` on, as after a rejected guess; with 0, all of them."""
         row = self.present(seq, "trim")
         length = integer("length", length, error=PageError)
         if length > row.length:
             raise PageError(
                 f"length must be at most the {row.length} tokens of sequence {seq}, got {length}; to grow, step"
             )
-        if length < row.first:
+        if 0 < length < row.first:
             raise PageError(
                 f"length must be at least {row.first}: earlier pages of sequence {seq} were released, got {length}"
             )
@@ -257,6 +270,7 @@ class PageAllocator:
         self._drop(reversed(row.table[pages:]))
         del row.table[pages:]
         row.length = row.limit = length
+        row.first = min(row.first, length)
         self._changed(row)
 
     def release_window(self, seq: int, window: int) -> int:

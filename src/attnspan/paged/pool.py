@@ -16,7 +16,6 @@ Nothing here waits for the device, and nothing follows the size of the pool.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -28,10 +27,11 @@ from attnspan.errors import MaskError, PageError, integer
 from attnspan.kernels import merge_into
 from attnspan.masks import Mask
 from attnspan.paged.after_prefix import AfterPrefix
-from attnspan.paged.allocator import Copies, PageAllocator
+from attnspan.paged.allocator import PageAllocator
 from attnspan.paged.kernels import choose
 from attnspan.paged.kv_cache import Options, PagedKVCache, check_without_gradients
 from attnspan.paged.metadata import PagedMetadata, Pages, tensors
+from attnspan.paged.page_tensors import PageTensors
 from attnspan.paged.quantised import LARGEST, Quantised, quantised
 from attnspan.paged.scoring import Scoring, check_fits, scoring
 from attnspan.paged.step_plan import StepPlan
@@ -79,7 +79,7 @@ class Layer:
             )
 
 
-class PagePool(PagedKVCache):
+class PagePool(PageTensors, PagedKVCache):
     """Keys and values of `layers` in the pages of an allocator.
 
     >>> allocator = PageAllocator(num_pages=8, page_size=4)
@@ -100,7 +100,6 @@ class PagePool(PagedKVCache):
         device: torch.device | str = "cpu",
         page_size: int | None = None,
     ) -> None:
-        self.allocator = allocator
         size = allocator.page_size if page_size is None else page_size  # of one rank: see sharded.py
         self.page_size = integer("page_size", size, at_least=1, error=PageError)
         if isinstance(layers, Layer) or not layers or not all(isinstance(layer, Layer) for layer in layers):
@@ -112,17 +111,15 @@ class PagePool(PagedKVCache):
                     f"dtype must be one of {', '.join(map(str, DTYPES))}, got {layer.dtype}; keys in 8 bits are "
                     "Layer(..., quantised=)"
                 )
-        self.device = torch.empty(0, device=device).device
-        pages = allocator.num_pages
-        self.keys = tuple(self._pages(layer, layer.head_dim, pages, self.device) for layer in self.layers)
+        place, pages = torch.empty(0, device=device).device, allocator.num_pages
+        self.keys = tuple(self._pages(layer, layer.head_dim, pages, place) for layer in self.layers)
         self.values = tuple(
             keys[..., : layer.value_dim] if layer.values_in_keys and isinstance(keys, Tensor)
-            else self._pages(layer, layer.value_dim, pages, self.device)
+            else self._pages(layer, layer.value_dim, pages, place)
             for layer, keys in zip(self.layers, self.keys, strict=True)
         )  # fmt: skip
         apart = [values for layer, values in zip(self.layers, self.values, strict=True) if not layer.values_in_keys]
-        self._stored = tensors(*self.keys, *apart)
-        self._host = self._on_host(allocator.host_pages)
+        super().__init__(allocator, tensors(*self.keys, *apart), place)
         self._scoring_of = lru_cache(MOST_KEPT)(partial(scoring, device=self.device))
 
     def _pages(self, layer: Layer, dim: int, pages: int, device: torch.device) -> Pages:
@@ -135,11 +132,6 @@ class PagePool(PagedKVCache):
     def __repr__(self) -> str:
         shape = f"{self.allocator.num_pages} pages of {self.page_size} slots"
         return f"PagePool({len(self.layers)} layers, {shape}, {self.nbytes / 2**20:.1f} MiB on {self.device})"
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes on the device."""
-        return sum(x.nbytes for x in self._stored)
 
     # ---- writing ---------------------------------------------------------------------------------------------------
 
@@ -165,55 +157,6 @@ class PagePool(PagedKVCache):
                 pages.scales.flatten(0, 1).index_copy_(0, slots, found.scales)
             else:
                 pages.flatten(0, 1).index_copy_(0, slots, given)
-
-    def copy(self, copies: Copies) -> None:
-        """Copy whole pages of every layer, (from, to); `StepPlan.step` does so for shared pages that are written to."""
-        sources, targets = self._indices(copies)
-        for pages in self._stored:
-            rows = pages.flatten(1)
-            rows.index_copy_(0, targets, rows.index_select(0, sources))
-
-    def swap_out(self, seq: int) -> None:
-        """Move a sequence to the host: all of it, or nothing if that fails."""
-        self.allocator.swap_out(seq, self._to_host)
-
-    def swap_in(self, seq: int) -> None:
-        """Bring a sequence back: all of it, or nothing if that fails."""
-        self.allocator.swap_in(seq, self._from_host)
-
-    def _to_host(self, moves: Copies) -> None:
-        here, there = self._indices(moves)
-        for pages, kept in zip(self._stored, self._host, strict=True):
-            kept.index_copy_(0, there.cpu(), pages.index_select(0, here).cpu())
-
-    def _from_host(self, moves: Copies) -> None:
-        there, here = self._indices(moves)
-        for pages, kept in zip(self._stored, self._host, strict=True):
-            pages.index_copy_(0, here, kept.index_select(0, there.cpu()).to(self.device))
-
-    def _indices(self, moves: Copies) -> tuple[Tensor, Tensor]:
-        """(from, to) as tensors on the device; from pinned memory, so that the host does not wait for it."""
-        pairs = torch.tensor(moves, dtype=torch.int64, device="cpu").view(-1, 2)
-        if self.device.type == "cuda":
-            pairs = pairs.pin_memory()
-        sources, targets = pairs.to(self.device, non_blocking=True).unbind(1)
-        return sources, targets
-
-    def _on_host(self, pages: int) -> list[Tensor]:
-        """Host pages of every layer, in the order of `_stored`. Taken at once, so that no swap lacks them."""
-        if not pages:
-            return []
-        here = self._stored
-        size, memory = sum(x[0].nbytes for x in here) * pages, _host_memory()
-        try:
-            if size > memory:  # a system that promises more than it has would end the process when it is written to
-                raise MemoryError(f"the host has {memory / 2**30:.1f}")
-            return [x.new_zeros(pages, *x.shape[1:], device="cpu") for x in here]
-        except (RuntimeError, MemoryError) as error:
-            raise PageError(
-                f"host_pages must fit into the host's memory, got {pages}, which take {size / 2**30:.1f} GiB; ask for "
-                f"fewer ({error})"
-            ) from error
 
     # ---- attention -------------------------------------------------------------------------------------------------
 
@@ -307,11 +250,3 @@ class PagePool(PagedKVCache):
                 f"the layer sees {sees}, but pages were released that leave a window of {most}; release less, or "
                 "keep layers of different windows in pools of their own"
             )
-
-
-def _host_memory() -> float:
-    """Bytes, or infinity where they are not known."""
-    try:
-        return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    except (AttributeError, ValueError, OSError):
-        return float("inf")

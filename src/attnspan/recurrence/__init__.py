@@ -2,6 +2,7 @@
 
 from attnspan.layouts.document_runs import Stretches
 from attnspan.recurrence.affine import Affine, Tested
+from attnspan.recurrence.packed import PackedSequences
 from attnspan.recurrence.plan import RankPlan
 from attnspan.recurrence.rules import GLA, KDA, SSD, GatedDelta, Lightning, Rule
 from attnspan.recurrence.run import Recurrence
@@ -13,6 +14,7 @@ __all__ = [
     "Affine",
     "GatedDelta",
     "Lightning",
+    "PackedSequences",
     "RankPlan",
     "Recurrence",
     "Rule",

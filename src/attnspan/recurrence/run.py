@@ -12,6 +12,7 @@ and drops the result, because the function may hold parameters.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from attnspan.layouts.document_runs import Stretches
 from attnspan.recurrence.affine import Affine
-from attnspan.recurrence.chunked import chunk_size, chunked
+from attnspan.recurrence.chunked import ChunkMaps, chunk_size, chunked
 from attnspan.recurrence.plan import Chunks, RankPlan, Route, on_device
 from attnspan.recurrence.rules import LinearRule, Rule
 from attnspan.recurrence.scan import Scan, States
@@ -82,16 +83,12 @@ class Recurrence:
 
     def _linear(self, rule: LinearRule, initial: Tensor | None, name: str) -> tuple[Tensor, Tensor]:
         chunks, alike = self._chunked(chunk_size(self._lengths, rule.sizes["K"])), self.stretches.rows == 1
-        parts = chunked(rule.terms().each(lambda x: _chunks_of(_outermost(x, alike), chunks)))
-        a, b = (torch.cat(each) for each in zip(*((part.a, part.b) for part in parts), strict=True))
+        parts = chunked(rule.terms().each(lambda x: tokens_in_chunks(_outermost(x, alike), chunks)))
+        a, b = maps_of(parts)
         begins = self._initial(b, None if initial is None else rule.state_in(initial).flatten(1, 2))
         scan = Scan(self.plan.mapped, self.plan.waiting, chunks, self._routes, self.transport, name, rule.MATRIX)
         before, after = States.apply(a, b, begins, scan)
-        states = before.split([len(part.out) for part in parts])
-        out = torch.cat([part.read(state).transpose(1, 2) for part, state in zip(parts, states, strict=True)])
-        out = out.flatten(0, 1)
-        out = out if chunks.in_order else out.index_select(0, chunks.back)
-        out = _innermost(out, rule.sizes["B"], alike)
+        out = _innermost(outputs_of(parts, before, chunks), rule.sizes["B"], alike)
         return rule.finished(out), rule.state_out(self._ends(after, rule))
 
     def _affine(self, rule: Affine, initial: Tensor | None, name: str) -> tuple[Tensor, Tensor]:
@@ -175,7 +172,20 @@ def _innermost(tokens: Tensor, rows: int, alike: bool) -> Tensor:
     return by_row.transpose(0, 1).contiguous() if alike else by_row
 
 
-def _chunks_of(tokens: Tensor, chunks: Chunks) -> Tensor:
+def maps_of(parts: Sequence[ChunkMaps]) -> tuple[Tensor, Tensor]:
+    """A and B of all chunks."""
+    return torch.cat([part.a for part in parts]), torch.cat([part.b for part in parts])
+
+
+def outputs_of(parts: Sequence[ChunkMaps], before: Tensor, chunks: Chunks) -> Tensor:
+    """The output (T, H, V) of all tokens, given the states before chunks."""
+    states = before.split([len(part.out) for part in parts])
+    out = torch.cat([part.read(state).transpose(1, 2) for part, state in zip(parts, states, strict=True)])
+    out = out.flatten(0, 1)
+    return out if chunks.in_order else out.index_select(0, chunks.back)
+
+
+def tokens_in_chunks(tokens: Tensor, chunks: Chunks) -> Tensor:
     """(T, H, D) as (n, C, H, D), with zeros where a chunk has no token."""
     found = tokens if chunks.in_order else tokens.index_select(0, chunks.tokens.flatten())
     if not chunks.full:

@@ -27,14 +27,19 @@ from torch.nn import functional as F
 from transformers import Cache, EncoderDecoderCache, PreTrainedModel
 
 from attnspan.attention.score import ScoreFunction
-from attnspan.engine.model import ModelInfo, PackedBatch, StepAttention
+from attnspan.engine.model import ModelInfo, PackedBatch, StateSpec, StepAttention
 from attnspan.errors import ModelError
 from attnspan.integrations.huggingface.biases import COMPUTED, FIRST, ScoreBias, distance_table
 from attnspan.integrations.huggingface.layers import AttentionLayer, attention_layers
 from attnspan.integrations.huggingface.positions import counts_by_itself
-from attnspan.integrations.huggingface.probe import probe_model
 from attnspan.integrations.huggingface.served_model import TransformersModel, positions_of
-from attnspan.integrations.huggingface.serving import ModuleAttention, call_with_attention, served
+from attnspan.integrations.huggingface.serving import (
+    ModuleAttention,
+    ServedCall,
+    ServedLayers,
+    call_served,
+    served,
+)
 
 OTHER_INPUTS = ("input_features", "pixel_values", "input_values", "bbox")
 """What encoders read that are not of texts."""
@@ -83,7 +88,7 @@ class EncoderDecoderModel(TransformersModel):
         given = {"input_ids": tokens.unsqueeze(0), "decoder_input_ids": start, "past_key_values": Recording(keys)}
         call = partial(self.model, **given, use_cache=False)
         with served(self.model, self):
-            call_with_attention(Encoding(self._encoder), (), partial(_at, torch.zeros_like(start), call))
+            call_served(_call_of(Encoding(self._encoder)), partial(_at, torch.zeros_like(start), call))
         return keys
 
     def _logits(self, batch: PackedBatch) -> Tensor:
@@ -102,12 +107,13 @@ class EncoderDecoderModel(TransformersModel):
             table.copy_(distance_table(getattr(module, COMPUTED), reach, table.device))
         call = partial(_at, batch.positions.unsqueeze(0), partial(self._logits, batch))
         with served(self.model, self):
-            return call_with_attention(Decoding(attention, batch.sources), (), call)
+            return call_served(_call_of(Decoding(attention, batch.sources)), call)
 
-    def _probed(self, layers: list[AttentionLayer]) -> list[AttentionLayer]:
-        probed = {layer.module: layer for layer in probe_model(self.model, attention_layers(self.model))}
-        _check_plain(probed.values(), self._encoder)
-        return [probed[layer.module] for layer in layers]
+    def _probed(self, layers: ServedLayers) -> tuple[list[AttentionLayer], list[tuple[str, StateSpec]]]:
+        probed, states = super()._probed(ServedLayers(attention_layers(self.model), layers.mixers))
+        _check_plain(probed, self._encoder)
+        decoder = {layer.module for layer in layers.attention}
+        return [layer for layer in probed if layer.module in decoder], states
 
     def _mods(self, layers: list[AttentionLayer]) -> Mapping[nn.Module, ScoreFunction]:
         """The learned biases; a layer that computes none has that of the last one before it that does."""
@@ -129,6 +135,11 @@ class EncoderDecoderModel(TransformersModel):
             return score + table[h, (kv_idx - q_idx).clamp(-bias.reach, bias.reach) + bias.reach].to(score.dtype)
 
         return biased
+
+
+def _call_of(modules: ModuleAttention) -> ServedCall:
+    """A call in which modules attend as these say."""
+    return ServedCall(StepAttention(), {}, (), modules=modules)
 
 
 def _check_plain(layers: Iterable[AttentionLayer], encoder: set[nn.Module]) -> None:

@@ -147,8 +147,11 @@ def check_is_model(model: object) -> None:
         raise ModelError(f"model must be a transformers model, with a config, got {type(model).__name__}")
 
 
-def decoder_layers(layers: list[AttentionLayer], user: str) -> list[AttentionLayer]:
-    """The layers by their index in a cache; ModelError unless they are a decoder's: `user` serves no others."""
+def decoder_layers(layers: list[AttentionLayer], user: str, gaps: bool = False) -> list[AttentionLayer]:
+    """The layers by their index in a cache; ModelError unless they are a decoder's: `user` serves no others.
+
+    With `gaps` some indices may be those of other layers.
+    """
     for layer in layers:
         for wrong, what in (
             (layer.cross, "cross-attention"),
@@ -158,10 +161,10 @@ def decoder_layers(layers: list[AttentionLayer], user: str) -> list[AttentionLay
             if wrong:
                 raise ModelError(f"{layer.name} has {what}; {user} serves decoder-only models")
     by_index = {layer.index: layer for layer in layers}
-    if set(by_index) != set(range(len(layers))):
+    if len(by_index) < len(layers) or not (gaps or set(by_index) == set(range(len(layers)))):
         indices = [layer.index for layer in layers]
         raise ModelError(f"layers must be numbered 0 to {len(layers) - 1}, each once, got {indices}")
-    return [by_index[index] for index in range(len(layers))]
+    return [layer for _, layer in sorted(by_index.items(), key=operator.itemgetter(0))]
 
 
 def _layer(model: PreTrainedModel, name: str, module: nn.Module) -> AttentionLayer:

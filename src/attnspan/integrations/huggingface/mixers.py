@@ -1,7 +1,7 @@
-"""The recurrent mixers of a transformers model, and their forward over ranks.
+"""The recurrent mixers of a transformers model, and their forward over ranks, or in a step of an engine.
 
 A mixer is a module whose forward calls, by name, a function that mixes tokens (sequence_functions.py). While its model
-is enabled it has a forward of its own, of the same code, for which these names are ours::
+is enabled, or served (serving.py), it has a forward of its own, of the same code, for which these names are ours::
 
     forward = FunctionType(original.__code__, {**original.__globals__, "causal_conv1d_fn": ours, ...})
 
@@ -32,14 +32,15 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from attnspan.engine.fingerprint import WhileServed
 from attnspan.errors import ModelError
 from attnspan.integrations.huggingface.sequence_functions import (
     DECODING,
     KNOWN,
     PADDING,
     SEQUENCE,
-    MixedTokens,
     SequenceFunctions,
+    TokensOfMixer,
     agrees,
     difference,
 )
@@ -69,15 +70,20 @@ class RecurrentMixer:
     def __str__(self) -> str:
         return f"{self.name}: {', '.join(self.functions)}"
 
-    def bind(self, here: Callable[[], MixedTokens]) -> None:
+    def bind(self, here: Callable[[], TokensOfMixer]) -> None:
         """Run over the ranks of the pass that is `here`."""
+        for module, attribute, method in self.replacements(here):
+            vars(module)[attribute] = method
+
+    def replacements(self, here: Callable[[], TokensOfMixer]) -> Iterator[tuple[nn.Module, str, Method]]:
+        """What takes the place of methods, for the tokens of the pass that is `here`: (module, attribute, method)."""
         ours = SequenceFunctions(self.name, here)
         written = INLINED.get(_class_of(self.module).__name__)
         for attribute, method in self.methods.items():
             function = rebound(method, ours) if written is None else written(ours)
-            setattr(self.module, attribute, MethodType(function, self.module))
+            yield self.module, attribute, MethodType(function, self.module)
         for each in self._uncalled:
-            vars(each)["forward"] = functools.partial(_refuse_call, self.name, type(each).__name__)
+            yield each, "forward", functools.partial(_refuse_call, self.name, type(each).__name__)
 
     def unbind(self) -> None:
         """Run as before; what was replaced or taken away since has nothing of ours."""
@@ -92,7 +98,7 @@ class RecurrentMixer:
 
 
 def _refuse_call(mixer: str, kind: str, *args: object, **kwargs: object) -> NoReturn:
-    raise ModelError(f"{mixer} calls its {kind} by itself, on this rank's tokens alone, which is not served")
+    raise ModelError(f"{mixer} calls its {kind} by itself, on the tokens that it has alone, which is not served")
 
 
 def recurrent_mixers(model: nn.Module, beside: Collection[nn.Module] = ()) -> list[RecurrentMixer]:
@@ -108,6 +114,11 @@ def is_mixer(module: nn.Module) -> bool:
     """Whether a module calls functions that mix tokens."""
     cls = _class_of(module)
     return cls.__name__ in INLINED or any(SEQUENCE & called.keys() for _, _, called in _methods(cls))
+
+
+def may_be_replaced(module: nn.Module) -> bool:
+    """Whether methods of a module may be replaced: a mixer's, and those of modules in it that are not called."""
+    return isinstance(module, UNCALLED) or is_mixer(module)
 
 
 def _class_of(module: nn.Module) -> type[nn.Module]:
@@ -131,8 +142,8 @@ def _mixer(name: str, module: nn.Module) -> RecurrentMixer:
 
 def _held_unknown(module: nn.Module) -> str | None:
     """What a module calls that is not its class's."""
-    for attribute, value in vars(module).items():
-        if not isinstance(value, nn.Module) and _is_foreign(value):
+    for attribute, value in list(vars(module).items()):  # another thread may begin to serve it
+        if not isinstance(value, nn.Module | WhileServed) and _is_foreign(value):
             return f"{attribute}, a function of its own beside its class's (as kernels and hooks of accelerate are)"
     return None
 

@@ -6,6 +6,8 @@ or not at all. An engine would not notice, and generate other tokens. So each ca
 a model that differs is refused by name, before any page is written. A window that is in a mask alone, and that no layer
 mentions, is found here, and is the layer's from then on.
 
+Recurrent mixers run as they are, from states of zeros. Which states they use, and in which order, is found here.
+
 What holds for two tokens is taken to hold for any number.
 """
 
@@ -14,17 +16,27 @@ from __future__ import annotations
 from collections import Counter
 from contextvars import ContextVar
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
+from attnspan.engine.model import StateSpec, StepAttention
 from attnspan.errors import ModelError
 from attnspan.integrations.huggingface.attention import check_arguments
 from attnspan.integrations.huggingface.layers import AttentionLayer
 from attnspan.integrations.huggingface.masking import Pattern, requested_pattern
 from attnspan.integrations.huggingface.own_attention import ASKED
-from attnspan.integrations.huggingface.serving import called_while_served, probed_once
+from attnspan.integrations.huggingface.serving import (
+    ProbeResult,
+    ServedCall,
+    ServedLayers,
+    call_served,
+    called_while_served,
+    probed_once,
+)
+from attnspan.recurrence import PackedSequences, Rule
 
 NAME = "attnspan_probe"
 
@@ -57,25 +69,53 @@ def probe_attention(
     return value.new_zeros(batch, length, heads, value.shape[-1]), None
 
 
-def probe_model(model: PreTrainedModel, layers: list[AttentionLayer]) -> list[AttentionLayer]:
-    """The layers with the windows of their masks; ModelError for a model that asks for more, or less, than they do."""
+class ProbedStates(StepAttention):
+    """Notes the states that are used, in the order of their use; all are zeros before two tokens."""
+
+    def __init__(self) -> None:
+        self.states: list[StateSpec] = []
+
+    def recurrence(self, state: int, rule: Rule) -> Tensor:
+        self.states.append(StateSpec(tuple(rule.state_shape), rule.dtype))
+        first = next(iter(rule.tensors.values()))
+        before = torch.zeros(1, *rule.state_shape, dtype=rule.dtype, device=first.device)
+        return PackedSequences([2], first.device).run(rule, before)[0]
+
+    def conv1d(self, state: int, tokens: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        self.states.append(StateSpec.convolution(len(weight), weight.shape[1], tokens.dtype))
+        before = tokens.new_zeros(1, weight.shape[1] - 1, weight.shape[0])
+        return PackedSequences([2], tokens.device).conv1d(tokens, before, weight, bias)[0]
+
+
+def probe_model(model: PreTrainedModel, layers: ServedLayers) -> ProbeResult:
+    """The windows of layers, by their masks, and the states of mixers; ModelError for a model that asks for more, or
+    less, than its layers do."""
     AttentionInterface.register(NAME, probe_attention)
     AttentionMaskInterface.register(NAME, requested_pattern)
-    windows = probed_once(model, layers, NAME, lambda: _windows(Probe(layers), model))
-    return [replace(layer, window=window) for layer, window in zip(layers, windows, strict=True)]
+    return probed_once(model, layers, NAME, lambda: _probed(layers, model))
 
 
-def _windows(probe: Probe, model: PreTrainedModel) -> list[int | None]:
+def _probed(layers: ServedLayers, model: PreTrainedModel) -> ProbeResult:
+    states = ProbedStates()
+    call = ServedCall(states, {}, None)
+    windows = call_served(call, partial(_windows, Probe(layers.attention), model, layers.arguments))
+    unused = [mixer for mixer in layers.mixers if mixer.name not in call.used]
+    if unused:
+        raise ModelError(f"{unused[0].name} is not used in a pass of the model, and an engine serves layers that are")
+    return ProbeResult(windows, list(zip(call.used, states.states, strict=True)))
+
+
+def _windows(probe: Probe, model: PreTrainedModel, arguments: tuple[str, ...]) -> list[int | None]:
     tokens = torch.zeros(1, 2, dtype=torch.int64, device=next(model.parameters()).device)
     positions = torch.arange(2, device=tokens.device).unsqueeze(0)
     before, asked = _PROBE.set(probe), ASKED.set(probe_attention)
     try:
         with torch.no_grad():
             if model.config.is_encoder_decoder:  # of which no engine asks for some logits alone
-                given, kept = {"decoder_input_ids": tokens}, 2
+                out, kept = model(input_ids=tokens, decoder_input_ids=tokens, use_cache=False), 2
             else:
-                given, kept = {"position_ids": positions, "logits_to_keep": positions[0, 1:]}, 1
-            out = model(input_ids=tokens, use_cache=False, **given)
+                row = dict(zip(arguments, (tokens, positions), strict=False))
+                out, kept = model(**row, use_cache=False, logits_to_keep=positions[0, 1:]), 1
     finally:
         _PROBE.reset(before)
         ASKED.reset(asked)

@@ -1,7 +1,7 @@
-"""Functions of transformers' modeling files that mix tokens without attention, over ranks.
+"""Functions of transformers' modeling files that mix tokens without attention, over ranks and over a step.
 
 Recurrent mixers call functions of their file by name. Each is here by that name, with the arguments and the result of
-the original, for the tokens of a rank::
+the original, for the tokens of a rank, or those of an engine's step::
 
     causal_conv1d_fn               short convolutions: all recurrent mixers, LFM2
     torch_chunk_gated_delta_rule   Qwen3-Next, Qwen3.5, OLMo-Hybrid                  GatedDelta
@@ -26,7 +26,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -53,21 +53,39 @@ DECODING = {
     "mamba2_selective_state_update",
     "mamba_selective_state_update",
 }
-"""Functions that continue a cache by one token. An enabled model has no cache, and never calls them."""
+"""Functions that continue a cache by one token. An enabled or served model has no cache, and never calls them."""
 
 FUSED = {"mamba2_split_conv1d_scan_combined", "mamba_inner_fn"}
 """Functions that compute a whole mixer, or return None, after which it is computed step by step."""
 
 PADDING = "apply_mask_to_padding_states"
 
-Caller = Callable[["MixedTokens"], Any]
+Caller = Callable[["TokensOfMixer"], Any]
 Function = Callable[..., Any]
 Arguments = dict[str, Any]
 
 
+class TokensOfMixer(Protocol):
+    """What a recurrent mixer knows of the tokens that it is called with."""
+
+    @property
+    def padding(self) -> Tensor | None:
+        """(B, S): 1 where tokens are, 0 in padding."""
+
+    @property
+    def called(self) -> set[tuple[str, str]]:
+        """(mixer, function) of all that was called."""
+
+    def recurrence(self, rule: Rule) -> Tensor:
+        """The output of a rule."""
+
+    def conv1d(self, channels_first: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """A causal convolution of (B, C, S) by (C, width)."""
+
+
 @dataclass(frozen=True, eq=False)
 class MixedTokens:
-    """What recurrent mixers know of a forward pass."""
+    """What recurrent mixers know of a forward pass over ranks."""
 
     session: ContextParallel
     padding: Tensor | None = None  # (B, S): 1 where tokens are, 0 in padding
@@ -79,11 +97,15 @@ class MixedTokens:
         assert isinstance(out, Tensor), "no final states were asked for"
         return out
 
+    def conv1d(self, channels_first: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """A convolution of this rank's tokens."""
+        return self.session.conv1d(channels_first, weight, bias, dim=2)
+
 
 class SequenceFunctions:
-    """The functions of a mixer, over the ranks of the pass that is `here`. Names and arguments are transformers'."""
+    """The functions of a mixer, for the tokens of the pass that is `here`. Names and arguments are transformers'."""
 
-    def __init__(self, mixer: str, here: Callable[[], MixedTokens]):
+    def __init__(self, mixer: str, here: Callable[[], TokensOfMixer]):
         self.mixer, self.here = mixer, here
 
     def by_name(self, name: str) -> Function:
@@ -110,7 +132,7 @@ class SequenceFunctions:
         return OURS[name](here, *args, **kwargs)
 
     def _decoded(self, name: str, *args: object, **kwargs: object) -> Any:
-        raise ModelError(f"{self.mixer} calls {name}, which continues a cache; a model over ranks has none")
+        raise ModelError(f"{self.mixer} calls {name}, which continues a cache; there is none here")
 
 
 def _not_fused(*args: object, **kwargs: object) -> None:
@@ -120,7 +142,7 @@ def _not_fused(*args: object, **kwargs: object) -> None:
 # ---- ours ------------------------------------------------------------------------------------------------------------
 
 
-def apply_mask_to_padding_states(here: MixedTokens, hidden_states: Tensor, attention_mask: object) -> Tensor:
+def apply_mask_to_padding_states(here: TokensOfMixer, hidden_states: Tensor, attention_mask: object) -> Tensor:
     """Zero in padding, (B, S, C), by what the batch says: the mask that a model makes is of one rank's tokens."""
     if here.padding is None:
         return hidden_states
@@ -128,7 +150,7 @@ def apply_mask_to_padding_states(here: MixedTokens, hidden_states: Tensor, atten
 
 
 def causal_conv1d_fn(
-    here: MixedTokens,
+    here: TokensOfMixer,
     hidden_states: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
@@ -136,12 +158,12 @@ def causal_conv1d_fn(
     **more: object,
 ) -> Tensor:
     """A convolution of (B, C, S) by (C, width)."""
-    out = here.session.conv1d(hidden_states.to(weight.dtype), weight, bias, dim=2)
+    out = here.conv1d(hidden_states.to(weight.dtype), weight, bias)
     return (out if activation is None else ACT2FN[activation](out)).to(hidden_states.dtype)
 
 
 def torch_chunk_gated_delta_rule(
-    here: MixedTokens,
+    here: TokensOfMixer,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -161,7 +183,7 @@ def torch_chunk_gated_delta_rule(
 
 
 def chunk_kimi_delta_attention(
-    here: MixedTokens,
+    here: TokensOfMixer,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -181,7 +203,7 @@ def chunk_kimi_delta_attention(
 
 
 def mamba2_chunk_scan(
-    here: MixedTokens,
+    here: TokensOfMixer,
     hidden_states: Tensor,
     dt: Tensor,
     A: Tensor,
@@ -202,7 +224,7 @@ def mamba2_chunk_scan(
 
 
 def mamba_selective_scan(
-    here: MixedTokens,
+    here: TokensOfMixer,
     hidden_states: Tensor,
     dt: Tensor,
     A: Tensor,
@@ -229,7 +251,7 @@ def mamba_selective_scan(
     return out if z is None else out * F.silu(z)
 
 
-def lightning_attention(here: MixedTokens, query: Tensor, key: Tensor, value: Tensor, slope_rate: Tensor) -> Tensor:
+def lightning_attention(here: TokensOfMixer, query: Tensor, key: Tensor, value: Tensor, slope_rate: Tensor) -> Tensor:
     """Linear attention of (B, S, H, K) that forgets by exp(-slope) a token: slope_rate is (H, 1, 1)."""
     return here.recurrence(Lightning(query, key, value, -slope_rate.flatten(), scale=1.0))
 
@@ -255,7 +277,7 @@ KNOWN = OURS.keys() | FUSED | DECODING
 
 def _check_states(initial: Tensor | None, final: bool) -> None:
     if initial is not None or final:
-        raise ModelError("a recurrent layer was given a state, or asked for one; a model over ranks has no cache")
+        raise ModelError("a recurrent layer was given a state, or asked for one; there is no cache here")
 
 
 def _step(dt: Tensor, bias: Tensor | None, softplus: bool) -> Tensor:

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from attnspan.attention.score import ScoreFunction
 from attnspan.engine.fingerprint import ModelFingerprint
-from attnspan.engine.model import EmbeddedPrompt, LayerSpec, ModelInfo, PackedBatch, StepAttention
+from attnspan.engine.model import EmbeddedPrompt, LayerSpec, ModelInfo, PackedBatch, StateSpec, StepAttention
 from attnspan.errors import EngineError, ModelError
 from attnspan.integrations.huggingface.adapters import adapters_in_use
 from attnspan.integrations.huggingface.embedding import (
@@ -29,14 +29,18 @@ from attnspan.integrations.huggingface.embedding import (
 from attnspan.integrations.huggingface.generation_config import defaults_of
 from attnspan.integrations.huggingface.latents import LatentSource, latent_source
 from attnspan.integrations.huggingface.layers import AttentionLayer
+from attnspan.integrations.huggingface.mixers import may_be_replaced
 from attnspan.integrations.huggingface.own_attention import NO_MASK, position_bias
 from attnspan.integrations.huggingface.probe import probe_model
 from attnspan.integrations.huggingface.serving import (
     WHILE_SERVED,
-    call_with_attention,
+    ServedCall,
+    ServedLayers,
+    call_served,
     serve_latents,
     served,
     served_layers,
+    take_mixers,
     wants_latents,
 )
 from attnspan.integrations.huggingface.towers import decoder_of
@@ -51,23 +55,24 @@ class TransformersModel:
         self.model = model
         self._decoder = decoder_of(model)
         _check_takes_tokens(model)
-        self._described = [str(layer) for layer in layers]
-        self._latents = _latents_of(layers) if latents else {}
-        self._score_mods = self._mods(layers)
+        self._described, self._numbers, self._arguments = layers.described, layers.numbers, layers.arguments
+        self._latents = _latents_of(layers.attention) if latents else {}
+        self._score_mods = self._mods(layers.attention)
         serve_latents(model, self._latents.values())
-        self._layers = self._probed(layers)
-        specs = self._spec_of(self._layers)
+        self._layers, states = self._probed(layers)
+        self._mixers = tuple(mixer for mixer, _ in states)
         self._weights = _first_weights(model)
         weight = model.get_input_embeddings().weight
         assert isinstance(weight, Tensor), "embeddings have one row for each token"
         self._info = ModelInfo(
-            specs,
+            self._spec_of(self._layers),
             vocabulary=weight.shape[0],
             dtype=next(model.parameters()).dtype,
             device=device,
             end_tokens=end_tokens_of(model),
             max_positions=positions_of(model),
             defaults=defaults_of(getattr(model, "generation_config", None), stacklevel + 1),
+            states=tuple(spec for _, spec in states),
         )
         self._beside = {"attention_mask": NO_MASK} if model.config.model_type == "mpt" else {}
         self._decoder_names = list(inspect.signature(type(self._decoder).forward).parameters)[1:]
@@ -79,13 +84,15 @@ class TransformersModel:
     def info(self) -> ModelInfo:
         """As when the engine was made, except for layers that have changed."""
         layers = served_layers(self.model)
-        if [str(layer) for layer in layers] == self._described:
+        if layers.described == self._described:
+            take_mixers(self.model, layers.mixers)
             return self._info
-        return replace(self._info, layers=self._spec_of(layers))
+        return replace(self._info, layers=self._spec_of(layers.attention), states=())
 
-    def _probed(self, layers: list[AttentionLayer]) -> list[AttentionLayer]:
-        """The layers, with what a probe of the model finds."""
-        return probe_model(self.model, layers)
+    def _probed(self, layers: ServedLayers) -> tuple[list[AttentionLayer], list[tuple[str, StateSpec]]]:
+        """The attention layers with what a probe of the model finds, and the states of each mixer."""
+        windows, states = probe_model(self.model, layers)
+        return [replace(layer, window=window) for layer, window in zip(layers.attention, windows, strict=True)], states
 
     def _spec_of(self, layers: Iterable[AttentionLayer]) -> tuple[LayerSpec, ...]:
         """The layers as an engine needs them; those that hand over latents have one key head."""
@@ -112,19 +119,14 @@ class TransformersModel:
         if self._decoder is not self.model:
             call = partial(call_with_merging, Merging(self._decoder_names, batch), call)
         with served(self.model, self):
-            return call_with_attention(attention, self._latents, call)
+            return call_served(ServedCall(attention, self._numbers, self._mixers, self._latents), call)
 
     def _logits(self, batch: PackedBatch) -> Tensor:
         # Without an attention_mask, transformers would take the packed samples of a model with towers for documents.
         mask = {} if self._decoder is self.model else {"attention_mask": torch.ones_like(batch.tokens).unsqueeze(0)}
-        out = self.model(
-            input_ids=batch.tokens.unsqueeze(0),
-            position_ids=batch.positions.unsqueeze(0),
-            **self._beside,
-            use_cache=False,
-            logits_to_keep=0 if batch.keep is None else batch.keep,
-            **mask,
-        )
+        row = dict(zip(self._arguments, (batch.tokens.unsqueeze(0), batch.positions.unsqueeze(0)), strict=False))
+        kept = 0 if batch.keep is None else batch.keep
+        out = self.model(**row, **self._beside, use_cache=False, logits_to_keep=kept, **mask)
         logits: Tensor = out.logits[0]
         return logits
 
@@ -156,7 +158,7 @@ class TransformersModel:
 
     def fingerprint(self) -> ModelFingerprint:
         """Of all its modules; peft adapters are part of what ranks compare."""
-        return ModelFingerprint(self.model, ignored=WHILE_SERVED, details=adapters_in_use)
+        return ModelFingerprint(self.model, WHILE_SERVED, adapters_in_use, may_be_replaced)
 
     def check_ready(self) -> None:
         """EngineError in training mode, or when the dtype is no longer that of the pages."""

@@ -1,9 +1,10 @@
-"""Attention over pages for a transformers model, for as long as one call of it takes.
+"""Attention over pages, and recurrences over states, for a transformers model, for as long as one call of it takes.
 
 A model asks for attention by name. While it is served the name is `attnspan_paged`, a function registered with
-transformers' own AttentionInterface (`paged_attention`). The attention of the step is a context variable
-(`call_with_attention`), since not every model passes arguments down to its layers. Threads that serve one model over
-different pages do not meet. Afterwards the model has its own name back.
+transformers' own AttentionInterface (`paged_attention`). Its recurrent mixers have methods of their own meanwhile
+(mixers.py). The call under way (`ServedCall`) is a context variable, since not every model passes arguments down to its
+layers. Threads that serve one model over different pages do not meet. Afterwards the model has its own name and methods
+back.
 
 [Note: several engines] Several engines may serve one model at once, as virtual ranks do. The first to come sets the
 name, the last to leave restores it. The name is written to the configs that layers read it from: calling
@@ -15,18 +16,22 @@ next step. Locks are taken and released within one line (engine/owner.py, [Note:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
 from copy import copy
+from dataclasses import dataclass, field
+from functools import partial
+from operator import is_not
 from threading import Lock
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 
-from attnspan.engine.model import StepAttention
+from attnspan.engine.fingerprint import WhileServed
+from attnspan.engine.model import StateSpec, StepAttention
 from attnspan.errors import EngineError, ModelError
 from attnspan.integrations.huggingface.adapters import check_adapters
 from attnspan.integrations.huggingface.attention import configs_of, is_bound
@@ -40,8 +45,10 @@ from attnspan.integrations.huggingface.layers import (
     decoder_layers,
 )
 from attnspan.integrations.huggingface.masking import Pattern, requested_pattern
+from attnspan.integrations.huggingface.mixers import RecurrentMixer, recurrent_mixers
 from attnspan.integrations.huggingface.own_attention import ASKED, dispatch_forward
 from attnspan.integrations.huggingface.towers import beside, decoder_of
+from attnspan.recurrence import Rule
 
 NAME = "attnspan_paged"
 
@@ -55,9 +62,6 @@ WHILE_SERVED = frozenset({_ENTRY, "_attn_implementation", METHOD})
 
 T = TypeVar("T")
 
-_ATTENTION: ContextVar[StepAttention | ModuleAttention | None] = ContextVar("attention of the call", default=None)
-_LATENTS: ContextVar[Container[nn.Module]] = ContextVar("modules that give it latents", default=())
-
 
 class ModuleAttention:
     """Attention of modules that are not all a decoder's over pages."""
@@ -67,21 +71,71 @@ class ModuleAttention:
         raise NotImplementedError
 
 
-def call_with_attention(
-    attention: StepAttention | ModuleAttention, latents: Container[nn.Module], call: Callable[[], T]
-) -> T:
-    """Call a model whose layers attend by this: in a context of its own, so that no interrupt can leave it set.
-    `latents` are modules that hand over latents."""
+@dataclass(slots=True, eq=False)
+class ServedCall:
+    """A call of a model: attention and states, which layer has which number, and which mixer uses which state."""
+
+    attention: StepAttention
+    layers: Mapping[int, int]  # by the index in a cache
+    mixers: tuple[str, ...] | None  # by state, in the order of their use; None while that is found out
+    latents: Container[nn.Module] = ()  # modules that hand over latents
+    modules: ModuleAttention | None = None  # in the place of attention over pages
+    used: list[str] = field(default_factory=list)  # mixers, by state
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ServedTokens:
+    """The tokens of a call as a mixer sees them. `padding` and `called`: see `TokensOfMixer`."""
+
+    call: ServedCall
+    mixer: str
+    padding: Tensor | None = None
+    called: set[tuple[str, str]] = field(default_factory=set)
+
+    def recurrence(self, rule: Rule) -> Tensor:
+        """Go on from the states of the samples."""
+        return self.call.attention.recurrence(self._state(), rule)
+
+    def conv1d(self, channels_first: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Go on from the last tokens of the samples."""
+        out = self.call.attention.conv1d(self._state(), channels_first[0].T, weight, bias)
+        return out.T.unsqueeze(0)
+
+    def _state(self) -> int:
+        """The number of the state that is used next, which must be this mixer's."""
+        wanted, number = self.call.mixers, len(self.call.used)
+        if wanted is not None and wanted[number : number + 1] != (self.mixer,):
+            raise ModelError(
+                f"{self.mixer} uses state {number} of its model, unlike when it was probed; the model has changed "
+                "since the engine was made: make a new one"
+            )
+        self.call.used.append(self.mixer)
+        return number
+
+
+_ATTENTION: ContextVar[ServedCall | None] = ContextVar("the model call under way", default=None)
+
+
+def call_served(served: ServedCall, call: Callable[[], T]) -> T:
+    """Call a model whose layers find this: in a context of its own, so that no interrupt can leave it set."""
     context = copy_context()
-    context.run(_ATTENTION.set, attention)
-    context.run(_LATENTS.set, latents)
+    context.run(_ATTENTION.set, served)
     context.run(ASKED.set, paged_attention)
     return context.run(call)
 
 
 def wants_latents(source: LatentSource, _: Tensor) -> bool:
     """Whether the call that is under way wants a module's latents."""
-    return source.module in _LATENTS.get()
+    call = _ATTENTION.get()
+    return call is not None and source.module in call.latents
+
+
+def _tokens_of(mixer: RecurrentMixer) -> ServedTokens:
+    """What a mixer knows of the call under way."""
+    call = _ATTENTION.get()
+    if call is None:
+        raise called_while_served(mixer.module)
+    return ServedTokens(call, mixer.name)
 
 
 def paged_attention(
@@ -95,19 +149,20 @@ def paged_attention(
     **checked: object,
 ) -> tuple[Tensor, None]:
     """The attention function; what `checked` may hold was read from the layers, and probed, when the model came."""
-    attention = _ATTENTION.get()
-    if attention is None:
+    call = _ATTENTION.get()
+    if call is None:
         raise called_while_served(module)
     if attention_mask is not None:
         raise ModelError(f"layer {module.layer_idx} is given a mask by its model, and an engine knows of none")
-    if isinstance(attention, ModuleAttention):
-        return attention.of(module, query, key, value, **checked).transpose(1, 2), None
+    if call.modules is not None:
+        return call.modules.of(module, query, key, value, **checked).transpose(1, 2), None
     source = latents_in(module, key, value)
     query, key, value = (each[0].transpose(0, 1) for each in (query, key, value))
+    number = call.layers[module.layer_idx]  # type: ignore[index]  # an int
     if source is not None:
         given = query, key.squeeze(1), source.heads(), s_aux
-        return attention.attend_latent(module.layer_idx, *given).unsqueeze(0), None  # type: ignore[arg-type]  # an int
-    out = attention.attend(module.layer_idx, query, key, value, s_aux)  # type: ignore[arg-type]  # an int
+        return call.attention.attend_latent(number, *given).unsqueeze(0), None
+    out = call.attention.attend(number, query, key, value, s_aux)
     return out.unsqueeze(0), None
 
 
@@ -119,20 +174,46 @@ def called_while_served(module: nn.Module) -> EngineError:
     )
 
 
-def served_layers(model: PreTrainedModel) -> list[AttentionLayer]:
-    """The attention layers of a model, by their index; ModelError for what cannot be generated with."""
+@dataclass(frozen=True, slots=True)
+class ServedLayers:
+    """The layers of a model that look at other tokens: those that attend, by their index, and recurrent mixers."""
+
+    attention: list[AttentionLayer]
+    mixers: list[RecurrentMixer]
+
+    @property
+    def described(self) -> list[str]:
+        """All that counts of each."""
+        return [str(each) for each in (*self.attention, *self.mixers)]
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """The arguments that a packed row is given by: recurrent layers alone need no positions."""
+        return ("input_ids", "position_ids") if self.attention else ("input_ids",)
+
+    @property
+    def numbers(self) -> dict[int, int]:
+        """The number of each attention layer, by its index."""
+        return {layer.index: number for number, layer in enumerate(self.attention) if layer.index is not None}
+
+
+def served_layers(model: PreTrainedModel) -> ServedLayers:
+    """The layers of a model; ModelError for what cannot be generated with."""
     if isinstance(model, nn.Module) and is_bound(model):
         raise ModelError("model is enabled for training over ranks; call disable() of its handle before it is served")
     check_is_model(model)
     outside = beside(model, decoder_of(model))
-    layers = attention_layers(model, beside=outside)
+    mixers = recurrent_mixers(model, outside)
+    if outside and mixers:
+        raise ModelError(f"{mixers[0].name} is recurrent, and an engine serves no such layers in a model with towers")
+    layers = attention_layers(model, {mixer.module for mixer in mixers}, beside=outside)
     check_adapters(model)
     check_positions(found for found in model.named_modules() if found[1] not in outside)
-    _check_compiled(model, layers)
+    _check_compiled(model, {layer.module for layer in layers} | {mixer.module for mixer in mixers})
     if model.config.is_encoder_decoder:
         encoder = set(model.get_encoder().modules())
         layers = [layer for layer in layers if not layer.cross and layer.module not in encoder]
-    layers = decoder_layers(layers, "an engine")
+    layers = decoder_layers(layers, "an engine", gaps=bool(mixers))
     for layer in layers:
         dispatch_forward(layer.module)
     if not callable(getattr(model, "set_attn_implementation", None)) or model.get_output_embeddings() is None:
@@ -140,7 +221,7 @@ def served_layers(model: PreTrainedModel) -> list[AttentionLayer]:
     AttentionInterface.register(NAME, paged_attention)
     AttentionInterface.register(NAME_MERGING, paged_attention)
     AttentionMaskInterface.register(NAME_MERGING, pattern_of_prompt)
-    return layers
+    return ServedLayers(layers, mixers)
 
 
 def pattern_of_prompt(*sizes: int, **asked: Any) -> Pattern | None:
@@ -148,9 +229,8 @@ def pattern_of_prompt(*sizes: int, **asked: Any) -> Pattern | None:
     return requested_pattern(*sizes, **asked) if capturing() else None
 
 
-def _check_compiled(model: nn.Module, layers: list[AttentionLayer]) -> None:
+def _check_compiled(model: nn.Module, attends: set[nn.Module]) -> None:
     """Refuse compiled attention: a graph of it knows nothing of pages. Compiled parts without any are served."""
-    attends = {layer.module for layer in layers}
     for name, module in model.named_modules():
         how = None
         if type(module).__name__ == "OptimizedModule":  # importing it takes longer than all of this package
@@ -166,6 +246,13 @@ def _check_compiled(model: nn.Module, layers: list[AttentionLayer]) -> None:
             )
 
 
+class ProbeResult(NamedTuple):
+    """What probing a model found: the window of each layer, and of each state what it is, and whose."""
+
+    windows: list[int | None]
+    states: list[tuple[str, StateSpec]]
+
+
 class _Serving:
     """The engines that serve a model, the names that its configs had before, and what probing it found."""
 
@@ -178,8 +265,10 @@ class _Serving:
         self.names: list[str] | None = None  # None while no engine serves it
         self.owners: set[int] = set()
         self.latents: dict[nn.Module, LatentSource] = {}
-        self.probed: list[str] = []
-        self.windows: list[int | None] = []
+        self.described: list[str] = []
+        self.probed = ProbeResult([], [])
+        self.mixers: list[nn.Module] = []
+        self.replacements: list[tuple[dict[str, Any], str, WhileServed]] = []  # attributes of modules
         self.lock = Lock()
 
     def begin(self, name: str, owner: int) -> None:
@@ -191,6 +280,9 @@ class _Serving:
                 self.set_attention(config, name)
         for source in self.latents.values():
             source.bind()
+        if not self.owners:
+            for held, attribute, method in self.replacements:
+                held[attribute] = method
         self.owners.add(owner)
 
     def end(self, owner: int) -> None:
@@ -200,6 +292,8 @@ class _Serving:
                 self.set_attention(config, name)
             for source in self.latents.values():
                 source.unbind()
+            for held, attribute, _ in self.replacements:
+                held.pop(attribute, None)
             self.names = None
 
     def attention_of(self, config: PreTrainedConfig) -> str:
@@ -213,18 +307,34 @@ class _Serving:
         else:
             config._attn_implementation = name
 
-    def probe(self, layers: list[str], name: str, probe: Callable[[], list[int | None]]) -> list[int | None]:
+    def probe(self, layers: ServedLayers, name: str, probe: Callable[[], ProbeResult]) -> ProbeResult:
         """See `probed_once`; under the lock."""
-        if self.probed != layers:
-            if self.owners:
-                raise EngineError("model has changed, and another engine is in the middle of a step with it")
+        self.take(layers.mixers)
+        if self.described != layers.described:
+            self.check_idle()
             self.begin(name, id(self))
             try:
-                self.windows = probe()
+                self.probed = probe()
             finally:
                 self.end(id(self))
-            self.probed = layers
-        return self.windows
+            self.described = layers.described
+        return self.probed
+
+    def take(self, mixers: list[RecurrentMixer]) -> None:
+        """The mixers of the model, as they are now."""
+        modules = [mixer.module for mixer in mixers]
+        if len(modules) != len(self.mixers) or any(map(is_not, modules, self.mixers)):
+            self.check_idle()
+            self.replacements = [
+                (vars(module), attribute, WhileServed(method))
+                for mixer in mixers
+                for module, attribute, method in mixer.replacements(partial(_tokens_of, mixer))
+            ]
+            self.mixers = modules
+
+    def check_idle(self) -> None:
+        if self.owners:
+            raise EngineError("model has changed, and another engine is in the middle of a step with it")
 
 
 def _is_plain(config: PreTrainedConfig) -> bool:
@@ -267,11 +377,17 @@ def serve_latents(model: PreTrainedModel, sources: Iterable[LatentSource]) -> No
 
 
 def probed_once(
-    model: PreTrainedModel, layers: list[AttentionLayer], name: str, probe: Callable[[], list[int | None]]
-) -> list[int | None]:
+    model: PreTrainedModel, layers: ServedLayers, name: str, probe: Callable[[], ProbeResult]
+) -> ProbeResult:
     """What `probe` finds with an attention of that name, or has found before of a model with these layers.
 
     No engine serves the model meanwhile. An engine for a model that others serve, as on virtual ranks, finds it probed.
     """
-    serving, described = _serving(model), [str(layer) for layer in layers]
-    with serving.lock: return serving.probe(described, name, probe)  # fmt: skip  # noqa: E701
+    serving = _serving(model)
+    with serving.lock: return serving.probe(layers, name, probe)  # fmt: skip  # noqa: E701
+
+
+def take_mixers(model: PreTrainedModel, mixers: list[RecurrentMixer]) -> None:
+    """From here on these are served: a model that has changed may have others of the same description."""
+    serving = _serving(model)
+    with serving.lock: serving.take(mixers)  # fmt: skip  # noqa: E701
