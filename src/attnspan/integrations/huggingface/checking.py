@@ -48,6 +48,14 @@ def check_positions(model: nn.Module) -> None:
             )
 
 
+def check_alone(model: nn.Module) -> None:
+    """Refuse a model that attends to what another model computed, as one that drafts for it."""
+    if "shared_kv_states" in inspect.signature(type(model).forward).parameters:
+        raise ModelError(
+            f"{type(model).__name__} attends to keys of another model (shared_kv_states), which is not served"
+        )
+
+
 def check_not_enabled(model: nn.Module) -> None:
     """Refuse a model that is enabled, or a part of it."""
     check_is_model(model)
@@ -70,6 +78,7 @@ def check_model(model: PreTrainedModel, layers: tuple[AttentionLayer, ...], mixe
             f"{name}: its head looks at more than one token at a time, or is not known; enable its base model "
             f"(model.{getattr(model, 'base_model_prefix', 'model') or 'model'}) and compute the rest from all tokens"
         )
+    check_alone(model)
     check_positions(model)
     for path, module in model.named_modules():
         if path.rpartition(".")[2] == "pooler":

@@ -12,8 +12,10 @@ What holds for two tokens is taken to hold for any number.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from contextvars import ContextVar
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +23,10 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from attnspan.errors import ModelError
 from attnspan.integrations.huggingface.attention import check_arguments
+from attnspan.integrations.huggingface.checking import check_output
 from attnspan.integrations.huggingface.layers import AttentionLayer
 from attnspan.integrations.huggingface.masking import requested_pattern
-from attnspan.integrations.huggingface.own_attention import ASKED
+from attnspan.integrations.huggingface.own_attention import ASKED, dispatch_forward
 from attnspan.integrations.huggingface.serving import called_while_served, probed_once
 
 NAME = "attnspan_probe"
@@ -32,8 +35,9 @@ NAME = "attnspan_probe"
 class Probe:
     """The layers as they were found so far, and how often each attended."""
 
-    def __init__(self, layers: list[AttentionLayer]) -> None:
+    def __init__(self, layers: Iterable[AttentionLayer], adopts: bool) -> None:
         self.layers = {layer.module: layer for layer in layers}
+        self.adopts = adopts  # a window that is in a mask alone
         self.calls: Counter[nn.Module] = Counter()
 
 
@@ -48,7 +52,7 @@ def probe_attention(
     if probe is None:
         raise called_while_served(module)
     layer, window = probe.layers[module], getattr(attention_mask, "window", None)
-    if layer.window is None and window is not None:
+    if probe.adopts and layer.window is None and window is not None:
         probe.layers[module] = layer = replace(layer, window=window)
         arguments["sliding_window"] = window
     check_arguments(layer, attention_mask, arguments | {"s_aux": arguments.get("s_aux") is not None})
@@ -61,33 +65,56 @@ def probe_model(model: PreTrainedModel, layers: list[AttentionLayer]) -> list[At
     """The layers with the windows of their masks; ModelError for a model that asks for more, or less, than they do."""
     AttentionInterface.register(NAME, probe_attention)
     AttentionMaskInterface.register(NAME, requested_pattern)
-    windows = probed_once(model, layers, NAME, lambda: _windows(Probe(layers), model))
+    windows = probed_once(model, layers, NAME, lambda: _windows(Probe(layers, adopts=True), model))
     return [replace(layer, window=window) for layer, window in zip(layers, windows, strict=True)]
 
 
 def _windows(probe: Probe, model: PreTrainedModel) -> list[int | None]:
     tokens = torch.zeros(1, 2, dtype=torch.int64, device=next(model.parameters()).device)
     positions = torch.arange(2, device=tokens.device).unsqueeze(0)
-    before, asked = _PROBE.set(probe), ASKED.set(probe_attention)
-    try:
-        with torch.no_grad():
-            if model.config.is_encoder_decoder:  # of which no engine asks for some logits alone
-                given, kept = {"decoder_input_ids": tokens}, 2
-            else:
-                given, kept = {"position_ids": positions, "logits_to_keep": positions[0, 1:]}, 1
-            out = model(input_ids=tokens, use_cache=False, **given)
-    finally:
-        _PROBE.reset(before)
-        ASKED.reset(asked)
-    for module, layer in probe.layers.items():
-        calls = probe.calls[module]
-        if calls != 1:
-            raise ModelError(
-                f"{layer.name} attends {calls} times in one pass, and an engine serves layers that do once"
-            )
+    if model.config.is_encoder_decoder:  # of which no engine asks for some logits alone
+        given, kept = {"decoder_input_ids": tokens}, 2
+    else:
+        given, kept = {"position_ids": positions, "logits_to_keep": positions[0, 1:]}, 1
+    out = run_probe(probe, model, input_ids=tokens, **given)
+    _check_calls(probe, "an engine serves layers that do once")
     if out.logits.shape[1] != kept:
         raise ModelError(
             f"{type(model).__name__} gives logits of {out.logits.shape[1]} tokens where logits_to_keep asks for one, "
             "and an engine asks for those of last tokens alone"
         )
     return [layer.window for layer in probe.layers.values()]
+
+
+def probe_pass(model: PreTrainedModel, layers: Iterable[AttentionLayer]) -> None:
+    """Refuse a model whose pass over two tokens is not one that can be trained; without numbers, as it may be meta."""
+    AttentionInterface.register(NAME, probe_attention)
+    AttentionMaskInterface.register(NAME, requested_pattern)
+    tokens = torch.zeros(1, 2, dtype=torch.int64, device=next(model.parameters()).device)
+    probe, inputs = Probe(layers, adopts=False), {"input_ids": tokens}
+    if model.config.is_encoder_decoder:
+        inputs["decoder_input_ids"] = tokens
+    model.set_attn_implementation(NAME)
+    for layer in layers:
+        dispatch_forward(layer.module)
+    out = run_probe(probe, model, **inputs)
+    _check_calls(probe, "layers that run several times in a pass, or in none, are not served")
+    check_output(out, {2})
+
+
+def run_probe(probe: Probe, model: PreTrainedModel, **inputs: Tensor) -> Any:
+    """Call a model whose layers ask for the attention of this name."""
+    before, asked = _PROBE.set(probe), ASKED.set(probe_attention)
+    try:
+        with torch.no_grad():
+            return model(**inputs, use_cache=False)
+    finally:
+        _PROBE.reset(before)
+        ASKED.reset(asked)
+
+
+def _check_calls(probe: Probe, served: str) -> None:
+    for module, layer in probe.layers.items():
+        calls = probe.calls[module]
+        if calls != 1:
+            raise ModelError(f"{layer.name} attends {calls} times in one pass, and {served}")

@@ -30,7 +30,7 @@ from attnspan.engine.model import StepAttention
 from attnspan.errors import EngineError, ModelError
 from attnspan.integrations.huggingface.adapters import check_adapters
 from attnspan.integrations.huggingface.attention import configs_of, is_bound
-from attnspan.integrations.huggingface.checking import check_positions
+from attnspan.integrations.huggingface.checking import check_alone, check_positions
 from attnspan.integrations.huggingface.latents import METHOD, LatentSource, latents_in
 from attnspan.integrations.huggingface.layers import AttentionLayer, attention_layers, decoder_layers
 from attnspan.integrations.huggingface.own_attention import ASKED, dispatch_forward
@@ -114,6 +114,7 @@ def served_layers(model: PreTrainedModel) -> list[AttentionLayer]:
         raise ModelError("model is enabled for training over ranks; call disable() of its handle before it is served")
     layers = attention_layers(model)
     check_adapters(model)
+    check_alone(model)
     check_positions(model)
     _check_compiled(model, layers)
     if model.config.is_encoder_decoder:
@@ -124,6 +125,8 @@ def served_layers(model: PreTrainedModel) -> list[AttentionLayer]:
         dispatch_forward(layer.module)
     if not callable(getattr(model, "set_attn_implementation", None)) or model.get_output_embeddings() is None:
         raise ModelError(f"model must have a head for the next token, got {type(model).__name__}")
+    if not isinstance(getattr(model.get_input_embeddings(), "weight", None), Tensor):
+        raise ModelError(f"model must have one embedding for each token, got {type(model).__name__}, which has several")
     AttentionInterface.register(NAME, paged_attention)
     return layers
 
