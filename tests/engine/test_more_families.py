@@ -10,7 +10,7 @@ from attnspan import Engine, SamplingParams
 from attnspan.errors import EngineError, ModelError
 from attnspan.testing import loopback
 from tests.engine.models import greedy, prompts
-from tests.integrations.families import SIZES
+from tests.integrations.families import SIZES, SPECS
 from tests.integrations.test_more_families import ALL_HEADS, HEAD, MASKED, SERVED, WINDOW, built
 
 pytestmark = pytest.mark.usefixtures("quietly")
@@ -31,6 +31,7 @@ MORE = {
         "shared_expert_intermediate_size": 16,
     },
     "Phimoe": SIZES | WINDOW | EXPERTS,
+    "Llama4Text": SPECS["llama4"][2] | {"num_hidden_layers": 4},
 }
 GENERATES = {name: sizes for name, sizes in (SERVED | MORE).items() if name not in (*MASKED, "MBart", "Pegasus")}
 REFUSED = {
@@ -50,7 +51,7 @@ def engine(model, **options):
     return Engine(model, **({"pages": 40, "page_size": 4, "max_tokens": 16, "max_sequences": 4} | options))
 
 
-FEW = ("StableLm", "Nemotron", "JetMoe", "Qwen2Moe", "Phimoe")  # each has something that no other has
+FEW = ("StableLm", "Nemotron", "JetMoe", "Qwen2Moe", "Phimoe", "Llama4Text")  # each has something that no other has
 
 
 @pytest.mark.parametrize(
@@ -138,6 +139,18 @@ def test_layers_of_different_scales_with_sinks_over_ranks():
     params = SamplingParams(max_new_tokens=8)
     for answers in loopback(2).run(lambda w: engine(model, mesh=w, context_parallel_from=8).generate(asked, params)):
         assert [answer.token_ids for answer in answers] == true
+
+
+def test_a_chunked_layer_gives_back_the_pages_of_earlier_chunks():
+    name, sizes = (
+        "Llama4Text",
+        SPECS["llama4"][2] | {"layer_types": ["chunked_attention"] * 2, "no_rope_layers": [1, 1]},
+    )
+    model = model_of(name, sizes)
+    prompt = prompt_of(9)
+    one = engine(model, pages=6, max_sequences=1, max_tokens=4)  # of 4 tokens
+    answer = one.generate([prompt], SamplingParams(max_new_tokens=40))[0]
+    assert answer.token_ids == greedy(model, prompt, 40)
 
 
 def test_an_enabled_model_is_refused():

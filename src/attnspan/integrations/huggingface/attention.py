@@ -93,6 +93,8 @@ def attend(
         )
     check_arguments(binding.layer, attention_mask, {"s_aux": s_aux is not None, **arguments})
     check_bias(binding.layer, position_bias)
+    if binding.layer.temperature is not None:
+        query = tempered(query, binding.layer.temperature.of(binding.enabled.positions_for(binding.kind)))
     attention = binding.enabled.attention_for(binding.kind)
     tables = binding.enabled.bias_tables(binding.layer, position_bias, query.dtype)
     source, dropout = latents_in(module, key, value), dropout or 0.0
@@ -113,6 +115,17 @@ def wants_latents(source: LatentSource, numbers: Tensor) -> bool:
     layer, attention = binding.layer, binding.enabled.attention_for(binding.kind)
     sizes = layer.query_heads, layer.kv_heads, layer.head_dim, layer.value_dim, len(numbers)
     return attention.attention.call.latents_pay(Shape(*sizes, dtype_name(numbers.dtype), source.width))
+
+
+def tempered(query: Tensor, scales: Tensor) -> Tensor:
+    """Queries multiplied by a number for each position, of (S,) or (B, S), and rounded as transformers does."""
+    return (query * scales.unsqueeze(-2).unsqueeze(-1) if scales.dim() == 2 else query * scales.unsqueeze(-1)).to(query)
+
+
+def tune_temperature(layer: AttentionLayer, by_itself: bool) -> None:
+    """Whether a layer that tunes its temperature does so by itself, or leaves it to `attend`."""
+    if layer.temperature is not None:
+        vars(layer.module)["attn_temperature_tuning"] = by_itself
 
 
 def check_arguments(layer: AttentionLayer, mask: object, arguments: Mapping[str, object]) -> None:
@@ -156,7 +169,7 @@ def _check_mask(layer: AttentionLayer, mask: object) -> None:
             f"{layer.name}: the model must ask transformers for its mask, got {type(mask).__name__}{shape}; masks that "
             "a model makes by itself are not served"
         )
-    if mask.causal != wanted.causal or mask.window != wanted.window:
+    if mask != wanted:
         raise ModelError(f"{layer.name} is {wanted}, and the model gives it a mask that is {mask}")
 
 

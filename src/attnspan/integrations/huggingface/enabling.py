@@ -62,6 +62,7 @@ from attnspan.integrations.huggingface.attention import (
     is_bound,
     own_config,
     register,
+    tune_temperature,
     wants_latents,
 )
 from attnspan.integrations.huggingface.batches import (
@@ -240,6 +241,7 @@ class Enabled:
                 source.bind()
             bind_bias(layer.module, layer.bias, layer.cross)
             bind_forward(layer.module, attend)
+            tune_temperature(layer, by_itself=False)
         for mixer in self.mixers:
             setattr(mixer.module, BINDING, MixerBinding(mixer, self))
             mixer.bind(self.mixed_tokens)
@@ -251,6 +253,7 @@ class Enabled:
                 source.unbind()
             unbind_bias(layer.module, layer.cross)
             unbind_forward(layer.module)
+            tune_temperature(layer, by_itself=True)
         for mixer in self.mixers:
             delattr(mixer.module, BINDING)
             mixer.unbind()
@@ -524,6 +527,12 @@ class Enabled:
             table = bias_table(layer.module, layer.bias, current.session.seq_len, given.dtype).to(wide)
             current.tables[key] = table if layer.bias.kind == "slope" else placed(table, current.places)
         return [current.tables[key]]
+
+    def positions_for(self, kind: int) -> Tensor:
+        """The global positions of the queries of a kind of layer, (S,) or (B, S), in the pass that it runs in."""
+        current = self._current_pass()
+        assert current.encoder is None, "no encoder-decoder counts positions in its layers"
+        return current.session.positions
 
     def _current_pass(self) -> ForwardPass:
         found = self._running

@@ -21,6 +21,7 @@ from transformers.masking_utils import (
     and_masks,
     bidirectional_mask_function,
     causal_mask_function,
+    chunked_overlay,
     packed_sequence_mask_function,
     sliding_window_bidirectional_overlay,
     sliding_window_overlay,
@@ -29,7 +30,7 @@ from transformers.masking_utils import (
 from attnspan.assumptions import Assumption
 from attnspan.errors import ModelError
 from attnspan.integrations.huggingface.layers import AttentionLayer
-from attnspan.masks import Causal, Full, Mask, SlidingWindow
+from attnspan.masks import Causal, Chunked, Full, Mask, SlidingWindow
 
 MaskFunction = Callable[..., Any]
 """Of (batch, head, query, key): whether the pair is allowed. transformers' own, so its type is not known."""
@@ -40,7 +41,7 @@ class _NoTensor(ModelError, AttributeError):
 
 
 class Pattern(NamedTuple):
-    """The mask of a layer by itself; `window` as in `AttentionLayer`.
+    """The mask of a layer by itself; `window` and `chunk` as in `AttentionLayer`.
 
     >>> Pattern(causal=True, window=3).mask
     SlidingWindow(2)
@@ -48,15 +49,18 @@ class Pattern(NamedTuple):
 
     causal: bool
     window: int | None
+    chunk: int | None = None
 
     @staticmethod
     def of(layer: AttentionLayer) -> Pattern:
         """What a layer was enabled for."""
-        return Pattern(layer.causal, layer.window)
+        return Pattern(layer.causal, layer.window, layer.chunk)
 
     @property
     def mask(self) -> Mask:
         """The same as a mask."""
+        if self.chunk is not None:
+            return Causal() & Chunked(self.chunk)
         if self.window is None:
             return Causal() if self.causal else Full()
         return SlidingWindow(self.window - 1, 0 if self.causal else self.window - 1)
@@ -68,7 +72,10 @@ class Pattern(NamedTuple):
         )
 
     def __str__(self) -> str:
-        return ("causal" if self.causal else "both ways") + ("" if self.window is None else f", window {self.window}")
+        words = ["causal" if self.causal else "both ways"]
+        words += [] if self.window is None else [f"window {self.window}"]
+        words += [] if self.chunk is None else [f"chunks of {self.chunk}"]
+        return ", ".join(words)
 
 
 class ConvertedPattern(Pattern):
@@ -105,6 +112,9 @@ def _by_arguments(local_size: int | None, config: object, more: dict[str, object
     """A pattern by the arguments of the request beside its function."""
     causal = "allow_is_bidirectional_skip" not in more
     plain = more.get("allow_is_causal_skip" if causal else "allow_is_bidirectional_skip", True)
+    chunk = getattr(config, "attention_chunk_size", None)
+    if causal and plain and local_size is not None and local_size == chunk != getattr(config, "sliding_window", None):
+        return Pattern(causal, None, chunk)
     if more.get("use_vmap") or not plain or local_size not in (None, getattr(config, "sliding_window", None)):
         raise ModelError(
             "a mask that is more than causal or a window cannot be looked at in compiled code; run a batch without "
@@ -120,21 +130,23 @@ def _read(function: MaskFunction) -> Pattern:
 
 
 def _pattern(function: MaskFunction) -> Pattern:
-    causal, window = False, None
+    causal, window, chunk = False, None, None
     for part in _parts(function):
         code = part.__code__
         if part is causal_mask_function:
             causal = True
         elif code is _WINDOW:
             window = _held(part, "sliding_window")
+        elif code is _CHUNK:  # counted from where a row's tokens begin (sessions.py)
+            chunk = _held(part, "chunk_size")
         elif code is _WINDOW_BOTH:
             window = _held(part, "sliding_window") + 1
         elif part is not bidirectional_mask_function and code is not _PACKED:  # what jumps in position_ids is a shard
             raise ModelError(
                 f"the model asks for a mask by {getattr(part, '__qualname__', part)}, which is not served; those that "
-                "are: causal or both ways, sliding windows, documents by position_ids, padding"
+                "are: causal or both ways, sliding windows, chunks, documents by position_ids, padding"
             )
-    return Pattern(causal, window)
+    return Pattern(causal, window, chunk)
 
 
 def _parts(function: MaskFunction) -> Iterator[Any]:
@@ -152,6 +164,7 @@ def _held(function: Any, name: str) -> Any:
 
 
 _AND = and_masks().__code__
+_CHUNK = chunked_overlay(1, torch.zeros(1, device="cpu")).__code__
 _WINDOW = sliding_window_overlay(1).__code__
 _WINDOW_BOTH = sliding_window_bidirectional_overlay(1).__code__
 _PACKED = packed_sequence_mask_function(torch.zeros(1, 1, device="cpu")).__code__
@@ -164,6 +177,11 @@ def _means() -> bool:
     cases: list[tuple[MaskFunction, Pattern, torch.Tensor]] = [
         (causal_mask_function, Pattern(True, None), k <= q),
         (and_masks(sliding_window_overlay(3), causal_mask_function), Pattern(True, 3), (k <= q) & (k > q - 3)),
+        (
+            and_masks(chunked_overlay(3, torch.zeros(1, dtype=torch.int64, device="cpu")), causal_mask_function),
+            Pattern(True, None, 3),
+            (k <= q) & (k // 3 == q // 3),
+        ),
         (bidirectional_mask_function, Pattern(False, None), k == k),
         (sliding_window_bidirectional_overlay(3), Pattern(False, 4), (q - k).abs() <= 3),
     ]

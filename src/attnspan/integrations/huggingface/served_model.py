@@ -42,6 +42,7 @@ class TransformersModel:
         self._score_mods = self._mods(layers)
         serve_latents(model, self._latents.values())
         specs = self._specs(layers)
+        self._tempered = any(layer.temperature is not None for layer in layers)
         self._weights = _first_weights(model)
         weight = model.get_input_embeddings().weight
         assert isinstance(weight, Tensor), "embeddings have one row for each token"
@@ -74,8 +75,8 @@ class TransformersModel:
             source, more = self._latents.get(each.module), (each.scale, each.window, each.softcap)
             mod = self._score_mods.get(each.module)
             if source is None:
-                return LayerSpec(each.kv_heads, each.head_dim, each.value_dim, *more, score_mod=mod)
-            return LayerSpec(1, source.width, source.rank, *more, latent=True, score_mod=mod)
+                return LayerSpec(each.kv_heads, each.head_dim, each.value_dim, *more, score_mod=mod, chunk=each.chunk)
+            return LayerSpec(1, source.width, source.rank, *more, latent=True, score_mod=mod, chunk=each.chunk)
 
         return tuple(spec(each) for each in layers)
 
@@ -92,7 +93,9 @@ class TransformersModel:
             return call_with_attention(attention, self._latents, partial(self._logits, batch))
 
     def _logits(self, batch: PackedBatch) -> Tensor:
+        before = {"past_key_values": TokensBefore(batch.positions)} if self._tempered else {}
         out = self.model(
+            **before,
             input_ids=batch.tokens.unsqueeze(0),
             position_ids=batch.positions.unsqueeze(0),
             **self._beside,
@@ -113,6 +116,21 @@ class TransformersModel:
         found = next((each.dtype for each in self._weights.values() if each is not None), dtype)
         if found != dtype:
             raise EngineError(f"model is {found}, and its pages are {dtype}; make a new engine")
+
+
+class TokensBefore:
+    """In the place of a cache, for layers that count positions from the number of tokens in it."""
+
+    def __init__(self, positions: Tensor) -> None:
+        self.tokens = positions - torch.arange(len(positions), device=positions.device)
+
+    def get_seq_length(self, layer: int) -> Tensor:
+        """The tokens before a packed row, for each of its tokens as if it were the last."""
+        return self.tokens
+
+    def update(self, key: Tensor, value: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        """Both as they are: pages hold what came before."""
+        return key, value
 
 
 def _first_weights(model: nn.Module) -> dict[str, nn.Parameter | None]:
