@@ -12,6 +12,7 @@ from attnspan.testing import loopback
 from tests.engine.models import greedy, prompts
 from tests.integrations.families import SIZES, SPECS
 from tests.integrations.test_more_families import ALL_HEADS, HEAD, MASKED, SERVED, WINDOW, built
+from tests.integrations.tiny import tiny
 
 pytestmark = pytest.mark.usefixtures("quietly")
 
@@ -198,3 +199,15 @@ def test_another_thread_may_not_call_a_model_that_is_being_served():
     engine(model)
     with served(model), pytest.raises(EngineError, match="Olmo2Attention was called while an engine serves its model"):
         model(torch.tensor([[1, 2]]))
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("moshi", "model.layers.0.self_attn sees all keys, and the cache of MoshiForCausalLM keeps a window of"),
+        ("bart", "BartForCausalLM takes no position_ids and would count the tokens of a step from 0"),
+    ],
+)
+def test_what_generate_would_say_differently_is_refused(name, why):
+    with pytest.raises(ModelError, match=why):
+        engine(tiny("causal", name))

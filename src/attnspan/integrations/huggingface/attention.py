@@ -54,7 +54,7 @@ class LayerBinding:
     """What a module of an enabled model knows: its layer, the number of its attention in a pass, and the model."""
 
     layer: AttentionLayer
-    kind: int
+    kind: int | None  # None: cross-attention in a decoder without its encoder
     enabled: Enabled
 
     def __deepcopy__(self, memo: object) -> LayerBinding:
@@ -90,6 +90,10 @@ def attend(
         raise ModelError(
             f"{type(module).__name__} asks for attnspan's attention, and its model was not enabled: call "
             "enable(model, cp), or model.set_attn_implementation('sdpa') to go on without"
+        )
+    if binding.kind is None:
+        raise ModelError(
+            f"{binding.layer.name} attends to another sequence, and the model is enabled as a decoder without encoder"
         )
     check_arguments(binding.layer, attention_mask, {"s_aux": s_aux is not None, **arguments})
     check_bias(binding.layer, position_bias)

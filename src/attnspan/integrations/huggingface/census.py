@@ -128,13 +128,19 @@ def default_config(name: str) -> PreTrainedConfig:
     return config
 
 
+def config_of(kind: Kind, name: str, cls: type[PreTrainedModel]) -> PreTrainedConfig:
+    """The default config of a family for a class of models: that of its text, for one that is of text alone."""
+    config, wanted = default_config(name), cls.config_class
+    if kind != "causal" or wanted is None or isinstance(config, wanted):
+        return config
+    part = config.get_text_config(decoder=True)
+    return default_config(part.model_type) if part.model_type in CONFIG_MAPPING else part
+
+
 def _built(kind: Kind, name: str, model: str) -> PreTrainedModel:
     """A family's model on the meta device."""
-    cls, config = getattr(transformers, model), default_config(name)
-    wanted = cls.config_class
-    if kind == "causal" and wanted is not None and not isinstance(config, wanted):
-        part = config.get_text_config(decoder=True)
-        config = default_config(part.model_type) if part.model_type in CONFIG_MAPPING else part
+    cls = getattr(transformers, model)
+    config = config_of(kind, name, cls)
     if hasattr(config, "is_decoder") and not config.is_encoder_decoder and kind == "causal":
         config.is_decoder = True  # BERT and its kin, of which a causal model asks it
     device = "cpu" if name in SMALL else "meta"

@@ -83,12 +83,12 @@ from attnspan.integrations.huggingface.checking import (
     tensors_of,
 )
 from attnspan.integrations.huggingface.latents import METHOD, LatentSource, latent_source
-from attnspan.integrations.huggingface.layers import AttentionLayer, attention_layers
+from attnspan.integrations.huggingface.layers import AttentionLayer, attention_layers, split_idle
 from attnspan.integrations.huggingface.losses import Count, label_kind, loss_of
 from attnspan.integrations.huggingface.masking import Pattern
 from attnspan.integrations.huggingface.mixers import recurrent_mixers
 from attnspan.integrations.huggingface.own_attention import bias_table, bind_forward, check_family_bias, unbind_forward
-from attnspan.integrations.huggingface.positions import counts_by_mask, position_hooks
+from attnspan.integrations.huggingface.positions import counted_positions, counts_by_mask, position_hooks
 from attnspan.integrations.huggingface.sequence_functions import MixedTokens
 from attnspan.integrations.huggingface.sessions import SessionFactory, unseen_by_mixers
 from attnspan.masks import Documents, Full
@@ -169,8 +169,9 @@ class Enabled:
         check_not_enabled(model)
         self.mixers = tuple(recurrent_mixers(model))
         mixing = {mixer.module for mixer in self.mixers}
-        self.layers = tuple(attention_layers(model, mixing))
-        check_model(model, self.layers, mixing)
+        layers, idle = split_idle(model, attention_layers(model, mixing))
+        self.layers, self._idle = tuple(layers), tuple(idle)
+        check_model(model, mixing)
         self.outputs = one_of("outputs", outputs, ["shards", "whole"], error=ModelError)
         """What the model returns: this rank's tokens, or all."""
         self.model, self.over = model, over
@@ -242,11 +243,15 @@ class Enabled:
             bind_bias(layer.module, layer.bias, layer.cross)
             bind_forward(layer.module, attend)
             tune_temperature(layer, by_itself=False)
+        for layer in self._idle:
+            setattr(layer.module, BINDING, LayerBinding(layer, None, self))
         for mixer in self.mixers:
             setattr(mixer.module, BINDING, MixerBinding(mixer, self))
             mixer.bind(self.mixed_tokens)
 
     def _unbind(self) -> None:
+        for layer in self._idle:
+            delattr(layer.module, BINDING)
         for layer in self.layers:
             delattr(layer.module, BINDING)
             if isinstance(source := vars(layer.module).get(METHOD), LatentSource):
@@ -390,6 +395,9 @@ class Enabled:
         else:
             labels = labels_of(given, self._loss, type(self.model).__name__)
             sequence = sequence_of(given)
+            by_content = counted_positions(self.model, given) if given.get("position_ids") is None else None
+            if by_content is not None:
+                sequence.entries["position_ids"] = by_content
             counted = sequence.starts is not None and any(map(counts_by_mask, self.model.modules()))
             if counted and given.get("position_ids") is None:
                 raise ModelError(

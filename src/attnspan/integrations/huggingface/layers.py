@@ -34,7 +34,7 @@ import math
 import operator
 import re
 import textwrap
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any, NamedTuple, NoReturn
@@ -162,6 +162,16 @@ def attends(module: nn.Module) -> bool:
     return own_attention(module) is not None or bool(calls_of(module))
 
 
+def split_idle(
+    model: PreTrainedModel, layers: Iterable[AttentionLayer]
+) -> tuple[list[AttentionLayer], list[AttentionLayer]]:
+    """The layers that attend in a pass, and those that do not: cross-attention in a decoder without its encoder."""
+    found = list(layers)
+    if model.config.is_encoder_decoder:
+        return found, []
+    return [layer for layer in found if not layer.cross], [layer for layer in found if layer.cross]
+
+
 def check_is_model(model: object) -> None:
     """ModelError unless it is a model of transformers."""
     if not isinstance(model, nn.Module) or not isinstance(getattr(model, "config", None), PreTrainedConfig):
@@ -192,7 +202,14 @@ def _layer(model: PreTrainedModel, name: str, module: nn.Module) -> AttentionLay
             refuse(name, module, "an attention of its own that is not the one known here (transformers 5.22)")
         if adds_twice(module):
             refuse(name, module, 'an ALiBi that transformers adds twice with attn_implementation="eager" (take "sdpa")')
-        rest: dict[str, Any] = {"window": None, "chunk": None, "softcap": None, "sinks": False, "causal": True, "cross": False}
+        rest: dict[str, Any] = {
+            "window": None,
+            "chunk": None,
+            "softcap": None,
+            "sinks": False,
+            "causal": True,
+            "cross": False,
+        }
         return AttentionLayer(name=name, module=module, **rest, **family.asked(module))
     asked = _arguments(name, module)
     cross, bias = _is_cross(name, module), relative_bias(module) if BIAS in asked else None
@@ -224,7 +241,10 @@ def _layer(model: PreTrainedModel, name: str, module: nn.Module) -> AttentionLay
         chunk=_chunk(module),
         softcap=None if softcap is None else float(softcap),
         sinks=asked.get("s_aux") is not None,
-        causal=bool(getattr(module, "is_causal", True) if causal is None else causal),
+        causal=bool(getattr(module, "is_causal", True) if causal is None else causal)
+        or (
+            not cross and getattr(module, "is_decoder", False) is True  # that its mask is causal is compared
+        ),
         cross=cross,
         dropout=float(asked.get("dropout") or 0.0),
         temperature=_temperature(name, module),
@@ -235,7 +255,8 @@ def _layer(model: PreTrainedModel, name: str, module: nn.Module) -> AttentionLay
 
 def _chunk(module: nn.Module) -> int | None:
     """The chunks of a layer, which are in its config; that its mask has them too is compared in every pass."""
-    config, index = getattr(module, "config", None), getattr(module, "layer_idx", None)
+    config: Any = getattr(module, "config", None)
+    index = getattr(module, "layer_idx", None)
     kinds = getattr(config, "layer_types", None)
     if not kinds or index is None or kinds[index] != "chunked_attention":
         return None

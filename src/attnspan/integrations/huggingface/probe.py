@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedModel
 
 from attnspan.errors import ModelError
 from attnspan.integrations.huggingface.attention import check_arguments
@@ -51,6 +51,8 @@ def probe_attention(
     probe = _PROBE.get()
     if probe is None:
         raise called_while_served(module)
+    if module not in probe.layers:
+        raise ModelError(f"{type(module).__name__} attends to another sequence, and the model is a decoder without one")
     layer, window = probe.layers[module], getattr(attention_mask, "window", None)
     if probe.adopts and layer.window is None and window is not None:
         probe.layers[module] = layer = replace(layer, window=window)
@@ -83,6 +85,7 @@ def _windows(probe: Probe, model: PreTrainedModel) -> list[int | None]:
             f"{type(model).__name__} gives logits of {out.logits.shape[1]} tokens where logits_to_keep asks for one, "
             "and an engine asks for those of last tokens alone"
         )
+    _check_cache(model, probe.layers.values())
     return [layer.window for layer in probe.layers.values()]
 
 
@@ -100,6 +103,22 @@ def probe_pass(model: PreTrainedModel, layers: Iterable[AttentionLayer]) -> None
     out = run_probe(probe, model, **inputs)
     _check_calls(probe, "layers that run several times in a pass, or in none, are not served")
     check_output(out, {2})
+
+
+def _check_cache(model: PreTrainedModel, layers: Iterable[AttentionLayer]) -> None:
+    """Refuse a layer for which transformers' cache keeps a window, and its mask has none: `generate` would differ."""
+    if model.config.is_encoder_decoder:
+        return
+    kept = DynamicCache(config=model.config).layers
+    longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    for layer in layers:
+        index = layer.index
+        window = None if index is None or index >= len(kept) else getattr(kept[index], "sliding_window", None)
+        if window is not None and layer.window is None and layer.chunk is None and (longest or window + 1) > window:
+            raise ModelError(
+                f"{layer.name} sees all keys, and the cache of {type(model).__name__} keeps a window of {window}; an "
+                "engine cannot say which is meant"
+            )
 
 
 def run_probe(probe: Probe, model: PreTrainedModel, **inputs: Tensor) -> Any:

@@ -30,9 +30,9 @@ from attnspan.engine.model import StepAttention
 from attnspan.errors import EngineError, ModelError
 from attnspan.integrations.huggingface.adapters import check_adapters
 from attnspan.integrations.huggingface.attention import configs_of, is_bound
-from attnspan.integrations.huggingface.checking import check_alone, check_positions
+from attnspan.integrations.huggingface.checking import check_alone, check_positions, check_takes_positions
 from attnspan.integrations.huggingface.latents import METHOD, LatentSource, latents_in
-from attnspan.integrations.huggingface.layers import AttentionLayer, attention_layers, decoder_layers
+from attnspan.integrations.huggingface.layers import AttentionLayer, attention_layers, decoder_layers, split_idle
 from attnspan.integrations.huggingface.own_attention import ASKED, dispatch_forward
 
 NAME = "attnspan_paged"
@@ -112,10 +112,12 @@ def served_layers(model: PreTrainedModel) -> list[AttentionLayer]:
     """The attention layers of a model, by their index; ModelError for what cannot be generated with."""
     if isinstance(model, nn.Module) and is_bound(model):
         raise ModelError("model is enabled for training over ranks; call disable() of its handle before it is served")
-    layers = attention_layers(model)
+    layers, _ = split_idle(model, attention_layers(model))
     check_adapters(model)
     check_alone(model)
     check_positions(model)
+    if not model.config.is_encoder_decoder and any(layer.bias is None for layer in layers):
+        check_takes_positions(model)
     _check_compiled(model, layers)
     if model.config.is_encoder_decoder:
         encoder = set(model.get_encoder().modules())
