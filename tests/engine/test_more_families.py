@@ -34,7 +34,9 @@ MORE = {
     "Phimoe": SIZES | WINDOW | EXPERTS,
     "Llama4Text": SPECS["llama4"][2] | {"num_hidden_layers": 4},
 }
-GENERATES = {name: sizes for name, sizes in (SERVED | MORE).items() if name not in (*MASKED, "MBart", "Pegasus")}
+GENERATES = {
+    name: sizes for name, sizes in (SERVED | MORE).items() if name not in (*MASKED, "MBart", "Pegasus", "DiffLlama")
+}
 REFUSED = {
     "Doge": (SIZES, "the model reads 'dtype' of its mask, to change it by itself; such masks are not served"),
     "DiffLlama": (SIZES, r"layers.0.self_attn attends 2 times in one pass, and an engine serves layers that do once"),

@@ -114,7 +114,9 @@ def wants_latents(source: LatentSource, numbers: Tensor) -> bool:
     where that is predicted to take less time. Compiled code, and matrices that are sharded, move keys and values."""
     binding: LayerBinding | None = getattr(source.module, BINDING, None)
     weights = source.module.kv_b_proj.parameters()  # type: ignore[union-attr]  # a module
-    if torch.compiler.is_compiling() or binding is None or any(type(x) is not nn.Parameter for x in weights):
+    if torch.compiler.is_compiling() or binding is None or binding.kind is None:
+        return False
+    if any(type(x) is not nn.Parameter for x in weights):
         return False
     layer, attention = binding.layer, binding.enabled.attention_for(binding.kind)
     sizes = layer.query_heads, layer.kv_heads, layer.head_dim, layer.value_dim, len(numbers)
