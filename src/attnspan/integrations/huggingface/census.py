@@ -9,8 +9,8 @@ error of another kind is a defect here, and its reason begins with "check failed
 FamilyReport(name='mistral', kind='causal', model='MistralForCausalLM', training=None, generation=None)
 
 [Note: questions] Models ask a few questions about numbers, which meta tensors do not have: whether positions go up by
-one, whether an attention_mask is all ones. Of the two tokens of a probe the answer is the ordinary one, ``all`` is True
-and ``any`` is False (`_Ordinary`). The families of `SMALL` ask for more; they are built small, on the CPU.
+one, whether an attention_mask is all ones. Of the two tokens of a probe the answer is the ordinary one: ``all`` and
+``<=`` are True, ``any`` is False (`_Ordinary`). The families of `SMALL` ask for more; they are built small, on the CPU.
 
 [Note: default configs] Some defaults lack what their models need, as a number of experts; transformers does not build
 them either. `LACKING` completes those.
@@ -191,6 +191,6 @@ class _Ordinary(TorchDispatchMode):
         if torch.Tag.data_dependent_output in func.tags and args[0] in self.answers:
             return self.answers[args[0]]
         out = func(*args, **(kwargs or {}))
-        if func.overloadpacket in (torch.ops.aten.all, torch.ops.aten.any) and out.is_meta:
-            self.answers[out] = func.overloadpacket is torch.ops.aten.all
+        if func.overloadpacket in (torch.ops.aten.all, torch.ops.aten.le, torch.ops.aten.any) and out.is_meta:
+            self.answers[out] = func.overloadpacket is not torch.ops.aten.any
         return out
