@@ -47,7 +47,7 @@ MAY_IMPORT = {
     "inspector": DATA,  # reads data, never runs attention
     "attnspan": MODELS | {"engine", "generation", "inspector"},  # __init__.py: all that needs no optional package
     "__main__": {"cli"},
-    "cli": MODELS | {"engine", "inspector", "attnspan", "measure", "tuning"},
+    "cli": MODELS | {"engine", "inspector", "integrations", "attnspan", "measure", "tuning"},
 }
 
 OPTIONAL = {"matplotlib", "numpy", "rich", "transformers", "triton", "typer"}

@@ -10,8 +10,9 @@ from attnspan import Engine, SamplingParams
 from attnspan.errors import EngineError, ModelError
 from attnspan.testing import loopback
 from tests.engine.models import greedy, prompts
-from tests.integrations.families import SIZES
+from tests.integrations.families import SIZES, SPECS
 from tests.integrations.test_more_families import ALL_HEADS, HEAD, MASKED, SERVED, WINDOW, built
+from tests.integrations.tiny import tiny
 
 pytestmark = pytest.mark.usefixtures("quietly")
 
@@ -31,8 +32,11 @@ MORE = {
         "shared_expert_intermediate_size": 16,
     },
     "Phimoe": SIZES | WINDOW | EXPERTS,
+    "Llama4Text": SPECS["llama4"][2] | {"num_hidden_layers": 4},
 }
-GENERATES = {name: sizes for name, sizes in (SERVED | MORE).items() if name not in (*MASKED, "MBart", "Pegasus")}
+GENERATES = {
+    name: sizes for name, sizes in (SERVED | MORE).items() if name not in (*MASKED, "MBart", "Pegasus", "DiffLlama")
+}
 REFUSED = {
     "Doge": (SIZES, "the model reads 'dtype' of its mask, to change it by itself; such masks are not served"),
     "DiffLlama": (SIZES, r"layers.0.self_attn attends 2 times in one pass, and an engine serves layers that do once"),
@@ -50,7 +54,7 @@ def engine(model, **options):
     return Engine(model, **({"pages": 40, "page_size": 4, "max_tokens": 16, "max_sequences": 4} | options))
 
 
-FEW = ("StableLm", "Nemotron", "JetMoe", "Qwen2Moe", "Phimoe")  # each has something that no other has
+FEW = ("StableLm", "Nemotron", "JetMoe", "Qwen2Moe", "Phimoe", "Llama4Text")  # each has something that no other has
 
 
 @pytest.mark.parametrize(
@@ -140,6 +144,18 @@ def test_layers_of_different_scales_with_sinks_over_ranks():
         assert [answer.token_ids for answer in answers] == true
 
 
+def test_a_chunked_layer_gives_back_the_pages_of_earlier_chunks():
+    name, sizes = (
+        "Llama4Text",
+        SPECS["llama4"][2] | {"layer_types": ["chunked_attention"] * 2, "no_rope_layers": [1, 1]},
+    )
+    model = model_of(name, sizes)
+    prompt = prompt_of(9)
+    one = engine(model, pages=6, max_sequences=1, max_tokens=4)  # of 4 tokens
+    answer = one.generate([prompt], SamplingParams(max_new_tokens=40))[0]
+    assert answer.token_ids == greedy(model, prompt, 40)
+
+
 def test_an_enabled_model_is_refused():
     from attnspan.integrations.huggingface import enable
 
@@ -185,3 +201,15 @@ def test_another_thread_may_not_call_a_model_that_is_being_served():
     engine(model)
     with served(model), pytest.raises(EngineError, match="Olmo2Attention was called while an engine serves its model"):
         model(torch.tensor([[1, 2]]))
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("moshi", "model.layers.0.self_attn sees all keys, and the cache of MoshiForCausalLM keeps a window of"),
+        ("bart", "BartForCausalLM takes no position_ids and would count the tokens of a step from 0"),
+    ],
+)
+def test_what_generate_would_say_differently_is_refused(name, why):
+    with pytest.raises(ModelError, match=why):
+        engine(tiny("causal", name))

@@ -66,6 +66,14 @@ SPECS = {
         "GptOssConfig",
         SIZES | MIXED | EXPERTS | {"head_dim": 8, "rope_parameters": None},
     ),
+    "llama4": (
+        "Llama4ForCausalLM",
+        "Llama4TextConfig",
+        # every other layer has no positions, and a temperature that a few tokens change
+        SIZES
+        | {"head_dim": 8, "intermediate_size_mlp": 48, "num_local_experts": 4, "num_experts_per_tok": 1}
+        | {"attention_chunk_size": 5, "no_rope_layer_interval": 2, "floor_scale": 4, "attn_scale": 0.7},
+    ),
     "phi3": ("Phi3ForCausalLM", "Phi3Config", SIZES | {"num_key_value_heads": 1}),
     "mixtral": ("MixtralForCausalLM", "MixtralConfig", SIZES | EXPERTS),
     "gpt2": (
@@ -125,7 +133,7 @@ BIASED = {
 """Families that add numbers to scores, or have had a part in that."""
 
 SEQ2SEQ = ("bart", "t5", "umt5", "mt5", "pop2piano")
-CAUSAL = ("llama", "qwen3", "mistral", "gemma3", "gemma2", "gpt-oss", "phi3", "mixtral", "gpt2")
+CAUSAL = ("llama", "qwen3", "mistral", "gemma3", "gemma2", "gpt-oss", "llama4", "phi3", "mixtral", "gpt2")
 
 
 BUILDING = Lock()

@@ -48,7 +48,12 @@ def _afresh():
 
 @pytest.mark.parametrize(
     ("name", "how", "graphs"),
-    [("llama", whole, 1), pytest.param("gemma2", base, 1, marks=pytest.mark.slow), ("gemma3", layers, 2)],
+    [
+        ("llama", whole, 1),
+        pytest.param("gemma2", base, 1, marks=pytest.mark.slow),
+        pytest.param("llama4", whole, 1, marks=pytest.mark.slow),
+        ("gemma3", layers, 2),
+    ],
 )
 def test_a_compiled_model_answers_as_on_one_device(name, how, graphs):
     givens = [packed(name, seed) for seed in range(3)]

@@ -36,7 +36,7 @@ def test_a_family_answers_as_on_one_device(name, ranks):
 
 @pytest.mark.parametrize(
     ("name", "side"),
-    in_turn(["llama", "gemma3", "gpt-oss", "bert", "modernbert", "bart"], ["right", "left", "both"]),
+    in_turn(["llama", "gemma3", "gpt-oss", "bert", "llama4", "modernbert", "bart"], ["right", "left", "both"]),
 )
 def test_rows_with_padding_of_their_own(name, side):
     given, padding = padded(name, side)

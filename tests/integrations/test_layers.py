@@ -42,6 +42,13 @@ def told(name):
                 "4 query heads, 2 key heads of 8, scale 0.354, causal, sinks",
             ],
         ),
+        (
+            "llama4",
+            [
+                "4 query heads, 2 key heads of 8, scale 0.354, causal, chunks of 5",
+                "4 query heads, 2 key heads of 8, scale 0.354, causal, temperature 0.7 for every 4 positions",
+            ],
+        ),
         ("phi3", ["4 query heads, 1 key heads of 8, scale 0.354, causal"] * 2),
         ("bert", ["4 query heads, 4 key heads of 8, scale 0.354, both ways"] * 2),
         (
@@ -128,13 +135,7 @@ SMALL = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_at
             "MambaConfig",
             {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2},
             "MambaModel: layer 0 is of the type 'linear_attention', which is not served; those that are: "
-            "full_attention, sliding_attention",
-        ),
-        (
-            "Llama4TextConfig",
-            SIZES | {"head_dim": 8, "intermediate_size_mlp": 16, "num_local_experts": 2},
-            "Llama4TextModel: layer 0 is of the type 'chunked_attention', which is not served; those that are: "
-            "full_attention, sliding_attention",
+            "chunked_attention, full_attention, sliding_attention",
         ),
         (
             "SiglipConfig",
@@ -172,3 +173,11 @@ def test_its_errors_are_ours():
 
 def test_every_family_of_the_tests_has_layers():
     assert all(attention_layers(family(name)) for name in SPECS | BIASED)
+
+
+def test_a_layer_that_counts_positions_in_a_way_that_is_not_known_is_refused(monkeypatch):
+    from attnspan.integrations.huggingface import layers
+
+    monkeypatch.setattr(layers, "TUNED", (*layers.TUNED, "query_states = query_states * 2"))
+    with pytest.raises(ModelError, match=r"layers.0.self_attn \(Llama4TextAttention\) has positions that it counts by"):
+        attention_layers(family("llama4"))

@@ -48,7 +48,9 @@ SERVED = {
     "StableLm": SIZES,
     "Starcoder2": SIZES | WINDOW | {"residual_dropout": 0.0, "embedding_dropout": 0.0},
     "Electra": ALL_HEADS | NO_DROPOUT | {"embedding_size": 32},
+    "DiffLlama": SIZES,
     "EuroBert": SIZES,
+    "Roberta": ALL_HEADS | NO_DROPOUT,
     "MBart": BART,
     "Pegasus": BART,
 }
@@ -56,9 +58,7 @@ REFUSED = {
     "SwitchTransformers": (T5, "the model must ask transformers for its mask, got Tensor of shape"),
     "CodeGen": (GPT | {"rotary_dim": 4}, "CodeGenAttention"),
     "DebertaV2": (ALL_HEADS, "DebertaV2Attention"),
-    "Roberta": (ALL_HEADS, "counts positions by what is in input_ids"),
     "Albert": (ALL_HEADS | NO_DROPOUT | {"embedding_size": 16}, "looks at tokens beside a token's own"),
-    "DiffLlama": (SIZES, "run several times in a pass"),
     "DistilBert": (
         {"vocab_size": VOCAB, "dim": 32, "hidden_dim": 48, "n_layers": 2, "n_heads": 4},
         "labels: the loss of",

@@ -9,7 +9,7 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLTextMod
 
 from attnspan.integrations.huggingface import enable
 from attnspan.testing import loopback
-from tests.integrations.families import BOUND, SIZES, answers, batch, enabled_answers, family, off
+from tests.integrations.families import BART, BOUND, SIZES, answers, batch, enabled_answers, family, off
 from tests.integrations.test_enabling import refusal
 
 FACTORS = {"short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 3.0, 4.0]}
@@ -150,3 +150,57 @@ def test_of_four_positions_the_texts_tell_of_documents(packed):
 
     for found in loopback(2).run(rank):
         torch.testing.assert_close(found, true, rtol=0, atol=BOUND * true.abs().max().item())
+
+
+# ---- positions by content --------------------------------------------------------------------------------------------
+
+
+def roberta():
+    sizes = {name: value for name, value in SIZES.items() if name != "num_key_value_heads"}
+    sizes |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "attn_implementation": "eager"}
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = transformers.RobertaForMaskedLM(transformers.RobertaConfig(**sizes))
+    for parameter in model.parameters():
+        parameter.data.mul_(5) if parameter.dim() > 1 else None
+    return model.eval()
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_tokens_that_are_not_padding_are_counted_in_the_whole_row(padded):
+    given = batch()
+    given["input_ids"][0, 5:8] = 0  # among others
+    if padded:
+        given["input_ids"][1, 15:] = 0
+        given["attention_mask"] = torch.ones_like(given["input_ids"])
+        given["attention_mask"][1, 15:] = 0
+        given["labels"][1, 15:] = -100
+    model, valid = roberta(), given.get("attention_mask")
+    true = answers(copy.deepcopy(model), given)
+    for found in loopback(3).run(lambda world: enabled_answers(world, copy.deepcopy(model), given)):
+        assert off(found, true, valid=valid)[0] < BOUND
+
+
+def test_embeddings_that_have_no_count_of_their_own_are_refused(monkeypatch):
+    model = roberta()
+    monkeypatch.delattr(type(model.roberta.embeddings), "create_position_ids_from_inputs_embeds")
+    assert refusal(lambda world: enable(model, world)) == (
+        "roberta.embeddings (RobertaEmbeddings) counts positions by what is in input_ids, which is not served"
+    )
+
+
+# ---- decoders without their encoder ----------------------------------------------------------------------------------
+
+
+def test_cross_attention_of_a_decoder_without_its_encoder_is_refused_when_it_is_used():
+    model = transformers.BartForCausalLM(transformers.BartConfig(**BART, is_decoder=True))
+
+    def rank(world):
+        with enable(model, world):
+            layer = model.model.decoder.layers[0].encoder_attn
+            return layer(torch.zeros(1, 3, 32), key_value_states=torch.zeros(1, 3, 32))
+
+    assert refusal(rank) == (
+        "model.decoder.layers.0.encoder_attn attends to another sequence, and the model is enabled as a decoder "
+        "without encoder"
+    )

@@ -7,7 +7,7 @@ import typer
 from typer.core import TyperGroup
 
 from attnspan._version import __version__
-from attnspan.cli import bench, doctor, generate, plan, show, tune
+from attnspan.cli import bench, doctor, generate, models, plan, show, tune
 from attnspan.errors import AttnspanError
 
 COMMANDS: list[Callable[..., None]] = [
@@ -17,6 +17,7 @@ COMMANDS: list[Callable[..., None]] = [
     bench.bench,
     tune.tune,
     generate.generate,
+    models.models,
 ]  # a new command: one file with one function, and its entry here
 
 

@@ -23,7 +23,7 @@ from attnspan.engine.pools import LayerPlace, Pools
 from attnspan.engine.rank_consensus import RankConsensus
 from attnspan.engine.sample import Sample
 from attnspan.engine.scheduler import Chunk
-from attnspan.masks import Causal, Mask, SlidingWindow
+from attnspan.masks import Causal, Mask
 from attnspan.paged import ShardedPages
 from attnspan.paged.kv_cache import PagedKVCache
 from attnspan.parallel import ContextParallel
@@ -85,7 +85,7 @@ class ContextParallelRunner(ModelRunner):
 
     def _session_for(self, length: int) -> ContextParallel:
         """A session for a prompt of that length; prompts of the same length share one."""
-        masks: dict[str, Mask] = {_name(place): _mask(place) for place in self.pools.places} or {"full": Causal()}
+        masks: dict[str, Mask] = {_name(place): place.mask for place in self.pools.places} or {"full": Causal()}
         if self._session is None:
             self._session = ContextParallel(self.mesh, seq_len=length, mask=masks)
         return self._session.with_mask(masks, seq_len=length)
@@ -143,8 +143,4 @@ class PrefillAttention(StepAttention):
 
 
 def _name(place: LayerPlace) -> str:
-    return "full" if place.window is None else f"window {place.window}"
-
-
-def _mask(place: LayerPlace) -> Mask:
-    return Causal() if place.window is None else SlidingWindow(place.window - 1)
+    return repr(place.mask)

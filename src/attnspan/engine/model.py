@@ -55,9 +55,10 @@ from attnspan.recurrence import Rule
 class LayerSpec:
     """One attention layer, all of it causal. `scale` multiplies scores, None for 1 / sqrt(head_dim).
 
-    `window` w lets query q see keys k with q - k < w; `softcap` c makes scores c * tanh(score / c). `score_mod` is any
-    other change of scores: FlexAttention's, of positions in a sequence (batch rows mean nothing). Layers that have the
-    same one share what is made of it. It may read tensors, as they are when it is called.
+    `window` w lets query q see keys k with q - k < w, `chunk` c those of its own chunk of c tokens; `softcap` c makes
+    scores c * tanh(score / c). `score_mod` is any other change of scores: FlexAttention's, of positions in a sequence
+    (batch rows mean nothing). Layers that have the same one share what is made of it. It may read tensors, as they are
+    when it is called.
 
     >>> LayerSpec(kv_heads=2, head_dim=64).scale
     0.125
@@ -71,6 +72,12 @@ class LayerSpec:
     softcap: float | None = None
     latent: bool = False  # keys are latents, whose first value_dim numbers are the values: see [Note: latents]
     score_mod: ScoreFunction | None = None
+    chunk: int | None = None
+
+    @property
+    def reach(self) -> int | None:
+        """How many keys a query may see, its own and those just before it; None: all."""
+        return self.window if self.chunk is None else min(self.chunk, self.window or self.chunk)
 
     def __post_init__(self) -> None:
         if self.softcap is not None and self.score_mod is not None:

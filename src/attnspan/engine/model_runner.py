@@ -85,7 +85,8 @@ class PagedStepAttention(StepAttention):
         cache, plan = self.caches[place.pool], self.plans[place.pool]
         cache.write(place.index, key, value, plan)
         out = cache.attend(
-            place.index, query, plan, mask=self.grouped.get(layer, CAUSAL), score_mod=place.score_mod, sinks=sinks,
+            place.index, query, plan, mask=self.grouped.get(layer, place.mask if place.chunked else CAUSAL),
+            score_mod=place.score_mod, sinks=sinks,
             scale=place.scale, kernel=self.kernel,
         )  # fmt: skip  # beside the layer's own window
         assert isinstance(out, Tensor), "no lse was asked for"
@@ -113,10 +114,10 @@ class ModelRunner:
             raise EngineError("cuda_graphs=True is for models without an encoder; leave cuda_graphs out")
         self._graphs = CudaGraphs(config.max_sequences, self.device) if config.cuda_graphs else None
         for layer, place in enumerate(pools.places):
-            if config.cuda_graphs and place.score_mod is not None:
+            program = "a soft-cap or a bias" if place.score_mod is not None else "chunks" if place.chunked else None
+            if config.cuda_graphs and program is not None:
                 raise EngineError(
-                    f"cuda_graphs=True: layer {layer} has a soft-cap or a bias, which no kernel attends with inside a "
-                    "graph; "
+                    f"cuda_graphs=True: layer {layer} has {program}, which no kernel attends with inside a graph; "
                     "leave cuda_graphs out"
                 )
 

@@ -1,7 +1,8 @@
 """The page pools of a model: where the keys of each layer are, and how it attends; where its recurrent states are.
 
 Layers that see everything and layers that see a window lie in different pools, since the second give back the pages
-that a window has left behind. A layer knows its pool and its index there. Soft-caps are a score_mod.
+that a window has left behind. So do layers that see a chunk, which reaches back no further than a window of its size. A
+layer knows its pool and its index there. Soft-caps are a score_mod.
 
 [Note: snapshots] States have a pool of their own, one page of which is a state of every layer (paged/states.py). With a
 prefix cache it stands for the tokens of `state_every` pages, so that there are snapshots from which other prompts
@@ -17,7 +18,8 @@ import torch
 from torch import Tensor
 
 from attnspan.engine.config import EngineConfig
-from attnspan.engine.model import ModelInfo, StateSpec
+from attnspan.engine.model import LayerSpec, ModelInfo, StateSpec
+from attnspan.masks import Causal, Chunked, Mask, SlidingWindow
 from attnspan.paged import Layer, PageAllocator, PagePool, StatePool
 from attnspan.parallel.soft_cap import soft_cap
 
@@ -33,7 +35,8 @@ class LayerPlace:
     index: int
     scale: float | None
     score_mod: Callable[..., Tensor] | None
-    window: int | None
+    mask: Mask  # of a whole sequence
+    chunked: bool
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,6 +51,11 @@ class Pools:
     device: torch.device
 
 
+def _mask(spec: LayerSpec) -> Mask:
+    own = Causal() if spec.window is None else SlidingWindow(spec.window - 1)
+    return own if spec.chunk is None else own & Chunked(spec.chunk)
+
+
 def pools_of(info: ModelInfo, config: EngineConfig, ranks: int) -> Pools:
     """Pools for a model's layers; a page of `ranks` ranks holds `page_size` tokens on each of them."""
     pools: list[PagePool] = []
@@ -55,21 +63,21 @@ def pools_of(info: ModelInfo, config: EngineConfig, ranks: int) -> Pools:
     places: dict[int, LayerPlace] = {}
     score_mods = {spec.softcap: soft_cap(spec.softcap) for spec in info.layers if spec.softcap is not None}
     for windowed in (False, True):
-        group = {layer: spec for layer, spec in enumerate(info.layers) if (spec.window is not None) == windowed}
+        group = {layer: spec for layer, spec in enumerate(info.layers) if (spec.reach is not None) == windowed}
         if not group:
             continue
         for index, (layer, spec) in enumerate(group.items()):
             score_mod = spec.score_mod if spec.softcap is None else score_mods[spec.softcap]  # one for all of a cap
-            places[layer] = LayerPlace(len(pools), index, spec.scale, score_mod, spec.window)
+            places[layer] = LayerPlace(len(pools), index, spec.scale, score_mod, _mask(spec), spec.chunk is not None)
         allocator = PageAllocator(
             num_pages=(config.pages or 0) + 1, page_size=config.page_size * ranks, host_pages=config.host_pages
         )
         layers = [
-            Layer(each.kv_heads, each.head_dim, each.value_dim, each.window, values_in_keys=each.latent)
+            Layer(each.kv_heads, each.head_dim, each.value_dim, each.reach, values_in_keys=each.latent)
             for each in group.values()
         ]
         pools.append(PagePool(allocator, layers, dtype=info.dtype, device=info.device, page_size=config.page_size))
-        windows.append(max((each.window for each in group.values() if each.window is not None), default=None))
+        windows.append(max((each.reach for each in group.values() if each.reach is not None), default=None))
     by_layer = tuple(places[layer] for layer in range(len(places)))
     return Pools(tuple(pools), tuple(windows), by_layer, _states_of(info, config), info.states, info.device)
 

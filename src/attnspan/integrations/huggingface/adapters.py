@@ -6,9 +6,11 @@ imported: adapters are recognised by the attributes of their classes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sized
+from collections.abc import Callable, Iterable, Mapping, Sized
+from typing import cast
 
 from torch import nn
+from transformers import PreTrainedModel
 
 from attnspan.errors import ModelError
 
@@ -62,3 +64,11 @@ def adapters_in_use(module: nn.Module) -> tuple[object, ...]:
         bool(getattr(module, "disable_adapters", False)),
         sorted(scaling.items()) if isinstance(scaling, dict) else None,
     )
+
+
+def adapted(model: nn.Module) -> PreTrainedModel:
+    """A transformers model, or the one inside a `PeftModel`, which calls its forward without hooks."""
+    if isinstance(model, PreTrainedModel):
+        return model
+    inner: Callable[[], PreTrainedModel] | None = getattr(model, "get_base_model", None)
+    return cast(PreTrainedModel, model) if inner is None else inner()  # which is checked next

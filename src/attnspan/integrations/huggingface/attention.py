@@ -54,7 +54,7 @@ class LayerBinding:
     """What a module of an enabled model knows: its layer, the number of its attention in a pass, and the model."""
 
     layer: AttentionLayer
-    kind: int
+    kind: int | None  # None: cross-attention in a decoder without its encoder
     enabled: Enabled
 
     def __deepcopy__(self, memo: object) -> LayerBinding:
@@ -91,9 +91,15 @@ def attend(
             f"{type(module).__name__} asks for attnspan's attention, and its model was not enabled: call "
             "enable(model, cp), or model.set_attn_implementation('sdpa') to go on without"
         )
+    if binding.kind is None:
+        raise ModelError(
+            f"{binding.layer.name} attends to another sequence, and the model is enabled as a decoder without encoder"
+        )
     asked = {"s_aux": s_aux is not None, **arguments}
     check_arguments(binding.layer, attention_mask, asked, binding.enabled.pattern_for(binding.kind))
     check_bias(binding.layer, position_bias)
+    if binding.layer.temperature is not None:
+        query = tempered(query, binding.layer.temperature.of(binding.enabled.positions_for(binding.kind)))
     attention = binding.enabled.attention_for(binding.kind)
     tables = binding.enabled.bias_tables(binding.layer, position_bias, query.dtype)
     source, dropout = latents_in(module, key, value), dropout or 0.0
@@ -109,11 +115,24 @@ def wants_latents(source: LatentSource, numbers: Tensor) -> bool:
     where that is predicted to take less time. Compiled code, and matrices that are sharded, move keys and values."""
     binding: LayerBinding | None = getattr(source.module, BINDING, None)
     weights = source.module.kv_b_proj.parameters()  # type: ignore[union-attr]  # a module
-    if torch.compiler.is_compiling() or binding is None or any(type(x) is not nn.Parameter for x in weights):
+    if torch.compiler.is_compiling() or binding is None or binding.kind is None:
+        return False
+    if any(type(x) is not nn.Parameter for x in weights):
         return False
     layer, attention = binding.layer, binding.enabled.attention_for(binding.kind)
     sizes = layer.query_heads, layer.kv_heads, layer.head_dim, layer.value_dim, len(numbers)
     return attention.attention.call.latents_pay(Shape(*sizes, dtype_name(numbers.dtype), source.width))
+
+
+def tempered(query: Tensor, scales: Tensor) -> Tensor:
+    """Queries multiplied by a number for each position, of (S,) or (B, S), and rounded as transformers does."""
+    return (query * scales.unsqueeze(-2).unsqueeze(-1) if scales.dim() == 2 else query * scales.unsqueeze(-1)).to(query)
+
+
+def tune_temperature(layer: AttentionLayer, by_itself: bool) -> None:
+    """Whether a layer that tunes its temperature does so by itself, or leaves it to `attend`."""
+    if layer.temperature is not None:
+        vars(layer.module)["attn_temperature_tuning"] = by_itself
 
 
 def check_arguments(layer: AttentionLayer, mask: object, arguments: Mapping[str, object], wanted: Pattern) -> None:

@@ -23,13 +23,20 @@ from transformers import PreTrainedModel
 from attnspan.errors import ModelError
 from attnspan.integrations.huggingface.attention import is_bound
 from attnspan.integrations.huggingface.layers import AttentionLayer, check_is_model, configs
-from attnspan.integrations.huggingface.positions import depends_on_length
+from attnspan.integrations.huggingface.positions import (
+    counts_content,
+    depends_on_length,
+    has_no_positions,
+    takes_counted,
+)
 from attnspan.integrations.huggingface.token_mixing import token_mixing
 from attnspan.integrations.huggingface.towers import beside, called_before
 from attnspan.parallel.attached_forward import is_attached
 from attnspan.parallel.batch import IGNORED
 
-HEADS = re.compile(r"((?<!PreTrained)Model|ForCausalLM|ForMaskedLM|ForTokenClassification|ForConditionalGeneration)$")
+HEADS = re.compile(
+    r"((?<!PreTrained)Model|ForCausalLM|GenerationDecoder|ForMaskedLM|ForTokenClassification|ForConditionalGeneration)$"
+)
 """What is computed of each token by itself; other heads look at one token for all."""
 
 REFUSED = {
@@ -40,13 +47,33 @@ REFUSED = {
 }
 
 
-def check_positions(modules: Iterable[tuple[str, nn.Module]]) -> None:
-    """Refuse a model that computes positions by itself, whatever position_ids it is given; modules by their paths."""
+def check_positions(modules: Iterable[tuple[str, nn.Module]], counted: bool = False) -> None:
+    """Refuse a model that computes positions by itself, whatever position_ids it is given; modules by their paths.
+
+    Not one that is given those that it would have `counted`.
+    """
     for path, module in modules:
-        if _mentions(module, "create_position_ids_from_input"):
+        if counts_content(module) and not (counted and takes_counted(module)):
             raise ModelError(
                 f"{path} ({type(module).__name__}) counts positions by what is in input_ids, which is not served"
             )
+
+
+def check_alone(model: nn.Module) -> None:
+    """Refuse a model that attends to what another model computed, as one that drafts for it."""
+    if "shared_kv_states" in inspect.signature(type(model).forward).parameters:
+        raise ModelError(
+            f"{type(model).__name__} attends to keys of another model (shared_kv_states), which is not served"
+        )
+
+
+def check_takes_positions(model: PreTrainedModel) -> None:
+    """Refuse a model that is not given positions, and counts the tokens of a call from 0."""
+    if "position_ids" not in inspect.signature(type(model).forward).parameters and not has_no_positions(model):
+        raise ModelError(
+            f"{type(model).__name__} takes no position_ids and would count the tokens of a step from 0, which is not "
+            "served"
+        )
 
 
 def check_not_enabled(model: nn.Module) -> None:
@@ -57,9 +84,12 @@ def check_not_enabled(model: nn.Module) -> None:
 
 
 def check_model(
-    model: PreTrainedModel, decoder: nn.Module, layers: tuple[AttentionLayer, ...], mixers: Collection[nn.Module]
+    model: PreTrainedModel, decoder: nn.Module, idle: Collection[AttentionLayer], mixers: Collection[nn.Module]
 ) -> None:
-    """Refuse a model for what it is, besides its layers, its recurrent mixers and what is beside its decoder."""
+    """Refuse a model for what it is, besides its layers, its recurrent mixers and what is beside its decoder.
+
+    `idle` layers attend in no pass.
+    """
     name = type(model).__name__
     if any(is_attached(module) for module in model.modules()):
         raise ModelError(f"{name} is attached to a session already; detach() it first")
@@ -75,7 +105,8 @@ def check_model(
         )
     outside = beside(model, decoder)
     found = [(path, module) for path, module in model.named_modules() if module not in outside]
-    check_positions(found)
+    check_alone(model)
+    check_positions(found, counted=True)
     for path, module in found:
         if path.rpartition(".")[2] == "pooler":
             raise ModelError(
@@ -102,7 +133,7 @@ def check_model(
                 raise ModelError(
                     f"{path} must be 0: ranks would leave out different layers, got {getattr(config, each)}"
                 )
-    if any(layer.cross for layer in layers) and not model.config.is_encoder_decoder:
+    if idle and outside:
         raise ModelError(f"{name} has cross-attention and no encoder, which is not served")
     if mixers and model.config.is_encoder_decoder:
         raise ModelError(f"{name} has recurrent mixers in an encoder-decoder, which is not served")
@@ -129,12 +160,6 @@ def check_call(model: PreTrainedModel, given: Mapping[str, object], towers: bool
     for name in ("encoder_outputs", "encoder_hidden_states", "head_mask", *([] if towers else ["pixel_values"])):
         if given.get(name) is not None:
             raise ModelError(f"{name} must not be given: it is not known how it lies on the ranks")
-
-
-def _mentions(module: nn.Module, name: str) -> bool:
-    """Whether methods of a module's class have a name, or a beginning of one, in them."""
-    methods = [each for each in vars(type(module)).values() if inspect.isfunction(each)]
-    return any(used.startswith(name) for each in methods for used in each.__code__.co_names)
 
 
 # ---- what comes back -------------------------------------------------------------------------------------------------

@@ -41,7 +41,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from threading import RLock
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple, NoReturn, TypeVar, cast
+from typing import Any, Literal, NamedTuple, NoReturn, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -52,7 +52,7 @@ from transformers.utils import ModelOutput
 
 from attnspan.dtypes import lse_dtype
 from attnspan.errors import ModelError, one_of
-from attnspan.integrations.huggingface.adapters import adds_to_loss, check_adapters
+from attnspan.integrations.huggingface.adapters import adapted, adds_to_loss, check_adapters
 from attnspan.integrations.huggingface.attention import (
     BINDING,
     NAME,
@@ -63,6 +63,7 @@ from attnspan.integrations.huggingface.attention import (
     is_bound,
     own_config,
     register,
+    tune_temperature,
     wants_latents,
 )
 from attnspan.integrations.huggingface.batches import (
@@ -84,12 +85,12 @@ from attnspan.integrations.huggingface.checking import (
     tensors_of,
 )
 from attnspan.integrations.huggingface.latents import METHOD, LatentSource, latent_source
-from attnspan.integrations.huggingface.layers import AttentionLayer, attention_layers
+from attnspan.integrations.huggingface.layers import AttentionLayer, attention_layers, calls_of, split_idle
 from attnspan.integrations.huggingface.losses import Count, label_kind, loss_of
 from attnspan.integrations.huggingface.masking import Pattern
 from attnspan.integrations.huggingface.mixers import recurrent_mixers
 from attnspan.integrations.huggingface.own_attention import bias_table, bind_forward, check_family_bias, unbind_forward
-from attnspan.integrations.huggingface.positions import counts_by_mask, position_hooks
+from attnspan.integrations.huggingface.positions import counted_positions, counts_by_mask, position_hooks
 from attnspan.integrations.huggingface.sequence_functions import MixedTokens
 from attnspan.integrations.huggingface.sessions import SessionFactory, unseen_by_mixers
 from attnspan.integrations.huggingface.towers import (
@@ -187,7 +188,7 @@ class Enabled:
     def __init__(
         self, called: nn.Module, cp: ContextParallel | Group, over: Group, outputs: str, keep_keys: KeepKeys | None
     ):
-        model = _adapted(called)
+        model = adapted(called)
         check_adapters(called)
         check_not_enabled(model)
         self.decoder = decoder_of(model)
@@ -195,8 +196,9 @@ class Enabled:
         outside = beside(model, self.decoder)
         self.mixers = tuple(recurrent_mixers(model, outside))
         mixing = {mixer.module for mixer in self.mixers}
-        self.layers = tuple(attention_layers(model, mixing, outside))
-        check_model(model, self.decoder, self.layers, mixing)
+        layers, idle = split_idle(model, attention_layers(model, mixing, outside))
+        self.layers, self._idle = tuple(layers), tuple(idle)
+        check_model(model, self.decoder, self._idle, mixing)
         self.outputs = one_of("outputs", outputs, ["shards", "whole"], error=ModelError)
         """What the model returns: this rank's tokens, or all."""
         self.model, self.over = model, over
@@ -238,6 +240,7 @@ class Enabled:
         self._whole: WholeBatch | None = None  # while the model runs, before its decoder
         self._running: ForwardPass | None = None
         self._latest_pass: ForwardPass | None = None
+        self._calls = sum(len(calls_of(layer.module)) or 1 for layer in self.layers)  # if each asks wherever it can
         self.passes, self._attention_calls = 0, 0
         self._compared = self.transport.ranks == 1  # with other ranks' weights: when they are first used
         self.live, self._lock = False, RLock()
@@ -275,17 +278,23 @@ class Enabled:
                 source.bind()
             bind_bias(layer.module, layer.bias, layer.cross)
             bind_forward(layer.module, attend)
+            tune_temperature(layer, by_itself=False)
+        for layer in self._idle:
+            setattr(layer.module, BINDING, LayerBinding(layer, None, self))
         for mixer in self.mixers:
             setattr(mixer.module, BINDING, MixerBinding(mixer, self))
             mixer.bind(self.mixed_tokens)
 
     def _unbind(self) -> None:
+        for layer in self._idle:
+            delattr(layer.module, BINDING)
         for layer in self.layers:
             delattr(layer.module, BINDING)
             if isinstance(source := vars(layer.module).get(METHOD), LatentSource):
                 source.unbind()
             unbind_bias(layer.module, layer.cross)
             unbind_forward(layer.module)
+            tune_temperature(layer, by_itself=True)
         for mixer in self.mixers:
             delattr(mixer.module, BINDING)
             mixer.unbind()
@@ -358,7 +367,7 @@ class Enabled:
         A pass in which a layer did not attend has already raised by itself.
         """
         wanted = passes * len(self.layers)
-        if self.passes != passes or self._attention_calls != wanted:
+        if self.passes != passes or self._attention_calls not in (wanted, passes * self._calls):
             raise ModelError(
                 f"attention must have run in {len(self.layers)} layers x {passes} passes = {wanted} times since the "
                 f"last reset, it ran {self._attention_calls} times in {self.passes} passes"
@@ -442,6 +451,9 @@ class Enabled:
             sequence = sequence_of(given)
             if self.decoder is not self.model:
                 return None, self._begin_whole(given, WholeBatch(sequence, labels, count))
+            by_content = counted_positions(self.model, given) if given.get("position_ids") is None else None
+            if by_content is not None:
+                sequence.entries["position_ids"] = by_content
             self._check_counting(sequence)
             shards, max_position = self._shards("only", sequence, labels), sequence.max_position
             given, sides = shards.entries, {"only": shards}
@@ -550,7 +562,7 @@ class Enabled:
         """Every layer has attended, once, and every mixer has run."""
         ran = sum((_counted(current.attentions) - current.calls_before).values())
         self.passes, self._attention_calls = self.passes + 1, self._attention_calls + ran
-        if ran > len(self.layers):
+        if ran not in (len(self.layers), self._calls) and ran > len(self.layers):
             raise ModelError(
                 f"attention ran {ran} times in {len(self.layers)} layers: layers that run several times in a pass are "
                 "not served"
@@ -638,6 +650,12 @@ class Enabled:
             current.tables[key] = table if layer.bias.kind == "slope" else placed(table, current.places)
         return [current.tables[key]]
 
+    def positions_for(self, kind: int) -> Tensor:
+        """The global positions of the queries of a kind of layer, (S,) or (B, S), in the pass that it runs in."""
+        current = self._current_pass()
+        assert current.encoder is None, "no encoder-decoder counts positions in its layers"
+        return current.session.positions
+
     def _current_pass(self) -> ForwardPass:
         found = self._running
         if torch.compiler.is_compiling():
@@ -654,14 +672,6 @@ class Enabled:
         if found is None:
             raise ModelError("a layer of an enabled model runs by itself; call the model that was enabled, model(...)")
         return found
-
-
-def _adapted(model: nn.Module) -> PreTrainedModel:
-    """A transformers model, or the one inside a `PeftModel`, which calls its forward without hooks."""
-    if isinstance(model, PreTrainedModel):
-        return model
-    inner: Callable[[], PreTrainedModel] | None = getattr(model, "get_base_model", None)
-    return cast(PreTrainedModel, model) if inner is None else inner()  # which is checked next
 
 
 def _counted(attentions: Iterable[BoundAttention]) -> Counter[int]:

@@ -34,12 +34,13 @@ import math
 import operator
 import re
 import textwrap
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from threading import Lock
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from attnspan.errors import ModelError
@@ -65,7 +66,7 @@ WORDS = {
     "block_indices": "keys chosen by blocks (block_indices)",
 }
 
-LAYER_TYPES = {"full_attention", "sliding_attention"}
+LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 RECURRENT_TYPES = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
 """Types of layers that have a recurrent mixer."""
 
@@ -79,14 +80,33 @@ NO_MIXERS = re.compile(r"Output|Norm|Dropout|Embedding|Bias")
 """Parts of an attention block that are named after it."""
 
 
+class Temperature(NamedTuple):
+    """Queries at position p are multiplied by ``1 + scale * log(1 + floor((p + 1) / floor))``, as in Llama 4.
+
+    >>> Temperature(scale=0.1, floor=4).of(torch.tensor([0, 3, 6, 7]))
+    tensor([1.0000, 1.0693, 1.0693, 1.1099])
+    """
+
+    scale: float
+    floor: int
+
+    def of(self, positions: Tensor) -> Tensor:
+        """The numbers of positions, in float32, as transformers rounds them."""
+        return torch.log1p(torch.floor((positions.float() + 1.0) / self.floor)) * self.scale + 1.0
+
+    def __str__(self) -> str:
+        return f"temperature {self.scale:g} for every {self.floor} positions"
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionLayer:
     """One layer that attends.
 
     `name` is the module's path; `index` its place in a KV cache, None if it has none. `scale` multiplies scores;
     `softcap` c makes them c * tanh(score / c). With `window` w, query q sees keys k with q - k < w, and if it is not
-    `causal` also k - q < w. `sinks`: one more learned score per head. `cross`: keys come from another sequence than
-    queries. `dropout` applies to attention weights, in training. `bias` is added to scores.
+    `causal` also k - q < w. With `chunk` c, it sees only keys of its own chunk of c tokens. `sinks`: one more learned
+    score per head. `cross`: keys come from another sequence than queries. `dropout` applies to attention weights, in
+    training. `bias` is added to scores. `temperature`: queries are multiplied by a number that grows with positions.
     """
 
     name: str
@@ -97,6 +117,7 @@ class AttentionLayer:
     value_dim: int
     scale: float
     window: int | None
+    chunk: int | None
     softcap: float | None
     sinks: bool
     causal: bool
@@ -104,16 +125,19 @@ class AttentionLayer:
     dropout: float
     module: nn.Module = field(repr=False, compare=False)
     bias: ScoreBias | None = None
+    temperature: Temperature | None = None
 
     def __str__(self) -> str:
         dims = f"{self.head_dim}" if self.head_dim == self.value_dim else f"{self.head_dim} and {self.value_dim}"
         words = [f"{self.query_heads} query heads", f"{self.kv_heads} key heads of {dims}", f"scale {self.scale:.3g}"]
         words.append("cross" if self.cross else "causal" if self.causal else "both ways")
         words += [f"window {self.window}"] if self.window is not None else []
+        words += [f"chunks of {self.chunk}"] if self.chunk is not None else []
         words += [f"soft-cap {self.softcap:g}"] if self.softcap is not None else []
         words += ["sinks"] if self.sinks else []
         words += [f"dropout {self.dropout:g}"] if self.dropout else []
         words += [str(self.bias)] if self.bias is not None else []
+        words += [str(self.temperature)] if self.temperature is not None else []
         return f"{self.name}: {', '.join(words)}"
 
 
@@ -139,6 +163,16 @@ def attention_layers(
 def attends(module: nn.Module) -> bool:
     """Whether a module is a layer that asks for attention, by itself or with a forward of ours (own_attention.py)."""
     return own_attention(module) is not None or bool(calls_of(module))
+
+
+def split_idle(
+    model: PreTrainedModel, layers: Iterable[AttentionLayer]
+) -> tuple[list[AttentionLayer], list[AttentionLayer]]:
+    """The layers that attend in a pass, and those that do not: cross-attention in a decoder without its encoder."""
+    found = list(layers)
+    if model.config.is_encoder_decoder:
+        return found, []
+    return [layer for layer in found if not layer.cross], [layer for layer in found if layer.cross]
 
 
 def check_is_model(model: object) -> None:
@@ -174,7 +208,14 @@ def _layer(model: PreTrainedModel, name: str, module: nn.Module) -> AttentionLay
             refuse(name, module, "an attention of its own that is not the one known here (transformers 5.22)")
         if adds_twice(module):
             refuse(name, module, 'an ALiBi that transformers adds twice with attn_implementation="eager" (take "sdpa")')
-        rest: dict[str, Any] = {"window": None, "softcap": None, "sinks": False, "causal": True, "cross": False}
+        rest: dict[str, Any] = {
+            "window": None,
+            "chunk": None,
+            "softcap": None,
+            "sinks": False,
+            "causal": True,
+            "cross": False,
+        }
         return AttentionLayer(name=name, module=module, **rest, **family.asked(module))
     asked = _arguments(name, module)
     cross, bias = _is_cross(name, module), relative_bias(module) if BIAS in asked else None
@@ -203,14 +244,62 @@ def _layer(model: PreTrainedModel, name: str, module: nn.Module) -> AttentionLay
         value_dim=getattr(module, "v_head_dim", None) or head_dim,
         scale=head_dim**-0.5 if scale is None else float(scale),
         window=None if window is None else int(window),
+        chunk=_chunk(module),
         softcap=None if softcap is None else float(softcap),
         sinks=asked.get("s_aux") is not None,
-        causal=bool(getattr(module, "is_causal", True) if causal is None else causal),
+        causal=bool(getattr(module, "is_causal", True) if causal is None else causal)
+        or (
+            not cross and getattr(module, "is_decoder", False) is True  # that its mask is causal is compared
+        ),
         cross=cross,
         dropout=float(asked.get("dropout") or 0.0),
+        temperature=_temperature(name, module),
         module=module,
         bias=None if cross else bias,
     )
+
+
+def _chunk(module: nn.Module) -> int | None:
+    """The chunks of a layer, which are in its config; that its mask has them too is compared in every pass."""
+    config: Any = getattr(module, "config", None)
+    index = getattr(module, "layer_idx", None)
+    kinds = getattr(config, "layer_types", None)
+    if not kinds or index is None or kinds[index] != "chunked_attention":
+        return None
+    return int(config.attention_chunk_size)
+
+
+TUNED = (
+    "if self.attn_temperature_tuning and (not self.use_rope):",
+    "positions = torch.arange(hidden_states.shape[1], device=hidden_states.device) + past_seen_tokens",
+    "torch.log1p(torch.floor((positions.float() + 1.0) / self.floor_scale)) * self.attn_scale + 1.0",
+    "query_states = (query_states * attn_scales).to(query_states.dtype)",
+)
+"""The lines of Llama 4 that tune the temperature, by positions that a layer counts by itself."""
+
+
+def _temperature(name: str, module: nn.Module) -> Temperature | None:
+    """The temperature of a layer; refuses one that counts positions for anything else."""
+    cls: Any = type(module)
+    counts = _counting(cls)
+    if counts is None:
+        return None
+    if any(line not in counts for line in TUNED):
+        refuse(name, module, "positions that it counts by itself (torch.arange)")
+    tuned: Any = module
+    if not tuned.attn_temperature_tuning or tuned.use_rope:
+        return None
+    return Temperature(float(tuned.attn_scale), int(tuned.floor_scale))
+
+
+@functools.cache
+def _counting(cls: type[nn.Module]) -> str | None:
+    """The source of a forward that counts positions; None if it does not."""
+    forward = inspect.unwrap(cls.forward)
+    if "arange" not in forward.__code__.co_names:
+        return None
+    with PARSING:
+        return ast.unparse(ast.parse(textwrap.dedent(inspect.getsource(forward))))
 
 
 def refuse(name: str, module: nn.Module, feature: str) -> NoReturn:

@@ -47,6 +47,9 @@ ADDED = re.compile(r"^\s+loss (?:\+=|= loss [-+*/])(?!.*\b(?:aux_loss|z_loss)\b)
 PLAIN = re.compile(r"CrossEntropyLoss\((ignore_index=-100)?\)")
 """Cross entropy, as models write it that have no function for it."""
 
+UNSHIFTED = re.compile(r"loss_fct\((outputs\.)?logits\.view\(-1, self\.config\.vocab_size\), labels\.view\(-1\)\)")
+"""The loss of decoders taken out of an encoder-decoder (BART), whose labels are shifted by whoever gives them."""
+
 
 def label_kind(model: nn.Module) -> LabelKind | None:
     """The kind of a model's loss; None if it is not supported."""
@@ -63,6 +66,8 @@ def label_kind(model: nn.Module) -> LabelKind | None:
         return "unpadded"
     heads = ("ForMaskedLM", "ForTokenClassification", "ForConditionalGeneration")
     if PLAIN.search(source) and any(head in type(model).__name__ for head in heads):
+        return "own"
+    if "ForCausalLM" in type(model).__name__ and UNSHIFTED.search(source):
         return "own"
     return None
 

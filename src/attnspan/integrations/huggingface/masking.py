@@ -22,6 +22,7 @@ from transformers.masking_utils import (
     bidirectional_mask_function,
     blockwise_overlay,
     causal_mask_function,
+    chunked_overlay,
     or_masks,
     packed_sequence_mask_function,
     sliding_window_bidirectional_overlay,
@@ -31,7 +32,7 @@ from transformers.masking_utils import (
 from attnspan.assumptions import Assumption
 from attnspan.errors import ModelError
 from attnspan.integrations.huggingface.layers import AttentionLayer
-from attnspan.masks import Causal, Full, Mask, SlidingWindow, TokenGroups
+from attnspan.masks import Causal, Chunked, Full, Mask, SlidingWindow, TokenGroups
 
 MaskFunction = Callable[..., Any]
 """Of (batch, head, query, key): whether the pair is allowed. transformers' own, so its type is not known."""
@@ -42,7 +43,7 @@ class _NoTensor(ModelError, AttributeError):
 
 
 class Pattern(NamedTuple):
-    """The mask of a layer; `window` as in `AttentionLayer`.
+    """The mask of a layer; `window` and `chunk` as in `AttentionLayer`.
 
     Tokens of one of the `groups`, as those of an image, see each other too, within the window if it is `over_groups`.
 
@@ -54,16 +55,17 @@ class Pattern(NamedTuple):
     window: int | None
     groups: TokenGroups | None = None
     over_groups: bool = False
+    chunk: int | None = None
 
     @staticmethod
     def of(layer: AttentionLayer) -> Pattern:
         """What a layer was enabled for."""
-        return Pattern(layer.causal, layer.window)
+        return Pattern(layer.causal, layer.window, chunk=layer.chunk)
 
     @property
     def layer(self) -> Pattern:
         """What a layer has by itself, in every batch."""
-        return Pattern(self.causal, self.window)
+        return Pattern(self.causal, self.window, chunk=self.chunk)
 
     @property
     def mask(self) -> Mask:
@@ -72,6 +74,8 @@ class Pattern(NamedTuple):
             if self.over_groups and self.window is not None:
                 return (Causal() | self.groups) & SlidingWindow(self.window - 1, self.groups.length)
             return self.layer.mask | self.groups
+        if self.chunk is not None:
+            return Causal() & Chunked(self.chunk)
         if self.window is None:
             return Causal() if self.causal else Full()
         return SlidingWindow(self.window - 1, 0 if self.causal else self.window - 1)
@@ -86,6 +90,7 @@ class Pattern(NamedTuple):
         words = ["causal" if self.causal else "both ways"]
         words += [] if self.window is None else [f"window {self.window}"]
         words += [] if self.groups is None else ["groups that see each other" + ", in the window" * self.over_groups]
+        words += [] if self.chunk is None else [f"chunks of {self.chunk}"]
         return ", ".join(words)
 
 
@@ -123,6 +128,9 @@ def _by_arguments(local_size: int | None, config: object, more: dict[str, object
     """A pattern by the arguments of the request beside its function."""
     causal = "allow_is_bidirectional_skip" not in more
     plain = more.get("allow_is_causal_skip" if causal else "allow_is_bidirectional_skip", True)
+    chunk = getattr(config, "attention_chunk_size", None)
+    if causal and plain and local_size is not None and local_size == chunk != getattr(config, "sliding_window", None):
+        return Pattern(causal, None, chunk)
     if more.get("use_vmap") or not plain or local_size not in (None, getattr(config, "sliding_window", None)):
         raise ModelError(
             "a mask that is more than causal or a window cannot be looked at in compiled code; run a batch without "
@@ -138,13 +146,15 @@ def _read(function: MaskFunction) -> Pattern:
 
 
 def _pattern(function: MaskFunction) -> Pattern:
-    causal, both_ways, window, with_groups = False, False, None, None
+    causal, both_ways, window, chunk, with_groups = False, False, None, None, None
     for part in _parts(function):
         code = getattr(part, "__code__", None)
         if part is causal_mask_function:
             causal = True
         elif code is _WINDOW:
             window = _held(part, "sliding_window")
+        elif code is _CHUNK:  # counted from where a row's tokens begin (sessions.py)
+            chunk = _held(part, "chunk_size")
         elif code is _WINDOW_BOTH:
             both_ways, window = True, _held(part, "sliding_window") + 1
         elif code is _OR and with_groups is None:
@@ -152,8 +162,8 @@ def _pattern(function: MaskFunction) -> Pattern:
         elif part is not bidirectional_mask_function and code is not _PACKED:  # what jumps in position_ids is a shard
             raise _unknown(part)
     if with_groups is None:
-        return Pattern(causal, window)
-    if causal or both_ways or (window is not None and with_groups.window is not None):
+        return Pattern(causal, window, chunk=chunk)
+    if causal or both_ways or chunk is not None or (window is not None and with_groups.window is not None):
         raise _unknown(function)
     return (
         with_groups
@@ -176,8 +186,8 @@ def _with_groups(function: MaskFunction) -> Pattern:
 def _unknown(function: MaskFunction) -> ModelError:
     return ModelError(
         f"the model asks for a mask by {getattr(function, '__qualname__', function)}, which is not served; those that "
-        "are: causal or both ways, sliding windows, groups of tokens that see each other beside those that are causal, "
-        "documents by position_ids, padding"
+        "are: causal or both ways, sliding windows, chunks, groups of tokens that see each other beside those that are "
+        "causal, documents by position_ids, padding"
     )
 
 
@@ -198,6 +208,7 @@ def _held(function: Any, name: str) -> Any:
 _AND = and_masks().__code__
 _OR = or_masks().__code__
 _BLOCKS = blockwise_overlay(torch.zeros(1, 1, device="cpu")).__code__
+_CHUNK = chunked_overlay(1, torch.zeros(1, device="cpu")).__code__
 _WINDOW = sliding_window_overlay(1).__code__
 _WINDOW_BOTH = sliding_window_bidirectional_overlay(1).__code__
 _PACKED = packed_sequence_mask_function(torch.zeros(1, 1, device="cpu")).__code__
@@ -210,6 +221,11 @@ def _means() -> bool:
     cases: list[tuple[MaskFunction, Pattern, torch.Tensor]] = [
         (causal_mask_function, Pattern(True, None), k <= q),
         (and_masks(sliding_window_overlay(3), causal_mask_function), Pattern(True, 3), (k <= q) & (k > q - 3)),
+        (
+            and_masks(chunked_overlay(3, torch.zeros(1, dtype=torch.int64, device="cpu")), causal_mask_function),
+            Pattern(True, None, chunk=3),
+            (k <= q) & (k // 3 == q // 3),
+        ),
         (bidirectional_mask_function, Pattern(False, None), k == k),
         (sliding_window_bidirectional_overlay(3), Pattern(False, 4), (q - k).abs() <= 3),
     ]

@@ -14,7 +14,7 @@ they return: the frequencies are those of one device, and so is what they keep f
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -48,6 +48,38 @@ def counts_by_itself(module: nn.Module) -> bool:
     """Whether a module is an embedding of positions that counts tokens unless they are given."""
     wanted = {"position_ids", "past_key_values_length"}
     return isinstance(module, nn.Embedding) and wanted <= set(inspect.signature(type(module).forward).parameters)
+
+
+CONTENT = "create_position_ids_from_input"
+"""The beginning of the names of functions that count the tokens that are not padding (RoBERTa)."""
+
+
+def counts_content(module: nn.Module) -> bool:
+    """Whether a module counts positions by what is in input_ids."""
+    methods = [each for each in vars(type(module)).values() if inspect.isfunction(each)]
+    return any(used.startswith(CONTENT) for each in methods for used in each.__code__.co_names)
+
+
+def takes_counted(module: Any) -> bool:
+    """Whether one that does takes positions instead, and has its count as a method: embeddings like RoBERTa's."""
+    forward = inspect.getsource(inspect.unwrap(type(module).forward))
+    return "if position_ids is None:" in forward and all(
+        hasattr(module, f"{CONTENT}{end}") for end in ("_ids", "s_embeds")
+    )
+
+
+def counted_positions(model: nn.Module, entries: Mapping[str, Any]) -> Tensor | None:
+    """The positions (B, S) of a whole batch, as a model's embeddings count them; None if they do not."""
+    counting: Any = next(filter(counts_content, model.modules()), None)
+    if counting is None:
+        return None
+    tokens = entries.get("input_ids")
+    found: Tensor = (
+        counting.create_position_ids_from_inputs_embeds(entries["inputs_embeds"], counting.padding_idx)
+        if tokens is None
+        else counting.create_position_ids_from_input_ids(tokens, counting.padding_idx)
+    )
+    return found
 
 
 def depends_on_length(module: nn.Module) -> bool:
@@ -91,7 +123,7 @@ def position_hooks(
             continue
         first = bool(encoder) and name == "position_ids"
         found = [module for module in counting if (module in encoder) == first]
-        if not found and not by_bias and not _has_none(model):
+        if not found and not by_bias and not has_no_positions(model):
             raise ModelError(
                 f"{type(model).__name__} takes no {name} and would count each rank's tokens from 0, which is not served"
             )
@@ -99,7 +131,7 @@ def position_hooks(
     return hooks
 
 
-def _has_none(model: PreTrainedModel) -> bool:
+def has_no_positions(model: PreTrainedModel) -> bool:
     """Whether a model has no attention, and nothing that counts positions."""
     mixers = [module for module in model.modules() if is_mixer(module)]
     inside = {inner for mixer in mixers for inner in mixer.modules()}

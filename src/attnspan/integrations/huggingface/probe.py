@@ -14,20 +14,23 @@ What holds for two tokens is taken to hold for any number.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedModel
 
 from attnspan.engine.model import StateSpec, StepAttention
 from attnspan.errors import ModelError
 from attnspan.integrations.huggingface.attention import check_arguments
-from attnspan.integrations.huggingface.layers import AttentionLayer
+from attnspan.integrations.huggingface.checking import check_output
+from attnspan.integrations.huggingface.layers import AttentionLayer, calls_of
 from attnspan.integrations.huggingface.masking import Pattern, requested_pattern
-from attnspan.integrations.huggingface.own_attention import ASKED
+from attnspan.integrations.huggingface.own_attention import ASKED, dispatch_forward
 from attnspan.integrations.huggingface.serving import (
     ProbeResult,
     ServedCall,
@@ -44,8 +47,9 @@ NAME = "attnspan_probe"
 class Probe:
     """The layers as they were found so far, and how often each attended."""
 
-    def __init__(self, layers: list[AttentionLayer]) -> None:
+    def __init__(self, layers: Iterable[AttentionLayer], adopts: bool) -> None:
         self.layers = {layer.module: layer for layer in layers}
+        self.adopts = adopts  # a window that is in a mask alone
         self.calls: Counter[nn.Module] = Counter()
 
 
@@ -59,8 +63,10 @@ def probe_attention(
     probe = _PROBE.get()
     if probe is None:
         raise called_while_served(module)
+    if module not in probe.layers:
+        raise ModelError(f"{type(module).__name__} attends to another sequence, and the model is a decoder without one")
     layer, window = probe.layers[module], getattr(attention_mask, "window", None)
-    if layer.window is None and window is not None:
+    if probe.adopts and layer.window is None and window is not None:
         probe.layers[module] = layer = replace(layer, window=window)
         arguments["sliding_window"] = window
     check_arguments(layer, attention_mask, arguments | {"s_aux": arguments.get("s_aux") is not None}, Pattern.of(layer))
@@ -98,7 +104,7 @@ def probe_model(model: PreTrainedModel, layers: ServedLayers) -> ProbeResult:
 def _probed(layers: ServedLayers, model: PreTrainedModel) -> ProbeResult:
     states = ProbedStates()
     call = ServedCall(states, {}, None)
-    windows = call_served(call, partial(_windows, Probe(layers.attention), model, layers.arguments))
+    windows = call_served(call, partial(_windows, Probe(layers.attention, adopts=True), model, layers.arguments))
     unused = [mixer for mixer in layers.mixers if mixer.name not in call.used]
     if unused:
         raise ModelError(f"{unused[0].name} is not used in a pass of the model, and an engine serves layers that are")
@@ -108,26 +114,68 @@ def _probed(layers: ServedLayers, model: PreTrainedModel) -> ProbeResult:
 def _windows(probe: Probe, model: PreTrainedModel, arguments: tuple[str, ...]) -> list[int | None]:
     tokens = torch.zeros(1, 2, dtype=torch.int64, device=next(model.parameters()).device)
     positions = torch.arange(2, device=tokens.device).unsqueeze(0)
-    before, asked = _PROBE.set(probe), ASKED.set(probe_attention)
-    try:
-        with torch.no_grad():
-            if model.config.is_encoder_decoder:  # of which no engine asks for some logits alone
-                out, kept = model(input_ids=tokens, decoder_input_ids=tokens, use_cache=False), 2
-            else:
-                row = dict(zip(arguments, (tokens, positions), strict=False))
-                out, kept = model(**row, use_cache=False, logits_to_keep=positions[0, 1:]), 1
-    finally:
-        _PROBE.reset(before)
-        ASKED.reset(asked)
-    for module, layer in probe.layers.items():
-        calls = probe.calls[module]
-        if calls != 1:
-            raise ModelError(
-                f"{layer.name} attends {calls} times in one pass, and an engine serves layers that do once"
-            )
+    given: dict[str, Tensor] = dict(zip(arguments, (tokens, positions), strict=False))
+    if model.config.is_encoder_decoder:  # of which no engine asks for some logits alone
+        given, kept = {"input_ids": tokens, "decoder_input_ids": tokens}, 2
+    else:
+        given, kept = given | {"logits_to_keep": positions[0, 1:]}, 1
+    out = run_probe(probe, model, **given)
+    _check_calls(probe, "an engine serves layers that do once")
     if out.logits.shape[1] != kept:
         raise ModelError(
             f"{type(model).__name__} gives logits of {out.logits.shape[1]} tokens where logits_to_keep asks for one, "
             "and an engine asks for those of last tokens alone"
         )
+    _check_cache(model, probe.layers.values())
     return [layer.window for layer in probe.layers.values()]
+
+
+def probe_pass(model: PreTrainedModel, layers: Iterable[AttentionLayer]) -> None:
+    """Refuse a model whose pass over two tokens is not one that can be trained; without numbers, as it may be meta."""
+    AttentionInterface.register(NAME, probe_attention)
+    AttentionMaskInterface.register(NAME, requested_pattern)
+    tokens = torch.zeros(1, 2, dtype=torch.int64, device=next(model.parameters()).device)
+    probe, inputs = Probe(layers, adopts=False), {"input_ids": tokens}
+    if model.config.is_encoder_decoder:
+        inputs["decoder_input_ids"] = tokens
+    model.set_attn_implementation(NAME)
+    for layer in layers:
+        dispatch_forward(layer.module)
+    out = run_probe(probe, model, **inputs)
+    _check_calls(probe, "layers that run several times in a pass, or in none, are not served", several=True)
+    check_output(out, (), {2})
+
+
+def _check_cache(model: PreTrainedModel, layers: Iterable[AttentionLayer]) -> None:
+    """Refuse a layer for which transformers' cache keeps a window, and its mask has none: `generate` would differ."""
+    if model.config.is_encoder_decoder:
+        return
+    kept = DynamicCache(config=model.config).layers
+    longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    for layer in layers:
+        index = layer.index
+        window = None if index is None or index >= len(kept) else getattr(kept[index], "sliding_window", None)
+        if window is not None and layer.window is None and layer.chunk is None and (longest or window + 1) > window:
+            raise ModelError(
+                f"{layer.name} sees all keys, and the cache of {type(model).__name__} keeps a window of {window}; an "
+                "engine cannot say which is meant"
+            )
+
+
+def run_probe(probe: Probe, model: PreTrainedModel, **inputs: Tensor) -> Any:
+    """Call a model whose layers ask for the attention of this name."""
+    before, asked = _PROBE.set(probe), ASKED.set(probe_attention)
+    try:
+        with torch.no_grad():
+            return model(**inputs, use_cache=False)
+    finally:
+        _PROBE.reset(before)
+        ASKED.reset(asked)
+
+
+def _check_calls(probe: Probe, served: str, several: bool = False) -> None:
+    """Refuse a layer that did not attend once; or with `several`, as often as its class asks for attention."""
+    for module, layer in probe.layers.items():
+        calls = probe.calls[module]
+        if calls != 1 and not (several and calls == len(calls_of(module))):
+            raise ModelError(f"{layer.name} attends {calls} times in one pass, and {served}")

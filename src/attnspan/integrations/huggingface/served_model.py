@@ -61,6 +61,7 @@ class TransformersModel:
         serve_latents(model, self._latents.values())
         self._layers, states = self._probed(layers)
         self._mixers = tuple(mixer for mixer, _ in states)
+        self._tempered = any(layer.temperature is not None for layer in layers.attention)
         self._weights = _first_weights(model)
         weight = model.get_input_embeddings().weight
         assert isinstance(weight, Tensor), "embeddings have one row for each token"
@@ -101,8 +102,8 @@ class TransformersModel:
             source, more = self._latents.get(each.module), (each.scale, each.window, each.softcap)
             mod = self._score_mods.get(each.module)
             if source is None:
-                return LayerSpec(each.kv_heads, each.head_dim, each.value_dim, *more, score_mod=mod)
-            return LayerSpec(1, source.width, source.rank, *more, latent=True, score_mod=mod)
+                return LayerSpec(each.kv_heads, each.head_dim, each.value_dim, *more, score_mod=mod, chunk=each.chunk)
+            return LayerSpec(1, source.width, source.rank, *more, latent=True, score_mod=mod, chunk=each.chunk)
 
         return tuple(spec(each) for each in layers)
 
@@ -124,9 +125,10 @@ class TransformersModel:
     def _logits(self, batch: PackedBatch) -> Tensor:
         # Without an attention_mask, transformers would take the packed samples of a model with towers for documents.
         mask = {} if self._decoder is self.model else {"attention_mask": torch.ones_like(batch.tokens).unsqueeze(0)}
+        before = {"past_key_values": TokensBefore(batch.positions)} if self._tempered else {}
         row = dict(zip(self._arguments, (batch.tokens.unsqueeze(0), batch.positions.unsqueeze(0)), strict=False))
         kept = 0 if batch.keep is None else batch.keep
-        out = self.model(**row, **self._beside, use_cache=False, logits_to_keep=kept, **mask)
+        out = self.model(**before, **row, **self._beside, use_cache=False, logits_to_keep=kept, **mask)
         logits: Tensor = out.logits[0]
         return logits
 
@@ -177,6 +179,21 @@ def _check_takes_tokens(model: nn.Module) -> None:
         raise ModelError(
             f"{type(model).__name__} must be given {', '.join(needed[1:])} in every call, and an engine feeds tokens"
         )
+
+
+class TokensBefore:
+    """In the place of a cache, for layers that count positions from the number of tokens in it."""
+
+    def __init__(self, positions: Tensor) -> None:
+        self.tokens = positions - torch.arange(len(positions), device=positions.device)
+
+    def get_seq_length(self, layer: int) -> Tensor:
+        """The tokens before a packed row, for each of its tokens as if it were the last."""
+        return self.tokens
+
+    def update(self, key: Tensor, value: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        """Both as they are: pages hold what came before."""
+        return key, value
 
 
 def _first_weights(model: nn.Module) -> dict[str, nn.Parameter | None]:

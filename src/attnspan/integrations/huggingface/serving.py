@@ -33,9 +33,9 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 from attnspan.engine.fingerprint import WhileServed
 from attnspan.engine.model import StateSpec, StepAttention
 from attnspan.errors import EngineError, ModelError
-from attnspan.integrations.huggingface.adapters import check_adapters
+from attnspan.integrations.huggingface.adapters import adapted, check_adapters
 from attnspan.integrations.huggingface.attention import configs_of, is_bound
-from attnspan.integrations.huggingface.checking import check_positions
+from attnspan.integrations.huggingface.checking import check_alone, check_positions, check_takes_positions
 from attnspan.integrations.huggingface.embedding import capturing
 from attnspan.integrations.huggingface.latents import METHOD, LatentSource, latents_in
 from attnspan.integrations.huggingface.layers import (
@@ -43,6 +43,7 @@ from attnspan.integrations.huggingface.layers import (
     attention_layers,
     check_is_model,
     decoder_layers,
+    split_idle,
 )
 from attnspan.integrations.huggingface.masking import Pattern, requested_pattern
 from attnspan.integrations.huggingface.mixers import RecurrentMixer, recurrent_mixers
@@ -206,10 +207,13 @@ def served_layers(model: PreTrainedModel) -> ServedLayers:
     mixers = recurrent_mixers(model, outside)
     if outside and mixers:
         raise ModelError(f"{mixers[0].name} is recurrent, and an engine serves no such layers in a model with towers")
-    layers = attention_layers(model, {mixer.module for mixer in mixers}, beside=outside)
+    layers, _ = split_idle(model, attention_layers(model, {mixer.module for mixer in mixers}, beside=outside))
     check_adapters(model)
+    check_alone(adapted(model))
     check_positions(found for found in model.named_modules() if found[1] not in outside)
     _check_compiled(model, {layer.module for layer in layers} | {mixer.module for mixer in mixers})
+    if not model.config.is_encoder_decoder and any(layer.bias is None for layer in layers):
+        check_takes_positions(adapted(model))
     if model.config.is_encoder_decoder:
         encoder = set(model.get_encoder().modules())
         layers = [layer for layer in layers if not layer.cross and layer.module not in encoder]
@@ -218,6 +222,8 @@ def served_layers(model: PreTrainedModel) -> ServedLayers:
         dispatch_forward(layer.module)
     if not callable(getattr(model, "set_attn_implementation", None)) or model.get_output_embeddings() is None:
         raise ModelError(f"model must have a head for the next token, got {type(model).__name__}")
+    if not isinstance(getattr(model.get_input_embeddings(), "weight", None), Tensor):
+        raise ModelError(f"model must have one embedding for each token, got {type(model).__name__}, which has several")
     AttentionInterface.register(NAME, paged_attention)
     AttentionInterface.register(NAME_MERGING, paged_attention)
     AttentionMaskInterface.register(NAME_MERGING, pattern_of_prompt)

@@ -14,12 +14,13 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 
 from attnspan.errors import ModelError
 from attnspan.integrations.huggingface.batches import SequenceInputs
 from attnspan.integrations.huggingface.masking import Pattern
 from attnspan.layouts import Contiguous
-from attnspan.masks import Documents, KeyPadding, Mask
+from attnspan.masks import Causal, Documents, KeyPadding, Mask
 from attnspan.masks.mask import And, Not
 from attnspan.parallel import ContextParallel
 from attnspan.parallel.core import SessionOptions
@@ -81,7 +82,16 @@ class SessionFactory:
         """What layers of a pattern see of a sequence. See [Note: the mask of a session]."""
         length = sequence.seq_len
         data = [] if self.given is None else list(_data(self.given.mask, pattern, length))
-        return functools.reduce(functools.partial(_both, length), [pattern.mask, *data, *sequence.hidden])
+        return functools.reduce(functools.partial(_both, length), [_own(pattern, sequence), *data, *sequence.hidden])
+
+
+def _own(pattern: Pattern, sequence: SequenceInputs) -> Mask:
+    """The mask of a pattern; chunks are counted from where the tokens of a row begin, as in transformers."""
+    if pattern.chunk is None or sequence.starts is None:
+        return pattern.mask
+    edges = [[*range(start % pattern.chunk, sequence.seq_len, pattern.chunk)] for start in sequence.starts]
+    lengths = [[b - a for a, b in pairwise(sorted({0, *row, sequence.seq_len}))] for row in edges]
+    return Causal() & Documents(lengths)
 
 
 def unseen_by_mixers(mask: Mask) -> Mask | None:
