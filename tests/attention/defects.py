@@ -638,12 +638,20 @@ def programs_see_the_positions_of_the_shard(plant):
 
 @defect
 def programs_see_heads_counted_from_the_first_of_a_share(plant):
-    plant(lane, "Where", lambda real: lambda rows, cols, batch, heads: real(rows, cols, batch, range(len(heads))))
+    plant(
+        lane,
+        "Where",
+        lambda real: lambda rows, cols, batch, heads, runs: real(rows, cols, batch, range(len(heads)), runs),
+    )
 
 
 @defect
 def programs_see_batch_rows_counted_from_the_first_of_a_lane(plant):
-    plant(lane, "Where", lambda real: lambda rows, cols, batch, heads: real(rows, cols, range(len(batch)), heads))
+    plant(
+        lane,
+        "Where",
+        lambda real: lambda rows, cols, batch, heads, runs: real(rows, cols, range(len(batch)), heads, runs),
+    )
 
 
 @defect
@@ -668,15 +676,21 @@ def the_mask_of_the_first_head_is_used_for_all(plant):
 
 @defect
 def scores_are_changed_forward_but_not_backward(plant):
-    plant(blocks, "_pulled", lambda real: lambda spec, raw, block, region, sums, slope: slope(raw))
+    def bend(real):
+        def pulled(spec, raw, block, region, sums, slope, shares):
+            return slope(raw), real(spec, raw, block, region, sums, slope, shares)[1]
+
+        return pulled
+
+    plant(blocks, "_pulled", bend)
 
 
 @defect
 def the_slope_of_a_score_mod_is_taken_to_be_one(plant):
     def bend(real):
-        def pull(self, score, indices, captured, sums, grad):
-            real(self, score, indices, captured, sums, grad)
-            return grad(self.over(score, *indices, captured=captured).expand(score.shape))
+        def pull(self, score, indices, captured, sums, grad, shares):
+            _, rows = real(self, score, indices, captured, sums, grad, shares)
+            return grad(self.over(score, *indices, captured=captured).expand(score.shape)), rows
 
         return pull
 
@@ -696,11 +710,11 @@ def the_gradient_of_a_captured_tensor_is_counted_once_per_rank(plant):
 @defect
 def only_the_last_block_counts_for_a_captured_tensor(plant):
     def bend(real):
-        def pull(self, score, indices, captured, sums, grad):
+        def pull(self, score, indices, captured, sums, grad, shares):
             for total in sums:
                 if total is not None:
                     total.zero_()
-            return real(self, score, indices, captured, sums, grad)
+            return real(self, score, indices, captured, sums, grad, shares)
 
         return pull
 

@@ -194,7 +194,7 @@ def test_twin_what_is_wrong_is_not_called_right():
         alone = Problem(Full(), Contiguous(1), 8)
         assert outcome(alone).right
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(per_tile, "_sliced", lambda q, k, v, tile: (q, k.flip(2), v))
+            patch.setattr(per_tile, "sliced", lambda q, k, v, tile: (q, k.flip(2), v))
             assert outcome(alone)[1:] == ("", "", False)
     finally:
         dist.destroy_process_group()
