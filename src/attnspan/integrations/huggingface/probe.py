@@ -26,7 +26,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 
 from attnspan.engine.model import StateSpec, StepAttention
 from attnspan.errors import ModelError
-from attnspan.integrations.huggingface.attention import check_arguments
+from attnspan.integrations.huggingface.attention import check_arguments, configs_of
 from attnspan.integrations.huggingface.checking import check_output
 from attnspan.integrations.huggingface.layers import AttentionLayer, calls_of
 from attnspan.integrations.huggingface.masking import Pattern, requested_pattern
@@ -138,7 +138,8 @@ def probe_pass(model: PreTrainedModel, layers: Iterable[AttentionLayer]) -> None
     probe, inputs = Probe(layers, adopts=False), {"input_ids": tokens}
     if model.config.is_encoder_decoder:
         inputs["decoder_input_ids"] = tokens
-    model.set_attn_implementation(NAME)
+    for config in configs_of(model):
+        config._attn_implementation = NAME
     for layer in layers:
         dispatch_forward(layer.module)
     out = run_probe(probe, model, **inputs)
