@@ -196,8 +196,9 @@ def test_cross_attention_of_a_decoder_without_its_encoder_is_refused_when_it_is_
     model = transformers.BartForCausalLM(transformers.BartConfig(**BART, is_decoder=True))
 
     def rank(world):
-        with enable(model, world):
-            layer = model.model.decoder.layers[0].encoder_attn
+        own = copy.deepcopy(model)
+        with enable(own, world):
+            layer = own.model.decoder.layers[0].encoder_attn
             return layer(torch.zeros(1, 3, 32), key_value_states=torch.zeros(1, 3, 32))
 
     assert refusal(rank) == (
