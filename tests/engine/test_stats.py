@@ -54,6 +54,20 @@ def test_everything_is_counted():
     assert not one._meter.began
 
 
+def test_states_of_recurrent_layers_are_no_pages():
+    one = Engine(tiny("Qwen3Next"), pages=64, page_size=4, states=9, state_every=2)
+    assert (one.stats().pages, one.stats().states, one.stats().states_free) == (64, 9, 9)
+    one.add(list(range(20)), SamplingParams(max_new_tokens=4))
+    one.step()
+    assert one.stats().states_used >= 1
+    while one.unfinished:
+        one.step()
+    done = one.stats()
+    assert (done.pages_used, done.states_used, done.states_free + done.states_cached) == (0, 0, 9)
+    assert done.states_cached > 0
+    assert str(done).splitlines()[2] == f"9 states: 0 used, {done.states_free} free, {done.states_cached} cached"
+
+
 def test_preemptions_are_counted():
     one = engine(pages=11, page_size=3, max_tokens=8, prefix_cache=False)
     one.generate(prompts([9, 3, 11, 6]), SamplingParams(max_new_tokens=16))

@@ -90,6 +90,8 @@ def test_the_command_prints_json():
 def test_what_is_not_there_is_refused_by_name():
     assert run("gpt-99") == (
         2,
-        f"attnspan: no family of transformers {transformers.__version__} is called gpt-99\n",
+        f"attnspan: no causal or image-text family of transformers {transformers.__version__} is called gpt-99; "
+        "others are not checked\n",
     )
+    assert "is called t5 or gpt-99; others" in run("mistral", "t5", "gpt-99")[1]
     assert run("--kind", "speech")[1] == ("attnspan: kind must be one of causal, image-text, all, got 'speech'\n")

@@ -35,7 +35,8 @@ def models(
 ) -> None:
     """Say which families of transformers are served, in training over ranks and in generation, or why not.
 
-    A family is a model type. It is checked by its default config, without weights. With a NAME, reasons are whole.
+    A family is a model type, causal or image-text: encoders and encoder-decoders are not among them. It is checked by
+    its default config, without weights. With a NAME, reasons are whole.
     """
     try:
         import transformers
@@ -44,8 +45,11 @@ def models(
     except ImportError:
         raise ModelError('transformers is not installed; run pip install "attnspan[hf]"') from None
     wanted = [(each, name) for each in kinds(kind) for name in families(each) if _is_asked(name, names)]
-    if not wanted:
-        raise ModelError(f"no family of transformers {transformers.__version__} is called {' or '.join(names or [])}")
+    unknown = [each for each in names or () if not any(fnmatch(name, each) for _, name in wanted)]
+    if unknown:
+        sought = "causal or image-text" if kind == "all" else kind
+        version, said = transformers.__version__, " or ".join(unknown)
+        raise ModelError(f"no {sought} family of transformers {version} is called {said}; others are not checked")
     transformers.logging.set_verbosity_error()
     found = [family(*each) for each in bar(0, "families", wanted)]
     if as_json:
@@ -71,7 +75,8 @@ def _lines(kind: str, found: Sequence[FamilyReport], whole: bool) -> Iterator[st
         yield f"{each.name:{NAMES}} {served[0]:9} {served[1]:11} {first}".rstrip()
         yield from (f"{'':{NAMES + 22}} {line}" for line in more if line)
     counts = [sum(reason is None for reason in column) for column in zip(*_reasons(found), strict=True)]
-    yield f"{len(found)} families: {counts[0]} served in training, {counts[1]} in generation"
+    noun = "family" if len(found) == 1 else "families"
+    yield f"{len(found)} {noun}: {counts[0]} served in training, {counts[1]} in generation"
 
 
 def _reasons(found: Sequence[FamilyReport]) -> list[tuple[str | None, str | None]]:

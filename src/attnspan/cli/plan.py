@@ -44,7 +44,8 @@ def plan(
     layout: Annotated[str | None, typer.Option(metavar="L", help=f"Only this layout: {', '.join(LAYOUTS)}.")] = None,
     strategy: Annotated[str | None, typer.Option(metavar="S", help="Print one plan: ring, needed(2), ...")] = None,
     recurrent: Annotated[
-        list[str] | None, typer.Option(metavar="L", help="Layers beside attention: GatedDelta:16x128x128:3, ...")
+        list[str] | None,
+        typer.Option(metavar="L", help="Recurrent layers: RULE:HEADSxKEYSxVALUES[:COUNT]. Repeatable."),
     ] = None,
     inference: options.InferenceOption = False,
     keep_keys: Annotated[bool, typer.Option("--keep-keys", help="Keep keys for backward.")] = False,

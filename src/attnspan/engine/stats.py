@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from time import monotonic
 
+from attnspan.engine.kv_cache_manager import KVCacheGroup
 from attnspan.engine.output_processor import Outcome
 from attnspan.engine.request import Request
 from attnspan.engine.scheduler import Scheduler
@@ -74,6 +75,8 @@ class Totals:
 class EngineStats:
     """An engine at one moment. Pages are those of all its pools; of each rank, as all others.
 
+    `states` are the places of recurrent states, 0 in a model without recurrent layers; they are no pages.
+
     `prompt_tokens` are those of added requests, `prefix_tokens` those of prompts that were found in the prefix cache,
     `computed_tokens` were fed to the model. `finished` counts samples by `finish_reason`. `time_to_first_token` begins
     when a request is added; `time_per_token` is each sample's mean for its later tokens.
@@ -86,6 +89,10 @@ class EngineStats:
     pages_used: int
     pages_free: int
     pages_cached: int  # only the prefix cache holds them
+    states: int
+    states_used: int
+    states_free: int
+    states_cached: int  # snapshots that only the prefix cache holds
     steps: int
     requests: int
     prompt_tokens: int
@@ -98,9 +105,13 @@ class EngineStats:
 
     def __str__(self) -> str:
         first, later = 1000 * self.time_to_first_token.mean, 1000 * self.time_per_token.mean
+        states = (
+            f"{self.states} states: {self.states_used} used, {self.states_free} free, {self.states_cached} cached\n"
+        )
         return (
             f"{self.running} running, {self.waiting} waiting, {self.preempted} preempted so far\n"
             f"{self.pages} pages: {self.pages_used} used, {self.pages_free} free, {self.pages_cached} cached\n"
+            f"{states if self.states else ''}"
             f"{self.requests} requests of {self.prompt_tokens} tokens, {self.prefix_tokens} found in the prefix cache\n"
             f"{self.steps} steps: {self.computed_tokens} tokens computed, {self.generated_tokens} generated\n"
             f"on average {first:.1f} ms to the first token, {later:.1f} ms for each later one"
@@ -156,9 +167,9 @@ class Meter:
     def stats(self, scheduler: Scheduler) -> EngineStats:
         """All there is to know."""
         totals, counts = self.totals, scheduler.counts
-        allocators = [group.allocator for group in scheduler.kv_cache.groups]
-        pages = sum(group.num_pages for group in scheduler.kv_cache.groups)
-        free, cached = (sum(found) for found in zip(*((a.free_pages, a.cached_pages) for a in allocators), strict=True))
+        groups = scheduler.kv_cache.groups
+        pages, free, cached = _held(group for group in groups if not group.states)
+        states, free_states, cached_states = _held(group for group in groups if group.states)
         return EngineStats(
             running=len(scheduler.running),
             waiting=len(scheduler.queued),
@@ -167,6 +178,10 @@ class Meter:
             pages_used=pages - free - cached,
             pages_free=free,
             pages_cached=cached,
+            states=states,
+            states_used=states - free_states - cached_states,
+            states_free=free_states,
+            states_cached=cached_states,
             steps=counts.steps,
             requests=totals.requests,
             prompt_tokens=totals.prompt_tokens,
@@ -177,3 +192,10 @@ class Meter:
             time_to_first_token=totals.time_to_first_token,
             time_per_token=totals.time_per_token,
         )
+
+
+def _held(groups: Iterable[KVCacheGroup]) -> tuple[int, int, int]:
+    """All pages of these groups, those that are free, and those that only a prefix cache holds."""
+    found = [(group.num_pages, group.allocator.free_pages, group.allocator.cached_pages) for group in groups]
+    pages, free, cached = (sum(each[place] for each in found) for place in range(3))
+    return pages, free, cached

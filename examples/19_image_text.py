@@ -1,6 +1,6 @@
 """A tiny image-text model, trained over ranks to say which corner of an image is bright, then asked over pages.
 
-Run: python examples/18_image_text.py    or    torchrun --nproc-per-node=2 examples/18_image_text.py
+Run: python examples/19_image_text.py    or    torchrun --nproc-per-node=2 examples/19_image_text.py
 """
 
 import copy
