@@ -3,12 +3,15 @@ compile anew.
 """
 
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
+from transformers.masking_utils import and_masks, causal_mask_function, chunked_overlay, sliding_window_overlay
 
 from attnspan.integrations.huggingface import enable
+from attnspan.integrations.huggingface.masking import requested_pattern
 from attnspan.testing import loopback
 from tests.integrations import images
 from tests.integrations.families import BOUND, answers, batch, family, gradients, off, one_device
@@ -77,6 +80,21 @@ def test_a_compiled_model_answers_as_on_one_device(name, how, graphs):
     for one, other in zip(found, true, strict=True):
         assert off(one, other)[0] < BOUND
     assert counter.frame_count == graphs
+
+
+@pytest.mark.parametrize(
+    ("function", "asked"),
+    [
+        (causal_mask_function, {}),
+        (and_masks(sliding_window_overlay(4), causal_mask_function), {"local_size": 4}),
+        (and_masks(chunked_overlay(5, torch.zeros(1).long()), causal_mask_function), {"local_size": 5}),
+    ],
+)
+def test_compiled_code_knows_a_mask_by_its_arguments(monkeypatch, function, asked):
+    config = SimpleNamespace(sliding_window=4, attention_chunk_size=5)
+    by_function = requested_pattern(1, 9, 9, mask_function=function, config=config, allow_is_causal_skip=True, **asked)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert by_function == requested_pattern(1, 9, 9, config=config, allow_is_causal_skip=True, **asked)
 
 
 @pytest.mark.parametrize(

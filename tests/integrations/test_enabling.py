@@ -175,6 +175,11 @@ def test_a_copy_of_an_enabled_model_is_enabled_for_as_long():
         handle.disable()
         with pytest.raises(ModelError, match=r"^this is a copy of an enabled model that was disabled since"):
             other(**given)
+        again = family("llama").requires_grad_(False)
+        for parameter in again.parameters():
+            parameter.zero_()
+        again.load_state_dict(other.state_dict())  # what the error says
+        assert torch.equal(again(**given).loss, model(**given).loss)
         return found
 
     for found in loopback(2).run(rank):

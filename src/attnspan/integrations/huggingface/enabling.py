@@ -400,7 +400,10 @@ class Enabled:
     def _on_call(self, model: nn.Module, args: tuple[Any, ...], kwargs: Entries) -> tuple[tuple[()], Entries]:
         """Before forward: a batch becomes shards."""
         if not self.live:
-            raise ModelError("this is a copy of an enabled model that was disabled since; enable the copy itself")
+            raise ModelError(
+                "this is a copy of an enabled model that was disabled since; load its state_dict() into a model that "
+                "was not enabled"
+            )
         begin = eagerly(Enabled._begin_pass) if torch.compiler.is_compiling() else Enabled._begin_pass
         current, given = begin(self, model, args, kwargs)
         self._start(current)

@@ -130,7 +130,7 @@ def _by_arguments(local_size: int | None, config: object, more: dict[str, object
     plain = more.get("allow_is_causal_skip" if causal else "allow_is_bidirectional_skip", True)
     chunk = getattr(config, "attention_chunk_size", None)
     if causal and plain and local_size is not None and local_size == chunk != getattr(config, "sliding_window", None):
-        return Pattern(causal, None, chunk)
+        return Pattern(causal, None, chunk=chunk)
     if more.get("use_vmap") or not plain or local_size not in (None, getattr(config, "sliding_window", None)):
         raise ModelError(
             "a mask that is more than causal or a window cannot be looked at in compiled code; run a batch without "
