@@ -205,3 +205,30 @@ def test_cross_attention_of_a_decoder_without_its_encoder_is_refused_when_it_is_
         "model.decoder.layers.0.encoder_attn attends to another sequence, and the model is enabled as a decoder "
         "without encoder"
     )
+
+
+def test_packed_documents_are_refused_where_a_decoder_counts_the_tokens_of_a_row():
+    model = transformers.BartForCausalLM(transformers.BartConfig(**BART, is_decoder=True))
+    tokens, positions = torch.arange(8).view(1, 8), torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])
+
+    def rank(world):
+        own = copy.deepcopy(model)
+        with enable(own, world):
+            own(input_ids=tokens, position_ids=torch.arange(8).view(1, 8))
+            return own(input_ids=tokens, position_ids=positions)
+
+    assert refusal(rank) == (
+        "position_ids start again inside a row, and BartForCausalLM takes none: it counts the tokens of a row; give "
+        "each document a row of its own"
+    )
+
+
+def test_a_row_without_tokens_for_an_encoder_is_refused():
+    def rank(world):
+        model = family("bart")
+        enable(model, world)
+        mask = torch.ones(2, 8, dtype=torch.int64)
+        mask[1] = 0
+        return model(input_ids=torch.ones(2, 8).long(), attention_mask=mask, decoder_input_ids=torch.ones(2, 8).long())
+
+    assert refusal(rank) == ("attention_mask has a row without tokens, to which a decoder cannot attend; leave it out")

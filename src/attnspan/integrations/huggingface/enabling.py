@@ -90,7 +90,12 @@ from attnspan.integrations.huggingface.losses import Count, label_kind, loss_of
 from attnspan.integrations.huggingface.masking import Pattern
 from attnspan.integrations.huggingface.mixers import recurrent_mixers
 from attnspan.integrations.huggingface.own_attention import bias_table, bind_forward, check_family_bias, unbind_forward
-from attnspan.integrations.huggingface.positions import counted_positions, counts_by_mask, position_hooks
+from attnspan.integrations.huggingface.positions import (
+    counted_positions,
+    counts_by_itself,
+    counts_by_mask,
+    position_hooks,
+)
 from attnspan.integrations.huggingface.sequence_functions import MixedTokens
 from attnspan.integrations.huggingface.sessions import SessionFactory, unseen_by_mixers
 from attnspan.integrations.huggingface.towers import (
@@ -458,6 +463,7 @@ class Enabled:
             if by_content is not None:
                 sequence.entries["position_ids"] = by_content
             self._check_counting(sequence)
+            self._check_restarts(given, sequence)
             shards, max_position = self._shards("only", sequence, labels), sequence.max_position
             given, sides = shards.entries, {"only": shards}
         given["use_cache"] = False
@@ -494,6 +500,15 @@ class Enabled:
         if mask is not None and not isinstance(mask, Tensor):
             entries["attention_mask"] = mask  # what the model asked for, before
         return self._pass({"only": shards}, patterns, whole.count, sequence.max_position), entries
+
+    def _check_restarts(self, given: Entries, sequence: SequenceInputs) -> None:
+        """Refuse positions that start again, in a model that is not given any and counts the tokens of a row."""
+        told = given.get("position_ids") is not None and any(isinstance(mask, Documents) for mask in sequence.hidden)
+        if told and "position_ids" not in self._parameters and any(map(counts_by_itself, self.decoder.modules())):
+            raise ModelError(
+                f"position_ids start again inside a row, and {type(self.model).__name__} takes none: it counts the "
+                "tokens of a row; give each document a row of its own"
+            )
 
     def _check_counting(self, sequence: SequenceInputs) -> None:
         """Refuse padding on the left where an embedding of positions would count a rank's ones."""
@@ -535,6 +550,8 @@ class Enabled:
             given["decoder_input_ids"] = moved(labels=whole)
         labels = labels_of(given, self._loss, type(self.model).__name__)
         encoder_inputs, decoder_inputs = (sequence_of(part) for part in split_decoder(given))
+        if encoder_inputs.padding is not None and not bool(encoder_inputs.padding.any(1).all()):
+            raise ModelError("attention_mask has a row without tokens, to which a decoder cannot attend; leave it out")
         if any(isinstance(mask, Documents) for mask in (*encoder_inputs.hidden, *decoder_inputs.hidden)):
             raise ModelError(
                 "documents in the sequences of an encoder-decoder are not served: give each a row of its own"
