@@ -251,6 +251,16 @@ def test_greedy_tokens_are_those_of_generate_with_the_same_options_all_in_one_ba
         assert answer.token_ids == generated(model, prompt, options), options
 
 
+def test_penalties_count_on_after_a_step_in_inference_mode(model):
+    one, [prompt] = engine(model), prompts([9])
+    request = one.add(prompt, SamplingParams(max_new_tokens=12, repetition_penalty=1.3))
+    with torch.inference_mode():
+        one.step()
+    while one.unfinished:
+        one.step()
+    assert request.token_ids == generated(model, prompt, {"repetition_penalty": 1.3})
+
+
 def test_a_seed_gives_the_same_tokens_with_all_options_in_any_company_and_after_preemption(model):
     every = SamplingParams(
         max_new_tokens=16, temperature=1.2, seed=7, n=2, top_k=30, top_p=0.95, min_p=0.01, typical_p=0.95,
