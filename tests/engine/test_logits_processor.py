@@ -58,6 +58,8 @@ def history(prompt, generated):
 def oracle(options, said, prompt_length, ends, new=6, **sampling):
     """transformers' processors, as `generate` lists them."""
     named = {{"bad_words": "bad_words_ids"}.get(name, name): value for name, value in options.items()}
+    if "min_new_tokens" in options:
+        named.pop("min_length", None)  # as `generate` does before it lists them
     if "bad_words" in options:
         named["bad_words_ids"] = [list(word) for word in options["bad_words"]]
     config = GenerationConfig(**named, max_length=prompt_length + new, do_sample=bool(sampling), **sampling)
@@ -211,6 +213,7 @@ OPTIONS = [
     {"sequence_bias": {(5,): 2.0, (3, 4): -4.0}, "begin_suppress_tokens": [61, 29]},
     {"min_new_tokens": 7, "exponential_decay_length_penalty": (2, 1.4)},
     {"forced_eos_token_id": 2, "min_length": 12},
+    {"min_new_tokens": 1, "min_length": 20},  # the first alone counts
     {"forced_bos_token_id": 3},
     {},
 ]
@@ -246,6 +249,16 @@ def test_greedy_tokens_are_those_of_generate_with_the_same_options_all_in_one_ba
     )
     for answer, (prompt, options) in zip(answers, asked, strict=True):
         assert answer.token_ids == generated(model, prompt, options), options
+
+
+def test_penalties_count_on_after_a_step_in_inference_mode(model):
+    one, [prompt] = engine(model), prompts([9])
+    request = one.add(prompt, SamplingParams(max_new_tokens=12, repetition_penalty=1.3))
+    with torch.inference_mode():
+        one.step()
+    while one.unfinished:
+        one.step()
+    assert request.token_ids == generated(model, prompt, {"repetition_penalty": 1.3})
 
 
 def test_a_seed_gives_the_same_tokens_with_all_options_in_any_company_and_after_preemption(model):

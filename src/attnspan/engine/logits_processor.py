@@ -179,7 +179,8 @@ class TokenCounts:
         """(R, V) of samples as they are now."""
         if self.table is None or self.table.shape[1] != vocabulary:
             self.places, self.unused = {}, []
-            self.table = torch.zeros(0, vocabulary, dtype=torch.int32, device=device)
+            with torch.inference_mode(False):  # what is made in inference mode cannot be written to outside of it
+                self.table = torch.zeros(0, vocabulary, dtype=torch.int32, device=device)
         known: list[tuple[int, LogitsRow]] = []
         for row in rows:
             if self.places.get(row.sample, (0, -1))[1] + 1 != len(row.tokens):
@@ -199,7 +200,8 @@ class TokenCounts:
         if not self.unused:
             size, vocabulary = self.table.shape
             more = max(size, 4)
-            self.table = torch.cat([self.table, self.table.new_zeros(more, vocabulary)])
+            with torch.inference_mode(False):
+                self.table = torch.cat([self.table, self.table.new_zeros(more, vocabulary)])
             self.unused += range(size, size + more)
         place = self.unused.pop()
         counts = torch.zeros(self.table.shape[1], dtype=torch.int32, device="cpu")

@@ -175,6 +175,8 @@ class SamplingParams:
             if value is None:
                 value = getattr(defaults, name)
             merged._set(name, NEUTRAL.get(name) if value is None else value)
+        if (self.min_new_tokens, defaults.min_new_tokens) != (None, None):
+            merged._set("min_length", 0)  # as in `model.generate`
         merged._check_forced()
         return merged
 
