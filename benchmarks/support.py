@@ -128,7 +128,7 @@ def _some_rows_blind(mask: Mask, n: int, m: int) -> Mask:
 
 @dataclass(frozen=True)
 class Feature:
-    """How a problem differs from the plain one: 33 tokens dealt HeadTail to 4 ranks, 4 heads, 2 key heads of dim 16."""
+    """How a problem differs from the plain one: 33 tokens dealt HeadTail to 4 ranks, 4 heads, 2 key heads of dim 32."""
 
     name: str
     ranks: int = 4
@@ -170,7 +170,7 @@ FEATURES = [
         layout=lambda mask, ranks: Balanced(mask, ranks=ranks, chunk=1, per_row=True),
     ),
     _feature("queries that see no key", mask=_some_rows_blind),
-    _feature("value head dim 24 beside 16", value_dim=24),
+    _feature("value head dim 24 beside 32", value_dim=24),
     _feature("head dim 5", dim=5),
     _feature("head dim 256", dim=256, n=9),
     _feature("scale", scale=0.7),
@@ -219,7 +219,7 @@ class Cell:
         differs = {
             "heads": 4,
             "kv_heads": 2,
-            "dim": 16,
+            "dim": 32,
             "dtype": DTYPES[device],
             "device": device,
             **dict(feature.also),
@@ -298,7 +298,7 @@ def _empty(length: int, dim: int, dtype: torch.dtype, device: str) -> torch.Tens
 def program_refusals(kernel: str, name: str, strategy: str) -> list[str]:
     """Why a kernel does not serve a FlexAttention program; none if it does."""
     problem, mods = _program(name)
-    there = replace(problem, device=DEVICES[kernel], dtype=DTYPES[DEVICES[kernel]], dim=16)
+    there = replace(problem, device=DEVICES[kernel], dtype=DTYPES[DEVICES[kernel]], dim=32)
     return refusals(kernel, there, Plan(problem.mask, problem.layout, problem.seq_len, strategy), mods)
 
 
@@ -397,13 +397,11 @@ INTRODUCTION = [
     '`kernel="auto"` takes for every tile the fastest kernel that supports it; `reference` supports every mask, and',
     "`blocks` every program.",
     "",
-    "`band` has not run programs on a GPU yet. Its cells of programs were shown in Triton's interpreter, and compiled",
-    "for Hopper (tests/kernels/test_band_mods.py).",
+    "`band` ran programs on an H200 (tests/attention/test_programs.py); its programs are also shown in Triton's",
+    "interpreter, and compiled for Hopper (tests/kernels/test_band_mods.py). `flash4` ran on an H200 with head dims of",
+    "64 and 128 (tests/kernels/test_flash4.py); what it calls is also compared with a stand-in for its package.",
     "",
-    "`flash4` has not run on a GPU yet. Its cells say what it refuses. That the others are exact is shown with a",
-    "stand-in for its package, which computes on the CPU (tests/kernels/test_flash4.py).",
-    "",
-    "The plain cell has 33 tokens, dealt by HeadTail to 4 ranks, and 4 heads on 2 key heads of dim 16, in float64 on",
+    "The plain cell has 33 tokens, dealt by HeadTail to 4 ranks, and 4 heads on 2 key heads of dim 32, in float64 on",
     "the CPU and in bfloat16 on CUDA. Every row changes one thing.",
     "",
 ]

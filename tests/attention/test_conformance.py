@@ -167,7 +167,7 @@ def test_a_kernel_for_cuda_is_refused_on_the_cpu(kernel):
 def test_the_table_can_fail():
     """A cell that is served but said to be refused, and one that is refused but said to be served."""
     named = {feature.name: Cell("cpu_flash", "ring", "Causal", feature) for feature in FEATURES}
-    served, refused = named["scale"], named["value head dim 24 beside 16"]
+    served, refused = named["scale"], named["value head dim 24 beside 32"]
     vars(served)["reasons"], vars(refused)["reasons"] = ["some reason"], []
     with pytest.raises(pytest.fail.Exception, match="DID NOT RAISE"):
         try_cell(served)

@@ -66,6 +66,7 @@ def _flash_attn_bwd(
     learnable_sink=None,
 ):  # fmt: skip
     log.append("backward")
+    assert q.shape[-1] % 32 in (0, *range(17, 32)), "gradients that the package gets wrong"
     known = "q k v out dout lse softmax_scale window_size_left window_size_right deterministic dq dk dv dlse"
     _only(_flash_attn_bwd, locals(), known)
     found = segments(q, k, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k)

@@ -60,7 +60,7 @@ def problems(draw):
         draw(plans(max_len=24, max_ranks=4).filter(lambda plan: not is_asked(plan))),
         heads=kv_heads * draw(st.integers(1, 3)),
         kv_heads=kv_heads,
-        dim=8,
+        dim=24,
         kernel="flash4",
         scale=draw(st.sampled_from([None, 0.3, -0.5])),
         sinks=draw(st.booleans()),
@@ -128,7 +128,7 @@ def cells():
 def test_strategies_masks_layouts_and_ranks(mask, strategy, layout, ranks):
     there = LAYOUTS[layout](MASKS[mask], ranks)
     with standing_in():
-        check(Problem(MASKS[mask], there, 78, strategy, kernel="flash4", heads=4, kv_heads=2, dim=8, through_lse=True))
+        check(Problem(MASKS[mask], there, 78, strategy, kernel="flash4", heads=4, kv_heads=2, dim=24, through_lse=True))
 
 
 def test_nothing_is_read_that_was_not_written():
@@ -136,7 +136,7 @@ def test_nothing_is_read_that_was_not_written():
     blind = Causal() & ~Documents([30, 20, 28])  # rows of the first document see nothing; keys of the last are not seen
     for mask, strategy in ((blind, "gather"), (blind, "ring"), (Causal() & PACK, "needed(2)"), (Causal(), "needed")):
         with standing_in(), deterministic():
-            check(Problem(mask, HeadTail(3), 78, strategy, kernel="flash4", heads=2, kv_heads=1, dim=8))
+            check(Problem(mask, HeadTail(3), 78, strategy, kernel="flash4", heads=2, kv_heads=1, dim=24))
 
 
 # ---- calls ---------------------------------------------------------------------------------------------------------
@@ -162,12 +162,12 @@ def counted(problem):
     ],
 )
 def test_what_one_step_computes_is_one_call_forward_and_is_not_merged(mask, layout, strategy, forward, backward):
-    problem = Problem(mask, layout, 78, strategy, kernel="flash4", heads=2, kv_heads=1, dim=8, batch=1)
+    problem = Problem(mask, layout, 78, strategy, kernel="flash4", heads=2, kv_heads=1, dim=24, batch=1)
     assert counted(problem) == (forward, backward, 0)
 
 
 def test_batch_rows_are_one_call_where_they_are_one_segment():
-    problem = Problem(Causal(), Contiguous(2), 32, "gather", kernel="flash4", dim=8, batch=5)
+    problem = Problem(Causal(), Contiguous(2), 32, "gather", kernel="flash4", dim=24, batch=5)
     assert counted(problem) == (1, 1, 0)
     assert counted(replace(problem, layout=HeadTail(2)))[0] == 3  # 5 on the rank with two segments, 1 on the other
 
@@ -184,7 +184,7 @@ def test_gradients_are_written_where_they_leave_from():
             given.append((dk.untyped_storage().data_ptr(), dv.untyped_storage().data_ptr(), dk.shape))
             return standin_fa4._flash_attn_bwd(*args, dk=dk, dv=dv, **rest)
 
-    problem = Problem(Causal(), Contiguous(2), 32, "gather", kernel="flash4", heads=2, kv_heads=2, dim=8, batch=1)
+    problem = Problem(Causal(), Contiguous(2), 32, "gather", kernel="flash4", heads=2, kv_heads=2, dim=24, batch=1)
     with (
         standing_in(package=Watched),
         patch.object(flash4, "_takes", lambda: True),
@@ -208,6 +208,11 @@ def test_gradients_are_written_where_they_leave_from():
         ({}, {"dtype": torch.float16}, 1.0, "flash4 needs float64, float32 or bfloat16, got float16"),
         ({}, {"dim": 20}, 1.0, "flash4 needs a head dim that is a multiple of 8 up to 256, got 20"),
         ({}, {"dim": 264}, 1.0, "flash4 needs a head dim that is a multiple of 8 up to 256, got 264"),
+        *(
+            ({}, {"dim": dim}, 1.0, f"flash4 needs a head dim of 24, 32, 56, 64, 88, 96, 120 or 128 and more, got {dim}: "
+            "others have wrong gradients")
+            for dim in (8, 16, 40, 80, 112)
+        ),
         ({"on": (10, 0)}, {"dim": 256}, 1.0, "flash4 needs a head dim that is a multiple of 8 up to 128, got 256"),
         ({}, {"value_dim": 32}, 1.0, "flash4 needs one head dim for keys and values, got 64 and 32"),
         ({}, {}, 0.0, "flash4 needs a scale above 0, got 0.0"),
@@ -221,6 +226,14 @@ def test_a_refusal_is_a_reason(there, tensors, scale, reason):
             choose("flash4", *request)
     with standing_in():
         assert KERNELS["flash4"].supports(Spec(1.0), *inputs(), (CAUSAL,)) is None
+
+
+def test_head_dims_whose_gradients_are_right():
+    for dim in (24, 32, 56, 88, 96, 128, 136, 192, 256):
+        with standing_in():
+            assert KERNELS["flash4"].supports(Spec(1.0), *inputs(dim), (CAUSAL,)) is None
+    with standing_in(on=(10, 0)):  # there both pad to 32
+        assert KERNELS["flash4"].supports(Spec(1.0), *inputs(80), (CAUSAL,)) is None
 
 
 def test_here_it_is_not_installed_and_its_dtypes_are_half_precision():
@@ -283,6 +296,10 @@ class Measured:
 
     def order(self, dtype, head_dim, tile):
         return self.names
+
+    def in_one_call(self, kernels, dtype, head_dim, tiles):
+        assert "flash4" in kernels
+        return next(iter(self.names), None)
 
 
 @pytest.mark.parametrize(

@@ -130,6 +130,29 @@ def test_a_table_is_silent_on_what_it_did_not_measure(dtype, head_dim, tile):
     assert table().order(dtype, head_dim, tile) == ()
 
 
+def below(rows, cols):
+    """Tiles of one column of tiles, each of 64 rows."""
+    return tuple(Tile(range(at, at + 64), range(cols), 1 - at - 64, cols - 1) for at in range(0, rows, 64))
+
+
+def test_a_kernel_of_all_tiles_is_as_fast_as_on_one_tile_of_their_rows():
+    """Alone "whole" is half as fast on 64 rows and three times as fast on 1024."""
+    small = [rate(name, size=64, forward=t, backward=t) for name, t in (("whole", 2e-3), ("each", 1e-3))]
+    large = [rate(name, size=1024, forward=t, backward=t) for name, t in (("whole", 0.1), ("each", 0.3))]
+    known = table(*small, *large)
+    asked = ("whole",), "float32", 64
+    assert known.in_one_call(*asked, below(1024, 1024)) == "whole"
+    assert known.in_one_call(*asked, below(64, 64)) is None
+    assert known.in_one_call(*asked, (full(1024),)) == "whole"
+    assert known.in_one_call(("whole", "each"), "float32", 64, below(64, 64)) == "each"
+    assert known.in_one_call(("unknown",), "float32", 64, below(1024, 1024)) is None
+    assert known.in_one_call((), "float32", 64, below(1024, 1024)) is None
+    assert known.in_one_call(("whole",), "bfloat16", 64, below(1024, 1024)) is None
+    assert known.in_one_call(("whole",), "float32", 128, below(1024, 1024)) is None
+    causal = Tile(range(1024), range(1024), -1023, 0)
+    assert known.in_one_call(*asked, (full(1024), causal)) is None, "causal tiles were not measured"
+
+
 def test_auto_takes_the_kernel_that_the_table_prefers_and_the_registrys_where_it_is_silent():
     x = torch.empty(1, 1, 1024, 64)
     spec = Spec(1.0, preference=table(rate("reference", forward=0.1), rate("cpu_flash", forward=0.9)))

@@ -27,7 +27,7 @@ traits = Traits(
     dtypes=(torch.float32, torch.float16, torch.bfloat16),
     order=20,
     dropout=True,
-    programs_by_name=True,
+    programs=True,
     joins=SMALL,
 )
 

@@ -30,7 +30,7 @@ from attnspan.masks.program import Program
 from attnspan.masks.tile import Tile
 
 name = "blocks"
-traits = Traits(order=80, programs=True, dropout=True, measured=False)
+traits = Traits(order=80, programs=True, only_programs=True, dropout=True, measured=False)
 
 ROWS = 128
 """Rows of a block: more waste scores outside of bands and allowed blocks, fewer waste calls."""

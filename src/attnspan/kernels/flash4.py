@@ -14,6 +14,10 @@ keys. That was read in the sources of one version, which is the only one that is
 
 Its backward sums dq by atomics. Where torch is told to use deterministic algorithms, it takes turns instead.
 
+[Note: padded head dims] On Hopper its backward adds dq, and for grouped heads dk and dv, to sums of rows that are
+padded to a multiple of 16, and reads them back as rows padded to a multiple of 32. Where the two differ gradients are
+wrong as soon as there are two segments or two blocks. Above 128 both pad to a multiple of 64.
+
 Shapes: kernel.py; the package's are (B, n, H, D), or (T, H, D) for segments, with lse (B, H, n) or (H, T).
 """
 
@@ -120,6 +124,9 @@ def supports(spec: Spec, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles) -> str |
         return f"flash4 needs one head dim for keys and values, got {q.shape[3]} and {v.shape[3]}"
     if q.shape[3] % 8 or q.shape[3] > MOST_DIM[major]:
         return f"flash4 needs a head dim that is a multiple of 8 up to {MOST_DIM[major]}, got {q.shape[3]}"
+    if major == 9 and not _pads_alike(q.shape[3]):
+        right = ", ".join(str(dim) for dim in range(8, 128, 8) if _pads_alike(dim))
+        return f"flash4 needs a head dim of {right} or 128 and more, got {q.shape[3]}: others have wrong gradients"
     if spec.scale <= 0:  # the largest score is found before scaling
         return f"flash4 needs a scale above 0, got {spec.scale}"
     try:
@@ -127,6 +134,15 @@ def supports(spec: Spec, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles) -> str |
     except AttnspanError as moved:
         return f"flash4 cannot call flash-attn-4 {found}: {moved}"
     return None
+
+
+def _pads_alike(dim: int) -> bool:
+    """Whether backward writes and reads sums of rows of one length. See [Note: padded head dims].
+
+    >>> [dim for dim in range(8, 129, 8) if _pads_alike(dim)]
+    [24, 32, 56, 64, 88, 96, 120, 128]
+    """
+    return dim > 128 or -(-dim // 16) == 2 * -(-dim // 32)
 
 
 def forward(spec: Spec, q: Tensor, k: Tensor, v: Tensor, region: Region, total: Accumulator) -> None:

@@ -57,6 +57,7 @@ traits = Traits(
     order=70,
     rounds=True,
     programs=True,
+    only_programs=True,
     measured=False,
 )
 

@@ -47,6 +47,11 @@ class Preference(Protocol):
         """Names of kernels, the fastest for such a tile first; none where nothing was measured."""
         ...
 
+    def in_one_call(self, kernels: tuple[str, ...], dtype: str, head_dim: int, tiles: Tiles) -> str | None:
+        """Which of some kernels computes all tiles in one call the fastest, if that takes less time than each tile by
+        its own fastest kernel; None otherwise, or where nothing was measured."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Spec:
@@ -88,10 +93,10 @@ class Traits:
     """Whether its gradients may be rounded to the tensors' dtype."""
 
     programs: bool = False
-    """Whether it runs FlexAttention programs: "auto" takes it for those, and for nothing else."""
+    """Whether it runs FlexAttention programs."""
 
-    programs_by_name: bool = False
-    """Whether it runs them where it is asked for by name: "auto" does not take it for those until it was measured."""
+    only_programs: bool = False
+    """Whether it runs them for everything, and is always given the mask's: "auto" takes it for nothing else."""
 
     dropout: bool = False
     """Whether it drops probabilities. A kernel of one tile finds the tile's place in `Spec.dropout`."""
@@ -100,8 +105,8 @@ class Traits:
     """Whether `attnspan tune` measures it unasked. Not what is there to be right, nor what takes long to compile."""
 
     optional: bool = False
-    """Whether "auto" takes it only where it was measured on the device, and is the fastest for the largest tile of a
-    step: then for all tiles of the step."""
+    """Whether "auto" takes it only where it was measured on the device, and is expected to be the fastest for all tiles
+    of a step in one call: then for all of them."""
 
     joins: float = 0.0
     """Operations of a tile below which "auto" has it compute all tiles of a step in half precision, if it can compute

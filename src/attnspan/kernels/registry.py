@@ -8,10 +8,10 @@ refused with the kernel's own reason and the names of those that would do.
 this device, its order comes first. Four kinds of steps are not taken apart:
 
 * A score_mod, or a tile whose pairs must be asked, is for a kernel that runs programs, which takes all tiles. Other
-  kernels refuse, all by the same rule, which is here. One that `programs_by_name` alone is left out.
+  kernels refuse, all by the same rule, which is here.
 * Dropout is for a kernel that has it and takes all tiles. Other kernels refuse, by a rule that is here too.
-* A kernel that is `optional` takes all tiles where it is installed and `Spec.preference` has measured it as the fastest
-  for the largest of them; never where nothing was measured.
+* A kernel that is `optional` takes all tiles where it is installed and `Spec.preference`, which has measured it,
+  expects it to take less time for them in one call than others do; never where nothing was measured.
 * A kernel that `joins` takes all tiles in one call where no kernel before it in order can compute any of them, or where
   they are many and small: launches and merges cost more than a faster kernel gains. Not in float32, which goes through
   no tensor cores, nor tiles of every n-th row or column.
@@ -50,9 +50,11 @@ KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in sorted(_ALL, key
 """By name, in the order in which "auto" tries them."""
 
 _PROGRAMS = tuple(kernel for kernel in KERNELS.values() if kernel.traits.programs)
-_OTHERS = tuple(kernel for kernel in KERNELS.values() if not kernel.traits.programs)
+_ONLY_PROGRAMS = tuple(kernel for kernel in _PROGRAMS if kernel.traits.only_programs)
+_OTHERS = tuple(kernel for kernel in KERNELS.values() if not kernel.traits.only_programs)
 _JOINING = tuple((kernel, _OTHERS[:index]) for index, kernel in enumerate(_OTHERS) if kernel.traits.joins)
-_WHOLE = (*(kernel for kernel, _ in _JOINING), *_PROGRAMS)  # those that take all tiles
+_WHOLE = (*(kernel for kernel, _ in _JOINING), *_ONLY_PROGRAMS)  # those that take all tiles
+_AT_ONCE = tuple(kernel.name for kernel in _OTHERS if kernel.traits.optional or kernel.traits.joins)
 _ROUNDING = frozenset(device for kernel in _ALL if kernel.traits.rounds for device in kernel.traits.devices)
 
 
@@ -127,7 +129,7 @@ def rounds(name: str, device: torch.device) -> bool:
 
 def runs_programs(name: str) -> bool:
     """Whether the kernel of that name always wants the mask's program."""
-    return name in KERNELS and KERNELS[name].traits.programs
+    return name in KERNELS and KERNELS[name].traits.only_programs
 
 
 def refusal(name: str, spec: Spec, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles) -> str | None:
@@ -135,8 +137,7 @@ def refusal(name: str, spec: Spec, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles
     kernel = KERNELS[name]
     if spec.dropout is not None and not kernel.traits.dropout:
         return f"{name} has no dropout"
-    runs = kernel.traits.programs or kernel.traits.programs_by_name
-    odd = None if runs else _with_program(spec, tiles)
+    odd = None if kernel.traits.programs else _with_program(spec, tiles)
     if odd is not None and spec.mods is not None:
         return f"{name} runs no {spec.mods.of(odd)}"
     return kernel.supports(spec, q, k, v, tiles)
@@ -159,11 +160,11 @@ def _unusual(spec: Spec, tiles: Tiles) -> Tile | None:
 
 
 def _optional(spec: Spec, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles) -> Kernel | None:
-    """The optional kernel that was measured as the fastest for the largest tile, if it can compute all of them."""
-    if spec.preference is None:
+    """The optional kernel that was measured as the fastest for all tiles in one call, if it can compute them."""
+    if spec.preference is None or not _glance(tiles).dense:
         return None
-    fastest_first = spec.preference.order(dtype_name(q.dtype), q.shape[3], _glance(tiles).largest)
-    kernel = KERNELS.get(fastest_first[0]) if fastest_first else None
+    name = spec.preference.in_one_call(_AT_ONCE, dtype_name(q.dtype), q.shape[3], tiles)
+    kernel = KERNELS.get(name or "")
     if kernel is None or not kernel.traits.optional or kernel.supports(spec, q, k, v, tiles) is not None:
         return None
     return kernel
@@ -175,7 +176,7 @@ def _joining(spec: Spec, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles) -> Kerne
         return None
     for kernel, faster in _JOINING:
         if kernel.supports(spec, q, k, v, tiles) is None:
-            dense, area, kinds, _ = _glance(tiles)
+            dense, area, kinds = _glance(tiles)
             if not dense:
                 continue
             flops = 2 * q.shape[0] * q.shape[1] * (q.shape[3] + v.shape[3]) * area
@@ -186,19 +187,17 @@ def _joining(spec: Spec, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles) -> Kerne
 
 
 class _Glance(NamedTuple):
-    """What tiles look like together: neighbouring rows and columns only, their pairs, one of each kind, the largest."""
+    """What tiles look like together: neighbouring rows and columns only, their pairs, one of each kind."""
 
     dense: bool
     area: int
     kinds: Tiles
-    largest: Tile
 
 
 @lru_cache(maxsize=2048)
 def _glance(tiles: Tiles) -> _Glance:
     kinds = {tile.kind: tile for tile in tiles}
-    largest = max(tiles, key=lambda tile: tile.area)
-    return _Glance(are_dense(tiles), sum(tile.area for tile in tiles), tuple(kinds.values()), largest)
+    return _Glance(are_dense(tiles), sum(tile.area for tile in tiles), tuple(kinds.values()))
 
 
 def _by_speed(spec: Spec, q: Tensor, tile: Tile) -> Collection[PerTile]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from attnspan.dtypes import lse_dtype
 from attnspan.kernels import (
     KERNELS,
     Accumulator,
@@ -77,9 +78,10 @@ class Case:
             return total
 
         final = Final(grad, None, *forward().result(q.dtype))
+        of_keys = q.dtype if kernel.traits.rounds else lse_dtype(q.dtype)
 
         def backward() -> None:
-            kernel.backward(spec, final, q, k, v, region, DroppedGradients(q, k, v))
+            kernel.backward(spec, final, q, k, v, region, DroppedGradients((q, k, v), of_keys))
 
         times = seconds(forward, device), seconds(backward, device)
         return Rate(self.kernel, self.dtype, self.head_dim, self.heads, self.kind, len(tile.rows), tile.area, *times)
@@ -100,19 +102,20 @@ class Case:
 
 
 class DroppedGradients:
-    """Takes gradients, and keeps none."""
+    """Takes gradients as a step does that is alone in its plan, and keeps none."""
 
     captured: tuple[()] = ()
 
-    def __init__(self, *tensors: Tensor):
-        self.tensors, self.row_sums = tensors, RowSums()
+    def __init__(self, tensors: tuple[Tensor, Tensor, Tensor], of_keys: torch.dtype):
+        self.tensors, self.of_keys, self.row_sums = tensors, of_keys, RowSums()
 
     def add(self, rows: range, cols: range, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
         pass
 
     def open(self) -> Into:
-        dq, dk, dv = (torch.empty(x.shape, dtype=torch.float32, device=x.device) for x in self.tensors)
-        return Into(dq, dk, dv)
+        q, *keys = self.tensors
+        dk, dv = (torch.empty(x.shape, dtype=self.of_keys, device=x.device) for x in keys)
+        return Into(torch.empty(q.shape, dtype=q.dtype, device=q.device), dk, dv)
 
     def close(self, into: Into) -> None:
         pass

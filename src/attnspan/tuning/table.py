@@ -18,10 +18,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields, replace
-from math import isfinite, log
+from math import inf, isfinite, log
 from typing import Any, get_args
 
 from attnspan.errors import TuningError
+from attnspan.masks.spans import merged
 from attnspan.masks.tile import Kind, Tile
 from attnspan.plan import Hardware, Link, Shape
 from attnspan.plan.cost import DTYPES, Curve, size_of
@@ -95,6 +96,14 @@ class Table:
         """The kernels that were measured on such tiles, the fastest first, those as fast in the order they were
         measured in; none where the table does not speak. See [Note: where it speaks]."""
         return _order(self, dtype, head_dim, tile.kind, len(tile.rows), tile.area)
+
+    def in_one_call(self, kernels: tuple[str, ...], dtype: str, head_dim: int, tiles: tuple[Tile, ...]) -> str | None:
+        """Which of some kernels computes all tiles in one call the fastest, if that takes less time than each tile by
+        its own fastest kernel; None otherwise, or where the table does not speak.
+
+        A call is as fast as on one tile of all its rows and pairs. Merging what was computed apart is not counted.
+        """
+        return _in_one_call(self, kernels, dtype, head_dim, tiles)
 
     def explain(self) -> str:
         """Which kernel is taken for which tiles, and at which rate."""
@@ -186,6 +195,31 @@ def _order(table: Table, dtype: str, head_dim: int, kind: Kind, rows: int, area:
         curve = _curve(kind, [r for r in measured if r.kernel == kernel], table.launch)
         seconds[kernel] = flops * (1 / curve.rate(size) + 1 / curve.rate(size, backward=True))
     return _close_first(seconds) if seconds and min(seconds.values()) > 2 * sum(table.launch) else ()
+
+
+@functools.lru_cache(maxsize=4096)
+def _in_one_call(
+    table: Table, kernels: tuple[str, ...], dtype: str, head_dim: int, tiles: tuple[Tile, ...]
+) -> str | None:
+    rows = sum(stop - start for start, stop in merged((tile.rows.start, tile.rows.stop) for tile in tiles))
+    whole, launch = size_of(rows, sum(tile.area for tile in tiles)), sum(table.launch)
+    measured = [r for r in table.rates if (r.dtype, r.head_dim) == (dtype, head_dim)]
+
+    def seconds(kernel: str, tile: Tile, size: float) -> float:
+        rates = [r for r in measured if (r.kernel, r.kind) == (kernel, tile.kind)]
+        if not rates:
+            return inf
+        curve = _curve(tile.kind, rates, table.launch)
+        flops = tile.area * Shape(rates[0].heads, head_dim=head_dim, dtype=dtype).flops
+        return flops * (1 / curve.rate(size) + 1 / curve.rate(size, backward=True))
+
+    def alone(tile: Tile) -> float:
+        others = {r.kernel for r in measured}
+        return launch + min(seconds(each, tile, size_of(len(tile.rows), tile.area)) for each in others)
+
+    at_once = {each: launch + sum(seconds(each, tile, whole) for tile in tiles) for each in kernels} if measured else {}
+    first = min(at_once, key=lambda each: at_once[each], default=None)
+    return first if first is not None and at_once[first] <= sum(map(alone, tiles)) < inf else None
 
 
 def _close_first(seconds: dict[str, float]) -> tuple[str, ...]:
