@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -54,6 +54,47 @@ class Scan:
         return kinds
 
 
+class Known(NamedTuple):
+    """What backward must know of a scan."""
+
+    a: Tensor
+    product: Tensor  # of matrices on the way, in the middle of chains
+    whole: Tensor  # of all of a stretch there
+    states: Tensor  # before every chunk
+
+
+def states_of(scan: Scan, a: Tensor, b: Tensor, initial: Tensor) -> tuple[Known, Tensor, int]:
+    """The states before every chunk and after every stretch, and what the exchange is known by."""
+    maps, mapped, (middle, last, first) = Maps(scan.matrix), scan.mapped, scan.chunks.sizes
+    (a_middle, a_last, a_first), (b_middle, b_last, b_first) = scan.by_kind(a), scan.by_kind(b)
+    (before, product), (after, whole) = maps.open(a_middle, b_middle, mapped, middle)
+    known, ends = maps.scan(a_first, b_first, initial, first)
+    nobodys = b.new_zeros(scan.waiting - mapped, *b.shape[1:])
+    every = torch.cat([after, nobodys, ends])
+    header, arrived = _exchanged(scan, scan.routes[0], whole, every, scan.name)
+    before = before + maps.act(product, _rows(arrived, scan.chunks.stretch[: len(before)]))
+    after = after + maps.act(whole, arrived[:mapped])
+    later, ended = maps.scan(a_last, b_last, arrived[mapped:], last)
+    return Known(a, product, whole, torch.cat([before, later, known])), torch.cat([after, ended, ends]), header
+
+
+def gradients(scan: Scan, known: Known, header: int, d_states: Tensor, d_after: Tensor) -> tuple[Tensor, Tensor]:
+    """After every chunk, and of the states at the beginnings, from those of what `states_of` gave."""
+    maps, (middle, last, first) = Maps(scan.matrix), scan.chunks.sizes
+    mapped, waiting, route = scan.mapped, scan.waiting, scan.routes[1]
+    (a_middle, a_last, a_first), (d_middle, d_last, d_first) = scan.by_kind(known.a), scan.by_kind(d_states)
+    d_later, ended = maps.scan_back(a_last, d_last, d_after[mapped:waiting], last)
+    whole = maps.transposed(known.whole)
+    added = maps.act(whole, d_after[:mapped])
+    for size, part in _steps(middle, maps.act(maps.transposed(known.product), d_middle)):
+        added[:size] += part
+    _, arrived = _exchanged(scan, route, whole, torch.cat([added, ended]), header)
+    d_after = d_after.index_add(0, route.targets, arrived)
+    d_before, _ = maps.scan_back(a_middle, d_middle, d_after[:mapped], middle)
+    d_known, d_initial = maps.scan_back(a_first, d_first, d_after[waiting:], first)
+    return torch.cat([d_before, d_later, d_known]), d_initial
+
+
 class _Apply(Protocol):
     def __call__(self, a: Tensor, b: Tensor, initial: Tensor, scan: Scan) -> tuple[Tensor, Tensor]: ...
 
@@ -65,45 +106,19 @@ class States(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor, initial: Tensor, scan: Scan) -> tuple[Tensor, Tensor]:
-        maps, mapped, (middle, last, first) = Maps(scan.matrix), scan.mapped, scan.chunks.sizes
-        (a_middle, a_last, a_first), (b_middle, b_last, b_first) = scan.by_kind(a), scan.by_kind(b)
-        (before, product), (after, whole) = maps.open(a_middle, b_middle, mapped, middle)
-        known, ends = maps.scan(a_first, b_first, initial, first)
-        nobodys = b.new_zeros(scan.waiting - mapped, *b.shape[1:])
-        every = torch.cat([after, nobodys, ends])
-        ctx.header, arrived = _exchanged(scan, scan.routes[0], whole, every, scan.name)
-        before += maps.act(product, _rows(arrived, scan.chunks.stretch[: len(before)]))
-        after += maps.act(whole, arrived[:mapped])
-        later, ended = maps.scan(a_last, b_last, arrived[mapped:], last)
-        states = torch.cat([before, later, known])
-        ctx.save_for_backward(a, product, whole, states)
+        known, after, ctx.header = states_of(scan, a, b, initial)
+        ctx.save_for_backward(*known)
         ctx.scan = scan
-        return states, torch.cat([after, ended, ends])
+        return known.states, after
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator, unused-ignore]
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         with torch.autocast(grads[0].device.type, enabled=False):
-            return (*_gradients(ctx, *grads), None)
-
-
-def _gradients(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of maps and beginnings, from those of states before chunks and after stretches."""
-    (a, product, whole, states), scan = ctx.saved_tensors, ctx.scan
-    d_states, d_after = (each.contiguous() for each in grads)
-    maps, (middle, last, first) = Maps(scan.matrix), scan.chunks.sizes
-    mapped, waiting, route = scan.mapped, scan.waiting, scan.routes[1]
-    (a_middle, a_last, a_first), (d_middle, d_last, d_first) = scan.by_kind(a), scan.by_kind(d_states)
-    d_later, ended = maps.scan_back(a_last, d_last, d_after[mapped:waiting], last)
-    added = maps.act(maps.transposed(whole), d_after[:mapped])
-    for size, part in _steps(middle, maps.act(maps.transposed(product), d_middle)):
-        added[:size] += part
-    _, arrived = _exchanged(scan, route, maps.transposed(whole), torch.cat([added, ended]), ctx.header)
-    d_after = d_after.index_add(0, route.targets, arrived)
-    d_before, _ = maps.scan_back(a_middle, d_middle, d_after[:mapped], middle)
-    d_known, d_initial = maps.scan_back(a_first, d_first, d_after[waiting:], first)
-    d_b = torch.cat([d_before, d_later, d_known])
-    return maps.outer(d_b, states).sum_to_size(a.shape), d_b, d_initial
+            known = Known(*ctx.saved_tensors)
+            d_b, d_initial = gradients(ctx.scan, known, ctx.header, *(each.contiguous() for each in grads))
+            d_a = Maps(ctx.scan.matrix).outer(d_b, known.states).sum_to_size(known.a.shape)
+            return d_a, d_b, d_initial, None
 
 
 @dataclass(frozen=True)
