@@ -454,7 +454,7 @@ def _miscompiled(device: torch.device) -> bool:
     """See [Note: Hopper]."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
         return False
-    version = tuple(int(each) for each in re.findall(r"\d+", metadata.version("triton"))[:3])
+    version = tuple(int(each) for each in re.findall(r"\d+", import_module("triton").__version__)[:3])
     return (3, 4) <= version < (3, 7, 1)
 
 

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
@@ -138,39 +139,50 @@ class Maps:
         """The gradient of A, from those of what it made of states; of a decay before it is summed to its shape."""
         return grad @ state.mT if self.matrix else grad * state
 
+    def apply(self, a: Tensor, state: Tensor, b: Tensor | None, out: Tensor) -> None:
+        """What maps make of states, with nothing added if b is none, into a part of a tensor."""
+        if not len(out):
+            return
+        if not self.matrix:
+            torch.mul(a, state, out=out) if b is None else torch.addcmul(b, a, state, out=out)
+            return
+        flat = [x.flatten(0, 1) for x in (a, state)]
+        into = out.view(-1, *out.shape[2:])
+        torch.bmm(*flat, out=into) if b is None else torch.baddbmm(b.flatten(0, 1), *flat, out=into)
+
     def open(self, a: Tensor, b: Tensor, count: int, sizes: Sequence[int]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """A scan from zero, and the products of A on the way: of a matrix, more columns of one state."""
-        zero, widths = b.new_zeros(count, *b.shape[1:]), [b.shape[-1], a.shape[-1]]
-        if self.matrix:
-            unit = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device).expand(count, *a.shape[1:])
-            before, after = self.scan(a, b, torch.cat([zero, unit], -1), sizes)
-            return before.split(widths, -1), after.split(widths, -1)
-        product, whole = self.scan(a, torch.zeros_like(a), a.new_ones(count, *a.shape[1:]), sizes)
-        before, after = self.scan(a, b, zero, sizes)
+        """A scan from zero, and the products of A on the way."""
+        one = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device) if self.matrix else a.new_ones(1)
+        product, whole = self.scan(a, None, one.expand(count, *a.shape[1:]), sizes)
+        before, after = self.scan(a, b, b.new_zeros(count, *b.shape[1:]), sizes)
         return (before, product), (after, whole)
 
-    def scan(self, a: Tensor, b: Tensor, state: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """The states before each map and at the ends, for maps that follow each other step by step.
-
-        To columns of the state beyond those of b, nothing is added.
-        """
-        before, ended = [state[:0]], []
-        for (size, each), (_, new) in zip(_steps(sizes, a), _steps(sizes, b), strict=True):
-            ended.append(state[size:])
-            before.append(state[:size])
-            state = self.act(each, state[:size])
-            state[..., : new.shape[-1]] += new
-        return torch.cat(before), torch.cat([state, *reversed(ended)])
+    def scan(self, a: Tensor, b: Tensor | None, state: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """The states before each map and at the ends, for maps that follow each other step by step."""
+        before, ends = state.new_empty(sum(sizes), *state.shape[1:]), state.clone(memory_format=torch.contiguous_format)
+        if sizes:
+            before[: sizes[0]] = state[: sizes[0]]
+        stop = 0
+        for size, more in pairwise([*sizes, 0]):  # so many go on
+            start, stop = stop, stop + size
+            for part, out in (
+                (slice(start, start + more), before[stop : stop + more]),
+                (slice(start + more, stop), ends[more:size]),
+            ):
+                self.apply(a[part], before[part], None if b is None else b[part], out)
+        return before, ends
 
     def scan_back(self, a: Tensor, grads: Tensor, ends: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Gradients after each map, and at the beginnings: `grads` are those of the states before maps, as such."""
-        after = [grads[:0]]
-        state = ends[:0] if sizes else ends
-        for (size, each), (_, grad) in zip(reversed(_steps(sizes, a)), reversed(_steps(sizes, grads)), strict=True):
-            state = torch.cat([state, ends[len(state) : size]])
-            after.append(state)
-            state = self.act(self.transposed(each), state) + grad
-        return torch.cat(after[::-1]), state
+        after, begins = ends.new_empty(sum(sizes), *ends.shape[1:]), ends.clone(memory_format=torch.contiguous_format)
+        a, stop = self.transposed(a), sum(sizes)
+        for size, more, last in zip(sizes[::-1], (0, *sizes[:0:-1]), (*sizes[-2::-1], 0), strict=False):
+            start = stop - size
+            after[start + more : stop] = ends[more:size]  # these end here
+            out = after[start - last : start - last + size] if start else begins[:size]
+            self.apply(a[start:stop], after[start:stop], grads[start:stop], out)
+            stop = start
+        return after, begins
 
 
 def _steps(sizes: Sequence[int], tensor: Tensor) -> list[tuple[int, Tensor]]:
