@@ -6,6 +6,7 @@ ways, over the time of one device: that of the slowest rank times the ranks, and
 what each law says, token by token, all heads at once.
 
 Run: python -m benchmarks.recurrence        writes benchmarks/results/recurrence.md
+     python -m benchmarks.recurrence --device cuda        ranks that run alone: recurrence_alone.py
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from torch import Tensor
 import attnspan as span
 from attnspan.layouts import Balanced, Contiguous, HeadTail, Layout
 from attnspan.recurrence import Rule
-from benchmarks.report import folded, header
+from benchmarks import recurrence_alone
+from benchmarks.report import command, folded, header
 
 RESULTS = Path(__file__).parent / "results" / "recurrence.md"
 TOKENS, HEADS, DIM, TIMES = 4096, 4, 64, 5
@@ -158,8 +160,18 @@ def against_one_device() -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    out: Path = parser.parse_args().out
+    parser.add_argument("--out", type=Path, default=None)
+    parser.add_argument("--device", default=None, help="ranks that run alone: cuda, or cpu to try it")
+    parser.add_argument("--tokens", type=int, nargs="+", default=recurrence_alone.Sizes().tokens)
+    for name in ("heads", "dim", "repeats", "configs"):
+        parser.add_argument(f"--{name}", type=int, default=getattr(recurrence_alone.Sizes(), name))
+    given = parser.parse_args()
+    if given.device is not None:
+        names = ("heads", "dim", "repeats", "configs")
+        sizes = recurrence_alone.Sizes(given.device, tuple(given.tokens), *(getattr(given, name) for name in names))
+        out = given.out or recurrence_alone.RESULTS
+        return recurrence_alone.main(sizes, out, command("python -m benchmarks.recurrence"))
+    out = given.out or RESULTS
     torch.set_num_threads(1)
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})  # threads of ranks share its cache by turns
     page = [

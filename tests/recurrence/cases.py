@@ -19,6 +19,12 @@ from tests.recurrence import oracle
 RULES = ["GatedDelta", "DeltaNet", "KDA", "GLA", "Lightning", "Lightning per token", "Linear", "SSD", "SSD without D"]
 
 
+def normal(*shape, seed=0, dtype=torch.float64):
+    """Random numbers drawn on the CPU, the same ones whatever the default device; `devices.here` moves them to it."""
+    random = torch.Generator("cpu").manual_seed(seed)
+    return torch.randn(*shape, generator=random, dtype=dtype, device="cpu")
+
+
 @dataclass(frozen=True)
 class Case:
     """A rule on whole tensors in float64, a layout, and the documents of each batch row."""

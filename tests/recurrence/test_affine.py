@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 import attnspan as span
 from attnspan.testing import loopback
-from tests.recurrence.cases import Case, cases, distance, of_rank, summed, truth
+from tests.recurrence.cases import Case, cases, distance, normal, of_rank, summed, truth
 
 
 def gated_delta(query, key, value, decay, beta, state):
@@ -52,7 +52,7 @@ def test_a_function_over_ranks_is_that_of_one_device(case, width):
 def through(fn, state_shape=(3, 3), **options):
     def rank(world):
         cp = span.ContextParallel(world, seq_len=8, mask=span.Causal(), layout=span.Contiguous(2))
-        x = cp.shard(torch.randn(1, 8, 3, generator=torch.Generator().manual_seed(0)))
+        x = cp.shard(normal(1, 8, 3, dtype=torch.float32))
         return cp.recurrence(span.Affine(fn, [x], state_shape, **options))
 
     return loopback(2).run(rank)
@@ -114,7 +114,7 @@ def test_what_is_not_affine_is_refused_by_name(fn, options, words):
 @pytest.mark.parametrize("diagonal", [False, True])
 @pytest.mark.parametrize("size", [1.0, 1e4, 1e8])
 def test_what_tokens_add_does_not_hide_the_matrix(size, diagonal):
-    x = torch.randn(1, 64, 3, generator=torch.Generator().manual_seed(0)) + 1
+    x = normal(1, 64, 3, dtype=torch.float32) + 1
 
     def rank(world):
         cp = span.ContextParallel(world, seq_len=64, mask=span.Causal(), layout=span.Contiguous(4))
@@ -131,10 +131,7 @@ def test_what_tokens_add_does_not_hide_the_matrix(size, diagonal):
 
 
 def test_a_strong_decay_of_a_large_state_is_exact():
-    x = (
-        torch.randn(1, 24, 3, generator=torch.Generator().manual_seed(0))
-        * torch.tensor([1e8] * 8 + [1.0] * 16)[:, None]
-    )
+    x = normal(1, 24, 3, dtype=torch.float32) * torch.tensor([1e8] * 8 + [1.0] * 16)[:, None]
 
     def fn(x, state):
         return leaky(x, state, 0.1)

@@ -10,19 +10,17 @@ from attnspan.layouts import Contiguous
 from attnspan.testing import loopback
 from attnspan.transports.counting import Counting
 from tests.recurrence import oracle
-from tests.recurrence.cases import cases
+from tests.recurrence.cases import cases, normal
 
 CHANNELS = 3
 
 
 def filters(width, seed=0):
-    random = torch.Generator().manual_seed(seed)
-    return [torch.randn(*shape, generator=random, dtype=torch.float64) for shape in ((CHANNELS, width), (CHANNELS,))]
+    return [normal(CHANNELS, width, seed=seed), normal(CHANNELS, seed=seed + 1)]
 
 
 def whole(batch, seq_len):
-    random = torch.Generator().manual_seed(1)
-    return torch.randn(batch, seq_len, CHANNELS, generator=random, dtype=torch.float64)
+    return normal(batch, seq_len, CHANNELS, seed=1)
 
 
 def expected_conv(lengths):
@@ -47,7 +45,7 @@ def test_a_convolution_over_ranks_is_that_of_one_device(case, width, biased, las
         leaf.requires_grad_()
     expected = oracle.conv1d(x, weight, bias if biased else None, case.all_lengths)
     expected = torch.nn.functional.silu(expected) if active else expected
-    towards = torch.randn(expected.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    towards = normal(*expected.shape, seed=2)
     grads = torch.autograd.grad((expected * towards).sum(), leaves)
 
     def rank(world):

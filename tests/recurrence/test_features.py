@@ -9,7 +9,7 @@ import attnspan as span
 from attnspan.layouts import Balanced, Contiguous, HeadTail, Striped
 from attnspan.testing import loopback
 from tests.processes import on_backends, spawn
-from tests.recurrence.cases import RULES, Case, distance, of_rank, on_ranks, summed, truth
+from tests.recurrence.cases import RULES, Case, distance, normal, of_rank, on_ranks, summed, truth
 from tests.recurrence.test_affine import AsFunction
 
 LENGTHS = [9, 1, 20, 11]
@@ -74,11 +74,10 @@ def test_in_bfloat16_ranks_round_as_one_device_does(rule):
 @pytest.mark.parametrize("rule", ["GatedDelta", "KDA", "GLA", "Lightning per token"])
 def test_shut_gates_and_strong_decays_are_exact_in_float32(rule):
     case = packed(rule, HeadTail(3), seed=3)
-    random = torch.Generator().manual_seed(4)
     decay = case.tensors["decay"]
-    strong = torch.rand(decay.shape, generator=random) < 0.2
-    decay[strong] = -300.0  # a prefix sum would lose five digits of what follows
-    decay[torch.rand(decay.shape, generator=random) < 0.1] = -torch.inf
+    drawn = normal(*decay.shape, seed=4)
+    decay[drawn < -0.8] = -300.0  # a prefix sum would lose five digits of what follows
+    decay[drawn > 1.3] = -torch.inf
     expected = truth(case)
     expected[2]["decay"].nan_to_num_()  # the oracle's 0 x inf; the gradient of what is shut is 0
     apart = distance(on_ranks(case, torch.float32), expected)
@@ -158,9 +157,8 @@ def test_checkpointed_or_compiled_it_is_the_same(how):
 
 
 def test_attention_and_recurrence_share_a_session_and_its_layout():
-    lengths, random = [20, 44], torch.Generator().manual_seed(0)
-    x = torch.randn(1, 64, 2, 8, generator=random, dtype=torch.float64)
-    decay = -torch.rand(1, 64, 2, generator=random, dtype=torch.float64)
+    lengths, x = [20, 44], normal(1, 64, 2, 8)
+    decay = -normal(1, 64, 2, seed=1).sigmoid()
 
     def rank(world):
         cp = span.ContextParallel(world, seq_len=64, mask=span.Causal() & span.Documents(lengths))

@@ -9,7 +9,7 @@ import attnspan as span
 from attnspan.layouts import Contiguous
 from attnspan.recurrence import PackedSequences
 from tests.recurrence import oracle
-from tests.recurrence.cases import RULES, Case
+from tests.recurrence.cases import RULES, Case, normal
 
 CPU = torch.device("cpu")
 LENGTHS = st.one_of(
@@ -37,10 +37,9 @@ def test_every_sequence_goes_on_from_its_own_state(rule, lengths, heads, seed):
 
 @given(LENGTHS, st.sampled_from([1, 2, 4]), st.booleans(), st.integers(0, 99))
 def test_every_convolution_goes_on_from_the_tokens_before(lengths, width, biased, seed):
-    random, left = torch.Generator().manual_seed(seed), width - 1
-    drawn = lambda *shape: torch.randn(*shape, generator=random, dtype=torch.float64)  # noqa: E731
-    tokens, before = drawn(sum(lengths), 3), drawn(len(lengths), left, 3)
-    weight, bias = drawn(3, width), drawn(3) if biased else None
+    left = width - 1
+    tokens, before = normal(sum(lengths), 3, seed=seed), normal(len(lengths), left, 3, seed=seed + 1)
+    weight, bias = normal(3, width, seed=seed + 2), normal(3, seed=seed + 3) if biased else None
     out, after = PackedSequences(lengths, CPU).conv1d(tokens, before, weight, bias)
     for part, given_before, found, kept in zip(tokens.split(lengths), before, out.split(lengths), after, strict=True):
         line = torch.cat([given_before, part])
@@ -57,7 +56,7 @@ def test_a_function_of_ones_own_runs_on_each_sequence(cuts):
             outs.append(state)
         return torch.stack(outs, 1), state
 
-    tokens, before = torch.randn(1, sum(cuts), 4), torch.randn(len(cuts), 4)
+    tokens, before = normal(1, sum(cuts), 4), normal(len(cuts), 4, seed=1)
     rule = span.Affine(decayed, [tokens], (4,), diagonal=True)
     out, after = PackedSequences(cuts, CPU).run(rule, before)
     for part, state, found, end in zip(tokens.split(cuts, 1), before, out.split(cuts, 1), after, strict=True):

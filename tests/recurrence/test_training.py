@@ -6,8 +6,9 @@ import torch
 import attnspan as span
 from attnspan.layouts import Contiguous, HeadTail
 from attnspan.testing import loopback
+from tests.devices import here
 from tests.processes import on_backends, spawn
-from tests.recurrence.cases import RULES, Case
+from tests.recurrence.cases import RULES, Case, normal
 from tests.recurrence.test_affine import AsFunction
 
 CASES = dict.fromkeys(RULES, Case) | {"GatedDelta as a function": AsFunction, "GLA as a function": AsFunction}
@@ -22,14 +23,14 @@ LAYOUTS = {
 def drawn(name, where, initial=False):
     layout, lengths = LAYOUTS[where]
     case = CASES[name](name.split(" as")[0], layout, sum(lengths), [lengths], 1, groups=2, initial=initial)
-    return case, torch.randn(1, sum(lengths), 2, 2, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return case, here(normal(1, sum(lengths), 2, 2, seed=1))
 
 
 def trained(world, name, where, initial):
     """One rank's gradients."""
     case, towards = drawn(name, where, initial)
     cp = span.ContextParallel(world, seq_len=case.seq_len, mask=case.mask, layout=case.layout)
-    tensors, states = case.leaves()
+    tensors, states = case.leaves(device=cp.transport.device)
     mine = {key: x if x.dim() == 1 else cp.shard(x) for key, x in tensors.items()}
     (cp.recurrence(case.call(mine), initial_state=states) * cp.shard(towards)).sum().backward()
     wants = [*tensors.values(), *([] if states is None else [states])]
@@ -73,7 +74,7 @@ def test_processes_train_on_outputs_alone(ranks, backend):
 @pytest.mark.parametrize("seq_len", [2, 7])
 @pytest.mark.parametrize("final", [False, True])
 def test_a_parameter_of_a_function_is_trained_on_every_rank(seq_len, final):
-    x = torch.rand(1, seq_len, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    x = normal(1, seq_len, 3).sigmoid()
 
     def loss(run):
         weight = torch.tensor(0.9, dtype=torch.float64, requires_grad=True)
@@ -109,7 +110,7 @@ def test_a_parameter_of_a_function_is_trained_on_every_rank(seq_len, final):
 @pytest.mark.parametrize("diagonal", [False, True])
 @pytest.mark.parametrize("heads", [(), (2,)])
 def test_a_function_may_write_to_its_state(heads, diagonal):
-    x = torch.randn(1, 12, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    x = normal(1, 12, 3)
 
     def fn(x, state):
         outs = []

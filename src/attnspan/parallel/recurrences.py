@@ -31,6 +31,7 @@ from attnspan.parallel.report import RecurrenceUse
 from attnspan.plan import RecurrentLayers
 from attnspan.plan.recurrent import RecurrentForecast
 from attnspan.recurrence import Affine, Recurrence, Rule, Stretches, Tested
+from attnspan.recurrence.kernels import chosen
 from attnspan.recurrence.rules import LinearRule
 from attnspan.transports.consensus import digest
 
@@ -71,13 +72,17 @@ class Recurrences:
     # ---- recurrences -----------------------------------------------------------------------------------------------
 
     @torch._disable_dynamo  # agreements, exchanges and plans are not for compiled code
-    def run(self, rule: Rule, initial: Tensor | None, final: bool) -> tuple[Tensor, Tensor | None]:
+    def run(
+        self, rule: Rule, initial: Tensor | None, final: bool, kernel: str = "auto"
+    ) -> tuple[Tensor, Tensor | None]:
         """The output of a rule, and all documents' final states if asked for."""
         said: str | RecurrenceError | ShardError
         try:
             self._check(rule, initial)
+            how = chosen(kernel, rule)
             given = "" if initial is None else f", from {initial.dtype} states"
             said = f"recurrence {rule}{given}{', to final states' if final else ''}, documents {self._digest}"
+            said += "" if how is None else f", by {how.name}"
         except (RecurrenceError, ShardError) as refusal:
             said = refusal
         except MaskError as refusal:
@@ -91,7 +96,7 @@ class Recurrences:
         if initial is not None:
             initial = recurrence.states(initial.to(rule.dtype), rule)
         self._count(rule)
-        out, ends = recurrence.run(rule, initial, name)
+        out, ends = recurrence.run(rule, initial, name, how)
         return out, self._gathered(ends, name) if final else None
 
     def _gathered(self, ends: Tensor, name: str) -> Tensor:

@@ -382,15 +382,22 @@ class ContextParallel:
         return self._recurrences.stretches
 
     def recurrence(
-        self, rule: Rule, *, initial_state: Tensor | None = None, return_final_state: bool = False
+        self,
+        rule: Rule,
+        *,
+        initial_state: Tensor | None = None,
+        return_final_state: bool = False,
+        kernel: str = "auto",
     ) -> Tensor | tuple[Tensor, Tensor]:
         """A recurrent layer over the whole sequence, for this rank's tokens: `cp.recurrence(GatedDelta(q, k, v, ...))`.
 
         The state begins anew with every document of the mask. `initial_state` has a state for each document, counted
         through the batch rows, and is the same on every rank; so are the final states with `return_final_state`. One
         message goes to each rank that waits for a state of this one's, forward and backward (recurrence/plan.py).
+        `kernel` is "chunked", "fla" or "auto" (recurrence/kernels.py); one that is named and does not take the rule
+        raises its reason.
         """
-        out, final = self._recurrences.run(rule, initial_state, return_final_state)
+        out, final = self._recurrences.run(rule, initial_state, return_final_state, kernel)
         return out if final is None else (out, final)
 
     def conv1d(

@@ -24,9 +24,9 @@ from torch.nn import functional as F
 from attnspan.layouts.document_runs import Stretches
 from attnspan.recurrence.affine import Affine
 from attnspan.recurrence.chunked import chunk_size, chunked
+from attnspan.recurrence.kernels import maps_of, outputs_of, tokens_in_chunks
 from attnspan.recurrence.plan import Chunks, RankPlan, on_device
 from attnspan.recurrence.rules import LinearRule, Rule
-from attnspan.recurrence.run import maps_of, outputs_of, tokens_in_chunks
 from attnspan.recurrence.scan import Maps
 
 

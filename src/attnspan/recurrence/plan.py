@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -155,6 +155,31 @@ class RankPlan:
         )
 
 
+class Line(NamedTuple):
+    """Chunks in the order in which they lie on the rank, as sequences of a packed row, for kernels that take those."""
+
+    starts: Tensor  # (n + 1,): where each begins, and the end
+    pieces: Tensor  # (pieces, 2): of `PIECE` tokens, the last of each shorter: its chunk, and its number there
+    offsets: Tensor  # (n + 1,): the number of the first piece of each
+    order: Tensor  # (n,): which chunk lies there
+    at: Tensor  # (n,): where each chunk lies
+
+    @staticmethod
+    def of(first: Tensor, length: Tensor) -> Line:
+        """Chunks that begin at these places and have so many tokens."""
+        order = first.argsort()
+        length = length[order]
+        counts = (length + PIECE - 1) // PIECE
+        starts, offsets = (torch.cat([each.new_zeros(1), each.cumsum(0)]) for each in (length, counts))
+        number = torch.arange(len(order), device="cpu").repeat_interleave(counts)
+        within = torch.arange(len(number), device="cpu") - offsets[number]
+        return Line(starts, torch.stack([number, within], 1), offsets, order, order.argsort())
+
+
+PIECE = 64
+"""Tokens of a piece of a `Line`: what flash-linear-attention computes at once."""
+
+
 @dataclass(frozen=True)
 class Chunks:
     """A rank's stretches cut into chunks of `size` tokens, the last of each filled up with nothing.
@@ -171,6 +196,13 @@ class Chunks:
     back: Tensor  # by token of the rank: its place among the chunks' tokens
     full: bool  # whether every chunk is
     in_order: bool  # whether chunks hold the tokens as they lie on the rank
+
+    @cached_property
+    def line(self) -> Line:
+        """The chunks as a packed row, on the device that they are on."""
+        with torch.inference_mode(False):  # made anywhere, used anywhere
+            found = Line.of(self.tokens[:, 0].cpu(), self.filled.sum(1).cpu())
+            return Line(*(each.to(self.tokens.device) for each in found))
 
     @staticmethod
     def of(plan: RankPlan, size: int) -> Chunks:

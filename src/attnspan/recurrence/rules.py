@@ -119,9 +119,21 @@ class LinearRule(Rule):
             return heads * size * size
         return heads * size if decay is not None and decay.dim() == 4 else heads
 
+    @property
+    def factor(self) -> float:
+        """What outputs are multiplied by."""
+        return 1.0
+
     @abstractmethod
+    def given(self) -> Terms:
+        """The tokens in the words of chunked.py, as they came: (B, S, G or H, ...) each, without the factor."""
+
     def terms(self) -> Terms:
-        """The tokens in the words of chunked.py: (B, S, H, ...) each, in the dtype of the computation."""
+        """The same with all heads and the factor, in the dtype of the computation."""
+        given = self.given().each(lambda x: x.to(self.dtype))
+        heads = given.value.shape[2]
+        query, key = (_repeated(x, heads) for x in (given.query, given.key))
+        return given._replace(query=query if self.factor == 1 else query * self.factor, key=key)
 
     def finished(self, out: Tensor) -> Tensor:
         """The output, from what the state gives."""
@@ -145,20 +157,18 @@ class _Attending(LinearRule):
     value: Tensor
 
     @property
-    def _scale(self) -> float:
+    def factor(self) -> float:
         scale: float | None = getattr(self, "scale", None)
         return float(self.key.shape[-1] ** -0.5) if scale is None else scale
 
-    def terms(self) -> Terms:
-        heads = self.value.shape[2]
+    def given(self) -> Terms:
         decay, beta = (getattr(self, name, None) for name in ("decay", "beta"))
-        query, key = (_repeated(x.to(self.dtype), heads) for x in (self.query, self.key))
         return Terms(
-            query * self._scale,
-            key,
-            self.value.to(self.dtype),
-            None if decay is None else _per_token(decay.to(self.dtype), self.value),
-            None if beta is None else beta.to(self.dtype).unsqueeze(-1),
+            self.query,
+            self.key,
+            self.value,
+            None if decay is None else _per_token(decay, self.value),
+            None if beta is None else beta.unsqueeze(-1),
         )
 
     def finished(self, out: Tensor) -> Tensor:
@@ -242,10 +252,10 @@ class SSD(LinearRule):
         sizes = self.sizes
         return sizes["H"], sizes["V"], sizes["K"]
 
-    def terms(self) -> Terms:
-        x, dt, a, b, c = (each.to(self.dtype) for each in (self.x, self.dt, self.A, self.B, self.C))
-        heads, step = x.shape[2], dt.unsqueeze(-1)
-        return Terms(_repeated(c, heads), _repeated(b, heads), x * step, step * a.unsqueeze(-1), None)
+    def given(self) -> Terms:
+        x, dt, a = (each.to(self.dtype) for each in (self.x, self.dt, self.A))
+        step = dt.unsqueeze(-1)
+        return Terms(self.C, self.B, x * step, step * a.unsqueeze(-1), None)
 
     def finished(self, out: Tensor) -> Tensor:
         if self.D is not None:

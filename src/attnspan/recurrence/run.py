@@ -12,7 +12,6 @@ and drops the result, because the function may hold parameters.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from attnspan.layouts.document_runs import Stretches
 from attnspan.recurrence.affine import Affine
-from attnspan.recurrence.chunked import ChunkMaps, chunk_size, chunked
+from attnspan.recurrence.kernels import Kernel
 from attnspan.recurrence.plan import Chunks, RankPlan, Route, on_device
 from attnspan.recurrence.rules import LinearRule, Rule
 from attnspan.recurrence.scan import Scan, States
@@ -40,16 +39,18 @@ class Recurrence:
     def __post_init__(self) -> None:
         object.__setattr__(self, "plan", RankPlan(self.stretches, self.transport.rank, self.transport.ranks))
 
-    def run(self, rule: Rule, initial: Tensor | None, name: str) -> tuple[Tensor, Tensor]:
+    def run(self, rule: Rule, initial: Tensor | None, name: str, kernel: Kernel | None) -> tuple[Tensor, Tensor]:
         """The output of this rank's tokens, and the states after its last stretches of documents (see `last`).
 
-        `initial` has a state for each document, (documents, ...); `name` is the operation's.
+        `initial` has a state for each document, (documents, ...); `name` is the operation's. A function of one's own
+        has no kernel.
         """
         with torch.autocast(self.transport.device.type, enabled=False):
             if isinstance(rule, Affine):
                 return self._affine(rule, initial, name)
             assert isinstance(rule, LinearRule), "there is no other kind"
-            return self._linear(rule, initial, name)
+            assert kernel is not None, "it was chosen"
+            return self._linear(rule, initial, name, kernel)
 
     @cached_property
     def last(self) -> list[Tensor]:
@@ -81,15 +82,17 @@ class Recurrence:
         alike = self._alike(rule)
         return alike * rule.map_size, alike * torch.Size(rule.state_shape).numel()
 
-    def _linear(self, rule: LinearRule, initial: Tensor | None, name: str) -> tuple[Tensor, Tensor]:
-        chunks, alike = self._chunked(chunk_size(self._lengths, rule.sizes["K"])), self.stretches.rows == 1
-        parts = chunked(rule.terms().each(lambda x: tokens_in_chunks(_outermost(x, alike), chunks)))
-        a, b = maps_of(parts)
-        begins = self._initial(b, None if initial is None else rule.state_in(initial).flatten(1, 2))
+    def _linear(self, rule: LinearRule, initial: Tensor | None, name: str, kernel: Kernel) -> tuple[Tensor, Tensor]:
+        chunks, alike = self._chunked(kernel.size(rule, self._lengths)), self.stretches.rows == 1
+        terms = kernel.terms(rule).each(lambda x: _outermost(x, alike))
+        heads, begin = (terms.value.shape[1], rule.sizes["K"], rule.sizes["V"]), self._begin
+        if initial is None:
+            begins = terms.value.new_zeros(len(begin), *heads, dtype=rule.dtype)
+        else:
+            begins = rule.state_in(initial).flatten(1, 2).index_select(0, begin)
         scan = Scan(self.plan.mapped, self.plan.waiting, chunks, self._routes, self.transport, name, rule.MATRIX)
-        before, after = States.apply(a, b, begins, scan)
-        out = _innermost(outputs_of(parts, before, chunks), rule.sizes["B"], alike)
-        return rule.finished(out), rule.state_out(self._ends(after, rule))
+        out, after = kernel.run(rule, terms, begins, scan)
+        return rule.finished(_innermost(out, rule.sizes["B"], alike)), rule.state_out(self._ends(after, rule))
 
     def _affine(self, rule: Affine, initial: Tensor | None, name: str) -> tuple[Tensor, Tensor]:
         plan, waiting = self.plan, self.plan.waiting
@@ -115,7 +118,7 @@ class Recurrence:
         a = torch.stack([unit, *matrices, *[unit] * (len(parts) - waiting)])[1:]
         chunks = self._chunked(max([1, *self._lengths.tolist()]))
         scan = Scan(plan.mapped, waiting, chunks, self._routes, self.transport, name, not rule.diagonal)
-        before, after = States.apply(a, b, self._initial(b, None), scan)
+        before, after = States.apply(a, b, b.new_zeros(len(self._begin), *b.shape[1:]), scan)
         states = before.reshape(len(before), rows, *rule.state_shape)
         later = [rule.call(inputs, state)[0] for (inputs, _), state in zip(parts[:waiting], states, strict=False)]
         out = self._joined(later + outs) if empty is None else empty[0]
@@ -145,12 +148,11 @@ class Recurrence:
                 self._chunks[size] = on_device(Chunks.of(self.plan, size), self.transport.device)
         return self._chunks[size]
 
-    def _initial(self, b: Tensor, initial: Tensor | None) -> Tensor:
-        """The states that this rank's chains begin with."""
-        begin = self.stretches.document[self.plan.own[self.plan.waiting :]]
-        if initial is None:
-            return b.new_zeros(len(begin), *b.shape[1:])
-        return initial.index_select(0, begin.to(b.device))
+    @cached_property
+    def _begin(self) -> Tensor:
+        """The documents that begin on this rank, in the order of its stretches."""
+        with torch.inference_mode(False):
+            return self.stretches.document[self.plan.own[self.plan.waiting :]].to(self.transport.device)
 
     def _ends(self, after: Tensor, rule: Rule) -> Tensor:
         """Of the states after stretches, those that end a document: (documents, B or 1, heads, ...)."""
@@ -170,25 +172,3 @@ def _innermost(tokens: Tensor, rows: int, alike: bool) -> Tensor:
     """The way back."""
     by_row: Tensor = tokens.unflatten(1, (rows, -1)) if alike else tokens.unflatten(0, (rows, len(tokens) // rows))
     return by_row.transpose(0, 1).contiguous() if alike else by_row
-
-
-def maps_of(parts: Sequence[ChunkMaps]) -> tuple[Tensor, Tensor]:
-    """A and B of all chunks."""
-    return torch.cat([part.a for part in parts]), torch.cat([part.b for part in parts])
-
-
-def outputs_of(parts: Sequence[ChunkMaps], before: Tensor, chunks: Chunks) -> Tensor:
-    """The output (T, H, V) of all tokens, given the states before chunks."""
-    states = before.split([len(part.out) for part in parts])
-    out = torch.cat([part.read(state).transpose(1, 2) for part, state in zip(parts, states, strict=True)])
-    out = out.flatten(0, 1)
-    return out if chunks.in_order else out.index_select(0, chunks.back)
-
-
-def tokens_in_chunks(tokens: Tensor, chunks: Chunks) -> Tensor:
-    """(T, H, D) as (n, C, H, D), with zeros where a chunk has no token."""
-    found = tokens if chunks.in_order else tokens.index_select(0, chunks.tokens.flatten())
-    if not chunks.full:
-        found = torch.where(chunks.filled.view(-1, 1, 1), found, 0)
-    by_chunk: Tensor = found.unflatten(0, chunks.tokens.shape)
-    return by_chunk

@@ -24,7 +24,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from itertools import pairwise
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -54,6 +55,47 @@ class Scan:
         return kinds
 
 
+class Known(NamedTuple):
+    """What backward must know of a scan."""
+
+    a: Tensor
+    product: Tensor  # of matrices on the way, in the middle of chains
+    whole: Tensor  # of all of a stretch there
+    states: Tensor  # before every chunk
+
+
+def states_of(scan: Scan, a: Tensor, b: Tensor, initial: Tensor) -> tuple[Known, Tensor, int]:
+    """The states before every chunk and after every stretch, and what the exchange is known by."""
+    maps, mapped, (middle, last, first) = Maps(scan.matrix), scan.mapped, scan.chunks.sizes
+    (a_middle, a_last, a_first), (b_middle, b_last, b_first) = scan.by_kind(a), scan.by_kind(b)
+    (before, product), (after, whole) = maps.open(a_middle, b_middle, mapped, middle)
+    known, ends = maps.scan(a_first, b_first, initial, first)
+    nobodys = b.new_zeros(scan.waiting - mapped, *b.shape[1:])
+    every = torch.cat([after, nobodys, ends])
+    header, arrived = _exchanged(scan, scan.routes[0], whole, every, scan.name)
+    before = before + maps.act(product, _rows(arrived, scan.chunks.stretch[: len(before)]))
+    after = after + maps.act(whole, arrived[:mapped])
+    later, ended = maps.scan(a_last, b_last, arrived[mapped:], last)
+    return Known(a, product, whole, torch.cat([before, later, known])), torch.cat([after, ended, ends]), header
+
+
+def gradients(scan: Scan, known: Known, header: int, d_states: Tensor, d_after: Tensor) -> tuple[Tensor, Tensor]:
+    """After every chunk, and of the states at the beginnings, from those of what `states_of` gave."""
+    maps, (middle, last, first) = Maps(scan.matrix), scan.chunks.sizes
+    mapped, waiting, route = scan.mapped, scan.waiting, scan.routes[1]
+    (a_middle, a_last, a_first), (d_middle, d_last, d_first) = scan.by_kind(known.a), scan.by_kind(d_states)
+    d_later, ended = maps.scan_back(a_last, d_last, d_after[mapped:waiting], last)
+    whole = maps.transposed(known.whole)
+    added = maps.act(whole, d_after[:mapped])
+    for size, part in _steps(middle, maps.act(maps.transposed(known.product), d_middle)):
+        added[:size] += part
+    _, arrived = _exchanged(scan, route, whole, torch.cat([added, ended]), header)
+    d_after = d_after.index_add(0, route.targets, arrived)
+    d_before, _ = maps.scan_back(a_middle, d_middle, d_after[:mapped], middle)
+    d_known, d_initial = maps.scan_back(a_first, d_first, d_after[waiting:], first)
+    return torch.cat([d_before, d_later, d_known]), d_initial
+
+
 class _Apply(Protocol):
     def __call__(self, a: Tensor, b: Tensor, initial: Tensor, scan: Scan) -> tuple[Tensor, Tensor]: ...
 
@@ -65,45 +107,19 @@ class States(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor, initial: Tensor, scan: Scan) -> tuple[Tensor, Tensor]:
-        maps, mapped, (middle, last, first) = Maps(scan.matrix), scan.mapped, scan.chunks.sizes
-        (a_middle, a_last, a_first), (b_middle, b_last, b_first) = scan.by_kind(a), scan.by_kind(b)
-        (before, product), (after, whole) = maps.open(a_middle, b_middle, mapped, middle)
-        known, ends = maps.scan(a_first, b_first, initial, first)
-        nobodys = b.new_zeros(scan.waiting - mapped, *b.shape[1:])
-        every = torch.cat([after, nobodys, ends])
-        ctx.header, arrived = _exchanged(scan, scan.routes[0], whole, every, scan.name)
-        before += maps.act(product, _rows(arrived, scan.chunks.stretch[: len(before)]))
-        after += maps.act(whole, arrived[:mapped])
-        later, ended = maps.scan(a_last, b_last, arrived[mapped:], last)
-        states = torch.cat([before, later, known])
-        ctx.save_for_backward(a, product, whole, states)
+        known, after, ctx.header = states_of(scan, a, b, initial)
+        ctx.save_for_backward(*known)
         ctx.scan = scan
-        return states, torch.cat([after, ended, ends])
+        return known.states, after
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator, unused-ignore]
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         with torch.autocast(grads[0].device.type, enabled=False):
-            return (*_gradients(ctx, *grads), None)
-
-
-def _gradients(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of maps and beginnings, from those of states before chunks and after stretches."""
-    (a, product, whole, states), scan = ctx.saved_tensors, ctx.scan
-    d_states, d_after = (each.contiguous() for each in grads)
-    maps, (middle, last, first) = Maps(scan.matrix), scan.chunks.sizes
-    mapped, waiting, route = scan.mapped, scan.waiting, scan.routes[1]
-    (a_middle, a_last, a_first), (d_middle, d_last, d_first) = scan.by_kind(a), scan.by_kind(d_states)
-    d_later, ended = maps.scan_back(a_last, d_last, d_after[mapped:waiting], last)
-    added = maps.act(maps.transposed(whole), d_after[:mapped])
-    for size, part in _steps(middle, maps.act(maps.transposed(product), d_middle)):
-        added[:size] += part
-    _, arrived = _exchanged(scan, route, maps.transposed(whole), torch.cat([added, ended]), ctx.header)
-    d_after = d_after.index_add(0, route.targets, arrived)
-    d_before, _ = maps.scan_back(a_middle, d_middle, d_after[:mapped], middle)
-    d_known, d_initial = maps.scan_back(a_first, d_first, d_after[waiting:], first)
-    d_b = torch.cat([d_before, d_later, d_known])
-    return maps.outer(d_b, states).sum_to_size(a.shape), d_b, d_initial
+            known = Known(*ctx.saved_tensors)
+            d_b, d_initial = gradients(ctx.scan, known, ctx.header, *(each.contiguous() for each in grads))
+            d_a = Maps(ctx.scan.matrix).outer(d_b, known.states).sum_to_size(known.a.shape)
+            return d_a, d_b, d_initial, None
 
 
 @dataclass(frozen=True)
@@ -123,39 +139,50 @@ class Maps:
         """The gradient of A, from those of what it made of states; of a decay before it is summed to its shape."""
         return grad @ state.mT if self.matrix else grad * state
 
+    def apply(self, a: Tensor, state: Tensor, b: Tensor | None, out: Tensor) -> None:
+        """What maps make of states, with nothing added if b is none, into a part of a tensor."""
+        if not len(out):
+            return
+        if not self.matrix:
+            torch.mul(a, state, out=out) if b is None else torch.addcmul(b, a, state, out=out)
+            return
+        flat = [x.flatten(0, 1) for x in (a, state)]
+        into = out.view(-1, *out.shape[2:])
+        torch.bmm(*flat, out=into) if b is None else torch.baddbmm(b.flatten(0, 1), *flat, out=into)
+
     def open(self, a: Tensor, b: Tensor, count: int, sizes: Sequence[int]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """A scan from zero, and the products of A on the way: of a matrix, more columns of one state."""
-        zero, widths = b.new_zeros(count, *b.shape[1:]), [b.shape[-1], a.shape[-1]]
-        if self.matrix:
-            unit = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device).expand(count, *a.shape[1:])
-            before, after = self.scan(a, b, torch.cat([zero, unit], -1), sizes)
-            return before.split(widths, -1), after.split(widths, -1)
-        product, whole = self.scan(a, torch.zeros_like(a), a.new_ones(count, *a.shape[1:]), sizes)
-        before, after = self.scan(a, b, zero, sizes)
+        """A scan from zero, and the products of A on the way."""
+        one = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device) if self.matrix else a.new_ones(1)
+        product, whole = self.scan(a, None, one.expand(count, *a.shape[1:]), sizes)
+        before, after = self.scan(a, b, b.new_zeros(count, *b.shape[1:]), sizes)
         return (before, product), (after, whole)
 
-    def scan(self, a: Tensor, b: Tensor, state: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """The states before each map and at the ends, for maps that follow each other step by step.
-
-        To columns of the state beyond those of b, nothing is added.
-        """
-        before, ended = [state[:0]], []
-        for (size, each), (_, new) in zip(_steps(sizes, a), _steps(sizes, b), strict=True):
-            ended.append(state[size:])
-            before.append(state[:size])
-            state = self.act(each, state[:size])
-            state[..., : new.shape[-1]] += new
-        return torch.cat(before), torch.cat([state, *reversed(ended)])
+    def scan(self, a: Tensor, b: Tensor | None, state: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """The states before each map and at the ends, for maps that follow each other step by step."""
+        before, ends = state.new_empty(sum(sizes), *state.shape[1:]), state.clone(memory_format=torch.contiguous_format)
+        if sizes:
+            before[: sizes[0]] = state[: sizes[0]]
+        stop = 0
+        for size, more in pairwise([*sizes, 0]):  # so many go on
+            start, stop = stop, stop + size
+            for part, out in (
+                (slice(start, start + more), before[stop : stop + more]),
+                (slice(start + more, stop), ends[more:size]),
+            ):
+                self.apply(a[part], before[part], None if b is None else b[part], out)
+        return before, ends
 
     def scan_back(self, a: Tensor, grads: Tensor, ends: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Gradients after each map, and at the beginnings: `grads` are those of the states before maps, as such."""
-        after = [grads[:0]]
-        state = ends[:0] if sizes else ends
-        for (size, each), (_, grad) in zip(reversed(_steps(sizes, a)), reversed(_steps(sizes, grads)), strict=True):
-            state = torch.cat([state, ends[len(state) : size]])
-            after.append(state)
-            state = self.act(self.transposed(each), state) + grad
-        return torch.cat(after[::-1]), state
+        after, begins = ends.new_empty(sum(sizes), *ends.shape[1:]), ends.clone(memory_format=torch.contiguous_format)
+        a, stop = self.transposed(a), sum(sizes)
+        for size, more, last in zip(sizes[::-1], (0, *sizes[:0:-1]), (*sizes[-2::-1], 0), strict=False):
+            start = stop - size
+            after[start + more : stop] = ends[more:size]  # these end here
+            out = after[start - last : start - last + size] if start else begins[:size]
+            self.apply(a[start:stop], after[start:stop], grads[start:stop], out)
+            stop = start
+        return after, begins
 
 
 def _steps(sizes: Sequence[int], tensor: Tensor) -> list[tuple[int, Tensor]]:
