@@ -140,6 +140,7 @@ def rows(mask: Mask) -> list[tuple[str, Mask, Layout, str, str, str]]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("seq_len", nargs="?", type=int, default=65536)
+    parser.add_argument("--score", nargs="+", default=None, help=f"only rows with these: {', '.join(SCORES)}, or ''")
     parser.add_argument("--out", default=str(RESULTS / "flex_cuda.md"))
     args = parser.parse_args()
     lengths = documents(args.seq_len)
@@ -159,6 +160,8 @@ def main() -> None:
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for name, over, layout, strategy, kernel, biased in rows(mask):
+        if args.score is not None and biased not in args.score:
+            continue
         score = scores.get(biased)
         if biased not in base:
             base[biased] = one_device(over, args.seq_len, score.fn if score is not None else None)

@@ -21,7 +21,7 @@ def on_cpu(monkeypatch):
     """Every function is called once, and takes as many milliseconds as there were calls before."""
     calls = []
     monkeypatch.setattr(bench_cp, "DEVICE", "cpu")
-    monkeypatch.setattr(bench_cp, "DIM", 8)
+    monkeypatch.setattr(bench_cp, "DIM", 24)
     monkeypatch.setattr(bench_cp, "works", lambda: WORKS)
     monkeypatch.setattr(bench_cp, "merging", lambda: "Merge: not measured.")
     monkeypatch.setattr(bench_cp, "timed", lambda fn: (fn(), calls.append(fn), float(len(calls)))[-1])
