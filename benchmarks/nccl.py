@@ -2,8 +2,9 @@
 
 Ranks share one GPU where there are too few, and then talk over sockets: figures are those of a slow link. A cell is
 (ranks, tokens, heads, mask); each contender runs forward + backward on the same random data. The first call, which
-compiles and agrees, is compared with dense attention in float32 on one device, and is not timed; of the repeats the
-slowest rank counts, and the median is reported. A result that differs from the reference is marked as wrong.
+compiles and agrees, is compared with dense attention in float32 on one device, and is not timed. Then all contenders
+of a cell take turns, so that a machine that is slower for a while is slower for all of them; of every turn the slowest
+rank counts, and the median is reported. A result that differs from the reference is marked as wrong.
 
 torch's contenders: `alltoall` and `allgather` are its ring over SDPA (head-tail; causal or full masks only), `flex` its
 all-gather over compiled flex_attention, with the balancer named.
@@ -25,7 +26,7 @@ import os
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -51,8 +52,8 @@ AUTO, AGAIN = "auto", "auto, keys travel again"
 LIMIT = 480.0
 """Seconds for everything."""
 
-LEAST, MOST, ENOUGH = 3, 7, 0.7
-"""Repeats of one contender: at least, at most, and the seconds after which no more are begun."""
+LEAST, MOST, ENOUGH = 3, 7, 0.5
+"""Turns of a cell: at least, at most, and the seconds for each contender after which no more are begun."""
 
 BAR = 1.5
 """How many times as fast as the better of torch's our best is meant to be."""
@@ -165,7 +166,7 @@ Contender = Callable[[Cell, list[Tensor]], Ready]
 
 def contenders(cell: Cell) -> dict[str, Contender]:
     """By name, in the order in which they run."""
-    balancers = {"causal": (), "documents": ("PTRR", "per document"), "window": ("PTRR", "head-tail")}[cell.mask]
+    balancers = {"documents": ("PTRR", "per document"), "window": ("PTRR", "head-tail")}.get(cell.mask, ("head-tail",))
     rotations = ("alltoall", "allgather") if cell.mask == "causal" else ()
     strategies = (*STRATEGIES, *(HYBRIDS if cell.ranks == 4 else ()), AUTO)
     return {
@@ -174,11 +175,6 @@ def contenders(cell: Cell) -> dict[str, Contender]:
         **{strategy: partial(ours, strategy) for strategy in strategies},
         AGAIN: partial(ours, AUTO, keep_keys=False),
     }
-
-
-def extra(cell: Cell) -> dict[str, Contender]:
-    """What runs once everything else has: torch's flex with a causal mask, which its ring serves too."""
-    return {"torch flex, head-tail": partial(torch_flex, "head-tail")} if cell.mask == "causal" else {}
 
 
 def refusal(name: str, device: str) -> str:
@@ -251,9 +247,13 @@ def ring_of(method: str, kernel: Any, cell: Cell, whole: list[Tensor]) -> Ready:
 
     mesh = init_device_mesh(whole[0].device.type, (cell.ranks,))
     torch_cp._enable_context_parallel_dispatcher()
-    torch_cp.set_rotate_method(method)
     style = torch_cp._ContextParallel(seq_dim=2, attention_type=torch_cp._ContextParallel.AttentionType.SDPA)
-    attend = parallelize_module(RingModule(kernel), mesh, style)
+    module = parallelize_module(RingModule(kernel), mesh, style)
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        torch_cp.set_rotate_method(method)  # of the process, and contenders take turns
+        return module(query, key, value)
+
     positions, tensors = torch_shards(mesh, whole, torch_balancer("head-tail", cell, whole[0].device))
     return Ready(positions, tensors, attend, lambda: "" if "CUDNN" in str(kernel) else "FlashAttention")
 
@@ -276,7 +276,6 @@ def torch_flex(balancer: str, cell: Cell, whole: list[Tensor]) -> Ready:
     from torch.distributed.tensor.experimental._context_parallel import _attention as torch_cp
     from torch.distributed.tensor.parallel import parallelize_module
 
-    torch._dynamo.reset()  # else the shapes of many cells exceed the compiler's limit
     device = whole[0].device
     mesh = init_device_mesh(device.type, (cell.ranks,))
     balance = torch_balancer(balancer, cell, device)
@@ -391,7 +390,7 @@ class Book:
 
     def lacks(self, cell: Cell) -> list[str]:
         """Contenders of a cell of which nothing is known."""
-        return [name for name in {**contenders(cell), **extra(cell)} if (str(cell), name) not in self.found]
+        return [name for name in contenders(cell) if (str(cell), name) not in self.found]
 
 
 @dataclass(frozen=True)
@@ -409,24 +408,36 @@ def on_rank(world: Transport, job: Job) -> None:
     """One rank's part: all of it, or what there is time for."""
     warnings.simplefilter("ignore")  # torch's, of its experimental parts
     book, rank = Book(job.out, resume=True), world.rank
-    for contest in (contenders, extra):
-        for cell in job.cells:
-            left = everyone([name for name in contest(cell) if name in book.lacks(cell)])[0]
-            if not left:
-                continue
-            whole = data(cell, job.device)
-            true = told_by_first(lambda cell=cell, whole=whole: reference(cell.mask_mod(job.device), whole), whole)
-            for name in left:
-                if everyone(time.time() > job.until)[0]:
-                    return
-                if rank == 0:
-                    book.add(Found(str(cell), name, reason=UNFINISHED))
-                found = measured(cell, name, contest(cell)[name], whole, true)
-                if rank == 0:
-                    book.add(found)
-                    print(f"{time.strftime('%H:%M:%S')} {found}", flush=True)
+    for cell in job.cells:
+        left = everyone(book.lacks(cell))[0]
+        if not left or everyone(time.time() > job.until)[0]:
+            continue
+        if job.device == "cuda":
+            torch._dynamo.reset()  # else the shapes of many cells exceed the compiler's limit
+        whole = data(cell, job.device)
+        true = told_by_first(lambda cell=cell, whole=whole: reference(cell.mask_mod(job.device), whole), whole)
+        ready: dict[str, Ready] = {}
+        found: dict[str, Found] = {}
+        for name in left:
             if rank == 0:
-                job.out.write_text(page(book, job.program))
+                book.add(Found(str(cell), name, reason=UNFINISHED))
+            made, found[name] = prepared(cell, name, contenders(cell)[name], whole, true)
+            if made is not None:
+                ready[name] = made
+            elif rank == 0:
+                book.add(found[name])
+        times = in_turn(ready, whole[0].device)
+        for name, each in ready.items():
+            ms = 1e3 * statistics.median(max(turn) for turn in zip(*everyone(times[name]), strict=True))
+            told = replace(found[name], ms=ms, note=each.note(), link=each.link(), repeats=len(times[name]))
+            if rank == 0:
+                book.add(told)
+                print(f"{time.strftime('%H:%M:%S')} {told}", flush=True)
+        ready.clear()
+        if job.device == "cuda":
+            torch.cuda.empty_cache()
+        if rank == 0:
+            job.out.write_text(page(book, job.program))
 
 
 def data(cell: Cell, device: str) -> list[Tensor]:
@@ -447,12 +458,13 @@ def told_by_first(compute: Callable[[], list[Tensor]], like: list[Tensor]) -> li
     return told
 
 
-def measured(cell: Cell, name: str, contender: Contender, whole: list[Tensor], true: list[Tensor]) -> Found:
-    """One contender in one cell; the same on every rank."""
+def prepared(
+    cell: Cell, name: str, contender: Contender, whole: list[Tensor], true: list[Tensor]
+) -> tuple[Ready | None, Found]:
+    """One contender in one cell after its first call, with its error; None where it cannot, with the reason."""
     found = partial(Found, str(cell), name)
-    device = whole[0].device
-    if why := refusal(name, device.type):
-        return found(reason=why)
+    if why := refusal(name, whole[0].device.type):
+        return None, found(reason=why)
     complaint, off, ready = "", float("inf"), None
     try:
         ready = contender(cell, whole)
@@ -460,28 +472,25 @@ def measured(cell: Cell, name: str, contender: Contender, whole: list[Tensor], t
     except Exception as raised:  # a refusal, or what a rival of these sizes cannot do: ranks raise alike
         complaint = f"{type(raised).__name__}: {' '.join(str(raised).split())[:160]}"
     complaints = [each for each in everyone(complaint) if each]
-    if complaints or ready is None:
-        return found(reason=complaints[0])
-    times = list(repeats(ready, device))
-    ms = 1e3 * statistics.median(max(each) for each in zip(*everyone(times), strict=True))
-    note, link = ready.note(), ready.link()
-    del ready
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-    return found(ms=ms, error=max(everyone(off)), note=note, repeats=len(times), link=link)
+    if complaints:
+        return None, found(reason=complaints[0])
+    return ready, found(error=max(everyone(off)))
 
 
-def repeats(ready: Ready, device: torch.device) -> Iterator[float]:
-    """Seconds of each repeat on this rank; all ranks start together."""
+def in_turn(ready: dict[str, Ready], device: torch.device) -> dict[str, list[float]]:
+    """Seconds of every turn of each contender on this rank; all ranks begin a step together."""
+    times: dict[str, list[float]] = {name: [] for name in ready}
     began = time.perf_counter()
-    for repeat in range(MOST):
-        if repeat >= LEAST and everyone(time.perf_counter() - began > ENOUGH)[0]:
-            return
-        everyone(None)
-        start = time.perf_counter()
-        ready.step()
-        synchronise(device)
-        yield time.perf_counter() - start
+    for turn in range(MOST):
+        if turn >= LEAST and everyone(time.perf_counter() - began > ENOUGH * len(ready))[0]:
+            break
+        for name, each in ready.items():
+            everyone(None)
+            start = time.perf_counter()
+            each.step()
+            synchronise(device)
+            times[name].append(time.perf_counter() - start)
+    return times
 
 
 def everyone(said: Any) -> list[Any]:
@@ -545,7 +554,7 @@ def page(book: Book, program: str) -> str:
     lines = [
         *header("Context parallelism over real NCCL ranks", program),
         f"{ranks_of(found)} Forward + backward, wall milliseconds: the slowest rank, median of {LEAST} to {MOST} "
-        f"repeats. Head dim {DIM}; {versions()}. Documents: {len(PACK)} of {min(PACK)} to {max(PACK)} tokens in 32k; "
+        f"turns. Head dim {DIM}; {versions()}. Documents: {len(PACK)} of {min(PACK)} to {max(PACK)} tokens in 32k; "
         "window: 4k keys. Ours: the default layout and kernel. Every result was compared with dense attention in "
         f"float32; a token that is off by more than {TOLERANCE} of its norm makes it wrong.",
         "",
@@ -596,7 +605,7 @@ def verdict(found: list[Row]) -> list[str]:
 
 
 def section(found: list[Row], notes: dict[str, int]) -> list[str]:
-    order = [name for row in found for name in {**contenders(row.cell), **extra(row.cell)}]
+    order = [name for row in found for name in contenders(row.cell)]
     theirs = [name for name in dict.fromkeys(order) if name.startswith("torch")]
     mine = [*STRATEGIES, *(name for name in HYBRIDS if name in order), AUTO, AGAIN]
     names = [*theirs, *mine]
