@@ -209,8 +209,13 @@ def test_gradients_are_written_where_they_leave_from():
         ({}, {"dim": 20}, 1.0, "flash4 needs a head dim that is a multiple of 8 up to 256, got 20"),
         ({}, {"dim": 264}, 1.0, "flash4 needs a head dim that is a multiple of 8 up to 256, got 264"),
         *(
-            ({}, {"dim": dim}, 1.0, f"flash4 needs a head dim of 24, 32, 56, 64, 88, 96, 120 or 128 and more, got {dim}: "
-            "others have wrong gradients")
+            (
+                {},
+                {"dim": dim},
+                1.0,
+                f"flash4 needs a head dim of 24, 32, 56, 64, 88, 96, 120 or 128 and more, got {dim}: "
+                "others have wrong gradients",
+            )
             for dim in (8, 16, 40, 80, 112)
         ),
         ({"on": (10, 0)}, {"dim": 256}, 1.0, "flash4 needs a head dim that is a multiple of 8 up to 128, got 256"),
