@@ -154,7 +154,7 @@ class Call(NamedTuple):
     line: Line
     scale: float
 
-    def __call__(self, name: str, offsets: bool = False, **given: object) -> Any:
+    def __call__(self, name: str, offsets: bool = False, /, **given: object) -> Any:
         """A part of the package, called for this rank's chunks."""
         cut = {"cu_seqlens": self.line.starts, "chunk_size": PIECE, "chunk_indices": self.line.pieces}
         cut |= {"chunk_offsets": self.line.offsets} if offsets else {}
