@@ -79,8 +79,8 @@ def uncorrected(patch):
 
 def forgotten_initial_state(patch):
     """Chains begin with nothing."""
-    whole = run.Recurrence._initial
-    patch.setattr(run.Recurrence, "_initial", lambda self, b, initial: whole(self, b, initial) * 0)
+    whole = scan.states_of
+    patch.setattr(scan, "states_of", lambda job, a, b, initial: whole(job, a, b, initial * 0))
 
 
 DEFECTS = [

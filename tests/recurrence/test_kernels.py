@@ -232,16 +232,16 @@ def test_over_ranks_the_package_errs_as_on_one_device(rule, dtype, package, monk
 
 
 @pytest.mark.cuda
-def test_auto_takes_the_package_and_shut_gates_are_finite(package):
+def test_shut_gates_are_finite_in_the_package(package):
     case = case_of("GatedDelta", Contiguous(2), dim=64)
     case.tensors["decay"][normal(*case.tensors["decay"].shape) > 1.0] = -torch.inf
     case = case.rounded(torch.bfloat16)
     tensors = {name: x.to("cuda", torch.bfloat16) for name, x in case.tensors.items()}
-    assert chosen("auto", case.call(tensors)).name == "fla"
+    assert chosen("fla", case.call(tensors)).name == "fla"
     expected = truth(case)
     expected[2]["decay"].nan_to_num_()  # the oracle's 0 x inf; the gradient of what is shut is 0
     ranks = loopback(2, "cuda", timeout=600)
-    found = ranks.run(lambda world: of_rank(case, world, torch.bfloat16))
+    found = ranks.run(lambda world: of_rank(case, world, torch.bfloat16, session=lambda cp: By(cp, "fla")))
     on_cpu = [(out.cpu(), final.cpu(), {name: x.cpu() for name, x in grads.items()}) for out, final, grads in found]
     far = distance(summed(case, on_cpu), expected)
     assert max(far.values()) < 0.03, far

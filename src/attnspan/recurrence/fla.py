@@ -47,7 +47,7 @@ from attnspan.errors import AttnspanError
 from attnspan.recurrence.chunked import Terms
 from attnspan.recurrence.plan import PIECE, Line
 from attnspan.recurrence.rules import LinearRule
-from attnspan.recurrence.scan import Known, Scan, gradients, states_of
+from attnspan.recurrence.scan import SavedScan, Scan, gradients, states_of
 
 VERSION = "0.6.0"
 """The version of fla-core whose parts are called."""
@@ -148,7 +148,7 @@ _ONE_AT_A_TIME = Lock()
 # ---- laws ----------------------------------------------------------------------------------------------------------
 
 
-class Call(NamedTuple):
+class PartCall(NamedTuple):
     """What every part is told beside tensors."""
 
     line: Line
@@ -197,14 +197,14 @@ class Reached(NamedTuple):
 class Law(Protocol):
     """One of the package's recurrences; x are tokens, `kept` what `maps` kept, `states` those before chunks."""
 
-    def maps(self, x: Terms, call: Call) -> Made: ...
+    def maps(self, x: Terms, call: PartCall) -> Made: ...
 
-    def outputs(self, x: Terms, made: Made, states: Tensor, call: Call) -> Tensor: ...
+    def outputs(self, x: Terms, made: Made, states: Tensor, call: PartCall) -> Tensor: ...
 
-    def reach(self, x: Terms, kept: Any, states: Tensor, grad: Tensor, call: Call) -> Reached: ...
+    def reach(self, x: Terms, kept: Any, states: Tensor, grad: Tensor, call: PartCall) -> Reached: ...
 
     def backward(
-        self, x: Terms, kept: Any, reached: Reached, states: Tensor, grads: tuple[Tensor, Tensor], call: Call
+        self, x: Terms, kept: Any, reached: Reached, states: Tensor, grads: tuple[Tensor, Tensor], call: PartCall
     ) -> tuple[Tensor | None, ...]:
         """Gradients of the tokens, from those of outputs and of states after chunks."""
 
@@ -213,7 +213,7 @@ FORWARD, BACKWARD = (f"ops.common.chunk_delta_h chunk_gated_delta_rule_{each}" f
 """The pass over states of the delta rules, and its way back."""
 
 
-def _delta_maps(call: Call, k: Tensor, w: Tensor, u: Tensor, **gates: Tensor | None) -> tuple[Tensor, Tensor]:
+def _delta_maps(call: PartCall, k: Tensor, w: Tensor, u: Tensor, **gates: Tensor | None) -> tuple[Tensor, Tensor]:
     """A and B of a delta rule, together in one tensor."""
     heads, value = u.shape[2:]
     both = k.new_empty(len(call.line.order), heads, k.shape[-1], value + k.shape[-1], dtype=torch.float32)
@@ -225,19 +225,19 @@ def _delta_maps(call: Call, k: Tensor, w: Tensor, u: Tensor, **gates: Tensor | N
 class GatedDeltaLaw:
     """The delta rule, with one decay for a head, or none."""
 
-    def maps(self, x: Terms, call: Call) -> Made:
+    def maps(self, x: Terms, call: PartCall) -> Made:
         g = None if x.decay is None else call.summed(x.decay)
         intra = "ops.gated_delta_rule.chunk_fwd chunk_gated_delta_rule_fwd_intra"
         w, u, inverse = call(intra, k=x.key, v=x.value, g=g, beta=x.beta)
         return Made((g, inverse), (w, u), *_delta_maps(call, x.key, w, u, g=g))
 
-    def outputs(self, x: Terms, made: Made, states: Tensor, call: Call) -> Tensor:
+    def outputs(self, x: Terms, made: Made, states: Tensor, call: PartCall) -> Tensor:
         (g, _), (w, u) = made.kept, made.lost
         h, new, _ = call(FORWARD, True, k=x.key, w=w, u=u, g=g, initial_state=states, output_final_state=False)
         out: Tensor = call("ops.common.chunk_o chunk_fwd_o", q=x.query, k=x.key, v=new, h=h, g=g, scale=call.scale)
         return out
 
-    def reach(self, x: Terms, kept: Any, states: Tensor, grad: Tensor, call: Call) -> Reached:
+    def reach(self, x: Terms, kept: Any, states: Tensor, grad: Tensor, call: PartCall) -> Reached:
         g, inverse = kept
         again = "ops.gated_delta_rule.wy_fast recompute_w_u_fwd"
         w, u = call(again, k=x.key, v=x.value, beta=x.beta, A=inverse, g=g)
@@ -248,7 +248,7 @@ class GatedDeltaLaw:
         return Reached(found, (w, h, new, d_new))
 
     def backward(
-        self, x: Terms, kept: Any, reached: Reached, states: Tensor, grads: tuple[Tensor, Tensor], call: Call
+        self, x: Terms, kept: Any, reached: Reached, states: Tensor, grads: tuple[Tensor, Tensor], call: PartCall
     ) -> tuple[Tensor | None, ...]:
         (g, inverse), (w, h, new, d_new), (grad, after) = kept, reached.again, grads
         qk = {"q": x.query, "k": x.key, "g": g, "do": grad, "scale": call.scale}
@@ -262,19 +262,19 @@ class GatedDeltaLaw:
 class KDALaw:
     """The delta rule, with a decay for each channel."""
 
-    def maps(self, x: Terms, call: Call) -> Made:
+    def maps(self, x: Terms, call: PartCall) -> Made:
         g = call.summed(x.decay) if x.decay is not None else None
         tokens = {"q": x.query, "k": x.key, "v": x.value, "gk": g, "beta": x.beta}
         w, u, _, keys, pairs, inverse = call("ops.kda.chunk_intra chunk_kda_fwd_intra", scale=call.scale, **tokens)
         return Made((g, pairs, inverse), (w, u, keys), *_delta_maps(call, keys, w, u, gk=g))
 
-    def outputs(self, x: Terms, made: Made, states: Tensor, call: Call) -> Tensor:
+    def outputs(self, x: Terms, made: Made, states: Tensor, call: PartCall) -> Tensor:
         (g, pairs, _), (w, u, keys) = made.kept, made.lost
         h, new, _ = call(FORWARD, True, k=keys, w=w, u=u, gk=g, initial_state=states, output_final_state=False)
         out: Tensor = call("ops.gla.chunk chunk_gla_fwd_o_gk", q=x.query, v=new, g=g, A=pairs, h=h, scale=call.scale)
         return out
 
-    def reach(self, x: Terms, kept: Any, states: Tensor, grad: Tensor, call: Call) -> Reached:
+    def reach(self, x: Terms, kept: Any, states: Tensor, grad: Tensor, call: PartCall) -> Reached:
         g, pairs, inverse = kept
         again = "ops.kda.wy_fast recompute_w_u_fwd"
         w, u, queries, keys = call(again, q=x.query, k=x.key, v=x.value, beta=x.beta, A=inverse, gk=g)
@@ -286,7 +286,7 @@ class KDALaw:
         return Reached(found, (w, u, queries, keys, new, h))
 
     def backward(
-        self, x: Terms, kept: Any, reached: Reached, states: Tensor, grads: tuple[Tensor, Tensor], call: Call
+        self, x: Terms, kept: Any, reached: Reached, states: Tensor, grads: tuple[Tensor, Tensor], call: PartCall
     ) -> tuple[Tensor | None, ...]:
         (g, pairs, inverse), (w, u, queries, keys, new, h) = kept, reached.again
         made = {"w": w, "u": u, "qg": queries, "kg": keys, "v_new": new, "h": h, "disable_recompute": True}
@@ -301,31 +301,31 @@ class DecayLaw:
 
     GATE: ClassVar[str] = "g"
 
-    def maps(self, x: Terms, call: Call) -> Made:
+    def maps(self, x: Terms, call: PartCall) -> Made:
         g = None if x.decay is None else call.summed(x.decay)
         forward = {"k": x.key, "v": x.value, self.GATE: g, "h0": None, "output_final_state": True}
         _, b = call("ops.common.chunk_h chunk_fwd_h", **forward)
         a = b.new_ones(*b.shape[:2], 1, 1) if x.decay is None else call.totals(x.decay)
         return Made((g,), (), a, b)
 
-    def outputs(self, x: Terms, made: Made, states: Tensor, call: Call) -> Tensor:
+    def outputs(self, x: Terms, made: Made, states: Tensor, call: PartCall) -> Tensor:
         (g,) = made.kept
         h = self._states(x, g, states, call)
         out: Tensor = call("ops.common.chunk_o chunk_fwd_o", q=x.query, k=x.key, v=x.value, h=h, g=g, scale=call.scale)
         return out
 
-    def _states(self, x: Terms, g: Tensor | None, states: Tensor, call: Call) -> Tensor:
+    def _states(self, x: Terms, g: Tensor | None, states: Tensor, call: PartCall) -> Tensor:
         forward = {"k": x.key, "v": x.value, self.GATE: g, "h0": states, "output_final_state": False}
         found: Tensor = call("ops.common.chunk_h chunk_fwd_h", **forward)[0]
         return found
 
-    def reach(self, x: Terms, kept: Any, states: Tensor, grad: Tensor, call: Call) -> Reached:
+    def reach(self, x: Terms, kept: Any, states: Tensor, grad: Tensor, call: PartCall) -> Reached:
         tokens = {"q": x.query, "k": x.key, "v": x.value, self.GATE: kept[0], "do": grad}
         ends = {"h0": states, "dht": None, "scale": call.scale, "states_in_fp32": True}
         return Reached(call("ops.common.chunk_h chunk_bwd_dh", **tokens, **ends)[1], ())
 
     def backward(
-        self, x: Terms, kept: Any, reached: Reached, states: Tensor, grads: tuple[Tensor, Tensor], call: Call
+        self, x: Terms, kept: Any, reached: Reached, states: Tensor, grads: tuple[Tensor, Tensor], call: PartCall
     ) -> tuple[Tensor | None, ...]:
         tokens = {"q": x.query, "k": x.key, "v": x.value, "g": kept[0], "g_gamma": None, "scale": call.scale}
         ends = {"initial_state": states, "do": grads[0], "dht": grads[1]}
@@ -338,7 +338,7 @@ class GLALaw(DecayLaw):
 
     GATE = "gk"
 
-    def outputs(self, x: Terms, made: Made, states: Tensor, call: Call) -> Tensor:
+    def outputs(self, x: Terms, made: Made, states: Tensor, call: PartCall) -> Tensor:
         (g,) = made.kept
         h, pairs = self._states(x, g, states, call), self._pairs(x, g, call)
         out: Tensor = call(
@@ -346,12 +346,12 @@ class GLALaw(DecayLaw):
         )
         return out
 
-    def _pairs(self, x: Terms, g: Tensor | None, call: Call) -> Tensor:
+    def _pairs(self, x: Terms, g: Tensor | None, call: PartCall) -> Tensor:
         found: Tensor = call("ops.gla.chunk chunk_gla_fwd_intra_gk", q=x.query, k=x.key, g=g, scale=call.scale)
         return found
 
     def backward(
-        self, x: Terms, kept: Any, reached: Reached, states: Tensor, grads: tuple[Tensor, Tensor], call: Call
+        self, x: Terms, kept: Any, reached: Reached, states: Tensor, grads: tuple[Tensor, Tensor], call: PartCall
     ) -> tuple[Tensor | None, ...]:
         (g,) = kept
         tokens = {"q": x.query, "k": x.key, "v": x.value, "g": None, "g_cumsum": g, "A": self._pairs(x, g, call)}
@@ -414,7 +414,7 @@ class Fla:
             terms = terms._replace(decay=decay)
         if terms.beta is not None:
             terms = terms._replace(beta=terms.beta.squeeze(3))
-        out, after = Runs.apply(*terms, initial, Job(scan, float(rule.factor)))
+        out, after = FlaFunction.apply(*terms, initial, Job(scan, float(rule.factor)))
         return out.squeeze(0), after
 
 
@@ -466,18 +466,18 @@ class Job:
     scale: float
 
     @property
-    def call(self) -> Call:
-        return Call(self.scan.chunks.line, self.scale)
+    def call(self) -> PartCall:
+        return PartCall(self.scan.chunks.line, self.scale)
 
 
-class _Apply(Protocol):
+class _FlaApply(Protocol):
     def __call__(self, *given: Tensor | Job | None) -> tuple[Tensor, Tensor]: ...
 
 
-class Runs(torch.autograd.Function):
+class FlaFunction(torch.autograd.Function):
     """Outputs, and states after stretches: the four steps, and [Note: backward]."""
 
-    apply: ClassVar[_Apply]  # torch's, which it does not annotate
+    apply: ClassVar[_FlaApply]  # torch's, which it does not annotate
 
     @staticmethod
     def forward(ctx: Any, *given: Any) -> tuple[Tensor, Tensor]:
@@ -513,7 +513,7 @@ class Runs(torch.autograd.Function):
 
 def _runs_back(ctx: Any, d_out: Tensor, d_after: Tensor) -> tuple[Tensor | None, ...]:
     saved, job = ctx.saved_tensors, ctx.job
-    x, kept, known = Terms(*saved[:5]), saved[5 : 5 + ctx.count], Known(*saved[5 + ctx.count :])
+    x, kept, known = Terms(*saved[:5]), saved[5 : 5 + ctx.count], SavedScan(*saved[5 + ctx.count :])
     law, call, line = law_of(x), job.call, job.scan.chunks.line
     states, some = known.states.index_select(0, line.order), bool(x.key.shape[1])
     with _ONE_AT_A_TIME:

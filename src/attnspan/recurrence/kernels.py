@@ -5,7 +5,7 @@ tokens and the state after every stretch. In between it calls the scan, which al
 in, states before chunks come out (scan.py). A kernel that is named and does not take a rule raises its reason.
 
 ``chunked`` is plain torch, in float32 or float64, on every device. ``fla`` calls the Triton kernels of
-flash-linear-attention (fla.py). ``auto`` is `fla` on CUDA where it takes the rule, and `chunked` elsewhere.
+flash-linear-attention (fla.py). ``auto`` is `chunked`: `fla` has not been measured on a GPU yet, and is used by name.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from attnspan.recurrence.rules import LinearRule, Rule
 from attnspan.recurrence.scan import Scan, States
 
 
-class Kernel(Protocol):
+class RecurrenceKernel(Protocol):
     """How the tokens of a rule are computed."""
 
     @property
@@ -44,7 +44,7 @@ class Kernel(Protocol):
         """The output (T, H, V) of terms (T, H, ...), and the states after stretches, given those at the beginnings."""
 
 
-class Chunked:
+class PlainChunked:
     """Chunk by chunk, in plain torch: chunked.py."""
 
     name = "chunked"
@@ -64,10 +64,10 @@ class Chunked:
         return outputs_of(parts, before, scan.chunks), after
 
 
-KERNELS = MappingProxyType[str, Kernel]({"chunked": Chunked(), "fla": fla.Fla()})
+KERNELS = MappingProxyType[str, RecurrenceKernel]({"chunked": PlainChunked(), "fla": fla.Fla()})
 
 
-def chosen(kernel: str, rule: Rule) -> Kernel | None:
+def chosen(kernel: str, rule: Rule) -> RecurrenceKernel | None:
     """The kernel of a name, or the one that `auto` takes; none for a function of one's own."""
     one_of("kernel", kernel, ("auto", *KERNELS), error=RecurrenceError)
     if not isinstance(rule, LinearRule):
@@ -76,9 +76,7 @@ def chosen(kernel: str, rule: Rule) -> Kernel | None:
                 f"kernel must be 'auto' for {type(rule).__name__}, which runs by itself, got {kernel!r}"
             )
         return None
-    if kernel == "auto":
-        on_cuda = next(iter(rule.tensors.values())).is_cuda
-        return KERNELS["fla" if on_cuda and KERNELS["fla"].refuses(rule) is None else "chunked"]
+    kernel = "chunked" if kernel == "auto" else kernel
     reason = KERNELS[kernel].refuses(rule)
     if reason is not None:
         raise RecurrenceError(f"kernel={kernel!r} does not take this {type(rule).__name__}: {reason}")

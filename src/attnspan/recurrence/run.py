@@ -20,7 +20,7 @@ from torch import Tensor
 
 from attnspan.layouts.document_runs import Stretches
 from attnspan.recurrence.affine import Affine
-from attnspan.recurrence.kernels import Kernel
+from attnspan.recurrence.kernels import RecurrenceKernel
 from attnspan.recurrence.plan import Chunks, RankPlan, Route, on_device
 from attnspan.recurrence.rules import LinearRule, Rule
 from attnspan.recurrence.scan import Scan, States
@@ -39,7 +39,9 @@ class Recurrence:
     def __post_init__(self) -> None:
         object.__setattr__(self, "plan", RankPlan(self.stretches, self.transport.rank, self.transport.ranks))
 
-    def run(self, rule: Rule, initial: Tensor | None, name: str, kernel: Kernel | None) -> tuple[Tensor, Tensor]:
+    def run(
+        self, rule: Rule, initial: Tensor | None, name: str, kernel: RecurrenceKernel | None
+    ) -> tuple[Tensor, Tensor]:
         """The output of this rank's tokens, and the states after its last stretches of documents (see `last`).
 
         `initial` has a state for each document, (documents, ...); `name` is the operation's. A function of one's own
@@ -82,7 +84,9 @@ class Recurrence:
         alike = self._alike(rule)
         return alike * rule.map_size, alike * torch.Size(rule.state_shape).numel()
 
-    def _linear(self, rule: LinearRule, initial: Tensor | None, name: str, kernel: Kernel) -> tuple[Tensor, Tensor]:
+    def _linear(
+        self, rule: LinearRule, initial: Tensor | None, name: str, kernel: RecurrenceKernel
+    ) -> tuple[Tensor, Tensor]:
         chunks, alike = self._chunked(kernel.size(rule, self._lengths)), self.stretches.rows == 1
         terms = kernel.terms(rule).each(lambda x: _outermost(x, alike))
         heads, begin = (terms.value.shape[1], rule.sizes["K"], rule.sizes["V"]), self._begin

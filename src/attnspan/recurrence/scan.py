@@ -55,7 +55,7 @@ class Scan:
         return kinds
 
 
-class Known(NamedTuple):
+class SavedScan(NamedTuple):
     """What backward must know of a scan."""
 
     a: Tensor
@@ -64,7 +64,7 @@ class Known(NamedTuple):
     states: Tensor  # before every chunk
 
 
-def states_of(scan: Scan, a: Tensor, b: Tensor, initial: Tensor) -> tuple[Known, Tensor, int]:
+def states_of(scan: Scan, a: Tensor, b: Tensor, initial: Tensor) -> tuple[SavedScan, Tensor, int]:
     """The states before every chunk and after every stretch, and what the exchange is known by."""
     maps, mapped, (middle, last, first) = Maps(scan.matrix), scan.mapped, scan.chunks.sizes
     (a_middle, a_last, a_first), (b_middle, b_last, b_first) = scan.by_kind(a), scan.by_kind(b)
@@ -76,10 +76,10 @@ def states_of(scan: Scan, a: Tensor, b: Tensor, initial: Tensor) -> tuple[Known,
     before = before + maps.act(product, _rows(arrived, scan.chunks.stretch[: len(before)]))
     after = after + maps.act(whole, arrived[:mapped])
     later, ended = maps.scan(a_last, b_last, arrived[mapped:], last)
-    return Known(a, product, whole, torch.cat([before, later, known])), torch.cat([after, ended, ends]), header
+    return SavedScan(a, product, whole, torch.cat([before, later, known])), torch.cat([after, ended, ends]), header
 
 
-def gradients(scan: Scan, known: Known, header: int, d_states: Tensor, d_after: Tensor) -> tuple[Tensor, Tensor]:
+def gradients(scan: Scan, known: SavedScan, header: int, d_states: Tensor, d_after: Tensor) -> tuple[Tensor, Tensor]:
     """After every chunk, and of the states at the beginnings, from those of what `states_of` gave."""
     maps, (middle, last, first) = Maps(scan.matrix), scan.chunks.sizes
     mapped, waiting, route = scan.mapped, scan.waiting, scan.routes[1]
@@ -116,7 +116,7 @@ class States(torch.autograd.Function):
     @once_differentiable  # type: ignore[untyped-decorator, unused-ignore]
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         with torch.autocast(grads[0].device.type, enabled=False):
-            known = Known(*ctx.saved_tensors)
+            known = SavedScan(*ctx.saved_tensors)
             d_b, d_initial = gradients(ctx.scan, known, ctx.header, *(each.contiguous() for each in grads))
             d_a = Maps(ctx.scan.matrix).outer(d_b, known.states).sum_to_size(known.a.shape)
             return d_a, d_b, d_initial, None
