@@ -34,7 +34,7 @@ import operator
 import reprlib
 from collections.abc import Collection, Iterable, Sequence
 from difflib import get_close_matches
-from typing import TypeGuard
+from typing import SupportsIndex, TypeGuard
 
 
 class AttnspanError(ValueError):
@@ -185,8 +185,8 @@ def _index(value: object) -> int | None:
     if isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool"):
         return None
     try:
-        return operator.index(value)  # type: ignore[arg-type]  # asking is the test
-    except TypeError:
+        return operator.index(value) if isinstance(value, SupportsIndex) else None
+    except TypeError:  # as of a float that is a tensor
         return None
 
 

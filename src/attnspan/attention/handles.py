@@ -28,7 +28,7 @@ def handle(thing: object) -> Tensor:
     number = next(_NUMBERS)
     with torch.inference_mode(False):  # made during evaluation, it may be saved for backward later
         found = torch.tensor(number, device="cpu")
-    found.thing = thing  # type: ignore[attr-defined]  # torch keeps attributes for as long as the tensor lives
+    vars(found)["thing"] = thing  # torch keeps attributes for as long as the tensor lives
     _HELD[number] = thing
     return found
 

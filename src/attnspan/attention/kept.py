@@ -43,5 +43,5 @@ def kept_by(header: Tensor) -> KeptKeys | None:
 
 def keep(header: Tensor, keys: KeptKeys | None) -> Tensor:
     """The header, with the keys."""
-    header.kept = keys  # type: ignore[attr-defined]
+    vars(header)["kept"] = keys
     return header

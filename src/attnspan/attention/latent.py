@@ -251,7 +251,8 @@ def _nodes(made: tuple[Tensor, ...]) -> Iterator[Node]:
 def _leaves(made: tuple[Tensor, ...]) -> Iterator[Tensor]:
     """The tensors that gradients end in; an output may be one itself."""
     yield from (x for x in made if x.requires_grad and x.is_leaf)
-    yield from (node.variable for node in _nodes(made) if _is_leaf(node))  # type: ignore[attr-defined]
+    held = (getattr(node, "variable", None) for node in _nodes(made))
+    yield from (x for x in held if isinstance(x, Tensor))
 
 
 def _is_leaf(node: Node) -> bool:

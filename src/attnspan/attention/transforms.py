@@ -67,7 +67,7 @@ def _inside() -> bool:
 
 # What torch.compiler.assume_constant_result does, which would import all of dynamo to say so. Compiled code is guarded
 # on the transforms around it, and those inside of it are on while it is followed.
-_inside._dynamo_marked_constant = True  # type: ignore[attr-defined]
+vars(_inside)["_dynamo_marked_constant"] = True
 
 
 def _is_wrapped(tensor: Tensor) -> bool:

@@ -70,7 +70,9 @@ class Sample:
         """What stands for its tokens in the prefix cache."""
         if self.embedded is None:
             return self.tokens
-        return self.embedded.keys + self.tokens[self.prompt_length :]  # type: ignore[operator]  # both are arrays
+        keys = self.embedded.keys[:]
+        keys.extend(self.tokens[self.prompt_length :])
+        return keys
 
     def whole(self, count: int) -> int:
         """So many of its next tokens, or fewer, that no group is computed in part."""

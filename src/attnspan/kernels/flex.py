@@ -34,7 +34,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from threading import RLock
 from types import FunctionType
-from typing import Any
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import torch
@@ -48,7 +48,11 @@ from attnspan.kernels.merge import has_triton
 from attnspan.kernels.mods import Mods
 from attnspan.kernels.split import split, tables
 from attnspan.masks.blocks import lists_of_tiles
+from attnspan.masks.mask import MaskFunction
 from attnspan.masks.program import Program
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 name = "flex"
 traits = Traits(
@@ -185,7 +189,7 @@ def _attend(spec: Spec, q: Tensor, keys: Keys, region: Region, tables: Sequence[
 Place = tuple[Tensor, Tensor, Tensor | None]
 
 
-def _bound_score(ask: Callable[..., Tensor], place: Place, tables: tuple[Tensor, ...]) -> Any:
+def _bound_score(ask: Callable[..., Tensor], place: Place, tables: tuple[Tensor, ...]) -> Callable[..., Tensor]:
     rows, cols, offsets = place
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
@@ -196,7 +200,7 @@ def _bound_score(ask: Callable[..., Tensor], place: Place, tables: tuple[Tensor,
     return score_mod
 
 
-def _bound_mask(ask: Callable[..., Tensor], place: Place, tables: tuple[Tensor, ...]) -> Any:
+def _bound_mask(ask: Callable[..., Tensor], place: Place, tables: tuple[Tensor, ...]) -> MaskFunction:
     rows, cols, offsets = place
 
     def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
@@ -217,11 +221,13 @@ def _offsets(batch: int, head: int, rows: int, device: torch.device) -> Tensor:
         return torch.tensor([[batch], [head]], device=device).expand(2, rows).contiguous()
 
 
-def _call(q: Tensor, keys: Keys, score_mod: Any, block_mask: Any, scale: float) -> tuple[Tensor, Tensor]:
+def _call(
+    q: Tensor, keys: Keys, score_mod: Callable[..., Tensor] | None, block_mask: BlockMask, scale: float
+) -> tuple[Tensor, Tensor]:
     from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
     k, v = _apart(keys, q.shape[3])
-    out, aux = flex_attention(  # type: ignore[call-overload]
+    out, aux = flex_attention(  # type: ignore[call-overload]  # FLOAT32_PRECISION is none of its named options
         q,
         k,
         v,

@@ -35,7 +35,7 @@ import torch
 from torch import Tensor, fx
 
 from attnspan.kernels.split import split_graph
-from attnspan.masks.program import INDICES, LOOKUP, TRACING, Program, depending
+from attnspan.masks.program import INDICES, LOOKUP, TRACING, Program, depending, looked_up_at
 
 Along = Literal["rows", "cols", "distances", "pairs"]
 Bounds = tuple[int, int] | None
@@ -425,7 +425,7 @@ class _Value(NamedTuple):
 
 def _indices(node: fx.Node) -> list[fx.Node]:
     """Of a lookup; none for a number."""
-    return list(node.args[1]) if node.target is LOOKUP else []  # type: ignore[arg-type]
+    return looked_up_at(node) if node.target is LOOKUP else []
 
 
 def _is_difference(node: fx.Node, q: fx.Node, k: fx.Node) -> bool:

@@ -35,7 +35,7 @@ from torch import Tensor, fx
 
 from attnspan.masks.boxes import Boxes
 from attnspan.masks.extremes import Extremes
-from attnspan.masks.program import CONVERT, INDICES, LOOKUP, Program, depending
+from attnspan.masks.program import CONVERT, INDICES, LOOKUP, Program, depending, looked_up_at
 
 aten = torch.ops.aten
 
@@ -138,7 +138,7 @@ class Intervals:
         if 0 in table.shape or any(i is None or low(i).dtype not in (torch.int32, torch.int64) for i in at):
             return Range(table.new_zeros(1), table.new_zeros(1), torch.zeros_like(self._fixed[0], dtype=torch.bool))
         inside = [_inside(i, length) for i, length in zip(at, table.shape, strict=True)]
-        moving = [dim for dim, i in enumerate(node.args[1]) if i in self._varying]  # type: ignore[arg-type]
+        moving = [dim for dim, i in enumerate(looked_up_at(node)) if i in self._varying]
         kept = moving[:MOST_DIMS] if table.numel() <= MOST_ENTRIES else []
         if key not in self._tables:
             whole = {dim: slice(None) for dim in moving if dim not in kept}

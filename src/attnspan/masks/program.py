@@ -271,7 +271,7 @@ class Program:
         found = [user for node in only for user in node.users]
         tables = tuple(of[node] for node in only for _ in node.users)
         places.graph_copy(self.graph.graph, at)
-        places.output([[at[i] for i in node.args[1]] for node in found])  # type: ignore[index,union-attr]
+        places.output([[at[i] for i in looked_up_at(node)] for node in found])
         for node in inputs:
             inside[node] = graph.node_copy(node)
         for n, node in enumerate(found):
@@ -280,7 +280,7 @@ class Program:
         places.eliminate_dead_code()
         graph.eliminate_dead_code()
         by_key = depending(self.graph.graph, [inputs[self._arguments - 1]])
-        by_row = tuple(i for i, node in enumerate(found) if not by_key.intersection(_indices(node)))
+        by_row = tuple(i for i, node in enumerate(found) if not by_key.intersection(looked_up_at(node)))
         return Lookups(_shared(places), tables, by_row, _shared(graph))
 
 
@@ -518,16 +518,19 @@ def _join_lookups(graph: fx.Graph) -> None:
     """`table[i][j]` as `table[i, j]`: a number, not first a row."""
     for node in graph.nodes:
         while node.target is LOOKUP and isinstance(row := node.args[0], fx.Node) and row.target is LOOKUP:
-            at = [*_indices(row), *_indices(node)]
+            at = [*looked_up_at(row), *looked_up_at(node)]
             if not all(isinstance(i, fx.Node) and _rank(i) == 0 for i in at):
                 break
             node.args = (row.args[0], at)
 
 
-def _indices(lookup: fx.Node) -> Sequence[object]:
+def looked_up_at(lookup: fx.Node) -> list[fx.Node]:
+    """The indices of a lookup."""
     indices = lookup.args[1]
     assert isinstance(indices, list | tuple), "a lookup has a list of them"
-    return indices
+    nodes = [each for each in indices if isinstance(each, fx.Node)]
+    assert len(nodes) == len(indices), "each is a tensor"
+    return nodes
 
 
 def _shared(graph: fx.Graph) -> fx.GraphModule:

@@ -138,5 +138,11 @@ def sequence_dim(core: Core, tensor: DTensor) -> int | None:
     """The dim that a DTensor is sharded on over the session's ranks; None if it is replicated there."""
     for axis, placement in enumerate(tensor.placements):
         if is_ours(core, tensor.device_mesh, axis):
-            return placement.dim if placement.is_shard() else None  # type: ignore[attr-defined]
+            return sharded_dim(placement)
     return None
+
+
+def sharded_dim(placement: Placement) -> int | None:
+    """The dim of a tensor that a placement cuts."""
+    dim: int | None = getattr(placement, "dim", None) if placement.is_shard() else None
+    return dim

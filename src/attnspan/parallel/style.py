@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from attnspan.errors import AttentionError
 from attnspan.parallel.attach import Attachment, attach
-from attnspan.parallel.dtensors import as_dtensor, check_sizes, sequence_dim
+from attnspan.parallel.dtensors import as_dtensor, check_sizes, sequence_dim, sharded_dim
 from attnspan.parallel.session import ContextParallel
 
 
@@ -89,8 +89,8 @@ def _like(given: DTensor, local: Tensor) -> Tensor:
         return local
     shape, theirs = list(local.shape), given.to_local().shape
     for placement in given.placements:
-        if placement.is_shard():
-            dim = placement.dim  # type: ignore[attr-defined]
+        dim = sharded_dim(placement)
+        if dim is not None:
             if dim >= local.dim() or local.shape[dim] != theirs[dim]:
                 raise AttentionError(
                     f"a result must have its tokens in dim {dim} like the argument of shape {tuple(theirs)}, got shape "

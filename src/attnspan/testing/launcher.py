@@ -38,7 +38,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import BaseContext
+from multiprocessing.context import SpawnContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from queue import SimpleQueue
@@ -168,7 +168,7 @@ class Processes:
                     f"{cause}; all were ended; ask for fewer"
                 ) from cause
 
-    def _context(self) -> BaseContext:
+    def _context(self) -> SpawnContext:
         """How processes start."""
         return multiprocessing.get_context("spawn")
 
@@ -247,12 +247,10 @@ class GroupSpec:
         return transport_of(None)
 
 
-def _started(context: BaseContext, spec: GroupSpec, rank: int) -> Child:
+def _started(context: SpawnContext, spec: GroupSpec, rank: int) -> Child:
     ours, theirs = context.Pipe()
     # Daemonic, so that it does not hold up the end of the caller.
-    process = context.Process(  # type: ignore[attr-defined]
-        target=_rank_main, args=(spec, rank, theirs), daemon=True, name=f"rank {rank}"
-    )
+    process = context.Process(target=_rank_main, args=(spec, rank, theirs), daemon=True, name=f"rank {rank}")
     try:
         process.start()
     except BaseException:
@@ -363,10 +361,9 @@ def _error(outcomes: dict[int, RankOutcome], failed: list[int]) -> RankError:
 
 
 def _seconds(name: str, value: object) -> float:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or value <= 0:  # type: ignore[arg-type, operator]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
         raise TransportError(f"{name} must be a number of seconds > 0, got {value!r}")
-    return float(value)  # type: ignore[arg-type]
+    return float(value)
 
 
 def _check_built(backend: str) -> None:

@@ -30,14 +30,17 @@ import itertools
 from collections.abc import Callable
 from threading import RLock
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from attnspan.paged.metadata import PagedMetadata, Pages
 from attnspan.paged.quantised import Quantised
-from attnspan.paged.scoring import Scoring
+from attnspan.paged.scoring import ScoreFunction, Scoring
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 name = "flex"
 
@@ -217,10 +220,12 @@ def _score_mod(spec: Scoring, index: Tensor, at: Tensor, numbers: Tensor, size: 
     return over_pages
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, score_mod: Any, block_mask: Any, scale: float) -> tuple[Tensor, Tensor]:
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, score_mod: ScoreFunction | None, block_mask: BlockMask, scale: float
+) -> tuple[Tensor, Tensor]:
     from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
-    out, aux = flex_attention(  # type: ignore[call-overload]
+    out, aux = flex_attention(  # type: ignore[call-overload]  # FLOAT32_PRECISION is none of its named options
         q, k, v, score_mod=score_mod, block_mask=block_mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1],
         kernel_options={"FLOAT32_PRECISION": "'ieee'"}, return_aux=AuxRequest(lse=True),
     )  # fmt: skip
