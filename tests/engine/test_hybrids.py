@@ -20,8 +20,6 @@ pytestmark = pytest.mark.usefixtures("quietly")
 DAILY = ("olmo-hybrid", "kimi-linear", "mamba2", "falcon-h1", "minimax", "lfm2", "jamba")
 """Each has a recurrence, a mixture of layers or a convolution that no other has."""
 
-SERVED = [name for name in SPECS if name != "zamba"]
-
 
 def model_of(name):
     model = hybrid(name).eval().requires_grad_(False)
@@ -47,7 +45,7 @@ def said(one, asked, new=8):
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in DAILY else pytest.param(name, marks=pytest.mark.slow) for name in SERVED]
+    "name", [name if name in DAILY else pytest.param(name, marks=pytest.mark.slow) for name in SPECS]
 )
 def test_a_family_says_what_it_says_alone(name):
     model = model_of(name)
@@ -62,7 +60,7 @@ def test_a_family_says_what_it_says_alone(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_family_says_what_it_says_alone_over_ranks_in_chunks_or_all_at_once(name, ranks):
     model = model_of(name)
@@ -310,8 +308,6 @@ def test_other_refusals():
         engine(model, state_every=0)
     with pytest.raises(EngineError, match="cuda_graphs=True: the model has recurrent layers, whose states no graph"):
         engine(model, cuda_graphs=True)
-    with pytest.raises(ModelError, match=r"shared_transf.self_attn has no index, and so no place in a cache"):
-        engine(model_of("zamba"))
     mixer = model.model.layers[2].linear_attn
     mixer.forward = lambda *args, **named: None
     with pytest.raises(ModelError, match=r"layers.2.linear_attn .* has forward, a function of its own"):

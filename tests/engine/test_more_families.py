@@ -34,12 +34,9 @@ MORE = {
     "Phimoe": SIZES | WINDOW | EXPERTS,
     "Llama4Text": SPECS["llama4"][2] | {"num_hidden_layers": 4},
 }
-GENERATES = {
-    name: sizes for name, sizes in (SERVED | MORE).items() if name not in (*MASKED, "MBart", "Pegasus", "DiffLlama")
-}
+GENERATES = {name: sizes for name, sizes in (SERVED | MORE).items() if name not in (*MASKED, "MBart", "Pegasus")}
 REFUSED = {
     "Doge": (SIZES, "the model reads 'dtype' of its mask, to change it by itself; such masks are not served"),
-    "DiffLlama": (SIZES, r"layers.0.self_attn attends 2 times in one pass, and an engine serves layers that do once"),
     "Camembert": (ALL_HEADS | {"is_decoder": True}, "counts positions by what is in input_ids, which is not served"),
 }
 
@@ -54,7 +51,15 @@ def engine(model, **options):
     return Engine(model, **({"pages": 40, "page_size": 4, "max_tokens": 16, "max_sequences": 4} | options))
 
 
-FEW = ("StableLm", "Nemotron", "JetMoe", "Qwen2Moe", "Phimoe", "Llama4Text")  # each has something that no other has
+FEW = (
+    "DiffLlama",
+    "StableLm",
+    "Nemotron",
+    "JetMoe",
+    "Qwen2Moe",
+    "Phimoe",
+    "Llama4Text",
+)  # each has something that no other has
 
 
 @pytest.mark.parametrize(
@@ -86,7 +91,7 @@ def test_a_mask_that_comes_later_is_refused_too():
     hook = model.model.layers[1].self_attn.register_forward_pre_hook(
         lambda module, given, named: (given, named | {"attention_mask": torch.zeros(1)}), with_kwargs=True
     )
-    with pytest.raises(ModelError, match="layer 1 is given a mask by its model, and an engine knows of none"):
+    with pytest.raises(ModelError, match="Olmo2Attention is given a mask by its model, and an engine knows of none"):
         one.generate([[5, 6]])
     hook.remove()
     assert one.generate([[5, 6]], SamplingParams(max_new_tokens=3))[0].token_ids == greedy(model, [5, 6], 3)
@@ -192,6 +197,22 @@ def test_a_model_whose_layers_attend_elsewhere_by_now_is_refused():
     with pytest.raises(ModelError, match="1 of 2 layers attended over pages in a call of the model; it has changed"):
         one.generate([[5, 6]])
     one.check()
+
+
+def test_a_model_whose_layers_attend_in_another_order_by_now_is_refused():
+    model = model_of("Olmo2", SIZES)
+    one = engine(model)
+    first, second = (layer.self_attn for layer in model.model.layers)
+
+    def other(module, given, named):  # as code that decides anew in every pass
+        vars(module)["forward"] = lambda *args, **more: type(module).forward(second, *args, **more)
+
+    hook = first.register_forward_pre_hook(other, with_kwargs=True)
+    with pytest.raises(ModelError, match="Olmo2Attention attends as number 0 of a pass, unlike when its model was pro"):
+        one.generate([[5, 6]])
+    hook.remove()
+    del vars(first)["forward"]
+    assert one.generate([[5, 6]], SamplingParams(max_new_tokens=3))[0].token_ids == greedy(model, [5, 6], 3)
 
 
 def test_another_thread_may_not_call_a_model_that_is_being_served():

@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from transformers import Cache, EncoderDecoderCache, PreTrainedModel
 
 from attnspan.attention.score import ScoreFunction
-from attnspan.engine.model import ModelInfo, PackedBatch, StateSpec, StepAttention
+from attnspan.engine.model import ModelInfo, PackedBatch, StepAttention
 from attnspan.errors import ModelError
 from attnspan.integrations.huggingface.biases import COMPUTED, FIRST, ScoreBias, distance_table
 from attnspan.integrations.huggingface.layers import AttentionLayer, attention_layers
@@ -35,6 +35,7 @@ from attnspan.integrations.huggingface.positions import counts_by_itself
 from attnspan.integrations.huggingface.served_model import TransformersModel, positions_of
 from attnspan.integrations.huggingface.serving import (
     ModuleAttention,
+    ProbeResult,
     ServedCall,
     ServedLayers,
     call_served,
@@ -109,11 +110,18 @@ class EncoderDecoderModel(TransformersModel):
         with served(self.model, self):
             return call_served(_call_of(Decoding(attention, batch.sources)), call)
 
-    def _probed(self, layers: ServedLayers) -> tuple[list[AttentionLayer], list[tuple[str, StateSpec]]]:
-        probed, states = super()._probed(ServedLayers(attention_layers(self.model), layers.mixers))
-        _check_plain(probed, self._encoder)
-        decoder = {layer.module for layer in layers.attention}
-        return [layer for layer in probed if layer.module in decoder], states
+    def _probed(self, layers: ServedLayers) -> ProbeResult:
+        every = attention_layers(self.model)
+        calls, states = super()._probed(ServedLayers(every, layers.mixers))
+        _check_plain([replace(every[place], window=window) for place, window in calls], self._encoder)
+        places = {layer.module: place for place, layer in enumerate(layers.attention)}
+        own = [(places[every[place].module], window) for place, window in calls if every[place].module in places]
+        indices = [layers.attention[place].index for place, _ in own]
+        if indices != list(range(len(layers.attention))):
+            raise ModelError(
+                f"the layers of a decoder must attend once in a pass, by their index in a cache, got {indices}"
+            )
+        return ProbeResult(own, states)
 
     def _mods(self, layers: list[AttentionLayer]) -> Mapping[nn.Module, ScoreFunction]:
         """The learned biases; a layer that computes none has that of the last one before it that does."""
@@ -139,7 +147,7 @@ class EncoderDecoderModel(TransformersModel):
 
 def _call_of(modules: ModuleAttention) -> ServedCall:
     """A call in which modules attend as these say."""
-    return ServedCall(StepAttention(), {}, (), modules=modules)
+    return ServedCall(StepAttention(), (), (), modules=modules)
 
 
 def _check_plain(layers: Iterable[AttentionLayer], encoder: set[nn.Module]) -> None:

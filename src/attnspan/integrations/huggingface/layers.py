@@ -181,21 +181,21 @@ def check_is_model(model: object) -> None:
         raise ModelError(f"model must be a transformers model, with a config, got {type(model).__name__}")
 
 
-def decoder_layers(layers: list[AttentionLayer], user: str, gaps: bool = False) -> list[AttentionLayer]:
-    """The layers by their index in a cache; ModelError unless they are a decoder's: `user` serves no others.
-
-    With `gaps` some indices may be those of other layers.
-    """
+def check_decodes(layers: Iterable[AttentionLayer], user: str) -> None:
+    """ModelError unless all layers are a decoder's: `user` serves no others."""
     for layer in layers:
-        for wrong, what in (
-            (layer.cross, "cross-attention"),
-            (not layer.causal, "attention that looks ahead"),
-            (layer.index is None, "no index, and so no place in a cache"),
-        ):
-            if wrong:
-                raise ModelError(f"{layer.name} has {what}; {user} serves decoder-only models")
+        if layer.cross or not layer.causal:
+            what = "cross-attention" if layer.cross else "attention that looks ahead"
+            raise ModelError(f"{layer.name} has {what}; {user} serves decoder-only models")
+
+
+def decoder_layers(layers: list[AttentionLayer], user: str) -> list[AttentionLayer]:
+    """The layers of a decoder by their index in a cache; ModelError unless each has one of its own."""
+    check_decodes(layers, user)
     by_index = {layer.index: layer for layer in layers}
-    if len(by_index) < len(layers) or not (gaps or set(by_index) == set(range(len(layers)))):
+    if None in by_index:
+        raise ModelError(f"{by_index[None].name} has no index, and so no place in a cache; {user} needs one")
+    if set(by_index) != set(range(len(layers))):
         indices = [layer.index for layer in layers]
         raise ModelError(f"layers must be numbered 0 to {len(layers) - 1}, each once, got {indices}")
     return [layer for _, layer in sorted(by_index.items(), key=operator.itemgetter(0))]

@@ -1,10 +1,13 @@
 """A probe of a model before it is served: it is run on two tokens with attention that computes nothing.
 
 What the layers of a model want is written in their source (layers.py); whether the model does so shows only when it
-runs. A mask may have numbers of the model's own; a layer may attend twice, for which there is no place in a cache,
-or not at all. An engine would not notice, and generate other tokens. So each call is compared here with its layer, and
-a model that differs is refused by name, before any page is written. A window that is in a mask alone, and that no layer
-mentions, is found here, and is the layer's from then on.
+runs. A mask may have numbers of the model's own; a layer may attend twice, or not at all. An engine would not notice,
+and generate other tokens. So each call is compared here with its layer, and a model that differs is refused by name,
+before any page is written. A window that is in a mask alone, and that no layer mentions, is found here, and is the
+layer's from then on.
+
+Pages belong to calls: a layer that attends several times in a pass, as one that is shared between depths, has pages for
+each time. The order of calls is noted here, and compared in every step (`ServedCall.next_layer`).
 
 Recurrent mixers run as they are, from states of zeros. Which states they use, and in which order, is found here.
 
@@ -45,12 +48,17 @@ NAME = "attnspan_probe"
 
 
 class Probe:
-    """The layers as they were found so far, and how often each attended."""
+    """The layers as they were found so far, and the order in which they attended."""
 
     def __init__(self, layers: Iterable[AttentionLayer], adopts: bool) -> None:
         self.layers = {layer.module: layer for layer in layers}
         self.adopts = adopts  # a window that is in a mask alone
-        self.calls: Counter[nn.Module] = Counter()
+        self.order: list[nn.Module] = []
+
+    @property
+    def calls(self) -> Counter[nn.Module]:
+        """How often each attended."""
+        return Counter(self.order)
 
 
 _PROBE: ContextVar[Probe | None] = ContextVar("the probe under way", default=None)
@@ -70,7 +78,7 @@ def probe_attention(
         probe.layers[module] = layer = replace(layer, window=window)
         arguments["sliding_window"] = window
     check_arguments(layer, attention_mask, arguments | {"s_aux": arguments.get("s_aux") is not None}, Pattern.of(layer))
-    probe.calls[module] += 1
+    probe.order.append(module)
     batch, heads, length, _ = query.shape
     return value.new_zeros(batch, length, heads, value.shape[-1]), None
 
@@ -94,8 +102,8 @@ class ProbedStates(StepAttention):
 
 
 def probe_model(model: PreTrainedModel, layers: ServedLayers) -> ProbeResult:
-    """The windows of layers, by their masks, and the states of mixers; ModelError for a model that asks for more, or
-    less, than its layers do."""
+    """The order of layers, their windows, by their masks, and the states of mixers; ModelError for a model that asks
+    for more, or less, than its layers do."""
     AttentionInterface.register(NAME, probe_attention)
     AttentionMaskInterface.register(NAME, requested_pattern)
     return probed_once(model, layers, NAME, lambda: _probed(layers, model))
@@ -103,15 +111,15 @@ def probe_model(model: PreTrainedModel, layers: ServedLayers) -> ProbeResult:
 
 def _probed(layers: ServedLayers, model: PreTrainedModel) -> ProbeResult:
     states = ProbedStates()
-    call = ServedCall(states, {}, None)
-    windows = call_served(call, partial(_windows, Probe(layers.attention, adopts=True), model, layers.arguments))
+    call = ServedCall(states, (), None)
+    calls = call_served(call, partial(_calls, Probe(layers.attention, adopts=True), model, layers.arguments))
     unused = [mixer for mixer in layers.mixers if mixer.name not in call.used]
     if unused:
         raise ModelError(f"{unused[0].name} is not used in a pass of the model, and an engine serves layers that are")
-    return ProbeResult(windows, list(zip(call.used, states.states, strict=True)))
+    return ProbeResult(calls, list(zip(call.used, states.states, strict=True)))
 
 
-def _windows(probe: Probe, model: PreTrainedModel, arguments: tuple[str, ...]) -> list[int | None]:
+def _calls(probe: Probe, model: PreTrainedModel, arguments: tuple[str, ...]) -> list[tuple[int, int | None]]:
     tokens = torch.zeros(1, 2, dtype=torch.int64, device=next(model.parameters()).device)
     positions = torch.arange(2, device=tokens.device).unsqueeze(0)
     given: dict[str, Tensor] = dict(zip(arguments, (tokens, positions), strict=False))
@@ -120,14 +128,17 @@ def _windows(probe: Probe, model: PreTrainedModel, arguments: tuple[str, ...]) -
     else:
         given, kept = given | {"logits_to_keep": positions[0, 1:]}, 1
     out = run_probe(probe, model, **given)
-    _check_calls(probe, "an engine serves layers that do once")
+    idle = next((layer for module, layer in probe.layers.items() if module not in probe.order), None)
+    if idle is not None:
+        raise ModelError(f"{idle.name} attends in no pass of the model, and an engine serves layers that do")
     if out.logits.shape[1] != kept:
         raise ModelError(
             f"{type(model).__name__} gives logits of {out.logits.shape[1]} tokens where logits_to_keep asks for one, "
             "and an engine asks for those of last tokens alone"
         )
     _check_cache(model, probe.layers.values())
-    return [layer.window for layer in probe.layers.values()]
+    places = {module: place for place, module in enumerate(probe.layers)}
+    return [(places[module], probe.layers[module].window) for module in probe.order]
 
 
 def probe_pass(model: PreTrainedModel, layers: Iterable[AttentionLayer]) -> None:
@@ -143,7 +154,7 @@ def probe_pass(model: PreTrainedModel, layers: Iterable[AttentionLayer]) -> None
     for layer in layers:
         dispatch_forward(layer.module)
     out = run_probe(probe, model, **inputs)
-    _check_calls(probe, "layers that run several times in a pass, or in none, are not served", several=True)
+    _check_calls(probe)
     check_output(out, (), {2})
 
 
@@ -174,9 +185,12 @@ def run_probe(probe: Probe, model: PreTrainedModel, **inputs: Tensor) -> Any:
         ASKED.reset(asked)
 
 
-def _check_calls(probe: Probe, served: str, several: bool = False) -> None:
-    """Refuse a layer that did not attend once; or with `several`, as often as its class asks for attention."""
+def _check_calls(probe: Probe) -> None:
+    """Refuse a layer that did not attend once, or as often as its class asks for attention."""
     for module, layer in probe.layers.items():
         calls = probe.calls[module]
-        if calls != 1 and not (several and calls == len(calls_of(module))):
-            raise ModelError(f"{layer.name} attends {calls} times in one pass, and {served}")
+        if calls not in (1, len(calls_of(module))):
+            raise ModelError(
+                f"{layer.name} attends {calls} times in one pass, and layers that run several times in a pass, or in "
+                "none, are not served"
+            )

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from attnspan.attention.score import ScoreFunction
 from attnspan.engine.fingerprint import ModelFingerprint
-from attnspan.engine.model import EmbeddedPrompt, LayerSpec, ModelInfo, PackedBatch, StateSpec, StepAttention
+from attnspan.engine.model import EmbeddedPrompt, LayerSpec, ModelInfo, PackedBatch, StepAttention
 from attnspan.errors import EngineError, ModelError
 from attnspan.integrations.huggingface.adapters import adapters_in_use
 from attnspan.integrations.huggingface.embedding import (
@@ -34,6 +34,7 @@ from attnspan.integrations.huggingface.own_attention import NO_MASK, position_bi
 from attnspan.integrations.huggingface.probe import probe_model
 from attnspan.integrations.huggingface.serving import (
     WHILE_SERVED,
+    ProbeResult,
     ServedCall,
     ServedLayers,
     call_served,
@@ -55,11 +56,12 @@ class TransformersModel:
         self.model = model
         self._decoder = decoder_of(model)
         _check_takes_tokens(model)
-        self._described, self._numbers, self._arguments = layers.described, layers.numbers, layers.arguments
+        self._described, self._arguments = layers.described, layers.arguments
         self._latents = _latents_of(layers.attention) if latents else {}
         self._score_mods = self._mods(layers.attention)
         serve_latents(model, self._latents.values())
-        self._layers, states = self._probed(layers)
+        self._calls, states = self._probed(layers)
+        self._take(layers.attention)
         self._mixers = tuple(mixer for mixer, _ in states)
         self._tempered = any(layer.temperature is not None for layer in layers.attention)
         self._weights = _first_weights(model)
@@ -87,13 +89,18 @@ class TransformersModel:
         layers = served_layers(self.model)
         if layers.described == self._described:
             take_mixers(self.model, layers.mixers)
+            self._take(layers.attention)
             return self._info
         return replace(self._info, layers=self._spec_of(layers.attention), states=())
 
-    def _probed(self, layers: ServedLayers) -> tuple[list[AttentionLayer], list[tuple[str, StateSpec]]]:
-        """The attention layers with what a probe of the model finds, and the states of each mixer."""
-        windows, states = probe_model(self.model, layers)
-        return [replace(layer, window=window) for layer, window in zip(layers.attention, windows, strict=True)], states
+    def _probed(self, layers: ServedLayers) -> ProbeResult:
+        """What a probe of the model finds."""
+        return probe_model(self.model, layers)
+
+    def _take(self, layers: list[AttentionLayer]) -> None:
+        """The attention layers as they are now, once for each time that they attend in a pass."""
+        self._layers = [replace(layers[place], window=window) for place, window in self._calls]
+        self._order = tuple(layer.module for layer in self._layers)
 
     def _spec_of(self, layers: Iterable[AttentionLayer]) -> tuple[LayerSpec, ...]:
         """The layers as an engine needs them; those that hand over latents have one key head."""
@@ -120,7 +127,7 @@ class TransformersModel:
         if self._decoder is not self.model:
             call = partial(call_with_merging, Merging(self._decoder_names, batch), call)
         with served(self.model, self):
-            return call_served(ServedCall(attention, self._numbers, self._mixers, self._latents), call)
+            return call_served(ServedCall(attention, self._order, self._mixers, self._latents), call)
 
     def _logits(self, batch: PackedBatch) -> Tensor:
         # Without an attention_mask, transformers would take the packed samples of a model with towers for documents.

@@ -16,7 +16,7 @@ next step. Locks are taken and released within one line (engine/owner.py, [Note:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
 from copy import copy
@@ -41,8 +41,8 @@ from attnspan.integrations.huggingface.latents import METHOD, LatentSource, late
 from attnspan.integrations.huggingface.layers import (
     AttentionLayer,
     attention_layers,
+    check_decodes,
     check_is_model,
-    decoder_layers,
     split_idle,
 )
 from attnspan.integrations.huggingface.masking import Pattern, requested_pattern
@@ -77,11 +77,23 @@ class ServedCall:
     """A call of a model: attention and states, which layer has which number, and which mixer uses which state."""
 
     attention: StepAttention
-    layers: Mapping[int, int]  # by the index in a cache
+    order: tuple[nn.Module, ...]  # the modules that attend, as they come in a pass; some more than once
     mixers: tuple[str, ...] | None  # by state, in the order of their use; None while that is found out
     latents: Container[nn.Module] = ()  # modules that hand over latents
     modules: ModuleAttention | None = None  # in the place of attention over pages
     used: list[str] = field(default_factory=list)  # mixers, by state
+    attended: int = 0
+
+    def next_layer(self, module: nn.Module) -> int:
+        """The number of the layer that attends now, which must be the one of a module."""
+        number = self.attended
+        if self.order[number : number + 1] != (module,):
+            raise ModelError(
+                f"{type(module).__name__} attends as number {number} of a pass, unlike when its model was probed; the "
+                "model has changed since the engine was made: make a new one"
+            )
+        self.attended += 1
+        return number
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -154,12 +166,12 @@ def paged_attention(
     if call is None:
         raise called_while_served(module)
     if attention_mask is not None:
-        raise ModelError(f"layer {module.layer_idx} is given a mask by its model, and an engine knows of none")
+        raise ModelError(f"{type(module).__name__} is given a mask by its model, and an engine knows of none")
     if call.modules is not None:
         return call.modules.of(module, query, key, value, **checked).transpose(1, 2), None
     source = latents_in(module, key, value)
     query, key, value = (each[0].transpose(0, 1) for each in (query, key, value))
-    number = call.layers[module.layer_idx]  # type: ignore[index]  # an int
+    number = call.next_layer(module)
     if source is not None:
         given = query, key.squeeze(1), source.heads(), s_aux
         return call.attention.attend_latent(number, *given).unsqueeze(0), None
@@ -177,7 +189,7 @@ def called_while_served(module: nn.Module) -> EngineError:
 
 @dataclass(frozen=True, slots=True)
 class ServedLayers:
-    """The layers of a model that look at other tokens: those that attend, by their index, and recurrent mixers."""
+    """The layers of a model that look at other tokens: those that attend, and recurrent mixers."""
 
     attention: list[AttentionLayer]
     mixers: list[RecurrentMixer]
@@ -191,11 +203,6 @@ class ServedLayers:
     def arguments(self) -> tuple[str, ...]:
         """The arguments that a packed row is given by: recurrent layers alone need no positions."""
         return ("input_ids", "position_ids") if self.attention else ("input_ids",)
-
-    @property
-    def numbers(self) -> dict[int, int]:
-        """The number of each attention layer, by its index."""
-        return {layer.index: number for number, layer in enumerate(self.attention) if layer.index is not None}
 
 
 def served_layers(model: PreTrainedModel) -> ServedLayers:
@@ -217,7 +224,7 @@ def served_layers(model: PreTrainedModel) -> ServedLayers:
     if model.config.is_encoder_decoder:
         encoder = set(model.get_encoder().modules())
         layers = [layer for layer in layers if not layer.cross and layer.module not in encoder]
-    layers = decoder_layers(layers, "an engine", gaps=bool(mixers))
+    check_decodes(layers, "an engine")
     for layer in layers:
         dispatch_forward(layer.module)
     if not callable(getattr(model, "set_attn_implementation", None)) or model.get_output_embeddings() is None:
@@ -253,9 +260,10 @@ def _check_compiled(model: nn.Module, attends: set[nn.Module]) -> None:
 
 
 class ProbeResult(NamedTuple):
-    """What probing a model found: the window of each layer, and of each state what it is, and whose."""
+    """What probing a model found: whenever a layer attends its place among the layers, and its window; and of each
+    state what it is, and whose."""
 
-    windows: list[int | None]
+    calls: list[tuple[int, int | None]]
     states: list[tuple[str, StateSpec]]
 
 
