@@ -137,7 +137,7 @@ def test_the_text_shows_the_link_and_what_of_the_wire_is_hidden():
     link = {"bandwidth": 5e9, "latency": 3e-5}
     found = {"what": "causal", "predicted_with": "a table", "virtual": False, "link": link, "rows": [row.data()]}
     *_, link, head, line = text(found).splitlines()
-    assert link == "link measured: 5 GB/s, 30 us, all ranks sending at once"
+    assert link == "link measured: 5 GB/s, 30 µs, all ranks sending at once"
     columns = ["strategy", "kernel", "measured", "predicted", "ratio", "on the wire", "waits", "hidden"]
     assert re.split(r"\s{2,}", head) == [*columns, "over the fastest"]
     assert line.split()[2:] == [

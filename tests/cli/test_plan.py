@@ -36,8 +36,8 @@ def test_one_strategy_prints_its_plan_and_timeline():
     result = run("causal", "--seq-len", "1k", "--ranks", "2", "--strategy", "ring", "--layout", "head-tail")
     assert result.stdout.splitlines()[0] == "Causal(), 1024 tokens, HeadTail(ranks=2), ring"
     compute, link = result.stdout.splitlines()[-2:]
-    assert re.search(r" [1-9][0-9.]* us$", compute), "microseconds are not 0.000 s"
-    assert re.search(r"waits [0-9.]+ us$", link)
+    assert re.search(r" [1-9][0-9.]* µs$", compute), "microseconds are not 0.000 s"
+    assert re.search(r"waits [0-9.]+ µs$", link)
     assert json.loads(run("causal", "--seq-len", "1k", "--ranks", "2", "--strategy", "ring", "--json").stdout)
 
 

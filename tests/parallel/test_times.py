@@ -110,7 +110,7 @@ def test_it_explains_what_lost_and_why():
     lines = auto.splitlines()
     assert lines[0].split()[:3] == ["strategy", "layout", "imbalance"]
     assert lines[1].endswith("chosen")
-    assert lines[-2] == "link: 1 GB/s, 200 us, that of cpu-gloo; not measured (virtual ranks)"
+    assert lines[-2] == "link: 1 GB/s, 200 µs, that of cpu-gloo; not measured (virtual ranks)"
     assert lines[-1].startswith(f"ran: {lines[1].split()[0]}")
     assert "; measured " in lines[-1]
     assert given.splitlines()[-1].startswith("ran: ring, as given; measured ")

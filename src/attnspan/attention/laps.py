@@ -20,23 +20,28 @@ class Lap:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stop: Moment = None
-        self._start = _now(device)
+        self._start = now(device)
 
     def end(self) -> Lap:
         """All of the pass was launched."""
-        self._stop = _now(self._device)
+        self._stop = now(self._device)
         return self
 
     @property
     def seconds(self) -> float | None:
         """How long it took, if that is known by now."""
-        start, stop = self._start, self._stop
-        if isinstance(start, torch.cuda.Event) and isinstance(stop, torch.cuda.Event):
-            return float(start.elapsed_time(stop)) / 1e3 if stop.query() else None
-        return stop - start if isinstance(start, float) and isinstance(stop, float) else None
+        return between(self._start, self._stop)
 
 
-def _now(device: torch.device) -> Moment:
+def between(start: Moment, stop: Moment) -> float | None:
+    """Seconds from one moment to another, if they are known by now."""
+    if isinstance(start, torch.cuda.Event) and isinstance(stop, torch.cuda.Event):
+        return float(start.elapsed_time(stop)) / 1e3 if stop.query() else None
+    return stop - start if isinstance(start, float) and isinstance(stop, float) else None
+
+
+def now(device: torch.device) -> Moment:
+    """This moment on a device."""
     if device.type != "cuda":
         return perf_counter()
     if torch.cuda.is_current_stream_capturing():

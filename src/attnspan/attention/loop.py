@@ -16,6 +16,7 @@ from torch import Tensor
 
 from attnspan.attention.kept import KeptKeys, Steps
 from attnspan.attention.lane import Arena, Grads, KeySum, Lane, Message
+from attnspan.attention.spans import computing, travelling
 from attnspan.kernels import Accumulator, Final
 from attnspan.transports import Pending, Transport
 
@@ -28,7 +29,8 @@ def forward(transport: Transport, lanes: Sequence[Lane], kept: KeptKeys | None =
     for index in range(_steps(lanes)):
         arenas = coming.wait()
         coming = KeyExchange(transport, lanes, index + 1)
-        _compute(lanes, arenas, totals, index)
+        with computing(transport, f"tiles of step {index}"):
+            _compute(lanes, arenas, totals, index)
         if kept is not None:
             steps.append(arenas)
     if kept is not None:
@@ -61,10 +63,11 @@ def backward(
     for index in range(_steps(lanes)):
         arenas = coming.wait()
         coming = post(index + 1)
-        keys = [
-            lane.backward(lane.steps[index], arena, final, grad)
-            for lane, arena, final, grad in zip(lanes, arenas, finals, grads, strict=True)
-        ]
+        with computing(transport, f"gradients of step {index}"):
+            keys = [
+                lane.backward(lane.steps[index], arena, final, grad)
+                for lane, arena, final, grad in zip(lanes, arenas, finals, grads, strict=True)
+            ]
         if going is not None:
             going.wait()
         going = GradientExchange(transport, lanes, keys, grads, index)
@@ -87,7 +90,10 @@ class KeyExchange:
             receives += into
             self._arenas.append(arena)
             self._staged += staged
-        self._pending = transport.exchange(sends, receives, "keys") if sends or receives else Pending()
+        self._pending = Pending()
+        if sends or receives:
+            posted = transport.exchange(sends, receives, "keys")
+            self._pending = travelling(transport, posted, f"keys of step {index}")
 
     def wait(self) -> list[Arena]:
         """The arenas, filled."""
@@ -123,7 +129,10 @@ class GradientExchange:
             sends += out
             receives += arrivals.receives
             self._landing.append((lane, step, arrivals, grad))
-        self._pending = transport.exchange(sends, receives, "gradients") if sends or receives else Pending()
+        self._pending = Pending()
+        if sends or receives:
+            posted = transport.exchange(sends, receives, "gradients")
+            self._pending = travelling(transport, posted, f"gradients of step {index}")
 
     def wait(self) -> None:
         self._pending.wait()

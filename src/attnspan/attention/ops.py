@@ -42,6 +42,7 @@ from attnspan.attention.handles import held
 from attnspan.attention.kept import FROM_KEPT, KeptKeys, keep, kept_by
 from attnspan.attention.laps import Lap
 from attnspan.attention.latent import Expander
+from attnspan.attention.spans import recorded
 from attnspan.attention.transforms import check_no_tangents, check_untransformed
 from attnspan.dtypes import lse_dtype
 from attnspan.errors import AttentionError, KernelError
@@ -95,7 +96,8 @@ def attention(
         agreed = agree(call, inputs)
     kept, lap = KeptKeys() if differentiable and agreed.keeps_keys else None, Lap(query.device)
     with unbroken(call.transport), _as_given(query), under_way(call.transport, agreed.name_of(inputs)) as operation:
-        out, lse = execute.forward(call, inputs, kept)
+        with recorded(call.transport, "forward", (call.plan, inputs.shape)):
+            out, lse = execute.forward(call, inputs, kept)
         if sinks is not None:  # see [Note: sinks]
             out, lse = with_sinks(out, lse, sinks[None, :, None])
     call.uses.add_forward(call.plan, inputs.shape, lap)
@@ -147,7 +149,8 @@ def attention_backward(
     how, lap = FROM_KEPT if kept else "", Lap(query.device)
     with unbroken(call.transport), _as_given(query), under_way(call.transport, number, how):
         d_sinks = query.new_empty(0) if sinks is None else _sink_gradient(call, final, sinks)
-        dq, dk, dv, parts, of_weights = execute.backward(call, inputs, final, wanted, kept)
+        with recorded(call.transport, "backward", (call.plan, inputs.shape)):
+            dq, dk, dv, parts, of_weights = execute.backward(call, inputs, final, wanted, kept)
         d_captured = [_over_ranks(call, part, x) for part, x in zip(parts, inputs.captured, strict=True)]
         weights = captured[len(d_captured) :]
         d_captured += [part.to(x.dtype) for part, x in zip(of_weights, weights, strict=True)]

@@ -16,6 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from attnspan.attention.spans import travelling
 from attnspan.attention.wire import places
 from attnspan.layouts.run import Runs
 from attnspan.plan.heads import Heads
@@ -83,9 +84,10 @@ class HeadAllToAll:
         sizes = [[torch.Size(shape).numel() for shape in each] for each in shapes]
         buffers = [flat[self.here].new_empty(sum(each)) for each in sizes]
         others = [m for m in range(len(self.members)) if m != self.here]
-        self.transport.exchange(
+        posted = self.transport.exchange(
             [(self.members[m], flat[m]) for m in others], [(self.members[m], buffers[m]) for m in others], "heads"
-        ).wait()
+        )
+        travelling(self.transport, posted, "heads").wait()
         buffers[self.here] = flat[self.here]
         return [
             [part.view(shape) for part, shape in zip(buffer.split(size), each, strict=True)]

@@ -86,7 +86,7 @@ def text(table: Table) -> str:
     """The table for people."""
     sides = (("inside a host", table.inside), ("between hosts", table.between))
     links = [f"link {name}: {link}" for name, link in sides if link is not None]
-    memory = f"memory: {table.memory_bandwidth / 1e9:.3g} GB/s; a call: {table.launch[0] * 1e6:.0f} us"
+    memory = f"memory: {table.memory_bandwidth / 1e9:.3g} GB/s; a call: {table.launch[0] * 1e6:.0f} µs"
     return "\n".join([table.explain(), memory, *links])
 
 

@@ -42,7 +42,7 @@ from attnspan.parallel.dtensors import is_dtensor, run_attention
 from attnspan.parallel.flex_checks import check_filled, check_lengths, check_single
 from attnspan.parallel.guards import guarded, guards_of
 from attnspan.parallel.report import Machine, PastUses, Report, report
-from attnspan.plan import Plan, RecurrentLayers, Shape
+from attnspan.plan import Hardware, Plan, RecurrentLayers, Shape
 from attnspan.plan.choose import choice_for
 from attnspan.plan.drawing import in_seconds
 from attnspan.plan.local_blocks import local_block_mask
@@ -174,8 +174,7 @@ class Attentions:
         plan, shape = call.latest, call.uses.latest_shape
         if shape is None:
             return "attention has not run: strategies are compared for the shapes of its tensors"
-        machine, transport = self._machine.hardware(shape), self.core.transport
-        hardware = machine or hardware_for(agreed_before(transport) or UNKNOWN, shape, transport.device, call.kernel)
+        machine, hardware = self._machine.hardware(shape), self.hardware(shape)
         lines = [choice_for(plan, shape, hardware, call.keep_keys, recurrent=recurrent).explain()]
         if not hardware.links:
             unmeasured = "virtual ranks" if machine is None else "one rank, strategy given, or ATTNSPAN_LINK=none"
@@ -184,6 +183,13 @@ class Attentions:
         took = call.uses.took("forward", (plan, shape)).seconds + call.uses.took("backward", (plan, shape)).seconds
         given = "" if call.auto else ", as given"
         return "\n".join([*lines, f"ran: {name_of(plan.strategy)}{given}; measured {in_seconds(took)}"])
+
+    def hardware(self, shape: Shape) -> Hardware:
+        """What predictions go by; on virtual ranks a preset."""
+        transport = self.core.transport
+        known = agreed_before(transport) or UNKNOWN
+        found = self._machine.hardware(shape)
+        return found or hardware_for(known, shape, transport.device, self.core.options.kernel)
 
     @property
     def _machine(self) -> Machine:

@@ -48,6 +48,7 @@ from attnspan.parallel.family import Family
 from attnspan.parallel.flex import flex_attention
 from attnspan.parallel.handler import SessionHandler
 from attnspan.parallel.moves import Moves, shifted
+from attnspan.parallel.profile import Profile
 from attnspan.parallel.recurrences import Convolution, Recurrences
 from attnspan.parallel.report import Report, check_used
 from attnspan.parallel.sdpa import AttentionMode
@@ -282,6 +283,15 @@ class ContextParallel:
         """
         calls = self.report().calls
         return self.attentions.explain(self.core.mask_name(mask), self._recurrences.layers(calls) if calls else [])
+
+    def profile(self) -> Profile:
+        """A block for ``with``: every attention on this session's ranks, step by step, measured beside predicted.
+
+        Prints as a table for each kind of pass, forward and backward: computing, transfers and waiting of every step
+        on this rank; `trace(FILE)` writes the same for a trace viewer (profile.py). Sessions of other masks on these
+        ranks count too; recurrent layers do not.
+        """
+        return Profile(self.transport, self.attentions.hardware)
 
     def reset(self) -> None:
         """Start counting again."""

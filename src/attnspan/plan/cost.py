@@ -130,9 +130,9 @@ class Link:
     more than one, or share less.
 
     >>> print(Link(bandwidth=5e9, latency=3e-5))
-    5 GB/s, 30 us
+    5 GB/s, 30 µs
     >>> print(Link(1e9, 1e-4, spread=2.5e9))
-    1 GB/s (2.5 GB/s from several peers), 100 us
+    1 GB/s (2.5 GB/s from several peers), 100 µs
     """
 
     bandwidth: float
@@ -141,7 +141,7 @@ class Link:
 
     def __str__(self) -> str:
         several = "" if self.spread is None else f" ({self.spread / 1e9:.3g} GB/s from several peers)"
-        return f"{self.bandwidth / 1e9:.3g} GB/s{several}, {self.latency * 1e6:.0f} us"
+        return f"{self.bandwidth / 1e9:.3g} GB/s{several}, {self.latency * 1e6:.0f} µs"
 
     def seconds(self, size: float, peers: int = 1) -> float:
         """The time to receive `size` bytes from so many peers; nothing takes no time."""

@@ -33,12 +33,12 @@ def table(head: Sequence[str], lines: Iterable[Sequence[object]]) -> str:
 def in_seconds(seconds: float) -> str:
     """A time for people.
 
-    >>> in_seconds(0.00123), in_seconds(12.0)
-    ('1.23 ms', '12.00 s')
+    >>> in_seconds(4e-6), in_seconds(0.00123), in_seconds(12.0)
+    ('4.0 µs', '1.23 ms', '12.00 s')
     """
     if seconds >= 1:
         return f"{seconds:.2f} s"
-    return f"{seconds * 1e3:.2f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.1f} us"
+    return f"{seconds * 1e3:.2f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.1f} µs"
 
 
 def in_bytes(size: float) -> str:

@@ -75,9 +75,9 @@ def forecast(plan: Plan, strategies: Iterable[Strategy], setting: Setting) -> li
     >>> mask = Causal() & Documents([7000, 3000, 6000, 384])
     >>> plan, setting = Plan(mask, Balanced(mask, ranks=2), 16384), Setting(Shape(8), Hardware.of("h100-nvlink"))
     >>> for found in forecast(plan, [Gather(), Needed(2)], setting):
-    ...     print(found.strategy, f"{found.seconds * 1e6:.0f} us, {found.exchanges} exchanges")
-    Gather() 1384 us, 3 exchanges
-    Needed(stages=2) 1096 us, 3 exchanges
+    ...     print(found.strategy, f"{found.seconds * 1e6:.0f} µs, {found.exchanges} exchanges")
+    Gather() 1384 µs, 3 exchanges
+    Needed(stages=2) 1096 µs, 3 exchanges
     """
     positions = Positions.of(plan)
     by_degree: dict[int, list[Strategy]] = {}

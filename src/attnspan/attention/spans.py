@@ -1,0 +1,115 @@
+"""Spans of a pass: when its steps were computed, when messages were on their way, and when they were waited for.
+
+Recorded while a group is profiled (parallel/profile.py); otherwise a pass looks once per step whether it is. A
+transfer lasts from when its messages are posted until they have been waited for. It may have ended before that: only
+who waits knows that messages are there. So the time of a transfer that is hidden under compute is an upper bound.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+import torch
+
+from attnspan.attention.laps import Moment, between, now
+from attnspan.attention.uses import Pass, Use
+from attnspan.transports import Pending, Transport
+
+Kind = Literal["compute", "transfer", "wait"]
+
+MOST_RECORDED = 16
+"""Of how many passes of one plan and shape the spans are kept."""
+
+
+class TimedSpan(NamedTuple):
+    """A part of a pass, in seconds since the pass began."""
+
+    kind: Kind
+    what: str
+    start: float
+    stop: float
+
+
+@dataclass(eq=False)
+class RecordedPass:
+    """One pass, while it runs and afterwards."""
+
+    way: Pass
+    use: Use
+    device: torch.device
+    start: Moment = field(init=False)
+    stop: Moment = None
+    moments: list[tuple[Kind, str, Moment, Moment]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.start = now(self.device)
+
+    @property
+    def seconds(self) -> float | None:
+        """How long it took, if that is known by now."""
+        return between(self.start, self.stop)
+
+    @property
+    def spans(self) -> list[TimedSpan]:
+        """Its parts whose times are known."""
+        found = [(kind, what, between(self.start, a), between(self.start, b)) for kind, what, a, b in self.moments]
+        return [TimedSpan(kind, what, a, b) for kind, what, a, b in found if a is not None and b is not None]
+
+
+@dataclass(eq=False)
+class Recorder:
+    """The latest passes of a group, by what they did."""
+
+    passes: dict[tuple[Pass, Use], deque[RecordedPass]] = field(default_factory=dict)
+    running: RecordedPass | None = None
+
+
+@contextmanager
+def recorded(transport: Transport, way: Pass, use: Use) -> Iterator[None]:
+    """A block in which one pass runs."""
+    recorder: Recorder | None = transport.memo.get(Recorder)
+    if recorder is None:
+        yield
+        return
+    recorder.running = RecordedPass(way, use, transport.device)
+    try:
+        yield
+        recorder.running.stop = now(transport.device)
+        recorder.passes.setdefault((way, use), deque(maxlen=MOST_RECORDED)).append(recorder.running)
+    finally:
+        recorder.running = None
+
+
+@contextmanager
+def computing(transport: Transport, what: str) -> Iterator[None]:
+    """A block in which a pass computes."""
+    running, start = _running(transport)
+    yield
+    if running is not None:
+        running.moments.append(("compute", what, start, now(running.device)))
+
+
+def travelling(transport: Transport, pending: Pending, what: str) -> Pending:
+    """Messages that have just been posted; how long they travel and are waited for is recorded."""
+    running, posted = _running(transport)
+    if running is None:
+        return pending
+
+    def wait() -> None:
+        start = now(running.device)
+        pending.wait()
+        stop = now(running.device)
+        running.moments += [("transfer", what, posted, stop), ("wait", what, start, stop)]
+
+    return Pending(wait)
+
+
+def _running(transport: Transport) -> tuple[RecordedPass | None, Moment]:
+    """The pass that is recorded now, and the time."""
+    recorder: Recorder | None = transport.memo.get(Recorder)
+    running = None if recorder is None else recorder.running
+    return running, None if running is None else now(running.device)
