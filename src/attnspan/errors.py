@@ -17,7 +17,10 @@ Every error names the argument, says what was asked of it and what arrived, and 
     │   ├── PoolExhausted      fewer pages are free than are needed; nothing was changed
     │   └── UnknownSequence    a sequence that was never added, or was freed
     ├── EngineError        a model, a request or a sampling value that the engine does not serve
-    │   └── UnknownRequest     a request that has ended, or is another engine's
+    │   ├── UnknownRequest     a request that has ended, or is another engine's
+    │   ├── EngineBusy         an engine whose queue is full; try again later
+    │   ├── EngineClosed       an engine that is shutting down, or has failed
+    │   └── StepFailed         a request that was ended because a step of its engine failed
     └── TransportError     a group of ranks that cannot be reached, or a rank that did not answer (a RuntimeError too)
         └── RankError          ranks that were started for a test raised, died or did not end
 
@@ -105,6 +108,22 @@ class EngineError(AttnspanError):
 
 class UnknownRequest(EngineError):
     """A request that has ended already, or was never added to this engine."""
+
+
+class EngineBusy(EngineError):
+    """The queue is full; `retry_after` estimates the seconds until there is room. Nothing was queued."""
+
+    def __init__(self, message: str, retry_after: float = 1.0):
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class EngineClosed(EngineError):
+    """An `AsyncEngine` that is shutting down, or whose engine has failed."""
+
+
+class StepFailed(EngineError):
+    """A step failed, and ended the requests of an `AsyncEngine`; `__cause__` is what the step raised."""
 
 
 class TransportError(AttnspanError, RuntimeError):

@@ -12,7 +12,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "engine.md"
 
 def test_the_code_of_the_page_runs_and_its_tokens_are_those_of_model_generate():
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.S)
-    assert len(blocks) == 12
+    assert len(blocks) == 13
     names = {}
     for block in blocks:
         exec(compile(block, str(PAGE), "exec"), names)
@@ -22,6 +22,7 @@ def test_the_code_of_the_page_runs_and_its_tokens_are_those_of_model_generate():
     assert names["request"].finish_reason == "length"
     assert names["other"].finish_reason == "cancelled"
     assert names["answer"].token_ids == greedy(names["hybrid"], names["answer"].prompt, 4)
+    assert names["streamed"] == names["whole"] == greedy(model, [5, 6, 7], 8)
     engine.check()
     seen = names["sees"].model.generate(**names["inputs"], max_new_tokens=5, do_sample=False, pad_token_id=0)
     assert names["about_image"].token_ids == seen[0, -5:].tolist()

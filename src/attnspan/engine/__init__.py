@@ -1,6 +1,7 @@
 """Generation: requests that come and go, batched step by step, over a KV cache in pages.
 
     llm_engine.py        generate and stream, over
+    async_engine.py      the same for asyncio, over a thread that owns the engine (stepping_thread.py)
     core.py              requests in, tokens out: add, step, cancel (request_table.py: those that are unfinished)
     scheduler.py         what is computed next; ints only, as are sample.py and kv_cache_manager.py
     model_runner.py      one call of the model over pages (model.py: what is asked of a model)
@@ -20,6 +21,7 @@
 Knows no model library. `attnspan.Engine` wraps transformers models (attnspan/generation.py).
 """
 
+from attnspan.engine.async_engine import AnswerStream, AsyncEngine
 from attnspan.engine.config import EngineConfig
 from attnspan.engine.fingerprint import ModelFingerprint
 from attnspan.engine.llm_engine import LLMEngine
@@ -36,8 +38,11 @@ from attnspan.engine.model import (
 from attnspan.engine.params import SamplingParams
 from attnspan.engine.request import Continuation, Request, Token
 from attnspan.engine.stats import EngineStats, Histogram
+from attnspan.engine.stepping_thread import StreamedToken, follow
 
 __all__ = [
+    "AnswerStream",
+    "AsyncEngine",
     "Continuation",
     "EncodingModel",
     "EngineConfig",
@@ -54,5 +59,7 @@ __all__ = [
     "ServedModel",
     "StateSpec",
     "StepAttention",
+    "StreamedToken",
     "Token",
+    "follow",
 ]

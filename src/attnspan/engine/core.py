@@ -58,6 +58,7 @@ from attnspan.engine.stats import EngineStats, Meter, Totals
 from attnspan.engine.warmup import run_warmup
 from attnspan.errors import EngineError, ModelError, integer
 from attnspan.paged import PrefixCache
+from attnspan.transports import Transport
 from attnspan.transports.group import Group, transport_of
 
 
@@ -126,6 +127,21 @@ class EngineCore(Owned):
     @end_tokens.setter
     def end_tokens(self, tokens: frozenset[int]) -> None:
         self._outputs.end_tokens = tokens
+
+    @property
+    def transport(self) -> Transport | None:
+        """The engine's group of ranks; None for one rank."""
+        return self._consensus.transport
+
+    @property
+    def device(self) -> torch.device:
+        """Where pages are."""
+        return self._runner.device
+
+    @property
+    def failure(self) -> BaseException | None:
+        """Why the engine takes no more requests; None while it does. See [Note: after an error]."""
+        return self._failure
 
     def _runner_for(self, mesh: Group, config: EngineConfig) -> ModelRunner:
         if self._consensus.ranks == 1:

@@ -1,0 +1,392 @@
+"""The one thread that owns an engine: it takes commands, steps while there is something to do, and delivers tokens.
+
+    commands   AddCommand, CancelCommand, StopCommand: from any thread, by `put`
+    EngineLoop     what every rank does in a round: all commands that have come, then one step
+    SteppingThread rounds on this rank, and what is told to those who wait
+
+[Note: over ranks] Ranks of an engine make the same calls in the same order. Rank 0 listens; at the beginning of each
+round it sends its commands to the others, which `follow`. A rank 0 without work sends an empty round every `HEARTBEAT`
+seconds, so that no rank waits longer than its group's timeout.
+
+[Note: a step that fails] is a transaction that did not happen. If it ended requests by itself (their text cannot be
+decoded), the others go on. Otherwise all open requests end with the error, and later ones find an engine that is as it
+was. Over ranks a failed step ends the engine.
+
+Knows nothing of asyncio: whoever waits is told by a function that may be called from any thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import nullcontext
+from contextvars import copy_context
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+from threading import Event, Lock, Thread
+from time import monotonic
+from typing import NamedTuple, TypeVar
+
+import torch
+
+from attnspan.engine.llm_engine import LLMEngine
+from attnspan.engine.params import SamplingParams
+from attnspan.engine.prompts import Prompt
+from attnspan.engine.request import Request, Token
+from attnspan.engine.stats import Histogram
+from attnspan.errors import EngineBusy, EngineClosed, EngineError, StepFailed
+
+E = TypeVar("E", bound=BaseException)
+
+log = logging.getLogger("attnspan.engine")
+
+HEARTBEAT = 5.0
+"""Seconds between rounds of ranks that have nothing to do."""
+
+LONGEST_WAIT = 60.0
+"""Seconds: the longest time after which a caller is asked to try again."""
+
+
+@dataclass(frozen=True, slots=True)
+class AddCommand:
+    """Add all of these prompts, or none."""
+
+    call: int
+    prompts: Sequence[Prompt]
+    params: Sequence[SamplingParams | None]
+    salt: Hashable
+    priority: int
+
+
+@dataclass(frozen=True, slots=True)
+class CancelCommand:
+    """End what is left of a call."""
+
+    call: int
+
+
+@dataclass(frozen=True, slots=True)
+class StopCommand:
+    """End all that is left, and the loop."""
+
+
+Command = AddCommand | CancelCommand | StopCommand
+
+
+class StreamedToken(NamedTuple):
+    """A token as a stream has it: of which prompt and sample, the text it adds, and why it is the last, if it is.
+
+    Joined, the texts of a sample are its text. A sample whose logits are not numbers ends without a token: `token_id`
+    is None and `finish_reason` is "error".
+    """
+
+    prompt: int
+    sample: int
+    token_id: int | None
+    text: str
+    finish_reason: str | None
+    logprob: float | None = None
+    top_logprobs: dict[int, float] | None = None
+
+
+class Delivery(NamedTuple):
+    """What a caller is told: its requests when they are added, tokens, and that nothing more comes."""
+
+    requests: list[Request] | None = None
+    tokens: Sequence[StreamedToken] = ()
+    ended: bool = False
+    error: BaseException | None = None
+
+
+@dataclass(slots=True, eq=False)
+class AsyncCall:
+    """One call of `AsyncEngine`: its requests, and how to reach who waits for them."""
+
+    number: int
+    samples: int
+    deliver: Callable[[Delivery], None]  # from the stepping thread
+    since: float = field(default_factory=monotonic)
+    requests: list[Request] = field(default_factory=list)
+    places: Counter[tuple[int, int]] = field(default_factory=Counter)  # by request and sample: tokens that were told
+
+    def streamed(self, token: Token) -> StreamedToken:
+        """A token of this call; each once, in order."""
+        request, sample = token.request, token.sample
+        continuation, place = request.samples[sample], self.places[request.number, sample]
+        prompt = next(number for number, each in enumerate(self.requests) if each is request)
+        if token.token_id is None:
+            return StreamedToken(prompt, sample, None, token.text, token.finish_reason)
+        self.places[request.number, sample] = place + 1
+        logprobs, top = continuation.logprobs, continuation.top_logprobs
+        told = None if logprobs is None else logprobs[place], None if top is None else top[place]
+        return StreamedToken(prompt, sample, token.token_id, token.text, token.finish_reason, *told)
+
+
+class Round(NamedTuple):
+    """What a round came to: calls that were added or refused, tokens, and why the step failed, if it did."""
+
+    added: dict[int, list[Request]]
+    refused: dict[int, Exception]
+    tokens: list[Token]
+    failed: BaseException | None
+
+
+class EngineLoop:
+    """What every rank does in a round: commands, then a step."""
+
+    def __init__(self, engine: LLMEngine) -> None:
+        self.engine = engine
+        self.requests: dict[int, list[Request]] = {}  # by call; those that have not all ended
+        self.stopped = False
+
+    def round(self, commands: Sequence[Command]) -> Round:
+        added, refused = dict[int, list[Request]](), dict[int, Exception]()
+        for command in commands:
+            if isinstance(command, AddCommand):
+                try:
+                    added[command.call] = self.requests[command.call] = self._add(command)
+                except Exception as error:
+                    refused[command.call] = error
+            elif isinstance(command, CancelCommand):
+                self._cancel(self.requests.pop(command.call, ()))
+            else:
+                self.stopped = True
+                self._cancel_all()
+        tokens, failed = list[Token](), None
+        if self.engine.failure is not None:
+            failed = self.engine.failure
+        elif self.requests:
+            try:
+                tokens = self.engine.step()
+            except BaseException as error:
+                failed = error
+                if self.engine.failure is None and not any(request.error is error for request in self._all()):
+                    self._cancel_all()
+        for call in [call for call, requests in self.requests.items() if all(each.finished for each in requests)]:
+            del self.requests[call]
+        return Round(added, refused, tokens, failed)
+
+    def _add(self, command: AddCommand) -> list[Request]:
+        requests: list[Request] = []
+        try:
+            for prompt, params in zip(command.prompts, command.params, strict=True):
+                requests.append(self.engine.add(prompt, params, salt=command.salt, priority=command.priority))
+        except Exception:
+            self._cancel(requests)
+            raise
+        return requests
+
+    def _all(self) -> Iterator[Request]:
+        return (request for requests in self.requests.values() for request in requests)
+
+    def _cancel(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            if not request.finished:
+                try:
+                    self.engine.cancel(request)
+                except Exception as error:  # its last text cannot be decoded; it has ended, and nobody asks
+                    log.warning("request %s was cancelled: %s", request.number, error)
+
+    def _cancel_all(self) -> None:
+        for requests in self.requests.values():
+            self._cancel(requests)
+        self.requests.clear()
+
+
+def follow(engine: LLMEngine) -> None:
+    """Do what rank 0 does, until its `AsyncEngine` is shut down: what every other rank calls.
+
+    Raises what ends the engine: a rank that is lost, or that fails.
+    """
+    transport = engine.transport
+    if transport is None or transport.rank == 0:
+        raise EngineError("follow is for the ranks beside rank 0; rank 0 makes an AsyncEngine of its engine")
+    loop = EngineLoop(engine)
+    while not loop.stopped:
+        loop.round(pickle.loads(transport.agree(b"", "commands of an engine")[0]))
+        if engine.failure is not None:
+            raise engine.failure
+
+
+class SteppingThread:
+    """Rounds in a thread of its own, which is a daemon: a program that ends does not wait for it."""
+
+    def __init__(self, engine: LLMEngine, max_samples: int) -> None:
+        self.engine, self.max_samples = engine, max_samples
+        self.stats = engine.stats()  # as of the last round
+        self.failure: BaseException | None = None  # why no more rounds come, unless it was stopped
+        self.failed_steps = 0
+        self.refused = 0  # calls, because the queue was full
+        self.durations = Histogram()  # of calls that ended by themselves
+        self.idle, self.ended = Event(), Event()
+        self.idle.set()
+        self._closed: str | None = None
+        self._lock = Lock()  # around the two below, and the count of refused calls
+        self._open: dict[int, AsyncCall] = {}
+        self._samples = self._next = 0
+        self._inbox: SimpleQueue[Command] = SimpleQueue()  # `put` may be called by a finaliser
+        self._loop = EngineLoop(engine)
+        Thread(target=copy_context().run, args=(self._run,), name="attnspan-engine", daemon=True).start()
+
+    # ---- from any thread -------------------------------------------------------------------------------------------
+
+    @property
+    def open_calls(self) -> int:
+        return len(self._open)
+
+    def submit(
+        self,
+        prompts: Sequence[Prompt],
+        params: Sequence[SamplingParams | None],
+        salt: Hashable,
+        priority: int,
+        deliver: Callable[[Delivery], None],
+    ) -> AsyncCall:
+        """Queue a call. EngineBusy if there is no room for it, EngineClosed if no more are taken."""
+        default = self.engine.default_params.n or 1
+        samples = sum((each and each.n) or default for each in params)
+        if samples > self.max_samples:
+            raise EngineError(
+                f"a call of {samples} samples is more than the queue ever holds, which is {self.max_samples}; ask for "
+                "fewer prompts or a smaller n"
+            )
+        with self._lock:
+            if self._closed is not None or self.failure is not None:
+                raise self._closing()
+            if self._samples + samples > self.max_samples:
+                self.refused += 1
+                raise EngineBusy(
+                    f"the queue is full: {self._samples} samples run or wait, of at most {self.max_samples}; try again "
+                    "later",
+                    self._retry_after(),
+                )
+            call = AsyncCall(self._next, samples, deliver)
+            self._next += 1
+            self._open[call.number] = call
+            self._samples += samples
+            self.idle.clear()
+            self._inbox.put(AddCommand(call.number, prompts, params, salt, priority))
+        return call
+
+    def cancel(self, call: AsyncCall) -> None:
+        """End what is left of a call. Does nothing if it has ended; any thread may, and so may a finaliser."""
+        self._inbox.put(CancelCommand(call.number))
+
+    def close(self, reason: str) -> None:
+        """Take no more calls."""
+        with self._lock:
+            self._closed = self._closed or reason
+
+    def stop(self) -> None:
+        """End all calls, and the thread."""
+        self._inbox.put(StopCommand())
+
+    def _closing(self) -> EngineClosed:
+        """Why there are no more tokens; a new error for each who is told."""
+        if self.failure is None:
+            return EngineClosed(self._closed or "the engine was shut down")
+        return _caused(EngineClosed("the engine has failed, and takes no more requests; make a new one"), self.failure)
+
+    def _retry_after(self) -> float:
+        """About how long a call takes."""
+        return min(max(self.durations.mean, 1.0), LONGEST_WAIT)
+
+    # ---- in the thread ---------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        cuda = self.engine.device.type == "cuda"
+        try:
+            with torch.cuda.device(self.engine.device) if cuda else nullcontext():
+                while not self._loop.stopped:
+                    self._round()
+        except BaseException as error:
+            log.exception("the engine has failed, and takes no more requests")
+            self.failure = error
+        finally:
+            self._end_all()
+            self.ended.set()
+
+    def _round(self) -> None:
+        commands = self._commands()
+        if self.engine.transport is not None:
+            self.engine.transport.agree(pickle.dumps(commands), "commands of an engine")
+        done = self._loop.round(commands)
+        self.stats = self.engine.stats()
+        for number, refusal in done.refused.items():
+            self._end(number, refusal)
+        for number, requests in done.added.items():
+            call = self._open.get(number)
+            if call is not None:
+                call.requests = requests
+                call.deliver(Delivery(requests))
+        for command in commands:
+            if isinstance(command, CancelCommand):
+                self._end(command.call, None)
+        if done.failed is not None:
+            self._failed(done.failed)
+        self._deliver(done.tokens)
+        if self.engine.failure is not None:
+            raise self.engine.failure
+
+    def _commands(self) -> list[Command]:
+        """All that have come; it waits for one if there is nothing else to do."""
+        found: list[Command] = []
+        try:
+            if not self._loop.requests:
+                found.append(self._inbox.get(timeout=None if self.engine.transport is None else HEARTBEAT))
+            while True:
+                found.append(self._inbox.get_nowait())
+        except Empty:
+            return found
+
+    def _deliver(self, tokens: Sequence[Token]) -> None:
+        """Tokens to their calls. A call ends with the last token of its last sample."""
+        calls = {id(request): call for call in self._open.values() for request in call.requests}
+        by_call: dict[int, list[StreamedToken]] = {}
+        for token in tokens:
+            call = calls.get(id(token.request))
+            if call is not None:
+                by_call.setdefault(call.number, []).append(call.streamed(token))
+        for number, streamed in by_call.items():
+            call = self._open[number]
+            ended = all(request.finished for request in call.requests)
+            if ended:
+                self.durations = self.durations.plus([monotonic() - call.since])
+                self._forget(call)  # first: who hears of the end may ask for more
+            call.deliver(Delivery(tokens=streamed, ended=ended))
+
+    def _failed(self, error: BaseException) -> None:
+        """Tell those whose requests a failed step has ended. See [Note: a step that fails]."""
+        self.failed_steps += 1
+        log.error("a step of the engine has failed", exc_info=error)
+        for call in list(self._open.values()):
+            hit = any(request.error is error for request in call.requests)
+            if hit or (call.requests and all(request.finished for request in call.requests)):
+                self._end(call.number, _caused(StepFailed("a step of the engine failed; the request was ended"), error))
+                self._inbox.put(CancelCommand(call.number))  # what is left of it
+
+    def _end(self, number: int, error: BaseException | None) -> None:
+        call = self._open.get(number)
+        if call is not None:
+            self._forget(call)
+            call.deliver(Delivery(ended=True, error=error))
+
+    def _end_all(self) -> None:
+        with self._lock:
+            self._closed = self._closed or "the engine was shut down"
+        for number in list(self._open):
+            self._end(number, self._closing())
+
+    def _forget(self, call: AsyncCall) -> None:
+        with self._lock:
+            del self._open[call.number]
+            self._samples -= call.samples
+            if not self._open:
+                self.idle.set()
+
+
+def _caused(error: E, cause: BaseException) -> E:
+    error.__cause__ = cause
+    return error
