@@ -78,10 +78,18 @@ def page_data(drawn: Drawn) -> dict[str, Any]:
         "mask": repr(drawn.mask)[:300],
         "seq_len": drawn.seq_len,
         "bands": [list(band) for band in drawn.mask.bands(drawn.seq_len, row=drawn.row)],
-        "machine": f"{drawn.shape}, {drawn.hardware.name}",
+        "machine": _machine(drawn),
         "labels": list(labels),
         "layouts": layouts,
     }
+
+
+def _machine(drawn: Drawn) -> str:
+    """What timelines are predicted for, in words."""
+    shape, hardware = drawn.shape, drawn.hardware
+    heads = f"{shape.heads} heads" + ("" if shape.kv_heads == shape.heads else f" on {shape.kv_heads} key heads")
+    measured = f", rates measured: {hardware.note}" if hardware.curves else ""
+    return f"{heads}, head dim {shape.head_dim}, {shape.dtype}; {hardware.name}{measured}"
 
 
 def _pieces(drawn: Drawn, shards: Shards) -> int:
