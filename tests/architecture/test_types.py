@@ -14,8 +14,8 @@ import pytest
 import attnspan
 
 ROOT = Path(attnspan.__file__).parent
-ANY = {"parallel": 40, "integrations": 164}
-IGNORES = 33
+ANY = {"parallel": 40, "integrations": 137}
+IGNORES = 30
 
 
 def anys(source):

@@ -1,6 +1,6 @@
 """Transformers models over ranks and pages: enabling.py for training, served_model.py and cache.py for generation."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from attnspan.integrations.huggingface.cache import PagedCache
 from attnspan.integrations.huggingface.enabling import Enabled, enable
@@ -21,9 +21,10 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name in ("SpanTrainer", "SpanTrainerMixin", "dealing"):  # Trainer takes long to import, and wants accelerate
         from attnspan.integrations.huggingface import training
 
-        return getattr(training, name)
+        found: object = getattr(training, name)
+        return found
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

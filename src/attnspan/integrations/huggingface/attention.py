@@ -16,7 +16,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -114,10 +114,9 @@ def wants_latents(source: LatentSource, numbers: Tensor) -> bool:
     """Whether a layer's latents are to travel: under a strategy that was given, unless it exchanges heads; with "auto"
     where that is predicted to take less time. Compiled code, and matrices that are sharded, move keys and values."""
     binding: LayerBinding | None = getattr(source.module, BINDING, None)
-    weights = source.module.kv_b_proj.parameters()  # type: ignore[union-attr]  # a module
     if torch.compiler.is_compiling() or binding is None or binding.kind is None:
         return False
-    if any(type(x) is not nn.Parameter for x in weights):
+    if any(type(x) is not nn.Parameter for x in source.matrix.parameters()):
         return False
     layer, attention = binding.layer, binding.enabled.attention_for(binding.kind)
     sizes = layer.query_heads, layer.kv_heads, layer.head_dim, layer.value_dim, len(numbers)
@@ -189,12 +188,12 @@ def is_bound(model: nn.Module) -> bool:
 
 def own_config(model: PreTrainedModel) -> None:
     """Give a model a config that no other has. See [Note: a config of its own] in enabling.py."""
-    memo: dict[int, Any] = {}
+    memo: dict[int, object] = {}
     copy.deepcopy(model.config, memo)
     for module in model.modules():
         theirs = vars(module).get("config")
         if isinstance(theirs, PreTrainedConfig) and id(theirs) in memo:
-            module.config = memo[id(theirs)]
+            vars(module)["config"] = memo[id(theirs)]
 
 
 def configs_of(model: PreTrainedModel) -> list[PreTrainedConfig]:

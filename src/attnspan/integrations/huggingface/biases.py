@@ -23,12 +23,13 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import MethodType
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from attnspan.attention.score import DTYPES, ScoreFunction
+from attnspan.integrations.huggingface.classes import class_of
 
 COMPUTED = "compute_bias"
 """The method of a layer that computes a relative position bias."""
@@ -105,14 +106,17 @@ def relative_bias(module: nn.Module) -> ScoreBias | None:
     heads, decodes, buckets, furthest = (getattr(module, name, None) for name in names)
     if not isinstance(heads, int) or not isinstance(buckets, int) or not isinstance(furthest, int):
         return None
-    cls: Any = next(base for base in type(module).__mro__ if not base.__module__.startswith("torch."))
     reach = 2 * furthest  # farther than the largest distance, as logarithms are rounded
     attributes = (("is_decoder", decodes), *zip(names[2:], (buckets, furthest), strict=True))
-    return ScoreBias("distance", heads, reach) if _goes_by_distance(cls, attributes, buckets, reach) else None
+    return (
+        ScoreBias("distance", heads, reach) if _goes_by_distance(class_of(module), attributes, buckets, reach) else None
+    )
 
 
 @functools.cache
-def _goes_by_distance(cls: Any, attributes: tuple[tuple[str, object], ...], buckets: int, reach: int) -> bool:
+def _goes_by_distance(
+    cls: type[nn.Module], attributes: tuple[tuple[str, object], ...], buckets: int, reach: int
+) -> bool:
     """See [Note: by distance]. The module has one head, and the number of each bucket for its bias."""
     module = cls.__new__(cls)
     nn.Module.__init__(module)
@@ -157,7 +161,8 @@ def _none(*lengths: int, device: torch.device | None = None, **more: object) -> 
 
 
 def _table_up_to(reach: int) -> Callable[..., Tensor]:
-    def compute_bias(module: Any, *lengths: int, device: torch.device, **more: object) -> Tensor:
-        return distance_table(functools.partial(type(module).compute_bias, module), reach, device)
+    def compute_bias(module: nn.Module, *lengths: int, device: torch.device, **more: object) -> Tensor:
+        compute: Callable[..., Tensor] = getattr(type(module), COMPUTED)
+        return distance_table(functools.partial(compute, module), reach, device)
 
     return compute_bias

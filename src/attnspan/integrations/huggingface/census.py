@@ -19,13 +19,13 @@ them either. `LACKING` completes those.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import transformers
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
@@ -39,7 +39,7 @@ from attnspan.testing import loopback
 
 Kind = Literal["causal", "image-text"]
 
-MAPPINGS: dict[Kind, dict[str, Any]] = {
+MAPPINGS: Mapping[Kind, Mapping[str, str | tuple[str, ...]]] = {
     "causal": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     "image-text": modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 }
@@ -49,7 +49,7 @@ _COMPASS = {"rope_parameters": {"full_attention": {"rope_type": "default", "rope
 _INDEXER = {"n_heads": 16, "kv_heads": 1, "head_dim": 256, "budget": 2048, "compress_ratio": 16}
 _QWEN4 = {f"indexer_{name}": value for name, value in _INDEXER.items()}
 
-LACKING: dict[str, dict[str, Any]] = {
+LACKING: dict[str, Mapping[str, object]] = {
     "aya_vision": {"vision_config": {"model_type": "siglip_vision_model", "num_attention_heads": 16}},
     "chameleon": {"vocabulary_map": {"<image>": 8711}},
     "cohere_compass": {"text_config": _COMPASS},
@@ -75,7 +75,7 @@ LACKING: dict[str, dict[str, Any]] = {
 _SIZES = {"vocab_size": 64, "hidden_size": 32, "num_attention_heads": 4}
 _EXPERTS = {"moe_num_experts": 4, "moe_top_k": 2}
 
-SMALL: dict[str, dict[str, Any]] = {
+SMALL: dict[str, Mapping[str, object]] = {
     "dbrx": {"vocab_size": 64, "d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 64}
     | {"attn_config": {"rope_theta": 1e4, "clip_qkv": 8.0, "kv_n_heads": 2}}
     | {"ffn_config": {"hidden_size": 32, "ffn_hidden_size": 48} | _EXPERTS},
@@ -124,8 +124,8 @@ def family(kind: Kind, name: str) -> FamilyReport:
 
 def default_config(name: str) -> PreTrainedConfig:
     """The default config of a model type, complete. See [Note: default configs]."""
-    config: PreTrainedConfig = CONFIG_MAPPING[name](**(LACKING | SMALL).get(name, {}))
-    return config
+    build: Callable[..., PreTrainedConfig] = CONFIG_MAPPING[name]
+    return build(**(LACKING | SMALL).get(name, {}))
 
 
 def config_of(kind: Kind, name: str, cls: type[PreTrainedModel]) -> PreTrainedConfig:
@@ -166,28 +166,30 @@ def _check_training(model: PreTrainedModel) -> None:
     """Refuse a model that `enable` refuses, when it begins or in a pass."""
     (handle,) = loopback(1).run(lambda world: enable(model, world))
     handle.disable()
-    with _ordinary():
+    with _Ordinary():
         probe_pass(model, handle.layers)
 
 
 def _check_generation(model: PreTrainedModel) -> None:
     """Refuse a model that an engine refuses."""
-    with _ordinary():
+    with _Ordinary():
         TransformersModel(model)
-
-
-def _ordinary() -> _Ordinary:
-    return _Ordinary()  # type: ignore[no-untyped-call]
 
 
 class _Ordinary(TorchDispatchMode):
     """See [Note: questions]."""
 
-    @cached_property
-    def answers(self) -> Any:
-        return WeakTensorKeyDictionary()
+    def __init__(self) -> None:
+        TorchDispatchMode.__init__(self)
+        self.answers: MutableMapping[object, bool] = WeakTensorKeyDictionary()  # of tensors without numbers
 
-    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         if torch.Tag.data_dependent_output in func.tags and args[0] in self.answers:
             return self.answers[args[0]]
         out = func(*args, **(kwargs or {}))

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import fields
-from typing import Any
 
 from attnspan.engine.params import SamplingParams
 from attnspan.errors import EngineError
@@ -48,7 +47,7 @@ NEUTRAL = {"num_beams": 1, "num_beam_groups": 1, "diversity_penalty": 0.0, "guid
 """Settings that are not served, with the values that ask for nothing."""
 
 
-def defaults_of(config: Any, stacklevel: int = 1) -> SamplingParams:
+def defaults_of(config: object, stacklevel: int = 1) -> SamplingParams:
     """The params that a generation_config stands for; a warning names what is not served, and EngineError what is not
     valid."""
     asked = {} if config is None else vars(config)

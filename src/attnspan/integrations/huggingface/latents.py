@@ -21,16 +21,19 @@ import functools
 import inspect
 import textwrap
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from attnspan.engine.model import LatentHeads
 from attnspan.errors import ModelError
+from attnspan.integrations.huggingface.classes import class_of
 from attnspan.integrations.huggingface.layers import PARSING
 
 METHOD = "expand_kv"
+
+MATRIX = "kv_b_proj"
+"""The part of a layer that expands its latents."""
 
 SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
@@ -69,9 +72,8 @@ class LatentSource:
         )
 
     def _expanded(self, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
-        method: Any = getattr(type(self.module), METHOD)
-        key, value = method(self.module, kv_nope, k_rot)
-        return key, value
+        method: Callable[[nn.Module, Tensor, Tensor], tuple[Tensor, Tensor]] = getattr(type(self.module), METHOD)
+        return method(self.module, kv_nope, k_rot)
 
     def _size(self, name: str) -> int:
         return int(getattr(self.module, name))
@@ -86,12 +88,23 @@ class LatentSource:
         """How many of them are multiplied."""
         return self._size("kv_lora_rank")
 
+    @property
+    def matrix(self) -> nn.Module:
+        """What multiplies them."""
+        return self.module.get_submodule(MATRIX)
+
     # ---- absorbed ----------------------------------------------------------------------------------------------
+
+    @property
+    def _weight(self) -> Tensor:
+        matrix = self.matrix
+        assert isinstance(matrix, nn.Linear), "only such a matrix is absorbed"
+        return matrix.weight
 
     @property
     def is_absorbable(self) -> bool:
         """Whether one matrix is all that expands; adapters and quantised weights are more."""
-        up = getattr(self.module, "kv_b_proj", None)
+        up = getattr(self.module, MATRIX, None)
         return type(up) is nn.Linear and up.bias is None and not up._forward_hooks and not up._forward_pre_hooks
 
     def heads(self) -> LatentHeads:
@@ -100,7 +113,7 @@ class LatentSource:
             raise ModelError(
                 f"{type(self.module).__name__}.kv_b_proj has changed since the engine was made: make a new one"
             )
-        weight: Tensor = self.module.kv_b_proj.weight  # type: ignore[union-attr, assignment]  # a Linear
+        weight = self._weight
         key, value = self._size("qk_nope_head_dim"), self._size("v_head_dim")
         of_keys, of_values = weight.unflatten(0, (-1, key + value)).split([key, value], dim=1)
         return LatentHeads(of_keys, of_values)
@@ -108,7 +121,7 @@ class LatentSource:
     @torch.no_grad()
     def agrees(self) -> bool:
         """Whether the matrix makes the keys and values that the method makes, of a few latents."""
-        weight: Tensor = self.module.kv_b_proj.weight  # type: ignore[union-attr, assignment]  # a Linear
+        weight = self._weight
         numbers = torch.arange(3 * self.width, device=weight.device, dtype=torch.float64).add(1).mul(0.7).cos()
         latent = numbers.view(1, 3, self.width).to(weight.dtype)
         pairs = zip(self.expand(latent), self.heads().expand(latent), strict=True)
@@ -124,7 +137,7 @@ def latents_in(module: nn.Module, key: Tensor, value: Tensor) -> LatentSource | 
 
 def latent_source(module: nn.Module, asked: Asked) -> LatentSource | None:
     """What stands in for a module's keys and values; None for one that is no known layer of latents."""
-    cls = next(base for base in type(module).__mro__ if not base.__module__.startswith("torch."))  # not FSDP2's
+    cls = class_of(module)
     sized = all(isinstance(getattr(module, name, None), int) for name in SIZES)
     own = isinstance(vars(module).get(METHOD), LatentSource) or METHOD not in vars(module)
     known = sized and own and cls.__module__.startswith("transformers.") and _hands_over(cls)

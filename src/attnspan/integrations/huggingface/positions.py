@@ -14,9 +14,9 @@ they return: the frequencies are those of one device, and so is what they keep f
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Protocol, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -29,11 +29,12 @@ from attnspan.integrations.huggingface.layers import calls_of
 from attnspan.integrations.huggingface.mixers import is_mixer
 
 if TYPE_CHECKING:
+    from attnspan.integrations.huggingface.batches import Entries
     from attnspan.integrations.huggingface.enabling import ForwardPass
 
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-Before = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Arguments]
-After = Callable[[nn.Module, tuple[Any, ...], object], object]
+Arguments = tuple[tuple[object, ...], dict[str, object]]
+Before = Callable[[nn.Module, tuple[object, ...], dict[str, object]], Arguments]
+After = Callable[[nn.Module, tuple[object, ...], object], object]
 """Hooks before and after forward."""
 
 BY_LENGTH = ("dynamic", "longrope")
@@ -54,32 +55,39 @@ CONTENT = "create_position_ids_from_input"
 """The beginning of the names of functions that count the tokens that are not padding (RoBERTa)."""
 
 
+class ContentCount(Protocol):
+    """An embedding whose count of tokens is a method, as RoBERTa's."""
+
+    padding_idx: int
+    create_position_ids_from_input_ids: Callable[[Tensor, int], Tensor]
+    create_position_ids_from_inputs_embeds: Callable[[Tensor, int], Tensor]
+
+
 def counts_content(module: nn.Module) -> bool:
     """Whether a module counts positions by what is in input_ids."""
     methods = [each for each in vars(type(module)).values() if inspect.isfunction(each)]
     return any(used.startswith(CONTENT) for each in methods for used in each.__code__.co_names)
 
 
-def takes_counted(module: Any) -> bool:
-    """Whether one that does takes positions instead, and has its count as a method: embeddings like RoBERTa's."""
+def _has_count(module: nn.Module) -> TypeGuard[ContentCount]:
+    return all(hasattr(module, f"{CONTENT}{end}") for end in ("_ids", "s_embeds"))
+
+
+def takes_counted(module: nn.Module) -> bool:
+    """Whether one that does takes positions instead, and has its count as a method."""
     forward = inspect.getsource(inspect.unwrap(type(module).forward))
-    return "if position_ids is None:" in forward and all(
-        hasattr(module, f"{CONTENT}{end}") for end in ("_ids", "s_embeds")
-    )
+    return "if position_ids is None:" in forward and _has_count(module)
 
 
-def counted_positions(model: nn.Module, entries: Mapping[str, Any]) -> Tensor | None:
+def counted_positions(model: nn.Module, entries: Entries) -> Tensor | None:
     """The positions (B, S) of a whole batch, as a model's embeddings count them; None if they do not."""
-    counting: Any = next(filter(counts_content, model.modules()), None)
+    counting = next(filter(_has_count, filter(counts_content, model.modules())), None)
     if counting is None:
         return None
     tokens = entries.get("input_ids")
-    found: Tensor = (
-        counting.create_position_ids_from_inputs_embeds(entries["inputs_embeds"], counting.padding_idx)
-        if tokens is None
-        else counting.create_position_ids_from_input_ids(tokens, counting.padding_idx)
-    )
-    return found
+    if tokens is None:
+        return counting.create_position_ids_from_inputs_embeds(entries["inputs_embeds"], counting.padding_idx)
+    return counting.create_position_ids_from_input_ids(tokens, counting.padding_idx)
 
 
 def depends_on_length(module: nn.Module) -> bool:
@@ -146,7 +154,7 @@ def _counts(module: nn.Module) -> bool:
 def _own(here: Callable[[], ForwardPass], encoder: bool) -> Before:
     """Gives an embedding the positions of a rank's tokens."""
 
-    def before(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, object]) -> Arguments:
+    def before(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> Arguments:
         session = here().encoder if encoder else here().session
         assert session is not None, "an encoder has a session"
         return args, kwargs | {"position_ids": session.positions}
@@ -157,7 +165,7 @@ def _own(here: Callable[[], ForwardPass], encoder: bool) -> Before:
 def _with_last(here: Callable[[], ForwardPass]) -> Before:
     """Gives a rotary embedding, called with (x, position_ids), one token more. See [Note: the last position]."""
 
-    def before(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, object]) -> Arguments:
+    def before(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> Arguments:
         named = "position_ids" in kwargs
         ids = kwargs["position_ids"] if named else args[1]
         assert isinstance(ids, Tensor), "rotary embeddings are called with (x, position_ids)"
@@ -168,6 +176,6 @@ def _with_last(here: Callable[[], ForwardPass]) -> Before:
     return before
 
 
-def _without_last(module: nn.Module, args: tuple[Any, ...], output: object) -> object:
+def _without_last(module: nn.Module, args: tuple[object, ...], output: object) -> object:
     """What a rotary embedding returned, (..., S, D), without that token."""
     return tree_map_only(Tensor, lambda each: each[..., :-1, :], output)

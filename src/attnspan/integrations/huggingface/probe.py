@@ -21,11 +21,11 @@ from collections.abc import Iterable
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedModel
+from transformers.utils import ModelOutput
 
 from attnspan.engine.model import StateSpec, StepAttention
 from attnspan.errors import ModelError
@@ -131,9 +131,10 @@ def _calls(probe: Probe, model: PreTrainedModel, arguments: tuple[str, ...]) -> 
     idle = next((layer for module, layer in probe.layers.items() if module not in probe.order), None)
     if idle is not None:
         raise ModelError(f"{idle.name} attends in no pass of the model, and an engine serves layers that do")
-    if out.logits.shape[1] != kept:
+    logits = out["logits"]
+    if logits.shape[1] != kept:
         raise ModelError(
-            f"{type(model).__name__} gives logits of {out.logits.shape[1]} tokens where logits_to_keep asks for one, "
+            f"{type(model).__name__} gives logits of {logits.shape[1]} tokens where logits_to_keep asks for one, "
             "and an engine asks for those of last tokens alone"
         )
     _check_cache(model, probe.layers.values())
@@ -174,12 +175,13 @@ def _check_cache(model: PreTrainedModel, layers: Iterable[AttentionLayer]) -> No
             )
 
 
-def run_probe(probe: Probe, model: PreTrainedModel, **inputs: Tensor) -> Any:
+def run_probe(probe: Probe, model: PreTrainedModel, **inputs: Tensor) -> ModelOutput:
     """Call a model whose layers ask for the attention of this name."""
     before, asked = _PROBE.set(probe), ASKED.set(probe_attention)
     try:
         with torch.no_grad():
-            return model(**inputs, use_cache=False)
+            out: ModelOutput = model(**inputs, use_cache=False)
+            return out
     finally:
         _PROBE.reset(before)
         ASKED.reset(asked)

@@ -17,8 +17,7 @@ import ast
 import functools
 import inspect
 import textwrap
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
 
 from torch import nn
 
@@ -52,7 +51,10 @@ def token_mixing(module: nn.Module, after: str = "") -> str | None:
 
 @functools.cache
 def mixing_in(
-    function: Any, moving: frozenset[str] = MOVING, uncalled: frozenset[str] = frozenset(), after: str = ""
+    function: Callable[..., object],
+    moving: frozenset[str] = MOVING,
+    uncalled: frozenset[str] = frozenset(),
+    after: str = "",
 ) -> str | None:
     """The first such expression of a function, of which those called `moving` move tokens; raises without source.
 

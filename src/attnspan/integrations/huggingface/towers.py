@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -37,11 +37,9 @@ from attnspan.parallel.batch import NAMED, check_one_batch
 from attnspan.parallel.checksum import checksum
 
 if TYPE_CHECKING:
-    from attnspan.integrations.huggingface.batches import SequenceInputs
+    from attnspan.integrations.huggingface.batches import Entries, SequenceInputs
     from attnspan.parallel import ContextParallel
     from attnspan.transports import Transport
-
-Entries = dict[str, Any]
 
 FEATURES = {"deepstack_visual_embeds": "visual_pos_masks", "deepstack_features": "vision_mask"}
 """Features of (N, ...) that a decoder adds to hidden states, and the (B, S) or (B, S, D) mask of their tokens."""
