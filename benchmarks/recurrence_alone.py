@@ -27,7 +27,7 @@ from torch.nn import functional as F
 
 import attnspan as span
 from attnspan.layouts import Balanced, Contiguous, Layout
-from attnspan.recurrence import fla
+from attnspan.recurrence import fla, fla_package
 from attnspan.transports import Pending
 from benchmarks.report import folded, header
 from benchmarks.silent import Silent
@@ -304,8 +304,8 @@ def page(sizes: Sizes, found: Sequence[Row], command: str) -> str:
 def main(sizes: Sizes, out: Path, command: str) -> None:
     began, found = time.perf_counter(), []
     if sizes.configs and fla.installed() is not None:
-        for name in fla.PARTS:
-            fla.part(name)
+        for name in fla_package.PARTS:
+            fla_package.part(name)
         narrowed(sizes.configs)
     for row in rows(sizes):
         found.append(row)

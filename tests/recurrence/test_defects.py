@@ -28,7 +28,7 @@ def test_without_a_defect_all_is_well():
 
 
 def wrong_order(patch):
-    """Maps are composed from the last to the first."""
+    """AffineMaps are composed from the last to the first."""
     whole = plan.RankPlan._route
 
     def _route(self, step, own):
@@ -52,12 +52,12 @@ def missed_reset(patch):
 
 def dropped_gradient_of_a(patch):
     """What a run does to a state is taken for constant."""
-    patch.setattr(scan.Maps, "outer", lambda self, grad, state: grad @ state.mT * 0)
+    patch.setattr(scan.AffineMaps, "outer", lambda self, grad, state: grad @ state.mT * 0)
 
 
 def untransposed(patch):
     """Gradients go back by the matrices of the forward pass."""
-    patch.setattr(scan.Maps, "transposed", lambda self, a: a)
+    patch.setattr(scan.AffineMaps, "transposed", lambda self, a: a)
 
 
 def decay_missed(patch):
@@ -68,13 +68,13 @@ def decay_missed(patch):
 
 def uncorrected(patch):
     """Chunks keep the states of a scan from zero."""
-    whole = scan._exchanged
+    whole = scan._exchange_maps
 
     def exchanged(*given):
         header, arrived = whole(*given)
         return header, arrived * 0
 
-    patch.setattr(scan, "_exchanged", exchanged)
+    patch.setattr(scan, "_exchange_maps", exchanged)
 
 
 def forgotten_initial_state(patch):

@@ -9,7 +9,7 @@ import torch
 
 import attnspan as span
 from attnspan.layouts import Contiguous, HeadTail
-from attnspan.recurrence import fla
+from attnspan.recurrence import fla, fla_laws, fla_package
 from attnspan.recurrence.chunked import chunked
 from attnspan.recurrence.kernels import KERNELS, chosen
 from attnspan.testing import loopback
@@ -111,19 +111,22 @@ def test_another_package_is_refused(version, words, monkeypatch):
 def test_parts_with_other_arguments_are_refused(monkeypatch):
     monkeypatch.setattr(fla, "installed", lambda: fla.VERSION)
     monkeypatch.setattr(fla, "_misfit", lambda rule: None)
-    monkeypatch.setattr(fla, "part", lambda name: lambda q, k: None)
+    monkeypatch.setattr(fla_package, "installed", lambda: fla.VERSION)
+    monkeypatch.setattr(fla_package, "part", lambda name: lambda q, k: None)
     monkeypatch.setattr(fla.TAKES, "held", False)
-    assert "cannot call fla-core 0.6.0: recurrence/fla.py: with this version" in KERNELS["fla"].refuses(lightning())
+    assert "cannot call fla-core 0.6.0: recurrence/fla_package.py: with this version" in KERNELS["fla"].refuses(
+        lightning()
+    )
 
 
 # ---- its glue, with laws in plain torch ------------------------------------------------------------------------------
 
 
 class PlainLaw:
-    """A law of the package's by chunked.py: each chunk of a line is one, filled up."""
+    """A law of the package's by chunked.py: each chunk of a packed row is one, filled up."""
 
     def _chunks(self, x, call):
-        starts = call.line.starts.tolist()
+        starts = call.chunks.cu_seqlens.tolist()
         lengths = [stop - start for start, stop in pairwise(starts)]
         size = 1 << (max(lengths) - 1).bit_length()
 
@@ -140,7 +143,7 @@ class PlainLaw:
 
     def maps(self, x, call):
         maps, _ = self._chunks(x, call)
-        return fla.Made((), (), maps.a, maps.b)
+        return fla_laws.LawMaps((), (), maps.a, maps.b)
 
     def outputs(self, x, made, states, call):
         maps, lengths = self._chunks(x, call)
@@ -154,9 +157,9 @@ class PlainLaw:
             after = maps.a @ states if maps.a.shape[-1] > 1 else maps.a * states
             return x, states, self.outputs(x, None, states, call), after + maps.b
 
-    def reach(self, x, kept, states, grad, call):
+    def state_gradients(self, x, kept, states, grad, call):
         _, states, out, _ = self._graph(x, states, call)
-        return fla.Reached(torch.autograd.grad(out, states, grad)[0], ())
+        return fla_laws.StateGradients(torch.autograd.grad(out, states, grad)[0], ())
 
     def backward(self, x, kept, reached, states, grads, call):
         x, _, out, after = self._graph(x, states, call)
@@ -201,8 +204,8 @@ def package():
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # whatever it says of itself when imported
-        for name in fla.PARTS:
-            fla.part(name)
+        for name in fla_package.PARTS:
+            fla_package.part(name)
     narrowed(1)
 
 

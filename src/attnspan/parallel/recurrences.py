@@ -30,7 +30,7 @@ from attnspan.parallel.moves import GatheredTokens, Moves, before
 from attnspan.parallel.report import RecurrenceUse
 from attnspan.plan import RecurrentLayers
 from attnspan.plan.recurrent import RecurrentForecast
-from attnspan.recurrence import Affine, Recurrence, Rule, Stretches, Tested
+from attnspan.recurrence import Affine, Recurrence, Rule, Stretches, TestedFunctions
 from attnspan.recurrence.kernels import chosen
 from attnspan.recurrence.rules import LinearRule
 from attnspan.transports.consensus import digest
@@ -53,7 +53,7 @@ class Recurrences:
         self._layers: dict[str, RecurrentLayers] = {}
         self._halos: dict[int, Moves] = {}
         self._lines: dict[int, tuple[Tensor, Tensor]] = {}
-        self._tested = Tested()
+        self._tested = TestedFunctions()
         self._checked: set[str] = set()
 
     @cached_property

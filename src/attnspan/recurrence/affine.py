@@ -217,7 +217,7 @@ class Affine(Rule):
         return f"fn ({getattr(self.fn, '__qualname__', type(self.fn).__name__)})"
 
 
-class Tested:
+class TestedFunctions:
     """The functions that passed, as objects: another closure of the same code is another function.
 
     They are held weakly. A method is made anew whenever it is asked for, so it is known by its object and function. An

@@ -33,7 +33,8 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from attnspan.recurrence.backward import backward_once
 
 LONGEST = 64
 """Tokens of a chunk, at most."""
@@ -42,7 +43,7 @@ CACHED = 2**18
 """Numbers of a tensor that are worked on together on a CPU, where larger ones leave its cache between operations."""
 
 
-class Terms(NamedTuple):
+class RuleInputs(NamedTuple):
     """Tokens in the words of the law above; decay and beta may be missing."""
 
     query: Tensor
@@ -51,14 +52,14 @@ class Terms(NamedTuple):
     decay: Tensor | None
     beta: Tensor | None
 
-    def each(self, do: Callable[[Tensor], Tensor]) -> Terms:
+    def each(self, do: Callable[[Tensor], Tensor]) -> RuleInputs:
         """The same, with something done to every tensor."""
         decay, beta = (None if x is None else do(x) for x in (self.decay, self.beta))
-        return Terms(do(self.query), do(self.key), do(self.value), decay, beta)
+        return RuleInputs(do(self.query), do(self.key), do(self.value), decay, beta)
 
-    def split(self, count: int) -> list[Terms]:
+    def split(self, count: int) -> list[RuleInputs]:
         """Parts of so many in the first dim, the last one shorter."""
-        return [Terms(*part) for part in zip(*(repeat(None) if x is None else x.split(count) for x in self))]  # noqa: B905
+        return [RuleInputs(*part) for part in zip(*(repeat(None) if x is None else x.split(count) for x in self))]  # noqa: B905
 
 
 class ChunkMaps(NamedTuple):
@@ -86,10 +87,10 @@ def chunk_size(lengths: Tensor, width: int) -> int:
     return min(sizes, key=lambda size: (int(((lengths + size - 1) // size).sum()) * (size + width) ** 2, size))
 
 
-def chunked(terms: Terms) -> list[ChunkMaps]:
+def chunked(inputs: RuleInputs) -> list[ChunkMaps]:
     """The maps of chunks, whose size is a power of two, some together; of tokens before heads, (n, C, H, ...)."""
-    count = max(1, CACHED // terms.key.shape[1:].numel()) if terms.key.device.type == "cpu" else len(terms.key)
-    return [_maps(part.each(_by_head)) for part in (terms.split(count) if len(terms.key) else [terms])]
+    count = max(1, CACHED // inputs.key.shape[1:].numel()) if inputs.key.device.type == "cpu" else len(inputs.key)
+    return [_maps(part.each(_by_head)) for part in (inputs.split(count) if len(inputs.key) else [inputs])]
 
 
 def _by_head(tokens: Tensor) -> Tensor:
@@ -97,14 +98,14 @@ def _by_head(tokens: Tensor) -> Tensor:
     return tokens.transpose(1, 2).contiguous()
 
 
-def _maps(terms: Terms) -> ChunkMaps:
-    query, key, value, decay, beta = terms
+def _maps(inputs: RuleInputs) -> ChunkMaps:
+    query, key, value, decay, beta = inputs
     factor = key.new_ones(*key.shape[:3], 1) if decay is None else decay.exp()
     if beta is None:
         (pairs,), (reads,), kept, total = _decayed([query], key, factor)
         return ChunkMaps(pairs @ value, reads, total.mT, kept.mT @ value)
     (pairs, among), (reads, known), kept, total = _decayed([query, key], key, factor)
-    solved = Solved.apply(beta * among, beta * torch.cat([value, known], -1))
+    solved = TriangularSolve.apply(beta * among, beta * torch.cat([value, known], -1))
     new, old = (x.contiguous() for x in solved.split([value.shape[-1], key.shape[-1]], -1))
     a = kept.mT @ -old
     a.diagonal(dim1=-2, dim2=-1).add_(total.squeeze(2))
@@ -132,7 +133,7 @@ def _decayed(rows: list[Tensor], key: Tensor, factor: Tensor) -> Decayed:
 
 
 def _by_halves(rows: list[Tensor], key: Tensor, factor: Tensor) -> Decayed:
-    key, total, *found = Halves.apply(key, factor, *rows)
+    key, total, *found = DecayByHalves.apply(key, factor, *rows)
     return Decayed(found[: len(rows)], found[len(rows) :], key, total)
 
 
@@ -140,7 +141,7 @@ class _Tensors(Protocol):
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]: ...
 
 
-class Halves(torch.autograd.Function):
+class DecayByHalves(torch.autograd.Function):
     """See [Note: no division]: of keys, factors and rows, keys and factors of the chunk, pairs, and rows.
 
     Blocks of tokens are (n, H, blocks, tokens, K). Of each step, what its products are made of is kept for backward.
@@ -170,37 +171,31 @@ class Halves(torch.autograd.Function):
         return kept, total, *pairs, *reads
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator, unused-ignore]
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
-        with torch.autocast(grads[0].device.type, enabled=False):
-            return _halves_back(ctx, *grads)
-
-
-def _halves_back(ctx: Any, d_key: Tensor, d_total: Tensor, *grads: Tensor) -> tuple[Tensor, ...]:
-    """Gradients of keys, factors and rows."""
-    count, saved = ctx.rows, list(ctx.saved_tensors)
-    d_pairs, d_reads, d_kept = grads[:count], [grad.clone() for grad in grads[count:]], d_key.clone()
-    size = d_kept.shape[2]
-    while size > 1:
-        size //= 2
-        (leaving, first, second, *arriving), saved = saved[-3 - count :], saved[: -3 - count]
-        early, d_total = _halves(d_kept, size)[0], d_total.unsqueeze(3)
-        d_first, d_second = d_total * second, d_total * first + _like(second, early * leaving)
-        early *= second
-        for each, d_row, row in zip(d_pairs, d_reads, arriving, strict=True):
-            late, d_between = _halves(d_row, size)[1], _between(each, size).contiguous()
-            d_first += _like(first, late * row)
-            late.copy_(torch.addcmul(d_between @ leaving, late, first))
-            early += d_between.mT @ row
-        d_total = torch.stack([d_first, d_second], 3).flatten(2, 4)
-    key, factor, *rows = saved
-    d_factor = d_total
-    for each, d_read, row in zip(d_pairs, d_reads, rows, strict=True):
-        own = each.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
-        d_factor = d_factor + _like(factor, d_read * row)
-        d_kept.addcmul_(own, row)
-        d_read.mul_(factor).addcmul_(own, key)
-    return d_kept, d_factor, *d_reads
+    @backward_once
+    def backward(ctx: Any, d_key: Tensor, d_total: Tensor, *grads: Tensor) -> tuple[Tensor, ...]:
+        count, saved = ctx.rows, list(ctx.saved_tensors)
+        d_pairs, d_reads, d_kept = grads[:count], [grad.clone() for grad in grads[count:]], d_key.clone()
+        size = d_kept.shape[2]
+        while size > 1:
+            size //= 2
+            (leaving, first, second, *arriving), saved = saved[-3 - count :], saved[: -3 - count]
+            early, d_total = _halves(d_kept, size)[0], d_total.unsqueeze(3)
+            d_first, d_second = d_total * second, d_total * first + _like(second, early * leaving)
+            early *= second
+            for each, d_row, row in zip(d_pairs, d_reads, arriving, strict=True):
+                late, d_between = _halves(d_row, size)[1], _between(each, size).contiguous()
+                d_first += _like(first, late * row)
+                late.copy_(torch.addcmul(d_between @ leaving, late, first))
+                early += d_between.mT @ row
+            d_total = torch.stack([d_first, d_second], 3).flatten(2, 4)
+        key, factor, *rows = saved
+        d_factor = d_total
+        for each, d_read, row in zip(d_pairs, d_reads, rows, strict=True):
+            own = each.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
+            d_factor = d_factor + _like(factor, d_read * row)
+            d_kept.addcmul_(own, row)
+            d_read.mul_(factor).addcmul_(own, key)
+        return d_kept, d_factor, *d_reads
 
 
 def _halves(tokens: Tensor, size: int) -> tuple[Tensor, Tensor]:
@@ -229,7 +224,7 @@ def _like(factor: Tensor, grad: Tensor) -> Tensor:
     return grad.sum_to_size(factor.shape)
 
 
-class Solved(torch.autograd.Function):
+class TriangularSolve(torch.autograd.Function):
     """``(1 + L)^-1 right``, where L is what `lower` has below the diagonal; the inverse is put together by halves."""
 
     apply: ClassVar[Callable[[Tensor, Tensor], Tensor]]  # torch's, which it does not annotate
@@ -248,9 +243,8 @@ class Solved(torch.autograd.Function):
         return solved
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator, unused-ignore]
+    @backward_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         inverse, solved = ctx.saved_tensors
-        with torch.autocast(grad.device.type, enabled=False):
-            d_right = inverse.mT @ grad
-            return -(d_right @ solved.mT).tril(-1), d_right
+        d_right = inverse.mT @ grad
+        return -(d_right @ solved.mT).tril(-1), d_right

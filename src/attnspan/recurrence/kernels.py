@@ -19,10 +19,10 @@ from torch import Tensor
 
 from attnspan.errors import RecurrenceError, one_of
 from attnspan.recurrence import fla
-from attnspan.recurrence.chunked import ChunkMaps, Terms, chunk_size, chunked
+from attnspan.recurrence.chunked import ChunkMaps, RuleInputs, chunk_size, chunked
 from attnspan.recurrence.plan import Chunks
 from attnspan.recurrence.rules import LinearRule, Rule
-from attnspan.recurrence.scan import Scan, States
+from attnspan.recurrence.scan import Scan, StateScan
 
 
 class RecurrenceKernel(Protocol):
@@ -37,11 +37,11 @@ class RecurrenceKernel(Protocol):
     def size(self, rule: LinearRule, lengths: Tensor) -> int:
         """Tokens of a chunk, for stretches of these lengths."""
 
-    def terms(self, rule: LinearRule) -> Terms:
+    def inputs(self, rule: LinearRule) -> RuleInputs:
         """The tensors of a rule that it takes, (B, S, ...)."""
 
-    def run(self, rule: LinearRule, terms: Terms, initial: Tensor, scan: Scan) -> tuple[Tensor, Tensor]:
-        """The output (T, H, V) of terms (T, H, ...), and the states after stretches, given those at the beginnings."""
+    def run(self, rule: LinearRule, inputs: RuleInputs, initial: Tensor, scan: Scan) -> tuple[Tensor, Tensor]:
+        """The output (T, H, V) of inputs (T, H, ...), and the states after stretches, given those at the beginnings."""
 
 
 class PlainChunked:
@@ -55,12 +55,12 @@ class PlainChunked:
     def size(self, rule: LinearRule, lengths: Tensor) -> int:
         return chunk_size(lengths, rule.sizes["K"])
 
-    def terms(self, rule: LinearRule) -> Terms:
-        return rule.terms()
+    def inputs(self, rule: LinearRule) -> RuleInputs:
+        return rule.expanded_inputs()
 
-    def run(self, rule: LinearRule, terms: Terms, initial: Tensor, scan: Scan) -> tuple[Tensor, Tensor]:
-        parts = chunked(terms.each(lambda x: tokens_in_chunks(x, scan.chunks)))
-        before, after = States.apply(*maps_of(parts), initial, scan)
+    def run(self, rule: LinearRule, inputs: RuleInputs, initial: Tensor, scan: Scan) -> tuple[Tensor, Tensor]:
+        parts = chunked(inputs.each(lambda x: tokens_in_chunks(x, scan.chunks)))
+        before, after = StateScan.apply(*maps_of(parts), initial, scan)
         return outputs_of(parts, before, scan.chunks), after
 
 

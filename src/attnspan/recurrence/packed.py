@@ -27,7 +27,7 @@ from attnspan.recurrence.chunked import chunk_size, chunked
 from attnspan.recurrence.kernels import maps_of, outputs_of, tokens_in_chunks
 from attnspan.recurrence.plan import Chunks, RankPlan, on_device
 from attnspan.recurrence.rules import LinearRule, Rule
-from attnspan.recurrence.scan import Maps
+from attnspan.recurrence.scan import AffineMaps
 
 
 class PackedSequences:
@@ -58,16 +58,16 @@ class PackedSequences:
                 return self._affine(rule, before)
             assert isinstance(rule, LinearRule), "there is no other kind"
             out, after = (_one_each if max(self.lengths) == 1 else self._in_chunks)(rule, rule.state_in(before))
-            return rule.finished(out).contiguous(), rule.state_out(after)
+            return rule.finish_output(out).contiguous(), rule.state_out(after)
 
     def _in_chunks(self, rule: LinearRule, before: Tensor) -> tuple[Tensor, Tensor]:
         size = chunk_size(self._plan.stretches.length, rule.sizes["K"])
         if size not in self._chunks:
             self._chunks[size] = on_device(Chunks.of(self._plan, size), self.device)
         chunks, (own, back) = self._chunks[size], self._order
-        parts = chunked(rule.terms().each(lambda x: tokens_in_chunks(x[0], chunks)))
+        parts = chunked(rule.expanded_inputs().each(lambda x: tokens_in_chunks(x[0], chunks)))
         a, b = maps_of(parts)
-        states, after = Maps(rule.MATRIX).scan(a, b, before.index_select(0, own), chunks.sizes[2])
+        states, after = AffineMaps(rule.MATRIX).scan(a, b, before.index_select(0, own), chunks.sizes[2])
         return outputs_of(parts, states, chunks).unsqueeze(0), after.index_select(0, back)
 
     @cached_property
@@ -107,7 +107,7 @@ class PackedSequences:
 
 def _one_each(rule: LinearRule, before: Tensor) -> tuple[Tensor, Tensor]:
     """The law of a rule for one token of each sequence: see chunked.py."""
-    query, key, value, decay, beta = rule.terms().each(lambda x: x[0].unsqueeze(2))  # (N, H, 1, ...)
+    query, key, value, decay, beta = rule.expanded_inputs().each(lambda x: x[0].unsqueeze(2))  # (N, H, 1, ...)
     state = before if decay is None else before * decay.exp().mT
     new = value if beta is None else beta * (value - key @ state)
     state = state + key.mT @ new

@@ -155,17 +155,20 @@ class RankPlan:
         )
 
 
-class Line(NamedTuple):
-    """Chunks in the order in which they lie on the rank, as sequences of a packed row, for kernels that take those."""
+class PackedChunks(NamedTuple):
+    """Chunks in the order in which they lie on the rank, as sequences of a packed row, for kernels that take those.
 
-    starts: Tensor  # (n + 1,): where each begins, and the end
-    pieces: Tensor  # (pieces, 2): of `PIECE` tokens, the last of each shorter: its chunk, and its number there
-    offsets: Tensor  # (n + 1,): the number of the first piece of each
+    By the names of flash-linear-attention, which cuts a sequence into pieces of `PIECE` tokens, the last one shorter.
+    """
+
+    cu_seqlens: Tensor  # (n + 1,): where each chunk begins, and the end
+    chunk_indices: Tensor  # (pieces, 2): of each piece, its chunk and its number there
+    chunk_offsets: Tensor  # (n + 1,): the number of the first piece of each chunk
     order: Tensor  # (n,): which chunk lies there
     at: Tensor  # (n,): where each chunk lies
 
     @staticmethod
-    def of(first: Tensor, length: Tensor) -> Line:
+    def of(first: Tensor, length: Tensor) -> PackedChunks:
         """Chunks that begin at these places and have so many tokens."""
         order = first.argsort()
         length = length[order]
@@ -173,11 +176,11 @@ class Line(NamedTuple):
         starts, offsets = (torch.cat([each.new_zeros(1), each.cumsum(0)]) for each in (length, counts))
         number = torch.arange(len(order), device="cpu").repeat_interleave(counts)
         within = torch.arange(len(number), device="cpu") - offsets[number]
-        return Line(starts, torch.stack([number, within], 1), offsets, order, order.argsort())
+        return PackedChunks(starts, torch.stack([number, within], 1), offsets, order, order.argsort())
 
 
 PIECE = 64
-"""Tokens of a piece of a `Line`: what flash-linear-attention computes at once."""
+"""Tokens that flash-linear-attention computes at once, its chunk_size."""
 
 
 @dataclass(frozen=True)
@@ -198,11 +201,11 @@ class Chunks:
     in_order: bool  # whether chunks hold the tokens as they lie on the rank
 
     @cached_property
-    def line(self) -> Line:
+    def packed(self) -> PackedChunks:
         """The chunks as a packed row, on the device that they are on."""
         with torch.inference_mode(False):  # made anywhere, used anywhere
-            found = Line.of(self.tokens[:, 0].cpu(), self.filled.sum(1).cpu())
-            return Line(*(each.to(self.tokens.device) for each in found))
+            found = PackedChunks.of(self.tokens[:, 0].cpu(), self.filled.sum(1).cpu())
+            return PackedChunks(*(each.to(self.tokens.device) for each in found))
 
     @staticmethod
     def of(plan: RankPlan, size: int) -> Chunks:

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from attnspan.dtypes import dtype_name
 from attnspan.errors import RecurrenceError
-from attnspan.recurrence.chunked import Terms
+from attnspan.recurrence.chunked import RuleInputs
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -125,17 +125,17 @@ class LinearRule(Rule):
         return 1.0
 
     @abstractmethod
-    def given(self) -> Terms:
+    def inputs(self) -> RuleInputs:
         """The tokens in the words of chunked.py, as they came: (B, S, G or H, ...) each, without the factor."""
 
-    def terms(self) -> Terms:
+    def expanded_inputs(self) -> RuleInputs:
         """The same with all heads and the factor, in the dtype of the computation."""
-        given = self.given().each(lambda x: x.to(self.dtype))
-        heads = given.value.shape[2]
-        query, key = (_repeated(x, heads) for x in (given.query, given.key))
-        return given._replace(query=query if self.factor == 1 else query * self.factor, key=key)
+        inputs = self.inputs().each(lambda x: x.to(self.dtype))
+        heads = inputs.value.shape[2]
+        query, key = (_repeated(x, heads) for x in (inputs.query, inputs.key))
+        return inputs._replace(query=query if self.factor == 1 else query * self.factor, key=key)
 
-    def finished(self, out: Tensor) -> Tensor:
+    def finish_output(self, out: Tensor) -> Tensor:
         """The output, from what the state gives."""
         return out
 
@@ -161,9 +161,9 @@ class _Attending(LinearRule):
         scale: float | None = getattr(self, "scale", None)
         return float(self.key.shape[-1] ** -0.5) if scale is None else scale
 
-    def given(self) -> Terms:
+    def inputs(self) -> RuleInputs:
         decay, beta = (getattr(self, name, None) for name in ("decay", "beta"))
-        return Terms(
+        return RuleInputs(
             self.query,
             self.key,
             self.value,
@@ -171,7 +171,7 @@ class _Attending(LinearRule):
             None if beta is None else beta.unsqueeze(-1),
         )
 
-    def finished(self, out: Tensor) -> Tensor:
+    def finish_output(self, out: Tensor) -> Tensor:
         return out.to(self.value.dtype)
 
 
@@ -252,12 +252,12 @@ class SSD(LinearRule):
         sizes = self.sizes
         return sizes["H"], sizes["V"], sizes["K"]
 
-    def given(self) -> Terms:
+    def inputs(self) -> RuleInputs:
         x, dt, a = (each.to(self.dtype) for each in (self.x, self.dt, self.A))
         step = dt.unsqueeze(-1)
-        return Terms(self.C, self.B, x * step, step * a.unsqueeze(-1), None)
+        return RuleInputs(self.C, self.B, x * step, step * a.unsqueeze(-1), None)
 
-    def finished(self, out: Tensor) -> Tensor:
+    def finish_output(self, out: Tensor) -> Tensor:
         if self.D is not None:
             out = out + self.x.to(self.dtype) * self.D.to(self.dtype).unsqueeze(-1)
         return out.to(self.x.dtype)

@@ -4,10 +4,10 @@ Knows what a rank's plan says and nothing of the layout behind it. Batch rows th
 below: tokens are (T, B * H, ...) there, and (B * T, H, ...) where rows lie differently.
 
 [Note: ties] Every rank takes part in the exchange of a backward pass, so every rank's outputs and final states depend
-on `States`, and `States` on whatever requires gradients: sums over empty slices, which are zero, add the dependency. A
-function of one's own needs three: outputs of runs that begin documents are computed before `States`; an initial state
-is read by the ranks whose runs begin with it; and a rank without tokens calls the function on one token that it made up
-and drops the result, because the function may hold parameters.
+on `StateScan`, and `StateScan` on whatever requires gradients: sums over empty slices, which are zero, add the
+dependency. A function of one's own needs three: outputs of runs that begin documents are computed before `StateScan`;
+an initial state is read by the ranks whose runs begin with it; and a rank without tokens calls the function on one
+token that it made up and drops the result, because the function may hold parameters.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from attnspan.recurrence.affine import Affine
 from attnspan.recurrence.kernels import RecurrenceKernel
 from attnspan.recurrence.plan import Chunks, RankPlan, Route, on_device
 from attnspan.recurrence.rules import LinearRule, Rule
-from attnspan.recurrence.scan import Scan, States
+from attnspan.recurrence.scan import Scan, StateScan
 from attnspan.transports import Transport
 
 
@@ -88,15 +88,15 @@ class Recurrence:
         self, rule: LinearRule, initial: Tensor | None, name: str, kernel: RecurrenceKernel
     ) -> tuple[Tensor, Tensor]:
         chunks, alike = self._chunked(kernel.size(rule, self._lengths)), self.stretches.rows == 1
-        terms = kernel.terms(rule).each(lambda x: _outermost(x, alike))
-        heads, begin = (terms.value.shape[1], rule.sizes["K"], rule.sizes["V"]), self._begin
+        inputs = kernel.inputs(rule).each(lambda x: _outermost(x, alike))
+        heads, begin = (inputs.value.shape[1], rule.sizes["K"], rule.sizes["V"]), self._begin
         if initial is None:
-            begins = terms.value.new_zeros(len(begin), *heads, dtype=rule.dtype)
+            begins = inputs.value.new_zeros(len(begin), *heads, dtype=rule.dtype)
         else:
             begins = rule.state_in(initial).flatten(1, 2).index_select(0, begin)
         scan = Scan(self.plan.mapped, self.plan.waiting, chunks, self._routes, self.transport, name, rule.MATRIX)
-        out, after = kernel.run(rule, terms, begins, scan)
-        return rule.finished(_innermost(out, rule.sizes["B"], alike)), rule.state_out(self._ends(after, rule))
+        out, after = kernel.run(rule, inputs, begins, scan)
+        return rule.finish_output(_innermost(out, rule.sizes["B"], alike)), rule.state_out(self._ends(after, rule))
 
     def _affine(self, rule: Affine, initial: Tensor | None, name: str) -> tuple[Tensor, Tensor]:
         plan, waiting = self.plan, self.plan.waiting
@@ -122,7 +122,7 @@ class Recurrence:
         a = torch.stack([unit, *matrices, *[unit] * (len(parts) - waiting)])[1:]
         chunks = self._chunked(max([1, *self._lengths.tolist()]))
         scan = Scan(plan.mapped, waiting, chunks, self._routes, self.transport, name, not rule.diagonal)
-        before, after = States.apply(a, b, b.new_zeros(len(self._begin), *b.shape[1:]), scan)
+        before, after = StateScan.apply(a, b, b.new_zeros(len(self._begin), *b.shape[1:]), scan)
         states = before.reshape(len(before), rows, *rule.state_shape)
         later = [rule.call(inputs, state)[0] for (inputs, _), state in zip(parts[:waiting], states, strict=False)]
         out = self._joined(later + outs) if empty is None else empty[0]

@@ -29,8 +29,8 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from attnspan.recurrence.backward import backward_once
 from attnspan.recurrence.plan import Chunks, Route
 from attnspan.transports import Transport
 from attnspan.transports.operations import under_way
@@ -66,13 +66,13 @@ class SavedScan(NamedTuple):
 
 def states_of(scan: Scan, a: Tensor, b: Tensor, initial: Tensor) -> tuple[SavedScan, Tensor, int]:
     """The states before every chunk and after every stretch, and what the exchange is known by."""
-    maps, mapped, (middle, last, first) = Maps(scan.matrix), scan.mapped, scan.chunks.sizes
+    maps, mapped, (middle, last, first) = AffineMaps(scan.matrix), scan.mapped, scan.chunks.sizes
     (a_middle, a_last, a_first), (b_middle, b_last, b_first) = scan.by_kind(a), scan.by_kind(b)
     (before, product), (after, whole) = maps.open(a_middle, b_middle, mapped, middle)
     known, ends = maps.scan(a_first, b_first, initial, first)
     nobodys = b.new_zeros(scan.waiting - mapped, *b.shape[1:])
     every = torch.cat([after, nobodys, ends])
-    header, arrived = _exchanged(scan, scan.routes[0], whole, every, scan.name)
+    header, arrived = _exchange_maps(scan, scan.routes[0], whole, every, scan.name)
     before = before + maps.act(product, _rows(arrived, scan.chunks.stretch[: len(before)]))
     after = after + maps.act(whole, arrived[:mapped])
     later, ended = maps.scan(a_last, b_last, arrived[mapped:], last)
@@ -81,7 +81,7 @@ def states_of(scan: Scan, a: Tensor, b: Tensor, initial: Tensor) -> tuple[SavedS
 
 def gradients(scan: Scan, known: SavedScan, header: int, d_states: Tensor, d_after: Tensor) -> tuple[Tensor, Tensor]:
     """After every chunk, and of the states at the beginnings, from those of what `states_of` gave."""
-    maps, (middle, last, first) = Maps(scan.matrix), scan.chunks.sizes
+    maps, (middle, last, first) = AffineMaps(scan.matrix), scan.chunks.sizes
     mapped, waiting, route = scan.mapped, scan.waiting, scan.routes[1]
     (a_middle, a_last, a_first), (d_middle, d_last, d_first) = scan.by_kind(known.a), scan.by_kind(d_states)
     d_later, ended = maps.scan_back(a_last, d_last, d_after[mapped:waiting], last)
@@ -89,7 +89,7 @@ def gradients(scan: Scan, known: SavedScan, header: int, d_states: Tensor, d_aft
     added = maps.act(whole, d_after[:mapped])
     for size, part in _steps(middle, maps.act(maps.transposed(known.product), d_middle)):
         added[:size] += part
-    _, arrived = _exchanged(scan, route, whole, torch.cat([added, ended]), header)
+    _, arrived = _exchange_maps(scan, route, whole, torch.cat([added, ended]), header)
     d_after = d_after.index_add(0, route.targets, arrived)
     d_before, _ = maps.scan_back(a_middle, d_middle, d_after[:mapped], middle)
     d_known, d_initial = maps.scan_back(a_first, d_first, d_after[waiting:], first)
@@ -100,7 +100,7 @@ class _Apply(Protocol):
     def __call__(self, a: Tensor, b: Tensor, initial: Tensor, scan: Scan) -> tuple[Tensor, Tensor]: ...
 
 
-class States(torch.autograd.Function):
+class StateScan(torch.autograd.Function):
     """The state before every chunk, and after every stretch, from their maps and the states at the beginnings."""
 
     apply: ClassVar[_Apply]  # torch's, which it does not annotate
@@ -113,17 +113,16 @@ class States(torch.autograd.Function):
         return known.states, after
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator, unused-ignore]
+    @backward_once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        with torch.autocast(grads[0].device.type, enabled=False):
-            known = SavedScan(*ctx.saved_tensors)
-            d_b, d_initial = gradients(ctx.scan, known, ctx.header, *(each.contiguous() for each in grads))
-            d_a = Maps(ctx.scan.matrix).outer(d_b, known.states).sum_to_size(known.a.shape)
-            return d_a, d_b, d_initial, None
+        known = SavedScan(*ctx.saved_tensors)
+        d_b, d_initial = gradients(ctx.scan, known, ctx.header, *(each.contiguous() for each in grads))
+        d_a = AffineMaps(ctx.scan.matrix).outer(d_b, known.states).sum_to_size(known.a.shape)
+        return d_a, d_b, d_initial, None
 
 
 @dataclass(frozen=True)
-class Maps:
+class AffineMaps:
     """What can be done with maps whose A is a matrix, or a decay."""
 
     matrix: bool
@@ -191,9 +190,9 @@ def _steps(sizes: Sequence[int], tensor: Tensor) -> list[tuple[int, Tensor]]:
 
 
 @torch._disable_dynamo  # compiled autograd looks into backward passes, and has no business in transports
-def _exchanged(scan: Scan, route: Route, a: Tensor, b: Tensor, name: str | int) -> tuple[int, Tensor]:
+def _exchange_maps(scan: Scan, route: Route, a: Tensor, b: Tensor, name: str | int) -> tuple[int, Tensor]:
     """Send maps of stretches where they are needed, and compose what came: the states that arrive at targets."""
-    transport, maps = scan.transport, Maps(scan.matrix)
+    transport, maps = scan.transport, AffineMaps(scan.matrix)
     leaving = [
         (peer, torch.cat([_rows(a, route.sent_matrices[peer]).flatten(), _rows(b, route.sends[peer]).flatten()]))
         for peer in range(transport.ranks)

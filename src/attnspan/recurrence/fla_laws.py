@@ -1,0 +1,271 @@
+"""The recurrences of flash-linear-attention as laws: the parts of the package that each is made of.
+
+A law gives the maps of chunks, and what outputs and gradients are once the scan over ranks has given the states before
+chunks (fla.py). Tensors are as there.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from attnspan.recurrence.chunked import RuleInputs
+from attnspan.recurrence.fla_package import PartCall
+
+
+class LawMaps(NamedTuple):
+    """What a law made of tokens alone: what is saved for backward, and what backward computes again."""
+
+    saved: tuple[Tensor | None, ...]
+    recomputed: tuple[Tensor, ...]
+    a: Tensor
+    b: Tensor
+
+
+class StateGradients(NamedTuple):
+    """Gradients of the states before chunks, from outputs alone, and what was computed again for that."""
+
+    states: Tensor
+    recomputed: tuple[Tensor, ...]
+
+
+class Law(Protocol):
+    """One of the package's recurrences; x are tokens, `saved` what `maps` saved, `states` those before chunks."""
+
+    def maps(self, x: RuleInputs, call: PartCall) -> LawMaps: ...
+
+    def outputs(self, x: RuleInputs, made: LawMaps, states: Tensor, call: PartCall) -> Tensor: ...
+
+    def state_gradients(
+        self, x: RuleInputs, saved: Any, states: Tensor, grad: Tensor, call: PartCall
+    ) -> StateGradients: ...
+
+    def backward(
+        self,
+        x: RuleInputs,
+        saved: Any,
+        reached: StateGradients,
+        states: Tensor,
+        grads: tuple[Tensor, Tensor],
+        call: PartCall,
+    ) -> tuple[Tensor | None, ...]:
+        """Gradients of the tokens, from those of outputs and of states after chunks."""
+
+
+FORWARD, BACKWARD = (f"ops.common.chunk_delta_h chunk_gated_delta_rule_{each}" for each in ("fwd_h", "bwd_dhu"))
+"""The pass over states of the delta rules, and its way back."""
+
+
+def _delta_maps(call: PartCall, k: Tensor, w: Tensor, u: Tensor, **gates: Tensor | None) -> tuple[Tensor, Tensor]:
+    """A and B of a delta rule, together in one tensor."""
+    heads, value = u.shape[2:]
+    both = k.new_empty(len(call.chunks.order), heads, k.shape[-1], value + k.shape[-1], dtype=torch.float32)
+    call("ops.cp.chunk_fwd chunk_cp_fwd_h", k=k, w=w, u=u, hm=both, multi_seqs=True, **gates)
+    b, a = both.split([value, k.shape[-1]], -1)
+    return a, b
+
+
+class GatedDeltaLaw:
+    """The delta rule, with one decay for a head, or none."""
+
+    def maps(self, x: RuleInputs, call: PartCall) -> LawMaps:
+        g = None if x.decay is None else call.summed(x.decay)
+        intra = "ops.gated_delta_rule.chunk_fwd chunk_gated_delta_rule_fwd_intra"
+        w, u, inverse = call(intra, k=x.key, v=x.value, g=g, beta=x.beta)
+        return LawMaps((g, inverse), (w, u), *_delta_maps(call, x.key, w, u, g=g))
+
+    def outputs(self, x: RuleInputs, made: LawMaps, states: Tensor, call: PartCall) -> Tensor:
+        (g, _), (w, u) = made.saved, made.recomputed
+        h, new, _ = call(FORWARD, True, k=x.key, w=w, u=u, g=g, initial_state=states, output_final_state=False)
+        out: Tensor = call("ops.common.chunk_o chunk_fwd_o", q=x.query, k=x.key, v=new, h=h, g=g, scale=call.scale)
+        return out
+
+    def state_gradients(
+        self, x: RuleInputs, saved: Any, states: Tensor, grad: Tensor, call: PartCall
+    ) -> StateGradients:
+        g, inverse = saved
+        again = "ops.gated_delta_rule.wy_fast recompute_w_u_fwd"
+        w, u = call(again, k=x.key, v=x.value, beta=x.beta, A=inverse, g=g)
+        h, new, _ = call(FORWARD, True, k=x.key, w=w, u=u, g=g, initial_state=states, output_final_state=False)
+        qk = {"q": x.query, "k": x.key, "g": g, "do": grad, "scale": call.scale}
+        d_new = call("ops.common.chunk_o chunk_bwd_dv_local", **qk)
+        _, found, _ = call(BACKWARD, True, w=w, dv=d_new, h0=states, dht=None, **qk)
+        return StateGradients(found, (w, h, new, d_new))
+
+    def backward(
+        self,
+        x: RuleInputs,
+        saved: Any,
+        reached: StateGradients,
+        states: Tensor,
+        grads: tuple[Tensor, Tensor],
+        call: PartCall,
+    ) -> tuple[Tensor | None, ...]:
+        (g, inverse), (w, h, new, d_new), (grad, after) = saved, reached.recomputed, grads
+        qk = {"q": x.query, "k": x.key, "g": g, "do": grad, "scale": call.scale}
+        d_h, _, d_new = call(BACKWARD, True, w=w, dv=d_new, h0=states, dht=after, **qk)
+        d_q, d_k, d_w, d_g = call("ops.common.chunk_o chunk_bwd_dqkwg", v=new, w=w, h=h, dv=d_new, dh=d_h, **qk)
+        more = "ops.gated_delta_rule.wy_fast prepare_wy_repr_bwd"
+        d_k2, d_v, d_beta, d_g2 = call(more, k=x.key, v=x.value, beta=x.beta, g=g, A=inverse, dw=d_w, du=d_new)
+        return d_q, d_k + d_k2, d_v, None if g is None else call.summed_back(d_g + d_g2), d_beta
+
+
+class KDALaw:
+    """The delta rule, with a decay for each channel."""
+
+    def maps(self, x: RuleInputs, call: PartCall) -> LawMaps:
+        g = call.summed(x.decay) if x.decay is not None else None
+        tokens = {"q": x.query, "k": x.key, "v": x.value, "gk": g, "beta": x.beta}
+        w, u, _, keys, pairs, inverse = call("ops.kda.chunk_intra chunk_kda_fwd_intra", scale=call.scale, **tokens)
+        return LawMaps((g, pairs, inverse), (w, u, keys), *_delta_maps(call, keys, w, u, gk=g))
+
+    def outputs(self, x: RuleInputs, made: LawMaps, states: Tensor, call: PartCall) -> Tensor:
+        (g, pairs, _), (w, u, keys) = made.saved, made.recomputed
+        h, new, _ = call(FORWARD, True, k=keys, w=w, u=u, gk=g, initial_state=states, output_final_state=False)
+        out: Tensor = call("ops.gla.chunk chunk_gla_fwd_o_gk", q=x.query, v=new, g=g, A=pairs, h=h, scale=call.scale)
+        return out
+
+    def state_gradients(
+        self, x: RuleInputs, saved: Any, states: Tensor, grad: Tensor, call: PartCall
+    ) -> StateGradients:
+        g, pairs, inverse = saved
+        again = "ops.kda.wy_fast recompute_w_u_fwd"
+        w, u, queries, keys = call(again, q=x.query, k=x.key, v=x.value, beta=x.beta, A=inverse, gk=g)
+        h, new, _ = call(FORWARD, True, k=keys, w=w, u=u, gk=g, initial_state=states, output_final_state=False)
+        local = "ops.kda.chunk_bwd chunk_kda_bwd_dAv"
+        _, d_new = call(local, q=x.query, k=x.key, v=new, do=grad, A=pairs, scale=call.scale)
+        ends = {"h0": states, "dht": None, "scale": call.scale}
+        _, found, _ = call(BACKWARD, True, q=queries, k=keys, w=w, gk=g, do=grad, dv=d_new, **ends)
+        return StateGradients(found, (w, u, queries, keys, new, h))
+
+    def backward(
+        self,
+        x: RuleInputs,
+        saved: Any,
+        reached: StateGradients,
+        states: Tensor,
+        grads: tuple[Tensor, Tensor],
+        call: PartCall,
+    ) -> tuple[Tensor | None, ...]:
+        (g, pairs, inverse), (w, u, queries, keys, new, h) = saved, reached.recomputed
+        made = {"w": w, "u": u, "qg": queries, "kg": keys, "v_new": new, "h": h, "disable_recompute": True}
+        tokens = {"q": x.query, "k": x.key, "v": x.value, "beta": x.beta, "g": g, "Aqk": pairs, "Akk": inverse}
+        ends = {"initial_state": states, "do": grads[0], "dht": grads[1], "scale": call.scale}
+        d_q, d_k, d_v, d_beta, d_g, *_ = call("ops.kda.chunk_bwd chunk_kda_bwd", **tokens, **ends, **made)
+        return d_q, d_k, d_v, d_g, d_beta
+
+
+class DecayLaw:
+    """No delta rule, and one decay for a head, or none."""
+
+    GATE: ClassVar[str] = "g"
+
+    def maps(self, x: RuleInputs, call: PartCall) -> LawMaps:
+        g = None if x.decay is None else call.summed(x.decay)
+        forward = {"k": x.key, "v": x.value, self.GATE: g, "h0": None, "output_final_state": True}
+        _, b = call("ops.common.chunk_h chunk_fwd_h", **forward)
+        a = b.new_ones(*b.shape[:2], 1, 1) if x.decay is None else call.totals(x.decay)
+        return LawMaps((g,), (), a, b)
+
+    def outputs(self, x: RuleInputs, made: LawMaps, states: Tensor, call: PartCall) -> Tensor:
+        (g,) = made.saved
+        h = self._states(x, g, states, call)
+        out: Tensor = call("ops.common.chunk_o chunk_fwd_o", q=x.query, k=x.key, v=x.value, h=h, g=g, scale=call.scale)
+        return out
+
+    def _states(self, x: RuleInputs, g: Tensor | None, states: Tensor, call: PartCall) -> Tensor:
+        forward = {"k": x.key, "v": x.value, self.GATE: g, "h0": states, "output_final_state": False}
+        found: Tensor = call("ops.common.chunk_h chunk_fwd_h", **forward)[0]
+        return found
+
+    def state_gradients(
+        self, x: RuleInputs, saved: Any, states: Tensor, grad: Tensor, call: PartCall
+    ) -> StateGradients:
+        tokens = {"q": x.query, "k": x.key, "v": x.value, self.GATE: saved[0], "do": grad}
+        ends = {"h0": states, "dht": None, "scale": call.scale, "states_in_fp32": True}
+        return StateGradients(call("ops.common.chunk_h chunk_bwd_dh", **tokens, **ends)[1], ())
+
+    def backward(
+        self,
+        x: RuleInputs,
+        saved: Any,
+        reached: StateGradients,
+        states: Tensor,
+        grads: tuple[Tensor, Tensor],
+        call: PartCall,
+    ) -> tuple[Tensor | None, ...]:
+        tokens = {"q": x.query, "k": x.key, "v": x.value, "g": saved[0], "g_gamma": None, "scale": call.scale}
+        ends = {"initial_state": states, "do": grads[0], "dht": grads[1]}
+        d_q, d_k, d_v, d_g, _ = call("ops.simple_gla.chunk chunk_simple_gla_bwd", **tokens, **ends)
+        return d_q, d_k, d_v, None if saved[0] is None else call.summed_back(d_g), None
+
+
+class GLALaw(DecayLaw):
+    """No delta rule, and a decay for each channel."""
+
+    GATE = "gk"
+
+    def outputs(self, x: RuleInputs, made: LawMaps, states: Tensor, call: PartCall) -> Tensor:
+        (g,) = made.saved
+        h, pairs = self._states(x, g, states, call), self._pairs(x, g, call)
+        out: Tensor = call(
+            "ops.gla.chunk chunk_gla_fwd_o_gk", q=x.query, v=x.value, g=g, A=pairs, h=h, scale=call.scale
+        )
+        return out
+
+    def _pairs(self, x: RuleInputs, g: Tensor | None, call: PartCall) -> Tensor:
+        found: Tensor = call("ops.gla.chunk chunk_gla_fwd_intra_gk", q=x.query, k=x.key, g=g, scale=call.scale)
+        return found
+
+    def backward(
+        self,
+        x: RuleInputs,
+        saved: Any,
+        reached: StateGradients,
+        states: Tensor,
+        grads: tuple[Tensor, Tensor],
+        call: PartCall,
+    ) -> tuple[Tensor | None, ...]:
+        (g,) = saved
+        tokens = {"q": x.query, "k": x.key, "v": x.value, "g": None, "g_cumsum": g, "A": self._pairs(x, g, call)}
+        ends = {"initial_state": states, "h": None, "do": grads[0], "dht": grads[1], "scale": call.scale}
+        d_q, d_k, d_v, d_g, _ = call("ops.gla.chunk chunk_gla_bwd", **tokens, **ends)
+        return d_q, d_k, d_v, d_g, None
+
+
+def law_of(inputs: RuleInputs) -> Law:
+    """The recurrence of some tokens."""
+    channels = inputs.decay is not None and inputs.decay.dim() == 4
+    if inputs.beta is None:
+        return GLALaw() if channels else DecayLaw()
+    return KDALaw() if channels else GatedDeltaLaw()
+
+
+class EmptyLaw:
+    """The recurrence of a rank without tokens, which takes part in exchanges all the same."""
+
+    def maps(self, x: RuleInputs, call: PartCall) -> LawMaps:
+        (heads, value), key = x.value.shape[2:], x.key.shape[3]
+        a = x.key.new_empty(0, heads, key, 1 if x.beta is None else key, dtype=torch.float32)
+        return LawMaps((), (), a, x.key.new_empty(0, heads, key, value, dtype=torch.float32))
+
+    def outputs(self, x: RuleInputs, made: LawMaps, states: Tensor, call: PartCall) -> Tensor:
+        return torch.empty_like(x.value)
+
+    def state_gradients(
+        self, x: RuleInputs, saved: Any, states: Tensor, grad: Tensor, call: PartCall
+    ) -> StateGradients:
+        return StateGradients(states, ())
+
+    def backward(
+        self,
+        x: RuleInputs,
+        saved: Any,
+        reached: StateGradients,
+        states: Tensor,
+        grads: tuple[Tensor, Tensor],
+        call: PartCall,
+    ) -> tuple[Tensor | None, ...]:
+        return tuple(None if each is None else torch.zeros_like(each) for each in x)
