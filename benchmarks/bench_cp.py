@@ -27,7 +27,7 @@ from attnspan import Balanced, Causal, Contiguous, Documents, HeadTail, Layout, 
 from attnspan.attention import execute
 from attnspan.attention.call import Call, Inputs
 from attnspan.errors import KernelError
-from attnspan.kernels import Final, Into, Spec, bands, flash4
+from attnspan.kernels import Final, GradientBuffers, Spec, bands, flash4
 from attnspan.kernels.merge import PartialResult, merge
 from attnspan.masks import Mask
 from attnspan.masks.algebra import area
@@ -213,7 +213,7 @@ def by_band(work: Work) -> Times:
         return bands.forward(spec, q, k, v, tiles, q.dtype)
 
     def both() -> None:
-        into = Into(*(torch.empty_like(x) for x in (q, k, v)))
+        into = GradientBuffers(*(torch.empty_like(x) for x in (q, k, v)))
         bands.backward(spec, Final(grad, None, *forward()), q, k, v, tiles, into)
 
     return timed(forward), timed(both)

@@ -43,7 +43,7 @@ import torch.distributed as dist
 
 from attnspan import Balanced, Shape
 from attnspan.attention.links import group_links
-from attnspan.attention.tuned import Known, hardware_for
+from attnspan.attention.tuned import GroupTuning, hardware_for
 from attnspan.cli.expression import parse
 from attnspan.layouts.balanced import fitting_chunk
 from attnspan.measure import Bench, Tuning, Workload, tune
@@ -159,10 +159,10 @@ def rank_main(rank: int, store: str) -> None:
 def measured(cell: Cell, transport: Transport, table: Table) -> list[dict[str, Any]]:
     """Every strategy and auto; beside each its own compute alone, with nothing to carry."""
     work = cell.work()
-    known = Known(table)
+    known = GroupTuning(table)
     hardware = hardware_for(known, SHAPE, transport.device)
     chosen = work.plan("auto", hardware)
-    untuned = work.plan("auto", hardware_for(Known(links=group_links(transport)), SHAPE, transport.device))
+    untuned = work.plan("auto", hardware_for(GroupTuning(links=group_links(transport)), SHAPE, transport.device))
     rows = []
     for strategy in STRATEGIES:
         found = Bench(work, transport, known, REPEATS).measured(strategy, "auto")

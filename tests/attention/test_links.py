@@ -12,7 +12,7 @@ import torch
 import attnspan as span
 from attnspan.attention import attention, links, tuned
 from attnspan.attention.links import Links, measured_links, wanted_place
-from attnspan.attention.tuned import Known, agreed, hardware_for
+from attnspan.attention.tuned import GroupTuning, agreed, hardware_for
 from attnspan.errors import TransportError, TuningError
 from attnspan.layouts import HeadTail
 from attnspan.masks import Causal
@@ -136,7 +136,7 @@ def test_virtual_ranks_and_a_group_of_one_have_the_presets_link(monkeypatch):
     assert loopback(2).run(planned_with) == [(Links(), [])] * 2
     monkeypatch.setattr(links, "World", ())
     assert loopback(1).run(planned_with) == [(Links(), [])]
-    machine = hardware_for(Known(), SHAPE, torch.device("cpu"))
+    machine = hardware_for(GroupTuning(), SHAPE, torch.device("cpu"))
     assert machine.inside == Link(1e9, 2e-4)
     assert machine.links == "", "a preset's"
 
@@ -201,8 +201,8 @@ def test_ranks_that_share_a_device_take_turns(speeds):
     places = [("a", "gpu 0"), ("a", "gpu 0"), ("a", "gpu 1"), ("a", "gpu 1")]
     found = loopback(RANKS).run(lambda world: measured_links(world, places))[0]
     assert found.ranks_per_device == 2
-    alone = hardware_for(Known(links=replace(found, ranks_per_device=1)), SHAPE, torch.device("cpu"))
-    shared = hardware_for(Known(links=found), SHAPE, torch.device("cpu"))
+    alone = hardware_for(GroupTuning(links=replace(found, ranks_per_device=1)), SHAPE, torch.device("cpu"))
+    shared = hardware_for(GroupTuning(links=found), SHAPE, torch.device("cpu"))
     assert shared.copying(1e6) == 2 * alone.copying(1e6)
     plan = span.Plan(Causal(), HeadTail(RANKS), TOKENS, "ring")
     tiles = plan.steps(0)[0].tiles

@@ -48,7 +48,7 @@ PROGRAM = """
 import json
 import torch
 from attnspan import Causal, HeadTail, attention
-from attnspan.attention.tuned import Known, hardware_for
+from attnspan.attention.tuned import GroupTuning, hardware_for
 from attnspan.cli import doctor
 from attnspan.errors import KernelError
 from attnspan.kernels import KERNELS, Spec, fastest, refusals, rounds, toy
@@ -84,7 +84,8 @@ found["asked for"], found["by auto"], found["refused"] = run("toy"), run("auto")
 found["fastest"] = [fastest(Spec(1.0), x, x, x, full(rows)).name for rows in (64, 65)]
 found["explained"] = refusals(Spec(1.0), x, x, x, (full(65),))["toy"]
 found["doctor"] = [line for line in doctor.kernels("cpu", torch.bfloat16) if line.startswith("toy")]
-found["rounds"] = rounds("toy", CPU), hardware_for(Known(), Shape(2, head_dim=8, dtype="float32"), CPU, "toy").rounds
+untuned = hardware_for(GroupTuning(), Shape(2, head_dim=8, dtype="float32"), CPU, "toy")
+found["rounds"] = rounds("toy", CPU), untuned.rounds
 asked = Tuning.of(CPU, head_dims=(8,), heads=2, sizes=(16, 64))
 table = tune(asked)
 found["measured"] = sorted({rate.kernel for rate in table.rates}), "toy" in table.explain()

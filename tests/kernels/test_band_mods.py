@@ -19,7 +19,7 @@ from attnspan.errors import KernelError
 from attnspan.kernels import (
     KERNELS,
     Final,
-    Into,
+    GradientBuffers,
     Mods,
     Region,
     Spec,
@@ -266,11 +266,11 @@ def test_every_program_is_compiled_for_hopper(monkeypatch, name, asks, learns):
     tiles = (Tile(range(n), range(n), 1 - n, 0, asked=asks),)
     where = Where(torch.arange(n), torch.arange(n), range(1), range(4), ((range(n),), (range(n),)))
     region, spec = Region(tiles, lambda: where, captured), Spec(0.1, Mods(score, traced(documents)))
-    bands.forward(spec, x, x, x, tiles, x.dtype, band_mods.Told.of(spec, region))
+    bands.forward(spec, x, x, x, tiles, x.dtype, band_mods.ModsArgs.of(spec, region))
     grads = SimpleNamespace(captured=[torch.zeros_like(each) if learns else None for each in captured])
-    told = band_mods.Told.of(spec, region, band_mods.wanted(spec, region, grads))
-    into = Into(*(torch.empty(1, 4, n, 128) for _ in range(3)))
-    bands.backward(spec, Final(x, None, x, lse), x, x, x, tiles, into, told)
+    mods = band_mods.ModsArgs.of(spec, region, band_mods.wanted(spec, region, grads))
+    into = GradientBuffers(*(torch.empty(1, 4, n, 128) for _ in range(3)))
+    bands.backward(spec, Final(x, None, x, lse), x, x, x, tiles, into, mods)
     assert [fn for fn, _ in compiled] == ["forward", "by_rows", "by_keys"]
     assert all(size <= memory for _, size in compiled), compiled
 

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnspan.kernels import AUTO, KERNELS, Final, Into, Spec, band_hopper, bands, choose
+from attnspan.kernels import AUTO, KERNELS, Final, GradientBuffers, Spec, band_hopper, bands, choose
 from attnspan.kernels.agenda import agenda
 from attnspan.layouts import Balanced, HeadTail
 from attnspan.masks import Causal, Documents, Full, SlidingWindow
@@ -101,7 +101,7 @@ def test_one_call_is_all_of_its_tiles(mask, dtype, heads, dims, monkeypatch):
             true = _truth(q, k, v, seen, grad, grad_lse)
             spec = Spec(0.2)
             out, lse = bands.forward(spec, q, k, v, step.tiles, dtype)
-            into = Into(
+            into = GradientBuffers(
                 torch.empty_like(q, dtype=torch.float32),
                 *(torch.ones_like(x, dtype=torch.float32) for x in (k, v)),
                 add_keys=True,

@@ -9,7 +9,7 @@ import torch.distributed as dist
 import attnspan as span
 from attnspan.attention import tuned
 from attnspan.attention.laps import Lap
-from attnspan.attention.tuned import UNKNOWN, hardware_for
+from attnspan.attention.tuned import NO_TUNING, hardware_for
 from attnspan.parallel import attentions
 from attnspan.testing import loopback
 from attnspan.transports import transport_of
@@ -33,7 +33,7 @@ def speed(monkeypatch):
     found = {"times": 1.0}
 
     def machine(transport, shape, kernel="auto"):
-        base = hardware_for(UNKNOWN, shape, transport.device, kernel)
+        base = hardware_for(NO_TUNING, shape, transport.device, kernel)
         times = found["times"]
         slower = {name: getattr(base, name) * times for name in ("full", "causal", "general", "memory_bandwidth")}
         link = span.plan.Link(base.inside.bandwidth * times, base.inside.latency / times)

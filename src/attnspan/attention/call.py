@@ -14,7 +14,7 @@ from torch import Tensor
 from attnspan.attention.handles import handle, held
 from attnspan.attention.latent import Expander
 from attnspan.attention.score import Score
-from attnspan.attention.tuned import Known, agreed, agreed_before, hardware_for
+from attnspan.attention.tuned import GroupTuning, agreed, agreed_before, hardware_for
 from attnspan.attention.ulysses import HeadAllToAll, Side
 from attnspan.attention.uses import Uses
 from attnspan.dtypes import dtype_name, lse_dtype
@@ -128,7 +128,7 @@ class Call:
             return self
         return self._suiting(shape, known)
 
-    def _suiting(self, shape: Shape, known: Known) -> Call:
+    def _suiting(self, shape: Shape, known: GroupTuning) -> Call:
         if shape not in self._suited:
             machine = hardware_for(known, shape, self.transport.device, self.kernel)
             plan = _chosen(self.plan, shape, machine, self.keep_keys)

@@ -24,7 +24,18 @@ from attnspan.attention.call import Call, Inputs
 from attnspan.attention.sums import Sum, Total
 from attnspan.attention.wire import Arrivals, Places, Staged, arriving, empty, leaving, packed, places, unpacked
 from attnspan.dtypes import lse_dtype
-from attnspan.kernels import Accumulator, Final, Into, Kernel, Region, RowSums, Where, choose, rounds, write_into
+from attnspan.kernels import (
+    Accumulator,
+    Final,
+    GradientBuffers,
+    Kernel,
+    Region,
+    RowSums,
+    Where,
+    choose,
+    rounds,
+    write_into,
+)
 from attnspan.layouts.run import Runs
 from attnspan.plan.step import Step, Transfer
 
@@ -257,7 +268,7 @@ class StepGrads(NamedTuple):
         self.totals.query.add(rows, dq)
         self.keys.add(cols, dk, dv)
 
-    def open(self) -> Into:
+    def open(self) -> GradientBuffers:
         """Where they stay or leave from; what is final in the dtype of the tensors."""
         lane = self.lane
         (dq,), begun = (
@@ -267,9 +278,9 @@ class StepGrads(NamedTuple):
             dk, dv = self.keys.views
         else:
             dk, dv = (x.new_empty(x.shape, dtype=lane._travels) for x in self.like)
-        return Into(dq, dk, dv, begun)
+        return GradientBuffers(dq, dk, dv, begun)
 
-    def close(self, into: Into) -> None:
+    def close(self, into: GradientBuffers) -> None:
         if self.lane._one_step:
             self.totals.query.add(range(into.dq.shape[2]), into.dq)
         if isinstance(self.keys, KeySum):

@@ -33,19 +33,19 @@ from attnspan.tuning import Table, table_for
 SHARED = "a tuning table that all ranks share"
 
 
-class Known(NamedTuple):
+class GroupTuning(NamedTuple):
     """What all ranks of a group plan with."""
 
     table: Table | None = None
     links: Links = Links()
 
 
-UNKNOWN = Known()
+NO_TUNING = GroupTuning()
 
-_AGREED: WeakKeyDictionary[object, dict[str, Known]] = WeakKeyDictionary()  # by group, and kind of device
+_AGREED: WeakKeyDictionary[object, dict[str, GroupTuning]] = WeakKeyDictionary()  # by group, and kind of device
 
 
-def agreed(transport: Transport) -> Known:
+def agreed(transport: Transport) -> GroupTuning:
     """What all ranks of a group know; the first call is a collective, in which links are measured."""
     known = agreed_before(transport)
     if known is None:
@@ -55,7 +55,7 @@ def agreed(transport: Transport) -> Known:
     return known
 
 
-def agreed_before(transport: Transport) -> Known | None:
+def agreed_before(transport: Transport) -> GroupTuning | None:
     """What all ranks of a group know, if they have agreed on it; asks nobody."""
     return _AGREED.get(group_of(transport), {}).get(transport.device.type)
 
@@ -69,7 +69,7 @@ def machine_here(transport: Transport, shape: Shape, kernel: str = "auto") -> Ha
         return None
     if virtual:
         return None
-    known = agreed_before(transport) or Known(_own_table(transport))
+    known = agreed_before(transport) or GroupTuning(_own_table(transport))
     return hardware_for(known, shape, transport.device, kernel)
 
 
@@ -80,7 +80,7 @@ def _own_table(transport: Transport) -> Table | None:
         return None
 
 
-def hardware_for(known: Known, shape: Shape, device: torch.device, kernel: str = "auto") -> Hardware:
+def hardware_for(known: GroupTuning, shape: Shape, device: torch.device, kernel: str = "auto") -> Hardware:
     """What the cost model predicts with."""
     table = known.table
     base = Hardware.of(_preset(table.device if table else "") if device.type == "cuda" else "cpu-gloo")
@@ -97,7 +97,7 @@ def _preset(device: str) -> str:
     return next((f"{name}-nvlink" for name in ("h200", "a100") if name in device.lower()), "h100-nvlink")
 
 
-def _agree(transport: Transport) -> Known:
+def _agree(transport: Transport) -> GroupTuning:
     try:
         table, place = table_for(transport.device), wanted_place(transport)
     except TuningError as refused:
@@ -113,6 +113,6 @@ def _agree(transport: Transport) -> Known:
         first = transport.agree(text.encode() if transport.rank == 0 else b"", "rank 0's tuning table")[0]
         table = Table.of(json.loads(first), "rank 0's tuning table") if first else None
     if None in places:
-        return Known(table)
+        return GroupTuning(table)
     known = Links() if table is None else Links(table.inside, table.between)
-    return Known(table, measured_links(transport, [(host, device) for host, device in places], known))
+    return GroupTuning(table, measured_links(transport, [(host, device) for host, device in places], known))

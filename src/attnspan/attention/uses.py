@@ -27,7 +27,7 @@ MOST_TIMED = 16
 """Of how many passes the times are kept."""
 
 
-class Took(NamedTuple):
+class PassTime(NamedTuple):
     """The median of the latest passes in seconds, and how many there are."""
 
     seconds: float
@@ -62,10 +62,10 @@ class Uses:
     def _time(self, way: Pass, use: Use, lap: Lap) -> None:
         self.laps.setdefault((way, use), deque(maxlen=MOST_TIMED)).append(lap.end())
 
-    def took(self, way: Pass, use: Use) -> Took:
+    def took(self, way: Pass, use: Use) -> PassTime:
         """How long passes of a plan take; 0 where no time is known yet."""
         known = [seconds for lap in tuple(self.laps.get((way, use), ())) if (seconds := lap.seconds) is not None]
-        return Took(median(known) if known else 0.0, len(known))
+        return PassTime(median(known) if known else 0.0, len(known))
 
     def forget(self, use: Use) -> None:
         """A plan on tensors of some shape, as if it had never run."""

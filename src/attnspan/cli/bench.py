@@ -22,7 +22,7 @@ from typing import Annotated, Any
 import typer
 
 from attnspan.attention.links import Links, group_links
-from attnspan.attention.tuned import Known, agreed, hardware_for
+from attnspan.attention.tuned import GroupTuning, agreed, hardware_for
 from attnspan.cli import options
 from attnspan.cli.expression import write
 from attnspan.cli.layout import LAYOUTS, LayoutRequest, named
@@ -130,10 +130,10 @@ def on_rank(job: BenchJob, transport: Transport) -> dict[str, Any]:
     }
 
 
-def known_to(job: BenchJob, transport: Transport) -> Known:
+def known_to(job: BenchJob, transport: Transport) -> GroupTuning:
     """What predictions go by."""
     if job.tuning is not None:
-        return Known(read(job.tuning, device_name(transport.device)))
+        return GroupTuning(read(job.tuning, device_name(transport.device)))
     if not job.tune:
         return agreed(transport)
     shape = job.work.shape
@@ -145,7 +145,7 @@ def known_to(job: BenchJob, transport: Transport) -> Known:
         kv_heads=shape.kv_heads * shape.batch,
         kernels=() if "auto" in job.kernels else job.kernels,
     )
-    return Known(measure(asked, transport, partial(bar, transport.rank, "tiles")))
+    return GroupTuning(measure(asked, transport, partial(bar, transport.rank, "tiles")))
 
 
 def described(work: Workload, virtual: bool, transport: Transport) -> str:

@@ -26,7 +26,7 @@ from attnspan.plan import Choice, Hardware, Plan, RecurrentLayers, choose
 from attnspan.plan.choose import Candidate, checked_memory, predicted, sampled_ranks
 from attnspan.plan.cost import PRESETS
 from attnspan.plan.drawing import in_bytes, in_seconds
-from attnspan.plan.recurrent import Beside
+from attnspan.plan.recurrent import RecurrentCost
 from attnspan.plan.strategy import name_of
 
 
@@ -64,7 +64,7 @@ def plan(
         made = Plan(parsed, named(layout or "balanced", asked), length, strategy)
         how: Any = {"backward": not inference, "keep_keys": keep_keys}
         over = [each.over(made.layout, parsed, length) for each in beside]
-        how["recurrent"] = Beside.of(over, machine, backward=not inference)
+        how["recurrent"] = RecurrentCost.of(over, machine, backward=not inference)
         found = predicted(made, shape, machine, limit=limit or inf, **how)
         if found.refused:
             raise PlanError(f"--memory: {name_of(made.strategy)} {found.refused}; use more ranks or another strategy")

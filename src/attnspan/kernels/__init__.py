@@ -4,7 +4,17 @@ from attnspan.kernels.accumulator import Accumulator
 from attnspan.kernels.adding import add_into, sum_into, write_into
 from attnspan.kernels.band_mods import explain_programs
 from attnspan.kernels.dropout import Dropout
-from attnspan.kernels.kernel import Final, Gradients, Into, Kernel, Preference, Region, Spec, TileKernel, Traits
+from attnspan.kernels.kernel import (
+    Final,
+    GradientBuffers,
+    Gradients,
+    Kernel,
+    Preference,
+    Region,
+    Spec,
+    TileKernel,
+    Traits,
+)
 from attnspan.kernels.merge import merge_into
 from attnspan.kernels.mods import Mods, Where
 from attnspan.kernels.per_tile import PerTile
@@ -17,8 +27,8 @@ __all__ = [
     "Accumulator",
     "Dropout",
     "Final",
+    "GradientBuffers",
     "Gradients",
-    "Into",
     "Kernel",
     "Mods",
     "PerTile",

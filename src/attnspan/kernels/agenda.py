@@ -37,7 +37,7 @@ Positions = tuple[range, ...]
 
 class Agenda(NamedTuple):
     """Blocks (first, last + 1, first span, last span + 1) and spans (first, last + 1, lo, hi), int32 tables. Of each
-    its `Spot`, where there are runs."""
+    its `AffinePositions`, where there are runs."""
 
     blocks: Tensor
     spans: Tensor
@@ -66,7 +66,7 @@ class Runs(NamedTuple):
         return len({run.step for run in (*self.rows, *self.cols) if len(run) > 1}) < 2
 
 
-class Spot(NamedTuple):
+class AffinePositions(NamedTuple):
     """Where indices lie: `first + step * index` is a position. Whether pairs must be asked."""
 
     first: int = 0
@@ -82,7 +82,7 @@ class Span(NamedTuple):
     stop: int
     lo: int
     hi: int
-    spot: Spot = Spot()
+    spot: AffinePositions = AffinePositions()
 
     def seen(self, first: int, last: int) -> int:
         """About how much work rows [first, last] are: what any of them sees."""
@@ -112,7 +112,7 @@ def agenda(
     """
     blocks: list[tuple[int, tuple[int, int, int, int]]] = []
     spans: list[tuple[int, int, int, int]] = []
-    places: list[Spot] = []
+    places: list[AffinePositions] = []
     own, others = ((), ()) if runs is None else (runs if side == "rows" else runs[::-1])
     for first, last, met in _stretches(_spans(tiles, side, own, others), count):
         at = len(spans)
@@ -159,11 +159,11 @@ def _edges(runs: Positions) -> list[tuple[int, int]]:
     return list(pairwise(accumulate(map(len, runs), initial=0)))
 
 
-def _spot(runs: Positions, index: int, asked: bool = False) -> Spot:
+def _spot(runs: Positions, index: int, asked: bool = False) -> AffinePositions:
     """Of the run that an index lies in."""
     for run, (start, stop) in zip(runs, _edges(runs), strict=True):
         if start <= index < stop:
-            return Spot(run.start - run.step * start, run.step, asked)
+            return AffinePositions(run.start - run.step * start, run.step, asked)
     raise AssertionError("runs hold every index")
 
 

@@ -1,4 +1,4 @@
-"""What the programs of `band` are told of score_mods and mask_mods, and where the gradients of captured tensors go.
+"""The arguments by which `band` runs score_mods and mask_mods, and where gradients of captured tensors go.
 
 Shapes: q (B, H, n, D), k (B, Hk, m, D).
 """
@@ -66,8 +66,8 @@ def _needed(mods: Mods | None, tiles: Tiles) -> tuple[Program | None, Program | 
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """The functions of a region's programs, and what they are given: first batch row and head, tables, their sizes."""
+class ModsArgs:
+    """The functions of a region's programs, and their arguments: first batch row and head, tables, sizes of those."""
 
     code: ModsCode = NO_CODE
     batch: int = 0
@@ -81,11 +81,11 @@ class Told:
         return self.batch, self.head, self.tables, self.dims
 
     @staticmethod
-    def of(spec: Spec, region: Region, found: tuple[Lookup, ...] = ()) -> Told:
+    def of(spec: Spec, region: Region, found: tuple[Lookup, ...] = ()) -> ModsArgs:
         """Nothing where the region needs no program."""
         score, mask = _needed(spec.mods, region.tiles)
         if score is mask is None:
-            return NOTHING
+            return NO_MODS
         where = region.where
         looked: list[Tensor] = []
         with torch.no_grad():
@@ -93,33 +93,33 @@ class Told:
                 looked += prepared_tables(score, region.captured)
             if mask is not None:
                 looked += prepared_tables(mask, mask.captured)
-        told = prepared(looked)
-        return Told(mods_code(score, mask, found), where.batch.start, where.heads.start, *told, Runs(*where.runs))
+        code, first = mods_code(score, mask, found), (where.batch.start, where.heads.start)
+        return ModsArgs(code, *first, *prepared(looked), Runs(*where.runs))
 
-    def at(self, tile: Tile) -> Told:
+    def at(self, tile: Tile) -> ModsArgs:
         """The same of a tile's rows and columns alone."""
         if self.runs is None:
             return self
-        return Told(self.code, self.batch, self.head, self.tables, self.dims, self.runs.of(tile))
+        return ModsArgs(self.code, self.batch, self.head, self.tables, self.dims, self.runs.of(tile))
 
 
-NOTHING = Told()
+NO_MODS = ModsArgs()
 
 
-class Learned:
-    """The sums that programs write of some rows and columns, on their way to the captured tensors."""
+class CapturedSums:
+    """The sums that programs write for the gradients of captured tensors, of some rows and columns."""
 
-    def __init__(self, told: Told, shape: tuple[int, int, int, int], device: torch.device):
+    def __init__(self, mods: ModsArgs, shape: tuple[int, int, int, int], device: torch.device):
         batch, heads, n, m = shape
-        self.told, self.found, self.shape = told, told.code.learned, shape
-        rows, cols, pairs, distances = (len(told.code.along(way)) for way in ("rows", "cols", "pairs", "distances"))
+        self.mods, self.found, self.shape = mods, mods.code.learned, shape
+        rows, cols, pairs, distances = (len(mods.code.along(way)) for way in ("rows", "cols", "pairs", "distances"))
         self.row_sums = torch.empty(1 + 2 * rows, batch, heads, n if self.found else 0, device=device)
         self.col_sums = torch.zeros(cols, batch, heads, m, device=device)
         self.pairs = torch.zeros(pairs, batch, heads, n if pairs else 0, m, device=device)
         self.lowest, self.count = 0, 1
         if distances:
-            assert told.runs is not None, "programs come with runs"
-            q, k = ([edge for run in side for edge in (run[0], run[-1])] for side in told.runs)
+            assert mods.runs is not None, "programs come with runs"
+            q, k = ([edge for run in side for edge in (run[0], run[-1])] for side in mods.runs)
             self.lowest = min(q) - max(k)
             self.count = max(q) - min(k) - self.lowest + 1
         self.distances = torch.zeros(distances, batch, heads, self.count, device=device)
@@ -143,8 +143,8 @@ class Learned:
         return self.partial, self.partial[0].numel() if len(self.partial) else 0, self.count, self.lowest
 
 
-def hand_over(
-    sums: Learned, spec: Spec, final: Final, region: Region, grads: Gradients, tile: tuple[range, range]
+def add_captured_gradients(
+    sums: CapturedSums, spec: Spec, final: Final, region: Region, grads: Gradients, tile: tuple[range, range]
 ) -> None:
     """Add what was summed for a tile's rows and columns to the gradients of captured tensors, or keep it for later."""
     assert spec.mods is not None, "learned by a score_mod"
@@ -152,7 +152,7 @@ def hand_over(
     rows, cols = tile
     b, h, q, k = region.where.indices(rows, cols)
     put = _Put(spec.mods.score_mod, region.captured, grads.captured)
-    nowhere, code = q.new_zeros(1), sums.told.code
+    nowhere, code = q.new_zeros(1), sums.mods.code
     if found := code.along("cols"):
         put(found, [b, h, nowhere, k], sums.col_sums.unsqueeze(-2))
     if found := code.along("distances"):

@@ -22,10 +22,10 @@ from torch import Tensor
 from attnspan.kernels import band_hopper
 from attnspan.kernels.accumulator import Accumulator
 from attnspan.kernels.agenda import Agenda, agenda
-from attnspan.kernels.band_mods import NOTHING, Learned, Told, hand_over, refusal, wanted
+from attnspan.kernels.band_mods import NO_MODS, CapturedSums, ModsArgs, add_captured_gradients, refusal, wanted
 from attnspan.kernels.band_programs import programs
 from attnspan.kernels.dropout import Dropout
-from attnspan.kernels.kernel import Final, Gradients, Into, Region, Spec, Tiles
+from attnspan.kernels.kernel import Final, GradientBuffers, Gradients, Region, Spec, Tiles
 from attnspan.kernels.mods import as_slice
 from attnspan.kernels.parts import last_dim_dense
 from attnspan.kernels.per_tile import PerTile, placed, sliced
@@ -40,35 +40,37 @@ class Bands(PerTile):
         return self.kernel.supports(spec, q, k, v, tiles[0]) or refusal(spec, tiles)
 
     def forward(self, spec: Spec, q: Tensor, k: Tensor, v: Tensor, region: Region, total: Accumulator) -> None:
-        told = Told.of(spec, region)
+        mods = ModsArgs.of(spec, region)
         if are_dense(region.tiles):
             dtype, spec = q.dtype if region.is_final else torch.float32, _placed(spec, region, q, k)
-            total.add(range(q.shape[2]), *forward(spec, q, k, v, region.tiles, dtype, told))
+            total.add(range(q.shape[2]), *forward(spec, q, k, v, region.tiles, dtype, mods))
             return
         for tile in region.tiles:
             there = placed(spec, region, tile.rows, tile.cols)
-            out, lse = forward(there, *sliced(q, k, v, tile), (alone(tile),), torch.float32, told.at(tile))
+            out, lse = forward(there, *sliced(q, k, v, tile), (alone(tile),), torch.float32, mods.at(tile))
             total.add(tile.rows, out, lse)
 
     def backward(
         self, spec: Spec, final: Final, q: Tensor, k: Tensor, v: Tensor, region: Region, grads: Gradients
     ) -> None:
-        told = Told.of(spec, region, wanted(spec, region, grads))
+        mods = ModsArgs.of(spec, region, wanted(spec, region, grads))
         whole = range(q.shape[2]), range(k.shape[2])
         if are_dense(region.tiles):
             into, there = grads.open(), _placed(spec, region, q, k)
-            sums = backward(there, final, q, k, v, region.tiles, into, told)
+            sums = backward(there, final, q, k, v, region.tiles, into, mods)
             grads.close(into)
             if sums is not None:
-                hand_over(sums, spec, final, region, grads, whole)
+                add_captured_gradients(sums, spec, final, region, grads, whole)
             return
         for tile in region.tiles:
             there, x = placed(spec, region, tile.rows, tile.cols), sliced(q, k, v, tile)
             dq, dk, dv = (torch.empty(each.shape, dtype=torch.float32, device=q.device) for each in x)
-            sums = backward(there, final.rows(as_slice(tile.rows)), *x, (alone(tile),), Into(dq, dk, dv), told.at(tile))
+            sums = backward(
+                there, final.rows(as_slice(tile.rows)), *x, (alone(tile),), GradientBuffers(dq, dk, dv), mods.at(tile)
+            )
             grads.add(tile.rows, tile.cols, dq, dk, dv)
             if sums is not None:
-                hand_over(sums, spec, final, region, grads, (tile.rows, tile.cols))
+                add_captured_gradients(sums, spec, final, region, grads, (tile.rows, tile.cols))
 
 
 def _placed(spec: Spec, region: Region, q: Tensor, k: Tensor) -> Spec:
@@ -87,7 +89,7 @@ def alone(tile: Tile) -> Tile:
 
 
 def forward(
-    spec: Spec, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, dtype: torch.dtype, told: Told = NOTHING
+    spec: Spec, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, dtype: torch.dtype, mods: ModsArgs = NO_MODS
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of all rows, out in `dtype`, lse in float32; 0 and -inf for rows in no tile."""
     q, k, v = last_dim_dense(q, k, v)
@@ -96,17 +98,17 @@ def forward(
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     drawn, keep = _drawn(spec.dropout, q)
     scale, flip = abs(spec.scale) if shape.wide else abs(spec.scale) * math.log2(math.e), spec.scale < 0
-    if told.code.change is not None:
+    if mods.code.change is not None:
         scale, flip = spec.scale, False
     with torch.cuda.device(q.device):
-        if told is NOTHING and spec.dropout is None and band_hopper.serves(q, k, v):
+        if mods is NO_MODS and spec.dropout is None and band_hopper.serves(q, k, v):
             work = agenda(tiles, "rows", q.shape[2], band_hopper.ROWS, q.device)
             band_hopper.forward((q, k, v), (out, lse), work, scale, flip=flip)
             return out, lse
-        blocks = shape.blocks(_FORWARD, q, told)
-        work = agenda(tiles, "rows", q.shape[2], blocks.rows, q.device, told.runs)
-        programs(told.code).forward[_grid(q, work)](
-            q, k, v, out, lse, *work, *told.arguments, *drawn, *_strides(q, k, v, out), *shape.sizes,
+        blocks = shape.blocks(_FORWARD, q, mods)
+        work = agenda(tiles, "rows", q.shape[2], blocks.rows, q.device, mods.runs)
+        programs(mods.code).forward[_grid(q, work)](
+            q, k, v, out, lse, *work, *mods.arguments, *drawn, *_strides(q, k, v, out), *shape.sizes,
             len(work.blocks), scale, keep,
             drops=spec.dropout is not None, flip=flip, **shape.constants, **blocks.constants,
         )  # fmt: skip
@@ -114,8 +116,15 @@ def forward(
 
 
 def backward(
-    spec: Spec, final: Final, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, into: Into, told: Told = NOTHING
-) -> Learned | None:
+    spec: Spec,
+    final: Final,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tiles: Tiles,
+    into: GradientBuffers,
+    mods: ModsArgs = NO_MODS,
+) -> CapturedSums | None:
     """Write the gradients of all rows and columns; those in no tile are 0. Returns the sums of what is learned."""
     grad, q, k, v, out = last_dim_dense(final.grad.to(q.dtype), q, k, v, final.out)
     shape = _Shape.of(q, k, v)
@@ -128,31 +137,31 @@ def backward(
     scales = (spec.scale, spec.scale * unit, unit)
     dq, dk, dv, add_rows, add_keys = into
     (drawn, keep), drops = _drawn(spec.dropout, q), spec.dropout is not None
-    sums = Learned(told, (*q.shape[:3], k.shape[2]), q.device)
+    sums = CapturedSums(mods, (*q.shape[:3], k.shape[2]), q.device)
     with torch.cuda.device(q.device):
-        blocks = shape.blocks(_BY_ROWS, q, told)
-        whole = agenda(tiles, "rows", q.shape[2], blocks.rows, q.device, told.runs)
+        blocks = shape.blocks(_BY_ROWS, q, mods)
+        whole = agenda(tiles, "rows", q.shape[2], blocks.rows, q.device, mods.runs)
         for some in sums.launches(len(whole.blocks)):
             work = whole.some(some)
-            programs(told.code).by_rows[_grid(q, work)](
-                grad, q, k, v, out, lse, grad_lse, delta, walls, dq, *work, *told.arguments,
+            programs(mods.code).by_rows[_grid(q, work)](
+                grad, q, k, v, out, lse, grad_lse, delta, walls, dq, *work, *mods.arguments,
                 sums.row_sums, *sums.by_distance, sums.pairs, k.shape[2], *drawn,
                 *_strides(grad, q, k, v, out, dq), *shape.sizes, held, len(work.blocks), *scales, keep,
                 drops=drops, through_lse=through_lse, add=add_rows, **shape.constants, **blocks.constants,
             )  # fmt: skip
-        if told is NOTHING and not drops and band_hopper.serves(q, k, v, grad):
+        if mods is NO_MODS and not drops and band_hopper.serves(q, k, v, grad):
             work = agenda(tiles, "cols", k.shape[2], band_hopper.KEYS, q.device)
             band_hopper.by_keys((grad, q, k, v), (delta, walls), (dk, dv), work, scales[:2], add=add_keys)
             return None
-        blocks = shape.blocks(_BY_KEYS, q, told)
-        work = agenda(tiles, "cols", k.shape[2], blocks.cols, q.device, told.runs)
-        programs(told.code).by_keys[_grid(k, work)](
-            grad, q, k, v, delta, walls, dk, dv, *work, *told.arguments, sums.col_sums, k.shape[2], *drawn,
+        blocks = shape.blocks(_BY_KEYS, q, mods)
+        work = agenda(tiles, "cols", k.shape[2], blocks.cols, q.device, mods.runs)
+        programs(mods.code).by_keys[_grid(k, work)](
+            grad, q, k, v, delta, walls, dk, dv, *work, *mods.arguments, sums.col_sums, k.shape[2], *drawn,
             *_strides(grad, q, k, v, dk, dv),
             shape.heads, shape.group, held, len(work.blocks), *scales[:2], keep,
             drops=drops, add=add_keys, **shape.constants, **blocks.constants,
         )  # fmt: skip
-    return sums if told.code.learned else None
+    return sums if mods.code.learned else None
 
 
 def _drawn(dropout: Dropout | None, q: Tensor) -> tuple[tuple[Tensor, Tensor, Tensor], float]:
@@ -244,9 +253,9 @@ class _Shape(NamedTuple):
         dim, dim_v = self.dims
         return {"dim": dim, "dim_v": dim_v, "block_d": _padded(dim), "block_v": _padded(dim_v), "wide": self.wide}
 
-    def blocks(self, loop: _Loop, q: Tensor, told: Told) -> _Blocks:
+    def blocks(self, loop: _Loop, q: Tensor, mods: ModsArgs) -> _Blocks:
         padded = _padded(self.dims[0]), _padded(self.dims[1])
-        return loop.fitted(padded, q.element_size(), _shared_memory(q.device), told.code.lookups)
+        return loop.fitted(padded, q.element_size(), _shared_memory(q.device), mods.code.lookups)
 
 
 def _grid(x: Tensor, work: Agenda) -> tuple[int]:

@@ -41,7 +41,7 @@ from attnspan.kernels.adding import add_into
 from attnspan.kernels.kernel import Final, Gradients, Region, Spec, Tiles, Traits
 from attnspan.kernels.mods import as_slice
 from attnspan.kernels.parts import last_dim_dense
-from attnspan.kernels.segments import CallLayer, Coverage, SegmentCall, Turn, packed
+from attnspan.kernels.segments import BackwardCall, CallLayer, Coverage, SegmentCall, packed
 
 name = "flash4"
 traits = Traits(devices=("cuda",), dtypes=(torch.float16, torch.bfloat16), order=25, rounds=True, optional=True)
@@ -215,7 +215,7 @@ class _Sum:
         if not begun and (covered.mixed or not (self.straight and complete)):
             total.zero_()
 
-    def part(self, turn: Turn) -> Tensor:
+    def part(self, turn: BackwardCall) -> Tensor:
         """What a call writes to: its rows of the total, where they are its own, or else memory that `take` adds."""
         span, rows = self._of(turn)
         if self._is_own(turn):
@@ -223,16 +223,16 @@ class _Sum:
         filled = sum(len(getattr(segment, self.side)) for segment in turn.call.segments) == len(span)
         return (torch.empty if filled else torch.zeros)(rows.shape, dtype=self.dtype, device=rows.device)
 
-    def take(self, turn: Turn, part: Tensor) -> None:
+    def take(self, turn: BackwardCall, part: Tensor) -> None:
         """What a call has written."""
         if not self._is_own(turn):
             add_into(self._of(turn)[1], part)
 
-    def _of(self, turn: Turn) -> tuple[range, Tensor]:
+    def _of(self, turn: BackwardCall) -> tuple[range, Tensor]:
         span: range = getattr(turn.call, self.side)
         return span, self.total[:, :, as_slice(span)]
 
-    def _is_own(self, turn: Turn) -> bool:
+    def _is_own(self, turn: BackwardCall) -> bool:
         return self.straight and not (turn.rows_again if self.side == "rows" else turn.cols_again)
 
 

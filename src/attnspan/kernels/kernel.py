@@ -175,7 +175,7 @@ class Final:
         return Final(self.grad[at], grad_lse, self.out[at], self.lse[at], self.sinks)
 
 
-class Into(NamedTuple):
+class GradientBuffers(NamedTuple):
     """Where gradients are written: tensors of any strides and dtype, and whether they hold a sum that is added to."""
 
     dq: Tensor
@@ -201,11 +201,11 @@ class Gradients(Protocol):
     def add(self, rows: range, cols: range, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
         """Take those of some rows and columns, which belong to the taker from then on."""
 
-    def open(self) -> Into:
+    def open(self) -> GradientBuffers:
         """For one writer of all rows and columns: where to. `close` follows."""
         ...
 
-    def close(self, into: Into) -> None:
+    def close(self, into: GradientBuffers) -> None:
         """Take what was written."""
 
 

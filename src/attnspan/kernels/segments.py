@@ -111,7 +111,7 @@ class CallLayer:
         return _hull(self.spans)
 
 
-class Turn(NamedTuple):
+class BackwardCall(NamedTuple):
     """A call of backward, and whether an earlier one had some of its rows, or of its columns."""
 
     call: SegmentCall
@@ -142,7 +142,7 @@ class Calls:
     """
 
     forward: tuple[CallLayer, ...]
-    backward: tuple[Turn, ...]
+    backward: tuple[BackwardCall, ...]
     rows: Coverage
     cols: Coverage
 
@@ -168,7 +168,7 @@ def packed(tiles: Tiles) -> Calls:
     backward.sort(key=lambda call: -sum(len(segment.cols) for segment in call.segments))  # others add to what is there
     forward, backward = forward + alone, backward + alone
     rows, cols = ([_ranges(call, side) for call in backward] for side in ("rows", "cols"))
-    turns = (Turn(*each) for each in zip(backward, _again(rows), _again(cols), strict=True))
+    turns = (BackwardCall(*each) for each in zip(backward, _again(rows), _again(cols), strict=True))
     return Calls(tuple(_layers(forward)), tuple(turns), _coverage(rows), _coverage(cols))
 
 

@@ -56,11 +56,11 @@ MOST = 4096
 """How many values are looked at: to trace a function that reads more is no slower."""
 
 
-class Unknown(Exception):
+class NoFingerprint(Exception):
     """There is no fingerprint."""
 
 
-class Names(NamedTuple):
+class CodeNames(NamedTuple):
     """What code names, with the functions that are written inside it."""
 
     globals: frozenset[str]
@@ -79,7 +79,7 @@ def fingerprint(fn: object) -> tuple[object, ...] | None:
         while reading.grown:  # attributes that code met later reads of objects met before
             reading.grown = False
             found = reading.part(fn)
-    except Unknown:
+    except NoFingerprint:
         return None
     return torch.get_default_dtype(), found
 
@@ -98,7 +98,7 @@ class _Reading:
         kind = type(value)
         self.count += 1
         if self.count > MOST:
-            raise Unknown
+            raise NoFingerprint
         if kind in NUMBERS:
             return kind, repr(value)
         if kind in (Tensor, torch.nn.Parameter) and isinstance(value, Tensor):
@@ -108,7 +108,7 @@ class _Reading:
         if id(value) in self.inside:
             return "itself", len(self.inside) - self.inside.index(id(value))
         if len(self.inside) > DEEPEST:
-            raise Unknown
+            raise NoFingerprint
         self.inside.append(id(value))
         try:
             return self._deep(value)
@@ -139,7 +139,7 @@ class _Reading:
         try:
             cells = [cell.cell_contents for cell in fn.__closure__ or ()]
         except ValueError as empty:  # one that is not filled yet
-            raise Unknown from empty
+            raise NoFingerprint from empty
         read = [*cells, *(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values(), *fn.__dict__.values()]
         if not _is_torchs(fn):
             read += self._named(fn)
@@ -150,7 +150,7 @@ class _Reading:
         names, known = _names(fn.__code__), fn.__globals__
         missing = names.globals - known.keys()
         if not names.plain or not missing <= BUILTINS or "__builtins__" in names.globals:
-            raise Unknown
+            raise NoFingerprint
         if not names.attributes <= self.attributes:
             self.attributes, self.grown = self.attributes | names.attributes, True
         return [known[name] for name in sorted(names.globals - missing)]
@@ -160,7 +160,7 @@ class _Reading:
         found: list[object] = []
         for each in kind.__mro__[:-1]:
             if type(each) is not type or _is_builtin(each) or "__slots__" in each.__dict__:
-                raise Unknown
+                raise NoFingerprint
             for name, value in sorted(each.__dict__.items()):
                 special = name.startswith("__") and name not in (INERT if called else {*INERT, *BIRTH})
                 if special or name in self.attributes:
@@ -171,7 +171,7 @@ class _Reading:
         """See [Note: attributes]."""
         kind = type(value)
         if isinstance(value, torch.nn.Module) or not hasattr(value, "__dict__") or self.attributes & {*UNSEEN}:
-            raise Unknown
+            raise NoFingerprint
         told = (kind,) if kind is SimpleNamespace else self._class(kind, called=False)
         held = vars(value)
         return told, *((name, self.part(held[name])) for name in sorted(self.attributes & held.keys()))
@@ -212,7 +212,7 @@ def _is_torchs(fn: FunctionType) -> bool:
 def _tensor(value: Tensor) -> tuple[object, ...]:
     """See [Note: tensors]."""
     if value.__dict__:
-        raise Unknown
+        raise NoFingerprint
     layout = (value.stride(), value.requires_grad) if value.layout == torch.strided else (value.layout,)
     return "tensor", id(value), tuple(value.shape), value.dtype, value.device, *layout
 
@@ -224,11 +224,11 @@ def _builtin(value: BuiltinFunctionType) -> tuple[object, ...]:
         return "builtin", id(value)
     if getattr(torch, value.__name__, None) is value and not _asks_torch(value.__name__):
         return "builtin", id(value)
-    raise Unknown
+    raise NoFingerprint
 
 
 @functools.lru_cache(maxsize=1024)
-def _names(code: CodeType) -> Names:
+def _names(code: CodeType) -> CodeNames:
     """What code names. It is not plain if it imports, asks torch for a state, or changes what others see."""
     found: set[str] = set()
     attributes: set[str] = set()
@@ -244,7 +244,7 @@ def _names(code: CodeType) -> Names:
         elif name.startswith("IMPORT") or name in CHANGES or (name == "STORE_DEREF" and argument in code.co_freevars):
             plain = False
     inner = [_names(each) for each in code.co_consts if isinstance(each, CodeType)]
-    return Names(
+    return CodeNames(
         frozenset(found).union(*(each.globals for each in inner)),
         frozenset(attributes).union(*(each.attributes for each in inner)),
         plain and all(each.plain for each in inner),

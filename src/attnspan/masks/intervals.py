@@ -1,7 +1,7 @@
 """What a traced mask_mod answers over whole boxes of pairs: interval arithmetic over its graph.
 
 Every number of the graph is replaced by a `Range`, values between which it lies for all pairs of a box. Queries and
-keys are ranges of positions, a table that is looked up gives the extremes of its entries (extremes.py), and each
+keys are ranges of positions, a table that is looked up gives the extremes of its entries (range_min_max.py), and each
 operation has a rule. What comes out says of a box that all pairs count (low is true), that none does (high is false),
 or nothing::
 
@@ -34,8 +34,8 @@ import torch
 from torch import Tensor, fx
 
 from attnspan.masks.boxes import Boxes
-from attnspan.masks.extremes import Extremes
 from attnspan.masks.program import CONVERT, INDICES, LOOKUP, Program, depending, looked_up_at
+from attnspan.masks.range_min_max import RangeMinMax
 
 aten = torch.ops.aten
 
@@ -70,7 +70,7 @@ class Intervals:
         self._indices = [node for node in self.graph.nodes if node.op == "placeholder"][: len(INDICES)]
         self._varying = depending(self.graph, self._indices[2:])
         self._fixed = [torch.tensor([each], device=device) for each in (row, 0, heads - 1)]
-        self._tables: dict[object, Extremes] = {}
+        self._tables: dict[object, RangeMinMax] = {}
         self._names: dict[fx.Node, list[Tensor]] = {}
 
     def decide(self, boxes: Boxes) -> tuple[Tensor, Tensor]:
@@ -143,7 +143,7 @@ class Intervals:
         if key not in self._tables:
             whole = {dim: slice(None) for dim in moving if dim not in kept}
             fixed = {dim: slice(int(x.low), int(x.high) + 1) for dim, x in enumerate(inside) if dim not in moving}
-            self._tables[key] = Extremes(*_reduced(table, {**whole, **fixed}))
+            self._tables[key] = RangeMinMax(*_reduced(table, {**whole, **fixed}))
         least, greatest = self._tables[key].within([(inside[dim].low, inside[dim].high) for dim in kept])
         found = _not_nan(Range(least, greatest))
         return reduce(_surely, [each.sure for each in inside if each.sure is not None], found)

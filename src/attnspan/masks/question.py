@@ -72,14 +72,14 @@ class Question:
 
         Exact where that takes no more bands than there are blocks to be asked; else by blocks.
         """
-        found = Found(self, most_asked, most_spans=4 * FEW + MOST_SPANS * self.lengths[0])
+        found = FoundPairs(self, most_asked, most_spans=4 * FEW + MOST_SPANS * self.lengths[0])
         for full, boxes in blocks:
             found.put(full, boxes)
         return found.cover()
 
     def bands(self, blocks: Blocks) -> Bands:
         """The exact bands of blocks in which all heads are alike, however many they are."""
-        found = Found(self)
+        found = FoundPairs(self)
         for full, boxes in blocks:
             found.put(full, boxes)
         return joined(found.bands())
@@ -135,7 +135,7 @@ def _over_heads(allowed: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     return (one, one) if allowed.shape[dim] == 1 else (allowed.any(dim), allowed.all(dim))
 
 
-class Found:
+class FoundPairs:
     """What a question has found so far, in rows of three heights: those of blocks, of the least boxes, and single ones.
 
     `spans` and `strips` are None once heads differ or a limit is reached: only blocks are known then.

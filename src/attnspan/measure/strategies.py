@@ -21,7 +21,7 @@ from torch import Tensor
 from attnspan.attention import Attention
 from attnspan.attention.agreement import refusal
 from attnspan.attention.call import Inputs
-from attnspan.attention.tuned import UNKNOWN, Known, hardware_for
+from attnspan.attention.tuned import NO_TUNING, GroupTuning, hardware_for
 from attnspan.dtypes import LONG_NAMES
 from attnspan.errors import AttnspanError
 from attnspan.layouts import Layout
@@ -102,7 +102,7 @@ class Bench:
 
     work: Workload
     transport: Transport
-    known: Known = UNKNOWN
+    known: GroupTuning = NO_TUNING
     repeats: int = 3
 
     def run(

@@ -19,7 +19,7 @@ from attnspan.kernels import (
     KERNELS,
     Accumulator,
     Final,
-    Into,
+    GradientBuffers,
     Mods,
     Region,
     RowSums,
@@ -112,12 +112,12 @@ class DroppedGradients:
     def add(self, rows: range, cols: range, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
         pass
 
-    def open(self) -> Into:
+    def open(self) -> GradientBuffers:
         q, *keys = self.tensors
         dk, dv = (torch.empty(x.shape, dtype=self.of_keys, device=x.device) for x in keys)
-        return Into(torch.empty(q.shape, dtype=q.dtype, device=q.device), dk, dv)
+        return GradientBuffers(torch.empty(q.shape, dtype=q.dtype, device=q.device), dk, dv)
 
-    def close(self, into: Into) -> None:
+    def close(self, into: GradientBuffers) -> None:
         pass
 
 

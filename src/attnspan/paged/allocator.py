@@ -51,7 +51,7 @@ Copies = list[tuple[int, int]]
 """(from, to) pages, to be copied in order, before anything is written."""
 
 
-class Given(NamedTuple):
+class Allocation(NamedTuple):
     """What a step gave: new pages as (sequence, index in its table, page), and pages to copy before writing."""
 
     pages: list[tuple[int, int, int]]
@@ -103,10 +103,10 @@ class PageAllocator:
     >>> allocator = PageAllocator(num_pages=8, page_size=4)
     >>> a = allocator.add()
     >>> allocator.step([(a, 6)])
-    Given(pages=[(0, 0, 1), (0, 1, 2)], copies=[])
+    Allocation(pages=[(0, 0, 1), (0, 1, 2)], copies=[])
     >>> [b] = allocator.fork(a, 1)
     >>> allocator.step([(a, 1), (b, 1)])  # a writes to a copy of page 2; b is then its only reader
-    Given(pages=[], copies=[(2, 3)])
+    Allocation(pages=[], copies=[(2, 3)])
     >>> allocator.table(a), allocator.table(b)
     ([1, 3], [1, 2])
     """
@@ -137,7 +137,7 @@ class PageAllocator:
             self.step([(seq, tokens)])
         return seq
 
-    def step(self, batch: Iterable[tuple[int, int]], copy: Callable[[Copies], None] | None = None) -> Given:
+    def step(self, batch: Iterable[tuple[int, int]], copy: Callable[[Copies], None] | None = None) -> Allocation:
         """Make room for new tokens of many sequences: for all of them, or for none.
 
         Raises PoolExhausted with the pages that the whole batch needs and those there are. `copy` is called with the
@@ -172,7 +172,7 @@ class PageAllocator:
         starts = [row.length for row in rows]
         return Growth(seqs, counts, rows, starts, list(map(add, starts, counts)))
 
-    def commit(self, growth: Growth, copy: Callable[[Copies], None] | None = None) -> Given:
+    def commit(self, growth: Growth, copy: Callable[[Copies], None] | None = None) -> Allocation:
         """Give the rows of a prepared batch their pages, as `step`. See [Note: all or nothing]."""
         growing = self._growing(growth)
         # New tokens fill at most so many pages, and begin at most one more; the last page may have to be copied.
@@ -180,7 +180,7 @@ class PageAllocator:
             self._take(self._needed(growth))
         writing = self._sharing(growing)
         free, readers, size, stamps = self._free, self._readers, self.page_size, self._stamps
-        given = Given([], [(row.table[-1], free[~place]) for place, row in enumerate(writing)])
+        given = Allocation([], [(row.table[-1], free[~place]) for place, row in enumerate(writing)])
         if copy is not None and writing:
             copy(given.copies)
         for row in writing:

@@ -64,7 +64,7 @@ class Moves:
         return [(which, tokens[which]) for which in times]
 
 
-class Wanted(NamedTuple):
+class Landing(NamedTuple):
     """What is to land in some places of all ranks: the position `source` of a batch row, in a place of a rank."""
 
     rank: Tensor
@@ -92,7 +92,7 @@ def shifted(layout: Layout, seq_len: int, rank: int, by: int, documents: Tensor 
             names = documents.expand(rows, -1)
             inside &= names.gather(1, source.clamp(0, seq_len - 1)) == names.gather(1, at.position)
         row = torch.arange(rows, device="cpu").unsqueeze(1).expand(-1, seq_len)
-        wanted = Wanted(*(each[inside] for each in (at.holder.expand(rows, -1), at.place, row, source)))
+        wanted = Landing(*(each[inside] for each in (at.holder.expand(rows, -1), at.place, row, source)))
         name = f"shift by {by}" if documents is None else f"shift by {by} within documents {_digest(documents)}"
         return _moves(name, at, rank, int((at.holder == rank).sum()) * rows, wanted)
 
@@ -124,10 +124,10 @@ def before(stretches: Stretches, layout: Layout, seq_len: int, rank: int, left: 
         each = (s.rank.unsqueeze(1).expand_as(place), place, s.row.unsqueeze(1).expand_as(place), source)
         name = f"halo of {left} within documents {digest(s.start[s.step == 0].tolist())}"
         at = Placement.of(layout, seq_len, s.rows)
-        return _moves(name, at, rank, int(most[rank]) * s.rows * left, Wanted(*(x[inside] for x in each)))
+        return _moves(name, at, rank, int(most[rank]) * s.rows * left, Landing(*(x[inside] for x in each)))
 
 
-def _moves(name: str, at: Placement, rank: int, places: int, wanted: Wanted) -> Moves:
+def _moves(name: str, at: Placement, rank: int, places: int, wanted: Landing) -> Moves:
     """The moves of one rank."""
     origin = at.column[wanted.row, wanted.source]
     holder, place = at.holder[origin], at.place[wanted.row, origin]

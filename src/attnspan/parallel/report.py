@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from attnspan.attention.uses import Took, Uses
+from attnspan.attention.uses import PassTime, Uses
 from attnspan.errors import AttentionError, integer
 from attnspan.plan import Hardware, Plan, Shape, predict
 from attnspan.plan.drawing import in_bytes, in_seconds, table
@@ -49,8 +49,8 @@ class ReportLine:
     replays: int
     backwards: int
     from_kept: int  # of the backward passes, those from kept keys
-    forward: Took
-    backward: Took
+    forward: PassTime
+    backward: PassTime
     machine: Machine
 
     @property

@@ -24,7 +24,7 @@ from attnspan.masks.real_tensors import with_real_tensors
 from attnspan.plan.cost import Hardware, Shape
 from attnspan.plan.drawing import in_bytes, in_seconds, table
 from attnspan.plan.plan import Plan
-from attnspan.plan.recurrent import Beside, RecurrentLayers
+from attnspan.plan.recurrent import RecurrentCost, RecurrentLayers
 from attnspan.plan.strategy import Gather, Needed, Ring, Strategy, Ulysses, name_of
 from attnspan.plan.timeline import Timeline, predict
 from attnspan.plan.traffic import arriving
@@ -56,7 +56,7 @@ class Candidate:
     rounds: bool  # gradients of keys, on their way home
     refused: str = ""
     kept: int | None = None
-    recurrent: Beside | None = None  # layers beside this one
+    recurrent: RecurrentCost | None = None  # layers beside this one
 
     @property
     def moved(self) -> int:
@@ -180,7 +180,7 @@ def choose(
         tried.append((layouts[0] if layouts else Contiguous(ranks), Ulysses()))
     how: Any = {"limit": limit, "backward": backward, "keep_keys": keep_keys, "sampled": sampled}
     found = {id(layout): [each.over(layout, mask, seq_len) for each in recurrent] for layout, _ in tried}
-    beside = {layout: Beside.of(each, machine, backward) for layout, each in found.items()}
+    beside = {layout: RecurrentCost.of(each, machine, backward) for layout, each in found.items()}
     candidates = [
         predicted(Plan(mask, layout, seq_len, strategy), shape, machine, recurrent=beside[id(layout)], **how)
         for layout, strategy in tried
@@ -239,7 +239,7 @@ def predicted(
     backward: bool = True,
     keep_keys: KeepKeys = False,
     sampled: int = SAMPLED,
-    recurrent: Beside | None = None,
+    recurrent: RecurrentCost | None = None,
 ) -> Candidate:
     """What the cost model says of a plan, and why it is refused if its keys need more than `limit` bytes."""
     looked = sampled_ranks(plan, sampled)

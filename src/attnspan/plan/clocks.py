@@ -16,20 +16,20 @@ from attnspan.plan.cost import Link
 from attnspan.plan.tile_work import Work
 
 if TYPE_CHECKING:
-    from attnspan.plan.forecast import Groups
+    from attnspan.plan.forecast import GroupForecast
 
 
 @dataclass(eq=False)
 class Clocks:
     """The two clocks of every group under every strategy, (V, G), as timeline.py moves them on one rank."""
 
-    groups: Groups
+    groups: GroupForecast
     compute: Tensor
     link: Tensor
     busy: Tensor  # what was computed, without the waiting
 
     @classmethod
-    def of(cls, groups: Groups, strategies: int) -> Clocks:
+    def of(cls, groups: GroupForecast, strategies: int) -> Clocks:
         return cls(groups, *torch.zeros(3, strategies, groups.count, dtype=torch.float64, device="cpu"))
 
     def forward(self, work: Work, keys: Tensor) -> None:

@@ -56,7 +56,7 @@ class Estimate(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class ForecastSetting:
     """What strategies are compared for. Keys that are kept until backward, or may be ("auto"), fit into `memory`."""
 
     shape: Shape
@@ -67,13 +67,16 @@ class Setting:
 
 @with_real_tensors
 @torch.inference_mode()
-def forecast(plan: Plan, strategies: Iterable[Strategy], setting: Setting) -> list[Estimate]:
+def forecast(plan: Plan, strategies: Iterable[Strategy], setting: ForecastSetting) -> list[Estimate]:
     """What each strategy takes; those that cannot win are left out.
 
     >>> from attnspan.layouts import Balanced
     >>> from attnspan.masks import Causal, Documents
     >>> mask = Causal() & Documents([7000, 3000, 6000, 384])
-    >>> plan, setting = Plan(mask, Balanced(mask, ranks=2), 16384), Setting(Shape(8), Hardware.of("h100-nvlink"))
+    >>> plan, setting = (
+    ...     Plan(mask, Balanced(mask, ranks=2), 16384),
+    ...     ForecastSetting(Shape(8), Hardware.of("h100-nvlink")),
+    ... )
     >>> for found in forecast(plan, [Gather(), Needed(2)], setting):
     ...     print(found.strategy, f"{found.seconds * 1e6:.0f} µs, {found.exchanges} exchanges")
     Gather() 1384 µs, 3 exchanges
@@ -84,10 +87,10 @@ def forecast(plan: Plan, strategies: Iterable[Strategy], setting: Setting) -> li
     for strategy in strategies:
         degree = _replaced_none(strategy.degree, plan.ranks) if isinstance(strategy, Ulysses) else 1
         by_degree.setdefault(degree, []).append(strategy)
-    whole, found = Groups(positions, 1, setting), list[Estimate]()
-    bound = Bound(whole)
+    whole, found = GroupForecast(positions, 1, setting), list[Estimate]()
+    bound = LowerBound(whole)
     for degree in sorted(by_degree, key=lambda degree: (degree > 1, -degree)):
-        groups = whole if degree == 1 else Groups(positions, degree, setting)
+        groups = whole if degree == 1 else GroupForecast(positions, degree, setting)
         if found and bound.seconds(groups) >= _worth(found, setting):
             continue
         rings = [strategy for strategy in by_degree[degree] if isinstance(_inner(strategy), Ring)]
@@ -97,11 +100,11 @@ def forecast(plan: Plan, strategies: Iterable[Strategy], setting: Setting) -> li
         if least < _worth(found, setting) and groups.hopping < _worth(found, setting):
             found += groups.estimates(rings)
         if degree > 1:
-            bound = Bound(whole, least - groups.copying_heads)  # smaller groups too
+            bound = LowerBound(whole, least - groups.copying_heads)  # smaller groups too
     return found
 
 
-def _worth(found: list[Estimate], setting: Setting) -> float:
+def _worth(found: list[Estimate], setting: ForecastSetting) -> float:
     """Seconds below which a strategy is worth looking at."""
     return min((each.seconds for each in found if each.needs <= setting.memory), default=inf) * (1 - SLACK)
 
@@ -127,12 +130,12 @@ class PositionBytes(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Groups:
+class GroupForecast:
     """The ranks of a plan in groups of one Ulysses degree: what each of them does, and how long it takes."""
 
     positions: Positions
     degree: int
-    setting: Setting
+    setting: ForecastSetting
 
     @property
     def plan(self) -> Plan:
@@ -369,17 +372,17 @@ def _step_of(strategy: Strategy, distances: list[int], groups: int) -> list[int]
 
 
 @dataclass(frozen=True, eq=False)
-class Bound:
+class LowerBound:
     """Seconds that no strategy of a Ulysses degree can beat.
 
     Compute: every tile as large as its document and all ranks equally busy, and what is copied at least; or what larger
     groups were found to compute (`busy`). Link: keys that ranks need from other nodes. Both wait for heads.
     """
 
-    ranks: Groups  # of degree 1
+    ranks: GroupForecast  # of degree 1
     busy: float = 0.0
 
-    def seconds(self, groups: Groups) -> float:
+    def seconds(self, groups: GroupForecast) -> float:
         machine, each, degree = self.ranks.hardware, groups.bytes, groups.degree
         link = machine.inside if degree <= machine.ranks_per_node else machine.between
         share = groups.held * (degree - 1) / degree

@@ -18,7 +18,7 @@ from attnspan.layouts.by_work import ByWork
 from attnspan.masks.real_tensors import with_real_tensors
 from attnspan.plan.choose import KeepKeys, all_strategies, choice_for
 from attnspan.plan.cost import Hardware, Shape
-from attnspan.plan.forecast import Setting, forecast
+from attnspan.plan.forecast import ForecastSetting, forecast
 from attnspan.plan.meetings import columns_of
 from attnspan.plan.plan import Plan
 from attnspan.plan.strategy import Gather, Strategy
@@ -89,7 +89,7 @@ def kind_of(plan: Plan) -> Plan:
 @functools.lru_cache(maxsize=256)
 def _forecast(plan: Plan, shape: Shape, hardware: Hardware, keep_keys: KeepKeys) -> Strategy | None:
     """The best strategy whose keys fit into half the machine's memory; None where none do."""
-    setting = Setting(shape, hardware, keep_keys, hardware.memory / 2)
+    setting = ForecastSetting(shape, hardware, keep_keys, hardware.memory / 2)
     tried = [strategy for strategy in all_strategies(plan.ranks, shape) if strategy != Gather()]  # Needed(1) moves less
     found = [each for each in forecast(plan, tried, setting) if each.needs <= setting.memory]
     best = min((each.seconds for each in found), default=0.0)

@@ -168,7 +168,7 @@ class RecurrentForecast:
         return self.layers.count * float((compute + torch.tensor(exchanges, device="cpu")).max())
 
 
-class Beside(NamedTuple):
+class RecurrentCost(NamedTuple):
     """Recurrent layers beside one attention layer: bytes of maps that arrive at a rank at most, the work that these
     add, as a part of one device's, and seconds."""
 
@@ -182,11 +182,11 @@ class Beside(NamedTuple):
         )
 
     @staticmethod
-    def of(found: Sequence[RecurrentForecast], hardware: Hardware, backward: bool) -> Beside | None:
+    def of(found: Sequence[RecurrentForecast], hardware: Hardware, backward: bool) -> RecurrentCost | None:
         """All layers together; None where there are none."""
         if not found:
             return None
         times = [each.seconds(hardware, backward) for each in found]
         work = [each.layers.count * each.layers.batch * each.layers.flops for each in found]
         extra = sum(part * each.extra for part, each in zip(work, found, strict=True)) / sum(work)
-        return Beside(sum(each.moved(backward) for each in found), extra, sum(times))
+        return RecurrentCost(sum(each.moved(backward) for each in found), extra, sum(times))

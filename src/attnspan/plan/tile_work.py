@@ -17,7 +17,7 @@ from attnspan.plan.cost import BACKWARD, Curve, Hardware
 from attnspan.plan.meetings import Meetings
 
 if TYPE_CHECKING:
-    from attnspan.plan.forecast import Groups
+    from attnspan.plan.forecast import GroupForecast
 
 
 class Work(NamedTuple):
@@ -30,7 +30,7 @@ class Work(NamedTuple):
     spare: Tensor  # seconds that tiles would take less if each were a call of its own, and calls cost nothing
 
     @classmethod
-    def of(cls, groups: Groups, table: Tensor, steps: int) -> Work:
+    def of(cls, groups: GroupForecast, table: Tensor, steps: int) -> Work:
         """Of strategies that use the keys at each ring distance in the step that a table says, (V, G)."""
         each, machine, batch = groups.meetings, groups.hardware, groups.plan.rows
         full, cut, cut_area, cut_rows = _columns(groups, table, steps)
@@ -68,7 +68,7 @@ class Work(NamedTuple):
         return cls(*(each.sum(2) for each in (forward, backward_, row_sum, col_sum, spare)))
 
 
-def _columns(groups: Groups, table: Tensor, steps: int) -> Tensor:
+def _columns(groups: GroupForecast, table: Tensor, steps: int) -> Tensor:
     """What each meeting sees in each step, (4, V, A, S), as in `Meetings.seen`."""
     each, count, many = groups.meetings, len(table), len(groups.meetings.group)
     slots = table.index_select(1, groups.distance) + each.at * steps

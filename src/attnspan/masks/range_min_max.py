@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 
-class Extremes:
+class RangeMinMax:
     """Of a table, given as its least and its greatest values (one tensor twice, or reduced over a dim).
 
     >>> table = torch.tensor([3, 1, 4, 1, 5, 9, 2, 6])
-    >>> low, high = Extremes(table, table).within([(torch.tensor([0, 4]), torch.tensor([1, 7]))])
+    >>> low, high = RangeMinMax(table, table).within([(torch.tensor([0, 4]), torch.tensor([1, 7]))])
     >>> low.tolist(), high.tolist()
     ([1, 2], [3, 9])
     """
