@@ -14,7 +14,7 @@ import pytest
 import attnspan
 
 ROOT = Path(attnspan.__file__).parent
-ANY = {"parallel": 40, "integrations": 137}
+ANY = {"parallel": 40, "integrations": 160}
 IGNORES = 30
 
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -57,6 +57,8 @@ from attnspan.plan.choose import KeepKeys
 from attnspan.recurrence import Rule
 from attnspan.transports import Transport
 from attnspan.transports.group import Group, transport_of
+
+T = TypeVar("T")
 
 
 class ContextParallel:
@@ -340,9 +342,10 @@ class ContextParallel:
         """
         return shard_batch(self, batch, shift_labels=shift_labels, padding=padding, dims=dims or {})
 
-    def unshard(self, tensor: object, dim: int = 1, *, batch_dim: int = 0) -> Any:
+    def unshard(self, tensor: T, dim: int = 1, *, batch_dim: int = 0) -> T:
         """The whole tensor on every rank, from all shards. Differentiable: see [Note: gradients] in sharding.py."""
-        return _each(lambda x: self.sharding.unshard(x, dim, batch_dim), tensor)
+        whole: T = _each(lambda x: self.sharding.unshard(x, dim, batch_dim), tensor)
+        return whole
 
     def shard_from(
         self, tensor: Mapping[str, Tensor] | Tensor | None, dim: int = 1, *, batch_dim: int = 0, source: int = 0

@@ -37,11 +37,11 @@ import functools
 import inspect
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
 from threading import RLock
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple, NoReturn, TypeVar
+from typing import Literal, NamedTuple, NoReturn, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -121,12 +121,13 @@ from attnspan.transports.group import Group
 
 Side = Literal["only", "encoder", "decoder", "cross"]
 
-Output = Any
+Output = ModelOutput | tuple[object, ...] | Tensor
 """What a model returned: a ModelOutput, a tuple, or a tensor."""
 
 PER_TOKEN = ("logits", "last_hidden_state", "hidden_states")
 """Outputs with a row for each token."""
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -239,7 +240,7 @@ class Enabled:
         device = self.transport.device
         self._score_mod = functools.lru_cache(maxsize=16)(lambda bias, shape: bias.score_mod(shape, device))
         self._recognised: set[object] = set()  # numbers that the model hands to layers, once compared with its family's
-        self._pass_of_output: Any = WeakTensorKeyDictionary()
+        self._pass_of_output: MutableMapping[Tensor, ForwardPass] = WeakTensorKeyDictionary()
         self._towers = towers(model, self.decoder)
         self._decoder_names = list(inspect.signature(type(self.decoder).forward).parameters)[1:]
         self._whole: WholeBatch | None = None  # while the model runs, before its decoder
@@ -318,7 +319,7 @@ class Enabled:
         for region in list(self._pass_of_region):
             checkpoint_regions.rerun_through(region, self._run_again)
 
-    def _run_again(self, run: Callable[..., Any], *args: object, **kwargs: object) -> Any:
+    def _run_again(self, run: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """A region that first ran enabled does so again."""
         with self._lock:
             if is_bound(self.model):
@@ -397,12 +398,11 @@ class Enabled:
         session = source.encoder if name.startswith("encoder_") and source.encoder is not None else source.session
         if name.removeprefix("encoder_").removeprefix("decoder_") not in PER_TOKEN:
             return value
-        whole: T = session.unshard(value, dim=1)
-        return whole
+        return session.unshard(value, dim=1)
 
     # ---- a forward pass ------------------------------------------------------------------------------------------
 
-    def _on_call(self, model: nn.Module, args: tuple[Any, ...], kwargs: Entries) -> tuple[tuple[()], Entries]:
+    def _on_call(self, model: nn.Module, args: tuple[object, ...], kwargs: Entries) -> tuple[tuple[()], Entries]:
         """Before forward: a batch becomes shards."""
         if not self.live:
             raise ModelError(
@@ -414,7 +414,7 @@ class Enabled:
         self._start(current)
         return (), given
 
-    def _on_decoder(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: Entries) -> tuple[tuple[()], Entries]:
+    def _on_decoder(self, decoder: nn.Module, args: tuple[object, ...], kwargs: Entries) -> tuple[tuple[()], Entries]:
         """Before the decoder's forward, in a model with towers: merged embeddings become shards."""
         begin = eagerly(Enabled._begin_decoder) if torch.compiler.is_compiling() else Enabled._begin_decoder
         current, given = begin(self, args, kwargs)
@@ -440,10 +440,10 @@ class Enabled:
         return end(self, current, output)
 
     def _begin_pass(
-        self, model: nn.Module, args: tuple[Any, ...], kwargs: Entries
+        self, model: nn.Module, args: tuple[object, ...], kwargs: Entries
     ) -> tuple[ForwardPass | None, Entries]:
         """The pass of a call, and what the model is given; of one with towers, no pass yet, and the whole batch."""
-        given = dict(zip(self._argument_names, args, strict=False)) | kwargs
+        given: Entries = dict(zip(self._argument_names, args, strict=False)) | kwargs
         check_call(self.model, given, self.decoder is not self.model)
         if self._adds_to_loss is not None and given.get("labels") is not None:
             raise ModelError(
@@ -478,7 +478,7 @@ class Enabled:
         self._whole = whole
         return {name: value for name, value in given.items() if name not in TOLD} | {"use_cache": False}
 
-    def _begin_decoder(self, args: tuple[Any, ...], kwargs: Entries) -> tuple[ForwardPass, Entries]:
+    def _begin_decoder(self, args: tuple[object, ...], kwargs: Entries) -> tuple[ForwardPass, Entries]:
         """The pass of a decoder's call, and what it is given of what it was called with."""
         whole, self._whole = self._whole, None
         if whole is None:
@@ -486,7 +486,7 @@ class Enabled:
                 f"{type(self.decoder).__name__} must be called once by the model that was enabled, "
                 f"{type(self.model).__name__}; a decoder that runs by itself, or several times, is not served"
             )
-        given = dict(zip(self._decoder_names, args, strict=False)) | kwargs
+        given: Entries = dict(zip(self._decoder_names, args, strict=False)) | kwargs
         given = {name: value for name, value in given.items() if value is not None}
         mask = given.pop("attention_mask", None)
         patterns = patterns_of(mask, (kind.pattern for kind in self.kinds))
@@ -572,10 +572,10 @@ class Enabled:
             {each.sharding.tokens for each in (current.session, current.encoder) if each is not None},
         )
         if current.labels is not None:
-            named = isinstance(output, ModelOutput)
-            logits = output["logits"] if named else output[0]
+            logits = output["logits"] if isinstance(output, ModelOutput) else output[0]
+            assert isinstance(logits, Tensor), "what has labels has logits"
             loss = loss_of(logits, current.labels, current.session, current.count, self.over)
-            output = type(output)(loss=loss, **output) if named else (loss, *output)
+            output = type(output)(loss=loss, **output) if isinstance(output, ModelOutput) else (loss, *output)
         return self.unshard(output) if self.outputs == "whole" else output
 
     def _count(self, current: ForwardPass) -> None:

@@ -14,9 +14,11 @@ whether a mask may be skipped).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import FunctionType
 from typing import Any, NamedTuple, NoReturn
 
 import torch
+from torch import Tensor
 from transformers.masking_utils import (
     and_masks,
     bidirectional_mask_function,
@@ -34,8 +36,8 @@ from attnspan.errors import ModelError
 from attnspan.integrations.huggingface.layers import AttentionLayer
 from attnspan.masks import Causal, Chunked, Full, Mask, SlidingWindow, TokenGroups
 
-MaskFunction = Callable[..., Any]
-"""Of (batch, head, query, key): whether the pair is allowed. transformers' own, so its type is not known."""
+MaskFunction = Callable[..., Tensor | bool]
+"""Of (batch, head, query, key), numbers or tensors of them: whether the pair is allowed. transformers' own."""
 
 
 class _NoTensor(ModelError, AttributeError):
@@ -191,7 +193,7 @@ def _unknown(function: MaskFunction) -> ModelError:
     )
 
 
-def _parts(function: MaskFunction) -> Iterator[Any]:
+def _parts(function: MaskFunction) -> Iterator[MaskFunction]:
     """The functions that one is the intersection of."""
     if getattr(function, "__code__", None) is _AND:
         for each in _held(function, "mask_functions"):
@@ -200,8 +202,10 @@ def _parts(function: MaskFunction) -> Iterator[Any]:
         yield function
 
 
-def _held(function: Any, name: str) -> Any:
+def _held(function: MaskFunction, name: str) -> Any:
     """What a function made by another holds by a name."""
+    assert isinstance(function, FunctionType), "its code is known"
+    assert function.__closure__ is not None, "and holds something"
     return function.__closure__[function.__code__.co_freevars.index(name)].cell_contents
 
 
@@ -218,7 +222,7 @@ def _means() -> bool:
     """Whether functions of transformers allow the same pairs as the patterns that are read from them."""
     each = torch.arange(8, device="cpu")
     q, k = torch.meshgrid(each, each, indexing="ij")
-    cases: list[tuple[MaskFunction, Pattern, torch.Tensor]] = [
+    cases: list[tuple[MaskFunction, Pattern, Tensor]] = [
         (causal_mask_function, Pattern(True, None), k <= q),
         (and_masks(sliding_window_overlay(3), causal_mask_function), Pattern(True, 3), (k <= q) & (k > q - 3)),
         (

@@ -27,13 +27,14 @@ import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import CellType, CodeType, FunctionType, MethodType, SimpleNamespace
-from typing import Any, NoReturn
+from typing import NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from attnspan.engine.fingerprint import WhileServed
 from attnspan.errors import ModelError
+from attnspan.integrations.huggingface.classes import class_of
 from attnspan.integrations.huggingface.sequence_functions import (
     DECODING,
     KNOWN,
@@ -55,7 +56,7 @@ HOMES = {"transformers", "torch"}
 UNCALLED = (nn.Conv1d, nn.RNNBase, nn.MultiheadAttention)
 """Modules in a mixer of which it may read the weights; called, they would see one rank's tokens."""
 
-Method = Callable[..., Any]
+Method = Callable[..., object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,7 @@ class RecurrentMixer:
 
     name: str
     functions: tuple[str, ...]
-    methods: Mapping[str, Method] = field(repr=False, compare=False)  # those that call them
+    methods: Mapping[str, FunctionType] = field(repr=False, compare=False)  # those that call them
     module: nn.Module = field(repr=False, compare=False)
 
     def __str__(self) -> str:
@@ -78,7 +79,7 @@ class RecurrentMixer:
     def replacements(self, here: Callable[[], TokensOfMixer]) -> Iterator[tuple[nn.Module, str, Method]]:
         """What takes the place of methods, for the tokens of the pass that is `here`: (module, attribute, method)."""
         ours = SequenceFunctions(self.name, here)
-        written = INLINED.get(_class_of(self.module).__name__)
+        written = INLINED.get(class_of(self.module).__name__)
         for attribute, method in self.methods.items():
             function = rebound(method, ours) if written is None else written(ours)
             yield self.module, attribute, MethodType(function, self.module)
@@ -112,7 +113,7 @@ def recurrent_mixers(model: nn.Module, beside: Collection[nn.Module] = ()) -> li
 
 def is_mixer(module: nn.Module) -> bool:
     """Whether a module calls functions that mix tokens."""
-    cls = _class_of(module)
+    cls = class_of(module)
     return cls.__name__ in INLINED or any(SEQUENCE & called.keys() for _, _, called in _methods(cls))
 
 
@@ -121,20 +122,16 @@ def may_be_replaced(module: nn.Module) -> bool:
     return isinstance(module, UNCALLED) or is_mixer(module)
 
 
-def _class_of(module: nn.Module) -> type[nn.Module]:
-    """The class of a module; not one that torch made of it, as FSDP2 does."""
-    return next(base for base in type(module).__mro__ if not base.__module__.startswith("torch."))
-
-
 def _mixer(name: str, module: nn.Module) -> RecurrentMixer:
     """See [Note: all or nothing]."""
-    cls = _class_of(module)
+    cls = class_of(module)
     unknown_in = _inlined_unknown if cls.__name__ in INLINED else _unknown
     unknown = _held_unknown(module) or unknown_in(cls) or _elsewhere(cls)
     if unknown is not None:
         raise ModelError(f"{name} ({cls.__name__}) has {unknown}, which is not served")
     if cls.__name__ in INLINED:
-        return RecurrentMixer(name, ("lightning_attention",), {"forward": cls.forward}, module)
+        forward = {attribute: method for attribute, method in _functions_of(cls) if attribute == "forward"}
+        return RecurrentMixer(name, ("lightning_attention",), forward, module)
     found = list(_methods(cls))
     functions = dict.fromkeys(each for _, _, called in found for each in called if each in SEQUENCE)
     return RecurrentMixer(name, tuple(functions), {attribute: method for attribute, method, _ in found}, module)
@@ -148,7 +145,7 @@ def _held_unknown(module: nn.Module) -> str | None:
     return None
 
 
-def _inlined_unknown(cls: Any) -> str | None:
+def _inlined_unknown(cls: type) -> str | None:
     if _is_lightning(cls):
         return None
     return "a lightning attention that is not the one known here (transformers 5.22)"
@@ -160,10 +157,10 @@ def _unknown(cls: type[nn.Module]) -> str | None:
         for each in _called(function):
             return f"{attribute}, which is no method and calls {each}"
     for attribute, method, called in _methods(cls):
-        for each, function in called.items():
+        for each, theirs in called.items():
             if each not in KNOWN:
                 return f"{each}, a function that is not known here"
-            differs = difference(each, function)
+            differs = difference(each, theirs)
             if differs is not None:
                 return f"{each}, which {differs} in this version of transformers"
         if not _can_be_rebound(method):
@@ -180,27 +177,27 @@ def _elsewhere(cls: type[nn.Module]) -> str | None:
     return None
 
 
-def _is_of_transformers(function: Any) -> bool:
+def _is_of_transformers(function: FunctionType) -> bool:
     """Whether a function, and what it is decorated with, is written in transformers or torch."""
     home, inner = function.__globals__["__name__"], getattr(function, "__wrapped__", None)
     return home.partition(".")[0] in HOMES and (inner is None or _is_of_transformers(inner))
 
 
-def _mixing(function: Method) -> str | None:
+def _mixing(function: FunctionType) -> str | None:
     try:
         return mixing_in(function, MOVING | SUMMING, frozenset(DECODING))
     except (OSError, TypeError):
         return f"{function.__name__}() without source"
 
 
-def _own_methods(cls: type[nn.Module]) -> list[Method]:
+def _own_methods(cls: type[nn.Module]) -> list[FunctionType]:
     """The forward of a class, and the functions in the class that it mentions."""
     forward = inspect.unwrap(cls.forward)
     own = dict([*_functions_of(cls), *_bare_functions(cls)])
     return [forward, *(inspect.unwrap(own[name]) for name in _names(forward.__code__) if name in own)]
 
 
-def _methods(cls: type[nn.Module]) -> Iterator[tuple[str, Method, dict[str, Method]]]:
+def _methods(cls: type[nn.Module]) -> Iterator[tuple[str, FunctionType, dict[str, Method]]]:
     """The methods of a class that call functions of files or packages, and those functions as they are now."""
     for attribute, method in _functions_of(cls):
         called = _called(inspect.unwrap(method))
@@ -208,17 +205,17 @@ def _methods(cls: type[nn.Module]) -> Iterator[tuple[str, Method, dict[str, Meth
             yield attribute, method, called
 
 
-def _functions_of(cls: type[nn.Module]) -> list[tuple[str, Method]]:
+def _functions_of(cls: type[nn.Module]) -> list[tuple[str, FunctionType]]:
     return [(name, each) for name, each in _attributes(cls) if inspect.isfunction(each)]
 
 
-def _bare_functions(cls: type[nn.Module]) -> list[tuple[str, Method]]:
+def _bare_functions(cls: type[nn.Module]) -> list[tuple[str, FunctionType]]:
     """What a class has of functions that are no methods: static ones, those of the class, properties."""
     inside = [(name, getattr(each, "fget", None) or getattr(each, "__func__", None)) for name, each in _attributes(cls)]
     return [(name, inspect.unwrap(each)) for name, each in inside if inspect.isfunction(each)]
 
 
-def _attributes(cls: type[nn.Module]) -> list[tuple[str, Any]]:
+def _attributes(cls: type[nn.Module]) -> list[tuple[str, object]]:
     """The attributes of a class and its bases below nn.Module."""
     if not issubclass(cls, nn.Module):  # of torch's own modules
         return []
@@ -226,7 +223,7 @@ def _attributes(cls: type[nn.Module]) -> list[tuple[str, Any]]:
     return [(name, inspect.getattr_static(cls, name)) for name in names if name != "__init__"]
 
 
-def _called(function: Any) -> dict[str, Method]:
+def _called(function: FunctionType) -> dict[str, Method]:
     """Functions that another calls by global names, without those of torch."""
     scope = function.__globals__
     named = {name: scope[name] for name in _names(function.__code__) if name in scope}
@@ -249,7 +246,7 @@ def _names(code: CodeType) -> Iterator[str]:
 # ---- a forward with other functions ----------------------------------------------------------------------------------
 
 
-def rebound(function: Any, ours: SequenceFunctions) -> Method:
+def rebound(function: FunctionType, ours: SequenceFunctions) -> FunctionType:
     """A function whose code calls ours, with what it is decorated with."""
     inner, closure = getattr(function, "__wrapped__", None), function.__closure__ or ()
     if inner is not None:
@@ -261,7 +258,7 @@ def rebound(function: Any, ours: SequenceFunctions) -> Method:
     return _again(function, scope, closure)
 
 
-def _can_be_rebound(function: Any) -> bool:
+def _can_be_rebound(function: FunctionType) -> bool:
     """Whether every function around another holds it in its closure."""
     inner = getattr(function, "__wrapped__", None)
     held = [_held(cell) for cell in function.__closure__ or ()]
@@ -275,7 +272,7 @@ def _held(cell: CellType) -> object:
         return None
 
 
-def _again(function: Any, scope: dict[str, Any], closure: tuple[CellType, ...]) -> Method:
+def _again(function: FunctionType, scope: dict[str, object], closure: tuple[CellType, ...]) -> FunctionType:
     made = FunctionType(function.__code__.replace(), scope, function.__name__, function.__defaults__, closure)
     made.__kwdefaults__ = function.__kwdefaults__
     return made
@@ -284,11 +281,26 @@ def _again(function: Any, scope: dict[str, Any], closure: tuple[CellType, ...]) 
 # ---- lightning attention ---------------------------------------------------------------------------------------------
 
 
-def _lightning_forward(ours: SequenceFunctions) -> Method:
-    """The forward of MiniMax's lightning attention. See [Note: in its forward]."""
-    attend, padded = ours.by_name("lightning_attention"), ours.by_name(PADDING)
+class LightningAttention(Protocol):
+    """What its forward needs of MiniMax's lightning attention."""
 
-    def forward(self: Any, hidden_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, None]:
+    num_attention_heads: int
+    head_dim: int
+    slope_rate: Tensor
+    act_fn: Callable[[Tensor], Tensor]
+    qkv_proj: Callable[[Tensor], Tensor]
+    norm: Callable[[Tensor], Tensor]
+    output_gate: Callable[[Tensor], Tensor]
+    out_proj: Callable[[Tensor], Tensor]
+
+
+def _lightning_forward(ours: SequenceFunctions) -> Callable[..., tuple[Tensor, None]]:
+    """The forward of MiniMax's lightning attention. See [Note: in its forward]."""
+    attend, padded = ours.tensor_by_name("lightning_attention"), ours.tensor_by_name(PADDING)
+
+    def forward(
+        self: LightningAttention, hidden_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, None]:
         rows, tokens = hidden_states.shape[:2]
         mixed = padded(self.act_fn(self.qkv_proj(hidden_states)), None)
         query, key, value = mixed.view(rows, tokens, self.num_attention_heads, -1).split(self.head_dim, dim=3)
@@ -298,12 +310,14 @@ def _lightning_forward(ours: SequenceFunctions) -> Method:
     return forward
 
 
-INLINED: dict[str, Callable[[SequenceFunctions], Method]] = {"MiniMaxLightningAttention": _lightning_forward}
+INLINED: dict[str, Callable[[SequenceFunctions], Callable[..., tuple[Tensor, None]]]] = {
+    "MiniMaxLightningAttention": _lightning_forward
+}
 """Mixers whose recurrence is written out in their forward, by class, and the forward that they get."""
 
 
 @functools.cache
-def _is_lightning(cls: Any) -> bool:
+def _is_lightning(cls: type) -> bool:
     """Whether a class computes what ours does, on two heads of four channels."""
     config = SimpleNamespace(
         head_dim=4,

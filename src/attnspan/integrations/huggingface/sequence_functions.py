@@ -26,7 +26,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -39,6 +39,7 @@ from attnspan.parallel import ContextParallel
 from attnspan.parallel.eager import eagerly
 from attnspan.recurrence import GLA, KDA, SSD, GatedDelta, Lightning, Rule
 from attnspan.testing import loopback
+from attnspan.transports import Transport
 
 PACKED = ("seq_idx", "cu_seqlens", "cu_seq_lens_q")
 """Arguments that describe documents; those of a session come from its mask."""
@@ -60,9 +61,12 @@ FUSED = {"mamba2_split_conv1d_scan_combined", "mamba_inner_fn"}
 
 PADDING = "apply_mask_to_padding_states"
 
-Caller = Callable[["TokensOfMixer"], Any]
-Function = Callable[..., Any]
-Arguments = dict[str, Any]
+Result = Tensor | tuple[Tensor, None]
+"""What these functions return: an output, or one and the final states, which nobody asks for."""
+
+Caller = Callable[["TokensOfMixer"], Result]
+Function = Callable[..., object]
+Arguments = dict[str, object]
 
 
 class TokensOfMixer(Protocol):
@@ -116,11 +120,18 @@ class SequenceFunctions:
             return functools.partial(self._decoded, name)
         return functools.partial(self._call, name)
 
-    def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
+    def tensor_by_name(self, name: str) -> Callable[..., Tensor]:
+        """The same, of one that returns a tensor."""
+        return functools.partial(self._tensor, name)
+
+    def _tensor(self, name: str, *args: object, **kwargs: object) -> Tensor:
+        return _first(self._call(name, *args, **kwargs))
+
+    def _call(self, name: str, *args: object, **kwargs: object) -> Result:
         run = eagerly(SequenceFunctions._run) if torch.compiler.is_compiling() else SequenceFunctions._run
         return run(self, name, args, kwargs)
 
-    def _run(self, name: str, args: tuple[Any, ...], kwargs: Arguments) -> Any:
+    def _run(self, name: str, args: tuple[object, ...], kwargs: Arguments) -> Result:
         here = self.here()
         for each in PACKED:
             if kwargs.get(each) is not None:
@@ -131,7 +142,7 @@ class SequenceFunctions:
         here.called.add((self.mixer, name))
         return OURS[name](here, *args, **kwargs)
 
-    def _decoded(self, name: str, *args: object, **kwargs: object) -> Any:
+    def _decoded(self, name: str, *args: object, **kwargs: object) -> NoReturn:
         raise ModelError(f"{self.mixer} calls {name}, which continues a cache; there is none here")
 
 
@@ -256,7 +267,7 @@ def lightning_attention(here: TokensOfMixer, query: Tensor, key: Tensor, value: 
     return here.recurrence(Lightning(query, key, value, -slope_rate.flatten(), scale=1.0))
 
 
-OURS: dict[str, Function] = {
+OURS: dict[str, Callable[..., Result]] = {
     each.__name__: each
     for each in (
         apply_mask_to_padding_states,
@@ -315,17 +326,18 @@ def _difference(name: str, theirs: Function) -> str | None:
     try:
         for example in EXAMPLES[name]():
             ours, original = functools.partial(OURS[name], **example), functools.partial(theirs, **example)
-            if not agrees(ours, original, example.get("attention_mask")):
+            mask = example.get("attention_mask")
+            if not agrees(ours, original, mask if isinstance(mask, Tensor) else None):
                 return "computes something else"
     except Exception as raised:  # whatever a version that changed it may raise
         return f"raises {type(raised).__name__} on a few tokens"
     return None
 
 
-def agrees(ours: Caller, theirs: Callable[[], Any], padding: Tensor | None = None) -> bool:
+def agrees(ours: Caller, theirs: Callable[[], object], padding: Tensor | None = None) -> bool:
     """Whether a function of a pass of five tokens gives, on one rank, what another gives."""
 
-    def rank(world: Any) -> Tensor:
+    def rank(world: Transport) -> Tensor:
         return _first(ours(MixedTokens(ContextParallel(world, seq_len=5, mask=Causal()), padding)))
 
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
@@ -334,7 +346,7 @@ def agrees(ours: Caller, theirs: Callable[[], Any], padding: Tensor | None = Non
     return found.shape == expected.shape and torch.allclose(found, expected, rtol=1e-4, atol=1e-5)
 
 
-def _first(result: Any) -> Tensor:
+def _first(result: object) -> Tensor:
     found = result[0] if isinstance(result, tuple) else result
     assert isinstance(found, Tensor), "these functions return tensors"
     return found

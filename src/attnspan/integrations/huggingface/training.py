@@ -31,14 +31,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 from transformers import Trainer
 
 from attnspan.assumptions import Assumption
 from attnspan.errors import ModelError
 from attnspan.integrations.huggingface.attention import BINDING
 from attnspan.integrations.huggingface.batches import Entries
-from attnspan.integrations.huggingface.enabling import Enabled
+from attnspan.integrations.huggingface.enabling import Enabled, Output
 from attnspan.integrations.huggingface.losses import Count
 from attnspan.transports.distributed import Distributed
 from attnspan.transports.group import transport_of
@@ -156,15 +156,15 @@ class SpanTrainerMixin(_Trainer):
         with self._dealing():
             return super().get_train_dataloader()
 
-    def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> DataLoader[object]:
+    def get_eval_dataloader(self, eval_dataset: str | Dataset[object] | None = None) -> DataLoader[object]:
         """The loader of evaluation, dealt by data-parallel rank."""
         with self._dealing():
-            return super().get_eval_dataloader(*args, **kwargs)
+            return super().get_eval_dataloader(eval_dataset)
 
-    def get_test_dataloader(self, *args: Any, **kwargs: Any) -> DataLoader[object]:
+    def get_test_dataloader(self, test_dataset: Dataset[object]) -> DataLoader[object]:
         """The loader of prediction, dealt by data-parallel rank."""
         with self._dealing():
-            return super().get_test_dataloader(*args, **kwargs)
+            return super().get_test_dataloader(test_dataset)
 
     def compute_loss(
         self,
@@ -173,7 +173,7 @@ class SpanTrainerMixin(_Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Count = None,
         **more: Any,
-    ) -> Any:
+    ) -> Tensor | tuple[Tensor, Output]:
         """The loss of the model; others would be computed from one rank's logits. See [Note: a count of Trainer]."""
         if self.label_smoother is not None or self.compute_loss_func is not None:
             raise ModelError(
@@ -201,12 +201,17 @@ class SpanTrainerMixin(_Trainer):
         state.num_input_tokens_seen = before + (state.num_input_tokens_seen - before) // self.span.ranks
 
     def prediction_step(
-        self, model: nn.Module, inputs: Entries, prediction_loss_only: bool, *args: Any, **kwargs: Any
-    ) -> Any:
+        self,
+        model: nn.Module,
+        inputs: Entries,
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+        **more: Any,
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """A step of evaluation, whose logits are those of all tokens."""
         before, self.span.outputs = self.span.outputs, "shards" if prediction_loss_only else "whole"
         try:
-            return super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys, **more)
         finally:
             self.span.outputs = before
 
