@@ -129,11 +129,12 @@ def moved_file(monkeypatch):
 
 
 def moved_local(monkeypatch):
-    theirs = torch.utils.checkpoint.checkpoint
-    inner = theirs
+    theirs = torch.utils.checkpoint
+    name = next(name for name in ("_checkpoint_impl", "checkpoint") if hasattr(theirs, name))  # 2.15 has both
+    inner = getattr(theirs, name)
     while hasattr(inner, "__wrapped__"):
         inner = inner.__wrapped__
-    monkeypatch.setattr(torch.utils.checkpoint, "checkpoint", renamed(inner, "gen", "generator"))
+    monkeypatch.setattr(theirs, name, renamed(inner, "gen", "generator"))
 
 
 def moved_frame(monkeypatch):

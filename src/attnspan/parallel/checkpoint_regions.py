@@ -6,6 +6,7 @@ batch's mask. Neither torch nor a model announces a region, but the stack shows 
 
     reentrant        CheckpointFunction.forward, then CheckpointFunction.backward, both with one `ctx`
     non-reentrant    `checkpoint`, which holds a generator with a `_CheckpointFrame`, then `unpack_hook` with the same
+                     (torch 2.15: `_checkpoint_impl`)
     other people's   `forward` and `backward` of an autograd function, as the reentrant kind does it
 
 The object that both runs share is the region's name. [Note: replays] Two rules follow (guards.py, attach.py):
@@ -38,6 +39,8 @@ from attnspan.assumptions import Assumption
 
 TORCH = dirname(torch.__file__)
 CHECKPOINTS = torch.utils.checkpoint.__file__
+DRIVERS = ("checkpoint", "_checkpoint_impl")
+"""What drives the generator of a non-reentrant region: until torch 2.13, and in 2.15."""
 
 
 class CheckpointRegion(NamedTuple):
@@ -60,7 +63,7 @@ def _regions(frame: FrameType | None, keeping: bool) -> Iterator[CheckpointRegio
     while frame is not None:
         code = frame.f_code
         if code.co_filename == CHECKPOINTS:
-            if code.co_name == "checkpoint" and "gen" in frame.f_locals and keeping:
+            if code.co_name in DRIVERS and "gen" in frame.f_locals and keeping:
                 yield CheckpointRegion(_held(frame.f_locals["gen"]), again=False)
             elif code.co_name == "unpack_hook":
                 yield CheckpointRegion(frame.f_locals.get("frame"), again=True)
@@ -183,7 +186,7 @@ def _sees_both(checkpointed: Callable[..., Tensor], again: bool) -> bool:
 SEEN = Assumption(
     "checkpointed regions are seen in both runs",
     "parallel/checkpoint_regions.py",
-    "the file of `torch.utils.checkpoint`, local names in `checkpoint`, `unpack_hook`, `CheckpointFunction`, "
-    "`_CheckpointFrame.recompute_fn`",
+    "the file of `torch.utils.checkpoint`, local names in `checkpoint` or `_checkpoint_impl`, `unpack_hook`, "
+    "`CheckpointFunction`, `_CheckpointFrame.recompute_fn`",
     _sees,
 )
