@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,7 @@ from attnspan.engine.model import ModelInfo, PackedBatch, StepAttention
 from attnspan.errors import ModelError
 from attnspan.integrations.huggingface.biases import COMPUTED, FIRST, ScoreBias, distance_table
 from attnspan.integrations.huggingface.layers import AttentionLayer, attention_layers
-from attnspan.integrations.huggingface.positions import counts_by_itself
+from attnspan.integrations.huggingface.positions import Arguments, counts_by_itself
 from attnspan.integrations.huggingface.served_model import TransformersModel, positions_of
 from attnspan.integrations.huggingface.serving import (
     ModuleAttention,
@@ -180,7 +180,7 @@ def _count_positions(model: PreTrainedModel, encoder: set[nn.Module]) -> None:
             module.register_forward_pre_hook(_place, with_kwargs=True)
 
 
-def _place(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _place(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> Arguments:
     """A hook, which does nothing while no engine calls the model."""
     positions = _POSITIONS.get()
     return args, kwargs if positions is None else kwargs | {"position_ids": positions[0]}
@@ -206,7 +206,9 @@ class _Passing(Cache):
         """Asked by mask functions."""
         return []
 
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *more: Any, **others: Any) -> Any:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *more: object, **others: object
+    ) -> tuple[Tensor, Tensor]:
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -220,7 +222,9 @@ class _Keeping(_Passing):
         super().__init__()
         self.keys = keys
 
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *more: Any, **others: Any) -> Any:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *more: object, **others: object
+    ) -> tuple[Tensor, Tensor]:
         self.keys[layer_idx] = key_states, value_states
         return key_states, value_states
 
@@ -263,27 +267,37 @@ class Encoding(ModuleAttention):
     def __init__(self, encoder: set[nn.Module]) -> None:
         self.encoder = encoder
 
-    def of(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+    def of(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scale: float | None, bias: Tensor | None
+    ) -> Tensor:
         if module not in self.encoder:
             return torch.zeros_like(query[..., : value.shape[-1]])
-        return _plain(query, key, value, options["scaling"], options.get("position_bias"))
+        return _plain(query, key, value, scale, bias)
 
 
 class Decoding(ModuleAttention):
     """Attention of a step of the decoder: over pages, and over the keys of each sequence's prompt."""
 
-    def __init__(self, paged: StepAttention, sources: Sequence[tuple[int, Any]]) -> None:
-        self.paged, self.sources = paged, sources
+    def __init__(self, paged: StepAttention, sources: Sequence[tuple[int, object]]) -> None:
+        self.paged, self.sources = paged, [(count, _made(keys)) for count, keys in sources]
 
-    def of(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-        layer: int = module.layer_idx  # type: ignore[assignment]
+    def of(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scale: float | None, bias: Tensor | None
+    ) -> Tensor:
+        layer = module.layer_idx
+        assert isinstance(layer, int), "its place in a cache"
         if key.shape[2]:
             row = (each[0].transpose(0, 1) for each in (query, key, value))
             return self.paged.attend(layer, *row).transpose(0, 1).unsqueeze(0)
         parts = query.split([count for count, _ in self.sources], dim=2)
-        keys: list[tuple[Tensor, Tensor]] = [kept[layer] for _, kept in self.sources]
-        outs = [_plain(part, *each, options["scaling"]) for part, each in zip(parts, keys, strict=True)]
+        keys = (each[layer] for _, each in self.sources)
+        outs = [_plain(part, *each, scale) for part, each in zip(parts, keys, strict=True)]
         return torch.cat(outs, dim=2)
+
+
+def _made(keys: object) -> Keys:
+    assert isinstance(keys, dict), "an engine keeps what encode returned"
+    return keys
 
 
 def _plain(query: Tensor, key: Tensor, value: Tensor, scale: float | None, bias: Tensor | None = None) -> Tensor:

@@ -261,12 +261,12 @@ def _layer(model: PreTrainedModel, name: str, module: nn.Module) -> AttentionLay
 
 def _chunk(module: nn.Module) -> int | None:
     """The chunks of a layer, which are in its config; that its mask has them too is compared in every pass."""
-    config: Any = getattr(module, "config", None)
+    config = getattr(module, "config", None)
     index = getattr(module, "layer_idx", None)
     kinds = getattr(config, "layer_types", None)
     if not kinds or index is None or kinds[index] != "chunked_attention":
         return None
-    return int(config.attention_chunk_size)
+    return int(getattr(config, "attention_chunk_size", 0))
 
 
 TUNED = (
@@ -280,16 +280,15 @@ TUNED = (
 
 def _temperature(name: str, module: nn.Module) -> Temperature | None:
     """The temperature of a layer; refuses one that counts positions for anything else."""
-    cls: Any = type(module)
+    cls: type = type(module)
     counts = _counting(cls)
     if counts is None:
         return None
     if any(line not in counts for line in TUNED):
         refuse(name, module, "positions that it counts by itself (torch.arange)")
-    tuned: Any = module
-    if not tuned.attn_temperature_tuning or tuned.use_rope:
-        return None
-    return Temperature(float(tuned.attn_scale), int(tuned.floor_scale))
+    names = ("attn_temperature_tuning", "use_rope", "attn_scale", "floor_scale")
+    tunes, rotates, scale, floor = (getattr(module, each) for each in names)
+    return Temperature(float(scale), int(floor)) if tunes and not rotates else None
 
 
 @functools.cache
@@ -439,7 +438,7 @@ def _same(one: object, other: object) -> bool:
 
 def calls_of(module: nn.Module) -> tuple[Mapping[str, ast.expr], ...]:
     """The calls of the interface in a module's class, each as its keyword arguments; none if it is no such layer."""
-    cls: Any = type(module)  # whose __hash__ is its instances', to mypy
+    cls: type = type(module)  # that of an nn.Module is not hashable, to mypy
     return _calls_in(cls)
 
 
@@ -511,12 +510,9 @@ FUNCTIONS: dict[str, Callable[..., object]] = {
 }
 
 
-def _evaluate(node: ast.expr, module: nn.Module) -> Any:
+def _evaluate(node: ast.expr, module: nn.Module) -> object:
     """The value of an expression of `self`, in training."""
-
-    def value(node: ast.expr) -> Any:
-        return _evaluate(node, module)
-
+    value = functools.partial(_evaluate, module=module)
     match node:
         case ast.Constant():
             return node.value
@@ -544,7 +540,8 @@ def _evaluate(node: ast.expr, module: nn.Module) -> Any:
     raise _Unclear(f"{ast.unparse(node)} cannot be evaluated for the module")
 
 
-def _read(holder: object, name: str) -> Any:
+def _read(holder: object, name: str) -> object:
     if not hasattr(holder, name):
         raise _Unclear(f"there is no {name!r}")
-    return getattr(holder, name)
+    found: object = getattr(holder, name)
+    return found

@@ -139,7 +139,7 @@ class TransformersModel:
         logits: Tensor = out.logits[0]
         return logits
 
-    def embed(self, inputs: Mapping[str, Any]) -> EmbeddedPrompt:
+    def embed(self, inputs: Mapping[str, object]) -> EmbeddedPrompt:
         """Run towers on a prompt, and all else that comes before the decoder."""
         if self._decoder is self.model:
             raise EngineError(

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from operator import is_not
 from threading import Lock
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
@@ -61,14 +61,17 @@ _ENTRY = "_attn_implementation_internal"
 WHILE_SERVED = frozenset({_ENTRY, "_attn_implementation", METHOD})
 """Entries of a config, or of a module, that change because the model is served."""
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
 class ModuleAttention:
     """Attention of modules that are not all a decoder's over pages."""
 
-    def of(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-        """Of a module, (B, H, S, Dv), with the options of its call."""
+    def of(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scale: float | None, bias: Tensor | None
+    ) -> Tensor:
+        """Of a module, (B, H, S, Dv), with the scale and the bias of its call."""
         raise NotImplementedError
 
 
@@ -159,6 +162,8 @@ def paged_attention(
     attention_mask: object = None,
     *,
     s_aux: Tensor | None = None,
+    scaling: float | None = None,
+    position_bias: Tensor | None = None,
     **checked: object,
 ) -> tuple[Tensor, None]:
     """The attention function; what `checked` may hold was read from the layers, and probed, when the model came."""
@@ -168,7 +173,7 @@ def paged_attention(
     if attention_mask is not None:
         raise ModelError(f"{type(module).__name__} is given a mask by its model, and an engine knows of none")
     if call.modules is not None:
-        return call.modules.of(module, query, key, value, **checked).transpose(1, 2), None
+        return call.modules.of(module, query, key, value, scaling, position_bias).transpose(1, 2), None
     source = latents_in(module, key, value)
     query, key, value = (each[0].transpose(0, 1) for each in (query, key, value))
     number = call.next_layer(module)
@@ -237,9 +242,12 @@ def served_layers(model: PreTrainedModel) -> ServedLayers:
     return ServedLayers(layers, mixers)
 
 
-def pattern_of_prompt(*sizes: int, **asked: Any) -> Pattern | None:
-    """The mask function: the pattern of a prompt that is embedded; in a step, where all is known, none."""
-    return requested_pattern(*sizes, **asked) if capturing() else None
+def _of_prompt(ask: Callable[P, Pattern]) -> Callable[P, Pattern | None]:
+    """A mask function for prompts that are embedded; in a step, where all is known, there is none."""
+    return lambda *sizes, **asked: ask(*sizes, **asked) if capturing() else None
+
+
+pattern_of_prompt = _of_prompt(requested_pattern)
 
 
 def _check_compiled(model: nn.Module, attends: set[nn.Module]) -> None:
@@ -282,7 +290,7 @@ class _Serving:
         self.described: list[str] = []
         self.probed = ProbeResult([], [])
         self.mixers: list[nn.Module] = []
-        self.replacements: list[tuple[dict[str, Any], str, WhileServed]] = []  # attributes of modules
+        self.replacements: list[tuple[dict[str, object], str, WhileServed]] = []  # attributes of modules
         self.lock = Lock()
 
     def begin(self, name: str, owner: int) -> None:
