@@ -7,6 +7,9 @@ import torch
 LONG_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 """What short names of dtypes stand for."""
 
+SIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
+"""Bytes of a number, by the names of dtypes that attention is planned for."""
+
 
 def dtype_name(dtype: object) -> str:
     """The name of a dtype, or of a layout, without torch's.

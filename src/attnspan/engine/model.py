@@ -42,12 +42,12 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from attnspan.attention.score import ScoreFunction
 from attnspan.dtypes import dtype_name
 from attnspan.engine.fingerprint import ModelFingerprint
 from attnspan.engine.params import SamplingParams
 from attnspan.errors import ModelError
 from attnspan.masks import TokenGroups
-from attnspan.paged.scoring import ScoreFunction
 from attnspan.recurrence import Rule
 
 

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from attnspan.attention.score import ScoreFunction
 from attnspan.attention.transforms import check_untransformed
 from attnspan.errors import PageError
 from attnspan.kernels.merge import with_sinks
 from attnspan.masks import Causal, Mask
 from attnspan.paged.after_prefix import AfterPrefix
-from attnspan.paged.scoring import ScoreFunction
 
 if TYPE_CHECKING:
     from attnspan.paged.step_plan import StepPlan

@@ -21,13 +21,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from attnspan.attention.score import ScoreFunction
 from attnspan.errors import MaskError
 from attnspan.masks import Causal, Full, Mask, SlidingWindow
 from attnspan.masks.mask import And, MaskFunction
 from attnspan.paged.metadata import PagedMetadata
-
-ScoreFunction = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
-"""A FlexAttention score_mod: (score, batch row, head, query position, key position) -> score."""
 
 
 class VisibleKeys(NamedTuple):

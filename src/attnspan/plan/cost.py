@@ -14,13 +14,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import exp, log
 
+from attnspan.dtypes import LONG_NAMES, SIZES
 from attnspan.errors import PlanError, integer, one_of
 from attnspan.masks.tile import Kind, Tile
 
 BACKWARD = 2.5
 """Operations of backward over those of forward: five products of matrices where there were two."""
 
-DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp32": 4, "bf16": 2, "fp16": 2, "float64": 8}
+DTYPES = SIZES | {short: SIZES[name] for short, name in LONG_NAMES.items()}
 
 
 @dataclass(frozen=True, slots=True, init=False)

@@ -35,9 +35,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from attnspan.attention.score import ScoreFunction
 from attnspan.paged.metadata import PagedMetadata, Pages
 from attnspan.paged.quantised import Quantised
-from attnspan.paged.scoring import ScoreFunction, Scoring
+from attnspan.paged.scoring import Scoring
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
