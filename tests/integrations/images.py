@@ -7,46 +7,9 @@ import warnings
 import torch
 import transformers
 
+from tests.integrations import recent_images
 from tests.integrations.families import BUILDING
-
-VOCAB, IMAGE, START, END, VIDEO, AUDIO = 64, 60, 61, 62, 59, 58
-TEXT = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-}
-MIXED = {"sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"]}
-VIT = {
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "image_size": 8,
-    "patch_size": 4,
-    "attention_dropout": 0.0,
-}
-MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
-TOKENS = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": START, "vision_end_token_id": END}
-QWEN = {
-    "depth": 2,
-    "num_heads": 2,
-    "patch_size": 4,
-    "spatial_merge_size": 2,
-    "temporal_patch_size": 2,
-    "in_channels": 3,
-}
-
-
-def of(kind, sizes):
-    return {"model_type": kind, **sizes}
-
+from tests.integrations.sizes import AUDIO, END, IMAGE, MIXED, MROPE, QWEN, START, TEXT, TOKENS, VIDEO, VIT, VOCAB, of
 
 SPECS = {
     "llava": (
@@ -212,7 +175,7 @@ SPECS = {
             "audio_token_id": AUDIO,
         },
     ),
-}
+} | recent_images.SPECS
 
 
 @functools.cache
@@ -224,6 +187,7 @@ def _built(name):
         torch.manual_seed(0)
         cls = getattr(transformers, model)
         built = cls(cls.config_class(**copy.deepcopy(sizes), attn_implementation="eager"))
+        built = recent_images.tweaked(name, built)
         for parameter in built.parameters():  # zeros and ones would hide what is left out
             torch.nn.init.normal_(
                 parameter, std=0.2
@@ -237,9 +201,9 @@ def family(name):
         return copy.deepcopy(_built(name)).train()
 
 
-QWENS = ("qwen2-vl", "qwen2.5-vl", "qwen3-vl", "qwen3.5", "glm4v")
+QWENS = ("qwen2-vl", "qwen2.5-vl", "qwen3-vl", "qwen3.5", "glm4v", *recent_images.QWENS)
 COUNTS = {"llava": 4, "paligemma": 4, "gemma3": 4, "smolvlm": 1, "internvl": 1, "aya": 1, "gemma4": 4}
-COUNTS |= {"qwen2-audio": 4, "voxtral": 2, "mistral3": 2} | dict.fromkeys(QWENS, 4)
+COUNTS |= {"qwen2-audio": 4, "voxtral": 2, "mistral3": 2} | dict.fromkeys(QWENS, 4) | recent_images.COUNTS
 
 
 def batch(name, *, images=((2, 11), (6,)), length=23, seed=0):
@@ -257,11 +221,11 @@ def batch(name, *, images=((2, 11), (6,)), length=23, seed=0):
     given = {"input_ids": tokens, "labels": labels}
     many = sum(map(len, images))
     types = (tokens == special).long()
-    if name in (*QWENS, "gemma4"):
+    if name in (*QWENS, "gemma4", *recent_images.TYPED) and name != "qwen2.5-omni":
         given["mm_token_type_ids"] = types
     if name == "gemma3":
         given["token_type_ids"] = types
-    if name == "paligemma":
+    if name.startswith("paligemma"):
         given["token_type_ids"] = (torch.arange(length) >= 17).long().expand(rows, length).clone()
     return given | (inputs(name, images, many, drawn) if many else {})
 
@@ -277,6 +241,9 @@ def inputs(name, images, many, drawn):
             "pixel_values": noise(many * 16, 3 * 2 * 4 * 4),
             "image_grid_thw": torch.tensor([[1, 4, 4]] * many),
         }
+    recent = recent_images.inputs(name, many, noise)
+    if recent is not None:
+        return recent
     if name == "smolvlm":
         most = max(map(len, images))
         pixels = torch.zeros(len(images), most, 3, 8, 8)

@@ -17,7 +17,8 @@ from benchmarks import models as benchmark
 pytestmark = pytest.mark.usefixtures("quietly")
 
 PAGE = Path(__file__).parents[2] / "docs" / "families.md"
-FEW = {"causal": ["llama", "gemma3_text", "bert", "mamba2", "rembert", "reformer", "jetmoe"], "image-text": ["udop"]}
+FEW = {"causal": ["llama", "gemma3_text", "bert", "mamba2", "rembert", "reformer", "jetmoe"]}
+FEW |= {"image-text": ["udop", "glm4v", "molmo2", "gemma4_unified"]}
 
 
 @pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, names in FEW.items() for name in names])
@@ -95,3 +96,8 @@ def test_what_is_not_there_is_refused_by_name():
     )
     assert "is called t5 or gpt-99; others" in run("mistral", "t5", "gpt-99")[1]
     assert run("--kind", "speech")[1] == ("attnspan: kind must be one of causal, image-text, all, got 'speech'\n")
+
+
+@pytest.mark.parametrize(("name", "wanted"), [("llava", 2023), ("qwen3_vl", 2025), ("glmga", 2026), ("gemma4", 2026)])
+def test_the_year_of_a_family_is_that_of_its_files(name, wanted):
+    assert benchmark.year(name) == wanted

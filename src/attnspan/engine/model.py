@@ -147,12 +147,7 @@ class EmbeddedPrompt:
     @property
     def together(self) -> list[tuple[int, int]]:
         """[start, stop) that are computed in one step."""
-        if self.groups is None:
-            return []
-        ends: dict[int, tuple[int, int]] = {}
-        for start, stop, group in self.groups.runs[0]:
-            ends[group] = ends.get(group, (start, stop))[0], stop
-        return list(ends.values())
+        return [] if self.groups is None else self.groups.spans
 
 
 class PromptRows(NamedTuple):

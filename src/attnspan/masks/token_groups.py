@@ -59,6 +59,14 @@ class TokenGroups(Mask):
         )
 
     @property
+    def spans(self) -> list[tuple[int, int]]:
+        """[start, stop) from the first token of a group to its last, for each group of the first batch row."""
+        ends: dict[int, tuple[int, int]] = {}
+        for start, stop, group in self.runs[0]:
+            ends[group] = ends.get(group, (start, stop))[0], stop
+        return list(ends.values())
+
+    @property
     def rows(self) -> int:
         return len(self.runs)
 

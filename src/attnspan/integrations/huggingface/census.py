@@ -45,8 +45,12 @@ MAPPINGS: Mapping[Kind, Mapping[str, str | tuple[str, ...]]] = {
 }
 """The families of each kind, and the names of their classes."""
 
-_COMPASS = {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}}
+_ROPE = {"rope_type": "default", "rope_theta": 1e4}
+_COMPASS = {"rope_parameters": {"full_attention": _ROPE}}
 _INDEXER = {"n_heads": 16, "kv_heads": 1, "head_dim": 256, "budget": 2048, "compress_ratio": 16}
+_GLM_ROPE = _ROPE | {"partial_rotary_factor": 0.5, "mrope_section": [8, 12, 12]}
+_GLM = {"text_config": {"rope_parameters": _GLM_ROPE}}
+_HUNYUAN_ROPE = _ROPE | {"mrope_section": [16, 16, 16, 16]}
 _QWEN4 = {f"indexer_{name}": value for name, value in _INDEXER.items()}
 
 LACKING: dict[str, Mapping[str, object]] = {
@@ -54,16 +58,20 @@ LACKING: dict[str, Mapping[str, object]] = {
     "chameleon": {"vocabulary_map": {"<image>": 8711}},
     "cohere_compass": {"text_config": _COMPASS},
     "cohere_compass_text": _COMPASS,
-    "deepseek_ocr2": {"text_config": {"mlp_layer_types": ["dense"] + ["sparse"] * 31}},
+    "deepseek_ocr2": {"text_config": {"mlp_layer_types": ["dense"] + ["sparse"] * 31, "num_experts_per_tok": 6}},
     "deepseek_v2": {"num_experts_per_tok": 6},
     "diffusion_gemma": {"text_config": {"num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 704}},
     "dots1": {"n_shared_experts": 2, "n_routed_experts": 128, "num_experts_per_tok": 6},
     "emu3": {"vocabulary_map": {"<image>": 151859, "<|extra_200|>": 151848, "<|extra_201|>": 151849}},
     "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}},
+    "glm46v": _GLM,
+    "glm4v": _GLM,
+    "glm4v_moe": {"text_config": {"head_dim": 128}},
+    "glmga": _GLM,
     "granite4_vision": {"downsample_rate": "4/8", "deepstack_layer_map": [[-19, 9], [-13, 6], [-7, 3], [-1, 0]]},
     "hunyuan_v1_dense": {"head_dim": 128},
     "hunyuan_v1_moe": {"head_dim": 128},
-    "hunyuan_vl": {"text_config": {"head_dim": 128}},
+    "hunyuan_vl": {"text_config": {"head_dim": 128, "rope_parameters": _HUNYUAN_ROPE}},
     "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},
     "ministral": {"head_dim": 128},
     "nemotron": {"num_key_value_heads": 8},
@@ -73,6 +81,10 @@ LACKING: dict[str, Mapping[str, object]] = {
 """See [Note: default configs]."""
 
 _SIZES = {"vocab_size": 64, "hidden_size": 32, "num_attention_heads": 4}
+_STEP: dict[str, object] = {"intermediate_size": 48, "num_hidden_layers": 4, "num_key_value_heads": 2, "head_dim": 8}
+_STEP |= {"moe_intermediate_size": 16, "share_expert_dim": 16, "n_routed_experts": 4, "num_experts_per_tok": 2}
+_STEP |= {"sliding_window": 4, "layer_types": ["full_attention", *["sliding_attention"] * 3]}
+_STEP_VIT = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16, "patch_size": 2}
 _EXPERTS = {"moe_num_experts": 4, "moe_top_k": 2}
 
 SMALL: dict[str, Mapping[str, object]] = {
@@ -82,6 +94,7 @@ SMALL: dict[str, Mapping[str, object]] = {
     "jetmoe": _SIZES | {"num_hidden_layers": 2, "intermediate_size": 48, "kv_channels": 8, "num_key_value_heads": 2},
     "longcat_flash": _SIZES
     | {"num_layers": 2, "ffn_hidden_size": 48, "expert_ffn_hidden_size": 16, "n_routed_experts": 4, "moe_topk": 2},
+    "step3p7": {"vision_config": _STEP_VIT, "text_config": _SIZES | _STEP},
 }
 """See [Note: questions]."""
 

@@ -35,7 +35,8 @@ from attnspan.parallel.attached_forward import is_attached
 from attnspan.parallel.batch import IGNORED
 
 HEADS = re.compile(
-    r"((?<!PreTrained)Model|ForCausalLM|GenerationDecoder|ForMaskedLM|ForTokenClassification|ForConditionalGeneration)$"
+    r"((?<!PreTrained)Model|ForCausalLM|GenerationDecoder|ForMaskedLM|ForTokenClassification|ForConditionalGeneration"
+    r"|NemotronH_Omni_Reasoning_V3)$"
 )
 """What is computed of each token by itself; other heads look at one token for all."""
 

@@ -7,7 +7,7 @@ tokens as always, and a hook before the decoder puts the rows of such prompts in
     model(input_ids=tokens)             embeds tokens, knows of no image
         decoder(inputs_embeds, ...)     rows of prompts replaced: embeddings, positions, DeepStack features
 
-Rotary positions of more than one dim go on behind a prompt as transformers lets them: from the largest of it.
+Rotary positions of more than one dim go on behind a prompt as transformers lets them: from those of its last token.
 
 [Note: keys of a prompt] The prefix cache must not take one image for another. A token that the decoder sees as it sees
 plain text is its own key. Any other's is a digest of all that the decoder is given for it: the bits of its embedding,
@@ -146,20 +146,27 @@ def one_prompt(inputs: Mapping[str, Any], device: torch.device) -> dict[str, Any
         raise EngineError(f"prompt must be what a processor returns, got {min(refused)} too")
     given = {name: value for name, value in inputs.items() if name != "attention_mask"}
     moved: dict[str, Any] = tree_map_only(Tensor, lambda each: each.to(device), given)
-    return moved | {"input_ids": ids, "use_cache": False}
+    return moved | {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}  # as generate has it
 
 
 def embedded(
-    tokens: list[int], found: Mapping[str, Any], plain: Mapping[str, Any], layers: Sequence[AttentionLayer]
+    tokens: list[int],
+    found: Mapping[str, Any],
+    plain: Mapping[str, Any],
+    layers: Sequence[AttentionLayer],
+    first: int = 0,
 ) -> EmbeddedPrompt:
-    """A prompt, by what the decoder is called with, and would be called with for its tokens alone."""
+    """A prompt, by what the decoder is called with, and would be called with for its tokens alone.
+
+    The tokens of a text have the positions from `first` on.
+    """
     length = len(tokens)
     _check(found, plain)
     embeds = found["inputs_embeds"][0]
-    positions, following = _positions(found.get("position_ids"), length)
+    positions, following = _positions(found.get("position_ids"), length, first)
     special = (embeds != plain["inputs_embeds"][0]).any(-1)
     if positions is not None:
-        special |= (positions != torch.arange(length, device=positions.device)).any(0).to(special.device)
+        special |= (positions != _plain(first, positions)).any(0).to(special.device)
     masks = {where: found[where][0] for where in FEATURES.values() if where in found}
     features = {name: found.get(name) for name, where in FEATURES.items() if where in masks}
     for mask in masks.values():
@@ -199,8 +206,7 @@ def _groups(mask: object, layers: Sequence[AttentionLayer]) -> tuple[TokenGroups
     for each in mask.values() if isinstance(mask, Mapping) else [mask]:
         if isinstance(each, Tensor) and each.dim() == 2:  # a prompt without padding
             continue
-        beyond = isinstance(each, Pattern) and each.window is not None and each.groups is not None
-        if isinstance(each, Tensor) or (isinstance(each, Pattern) and (not each.causal or beyond > each.over_groups)):
+        if isinstance(each, Tensor) or (isinstance(each, Pattern) and (not each.causal or _is_wider(each))):
             shown = f"a tensor of shape {tuple(each.shape)}" if isinstance(each, Tensor) else each
             raise EngineError(f"the tokens of this prompt see each other by a mask that is not served: {shown}")
         if isinstance(each, Pattern) and each.groups is not None:
@@ -211,21 +217,30 @@ def _groups(mask: object, layers: Sequence[AttentionLayer]) -> tuple[TokenGroups
     return next(iter(found.values()), None), grouped
 
 
+def _is_wider(pattern: Pattern) -> bool:
+    """Whether tokens of a group see each other beyond the window of a layer."""
+    if pattern.groups is None or pattern.window is None or pattern.over_groups:
+        return False
+    return any(stop - start > pattern.window for start, stop in pattern.groups.spans)
+
+
 def _tensors(value: object) -> list[Tensor]:
     return [each for each in tree_leaves(value) if isinstance(each, Tensor)]
 
 
-def _positions(ids: Tensor | None, length: int) -> tuple[Tensor | None, Tensor | None]:
+def _plain(first: int, positions: Tensor) -> Tensor:
+    """(S,) those of a text, like positions (P, S)."""
+    return torch.arange(first, first + positions.shape[1], device=positions.device)
+
+
+def _positions(ids: Tensor | None, length: int, first: int) -> tuple[Tensor | None, Tensor | None]:
     """Positions (P, S), and (P, 1) where they go on; None where they are those of plain text."""
     if ids is None:
         return None, None
     found = ids.reshape(-1, length) if ids.dim() == 3 else ids[:1]
-    text, rotary = (found[:1], found[1:]) if len(found) == 4 else (found[:0], found)
-    last = torch.cat([text.amax(1, keepdim=True), rotary.amax().expand(len(rotary), 1)])
-    plain = torch.arange(length, device=ids.device)
-    if bool((found == plain).all()):
+    if bool((found == _plain(first, found)).all()):
         return None, None
-    return found, last + 1
+    return found, found[:, -1:] + 1
 
 
 def _hash(*parts: bytes) -> int:

@@ -87,7 +87,7 @@ from attnspan.integrations.huggingface.checking import (
 from attnspan.integrations.huggingface.latents import METHOD, LatentSource, latent_source
 from attnspan.integrations.huggingface.layers import AttentionLayer, attention_layers, calls_of, split_idle
 from attnspan.integrations.huggingface.losses import Count, label_kind, loss_of
-from attnspan.integrations.huggingface.masking import Pattern
+from attnspan.integrations.huggingface.masking import Pattern, given_masks
 from attnspan.integrations.huggingface.mixers import recurrent_mixers
 from attnspan.integrations.huggingface.own_attention import bias_table, bind_forward, check_family_bias, unbind_forward
 from attnspan.integrations.huggingface.positions import (
@@ -498,7 +498,7 @@ class Enabled:
         entries = shards.entries | shard_features(features, shards.session) | {"use_cache": False}
         entries = {name: value for name, value in entries.items() if name in kwargs or name in self._decoder_names}
         if mask is not None and not isinstance(mask, Tensor):
-            entries["attention_mask"] = mask  # what the model asked for, before
+            entries["attention_mask"] = given_masks(mask)
         return self._pass({"only": shards}, patterns, whole.count, sequence.max_position), entries
 
     def _check_restarts(self, given: Entries, sequence: SequenceInputs) -> None:

@@ -112,7 +112,7 @@ class EncoderDecoderModel(TransformersModel):
 
     def _probed(self, layers: ServedLayers) -> ProbeResult:
         every = attention_layers(self.model)
-        calls, states = super()._probed(ServedLayers(every, layers.mixers))
+        calls, states, _ = super()._probed(ServedLayers(every, layers.mixers))
         _check_plain([replace(every[place], window=window) for place, window in calls], self._encoder)
         places = {layer.module: place for place, layer in enumerate(layers.attention)}
         own = [(places[every[place].module], window) for place, window in calls if every[place].module in places]

@@ -13,7 +13,7 @@ whether a mask may be skipped).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import FunctionType
 from typing import Any, NamedTuple, NoReturn
 
@@ -106,6 +106,20 @@ class ConvertedPattern(Pattern):
         return self
 
 
+class GivenPattern(Pattern):
+    """The same for a decoder, whose model asked for it before: transformers returns masks of four dims as they are."""
+
+    ndim = 4
+    shape = (1, 1, 1, 1)
+
+
+def given_masks(mask: object) -> object:
+    """What a model with towers gives its decoder for a mask: patterns, alone or by types of layers, as given."""
+    if isinstance(mask, Mapping):
+        return {kind: given_masks(each) for kind, each in mask.items()}
+    return GivenPattern(*mask) if isinstance(mask, Pattern) else mask
+
+
 CONVERTING = {"mpt", "falcon"}
 """The types of these models."""
 
@@ -118,9 +132,12 @@ def requested_pattern(
     mask_function: MaskFunction = causal_mask_function,
     local_size: int | None = None,
     config: object = None,
+    attention_mask: object = None,
     **more: object,
 ) -> Pattern:
     """The pattern of a mask that a model asks for, by the signature of `AttentionMaskInterface`."""
+    if isinstance(attention_mask, GivenPattern):
+        return Pattern(*attention_mask)
     compiling = torch.compiler.is_compiling()
     found = _by_arguments(local_size, config, more) if compiling else _read(mask_function)
     return ConvertedPattern(*found) if getattr(config, "model_type", None) in CONVERTING else found
@@ -181,7 +198,10 @@ def _with_groups(function: MaskFunction) -> Pattern:
     others = [part for part in parts if part not in blocks]
     if len(blocks) != 1 or len(others) != 1 or not (found := _pattern(others[0])).causal or found.groups is not None:
         raise _unknown(next((part for part in others if part is not causal_mask_function), function))
-    groups = TokenGroups.from_ids(_held(blocks[0], "block_sequence_ids"))
+    ids = _held(blocks[0], "block_sequence_ids")
+    if ids.is_meta:  # of a text, by which the census probes a model
+        return found
+    groups = TokenGroups.from_ids(ids)
     return found._replace(groups=groups if any(groups.runs) else None)  # a batch of text has none
 
 

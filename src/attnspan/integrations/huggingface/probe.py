@@ -16,6 +16,7 @@ What holds for two tokens is taken to hold for any number.
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Iterable
 from contextvars import ContextVar
@@ -32,7 +33,7 @@ from attnspan.errors import ModelError
 from attnspan.integrations.huggingface.attention import check_arguments, configs_of
 from attnspan.integrations.huggingface.checking import check_output
 from attnspan.integrations.huggingface.layers import AttentionLayer, calls_of
-from attnspan.integrations.huggingface.masking import Pattern, requested_pattern
+from attnspan.integrations.huggingface.masking import Pattern, given_masks, requested_pattern
 from attnspan.integrations.huggingface.own_attention import ASKED, dispatch_forward
 from attnspan.integrations.huggingface.serving import (
     ProbeResult,
@@ -40,11 +41,16 @@ from attnspan.integrations.huggingface.serving import (
     ServedLayers,
     call_served,
     called_while_served,
+    head_of,
     probed_once,
 )
+from attnspan.integrations.huggingface.towers import decoder_of
 from attnspan.recurrence import PackedSequences, Rule
 
 NAME = "attnspan_probe"
+
+TYPES = ("mm_token_type_ids",)
+"""Arguments that tell text, 0, from images: some models must have them in training."""
 
 
 class Probe:
@@ -54,6 +60,7 @@ class Probe:
         self.layers = {layer.module: layer for layer in layers}
         self.adopts = adopts  # a window that is in a mask alone
         self.order: list[nn.Module] = []
+        self.all_logits = False
 
     @property
     def calls(self) -> Counter[nn.Module]:
@@ -112,11 +119,12 @@ def probe_model(model: PreTrainedModel, layers: ServedLayers) -> ProbeResult:
 def _probed(layers: ServedLayers, model: PreTrainedModel) -> ProbeResult:
     states = ProbedStates()
     call = ServedCall(states, (), None)
-    calls = call_served(call, partial(_calls, Probe(layers.attention, adopts=True), model, layers.arguments))
+    probe = Probe(layers.attention, adopts=True)
+    calls = call_served(call, partial(_calls, probe, model, layers.arguments))
     unused = [mixer for mixer in layers.mixers if mixer.name not in call.used]
     if unused:
         raise ModelError(f"{unused[0].name} is not used in a pass of the model, and an engine serves layers that are")
-    return ProbeResult(calls, list(zip(call.used, states.states, strict=True)))
+    return ProbeResult(calls, list(zip(call.used, states.states, strict=True)), probe.all_logits)
 
 
 def _calls(probe: Probe, model: PreTrainedModel, arguments: tuple[str, ...]) -> list[tuple[int, int | None]]:
@@ -127,12 +135,20 @@ def _calls(probe: Probe, model: PreTrainedModel, arguments: tuple[str, ...]) -> 
         given, kept = {"input_ids": tokens, "decoder_input_ids": tokens}, 2
     else:
         given, kept = given | {"logits_to_keep": positions[0, 1:]}, 1
-    out = run_probe(probe, model, **given)
+    at_head: list[int] = []
+    head = head_of(model)
+    assert head is not None, "looked for before"
+    noting = head.register_forward_pre_hook(lambda _, args: at_head.append(args[0].shape[1]) if args else None)
+    try:
+        out = run_probe(probe, model, **given)
+    finally:
+        noting.remove()
     idle = next((layer for module, layer in probe.layers.items() if module not in probe.order), None)
     if idle is not None:
         raise ModelError(f"{idle.name} attends in no pass of the model, and an engine serves layers that do")
     logits = out["logits"]
-    if logits.shape[1] != kept:
+    probe.all_logits = logits.shape[1] != kept
+    if probe.all_logits and at_head != [2]:
         raise ModelError(
             f"{type(model).__name__} gives logits of {logits.shape[1]} tokens where logits_to_keep asks for one, "
             "and an engine asks for those of last tokens alone"
@@ -148,6 +164,7 @@ def probe_pass(model: PreTrainedModel, layers: Iterable[AttentionLayer]) -> None
     AttentionMaskInterface.register(NAME, requested_pattern)
     tokens = torch.zeros(1, 2, dtype=torch.int64, device=next(model.parameters()).device)
     probe, inputs = Probe(layers, adopts=False), {"input_ids": tokens}
+    inputs |= {name: tokens for name in TYPES if name in inspect.signature(type(model).forward).parameters}
     if model.config.is_encoder_decoder:
         inputs["decoder_input_ids"] = tokens
     for config in configs_of(model):
@@ -177,14 +194,24 @@ def _check_cache(model: PreTrainedModel, layers: Iterable[AttentionLayer]) -> No
 
 def run_probe(probe: Probe, model: PreTrainedModel, **inputs: Tensor) -> ModelOutput:
     """Call a model whose layers ask for the attention of this name."""
-    before, asked = _PROBE.set(probe), ASKED.set(probe_attention)
+    before, asked, decoder = _PROBE.set(probe), ASKED.set(probe_attention), decoder_of(model)
+    hooks = [] if decoder is model else [decoder.register_forward_pre_hook(_give_masks, with_kwargs=True)]
     try:
         with torch.no_grad():
             out: ModelOutput = model(**inputs, use_cache=False)
             return out
     finally:
+        for hook in hooks:
+            hook.remove()
         _PROBE.reset(before)
         ASKED.reset(asked)
+
+
+def _give_masks(
+    decoder: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+) -> tuple[tuple[object, ...], dict[str, object]]:
+    """The hook before a decoder: its masks are those that its model asked for, as in training (enabling.py)."""
+    return args, kwargs | {name: given_masks(mask) for name, mask in kwargs.items() if name == "attention_mask"}
 
 
 def _check_calls(probe: Probe) -> None:

@@ -38,6 +38,8 @@ from attnspan.integrations.huggingface.serving import (
     ServedCall,
     ServedLayers,
     call_served,
+    head_of,
+    keep_logits,
     serve_latents,
     served,
     served_layers,
@@ -60,9 +62,10 @@ class TransformersModel:
         self._latents = _latents_of(layers.attention) if latents else {}
         self._score_mods = self._mods(layers.attention)
         serve_latents(model, self._latents.values())
-        self._calls, states = self._probed(layers)
+        probed = self._probed(layers)
+        self._calls, self._all_logits = probed.calls, probed.all_logits
         self._take(layers.attention)
-        self._mixers = tuple(mixer for mixer, _ in states)
+        self._mixers = tuple(mixer for mixer, _ in probed.states)
         self._tempered = any(layer.temperature is not None for layer in layers.attention)
         self._weights = _first_weights(model)
         weight = model.get_input_embeddings().weight
@@ -75,14 +78,17 @@ class TransformersModel:
             end_tokens=end_tokens_of(model),
             max_positions=positions_of(model),
             defaults=defaults_of(getattr(model, "generation_config", None), stacklevel + 1),
-            states=tuple(spec for _, spec in states),
+            states=tuple(spec for _, spec in probed.states),
         )
         self._beside = {"attention_mask": NO_MASK} if model.config.model_type == "mpt" else {}
         self._decoder_names = list(inspect.signature(type(self._decoder).forward).parameters)[1:]
+        self._first = 0
+        if self._all_logits and (head := head_of(model)) is not None:
+            weakref.finalize(self, head.register_forward_pre_hook(keep_logits).remove)
         if self._decoder is not model:
             hook = self._decoder.register_forward_pre_hook(before_decoder, with_kwargs=True)
             weakref.finalize(self, hook.remove)
-            self._check_positions()
+            self._first = self._first_position()
 
     def info(self) -> ModelInfo:
         """As when the engine was made, except for layers that have changed."""
@@ -123,11 +129,13 @@ class TransformersModel:
 
     def step(self, batch: PackedBatch, attention: StepAttention) -> Tensor:
         """Call the model on one packed row; it is served for as long as that takes."""
+        batch = batch._replace(positions=batch.positions + self._first) if self._first else batch
         call = partial(self._logits, batch)
         if self._decoder is not self.model:
             call = partial(call_with_merging, Merging(self._decoder_names, batch), call)
         with served(self.model, self):
-            return call_served(ServedCall(attention, self._order, self._mixers, self._latents), call)
+            keep = batch.keep if self._all_logits else None
+            return call_served(ServedCall(attention, self._order, self._mixers, self._latents, keep=keep), call)
 
     def _logits(self, batch: PackedBatch) -> Tensor:
         # Without an attention_mask, transformers would take the packed samples of a model with towers for documents.
@@ -147,23 +155,27 @@ class TransformersModel:
                 'tokens alone; of what a tokenizer returns, give its "input_ids"'
             )
         given = one_prompt(inputs, self._info.device)
-        plain = {name: given[name] for name in ("input_ids", "use_cache")}
+        plain = {name: given[name] for name in ("input_ids", "attention_mask", "use_cache")}
         tokens: list[int] = given["input_ids"][0].tolist()
-        return embedded(tokens, self._captured(given), self._captured(plain), self._layers)
+        return embedded(tokens, self._captured(given), self._captured(plain), self._layers, self._first)
 
     def _captured(self, given: Mapping[str, Any]) -> dict[str, Any]:
         with served(self.model, object()):
             return captured(self.model, self._decoder, self._decoder_names, given)
 
-    def _check_positions(self) -> None:
-        """ModelError for a model that does not count the tokens of a text from 0."""
+    def _first_position(self) -> int:
+        """The position that the model gives the first token of a text; ModelError if it does not count on from it."""
         tokens = torch.zeros(1, 3, dtype=torch.int64, device=self._info.device)
         found = self._captured({"input_ids": tokens, "use_cache": False}).get("position_ids")
-        if found is not None and not bool((found == torch.arange(3, device=found.device)).all()):
+        if found is None or bool((found == torch.arange(3, device=found.device)).all()):
+            return 0
+        first = int(found.flatten()[0])
+        if not bool((found == first + torch.arange(3, device=found.device)).all()):
             raise ModelError(
                 f"{type(self.model).__name__} gives the tokens of a text positions {found.tolist()}, and an engine "
-                "serves models that count from 0"
+                "serves models that count them one by one"
             )
+        return first
 
     def fingerprint(self) -> ModelFingerprint:
         """Of all its modules; peft adapters are part of what ranks compare."""

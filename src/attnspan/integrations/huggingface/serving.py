@@ -20,7 +20,7 @@ from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import is_not
 from threading import Lock
@@ -84,6 +84,7 @@ class ServedCall:
     mixers: tuple[str, ...] | None  # by state, in the order of their use; None while that is found out
     latents: Container[nn.Module] = ()  # modules that hand over latents
     modules: ModuleAttention | None = None  # in the place of attention over pages
+    keep: Tensor | None = None  # the tokens whose logits are wanted, of a model that computes all
     used: list[str] = field(default_factory=list)  # mixers, by state
     attended: int = 0
 
@@ -138,6 +139,12 @@ def call_served(served: ServedCall, call: Callable[[], T]) -> T:
     context.run(_ATTENTION.set, served)
     context.run(ASKED.set, paged_attention)
     return context.run(call)
+
+
+def keep_logits(head: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor, ...] | None:
+    """The hook before the head of a model that takes no logits_to_keep, which gets hidden states (1, T, D)."""
+    call = _ATTENTION.get()
+    return None if call is None or call.keep is None else (args[0][:, call.keep],)
 
 
 def wants_latents(source: LatentSource, _: Tensor) -> bool:
@@ -217,8 +224,6 @@ def served_layers(model: PreTrainedModel) -> ServedLayers:
     check_is_model(model)
     outside = beside(model, decoder_of(model))
     mixers = recurrent_mixers(model, outside)
-    if outside and mixers:
-        raise ModelError(f"{mixers[0].name} is recurrent, and an engine serves no such layers in a model with towers")
     layers, _ = split_idle(model, attention_layers(model, {mixer.module for mixer in mixers}, beside=outside))
     check_adapters(model)
     check_alone(adapted(model))
@@ -229,10 +234,11 @@ def served_layers(model: PreTrainedModel) -> ServedLayers:
     if model.config.is_encoder_decoder:
         encoder = set(model.get_encoder().modules())
         layers = [layer for layer in layers if not layer.cross and layer.module not in encoder]
+    layers = [replace(layer, causal=True) for layer in layers] if outside else layers  # masks are looked at by a probe
     check_decodes(layers, "an engine")
     for layer in layers:
         dispatch_forward(layer.module)
-    if not callable(getattr(model, "set_attn_implementation", None)) or model.get_output_embeddings() is None:
+    if not callable(getattr(model, "set_attn_implementation", None)) or head_of(model) is None:
         raise ModelError(f"model must have a head for the next token, got {type(model).__name__}")
     if not isinstance(getattr(model.get_input_embeddings(), "weight", None), Tensor):
         raise ModelError(f"model must have one embedding for each token, got {type(model).__name__}, which has several")
@@ -240,6 +246,14 @@ def served_layers(model: PreTrainedModel) -> ServedLayers:
     AttentionInterface.register(NAME_MERGING, paged_attention)
     AttentionMaskInterface.register(NAME_MERGING, pattern_of_prompt)
     return ServedLayers(layers, mixers)
+
+
+def head_of(model: PreTrainedModel) -> nn.Module | None:
+    """The module that computes logits: of a model, or of its decoder or one around that."""
+    decoder = decoder_of(model)
+    around = [each for each in model.modules() if isinstance(each, PreTrainedModel) and decoder in set(each.modules())]
+    heads = (each.get_output_embeddings() for each in around)
+    return next((head for head in heads if head is not None), None)
 
 
 def _of_prompt(ask: Callable[P, Pattern]) -> Callable[P, Pattern | None]:
@@ -268,11 +282,12 @@ def _check_compiled(model: nn.Module, attends: set[nn.Module]) -> None:
 
 
 class ProbeResult(NamedTuple):
-    """What probing a model found: whenever a layer attends its place among the layers, and its window; and of each
-    state what it is, and whose."""
+    """What probing a model found: whenever a layer attends its place among the layers, and its window; of each state
+    what it is, and whose; and whether the model computes the logits of all tokens where some are asked for."""
 
     calls: list[tuple[int, int | None]]
     states: list[tuple[str, StateSpec]]
+    all_logits: bool = False
 
 
 class _Serving:
