@@ -141,7 +141,7 @@ def call_served(served: ServedCall, call: Callable[[], T]) -> T:
     return context.run(call)
 
 
-def keep_logits(head: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor, ...] | None:
+def keep_logits(head: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
     """The hook before the head of a model that takes no logits_to_keep, which gets hidden states (1, T, D)."""
     call = _ATTENTION.get()
     return None if call is None or call.keep is None else (args[0][:, call.keep],)
