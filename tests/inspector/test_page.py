@@ -18,6 +18,7 @@ from attnspan.layouts import Balanced, Contiguous, HeadTail, Striped
 from attnspan.masks import Causal, Documents, SlidingWindow
 from attnspan.plan import Plan
 from attnspan.plan.timeline import predict
+from tests.pace import stretched
 
 MASK = Causal() & Documents([[40, 24], [64]])
 LAYOUTS = {"balanced": Balanced(MASK, ranks=3, chunk=1), "striped": Striped(ranks=2), "one": Contiguous(1)}
@@ -112,7 +113,7 @@ def browse(tmp_path, page_file, *flags, window="1400,1000"):
     always = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run"]
     always += ["--hide-scrollbars", f"--window-size={window}", f"--user-data-dir={tmp_path / 'profile'}"]
     command = [BROWSER, *always, *flags, page_file.as_uri()]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    return subprocess.run(command, capture_output=True, text=True, timeout=stretched(120), check=True).stdout
 
 
 def told(tmp_path, drawn, script="", window="1400,1000"):

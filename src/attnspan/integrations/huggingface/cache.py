@@ -200,7 +200,7 @@ class PlainLayer(CacheLayerMixin):
     is_sliding = False
 
     def __init__(self) -> None:
-        super().__init__()
+        CacheLayerMixin.__init__(self)
         self.length = 0
         self.is_initialized = True
 

@@ -270,7 +270,7 @@ class Enabled:
             self._hooks.append(self.decoder.register_forward_pre_hook(self._on_decoder, with_kwargs=True))
         for path, tower in self._towers.items():
             self._hooks.append(tower.register_forward_pre_hook(functools.partial(self._on_tower, path)))
-        self.model.generate = _no_generation  # type: ignore[assignment]
+        vars(self.model)["generate"] = _no_generation
         self.live = True
 
     def _bind(self) -> None:

@@ -197,7 +197,8 @@ class SpanTrainerMixin(_Trainer):
         """Trainer adds up what processes have; the ranks of a session have the same."""
         state = self.state
         before = state.num_input_tokens_seen
-        super()._track_num_input_tokens(inputs)
+        track: Callable[[Entries], None] = super()._track_num_input_tokens
+        track(inputs)
         state.num_input_tokens_seen = before + (state.num_input_tokens_seen - before) // self.span.ranks
 
     def prediction_step(
