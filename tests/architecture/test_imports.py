@@ -42,23 +42,25 @@ MAY_IMPORT = {
     "torch_compat": RUNS | {"parallel"},  # torch's names for what is here
     "engine": MODELS,  # requests and pages: models are known by a protocol
     "integrations": MODELS | {"engine"},  # other libraries' models, by that protocol too
+    "server": {"engine"},  # HTTP over an engine: models are known to those who start it
     "generation": {"engine", "integrations", "transports"},  # the engine, for any model
     "measure": RUNS | {"testing", "tuning"},  # a stopwatch
     "inspector": DATA,  # reads data, never runs attention
     "attnspan": MODELS | {"engine", "generation", "inspector"},  # __init__.py: all that needs no optional package
     "__main__": {"cli"},
-    "cli": MODELS | {"engine", "inspector", "integrations", "attnspan", "measure", "tuning"},
+    "cli": MODELS | {"engine", "inspector", "integrations", "attnspan", "measure", "server", "tuning"},
 }
 
-OPTIONAL = {"matplotlib", "numpy", "rich", "transformers", "triton", "typer"}
+OPTIONAL = {"llguidance", "matplotlib", "numpy", "rich", "starlette", "transformers", "triton", "typer", "uvicorn"}
 NEEDS_OPTIONAL = {
     "cli",
     "integrations",
+    "server",
 }  # nothing below imports these, so they may say what they need at the top
 
 
 MODEL_LIBRARIES = {"accelerate", "peft", "safetensors", "tokenizers", "transformers"}
-WITHOUT_MODEL_LIBRARIES = {"engine", "paged", "parallel"}  # not even where it is used
+WITHOUT_MODEL_LIBRARIES = {"engine", "paged", "parallel", "server"}  # not even where it is used
 
 
 class Import(NamedTuple):

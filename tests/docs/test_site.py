@@ -11,7 +11,7 @@ import attnspan
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTED = set(re.findall(r"^::: ([\w.]+)$", "\n".join(p.read_text() for p in ROOT.glob("docs/api/*.md")), re.M))
-MODULES = ["attnspan.engine", "attnspan.integrations.huggingface", "attnspan.testing"]
+MODULES = ["attnspan.engine", "attnspan.integrations.huggingface", "attnspan.server", "attnspan.testing"]
 INSIDE = {"attnspan.engine.EngineConfig", "attnspan.engine.LLMEngine"}
 """What `attnspan.Engine` is made of."""
 

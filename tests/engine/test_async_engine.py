@@ -9,6 +9,7 @@ import torch
 
 from attnspan import Engine, SamplingParams
 from attnspan.engine import AsyncEngine, follow
+from attnspan.engine.stepping_thread import AddCommand, CancelCommand, StopCommand, packed, unpacked
 from attnspan.errors import EngineBusy, EngineClosed, EngineError, StepFailed, TransportError
 from attnspan.testing import loopback
 from tests.engine.models import prompts, tiny, tokenizer
@@ -324,7 +325,11 @@ def test_over_ranks_rank_0_listens_and_the_others_follow():
                 answers = [said(request) for [request] in await asyncio.gather(*calls)]
                 with pytest.raises(EngineError, match="tokens below the model's 97"):
                     await served.generate([[5], [1000]])
-                stream = served.stream(PROMPTS[1], FOREVER)
+                with pytest.raises(EngineError, match="over ranks salt must be a text or a number, got \\('a',\\)"):
+                    served.stream([5], salt=("a",))
+                with pytest.raises(EngineError, match="over ranks a prompt must be a text or tokens"):
+                    served.stream([{"input_ids": [5]}])
+                stream = served.stream(PROMPTS[1], FOREVER, salt="a", priority=1)
                 await anext(stream)
                 await stream.aclose()
                 await until(lambda: used_pages(served) == 0)
@@ -404,3 +409,13 @@ def test_a_sample_without_numbers_ends_with_error_and_the_others_go_on():
             assert "NaN or infinite" in str(request.error)
 
     asyncio.run(main())
+
+
+def test_commands_travel_as_they_are():
+    biases = {"logit_bias": {3: float("-inf"), 4: 1.5}, "sequence_bias": {(5, 6): -2.0}, "bad_words": ["a", [5, 6]]}
+    several = [*SEVERAL, None, SamplingParams(**biases, stop="end", exponential_decay_length_penalty=(3, 1.1))]
+    commands = [
+        AddCommand(7, ["text", [5, 6]], [params, None], salt, -1) for params in several for salt in (None, "a", 1)
+    ]
+    sent = [*commands, CancelCommand(3), StopCommand()]
+    assert unpacked(packed(sent)) == sent

@@ -7,7 +7,7 @@ import typer
 from typer.core import TyperGroup
 
 from attnspan._version import __version__
-from attnspan.cli import bench, doctor, generate, models, plan, show, tune
+from attnspan.cli import bench, doctor, generate, models, plan, serve, show, tune
 from attnspan.errors import AttnspanError
 
 COMMANDS: list[Callable[..., None]] = [
@@ -17,6 +17,7 @@ COMMANDS: list[Callable[..., None]] = [
     bench.bench,
     tune.tune,
     generate.generate,
+    serve.serve,
     models.models,
 ]  # a new command: one file with one function, and its entry here
 
@@ -56,7 +57,7 @@ def attnspan(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Exact context-parallel attention: draw masks, compare strategies, measure, generate.
+    """Exact context-parallel attention: draw masks, compare strategies, measure, generate, serve.
 
     MASK is an expression such as "causal & documents(4096, 1000, 2904)". Patterns: full, causal, window,
     documents, prefix, chunked, sinks, padding, tree. Operators: & | ~. With window(3) a token sees itself and the 3

@@ -87,7 +87,7 @@ def generate(
     )
     ranks = integer("--ranks", ranks, at_least=1, error=EngineError)
     page_size = integer("--page-size", page_size, at_least=1, error=EngineError)
-    job = GenerateJob(_checked_model(model), _read(prompt), params, pages, page_size)
+    job = GenerateJob(checked_model(model), _read(prompt), params, pages, page_size)
     here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))  # processes on this machine: each has a GPU, or none has
     device = "cuda" if torch.cuda.device_count() >= here else "cpu"
     asked = Ranks(None if ranks == 1 else ranks, device)
@@ -100,7 +100,7 @@ def generate(
 # ---- what is asked ---------------------------------------------------------------------------------------------------
 
 
-def _checked_model(model: str) -> str:
+def checked_model(model: str) -> str:
     """A model that may exist: what looks like a path must be a folder."""
     path = Path(model).expanduser()
     if path.is_dir():
@@ -120,8 +120,9 @@ def _read(prompt: str) -> str:
         raise EngineError(f"--prompt {prompt}: the file cannot be read ({error})") from None
 
 
-def _load(name: str, device: torch.device, bar: bool) -> tuple[Any, Any]:
-    """The model and its tokenizer; with a bar while it loads, if one is wanted."""
+def load_model(name: str, device: torch.device, bar: bool, trust_remote_code: bool = False) -> tuple[Any, Any]:
+    """The model and its tokenizer; with a bar while it loads, if one is wanted. Code that comes with a model is not run
+    unless it is trusted."""
     try:
         from safetensors import SafetensorError
         from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -130,11 +131,11 @@ def _load(name: str, device: torch.device, bar: bool) -> tuple[Any, Any]:
         raise EngineError('transformers is not installed; run pip install "attnspan[hf]"') from None
     if not bar:
         bars.disable_progress_bar()
-    part = "model"
+    part, own_code = "model", {"trust_remote_code": trust_remote_code}
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(name, dtype="auto")
+        model: Any = AutoModelForCausalLM.from_pretrained(name, dtype="auto", **own_code)
         part = "tokenizer"
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        tokenizer = AutoTokenizer.from_pretrained(name, **own_code)
     except (OSError, ValueError, ImportError, SafetensorError) as error:  # of files, and of what reads them
         said = " ".join(str(error).split()) or repr(error)  # in one line
         raise EngineError(f"--model {name}: transformers cannot load its {part}: {said}") from None
@@ -151,7 +152,9 @@ def on_rank(job: GenerateJob, transport: Transport) -> None:
 
 def _generate(job: GenerateJob, device: torch.device, mesh: Any = None) -> None:
     """Generate, and print as it comes; on rank 0 alone."""
-    model, tokenizer = _load(job.model, device, bar=mesh is None)  # bars of several ranks would overwrite each other
+    model, tokenizer = load_model(
+        job.model, device, bar=mesh is None
+    )  # bars of several ranks would overwrite each other
     ranks, rank = (1, 0) if mesh is None else (dist.get_world_size(mesh), dist.get_rank(mesh))
     tokens = tokenizer.encode(job.prompt)
     needed = -(-(len(tokens) + (job.params.max_new_tokens or 0)) // (job.page_size * ranks)) + 1

@@ -118,6 +118,11 @@ class AsyncEngine:
         return self._thread.durations
 
     @property
+    def taking(self) -> bool:
+        """Whether requests are taken: it is neither shutting down nor has it failed."""
+        return self._thread.taking
+
+    @property
     def failure(self) -> BaseException | None:
         """Why the engine takes no more requests; None while it does."""
         return self._thread.failure

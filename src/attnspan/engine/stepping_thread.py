@@ -17,17 +17,17 @@ Knows nothing of asyncio: whoever waits is told by a function that may be called
 
 from __future__ import annotations
 
+import json
 import logging
-import pickle
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from contextvars import copy_context
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from queue import Empty, SimpleQueue
 from threading import Event, Lock, Thread
 from time import monotonic
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -36,7 +36,7 @@ from attnspan.engine.params import SamplingParams
 from attnspan.engine.prompts import Prompt
 from attnspan.engine.request import Request, Token
 from attnspan.engine.stats import Histogram
-from attnspan.errors import EngineBusy, EngineClosed, EngineError, StepFailed
+from attnspan.errors import EngineBusy, EngineClosed, EngineError, StepFailed, integers
 
 E = TypeVar("E", bound=BaseException)
 
@@ -73,6 +73,33 @@ class StopCommand:
 
 
 Command = AddCommand | CancelCommand | StopCommand
+KINDS = (AddCommand, CancelCommand, StopCommand)
+
+
+def packed(commands: Sequence[Command]) -> bytes:
+    """Commands as they travel to other ranks. JSON, which can hold no code.
+
+    >>> unpacked(packed([AddCommand(3, [[5, 6]], [SamplingParams(n=2)], "salt", 0), StopCommand()]))[1]
+    StopCommand()
+    """
+
+    def fields(command: Command) -> list[Any]:
+        if not isinstance(command, AddCommand):
+            return [getattr(command, name) for name in command.__slots__]
+        params = [None if each is None else asdict(each) for each in command.params]
+        return [command.call, command.prompts, params, command.salt, command.priority]
+
+    return json.dumps([[KINDS.index(type(command)), *fields(command)] for command in commands]).encode()
+
+
+def unpacked(content: bytes) -> list[Command]:
+    """What was packed."""
+    found: list[Command] = []
+    for kind, *fields in json.loads(content):
+        if KINDS[kind] is AddCommand:
+            fields[2] = [None if each is None else SamplingParams(**each) for each in fields[2]]
+        found.append(KINDS[kind](*fields))
+    return found
 
 
 class StreamedToken(NamedTuple):
@@ -205,7 +232,7 @@ def follow(engine: LLMEngine) -> None:
         raise EngineError("follow is for the ranks beside rank 0; rank 0 makes an AsyncEngine of its engine")
     loop = EngineLoop(engine)
     while not loop.stopped:
-        loop.round(pickle.loads(transport.agree(b"", "commands of an engine")[0]))
+        loop.round(unpacked(transport.agree(b"", "commands of an engine")[0]))
         if engine.failure is not None:
             raise engine.failure
 
@@ -236,6 +263,10 @@ class SteppingThread:
     def open_calls(self) -> int:
         return len(self._open)
 
+    @property
+    def taking(self) -> bool:
+        return self._closed is None and self.failure is None
+
     def submit(
         self,
         prompts: Sequence[Prompt],
@@ -246,6 +277,8 @@ class SteppingThread:
     ) -> AsyncCall:
         """Queue a call. EngineBusy if there is no room for it, EngineClosed if no more are taken."""
         default = self.engine.default_params.n or 1
+        if self.engine.transport is not None:
+            prompts = _sendable(prompts, salt)
         samples = sum((each and each.n) or default for each in params)
         if samples > self.max_samples:
             raise EngineError(
@@ -253,7 +286,7 @@ class SteppingThread:
                 "fewer prompts or a smaller n"
             )
         with self._lock:
-            if self._closed is not None or self.failure is not None:
+            if not self.taking:
                 raise self._closing()
             if self._samples + samples > self.max_samples:
                 self.refused += 1
@@ -311,7 +344,7 @@ class SteppingThread:
     def _round(self) -> None:
         commands = self._commands()
         if self.engine.transport is not None:
-            self.engine.transport.agree(pickle.dumps(commands), "commands of an engine")
+            self.engine.transport.agree(packed(commands), "commands of an engine")
         done = self._loop.round(commands)
         self.stats = self.engine.stats()
         for number, refusal in done.refused.items():
@@ -385,6 +418,17 @@ class SteppingThread:
             self._samples -= call.samples
             if not self._open:
                 self.idle.set()
+
+
+def _sendable(prompts: Sequence[Prompt], salt: Hashable) -> list[Prompt]:
+    """Prompts as texts and lists of ints; EngineError for what other ranks cannot be sent."""
+    if salt is not None and type(salt) not in (str, int, float, bool):
+        raise EngineError(f"over ranks salt must be a text or a number, got {salt!r}")
+    if any(isinstance(prompt, Mapping) for prompt in prompts):
+        raise EngineError(
+            "over ranks a prompt must be a text or tokens; prompts with images are not sent to the others"
+        )
+    return [each if isinstance(each, str) else list(integers("prompt", each, error=EngineError)) for each in prompts]
 
 
 def _caused(error: E, cause: BaseException) -> E:
