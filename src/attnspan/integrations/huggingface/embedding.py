@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -50,7 +50,7 @@ BEYOND = 1 << 63
 class _Captured(Exception):
     """Ends a call where the decoder begins."""
 
-    def __init__(self, given: dict[str, Any]) -> None:
+    def __init__(self, given: dict[str, object]) -> None:
         super().__init__("the decoder was called")
         self.given = given
 
@@ -62,7 +62,7 @@ class PromptContent:
     embeds: Tensor  # (S, D)
     positions: Tensor | None  # (P, S)
     next: Tensor | None  # (P, 1)
-    features: Mapping[str, Any] = field(default_factory=dict)  # of (N, ...), by their names
+    features: Mapping[str, object] = field(default_factory=dict)  # of (N, ...), by their names
     masks: Mapping[str, Tensor] = field(default_factory=dict)  # (S,) or (S, D): which tokens have one
 
 
@@ -73,7 +73,7 @@ class Merging:
     names: list[str]  # of the decoder's arguments
     batch: PackedBatch | None = None
 
-    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
+    def __call__(self, args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[tuple[()], dict[str, object]]:
         given = dict(zip(self.names, args, strict=False)) | kwargs
         if self.batch is None:
             raise _Captured(given)
@@ -83,7 +83,9 @@ class Merging:
 _MERGING: ContextVar[Merging | None] = ContextVar("what is put into the call of a decoder", default=None)
 
 
-def before_decoder(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def before_decoder(
+    module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+) -> tuple[tuple[()], dict[str, object]] | None:
     """The hook: nothing, unless an engine is calling the model."""
     merging = _MERGING.get()
     return None if merging is None else merging(args, kwargs)
@@ -102,7 +104,7 @@ def capturing() -> bool:
     return merging is not None and merging.batch is None
 
 
-def captured(model: nn.Module, decoder: nn.Module, names: list[str], given: Mapping[str, Any]) -> dict[str, Any]:
+def captured(model: nn.Module, decoder: nn.Module, names: list[str], given: Mapping[str, object]) -> dict[str, object]:
     """What a decoder is called with when its model is called; the model is as before."""
     with _unwritten(model, decoder), torch.no_grad():
         try:
@@ -128,10 +130,17 @@ def _unwritten(model: nn.Module, decoder: nn.Module) -> Iterator[None]:
 # ---- a prompt --------------------------------------------------------------------------------------------------------
 
 
-def one_prompt(inputs: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+def tensor_in(given: Mapping[str, object], name: str) -> Tensor:
+    """One of the tensors that a model is given."""
+    found = given[name]
+    assert isinstance(found, Tensor), f"{name} is a tensor"
+    return found
+
+
+def one_prompt(inputs: Mapping[str, object], device: torch.device) -> dict[str, object]:
     """What a processor returned for one prompt, on the device of a model; EngineError for anything else."""
-    ids = inputs.get("input_ids")
-    ids = torch.as_tensor(ids, device=device) if ids is not None else torch.empty(0, device=device)
+    numbers = inputs.get("input_ids")
+    ids = torch.as_tensor(numbers, device=device) if numbers is not None else torch.empty(0, device=device)
     ids = ids.unsqueeze(0) if ids.dim() == 1 else ids
     if ids.dim() != 2 or len(ids) != 1 or ids.is_floating_point() or not ids.numel():
         raise EngineError(
@@ -145,14 +154,14 @@ def one_prompt(inputs: Mapping[str, Any], device: torch.device) -> dict[str, Any
     if refused:
         raise EngineError(f"prompt must be what a processor returns, got {min(refused)} too")
     given = {name: value for name, value in inputs.items() if name != "attention_mask"}
-    moved: dict[str, Any] = tree_map_only(Tensor, lambda each: each.to(device), given)
+    moved: dict[str, object] = tree_map_only(Tensor, lambda each: each.to(device), given)
     return moved | {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}  # as generate has it
 
 
 def embedded(
     tokens: list[int],
-    found: Mapping[str, Any],
-    plain: Mapping[str, Any],
+    found: Mapping[str, object],
+    plain: Mapping[str, object],
     layers: Sequence[AttentionLayer],
     first: int = 0,
 ) -> EmbeddedPrompt:
@@ -162,12 +171,13 @@ def embedded(
     """
     length = len(tokens)
     _check(found, plain)
-    embeds = found["inputs_embeds"][0]
-    positions, following = _positions(found.get("position_ids"), length, first)
-    special = (embeds != plain["inputs_embeds"][0]).any(-1)
+    embeds = tensor_in(found, "inputs_embeds")[0]
+    ids = tensor_in(found, "position_ids") if "position_ids" in found else None
+    positions, following = _positions(ids, length, first)
+    special = (embeds != tensor_in(plain, "inputs_embeds")[0]).any(-1)
     if positions is not None:
         special |= (positions != _plain(first, positions)).any(0).to(special.device)
-    masks = {where: found[where][0] for where in FEATURES.values() if where in found}
+    masks = {where: tensor_in(found, where)[0] for where in FEATURES.values() if where in found}
     features = {name: found.get(name) for name, where in FEATURES.items() if where in masks}
     for mask in masks.values():
         special |= _of_tokens(mask).to(special.device)
@@ -188,7 +198,7 @@ def embedded(
     return EmbeddedPrompt(tokens, keys, content, groups, grouped)
 
 
-def _check(found: Mapping[str, Any], plain: Mapping[str, Any]) -> None:
+def _check(found: Mapping[str, object], plain: Mapping[str, object]) -> None:
     """EngineError for what a decoder is given that cannot be put into steps."""
     for name, value in found.items():
         tensors, by_text = _tensors(value), _tensors(plain.get(name))
@@ -265,14 +275,14 @@ def _digest(token: int, content: PromptContent, row: int) -> int:
 # ---- a step ----------------------------------------------------------------------------------------------------------
 
 
-def merged(given: dict[str, Any], batch: PackedBatch) -> dict[str, Any]:
+def merged(given: dict[str, object], batch: PackedBatch) -> dict[str, object]:
     """What a decoder is given in a step, with the rows of prompts put in."""
-    embeds, total = given["inputs_embeds"].clone(), len(batch.tokens)
+    embeds, total = tensor_in(given, "inputs_embeds").clone(), len(batch.tokens)
     plain = batch.positions.unsqueeze(0)
     dims = max((len(content.positions) for _, content in _contents(batch) if content.positions is not None), default=0)
     positions = plain.expand(max(dims, 1), total).clone()
     masks: dict[str, Tensor] = {}
-    features: dict[str, list[Any]] = {}
+    features: dict[str, list[object]] = {}
     for rows, content in _contents(batch):
         length, count = len(content.embeds), rows.stop - rows.start
         inside = min(count, max(length - rows.first, 0))  # of the prompt; the others were generated
@@ -288,7 +298,7 @@ def merged(given: dict[str, Any], batch: PackedBatch) -> dict[str, Any]:
                 step[here] = mask[there]
                 begin, stop = (int(_of_tokens(mask[:end]).sum()) for end in (there.start, there.stop))
                 features.setdefault(name, []).append(_rows(content.features[name], begin, stop))
-    found: dict[str, Any] = {where: mask.unsqueeze(0) for where, mask in masks.items()}
+    found: dict[str, object] = {where: mask.unsqueeze(0) for where, mask in masks.items()}
     found |= {name: tree_map(lambda *parts: torch.cat(parts), *each) for name, each in features.items()}
     found["position_ids"] = positions.unsqueeze(1) if dims > 1 else positions
     return given | found | {"inputs_embeds": embeds}
@@ -305,5 +315,6 @@ def _of_tokens(mask: Tensor) -> Tensor:
     return mask if mask.dim() == 1 else mask.any(-1)
 
 
-def _rows(features: Any, begin: int, stop: int) -> Any:
-    return tree_map_only(Tensor, lambda each: each[begin:stop], features)
+def _rows(features: T, begin: int, stop: int) -> T:
+    rows: T = tree_map_only(Tensor, lambda each: each[begin:stop], features)
+    return rows

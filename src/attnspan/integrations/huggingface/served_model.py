@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +24,7 @@ from attnspan.integrations.huggingface.embedding import (
     captured,
     embedded,
     one_prompt,
+    tensor_in,
 )
 from attnspan.integrations.huggingface.generation_config import defaults_of
 from attnspan.integrations.huggingface.latents import LatentSource, latent_source
@@ -156,18 +156,19 @@ class TransformersModel:
             )
         given = one_prompt(inputs, self._info.device)
         plain = {name: given[name] for name in ("input_ids", "attention_mask", "use_cache")}
-        tokens: list[int] = given["input_ids"][0].tolist()
+        tokens: list[int] = tensor_in(given, "input_ids")[0].tolist()
         return embedded(tokens, self._captured(given), self._captured(plain), self._layers, self._first)
 
-    def _captured(self, given: Mapping[str, Any]) -> dict[str, Any]:
+    def _captured(self, given: Mapping[str, object]) -> dict[str, object]:
         with served(self.model, object()):
             return captured(self.model, self._decoder, self._decoder_names, given)
 
     def _first_position(self) -> int:
         """The position that the model gives the first token of a text; ModelError if it does not count on from it."""
         tokens = torch.zeros(1, 3, dtype=torch.int64, device=self._info.device)
-        found = self._captured({"input_ids": tokens, "use_cache": False}).get("position_ids")
-        if found is None or bool((found == torch.arange(3, device=found.device)).all()):
+        given = self._captured({"input_ids": tokens, "use_cache": False})
+        found = tensor_in(given, "position_ids") if "position_ids" in given else torch.arange(3, device=tokens.device)
+        if bool((found == torch.arange(3, device=found.device)).all()):
             return 0
         first = int(found.flatten()[0])
         if not bool((found == first + torch.arange(3, device=found.device)).all()):
