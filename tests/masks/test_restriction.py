@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnspan.masks.finding import Ranges
+from attnspan.masks.ranges import Ranges
 from attnspan.masks.restriction import restrict_rows, row_pieces
 from tests.masks.strategies import cases
 

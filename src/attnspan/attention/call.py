@@ -23,10 +23,11 @@ from attnspan.kernels import Dropout, Mods, Spec, explain_programs, runs_program
 from attnspan.layouts.run import Runs
 from attnspan.masks import Mask
 from attnspan.masks.program import traced
-from attnspan.plan import Hardware, Plan, Ring, Shape, Strategy, Ulysses
+from attnspan.plan import Hardware, Plan, Ring, Shape
 from attnspan.plan.choose import KeepKeys
 from attnspan.plan.heads import split_heads
 from attnspan.plan.kind import latents_pay, strategy_for
+from attnspan.plan.strategy import between_groups
 from attnspan.transports import Transport
 from attnspan.tuning import table_for
 
@@ -212,8 +213,7 @@ class Call:
     @cached_property
     def is_ring(self) -> bool:
         """Whether buffers are handed on whole from rank to rank."""
-        strategy = Strategy.of(self.plan.strategy)
-        return isinstance(strategy.inner if isinstance(strategy, Ulysses) else strategy, Ring)
+        return isinstance(between_groups(self.plan.strategy), Ring)
 
 
 def _chosen(plan: Plan, shape: Shape, hardware: Hardware, keep_keys: KeepKeys) -> Plan:

@@ -165,17 +165,9 @@ def _(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    header: Tensor,
-    sinks: Tensor | None,
-    captured: Sequence[Tensor],
-    wanted: Sequence[int],
-    handle: Tensor,
-    return_lse: bool,
-    dropout_p: float,
-    expander: Tensor | None,
+    *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
+    _out, _lse, _header, sinks, captured, wanted, *_ = rest
     d_sinks = query.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
     d_captured = [x.new_empty(x.shape if i in wanted else 0) for i, x in enumerate(captured)]
     return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape), d_sinks, d_captured

@@ -12,8 +12,7 @@ from collections.abc import Iterator
 from attnspan.layouts.layout import Layout
 from attnspan.layouts.run import Run, Runs
 from attnspan.masks import Band, Mask
-from attnspan.masks.algebra import Bands
-from attnspan.masks.finding import Near
+from attnspan.masks.columns import Columns
 from attnspan.masks.spans import Span, merged
 
 
@@ -30,18 +29,17 @@ def moved(mask: Mask, layout: Layout, seq_len: int) -> list[int]:
     layout.check_rows(mask.rows)
     received = [0] * layout.ranks
     for row in range(max(mask.rows, layout.rows)):
-        bands = mask.cover(seq_len, row=row).bands
-        near = Near.rows(bands)
+        columns = Columns.of(mask.cover(seq_len, row=row).bands)
         for rank, runs in enumerate(layout.shards(seq_len, row)):
-            needed = merged(span for run in runs for span in _keys(bands, near, run))
+            needed = merged(span for run in runs for span in _keys(columns, run))
             received[rank] += sum(stop - start for start, stop in needed) - _owned(needed, runs)
     return received
 
 
-def _keys(bands: Bands, near: Near, run: Run) -> Iterator[Span]:
+def _keys(columns: Columns, run: Run) -> Iterator[Span]:
     """Spans of the keys that a run of queries sees; they may overlap."""
-    for i in near.meeting(run.start, run.stop):
-        part = bands[i].cut(run.start, run.stop, bands[i].k0, bands[i].k1)
+    for band in columns.some(columns.rows_meeting(run.start, run.stop)):
+        part = band.cut(run.start, run.stop, band.k0, band.k1)
         if part is not None:
             yield from _seen(part, run)
 

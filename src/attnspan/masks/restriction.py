@@ -17,7 +17,7 @@ from math import lcm
 from typing import NamedTuple
 
 from attnspan.masks.band import Band, tight
-from attnspan.masks.finding import Ranges
+from attnspan.masks.ranges import Ranges
 
 
 class Piece(NamedTuple):

@@ -24,6 +24,7 @@ from attnspan.errors import TransportError
 from attnspan.layouts import Balanced
 from attnspan.masks import Causal, Documents, Mask
 from attnspan.plan import Link, Plan, Shape
+from attnspan.plan.traffic import arriving
 from attnspan.transports import Counting, Transport
 
 BOUND = 2e-5
@@ -105,15 +106,6 @@ class Trial:
         layout = Balanced(self.mask, ranks=self.ranks, chunk=4)
         return Plan(self.mask, layout, sum(self.lengths), strategy)
 
-    def received(self, plan: Plan, rank: int) -> int:
-        """Bytes that reach a rank in a forward pass: keys and values, and in Ulysses groups heads (and lse)."""
-        tokens, group = plan.layout.tokens(plan.seq_len), rank // plan.degree * plan.degree
-        there = self.shape.heads // plan.degree * DIM * 2  # a query, and a key and value for every two
-        back = self.shape.heads // plan.degree * (DIM + 1)
-        others = [member for member in range(group, group + plan.degree) if member != rank]
-        heads = sum(tokens[member] * there + tokens[rank] * back for member in others) * self.shape.width
-        return round(sum(plan.bytes_received(rank, self.shape).values())) + heads
-
 
 def self_test(world: Transport) -> Findings:
     """One rank's part. An error that is raised names the strategy."""
@@ -143,7 +135,7 @@ def tested(trial: Trial, strategy: str, world: Transport) -> Finding:
     found = differentiated([x[:, :, own].to(world.device) for x in trial.whole], counted)
     pairs = zip(found, trial.true, strict=True)
     error = max(float((a.cpu() - b[:, :, own]).abs().max()) for a, b in pairs)
-    return Finding(strategy, error, received, trial.received(plan, world.rank))
+    return Finding(strategy, error, received, arriving(plan, trial.shape, world.rank).forward)
 
 
 def dense(mask: Mask, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -27,7 +27,8 @@ from attnspan.errors import AttnspanError
 from attnspan.layouts import Layout
 from attnspan.masks import Mask
 from attnspan.measure.watched import Watched, again
-from attnspan.plan import Hardware, Plan, Shape, Timeline, choose, predict
+from attnspan.plan import Hardware, Plan, Shape, Timeline, predict
+from attnspan.plan.choose import choice_for
 from attnspan.plan.strategy import name_of
 from attnspan.transports import Transport, World
 from attnspan.transports.consensus import heard
@@ -49,15 +50,8 @@ class Workload:
         """The plan of a strategy; of "auto" the one that the cost model chooses."""
         if strategy != AUTO:
             return Plan(self.mask, self.layout, self.seq_len, strategy)
-        return choose(
-            self.mask,
-            seq_len=self.seq_len,
-            ranks=self.layout.ranks,
-            shape=self.shape,
-            hardware=hardware,
-            layouts=[self.layout],
-            backward=self.backward,
-        ).plan
+        any_strategy = Plan(self.mask, self.layout, self.seq_len)
+        return choice_for(any_strategy, shape=self.shape, hardware=hardware, backward=self.backward).plan
 
     def tensors(self, rank: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """query, key and value of a rank, and the gradient of its output."""

@@ -175,7 +175,8 @@ class Attentions:
         if shape is None:
             return "attention has not run: strategies are compared for the shapes of its tensors"
         machine, hardware = self._machine.hardware(shape), self.hardware(shape)
-        lines = [choice_for(plan, shape, hardware, call.keep_keys, recurrent=recurrent).explain()]
+        how = {"keep_keys": call.keep_keys, "recurrent": recurrent}
+        lines = [choice_for(plan, shape=shape, hardware=hardware, **how).explain()]
         if not hardware.links:
             unmeasured = "virtual ranks" if machine is None else "one rank, strategy given, or ATTNSPAN_LINK=none"
             lines.append(f"link: {hardware.inside}, that of {hardware.name}; not measured ({unmeasured})")

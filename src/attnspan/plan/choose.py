@@ -208,26 +208,9 @@ def _layouts(mask: Mask, seq_len: int, ranks: int, recurrent: bool) -> list[Layo
     return [balanced, *([few] if differs else []), Contiguous(ranks)]
 
 
-def choice_for(
-    plan: Plan,
-    shape: Shape,
-    hardware: Hardware,
-    keep_keys: KeepKeys,
-    sampled: int = SAMPLED,
-    recurrent: Sequence[RecurrentLayers] = (),
-) -> Choice:
-    """What the cost model says of every strategy for the mask and layout of a plan."""
-    return choose(
-        plan.mask,
-        seq_len=plan.seq_len,
-        ranks=plan.ranks,
-        shape=shape,
-        hardware=hardware,
-        layouts=[plan.layout],
-        keep_keys=keep_keys,
-        sampled=sampled,
-        recurrent=recurrent,
-    )
+def choice_for(plan: Plan, **how: Any) -> Choice:
+    """What the cost model says of every strategy for the mask and layout of a plan; `how` is that of `choose`."""
+    return choose(plan.mask, seq_len=plan.seq_len, ranks=plan.ranks, layouts=[plan.layout], **how)
 
 
 def predicted(

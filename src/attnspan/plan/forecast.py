@@ -33,7 +33,7 @@ from attnspan.plan.cost import BACKWARD, Hardware, Shape
 from attnspan.plan.heads import split_heads
 from attnspan.plan.meetings import Meetings, Positions, areas
 from attnspan.plan.plan import Plan
-from attnspan.plan.strategy import Gather, Needed, Ring, Strategy, Ulysses
+from attnspan.plan.strategy import Gather, Needed, Ring, Strategy, Ulysses, between_groups
 from attnspan.plan.tile_work import Work
 
 SLACK = 0.03
@@ -93,7 +93,7 @@ def forecast(plan: Plan, strategies: Iterable[Strategy], setting: ForecastSettin
         groups = whole if degree == 1 else GroupForecast(positions, degree, setting)
         if found and bound.seconds(groups) >= _worth(found, setting):
             continue
-        rings = [strategy for strategy in by_degree[degree] if isinstance(_inner(strategy), Ring)]
+        rings = [strategy for strategy in by_degree[degree] if isinstance(between_groups(strategy), Ring)]
         few = groups.estimates([strategy for strategy in by_degree[degree] if strategy not in rings])
         found += few
         least = min((each.busy for each in few), default=0.0)  # a ring computes the same in more and smaller tiles
@@ -111,10 +111,6 @@ def _worth(found: list[Estimate], setting: ForecastSetting) -> float:
 
 def _replaced_none(degree: int | None, ranks: int) -> int:
     return ranks if degree is None else degree
-
-
-def _inner(strategy: Strategy) -> Strategy:
-    return strategy.inner if isinstance(strategy, Ulysses) else strategy
 
 
 class PositionBytes(NamedTuple):
@@ -253,7 +249,7 @@ class GroupForecast:
 
     def _steps(self, strategies: Sequence[Strategy]) -> tuple[Tensor, int]:
         """In which step each strategy uses the keys at each ring distance, (V, G); and how many steps there are."""
-        lists = [_step_of(_inner(strategy), self.distances, self.count) for strategy in strategies]
+        lists = [_step_of(between_groups(strategy), self.distances, self.count) for strategy in strategies]
         return torch.tensor(lists, device="cpu"), 1 + max(map(max, lists))
 
     def own_steps(self, table: Tensor) -> Tensor:
@@ -268,7 +264,7 @@ class GroupForecast:
 
     def _moved_keys(self, strategies: Sequence[Strategy], needed: Tensor) -> Tensor:
         """Keys that travel, and peers, likewise: a gather and a ring move whole shards."""
-        inner = [_inner(strategy) for strategy in strategies]
+        inner = [between_groups(strategy) for strategy in strategies]
         moved = needed if all(isinstance(each, Needed) for each in inner) else needed.clone()
         for number, each in enumerate(inner):
             if isinstance(each, Gather):

@@ -21,8 +21,8 @@ from attnspan.layouts.run import Run, Runs
 from attnspan.masks.algebra import Bands
 from attnspan.masks.band import Band
 from attnspan.masks.columns import Columns, counted
-from attnspan.masks.finding import Ranges
 from attnspan.masks.profile import RowWork
+from attnspan.masks.ranges import Ranges
 from attnspan.masks.restriction import Piece, restrict_column, restrict_rows, row_pieces
 from attnspan.masks.spans import Span, merged
 from attnspan.masks.tile import Tile, tiles_of

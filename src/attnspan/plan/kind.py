@@ -16,7 +16,7 @@ import functools
 
 from attnspan.layouts.by_work import ByWork
 from attnspan.masks.real_tensors import with_real_tensors
-from attnspan.plan.choose import KeepKeys, all_strategies, choice_for
+from attnspan.plan.choose import Choice, KeepKeys, all_strategies, choice_for
 from attnspan.plan.cost import Hardware, Shape
 from attnspan.plan.forecast import ForecastSetting, forecast
 from attnspan.plan.meetings import columns_of
@@ -99,9 +99,13 @@ def _forecast(plan: Plan, shape: Shape, hardware: Hardware, keep_keys: KeepKeys)
 
 @functools.lru_cache(maxsize=256)
 def _seconds(plan: Plan, shape: Shape, hardware: Hardware, keep_keys: KeepKeys) -> float:
-    return choice_for(plan, shape, hardware, keep_keys, SAMPLED).candidates[0].seconds
+    return _choice(plan, shape, hardware, keep_keys).candidates[0].seconds
 
 
 @functools.lru_cache(maxsize=256)
 def _chosen(plan: Plan, shape: Shape, hardware: Hardware, keep_keys: KeepKeys) -> Strategy:
-    return Strategy.of(choice_for(plan, shape, hardware, keep_keys, SAMPLED).plan.strategy)
+    return Strategy.of(_choice(plan, shape, hardware, keep_keys).plan.strategy)
+
+
+def _choice(plan: Plan, shape: Shape, hardware: Hardware, keep_keys: KeepKeys) -> Choice:
+    return choice_for(plan, shape=shape, hardware=hardware, keep_keys=keep_keys, sampled=SAMPLED)

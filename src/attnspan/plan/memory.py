@@ -31,7 +31,7 @@ from attnspan.masks.tile import Tile
 from attnspan.plan.cost import Shape
 from attnspan.plan.heads import Heads, split_heads
 from attnspan.plan.step import Step
-from attnspan.plan.strategy import Ring, Strategy, Ulysses
+from attnspan.plan.strategy import Ring, between_groups
 from attnspan.plan.waiting import crowded
 
 if TYPE_CHECKING:
@@ -423,8 +423,7 @@ class MemoryRow:
         plan, share = self.plan, None
         if plan.degree > 1:
             share = split_heads(self.shape.heads, self.shape.kv_heads, plan.degree)[self.rank % plan.degree]
-        strategy = Strategy.of(plan.strategy)
-        ring = isinstance(strategy.inner if isinstance(strategy, Ulysses) else strategy, Ring)
+        ring = isinstance(between_groups(plan.strategy), Ring)
         rows = tokens_in(plan.queries(self.rank, self.row))
         return Walk(
             self._sizes(share),

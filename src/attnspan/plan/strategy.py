@@ -157,6 +157,16 @@ def name_of(strategy: Strategy | str) -> str:
             return type(other).__name__.lower()
 
 
+def between_groups(strategy: Strategy | str) -> Strategy:
+    """What moves keys between groups of ranks; without Ulysses each rank is a group.
+
+    >>> between_groups("ulysses(2) x ring"), between_groups("gather")
+    (Ring(), Gather())
+    """
+    found = Strategy.of(strategy)
+    return found.inner if isinstance(found, Ulysses) else found
+
+
 def in_order(runs: list[Run]) -> Runs:
     """Runs by position, neighbours joined: how arenas are laid out."""
     return joined_runs(tuple(sorted(runs)))
