@@ -20,6 +20,15 @@ def dtype_name(dtype: object) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def dtype_or_type(value: object) -> str:
+    """What was given where a tensor of some dtype is expected: its dtype, or its type.
+
+    >>> dtype_or_type(torch.ones(2)), dtype_or_type([1.0])
+    ('float32', 'list')
+    """
+    return dtype_name(value.dtype) if isinstance(value, torch.Tensor) else type(value).__name__
+
+
 def lse_dtype(dtype: torch.dtype) -> torch.dtype:
     """What lse and sums of gradients are kept in, for tensors of a dtype.
 

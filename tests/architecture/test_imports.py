@@ -22,11 +22,12 @@ DATA = {"masks", "layouts", "plan"}
 RUNS = DATA | {"kernels", "transports", "attention", "recurrence"}
 MODELS = RUNS | {"parallel", "paged", "testing"}
 
-ANYONE = {"errors", "assumptions", "dtypes", "_version"}
+ANYONE = {"errors", "assumptions", "packages", "dtypes", "_version"}
 MAY_IMPORT = {
     "_version": set(),
     "errors": set(),
     "assumptions": set(),
+    "packages": set(),
     "dtypes": set(),
     "masks": set(),
     "layouts": {"masks"},

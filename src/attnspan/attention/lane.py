@@ -36,7 +36,7 @@ from attnspan.kernels import (
     rounds,
     write_into,
 )
-from attnspan.layouts.run import Runs
+from attnspan.layouts.run import Runs, positions_of
 from attnspan.plan.step import Step, Transfer
 
 Message = tuple[int, Tensor]
@@ -293,4 +293,4 @@ class StepGrads(NamedTuple):
 def positions(runs: Runs, device: torch.device) -> Tensor:
     """The positions of runs, one after another."""
     with torch.inference_mode(False):  # made during evaluation, they may be saved for backward later
-        return torch.cat([torch.arange(*run, device="cpu") for run in ((0, 0), *runs)]).to(device)
+        return positions_of(runs).to(device)

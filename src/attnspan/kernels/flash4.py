@@ -23,10 +23,9 @@ Shapes: kernel.py; the package's are (B, n, H, D), or (T, H, D) for segments, wi
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
-from functools import cache, lru_cache
-from importlib import import_module, metadata
+from functools import lru_cache
+from importlib import import_module
 from threading import Lock
 from typing import Any, Literal, NamedTuple
 
@@ -42,6 +41,7 @@ from attnspan.kernels.kernel import Final, Gradients, Region, Spec, Tiles, Trait
 from attnspan.kernels.mods import as_slice
 from attnspan.kernels.parts import last_dim_dense
 from attnspan.kernels.segments import BackwardCall, CallLayer, Coverage, SegmentCall, packed
+from attnspan.packages import installed_version, takes
 
 name = "flash4"
 traits = Traits(devices=("cuda",), dtypes=(torch.float16, torch.bfloat16), order=25, rounds=True, optional=True)
@@ -60,13 +60,9 @@ SEGMENTS = "cu_seqlens_q cu_seqlens_k seqused_q seqused_k max_seqlen_q max_seqle
 # ---- the package ---------------------------------------------------------------------------------------------------
 
 
-@cache
 def installed() -> str | None:
-    """The version of flash-attn-4 that is here, without importing it; None if there is none."""
-    try:
-        return metadata.version("flash-attn-4")
-    except metadata.PackageNotFoundError:
-        return None
+    """The version of flash-attn-4 that is here; None if there is none."""
+    return installed_version("flash-attn-4")
 
 
 def interface() -> Any:
@@ -79,12 +75,7 @@ def _takes() -> bool:
     if installed() is None:
         return True
     calls = (interface()._flash_attn_fwd, FORWARD), (interface()._flash_attn_bwd, BACKWARD)
-    return all(_has(inspect.signature(call), f"{names} {SEGMENTS}".split()) for call, names in calls)
-
-
-def _has(signature: inspect.Signature, names: list[str]) -> bool:
-    needed = {each.name for each in signature.parameters.values() if each.default is inspect.Parameter.empty}
-    return needed <= set(names) <= set(signature.parameters)
+    return all(takes(call, f"{names} {SEGMENTS}") for call, names in calls)
 
 
 TAKES = Assumption(

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from attnspan.errors import LayoutError, integer
-from attnspan.layouts.run import Run, Runs, joined_runs, tokens_in
+from attnspan.layouts.run import Run, Runs, joined_runs, positions_of, tokens_in
 from attnspan.masks import Mask
 from attnspan.masks.algebra import Bands
 from attnspan.masks.profile import RowWork
@@ -113,7 +113,7 @@ class Layout(ABC):
         [0, 1, 6, 7, 2, 3, 4, 5]
         """
         shards = self.shards(seq_len, row)
-        return torch.cat([torch.arange(*run, device="cpu") for runs in shards for run in runs])
+        return positions_of(run for runs in shards for run in runs)
 
     def inverse(self, seq_len: int, row: int = 0) -> torch.Tensor:
         """Where each position went: `y[inverse]` puts a laid-out sequence back in order."""

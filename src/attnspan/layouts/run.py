@@ -6,7 +6,11 @@ token, and two runs of equal step keep a band a band (`Band.thin`).
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
+
+import torch
+from torch import Tensor
 
 
 class Run(NamedTuple):
@@ -64,3 +68,12 @@ def tokens_in(runs: Runs) -> int:
     7
     """
     return sum([(stop - start + step - 1) // step for start, stop, step in runs])
+
+
+def positions_of(runs: Iterable[Sequence[int]]) -> Tensor:
+    """The positions of runs, one after another.
+
+    >>> positions_of((Run(0, 3), Run(5, 10, 2))).tolist(), positions_of(()).tolist()
+    ([0, 1, 2, 5, 7, 9], [])
+    """
+    return torch.cat([torch.arange(*run, device="cpu") for run in ((0, 0), *runs)])

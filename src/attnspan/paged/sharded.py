@@ -22,7 +22,6 @@ Knows transports and layouts; nothing of how keys were computed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -31,6 +30,7 @@ from torch import Tensor
 from attnspan.errors import PageError, integer
 from attnspan.kernels.merge import share_of
 from attnspan.layouts import Layout
+from attnspan.layouts.run import positions_of
 from attnspan.paged.kv_cache import Options, PagedKVCache
 from attnspan.paged.metadata import Spread
 from attnspan.paged.pool import Layer, PagePool
@@ -169,7 +169,7 @@ class ShardedPages(PagedKVCache):
                 f"the plan must hold the tokens of every row, a multiple of seq_len={cp.seq_len}, got {plan.tokens}"
             )
         metadata = plan.metadata
-        positions = _positions((s, s + n) for s, n in zip(metadata.starts, metadata.queries, strict=True))
+        positions = positions_of((s, s + n) for s, n in zip(metadata.starts, metadata.queries, strict=True))
         owners = positions // self.spread.interleave % ranks
         batch = plan.tokens // cp.seq_len
         held = [torch.cat([_shard(cp, row, rank) + row * cp.seq_len for row in range(batch)]) for rank in range(ranks)]
@@ -196,8 +196,4 @@ class ShardedPages(PagedKVCache):
 def _shard(cp: ShardedSequence, row: int, rank: int) -> Tensor:
     """The positions that a rank holds of a batch row, in its order."""
     runs = cp.layout.runs(cp.seq_len, rank, row if cp.layout.rows > 1 else 0)
-    return _positions(runs)
-
-
-def _positions(runs: Iterable[Sequence[int]]) -> Tensor:
-    return torch.cat([torch.arange(*run, device="cpu") for run in ((0, 0), *runs)])
+    return positions_of(runs)

@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from attnspan.attention.transforms import check_no_tangents, check_no_transform, check_untransformed
-from attnspan.dtypes import dtype_name, lse_dtype
+from attnspan.dtypes import dtype_name, dtype_or_type, lse_dtype
 from attnspan.errors import ShardError, TransportError
 from attnspan.masks.versions import version_of
 from attnspan.transports import Transport
@@ -213,8 +213,7 @@ def _summed(values: Tensor, valid: Tensor | None) -> LocalSum:
     if valid is None:
         return LocalSum(values.sum(dtype=wide), values.new_full((), values.numel(), dtype=torch.int64))
     if not isinstance(valid, Tensor) or valid.dtype != torch.bool:
-        said = dtype_name(valid.dtype) if isinstance(valid, Tensor) else type(valid).__name__
-        raise ShardError(f"valid must be a bool tensor such as labels != -100, got {said}")
+        raise ShardError(f"valid must be a bool tensor such as labels != -100, got {dtype_or_type(valid)}")
     if valid.shape != values.shape:
         raise ShardError(f"valid must have the shape of the values, {tuple(values.shape)}, got {tuple(valid.shape)}")
     if valid.device != values.device:
@@ -225,8 +224,8 @@ def _summed(values: Tensor, valid: Tensor | None) -> LocalSum:
 
 def _check(values: Tensor, transport: Transport) -> None:
     if not isinstance(values, Tensor) or values.is_complex():
-        said = dtype_name(values.dtype) if isinstance(values, Tensor) else type(values).__name__
-        raise ShardError(f"values must be a tensor of real numbers, one of each token, got {said}")
+        got = dtype_or_type(values)
+        raise ShardError(f"values must be a tensor of real numbers, one of each token, got {got}")
     if values.device != transport.device:
         raise ShardError(f"values must be on {transport.device}, where the group is, got {values.device}")
     check_untransformed("a mean or a sum over ranks", values, error=ShardError)
@@ -309,7 +308,7 @@ def _average(grads: Sequence[Tensor], transport: Transport) -> None:
     """Each rank averages its part of all gradients, laid end to end, and hands it to the others."""
     flat = torch.cat([grad.reshape(-1) for grad in grads])
     parts = flat.tensor_split(transport.ranks)
-    own = torch.empty_like(parts[transport.rank], dtype=torch.promote_types(flat.dtype, torch.float32))
+    own = torch.empty_like(parts[transport.rank], dtype=lse_dtype(flat.dtype))
     with under_way(transport, f"the average of {len(flat)} gradients"):
         transport.reduce_scatter(parts, own, "gradients of parameters").wait()
         transport.gather((own / transport.ranks).to(flat.dtype), parts, "gradients of parameters").wait()

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from attnspan.attention.transforms import check_untransformed
-from attnspan.dtypes import dtype_name
+from attnspan.dtypes import dtype_name, dtype_or_type
 from attnspan.errors import MaskError, RecurrenceError, ShardError, integer, one_of
 from attnspan.layouts import Run
 from attnspan.masks.borders import borders
@@ -307,8 +307,7 @@ class Convolution:
 def _check_floats(name: str, tensor: object) -> None:
     """Refuse what is no tensor, or one of whole numbers."""
     if not isinstance(tensor, Tensor) or not (tensor.is_floating_point() or tensor.is_complex()):
-        got = dtype_name(tensor.dtype) if isinstance(tensor, Tensor) else type(tensor).__name__
-        raise ShardError(f"{name} must be a tensor of floats, got {got}")
+        raise ShardError(f"{name} must be a tensor of floats, got {dtype_or_type(tensor)}")
 
 
 def _lines(tensor: Tensor, dim: int, alike: bool) -> Tensor:

@@ -31,6 +31,7 @@ from attnspan.attention.transforms import check_untransformed
 from attnspan.dtypes import dtype_name
 from attnspan.errors import RecurrenceError, ShardError
 from attnspan.layouts import Layout
+from attnspan.layouts.run import positions_of
 from attnspan.masks import Mask
 from attnspan.parallel.compiled_inputs import handle_of
 from attnspan.parallel.marks import Mark, mark_of, marked
@@ -72,7 +73,7 @@ class Sharding:
     def _on(self, rank: int) -> Tensor:
         """The global positions on a rank, (rows, tokens)."""
         rows = [self.layout.runs(self.seq_len, rank, row) for row in range(self.rows)]
-        return torch.stack([torch.cat([torch.arange(*run, device="cpu") for run in ((0, 0), *runs)]) for runs in rows])
+        return torch.stack([positions_of(runs) for runs in rows])
 
     # ---- the moves -------------------------------------------------------------------------------------------------
 

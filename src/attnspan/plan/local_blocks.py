@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from attnspan.errors import PlanError
-from attnspan.layouts.run import Run, Runs, tokens_in
+from attnspan.layouts.run import Run, Runs, positions_of, tokens_in
 from attnspan.masks.band import ceil_div
 from attnspan.masks.block_sparse import size_pair
 from attnspan.masks.program import Program, traced
@@ -61,7 +61,7 @@ def local_block_mask(
     program, heads = traced(mask_mod, error=PlanError).on(device), plan.mask.heads
     shape = plan.rows, ceil_div(lengths[0], size[0]), ceil_div(lengths[1], size[1])
     lists = Lists.empty(shape, device, heads)
-    places = torch.stack([_positions(runs, device) for runs in shards]), _positions(keys, device)
+    places = torch.stack([positions_of(runs) for runs in shards]).to(device), positions_of(keys).to(device)
     for row, queries in enumerate(shards):
         columns, asked = plan.band_columns(row)
         geometry = Geometry(columns, (queries,), (keys,), asked)
@@ -109,7 +109,3 @@ def _local(program: Program, rows: torch.Tensor, cols: torch.Tensor) -> MaskFunc
         return run(None, b, h, position, cols[kv_idx], *captured)
 
     return mask_mod
-
-
-def _positions(runs: Runs, device: torch.device) -> torch.Tensor:
-    return torch.cat([torch.arange(*run, device="cpu") for run in runs]).to(device)

@@ -6,9 +6,8 @@ does not document; so they are listed here with their arguments, and compared be
 
 from __future__ import annotations
 
-import inspect
 from functools import cache
-from importlib import import_module, metadata
+from importlib import import_module
 from threading import Lock
 from typing import Any, NamedTuple
 
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from attnspan.assumptions import Assumption
+from attnspan.packages import installed_version, takes
 from attnspan.recurrence.plan import PIECE, PackedChunks
 
 VERSION = "0.6.0"
@@ -61,13 +61,9 @@ PARTS = {
 """The functions that are called, by module and name, and the arguments that they are given."""
 
 
-@cache
 def installed() -> str | None:
-    """The version of fla-core that is here, without importing it; None if there is none."""
-    try:
-        return metadata.version("fla-core")
-    except metadata.PackageNotFoundError:
-        return None
+    """The version of fla-core that is here; None if there is none."""
+    return installed_version("fla-core")
 
 
 @cache
@@ -79,15 +75,7 @@ def part(name: str) -> Any:
 
 def _takes() -> bool:
     """Whether every part has the arguments that it is given, and needs no other. Where it is not installed, none is."""
-    return installed() is None or all(
-        _has(inspect.signature(part(name)), names.split()) for name, names in PARTS.items()
-    )
-
-
-def _has(signature: inspect.Signature, names: list[str]) -> bool:
-    needed = {each.name for each in signature.parameters.values() if each.default is inspect.Parameter.empty}
-    needed -= {each.name for each in signature.parameters.values() if each.kind is inspect.Parameter.VAR_KEYWORD}
-    return needed <= set(names) <= set(signature.parameters)
+    return installed() is None or all(takes(part(name), names) for name, names in PARTS.items())
 
 
 TAKES = Assumption(

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
-from attnspan.dtypes import dtype_name
+from attnspan.dtypes import dtype_name, dtype_or_type
 from attnspan.errors import RecurrenceError
 from attnspan.recurrence.chunked import RuleInputs
 
@@ -274,7 +274,7 @@ def fitted(rule: Rule) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for name, tensor in rule.tensors.items():
         if not isinstance(tensor, Tensor) or tensor.dtype not in FLOATS:
-            got = dtype_name(tensor.dtype) if isinstance(tensor, Tensor) else type(tensor).__name__
+            got = dtype_or_type(tensor)
             raise RecurrenceError(f"{name} must be a tensor of float32, bfloat16, float16 or float64, got {got}")
         forms = rule.shapes()[name]
         letters = next((form for form in forms if len(form) == tensor.dim()), forms[0])

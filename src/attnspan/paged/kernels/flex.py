@@ -36,6 +36,7 @@ import torch
 from torch import Tensor
 
 from attnspan.attention.score import ScoreFunction
+from attnspan.dtypes import lse_dtype
 from attnspan.paged.metadata import PagedMetadata, Pages
 from attnspan.paged.quantised import Quantised
 from attnspan.paged.scoring import Scoring
@@ -81,7 +82,7 @@ def forward(spec: Scoring, metadata: PagedMetadata, q: Tensor, keys: Pages, valu
     assert isinstance(keys, Tensor), "others are refused"
     assert isinstance(values, Tensor), "others are refused"
     out = q.new_zeros(*q.shape[:2], values.shape[3])
-    lse = q.new_full(q.shape[:2], -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32))
+    lse = q.new_full(q.shape[:2], -torch.inf, dtype=lse_dtype(q.dtype))
     _clean_tails(metadata, keys, values)
     for count in sorted(set(metadata.queries) - {0}):
         rows = metadata.once(("rows", count), functools.partial(_rows, metadata, count))

@@ -15,6 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from attnspan.dtypes import lse_dtype
 from attnspan.kernels import Spec, fastest
 from attnspan.masks.tile import Tile
 from attnspan.paged.kernels import gather_decode
@@ -36,9 +37,9 @@ def supports(spec: Scoring, metadata: PagedMetadata, q: Tensor, keys: Pages, val
 
 def forward(spec: Scoring, metadata: PagedMetadata, q: Tensor, keys: Pages, values: Pages) -> tuple[Tensor, Tensor]:
     """out (T, H, Dv), in q's dtype or a wider one, and lse (T, H)."""
-    lse_dtype = torch.promote_types(q.dtype, torch.float32)
-    out = q.new_zeros(*q.shape[:2], values.shape[3], dtype=lse_dtype if metadata.merged else q.dtype)
-    lse = q.new_full(q.shape[:2], -torch.inf, dtype=lse_dtype)
+    wide = lse_dtype(q.dtype)
+    out = q.new_zeros(*q.shape[:2], values.shape[3], dtype=wide if metadata.merged else q.dtype)
+    lse = q.new_full(q.shape[:2], -torch.inf, dtype=wide)
     done = set[int]()
     for group in gather_decode.groups(spec, metadata, q, keys, values):
         done.update(group.rows)

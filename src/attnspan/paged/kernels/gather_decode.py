@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from attnspan.dtypes import lse_dtype
 from attnspan.kernels.aten import CPU_FLASH
 from attnspan.paged.metadata import PagedMetadata, Pages
 from attnspan.paged.scoring import Scoring, mapped
@@ -44,12 +45,12 @@ def groups(spec: Scoring, metadata: PagedMetadata, q: Tensor, keys: Pages, value
     if q.device.type != "cpu" or q.shape[2] != values.shape[3]:
         return []
     page_bytes = 2 * keys[0].numel() * keys.element_size()
-    lse_dtype = torch.promote_types(q.dtype, torch.float32)
-    what = ("decode groups", spec.causal, spec.window, page_bytes, lse_dtype)
-    return metadata.once(what, lambda: _grouped(spec, metadata, page_bytes, lse_dtype))
+    wide = lse_dtype(q.dtype)
+    what = ("decode groups", spec.causal, spec.window, page_bytes, wide)
+    return metadata.once(what, lambda: _grouped(spec, metadata, page_bytes, wide))
 
 
-def _grouped(spec: Scoring, metadata: PagedMetadata, page_bytes: int, lse_dtype: torch.dtype) -> list[DecodeGroup]:
+def _grouped(spec: Scoring, metadata: PagedMetadata, page_bytes: int, wide: torch.dtype) -> list[DecodeGroup]:
     """See [Note: alike in length]."""
     size, spread, bounds = metadata.page_size, metadata.spread, dict[int, tuple[int, int]]()
     for row, count in enumerate(metadata.queries):
@@ -73,11 +74,11 @@ def _grouped(spec: Scoring, metadata: PagedMetadata, page_bytes: int, lse_dtype:
         else:
             found.append([row])
             longest, padding, held = pages[row], 0, pages[row]
-    return [_group(metadata, rows, bounds, lse_dtype) for rows in found if len(rows) > 1]
+    return [_group(metadata, rows, bounds, wide) for rows in found if len(rows) > 1]
 
 
 def _group(
-    metadata: PagedMetadata, rows: list[int], bounds: dict[int, tuple[int, int]], lse_dtype: torch.dtype
+    metadata: PagedMetadata, rows: list[int], bounds: dict[int, tuple[int, int]], wide: torch.dtype
 ) -> DecodeGroup:
     size, chosen = metadata.page_size, torch.tensor(rows, device="cpu")
     begin, end = torch.tensor([bounds[row] for row in rows], device="cpu").unsqueeze(2).unbind(1)  # (n, 1) each
@@ -87,7 +88,7 @@ def _group(
     pages = metadata.tables.index_select(0, chosen).long().gather(1, columns)
     places = low * size + torch.arange(width * size, device="cpu")
     hidden = (places < begin) | (places >= end)
-    mask = torch.zeros(hidden.shape, dtype=lse_dtype, device="cpu").masked_fill_(hidden, -torch.inf)
+    mask = torch.zeros(hidden.shape, dtype=wide, device="cpu").masked_fill_(hidden, -torch.inf)
     cleared = hidden.flatten().nonzero().flatten()
     queries = metadata.offsets.index_select(0, chosen).long()
     return DecodeGroup(tuple(rows), queries, pages.flatten(), hidden, cleared, mask, low * size)
@@ -97,10 +98,10 @@ def attend(
     spec: Scoring, group: DecodeGroup, metadata: PagedMetadata, q: Tensor, keys: Tensor, values: Tensor
 ) -> tuple[Tensor, Tensor]:
     """out (n, H, D) and lse (n, H) of a group's rows, in float32 or wider."""
-    lse_dtype = torch.promote_types(q.dtype, torch.float32)
+    wide = lse_dtype(q.dtype)
     n, kv_heads = len(group.rows), keys.shape[2]
-    k, v = (_copied(pages, group, n).to(lse_dtype).transpose(1, 2) for pages in (keys, values))  # (n, Hk, L, D)
-    mine = q.index_select(0, group.queries).to(lse_dtype).view(n, kv_heads, -1, q.shape[2])  # (n, Hk, G, D)
+    k, v = (_copied(pages, group, n).to(wide).transpose(1, 2) for pages in (keys, values))  # (n, Hk, L, D)
+    mine = q.index_select(0, group.queries).to(wide).view(n, kv_heads, -1, q.shape[2])  # (n, Hk, G, D)
     if spec.score_mod is not None:
         out, lse = _by_pairs(spec, group, metadata, mine, k, v)
     else:
