@@ -39,7 +39,7 @@ from attnspan.masks import (
     SlidingWindow,
     Tree,
 )
-from attnspan.masks.program import traced
+from attnspan.masks.tracing import traced
 from attnspan.plan import Plan
 from tests.attention import programs
 from tests.attention.harness import Problem

@@ -35,8 +35,8 @@ from attnspan.kernels.band_programs import NO_CODE, BandPrograms, programs
 from attnspan.kernels.merge import has_triton
 from attnspan.layouts import Contiguous, HeadTail, Striped
 from attnspan.masks import Causal, Documents, Full, KeyPadding, MaskMod, SlidingWindow
-from attnspan.masks.program import traced
 from attnspan.masks.tile import Tile
+from attnspan.masks.tracing import traced
 from tests.attention.harness import Problem, Scoring, check
 from tests.attention.programs import problem
 from tests.kernels.expressions import BATCH, CONDITIONS, HEADS, LENGTH, of, shapes_of, trees

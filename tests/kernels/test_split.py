@@ -6,7 +6,7 @@ import gc
 import torch
 
 from attnspan.kernels import split
-from attnspan.masks.program import traced
+from attnspan.masks.tracing import traced
 
 SLOPES = torch.tensor([0.5, 1.0, 2.0])
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 
 from attnspan.kernels import band_mods, split, triton_mods
 from attnspan.kernels.mods import Mods
-from attnspan.masks.program import traced
+from attnspan.masks.tracing import traced
 from tests.kernels.expressions import BATCH, CONDITIONS, HEADS, LENGTH, of, shapes_of, trees
 from tests.kernels.standin_triton import Pointer, standin
 

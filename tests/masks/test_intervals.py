@@ -14,10 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import create_mask
 
-from attnspan.masks import intervals
+from attnspan.masks import range_rules
 from attnspan.masks.boxes import Boxes
-from attnspan.masks.intervals import RULES, Intervals
-from attnspan.masks.program import traced
+from attnspan.masks.intervals import Intervals
+from attnspan.masks.range_rules import RULES
+from attnspan.masks.tracing import traced
 
 INTS = [torch.int64, torch.int32, torch.int16, torch.int8]
 FLOATS = [torch.float32, torch.float64, torch.float16]
@@ -161,7 +162,7 @@ def test_a_wrong_rule_is_found(monkeypatch):
         return (q - k >= 0) & (q - k < 3)
 
     assert check_mask(window, (12, 12)) == 144
-    monkeypatch.setitem(RULES, torch.ops.aten.sub, intervals._monotone(1, 1))
+    monkeypatch.setitem(RULES, torch.ops.aten.sub, range_rules._monotone(1, 1))
     with pytest.raises(AssertionError):
         check_mask(window, (12, 12))
 

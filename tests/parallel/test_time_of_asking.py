@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import create_block_mask, create_mask
 import attnspan as span
 from attnspan.errors import AttentionError, MaskError
 from attnspan.masks import MaskMod
-from attnspan.masks.program import traced
+from attnspan.masks.tracing import traced
 from attnspan.testing import loopback
 from tests.turns import in_turn
 

@@ -33,7 +33,7 @@ from attnspan.errors import AttentionError, AttnspanError, KernelError, MaskErro
 from attnspan.kernels import choose
 from attnspan.layouts.run import tokens_in
 from attnspan.masks import Mask
-from attnspan.masks.program import content
+from attnspan.masks.content import content
 from attnspan.plan.drawing import in_bytes
 from attnspan.plan.strategy import name_of
 from attnspan.transports import consensus

@@ -22,7 +22,7 @@ from attnspan.errors import AttentionError, MaskError, PlanError
 from attnspan.kernels import Dropout, Mods, Spec, explain_programs, runs_programs
 from attnspan.layouts.run import Runs
 from attnspan.masks import Mask
-from attnspan.masks.program import traced
+from attnspan.masks.tracing import traced
 from attnspan.plan import Hardware, Plan, Ring, Shape
 from attnspan.plan.choose import KeepKeys
 from attnspan.plan.heads import split_heads

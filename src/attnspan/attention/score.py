@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from attnspan.errors import AttentionError
-from attnspan.masks.program import Program, traced
+from attnspan.masks.program import Program
+from attnspan.masks.tracing import traced
 
 ScoreFunction = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 """A FlexAttention score_mod: (score, batch row, head, query index, key index) -> score."""

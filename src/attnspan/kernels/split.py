@@ -15,7 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, fx
 
-from attnspan.masks.program import LOOKUP, Program, depending
+from attnspan.masks.graphs import LOOKUP, depending
+from attnspan.masks.program import Program
 
 
 class Split(NamedTuple):

@@ -35,7 +35,8 @@ import torch
 from torch import Tensor, fx
 
 from attnspan.kernels.split import split_graph
-from attnspan.masks.program import INDICES, LOOKUP, TRACING, Program, depending, looked_up_at
+from attnspan.masks.graphs import INDICES, LOOKUP, TRACING, depending, looked_up_at
+from attnspan.masks.program import Program
 
 Along = Literal["rows", "cols", "distances", "pairs"]
 Bounds = tuple[int, int] | None

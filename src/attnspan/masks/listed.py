@@ -22,10 +22,11 @@ import torch
 from attnspan.errors import MaskError
 from attnspan.masks.band import Band, ceil_div
 from attnspan.masks.boxes import Boxes
+from attnspan.masks.content import content
 from attnspan.masks.cover import Cover, bands_of_blocks
 from attnspan.masks.mask import Mask, Rule, Space
 from attnspan.masks.mask_mod import alone, check_reads, rule_of
-from attnspan.masks.program import Program, content
+from attnspan.masks.program import Program
 from attnspan.masks.question import Blocks, Question
 from attnspan.masks.snapshot import Copies, Snapshot
 

@@ -27,9 +27,10 @@ from attnspan.errors import MaskError, integer, integers
 from attnspan.masks.band import Band
 from attnspan.masks.cover import Cover
 from attnspan.masks.mask import Mask, MaskFunction, Rule, Space
-from attnspan.masks.program import Program, name_of
+from attnspan.masks.program import Program
 from attnspan.masks.question import Question
 from attnspan.masks.snapshot import Snapshot
+from attnspan.masks.tracing import name_of
 
 
 @dataclass(frozen=True, slots=True, repr=False)

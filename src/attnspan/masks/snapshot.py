@@ -26,8 +26,10 @@ import torch
 from torch import Tensor
 
 from attnspan.errors import MaskError
+from attnspan.masks.content import bits_of
 from attnspan.masks.fingerprint import fingerprint
-from attnspan.masks.program import Program, bits_of, traced
+from attnspan.masks.program import Program
+from attnspan.masks.tracing import traced
 from attnspan.masks.versions import version_of
 
 

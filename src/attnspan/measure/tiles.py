@@ -29,8 +29,8 @@ from attnspan.kernels import (
     runs_programs,
 )
 from attnspan.masks import Causal, Full, Mask, SlidingWindow
-from attnspan.masks.program import traced
 from attnspan.masks.tile import Kind, Tile
+from attnspan.masks.tracing import traced
 from attnspan.measure.stopwatch import seconds
 from attnspan.tuning import Rate
 

@@ -17,7 +17,7 @@ from attnspan.errors import MaskError
 from attnspan.masks import Mask, MaskMod
 from attnspan.masks.listed import Listed, listing
 from attnspan.masks.mask import MaskFunction
-from attnspan.masks.program import name_of, traced
+from attnspan.masks.tracing import name_of, traced
 
 
 class ReadBlockMask:

@@ -19,7 +19,8 @@ from attnspan.errors import PlanError
 from attnspan.layouts.run import Run, Runs, positions_of, tokens_in
 from attnspan.masks.band import ceil_div
 from attnspan.masks.block_sparse import size_pair
-from attnspan.masks.program import Program, traced
+from attnspan.masks.program import Program
+from attnspan.masks.tracing import traced
 from attnspan.plan.geometry import Geometry
 from attnspan.plan.plan import Plan
 
