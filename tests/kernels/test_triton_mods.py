@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from attnspan.kernels import band_mods, split, triton_mods
+from attnspan.kernels import band_mods, mod_lookups, split, triton_mods
 from attnspan.kernels.mods import Mods
 from attnspan.masks.tracing import traced
 from tests.kernels.expressions import BATCH, CONDITIONS, HEADS, LENGTH, of, shapes_of, trees
@@ -45,7 +45,7 @@ def test_code_computes_the_program_and_its_derivatives(tree):
     captured = [
         by_shape.get((torch.float64, tuple(x.shape)), x) if x.is_floating_point() else x for x in program.captured
     ]
-    learned = triton_mods.learned(program, program.differentiable)
+    learned = mod_lookups.learned(program, program.differentiable)
     with standin():
         code = triton_mods.mods_code(program, None, learned)
         tables, dims = triton_mods.prepared(split.tables(program, captured))
@@ -96,15 +96,15 @@ ALONG = {
 def test_gradients_of_one_entry_are_found_by_what_its_index_depends_on(name):
     of, along = ALONG[name]
     program = traced(of(torch.rand(9, 9)), "score_mod", score=torch.float32)
-    assert [each.along for each in triton_mods.learned(program, (0,))] == [along]
-    assert triton_mods.learned(program, ()) == ()
+    assert [each.along for each in mod_lookups.learned(program, (0,))] == [along]
+    assert mod_lookups.learned(program, ()) == ()
 
 
 def test_other_tensors_run_the_same_code():
     def made(table, window):
         program = traced(lambda s, b, h, q, k: s + table[h, (q - k).clamp(0, 3)], "score_mod", score=torch.float32)
         mask = traced(lambda b, h, q, k: q - k < window[h])
-        return triton_mods.mods_code(program, mask, triton_mods.learned(program, (0,)))
+        return triton_mods.mods_code(program, mask, mod_lookups.learned(program, (0,)))
 
     with standin():
         first = made(torch.rand(2, 4), torch.tensor([1, 2]))

@@ -15,20 +15,11 @@ from torch import Tensor
 
 from attnspan.kernels.agenda import Runs
 from attnspan.kernels.kernel import Final, Gradients, Region, Spec, Tiles
+from attnspan.kernels.mod_lookups import Lookup, by_pairs, learned, places
 from attnspan.kernels.mods import Mods
 from attnspan.kernels.split import split
 from attnspan.kernels.split import tables as prepared_tables
-from attnspan.kernels.triton_mods import (
-    NO_CODE,
-    Lookup,
-    ModsCode,
-    by_pairs,
-    learned,
-    mods_code,
-    places,
-    prepared,
-    uncompilable,
-)
+from attnspan.kernels.triton_mods import NO_CODE, ModsCode, mods_code, prepared, uncompilable
 from attnspan.masks.program import Program
 from attnspan.masks.tile import Tile
 

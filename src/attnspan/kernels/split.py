@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, fx
 
-from attnspan.masks.graphs import LOOKUP, depending
+from attnspan.masks.graphs import LOOKUP, depending, inputs_of
 from attnspan.masks.program import Program
 
 
@@ -36,7 +36,7 @@ def split(program: Program) -> Split:
 def split_graph(graph: fx.GraphModule, count: int) -> Split:
     """Of a graph whose last `count` inputs are captured."""
     whole = list(graph.graph.nodes)
-    given = [node for node in whole if node.op == "placeholder"]
+    given = inputs_of(graph.graph)
     arguments, captured = given[: len(given) - count], given[len(given) - count :]
     moving, fixed = depending(graph.graph, arguments), set(captured)
     for node in whole:
