@@ -122,11 +122,11 @@ def test_parts_with_other_arguments_are_refused(monkeypatch):
 # ---- its glue, with laws in plain torch ------------------------------------------------------------------------------
 
 
-class PlainLaw:
+class PlainLaw(fla_laws.Law):
     """A law of the package's by chunked.py: each chunk of a packed row is one, filled up."""
 
-    def _chunks(self, x, call):
-        starts = call.chunks.cu_seqlens.tolist()
+    def _chunks(self, x):
+        starts = self.call.chunks.cu_seqlens.tolist()
         lengths = [stop - start for start, stop in pairwise(starts)]
         size = 1 << (max(lengths) - 1).bit_length()
 
@@ -135,34 +135,37 @@ class PlainLaw:
             parts = [torch.nn.functional.pad(part, (0, 0, 0, 0, 0, size - len(part))) for part in tensor.split(lengths)]
             return torch.stack(parts)
 
-        terms = x._replace(query=x.query * call.scale).each(cut)
+        terms = x._replace(query=x.query * self.call.scale).each(cut)
         heads = terms.value.shape[2]
         query, key = (y.repeat_interleave(heads // y.shape[2], 2) for y in (terms.query, terms.key))
         (maps,) = chunked(terms._replace(query=query, key=key))
         return maps, lengths
 
-    def maps(self, x, call):
-        maps, _ = self._chunks(x, call)
+    def maps(self):
+        maps, _ = self._chunks(self.x)
         return fla_laws.LawMaps((), (), maps.a, maps.b)
 
-    def outputs(self, x, made, states, call):
-        maps, lengths = self._chunks(x, call)
+    def outputs(self, made, states):
+        return self._read(self.x, states)
+
+    def _read(self, x, states):
+        maps, lengths = self._chunks(x)
         read = maps.read(states).transpose(1, 2)
         return torch.cat([part[:length] for part, length in zip(read, lengths, strict=True)]).unsqueeze(0)
 
-    def _graph(self, x, states, call):
+    def _graph(self, states):
         with torch.enable_grad():
-            x, states = x.each(lambda y: y.detach().requires_grad_()), states.detach().requires_grad_()
-            maps, _ = self._chunks(x, call)
+            x, states = self.x.each(lambda y: y.detach().requires_grad_()), states.detach().requires_grad_()
+            maps, _ = self._chunks(x)
             after = maps.a @ states if maps.a.shape[-1] > 1 else maps.a * states
-            return x, states, self.outputs(x, None, states, call), after + maps.b
+            return x, states, self._read(x, states), after + maps.b
 
-    def state_gradients(self, x, kept, states, grad, call):
-        _, states, out, _ = self._graph(x, states, call)
+    def state_gradients(self, saved, states, grad):
+        _, states, out, _ = self._graph(states)
         return fla_laws.StateGradients(torch.autograd.grad(out, states, grad)[0], ())
 
-    def backward(self, x, kept, reached, states, grads, call):
-        x, _, out, after = self._graph(x, states, call)
+    def backward(self, saved, reached, states, grads):
+        x, _, out, after = self._graph(states)
         wants = [y for y in x if y is not None]
         found = iter(torch.autograd.grad([out, after], wants, grads))
         return tuple(None if y is None else next(found) for y in x)
@@ -175,7 +178,7 @@ ALIKE = ("GatedDelta", "Lightning", "Lightning per token", "SSD")
 @pytest.mark.parametrize(("rule", "wide"), [(rule, False) for rule in RULES] + [(rule, True) for rule in ALIKE])
 def test_around_the_package_everything_is_exact(rule, wide, monkeypatch):
     monkeypatch.setattr(fla.Fla, "refuses", lambda self, rule: None)
-    monkeypatch.setattr(fla, "law_of", lambda terms: PlainLaw())
+    monkeypatch.setattr(fla, "law_of", PlainLaw)
     monkeypatch.setattr(fla, "_miscompiled", lambda device: wide)
     monkeypatch.setattr(fla, "SHORTEST", 16)
     for layout, batch in ((Contiguous(1), 1), (HeadTail(2), 2), (Contiguous(3), 1)):
@@ -186,7 +189,7 @@ def test_around_the_package_everything_is_exact(rule, wide, monkeypatch):
 
 def test_a_rank_without_tokens_takes_part(monkeypatch):
     monkeypatch.setattr(fla.Fla, "refuses", lambda self, rule: None)
-    monkeypatch.setattr(fla, "law_of", lambda terms: PlainLaw())
+    monkeypatch.setattr(fla, "law_of", PlainLaw)
     for rule in ("GatedDelta", "GLA"):
         case = Case(rule, Contiguous(3), 2, [[2]], 1, groups=1, key_dim=16, value_dim=16).rounded(torch.float32)
         assert max(apart(case, torch.float32, "fla").values()) < 2e-6

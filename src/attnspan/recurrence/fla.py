@@ -171,13 +171,13 @@ class FlaFunction(torch.autograd.Function):
     def forward(ctx: Any, *given: Any) -> tuple[Tensor, Tensor]:
         *tokens, initial, job = given
         x = RuleInputs(*tokens).each(lambda each: each.contiguous())
-        law, call, chunks = _law(x), job.call, job.scan.chunks.packed
+        law, chunks = _law(x, job.call), job.scan.chunks.packed
         with ONE_AT_A_TIME:
-            made = law.maps(x, call)
+            made = law.maps()
         a, b = (each.index_select(0, chunks.at) for each in (made.a, made.b))
         known, after, ctx.header = states_of(job.scan, a, b, initial)
         with ONE_AT_A_TIME:
-            out = law.outputs(x, made, known.states.index_select(0, chunks.order), call)
+            out = law.outputs(made, known.states.index_select(0, chunks.order))
         ctx.job, ctx.count = job, len(made.saved)
         ctx.save_for_backward(*x, *made.saved, *known)
         return out, after
@@ -187,17 +187,17 @@ class FlaFunction(torch.autograd.Function):
     def backward(ctx: Any, d_out: Tensor, d_after: Tensor) -> tuple[Tensor | None, ...]:
         tensors, job, count, d_out = ctx.saved_tensors, ctx.job, ctx.count, d_out.contiguous()
         x, saved, known = RuleInputs(*tensors[:5]), tensors[5 : 5 + count], SavedScan(*tensors[5 + count :])
-        law, call, chunks = _law(x), job.call, job.scan.chunks.packed
+        law, chunks = _law(x, job.call), job.scan.chunks.packed
         states = known.states.index_select(0, chunks.order)
         with ONE_AT_A_TIME:
-            reached = law.state_gradients(x, saved, states, d_out, call)
+            reached = law.state_gradients(saved, states, d_out)
         d_states = reached.states.index_select(0, chunks.at)
         after, d_initial = gradients(job.scan, known, ctx.header, d_states, d_after.contiguous())
         with ONE_AT_A_TIME:
-            grads = law.backward(x, saved, reached, states, (d_out, after.index_select(0, chunks.order)), call)
+            grads = law.backward(saved, reached, states, (d_out, after.index_select(0, chunks.order)))
         each = (None if g is None or y is None else g.to(y.dtype) for g, y in zip(grads, x, strict=True))
         return *each, d_initial, None
 
 
-def _law(x: RuleInputs) -> Law:
-    return law_of(x) if x.key.shape[1] else EmptyLaw()
+def _law(x: RuleInputs, call: PartCall) -> Law:
+    return law_of(x, call) if x.key.shape[1] else EmptyLaw(x, call)

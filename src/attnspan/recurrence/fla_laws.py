@@ -6,7 +6,9 @@ chunks (fla.py). Tensors are as there.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, NamedTuple, Protocol
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,27 +33,32 @@ class StateGradients(NamedTuple):
     recomputed: tuple[Tensor, ...]
 
 
-class Law(Protocol):
-    """One of the package's recurrences; x are tokens, `saved` what `maps` saved, `states` those before chunks."""
+Grads = tuple[Tensor, Tensor]
+"""Gradients of outputs, and of the states after chunks."""
 
-    def maps(self, x: RuleInputs, call: PartCall) -> LawMaps: ...
 
-    def outputs(self, x: RuleInputs, made: LawMaps, states: Tensor, call: PartCall) -> Tensor: ...
+@dataclass(frozen=True)
+class Law(ABC):
+    """A recurrence of the package, of some tokens; `saved` is what `maps` saved, `states` are those before chunks."""
 
-    def state_gradients(
-        self, x: RuleInputs, saved: Any, states: Tensor, grad: Tensor, call: PartCall
-    ) -> StateGradients: ...
+    x: RuleInputs
+    call: PartCall
 
-    def backward(
-        self,
-        x: RuleInputs,
-        saved: Any,
-        reached: StateGradients,
-        states: Tensor,
-        grads: tuple[Tensor, Tensor],
-        call: PartCall,
-    ) -> tuple[Tensor | None, ...]:
-        """Gradients of the tokens, from those of outputs and of states after chunks."""
+    @abstractmethod
+    def maps(self) -> LawMaps:
+        """The maps of the states over each chunk."""
+
+    @abstractmethod
+    def outputs(self, made: LawMaps, states: Tensor) -> Tensor:
+        """What the tokens read out of the states."""
+
+    @abstractmethod
+    def state_gradients(self, saved: Any, states: Tensor, grad: Tensor) -> StateGradients:
+        """Gradients of the states before chunks, from that of outputs."""
+
+    @abstractmethod
+    def backward(self, saved: Any, reached: StateGradients, states: Tensor, grads: Grads) -> tuple[Tensor | None, ...]:
+        """Gradients of the tokens."""
 
 
 FORWARD, BACKWARD = (f"ops.common.chunk_delta_h chunk_gated_delta_rule_{each}" for each in ("fwd_h", "bwd_dhu"))
@@ -67,24 +74,25 @@ def _delta_maps(call: PartCall, k: Tensor, w: Tensor, u: Tensor, **gates: Tensor
     return a, b
 
 
-class GatedDeltaLaw:
+class GatedDeltaLaw(Law):
     """The delta rule, with one decay for a head, or none."""
 
-    def maps(self, x: RuleInputs, call: PartCall) -> LawMaps:
+    def maps(self) -> LawMaps:
+        x, call = self.x, self.call
         g = None if x.decay is None else call.summed(x.decay)
         intra = "ops.gated_delta_rule.chunk_fwd chunk_gated_delta_rule_fwd_intra"
         w, u, inverse = call(intra, k=x.key, v=x.value, g=g, beta=x.beta)
         return LawMaps((g, inverse), (w, u), *_delta_maps(call, x.key, w, u, g=g))
 
-    def outputs(self, x: RuleInputs, made: LawMaps, states: Tensor, call: PartCall) -> Tensor:
+    def outputs(self, made: LawMaps, states: Tensor) -> Tensor:
+        x, call = self.x, self.call
         (g, _), (w, u) = made.saved, made.recomputed
         h, new, _ = call(FORWARD, True, k=x.key, w=w, u=u, g=g, initial_state=states, output_final_state=False)
         out: Tensor = call("ops.common.chunk_o chunk_fwd_o", q=x.query, k=x.key, v=new, h=h, g=g, scale=call.scale)
         return out
 
-    def state_gradients(
-        self, x: RuleInputs, saved: Any, states: Tensor, grad: Tensor, call: PartCall
-    ) -> StateGradients:
+    def state_gradients(self, saved: Any, states: Tensor, grad: Tensor) -> StateGradients:
+        x, call = self.x, self.call
         g, inverse = saved
         again = "ops.gated_delta_rule.wy_fast recompute_w_u_fwd"
         w, u = call(again, k=x.key, v=x.value, beta=x.beta, A=inverse, g=g)
@@ -94,15 +102,8 @@ class GatedDeltaLaw:
         _, found, _ = call(BACKWARD, True, w=w, dv=d_new, h0=states, dht=None, **qk)
         return StateGradients(found, (w, h, new, d_new))
 
-    def backward(
-        self,
-        x: RuleInputs,
-        saved: Any,
-        reached: StateGradients,
-        states: Tensor,
-        grads: tuple[Tensor, Tensor],
-        call: PartCall,
-    ) -> tuple[Tensor | None, ...]:
+    def backward(self, saved: Any, reached: StateGradients, states: Tensor, grads: Grads) -> tuple[Tensor | None, ...]:
+        x, call = self.x, self.call
         (g, inverse), (w, h, new, d_new), (grad, after) = saved, reached.recomputed, grads
         qk = {"q": x.query, "k": x.key, "g": g, "do": grad, "scale": call.scale}
         d_h, _, d_new = call(BACKWARD, True, w=w, dv=d_new, h0=states, dht=after, **qk)
@@ -112,24 +113,25 @@ class GatedDeltaLaw:
         return d_q, d_k + d_k2, d_v, None if g is None else call.summed_back(d_g + d_g2), d_beta
 
 
-class KDALaw:
+class KDALaw(Law):
     """The delta rule, with a decay for each channel."""
 
-    def maps(self, x: RuleInputs, call: PartCall) -> LawMaps:
+    def maps(self) -> LawMaps:
+        x, call = self.x, self.call
         g = call.summed(x.decay) if x.decay is not None else None
         tokens = {"q": x.query, "k": x.key, "v": x.value, "gk": g, "beta": x.beta}
         w, u, _, keys, pairs, inverse = call("ops.kda.chunk_intra chunk_kda_fwd_intra", scale=call.scale, **tokens)
         return LawMaps((g, pairs, inverse), (w, u, keys), *_delta_maps(call, keys, w, u, gk=g))
 
-    def outputs(self, x: RuleInputs, made: LawMaps, states: Tensor, call: PartCall) -> Tensor:
+    def outputs(self, made: LawMaps, states: Tensor) -> Tensor:
+        x, call = self.x, self.call
         (g, pairs, _), (w, u, keys) = made.saved, made.recomputed
         h, new, _ = call(FORWARD, True, k=keys, w=w, u=u, gk=g, initial_state=states, output_final_state=False)
         out: Tensor = call("ops.gla.chunk chunk_gla_fwd_o_gk", q=x.query, v=new, g=g, A=pairs, h=h, scale=call.scale)
         return out
 
-    def state_gradients(
-        self, x: RuleInputs, saved: Any, states: Tensor, grad: Tensor, call: PartCall
-    ) -> StateGradients:
+    def state_gradients(self, saved: Any, states: Tensor, grad: Tensor) -> StateGradients:
+        x, call = self.x, self.call
         g, pairs, inverse = saved
         again = "ops.kda.wy_fast recompute_w_u_fwd"
         w, u, queries, keys = call(again, q=x.query, k=x.key, v=x.value, beta=x.beta, A=inverse, gk=g)
@@ -140,15 +142,8 @@ class KDALaw:
         _, found, _ = call(BACKWARD, True, q=queries, k=keys, w=w, gk=g, do=grad, dv=d_new, **ends)
         return StateGradients(found, (w, u, queries, keys, new, h))
 
-    def backward(
-        self,
-        x: RuleInputs,
-        saved: Any,
-        reached: StateGradients,
-        states: Tensor,
-        grads: tuple[Tensor, Tensor],
-        call: PartCall,
-    ) -> tuple[Tensor | None, ...]:
+    def backward(self, saved: Any, reached: StateGradients, states: Tensor, grads: Grads) -> tuple[Tensor | None, ...]:
+        x, call = self.x, self.call
         (g, pairs, inverse), (w, u, queries, keys, new, h) = saved, reached.recomputed
         made = {"w": w, "u": u, "qg": queries, "kg": keys, "v_new": new, "h": h, "disable_recompute": True}
         tokens = {"q": x.query, "k": x.key, "v": x.value, "beta": x.beta, "g": g, "Aqk": pairs, "Akk": inverse}
@@ -157,45 +152,40 @@ class KDALaw:
         return d_q, d_k, d_v, d_g, d_beta
 
 
-class DecayLaw:
+class DecayLaw(Law):
     """No delta rule, and one decay for a head, or none."""
 
     GATE: ClassVar[str] = "g"
 
-    def maps(self, x: RuleInputs, call: PartCall) -> LawMaps:
+    def maps(self) -> LawMaps:
+        x, call = self.x, self.call
         g = None if x.decay is None else call.summed(x.decay)
         forward = {"k": x.key, "v": x.value, self.GATE: g, "h0": None, "output_final_state": True}
         _, b = call("ops.common.chunk_h chunk_fwd_h", **forward)
         a = b.new_ones(*b.shape[:2], 1, 1) if x.decay is None else call.totals(x.decay)
         return LawMaps((g,), (), a, b)
 
-    def outputs(self, x: RuleInputs, made: LawMaps, states: Tensor, call: PartCall) -> Tensor:
+    def outputs(self, made: LawMaps, states: Tensor) -> Tensor:
+        x, call = self.x, self.call
         (g,) = made.saved
-        h = self._states(x, g, states, call)
+        h = self._states(g, states)
         out: Tensor = call("ops.common.chunk_o chunk_fwd_o", q=x.query, k=x.key, v=x.value, h=h, g=g, scale=call.scale)
         return out
 
-    def _states(self, x: RuleInputs, g: Tensor | None, states: Tensor, call: PartCall) -> Tensor:
+    def _states(self, g: Tensor | None, states: Tensor) -> Tensor:
+        x, call = self.x, self.call
         forward = {"k": x.key, "v": x.value, self.GATE: g, "h0": states, "output_final_state": False}
         found: Tensor = call("ops.common.chunk_h chunk_fwd_h", **forward)[0]
         return found
 
-    def state_gradients(
-        self, x: RuleInputs, saved: Any, states: Tensor, grad: Tensor, call: PartCall
-    ) -> StateGradients:
+    def state_gradients(self, saved: Any, states: Tensor, grad: Tensor) -> StateGradients:
+        x, call = self.x, self.call
         tokens = {"q": x.query, "k": x.key, "v": x.value, self.GATE: saved[0], "do": grad}
         ends = {"h0": states, "dht": None, "scale": call.scale, "states_in_fp32": True}
         return StateGradients(call("ops.common.chunk_h chunk_bwd_dh", **tokens, **ends)[1], ())
 
-    def backward(
-        self,
-        x: RuleInputs,
-        saved: Any,
-        reached: StateGradients,
-        states: Tensor,
-        grads: tuple[Tensor, Tensor],
-        call: PartCall,
-    ) -> tuple[Tensor | None, ...]:
+    def backward(self, saved: Any, reached: StateGradients, states: Tensor, grads: Grads) -> tuple[Tensor | None, ...]:
+        x, call = self.x, self.call
         tokens = {"q": x.query, "k": x.key, "v": x.value, "g": saved[0], "g_gamma": None, "scale": call.scale}
         ends = {"initial_state": states, "do": grads[0], "dht": grads[1]}
         d_q, d_k, d_v, d_g, _ = call("ops.simple_gla.chunk chunk_simple_gla_bwd", **tokens, **ends)
@@ -207,65 +197,51 @@ class GLALaw(DecayLaw):
 
     GATE = "gk"
 
-    def outputs(self, x: RuleInputs, made: LawMaps, states: Tensor, call: PartCall) -> Tensor:
+    def outputs(self, made: LawMaps, states: Tensor) -> Tensor:
+        x, call = self.x, self.call
         (g,) = made.saved
-        h, pairs = self._states(x, g, states, call), self._pairs(x, g, call)
+        h, pairs = self._states(g, states), self._pairs(g)
         out: Tensor = call(
             "ops.gla.chunk chunk_gla_fwd_o_gk", q=x.query, v=x.value, g=g, A=pairs, h=h, scale=call.scale
         )
         return out
 
-    def _pairs(self, x: RuleInputs, g: Tensor | None, call: PartCall) -> Tensor:
+    def _pairs(self, g: Tensor | None) -> Tensor:
+        x, call = self.x, self.call
         found: Tensor = call("ops.gla.chunk chunk_gla_fwd_intra_gk", q=x.query, k=x.key, g=g, scale=call.scale)
         return found
 
-    def backward(
-        self,
-        x: RuleInputs,
-        saved: Any,
-        reached: StateGradients,
-        states: Tensor,
-        grads: tuple[Tensor, Tensor],
-        call: PartCall,
-    ) -> tuple[Tensor | None, ...]:
+    def backward(self, saved: Any, reached: StateGradients, states: Tensor, grads: Grads) -> tuple[Tensor | None, ...]:
+        x, call = self.x, self.call
         (g,) = saved
-        tokens = {"q": x.query, "k": x.key, "v": x.value, "g": None, "g_cumsum": g, "A": self._pairs(x, g, call)}
+        tokens = {"q": x.query, "k": x.key, "v": x.value, "g": None, "g_cumsum": g, "A": self._pairs(g)}
         ends = {"initial_state": states, "h": None, "do": grads[0], "dht": grads[1], "scale": call.scale}
         d_q, d_k, d_v, d_g, _ = call("ops.gla.chunk chunk_gla_bwd", **tokens, **ends)
         return d_q, d_k, d_v, d_g, None
 
 
-def law_of(inputs: RuleInputs) -> Law:
-    """The recurrence of some tokens."""
-    channels = inputs.decay is not None and inputs.decay.dim() == 4
-    if inputs.beta is None:
-        return GLALaw() if channels else DecayLaw()
-    return KDALaw() if channels else GatedDeltaLaw()
-
-
-class EmptyLaw:
+class EmptyLaw(Law):
     """The recurrence of a rank without tokens, which takes part in exchanges all the same."""
 
-    def maps(self, x: RuleInputs, call: PartCall) -> LawMaps:
+    def maps(self) -> LawMaps:
+        x = self.x
         (heads, value), key = x.value.shape[2:], x.key.shape[3]
         a = x.key.new_empty(0, heads, key, 1 if x.beta is None else key, dtype=torch.float32)
         return LawMaps((), (), a, x.key.new_empty(0, heads, key, value, dtype=torch.float32))
 
-    def outputs(self, x: RuleInputs, made: LawMaps, states: Tensor, call: PartCall) -> Tensor:
-        return torch.empty_like(x.value)
+    def outputs(self, made: LawMaps, states: Tensor) -> Tensor:
+        return torch.empty_like(self.x.value)
 
-    def state_gradients(
-        self, x: RuleInputs, saved: Any, states: Tensor, grad: Tensor, call: PartCall
-    ) -> StateGradients:
+    def state_gradients(self, saved: Any, states: Tensor, grad: Tensor) -> StateGradients:
         return StateGradients(states, ())
 
-    def backward(
-        self,
-        x: RuleInputs,
-        saved: Any,
-        reached: StateGradients,
-        states: Tensor,
-        grads: tuple[Tensor, Tensor],
-        call: PartCall,
-    ) -> tuple[Tensor | None, ...]:
-        return tuple(None if each is None else torch.zeros_like(each) for each in x)
+    def backward(self, saved: Any, reached: StateGradients, states: Tensor, grads: Grads) -> tuple[Tensor | None, ...]:
+        return tuple(None if each is None else torch.zeros_like(each) for each in self.x)
+
+
+def law_of(x: RuleInputs, call: PartCall) -> Law:
+    """The recurrence of some tokens."""
+    channels = x.decay is not None and x.decay.dim() == 4
+    if x.beta is None:
+        return GLALaw(x, call) if channels else DecayLaw(x, call)
+    return KDALaw(x, call) if channels else GatedDeltaLaw(x, call)
