@@ -106,26 +106,46 @@ class RankPlan:
         return forward, backward
 
     def _route(self, step: Tensor, own: int) -> Route:
-        s, row_of = self.stretches, torch.full((len(step),), -1, device="cpu")
-        row_of[self.own] = torch.arange(len(self.own), device="cpu")
-        matrix_of = row_of.clone()
+        """Along the chains in which stretches have these steps; `own` rows of the table of maps are this rank's."""
+        s, peers = self.stretches, range(self.ranks)
         last = torch.full((self.ranks, s.documents), -1, device="cpu")  # the last step of each rank in each chain
         last.view(-1).scatter_reduce_(0, s.rank * s.documents + s.document, step, "amax")
 
         def sent(source: int, target: int) -> Tensor:
-            if source == target:
-                return torch.empty(0, dtype=torch.int64, device="cpu")
-            return ((s.rank == source) & (step < last[target][s.document])).nonzero().flatten()
+            """The stretches whose maps go from one rank to another: those before its last one."""
+            goes = (s.rank == source) & (step < last[target][s.document]) & (source != target)
+            return goes.nonzero().flatten()
 
-        leaving = [sent(self.rank, peer) for peer in range(self.ranks)]
-        coming = [sent(peer, self.rank) for peer in range(self.ranks)]
-        came = torch.cat(coming)
+        leaving, coming = [sent(self.rank, peer) for peer in peers], [sent(peer, self.rank) for peer in peers]
+        row_of, matrix_of = self._tables(step, own, torch.cat(coming))
+        heads, links, reads = self._links(step, last[self.rank])
+        return Route(
+            tuple(row_of[each] for each in leaving),
+            tuple(row_of[each[step[each] > 0]] for each in leaving),
+            tuple(len(each) for each in coming),
+            tuple(int((step[each] > 0).sum()) for each in coming),
+            row_of[heads],
+            row_of[links],
+            matrix_of[links],
+            tuple(torch.bincount(step[links]).tolist()[1:]) if len(links) else (),
+            (step[self.own] > 0).nonzero().flatten(),
+            reads,
+        )
+
+    def _tables(self, step: Tensor, own: int, came: Tensor) -> tuple[Tensor, Tensor]:
+        """The rows of stretches in the table of maps and in that of matrices, -1 of those that are in neither."""
+        row_of = torch.full((len(step),), -1, device="cpu")
+        row_of[self.own] = torch.arange(len(self.own), device="cpu")
+        matrix_of = row_of.clone()
         with_matrix = came[step[came] > 0]
         row_of[came] = own + torch.arange(len(came), device="cpu")
         matrix_of[with_matrix] = self.mapped + torch.arange(len(with_matrix), device="cpu")
+        return row_of, matrix_of
 
-        # Chains, longest first; the links of step 1 of all of them, then those of step 2, and so on.
-        reach = last[self.rank]
+    def _links(self, step: Tensor, reach: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The heads of chains that reach this rank, longest first; their links, those of step 1 of all of them, then
+        those of step 2, and so on; and where own stretches find their states."""
+        s = self.stretches
         chains = (reach > 0).nonzero().flatten()
         chains = chains[reach[chains].argsort(descending=True, stable=True)]
         number = torch.full((s.documents,), -1, device="cpu")
@@ -137,22 +157,9 @@ class RankPlan:
         heads[number[s.document[first]]] = first
         found = torch.full((len(step),), -1, device="cpu")
         found[links] = torch.arange(len(links), device="cpu")
-        targets = (step[self.own] > 0).nonzero().flatten()
-        target = self.own[targets]
+        target = self.own[step[self.own] > 0]
         at_the_end = step[target] == reach[s.document[target]]
-        reads = torch.where(at_the_end, len(links) + number[s.document[target]], found[target])
-        return Route(
-            tuple(row_of[each] for each in leaving),
-            tuple(row_of[each[step[each] > 0]] for each in leaving),
-            tuple(len(each) for each in coming),
-            tuple(int((step[each] > 0).sum()) for each in coming),
-            row_of[heads],
-            row_of[links],
-            matrix_of[links],
-            tuple(torch.bincount(step[links]).tolist()[1:]) if len(links) else (),
-            targets,
-            reads,
-        )
+        return heads, links, torch.where(at_the_end, len(links) + number[s.document[target]], found[target])
 
 
 class PackedChunks(NamedTuple):

@@ -99,34 +99,29 @@ class Recurrence:
         return rule.finish_output(_innermost(out, rule.sizes["B"], alike)), rule.state_out(self._ends(after, rule))
 
     def _affine(self, rule: Affine, initial: Tensor | None, name: str) -> tuple[Tensor, Tensor]:
-        plan, waiting = self.plan, self.plan.waiting
-        rows = self._alike(rule)
-        outs: list[Tensor] = []
-        matrices, added = [], []
-        parts = list(rule.parts(plan))
-        for inputs, _ in parts[:waiting]:
-            a, b = rule.map(inputs)
-            matrices.append(rule.flat(a))
-            added.append(rule.flat(b))
-        for inputs, document in parts[waiting:]:
-            out, end = rule.call(inputs, rule.zeros(rows) if initial is None else initial[document])
-            outs.append(out)
-            added.append(rule.flat(end))
-        # See [Note: ties].
-        empty = None if parts else rule.empty()
-        tie = sum((x[:, :0].sum().to(rule.dtype) for x in rule.inputs), rule.zeros(rows))
-        tie = tie if empty is None else tie + empty[1].sum()
-        nothing = rule.flat(tie if initial is None else tie + initial[:0].sum())
+        plan, rows, parts = self.plan, self._alike(rule), list(rule.parts(self.plan))
+        waiting, begins = parts[: plan.waiting], parts[plan.waiting :]
+        maps = [rule.map(inputs) for inputs, _ in waiting]
+        first = (rule.zeros(rows) if initial is None else initial[document] for _, document in begins)
+        begun = [rule.call(inputs, state) for (inputs, _), state in zip(begins, first, strict=True)]
+        made_up = None if parts else rule.empty()
+        nothing = rule.flat(self._tie(rule, initial, made_up))
         unit = nothing if rule.diagonal else nothing.new_zeros(len(nothing), nothing.shape[1], nothing.shape[1])
-        b = torch.stack([nothing, *added])[1:]
-        a = torch.stack([unit, *matrices, *[unit] * (len(parts) - waiting)])[1:]
+        a = torch.stack([unit, *(rule.flat(a) for a, _ in maps), *[unit] * len(begun)])[1:]
+        b = torch.stack([nothing, *(rule.flat(b) for _, b in maps), *(rule.flat(end) for _, end in begun)])[1:]
         chunks = self._chunked(max([1, *self._lengths.tolist()]))
-        scan = Scan(plan.mapped, waiting, chunks, self._routes, self.transport, name, not rule.diagonal)
+        scan = Scan(plan.mapped, plan.waiting, chunks, self._routes, self.transport, name, not rule.diagonal)
         before, after = StateScan.apply(a, b, b.new_zeros(len(self._begin), *b.shape[1:]), scan)
         states = before.reshape(len(before), rows, *rule.state_shape)
-        later = [rule.call(inputs, state)[0] for (inputs, _), state in zip(parts[:waiting], states, strict=False)]
-        out = self._joined(later + outs) if empty is None else empty[0]
+        outs = [rule.call(inputs, state)[0] for (inputs, _), state in zip(waiting, states, strict=False)]
+        out = self._joined(outs + [out for out, _ in begun]) if made_up is None else made_up[0]
         return out + before[:0].sum().to(out.dtype), self._ends(after, rule)
+
+    def _tie(self, rule: Affine, initial: Tensor | None, made_up: tuple[Tensor, Tensor] | None) -> Tensor:
+        """A state of zeros that depends on whatever requires gradients. See [Note: ties]."""
+        tie = sum((x[:, :0].sum().to(rule.dtype) for x in rule.inputs), rule.zeros(self._alike(rule)))
+        tie = tie if made_up is None else tie + made_up[1].sum()
+        return tie if initial is None else tie + initial[:0].sum()
 
     def _joined(self, outs: list[Tensor]) -> Tensor:
         """The outputs of stretches, in the order of the shard."""
