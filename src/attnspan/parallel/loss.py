@@ -308,7 +308,7 @@ def _average(grads: Sequence[Tensor], transport: Transport) -> None:
     """Each rank averages its part of all gradients, laid end to end, and hands it to the others."""
     flat = torch.cat([grad.reshape(-1) for grad in grads])
     parts = flat.tensor_split(transport.ranks)
-    own = torch.empty_like(parts[transport.rank], dtype=lse_dtype(flat.dtype))
+    own = torch.empty_like(parts[transport.rank], dtype=torch.promote_types(flat.dtype, torch.float32))
     with under_way(transport, f"the average of {len(flat)} gradients"):
         transport.reduce_scatter(parts, own, "gradients of parameters").wait()
         transport.gather((own / transport.ranks).to(flat.dtype), parts, "gradients of parameters").wait()
