@@ -14,7 +14,7 @@ import pytest
 import attnspan
 
 ROOT = Path(attnspan.__file__).parent
-ANY = {"parallel": 40, "integrations": 160}
+ANY = {"parallel": 40, "integrations": 60}
 IGNORES = 30
 
 
