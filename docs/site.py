@@ -4,17 +4,20 @@ Pages keep their places, README.md at the top and the rest in docs/, examples/ a
 somewhere in a clone and on the site. Programs that pages link to are pages too.
 """
 
+import logging
 import re
 from pathlib import Path
 from typing import Any
 
 import griffe
+from griffe import AliasResolutionError, CyclicAliasError
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
 PAGES = ["*.md", "docs/*.md", "docs/api/*.md", "benchmarks/*.md", "benchmarks/results/*.md"]
-PICTURES = ["docs/*.svg"]
+PICTURES = ["docs/*.svg", "docs/*.css"]
+DOCUMENTED = re.compile(r"^::: ([\w.]+)$", re.M)
 LINK = re.compile(r"(?<=\]\()([^)\s:#]+\.py)(?=\))")
 
 
@@ -61,12 +64,47 @@ def _index(config: MkDocsConfig) -> File:
 
 
 class Docstrings(griffe.Extension):
-    """Docstrings as Markdown: interactive sessions, and what follows `::`, become blocks of code."""
+    """Docstrings as Markdown: interactive sessions, and what follows `::`, become blocks of code.
+
+    A public name without one is warned of, which a strict build does not pass.
+    """
+
+    def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
+        """Warn of public names on the pages that say nothing."""
+        pages = "\n".join(page.read_text("utf-8") for page in sorted(ROOT.glob("docs/api/*.md")))
+        for name in DOCUMENTED.findall(pages):
+            if name.startswith(f"{pkg.path}."):
+                for silent in undocumented(pkg[name.removeprefix(f"{pkg.path}.")]):
+                    logging.getLogger("mkdocs.site").warning("%s has no documentation", silent)
 
     def on_instance(self, *, obj: griffe.Object, **_: Any) -> None:
         """Rewrite the docstring of a module, class, function or attribute."""
         if obj.docstring:
             obj.docstring.value = as_markdown(obj.docstring.value)
+
+
+def undocumented(found: griffe.Object | griffe.Alias) -> list[str]:
+    """A function or class, and its public methods, of those that have no docstring here or in a base class."""
+    silent = [] if found.has_docstring else [found.path]
+    if not found.is_class:
+        return silent
+    bases = [found, *_bases(found)]
+    for name, member in found.members.items():
+        method = member.is_function or "property" in member.labels
+        if method and not name.startswith("_") and not any(_says(base, name) for base in bases):
+            silent.append(f"{found.path}.{name}")
+    return silent
+
+
+def _bases(found: griffe.Object | griffe.Alias) -> list[Any]:
+    try:
+        return list(found.mro())
+    except (AliasResolutionError, CyclicAliasError, ValueError):
+        return []
+
+
+def _says(found: Any, name: str) -> bool:
+    return name in found.members and bool(found.members[name].has_docstring)
 
 
 def as_markdown(text: str) -> str:

@@ -92,7 +92,10 @@ def test_counted_attached_and_checked_models_are_those_of_one_device(capsys):
         for each in found:
             torch.testing.assert_close(each, expected, rtol=1e-5, atol=1e-3)  # 32 layers of float32, numbers of 100
     assert "32" in capsys.readouterr().out
-    assert "2 ranks beside one device" in run(checked, span=span, model=tiny("Llama"), batch=labelled())[0]
+    assert (
+        "2 ranks beside one device"
+        in run(checked, span=span, model=tiny("Llama").requires_grad_(True), batch=labelled())[0]
+    )
     run(own_forward, span=span, F=F, mask=span.Causal(), model=Model(2), batch={"tokens": batch()})
 
 

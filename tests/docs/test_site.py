@@ -1,9 +1,11 @@
 """The site has every page and every public name. `make docs` builds it, and fails where a link leads nowhere."""
 
+import importlib.util
 import re
 from importlib import import_module
 from pathlib import Path
 
+import griffe
 import pytest
 import yaml
 
@@ -38,6 +40,49 @@ def test_twin_a_name_that_is_missing_is_noticed(monkeypatch):
     monkeypatch.setattr(attnspan, "__all__", [*attnspan.__all__, "Forgotten"])
     with pytest.raises(AssertionError, match="Forgotten"):
         test_the_reference_has_every_public_name()
+
+
+SILENT = """
+class Base:
+    'A base.'
+
+    def said(self):
+        'By the base.'
+
+    def unsaid(self): ...
+
+
+class Public(Base):
+    'A class.'
+
+    def said(self): ...
+
+    @property
+    def unsaid(self): ...
+
+    def _private(self): ...
+
+
+def function(): ...
+"""
+
+
+def test_the_build_warns_of_public_names_without_documentation(tmp_path, caplog):
+    spec = importlib.util.spec_from_file_location("docs_site", ROOT / "docs/site.py")
+    hooks = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hooks)
+    (tmp_path / "silent.py").write_text(SILENT)
+    package = griffe.load("silent", search_paths=[tmp_path])
+    assert hooks.undocumented(package["Public"]) == ["silent.Public.unsaid"]
+    assert hooks.undocumented(package["Base"]) == ["silent.Base.unsaid"]
+    assert hooks.undocumented(package["function"]) == ["silent.function"]
+    library = griffe.load("attnspan", search_paths=[ROOT / "src"], allow_inspection=False)
+    extension = hooks.Docstrings()
+    extension.on_package(pkg=library)
+    assert caplog.messages == []
+    library["ContextParallel"].final_target.members["report"].docstring = None
+    extension.on_package(pkg=library)
+    assert caplog.messages == ["attnspan.ContextParallel.report has no documentation"]
 
 
 def test_every_page_is_in_the_navigation():

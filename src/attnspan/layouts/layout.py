@@ -44,7 +44,8 @@ class Layout(ABC):
     if TYPE_CHECKING:  # most have it as a field, some derive it
 
         @property
-        def ranks(self) -> int: ...
+        def ranks(self) -> int:
+            """How many ranks it deals to."""
 
     # ---- what a new layout defines -------------------------------------------------------------------------
 

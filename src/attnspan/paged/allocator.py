@@ -427,6 +427,7 @@ class PageAllocator:
 
     @property
     def next_id(self) -> int:
+        """The id that the next sequence gets."""
         return self._next
 
     def present(self, seq: int, what: str) -> Row:

@@ -210,6 +210,7 @@ class PagePool(PageTensors, PagedKVCache):
     # ---- refusals --------------------------------------------------------------------------------------------------
 
     def layer(self, layer: int) -> tuple[int, Layer]:
+        """A layer's number, checked, and what it keeps."""
         index = integer("layer", layer, error=PageError)
         if index >= len(self.layers):
             raise PageError(f"layer must be below the pool's {len(self.layers)} layers, got {layer}")

@@ -76,6 +76,7 @@ class Plan:
 
     @property
     def ranks(self) -> int:
+        """How many ranks the layout deals to."""
         return self.layout.ranks
 
     @property

@@ -109,6 +109,7 @@ class LinearRule(Rule):
 
     @property
     def state_shape(self) -> tuple[int, ...]:
+        """Of one state: heads, and its two sides."""
         sizes = self.sizes
         return sizes["H"], sizes["K"], sizes["V"]
 
@@ -249,6 +250,7 @@ class SSD(LinearRule):
 
     @property
     def state_shape(self) -> tuple[int, ...]:
+        """Of one state: heads, and its two sides."""
         sizes = self.sizes
         return sizes["H"], sizes["V"], sizes["K"]
 
