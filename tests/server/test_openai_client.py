@@ -1,8 +1,11 @@
 """The official client gets what the engine says: whole, streamed, in every option that it has."""
 
+import json
 import threading
+from typing import Literal
 
 import openai
+import pydantic
 import pytest
 
 from attnspan import SamplingParams
@@ -160,6 +163,31 @@ def test_fields_that_change_nothing_are_taken(client):
         model=MODEL, messages=[*MESSAGES, told.choices[0].message.model_dump(), MESSAGES[1]], max_tokens=4
     )  # a message as the client has it, with all that is null
     assert again.choices[0].finish_reason == "length"
+
+
+def test_answers_in_json_are_json_of_their_schema(client):
+    class Cat(pydantic.BaseModel):
+        name: Literal["mat", "hat"]
+        age: int
+
+    options = {"max_tokens": 200, "temperature": 1, "extra_body": {"stop_token_ids": [chatting().eos_token_id]}}
+    for seed in range(3):
+        told = client.chat.completions.parse(model=MODEL, messages=MESSAGES, response_format=Cat, seed=seed, **options)
+        assert told.choices[0].finish_reason == "stop"
+        assert told.choices[0].message.parsed.name in ("mat", "hat")
+    plain = {"type": "json_schema", "json_schema": {"name": "truth", "schema": {"type": "boolean"}}}
+    for asked in (client.completions, client.chat.completions):
+        prompt = {"messages": MESSAGES} if asked is client.chat.completions else {"prompt": "the cat"}
+        choice = asked.create(
+            model=MODEL, **prompt, **{**options, "extra_body": {**options["extra_body"], "response_format": plain}}
+        ).choices[0]
+        text = choice.text if hasattr(choice, "text") else choice.message.content
+        assert json.loads(text) in (True, False)
+    with pytest.raises(openai.BadRequestError, match="json_schema needs an end token, which the model has not"):
+        client.chat.completions.create(model=MODEL, messages=MESSAGES, response_format={"type": "json_object"})
+    bad = {"type": "json_schema", "json_schema": {"name": "bad", "schema": {"type": "nonsense"}}}
+    with pytest.raises(openai.BadRequestError, match="json_schema is not served: Invalid type: nonsense"):
+        client.chat.completions.create(model=MODEL, messages=MESSAGES, response_format=bad, **options)
 
 
 def test_models_are_listed(client):

@@ -36,7 +36,7 @@ HELLO = {"role": "user", "content": "the cat"}
 
 @pytest.fixture(scope="module")
 def server():
-    with running(max_body=1 << 16) as found:
+    with running(max_body=1 << 16, max_grammar=1000) as found:
         yield found
 
 
@@ -113,6 +113,13 @@ def chat(**fields):
         (CHAT, chat(tools=[{"type": "function"}]), "tools is not served: tools are not served; leave it out"),
         (CHAT, chat(max_completion_tokens=5), "max_tokens and max_completion_tokens are two names of one field"),
         (CHAT, chat(top_logprobs=2), "top_logprobs needs logprobs to be true"),
+        (CHAT, chat(response_format={"type": "xml"}), "response_format.type must be one of 'text', 'json_object', "),
+        (CHAT, chat(response_format={"type": "json_schema"}), "response_format.json_schema is required"),
+        (
+            CHAT,
+            chat(response_format={"type": "json_schema", "json_schema": {"name": "a", "schema": {"a": "b" * 1000}}}),
+            "the schema must be at most 1000 characters long",
+        ),
         (CHAT, chat(modalities=["audio"]), "modalities[0] must be one of 'text', got 'audio'"),
         (COMPLETIONS, [], "the body must be an object, got []"),
         (COMPLETIONS, None, "the body must be an object, got None"),

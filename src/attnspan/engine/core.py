@@ -32,14 +32,16 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from attnspan.engine.config import EngineConfig
 from attnspan.engine.detokenizer import Tokenizer, check_tokenizer
+from attnspan.engine.grammar import Grammars
 from attnspan.engine.journal import Journal
 from attnspan.engine.kv_cache_manager import KVCacheGroup, KVCacheManager
+from attnspan.engine.logits_processor import ends_of
 from attnspan.engine.memory import pages_that_fit
 from attnspan.engine.model import EmbeddedPrompt, EmbedsPrompts, ServedModel
 from attnspan.engine.model_runner import ModelRunner
@@ -61,6 +63,9 @@ from attnspan.paged import PrefixCache
 from attnspan.transports import Transport
 from attnspan.transports.group import Group, transport_of
 
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
 
 class EngineCore(Owned):
     """Requests in, tokens out, with any `ServedModel`; all that `generate` and `stream` are made of."""
@@ -74,6 +79,7 @@ class EngineCore(Owned):
         self._served_model, self._layers = model, (info.layers, info.states)
         self._decoder_start, self._max_prompt = info.decoder_start, info.max_prompt
         self.vocabulary, self._outputs = info.vocabulary, OutputProcessor(tokenizer, info.end_tokens)
+        self._grammars = Grammars(tokenizer, info.vocabulary)
         self._consensus = RankConsensus(None if mesh is None else transport_of(mesh))
         ranks = self._consensus.ranks
         config = replace(config, context_parallel_from=max(config.context_parallel_from, 2 * ranks))
@@ -117,7 +123,7 @@ class EngineCore(Owned):
 
     @tokenizer.setter
     def tokenizer(self, tokenizer: Tokenizer | None) -> None:
-        self._outputs.tokenizer = tokenizer
+        self._outputs.tokenizer, self._grammars = tokenizer, Grammars(tokenizer, self.vocabulary)
 
     @property
     def end_tokens(self) -> frozenset[int]:
@@ -127,6 +133,15 @@ class EngineCore(Owned):
     @end_tokens.setter
     def end_tokens(self, tokens: frozenset[int]) -> None:
         self._outputs.end_tokens = tokens
+
+    def compile_grammar(self, params: SamplingParams) -> LLMatcher | None:
+        """Compile what params need, and keep it for requests; EngineError for what cannot be served. Any thread may."""
+        if params.json_schema is None:
+            return None
+        if self.tokenizer is None:
+            raise EngineError("json_schema needs a tokenizer; give the engine one")
+        assert isinstance(params.json_schema, str), "params are in one form"
+        return self._grammars.compiled(params.json_schema, sorted(ends_of(params, self.end_tokens)))
 
     @property
     def transport(self) -> Transport | None:
@@ -204,6 +219,7 @@ class EngineCore(Owned):
         self._settle()
         self._check_alive()
         params = complete_params(params, self.default_params, self.tokenizer, self.vocabulary)
+        grammar = self.compile_grammar(params)
         new, n = params.max_new_tokens or 1, params.n or 1
         embedded = self._embedded(prompt) if isinstance(prompt, Mapping) else None
         text = prompt if embedded is None else embedded.tokens
@@ -226,7 +242,7 @@ class EngineCore(Owned):
             into.append(request)
             self._journal.begin(redo=partial(self._take_back, request, self._meter.totals))
             self._next, self._added_since = number + 1, True
-            self._sampler.add(request, self.end_tokens)
+            self._sampler.add(request, self.end_tokens, grammar)
             self._table.add(request, sample, stream)
             self._scheduler.add(sample)
             self._meter.add(request)

@@ -6,7 +6,8 @@ In the order and meaning of transformers' processors:
                    the last tokens of repeated n-grams, end tokens of a sample that is too short
     2. penalties   repetition (of all tokens), then frequency and presence (of generated ones)
     3. decay       of the length: end tokens become likelier
-    4. forced      tokens, which undo all bans but suppressed ones
+    4. forced      tokens, which undo all bans but suppressed ones and those of a grammar
+    5. grammar     what a text of a JSON schema cannot go on with is banned (grammar.py)
 
 A ban is final from wherever it is added on, so all of them are added at once. Here too the end tokens are all that end
 a sample: `stop_token_ids`, and the model's own unless `ignore_eos`.
@@ -26,12 +27,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
+from attnspan.engine.grammar import GrammarState, allowed_by
 from attnspan.engine.params import SamplingParams
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
 
 Bias = tuple[int, float]
 """A token, and what is added to its logit."""
@@ -62,12 +67,15 @@ class LogitsRules:
     endings: Mapping[tuple[int, ...], list[Bias]]  # after these tokens
     lengths: tuple[int, ...]  # of the sequences in `endings`
     penalties: tuple[float, float, float] | None  # repetition, frequency, presence
+    grammar: LLMatcher | None = None  # at its beginning
     tensors: dict[int, Tensor] = field(default_factory=dict)  # biases (V,), by V
 
     @classmethod
-    def of(cls, params: SamplingParams, end_tokens: frozenset[int]) -> LogitsRules | None:
+    def of(
+        cls, params: SamplingParams, end_tokens: frozenset[int], grammar: LLMatcher | None = None
+    ) -> LogitsRules | None:
         """The rules of a request; None if its logits are the model's own."""
-        ends = {*params.stop_token_ids} | (set() if params.ignore_eos else end_tokens)
+        ends = ends_of(params, end_tokens)
         biases: dict[int, float] = dict(cast("Iterable[Bias]", params.logit_bias or ()))
         endings: dict[tuple[int, ...], list[Bias]] = {}
         words = [(word, BAN) for word in params.bad_words or () if len(word) > 1 or word[0] not in ends]
@@ -84,14 +92,14 @@ class LogitsRules:
         )
         asked = (
             biases, endings, params.allowed_tokens, penalties != (1.0, 0.0, 0.0), params.no_repeat_ngram_size,
-            params.begin_suppress_tokens, params.forced_bos_token_id is not None, params.forced_eos_token_id,
+            params.begin_suppress_tokens, grammar, params.forced_bos_token_id is not None, params.forced_eos_token_id,
             ends and (params.min_new_tokens or params.min_length or params.exponential_decay_length_penalty),
         )  # fmt: skip
         if not any(asked):
             return None
         lengths = tuple({len(tokens) for tokens in endings})
         used = penalties if penalties != (1.0, 0.0, 0.0) else None
-        return cls(params, tuple(ends), tuple(biases.items()), endings, lengths, used)
+        return cls(params, tuple(ends), tuple(biases.items()), endings, lengths, used, grammar)
 
     def bias(self, vocabulary: int, device: torch.device) -> Tensor | None:
         """(V,) what is added in every step; None for nothing."""
@@ -150,6 +158,11 @@ class LogitsRules:
             return min(factor**beyond - 1, LARGEST) if beyond > 0 else 0.0
         except OverflowError:
             return LARGEST
+
+
+def ends_of(params: SamplingParams, end_tokens: frozenset[int]) -> set[int]:
+    """The tokens that end a sample, of a model with these end tokens."""
+    return {*params.stop_token_ids} | (set() if params.ignore_eos else end_tokens)
 
 
 class NGrams:
@@ -226,6 +239,7 @@ class LogitsProcessor:
     def __init__(self) -> None:
         self.counts = TokenCounts()
         self.ngrams: dict[tuple[int, int], NGrams] = {}
+        self.grammars: dict[tuple[int, int], GrammarState] = {}
 
     def __call__(self, logits: Tensor, rows: Sequence[LogitsRow], rules: Sequence[LogitsRules]) -> Tensor:
         """Logits (R, V), float32, as the rules have them."""
@@ -251,7 +265,21 @@ class LogitsProcessor:
             if forced is not None:
                 scores[place] = BAN
                 scores[place, [token for token in forced if token < logits.shape[1]]] = 0.0
+        ruled = [place for place, rule in enumerate(rules) if rule.grammar is not None]
+        if ruled:
+            some = torch.tensor(ruled, device=logits.device)
+            masks = [self._mask(rows[place], rules[place]) for place in ruled]
+            allowed = allowed_by(masks, logits.shape[1], logits.device)
+            scores[some] = scores[some].masked_fill(~allowed, BAN)
         return scores
+
+    def _mask(self, row: LogitsRow, rules: LogitsRules) -> bytes:
+        """What a row's grammar leaves."""
+        assert rules.grammar is not None, "it has one"
+        state = self.grammars.get(row.sample)
+        if state is None:
+            state = self.grammars[row.sample] = GrammarState(rules.grammar)
+        return state.mask(row.tokens[row.prompt_length :])
 
     def _biased(self, logits: Tensor, rows: Sequence[LogitsRow], rules: Sequence[LogitsRules]) -> Tensor:
         """A copy of logits with all biases added."""
@@ -279,10 +307,11 @@ class LogitsProcessor:
         """A sample has ended."""
         self.counts.discard(sample)
         self.ngrams.pop(sample, None)
+        self.grammars.pop(sample, None)
 
     def reset(self) -> None:
         """Forget all samples: what was remembered may be half of a step that was broken off."""
-        self.counts, self.ngrams = TokenCounts(), {}
+        self.counts, self.ngrams, self.grammars = TokenCounts(), {}, {}
 
 
 def _penalised(scores: Tensor, counts: Tensor, penalties: Sequence[tuple[float, float, float] | None]) -> Tensor:

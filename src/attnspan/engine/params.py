@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
+from attnspan.engine.grammar import schema_text
 from attnspan.errors import EngineError, integer, integers
 
 Tokens = Sequence[int]
@@ -105,6 +106,7 @@ class SamplingParams:
     forced_bos_token_id: int | None = None
     forced_eos_token_id: int | Tokens | None = None
     exponential_decay_length_penalty: tuple[int, float] | None = None
+    json_schema: str | Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         for name, least in _WHOLE.items():
@@ -146,6 +148,8 @@ class SamplingParams:
         if ends is not None:
             name = "forced_eos_token_id"
             self._set(name, integers(name, ends if isinstance(ends, Iterable) else [ends], error=EngineError))
+        if self.json_schema is not None:
+            self._set("json_schema", schema_text(self.json_schema))
         if self.exponential_decay_length_penalty is not None:
             self._set("exponential_decay_length_penalty", _decay(self.exponential_decay_length_penalty))
         self._check_forced()

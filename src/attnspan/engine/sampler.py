@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import isfinite
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,6 +28,9 @@ from attnspan.engine.logits_processor import LogitsProcessor, LogitsRow, LogitsR
 from attnspan.engine.params import SamplingParams
 from attnspan.engine.request import Request
 from attnspan.engine.sample import Sample
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
 
 _BITS = (1 << 64) - 1
 
@@ -118,12 +121,12 @@ class Sampler:
             processed = Processed(places, self.processor(some, rows, all_rules))
         return choose_tokens(logits, draws, wants, processed)
 
-    def add(self, request: Request, end_tokens: frozenset[int]) -> None:
+    def add(self, request: Request, end_tokens: frozenset[int], grammar: LLMatcher | None = None) -> None:
         """A request begins."""
         params = request.params
         logprobs = params.top_logprobs if params.logprobs or params.top_logprobs else None
         self.recipes[request.number] = Recipe(
-            Draw.of(params), LogitsRules.of(params, end_tokens), logprobs, request.seed
+            Draw.of(params), LogitsRules.of(params, end_tokens, grammar), logprobs, request.seed
         )
 
     def discard(self, request: Request) -> None:

@@ -13,6 +13,7 @@ Where there are keys, /v1 and /metrics ask for one.
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import time
 from collections.abc import Awaitable, Callable
@@ -26,7 +27,7 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from attnspan.engine import AsyncEngine
+from attnspan.engine import AsyncEngine, SamplingParams
 from attnspan.server.answers import Answer, ChatAnswer, CompletionAnswer, Usage
 from attnspan.server.chat import ChatTokenizer
 from attnspan.server.config import ServerConfig
@@ -153,6 +154,7 @@ class Api:
                 code="context_length_exceeded",
             )
         params = sampling_params(parsed, longest)
+        await unless_gone(request.receive, self._compile(params))
         answer = kind(self.config.model, params.n or 1, self.tokenizer, Usage(sum(map(len, prompts))))
         if isinstance(answer, CompletionAnswer) and parsed.echo:
             answer.echoes = [
@@ -176,6 +178,21 @@ class Api:
         if parsed.messages is not None:
             return [await self.tokenizer.apply_template(parsed.messages)]
         return [await self.tokenizer.encode(each) if isinstance(each, str) else each for each in parsed.prompts]
+
+    async def _compile(self, params: SamplingParams) -> None:
+        """Compile a grammar before the engine is asked, so that nobody else waits for it."""
+        if params.json_schema is None:
+            return
+        if len(str(params.json_schema)) > self.config.max_grammar:
+            reason = f"the schema must be at most {self.config.max_grammar} characters long"
+            raise Fault(400, reason, param="response_format")
+        try:
+            async with asyncio.timeout(self.config.grammar_timeout):
+                await asyncio.to_thread(self.engine.engine.compile_grammar, params.over(SamplingParams()))
+        except TimeoutError:
+            raise Fault(
+                400, "the schema takes too long to compile; ask for a simpler one", param="response_format"
+            ) from None
 
     def _count(self, path: str, status: int) -> None:
         self.metrics.responses[path, status] += 1

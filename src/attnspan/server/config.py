@@ -36,6 +36,8 @@ class ServerConfig:
     max_prompts: int = 64
     max_n: int = 16
     max_stop: int = 16
+    max_grammar: int = 64 << 10
+    grammar_timeout: float = 10.0
     max_connections: int = 1024
     receive_timeout: float = 30.0
     send_timeout: float = 30.0
@@ -43,14 +45,14 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         whole = (
-            "max_body", "max_new_tokens", "max_prompts", "max_n", "max_stop", "max_connections",
+            "max_body", "max_new_tokens", "max_prompts", "max_n", "max_stop", "max_grammar", "max_connections",
         )  # fmt: skip
         for name in whole:
             integer(name, getattr(self, name), at_least=1, error=EngineError)
         integer("port", self.port, error=EngineError)
         if self.port > 65535:
             raise EngineError(f"port must be at most 65535, got {self.port}")
-        for name in ("receive_timeout", "send_timeout", "drain"):
+        for name in ("grammar_timeout", "receive_timeout", "send_timeout", "drain"):
             seconds = getattr(self, name)
             if type(seconds) not in (int, float) or not 0 <= seconds < 1e6:
                 raise EngineError(f"{name} must be seconds, at least 0, got {seconds!r}")

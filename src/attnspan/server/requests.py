@@ -7,6 +7,7 @@ known at all is refused too.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -82,7 +83,18 @@ def _sampling(config: ServerConfig) -> dict[str, Schema]:
         "response_format": {
             "type": "object",
             "properties": {
-                "type": {"type": "string", "enum": ["text"]},
+                "type": {"type": "string", "enum": ["text", "json_object", "json_schema"]},
+                "json_schema": {
+                    "type": "object",
+                    "properties": {
+                        "name": {"type": "string", "maxLength": 100},
+                        "description": {"type": "string"},
+                        "schema": {"type": "object"},
+                        "strict": {"type": "boolean"},
+                    },
+                    "required": ["name", "schema"],
+                    "additionalProperties": False,
+                },
             },
             "required": ["type"],
             "additionalProperties": False,
@@ -215,9 +227,20 @@ def _params(body: Mapping[str, Any]) -> dict[str, Any]:
     found["n"] = body.get("n", 1)
     if "seed" in body:
         found["seed"] = body["seed"] % 2**64
+    if body.get("response_format", {}).get("type", "text") != "text":
+        found["json_schema"] = _json_schema(body["response_format"])
     if "logit_bias" in body:
         found["logit_bias"] = _biases(body["logit_bias"])
     return found
+
+
+def _json_schema(wanted: Mapping[str, Any]) -> str:
+    """The schema of a response_format, as text."""
+    if wanted["type"] == "json_object":
+        return '{"type": "object"}'
+    if "json_schema" not in wanted:
+        raise Fault(400, "response_format.json_schema is required", param="response_format", code="missing_field")
+    return json.dumps(wanted["json_schema"]["schema"])
 
 
 def _biases(biases: Mapping[str, float]) -> dict[int, float]:
