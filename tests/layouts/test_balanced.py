@@ -10,8 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from attnspan.layouts import Balanced, Contiguous, HeadTail, RoundRobinByWork, moved
 from attnspan.layouts.balanced import EQUAL, FEW, TOLERANCE, WORTH, fitting_chunk
+from attnspan.layouts.fair_window import HEAVY
 from attnspan.layouts.layout import _cached_shards
-from attnspan.layouts.necklace import HEAVY
 from attnspan.masks import Causal, Documents, Full, SlidingWindow
 from attnspan.masks.profile import RowWork
 from attnspan.plan import Plan

@@ -33,9 +33,10 @@ from attnspan.layouts.by_work import ByWork
 from attnspan.layouts.contiguous import Contiguous
 from attnspan.layouts.crossing import crossing
 from attnspan.layouts.evening import evened
+from attnspan.layouts.fair_window import Rules
 from attnspan.layouts.head_tail import HeadTail
 from attnspan.layouts.layout import Shards
-from attnspan.layouts.necklace import Rules, divided, mended, shards_of
+from attnspan.layouts.necklace import divided, mended, shards_of
 from attnspan.layouts.round_robin import dealt, largest_dealt
 from attnspan.layouts.run import Run, Runs, joined_runs, tokens_in
 from attnspan.layouts.stretches import by_stretch
