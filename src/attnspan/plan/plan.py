@@ -244,7 +244,8 @@ class Plan:
         >>> print(Plan(Causal(), HeadTail(ranks=8), 65536, "gather").memory(0, Shape(heads=32, kv_heads=8)))
         514.5 MiB: given 96.0, arenas 256.0, parts 97.5, result 65.0
         """
-        from attnspan.plan.memory import Kernels, memory
+        from attnspan.plan.memory import memory
+        from attnspan.plan.memory_walk import Kernels
 
         self._place(rank, 0)
         kernels = Kernels(joint, not joint if rounds is None else rounds)
