@@ -16,7 +16,8 @@ from attnspan.plan import Hardware, Plan, Shape
 from attnspan.plan import forecast as module
 from attnspan.plan.choose import Candidate, KeepKeys, all_strategies, predicted
 from attnspan.plan.cost import Curve, Link
-from attnspan.plan.forecast import SLACK, Estimate, ForecastSetting, forecast
+from attnspan.plan.forecast import SLACK, forecast
+from attnspan.plan.group_forecast import Estimate, ForecastSetting
 from attnspan.plan.strategy import Needed, name_of
 from benchmarks.packs import pack
 

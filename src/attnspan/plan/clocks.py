@@ -16,7 +16,7 @@ from attnspan.plan.cost import Link
 from attnspan.plan.tile_work import Work
 
 if TYPE_CHECKING:
-    from attnspan.plan.forecast import GroupForecast
+    from attnspan.plan.group_forecast import GroupForecast
 
 
 @dataclass(eq=False)

@@ -18,7 +18,8 @@ from attnspan.layouts.by_work import ByWork
 from attnspan.masks.real_tensors import with_real_tensors
 from attnspan.plan.choose import Choice, KeepKeys, all_strategies, choice_for
 from attnspan.plan.cost import Hardware, Shape
-from attnspan.plan.forecast import ForecastSetting, forecast
+from attnspan.plan.forecast import forecast
+from attnspan.plan.group_forecast import ForecastSetting
 from attnspan.plan.meetings import columns_of
 from attnspan.plan.plan import Plan
 from attnspan.plan.strategy import Gather, Strategy

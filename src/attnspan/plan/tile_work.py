@@ -1,6 +1,6 @@
 """How long the tiles of every step take, on all ranks and under several strategies at once.
 
-tiles.py makes tiles of one step on one rank, and cost.py knows the seconds of each. Here the tiles of a step are
+masks/tile.py makes tiles of one step on one rank, and cost.py knows the seconds of each. Here the tiles of a step are
 counted from meetings (meetings.py): a full one of the columns that all rows see, and one of those that a diagonal cuts.
 Shapes: V strategies, G groups of ranks, A meetings, S steps.
 """
@@ -17,7 +17,7 @@ from attnspan.plan.cost import BACKWARD, Curve, Hardware
 from attnspan.plan.meetings import Meetings
 
 if TYPE_CHECKING:
-    from attnspan.plan.forecast import GroupForecast
+    from attnspan.plan.group_forecast import GroupForecast
 
 
 class Work(NamedTuple):
