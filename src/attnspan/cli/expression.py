@@ -49,7 +49,7 @@ from typing import Any
 from attnspan.cli.tokens import Lexeme, Source, number, size
 from attnspan.errors import AttnspanError, ExpressionError, integer, one_of
 from attnspan.masks import Causal, Chunked, Documents, Full, KeyPadding, Mask, PrefixLM, SinkTokens, SlidingWindow, Tree
-from attnspan.masks.mask import And, Not, Or
+from attnspan.masks.combined import And, Not, Or
 
 __all__ = ["parse", "size", "write"]
 

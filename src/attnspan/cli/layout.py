@@ -13,8 +13,8 @@ from attnspan.errors import LayoutError, one_of
 from attnspan.layouts import Balanced, Contiguous, HeadTail, Layout, PerDocument, RoundRobinByWork, Striped
 from attnspan.layouts.balanced import fitting_chunk
 from attnspan.masks import Documents, Mask
+from attnspan.masks.combined import And, Not, Or
 from attnspan.masks.documents import Lengths
-from attnspan.masks.mask import And, Not, Or
 
 
 @dataclass(frozen=True, slots=True)

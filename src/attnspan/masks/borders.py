@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from attnspan.errors import MaskError
+from attnspan.masks.combined import And, Not, Or
 from attnspan.masks.documents import Documents
-from attnspan.masks.mask import And, Mask, Not, Or
+from attnspan.masks.mask import Mask
 
 
 def documents_of(masks: Iterable[Mask], seq_len: int) -> Tensor:

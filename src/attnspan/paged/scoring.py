@@ -24,7 +24,8 @@ from torch import Tensor
 from attnspan.attention.score import ScoreFunction
 from attnspan.errors import MaskError
 from attnspan.masks import Causal, Full, Mask, SlidingWindow
-from attnspan.masks.mask import And, MaskFunction
+from attnspan.masks.combined import And
+from attnspan.masks.mask import MaskFunction
 from attnspan.paged.metadata import PagedMetadata
 
 

@@ -21,7 +21,7 @@ from attnspan.integrations.huggingface.batches import SequenceInputs
 from attnspan.integrations.huggingface.masking import Pattern
 from attnspan.layouts import Contiguous
 from attnspan.masks import Causal, Documents, KeyPadding, Mask
-from attnspan.masks.mask import And, Not
+from attnspan.masks.combined import And, Not
 from attnspan.parallel import ContextParallel
 from attnspan.parallel.core import SessionOptions
 from attnspan.plan.choose import KeepKeys
