@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from attnspan.errors import MaskError
-from attnspan.masks.combined import And, Not, Or
+from attnspan.masks.combined import And, Combination, Not, Or
 from attnspan.masks.documents import Documents
 from attnspan.masks.mask import Mask
 
@@ -40,7 +40,7 @@ def borders(masks: Iterable[Mask], seq_len: int) -> Tensor:
     masks = list(masks)
     found = _found(masks)
     for mask in masks:
-        if not found.issuperset(_anywhere(mask)):
+        if not found.issuperset(_found([mask], (And, Or, Not))):
             raise MaskError(
                 f"documents: the mask must hold Documents(lengths) joined by & only, got {mask!r}; write "
                 "(a | b) & Documents(lengths)"
@@ -48,23 +48,14 @@ def borders(masks: Iterable[Mask], seq_len: int) -> Tensor:
     return documents_of(found, seq_len) if found else torch.zeros(1, seq_len, dtype=torch.int64, device="cpu")
 
 
-def _found(masks: Iterable[Mask]) -> set[Documents]:
-    return {documents for mask in masks for documents in _within(mask)}
+def _found(masks: Iterable[Mask], behind: tuple[type[Combination], ...] = (And,)) -> set[Documents]:
+    """The documents in masks, behind masks of some kinds alone."""
+    return {documents for mask in masks for documents in _within(mask, behind)}
 
 
-def _within(mask: Mask) -> Iterator[Documents]:
+def _within(mask: Mask, behind: tuple[type[Combination], ...]) -> Iterator[Documents]:
     if isinstance(mask, Documents):
         yield mask
-    elif isinstance(mask, And):
-        yield from _within(mask.left)
-        yield from _within(mask.right)
-
-
-def _anywhere(mask: Mask) -> Iterator[Documents]:
-    if isinstance(mask, Documents):
-        yield mask
-    elif isinstance(mask, And | Or):
-        yield from _anywhere(mask.left)
-        yield from _anywhere(mask.right)
-    elif isinstance(mask, Not):
-        yield from _anywhere(mask.inner)
+    elif isinstance(mask, behind):
+        for part in mask.parts:
+            yield from _within(part, behind)

@@ -25,7 +25,7 @@ class Combination(Mask):
 
     @property
     @abstractmethod
-    def _parts(self) -> tuple[Mask, ...]:
+    def parts(self) -> tuple[Mask, ...]:
         """The masks it is made of."""
 
     @abstractmethod
@@ -34,34 +34,34 @@ class Combination(Mask):
 
     @property
     def rows(self) -> int:
-        return max(part.rows for part in self._parts)
+        return max(part.rows for part in self.parts)
 
     @property
     def heads(self) -> int:
-        return max(part.heads for part in self._parts)
+        return max(part.heads for part in self.parts)
 
     @property
     def natural_len(self) -> int | None:
-        return next((part.natural_len for part in self._parts if part.natural_len), None)
+        return next((part.natural_len for part in self.parts if part.natural_len), None)
 
     @property
     def natural_kv_len(self) -> int | None:
-        return next((part.natural_kv_len for part in self._parts if part.natural_kv_len), None)
+        return next((part.natural_kv_len for part in self.parts if part.natural_kv_len), None)
 
     @property
     def least_len(self) -> int:
-        return max(part.least_len for part in self._parts)
+        return max(part.least_len for part in self.parts)
 
     def check_fresh(self) -> None:
-        for part in self._parts:
+        for part in self.parts:
             part.check_fresh()
 
     def _check(self, q_len: int, kv_len: int, row: int) -> None:
-        for part in self._parts:
+        for part in self.parts:
             part._check(q_len, kv_len, row)
 
     def _cover(self, q_len: int, kv_len: int, row: int) -> Cover:
-        covers = [part.cover(q_len, kv_len, row) for part in self._parts]
+        covers = [part.cover(q_len, kv_len, row) for part in self.parts]
         if self.heads == 1 and all(cover.is_exact for cover in covers):
             return Cover(self.bands(q_len, kv_len, row))
         return self._covered(covers, q_len, kv_len)
@@ -89,7 +89,7 @@ class TwoSided(Combination):
             )
 
     @property
-    def _parts(self) -> tuple[Mask, ...]:
+    def parts(self) -> tuple[Mask, ...]:
         return self.left, self.right
 
     def typical(self, q_len: int) -> Mask:
@@ -158,7 +158,7 @@ class Not(Combination):
     inner: Mask
 
     @property
-    def _parts(self) -> tuple[Mask, ...]:
+    def parts(self) -> tuple[Mask, ...]:
         return (self.inner,)
 
     def typical(self, q_len: int) -> Mask:
