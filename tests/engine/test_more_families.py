@@ -11,7 +11,7 @@ from attnspan.errors import EngineError, ModelError
 from attnspan.testing import loopback
 from tests.engine.models import greedy, prompts
 from tests.integrations.families import SIZES, SPECS
-from tests.integrations.test_more_families import ALL_HEADS, HEAD, MASKED, SERVED, WINDOW, built
+from tests.integrations.test_more_families import HEAD, MASKED, SERVED, WINDOW, built
 from tests.integrations.tiny import tiny
 
 pytestmark = pytest.mark.usefixtures("quietly")
@@ -37,7 +37,6 @@ MORE = {
 GENERATES = {name: sizes for name, sizes in (SERVED | MORE).items() if name not in (*MASKED, "MBart", "Pegasus")}
 REFUSED = {
     "Doge": (SIZES, "the model reads 'dtype' of its mask, to change it by itself; such masks are not served"),
-    "Camembert": (ALL_HEADS | {"is_decoder": True}, "counts positions by what is in input_ids, which is not served"),
 }
 
 
@@ -127,11 +126,25 @@ def test_positions_are_those_of_the_part_that_speaks():
         one.generate([prompt_of(30)])
 
 
-def test_a_model_that_gives_all_logits_is_refused():
+def test_a_model_that_gives_all_logits_is_served():
+    model = copy.deepcopy(model_of("Olmo2", SIZES))
+    forward, asked = model.forward, [prompt_of(33), prompt_of(5)]
+    true = [greedy(model, prompt, 8) for prompt in asked]
+    model.forward = lambda *args, logits_to_keep=0, **named: forward(*args, **named)
+    assert [answer.token_ids for answer in engine(model).generate(asked, SamplingParams(max_new_tokens=8))] == true
+
+
+def test_a_model_that_gives_other_logits_is_refused():
     model = copy.deepcopy(model_of("Olmo2", SIZES))
     forward = model.forward
-    model.forward = lambda *args, logits_to_keep=0, **named: forward(*args, **named)
-    with pytest.raises(ModelError, match="gives logits of 2 tokens where logits_to_keep asks for one"):
+
+    def three(*args, **named):
+        out = forward(*args, **named)
+        out.logits = out.logits.expand(1, 3, -1)
+        return out
+
+    model.forward = three
+    with pytest.raises(ModelError, match="gives logits of 3 tokens where logits_to_keep asks for one"):
         engine(model)
 
 
@@ -228,7 +241,7 @@ def test_another_thread_may_not_call_a_model_that_is_being_served():
     ("name", "why"),
     [
         ("moshi", "model.layers.0.self_attn sees all keys, and the cache of MoshiForCausalLM keeps a window of"),
-        ("bart", "BartForCausalLM takes no position_ids and would count the tokens of a step from 0"),
+        ("musicgen", "MusicgenForCausalLM takes no position_ids and would count the tokens of a step from 0"),
     ],
 )
 def test_what_generate_would_say_differently_is_refused(name, why):

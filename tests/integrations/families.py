@@ -132,7 +132,31 @@ BIASED = {
 }
 """Families that add numbers to scores, or have had a part in that."""
 
-SEQ2SEQ = ("bart", "t5", "umt5", "mt5", "pop2piano")
+GPT = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
+GPT |= {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0, "bos_token_id": None, "eos_token_id": None}
+WRITTEN = {
+    "gpt-neo": (
+        "GPTNeoForCausalLM",
+        "GPTNeoConfig",
+        {"vocab_size": VOCAB, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "max_position_embeddings": 128}
+        | {"attention_types": [[["global", "local"], 1]], "window_size": 5, "bos_token_id": None, "eos_token_id": None},
+    ),
+    "gpt-j": ("GPTJForCausalLM", "GPTJConfig", GPT | {"rotary_dim": 4}),
+    "openai-gpt": (
+        "OpenAIGPTLMHeadModel",
+        "OpenAIGPTConfig",
+        {key: value for key, value in GPT.items() if not key.endswith("token_id")} | {"embd_pdrop": 0.0},
+    ),
+    "roformer": (
+        "RoFormerForCausalLM",
+        "RoFormerConfig",
+        BERT | NO_DROPOUT | {"embedding_size": 32, "is_decoder": True, "rotary_value": True},
+    ),
+    "mvp": ("MvpForConditionalGeneration", "MvpConfig", BART),
+}
+"""Families that write their attention out, of each kind one."""
+
+SEQ2SEQ = ("bart", "t5", "umt5", "mt5", "pop2piano", "mvp")
 CAUSAL = ("llama", "qwen3", "mistral", "gemma3", "gemma2", "gpt-oss", "llama4", "phi3", "mixtral", "gpt2")
 
 
@@ -142,7 +166,7 @@ BUILDING = Lock()
 @functools.cache
 def _built(name):
     transformers.logging.set_verbosity_error()
-    model, config, sizes = (SPECS | BIASED)[name]
+    model, config, sizes = (SPECS | BIASED | WRITTEN)[name]
     kind = "sdpa" if "Falcon" in config else "eager"  # which adds ALiBi twice, in Falcon
     with torch.random.fork_rng(), warnings.catch_warnings():
         warnings.simplefilter("ignore")

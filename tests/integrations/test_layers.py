@@ -126,10 +126,10 @@ SMALL = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_at
             'attn_implementation="eager" (take "sdpa"), which is not served',
         ),
         (
-            "GPTJConfig",
-            {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4},
-            "h.0.attn (GPTJAttention) has a way of its own to mix tokens (it does not ask the AttentionInterface), "
-            "which is not served",
+            "CpmAntConfig",
+            {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "dim_head": 8},
+            "encoder.layers.0.self_att (CpmAntSelfAttentionBlock) has a way of its own to mix tokens (it does not ask "
+            "the AttentionInterface), which is not served",
         ),
         (
             "MambaConfig",

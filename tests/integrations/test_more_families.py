@@ -25,6 +25,7 @@ GPT = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_position
 SERVED = {
     "Arcee": SIZES,
     "BioGpt": ALL_HEADS | NO_DROPOUT | {"layerdrop": 0.0, "activation_dropout": 0.0},
+    "CodeGen": GPT | {"rotary_dim": 4, "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0},
     "Cohere2": SIZES | WINDOW,
     "DeepseekV3": SIZES | LOW_RANK | {"num_key_value_heads": 4, "first_k_dense_replace": 2},
     "Exaone4": SIZES | WINDOW | {"sliding_window_pattern": 2},
@@ -56,7 +57,6 @@ SERVED = {
 }
 REFUSED = {
     "SwitchTransformers": (T5, "the model must ask transformers for its mask, got Tensor of shape"),
-    "CodeGen": (GPT | {"rotary_dim": 4}, "CodeGenAttention"),
     "DebertaV2": (ALL_HEADS, "DebertaV2Attention"),
     "Albert": (ALL_HEADS | NO_DROPOUT | {"embedding_size": 16}, "looks at tokens beside a token's own"),
     "DistilBert": (

@@ -61,6 +61,7 @@ COUNTS = (
     "num_encoder_layers", "num_decoder_layers", "num_blocks",
 )  # fmt: skip
 TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2}
+TOKENS |= {"begin_suppress_tokens": [5, 7]}
 SHARED = ("num_key_value_heads", "swa_num_key_value_heads", "num_kv_heads", "num_global_key_value_heads")
 NEAR = ("sliding_window", "local_attention", "attention_window_size", "window_size", "sliding_window_size")
 ALONE = {

@@ -28,6 +28,7 @@ from attnspan.integrations.huggingface.latents import LatentSource, latents_in
 from attnspan.integrations.huggingface.layers import AttentionLayer
 from attnspan.integrations.huggingface.masking import Pattern, requested_pattern
 from attnspan.integrations.huggingface.mixers import RecurrentMixer
+from attnspan.integrations.huggingface.plain_attention import OWN_MASK
 from attnspan.plan import Shape
 
 if TYPE_CHECKING:
@@ -166,7 +167,7 @@ def _check(layer: AttentionLayer, what: str, found: object, wanted: object) -> N
 
 def _check_mask(layer: AttentionLayer, mask: object, wanted: Pattern) -> None:
     """Refuse another mask than the session has for the layer."""
-    if mask is None and not wanted.causal and wanted.window is None:
+    if mask is OWN_MASK or (mask is None and not wanted.causal and wanted.window is None):
         return
     if isinstance(mask, Tensor) or not isinstance(mask, Pattern):
         shape = f" of shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else ""

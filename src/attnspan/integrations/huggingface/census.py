@@ -95,6 +95,7 @@ SMALL: dict[str, Mapping[str, object]] = {
     "longcat_flash": _SIZES
     | {"num_layers": 2, "ffn_hidden_size": 48, "expert_ffn_hidden_size": 16, "n_routed_experts": 4, "moe_topk": 2},
     "step3p7": {"vision_config": _STEP_VIT, "text_config": _SIZES | _STEP},
+    "xmod": _SIZES | {"num_hidden_layers": 2, "intermediate_size": 48, "default_language": "en_XX"},
 }
 """See [Note: questions]."""
 

@@ -24,6 +24,7 @@ from attnspan.errors import ModelError
 from attnspan.integrations.huggingface.attention import is_bound
 from attnspan.integrations.huggingface.layers import AttentionLayer, check_is_model, configs
 from attnspan.integrations.huggingface.positions import (
+    counts_by_itself,
     counts_content,
     depends_on_length,
     has_no_positions,
@@ -68,13 +69,18 @@ def check_alone(model: nn.Module) -> None:
         )
 
 
-def check_takes_positions(model: PreTrainedModel) -> None:
-    """Refuse a model that is not given positions, and counts the tokens of a call from 0."""
-    if "position_ids" not in inspect.signature(type(model).forward).parameters and not has_no_positions(model):
+def counting_modules(model: PreTrainedModel) -> list[nn.Module]:
+    """The embeddings that count the tokens of a call, in a model that is not given positions; refuses one that counts
+    them elsewhere."""
+    if "position_ids" in inspect.signature(type(model).forward).parameters:
+        return []
+    found = [module for module in model.modules() if counts_by_itself(module)]
+    if not found and not has_no_positions(model):
         raise ModelError(
             f"{type(model).__name__} takes no position_ids and would count the tokens of a step from 0, which is not "
             "served"
         )
+    return found
 
 
 def check_not_enabled(model: nn.Module) -> None:

@@ -15,11 +15,9 @@ follows weights as other layers do.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextvars import ContextVar
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +29,8 @@ from attnspan.engine.model import ModelInfo, PackedBatch, StepAttention
 from attnspan.errors import ModelError
 from attnspan.integrations.huggingface.biases import COMPUTED, FIRST, ScoreBias, distance_table
 from attnspan.integrations.huggingface.layers import AttentionLayer, attention_layers
-from attnspan.integrations.huggingface.positions import Arguments, counts_by_itself
+from attnspan.integrations.huggingface.own_attention import own_attention
+from attnspan.integrations.huggingface.positions import at_positions, counts_by_itself, give_positions
 from attnspan.integrations.huggingface.served_model import TransformersModel, positions_of
 from attnspan.integrations.huggingface.serving import (
     ModuleAttention,
@@ -45,14 +44,8 @@ from attnspan.integrations.huggingface.serving import (
 OTHER_INPUTS = ("input_features", "pixel_values", "input_values", "bbox")
 """What encoders read that are not of texts."""
 
-T = TypeVar("T")
-
 Keys = dict[int, tuple[Tensor, Tensor]]
 """What the encoder made of a prompt: keys and values (1, H, S, D), by the number of the decoder's layer."""
-
-_POSITIONS: ContextVar[Tensor | None] = ContextVar(
-    "positions of the decoder's tokens in the call under way", default=None
-)
 
 
 class EncoderDecoderModel(TransformersModel):
@@ -89,7 +82,7 @@ class EncoderDecoderModel(TransformersModel):
         given = {"input_ids": tokens.unsqueeze(0), "decoder_input_ids": start, "past_key_values": Recording(keys)}
         call = partial(self.model, **given, use_cache=False)
         with served(self.model, self):
-            call_served(_call_of(Encoding(self._encoder)), partial(_at, torch.zeros_like(start), call))
+            call_served(_call_of(Encoding(self._encoder)), partial(at_positions, torch.zeros_like(start), call))
         return keys
 
     def _logits(self, batch: PackedBatch) -> Tensor:
@@ -106,22 +99,22 @@ class EncoderDecoderModel(TransformersModel):
         """Call the decoder on one packed row; the model is served for as long as that takes."""
         for table, module, reach in self._tables:  # see [Note: learned biases]
             table.copy_(distance_table(getattr(module, COMPUTED), reach, table.device))
-        call = partial(_at, batch.positions.unsqueeze(0), partial(self._logits, batch))
+        call = partial(at_positions, batch.positions.unsqueeze(0), partial(self._logits, batch))
         with served(self.model, self):
             return call_served(_call_of(Decoding(attention, batch.sources)), call)
 
     def _probed(self, layers: ServedLayers) -> ProbeResult:
         every = attention_layers(self.model)
-        calls, states, _ = super()._probed(ServedLayers(every, layers.mixers))
-        _check_plain([replace(every[place], window=window) for place, window in calls], self._encoder)
+        probed = super()._probed(ServedLayers(every, layers.mixers))
+        _check_plain([replace(every[place], window=window) for place, window in probed.calls], self._encoder)
         places = {layer.module: place for place, layer in enumerate(layers.attention)}
-        own = [(places[every[place].module], window) for place, window in calls if every[place].module in places]
+        own = [(places[every[place].module], window) for place, window in probed.calls if every[place].module in places]
         indices = [layers.attention[place].index for place, _ in own]
         if indices != list(range(len(layers.attention))):
             raise ModelError(
                 f"the layers of a decoder must attend once in a pass, by their index in a cache, got {indices}"
             )
-        return ProbeResult(own, states)
+        return probed._replace(calls=own)
 
     def _mods(self, layers: list[AttentionLayer]) -> Mapping[nn.Module, ScoreFunction]:
         """The learned biases; a layer that computes none has that of the last one before it that does."""
@@ -155,6 +148,7 @@ def _check_plain(layers: Iterable[AttentionLayer], encoder: set[nn.Module]) -> N
     for layer in layers:
         decodes = not layer.cross and layer.module not in encoder
         for wrong, what in (
+            (layer.cross and own_attention(layer.module) is not None, "cross-attention that it writes out by itself"),
             (layer.sinks, "sinks"),
             (layer.module in encoder and layer.causal, "attention that does not look ahead"),
             (layer.window is not None and not decodes, "a window"),
@@ -175,21 +169,7 @@ def _count_positions(model: PreTrainedModel, encoder: set[nn.Module]) -> None:
         raise ModelError(
             f"{type(model).__name__} counts positions of its decoder by itself, in a way that an engine does not serve"
         )
-    for module in counting:
-        if _place not in module._forward_pre_hooks.values():
-            module.register_forward_pre_hook(_place, with_kwargs=True)
-
-
-def _place(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> Arguments:
-    """A hook, which does nothing while no engine calls the model."""
-    positions = _POSITIONS.get()
-    return args, kwargs if positions is None else kwargs | {"position_ids": positions[0]}
-
-
-def _at(positions: Tensor, call: Callable[[], T]) -> T:
-    """A call, in a context of its own, of a decoder whose tokens have these positions."""
-    _POSITIONS.set(positions)
-    return call()
+    give_positions(counting)
 
 
 # ---- caches ----------------------------------------------------------------------------------------------------------

@@ -208,15 +208,10 @@ def _layer(model: PreTrainedModel, name: str, module: nn.Module) -> AttentionLay
             refuse(name, module, "an attention of its own that is not the one known here (transformers 5.22)")
         if adds_twice(module):
             refuse(name, module, 'an ALiBi that transformers adds twice with attn_implementation="eager" (take "sdpa")')
-        rest: dict[str, Any] = {
-            "window": None,
-            "chunk": None,
-            "softcap": None,
-            "sinks": False,
-            "causal": True,
-            "cross": False,
-        }
-        return AttentionLayer(name=name, module=module, **rest, **family.asked(module))
+        cross = _is_cross(name, module)
+        rest: dict[str, Any] = {"window": None, "chunk": None, "softcap": None, "sinks": False, "causal": True}
+        asked = rest | dict(family.asked(module)) | ({"causal": False} if cross else {})
+        return AttentionLayer(name=name, module=module, cross=cross, **asked)
     asked = _arguments(name, module)
     cross, bias = _is_cross(name, module), relative_bias(module) if BIAS in asked else None
     if bias is not None:

@@ -14,9 +14,10 @@ they return: the frequencies are those of one device, and so is what they keep f
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterable
+from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeGuard
+from typing import TYPE_CHECKING, Protocol, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +40,8 @@ After = Callable[[nn.Module, tuple[object, ...], object], object]
 
 BY_LENGTH = ("dynamic", "longrope")
 
+T = TypeVar("T")
+
 
 def counts_by_mask(module: nn.Module) -> bool:
     """Whether a module is an embedding of positions that counts by an attention_mask unless they are given."""
@@ -49,6 +52,28 @@ def counts_by_itself(module: nn.Module) -> bool:
     """Whether a module is an embedding of positions that counts tokens unless they are given."""
     wanted = {"position_ids", "past_key_values_length"}
     return isinstance(module, nn.Embedding) and wanted <= set(inspect.signature(type(module).forward).parameters)
+
+
+_POSITIONS: ContextVar[Tensor | None] = ContextVar("positions of the tokens in the call under way", default=None)
+
+
+def give_positions(counting: Iterable[nn.Module]) -> None:
+    """Let embeddings that count tokens take the positions of an engine's step (`at_positions`)."""
+    for module in counting:
+        if _place not in module._forward_pre_hooks.values():
+            module.register_forward_pre_hook(_place, with_kwargs=True)
+
+
+def _place(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> Arguments:
+    """A hook, which does nothing while no engine calls the model."""
+    positions = _POSITIONS.get()
+    return args, kwargs if positions is None else kwargs | {"position_ids": positions[0]}
+
+
+def at_positions(positions: Tensor, call: Callable[[], T]) -> T:
+    """A call, in a context of its own, of a decoder whose tokens have these positions, (1, S)."""
+    _POSITIONS.set(positions)
+    return call()
 
 
 CONTENT = "create_position_ids_from_input"

@@ -31,6 +31,7 @@ from attnspan.integrations.huggingface.latents import LatentSource, latent_sourc
 from attnspan.integrations.huggingface.layers import AttentionLayer
 from attnspan.integrations.huggingface.mixers import may_be_replaced
 from attnspan.integrations.huggingface.own_attention import NO_MASK, position_bias
+from attnspan.integrations.huggingface.positions import at_positions
 from attnspan.integrations.huggingface.probe import probe_model
 from attnspan.integrations.huggingface.serving import (
     WHILE_SERVED,
@@ -130,7 +131,7 @@ class TransformersModel:
     def step(self, batch: PackedBatch, attention: StepAttention) -> Tensor:
         """Call the model on one packed row; it is served for as long as that takes."""
         batch = batch._replace(positions=batch.positions + self._first) if self._first else batch
-        call = partial(self._logits, batch)
+        call = partial(at_positions, batch.positions.unsqueeze(0), partial(self._logits, batch))
         if self._decoder is not self.model:
             call = partial(call_with_merging, Merging(self._decoder_names, batch), call)
         with served(self.model, self):
@@ -262,7 +263,7 @@ def positions_of(model: PreTrainedModel) -> int | None:
     config = model.config.get_text_config(decoder=True)  # of a model with several, the text decoder's
     rope = getattr(config, "rope_parameters", None) or {}
     nested = rope.values() if rope and all(isinstance(value, dict) for value in rope.values()) else [rope]
-    limits = [getattr(config, "max_position_embeddings", None)]
+    limits = [getattr(config, name, None) for name in ("max_position_embeddings", "max_target_positions")]
     for each in nested:
         if each.get("rope_type") in ("dynamic", "longrope"):
             limits.append(

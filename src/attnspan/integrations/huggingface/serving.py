@@ -35,7 +35,7 @@ from attnspan.engine.model import StateSpec, StepAttention
 from attnspan.errors import EngineError, ModelError
 from attnspan.integrations.huggingface.adapters import adapted, check_adapters
 from attnspan.integrations.huggingface.attention import configs_of, is_bound
-from attnspan.integrations.huggingface.checking import check_alone, check_positions, check_takes_positions
+from attnspan.integrations.huggingface.checking import check_alone, check_positions, counting_modules
 from attnspan.integrations.huggingface.embedding import capturing
 from attnspan.integrations.huggingface.latents import METHOD, LatentSource, latents_in
 from attnspan.integrations.huggingface.layers import (
@@ -48,6 +48,8 @@ from attnspan.integrations.huggingface.layers import (
 from attnspan.integrations.huggingface.masking import Pattern, requested_pattern
 from attnspan.integrations.huggingface.mixers import RecurrentMixer, recurrent_mixers
 from attnspan.integrations.huggingface.own_attention import ASKED, dispatch_forward
+from attnspan.integrations.huggingface.plain_attention import OWN_MASK
+from attnspan.integrations.huggingface.positions import give_positions
 from attnspan.integrations.huggingface.towers import beside, decoder_of
 from attnspan.recurrence import Rule
 
@@ -177,7 +179,7 @@ def paged_attention(
     call = _ATTENTION.get()
     if call is None:
         raise called_while_served(module)
-    if attention_mask is not None:
+    if attention_mask is not None and attention_mask is not OWN_MASK:
         raise ModelError(f"{type(module).__name__} is given a mask by its model, and an engine knows of none")
     if call.modules is not None:
         return call.modules.of(module, query, key, value, scaling, position_bias).transpose(1, 2), None
@@ -227,10 +229,10 @@ def served_layers(model: PreTrainedModel) -> ServedLayers:
     layers, _ = split_idle(model, attention_layers(model, {mixer.module for mixer in mixers}, beside=outside))
     check_adapters(model)
     check_alone(adapted(model))
-    check_positions(found for found in model.named_modules() if found[1] not in outside)
+    check_positions((found for found in model.named_modules() if found[1] not in outside), counted=True)
     _check_compiled(model, {layer.module for layer in layers} | {mixer.module for mixer in mixers})
     if not model.config.is_encoder_decoder and any(layer.bias is None for layer in layers):
-        check_takes_positions(adapted(model))
+        give_positions(counting_modules(adapted(model)))
     if model.config.is_encoder_decoder:
         encoder = set(model.get_encoder().modules())
         layers = [layer for layer in layers if not layer.cross and layer.module not in encoder]

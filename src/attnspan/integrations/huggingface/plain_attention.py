@@ -1,0 +1,281 @@
+"""Plain attention that layers write out by themselves, as data: where its parts are, and what takes its place.
+
+A row describes a class of layers by the names of its parts: heads, scale, window. There are two kinds of classes::
+
+    ScoringMethod   forward calls `_attn(query, key, value, mask)` for scores, softmax and sums: that is replaced
+    WholeForward    forward does all by itself, projections too: it is replaced by one that is written here, for all
+
+What stands in for a method asks an attention function instead. That a class computes what its row says is tried on the
+tiny layer that comes with the row (own_attention.py).
+
+Shapes: B batch rows, S tokens, H heads, D head dim; query (B, H, S, D).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from attnspan.errors import ModelError
+
+Ask = Callable[..., tuple[Tensor, None]]
+"""An attention function, by the signature of AttentionInterface."""
+
+Method = Callable[..., object]
+
+Written = Any
+"""A layer of such a class, with the attributes of that."""
+
+Given = Mapping[str, object]
+"""Arguments, or fields, by name."""
+
+Build = Callable[..., nn.Module]
+"""A class of layers, called."""
+
+
+class OwnMask:
+    """Stands for the mask of a layer that hides by itself what its pattern hides."""
+
+
+OWN_MASK = OwnMask()
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlainAttention:
+    """One class of layers. `hides`: by itself, whatever mask it is given, with the window of `window`."""
+
+    method: ClassVar[str]
+
+    sizes: Callable[[Written], tuple[int, int]]  # heads, head dim
+    scale: Callable[[Written], float]
+    dropout: str  # the attribute, a number or a Dropout
+    index: str = "layer_idx"
+    window: Callable[[Written], int | None] = lambda module: None
+    causal: Callable[[Written], bool] = lambda module: True
+    hides: bool = False
+    example: Callable[[Build], nn.Module]  # of a class: layers of width 16
+    given: Callable[[], list[Given]]  # cases, beside hidden states of five tokens
+
+    def asked(self, module: Written) -> Given:
+        """The fields of an `AttentionLayer`."""
+        heads, head_dim = self.sizes(module)
+        dims = {"query_heads": heads, "kv_heads": heads, "head_dim": head_dim, "value_dim": head_dim}
+        return dims | {
+            "index": getattr(module, self.index, None),
+            "scale": float(self.scale(module)),
+            "dropout": self._dropout(module),
+            "window": self.window(module),
+            "causal": self.causal(module),
+        }
+
+    def _dropout(self, module: Written) -> float:
+        found = getattr(module, self.dropout)
+        return float(found.p if isinstance(found, nn.Dropout) else found)
+
+    def _options(self, module: Written) -> Given:
+        dropout = self._dropout(module) if module.training else 0.0
+        return {"scaling": self.scale(module), "dropout": dropout, "sliding_window": self.window(module)}
+
+    def written(self, ask: Ask) -> Method:
+        """What takes the place of the method."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoringMethod(PlainAttention):
+    """`keys_first`: keys are (B, H, D, S). `listed`: the result is a list of one."""
+
+    method = "_attn"
+
+    keys_first: bool = False
+    listed: bool = False
+
+    def written(self, ask: Ask) -> Method:
+        def _attn(
+            module: Written, query: Tensor, key: Tensor, value: Tensor, attention_mask: object = None, *more: object
+        ) -> object:
+            key = key.mT if self.keys_first else key
+            given = query.to(value.dtype), key.to(value.dtype), value
+            mask = OWN_MASK if self.hides else attention_mask
+            out = ask(module, *given, mask, **self._options(module))[0].transpose(1, 2)
+            return [out] if self.listed else (out, None)
+
+        return _attn
+
+
+@dataclass(frozen=True, kw_only=True)
+class WholeForward(PlainAttention):
+    """`names` are those of the projections of queries, keys and values, `out` that of the result.
+
+    `crossing` is the argument with another sequence, and `refused` one that is not served.
+    """
+
+    method = "forward"
+
+    names: tuple[str, str, str]
+    out: str = ""
+    crossing: str
+    refused: str = ""
+    rotate: Callable[[Written, Given, list[Tensor]], list[Tensor]] = lambda module, given, heads: heads
+
+    def written(self, ask: Ask) -> Method:
+        def forward(module: Written, hidden_states: Tensor, **given: object) -> tuple[Tensor, None]:
+            if self.refused and given.get(self.refused) is not None:
+                raise ModelError(f"{type(module).__name__} is given {self.refused}, which is not served")
+            other = given.get(self.crossing)
+            states = hidden_states if other is None else other
+            inputs = zip(self.names, (hidden_states, states, states), strict=True)
+            heads = [getattr(module, name)(x).unflatten(-1, self.sizes(module)).transpose(1, 2) for name, x in inputs]
+            heads = heads if other is not None else self.rotate(module, given, heads)
+            mask = OWN_MASK if self.hides else given.get("attention_mask")
+            out = ask(module, *heads, mask, **self._options(module))[0].flatten(2)
+            return (getattr(module, self.out)(out) if self.out else out), None
+
+        return forward
+
+
+# ---- classes ---------------------------------------------------------------------------------------------------------
+
+
+def _hidden() -> Tensor:
+    """A causal mask of five tokens, as numbers to add."""
+    return torch.full((1, 1, 5, 5), torch.finfo(torch.float32).min, device="cpu").triu(1)
+
+
+def _numbers(*shape: int) -> Tensor:
+    count = math.prod(shape)
+    return torch.arange(count, dtype=torch.float32, device="cpu").mul(0.7).sin().view(shape)
+
+
+def _masked(**more: object) -> list[Given]:
+    return [{"attention_mask": _hidden(), **more}]
+
+
+def _at_positions() -> list[Given]:
+    return _masked(position_ids=torch.arange(5, device="cpu").unsqueeze(0))
+
+
+def _crossing(name: str) -> Callable[[], list[Given]]:
+    return lambda: [*_masked(), {name: _numbers(1, 5, 16)}]
+
+
+def _root(module: Written) -> float:
+    return 1 / math.sqrt(module.attention_head_size)
+
+
+def _rotated(module: Written, given: Given, heads: list[Tensor]) -> list[Tensor]:
+    """RoFormer's rotary embeddings, of values too if it is asked for that."""
+    positions = given.get("sinusoidal_pos")
+    if positions is None:
+        return heads
+    rotate = module.apply_rotary_position_embeddings
+    return [*rotate(positions, *heads)] if module.rotary_value else [*rotate(positions, *heads[:2]), heads[2]]
+
+
+def _gpt(cls: Build) -> nn.Module:
+    sizes = {"hidden_size": 16, "num_attention_heads": 4, "rotary_dim": 2, "max_position_embeddings": 8}
+    return cls(SimpleNamespace(attn_pdrop=0.0, resid_pdrop=0.0, **sizes), 0)
+
+
+def _gpt_neo(cls: Build) -> nn.Module:
+    sizes = {"hidden_size": 16, "num_heads": 4, "max_position_embeddings": 8, "window_size": 3}
+    return cls(SimpleNamespace(attention_dropout=0.0, resid_dropout=0.0, **sizes), "local", 0)
+
+
+def _japanese(cls: Build) -> nn.Module:
+    sizes = {"hidden_size": 16, "num_attention_heads": 4, "rope_parameters": {"partial_rotary_factor": 0.5}}
+    return cls(SimpleNamespace(attention_dropout=0.0, **sizes), use_bias=True, layer_idx=0)
+
+
+def _openai(cls: Build) -> nn.Module:
+    return cls(16, 8, SimpleNamespace(n_head=4, attn_pdrop=0.0, resid_pdrop=0.0), scale=True)
+
+
+def _bert(cls: Build) -> nn.Module:
+    sizes = {"hidden_size": 16, "num_attention_heads": 4, "is_decoder": True, "rotary_value": True}
+    return cls(SimpleNamespace(attention_probs_dropout_prob=0.0, **sizes), 0)
+
+
+def _bart(cls: Build) -> nn.Module:
+    return cls(embed_dim=16, num_heads=4, is_decoder=True, layer_idx=0)
+
+
+_GPT: dict[str, Any] = {
+    "sizes": lambda module: (module.num_attention_heads, module.head_dim),
+    "scale": lambda module: 1 / module.scale_attn,
+    "dropout": "attn_dropout",
+    "example": _gpt,
+    "given": _at_positions,
+}
+_BERT: dict[str, Any] = {
+    "names": ("query", "key", "value"),
+    "sizes": lambda module: (module.num_attention_heads, module.attention_head_size),
+    "scale": _root,
+    "dropout": "dropout",
+    "causal": lambda module: module.is_decoder,
+    "crossing": "encoder_hidden_states",
+    "example": _bert,
+    "given": _crossing("encoder_hidden_states"),
+}
+_BART: dict[str, Any] = {
+    "names": ("q_proj", "k_proj", "v_proj"),
+    "out": "out_proj",
+    "sizes": lambda module: (module.num_heads, module.head_dim),
+    "scale": lambda module: module.scaling,
+    "dropout": "dropout",
+    "causal": lambda module: module.is_decoder,
+    "crossing": "key_value_states",
+    "example": _bart,
+    "given": _crossing("key_value_states"),
+}
+
+CLASSES: dict[str, PlainAttention] = {
+    "codegen.CodeGenAttention": ScoringMethod(**_GPT),
+    "gptj.GPTJAttention": ScoringMethod(**_GPT),
+    "gpt_neo.GPTNeoSelfAttention": ScoringMethod(
+        sizes=lambda module: (module.num_heads, module.head_dim),
+        scale=lambda module: 1.0,
+        dropout="attn_dropout",
+        index="layer_id",
+        window=lambda module: module.config.window_size if module.attention_type == "local" else None,
+        hides=True,
+        example=_gpt_neo,
+        given=_masked,
+    ),
+    "gpt_neox_japanese.GPTNeoXJapaneseAttention": ScoringMethod(
+        sizes=lambda module: (module.num_attention_heads, module.head_size),
+        scale=lambda module: 1 / module.norm_factor,
+        dropout="attention_dropout",
+        example=_japanese,
+        given=lambda: _masked(position_ids=None, position_embeddings=(_numbers(1, 5, 2), _numbers(1, 5, 2) + 0.3)),
+    ),
+    "openai.Attention": ScoringMethod(
+        sizes=lambda module: (module.n_head, module.split_size // module.n_head),
+        scale=lambda module: (module.split_size // module.n_head) ** -0.5 if module.scale else 1.0,
+        dropout="attn_dropout",
+        hides=True,
+        keys_first=True,
+        listed=True,
+        example=_openai,
+        given=_masked,
+    ),
+    "megatron_bert.MegatronBertSelfAttention": WholeForward(**_BERT),
+    "rembert.RemBertSelfAttention": WholeForward(**_BERT),
+    "roformer.RoFormerSelfAttention": WholeForward(
+        **_BERT
+        | {
+            "rotate": _rotated,
+            "given": lambda: [*_crossing("encoder_hidden_states")(), *_masked(sinusoidal_pos=_numbers(1, 1, 5, 4))],
+        }
+    ),
+    "mvp.MvpAttention": WholeForward(**_BART, refused="attn_prompt"),
+    "trocr.TrOCRAttention": WholeForward(**_BART | {"example": lambda cls: cls(None, 16, 4, is_decoder=True)}),
+    "xglm.XGLMAttention": WholeForward(**_BART),
+}
+"""By the folder in transformers.models, and the name."""
