@@ -46,6 +46,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from attnspan.errors import ModelError
 from attnspan.integrations.huggingface.biases import ScoreBias, relative_bias
 from attnspan.integrations.huggingface.own_attention import adds_twice, agrees_with_original, own_attention
+from attnspan.integrations.huggingface.plain_attention import Asked
 
 INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 """The name, in the modeling files of transformers, of the table of attention functions."""
@@ -208,10 +209,7 @@ def _layer(model: PreTrainedModel, name: str, module: nn.Module) -> AttentionLay
             refuse(name, module, "an attention of its own that is not the one known here (transformers 5.22)")
         if adds_twice(module):
             refuse(name, module, 'an ALiBi that transformers adds twice with attn_implementation="eager" (take "sdpa")')
-        cross = _is_cross(name, module)
-        rest: dict[str, Any] = {"window": None, "chunk": None, "softcap": None, "sinks": False, "causal": True}
-        asked = rest | dict(family.asked(module)) | ({"causal": False} if cross else {})
-        return AttentionLayer(name=name, module=module, cross=cross, **asked)
+        return _written_out(name, module, family.asked(module))
     asked = _arguments(name, module)
     cross, bias = _is_cross(name, module), relative_bias(module) if BIAS in asked else None
     if bias is not None:
@@ -251,6 +249,29 @@ def _layer(model: PreTrainedModel, name: str, module: nn.Module) -> AttentionLay
         temperature=_temperature(name, module),
         module=module,
         bias=None if cross else bias,
+    )
+
+
+def _written_out(name: str, module: nn.Module, asked: Asked) -> AttentionLayer:
+    """A layer that writes its attention out."""
+    cross = _is_cross(name, module)
+    return AttentionLayer(
+        name=name,
+        index=asked.index,
+        query_heads=asked.heads,
+        kv_heads=asked.kv_heads,
+        head_dim=asked.head_dim,
+        value_dim=asked.head_dim,
+        scale=asked.scale,
+        window=asked.window,
+        chunk=None,
+        softcap=None,
+        sinks=False,
+        causal=asked.causal and not cross,
+        cross=cross,
+        dropout=asked.dropout,
+        module=module,
+        bias=asked.bias,
     )
 
 

@@ -17,8 +17,8 @@ import math
 import sys
 from collections.abc import Callable
 from contextvars import ContextVar
-from types import MethodType, SimpleNamespace
-from typing import Any, NamedTuple
+from types import MethodType, ModuleType, SimpleNamespace
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -28,9 +28,11 @@ from torch.overrides import TorchFunctionMode
 from attnspan.attention.score import ScoreFunction
 from attnspan.errors import ModelError
 from attnspan.integrations.huggingface.biases import ScoreBias
+from attnspan.integrations.huggingface.classes import class_of
 from attnspan.integrations.huggingface.plain_attention import (
     CLASSES,
     Ask,
+    Asked,
     Build,
     Given,
     Method,
@@ -51,37 +53,40 @@ SERVED = "attnspan_served"
 """The attribute of a layer whose model an engine was made for."""
 
 
-class Alibi(NamedTuple):
+L = TypeVar("L", bound=Written)
+
+
+class Alibi(NamedTuple, Generic[L]):
     """The ALiBi of a class: (H, length) of a row, by the function of its file, and the same of any positions."""
 
-    built: Callable[[Written, int, torch.dtype], Tensor]
-    added: Callable[[Written, torch.dtype], Added]
+    built: Callable[[L, int, torch.dtype], Tensor]
+    added: Callable[[L, torch.dtype], Added]
     scaled: bool = False  # as scores are
 
 
-class OwnAttention(NamedTuple):
+class OwnAttention(NamedTuple, Generic[L]):
     """One such class: what a layer asks for, a method in place of one of its, and a tiny layer with calls of it."""
 
-    asked: Callable[[Written], Given]
+    asked: Callable[[L], Asked]
     written: Callable[[Ask], Method]
     example: Callable[[Build], nn.Module]
-    given: Callable[[Written], list[Given]]  # beside hidden states of five tokens
+    given: Callable[[L], list[Given]]  # beside hidden states of five tokens
     width: int = 12
     method: str = "forward"
-    alibi: Alibi | None = None
+    alibi: Alibi[L] | None = None
 
     @staticmethod
-    def of(row: PlainAttention) -> OwnAttention:
+    def of(row: PlainAttention[L]) -> OwnAttention[L]:
         """One without biases."""
         return OwnAttention(row.asked, row.written, row.example, lambda module: row.given(), 16, row.method)
 
 
-def own_attention(module: nn.Module) -> OwnAttention | None:
+def own_attention(module: nn.Module) -> OwnAttention[Any] | None:
     """The class of a layer whose attention is written out, if it is one of these."""
-    return FAMILIES.get(_key_of(_class_of(module)))
+    return FAMILIES.get(_key_of(class_of(module)))
 
 
-def _key_of(cls: type[nn.Module]) -> str:
+def _key_of(cls: type) -> str:
     """The folder of a class of transformers, and its name."""
     home, _, path = cls.__module__.partition(".models.")
     return f"{path.partition('.')[0]}.{cls.__name__}" if home == "transformers" else ""
@@ -89,18 +94,13 @@ def _key_of(cls: type[nn.Module]) -> str:
 
 def agrees_with_original(module: nn.Module) -> bool:
     """Whether what is written here computes what the method of the module's class does, on a tiny layer."""
-    return _agrees(_class_of(module))  # type: ignore[arg-type]
+    return _agrees(class_of(module))
 
 
-def _class_of(module: nn.Module) -> type[nn.Module]:
-    """The class of a module; not one that torch made of it, as FSDP2 does."""
-    return next(base for base in type(module).__mro__ if not base.__module__.startswith("torch."))
-
-
-def adds_twice(module: Written) -> bool:
+def adds_twice(module: nn.Module) -> bool:
     """Whether a layer of Falcon adds its ALiBi twice, in its mask and by itself, as transformers 5.22 does if eager."""
     config = getattr(module, "config", None)
-    return config is not None and getattr(config, "alibi", False) and config._attn_implementation == "eager"
+    return bool(getattr(config, "alibi", False)) and getattr(config, "_attn_implementation", None) == "eager"
 
 
 def bind_forward(module: nn.Module, ask: Ask) -> None:
@@ -165,21 +165,32 @@ def _is_of_family(module: nn.Module, found: Tensor) -> bool:
 
 
 def _divisor(module: nn.Module) -> float:
-    return math.sqrt(module.head_dim) if _alibi(module).scaled else 1.0  # type: ignore[arg-type]
+    if not _alibi(module).scaled:
+        return 1.0
+    head_dim = module.head_dim
+    assert isinstance(head_dim, int), "scores of such layers are divided by its root"
+    return math.sqrt(head_dim)
 
 
-def _alibi(module: nn.Module) -> Alibi:
+def _alibi(module: nn.Module) -> Alibi[Any]:
     family = own_attention(module)
     assert family is not None, "asked of layers of these families alone"
     assert family.alibi is not None, "asked of those with ALiBi"
     return family.alibi
 
 
-def _file_of(module: nn.Module) -> Any:
-    return sys.modules[_class_of(module).__module__]
+class HasAlibi(Written, Protocol):
+    """A layer whose ALiBi `build_alibi_tensor` makes."""
+
+    num_heads: int
+    head_dim: int
 
 
-def _built(module: Written, length: int, dtype: torch.dtype) -> Tensor:
+def _file_of(module: object) -> ModuleType:
+    return sys.modules[class_of(module).__module__]
+
+
+def _built(module: HasAlibi, length: int, dtype: torch.dtype) -> Tensor:
     """The ALiBi (H, length) of a row without padding, by the `build_alibi_tensor` of its file."""
     ones = torch.ones(1, length, dtype=torch.int64, device=next(module.parameters()).device)
     built: Tensor = _file_of(module).build_alibi_tensor(ones, module.num_heads, dtype)
@@ -189,9 +200,19 @@ def _built(module: Written, length: int, dtype: torch.dtype) -> Tensor:
 # ---- Bloom -----------------------------------------------------------------------------------------------------------
 
 
+class Bloom(HasAlibi, Protocol):
+    layer_idx: int | None
+    inv_norm_factor: float
+    attention_dropout: nn.Dropout
+    hidden_dropout: float
+    query_key_value: Callable[[Tensor], Tensor]
+    dense: Callable[[Tensor], Tensor]
+    _reshape: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
+
+
 def _bloom(ask: Ask) -> Callable[..., tuple[Tensor, None]]:
     def forward(
-        self: Written, hidden_states: Tensor, residual: Tensor, alibi: Tensor, attention_mask: object, **more: object
+        self: Bloom, hidden_states: Tensor, residual: Tensor, alibi: Tensor, attention_mask: object, **more: object
     ) -> tuple[Tensor, None]:
         query, key, value = self._reshape(self.query_key_value(hidden_states))
         dropout = self.attention_dropout.p if self.training else 0.0
@@ -202,12 +223,19 @@ def _bloom(ask: Ask) -> Callable[..., tuple[Tensor, None]]:
     return forward
 
 
-def _bloom_asks(module: Written) -> Given:
-    heads = module.num_heads
-    return _described(module, heads, heads, module.inv_norm_factor, module.attention_dropout.p, ScoreBias("key", heads))
+def _bloom_asks(module: Bloom) -> Asked:
+    return Asked(
+        heads=module.num_heads,
+        kv_heads=module.num_heads,
+        head_dim=module.head_dim,
+        index=module.layer_idx,
+        scale=float(module.inv_norm_factor),
+        dropout=float(module.attention_dropout.p),
+        bias=ScoreBias("key", module.num_heads),
+    )
 
 
-def _bloom_adds(module: Written, dtype: torch.dtype) -> Added:
+def _bloom_adds(module: Bloom, dtype: torch.dtype) -> Added:
     slopes = _built(module, 2, torch.float32)[:, 1]
     return lambda h, q, k: (slopes[h] * k).to(dtype)
 
@@ -217,7 +245,7 @@ def _bloom_example(cls: Build) -> nn.Module:
     return cls(SimpleNamespace(hidden_size=12, **sizes), 0)
 
 
-def _bloom_given(module: Written) -> list[Given]:
+def _bloom_given(module: Bloom) -> list[Given]:
     alibi = _built(module, 5, torch.float32)[:, None]
     return [{"residual": torch.ones(1, 5, 12, device="cpu"), "alibi": alibi, "attention_mask": _hidden()}]
 
@@ -225,9 +253,20 @@ def _bloom_given(module: Written) -> list[Given]:
 # ---- MPT -------------------------------------------------------------------------------------------------------------
 
 
+class Mpt(Written, Protocol):
+    n_heads: int
+    head_dim: int
+    layer_idx: int | None
+    softmax_scale: float
+    attn_dropout_p: float
+    clip_qkv: float | None
+    Wqkv: Callable[[Tensor], Tensor]
+    out_proj: Callable[[Tensor], Tensor]
+
+
 def _mpt(ask: Ask) -> Callable[..., tuple[Tensor, None]]:
     def forward(
-        self: Written, hidden_states: Tensor, position_bias: Tensor, attention_mask: object = None, **more: object
+        self: Mpt, hidden_states: Tensor, position_bias: Tensor, attention_mask: object = None, **more: object
     ) -> tuple[Tensor, None]:  # fmt: skip
         mixed = self.Wqkv(hidden_states)
         mixed = mixed.clamp(-self.clip_qkv, self.clip_qkv) if self.clip_qkv else mixed
@@ -240,19 +279,26 @@ def _mpt(ask: Ask) -> Callable[..., tuple[Tensor, None]]:
     return forward
 
 
-def _mpt_asks(module: Written) -> Given:
-    heads = module.n_heads
-    return _described(module, heads, heads, module.softmax_scale, module.attn_dropout_p, ScoreBias("slope", heads))
+def _mpt_asks(module: Mpt) -> Asked:
+    return Asked(
+        heads=module.n_heads,
+        kv_heads=module.n_heads,
+        head_dim=module.head_dim,
+        index=module.layer_idx,
+        scale=float(module.softmax_scale),
+        dropout=float(module.attn_dropout_p),
+        bias=ScoreBias("slope", module.n_heads),
+    )
 
 
-def _mpt_built(module: Written, length: int, dtype: torch.dtype) -> Tensor:
+def _mpt_built(module: Mpt, length: int, dtype: torch.dtype) -> Tensor:
     built: Tensor = _file_of(module).build_mpt_alibi_tensor(
         module.n_heads, length, device=next(module.parameters()).device
     )
     return built[:, 0]
 
 
-def _mpt_adds(module: Written, dtype: torch.dtype) -> Added:
+def _mpt_adds(module: Mpt, dtype: torch.dtype) -> Added:
     slopes = -_mpt_built(module, 2, dtype)[:, 0]
     return lambda h, q, k: slopes[h] * (k - q)
 
@@ -262,7 +308,7 @@ def _mpt_example(cls: Build) -> nn.Module:
     return cls(SimpleNamespace(hidden_size=12, n_heads=3, max_seq_len=8, attn_config=inner), 0)
 
 
-def _mpt_given(module: Written) -> list[Given]:
+def _mpt_given(module: Mpt) -> list[Given]:
     alibi = _file_of(module).build_mpt_alibi_tensor(3, 8, device="cpu")
     return [{"position_bias": alibi, "attention_mask": _hidden() < 0}]
 
@@ -270,15 +316,32 @@ def _mpt_given(module: Written) -> list[Given]:
 # ---- Falcon ----------------------------------------------------------------------------------------------------------
 
 
+class FalconConfig(Protocol):
+    alibi: bool
+
+
+class Falcon(HasAlibi, Protocol):
+    num_kv_heads: int
+    layer_idx: int | None
+    config: FalconConfig
+    new_decoder_architecture: bool
+    inv_norm_factor: float
+    attention_dropout: nn.Dropout
+    query_key_value: Callable[[Tensor], Tensor]
+    dense: Callable[[Tensor], Tensor]
+    _split_heads: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
+
+
 def _falcon(ask: Ask) -> Callable[..., tuple[Tensor, None]]:
     def forward(
-        self: Written, hidden_states: Tensor, alibi: Tensor | None, attention_mask: object, *more: object,
-        position_embeddings: Any = None, **others: object,
+        self: Falcon, hidden_states: Tensor, alibi: Tensor | None, attention_mask: object, *more: object,
+        position_embeddings: tuple[Tensor, Tensor] | None = None, **others: object,
     ) -> tuple[Tensor, None]:  # fmt: skip
         query, key, value = (each.transpose(1, 2) for each in self._split_heads(self.query_key_value(hidden_states)))
         groups = self.num_heads // self.num_kv_heads if self.new_decoder_architecture else 1
         key, value = key[:, ::groups], value[:, ::groups]  # repeated there, for each query head of a group
         if alibi is None:
+            assert position_embeddings is not None, "a layer without ALiBi has rotary embeddings"
             query, key = _file_of(self).apply_rotary_pos_emb(query, key, *position_embeddings)
         dropout = self.attention_dropout.p if self.training and alibi is not None else 0.0
         options = {"scaling": self.inv_norm_factor, "dropout": dropout, "position_bias": alibi}
@@ -287,13 +350,19 @@ def _falcon(ask: Ask) -> Callable[..., tuple[Tensor, None]]:
     return forward
 
 
-def _falcon_asks(module: Written) -> Given:
-    bias = ScoreBias("key", module.num_heads) if module.config.alibi else None
-    dropout = module.attention_dropout.p if module.config.alibi else 0.0
-    return _described(module, module.num_heads, module.num_kv_heads, module.inv_norm_factor, dropout, bias)
+def _falcon_asks(module: Falcon) -> Asked:
+    return Asked(
+        heads=module.num_heads,
+        kv_heads=module.num_kv_heads,
+        head_dim=module.head_dim,
+        index=module.layer_idx,
+        scale=float(module.inv_norm_factor),
+        dropout=float(module.attention_dropout.p if module.config.alibi else 0.0),
+        bias=ScoreBias("key", module.num_heads) if module.config.alibi else None,
+    )
 
 
-def _falcon_adds(module: Written, dtype: torch.dtype) -> Added:
+def _falcon_adds(module: Falcon, dtype: torch.dtype) -> Added:
     """Slopes are bfloat16. (With "eager" the bias is added twice: see layers.py.)"""
     slopes = _built(module, 2, torch.bfloat16)[:, 1]
     return lambda h, q, k: (slopes[h] * k).to(dtype)
@@ -305,7 +374,7 @@ def _falcon_example(cls: Build) -> nn.Module:
     return cls(SimpleNamespace(new_decoder_architecture=False, _attn_implementation="sdpa", **sizes), 0)
 
 
-def _falcon_given(module: Written) -> list[Given]:
+def _falcon_given(module: Falcon) -> list[Given]:
     alibi = _built(module, 5, torch.float32)[:, None]
     return [{"alibi": alibi, "attention_mask": _hidden() + alibi / math.sqrt(module.head_dim)}]
 
@@ -313,15 +382,7 @@ def _falcon_given(module: Written) -> list[Given]:
 # ---- what they have in common ----------------------------------------------------------------------------------------
 
 
-def _described(
-    module: Written, heads: int, kv_heads: int, scale: float, dropout: float, bias: ScoreBias | None
-) -> Given:
-    """The fields of an `AttentionLayer`."""
-    dims = {"query_heads": heads, "kv_heads": kv_heads, "head_dim": module.head_dim, "value_dim": module.head_dim}
-    return dims | {"index": module.layer_idx, "scale": float(scale), "dropout": float(dropout), "bias": bias}
-
-
-FAMILIES = {name: OwnAttention.of(row) for name, row in CLASSES.items()} | {
+FAMILIES: dict[str, OwnAttention[Any]] = {name: OwnAttention.of(row) for name, row in CLASSES.items()} | {
     "bloom.BloomAttention": OwnAttention(
         _bloom_asks, _bloom, _bloom_example, _bloom_given, alibi=Alibi(_built, _bloom_adds)
     ),
@@ -344,12 +405,18 @@ def _hidden() -> Tensor:
 class _Unfilled(TorchFunctionMode):
     """Parameters of modules that are built inside are on the meta device, and draw no random numbers."""
 
-    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         kwargs = kwargs or {}
         return func(*args, **(kwargs | {"device": "meta"} if func is torch.empty else kwargs))
 
 
-def _filled(family: OwnAttention, cls: Build, drawn: torch.Generator) -> nn.Module:
+def _filled(family: OwnAttention[Any], cls: Build, drawn: torch.Generator) -> nn.Module:
     """The tiny layer of a class, with random parameters in float32."""
     with torch.device("cpu"), _Unfilled():
         layer = family.example(cls)
@@ -361,7 +428,7 @@ def _filled(family: OwnAttention, cls: Build, drawn: torch.Generator) -> nn.Modu
 
 
 @functools.cache
-def _agrees(cls: Any) -> bool:
+def _agrees(cls: type) -> bool:
     """Whether a class computes what is written here in its place."""
     family, drawn = FAMILIES[_key_of(cls)], torch.Generator(device="cpu").manual_seed(0)
     try:
@@ -383,20 +450,21 @@ def _agrees(cls: Any) -> bool:
         return False
 
 
-def _dense(module: nn.Module, family: OwnAttention) -> Ask:
+def _dense(module: nn.Module, family: OwnAttention[Any]) -> Ask:
     """Attention of five tokens, causal where there is a mask."""
     biased = None if family.alibi is None else position_bias(module, torch.float32)
 
     def ask(
-        self: Written, query: Tensor, key: Tensor, value: Tensor, mask: object, **options: Any
-    ) -> tuple[Tensor, None]:
+        self: object, query: Tensor, key: Tensor, value: Tensor, mask: object, *,
+        scaling: float, sliding_window: int | None = None, **others: object,
+    ) -> tuple[Tensor, None]:  # fmt: skip
         key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], 1) for each in (key, value))
         heads = torch.arange(query.shape[1], device="cpu")[:, None, None]
         q, k = torch.arange(5, device="cpu")[:, None], torch.arange(5, device="cpu")
-        scores = query @ key.transpose(-1, -2) * options["scaling"]
+        scores = query @ key.transpose(-1, -2) * scaling
         scores = scores if biased is None else biased(scores, q, heads, q, k)
         if mask is not None:
-            window = options.get("sliding_window") or 5
+            window = sliding_window or 5
             scores = scores.masked_fill((k > q) | (q - k >= window), -math.inf)
         return (scores.softmax(-1) @ value).transpose(1, 2), None
 

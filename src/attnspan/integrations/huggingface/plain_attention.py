@@ -14,29 +14,54 @@ Shapes: B batch rows, S tokens, H heads, D head dim; query (B, H, S, D).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from attnspan.errors import ModelError
+from attnspan.integrations.huggingface.biases import ScoreBias
 
 Ask = Callable[..., tuple[Tensor, None]]
 """An attention function, by the signature of AttentionInterface."""
 
 Method = Callable[..., object]
 
-Written = Any
-"""A layer of such a class, with the attributes of that."""
-
 Given = Mapping[str, object]
-"""Arguments, or fields, by name."""
+"""Arguments by name."""
 
 Build = Callable[..., nn.Module]
 """A class of layers, called."""
+
+
+class Written(Protocol):
+    """A layer that writes its attention out. What more there is of one is said where its class is known."""
+
+    training: bool
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Those of its projections."""
+
+
+L = TypeVar("L", bound=Written, contravariant=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What such a layer asks for: fields of an `AttentionLayer`. Keys are as wide as values."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    index: int | None
+    scale: float
+    dropout: float
+    window: int | None = None
+    causal: bool = True
+    bias: ScoreBias | None = None
 
 
 class OwnMask:
@@ -47,38 +72,40 @@ OWN_MASK = OwnMask()
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlainAttention:
+class PlainAttention(Generic[L]):
     """One class of layers. `hides`: by itself, whatever mask it is given, with the window of `window`."""
 
     method: ClassVar[str]
 
-    sizes: Callable[[Written], tuple[int, int]]  # heads, head dim
-    scale: Callable[[Written], float]
+    sizes: Callable[[L], tuple[int, int]]  # heads, head dim
+    scale: Callable[[L], float]
     dropout: str  # the attribute, a number or a Dropout
     index: str = "layer_idx"
-    window: Callable[[Written], int | None] = lambda module: None
-    causal: Callable[[Written], bool] = lambda module: True
+    window: Callable[[L], int | None] = lambda module: None
+    causal: Callable[[L], bool] = lambda module: True
     hides: bool = False
     example: Callable[[Build], nn.Module]  # of a class: layers of width 16
     given: Callable[[], list[Given]]  # cases, beside hidden states of five tokens
 
-    def asked(self, module: Written) -> Given:
-        """The fields of an `AttentionLayer`."""
+    def asked(self, module: L) -> Asked:
+        """What a layer asks for."""
         heads, head_dim = self.sizes(module)
-        dims = {"query_heads": heads, "kv_heads": heads, "head_dim": head_dim, "value_dim": head_dim}
-        return dims | {
-            "index": getattr(module, self.index, None),
-            "scale": float(self.scale(module)),
-            "dropout": self._dropout(module),
-            "window": self.window(module),
-            "causal": self.causal(module),
-        }
+        return Asked(
+            heads=heads,
+            kv_heads=heads,
+            head_dim=head_dim,
+            index=getattr(module, self.index, None),
+            scale=float(self.scale(module)),
+            dropout=self._dropout(module),
+            window=self.window(module),
+            causal=self.causal(module),
+        )
 
-    def _dropout(self, module: Written) -> float:
+    def _dropout(self, module: L) -> float:
         found = getattr(module, self.dropout)
         return float(found.p if isinstance(found, nn.Dropout) else found)
 
-    def _options(self, module: Written) -> Given:
+    def _options(self, module: L) -> Given:
         dropout = self._dropout(module) if module.training else 0.0
         return {"scaling": self.scale(module), "dropout": dropout, "sliding_window": self.window(module)}
 
@@ -88,7 +115,7 @@ class PlainAttention:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScoringMethod(PlainAttention):
+class ScoringMethod(PlainAttention[L]):
     """`keys_first`: keys are (B, H, D, S). `listed`: the result is a list of one."""
 
     method = "_attn"
@@ -98,7 +125,7 @@ class ScoringMethod(PlainAttention):
 
     def written(self, ask: Ask) -> Method:
         def _attn(
-            module: Written, query: Tensor, key: Tensor, value: Tensor, attention_mask: object = None, *more: object
+            module: L, query: Tensor, key: Tensor, value: Tensor, attention_mask: object = None, *more: object
         ) -> object:
             key = key.mT if self.keys_first else key
             given = query.to(value.dtype), key.to(value.dtype), value
@@ -110,7 +137,7 @@ class ScoringMethod(PlainAttention):
 
 
 @dataclass(frozen=True, kw_only=True)
-class WholeForward(PlainAttention):
+class WholeForward(PlainAttention[L]):
     """`names` are those of the projections of queries, keys and values, `out` that of the result.
 
     `crossing` is the argument with another sequence, and `refused` one that is not served.
@@ -122,10 +149,10 @@ class WholeForward(PlainAttention):
     out: str = ""
     crossing: str
     refused: str = ""
-    rotate: Callable[[Written, Given, list[Tensor]], list[Tensor]] = lambda module, given, heads: heads
+    rotate: Callable[[L, Given, list[Tensor]], list[Tensor]] = lambda module, given, heads: heads
 
     def written(self, ask: Ask) -> Method:
-        def forward(module: Written, hidden_states: Tensor, **given: object) -> tuple[Tensor, None]:
+        def forward(module: L, hidden_states: Tensor, **given: object) -> tuple[Tensor, None]:
             if self.refused and given.get(self.refused) is not None:
                 raise ModelError(f"{type(module).__name__} is given {self.refused}, which is not served")
             other = given.get(self.crossing)
@@ -165,11 +192,58 @@ def _crossing(name: str) -> Callable[[], list[Given]]:
     return lambda: [*_masked(), {name: _numbers(1, 5, 16)}]
 
 
-def _root(module: Written) -> float:
-    return 1 / math.sqrt(module.attention_head_size)
+class Gpt(Written, Protocol):
+    """GPT-J and CodeGen."""
+
+    num_attention_heads: int
+    head_dim: int
+    scale_attn: float
 
 
-def _rotated(module: Written, given: Given, heads: list[Tensor]) -> list[Tensor]:
+class GptNeoConfig(Protocol):
+    window_size: int
+
+
+class GptNeo(Written, Protocol):
+    num_heads: int
+    head_dim: int
+    attention_type: str
+    config: GptNeoConfig
+
+
+class GptNeoXJapanese(Written, Protocol):
+    num_attention_heads: int
+    head_size: int
+    norm_factor: float
+
+
+class OpenAI(Written, Protocol):
+    """The first GPT."""
+
+    n_head: int
+    split_size: int
+    scale: bool
+
+
+class Bert(Written, Protocol):
+    num_attention_heads: int
+    attention_head_size: int
+    is_decoder: bool
+
+
+class RoFormer(Bert, Protocol):
+    rotary_value: bool
+    apply_rotary_position_embeddings: Callable[..., tuple[Tensor, ...]]
+
+
+class Bart(Written, Protocol):
+    num_heads: int
+    head_dim: int
+    scaling: float
+    is_decoder: bool
+
+
+def _rotated(module: RoFormer, given: Given, heads: list[Tensor]) -> list[Tensor]:
     """RoFormer's rotary embeddings, of values too if it is asked for that."""
     positions = given.get("sinusoidal_pos")
     if positions is None:
@@ -206,39 +280,40 @@ def _bart(cls: Build) -> nn.Module:
     return cls(embed_dim=16, num_heads=4, is_decoder=True, layer_idx=0)
 
 
-_GPT: dict[str, Any] = {
-    "sizes": lambda module: (module.num_attention_heads, module.head_dim),
-    "scale": lambda module: 1 / module.scale_attn,
-    "dropout": "attn_dropout",
-    "example": _gpt,
-    "given": _at_positions,
-}
-_BERT: dict[str, Any] = {
-    "names": ("query", "key", "value"),
-    "sizes": lambda module: (module.num_attention_heads, module.attention_head_size),
-    "scale": _root,
-    "dropout": "dropout",
-    "causal": lambda module: module.is_decoder,
-    "crossing": "encoder_hidden_states",
-    "example": _bert,
-    "given": _crossing("encoder_hidden_states"),
-}
-_BART: dict[str, Any] = {
-    "names": ("q_proj", "k_proj", "v_proj"),
-    "out": "out_proj",
-    "sizes": lambda module: (module.num_heads, module.head_dim),
-    "scale": lambda module: module.scaling,
-    "dropout": "dropout",
-    "causal": lambda module: module.is_decoder,
-    "crossing": "key_value_states",
-    "example": _bart,
-    "given": _crossing("key_value_states"),
-}
+_GPT = ScoringMethod[Gpt](
+    sizes=lambda module: (module.num_attention_heads, module.head_dim),
+    scale=lambda module: 1 / module.scale_attn,
+    dropout="attn_dropout",
+    example=_gpt,
+    given=_at_positions,
+)
+_BERT = WholeForward[Bert](
+    names=("query", "key", "value"),
+    sizes=lambda module: (module.num_attention_heads, module.attention_head_size),
+    scale=lambda module: 1 / math.sqrt(module.attention_head_size),
+    dropout="dropout",
+    causal=lambda module: module.is_decoder,
+    crossing="encoder_hidden_states",
+    example=_bert,
+    given=_crossing("encoder_hidden_states"),
+)
+_ROFORMER: WholeForward[RoFormer] = _BERT
+_BART = WholeForward[Bart](
+    names=("q_proj", "k_proj", "v_proj"),
+    out="out_proj",
+    sizes=lambda module: (module.num_heads, module.head_dim),
+    scale=lambda module: module.scaling,
+    dropout="dropout",
+    causal=lambda module: module.is_decoder,
+    crossing="key_value_states",
+    example=_bart,
+    given=_crossing("key_value_states"),
+)
 
-CLASSES: dict[str, PlainAttention] = {
-    "codegen.CodeGenAttention": ScoringMethod(**_GPT),
-    "gptj.GPTJAttention": ScoringMethod(**_GPT),
-    "gpt_neo.GPTNeoSelfAttention": ScoringMethod(
+CLASSES: dict[str, PlainAttention[Any]] = {  # of layers that are known by their names
+    "codegen.CodeGenAttention": _GPT,
+    "gptj.GPTJAttention": _GPT,
+    "gpt_neo.GPTNeoSelfAttention": ScoringMethod[GptNeo](
         sizes=lambda module: (module.num_heads, module.head_dim),
         scale=lambda module: 1.0,
         dropout="attn_dropout",
@@ -248,16 +323,16 @@ CLASSES: dict[str, PlainAttention] = {
         example=_gpt_neo,
         given=_masked,
     ),
-    "gpt_neox_japanese.GPTNeoXJapaneseAttention": ScoringMethod(
+    "gpt_neox_japanese.GPTNeoXJapaneseAttention": ScoringMethod[GptNeoXJapanese](
         sizes=lambda module: (module.num_attention_heads, module.head_size),
         scale=lambda module: 1 / module.norm_factor,
         dropout="attention_dropout",
         example=_japanese,
         given=lambda: _masked(position_ids=None, position_embeddings=(_numbers(1, 5, 2), _numbers(1, 5, 2) + 0.3)),
     ),
-    "openai.Attention": ScoringMethod(
+    "openai.Attention": ScoringMethod[OpenAI](
         sizes=lambda module: (module.n_head, module.split_size // module.n_head),
-        scale=lambda module: (module.split_size // module.n_head) ** -0.5 if module.scale else 1.0,
+        scale=lambda module: float((module.split_size // module.n_head) ** -0.5) if module.scale else 1.0,
         dropout="attn_dropout",
         hides=True,
         keys_first=True,
@@ -265,17 +340,15 @@ CLASSES: dict[str, PlainAttention] = {
         example=_openai,
         given=_masked,
     ),
-    "megatron_bert.MegatronBertSelfAttention": WholeForward(**_BERT),
-    "rembert.RemBertSelfAttention": WholeForward(**_BERT),
-    "roformer.RoFormerSelfAttention": WholeForward(
-        **_BERT
-        | {
-            "rotate": _rotated,
-            "given": lambda: [*_crossing("encoder_hidden_states")(), *_masked(sinusoidal_pos=_numbers(1, 1, 5, 4))],
-        }
+    "megatron_bert.MegatronBertSelfAttention": _BERT,
+    "rembert.RemBertSelfAttention": _BERT,
+    "roformer.RoFormerSelfAttention": replace(
+        _ROFORMER,
+        rotate=_rotated,
+        given=lambda: [*_crossing("encoder_hidden_states")(), *_masked(sinusoidal_pos=_numbers(1, 1, 5, 4))],
     ),
-    "mvp.MvpAttention": WholeForward(**_BART, refused="attn_prompt"),
-    "trocr.TrOCRAttention": WholeForward(**_BART | {"example": lambda cls: cls(None, 16, 4, is_decoder=True)}),
-    "xglm.XGLMAttention": WholeForward(**_BART),
+    "mvp.MvpAttention": replace(_BART, refused="attn_prompt"),
+    "trocr.TrOCRAttention": replace(_BART, example=lambda cls: cls(None, 16, 4, is_decoder=True)),
+    "xglm.XGLMAttention": _BART,
 }
 """By the folder in transformers.models, and the name."""
