@@ -14,8 +14,8 @@ import pytest
 import attnspan
 
 ROOT = Path(attnspan.__file__).parent
-ANY = {"parallel": 40, "integrations": 60}
-IGNORES = 30
+ANY = {"parallel": 40, "integrations": 30}
+IGNORES = 25
 
 
 def anys(source):
