@@ -4,6 +4,7 @@ Pages keep their places, README.md at the top and the rest in docs/, examples/ a
 somewhere in a clone and on the site. Programs that pages link to are pages too.
 """
 
+import importlib.util
 import logging
 import re
 from pathlib import Path
@@ -27,13 +28,15 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     ours = [_file(path, config) for pattern in PAGES + PICTURES for path in sorted(ROOT.glob(pattern))]
     programs = {target for file in ours for target in _programs(file)}
     listing = [_program(path, config) for path in sorted(programs | set(ROOT.glob("examples/*.py")))]
-    return Files([*theme, *ours, *listing, _index(config)])
+    notebooks = [_notebook(path, config) for path in sorted(ROOT.glob("docs/notebooks/*.ipynb"))]
+    return Files([*theme, *ours, *listing, *notebooks, _index(config)])
 
 
 def on_page_markdown(markdown: str, **_: object) -> str:
     """Links to programs lead to the pages that show them."""
     markdown = re.sub(r"(?<=\]\()examples/(?=\))", "examples/index.md", markdown)
     markdown = re.sub(r"\bno \[(\d+)\]", r"no \\[\1\\]", markdown)  # the reasons of docs/support.md are no links
+    markdown = markdown.replace(".ipynb)", ".md)")
     return LINK.sub(lambda found: f"{found[1]}.md", markdown)
 
 
@@ -52,6 +55,17 @@ def _programs(file: File) -> set[Path]:
 def _program(path: Path, config: MkDocsConfig) -> File:
     name = path.relative_to(ROOT).as_posix()
     return File.generated(config, f"{name}.md", content=f"# {name}\n\n```python\n{path.read_text('utf-8')}```\n")
+
+
+def _notebook(path: Path, config: MkDocsConfig) -> File:
+    """A notebook with its outputs, as they are committed."""
+    found = importlib.util.spec_from_file_location("notebook", ROOT / "docs/notebook.py")
+    assert found is not None
+    assert found.loader is not None
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    name = path.relative_to(ROOT).with_suffix(".md").as_posix()
+    return File.generated(config, name, content=module.as_page(path))
 
 
 def _index(config: MkDocsConfig) -> File:

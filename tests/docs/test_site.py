@@ -88,4 +88,5 @@ def test_the_build_warns_of_public_names_without_documentation(tmp_path, caplog)
 def test_every_page_is_in_the_navigation():
     nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
     pages = {path.relative_to(ROOT).as_posix() for pattern in ("*.md", "docs/**/*.md") for path in ROOT.glob(pattern)}
+    pages |= {path.relative_to(ROOT).with_suffix(".md").as_posix() for path in ROOT.glob("docs/notebooks/*.ipynb")}
     assert in_nav(nav) - {"examples/index.md"} == pages  # which docs/site.py writes
