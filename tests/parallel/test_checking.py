@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 import attnspan as span
 from attnspan.attention.call import Inputs
 from attnspan.errors import AttentionError
-from attnspan.parallel.checking import DenseAttention
+from attnspan.parallel.dense_attention import DenseAttention
 from attnspan.plan import Plan
 from attnspan.testing import loopback
 from tests import oracle

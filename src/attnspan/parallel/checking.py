@@ -7,8 +7,7 @@ ranks) are compared, and the inputs and outputs of every module, so that a mista
     a module whose inputs agree and whose output does not is where it is;
     where every module agrees and the loss does not, it is in the labels or in how the loss is averaged.
 
-How it compares: each rank takes its own tokens of the dense run's tensors, wherever in their shape the sequence is. A
-tensor without a sequence must be the same on every rank. Errors are relative to the largest magnitude in the tensor.
+dense_attention.py is the dense side, comparison.py says how the two are compared.
 
 What it does not know: tensors that no module takes or returns. Models are put in eval mode, so that dropout does not
 tell the runs apart. Everything is held in memory at once, and the dense run holds S x S masks: use small sizes.
@@ -21,29 +20,26 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass, field, replace
-from itertools import zip_longest
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
-from attnspan.attention.call import Inputs
-from attnspan.attention.laps import Lap
-from attnspan.attention.latent import EXPANDING, Expand, made_of
-from attnspan.attention.uses import Uses
+from attnspan.attention.latent import EXPANDING
 from attnspan.dtypes import lse_dtype
 from attnspan.errors import AttentionError
-from attnspan.layouts import Contiguous, Layout
+from attnspan.layouts import Layout
 from attnspan.parallel.attached_forward import is_attached
 from attnspan.parallel.batch import IGNORED
+from attnspan.parallel.comparison import Comparison, Difference, ModuleCall, _rank_of, gradient_errors
 from attnspan.parallel.core import Masks
+from attnspan.parallel.dense_attention import one_device
 from attnspan.parallel.session import ContextParallel
-from attnspan.plan import Plan, Strategy
+from attnspan.plan import Strategy
 from attnspan.plan.drawing import table
-from attnspan.transports import Transport, consensus
 from attnspan.transports.group import Group
 from attnspan.transports.loopback import Loopback
 
@@ -52,19 +48,6 @@ Forward = Callable[[nn.Module, Any, ContextParallel], object]
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 """By the dtype of the parameters. A mistake is rarely smaller than 1e-2; rounding grows with depth."""
-
-
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """Something that is not the same on ranks as on one device."""
-
-    where: str
-    what: str
-    error: float
-    inside: str = ""  # between which modules in it, where that can be told
-
-    def __str__(self) -> str:
-        return f"{self.where}: {self.what} (error {self.error:.1e})" + (self.inside and f"\ninside: {self.inside}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,14 +142,6 @@ def check_model(
 # ---- one run -------------------------------------------------------------------------------------------------------
 
 
-class ModuleCall(NamedTuple):
-    """What went into a module and came out of it, in one of its calls."""
-
-    name: str
-    inputs: list[Tensor]
-    outputs: list[Tensor]
-
-
 @dataclass(frozen=True, slots=True)
 class RunTrace:
     """Everything that a run leaves to compare. Modules are in the order in which they returned."""
@@ -191,7 +166,7 @@ class ModelRun:
     def dense(self) -> RunTrace:
         """On one device, with torch's own operations."""
         return Loopback(1, _device(self.model)).run(
-            lambda world: self._trace(_one_device(world, self.seq_len, self.mask))
+            lambda world: self._trace(one_device(world, self.seq_len, self.mask))
         )[0]
 
     def beside(self, dense: RunTrace, session: ContextParallel) -> ModelCheck:
@@ -201,7 +176,7 @@ class ModelRun:
         errors = {"loss": beside.loss(ours.loss, dense.loss)}
         if ours.logits is not None and dense.logits is not None:
             errors["logits"] = beside.error(ours.logits, dense.logits)
-        errors |= _gradient_errors(ours.gradients, dense.gradients)
+        errors |= gradient_errors(ours.gradients, dense.gradients)
         first = beside.first(ours.passed, dense.passed)
         errors, first, alike = beside.agreed(errors, first, float(ours.loss))
         calls = session.report().calls
@@ -312,186 +287,6 @@ def _loss_and_logits(out: object, cp: ContextParallel) -> tuple[Tensor, Tensor |
         logits = _logits(out)
         loss = cp.mean_loss(logits.to(lse_dtype(logits.dtype)).logsumexp(-1))
     return loss, logits
-
-
-# ---- the dense side ------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class DenseAttention:
-    """Attention of one device by torch's matmul and softmax, in the place of an `Attention`."""
-
-    plan: Plan
-    scale: float | None = None
-    uses: Uses = field(default_factory=Uses)
-
-    @property
-    def call(self) -> DenseAttention:
-        """Where uses are counted."""
-        return self
-
-    @property
-    def latest(self) -> Plan:
-        """The only plan."""
-        return self.plan
-
-    def variant(self, *, scale: float | None = None, guard: object = None) -> DenseAttention:
-        """With another scale; a guard has nothing to guard here."""
-        return replace(self, scale=self.scale if scale is None else scale)
-
-    def run(self, inputs: Inputs, expand: Expand | None = None) -> tuple[Tensor, Tensor]:
-        """(out, lse), as `Attention.run`."""
-        if expand is not None:
-            key, value = made_of(expand, inputs.key)
-            inputs = inputs._replace(key=key, value=value)
-        self.uses.add_forward(self.plan, inputs.shape, Lap(inputs.query.device))
-        query, key, value, sinks = inputs[:4]
-        group = query.shape[1] // key.shape[1]
-        key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
-        scores = query @ key.mT * (query.shape[-1] ** -0.5 if self.scale is None else self.scale)
-        allowed = self._allowed(query.device)
-        scores = scores.masked_fill(~allowed, -torch.inf)
-        if sinks is not None:
-            scores = torch.cat([scores, sinks[None, :, None, None].expand(*scores.shape[:3], 1).to(scores.dtype)], -1)
-        empty = (scores == -torch.inf).all(-1, keepdim=True)
-        weights = scores.masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0)
-        return weights[..., : value.shape[2]] @ value, scores.to(lse_dtype(query.dtype)).logsumexp(-1)
-
-    def _allowed(self, device: torch.device) -> Tensor:
-        plan, mask = self.plan, self.plan.mask
-        rows = [
-            torch.stack([mask.dense(plan.seq_len, plan.key_len, row, head) for head in range(mask.heads)])
-            for row in range(mask.rows)
-        ]
-        return torch.stack(rows).to(device)
-
-
-def _one_device(world: Transport, seq_len: int, mask: Masks) -> ContextParallel:
-    """A session of one rank whose attention is dense."""
-    session = ContextParallel(world, seq_len=seq_len, mask=mask, layout=Contiguous(1))
-    for name, attend in session.attentions.named.items():
-        session.attentions.named[name] = DenseAttention(attend.plan, session.options.scale)  # type: ignore[assignment]
-    return session
-
-
-# ---- comparing -----------------------------------------------------------------------------------------------------
-
-
-class Comparison:
-    """What a rank holds, beside the dense run's tensors."""
-
-    def __init__(self, session: ContextParallel, tolerance: float):
-        self.session, self.tolerance = session, tolerance
-
-    def loss(self, ours: Tensor, dense: Tensor) -> float:
-        """The error of the loss that training sees: its average over ranks."""
-        return _error_of(self.session.mean(ours.detach().reshape(1)), dense.reshape(()))
-
-    def error(self, ours: Tensor, dense: Tensor) -> float:
-        """The error of a tensor that is this rank's part of a dense one, or the same as it."""
-        expected = self._part(ours, dense)
-        return float("nan") if expected is None else _error_of(ours, expected)
-
-    def _part(self, ours: Tensor, dense: Tensor) -> Tensor | None:
-        """What should be here of a dense tensor; None if the shapes tell of no sequence."""
-        if ours.shape == dense.shape:
-            return dense
-        if ours.dim() != dense.dim():
-            return None
-        length, tokens = self.session.seq_len, self.session.sharding.tokens
-        for dim, (here, there) in enumerate(zip(ours.shape, dense.shape, strict=True)):
-            if here != there:
-                groups = there // length  # batch rows in front of the sequence may be in one dim with it
-                if there % length or here != groups * tokens:
-                    return None
-                full = dense.unflatten(dim, (groups, length)).to(self.session.transport.device)
-                batch_dim = dim if groups > 1 else 0
-                part = self.session.sharding.shard_on(self.session.rank, full, dim + 1, batch_dim)
-                part = part.flatten(dim, dim + 1).to(dense.device)
-                return part if part.shape == ours.shape else None
-        return None
-
-    def first(self, ours: list[ModuleCall], dense: list[ModuleCall]) -> Difference | None:
-        """Where the runs part: the first module to return something else although it was given the same."""
-        names, expected = [each.name for each in ours], [each.name for each in dense]
-        if names != expected:
-            name = next(theirs or mine for mine, theirs in zip_longest(names, expected, fillvalue="") if mine != theirs)
-            return Difference(name, "modules are not called in the same order, or as often", float("inf"))
-        given_other: Difference | None = None
-        given: dict[str, str] = {}  # modules that are given something else, with what
-        agreeing: list[str] = []
-        for mine, theirs in zip(ours, dense, strict=True):
-            inputs, outputs = (
-                self._largest(getattr(mine, side), getattr(theirs, side)) for side in ("inputs", "outputs")
-            )
-            if not inputs <= self.tolerance:
-                given_other = Difference(mine.name, "it is given something else", inputs)
-                given.setdefault(mine.name, self._argument(mine, theirs))
-            elif not outputs <= self.tolerance:
-                return Difference(mine.name, "its inputs agree, its output differs", outputs, _between(given, agreeing))
-            elif not given:
-                agreeing.append(mine.name)
-        return given_other  # the outermost: what it calls only passes it on
-
-    def _argument(self, ours: ModuleCall, dense: ModuleCall) -> str:
-        """Which of its tensors differs."""
-        wrong = [not self.error(x, y) <= self.tolerance for x, y in zip(ours.inputs, dense.inputs, strict=False)]
-        return f"argument {wrong.index(True)}" if True in wrong else "number of arguments"
-
-    def _largest(self, ours: list[Tensor], dense: list[Tensor]) -> float:
-        if len(ours) != len(dense):
-            return float("inf")
-        return max((self.error(x, y) for x, y in zip(ours, dense, strict=True)), key=_rank_of, default=0.0)
-
-    def agreed(
-        self, errors: dict[str, float], first: Difference | None, loss: float
-    ) -> tuple[dict[str, float], Difference | None, bool]:
-        """The largest errors of all ranks, the difference of the first rank that has one, and if they have one loss."""
-        said = errors, None if first is None else astuple(first), loss
-        heard = consensus.heard(self.session.transport, said, "what differs")
-        firsts = [Difference(*found) for _, found, _ in heard if found is not None]
-        largest = {name: max((each[name] for each, *_ in heard), key=_rank_of) for name in errors}
-        losses = [each for *_, each in heard]
-        alike = max(losses) - min(losses) <= self.tolerance * max(map(abs, losses))
-        return largest, firsts[0] if firsts else None, alike
-
-
-def _between(given: Mapping[str, str], agreeing: list[str]) -> str:
-    """Where inside a module its parts come apart; both in the order in which they returned, parts before wholes."""
-    if not given:
-        return ""
-    first = next(iter(given))
-    outer = [name for name in given if name == first or first.startswith(f"{name}.")][-1]
-    before = [name for name in agreeing if not name.startswith(f"{outer}.")]
-    return f"{before[-1] if before else 'what it is given'} agrees, {outer} is given another {given[outer]}"
-
-
-def _gradient_errors(ours: Mapping[str, Tensor | None], dense: Mapping[str, Tensor | None]) -> dict[str, float]:
-    """By parameter. Where terms cancel, as in the bias of keys, only rounding is left: a small gradient is measured by
-    a hundredth of the largest."""
-    largest = max(
-        (float(grad.abs().max()) for grad in dense.values() if grad is not None and grad.numel()), default=0.0
-    )
-    return {name: _error_of(ours[name], dense[name], at_least=largest / 100) for name in dense}
-
-
-def _error_of(ours: Tensor | None, dense: Tensor | None, at_least: float = 0.0) -> float:
-    """The largest error over the largest magnitude; a gradient that one side lacks is zero."""
-    if ours is None or dense is None:
-        given = ours if dense is None else dense
-        return 0.0 if given is None or not given.any() else 1.0
-    if ours.shape != dense.shape:
-        return float("inf")
-    if not ours.numel():
-        return 0.0
-    ours, dense = ours.double(), dense.double()
-    off = (ours - dense).abs().masked_fill(ours == dense, 0.0)  # infinities that agree
-    return float(off.max()) / (max(float(dense.abs().max()), at_least) or 1.0)
-
-
-def _rank_of(error: float) -> float:
-    """For comparing errors: NaN is the worst."""
-    return float("inf") if error != error else error
 
 
 def _hints(
