@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import attnspan as span
-from attnspan.attention.spans import Recorder
+from attnspan.attention.recording import Recorder
 from attnspan.plan import predict
 from attnspan.plan.strategy import name_of
 from attnspan.testing import loopback

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from attnspan.attention.kept import KeptKeys, Steps
 from attnspan.attention.lane import Arena, Grads, KeySum, Lane, Message
-from attnspan.attention.spans import computing, travelling
+from attnspan.attention.recording import computing, travelling
 from attnspan.kernels import Accumulator, Final
 from attnspan.transports import Pending, Transport
 

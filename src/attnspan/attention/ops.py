@@ -42,7 +42,7 @@ from attnspan.attention.handles import held
 from attnspan.attention.kept import FROM_KEPT, KeptKeys, keep, kept_by
 from attnspan.attention.laps import Lap
 from attnspan.attention.latent import Expander
-from attnspan.attention.spans import recorded
+from attnspan.attention.recording import recorded
 from attnspan.attention.transforms import check_no_tangents, check_untransformed
 from attnspan.dtypes import lse_dtype
 from attnspan.errors import AttentionError, KernelError

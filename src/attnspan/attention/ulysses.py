@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from attnspan.attention.spans import travelling
+from attnspan.attention.recording import travelling
 from attnspan.attention.wire import places
 from attnspan.layouts.run import Runs
 from attnspan.plan.heads import Heads

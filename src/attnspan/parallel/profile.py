@@ -1,7 +1,7 @@
 """Passes of attention step by step, measured beside predicted: what `ContextParallel.profile` records.
 
 Each pass has a row for every step of its plan, one for the exchanges of heads, and one for the rest: packing, merging,
-sums. Measured are the medians of the latest passes on this rank (attention/spans.py says what of); predicted is the
+sums. Measured are the medians of the latest passes on this rank (attention/recording.py says what of); predicted is the
 timeline (plan/timeline.py). A step's transfers are its keys, and in backward the gradients that go home after it. The
 time of a transfer under compute is an upper bound, as only waiting for it tells that it has ended.
 
@@ -21,7 +21,7 @@ from statistics import median
 from types import TracebackType
 from typing import Any
 
-from attnspan.attention.spans import Kind, RecordedPass, Recorder, TimedSpan
+from attnspan.attention.recording import Kind, RecordedPass, Recorder, TimedSpan
 from attnspan.attention.uses import Pass
 from attnspan.errors import AttentionError
 from attnspan.masks.drawing import shortened

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 from attnspan.layouts.run import tokens_in
 from attnspan.plan.cost import Shape
 from attnspan.plan.heads import Heads, split_heads
-from attnspan.plan.memory_walk import Kernels, Moment, Sizes, Walk
+from attnspan.plan.memory_walk import BytesByName, Kernels, Sizes, Walk
 from attnspan.plan.strategy import Ring, between_groups
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class Memory:
     '4.0 MiB: given 3.0, arenas 1.0'
     """
 
-    terms: Moment
+    terms: BytesByName
 
     @property
     def total(self) -> float:
@@ -91,7 +91,7 @@ class MemoryRow:
         sizes, (rows, keys) = self._sizes(None), self._tokens
         return rows * sizes.q + keys * sizes.kv + (rows * (2 * sizes.out + sizes.lse) if self.backward else 0.0)
 
-    def moments(self) -> Iterator[Moment]:
+    def moments(self) -> Iterator[BytesByName]:
         """What else is alive, moment by moment."""
         plan, walk = self.plan, self._walk()
         if plan.degree == 1:

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     pass
 
 
-Moment = dict[str, float]
+BytesByName = dict[str, float]
+"""What is alive at one moment, by what it is for."""
 
 
 class Kernels(NamedTuple):
@@ -79,11 +80,11 @@ class Walk:
     def counts(self) -> tuple[Sizes, int, int]:
         return self.sizes, self.rows, tokens_in(self.own)
 
-    def moments(self) -> Iterator[Moment]:
+    def moments(self) -> Iterator[BytesByName]:
         """What is alive at each moment, apart from what the caller gave."""
         yield from self._backward() if self.backward else self._forward()
 
-    def _forward(self) -> Iterator[Moment]:
+    def _forward(self) -> Iterator[BytesByName]:
         part = self.sizes.out * self._widened + self.sizes.lse
         waiting = WaitingParts(self.rows, self.sizes, part, [rows for step in self.steps for rows in self._calls(step)])
         for index, step in enumerate(self.steps):
@@ -115,7 +116,7 @@ class Walk:
         """How much wider than the tensors gradients go home: [Note: gradients that travel] in attention/lane.py."""
         return 1.0 if self.kernels.rounds else self.sizes.wide
 
-    def _backward(self) -> Iterator[Moment]:
+    def _backward(self) -> Iterator[BytesByName]:
         sizes, steps = self.sizes, self.steps
         queries, keys = Gathered(self.rows, sizes.q, sizes.wide), Gathered(tokens_in(self.own), sizes.kv, sizes.wide)
         before = returned = here = 0.0
@@ -176,7 +177,7 @@ class Walk:
         return rows * sizes.q * sizes.wide + per_head + (2 * rows * sizes.out if rows < self.rows else 0.0)
 
     @property
-    def held(self) -> Moment:
+    def held(self) -> BytesByName:
         """What a lane keeps to its end: the last arena, and own keys packed."""
         packed = self._sends_keys and not self.hands_on and any(map(self._packs, self.steps))
         last = len(self.steps) - 1
@@ -185,7 +186,7 @@ class Walk:
             "packed": self._own_bytes if packed else 0.0,
         }
 
-    def _arenas(self, index: int) -> Moment:
+    def _arenas(self, index: int) -> BytesByName:
         """The arena of a step and the next one; own keys packed, for good or for the time of one exchange."""
         packed = any(map(self._packs, self.steps[: index + 2]))
         if self.hands_on:
