@@ -688,13 +688,13 @@ def scores_are_changed_forward_but_not_backward(plant):
 @defect
 def the_slope_of_a_score_mod_is_taken_to_be_one(plant):
     def bend(real):
-        def pull(self, score, indices, captured, sums, grad, shares):
+        def vjp(self, score, indices, captured, sums, grad, shares):
             _, rows = real(self, score, indices, captured, sums, grad, shares)
             return grad(self.over(score, *indices, captured=captured).expand(score.shape)), rows
 
-        return pull
+        return vjp
 
-    plant(Program, "pull", bend)
+    plant(Program, "vjp", bend)
 
 
 @defect
@@ -710,15 +710,15 @@ def the_gradient_of_a_captured_tensor_is_counted_once_per_rank(plant):
 @defect
 def only_the_last_block_counts_for_a_captured_tensor(plant):
     def bend(real):
-        def pull(self, score, indices, captured, sums, grad, shares):
+        def vjp(self, score, indices, captured, sums, grad, shares):
             for total in sums:
                 if total is not None:
                     total.zero_()
             return real(self, score, indices, captured, sums, grad, shares)
 
-        return pull
+        return vjp
 
-    plant(Program, "pull", bend)
+    plant(Program, "vjp", bend)
 
 
 @defect

@@ -7,7 +7,7 @@ merged into what its rows have so far.
 
 Backward computes the same scores again. The gradient of a changed score is probability x (grad @ value - delta), from
 the final out and lse (see [Note: final out and lse] in kernel.py); the program is then walked back to the score itself
-and to the tensors it captured (`Program.pull`).
+and to the tensors it captured (`Program.vjp`).
 
 Half precision is computed in float32. Shapes: kernel.py.
 """
@@ -186,7 +186,7 @@ def _pulled(
     def widened(changed: Tensor) -> Tensor:
         return slope(changed.to(raw.dtype))
 
-    return spec.mods.score_mod.pull(raw, indices, region.captured, sums, widened, lambda: shares[0])
+    return spec.mods.score_mod.vjp(raw, indices, region.captured, sums, widened, lambda: shares[0])
 
 
 @dataclass(frozen=True, slots=True)

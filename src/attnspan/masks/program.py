@@ -141,7 +141,7 @@ class Program:
         )
         return result[(None,) * (4 - result.dim())]
 
-    def pull(
+    def vjp(
         self,
         score: Tensor,
         indices: Sequence[Tensor],
@@ -155,19 +155,9 @@ class Program:
         `grad` is given the result and returns its gradient. Then, for each of `row_lookups`, (B, H, n): what the
         gradient would be of `shares`, the probabilities, row by row. See [Note: exact sums] in kernels/row_sums.py.
         """
-        looked: list[Tensor] = []
-        places: list[list[Tensor]] = []
-        tables: tuple[int, ...] = ()
-        graph = self.graph
-        if self.is_flat and self._lookups is not None:
-            found = self._lookups.places(score, *_spread(indices), *captured)
-            places, tables, graph = [list(each) for each in found], self._lookups.tables, self._lookups.graph
-            looked = [captured[table][tuple(at)] for table, at in zip(tables, places, strict=True)]
-            for i in self.row_lookups(sums):
-                looked[i] = looked[i].expand(*score.shape[:3], 1)
+        tables, places, looked, run = self._looked_up(score, indices, captured, sums)
         others = [i for i, total in enumerate(sums) if total is not None and i not in tables]
         spread = _spread(indices) if self.is_flat else list(indices)
-        run = graph if self.is_flat else _mapped(graph, 1)
 
         def call(score: Tensor, looked: list[Tensor], some: list[Tensor]) -> Tensor:
             given = list(captured)
@@ -185,12 +175,8 @@ class Program:
             total = sums[i]
             assert total is not None, "others are those that have one"
             total.add_(part)
-        for table, where, part in zip(tables, places, d_looked, strict=True):
-            total = sums[table]
-            if total is not None:
-                at = torch.broadcast_tensors(*where)
-                part = part.to(total.dtype).sum_to_size(at[0].shape)
-                total.index_put_(tuple(at), part, accumulate=True)
+        for table, at, part in zip(tables, places, d_looked, strict=True):
+            _put(sums[table], at, part)
         return d_score, [means[i].squeeze(-1) for i in by_row]
 
     def row_lookups(self, sums: Sequence[Tensor | None]) -> tuple[int, ...]:
@@ -212,10 +198,7 @@ class Program:
         b, h, q, k = indices
         found = self._lookups.places(parts[0].new_zeros(()), *_spread([b, h, q, k[:1]]), *captured)
         for i, part in zip(self.row_lookups(sums), parts, strict=True):
-            total, at = sums[self._lookups.tables[i]], torch.broadcast_tensors(*found[i])
-            assert total is not None, "row lookups are those that have one"
-            part = part.unsqueeze(-1).to(total.dtype).sum_to_size(at[0].shape)
-            total.index_put_(tuple(at), part, accumulate=True)
+            _put(sums[self._lookups.tables[i]], found[i], part.unsqueeze(-1))
 
     # ---- inside ------------------------------------------------------------------------------------------------
 
@@ -242,6 +225,21 @@ class Program:
     def _arguments(self) -> int:
         return len(inputs_of(self.graph.graph)) - len(self.captured)
 
+    def _looked_up(
+        self, score: Tensor, indices: Sequence[Tensor], captured: Sequence[Tensor], sums: Sequence[Tensor | None]
+    ) -> tuple[tuple[int, ...], list[Sequence[Tensor]], list[Tensor], Callable[..., Tensor]]:
+        """The tables that numbers are looked up in, where, the numbers, and what runs on these. See [Note: lookups]."""
+        if not self.is_flat:
+            return (), [], [], _mapped(self.graph, 1)
+        if self._lookups is None:
+            return (), [], [], self.graph
+        tables = self._lookups.tables
+        places = list(self._lookups.places(score, *_spread(indices), *captured))
+        looked = [captured[table][tuple(at)] for table, at in zip(tables, places, strict=True)]
+        for i in self.row_lookups(sums):
+            looked[i] = looked[i].expand(*score.shape[:3], 1)
+        return tables, places, looked, self._lookups.graph
+
     @cached_property
     def _lookups(self) -> Lookups | None:
         inputs = inputs_of(self.graph.graph)
@@ -266,6 +264,13 @@ class Program:
         by_key = depending(self.graph.graph, [inputs[self._arguments - 1]])
         by_row = tuple(i for i, node in enumerate(found) if not by_key.intersection(looked_up_at(node)))
         return Lookups(shared(places), tables, by_row, shared(graph))
+
+
+def _put(total: Tensor | None, at: Sequence[Tensor], part: Tensor) -> None:
+    """Add the gradients of what was looked up to those of its table, if they are wanted."""
+    if total is not None:
+        at = torch.broadcast_tensors(*at)
+        total.index_put_(tuple(at), part.to(total.dtype).sum_to_size(at[0].shape), accumulate=True)
 
 
 def _spread(indices: Sequence[Tensor]) -> list[Tensor]:
