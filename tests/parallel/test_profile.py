@@ -144,7 +144,8 @@ def test_a_transfer_lasts_as_long_as_its_messages_take(strategy):
         _, profile = profiled(Delayed(world, 0.02), span.Causal(), strategy, passes=1)
         travelling = [row for each in profile.passes for row in each.rows if row.predicted["transfer"]]
         assert travelling
-        assert all(row.measured["transfer"] >= 0.02 for row in travelling)
+        # Recorded from after the post: a busy machine may take some of the 0.02 before that.
+        assert all(row.measured["transfer"] >= 0.01 for row in travelling)
 
     loopback(4).run(rank)
 
