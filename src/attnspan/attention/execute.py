@@ -1,6 +1,6 @@
 """A call, carried out: tensors of this rank in, its out, lse and gradients back.
 
-Lanes live until results are made, and sums of gradients no longer than that: plan/memory.py counts them so.
+Lanes live until results are made, and sums of gradients no longer than that: plan/memory_walk.py counts them so.
 
 Without Ulysses this is the loop of loop.py over one lane per row of the plan. With it, heads are exchanged before and
 after; the loop in between is the same.

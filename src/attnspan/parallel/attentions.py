@@ -1,6 +1,6 @@
 """The attentions of a session: those of its masks by name, and those of the masks and score_mods that calls bring.
 
-All are made once and remembered. Functions are traced (masks/program.py), and again if they may have changed since
+All are made once and remembered. Functions are traced (masks/tracing.py), and again if they may have changed since
 (masks/fingerprint.py); what is made of them is kept for the latest few, by what they compute, so that a new closure of
 every step is nothing new.
 

@@ -1,7 +1,7 @@
 """Where bands and runs meet, as columns: every band with each run of queries, and these with each run of keys.
 
-What geometry.py finds for one rank, for all ranks at once; forecast.py counts with it. Knows runs without stride, and
-keys that lie as queries do. Shapes: A meetings of a band with a run of queries, P pieces of these by run of keys.
+What geometry.py finds for one rank, for all ranks at once; group_forecast.py counts with it. Knows runs without stride,
+and keys that lie as queries do. Shapes: A meetings of a band with a run of queries, P pieces of these by run of keys.
 """
 
 from __future__ import annotations

@@ -13,8 +13,9 @@ What is counted, by name::
     heads       under Ulysses, what changed hands, and the buffers it travels in
     result      out and lse, or the gradients in their own dtype
 
-A model of the loops in `attention`, held to them by tests/plan/test_memory_counted.py and benchmarks/memory.py; not of
-a transport's own buffers or of the allocator's rounding. Not counted: the copies of transfers that have many runs.
+memory_walk.py is a model of the loops in `attention`, held to them by tests/plan/test_memory_counted.py and
+benchmarks/memory.py; not of a transport's own buffers or of the allocator's rounding. Not counted: the copies of
+transfers that have many runs.
 """
 
 from __future__ import annotations
