@@ -31,6 +31,9 @@ class Engine(LLMEngine):
 
     Recurrent layers have `states` places for the states of samples, None for 2 x max_sequences; those that are free
     keep snapshots for the prefix cache, one every `state_every` pages (engine/pools.py).
+
+    With `prompt_lookup_num_tokens`, up to so many tokens that followed the last ones before are computed with them, and
+    kept as far as they are what the model chooses (engine/prompt_lookup.py).
     """
 
     def __init__(
@@ -51,9 +54,12 @@ class Engine(LLMEngine):
         memory_share: float | None = None,
         states: int | None = None,
         state_every: int = 16,
+        prompt_lookup_num_tokens: int = 0,
     ) -> None:
         sizes = (pages, page_size, host_pages, max_sequences, max_tokens, context_parallel_from)
-        config = EngineConfig(*sizes, prefix_cache, kernel, cuda_graphs, memory_share, states, state_every)
+        config = EngineConfig(
+            *sizes, prefix_cache, kernel, cuda_graphs, memory_share, states, state_every, prompt_lookup_num_tokens
+        )
         found = served_model(model, stacklevel=2, latents=not cuda_graphs)  # no kernel attends over them in a graph
         super().__init__(found, config, mesh=mesh, tokenizer=tokenizer)
         self.model = model

@@ -16,6 +16,7 @@ from attnspan.engine.logits_processor import LogitsProcessor, LogitsRow, LogitsR
 from attnspan.engine.request import Request
 from attnspan.engine.sample import Sample
 from attnspan.engine.sampler import Draw, Sampler, choose_tokens, probabilities
+from attnspan.engine.scheduler import Chunk
 from attnspan.testing import loopback
 from tests.engine.models import greedy, prompts, tiny, tokenizer
 
@@ -367,9 +368,9 @@ def test_choosing_among_rows_with_and_without_rules_draws_each_from_its_own():
     together = Sampler()
     for number, each in enumerate(params):
         together.add(Request(number, [1, 2], each.over(SamplingParams()), each.seed or 0), frozenset())
-    samples = [Sample(number, [1, 2], 9) for number in range(4)]
-    answers = together.choose(logits, samples)
-    for place, sample in enumerate(samples):
-        assert together.choose(logits[place : place + 1], [sample]) == [answers[place]]
+    chunks = [Chunk(Sample(number, [1, 2], 9), 2) for number in range(4)]
+    answers = together.choose(logits, chunks)
+    for place, chunk in enumerate(chunks):
+        assert together.choose(logits[place : place + 1], [chunk]) == [answers[place]]
     assert answers[0].token >= 20 <= answers[2].token
     assert answers[3:] == choose_tokens(logits[3:], [Draw()], [None])

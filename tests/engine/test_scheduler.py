@@ -1,5 +1,6 @@
 """The scheduler by itself: nothing is lost, nobody is overtaken, and pages hold what they should, after every step."""
 
+import random
 from collections import defaultdict
 
 import pytest
@@ -31,7 +32,7 @@ class Shadow:
 
     def feed(self, batch):
         """Write the new tokens; what is found before them must be the sample's own, as far as a window reaches."""
-        named = [(sample.seq, count) for sample, count in batch]
+        named = [(chunk.sample.seq, chunk.new) for chunk in batch]
         needed = self.allocator.needs(named)
         assert self.allocator.free_pages >= needed, "the scheduler made room"
         given = self.allocator.step(named)
@@ -39,20 +40,38 @@ class Shadow:
         for source, target in given.copies:
             self.pages[target] = dict(self.pages[source])
         size = self.allocator.page_size
-        for sample, count in batch:
-            table, after = self.allocator.table(sample.seq), sample.computed + count
+        for chunk in batch:
+            sample, tokens = chunk.sample, chunk.sample.tokens + list(chunk.draft)
+            table, after = self.allocator.table(sample.seq), sample.computed + chunk.new
             assert self.allocator.length(sample.seq) == after
             for position in range(sample.computed, after):
                 assert table[position // size], "a page that is written to is no null page"
-                self.pages[table[position // size]][position % size] = sample.tokens[position]
+                self.pages[table[position // size]][position % size] = tokens[position]
             seen = 0 if self.group.window is None else max(0, sample.computed - self.group.window + 1)
             found = [self.pages[table[p // size]].get(p % size) for p in range(seen, after)]
-            assert found == sample.tokens[seen:after]
+            assert found == tokens[seen:after]
 
 
 def next_token(sample):
     """The model: any function of what a sample says."""
     return (sum(sample.tokens) * 7 + len(sample.tokens) + sample.number) % 5
+
+
+class Guesses:
+    """In the place of a lookup: drafts of any length, of which any number of tokens are right."""
+
+    def __init__(self, number, draw):
+        self.number, self.draw = number, draw
+
+    def copy(self):
+        return Guesses(self.number, self.draw)  # which guesses wrong for another number
+
+    def draft(self, tokens, most):
+        right, count = self.draw.randrange(4), min(self.draw.randrange(4), most)
+        guess = Sample(0, list(tokens), 0, self.number)
+        for place in range(count):
+            guess.tokens.append(next_token(guess) + (place >= right))
+        return tuple(guess.tokens[len(tokens) :])
 
 
 def name(sample):
@@ -62,13 +81,15 @@ def name(sample):
 class Driver:
     """An engine without a model: feeds, samples, forks, ends."""
 
-    def __init__(self, shadows, limits):
-        self.shadows = shadows
+    def __init__(self, shadows, limits, guesses=None):
+        self.shadows, self.guesses = shadows, guesses
         self.scheduler = Scheduler(KVCacheManager([shadow.group for shadow in shadows]), limits)
         self.alive, self.ended, self.arrivals = {}, {}, 0
 
     def add(self, prompt, new, n=1, salt=None, priority=0):
         sample = Sample(self.arrivals, list(prompt), len(prompt) + new, forks=n - 1, salt=salt, priority=priority)
+        if self.guesses is not None:
+            sample.lookup = Guesses(0, self.guesses)
         self.scheduler.add(sample)
         self.alive[name(sample)] = sample
         self.arrivals += 1
@@ -88,8 +109,8 @@ class Driver:
             and limits.context_parallel_from is not None
             and batch[0].new >= limits.context_parallel_from
         )
-        assert whole or sum(count for _, count in batch) <= limits.max_tokens
-        assert all(count >= 1 for _, count in batch)
+        assert whole or sum(chunk.new for chunk in batch) <= limits.max_tokens
+        assert all(chunk.new >= 1 for chunk in batch)
         running, queued = ([sample.order for sample in side] for side in (scheduler.running, scheduler.queued))
         assert running == sorted(running)
         assert queued == sorted(queued)
@@ -99,19 +120,27 @@ class Driver:
             assert most < min(order for order in queued if order[0] == priority), "no younger one of a kind runs first"
         for shadow in self.shadows:
             shadow.feed(batch)
-        done = [chunk.sample for chunk in batch if chunk.last]
+        splits = [(chunk.sample, chunk.sample.split()) for chunk in batch if chunk.sample.forks and chunk.last]
+        done = [each for sample, forks in splits for each in (sample, *forks)]
+        done += [chunk.sample for chunk in batch if chunk.last and not chunk.sample.forks]
+        for each in done:
+            each.tokens.append(next_token(each))
+        for chunk in batch:
+            for proposed in chunk.draft:
+                if chunk.sample.tokens[-1] != proposed or len(chunk.sample.tokens) == chunk.sample.max_length:
+                    break
+                chunk.sample.tokens.append(next_token(chunk.sample))
+        for sample, _ in splits:
+            sample.forks = 0
         scheduler.mark_computed(batch)
-        for sample in done:
-            forks, sample.forks = sample.split(), 0
-            if forks:
-                scheduler.fork(sample, forks)
-            for each in (sample, *forks):
-                self.alive[name(each)] = each
-                each.tokens.append(next_token(each))
-                if len(each.tokens) == each.max_length:
-                    self.ended[name(each)] = each.tokens
-                    del self.alive[name(each)]
-                    scheduler.remove(each)
+        for sample, forks in splits:
+            scheduler.fork(sample, forks)
+        for each in done:
+            self.alive[name(each)] = each
+            if len(each.tokens) == each.max_length:
+                self.ended[name(each)] = each.tokens
+                del self.alive[name(each)]
+                scheduler.remove(each)
         scheduler.kv_cache.check()
         return batch
 
@@ -153,9 +182,9 @@ requests = st.lists(
 )
 
 
-@given(rooms, limits, requests)
-def test_every_request_ends_as_if_alone_and_pages_hold_what_they_should(stores, limit, wanted):
-    driver, expected, step = Driver(stores, limit), {}, 0
+@given(rooms, limits, requests, st.none() | st.integers(0, 99).map(random.Random))
+def test_every_request_ends_as_if_alone_and_pages_hold_what_they_should(stores, limit, wanted, guesses):
+    driver, expected, step = Driver(stores, limit, guesses), {}, 0
     cancels = defaultdict(list)
     left = sorted(wanted, key=lambda request: request[0])
     while left or not driver.scheduler.idle:
@@ -258,7 +287,7 @@ def test_decoding_goes_on_while_a_long_prompt_comes_in_by_chunks():
     driver.add([1, 0], new=20)
     driver.step()
     driver.add([0] * 30, new=1)
-    counts = [{sample.arrival: count for sample, count in driver.step()} for _ in range(5)]
+    counts = [{chunk.sample.arrival: chunk.new for chunk in driver.step()} for _ in range(5)]
     assert counts == [{0: 1, 1: 7}] * 4 + [{0: 1, 1: 2}]
 
 
@@ -267,6 +296,23 @@ def test_a_windowed_pool_serves_a_prompt_longer_than_itself():
     driver.add([1, 0, 1] * 30, new=30)
     run(driver)
     assert driver.ended == {(0, 0): continued([1, 0, 1] * 30, 30, 0)}
+
+
+def test_drafts_save_steps_and_take_only_what_a_step_has_left():
+    class Right(Guesses):
+        def draft(self, tokens, most):
+            return tuple(continued(tokens, min(most, 5), 0)[len(tokens) :])
+
+    plain, drafts, short = (alone(num_pages=num_pages, max_sequences=2) for num_pages in (40, 40, 6))
+    for driver in (plain, drafts, short):
+        for sample in [driver.add([1] * 4, new=12) for _ in range(2)]:
+            sample.lookup = None if driver is plain else Right(0, None)
+        run(driver)
+    assert plain.ended == drafts.ended == short.ended
+    steps = [driver.scheduler.counts.steps for driver in (plain, drafts)]
+    assert steps == [12, 3]  # each of two samples decodes up to 6 tokens in a step
+    assert (drafts.scheduler.counts.drafted, drafts.scheduler.counts.accepted) == (20, 18)  # 2 beyond the end
+    assert short.scheduler.counts.preempted == 1  # as without drafts: two samples of 16 tokens need 8 pages
 
 
 def test_samples_of_one_prompt_compute_it_once():
@@ -305,6 +351,6 @@ def test_a_step_that_failed_can_be_planned_again():
     driver = alone(num_pages=6)
     driver.add([1] * 9, new=3)
     batch = driver.scheduler.step()
-    driver.shadows[0].allocator.step([(sample.seq, count) for sample, count in batch])
+    driver.shadows[0].allocator.step([(chunk.sample.seq, chunk.new) for chunk in batch])
     driver.scheduler.rollback(batch)
     assert run(driver).tokens == 9 + 2

@@ -5,6 +5,7 @@
     core.py              requests in, tokens out: add, step, cancel (request_table.py: those that are unfinished)
     scheduler.py         what is computed next; ints only, as are sample.py and kv_cache_manager.py
     model_runner.py      one call of the model over pages (model.py: what is asked of a model)
+    prompt_lookup.py     drafts of the next tokens, from what the text repeats
     sampler.py           the next token, from a number of the request's own (logits_processor.py: after penalties, bans;
                          grammar.py: so that an answer is JSON)
     output_processor.py  what a step came to: tokens, text (detokenizer.py), and why a sample ends

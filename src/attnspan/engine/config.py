@@ -29,6 +29,7 @@ class EngineConfig:
     memory_share: float | None = None
     states: int | None = None
     state_every: int = 16
+    prompt_lookup_num_tokens: int = 0
 
     def __post_init__(self) -> None:
         share = self.memory_share
@@ -36,9 +37,13 @@ class EngineConfig:
             raise EngineError(f"memory_share must be a number above 0 and at most 1, got {share!r}")
         if share is not None and self.pages is not None:
             raise EngineError(f"give pages or memory_share, not both, got {self.pages!r} and {share!r}")
-        sizes = ("page_size", "host_pages", "context_parallel_from", "max_sequences", "max_tokens", "state_every")
+        sizes = (
+            "page_size", "host_pages", "context_parallel_from", "max_sequences", "max_tokens", "state_every",
+            "prompt_lookup_num_tokens",
+        )  # fmt: skip
         given = (name for name in ("pages", "states") if getattr(self, name) is not None)
         for name in (*sizes, *given):
-            least = {"host_pages": 0, "states": 2}.get(name, 1)  # a sample may have two: see states.py
+            # A sample may have two states: see states.py.
+            least = {"host_pages": 0, "prompt_lookup_num_tokens": 0, "states": 2}.get(name, 1)
             object.__setattr__(self, name, integer(name, getattr(self, name), at_least=least, error=EngineError))
         one_of("kernel", self.kernel, ["auto", *KERNELS], error=EngineError)

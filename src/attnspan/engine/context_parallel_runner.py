@@ -58,7 +58,7 @@ class ContextParallelRunner(ModelRunner):
     def run(self, batch: Sequence[Chunk]) -> Tensor:
         """As on one rank; the same logits on every rank."""
         self._compare = self.consensus.compare_step(batch)
-        sample, count = batch[0]
+        sample, count, _ = batch[0]
         alone = len(batch) == 1 and sample.computed == 0 and sample.embedded is None
         if alone and count == sample.remaining >= self.config.context_parallel_from:
             return self._prefill(sample)

@@ -32,6 +32,7 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -49,6 +50,7 @@ from attnspan.engine.output_processor import Commit, Outcome, OutputProcessor
 from attnspan.engine.owner import Note, Owned, Owner, call_owned, exclusive
 from attnspan.engine.params import SamplingParams
 from attnspan.engine.pools import LONGEST, pools_of
+from attnspan.engine.prompt_lookup import PromptLookup
 from attnspan.engine.prompts import Prompt, complete_params, encode_prompt
 from attnspan.engine.rank_consensus import RankConsensus, RanksDiverged
 from attnspan.engine.request import Continuation, Request, Token
@@ -85,6 +87,12 @@ class EngineCore(Owned):
         config = replace(config, context_parallel_from=max(config.context_parallel_from, 2 * ranks))
         context_parallel_from = config.context_parallel_from if ranks > 1 else None
         self.limits = Limits(config.max_sequences, config.max_tokens, context_parallel_from)
+        self._lookup_tokens = config.prompt_lookup_num_tokens
+        if self._lookup_tokens and info.states:
+            raise EngineError(
+                f"prompt_lookup_num_tokens={self._lookup_tokens}: the model has recurrent layers, whose states cannot "
+                "be trimmed; leave prompt_lookup_num_tokens out"
+            )
         self._consensus.compare_options(asdict(config) | {"ranks": ranks})
         self._fingerprint = model.fingerprint()
         self._consensus.compare_model(self._fingerprint)
@@ -243,6 +251,8 @@ class EngineCore(Owned):
             self._journal.begin(redo=partial(self._take_back, request, self._meter.totals))
             self._next, self._added_since = number + 1, True
             self._sampler.add(request, self.end_tokens, grammar)
+            if self._lookup_tokens and sample.embedded is None and self._sampler.may_draft(request):
+                sample.lookup = PromptLookup(self._lookup_tokens)
             self._table.add(request, sample, stream)
             self._scheduler.add(sample)
             self._meter.add(request)
@@ -336,7 +346,8 @@ class EngineCore(Owned):
             if continuation.finish_reason is None:
                 text = continuation.text
                 try:
-                    text += self._outputs.flush(request, number) if error is None else ""
+                    begun = error is None and continuation.token_ids
+                    text += self._outputs.flush(request, number) if begun else ""
                 except Exception as failure:
                     failed = failure
                 left.append((continuation, text))
@@ -410,10 +421,10 @@ class EngineCore(Owned):
             with self._on_all_ranks():
                 self._runner.prepare(batch)
                 self._journal.planned(batch)
-                samples = [chunk.sample for chunk in batch if chunk.last]
-                answers = self._choose(samples, self._runner.run(batch))
+                ended = [chunk for chunk in batch if chunk.last]
+                answers = self._choose(ended, self._runner.run(batch))
                 self._fingerprint.accept_own_writes()
-                commit = self._outcomes(samples, answers)
+                commit = self._outcomes(ended, answers)
                 self._journal.commit(partial(self._report, commit), partial(self._record, batch, commit))
         tokens, self._unreported = self._unreported, []
         return tokens
@@ -480,25 +491,27 @@ class EngineCore(Owned):
             self._fail(error)
             raise
 
-    def _choose(self, samples: list[Sample], logits: torch.Tensor) -> list[ChosenToken]:
-        """A token for each sample whose logits these are, and for those that will be split off from it."""
-        places = [place for place, sample in enumerate(samples) for _ in range(1 + sample.forks)]
+    def _choose(self, chunks: list[Chunk], logits: torch.Tensor) -> list[ChosenToken]:
+        """A token for each row of logits, and for samples that will be split off."""
+        rows = (chunk.sample.forks for chunk in chunks for _ in range(1 + len(chunk.draft)))
+        places = [place for place, forks in enumerate(rows) for _ in range(1 + forks)]
         if not places:
             return []
-        if len(places) > len(samples):
+        if len(places) > len(logits):
             logits = logits[torch.tensor(places, device=logits.device)]
-        return self._sampler.choose(logits, samples)
+        return self._sampler.choose(logits, chunks)
 
-    def _outcomes(self, samples: list[Sample], answers: list[ChosenToken]) -> Commit:
+    def _outcomes(self, chunks: list[Chunk], answers: list[ChosenToken]) -> Commit:
         """What the step came to; nothing is reported yet. A request whose text cannot be decoded ends."""
         outcomes: list[Outcome] = []
-        splits = [(sample, sample.split()) for sample in samples if sample.forks]
+        splits = [(chunk.sample, chunk.sample.split()) for chunk in chunks if chunk.sample.forks]
         forks = {id(sample): group for sample, group in splits}
         left = iter(answers)
-        for sample in samples:
+        for sample, _, draft in chunks:
             for each in (sample, *forks.get(id(sample), ())):
+                mine = list(islice(left, 1 + len(draft)))
                 try:
-                    outcomes.append(self._outputs.outcome(self._table.of(each), each, next(left)))
+                    outcomes += self._outputs.outcomes(self._table.of(each), each, mine, draft)
                 except Exception as error:
                     self._journal.settle()  # to the others, the step did not happen
                     self._outputs.reset()

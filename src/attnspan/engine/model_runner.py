@@ -180,7 +180,8 @@ class ModelRunner:
         attention.begin(None)
 
     def run(self, batch: Sequence[Chunk]) -> Tensor:
-        """Feed a prepared batch; the logits (rows, V) after every chunk that ends its sample, in order."""
+        """Feed a prepared batch; the logits (rows, V) after every chunk that ends its sample, in order: one row, or
+        one more for each token of a draft."""
         if self._graphs is not None and _decodes(batch):
             rows = self._graphs.rows(len(batch))
             return self._graphs.run(self._decode, [chunk.sample.tokens[-1] for chunk in batch], rows)
@@ -191,18 +192,18 @@ class ModelRunner:
             sample = chunk.sample
             if sample.embedded is not None:
                 embedded.append(PromptRows(len(tokens), len(tokens) + chunk.new, sample.computed, sample.embedded))
-            tokens += sample.tokens[sample.computed : sample.computed + chunk.new]
+            tokens += chunk.tokens
             if chunk.last:
-                wanted.append(len(tokens) - 1)
+                wanted += range(len(tokens) - 1 - len(chunk.draft), len(tokens))
         self._attention.grouped = _grouped(batch)
-        sources = self._sources_of(batch)
+        sources = self._sources_of((chunk.sample, chunk.new) for chunk in batch)
         return self._logits(tokens, self._positions(batch), wanted, self._attention, sources, tuple(embedded))
 
     def _positions(self, batch: Sequence[Chunk]) -> Tensor:
         """The position of every token of a prepared batch, (T,)."""
         if self.plans:
             return self.plans[0].positions
-        runs = [range(sample.computed, sample.computed + new) for sample, new in batch]
+        runs = [range(chunk.sample.computed, chunk.sample.computed + chunk.new) for chunk in batch]
         return torch.tensor([position for run in runs for position in run], device=self.device)
 
     def _logits(
@@ -245,7 +246,7 @@ def _grouped(batch: Sequence[Chunk]) -> dict[int, AfterPrefix]:
     """The mask of new tokens, by layer, of a batch in which some of a group are computed."""
     masks: list[Mask] = []
     layers: set[int] = set()
-    for sample, new in batch:
+    for sample, new, _ in batch:
         masks.append(CAUSAL)
         groups = None if sample.embedded is None else sample.embedded.groups
         here = () if groups is None else groups.cut(sample.computed, sample.computed + new)

@@ -9,6 +9,8 @@ Detokenizers are a cache. One that was lost, because a step was broken off, read
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from itertools import zip_longest
 from typing import TYPE_CHECKING, NamedTuple
 
 from attnspan.engine.detokenizer import Detokenizer, Tokenizer
@@ -66,12 +68,26 @@ class OutputProcessor:
         self.tokenizer, self.end_tokens = tokenizer, end_tokens
         self.detokenizers: dict[tuple[int, int], Detokenizer] = {}  # by request and sample
 
-    def outcome(self, request: Request, sample: Sample, chosen: ChosenToken) -> Outcome:
-        """What a sample's next token comes to; nothing is reported yet."""
+    def outcomes(
+        self, request: Request, sample: Sample, answers: Iterable[ChosenToken], draft: Sequence[int] = ()
+    ) -> list[Outcome]:
+        """What a sample's next tokens come to, as far as they are those of the draft that they were computed after, and
+        the sample goes on; nothing is reported yet."""
+        continuation, found = request.samples[sample.number], list[Outcome]()
+        place, text = len(continuation.token_ids), continuation.text
+        for chosen, proposed in zip_longest(answers, draft):
+            outcome = self._outcome(request, sample, chosen, place, text)
+            found.append(outcome)
+            if outcome.token.finish_reason is not None or chosen.token != proposed:
+                break
+            place, text = place + 1, outcome.text
+        return found
+
+    def _outcome(self, request: Request, sample: Sample, chosen: ChosenToken, place: int, before: str) -> Outcome:
+        """What one token comes to, after so many others and their text."""
         params, continuation = request.params, request.samples[sample.number]
-        place = len(continuation.token_ids)
         if chosen.token is None:
-            return self._without_token(request, sample, chosen, place)
+            return self._without_token(request, sample, chosen, place, before)
         reason = None
         if chosen.token in params.stop_token_ids or (chosen.token in self.end_tokens and not params.ignore_eos):
             reason = "stop"
@@ -79,22 +95,22 @@ class OutputProcessor:
             reason = "length"
         text, reason = self._text(request, sample.number, chosen.token, reason)
         token = Token(request, sample.number, chosen.token, text, reason)
-        return Outcome(sample, continuation, chosen, place, continuation.text + text, token)
+        return Outcome(sample, continuation, chosen, place, before + text, token)
 
-    def _without_token(self, request: Request, sample: Sample, chosen: ChosenToken, place: int) -> Outcome:
+    def _without_token(self, request: Request, sample: Sample, chosen: ChosenToken, place: int, before: str) -> Outcome:
         """The end of a sample that has no next token. What it computed is not found by others."""
         continuation = request.samples[sample.number]
         error = EngineError(
-            f"sample {sample.number} of request {request.number} ended after {len(sample.tokens)} tokens: "
+            f"sample {sample.number} of request {request.number} ended after {sample.prompt_length + place} tokens: "
             f"{chosen.failure}"
         )
-        text = self.flush(request, sample.number)
+        text = self.flush(request, sample.number) if place else ""
         token = Token(request, sample.number, None, text, "error")
-        return Outcome(sample, continuation, chosen, place, continuation.text + text, token, error)
+        return Outcome(sample, continuation, chosen, place, before + text, token, error)
 
     def flush(self, request: Request, number: int) -> str:
         """The end of a sample's text: what was held back because it might have become a stop string."""
-        if self.tokenizer is None or not request.samples[number].token_ids:
+        if self.tokenizer is None:
             return ""
         detokenizer = self._detokenizer(request, number)
         del self.detokenizers[request.number, number]  # the sample has ended, and its request not yet

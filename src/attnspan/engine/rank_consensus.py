@@ -130,8 +130,8 @@ class RankConsensus:
         if self.transport is None:
             return lambda: None
         content = [repr(self._cancelled).encode()]
-        for sample, new in batch:
-            fed = sample.tokens[sample.computed : sample.computed + new]
+        for chunk in batch:
+            sample, fed = chunk.sample, chunk.tokens
             content.append(repr((sample.arrival, sample.number, sample.version, sample.computed, *fed)).encode())
         receive = self._post(ACTIVITIES[2], b"".join(content))
         self._cancelled, self._agreed = [], False

@@ -13,6 +13,8 @@ from collections.abc import Hashable, MutableSequence, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from attnspan.engine.prompt_lookup import PromptLookup
+
 if TYPE_CHECKING:
     from attnspan.engine.model import EmbeddedPrompt
 
@@ -44,6 +46,7 @@ class Sample:
     embedded: EmbeddedPrompt | None = None  # its prompt, if that is more than tokens
     together: Sequence[tuple[int, int]] = ()  # tokens [start, stop) that are computed in one step, ascending
     prompt_length: int = 0  # how many of the tokens are the prompt: all that there are at first
+    lookup: PromptLookup | None = None  # where its next tokens are looked up, if they are
 
     def __post_init__(self) -> None:
         self.prompt_length = self.prompt_length or len(self.tokens)
@@ -55,9 +58,12 @@ class Sample:
     def split(self) -> list[Sample]:
         """The samples that waited for the prompt, with the same tokens; they have no pages yet."""
         return [
-            replace(self, number=self.number + fork, seq=-1, tokens=self.tokens[:], forks=0)
+            replace(
+                self, number=self.number + fork, seq=-1, tokens=self.tokens[:], forks=0,
+                lookup=None if self.lookup is None else self.lookup.copy(),
+            )
             for fork in range(1, 1 + self.forks)
-        ]
+        ]  # fmt: skip
 
     @property
     def cache_salt(self) -> Hashable:

@@ -27,7 +27,7 @@ from torch import Tensor
 from attnspan.engine.logits_processor import LogitsProcessor, LogitsRow, LogitsRules
 from attnspan.engine.params import SamplingParams
 from attnspan.engine.request import Request
-from attnspan.engine.sample import Sample
+from attnspan.engine.scheduler import Chunk
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -100,26 +100,32 @@ class Sampler:
         self.recipes: dict[int, Recipe] = {}
         self.processor = LogitsProcessor()
 
-    def choose(self, logits: Tensor, samples: Sequence[Sample]) -> list[ChosenToken]:
-        """A token for each row of logits (R, V): of samples, and of those that will be split off from them."""
+    def choose(self, logits: Tensor, chunks: Sequence[Chunk]) -> list[ChosenToken]:
+        """A token for each row of logits (R, V): of samples, of those that will be split off from them, and after
+        drafts as if they had been chosen."""
         draws, wants = list[Draw](), list[int | None]()
         ruled: list[tuple[int, LogitsRow, LogitsRules]] = []
-        for sample in samples:
+        for sample, _, draft in chunks:
             draw, rules, want, seed = self.recipes[sample.arrival]
             for number in range(sample.number, sample.number + 1 + sample.forks):
                 if rules is not None:
                     row = LogitsRow((sample.arrival, number), sample.tokens, sample.prompt_length)
                     ruled.append((len(draws), row, rules))
-                if draw is not GREEDY:
-                    draw = Draw._make((*draw[:-1], uniform(seed, number, len(sample.tokens))))
-                draws.append(draw)
-                wants.append(want)
+                for position in range(len(sample.tokens), len(sample.tokens) + 1 + len(draft)):
+                    if draw is not GREEDY:
+                        draw = Draw._make((*draw[:-1], uniform(seed, number, position)))
+                    draws.append(draw)
+                    wants.append(want)
         logits, processed = logits.float(), None
         if ruled:
             places, rows, all_rules = zip(*ruled, strict=True)
             some = logits if len(places) == len(draws) else logits[torch.tensor(places, device=logits.device)]
             processed = Processed(places, self.processor(some, rows, all_rules))
         return choose_tokens(logits, draws, wants, processed)
+
+    def may_draft(self, request: Request) -> bool:
+        """Whether tokens may be chosen after drafts: no option looks at the tokens before."""
+        return self.recipes[request.number].rules is None
 
     def add(self, request: Request, end_tokens: frozenset[int], grammar: LLMatcher | None = None) -> None:
         """A request begins."""

@@ -32,6 +32,9 @@ The latest state of a running sample is left out: a page that is read keeps all 
 [Note: context parallelism] A prompt of at least `context_parallel_from` tokens is prefilled by all ranks together: it
 is a step by itself, and not in chunks. One with images is not: every rank has all of its embeddings anyway.
 
+[Note: drafts] Drafts (prompt_lookup.py) take what a batch has left: tokens of the budget, and free pages. They preempt
+nothing and keep nothing waiting; if they do not all fit, the step goes without.
+
 Ints only: knows nothing of models, tensors or time. The same calls give the same steps, on every rank.
 """
 
@@ -52,15 +55,22 @@ _ORDER = attrgetter("order")
 
 
 class Chunk(NamedTuple):
-    """The next `new` tokens of a sample."""
+    """The next `new` tokens of a sample; the last of them may be a draft of what comes after its own."""
 
     sample: Sample
     new: int
+    draft: tuple[int, ...] = ()
 
     @property
     def last(self) -> bool:
         """Whether nothing is left to compute then, so that the next token can be chosen."""
-        return self.new == self.sample.remaining
+        return self.new - len(self.draft) == self.sample.remaining
+
+    @property
+    def tokens(self) -> list[int]:
+        """What is fed."""
+        begin = self.sample.computed
+        return [*self.sample.tokens[begin : begin + self.new], *self.draft]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +100,8 @@ class Counts:
     swapped_in: int = 0
     recomputed: int = 0  # samples whose pages were given up
     preempted: int = 0  # samples that were sent back to the queue
+    drafted: int = 0  # tokens that were proposed
+    accepted: int = 0  # and turned out to be the next ones
 
 
 class Scheduler:
@@ -185,6 +197,10 @@ class Scheduler:
 
     def step(self) -> list[Chunk]:
         """The next batch, for which there are pages; empty only if nothing runs or queues."""
+        return self._drafted(self._batch())
+
+    def _batch(self) -> list[Chunk]:
+        """The next batch, without drafts."""
         batch = self._chunks()
         preempted = False
         while batch and not self._reserve(batch):
@@ -207,9 +223,12 @@ class Scheduler:
     def mark_computed(self, batch: Sequence[Chunk]) -> None:
         """The batch was fed to the model, and its keys are in pages."""
         self.counts.steps += 1
-        for sample, count in batch:
-            sample.computed += count
+        for chunk in batch:
+            sample, count = chunk.sample, chunk.new
             self.counts.tokens += count
+            if chunk.draft:
+                count = self._trim_draft(chunk)
+            sample.computed += count
             if self._left_window(sample, count):
                 if sample.cached < sample.prompt_length or self.kv_cache.keeps_states:
                     self._cache_prefix(sample)
@@ -217,9 +236,9 @@ class Scheduler:
 
     def rollback(self, batch: Sequence[Chunk]) -> None:
         """The batch was planned and not computed: pages forget it."""
-        for sample, _ in batch:
-            if sample.seq >= 0:
-                self.kv_cache.trim(sample.seq, sample.computed)
+        for chunk in batch:
+            if chunk.sample.seq >= 0:
+                self.kv_cache.trim(chunk.sample.seq, chunk.sample.computed)
 
     # ---- within ----------------------------------------------------------------------------------------------------
 
@@ -239,9 +258,31 @@ class Scheduler:
                     left -= counts[place]
         return [Chunk(sample, count) for sample, count in zip(self.running, counts, strict=True) if count]
 
+    def _drafted(self, batch: list[Chunk]) -> list[Chunk]:
+        """A batch with drafts behind the samples that decode, if there is room. See [Note: drafts]."""
+        left, drafted = self.limits.max_tokens - sum(chunk.new for chunk in batch), list[Chunk]()
+        for chunk in batch:
+            sample = chunk.sample
+            if sample.lookup is not None and sample.remaining == 1 and not sample.forks:
+                most = min(left, self.chunk - 1, sample.max_length - len(sample.tokens))
+                draft = sample.lookup.draft(sample.tokens, most)
+                left -= len(draft)
+                chunk = Chunk(sample, 1 + len(draft), draft)
+            drafted.append(chunk)
+        return drafted if drafted != batch and self._reserve(drafted) else batch
+
+    def _trim_draft(self, chunk: Chunk) -> int:
+        """Forget the keys of what was proposed and not chosen; how many tokens of the chunk count."""
+        sample = chunk.sample
+        count = max(len(sample.tokens) - 1 - sample.computed, 0)  # the last that was chosen was not fed
+        self.kv_cache.trim(sample.seq, sample.computed + count)
+        self.counts.drafted += len(chunk.draft)
+        self.counts.accepted += max(count - 1, 0)
+        return count
+
     def _reserve(self, batch: Sequence[Chunk]) -> bool:
         """Whether there are pages for a batch."""
-        return self.kv_cache.reserve([(sample.seq, count) for sample, count in batch])
+        return self.kv_cache.reserve([(chunk.sample.seq, chunk.new) for chunk in batch])
 
     def _admit(self) -> bool:
         """Let the first sample of the queue run, if it fits. See [Note: admission]."""

@@ -78,7 +78,8 @@ class EngineStats:
     `states` are the places of recurrent states, 0 in a model without recurrent layers; they are no pages.
 
     `prompt_tokens` are those of added requests, `prefix_tokens` those of prompts that were found in the prefix cache,
-    `computed_tokens` were fed to the model. `finished` counts samples by `finish_reason`. `time_to_first_token` begins
+    `computed_tokens` were fed to the model, `drafted_tokens` of them proposed by prompt lookup, and
+    `accepted_tokens` of those were right. `finished` counts samples by `finish_reason`. `time_to_first_token` begins
     when a request is added; `time_per_token` is each sample's mean for its later tokens.
     """
 
@@ -99,6 +100,8 @@ class EngineStats:
     prefix_tokens: int
     computed_tokens: int
     generated_tokens: int
+    drafted_tokens: int
+    accepted_tokens: int
     finished: Mapping[str, int]
     time_to_first_token: Histogram
     time_per_token: Histogram
@@ -108,12 +111,14 @@ class EngineStats:
         states = (
             f"{self.states} states: {self.states_used} used, {self.states_free} free, {self.states_cached} cached\n"
         )
+        drafts = f", {self.accepted_tokens} of {self.drafted_tokens} drafts accepted"
         return (
             f"{self.running} running, {self.waiting} waiting, {self.preempted} preempted so far\n"
             f"{self.pages} pages: {self.pages_used} used, {self.pages_free} free, {self.pages_cached} cached\n"
             f"{states if self.states else ''}"
             f"{self.requests} requests of {self.prompt_tokens} tokens, {self.prefix_tokens} found in the prefix cache\n"
-            f"{self.steps} steps: {self.computed_tokens} tokens computed, {self.generated_tokens} generated\n"
+            f"{self.steps} steps: {self.computed_tokens} tokens computed, {self.generated_tokens} generated"
+            f"{drafts if self.drafted_tokens else ''}\n"
             f"on average {first:.1f} ms to the first token, {later:.1f} ms for each later one"
         )
 
@@ -188,6 +193,8 @@ class Meter:
             prefix_tokens=counts.cached,
             computed_tokens=counts.tokens,
             generated_tokens=totals.generated_tokens,
+            drafted_tokens=counts.drafted,
+            accepted_tokens=counts.accepted,
             finished=dict(totals.finished),
             time_to_first_token=totals.time_to_first_token,
             time_per_token=totals.time_per_token,
