@@ -75,8 +75,8 @@ class ContextParallelRunner(ModelRunner):
         positions = session.positions
         mine = [tokens[position] for position in positions.tolist()]
         last = (positions == len(tokens) - 1).nonzero().flatten().tolist()
-        sources = self._sources_of([(sample, len(mine))])
-        found = self._logits(mine, positions, last, PrefillAttention(session, self._attention), sources)
+        attention = PrefillAttention(session, self._attention)
+        found = self._logits(mine, positions, last, attention, [(sample, len(mine))])
         logits = found.new_zeros(1, found.shape[1], dtype=torch.float32)
         if last:
             logits.copy_(found)

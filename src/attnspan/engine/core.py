@@ -44,7 +44,7 @@ from attnspan.engine.journal import Journal
 from attnspan.engine.kv_cache_manager import KVCacheGroup, KVCacheManager
 from attnspan.engine.logits_processor import ends_of
 from attnspan.engine.memory import pages_that_fit
-from attnspan.engine.model import EmbeddedPrompt, EmbedsPrompts, ServedModel
+from attnspan.engine.model import EmbeddedPrompt, EmbedsPrompts, NamesAdapters, ServedModel
 from attnspan.engine.model_runner import ModelRunner
 from attnspan.engine.output_processor import Commit, Outcome, OutputProcessor
 from attnspan.engine.owner import Note, Owned, Owner, call_owned, exclusive
@@ -227,6 +227,7 @@ class EngineCore(Owned):
         self._settle()
         self._check_alive()
         params = complete_params(params, self.default_params, self.tokenizer, self.vocabulary)
+        self._check_adapter(params.adapter, prompt)
         grammar = self.compile_grammar(params)
         new, n = params.max_new_tokens or 1, params.n or 1
         embedded = self._embedded(prompt) if isinstance(prompt, Mapping) else None
@@ -237,6 +238,7 @@ class EngineCore(Owned):
         number, seed = self._next, secrets.randbits(63) if params.seed is None else params.seed
         fed = len(tokens) + new - 1  # the last token is never fed, and needs no room
         sample = Sample(number, array("Q", tokens), fed, forks=n - 1, salt=salt, priority=priority, source=source)
+        sample.adapter = params.adapter
         if embedded is not None and embedded.content is not None:
             sample.embedded, sample.together = embedded, embedded.together
         self._check_request(sample, params)
@@ -284,6 +286,16 @@ class EngineCore(Owned):
             )
         model.check_ready()
         return model.embed(inputs)
+
+    def _check_adapter(self, name: str | None, prompt: Prompt) -> None:
+        """EngineError for an adapter that cannot be named."""
+        if name is None:
+            return
+        if not isinstance(self._served_model, NamesAdapters):
+            raise EngineError(f"adapter={name!r}: the model is served without adapters; leave adapter out")
+        if isinstance(prompt, Mapping):
+            raise EngineError(f"adapter={name!r}: a prompt with images is computed by the model as it is set")
+        self._served_model.check_adapter(name)
 
     def _check_request(self, sample: Sample, params: SamplingParams) -> None:
         """EngineError for a request that this engine can never serve."""

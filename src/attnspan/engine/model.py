@@ -163,7 +163,7 @@ class PackedBatch(NamedTuple):
     """The new tokens of many sequences, one after another. `keep` are the rows whose logits are wanted; None: all.
 
     `sources`, of a model with an encoder: for each sequence how many of the tokens are its, and what `encode` made of
-    its prompt.
+    its prompt. `adapters`: the same with the adapter that its request names; () if none does.
     """
 
     tokens: Tensor  # (T,) int64
@@ -171,6 +171,7 @@ class PackedBatch(NamedTuple):
     keep: Tensor | None = None  # (rows,) int64
     sources: Sequence[tuple[int, object]] = ()
     embedded: tuple[PromptRows, ...] = ()
+    adapters: Sequence[tuple[int, str | None]] = ()  # for each sequence how many of the tokens are its, and which
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -243,6 +244,15 @@ class EmbedsPrompts(Protocol):
 
     def embed(self, inputs: Mapping[str, Any]) -> EmbeddedPrompt:
         """One prompt, ready to be computed."""
+
+
+@runtime_checkable
+class NamesAdapters(Protocol):
+    """A served model whose requests may name an adapter, such as a LoRA: `PackedBatch.adapters` says whose rows are
+    whose."""
+
+    def check_adapter(self, name: str) -> None:
+        """Raise EngineError, which says why, unless a request may name it now."""
 
 
 @runtime_checkable

@@ -196,8 +196,8 @@ class ModelRunner:
             if chunk.last:
                 wanted += range(len(tokens) - 1 - len(chunk.draft), len(tokens))
         self._attention.grouped = _grouped(batch)
-        sources = self._sources_of((chunk.sample, chunk.new) for chunk in batch)
-        return self._logits(tokens, self._positions(batch), wanted, self._attention, sources, tuple(embedded))
+        fed = [(chunk.sample, chunk.new) for chunk in batch]
+        return self._logits(tokens, self._positions(batch), wanted, self._attention, fed, tuple(embedded))
 
     def _positions(self, batch: Sequence[Chunk]) -> Tensor:
         """The position of every token of a prepared batch, (T,)."""
@@ -212,13 +212,14 @@ class ModelRunner:
         positions: Tensor,
         wanted: list[int],
         attention: StepAttention,
-        sources: Sequence[tuple[int, object]],
+        rows: Sequence[tuple[Sample, int]],
         embedded: tuple[PromptRows, ...] = (),
     ) -> Tensor:
-        """The logits of the tokens at `wanted`, (wanted, V)."""
+        """The logits of the tokens at `wanted`, (wanted, V); of samples that have so many of the tokens each."""
         keep = torch.tensor(wanted, dtype=torch.int64, device=self.device)
         fed = torch.tensor(tokens, device=self.device, dtype=torch.int64)
-        return self._call(PackedBatch(fed, positions.long(), keep, sources, embedded), attention)
+        sources, adapters = self._sources_of(rows), _adapters_of(rows)
+        return self._call(PackedBatch(fed, positions.long(), keep, sources, embedded, adapters), attention)
 
     def _decode(self, tokens: Tensor) -> Tensor:
         """The logits of every one of (rows,) tokens: what a graph captures."""
@@ -242,6 +243,13 @@ class ModelRunner:
         return logits
 
 
+def _adapters_of(rows: Sequence[tuple[Sample, int]]) -> list[tuple[int, str | None]]:
+    """The `adapters` of a batch."""
+    if all(sample.adapter is None for sample, _ in rows):
+        return []
+    return [(count, sample.adapter) for sample, count in rows]
+
+
 def _grouped(batch: Sequence[Chunk]) -> dict[int, AfterPrefix]:
     """The mask of new tokens, by layer, of a batch in which some of a group are computed."""
     masks: list[Mask] = []
@@ -258,4 +266,7 @@ def _grouped(batch: Sequence[Chunk]) -> dict[int, AfterPrefix]:
 
 def _decodes(batch: Sequence[Chunk]) -> bool:
     """Whether every sample is fed one token, its last, and knows nothing but tokens."""
-    return all(chunk.new == 1 and chunk.last and chunk.sample.embedded is None for chunk in batch)
+    return all(
+        chunk.new == 1 and chunk.last and chunk.sample.embedded is None and chunk.sample.adapter is None
+        for chunk in batch
+    )

@@ -6,7 +6,7 @@ given, or the model's generation_config says do_sample. What is drawn depends on
 alone, so that a request gets the same tokens whatever else is in the batch.
 
 Names and meanings are those of transformers' GenerationConfig, except for `presence_penalty`, `frequency_penalty` and
-`logit_bias`, which are OpenAI's, and for `bad_words` and `allowed_tokens`. The order in which they act is in
+`logit_bias`, which are OpenAI's, and for `bad_words`, `allowed_tokens` and `adapter`. The order in which they act is in
 logits_processor.py and sampler.py.
 """
 
@@ -64,7 +64,8 @@ class SamplingParams:
     `seed` None draws one. `n` samples share the prompt's pages. A sample ends after `max_new_tokens`, at an end token
     of the model (unless `ignore_eos`), at one of `stop_token_ids`, or where one of the texts `stop` appears: the text
     is cut before it. `logprobs` records the log-probability of every token, under the model's own distribution, and
-    `top_logprobs` also those of the likeliest ones. All other fields are described in docs/engine.md.
+    `top_logprobs` also those of the likeliest ones. `adapter` names the adapter of the model that computes it. All
+    other fields are described in docs/engine.md.
 
     >>> SamplingParams(max_new_tokens=8, temperature=0.7, stop="end").stop
     ('end',)
@@ -107,6 +108,7 @@ class SamplingParams:
     forced_eos_token_id: int | Tokens | None = None
     exponential_decay_length_penalty: tuple[int, float] | None = None
     json_schema: str | Mapping[str, Any] | None = None
+    adapter: str | None = None
 
     def __post_init__(self) -> None:
         for name, least in _WHOLE.items():
@@ -125,6 +127,8 @@ class SamplingParams:
         for name in ("ignore_eos", "logprobs"):
             if not isinstance(getattr(self, name), bool):
                 raise EngineError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        if self.adapter is not None and (not isinstance(self.adapter, str) or not self.adapter):
+            raise EngineError(f"adapter must be the name of an adapter, got {self.adapter!r}")
         self._check_tokens()
 
     def _check_tokens(self) -> None:

@@ -46,6 +46,7 @@ class Sample:
     embedded: EmbeddedPrompt | None = None  # its prompt, if that is more than tokens
     together: Sequence[tuple[int, int]] = ()  # tokens [start, stop) that are computed in one step, ascending
     prompt_length: int = 0  # how many of the tokens are the prompt: all that there are at first
+    adapter: str | None = None  # that it names, of the model's
     lookup: PromptLookup | None = None  # where its next tokens are looked up, if they are
 
     def __post_init__(self) -> None:
@@ -69,7 +70,7 @@ class Sample:
     def cache_salt(self) -> Hashable:
         """The salt of its pages in the prefix cache: what another version of the model computed, or of another prompt
         of the encoder, is not found."""
-        return self.version, self.salt, self.source
+        return self.version, self.salt, self.source, self.adapter
 
     @property
     def keys(self) -> MutableSequence[int]:

@@ -26,7 +26,7 @@ from transformers import Cache, EncoderDecoderCache, PreTrainedModel
 
 from attnspan.attention.score import ScoreFunction
 from attnspan.engine.model import ModelInfo, PackedBatch, StepAttention
-from attnspan.errors import ModelError
+from attnspan.errors import EngineError, ModelError
 from attnspan.integrations.huggingface.biases import COMPUTED, FIRST, ScoreBias, distance_table
 from attnspan.integrations.huggingface.layers import AttentionLayer, attention_layers
 from attnspan.integrations.huggingface.own_attention import own_attention
@@ -103,9 +103,13 @@ class EncoderDecoderModel(TransformersModel):
         with served(self.model, self):
             return call_served(_call_of(Decoding(attention, batch.sources)), call)
 
+    def check_adapter(self, name: str) -> None:
+        """Refused: the encoder computed a prompt with the adapters that are set."""
+        raise EngineError(f"adapter={name!r}: an encoder-decoder is served as it is set; call model.set_adapter(...)")
+
     def _probed(self, layers: ServedLayers) -> ProbeResult:
         every = attention_layers(self.model)
-        probed = super()._probed(ServedLayers(every, layers.mixers))
+        probed = super()._probed(replace(layers, attention=every))
         _check_plain([replace(every[place], window=window) for place, window in probed.calls], self._encoder)
         places = {layer.module: place for place, layer in enumerate(layers.attention)}
         own = [(places[every[place].module], window) for place, window in probed.calls if every[place].module in places]

@@ -25,7 +25,7 @@ RENAMED = {"stop_strings": "stop", "bad_words_ids": "bad_words", "num_return_seq
 
 SAME = {field.name for field in fields(SamplingParams)} - {
     "temperature", "seed", "n", "stop", "stop_token_ids", "ignore_eos", "logprobs", "top_logprobs", "bad_words",
-    "presence_penalty", "frequency_penalty", "logit_bias", "allowed_tokens",
+    "presence_penalty", "frequency_penalty", "logit_bias", "allowed_tokens", "adapter",
 }  # fmt: skip
 """Settings that are fields of the same name."""
 

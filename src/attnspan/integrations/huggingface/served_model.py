@@ -29,6 +29,7 @@ from attnspan.integrations.huggingface.embedding import (
 from attnspan.integrations.huggingface.generation_config import defaults_of
 from attnspan.integrations.huggingface.latents import LatentSource, latent_source
 from attnspan.integrations.huggingface.layers import AttentionLayer
+from attnspan.integrations.huggingface.lora import AdapterRows, check_adapter, is_lora_layer
 from attnspan.integrations.huggingface.mixers import may_be_replaced
 from attnspan.integrations.huggingface.own_attention import NO_MASK, position_bias
 from attnspan.integrations.huggingface.positions import at_positions
@@ -44,7 +45,7 @@ from attnspan.integrations.huggingface.serving import (
     serve_latents,
     served,
     served_layers,
-    take_mixers,
+    take_layers,
     wants_latents,
 )
 from attnspan.integrations.huggingface.towers import decoder_of
@@ -95,7 +96,7 @@ class TransformersModel:
         """As when the engine was made, except for layers that have changed."""
         layers = served_layers(self.model)
         if layers.described == self._described:
-            take_mixers(self.model, layers.mixers)
+            take_layers(self.model, layers)
             self._take(layers.attention)
             return self._info
         return replace(self._info, layers=self._spec_of(layers.attention), states=())
@@ -106,6 +107,7 @@ class TransformersModel:
 
     def _take(self, layers: list[AttentionLayer]) -> None:
         """The attention layers as they are now, once for each time that they attend in a pass."""
+        self._adapters: set[str | None] = set()  # that were checked since the model last changed
         self._layers = [replace(layers[place], window=window) for place, window in self._calls]
         self._order = tuple(layer.module for layer in self._layers)
 
@@ -130,13 +132,19 @@ class TransformersModel:
 
     def step(self, batch: PackedBatch, attention: StepAttention) -> Tensor:
         """Call the model on one packed row; it is served for as long as that takes."""
+        for name in {name for _, name in batch.adapters} - self._adapters:
+            if name is not None:
+                self.check_adapter(name)
+                self._adapters.add(name)
         batch = batch._replace(positions=batch.positions + self._first) if self._first else batch
         call = partial(at_positions, batch.positions.unsqueeze(0), partial(self._logits, batch))
         if self._decoder is not self.model:
             call = partial(call_with_merging, Merging(self._decoder_names, batch), call)
         with served(self.model, self):
             keep = batch.keep if self._all_logits else None
-            return call_served(ServedCall(attention, self._order, self._mixers, self._latents, keep=keep), call)
+            rows = AdapterRows(batch) if batch.adapters else None
+            order, mixers = self._order, self._mixers
+            return call_served(ServedCall(attention, order, mixers, self._latents, keep=keep, adapters=rows), call)
 
     def _logits(self, batch: PackedBatch) -> Tensor:
         # Without an attention_mask, transformers would take the packed samples of a model with towers for documents.
@@ -179,9 +187,13 @@ class TransformersModel:
             )
         return first
 
+    def check_adapter(self, name: str) -> None:
+        """EngineError for an adapter that a request cannot name."""
+        check_adapter(self.model, name)
+
     def fingerprint(self) -> ModelFingerprint:
         """Of all its modules; peft adapters are part of what ranks compare."""
-        return ModelFingerprint(self.model, WHILE_SERVED, adapters_in_use, may_be_replaced)
+        return ModelFingerprint(self.model, WHILE_SERVED, adapters_in_use, _may_be_replaced)
 
     def check_ready(self) -> None:
         """EngineError in training mode, or when the dtype is no longer that of the pages."""
@@ -190,6 +202,11 @@ class TransformersModel:
         found = next((each.dtype for each in self._weights.values() if each is not None), dtype)
         if found != dtype:
             raise EngineError(f"model is {found}, and its pages are {dtype}; make a new engine")
+
+
+def _may_be_replaced(module: nn.Module) -> bool:
+    """Whether a module may have methods of ours while its model is served."""
+    return is_lora_layer(module) or may_be_replaced(module)
 
 
 def _check_takes_tokens(model: nn.Module) -> None:

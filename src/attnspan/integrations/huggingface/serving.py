@@ -45,6 +45,7 @@ from attnspan.integrations.huggingface.layers import (
     check_is_model,
     split_idle,
 )
+from attnspan.integrations.huggingface.lora import AdapterRows, forward_by_rows, lora_layers
 from attnspan.integrations.huggingface.masking import Pattern, requested_pattern
 from attnspan.integrations.huggingface.mixers import RecurrentMixer, recurrent_mixers
 from attnspan.integrations.huggingface.own_attention import ASKED, dispatch_forward
@@ -88,6 +89,7 @@ class ServedCall:
     modules: ModuleAttention | None = None  # in the place of attention over pages
     keep: Tensor | None = None  # the tokens whose logits are wanted, of a model that computes all
     used: list[str] = field(default_factory=list)  # mixers, by state
+    adapters: AdapterRows | None = None  # None: no row names any
     attended: int = 0
 
     def next_layer(self, module: nn.Module) -> int:
@@ -149,6 +151,12 @@ def keep_logits(head: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]
     return None if call is None or call.keep is None else (args[0][:, call.keep],)
 
 
+def _adapter_rows() -> AdapterRows | None:
+    """Which rows of the call under way name which adapter."""
+    call = _ATTENTION.get()
+    return None if call is None else call.adapters
+
+
 def wants_latents(source: LatentSource, _: Tensor) -> bool:
     """Whether the call that is under way wants a module's latents."""
     call = _ATTENTION.get()
@@ -207,6 +215,7 @@ class ServedLayers:
 
     attention: list[AttentionLayer]
     mixers: list[RecurrentMixer]
+    lora: list[nn.Module] = field(default_factory=list)  # with adapters that requests may name
 
     @property
     def described(self) -> list[str]:
@@ -247,7 +256,7 @@ def served_layers(model: PreTrainedModel) -> ServedLayers:
     AttentionInterface.register(NAME, paged_attention)
     AttentionInterface.register(NAME_MERGING, paged_attention)
     AttentionMaskInterface.register(NAME_MERGING, pattern_of_prompt)
-    return ServedLayers(layers, mixers)
+    return ServedLayers(layers, mixers, lora_layers(model))
 
 
 def head_of(model: PreTrainedModel) -> nn.Module | None:
@@ -306,7 +315,7 @@ class _Serving:
         self.latents: dict[nn.Module, LatentSource] = {}
         self.described: list[str] = []
         self.probed = ProbeResult([], [])
-        self.mixers: list[nn.Module] = []
+        self.replaced: list[nn.Module] = []
         self.replacements: list[tuple[dict[str, object], str, WhileServed]] = []  # attributes of modules
         self.lock = Lock()
 
@@ -348,7 +357,7 @@ class _Serving:
 
     def probe(self, layers: ServedLayers, name: str, probe: Callable[[], ProbeResult]) -> ProbeResult:
         """See `probed_once`; under the lock."""
-        self.take(layers.mixers)
+        self.take(layers)
         if self.described != layers.described:
             self.check_idle()
             self.begin(name, id(self))
@@ -359,17 +368,20 @@ class _Serving:
             self.described = layers.described
         return self.probed
 
-    def take(self, mixers: list[RecurrentMixer]) -> None:
-        """The mixers of the model, as they are now."""
-        modules = [mixer.module for mixer in mixers]
-        if len(modules) != len(self.mixers) or any(map(is_not, modules, self.mixers)):
+    def take(self, layers: ServedLayers) -> None:
+        """The mixers and LoRA layers of the model, as they are now."""
+        modules = [*(mixer.module for mixer in layers.mixers), *layers.lora]
+        if len(modules) != len(self.replaced) or any(map(is_not, modules, self.replaced)):
             self.check_idle()
             self.replacements = [
                 (vars(module), attribute, WhileServed(method))
-                for mixer in mixers
+                for mixer in layers.mixers
                 for module, attribute, method in mixer.replacements(partial(_tokens_of, mixer))
             ]
-            self.mixers = modules
+            self.replacements += [
+                (vars(module), "forward", WhileServed(forward_by_rows, module, _adapter_rows)) for module in layers.lora
+            ]
+            self.replaced = modules
 
     def check_idle(self) -> None:
         if self.owners:
@@ -426,7 +438,7 @@ def probed_once(
     with serving.lock: return serving.probe(layers, name, probe)  # fmt: skip  # noqa: E701
 
 
-def take_mixers(model: PreTrainedModel, mixers: list[RecurrentMixer]) -> None:
+def take_layers(model: PreTrainedModel, layers: ServedLayers) -> None:
     """From here on these are served: a model that has changed may have others of the same description."""
     serving = _serving(model)
-    with serving.lock: serving.take(mixers)  # fmt: skip  # noqa: E701
+    with serving.lock: serving.take(layers)  # fmt: skip  # noqa: E701
