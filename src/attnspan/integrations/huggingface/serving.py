@@ -261,8 +261,9 @@ def served_layers(model: PreTrainedModel) -> ServedLayers:
 
 def head_of(model: PreTrainedModel) -> nn.Module | None:
     """The module that computes logits: of a model, or of its decoder or one around that."""
-    decoder = decoder_of(model)
-    around = [each for each in model.modules() if isinstance(each, PreTrainedModel) and decoder in set(each.modules())]
+    inside = adapted(model)  # a PeftModel is none of transformers, and has no head of its own
+    decoder = decoder_of(inside)
+    around = [each for each in inside.modules() if isinstance(each, PreTrainedModel) and decoder in set(each.modules())]
     heads = (each.get_output_embeddings() for each in around)
     return next((head for head in heads if head is not None), None)
 
