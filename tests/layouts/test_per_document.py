@@ -1,6 +1,7 @@
 """Every document on every rank, and the same number of tokens on each."""
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -49,7 +50,8 @@ def test_twin_torchs_document_major_order_is_unbalanced(lengths, ranks, torchs):
     order = module._PerDocumentHeadTailLoadBalancer([lengths], ranks, "cpu")._generate_indices()[0]
     rows = RowWork((Causal() & Documents(lengths)).bands(sum(lengths)))
     work = [sum(rows.at(p) for p in shard.tolist()) for shard in order.chunk(ranks)]
-    assert max(work) / min(work) == pytest.approx(torchs, rel=0.01)
+    mended = torch.__version__ >= "2.14"
+    assert max(work) / min(work) == pytest.approx(1.0 if mended else torchs, rel=0.01)
 
 
 def test_many_short_documents_are_balanced_too():

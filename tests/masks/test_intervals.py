@@ -152,7 +152,8 @@ def test_every_rule_is_tried():
         left, right = (table(dtypes[0], seed) for seed in (0, 1))
         program = traced(lambda b, h, q, k, f=operation, x=left, y=right: f(x[q], y[k]) == 1)
         tried |= {getattr(node.target, "overloadpacket", None) for node in program.graph.graph.nodes}
-    assert set(RULES) - tried <= ALIASED | {torch.ops.aten.clamp_max, torch.ops.aten.clamp_min}
+    by_version = {torch.ops.aten.detach}  # no longer traced in 2.15
+    assert set(RULES) - tried <= ALIASED | by_version | {torch.ops.aten.clamp_max, torch.ops.aten.clamp_min}
 
 
 def test_a_wrong_rule_is_found(monkeypatch):
