@@ -12,12 +12,13 @@ from attnspan.integrations.huggingface.cache import PagedCache
 from attnspan.testing import loopback
 from tests.integrations import families
 from tests.integrations.images import SPECS, batch, family
+from tests.integrations.recent_images import ALWAYS
 
 NEW = 7
 WIDE = {"paligemma1": 48, "molmo2": 32}
 """How many tokens of a step prompts want whose tokens see each other, all of them or those of all images."""
 
-SERVED = [name for name in SPECS if name != "paligemma"]
+SERVED = [name for name in SPECS if name not in ("paligemma", *ALWAYS)]
 
 
 def model_of(name):
@@ -175,6 +176,12 @@ def test_no_chunk_ends_within_a_group(lengths, computed, count):
 
 
 # ---- bad input -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ALWAYS)
+def test_a_model_that_must_have_an_image_in_every_call(name):
+    with pytest.raises(ModelError, match="takes no position_ids and would count the tokens of a step from 0"):
+        span.Engine(model_of(name), pages=8)
 
 
 def test_a_prompt_whose_tokens_see_each_other_beyond_a_window():

@@ -209,6 +209,8 @@ COUNTS |= {"qwen2-audio": 4, "voxtral": 2, "mistral3": 2} | dict.fromkeys(QWENS,
 def batch(name, *, images=((2, 11), (6,)), length=23, seed=0):
     """A batch of text with the images of each row at some places."""
     drawn = torch.Generator().manual_seed(seed)
+    if name in recent_images.ALWAYS and not any(images):
+        images = ((2,), *images[1:])
     rows = len(images)
     tokens = torch.randint(1, 50, (rows, length), generator=drawn)
     special, count = AUDIO if name in ("qwen2-audio", "voxtral") else IMAGE, COUNTS[name]
@@ -221,7 +223,7 @@ def batch(name, *, images=((2, 11), (6,)), length=23, seed=0):
     given = {"input_ids": tokens, "labels": labels}
     many = sum(map(len, images))
     types = (tokens == special).long()
-    if name in (*QWENS, "gemma4", *recent_images.TYPED) and name != "qwen2.5-omni":
+    if name in (*QWENS, "gemma4", *recent_images.TYPED) and name not in ("qwen2.5-omni", "qwen3-omni"):
         given["mm_token_type_ids"] = types
     if name == "gemma3":
         given["token_type_ids"] = types

@@ -19,6 +19,12 @@ NEMOTRON = {"layers_block_type": ["linear_attention", "moe", "full_attention", "
 NEMOTRON |= {"mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 8, "chunk_size": 8}
 NEMOTRON |= {"n_routed_experts": 4, "moe_intermediate_size": 16, "moe_shared_expert_intermediate_size": 16}
 GEMMA4 = {"head_dim": 8, "global_head_dim": 8, "num_kv_shared_layers": 0, "sliding_window": 5}
+QFORMER = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+QFORMER |= {"num_attention_heads": 2, "encoder_hidden_size": 16, "cross_attention_frequency": 1}
+QFORMER |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "max_position_embeddings": 16}
+OPT = {"vocab_size": VOCAB, "hidden_size": 32, "word_embed_proj_dim": 32, "ffn_dim": 48, "num_hidden_layers": 2}
+OPT |= {"num_attention_heads": 4, "max_position_embeddings": 64, "dropout": 0.0, "pad_token_id": 0}
+OPT |= {"bos_token_id": None, "eos_token_id": None}
 AUDIO = {"num_mel_bins": 8, "d_model": 16, "encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 24}
 
 SPECS = {
@@ -184,6 +190,54 @@ SPECS = {
             "text_config": TEXT | {"rope_parameters": MROPE},
         },
     ),
+    "qwen3-omni": (
+        "Qwen3OmniMoeThinkerForConditionalGeneration",
+        TOKENS
+        | {
+            "audio_token_id": 58,
+            "audio_start_token_id": 57,
+            "audio_end_token_id": 56,
+            "audio_config": AUDIO
+            | {"max_source_positions": 8, "n_window": 2, "output_dim": 32}
+            | {"downsample_hidden_size": 8},
+            "vision_config": QWEN
+            | {"hidden_size": 16, "out_hidden_size": 32, "intermediate_size": 24, "num_position_embeddings": 16}
+            | {"deepstack_visual_indexes": [0, 1]},
+            "text_config": TEXT
+            | EXPERTS
+            | {"num_experts": 4, "head_dim": 8, "rope_parameters": MROPE, "num_hidden_layers": 3},
+        },
+    ),
+    "blip-2": (
+        "Blip2ForConditionalGeneration",
+        {
+            "vision_config": VIT,
+            "qformer_config": QFORMER,
+            "text_config": of("opt", OPT),
+            "image_token_index": IMAGE,
+            "num_query_tokens": 4,
+        },
+    ),
+    "instructblip": (
+        "InstructBlipForConditionalGeneration",
+        {
+            "vision_config": VIT,
+            "qformer_config": QFORMER,
+            "text_config": of("llama", TEXT),
+            "image_token_index": IMAGE,
+            "num_query_tokens": 4,
+        },
+    ),
+    "instructblipvideo": (
+        "InstructBlipVideoForConditionalGeneration",
+        {
+            "vision_config": VIT,
+            "qformer_config": QFORMER,
+            "text_config": of("llama", TEXT),
+            "video_token_index": IMAGE,
+            "num_query_tokens": 2,
+        },
+    ),
     "paligemma1": (
         "PaliGemmaForConditionalGeneration",
         {
@@ -196,10 +250,13 @@ SPECS = {
 }
 assert VOCAB == 64
 
-QWENS = ("glm4.6v", "glm4.5v", "qwen3.5-moe", "qwen2.5-omni")
+QWENS = ("glm4.6v", "glm4.5v", "qwen3.5-moe", "qwen2.5-omni", "qwen3-omni")
 """Families whose images lie between two tokens, and come as Qwen's do."""
 
 COUNTS = dict.fromkeys(SPECS, 4) | {"deepseek-ocr2": 5, "minicpm4.6": 1, "minicpm4.7": 1}
+ALWAYS = ("blip-2", "instructblip", "instructblipvideo")
+"""Families that must have an image in every call, of which no engine is."""
+
 TYPED = ("hunyuan-vl", "gemma4-unified", "molmo2", "minicpm4.7")
 """Families that are told which tokens are of images."""
 
@@ -215,6 +272,10 @@ def inputs(name, many, noise):
     """Images, as a family's processor gives them."""
     if name == "hunyuan-vl":
         return {"pixel_values": noise(many * 4, 48), "image_grid_thw": torch.tensor([[1, 2, 2]] * many)}
+    if name in ALWAYS:
+        pixels = noise(many, *([2] if name == "instructblipvideo" else []), 3, 8, 8)
+        asked = {} if name == "blip-2" else {"qformer_input_ids": torch.arange(many * 5).view(many, 5) % 50 + 3}
+        return {"pixel_values": pixels} | asked
     if name == "step3.7":
         return {"pixel_values": noise(many, 3, 16, 16)}
     if name == "deepseek-ocr2":

@@ -125,7 +125,7 @@ def tiny_config(config, seed=0, more=None):
 
 
 def _is_random(name):
-    return any(word in name for word in ("dropout", "pdrop", "layerdrop", "jitter"))
+    return any(word in name for word in ("dropout", "pdrop", "layerdrop", "jitter", "drop_path"))
 
 
 def _shortened(values, kept):

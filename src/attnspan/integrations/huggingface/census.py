@@ -55,6 +55,7 @@ _QWEN4 = {f"indexer_{name}": value for name, value in _INDEXER.items()}
 
 LACKING: dict[str, Mapping[str, object]] = {
     "aya_vision": {"vision_config": {"model_type": "siglip_vision_model", "num_attention_heads": 16}},
+    "blip-2": {"image_token_index": 50265},
     "chameleon": {"vocabulary_map": {"<image>": 8711}},
     "cohere_compass": {"text_config": _COMPASS},
     "cohere_compass_text": _COMPASS,
@@ -72,9 +73,12 @@ LACKING: dict[str, Mapping[str, object]] = {
     "hunyuan_v1_dense": {"head_dim": 128},
     "hunyuan_v1_moe": {"head_dim": 128},
     "hunyuan_vl": {"text_config": {"head_dim": 128, "rope_parameters": _HUNYUAN_ROPE}},
+    "instructblip": {"image_token_index": 50265},
+    "instructblipvideo": {"video_token_index": 50265},
     "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},
     "ministral": {"head_dim": 128},
     "nemotron": {"num_key_value_heads": 8},
+    "qwen3_omni_moe_thinker": {"text_config": {"head_dim": 128}},
     "qwen4_exp": {"text_config": _QWEN4},
     "qwen4_exp_text": _QWEN4,
 }
@@ -98,6 +102,17 @@ SMALL: dict[str, Mapping[str, object]] = {
     "xmod": _SIZES | {"num_hidden_layers": 2, "intermediate_size": 48, "default_language": "en_XX"},
 }
 """See [Note: questions]."""
+
+
+_IMAGE = (1, 3, 224, 224)
+
+NEEDED: dict[str, dict[str, tuple[int, ...]]] = {
+    "blip-2": {"pixel_values": _IMAGE},
+    "instructblip": {"pixel_values": _IMAGE, "qformer_input_ids": (1, 2)},
+    "instructblipvideo": {"pixel_values": (1, 2, 3, 224, 224), "qformer_input_ids": (1, 2)},
+    "kosmos-2": {"pixel_values": _IMAGE},
+}
+"""What models must be given beside tokens, by its shape; of two dims it is tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,8 +195,15 @@ def _check_training(model: PreTrainedModel) -> None:
     """Refuse a model that `enable` refuses, when it begins or in a pass."""
     (handle,) = loopback(1).run(lambda world: enable(model, world))
     handle.disable()
+    device = next(model.parameters()).device
+    shapes = NEEDED.get(model.config.model_type, {})
+    tokens, numbers = torch.int64, torch.float32
     with _Ordinary():
-        probe_pass(model, handle.layers)
+        beside = {
+            name: torch.zeros(shape, dtype=tokens if len(shape) == 2 else numbers, device=device)
+            for name, shape in shapes.items()
+        }
+        probe_pass(model, handle.layers, **beside)
 
 
 def _check_generation(model: PreTrainedModel) -> None:

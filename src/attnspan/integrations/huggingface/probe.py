@@ -44,7 +44,7 @@ from attnspan.integrations.huggingface.serving import (
     head_of,
     probed_once,
 )
-from attnspan.integrations.huggingface.towers import decoder_of
+from attnspan.integrations.huggingface.towers import OUTPUTS, decoder_of, patterns_of
 from attnspan.recurrence import PackedSequences, Rule
 
 NAME = "attnspan_probe"
@@ -56,9 +56,10 @@ TYPES = ("mm_token_type_ids",)
 class Probe:
     """The layers as they were found so far, and the order in which they attended."""
 
-    def __init__(self, layers: Iterable[AttentionLayer], adopts: bool) -> None:
+    def __init__(self, layers: Iterable[AttentionLayer], adopts: bool, given: bool = False) -> None:
         self.layers = {layer.module: layer for layer in layers}
         self.adopts = adopts  # a window that is in a mask alone
+        self.given = given  # masks, by a model whose decoder this is: see patterns_of
         self.order: list[nn.Module] = []
         self.all_logits = False
 
@@ -84,7 +85,9 @@ def probe_attention(
     if probe.adopts and layer.window is None and window is not None:
         probe.layers[module] = layer = replace(layer, window=window)
         arguments["sliding_window"] = window
-    check_arguments(layer, attention_mask, arguments | {"s_aux": arguments.get("s_aux") is not None}, Pattern.of(layer))
+    own = Pattern.of(layer)
+    wanted = patterns_of(attention_mask, [own]).get(own, own) if probe.given else own
+    check_arguments(layer, attention_mask, arguments | {"s_aux": arguments.get("s_aux") is not None}, wanted)
     probe.order.append(module)
     batch, heads, length, _ = query.shape
     return value.new_zeros(batch, length, heads, value.shape[-1]), None
@@ -158,22 +161,26 @@ def _calls(probe: Probe, model: PreTrainedModel, arguments: tuple[str, ...]) -> 
     return [(places[module], probe.layers[module].window) for module in probe.order]
 
 
-def probe_pass(model: PreTrainedModel, layers: Iterable[AttentionLayer]) -> None:
-    """Refuse a model whose pass over two tokens is not one that can be trained; without numbers, as it may be meta."""
+def probe_pass(model: PreTrainedModel, layers: Iterable[AttentionLayer], **beside: Tensor) -> None:
+    """Refuse a model whose pass over two tokens is not one that can be trained; without numbers, as it may be meta.
+
+    Some models must be given more `beside` tokens.
+    """
     AttentionInterface.register(NAME, probe_attention)
     AttentionMaskInterface.register(NAME, requested_pattern)
     tokens = torch.zeros(1, 2, dtype=torch.int64, device=next(model.parameters()).device)
-    probe, inputs = Probe(layers, adopts=False), {"input_ids": tokens}
+    decoder = decoder_of(model)
+    probe, inputs = Probe(layers, adopts=False, given=decoder is not model), {"input_ids": tokens} | beside
     inputs |= {name: tokens for name in TYPES if name in inspect.signature(type(model).forward).parameters}
     if model.config.is_encoder_decoder:
         inputs["decoder_input_ids"] = tokens
-    for config in configs_of(model):
+    for config in configs_of(decoder):
         config._attn_implementation = NAME
     for layer in layers:
         dispatch_forward(layer.module)
     out = run_probe(probe, model, **inputs)
     _check_calls(probe)
-    check_output(out, (), {2})
+    check_output(out, () if decoder is model else OUTPUTS, {2})
 
 
 def _check_cache(model: PreTrainedModel, layers: Iterable[AttentionLayer]) -> None:

@@ -176,6 +176,11 @@ class TransformersModel:
         """The position that the model gives the first token of a text; ModelError if it does not count on from it."""
         tokens = torch.zeros(1, 3, dtype=torch.int64, device=self._info.device)
         given = self._captured({"input_ids": tokens, "use_cache": False})
+        if given.get("inputs_embeds") is None:
+            raise ModelError(
+                f"{type(self.model).__name__} gives its decoder no embeddings, among which those of images would be, "
+                "and an engine serves models with towers that do"
+            )
         found = tensor_in(given, "position_ids") if "position_ids" in given else torch.arange(3, device=tokens.device)
         if bool((found == torch.arange(3, device=found.device)).all()):
             return 0
