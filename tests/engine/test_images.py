@@ -180,7 +180,7 @@ def test_no_chunk_ends_within_a_group(lengths, computed, count):
 
 @pytest.mark.parametrize("name", ALWAYS)
 def test_a_model_that_must_have_an_image_in_every_call(name):
-    with pytest.raises(ModelError, match="must be given pixel_values|takes no position_ids"):
+    with pytest.raises(ModelError, match=r"must be given pixel_values|takes no position_ids"):
         span.Engine(model_of(name), pages=8)
 
 
