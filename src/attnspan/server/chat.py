@@ -1,6 +1,7 @@
 """Texts and messages to tokens, in a thread of their own: a long text does not keep the event loop waiting.
 
-The tokenizer here is a copy. The engine's own belongs to the thread that steps, and tokenizers are not made for two.
+A tokenizer is not made for two threads, so each has a copy: the one that encodes, and the event loop, which asks for
+single tokens. The engine's own belongs to the thread that steps.
 Messages become tokens by the tokenizer's chat template, as transformers applies it.
 """
 
@@ -23,7 +24,7 @@ class ChatTokenizer:
     """What a server asks of a tokenizer, such as those of transformers."""
 
     def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = deepcopy(tokenizer)
+        self._tokenizer, self._for_pieces = deepcopy(tokenizer), deepcopy(tokenizer)
         self._thread = ThreadPoolExecutor(1, "attnspan-tokenizer")
 
     async def _in_thread(self, function: Callable[..., T], *args: object) -> T:
@@ -53,7 +54,7 @@ class ChatTokenizer:
 
     def piece(self, token: int) -> tuple[str, list[int] | None]:
         """One token as text, and as bytes, where it is a text of its own."""
-        text = self._tokenizer.decode([token], skip_special_tokens=False)
+        text = self._for_pieces.decode([token], skip_special_tokens=False)
         return text, None if REPLACEMENT in text else list(text.encode())
 
     def close(self) -> None:
