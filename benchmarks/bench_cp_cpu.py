@@ -41,7 +41,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from attnspan import Balanced, Causal, Documents, HeadTail, Layout, Mask, Plan
 from attnspan.attention import Attention, execute
 from attnspan.attention.call import Call, Inputs
-from attnspan.kernels import Final
+from attnspan.kernels import BackwardInputs
 from attnspan.testing import loopback
 from attnspan.transports.group import transport_of
 from benchmarks.corpus import lognormal
@@ -220,7 +220,7 @@ def memory(work: Workload, layout: str, strategy: str) -> dict[str, float]:
     with Live(k.dtype) as forward:
         out, lse = execute.forward(call, Inputs(q, k, v))
     with Live(k.dtype) as backward:
-        execute.backward(call, Inputs(q, k, v), Final(grad, None, out, lse))
+        execute.backward(call, Inputs(q, k, v), BackwardInputs(grad, None, out, lse))
     return {
         "said": said,
         "own": k.nbytes + v.nbytes,

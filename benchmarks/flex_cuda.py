@@ -22,7 +22,7 @@ from attnspan import Balanced, Causal, Documents, HeadTail, Layout, Mask, Plan, 
 from attnspan.attention import execute
 from attnspan.attention.call import Call, Inputs
 from attnspan.attention.score import Score
-from attnspan.kernels import Final
+from attnspan.kernels import BackwardInputs
 from benchmarks.report import folded, header
 from benchmarks.silent import Silent, random_arenas
 
@@ -109,7 +109,7 @@ def ours(plan: Plan, kernel: str, score: Score | None, rank: int) -> tuple[float
 
     def both() -> None:
         out, lse = execute.forward(call, inputs)
-        execute.backward(call, inputs, Final(grad, None, out, lse))
+        execute.backward(call, inputs, BackwardInputs(grad, None, out, lse))
 
     with torch.no_grad(), random_arenas():
         forward = timed(lambda: execute.forward(call, inputs))

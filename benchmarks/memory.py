@@ -17,7 +17,7 @@ import torch
 from attnspan import Causal, HeadTail, Plan
 from attnspan.attention import execute
 from attnspan.attention.call import Call, Inputs
-from attnspan.kernels import Final
+from attnspan.kernels import BackwardInputs
 from attnspan.plan import Shape
 from attnspan.transports import Pending
 from benchmarks.report import command, folded, header, progress
@@ -59,7 +59,7 @@ def measured(plan: Plan, rank: int, shape: Shape, kernel: str) -> tuple[int, int
     torch.cuda.reset_peak_memory_stats()
     out, lse = execute.forward(call, Inputs(q, k, v))
     forward = torch.cuda.max_memory_allocated() - before
-    final = Final(torch.randn_like(out), None, out, lse)
+    final = BackwardInputs(torch.randn_like(out), None, out, lse)
     torch.cuda.reset_peak_memory_stats()
     execute.backward(call, Inputs(q, k, v), final)
     return forward, torch.cuda.max_memory_allocated() - before

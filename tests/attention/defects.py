@@ -25,10 +25,10 @@ import torch
 from attnspan.attention import lane, loop, ops
 from attnspan.attention.call import Call
 from attnspan.attention.lane import Lane
-from attnspan.attention.sums import Total
+from attnspan.attention.sums import DeferredSum
 from attnspan.attention.ulysses import HeadAllToAll
-from attnspan.attention.wire import Arrivals, Staged
-from attnspan.kernels import AUTO, Accumulator, Dropout, Final, PerTile, Spec, accumulator, blocks
+from attnspan.attention.wire import ReturningGradients, StagedMessage
+from attnspan.kernels import AUTO, Accumulator, BackwardInputs, Dropout, PerTile, Spec, accumulator, blocks
 from attnspan.masks import Causal, Mask, mask
 from attnspan.masks.columns import Columns
 from attnspan.masks.program import Program
@@ -208,7 +208,7 @@ def shards_are_packed_as_if_they_were_contiguous(plant):
 
 @defect
 def a_message_of_many_runs_is_laid_out_from_the_back(plant):
-    plant(Staged, "parts", lambda real: lambda self: real(Staged(self.buffer.flip(0), self._pieces)))
+    plant(StagedMessage, "parts", lambda real: lambda self: real(StagedMessage(self.buffer.flip(0), self._pieces)))
 
 
 @defect
@@ -469,7 +469,7 @@ def the_last_gradient_of_a_row_overwrites_those_before_it(plant):
 
         return gather
 
-    plant(Total, "gather", bend)
+    plant(DeferredSum, "gather", bend)
 
 
 @defect
@@ -485,7 +485,7 @@ def a_row_without_gradients_keeps_what_was_in_memory(plant):
 
         return result
 
-    plant(Total, "result", bend)
+    plant(DeferredSum, "result", bend)
 
 
 @defect
@@ -508,7 +508,7 @@ def gradients_of_keys_go_to_the_wrong_owner(plant):
 
 @defect
 def gradients_that_come_home_are_added_one_row_off(plant):
-    plant(Arrivals, "parts", lambda real: lambda self: ((run, parts.roll(1, 1)) for run, parts in real(self)))
+    plant(ReturningGradients, "parts", lambda real: lambda self: ((run, parts.roll(1, 1)) for run, parts in real(self)))
 
 
 @defect
@@ -525,7 +525,7 @@ def of_gradients_that_several_ranks_send_only_the_first_is_added(plant):
 
         return parts
 
-    plant(Arrivals, "parts", bend)
+    plant(ReturningGradients, "parts", bend)
 
 
 @defect
@@ -537,7 +537,7 @@ def gradients_of_many_runs_in_one_message_are_taken_apart_from_the_back(plant):
 
         return parts
 
-    plant(Arrivals, "parts", bend)
+    plant(ReturningGradients, "parts", bend)
 
 
 # ---- heads for sequence --------------------------------------------------------------------------------------------
@@ -608,7 +608,7 @@ def the_gradient_of_the_sink_is_not_reduced_over_ranks(plant):
 
 @defect
 def the_gradient_of_lse_is_dropped(plant):
-    plant(ops, "Final", lambda real: lambda grad, grad_lse, *rest: real(grad, None, *rest))
+    plant(ops, "BackwardInputs", lambda real: lambda grad, grad_lse, *rest: real(grad, None, *rest))
 
 
 @defect
@@ -723,7 +723,7 @@ def only_the_last_block_counts_for_a_captured_tensor(plant):
 
 @defect
 def the_gradient_of_lse_does_not_reach_programs(plant):
-    plant(Final, "delta", lambda real: lambda self: real(replace(self, grad_lse=None)))
+    plant(BackwardInputs, "delta", lambda real: lambda self: real(replace(self, grad_lse=None)))
 
 
 # ---- dropout -------------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnspan.attention.sums import Total
+from attnspan.attention.sums import DeferredSum
 
 ROWS = 12
 SHAPES = [torch.Size((2, 2, ROWS, 3)), torch.Size((2, 2, ROWS, 5))]
@@ -25,7 +25,7 @@ def part(count, rows, shape, dtype):
 @settings(max_examples=200, deadline=None)
 @given(STEPS, st.sampled_from([torch.float32, torch.bfloat16]))
 def test_a_total_is_the_sum_of_its_parts(steps, dtype):
-    total, expected = Total(SHAPES, torch.float32), [torch.zeros(shape) for shape in SHAPES]
+    total, expected = DeferredSum(SHAPES, torch.float32), [torch.zeros(shape) for shape in SHAPES]
     for rows, count, wait, kind in steps:
         stacks = [part(count, rows, shape, kind) for shape in SHAPES]
         for target, stack in zip(expected, stacks, strict=True):
@@ -38,7 +38,7 @@ def test_a_total_is_the_sum_of_its_parts(steps, dtype):
 
 
 def test_what_waits_is_rounded_once():
-    total = Total([torch.Size((1, 1, 1, 1))], torch.float32)
+    total = DeferredSum([torch.Size((1, 1, 1, 1))], torch.float32)
     for x in (1.0, 2**-8, 2**-8):  # each alone is lost beside 1 in bfloat16, both together are not
         total.add(range(1), torch.tensor(x, dtype=torch.bfloat16).view(1, 1, 1, 1))
     assert total.result(torch.bfloat16)[0].item() == 1 + 2**-7
@@ -46,14 +46,14 @@ def test_what_waits_is_rounded_once():
 
 def test_one_part_of_all_rows_is_the_total_itself():
     part = torch.randn(1, 1, 4, 2)
-    total = Total([part.shape], torch.float32)
+    total = DeferredSum([part.shape], torch.float32)
     total.add(range(4), part)
     assert total.result(torch.float32)[0].data_ptr() == part.data_ptr()
 
 
 @pytest.mark.parametrize(("dtype", "most"), [(torch.bfloat16, 3), (torch.float32, 2)])
 def test_no_more_waits_than_a_sum_and_a_part_would_take(dtype, most):
-    total = Total([torch.Size((1, 1, 4, 2))], torch.float32)
+    total = DeferredSum([torch.Size((1, 1, 4, 2))], torch.float32)
     for count in range(1, 7):
         total.add(range(4), torch.ones(1, 1, 4, 2, dtype=dtype))
         assert len(total._waiting) == (count if count <= most else 1)
@@ -61,7 +61,7 @@ def test_no_more_waits_than_a_sum_and_a_part_would_take(dtype, most):
 
 
 def test_one_writer_of_all_rows_adds_to_what_waited():
-    total = Total([torch.Size((1, 1, 4, 2))], torch.float32)
+    total = DeferredSum([torch.Size((1, 1, 4, 2))], torch.float32)
     total.add(range(2), torch.ones(1, 1, 2, 2))
     (view,), begun = total.open()
     assert begun

@@ -16,7 +16,7 @@ import torch
 
 from attnspan.kernels import band, bands
 
-SMALL = bands._Blocks(16, 16, 1, 1)
+SMALL = bands._BlockSizes(16, 16, 1, 1)
 _ONE_AT_A_TIME = threading.RLock()
 
 
@@ -53,7 +53,7 @@ def interpreted():
             (band, "supports", lambda *_: None),
             (bands, "_shared_memory", lambda device: 1 << 30),
             (bands, "_WIDE", SMALL),
-            *((bands, name, bands._Loop({256: SMALL}, "q")) for name in ("_FORWARD", "_BY_ROWS", "_BY_KEYS")),
+            *((bands, name, bands._LoopBlocks({256: SMALL}, "q")) for name in ("_FORWARD", "_BY_ROWS", "_BY_KEYS")),
         ):
             stack.enter_context(patch.object(thing, name, value))
         yield

@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 from attnspan.errors import KernelError
 from attnspan.kernels import (
     KERNELS,
-    Final,
+    BackwardInputs,
+    GlobalPositions,
     GradientBuffers,
     Mods,
     Region,
     Spec,
-    Where,
     band,
     band_mods,
     bands,
@@ -264,13 +264,13 @@ def test_every_program_is_compiled_for_hopper(monkeypatch, name, asks, learns):
     captured = () if score is None else score.captured
     x, lse = torch.empty(1, 4, n, 128, dtype=torch.bfloat16), torch.empty(1, 4, n)
     tiles = (Tile(range(n), range(n), 1 - n, 0, asked=asks),)
-    where = Where(torch.arange(n), torch.arange(n), range(1), range(4), ((range(n),), (range(n),)))
+    where = GlobalPositions(torch.arange(n), torch.arange(n), range(1), range(4), ((range(n),), (range(n),)))
     region, spec = Region(tiles, lambda: where, captured), Spec(0.1, Mods(score, traced(documents)))
     bands.forward(spec, x, x, x, tiles, x.dtype, band_mods.ModsArgs.of(spec, region))
     grads = SimpleNamespace(captured=[torch.zeros_like(each) if learns else None for each in captured])
     mods = band_mods.ModsArgs.of(spec, region, band_mods.wanted(spec, region, grads))
     into = GradientBuffers(*(torch.empty(1, 4, n, 128) for _ in range(3)))
-    bands.backward(spec, Final(x, None, x, lse), x, x, x, tiles, into, mods)
+    bands.backward(spec, BackwardInputs(x, None, x, lse), x, x, x, tiles, into, mods)
     assert [fn for fn, _ in compiled] == ["forward", "by_rows", "by_keys"]
     assert all(size <= memory for _, size in compiled), compiled
 

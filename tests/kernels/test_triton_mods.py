@@ -56,7 +56,7 @@ def test_code_computes_the_program_and_its_derivatives(tree):
     assert torch.equal(found, changed)
     torch.testing.assert_close(slope * grad, by_score, rtol=CLOSE, atol=CLOSE)
     sums = [torch.zeros_like(x) if x.is_floating_point() else None for x in captured]
-    put = band_mods._Put(program, captured, sums)
+    put = band_mods._TableGradients(program, captured, sums)
     for lookup, part in zip(learned, parts, strict=True):
         put((lookup,), INDICES, (part * grad).unsqueeze(0))
     for leaf, expected in zip(leaves, by_leaf, strict=True):

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 import attnspan as span
 from attnspan.attention import tuned
-from attnspan.attention.laps import Lap
+from attnspan.attention.laps import PassTimer
 from attnspan.attention.tuned import NO_TUNING, hardware_for
 from attnspan.parallel import attentions
 from attnspan.testing import loopback
@@ -148,7 +148,7 @@ def test_a_device_is_not_waited_for():
     device = torch.device("cuda")
     x = torch.randn(4096, 4096, device=device)
     torch.cuda.synchronize()
-    lap = Lap(device)
+    lap = PassTimer(device)
     for _ in range(200):
         x = x @ x * 1e-4
     assert lap.end().seconds is None

@@ -12,7 +12,7 @@ from attnspan.attention import execute, lane, sums
 from attnspan.attention.call import Call, Inputs
 from attnspan.attention.kept import KeptKeys
 from attnspan.attention.latent import Expander
-from attnspan.kernels import AUTO, KERNELS, Final, accumulator, bands
+from attnspan.kernels import AUTO, KERNELS, BackwardInputs, accumulator, bands
 from attnspan.plan import Shape
 from benchmarks.memory import Keeping
 from tests.plan.test_memory_growth import Live
@@ -78,7 +78,7 @@ def counted(plan, rank, kv_heads, kernel, kept=None):
         out, lse = execute.forward(call, Inputs(q, k, v), kept)
     grad = torch.zeros_like(out)
     with torch.no_grad(), Live() as backward:
-        execute.backward(call, Inputs(q, k, v), Final(grad, None, out, lse), kept=kept)
+        execute.backward(call, Inputs(q, k, v), BackwardInputs(grad, None, out, lse), kept=kept)
     waiting = 0 if kept is None else plan.kept_bytes(rank, Shape(HEADS, kv_heads, DIM))
     return forward.peak + size(q, k, v), backward.peak + size(q, k, v, out, lse, grad) + waiting
 
@@ -119,7 +119,7 @@ def counted_latents(plan, rank, kept):
         out, lse = execute.forward(call, inputs, kept)
     grad = torch.zeros_like(out)
     with torch.no_grad(), Live() as backward:
-        execute.backward(call, inputs, Final(grad, None, out, lse), kept=kept)
+        execute.backward(call, inputs, BackwardInputs(grad, None, out, lse), kept=kept)
     return forward.peak + size(query, latent), backward.peak + size(query, latent, out, lse, grad)
 
 

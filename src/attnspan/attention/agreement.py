@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from attnspan.attention.call import Agreed, Call, Inputs
+from attnspan.attention.call import Agreement, Call, Inputs
 from attnspan.dtypes import dtype_name, lse_dtype
 from attnspan.errors import AttentionError, AttnspanError, KernelError, MaskError, TuningError
 from attnspan.kernels import choose
@@ -45,7 +45,7 @@ SHARED = "a plan that all ranks share"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-def agree(call: Call, inputs: Inputs) -> Agreed:
+def agree(call: Call, inputs: Inputs) -> Agreement:
     """Refuse tensors that the plan was not made for, on every rank; what all of them do."""
     if call.watched is not None:
         check_mask(call.watched, call, inputs)
@@ -59,7 +59,7 @@ def agree(call: Call, inputs: Inputs) -> Agreed:
     _raise_if_odd(said)
     plan = call.plan
     name = f"attention over {repr(plan.mask)[:80]} by {plan.strategy!r} [{_hashed(said[0])}]"
-    call.agreed[signature] = Agreed(name, votes == {"True"})
+    call.agreed[signature] = Agreement(name, votes == {"True"})
     return call.agreed[signature]
 
 

@@ -32,7 +32,7 @@ from attnspan.transports import Transport
 from attnspan.tuning import table_for
 
 
-class Agreed(NamedTuple):
+class Agreement(NamedTuple):
     """What ranks have agreed on for tensors of some shapes: a name for what they do, and whether they keep keys."""
 
     name: str
@@ -93,7 +93,7 @@ class Call:
     uses: Uses = field(default_factory=Uses, repr=False)  # shared by the calls that suit different shapes
     guard: Callable[[], None] | None = field(default=None, repr=False)  # asked before a forward pass; may refuse
     watched: Mask | None = field(default=None, repr=False)  # refused once it has changed, see agreement.py
-    agreed: dict[tuple[object, ...], Agreed] = field(default_factory=dict, init=False, repr=False)  # by shapes
+    agreed: dict[tuple[object, ...], Agreement] = field(default_factory=dict, init=False, repr=False)  # by shapes
     _suited: dict[Shape, Call] = field(default_factory=dict, init=False, repr=False)
     _mods: dict[tuple[torch.device, torch.dtype], Mods | None] = field(default_factory=dict, init=False, repr=False)
 

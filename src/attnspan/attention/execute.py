@@ -17,10 +17,10 @@ from torch import Tensor
 from attnspan.attention import loop
 from attnspan.attention.call import Call, Inputs
 from attnspan.attention.kept import KeptKeys
-from attnspan.attention.lane import Lane, Place
+from attnspan.attention.lane import Lane, RowsAndHeads
 from attnspan.attention.ulysses import HeadAllToAll, segments
 from attnspan.dtypes import lse_dtype
-from attnspan.kernels import Final
+from attnspan.kernels import BackwardInputs
 
 
 def forward(call: Call, inputs: Inputs, kept: KeptKeys | None = None) -> tuple[Tensor, Tensor]:
@@ -37,7 +37,7 @@ def forward(call: Call, inputs: Inputs, kept: KeptKeys | None = None) -> tuple[T
 
 
 def backward(
-    call: Call, inputs: Inputs, final: Final, wanted: Sequence[int] = (), kept: KeptKeys | None = None
+    call: Call, inputs: Inputs, final: BackwardInputs, wanted: Sequence[int] = (), kept: KeptKeys | None = None
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor | None], list[Tensor]]:
     """The gradients of this rank's query, key and value, each in its own dtype; and in the precision that sums are kept
     in, its part of those of `wanted` ones of the captured tensors, and of the weights that a latent is expanded by."""
@@ -97,7 +97,9 @@ class PlanRow:
         (lse,) = exchange.scatter_tokens([lse.unsqueeze(-1)], ["query"])
         return out, lse.squeeze(-1)
 
-    def backward(self, final: Final, sums: Sequence[Tensor | None], kept: KeptKeys | None) -> tuple[Tensor, ...]:
+    def backward(
+        self, final: BackwardInputs, sums: Sequence[Tensor | None], kept: KeptKeys | None
+    ) -> tuple[Tensor, ...]:
         exchange, steps = self._exchange(), kept.loops[self.row] if kept else None
         precision = lse_dtype(self.inputs.query.dtype)  # all ranks alike, whatever they computed
         if kept:
@@ -109,7 +111,7 @@ class PlanRow:
             )
         scalars = [x.unsqueeze(-1) for x in (final.lse, final.grad_lse) if x is not None]
         lse, *grad_lse = (x.squeeze(-1) for x in exchange.gather_tokens(scalars, ["query"] * len(scalars)))
-        whole = Final(grad, grad_lse[0] if grad_lse else None, out, lse, final.sinks)
+        whole = BackwardInputs(grad, grad_lse[0] if grad_lse else None, out, lse, final.sinks)
         finals = [whole.heads(query) for query, _ in self._segments(exchange)]
         lanes = self._head_lanes(exchange, tensors)
         parts = [each.results(precision) for each in loop.backward(self.call.transport, lanes, finals, sums, (), steps)]
@@ -134,7 +136,7 @@ class PlanRow:
         ]
 
     def _lane(self, inputs: Inputs, heads: range) -> Lane:
-        return Lane(self.call, self.row, Place(range(self.batch.start, self.batch.stop), heads), inputs)
+        return Lane(self.call, self.row, RowsAndHeads(range(self.batch.start, self.batch.stop), heads), inputs)
 
 
 def _by_heads(parts: list[Tensor], empty: Callable[[], Tensor]) -> Tensor:

@@ -21,17 +21,27 @@ import torch
 from torch import Tensor
 
 from attnspan.attention.call import Call, Inputs
-from attnspan.attention.sums import Sum, Total
-from attnspan.attention.wire import Arrivals, Places, Staged, arriving, empty, leaving, packed, places, unpacked
+from attnspan.attention.sums import DeferredSum, RunningSum
+from attnspan.attention.wire import (
+    ReturningGradients,
+    RunOffsets,
+    StagedMessage,
+    arriving,
+    empty,
+    leaving,
+    packed,
+    places,
+    unpacked,
+)
 from attnspan.dtypes import lse_dtype
 from attnspan.kernels import (
     Accumulator,
-    Final,
+    BackwardInputs,
+    GlobalPositions,
     GradientBuffers,
     Kernel,
     Region,
     RowSums,
-    Where,
     choose,
     rounds,
     write_into,
@@ -42,7 +52,7 @@ from attnspan.plan.step import Step, Transfer
 Message = tuple[int, Tensor]
 
 
-class Place(NamedTuple):
+class RowsAndHeads(NamedTuple):
     """Which batch rows and query heads of the whole attention a lane's tensors are."""
 
     batch: range
@@ -57,7 +67,7 @@ class Arena(NamedTuple):
     is_own: bool
 
 
-class KeySum(Sum):
+class KeySum(RunningSum):
     """Gradients of keys and values, side by side in one packed buffer, ready to travel."""
 
     __slots__ = ("packed",)
@@ -70,7 +80,7 @@ class KeySum(Sum):
 class Lane:
     """The keys of one batch row on their way through the steps of one rank."""
 
-    def __init__(self, call: Call, row: int, place: Place, inputs: Inputs):
+    def __init__(self, call: Call, row: int, place: RowsAndHeads, inputs: Inputs):
         plan, rank, degree = call.plan, call.rank, call.plan.degree
         steps = plan.steps(rank, row)
         if degree > 1:  # transfers name groups; the peer in another group has this rank's place in its own
@@ -87,7 +97,7 @@ class Lane:
 
     # ---- keys travel -------------------------------------------------------------------------------------------
 
-    def post(self, step: Step) -> tuple[list[Message], list[Message], Arena, list[Staged]]:
+    def post(self, step: Step) -> tuple[list[Message], list[Message], Arena, list[StagedMessage]]:
         """The messages of a step, the arena they fill, and what is to be laid out when they have arrived."""
         if not step.receives and step.arena == self._own:
             sends = [(t.target, part) for t in step.sends for part in self._leaving(t)]
@@ -119,7 +129,7 @@ class Lane:
             self._own_packed = packed(self.key, self.value)
         return self._own_packed
 
-    def _lay_own(self, arena: Arena, held: Places, step: Step) -> None:
+    def _lay_own(self, arena: Arena, held: RunOffsets, step: Step) -> None:
         """The rank's own keys among those of others."""
         for to, source in zip(held.slices(step.own), self._own_places.slices(step.own), strict=True):
             write_into(arena.key[:, :, to], self.key[:, :, source])
@@ -150,11 +160,11 @@ class Lane:
     def _region(self, step: Step) -> Region:
         return Region(step.tiles, functools.partial(self._where, step), self.captured, self._one_step)
 
-    def _where(self, step: Step) -> Where:
+    def _where(self, step: Step) -> GlobalPositions:
         """The positions that a step's rows and columns stand for."""
         device = self.query.device
         runs = tuple(run.positions for run in self._queries), tuple(run.positions for run in step.arena)
-        return Where(positions(self._queries, device), positions(step.arena, device), *self.place, runs)
+        return GlobalPositions(positions(self._queries, device), positions(step.arena, device), *self.place, runs)
 
     @functools.cached_property
     def _one_step(self) -> bool:
@@ -163,7 +173,7 @@ class Lane:
 
     # ---- backward ----------------------------------------------------------------------------------------------
 
-    def backward(self, step: Step, arena: Arena, final: Final, grads: Grads) -> KeySum | None:
+    def backward(self, step: Step, arena: Arena, final: BackwardInputs, grads: GradientSums) -> KeySum | None:
         """The gradients of every tile of a step, from the final out and lse. See [Note: final out and lse] in
         kernels/kernel.py.
 
@@ -179,10 +189,12 @@ class Lane:
             self._backward_latent(step, arena.key, final, grads, into)
         return keys
 
-    def _backward(self, step: Step, keys: tuple[Tensor, Tensor], final: Final, into: StepGrads) -> None:
+    def _backward(self, step: Step, keys: tuple[Tensor, Tensor], final: BackwardInputs, into: StepGrads) -> None:
         self._kernel(step, *keys).backward(self.spec, final, self.query, *keys, self._region(step), into)
 
-    def _backward_latent(self, step: Step, latent: Tensor, final: Final, grads: Grads, into: Total | KeySum) -> None:
+    def _backward_latent(
+        self, step: Step, latent: Tensor, final: BackwardInputs, grads: GradientSums, into: DeferredSum | KeySum
+    ) -> None:
         """Keys and values are made again; their gradients flow back through what made them."""
         assert self.expander is not None, "there is a latent"
         made = self.expander.recorded(latent)
@@ -191,29 +203,33 @@ class Lane:
         for weight, part in zip(grads.weights, of_weights, strict=True):
             weight += part
 
-    def _of_keys(self, step: Step, keys: tuple[Tensor, Tensor], final: Final, grads: Grads) -> tuple[Tensor, ...]:
+    def _of_keys(
+        self, step: Step, keys: tuple[Tensor, Tensor], final: BackwardInputs, grads: GradientSums
+    ) -> tuple[Tensor, ...]:
         """The gradients of keys and values that were made of latents, rounded; their sums are gone."""
-        total = Total([x.shape for x in keys], lse_dtype(self.key.dtype), self.key.device)
+        total = DeferredSum([x.shape for x in keys], lse_dtype(self.key.dtype), self.key.device)
         self._backward(step, keys, final, StepGrads(self, grads, total, keys))
         return total.result(self.key.dtype)
 
-    def send_home(self, step: Step, keys: KeySum | None, grads: Grads) -> tuple[list[Message], Arrivals]:
+    def send_home(
+        self, step: Step, keys: KeySum | None, grads: GradientSums
+    ) -> tuple[list[Message], ReturningGradients]:
         """Gradients of others' keys leave, those of own keys will arrive."""
         sends = []
         if keys is not None:
             self._keep_own(step, keys, grads)
             held = places(step.arena)
             sends = [(t.target, part) for t in step.home for part in leaving(keys.packed, held, t, whole=False)]
-        return sends, Arrivals(step.returns, lambda rows: empty(self.key, self.value, rows, self._travels))
+        return sends, ReturningGradients(step.returns, lambda rows: empty(self.key, self.value, rows, self._travels))
 
-    def _keep_own(self, step: Step, keys: KeySum, grads: Grads) -> None:
+    def _keep_own(self, step: Step, keys: KeySum, grads: GradientSums) -> None:
         """Gradients of own keys that lay among those of others."""
         used = places(step.arena).slices(step.own)
         for source, to in zip(used, self._own_places.slices(step.own), strict=True):
             stacks = (part.unsqueeze(0) for part in keys.result(source))
             grads.keys.gather(range(to.start, to.stop), *stacks, wait=self._last(step))  # that holds all of `keys`
 
-    def take_home(self, step: Step, arrivals: Arrivals, grads: Grads) -> None:
+    def take_home(self, step: Step, arrivals: ReturningGradients, grads: GradientSums) -> None:
         for run, parts in arrivals.parts():
             (rows,) = self._own_places.slices((run,))
             stacks = unpacked(parts, self.key.shape[3])
@@ -224,22 +240,22 @@ class Lane:
 
 
 @dataclass(frozen=True, slots=True)
-class Grads:
+class GradientSums:
     """Sums of gradients: of the queries, of own keys and values or latents, of what a score_mod captured, and of the
     weights that a latent is expanded by."""
 
-    query: Total
-    keys: Total
+    query: DeferredSum
+    keys: DeferredSum
     captured: Sequence[Tensor | None] = ()
     weights: Sequence[Tensor] = ()
     row_sums: RowSums = field(default_factory=RowSums)
 
     @classmethod
-    def of(cls, lane: Lane, captured: Sequence[Tensor | None], weights: Sequence[Tensor] = ()) -> Grads:
+    def of(cls, lane: Lane, captured: Sequence[Tensor | None], weights: Sequence[Tensor] = ()) -> GradientSums:
         """Nothing yet; `captured` and `weights` are sums that all lanes share."""
         query, key, value = lane.query, lane.key, lane.value
-        of_query = Total([query.shape], lse_dtype(query.dtype), query.device)
-        return cls(of_query, Total([key.shape, value.shape], lse_dtype(key.dtype), key.device), captured, weights)
+        of_query = DeferredSum([query.shape], lse_dtype(query.dtype), query.device)
+        return cls(of_query, DeferredSum([key.shape, value.shape], lse_dtype(key.dtype), key.device), captured, weights)
 
     def results(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
         """dq, dk and dv; what was captured has all of its gradients then."""
@@ -252,8 +268,8 @@ class StepGrads(NamedTuple):
     they stay, or else in the buffer that they leave from."""
 
     lane: Lane
-    totals: Grads
-    keys: Total | KeySum
+    totals: GradientSums
+    keys: DeferredSum | KeySum
     like: tuple[Tensor, Tensor]
 
     @property

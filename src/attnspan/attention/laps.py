@@ -12,7 +12,7 @@ import torch
 Moment = float | torch.cuda.Event | None
 
 
-class Lap:
+class PassTimer:
     """One pass, from when it is made to `end`."""
 
     __slots__ = ("_device", "_start", "_stop")
@@ -22,7 +22,7 @@ class Lap:
         self._stop: Moment = None
         self._start = now(device)
 
-    def end(self) -> Lap:
+    def end(self) -> PassTimer:
         """All of the pass was launched."""
         self._stop = now(self._device)
         return self

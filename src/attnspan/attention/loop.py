@@ -15,9 +15,9 @@ from functools import partial
 from torch import Tensor
 
 from attnspan.attention.kept import KeptKeys, Steps
-from attnspan.attention.lane import Arena, Grads, KeySum, Lane, Message
+from attnspan.attention.lane import Arena, GradientSums, KeySum, Lane, Message
 from attnspan.attention.recording import computing, travelling
-from attnspan.kernels import Accumulator, Final
+from attnspan.kernels import Accumulator, BackwardInputs
 from attnspan.transports import Pending, Transport
 
 
@@ -47,14 +47,14 @@ def _compute(lanes: Sequence[Lane], arenas: list[Arena], totals: list[Accumulato
 def backward(
     transport: Transport,
     lanes: Sequence[Lane],
-    finals: Sequence[Final],
+    finals: Sequence[BackwardInputs],
     captured: Sequence[Tensor | None] = (),
     weights: Sequence[Tensor] = (),
     kept: Steps | None = None,
-) -> list[Grads]:
+) -> list[GradientSums]:
     """The gradients of every lane; those of what a score_mod captured are added to `captured`, those of what expands
     latents to `weights`."""
-    grads = [Grads.of(lane, captured, weights) for lane in lanes]
+    grads = [GradientSums.of(lane, captured, weights) for lane in lanes]
     post: Callable[[int], KeyExchange | KeptStep] = (
         partial(KeyExchange, transport, lanes) if kept is None else partial(KeptStep, kept)
     )
@@ -118,7 +118,12 @@ class GradientExchange:
     """The gradients of one step's keys, on their way to their owners."""
 
     def __init__(
-        self, transport: Transport, lanes: Sequence[Lane], keys: Sequence[KeySum | None], grads: list[Grads], index: int
+        self,
+        transport: Transport,
+        lanes: Sequence[Lane],
+        keys: Sequence[KeySum | None],
+        grads: list[GradientSums],
+        index: int,
     ):
         sends: list[Message] = []
         receives: list[Message] = []

@@ -40,13 +40,13 @@ from attnspan.attention.agreement import agree
 from attnspan.attention.call import Call, Inputs
 from attnspan.attention.handles import held
 from attnspan.attention.kept import FROM_KEPT, KeptKeys, keep, kept_by
-from attnspan.attention.laps import Lap
+from attnspan.attention.laps import PassTimer
 from attnspan.attention.latent import Expander
 from attnspan.attention.recording import recorded
 from attnspan.attention.transforms import check_no_tangents, check_untransformed
 from attnspan.dtypes import lse_dtype
 from attnspan.errors import AttentionError, KernelError
-from attnspan.kernels import Final
+from attnspan.kernels import BackwardInputs
 from attnspan.kernels.merge import share_of, with_sinks
 from attnspan.transports.operations import under_way
 from attnspan.transports.unbroken import unbroken
@@ -94,7 +94,7 @@ def attention(
         call.guard()
     with unbroken(call.transport, but=(AttentionError, KernelError)):
         agreed = agree(call, inputs)
-    kept, lap = KeptKeys() if differentiable and agreed.keeps_keys else None, Lap(query.device)
+    kept, lap = KeptKeys() if differentiable and agreed.keeps_keys else None, PassTimer(query.device)
     with unbroken(call.transport), _as_given(query), under_way(call.transport, agreed.name_of(inputs)) as operation:
         with recorded(call.transport, "forward", (call.plan, inputs.shape)):
             out, lse = execute.forward(call, inputs, kept)
@@ -145,8 +145,8 @@ def attention_backward(
     if grad_lse is None and return_lse and call.plan.degree > 1:  # see [Note: gradients of lse over ranks]
         grad_lse = torch.zeros_like(lse)
     assert return_lse or grad_lse is None, "an lse that was not returned has no gradient"
-    final, kept = Final(grad, grad_lse, out, lse, sinks is not None), kept_by(header)
-    how, lap = FROM_KEPT if kept else "", Lap(query.device)
+    final, kept = BackwardInputs(grad, grad_lse, out, lse, sinks is not None), kept_by(header)
+    how, lap = FROM_KEPT if kept else "", PassTimer(query.device)
     with unbroken(call.transport), _as_given(query), under_way(call.transport, number, how):
         d_sinks = query.new_empty(0) if sinks is None else _sink_gradient(call, final, sinks)
         with recorded(call.transport, "backward", (call.plan, inputs.shape)):
@@ -206,7 +206,7 @@ def _as_given(query: Tensor) -> torch.autocast:
     return torch.autocast(query.device.type, enabled=False)
 
 
-def _sink_gradient(call: Call, final: Final, sinks: Tensor) -> Tensor:
+def _sink_gradient(call: Call, final: BackwardInputs, sinks: Tensor) -> Tensor:
     lse = final.lse
     weight = share_of(sinks.to(lse.dtype)[None, :, None].expand_as(lse), lse)
     slope = -(final.grad.to(lse.dtype) * final.out.to(lse.dtype)).sum(-1)

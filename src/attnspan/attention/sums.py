@@ -1,9 +1,9 @@
 """Sums of gradients that touch memory as little as can be.
 
-A gradient is a sum of tiles' gradients, and most rows of a large buffer belong to one tile only. `Sum`, for what will
-travel, needs no zeros: the first part of a row is written, later ones are added, rows without any become zero. `Total`,
-for what stays, lets parts wait until they are asked for, and then adds and rounds them in one pass: a float32 sum that
-each part is added to as it comes would be read and written every time.
+A gradient is a sum of tiles' gradients, and most rows of a large buffer belong to one tile only. `RunningSum`, for what
+will travel, needs no zeros: the first part of a row is written, later ones are added, rows without any become zero.
+`DeferredSum`, for what stays, lets parts wait until they are asked for, and then adds and rounds them in one pass: a
+float32 sum that each part is added to as it comes would be read and written every time.
 
 Shapes: every view and part is (B, H, S, anything); rows are those of dim 2.
 """
@@ -21,11 +21,11 @@ from attnspan.kernels import add_into, sum_into, write_into
 from attnspan.plan.waiting import crowded
 
 
-class Sum:
+class RunningSum:
     """Sums over the same rows of several views, held in uninitialised memory until written.
 
     >>> import torch
-    >>> total = Sum(torch.empty(1, 1, 4, 1))
+    >>> total = RunningSum(torch.empty(1, 1, 4, 1))
     >>> total.add(range(0, 2), torch.ones(1, 1, 2, 1))
     >>> total.add(range(1, 3), torch.ones(1, 1, 2, 1))
     >>> total.result()[0].flatten().tolist()
@@ -50,7 +50,7 @@ class Sum:
         """For one writer of all rows: whether they hold a sum already, that it must add to.
 
         >>> import torch
-        >>> total = Sum(torch.empty(1, 1, 2, 1))
+        >>> total = RunningSum(torch.empty(1, 1, 2, 1))
         >>> total.open(), total.open()
         (False, True)
         """
@@ -89,20 +89,20 @@ class Sum:
             first = last
 
 
-class Waiting(NamedTuple):
+class StackedParts(NamedTuple):
     """Parts of some rows: for each view a stack (any number, B, H, rows, anything), to be summed."""
 
     rows: range
     stacks: tuple[Tensor, ...]
 
 
-class Total:
+class DeferredSum:
     """Sums over the same rows of several tensors, of parts that wait.
 
     They must not change until the total is asked for. As many wait for a row as take no more memory than a sum in
     `dtype` and the part that is added to it; with one more, all of them are added to such a sum.
 
-    >>> total = Total([torch.Size((1, 1, 4, 1))], torch.float32)
+    >>> total = DeferredSum([torch.Size((1, 1, 4, 1))], torch.float32)
     >>> total.add(range(0, 2), torch.ones(1, 1, 2, 1))
     >>> total.add(range(1, 3), torch.ones(1, 1, 2, 1))
     >>> total.result(torch.bfloat16)[0].flatten().tolist()
@@ -113,8 +113,8 @@ class Total:
 
     def __init__(self, shapes: Sequence[torch.Size], dtype: torch.dtype, device: torch.device | str = "cpu"):
         self._shapes, self._dtype, self._device = shapes, dtype, device
-        self._waiting: list[Waiting] = []
-        self._sum: Sum | None = None
+        self._waiting: list[StackedParts] = []
+        self._sum: RunningSum | None = None
 
     def add(self, rows: range, *parts: Tensor) -> None:
         """Add one part per view to some rows."""
@@ -128,7 +128,7 @@ class Total:
         if rows.step > 1:
             self._begun().gather(rows, [[stack] for stack in stacks])
             return
-        self._waiting.append(Waiting(rows, stacks))
+        self._waiting.append(StackedParts(rows, stacks))
         if not wait:
             self._settle()
 
@@ -172,9 +172,11 @@ class Total:
             return None
         return tuple(stack[0] for stack in stacks[0])
 
-    def _begun(self) -> Sum:
+    def _begun(self) -> RunningSum:
         if self._sum is None:
-            self._sum = Sum(*(torch.empty(shape, dtype=self._dtype, device=self._device) for shape in self._shapes))
+            self._sum = RunningSum(
+                *(torch.empty(shape, dtype=self._dtype, device=self._device) for shape in self._shapes)
+            )
         return self._sum
 
     def _stretches(self) -> Iterator[tuple[range, list[list[Tensor]]]]:

@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from attnspan.assumptions import Assumption
-from attnspan.attention.laps import Lap
+from attnspan.attention.laps import PassTimer
 from attnspan.plan import Plan, Shape
 
 Use = tuple[Plan, Shape | None]  # a shape that the cost model cannot weigh is None
@@ -44,9 +44,9 @@ class Uses:
     from_kept: Counter[Use] = field(default_factory=Counter)  # of the backward passes, those that no key travelled for
     latest: Plan | None = None
     latest_shape: Shape | None = None
-    laps: dict[tuple[Pass, Use], deque[Lap]] = field(default_factory=dict)
+    laps: dict[tuple[Pass, Use], deque[PassTimer]] = field(default_factory=dict)
 
-    def add_forward(self, plan: Plan, shape: Shape | None, lap: Lap) -> None:
+    def add_forward(self, plan: Plan, shape: Shape | None, lap: PassTimer) -> None:
         """A forward pass, or its replay."""
         IN_BACKWARD.hold()
         in_backward = torch._C._current_graph_task_id() != -1
@@ -54,12 +54,12 @@ class Uses:
         self.latest, self.latest_shape = plan, shape
         self._time("forward", (plan, shape), lap)
 
-    def add_backward(self, plan: Plan, shape: Shape | None, from_kept: bool, lap: Lap) -> None:
+    def add_backward(self, plan: Plan, shape: Shape | None, from_kept: bool, lap: PassTimer) -> None:
         self.backward[plan, shape] += 1
         self.from_kept[plan, shape] += from_kept
         self._time("backward", (plan, shape), lap)
 
-    def _time(self, way: Pass, use: Use, lap: Lap) -> None:
+    def _time(self, way: Pass, use: Use, lap: PassTimer) -> None:
         self.laps.setdefault((way, use), deque(maxlen=MOST_TIMED)).append(lap.end())
 
     def took(self, way: Pass, use: Use) -> PassTime:

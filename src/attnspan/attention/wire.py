@@ -51,7 +51,7 @@ def unpacked(buffer: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
     return both[..., :head_dim], both[..., head_dim:]
 
 
-class Places:
+class RunOffsets:
     """Where runs lie in a buffer that holds other runs one after another."""
 
     def __init__(self, runs: Runs):
@@ -82,12 +82,12 @@ class Places:
 
 
 @lru_cache(maxsize=1024)
-def places(runs: Runs) -> Places:
+def places(runs: Runs) -> RunOffsets:
     """Of a buffer of such runs: the same at every call, so found once."""
-    return Places(runs)
+    return RunOffsets(runs)
 
 
-def leaving(buffer: Tensor, places: Places, transfer: Transfer, whole: bool) -> list[Tensor]:
+def leaving(buffer: Tensor, places: RunOffsets, transfer: Transfer, whole: bool) -> list[Tensor]:
     """The messages of a transfer out of a buffer."""
     if whole:
         return [buffer]
@@ -95,18 +95,20 @@ def leaving(buffer: Tensor, places: Places, transfer: Transfer, whole: bool) -> 
     return pieces if _by_run(transfer) else [torch.cat(pieces)]
 
 
-def arriving(buffer: Tensor, places: Places, transfer: Transfer, whole: bool) -> tuple[list[Tensor], Staged | None]:
+def arriving(
+    buffer: Tensor, places: RunOffsets, transfer: Transfer, whole: bool
+) -> tuple[list[Tensor], StagedMessage | None]:
     """Where the messages of a transfer go, and what is left to do when they have arrived."""
     if whole:
         return [buffer], None
     pieces = [buffer[rows] for rows in places.slices(transfer.runs)]
     if _by_run(transfer):
         return pieces, None
-    staged = Staged(buffer.new_empty(tokens_in(transfer.runs), *buffer.shape[1:]), pieces)
+    staged = StagedMessage(buffer.new_empty(tokens_in(transfer.runs), *buffer.shape[1:]), pieces)
     return [staged.buffer], staged
 
 
-class Arrivals:
+class ReturningGradients:
     """Gradients that come home from several ranks.
 
     Those of one run lie side by side, so that all of them are added in one pass; a transfer of many runs comes as one
@@ -144,7 +146,7 @@ def _by_run(transfer: Transfer) -> bool:
     return len(transfer.runs) <= MOST_RUNS
 
 
-class Staged:
+class StagedMessage:
     """A message of many runs that waits to be laid out."""
 
     def __init__(self, buffer: Tensor, pieces: Sequence[Tensor]):

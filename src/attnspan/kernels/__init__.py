@@ -5,7 +5,7 @@ from attnspan.kernels.adding import add_into, sum_into, write_into
 from attnspan.kernels.band_mods import explain_programs
 from attnspan.kernels.dropout import Dropout
 from attnspan.kernels.kernel import (
-    Final,
+    BackwardInputs,
     GradientBuffers,
     Gradients,
     Kernel,
@@ -16,7 +16,7 @@ from attnspan.kernels.kernel import (
     Traits,
 )
 from attnspan.kernels.merge import merge_into
-from attnspan.kernels.mods import Mods, Where
+from attnspan.kernels.mods import GlobalPositions, Mods
 from attnspan.kernels.per_tile import PerTile
 from attnspan.kernels.registry import AUTO, KERNELS, choose, fastest, refusal, refusals, rounds, runs_programs
 from attnspan.kernels.row_sums import RowSums
@@ -25,8 +25,9 @@ __all__ = [
     "AUTO",
     "KERNELS",
     "Accumulator",
+    "BackwardInputs",
     "Dropout",
-    "Final",
+    "GlobalPositions",
     "GradientBuffers",
     "Gradients",
     "Kernel",
@@ -38,7 +39,6 @@ __all__ = [
     "Spec",
     "TileKernel",
     "Traits",
-    "Where",
     "add_into",
     "choose",
     "explain_programs",

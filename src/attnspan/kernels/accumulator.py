@@ -21,7 +21,7 @@ from attnspan.kernels.merge import PartialResult, merge
 
 
 @dataclass(slots=True)
-class _Stretch:
+class _MergedRows:
     """Rows [start, stop) that had the same tiles: their sum in the buffer, if any, and the parts that wait."""
 
     start: int
@@ -47,7 +47,7 @@ class Accumulator:
         self, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device | str = "cpu"
     ) -> None:
         self._shape, self._dtype, self._device = shape, dtype, device
-        self._stretches = [_Stretch(0, shape[2])] if shape[2] else []
+        self._stretches = [_MergedRows(0, shape[2])] if shape[2] else []
         self._buffer: PartialResult | None = None
 
     def add(self, rows: range, out: Tensor, lse: Tensor) -> None:
@@ -78,12 +78,12 @@ class Accumulator:
 
     # ---- inside ------------------------------------------------------------------------------------------------
 
-    def _settle(self, stretch: _Stretch) -> None:
+    def _settle(self, stretch: _MergedRows) -> None:
         """Everything that a stretch holds into the buffer."""
         self._finish(stretch, self._summed(stretch))
         stretch.summed, stretch.waiting = True, []
 
-    def _finish(self, stretch: _Stretch, into: PartialResult) -> None:
+    def _finish(self, stretch: _MergedRows, into: PartialResult) -> None:
         """Write what a stretch holds, two parts at most."""
         parts = ([self._summed(stretch)] if stretch.summed else []) + stretch.waiting
         if len(parts) == 2:
@@ -92,7 +92,7 @@ class Accumulator:
         out, lse = parts[0] if parts else (0.0, -torch.inf)
         into.out[...], into.lse[...] = out, lse
 
-    def _summed(self, stretch: _Stretch) -> PartialResult:
+    def _summed(self, stretch: _MergedRows) -> PartialResult:
         if self._buffer is None:
             self._buffer = self._empty(self._dtype)
         return self._buffer.rows(stretch.start, stretch.stop)
@@ -113,15 +113,15 @@ class Accumulator:
             for first, last in ((0, at), (at, whole.stop - whole.start))
         )
         self._stretches[index : index + 1] = [
-            _Stretch(whole.start, row, whole.summed, left),
-            _Stretch(row, whole.stop, whole.summed, right),
+            _MergedRows(whole.start, row, whole.summed, left),
+            _MergedRows(row, whole.stop, whole.summed, right),
         ]
 
     def _add_strided(self, rows: range, part: PartialResult) -> None:
         """Every n-th row would cut into stretches of one row: settle all rows instead, and join in the buffer."""
         for stretch in self._stretches:
             self._settle(stretch)
-        self._stretches = [_Stretch(0, self._shape[2], summed=True)]
+        self._stretches = [_MergedRows(0, self._shape[2], summed=True)]
         buffer = self._summed(self._stretches[0])
         at = (slice(None), slice(None), slice(rows.start, rows.stop, rows.step))
         target = PartialResult(buffer.out[at], buffer.lse[at])

@@ -74,7 +74,7 @@ class AffinePositions(NamedTuple):
     asked: bool = False
 
 
-class Span(NamedTuple):
+class TileSpan(NamedTuple):
     """A tile seen from one side: of `rows`, what lies in [start, stop) with lo <= it - row <= hi."""
 
     rows: range
@@ -132,7 +132,7 @@ def agenda(
         return Agenda(*plain, _table(starts, device, 3), _table(places, device, 3))
 
 
-def _spans(tiles: tuple[Tile, ...], side: Side, own: Positions, others: Positions) -> list[Span]:
+def _spans(tiles: tuple[Tile, ...], side: Side, own: Positions, others: Positions) -> list[TileSpan]:
     """Every tile from one side, cut where runs end."""
     spans = [_span(tile, side) for tile in tiles]
     if not own:
@@ -175,36 +175,40 @@ def _part(runs: Positions, indices: range) -> Iterator[range]:
             yield run[inside.start - start : inside[-1] + 1 - start : inside.step]
 
 
-def _span(tile: Tile, side: Side) -> Span:
+def _span(tile: Tile, side: Side) -> TileSpan:
     rows, cols = tile.rows, tile.cols
     assert rows.step == cols.step == 1, "neighbours in a tile are neighbours in its buffers"
     shift = cols.start - rows.start  # beyond a tile's corners, a diagonal does not bite
     lo, hi = max(tile.lo, 1 - len(rows)) + shift, min(tile.hi, len(cols) - 1) + shift
-    return Span(rows, cols.start, cols.stop, lo, hi) if side == "rows" else Span(cols, rows.start, rows.stop, -hi, -lo)
+    return (
+        TileSpan(rows, cols.start, cols.stop, lo, hi)
+        if side == "rows"
+        else TileSpan(cols, rows.start, rows.stop, -hi, -lo)
+    )
 
 
-def _stretches(spans: list[Span], count: int) -> Iterator[tuple[int, int, list[Span]]]:
+def _stretches(spans: list[TileSpan], count: int) -> Iterator[tuple[int, int, list[TileSpan]]]:
     """(first, last + 1, spans) of rows that lie in the same ones."""
     edges = sorted({0, count, *(edge for span in spans for edge in (span.rows.start, span.rows.stop))})
-    starting: dict[int, list[Span]] = {}
+    starting: dict[int, list[TileSpan]] = {}
     for span in spans:
         starting.setdefault(span.rows.start, []).append(span)
-    met: list[Span] = []
+    met: list[TileSpan] = []
     for first, last in pairwise(edges):
         met = [span for span in met if span.rows.stop > first] + starting.get(first, [])
         yield first, last, met
 
 
-def _joined(spans: list[Span], first: int, last: int) -> Iterator[Span]:
+def _joined(spans: list[TileSpan], first: int, last: int) -> Iterator[TileSpan]:
     """Neighbouring spans as one, where rows [first, last] see the end of one and the beginning of the next.
 
     So a full tile and the causal one beside it become the band that they were cut from, with one edge less.
     """
-    whole: Span | None = None
+    whole: TileSpan | None = None
     for span in sorted(spans, key=lambda span: span.start):
         beside = whole is not None and whole.stop == span.start and whole.spot == span.spot
         if whole is not None and beside and whole.leads(first, last) and span.follows(first, last):
-            whole = Span(whole.rows, whole.start, span.stop, whole.lo, span.hi, whole.spot)
+            whole = TileSpan(whole.rows, whole.start, span.stop, whole.lo, span.hi, whole.spot)
             continue
         if whole is not None:
             yield whole

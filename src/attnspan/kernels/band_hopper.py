@@ -31,7 +31,7 @@ ALIGNED = 16
 """Bytes that addresses are multiples of."""
 
 
-class Blocks(NamedTuple):
+class HopperBlocks(NamedTuple):
     """Rows and columns that one group of warps multiplies at a time, and how many blocks are there or on their way."""
 
     rows: int
@@ -39,7 +39,7 @@ class Blocks(NamedTuple):
     stages: int
 
 
-FORWARD, BY_KEYS = Blocks(64, 128, 2), Blocks(64, 64, 3)
+FORWARD, BY_KEYS = HopperBlocks(64, 128, 2), HopperBlocks(64, 64, 3)
 ROWS, KEYS = 2 * FORWARD.rows, 2 * BY_KEYS.cols
 """Rows and keys of a program, which is two groups of warps."""
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from attnspan.kernels.agenda import Runs
-from attnspan.kernels.kernel import Final, Gradients, Region, Spec, Tiles
+from attnspan.kernels.kernel import BackwardInputs, Gradients, Region, Spec, Tiles
 from attnspan.kernels.mod_lookups import Lookup, by_pairs, learned, places
 from attnspan.kernels.mods import Mods
 from attnspan.kernels.split import split
@@ -135,14 +135,14 @@ class CapturedSums:
 
 
 def add_captured_gradients(
-    sums: CapturedSums, spec: Spec, final: Final, region: Region, grads: Gradients, tile: tuple[range, range]
+    sums: CapturedSums, spec: Spec, final: BackwardInputs, region: Region, grads: Gradients, tile: tuple[range, range]
 ) -> None:
     """Add what was summed for a tile's rows and columns to the gradients of captured tensors, or keep it for later."""
     assert spec.mods is not None, "learned by a score_mod"
     assert spec.mods.score_mod is not None, "learned by a score_mod"
     rows, cols = tile
     b, h, q, k = region.where.indices(rows, cols)
-    put = _Put(spec.mods.score_mod, region.captured, grads.captured)
+    put = _TableGradients(spec.mods.score_mod, region.captured, grads.captured)
     nowhere, code = q.new_zeros(1), sums.mods.code
     if found := code.along("cols"):
         put(found, [b, h, nowhere, k], sums.col_sums.unsqueeze(-2))
@@ -164,7 +164,7 @@ def add_captured_gradients(
 
 
 @dataclass(frozen=True, slots=True)
-class _Put:
+class _TableGradients:
     """From gradients of what was looked up to those of captured tensors."""
 
     program: Program

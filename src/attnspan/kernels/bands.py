@@ -25,7 +25,7 @@ from attnspan.kernels.agenda import Agenda, agenda
 from attnspan.kernels.band_mods import NO_MODS, CapturedSums, ModsArgs, add_captured_gradients, refusal, wanted
 from attnspan.kernels.band_programs import programs
 from attnspan.kernels.dropout import Dropout
-from attnspan.kernels.kernel import Final, GradientBuffers, Gradients, Region, Spec, Tiles
+from attnspan.kernels.kernel import BackwardInputs, GradientBuffers, Gradients, Region, Spec, Tiles
 from attnspan.kernels.mods import as_slice
 from attnspan.kernels.parts import last_dim_dense
 from attnspan.kernels.per_tile import PerTile, placed, sliced
@@ -51,7 +51,7 @@ class Bands(PerTile):
             total.add(tile.rows, out, lse)
 
     def backward(
-        self, spec: Spec, final: Final, q: Tensor, k: Tensor, v: Tensor, region: Region, grads: Gradients
+        self, spec: Spec, final: BackwardInputs, q: Tensor, k: Tensor, v: Tensor, region: Region, grads: Gradients
     ) -> None:
         mods = ModsArgs.of(spec, region, wanted(spec, region, grads))
         whole = range(q.shape[2]), range(k.shape[2])
@@ -93,7 +93,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of all rows, out in `dtype`, lse in float32; 0 and -inf for rows in no tile."""
     q, k, v = last_dim_dense(q, k, v)
-    shape = _Shape.of(q, k, v)
+    shape = _CallShape.of(q, k, v)
     out = q.new_empty(*q.shape[:3], v.shape[3], dtype=dtype)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     drawn, keep = _drawn(spec.dropout, q)
@@ -117,7 +117,7 @@ def forward(
 
 def backward(
     spec: Spec,
-    final: Final,
+    final: BackwardInputs,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -127,7 +127,7 @@ def backward(
 ) -> CapturedSums | None:
     """Write the gradients of all rows and columns; those in no tile are 0. Returns the sums of what is learned."""
     grad, q, k, v, out = last_dim_dense(final.grad.to(q.dtype), q, k, v, final.out)
-    shape = _Shape.of(q, k, v)
+    shape = _CallShape.of(q, k, v)
     lse = final.lse.contiguous()
     held = band_hopper.padded(shape.rows)
     delta, walls = (lse.new_empty(*lse.shape[:2], held) for _ in range(2))
@@ -176,7 +176,7 @@ def _drawn(dropout: Dropout | None, q: Tensor) -> tuple[tuple[Tensor, Tensor, Te
 # ---- sizes ---------------------------------------------------------------------------------------------------------
 
 
-class _Blocks(NamedTuple):
+class _BlockSizes(NamedTuple):
     """Rows and columns that a program multiplies at a time, its warps, and how many loads are on their way."""
 
     rows: int
@@ -189,32 +189,34 @@ class _Blocks(NamedTuple):
         return {"block_n": self.rows, "block_m": self.cols, "num_warps": self.warps, "num_stages": self.stages}
 
 
-class _Loop(NamedTuple):
+class _LoopBlocks(NamedTuple):
     """Blocks by head dim (the larger one, up to), and what a program keeps of q, k, v and grad as the rest passes."""
 
-    blocks: dict[int, _Blocks]
+    blocks: dict[int, _BlockSizes]
     keeps: Literal["q", "rows", "cols"]
 
-    def fitted(self, dims: tuple[int, int], size: int, memory: int, lookups: int = 0) -> _Blocks:
+    def fitted(self, dims: tuple[int, int], size: int, memory: int, lookups: int = 0) -> _BlockSizes:
         """The blocks for such head dims of `size` bytes, made smaller until they fit in a GPU's shared memory, with
         what is looked up pair by pair ahead of time.
 
-        >>> loop = _Loop({128: _Blocks(128, 128, 8, 3)}, keeps="q")
+        >>> loop = _LoopBlocks({128: _BlockSizes(128, 128, 8, 3)}, keeps="q")
         >>> loop.fitted((128, 128), size=2, memory=227 << 10)
-        _Blocks(rows=128, cols=128, warps=8, stages=3)
+        _BlockSizes(rows=128, cols=128, warps=8, stages=3)
         >>> loop.fitted((128, 128), size=2, memory=99 << 10)
-        _Blocks(rows=128, cols=128, warps=8, stages=1)
+        _BlockSizes(rows=128, cols=128, warps=8, stages=1)
         """
         blocks = _WIDE if size == 4 else next(b for dim, b in self.blocks.items() if max(dims) <= dim)
         while self._bytes(blocks, dims, size, lookups) > memory and max(blocks.rows, blocks.cols) > 16:
             rows, cols, warps, stages = blocks
             if stages > 1:
-                blocks = _Blocks(rows, cols, warps, stages - 1)
+                blocks = _BlockSizes(rows, cols, warps, stages - 1)
             else:
-                blocks = _Blocks(rows // 2, cols, warps, 1) if rows >= cols else _Blocks(rows, cols // 2, warps, 1)
+                blocks = (
+                    _BlockSizes(rows // 2, cols, warps, 1) if rows >= cols else _BlockSizes(rows, cols // 2, warps, 1)
+                )
         return blocks
 
-    def _bytes(self, blocks: _Blocks, dims: tuple[int, int], size: int, lookups: int) -> int:
+    def _bytes(self, blocks: _BlockSizes, dims: tuple[int, int], size: int, lookups: int) -> int:
         rows, cols, _, stages = blocks
         looked_up = lookups * stages * rows * cols * 4
         if self.keeps == "q":
@@ -224,13 +226,19 @@ class _Loop(NamedTuple):
 
 
 # Measured on an H200. float32 goes through no tensor cores, and has small blocks that fit in registers.
-_FORWARD = _Loop({64: _Blocks(64, 64, 4, 3), 128: _Blocks(128, 64, 8, 3), 256: _Blocks(128, 64, 8, 2)}, "q")
-_BY_ROWS = _Loop({64: _Blocks(128, 64, 4, 3), 128: _Blocks(128, 64, 8, 3), 256: _Blocks(128, 32, 8, 1)}, "rows")
-_BY_KEYS = _Loop({64: _Blocks(32, 128, 4, 3), 128: _Blocks(32, 64, 4, 3), 256: _Blocks(64, 64, 8, 2)}, "cols")
-_WIDE = _Blocks(32, 32, 4, 1)
+_FORWARD = _LoopBlocks(
+    {64: _BlockSizes(64, 64, 4, 3), 128: _BlockSizes(128, 64, 8, 3), 256: _BlockSizes(128, 64, 8, 2)}, "q"
+)
+_BY_ROWS = _LoopBlocks(
+    {64: _BlockSizes(128, 64, 4, 3), 128: _BlockSizes(128, 64, 8, 3), 256: _BlockSizes(128, 32, 8, 1)}, "rows"
+)
+_BY_KEYS = _LoopBlocks(
+    {64: _BlockSizes(32, 128, 4, 3), 128: _BlockSizes(32, 64, 4, 3), 256: _BlockSizes(64, 64, 8, 2)}, "cols"
+)
+_WIDE = _BlockSizes(32, 32, 4, 1)
 
 
-class _Shape(NamedTuple):
+class _CallShape(NamedTuple):
     """What all programs of a call are told."""
 
     heads: int
@@ -240,9 +248,9 @@ class _Shape(NamedTuple):
     wide: bool
 
     @staticmethod
-    def of(q: Tensor, k: Tensor, v: Tensor) -> _Shape:
+    def of(q: Tensor, k: Tensor, v: Tensor) -> _CallShape:
         group, wide = q.shape[1] // k.shape[1], q.dtype == torch.float32
-        return _Shape(q.shape[1], group, q.shape[2], (q.shape[3], v.shape[3]), wide)
+        return _CallShape(q.shape[1], group, q.shape[2], (q.shape[3], v.shape[3]), wide)
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -253,7 +261,7 @@ class _Shape(NamedTuple):
         dim, dim_v = self.dims
         return {"dim": dim, "dim_v": dim_v, "block_d": _padded(dim), "block_v": _padded(dim_v), "wide": self.wide}
 
-    def blocks(self, loop: _Loop, q: Tensor, mods: ModsArgs) -> _Blocks:
+    def blocks(self, loop: _LoopBlocks, q: Tensor, mods: ModsArgs) -> _BlockSizes:
         padded = _padded(self.dims[0]), _padded(self.dims[1])
         return loop.fitted(padded, q.element_size(), _shared_memory(q.device), mods.code.lookups)
 

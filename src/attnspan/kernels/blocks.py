@@ -24,7 +24,7 @@ from torch import Tensor
 from attnspan.dtypes import lse_dtype
 from attnspan.kernels import cpu_flash
 from attnspan.kernels.accumulator import Accumulator
-from attnspan.kernels.kernel import Final, Gradients, Region, Spec, Tiles, Traits
+from attnspan.kernels.kernel import BackwardInputs, Gradients, Region, Spec, Tiles, Traits
 from attnspan.kernels.mods import as_slice
 from attnspan.masks.program import Program
 from attnspan.masks.tile import Tile
@@ -60,7 +60,9 @@ def forward(spec: Spec, q: Tensor, k: Tensor, v: Tensor, region: Region, total: 
             total.add(block.rows, _by_head(_stacked(shares, v) @ value, q), lse)
 
 
-def backward(spec: Spec, final: Final, q: Tensor, k: Tensor, v: Tensor, region: Region, grads: Gradients) -> None:
+def backward(
+    spec: Spec, final: BackwardInputs, q: Tensor, k: Tensor, v: Tensor, region: Region, grads: Gradients
+) -> None:
     """(dq, dk, dv) of all rows and columns, at once."""
     wide = lse_dtype(q.dtype)
     dq, dk, dv = (torch.zeros_like(x, dtype=wide) for x in (q, k, v))
@@ -86,7 +88,7 @@ def backward(spec: Spec, final: Final, q: Tensor, k: Tensor, v: Tensor, region: 
                 grad: Tensor = grad,
                 value: Tensor = value,
                 rows: slice = rows,
-                block: Block = block,
+                block: ScoreBlock = block,
                 weights: Tensor | None = weights,
                 shares: list[Tensor] = shares,
             ) -> Tensor:
@@ -110,7 +112,7 @@ def backward(spec: Spec, final: Final, q: Tensor, k: Tensor, v: Tensor, region: 
         grads.row_sums.add(range(q.shape[2]), tuple(final.lse.shape), rows_learned.sums, rows_learned.put)
 
 
-class Block(NamedTuple):
+class ScoreBlock(NamedTuple):
     """Some rows and columns of a tile, and which pairs of them its band allows; None: all."""
 
     rows: range
@@ -125,7 +127,7 @@ def _is_plain(spec: Spec, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> bool:
     return not changed and not tile.asked and spec.dropout is None and cpu_flash.supports(spec, q, k, v, tile) is None
 
 
-def _blocks(tile: Tile, q: Tensor) -> Iterator[Block]:
+def _blocks(tile: Tile, q: Tensor) -> Iterator[ScoreBlock]:
     width = max(ROWS, AT_ONCE // (ROWS * q.shape[0] * q.shape[1]))
     band = tile.band
     for top in range(0, len(tile.rows), ROWS):
@@ -138,17 +140,17 @@ def _blocks(tile: Tile, q: Tensor) -> Iterator[Block]:
                 i = torch.arange(piece.q0, piece.q1, device=q.device).unsqueeze(-1)
                 distance = torch.arange(piece.k0, piece.k1, device=q.device) - i
                 allowed = (distance >= piece.lo) & (distance <= piece.hi)
-            yield Block(tile.rows[piece.q0 : piece.q1], tile.cols[piece.k0 : piece.k1], allowed, tile.asked)
+            yield ScoreBlock(tile.rows[piece.q0 : piece.q1], tile.cols[piece.k0 : piece.k1], allowed, tile.asked)
 
 
-def _scores(spec: Spec, q: Tensor, k: Tensor, block: Block) -> Tensor:
+def _scores(spec: Spec, q: Tensor, k: Tensor, block: ScoreBlock) -> Tensor:
     """(B, H, n, m), as they are before any program."""
     wide = lse_dtype(q.dtype)
     query, key = q[:, :, as_slice(block.rows)].to(wide), k[:, :, as_slice(block.cols)].to(wide)
     return _by_head(_stacked(query * spec.scale, k) @ key.mT, q)
 
 
-def _changed(spec: Spec, scores: Tensor, block: Block, region: Region) -> Tensor:
+def _changed(spec: Spec, scores: Tensor, block: ScoreBlock, region: Region) -> Tensor:
     """Scores after the score_mod, -inf where a pair is not allowed."""
     if spec.mods is not None and spec.mods.score_mod is not None:
         indices = region.where.indices(block.rows, block.cols)
@@ -157,7 +159,7 @@ def _changed(spec: Spec, scores: Tensor, block: Block, region: Region) -> Tensor
     return _hidden(spec, scores, block, region)
 
 
-def _hidden(spec: Spec, scores: Tensor, block: Block, region: Region) -> Tensor:
+def _hidden(spec: Spec, scores: Tensor, block: ScoreBlock, region: Region) -> Tensor:
     """Scores, -inf where a pair is not allowed."""
     allowed = block.allowed
     if block.asked:
@@ -171,7 +173,7 @@ def _hidden(spec: Spec, scores: Tensor, block: Block, region: Region) -> Tensor:
 def _pulled(
     spec: Spec,
     raw: Tensor,
-    block: Block,
+    block: ScoreBlock,
     region: Region,
     sums: Sequence[Tensor | None],
     slope: Callable[[Tensor], Tensor],
@@ -194,13 +196,13 @@ class _RowsLearned:
     """What is taken away from the gradients of what is learned by row. See [Note: exact sums] in row_sums.py."""
 
     program: Program
-    final: Final
+    final: BackwardInputs
     region: Region
     captured: Sequence[Tensor | None]
     sums: Tensor  # of p * d_share, and of p * f for each lookup, (1 + lookups, B, H, n)
 
     @staticmethod
-    def of(spec: Spec, final: Final, region: Region, grads: Gradients) -> _RowsLearned | None:
+    def of(spec: Spec, final: BackwardInputs, region: Region, grads: Gradients) -> _RowsLearned | None:
         """None where nothing is."""
         if spec.mods is None or spec.mods.score_mod is None:
             return None
@@ -225,7 +227,7 @@ def _shares(scores: Tensor, lse: Tensor) -> Tensor:
     return (scores - lse).exp_().masked_fill_((scores == -torch.inf) | (lse == -torch.inf), 0.0)
 
 
-def _weights(spec: Spec, block: Block, region: Region, dtype: torch.dtype) -> Tensor | None:
+def _weights(spec: Spec, block: ScoreBlock, region: Region, dtype: torch.dtype) -> Tensor | None:
     """What dropout multiplies the probabilities of a block by; None without it."""
     if spec.dropout is None:
         return None

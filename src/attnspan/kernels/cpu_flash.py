@@ -29,7 +29,7 @@ from torch import Tensor
 
 from attnspan.kernels.aten import CPU_FLASH, CPU_FLASH_BACKWARD
 from attnspan.kernels.kernel import Spec, Traits
-from attnspan.kernels.parts import Part, backward_by_parts, cut_rows, forward_by_parts
+from attnspan.kernels.parts import TilePart, backward_by_parts, cut_rows, forward_by_parts
 from attnspan.masks.tile import Tile
 
 BLOCK = 256
@@ -102,7 +102,7 @@ def _joined(parts: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
     return tuple(torch.cat(each, dim=1) for each in zip(*parts, strict=True))
 
 
-def _parts(tile: Tile) -> list[Part]:
+def _parts(tile: Tile) -> list[TilePart]:
     return cut_rows(tile, at=range(BLOCK, len(tile.rows), BLOCK) if tile.kind == "general" else ())
 
 

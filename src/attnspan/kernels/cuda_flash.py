@@ -22,7 +22,7 @@ from torch import Tensor
 
 from attnspan.kernels.aten import CUDA_FLASH, CUDA_FLASH_BACKWARD
 from attnspan.kernels.kernel import Spec, Traits
-from attnspan.kernels.parts import Part, backward_by_parts, cut_rows, forward_by_parts
+from attnspan.kernels.parts import TilePart, backward_by_parts, cut_rows, forward_by_parts
 from attnspan.masks.tile import Tile
 
 name = "cuda_flash"
@@ -68,7 +68,7 @@ def backward(
     return backward_by_parts(call, grad, q, k, v, out, lse, _parts(tile))
 
 
-def _parts(tile: Tile) -> list[Part]:
+def _parts(tile: Tile) -> list[TilePart]:
     """The tile, tightened, and cut where FA2 would drop its right bound.
 
     >>> [str(part.tile) for part in _parts(Tile(range(9), range(2), lo=-8, hi=0))]  # causal, far more rows than keys

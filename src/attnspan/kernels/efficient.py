@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 
 from attnspan.kernels.aten import EFFICIENT, EFFICIENT_BACKWARD
 from attnspan.kernels.kernel import Spec, Traits
-from attnspan.kernels.parts import Part, backward_by_parts, cut_rows, forward_by_parts
+from attnspan.kernels.parts import TilePart, backward_by_parts, cut_rows, forward_by_parts
 from attnspan.masks.tile import Tile
 
 name = "efficient"
@@ -78,7 +78,7 @@ def backward(
     return backward_by_parts(call, grad, q, k, v, out, lse, _parts(tile))
 
 
-def _parts(tile: Tile) -> list[Part]:
+def _parts(tile: Tile) -> list[TilePart]:
     if tile.kind != "general":
         return cut_rows(tile)
     reach = min(len(tile.cols), tile.hi - tile.lo + 1)

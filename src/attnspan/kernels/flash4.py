@@ -37,7 +37,7 @@ from attnspan.dtypes import lse_dtype
 from attnspan.errors import AttnspanError
 from attnspan.kernels.accumulator import Accumulator
 from attnspan.kernels.adding import add_into
-from attnspan.kernels.kernel import Final, Gradients, Region, Spec, Tiles, Traits
+from attnspan.kernels.kernel import BackwardInputs, Gradients, Region, Spec, Tiles, Traits
 from attnspan.kernels.mods import as_slice
 from attnspan.kernels.parts import last_dim_dense
 from attnspan.kernels.segments import BackwardCall, CallLayer, Coverage, SegmentCall, packed
@@ -146,15 +146,17 @@ def forward(spec: Spec, q: Tensor, k: Tensor, v: Tensor, region: Region, total: 
             total.add(span, out[:, :, at], lse[:, :, at])
 
 
-def backward(spec: Spec, final: Final, q: Tensor, k: Tensor, v: Tensor, region: Region, grads: Gradients) -> None:
+def backward(
+    spec: Spec, final: BackwardInputs, q: Tensor, k: Tensor, v: Tensor, region: Region, grads: Gradients
+) -> None:
     """Call by call, to where gradients stay or leave from."""
     q, k, v, out, grad = last_dim_dense(q, k, v, final.out.to(q.dtype), final.grad.to(q.dtype))
     lse, grad_lse = final.lse, None if final.grad_lse is None else final.grad_lse.to(final.lse.dtype)
     calls, into = packed(region.tiles), grads.open()
     sums = (
-        _Sum(into.dq, "rows", calls.rows, q.dtype, begun=into.add_rows),
-        _Sum(into.dk, "cols", calls.cols, q.dtype, begun=into.add_keys),
-        _Sum(into.dv, "cols", calls.cols, q.dtype, begun=into.add_keys),
+        _GradientSum(into.dq, "rows", calls.rows, q.dtype, begun=into.add_rows),
+        _GradientSum(into.dk, "cols", calls.cols, q.dtype, begun=into.add_keys),
+        _GradientSum(into.dv, "cols", calls.cols, q.dtype, begun=into.add_keys),
     )
     for turn in calls.backward:
         rows, cols = as_slice(turn.call.rows), as_slice(turn.call.cols)
@@ -191,7 +193,7 @@ def _layer(spec: Spec, q: Tensor, k: Tensor, v: Tensor, layer: CallLayer) -> tup
     return out, lse
 
 
-class _Sum:
+class _GradientSum:
     """Gradients of all rows, or all columns: calls write to them, or to a part that is added.
 
     `begun`: they hold a sum already. What no call writes to is 0.

@@ -43,7 +43,7 @@ from torch import Tensor
 from attnspan.dtypes import lse_dtype
 from attnspan.kernels.accumulator import Accumulator
 from attnspan.kernels.autograd import differentiable
-from attnspan.kernels.kernel import Final, Gradients, Region, Spec, Tiles, Traits
+from attnspan.kernels.kernel import BackwardInputs, Gradients, Region, Spec, Tiles, Traits
 from attnspan.kernels.merge import has_triton
 from attnspan.kernels.mods import Mods
 from attnspan.kernels.split import split, tables
@@ -97,7 +97,9 @@ def forward(spec: Spec, q: Tensor, k: Tensor, v: Tensor, region: Region, total: 
     total.add(range(q.shape[2]), out, lse.to(lse_dtype(q.dtype)))
 
 
-def backward(spec: Spec, final: Final, q: Tensor, k: Tensor, v: Tensor, region: Region, into: Gradients) -> None:
+def backward(
+    spec: Spec, final: BackwardInputs, q: Tensor, k: Tensor, v: Tensor, region: Region, into: Gradients
+) -> None:
     """(dq, dk, dv) of all rows and columns, at once."""
     sums = into.captured
     with differentiable():
@@ -129,7 +131,7 @@ def _walk_back(
                 total += part
 
 
-def _seeds(final: Final, out: Tensor, lse: Tensor, is_final: bool) -> tuple[list[Tensor], list[Tensor]]:
+def _seeds(final: BackwardInputs, out: Tensor, lse: Tensor, is_final: bool) -> tuple[list[Tensor], list[Tensor]]:
     """What to differentiate of a part, and its gradients. See [Note: backward by parts]."""
     if is_final:
         pairs = [(out, final.grad)] + ([(lse, final.grad_lse)] if final.grad_lse is not None else [])

@@ -33,7 +33,7 @@ from torch import Tensor
 from attnspan.dtypes import dtype_name
 from attnspan.kernels.accumulator import Accumulator
 from attnspan.kernels.dropout import Dropout
-from attnspan.kernels.mods import Mods, Where
+from attnspan.kernels.mods import GlobalPositions, Mods
 from attnspan.kernels.row_sums import RowSums
 from attnspan.masks.tile import Tile
 
@@ -130,18 +130,18 @@ class Region:
     the score_mod captured, and whether nothing else is computed, so that out and lse are final (except for sinks)."""
 
     tiles: Tiles
-    locate: Callable[[], Where]
+    locate: Callable[[], GlobalPositions]
     captured: Sequence[Tensor] = ()
     is_final: bool = False
 
     @cached_property
-    def where(self) -> Where:
+    def where(self) -> GlobalPositions:
         """What rows and columns stand for, worked out for kernels that ask."""
         return self.locate()
 
 
 @dataclass(frozen=True, slots=True)
-class Final:
+class BackwardInputs:
     """What backward is given of all rows: the gradients of out and of lse, the merged out and lse, and whether sinks
     have a share in them."""
 
@@ -151,11 +151,11 @@ class Final:
     lse: Tensor
     sinks: bool = False
 
-    def of(self, rows: slice) -> Final:
+    def of(self, rows: slice) -> BackwardInputs:
         """Some batch rows."""
         return self._at(rows)
 
-    def heads(self, heads: slice) -> Final:
+    def heads(self, heads: slice) -> BackwardInputs:
         """Some heads."""
         return self._at((slice(None), heads))
 
@@ -166,13 +166,13 @@ class Final:
         correction = (self.grad.to(wide) * self.out.to(wide)).sum(-1)
         return correction if self.grad_lse is None else correction - self.grad_lse.to(wide)
 
-    def rows(self, rows: slice) -> Final:
+    def rows(self, rows: slice) -> BackwardInputs:
         """Some queries."""
         return self._at((slice(None), slice(None), rows))
 
-    def _at(self, at: slice | tuple[slice, ...]) -> Final:
+    def _at(self, at: slice | tuple[slice, ...]) -> BackwardInputs:
         grad_lse = None if self.grad_lse is None else self.grad_lse[at]
-        return Final(self.grad[at], grad_lse, self.out[at], self.lse[at], self.sinks)
+        return BackwardInputs(self.grad[at], grad_lse, self.out[at], self.lse[at], self.sinks)
 
 
 class GradientBuffers(NamedTuple):
@@ -223,7 +223,7 @@ class Kernel(Protocol):
         float64)."""
 
     def backward(
-        self, spec: Spec, final: Final, q: Tensor, k: Tensor, v: Tensor, region: Region, grads: Gradients
+        self, spec: Spec, final: BackwardInputs, q: Tensor, k: Tensor, v: Tensor, region: Region, grads: Gradients
     ) -> None:
         """Hand over (dq, dk, dv) of all tiles, what lse's gradient adds to them included, from the final out and lse.
         Gradients of captured tensors are added to those of `grads`, where it has one."""

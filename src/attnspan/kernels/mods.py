@@ -1,9 +1,9 @@
 """FlexAttention programs inside a kernel: a score_mod and the mask's mask_mod, asked at global positions.
 
-A kernel sees rows and columns of buffers: a rank's queries in the order of its layout, keys as they arrived, a share
-of the heads, one of several batch rows. A program was written for the whole attention. `Where` says which position,
-batch row and head each row, column and tensor dim stands for; asked through it, a program never notices that it was
-split.
+A kernel sees rows and columns of buffers: a rank's queries in the order of its layout, keys as they arrived, a share of
+the heads, one of several batch rows. A program was written for the whole attention. `GlobalPositions` says which
+position, batch row and head each row, column and tensor dim stands for; asked through it, a program never notices that
+it was split.
 
 Knows nothing of ranks: who holds what is the caller's business.
 """
@@ -44,7 +44,7 @@ class Mods:
         return "" if self.mask_mod is None else self.mask_mod.content
 
 
-class Where(NamedTuple):
+class GlobalPositions(NamedTuple):
     """The global position of every row and column, (n,) and (m,), and the batch rows and heads of the tensors. The
     same positions as runs, for kernels that read no tensor of positions."""
 

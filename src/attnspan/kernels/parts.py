@@ -28,7 +28,7 @@ Forward = Callable[[Tensor, Tensor, Tensor, Tile], tuple[Tensor, Tensor]]
 Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tile], tuple[Tensor, Tensor, Tensor]]
 
 
-class Part(NamedTuple):
+class TilePart(NamedTuple):
     """Rows and columns of a tile's tensors, and the tile that they are."""
 
     rows: slice
@@ -36,7 +36,7 @@ class Part(NamedTuple):
     tile: Tile
 
 
-def cut_rows(tile: Tile, at: Iterable[int] = ()) -> list[Part]:
+def cut_rows(tile: Tile, at: Iterable[int] = ()) -> list[TilePart]:
     """The tile cut before each row in `at`.
 
     >>> window = Tile(range(4), range(6), lo=0, hi=2)
@@ -52,11 +52,11 @@ def cut_rows(tile: Tile, at: Iterable[int] = ()) -> list[Part]:
         if piece := band.cut(top, bottom, 0, width):
             q0, q1, k0, k1, lo, hi = piece
             inner = Tile(tile.rows[q0:q1], tile.cols[k0:k1], lo + q0 - k0, hi + q0 - k0)
-            parts.append(Part(slice(q0, q1), slice(k0, k1), inner))
+            parts.append(TilePart(slice(q0, q1), slice(k0, k1), inner))
     return parts
 
 
-def forward_by_parts(call: Forward, q: Tensor, k: Tensor, v: Tensor, parts: list[Part]) -> tuple[Tensor, Tensor]:
+def forward_by_parts(call: Forward, q: Tensor, k: Tensor, v: Tensor, parts: list[TilePart]) -> tuple[Tensor, Tensor]:
     """The outs and lses of all parts, in their rows. `call` is given tensors whose last dim is dense."""
     q, k, v = last_dim_dense(q, k, v)
     if _is_whole(parts, q, k):
@@ -71,7 +71,7 @@ def forward_by_parts(call: Forward, q: Tensor, k: Tensor, v: Tensor, parts: list
 
 
 def backward_by_parts(
-    call: Backward, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, parts: list[Part]
+    call: Backward, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, parts: list[TilePart]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of all parts, added up; dk and dv in the dtype of lse if there are several parts."""
     # Libraries read out and grad through raw pointers of q's dtype. A row that saw no key must get no gradient:
@@ -99,5 +99,5 @@ def last_dim_dense(*tensors: Tensor) -> list[Tensor]:
     return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
 
 
-def _is_whole(parts: list[Part], q: Tensor, k: Tensor) -> bool:
+def _is_whole(parts: list[TilePart], q: Tensor, k: Tensor) -> bool:
     return len(parts) == 1 and parts[0].rows == slice(0, q.shape[2]) and parts[0].cols == slice(0, k.shape[2])

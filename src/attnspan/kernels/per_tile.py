@@ -18,7 +18,7 @@ from torch import Tensor
 
 from attnspan.dtypes import lse_dtype
 from attnspan.kernels.accumulator import Accumulator
-from attnspan.kernels.kernel import Final, Gradients, Region, Spec, TileKernel, Tiles
+from attnspan.kernels.kernel import BackwardInputs, Gradients, Region, Spec, TileKernel, Tiles
 from attnspan.kernels.mods import as_slice
 from attnspan.kernels.segments import joined_tiles
 from attnspan.masks.tile import Tile
@@ -58,7 +58,7 @@ class PerTile:
             total.add(tile.rows, *kernel.forward(placed(spec, region, tile.rows, tile.cols), query, key, value, tile))
 
     def backward(
-        self, spec: Spec, final: Final, q: Tensor, k: Tensor, v: Tensor, region: Region, grads: Gradients
+        self, spec: Spec, final: BackwardInputs, q: Tensor, k: Tensor, v: Tensor, region: Region, grads: Gradients
     ) -> None:
         """Tile by tile, into the sums."""
         for tile in self.tiles(region):
@@ -68,7 +68,7 @@ class PerTile:
             del dq, dk, dv  # or they would be there still while the next tile is computed
 
     def _differentiated(
-        self, spec: Spec, final: Final, q: Tensor, k: Tensor, v: Tensor, tile: Tile
+        self, spec: Spec, final: BackwardInputs, q: Tensor, k: Tensor, v: Tensor, tile: Tile
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk and dv of one tile."""
         rows = as_slice(tile.rows)

@@ -186,7 +186,7 @@ def _joining(spec: Spec, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles) -> Kerne
     return None
 
 
-class _Glance(NamedTuple):
+class _TileSummary(NamedTuple):
     """What tiles look like together: neighbouring rows and columns only, their pairs, one of each kind."""
 
     dense: bool
@@ -195,9 +195,9 @@ class _Glance(NamedTuple):
 
 
 @lru_cache(maxsize=2048)
-def _glance(tiles: Tiles) -> _Glance:
+def _glance(tiles: Tiles) -> _TileSummary:
     kinds = {tile.kind: tile for tile in tiles}
-    return _Glance(are_dense(tiles), sum(tile.area for tile in tiles), tuple(kinds.values()))
+    return _TileSummary(are_dense(tiles), sum(tile.area for tile in tiles), tuple(kinds.values()))
 
 
 def _by_speed(spec: Spec, q: Tensor, tile: Tile) -> Collection[PerTile]:

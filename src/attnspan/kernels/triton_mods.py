@@ -83,7 +83,7 @@ def prepared(tables: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[int, .
 @lru_cache(maxsize=256)
 def _uncompilable(traced: TracedMod) -> str | None:
     try:
-        source = _Source(traced, 0, 0)
+        source = _TritonSource(traced, 0, 0)
         source.function("ask", learned=None)
         if len(traced.arguments) > len(INDICES):
             source.function("pull", learned=traced.floating)
@@ -97,11 +97,11 @@ def _mods_code(score: TracedMod | None, mask: TracedMod | None, found: tuple[Loo
     text = HELPERS
     tables = dims = 0
     if score is not None:
-        source = _Source(score, 0, 0)
+        source = _TritonSource(score, 0, 0)
         tables, dims = len(source.tables), source.dims
         text += source.function("change", learned=None) + source.function("pull", learned=found) + _sums(found)
     if mask is not None:
-        text += _Source(mask, tables, dims).function("allow", learned=None)
+        text += _TritonSource(mask, tables, dims).function("allow", learned=None)
     file = f"<attnspan mods {hashlib.sha256(text.encode()).hexdigest()[:16]}>"
     # Triton reads the source of what it compiles; without a time, linecache does not look for a file.
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
@@ -159,7 +159,7 @@ def _sums(found: tuple[Lookup, ...]) -> str:
     )  # fmt: skip
 
 
-class _Source:
+class _TritonSource:
     """A program on its way to Triton; its tables and their sizes come after some others."""
 
     def __init__(self, traced: TracedMod, table: int, dim: int):

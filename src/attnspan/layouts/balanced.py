@@ -33,7 +33,7 @@ from attnspan.layouts.by_work import ByWork
 from attnspan.layouts.contiguous import Contiguous
 from attnspan.layouts.crossing import crossing
 from attnspan.layouts.evening import evened
-from attnspan.layouts.fair_window import Rules
+from attnspan.layouts.fair_window import DivisionRules
 from attnspan.layouts.head_tail import HeadTail
 from attnspan.layouts.layout import Shards
 from attnspan.layouts.necklace import divided, mended, shards_of
@@ -204,7 +204,7 @@ class _Portfolio:
             return
         depth = (self.ranks - 1).bit_length()
         for tolerance in (TOLERANCE, 0.0):
-            rules = Rules(self.work, self.crossing, self.fair, tolerance, self.chunk, depth)
+            rules = DivisionRules(self.work, self.crossing, self.fair, tolerance, self.chunk, depth)
             circles = divided(self.seq_len, self.counts, rules)
             if circles is None:
                 return

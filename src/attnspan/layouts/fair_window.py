@@ -46,7 +46,7 @@ SHORT = 1e12
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
+class DivisionRules:
     """What a division must keep to, and what it is measured by."""
 
     work: Piecewise
@@ -85,7 +85,7 @@ class Circle(NamedTuple):
         return Circle(pieces, first, ranks, tokens, sum([after - before for _, _, before, after in pieces]))
 
 
-def parted(circle: Circle, tokens: int, half: int, level: int, rules: Rules) -> tuple[Circle, Circle] | None:
+def parted(circle: Circle, tokens: int, half: int, level: int, rules: DivisionRules) -> tuple[Circle, Circle] | None:
     """A circle as two: the best window of so many tokens, for its first `half` ranks, and the rest for the others.
 
     The lower ranks', where both have as many, are those that come first. None if the circle cannot be cut.
@@ -106,7 +106,7 @@ def parted(circle: Circle, tokens: int, half: int, level: int, rules: Rules) -> 
 class WindowSearch:
     """The search in a circle for a window of some tokens for its first `half` ranks. See [Note: choosing a window]."""
 
-    def __init__(self, circle: Circle, tokens: int, half: int, level: int, rules: Rules):
+    def __init__(self, circle: Circle, tokens: int, half: int, level: int, rules: DivisionRules):
         self.circle, self.tokens, self.rules = circle, tokens, rules
         self.edges = rules.work.lists[0]
         self.line, self.shift, self.ahead = _two_laps(circle)

@@ -25,7 +25,7 @@ from dataclasses import replace
 from itertools import accumulate
 from math import inf
 
-from attnspan.layouts.fair_window import MORE_LOOKS, Arc, Circle, Rules, parted
+from attnspan.layouts.fair_window import MORE_LOOKS, Arc, Circle, DivisionRules, parted
 from attnspan.layouts.layout import Shards
 from attnspan.layouts.run import Run, joined_runs
 
@@ -51,7 +51,7 @@ FEW_RUNS = 4
 """More pieces than this are made fewer, where that is as fair."""
 
 
-def divided(seq_len: int, counts: list[int], rules: Rules) -> list[Circle] | None:
+def divided(seq_len: int, counts: list[int], rules: DivisionRules) -> list[Circle] | None:
     """A circle for each rank, which gets `counts` tokens; None where no allowed cut was found."""
     whole = Circle.of([Arc(0, seq_len, 0.0, rules.work.sum_before(seq_len))], 0, len(counts), seq_len)
     circles, before = [whole], list(accumulate(counts, initial=0))
@@ -68,7 +68,7 @@ def divided(seq_len: int, counts: list[int], rules: Rules) -> list[Circle] | Non
     return sorted(circles, key=lambda circle: circle.first)
 
 
-def mended(circles: list[Circle], goal: float, enough: float, rules: Rules) -> list[Circle]:
+def mended(circles: list[Circle], goal: float, enough: float, rules: DivisionRules) -> list[Circle]:
     """The circles of one rank each, those above the goal joined with a light one and divided anew. [Note: mending]
 
     Where many are above the goal, to mend a few changes nothing: those that are not above `enough` are left as they
@@ -91,7 +91,7 @@ def shards_of(circles: list[Circle]) -> Shards:
 class _Mending:
     """Circles of one rank each, by their work."""
 
-    def __init__(self, circles: list[Circle], rules: Rules):
+    def __init__(self, circles: list[Circle], rules: DivisionRules):
         self.circles, self.rules = [*circles], rules
         self.by_work = sorted((circle.work, number) for number, circle in enumerate(circles))
 

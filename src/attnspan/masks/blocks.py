@@ -41,7 +41,7 @@ def block_mask(mask: Mask, space: Space, block_size: int | tuple[int, int]) -> B
     assert kv_len is not None, "a block mask is made for known lengths"
     size = size_pair("block_size", block_size)
     shape = mask.rows, ceil_div(q_len, size[0]), ceil_div(kv_len, size[1])
-    lists = Lists.empty(shape, space.device)
+    lists = BlockLists.empty(shape, space.device)
     for row in range(mask.rows):
         pairs_IJ = _pairs(_strips(mask.bands(q_len, kv_len, row), size, space.device), shape[1:], size)
         lists.put(row, pairs_IJ == size[0] * size[1], pairs_IJ > 0)
@@ -51,7 +51,7 @@ def block_mask(mask: Mask, space: Space, block_size: int | tuple[int, int]) -> B
 @functools.lru_cache(maxsize=256)
 def lists_of_tiles(
     tiles: tuple[Tile, ...], lengths: tuple[int, int], size: tuple[int, int], device: torch.device
-) -> Lists:
+) -> BlockLists:
     """The blocks between two buffers: full where certain tiles fill them, partial where any tile touches them.
 
     A tile of every n-th row or column counts as touching all blocks between its first and last.
@@ -59,7 +59,7 @@ def lists_of_tiles(
     shape = 1, ceil_div(lengths[0], size[0]), ceil_div(lengths[1], size[1])
     with torch.inference_mode(False):  # made during evaluation, they may be saved for backward later
         full_IJ, some_IJ, doubtful_IJ = classified(tiles, (shape[1], shape[2]), size, device)
-        lists = Lists.empty(shape, device)
+        lists = BlockLists.empty(shape, device)
         lists.put(0, full_IJ, some_IJ | doubtful_IJ)
     return lists
 
@@ -83,16 +83,16 @@ def classified(
     return full_IJ, pairs_IJ > 0, doubtful_IJ & ~full_IJ
 
 
-class Lists(NamedTuple):
+class BlockLists(NamedTuple):
     """Partial and full blocks, by rows and by columns of blocks, as a BlockMask has them."""
 
-    partial: _Listing
-    full: _Listing
+    partial: _BlockListing
+    full: _BlockListing
 
     @classmethod
-    def empty(cls, shape: tuple[int, int, int], device: torch.device, heads: int = 1) -> Lists:
+    def empty(cls, shape: tuple[int, int, int], device: torch.device, heads: int = 1) -> BlockLists:
         """For so many batch rows, rows of blocks and columns of blocks."""
-        return cls(_Listing(shape, heads, device), _Listing(shape, heads, device))
+        return cls(_BlockListing(shape, heads, device), _BlockListing(shape, heads, device))
 
     def put(self, row: int, full_IJ: torch.Tensor, some_IJ: torch.Tensor, head: int = 0) -> None:
         """The blocks of a batch row and head: those that are full, and those that hold anything."""
@@ -175,7 +175,7 @@ def _triangle(n: torch.Tensor) -> torch.Tensor:
     return n * (n + 1) // 2
 
 
-class _Listing:
+class _BlockListing:
     """The chosen blocks of every row of blocks and of every column, as a BlockMask lists them.
 
     A row of indices is the chosen blocks in order and then the others in order; counts say where the chosen

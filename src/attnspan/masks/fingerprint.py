@@ -73,7 +73,7 @@ def fingerprint(fn: object) -> tuple[object, ...] | None:
 
     Tensors, code and classes are told apart by their id: keep the function for as long as its fingerprint.
     """
-    reading = _Reading()
+    reading = _FunctionReading()
     try:
         found = reading.part(fn)
         while reading.grown:  # attributes that code met later reads of objects met before
@@ -84,7 +84,7 @@ def fingerprint(fn: object) -> tuple[object, ...] | None:
     return torch.get_default_dtype(), found
 
 
-class _Reading:
+class _FunctionReading:
     """One walk over what a function can read."""
 
     def __init__(self) -> None:

@@ -45,7 +45,7 @@ from attnspan.masks.graphs import (
 )
 
 
-class Lookups(NamedTuple):
+class TableLookups(NamedTuple):
     """A graph whose lookups in captured tensors are inputs: see [Note: lookups]."""
 
     places: fx.GraphModule  # (*arguments, *captured) -> the indices of every lookup
@@ -241,7 +241,7 @@ class Program:
         return tables, places, looked, self._lookups.graph
 
     @cached_property
-    def _lookups(self) -> Lookups | None:
+    def _lookups(self) -> TableLookups | None:
         inputs = inputs_of(self.graph.graph)
         of = {node: i for i, node in enumerate(inputs[self._arguments :]) if i in self.differentiable}
         only = [node for node in of if node.users and all(looks_up(user, node) for user in node.users)]
@@ -263,7 +263,7 @@ class Program:
         graph.eliminate_dead_code()
         by_key = depending(self.graph.graph, [inputs[self._arguments - 1]])
         by_row = tuple(i for i, node in enumerate(found) if not by_key.intersection(looked_up_at(node)))
-        return Lookups(shared(places), tables, by_row, shared(graph))
+        return TableLookups(shared(places), tables, by_row, shared(graph))
 
 
 def _put(total: Tensor | None, at: Sequence[Tensor], part: Tensor) -> None:

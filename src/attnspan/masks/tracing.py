@@ -49,7 +49,7 @@ def traced(
     if score is not None:
         examples.insert(0, torch.zeros((), dtype=score, device=device))
     said: list[object] = []
-    lookups, values = _Lookups(), _Values()  # type: ignore[no-untyped-call]
+    lookups, values = _LookupMode(), _ValueMode()  # type: ignore[no-untyped-call]
 
     def call(*arguments: Tensor) -> Tensor:
         with lookups, values:
@@ -76,7 +76,7 @@ def name_of(fn: object) -> str:
     return getattr(inner, "__name__", type(inner).__name__)
 
 
-class _Lookups(TorchFunctionMode):
+class _LookupMode(TorchFunctionMode):
     """Inside, `table[i]` with a tensor of one number looks up; torch itself would ask the number for its value.
 
     What gives anything but tensors, or what is known of them without their values, is noticed: see [Note: values] in
@@ -98,7 +98,7 @@ class _Lookups(TorchFunctionMode):
         return result
 
 
-class _Values(TorchDispatchMode):
+class _ValueMode(TorchDispatchMode):
     """Inside, operations that read a value out of a tensor are noticed: see [Note: values] in program.py."""
 
     reads_values = False

@@ -18,13 +18,13 @@ from attnspan.dtypes import lse_dtype
 from attnspan.kernels import (
     KERNELS,
     Accumulator,
-    Final,
+    BackwardInputs,
+    GlobalPositions,
     GradientBuffers,
     Mods,
     Region,
     RowSums,
     Spec,
-    Where,
     refusal,
     runs_programs,
 )
@@ -70,14 +70,14 @@ class Case:
             return None
         positions = torch.arange(len(tile.rows), device=device)
         where = range(1), range(self.heads), ((tile.rows,), (tile.cols,))
-        region = Region((tile,), lambda: Where(positions, positions, *where))
+        region = Region((tile,), lambda: GlobalPositions(positions, positions, *where))
 
         def forward() -> Accumulator:
             total = Accumulator((*q.shape[:3], v.shape[3]), torch.float32, device)
             kernel.forward(spec, q, k, v, region, total)
             return total
 
-        final = Final(grad, None, *forward().result(q.dtype))
+        final = BackwardInputs(grad, None, *forward().result(q.dtype))
         of_keys = q.dtype if kernel.traits.rounds else lse_dtype(q.dtype)
 
         def backward() -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from attnspan.attention.call import Inputs
-from attnspan.attention.laps import Lap
+from attnspan.attention.laps import PassTimer
 from attnspan.attention.latent import Expand, made_of
 from attnspan.attention.uses import Uses
 from attnspan.dtypes import lse_dtype
@@ -46,7 +46,7 @@ class DenseAttention:
         if expand is not None:
             key, value = made_of(expand, inputs.key)
             inputs = inputs._replace(key=key, value=value)
-        self.uses.add_forward(self.plan, inputs.shape, Lap(inputs.query.device))
+        self.uses.add_forward(self.plan, inputs.shape, PassTimer(inputs.query.device))
         query, key, value, sinks = inputs[:4]
         group = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from attnspan.plan.cost import Link
-from attnspan.plan.tile_work import Work
+from attnspan.plan.tile_work import StepWork
 
 if TYPE_CHECKING:
     from attnspan.plan.group_forecast import GroupForecast
@@ -32,7 +32,7 @@ class Clocks:
     def of(cls, groups: GroupForecast, strategies: int) -> Clocks:
         return cls(groups, *torch.zeros(3, strategies, groups.count, dtype=torch.float64, device="cpu"))
 
-    def forward(self, work: Work, keys: Tensor) -> None:
+    def forward(self, work: StepWork, keys: Tensor) -> None:
         each = self.groups.bytes
         self._heads_forward_out()
         self._computed(self._packed(keys))
@@ -46,7 +46,7 @@ class Clocks:
         self._computed(self._copying(merged * ((2 + each.wide) * (each.out + each.lse))))
         self._heads_forward_back()
 
-    def backward(self, work: Work, keys: Tensor, home: Tensor, returns: Tensor, keeps: Tensor) -> None:
+    def backward(self, work: StepWork, keys: Tensor, home: Tensor, returns: Tensor, keeps: Tensor) -> None:
         """`home`: seconds of gradients on their way; `returns`: of how many keys they come; `keeps`: whether keys are
         there already."""
         each = self.groups.bytes

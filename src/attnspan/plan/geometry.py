@@ -172,7 +172,7 @@ class Geometry:
         return askers.ranks[asking], self._key_owners[keys], shared
 
     @cached_property
-    def _askers(self) -> _Askers:
+    def _askers(self) -> _Readers:
         """Every band with each run of queries that it meets, and the keys that those queries see."""
         queries, owners, _ = self._queries
         (q_starts, q_stops), (k_starts, k_stops) = _ends(queries), _ends(self._keys[0])
@@ -184,7 +184,7 @@ class Geometry:
         high = torch.minimum(k1[band], torch.minimum(q1[band], q_stops[query]) + hi[band])
         first = torch.searchsorted(k_stops, low, right=True)
         count = torch.searchsorted(k_starts, high) - first
-        return _Askers(torch.tensor(owners, device="cpu")[query], low, high, first, count)
+        return _Readers(torch.tensor(owners, device="cpu")[query], low, high, first, count)
 
     def _rows_of(self, rank: int) -> list[tuple[int, Band]]:
         """The bands cut to each run of a rank's queries, with the number of the run."""
@@ -213,7 +213,7 @@ class Geometry:
         return self._keys if self.q_shards == self.k_shards else _table(self.q_shards)
 
 
-class _Askers(NamedTuple):
+class _Readers(NamedTuple):
     """Queries that see the keys [low, high): their rank, and the number of the first run of those keys and how many."""
 
     ranks: Tensor

@@ -25,7 +25,7 @@ from attnspan.plan.heads import split_heads
 from attnspan.plan.meetings import Meetings, Positions, areas
 from attnspan.plan.plan import Plan
 from attnspan.plan.strategy import Gather, Needed, Ring, Strategy, between_groups
-from attnspan.plan.tile_work import Work
+from attnspan.plan.tile_work import StepWork
 
 HOPS = 16
 """The most hops of a ring that is looked at, unless nothing else fits into memory: each is a step to walk through, and
@@ -173,7 +173,7 @@ class GroupForecast:
         moved = self._moved_keys(strategies, home)
         keeps, needs = self._memory(moved[0, :, 0].sum(1))
         keys, ways = self._seconds(moved, self.bytes.kv), self._seconds(home, self.bytes.travels)
-        work = Work.of(self, table, steps)
+        work = StepWork.of(self, table, steps)
         fetched = keys * ~keeps[..., None]
         clocks = Clocks.of(self, len(strategies))
         clocks.forward(work, keys)

@@ -50,7 +50,7 @@ def local_block_mask(
     >>> local_block_mask(plan, rank=0).full_kv_num_blocks.tolist()
     [[[0, 3]]]
     """
-    from attnspan.masks.blocks import Lists, classified
+    from attnspan.masks.blocks import BlockLists, classified
 
     size, device = size_pair("block_size", block_size), torch.empty(0, device=device).device
     keys = (Run(0, plan.key_len),) if keys is None else keys
@@ -61,7 +61,7 @@ def local_block_mask(
     mask_mod = plan.mask.mask_mod(plan.seq_len, plan.key_len)
     program, heads = traced(mask_mod, error=PlanError).on(device), plan.mask.heads
     shape = plan.rows, ceil_div(lengths[0], size[0]), ceil_div(lengths[1], size[1])
-    lists = Lists.empty(shape, device, heads)
+    lists = BlockLists.empty(shape, device, heads)
     places = torch.stack([positions_of(runs) for runs in shards]).to(device), positions_of(keys).to(device)
     for row, queries in enumerate(shards):
         columns, asked = plan.band_columns(row)

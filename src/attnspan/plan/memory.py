@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 from attnspan.layouts.run import tokens_in
 from attnspan.plan.cost import Shape
 from attnspan.plan.heads import Heads, split_heads
-from attnspan.plan.memory_walk import BytesByName, Kernels, Sizes, Walk
+from attnspan.plan.memory_walk import BytesByName, Kernels, LaneSizes, LaneWalk
 from attnspan.plan.strategy import Ring, between_groups
 
 if TYPE_CHECKING:
@@ -109,17 +109,17 @@ class MemoryRow:
         # As the loop left it, side by side, cut by token, flat, and as it arrived.
         yield {**walk.held, "heads": kept["heads"] + there + 5 * back}
 
-    def _traded(self, sizes: Sizes, rows: int, keys: int) -> float:
+    def _traded(self, sizes: LaneSizes, rows: int, keys: int) -> float:
         inputs = 0.0 if self.keeps and self.backward else rows * sizes.q + keys * sizes.kv
         return inputs + 2 * rows * sizes.out * self.backward
 
-    def _walk(self) -> Walk:
+    def _walk(self) -> LaneWalk:
         plan, share = self.plan, None
         if plan.degree > 1:
             share = split_heads(self.shape.heads, self.shape.kv_heads, plan.degree)[self.rank % plan.degree]
         ring = isinstance(between_groups(plan.strategy), Ring)
         rows = tokens_in(plan.queries(self.rank, self.row))
-        return Walk(
+        return LaneWalk(
             self._sizes(share),
             plan.keys(self.rank, self.row),
             rows,
@@ -130,8 +130,8 @@ class MemoryRow:
             self.keeps,
         )
 
-    def _sizes(self, share: Heads | None) -> Sizes:
-        return Sizes.of(self.shape, share, self.plan.rows)
+    def _sizes(self, share: Heads | None) -> LaneSizes:
+        return LaneSizes.of(self.shape, share, self.plan.rows)
 
     @property
     def _tokens(self) -> tuple[int, int]:

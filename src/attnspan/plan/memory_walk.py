@@ -35,7 +35,7 @@ class Kernels(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class LaneSizes:
     """Bytes of one position: of q, of out, of K and V together or of the latent, and of what is made of that, of lse;
     `wide` is float32 over the tensors' dtype."""
 
@@ -53,21 +53,21 @@ class Sizes:
         return self.expanded or self.kv
 
     @staticmethod
-    def of(shape: Shape, share: Heads | None, rows: int) -> Sizes:
+    def of(shape: Shape, share: Heads | None, rows: int) -> LaneSizes:
         """Of one lane, which has an even part of the batch, and a share of the heads."""
         width, batch = shape.width, shape.batch / rows
         heads, kv_heads = (shape.heads, shape.kv_heads) if share is None else (len(share.query), len(share.key))
         wide, grouped = max(4, width) / width, heads != kv_heads
         q, out = (batch * heads * dim * width for dim in (shape.head_dim, shape.v_head_dim))
         kv = batch * shape.kv_values(kv_heads) * width
-        return Sizes(q, out, kv, batch * heads * max(4, width), wide, grouped, shape.expanded_bytes / rows)
+        return LaneSizes(q, out, kv, batch * heads * max(4, width), wide, grouped, shape.expanded_bytes / rows)
 
 
 @dataclass(frozen=True, slots=True)
-class Walk:
+class LaneWalk:
     """One lane: its sizes, its own keys, its number of queries and its steps; whether buffers are handed on whole."""
 
-    sizes: Sizes
+    sizes: LaneSizes
     own: Runs
     rows: int
     steps: tuple[Step, ...]
@@ -77,7 +77,7 @@ class Walk:
     keeps: bool  # keys, from forward to backward
 
     @property
-    def counts(self) -> tuple[Sizes, int, int]:
+    def counts(self) -> tuple[LaneSizes, int, int]:
         return self.sizes, self.rows, tokens_in(self.own)
 
     def moments(self) -> Iterator[BytesByName]:
@@ -276,7 +276,7 @@ class WaitingParts:
     A tile's result is kept whole for as long as any of its rows waits.
     """
 
-    def __init__(self, rows: int, sizes: Sizes, part: float, tiles: Sequence[range]):
+    def __init__(self, rows: int, sizes: LaneSizes, part: float, tiles: Sequence[range]):
         self._sizes, self._rows, self._part = sizes, rows, part  # bytes of a row of a tile's out and lse
         self._starts = sorted({0, *chain.from_iterable((span.start, span[-1] + 1) for span in tiles)})
         self._waiting: list[list[int]] = [[] for _ in self._starts]

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from attnspan.plan.group_forecast import GroupForecast
 
 
-class Work(NamedTuple):
+class StepWork(NamedTuple):
     """Of every step of every group, (V, G, S): seconds of its tiles, forward and backward, their rows and columns."""
 
     forward: Tensor
@@ -30,7 +30,7 @@ class Work(NamedTuple):
     spare: Tensor  # seconds that tiles would take less if each were a call of its own, and calls cost nothing
 
     @classmethod
-    def of(cls, groups: GroupForecast, table: Tensor, steps: int) -> Work:
+    def of(cls, groups: GroupForecast, table: Tensor, steps: int) -> StepWork:
         """Of strategies that use the keys at each ring distance in the step that a table says, (V, G)."""
         each, machine, batch = groups.meetings, groups.hardware, groups.plan.rows
         full, cut, cut_area, cut_rows = _columns(groups, table, steps)

@@ -82,14 +82,14 @@ def predict(
 ) -> Timeline:
     """The timeline of one rank. Batch rows that differ are computed one after another within a step. With `keep_keys`
     what arrived forward is there in backward."""
-    walk = _Walk(plan, rank, shape, hardware)
+    walk = _TimelineWalk(plan, rank, shape, hardware)
     walk.forward()
     if backward:
         walk.backward(keep_keys)
     return Timeline(rank, tuple(walk.events))
 
 
-class _Walk:
+class _TimelineWalk:
     """Two clocks, what was put on them, and the loops that put it there."""
 
     def __init__(self, plan: Plan, rank: int, shape: Shape, hardware: Hardware) -> None:
