@@ -640,7 +640,7 @@ def programs_see_the_positions_of_the_shard(plant):
 def programs_see_heads_counted_from_the_first_of_a_share(plant):
     plant(
         lane,
-        "Where",
+        "GlobalPositions",
         lambda real: lambda rows, cols, batch, heads, runs: real(rows, cols, batch, range(len(heads)), runs),
     )
 
@@ -649,7 +649,7 @@ def programs_see_heads_counted_from_the_first_of_a_share(plant):
 def programs_see_batch_rows_counted_from_the_first_of_a_lane(plant):
     plant(
         lane,
-        "Where",
+        "GlobalPositions",
         lambda real: lambda rows, cols, batch, heads, runs: real(rows, cols, range(len(batch)), heads, runs),
     )
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 import attnspan as span
 from attnspan.attention import tuned
-from attnspan.attention.laps import PassTimer
+from attnspan.attention.pass_timer import PassTimer
 from attnspan.attention.tuned import NO_TUNING, hardware_for
 from attnspan.parallel import attentions
 from attnspan.testing import loopback
@@ -93,7 +93,7 @@ def test_times_are_forgotten_with_the_rest():
         cp = trained(world)
         cp.reset()
         trained_again = trained(world, passes=1)
-        return cp.attentions.named[""].call.uses.laps, len(trained_again.report().lines)
+        return cp.attentions.named[""].call.uses.timers, len(trained_again.report().lines)
 
     assert loopback(2).run(rank) == [({}, 1)] * 2
 
@@ -148,9 +148,9 @@ def test_a_device_is_not_waited_for():
     device = torch.device("cuda")
     x = torch.randn(4096, 4096, device=device)
     torch.cuda.synchronize()
-    lap = PassTimer(device)
+    timer = PassTimer(device)
     for _ in range(200):
         x = x @ x * 1e-4
-    assert lap.end().seconds is None
+    assert timer.end().seconds is None
     torch.cuda.synchronize()
-    assert lap.seconds > 1e-3
+    assert timer.seconds > 1e-3

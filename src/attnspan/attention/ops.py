@@ -40,8 +40,8 @@ from attnspan.attention.agreement import agree
 from attnspan.attention.call import Call, Inputs
 from attnspan.attention.handles import held
 from attnspan.attention.kept import FROM_KEPT, KeptKeys, keep, kept_by
-from attnspan.attention.laps import PassTimer
 from attnspan.attention.latent import Expander
+from attnspan.attention.pass_timer import PassTimer
 from attnspan.attention.recording import recorded
 from attnspan.attention.transforms import check_no_tangents, check_untransformed
 from attnspan.dtypes import lse_dtype
@@ -94,13 +94,13 @@ def attention(
         call.guard()
     with unbroken(call.transport, but=(AttentionError, KernelError)):
         agreed = agree(call, inputs)
-    kept, lap = KeptKeys() if differentiable and agreed.keeps_keys else None, PassTimer(query.device)
+    kept, timer = KeptKeys() if differentiable and agreed.keeps_keys else None, PassTimer(query.device)
     with unbroken(call.transport), _as_given(query), under_way(call.transport, agreed.name_of(inputs)) as operation:
         with recorded(call.transport, "forward", (call.plan, inputs.shape)):
             out, lse = execute.forward(call, inputs, kept)
         if sinks is not None:  # see [Note: sinks]
             out, lse = with_sinks(out, lse, sinks[None, :, None])
-    call.uses.add_forward(call.plan, inputs.shape, lap)
+    call.uses.add_forward(call.plan, inputs.shape, timer)
     header = torch.tensor([operation.header, seed or 0], device="cpu")  # see [Note: saved seeds]
     return out.contiguous(), lse.contiguous(), keep(header, kept)
 
@@ -146,7 +146,7 @@ def attention_backward(
         grad_lse = torch.zeros_like(lse)
     assert return_lse or grad_lse is None, "an lse that was not returned has no gradient"
     final, kept = BackwardInputs(grad, grad_lse, out, lse, sinks is not None), kept_by(header)
-    how, lap = FROM_KEPT if kept else "", PassTimer(query.device)
+    how, timer = FROM_KEPT if kept else "", PassTimer(query.device)
     with unbroken(call.transport), _as_given(query), under_way(call.transport, number, how):
         d_sinks = query.new_empty(0) if sinks is None else _sink_gradient(call, final, sinks)
         with recorded(call.transport, "backward", (call.plan, inputs.shape)):
@@ -154,7 +154,7 @@ def attention_backward(
         d_captured = [_over_ranks(call, part, x) for part, x in zip(parts, inputs.captured, strict=True)]
         weights = captured[len(d_captured) :]
         d_captured += [part.to(x.dtype) for part, x in zip(of_weights, weights, strict=True)]
-    call.uses.add_backward(call.plan, inputs.shape, kept is not None, lap)
+    call.uses.add_backward(call.plan, inputs.shape, kept is not None, timer)
     return dq, dk, dv, d_sinks, d_captured
 
 

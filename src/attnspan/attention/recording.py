@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from attnspan.attention.laps import Moment, between, now
+from attnspan.attention.pass_timer import Moment, between, now
 from attnspan.attention.uses import Pass, Use
 from attnspan.transports import Pending, Transport
 

@@ -2,7 +2,7 @@
 
 Counted inside the custom op, so that compiled code counts too, and a layer that went another way does not. A
 recomputation by activation checkpointing runs inside backward; it is a replay, not another use. The latest passes are
-timed (laps.py).
+timed (pass_timer.py).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from attnspan.assumptions import Assumption
-from attnspan.attention.laps import PassTimer
+from attnspan.attention.pass_timer import PassTimer
 from attnspan.plan import Plan, Shape
 
 Use = tuple[Plan, Shape | None]  # a shape that the cost model cannot weigh is None
@@ -44,27 +44,27 @@ class Uses:
     from_kept: Counter[Use] = field(default_factory=Counter)  # of the backward passes, those that no key travelled for
     latest: Plan | None = None
     latest_shape: Shape | None = None
-    laps: dict[tuple[Pass, Use], deque[PassTimer]] = field(default_factory=dict)
+    timers: dict[tuple[Pass, Use], deque[PassTimer]] = field(default_factory=dict)
 
-    def add_forward(self, plan: Plan, shape: Shape | None, lap: PassTimer) -> None:
+    def add_forward(self, plan: Plan, shape: Shape | None, timer: PassTimer) -> None:
         """A forward pass, or its replay."""
         IN_BACKWARD.hold()
         in_backward = torch._C._current_graph_task_id() != -1
         (self.replayed if in_backward else self.forward)[plan, shape] += 1
         self.latest, self.latest_shape = plan, shape
-        self._time("forward", (plan, shape), lap)
+        self._time("forward", (plan, shape), timer)
 
-    def add_backward(self, plan: Plan, shape: Shape | None, from_kept: bool, lap: PassTimer) -> None:
+    def add_backward(self, plan: Plan, shape: Shape | None, from_kept: bool, timer: PassTimer) -> None:
         self.backward[plan, shape] += 1
         self.from_kept[plan, shape] += from_kept
-        self._time("backward", (plan, shape), lap)
+        self._time("backward", (plan, shape), timer)
 
-    def _time(self, way: Pass, use: Use, lap: PassTimer) -> None:
-        self.laps.setdefault((way, use), deque(maxlen=MOST_TIMED)).append(lap.end())
+    def _time(self, way: Pass, use: Use, timer: PassTimer) -> None:
+        self.timers.setdefault((way, use), deque(maxlen=MOST_TIMED)).append(timer.end())
 
     def took(self, way: Pass, use: Use) -> PassTime:
         """How long passes of a plan take; 0 where no time is known yet."""
-        known = [seconds for lap in tuple(self.laps.get((way, use), ())) if (seconds := lap.seconds) is not None]
+        known = [seconds for timer in tuple(self.timers.get((way, use), ())) if (seconds := timer.seconds) is not None]
         return PassTime(median(known) if known else 0.0, len(known))
 
     def forget(self, use: Use) -> None:
@@ -72,13 +72,13 @@ class Uses:
         for counted in (self.forward, self.replayed, self.backward, self.from_kept):
             counted.pop(use, None)
         for way in ("forward", "backward"):
-            self.laps.pop((way, use), None)
+            self.timers.pop((way, use), None)
 
     def clear(self) -> None:
         """Start again; the plan last used stays known."""
         for counted in (self.forward, self.replayed, self.backward, self.from_kept):
             counted.clear()
-        self.laps.clear()
+        self.timers.clear()
 
 
 def _tells() -> bool:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from attnspan.attention.call import Inputs
-from attnspan.attention.laps import PassTimer
 from attnspan.attention.latent import Expand, made_of
+from attnspan.attention.pass_timer import PassTimer
 from attnspan.attention.uses import Uses
 from attnspan.dtypes import lse_dtype
 from attnspan.layouts import Contiguous

@@ -5,9 +5,9 @@ training script proves that none did. Bytes are those that arrived at this rank 
 (plan/traffic.py); a replay of a checkpointed region is a forward pass. Not counted: what other calls of the session
 move.
 
-Times are the medians of the latest passes on this rank (attention/laps.py), beside what the cost model predicts of
-them. Where the two are apart by more than half of what was predicted, the report says so. On virtual ranks, which take
-turns on one device, nothing is predicted.
+Times are the medians of the latest passes on this rank (attention/pass_timer.py), beside what the cost model predicts
+of them. Where the two are apart by more than half of what was predicted, the report says so. On virtual ranks, which
+take turns on one device, nothing is predicted.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """How long passes take: on the CPU by the clock, on CUDA by events that the device passes and nobody waits for.
 
-A lap that a device has not finished yet has no time, and neither has one inside a CUDA graph that is being captured.
+A pass that a device has not finished yet has no time, and neither has one inside a CUDA graph that is being captured.
 """
 
 from __future__ import annotations
