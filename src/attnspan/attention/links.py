@@ -32,7 +32,7 @@ from attnspan.tuning import is_disabled
 
 VARIABLE = "ATTNSPAN_LINK"
 
-RowsAndHeads = tuple[str, str]  # a host, and a device if that is a GPU
+HostAndDevice = tuple[str, str]  # a host, and a device if that is a GPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class Links:
         )
 
 
-def wanted_place(transport: Transport) -> RowsAndHeads | None:
+def wanted_place(transport: Transport) -> HostAndDevice | None:
     """Where this rank is; None if no link is to be measured."""
     asked = os.environ.get(VARIABLE, "")
     if asked not in ("", "none"):
@@ -69,7 +69,7 @@ def wanted_place(transport: Transport) -> RowsAndHeads | None:
     return None if unwanted or virtual or transport.ranks == 1 else place(transport.device)
 
 
-def place(device: torch.device) -> RowsAndHeads:
+def place(device: torch.device) -> HostAndDevice:
     """Where a rank is that has a device."""
     return socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
@@ -81,7 +81,7 @@ def group_links(transport: Transport, enough: float = ENOUGH) -> Links:
 
 
 def measured_links(
-    transport: Transport, places: Sequence[RowsAndHeads], known: Links | None = None, enough: float = ENOUGH
+    transport: Transport, places: Sequence[HostAndDevice], known: Links | None = None, enough: float = ENOUGH
 ) -> Links:
     """The links between ranks at some places, except those that are known; a collective."""
     known, local = known or Links(), node_size([host for host, _ in places])

@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from attnspan.attention.links import Links, RowsAndHeads, measured_links, wanted_place
+from attnspan.attention.links import HostAndDevice, Links, measured_links, wanted_place
 from attnspan.errors import AttnspanError, TransportError, TuningError
 from attnspan.kernels import KERNELS, rounds
 from attnspan.plan import Hardware, Shape
@@ -101,7 +101,7 @@ def _agree(transport: Transport) -> GroupTuning:
     try:
         table, place = table_for(transport.device), wanted_place(transport)
     except TuningError as refused:
-        said: Sequence[tuple[str, RowsAndHeads | None] | AttnspanError] = consensus.poll(transport, refused, SHARED)
+        said: Sequence[tuple[str, HostAndDevice | None] | AttnspanError] = consensus.poll(transport, refused, SHARED)
     else:
         text = "" if table is None else json.dumps(table.data(), sort_keys=True)
         said = consensus.poll(transport, (consensus.digest(text), place), SHARED)
