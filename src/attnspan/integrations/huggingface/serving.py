@@ -146,9 +146,15 @@ def call_served(served: ServedCall, call: Callable[[], T]) -> T:
 
 
 def keep_logits(head: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
-    """The hook before the head of a model that takes no logits_to_keep, which gets hidden states (1, T, D)."""
+    """The hook before the head of a model that takes no logits_to_keep, which gets hidden states (1, T, D).
+
+    Every engine of a model registers it; the first one in a call does its work.
+    """
     call = _ATTENTION.get()
-    return None if call is None or call.keep is None else (args[0][:, call.keep],)
+    if call is None or call.keep is None:
+        return None
+    keep, call.keep = call.keep, None
+    return (args[0][:, keep],)
 
 
 def _adapter_rows() -> AdapterRows | None:
