@@ -101,6 +101,9 @@ def eager(model):
 @functools.cache
 def _greedy(model, prompt, new):
     given = torch.tensor([prompt])
+    for module in model.modules():
+        if hasattr(module, "conv1d_state"):  # RecurrentGemma's, which a prompt of one token would go on from
+            module.conv1d_state = None
     with eager(model):
         out = model.generate(
             given, attention_mask=torch.ones_like(given), max_new_tokens=new, do_sample=False, pad_token_id=0

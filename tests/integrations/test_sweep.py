@@ -40,7 +40,7 @@ UNBUILT = {
 """Families without a small model, or one that does not run by itself; the census has them."""
 
 DAILY = ["bart", "camembert", "granite_swa", "laguna", "llama4_text", "xlm-roberta"]
-DAILY += ["gpt_neo", "gptj", "openai-gpt", "roformer", "trocr", "whisper"]
+DAILY += ["gpt_neo", "gptj", "openai-gpt", "roformer", "trocr", "whisper", "zaya"]
 CASES = [
     pytest.param(name, seed, marks=[] if name in DAILY and seed == 0 else [pytest.mark.slow])
     for name in families("causal")

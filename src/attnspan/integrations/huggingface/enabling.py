@@ -246,7 +246,9 @@ class Enabled:
         self._whole: WholeBatch | None = None  # while the model runs, before its decoder
         self._running: ForwardPass | None = None
         self._latest_pass: ForwardPass | None = None
-        self._calls = sum(len(calls_of(layer.module)) or 1 for layer in self.layers)  # if each asks wherever it can
+        self._least_calls = sum(layer.times for layer in self.layers)
+        asked = (layer.times * (len(calls_of(layer.module)) or 1) for layer in self.layers)
+        self._calls = sum(asked)  # if each asks wherever it can
         self.passes, self._attention_calls = 0, 0
         self._compared = self.transport.ranks == 1  # with other ranks' weights: when they are first used
         self.live, self._lock = False, RLock()
@@ -372,7 +374,7 @@ class Enabled:
 
         A pass in which a layer did not attend has already raised by itself.
         """
-        wanted = passes * len(self.layers)
+        wanted = passes * self._least_calls
         if self.passes != passes or self._attention_calls not in (wanted, passes * self._calls):
             raise ModelError(
                 f"attention must have run in {len(self.layers)} layers x {passes} passes = {wanted} times since the "
@@ -582,14 +584,14 @@ class Enabled:
         """Every layer has attended, once, and every mixer has run."""
         ran = sum((_counted(current.attentions) - current.calls_before).values())
         self.passes, self._attention_calls = self.passes + 1, self._attention_calls + ran
-        if ran not in (len(self.layers), self._calls) and ran > len(self.layers):
+        if ran not in (self._least_calls, self._calls) and ran > self._least_calls:
             raise ModelError(
                 f"attention ran {ran} times in {len(self.layers)} layers: layers that run several times in a pass are "
                 "not served"
             )
-        if ran < len(self.layers):
+        if ran < self._least_calls:
             raise ModelError(
-                f"{ran} of {len(self.layers)} attention layers of {type(self.model).__name__} asked for attention in "
+                f"{ran} of {self._least_calls} attention layers of {type(self.model).__name__} asked for attention in "
                 "this pass; the others were left out, or computed it in another way, on this rank's tokens alone"
             )
         left_out = sorted(self._functions - current.mixed.called)

@@ -35,7 +35,7 @@ import operator
 import re
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from threading import Lock
 from typing import Any, NamedTuple, NoReturn
 
@@ -45,6 +45,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from attnspan.errors import ModelError
 from attnspan.integrations.huggingface.biases import ScoreBias, relative_bias
+from attnspan.integrations.huggingface.classes import class_of
 from attnspan.integrations.huggingface.own_attention import adds_twice, agrees_with_original, own_attention
 from attnspan.integrations.huggingface.plain_attention import Asked
 
@@ -76,7 +77,9 @@ TYPES_BESIDE = {"mlp", "moe"}
 
 OTHER_TOWERS = re.compile(r"vision|audio|image|video|speech|pixel")
 MIXERS = (nn.Conv1d, nn.RNNBase, nn.MultiheadAttention)
-NAMED_MIXERS = re.compile(r"Attention|Attn|Mamba|DeltaNet|Mixer|ShortConv|Rwkv|Recurrent|LinearAtt|RGLRU")
+NAMED_MIXERS = re.compile(
+    r"Attention|Attn|Mamba|DeltaNet|Mixer|ShortConv|Rwkv|Recurrent(?!Gemma)|LinearAtt|RGLRU|Rglru|CCAProjection"
+)
 NO_MIXERS = re.compile(r"Output|Norm|Dropout|Embedding|Bias")
 """Parts of an attention block that are named after it."""
 
@@ -108,6 +111,7 @@ class AttentionLayer:
     `causal` also k - q < w. With `chunk` c, it sees only keys of its own chunk of c tokens. `sinks`: one more learned
     score per head. `cross`: keys come from another sequence than queries. `dropout` applies to attention weights, in
     training. `bias` is added to scores. `temperature`: queries are multiplied by a number that grows with positions.
+    `times`: how often it runs in a pass.
     """
 
     name: str
@@ -127,6 +131,7 @@ class AttentionLayer:
     module: nn.Module = field(repr=False, compare=False)
     bias: ScoreBias | None = None
     temperature: Temperature | None = None
+    times: int = 1
 
     def __str__(self) -> str:
         dims = f"{self.head_dim}" if self.head_dim == self.value_dim else f"{self.head_dim} and {self.value_dim}"
@@ -139,6 +144,7 @@ class AttentionLayer:
         words += [f"dropout {self.dropout:g}"] if self.dropout else []
         words += [str(self.bias)] if self.bias is not None else []
         words += [str(self.temperature)] if self.temperature is not None else []
+        words += [f"{self.times} times in a pass"] if self.times > 1 else []
         return f"{self.name}: {', '.join(words)}"
 
 
@@ -152,13 +158,29 @@ def attention_layers(
     check_is_model(model)
     _check_types(model, set(mixers))
     found = [(name, module) for name, module in model.named_modules() if module not in beside]
-    layers = [_layer(model, name, module) for name, module in found if attends(module)]
+    times = dict(_repeated(found))
+    layers = [
+        replace(_layer(model, name, module), times=times.get(module, 1)) for name, module in found if attends(module)
+    ]
     _check_mixers(found, {layer.module for layer in layers}, set(mixers))
     if not layers and not mixers:
         raise ModelError(
             f"{type(model).__name__} has no layer that asks transformers' AttentionInterface for attention"
         )
     return layers
+
+
+REPEATED = {"HrmTextModel": {"L_module": ("H_cycles", "L_cycles"), "H_module": ("H_cycles",)}}
+"""Models that run stacks of layers several times in a pass: by class, its stacks, and the entries of its config whose
+product says how often. That layers run so often is counted in every pass."""
+
+
+def _repeated(found: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[nn.Module, int]]:
+    """Modules of such stacks, and how often they run."""
+    for _, module in found:
+        for name, cycles in REPEATED.get(class_of(module).__name__, {}).items():
+            times = math.prod(getattr(module.config, each) for each in cycles)
+            yield from ((each, times) for each in getattr(module, name).modules())
 
 
 def attends(module: nn.Module) -> bool:

@@ -12,8 +12,7 @@ a package, no convolution as a module, and nothing that moves tokens (token_mixi
 own: a subclass or a patch of elsewhere may mix tokens in ways that no such check finds. Anything else is refused by the
 names of the layer and the function. That all its functions ran is checked in every pass (enabling.py).
 
-[Note: in its forward] MiniMax has lightning attention written out in its forward. It gets a forward that is written
-here, which is compared with the original on a tiny module of the class.
+Mixers whose recurrence is written out in their forward are rows of written_mixers.py.
 
 [Note: compiled] torch.compile reads globals from the module that is called by their ``__name__``, where the originals
 are; so the scope of such a forward has none. What it compiled it keeps with a code object, and what that needs in the
@@ -26,11 +25,10 @@ import functools
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from types import CellType, CodeType, FunctionType, MethodType, SimpleNamespace
-from typing import NoReturn, Protocol
+from types import CellType, CodeType, FunctionType, MethodType
+from typing import NoReturn
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from attnspan.engine.fingerprint import WhileServed
 from attnspan.errors import ModelError
@@ -38,14 +36,13 @@ from attnspan.integrations.huggingface.classes import class_of
 from attnspan.integrations.huggingface.sequence_functions import (
     DECODING,
     KNOWN,
-    PADDING,
     SEQUENCE,
     SequenceFunctions,
     TokensOfMixer,
-    agrees,
     difference,
 )
 from attnspan.integrations.huggingface.token_mixing import MOVING, SUMMING, mixing_in
+from attnspan.integrations.huggingface.written_mixers import WRITTEN, unlike_written
 
 LIBRARIES = {"torch", "builtins", "math"}
 """Where functions come from that mix no tokens, except those that token_mixing.py knows."""
@@ -78,24 +75,26 @@ class RecurrentMixer:
 
     def replacements(self, here: Callable[[], TokensOfMixer]) -> Iterator[tuple[nn.Module, str, Method]]:
         """What takes the place of methods, for the tokens of the pass that is `here`: (module, attribute, method)."""
-        ours = SequenceFunctions(self.name, here)
-        written = INLINED.get(class_of(self.module).__name__)
+        ours, written = SequenceFunctions(self.name, here), WRITTEN.get(class_of(self.module).__name__)
         for attribute, method in self.methods.items():
-            function = rebound(method, ours) if written is None else written(ours)
-            yield self.module, attribute, MethodType(function, self.module)
+            yield self.module, attribute, MethodType(rebound(method, ours), self.module)
         for each in self._uncalled:
             yield each, "forward", functools.partial(_refuse_call, self.name, type(each).__name__)
+        if written is not None:
+            yield from written.replacements(self.module, ours)
 
     def unbind(self) -> None:
         """Run as before; what was replaced or taken away since has nothing of ours."""
-        for attribute in self.methods:
-            vars(self.module).pop(attribute, None)
-        for each in self._uncalled:
-            vars(each).pop("forward", None)
+        for module, attribute, _ in self.replacements(_nowhere):
+            vars(module).pop(attribute, None)
 
     @property
     def _uncalled(self) -> list[nn.Module]:
         return [each for each in self.module.modules() if isinstance(each, UNCALLED)]
+
+
+def _nowhere() -> NoReturn:
+    raise AssertionError("no mixer runs while it is unbound")
 
 
 def _refuse_call(mixer: str, kind: str, *args: object, **kwargs: object) -> NoReturn:
@@ -114,7 +113,7 @@ def recurrent_mixers(model: nn.Module, beside: Collection[nn.Module] = ()) -> li
 def is_mixer(module: nn.Module) -> bool:
     """Whether a module calls functions that mix tokens."""
     cls = class_of(module)
-    return cls.__name__ in INLINED or any(SEQUENCE & called.keys() for _, _, called in _methods(cls))
+    return cls.__name__ in WRITTEN or any(SEQUENCE & called.keys() for _, _, called in _methods(cls))
 
 
 def may_be_replaced(module: nn.Module) -> bool:
@@ -125,13 +124,12 @@ def may_be_replaced(module: nn.Module) -> bool:
 def _mixer(name: str, module: nn.Module) -> RecurrentMixer:
     """See [Note: all or nothing]."""
     cls = class_of(module)
-    unknown_in = _inlined_unknown if cls.__name__ in INLINED else _unknown
+    unknown_in = unlike_written if cls.__name__ in WRITTEN else _unknown
     unknown = _held_unknown(module) or unknown_in(cls) or _elsewhere(cls)
     if unknown is not None:
         raise ModelError(f"{name} ({cls.__name__}) has {unknown}, which is not served")
-    if cls.__name__ in INLINED:
-        forward = {attribute: method for attribute, method in _functions_of(cls) if attribute == "forward"}
-        return RecurrentMixer(name, ("lightning_attention",), forward, module)
+    if cls.__name__ in WRITTEN:
+        return RecurrentMixer(name, WRITTEN[cls.__name__].functions, {}, module)
     found = list(_methods(cls))
     functions = dict.fromkeys(each for _, _, called in found for each in called if each in SEQUENCE)
     return RecurrentMixer(name, tuple(functions), {attribute: method for attribute, method, _ in found}, module)
@@ -143,12 +141,6 @@ def _held_unknown(module: nn.Module) -> str | None:
         if not isinstance(value, nn.Module | WhileServed) and _is_foreign(value):
             return f"{attribute}, a function of its own beside its class's (as kernels and hooks of accelerate are)"
     return None
-
-
-def _inlined_unknown(cls: type) -> str | None:
-    if _is_lightning(cls):
-        return None
-    return "a lightning attention that is not the one known here (transformers 5.22)"
 
 
 def _unknown(cls: type[nn.Module]) -> str | None:
@@ -276,73 +268,3 @@ def _again(function: FunctionType, scope: dict[str, object], closure: tuple[Cell
     made = FunctionType(function.__code__.replace(), scope, function.__name__, function.__defaults__, closure)
     made.__kwdefaults__ = function.__kwdefaults__
     return made
-
-
-# ---- lightning attention ---------------------------------------------------------------------------------------------
-
-
-class LightningAttention(Protocol):
-    """What its forward needs of MiniMax's lightning attention."""
-
-    num_attention_heads: int
-    head_dim: int
-    slope_rate: Tensor
-    act_fn: Callable[[Tensor], Tensor]
-    qkv_proj: Callable[[Tensor], Tensor]
-    norm: Callable[[Tensor], Tensor]
-    output_gate: Callable[[Tensor], Tensor]
-    out_proj: Callable[[Tensor], Tensor]
-
-
-def _lightning_forward(ours: SequenceFunctions) -> Callable[..., tuple[Tensor, None]]:
-    """The forward of MiniMax's lightning attention. See [Note: in its forward]."""
-    attend, padded = ours.tensor_by_name("lightning_attention"), ours.tensor_by_name(PADDING)
-
-    def forward(
-        self: LightningAttention, hidden_states: Tensor, *args: object, **kwargs: object
-    ) -> tuple[Tensor, None]:
-        rows, tokens = hidden_states.shape[:2]
-        mixed = padded(self.act_fn(self.qkv_proj(hidden_states)), None)
-        query, key, value = mixed.view(rows, tokens, self.num_attention_heads, -1).split(self.head_dim, dim=3)
-        out = self.norm(attend(query, key, value, self.slope_rate).reshape(rows, tokens, -1))
-        return self.out_proj(torch.sigmoid(self.output_gate(hidden_states)) * out), None
-
-    return forward
-
-
-INLINED: dict[str, Callable[[SequenceFunctions], Callable[..., tuple[Tensor, None]]]] = {
-    "MiniMaxLightningAttention": _lightning_forward
-}
-"""Mixers whose recurrence is written out in their forward, by class, and the forward that they get."""
-
-
-@functools.cache
-def _is_lightning(cls: type) -> bool:
-    """Whether a class computes what ours does, on two heads of four channels."""
-    config = SimpleNamespace(
-        head_dim=4,
-        hidden_size=6,
-        num_attention_heads=2,
-        num_hidden_layers=2,
-        block_size=2,
-        hidden_act="silu",
-        layer_types=["linear_attention"] * 2,
-    )
-    try:
-        with torch.device("meta"):  # which draws no random numbers
-            module = cls(config, 0)
-        module.to_empty(device="cpu").float().requires_grad_(False)
-        generator = torch.Generator(device="cpu").manual_seed(0)
-        for parameter in module.parameters():
-            parameter.normal_(generator=generator)
-        slope = module.get_slope_rate(device=torch.device("cpu")).float()
-        names = ("slope_rate", "query_decay", "key_decay", "diagonal_decay")
-        for name, buffer in zip(names, (slope, *module.decay_factors(slope)), strict=True):
-            setattr(module, name, buffer)
-        hidden = torch.randn(2, 5, 6, generator=generator, dtype=torch.float32, device="cpu")
-        return agrees(
-            lambda here: _lightning_forward(SequenceFunctions("compared", lambda: here))(module, hidden),
-            lambda: module(hidden, position_embeddings=None, attention_mask=None),
-        )
-    except Exception:  # whatever a version that changed it may raise
-        return False

@@ -23,7 +23,6 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
 from attnspan.attention.score import ScoreFunction
 from attnspan.errors import ModelError
@@ -39,6 +38,7 @@ from attnspan.integrations.huggingface.plain_attention import (
     PlainAttention,
     Written,
 )
+from attnspan.integrations.huggingface.tiny_module import filled
 
 Added = Callable[[Tensor, Tensor, Tensor], Tensor]
 """What is added to a score, of (head, query position, key position)."""
@@ -402,38 +402,13 @@ def _hidden() -> Tensor:
 # ---- compared --------------------------------------------------------------------------------------------------------
 
 
-class _Unfilled(TorchFunctionMode):
-    """Parameters of modules that are built inside are on the meta device, and draw no random numbers."""
-
-    def __torch_function__(
-        self,
-        func: Callable[..., object],
-        types: object,
-        args: tuple[object, ...] = (),
-        kwargs: dict[str, object] | None = None,
-    ) -> object:
-        kwargs = kwargs or {}
-        return func(*args, **(kwargs | {"device": "meta"} if func is torch.empty else kwargs))
-
-
-def _filled(family: OwnAttention[Any], cls: Build, drawn: torch.Generator) -> nn.Module:
-    """The tiny layer of a class, with random parameters in float32."""
-    with torch.device("cpu"), _Unfilled():
-        layer = family.example(cls)
-    for module in layer.modules():
-        for name, each in module.named_parameters(recurse=False):
-            numbers = torch.randn(each.shape, generator=drawn, device="cpu", dtype=torch.float32)
-            setattr(module, name, nn.Parameter(numbers))
-    return layer.eval()
-
-
 @functools.cache
 def _agrees(cls: type) -> bool:
     """Whether a class computes what is written here in its place."""
     family, drawn = FAMILIES[_key_of(cls)], torch.Generator(device="cpu").manual_seed(0)
     try:
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
-            module = _filled(family, cls, drawn)
+            module = filled(functools.partial(family.example, cls), drawn)
             hidden = torch.randn(1, 5, family.width, generator=drawn, device="cpu", dtype=torch.float32)
             for given in family.given(module):
                 true = module(hidden, **given)[0]

@@ -225,7 +225,7 @@ def _check_calls(probe: Probe) -> None:
     """Refuse a layer that did not attend once, or as often as its class asks for attention."""
     for module, layer in probe.layers.items():
         calls = probe.calls[module]
-        if calls not in (1, len(calls_of(module))):
+        if calls not in (layer.times, layer.times * len(calls_of(module))):
             raise ModelError(
                 f"{layer.name} attends {calls} times in one pass, and layers that run several times in a pass, or in "
                 "none, are not served"

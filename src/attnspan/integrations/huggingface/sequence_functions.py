@@ -9,6 +9,7 @@ the original, for the tokens of a rank, or those of an engine's step::
     mamba2_chunk_scan              Mamba2, Nemotron-H, Granite 4, Bamba, Falcon-H1   SSD
     mamba_selective_scan           Mamba, Jamba: a head of one channel for each      GLA
     lightning_attention            MiniMax, which has it in its forward              Lightning
+    rg_lru_scan                    RecurrentGemma, the same                          GLA
 
 The state begins anew with every document of the session. The originals do so only with packages that know packing, and
 otherwise mix documents or raise.
@@ -58,6 +59,9 @@ DECODING = {
 
 FUSED = {"mamba2_split_conv1d_scan_combined", "mamba_inner_fn"}
 """Functions that compute a whole mixer, or return None, after which it is computed step by step."""
+
+LEAST, FORGOTTEN = 1e-30, -30.0
+"""The smallest gate of a state, and the logarithm of one that forgets it: what is left is below float32's precision."""
 
 PADDING = "apply_mask_to_padding_states"
 
@@ -267,6 +271,19 @@ def lightning_attention(here: TokensOfMixer, query: Tensor, key: Tensor, value: 
     return here.recurrence(Lightning(query, key, value, -slope_rate.flatten(), scale=1.0))
 
 
+def rg_lru_scan(here: TokensOfMixer, hidden_states: Tensor, recurrent_gate: Tensor, reset: Tensor) -> Tensor:
+    """A state of each channel that is multiplied by its gate, or forgotten, before its input is added: (B, S, C).
+
+    Every channel is a head with values of one number. A document begins without a state; what comes before a reset is
+    padding.
+    """
+    kept = _wide(recurrent_gate).clamp(min=LEAST).log()
+    decay = (kept if here.padding is None else torch.where(reset, FORGOTTEN, kept)).unsqueeze(-1)
+    ones = decay.new_ones(*decay.shape[:2], 1, 1)  # one head for all
+    values = _wide(hidden_states).unsqueeze(-1)
+    return here.recurrence(GLA(ones, ones, values, decay, scale=1.0)).squeeze(-1).to(hidden_states.dtype)
+
+
 OURS: dict[str, Callable[..., Result]] = {
     each.__name__: each
     for each in (
@@ -277,6 +294,7 @@ OURS: dict[str, Callable[..., Result]] = {
         mamba2_chunk_scan,
         mamba_selective_scan,
         lightning_attention,
+        rg_lru_scan,
     )
 }
 SEQUENCE = OURS.keys() - {PADDING}
