@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, cast
 
+import torch
 from torch import nn
 
 from attnspan.engine import EngineConfig, LLMEngine, ServedModel
@@ -34,6 +35,8 @@ class Engine(LLMEngine):
 
     With `prompt_lookup_num_tokens`, up to so many tokens that followed the last ones before are computed with them, and
     kept as far as they are what the model chooses (engine/prompt_lookup.py).
+
+    With `kv_dtype` (torch.int8 or torch.float8_e4m3fn) keys and values are stored in 8 bits (paged/quantised.py).
     """
 
     def __init__(
@@ -55,11 +58,13 @@ class Engine(LLMEngine):
         states: int | None = None,
         state_every: int = 16,
         prompt_lookup_num_tokens: int = 0,
+        kv_dtype: torch.dtype | str | None = None,
     ) -> None:
         sizes = (pages, page_size, host_pages, max_sequences, max_tokens, context_parallel_from)
         config = EngineConfig(
-            *sizes, prefix_cache, kernel, cuda_graphs, memory_share, states, state_every, prompt_lookup_num_tokens
-        )
+            *sizes, prefix_cache, kernel, cuda_graphs, memory_share, states, state_every, prompt_lookup_num_tokens,
+            kv_dtype,
+        )  # fmt: skip
         found = served_model(model, stacklevel=2, latents=not cuda_graphs)  # no kernel attends over them in a graph
         super().__init__(found, config, mesh=mesh, tokenizer=tokenizer)
         self.model = model

@@ -12,7 +12,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "engine.md"
 
 def test_the_code_of_the_page_runs_and_its_tokens_are_those_of_model_generate():
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.S)
-    assert len(blocks) == 15
+    assert len(blocks) == 16
     names = {}
     for block in blocks:
         exec(compile(block, str(PAGE), "exec"), names)

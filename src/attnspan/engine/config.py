@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
+from attnspan.dtypes import dtype_name
 from attnspan.errors import EngineError, integer, one_of
 from attnspan.paged.kernels import KERNELS
+from attnspan.paged.quantised import LARGEST
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +34,7 @@ class EngineConfig:
     states: int | None = None
     state_every: int = 16
     prompt_lookup_num_tokens: int = 0
+    kv_dtype: str | torch.dtype | None = None  # by its name, once checked
 
     def __post_init__(self) -> None:
         share = self.memory_share
@@ -47,3 +52,11 @@ class EngineConfig:
             least = {"host_pages": 0, "prompt_lookup_num_tokens": 0, "states": 2}.get(name, 1)
             object.__setattr__(self, name, integer(name, getattr(self, name), at_least=least, error=EngineError))
         one_of("kernel", self.kernel, ["auto", *KERNELS], error=EngineError)
+        if self.kv_dtype is not None:
+            name = dtype_name(self.kv_dtype)
+            one_of("kv_dtype", name, [*map(dtype_name, LARGEST)], error=EngineError)
+            object.__setattr__(self, "kv_dtype", name)
+            if self.kernel == "flex":
+                raise EngineError(
+                    f"kernel='flex' reads no pages in 8 bits, got kv_dtype={name!r}; leave one of them out"
+                )

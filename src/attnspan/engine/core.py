@@ -84,7 +84,10 @@ class EngineCore(Owned):
         self._grammars = Grammars(tokenizer, info.vocabulary)
         self._consensus = RankConsensus(None if mesh is None else transport_of(mesh))
         ranks = self._consensus.ranks
-        config = replace(config, context_parallel_from=max(config.context_parallel_from, 2 * ranks))
+        least = max(config.context_parallel_from, 2 * ranks)
+        if config.kv_dtype is not None:  # under context parallelism tokens would see keys as they were before rounding
+            least = LONGEST
+        config = replace(config, context_parallel_from=least)
         context_parallel_from = config.context_parallel_from if ranks > 1 else None
         self.limits = Limits(config.max_sequences, config.max_tokens, context_parallel_from)
         self._lookup_tokens = config.prompt_lookup_num_tokens

@@ -17,10 +17,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from attnspan.dtypes import dtype_name
 from attnspan.engine.config import EngineConfig
 from attnspan.engine.model import LayerSpec, ModelInfo, StateSpec
+from attnspan.errors import EngineError
 from attnspan.masks import Causal, Chunked, Mask, SlidingWindow
 from attnspan.paged import Layer, PageAllocator, PagePool, StatePool
+from attnspan.paged.quantised import LARGEST
 from attnspan.parallel.soft_cap import soft_cap
 
 LONGEST = 1 << 31
@@ -73,13 +76,28 @@ def pools_of(info: ModelInfo, config: EngineConfig, ranks: int) -> Pools:
             num_pages=(config.pages or 0) + 1, page_size=config.page_size * ranks, host_pages=config.host_pages
         )
         layers = [
-            Layer(each.kv_heads, each.head_dim, each.value_dim, each.reach, values_in_keys=each.latent)
-            for each in group.values()
-        ]
+            Layer(
+                each.kv_heads, each.head_dim, each.value_dim, each.reach, values_in_keys=each.latent,
+                quantised=_quantised(number, each, config),
+            )
+            for number, each in group.items()
+        ]  # fmt: skip
         pools.append(PagePool(allocator, layers, dtype=info.dtype, device=info.device, page_size=config.page_size))
         windows.append(max((each.reach for each in group.values() if each.reach is not None), default=None))
     by_layer = tuple(places[layer] for layer in range(len(places)))
     return Pools(tuple(pools), tuple(windows), by_layer, _states_of(info, config), info.states, info.device)
+
+
+def _quantised(layer: int, spec: LayerSpec, config: EngineConfig) -> torch.dtype | None:
+    """What a layer's keys and values are stored in, if not as they are."""
+    if config.kv_dtype is None:
+        return None
+    if spec.latent:
+        raise EngineError(
+            f"kv_dtype={config.kv_dtype!r}: layer {layer} keeps latents, which are not stored in 8 bits; leave "
+            "kv_dtype out"
+        )
+    return next(dtype for dtype in LARGEST if dtype_name(dtype) == config.kv_dtype)
 
 
 def _states_of(info: ModelInfo, config: EngineConfig) -> StatePool | None:
