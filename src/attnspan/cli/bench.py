@@ -25,6 +25,7 @@ from attnspan.attention.links import Links, group_links
 from attnspan.attention.tuned import GroupTuning, agreed, hardware_for
 from attnspan.cli import options
 from attnspan.cli.expression import write
+from attnspan.cli.fitting import say
 from attnspan.cli.layout import LAYOUTS, LayoutRequest, named
 from attnspan.cli.tokens import optional_size, shortened
 from attnspan.cli.tune import bar
@@ -95,7 +96,10 @@ def bench(
     found = where.run(partial(on_rank, job))
     if found is None:
         return
-    typer.echo(json.dumps(found, indent=2) if as_json else text(found))
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
+    else:
+        say(text(found))
     if chart is not None:
         path = draw([Measured(**row) for row in found["rows"]], shortened(found["what"], 90), chart)
         typer.echo(f"chart: {path}", err=True)
@@ -118,6 +122,9 @@ def on_rank(job: BenchJob, transport: Transport) -> dict[str, Any]:
     shape, device = job.work.shape, transport.device
     known = known_to(job, transport)
     tried = Bench(job.work, transport, known, job.repeats)
+    if transport.rank == 0:
+        about = in_seconds(tried.forecast(job.strategies, job.kernels))
+        say(f"measuring for about {about}, as predicted; kernels that compile take longer", err=True)
     rows = list(tried.run(job.strategies, job.kernels, partial(bar, transport.rank, "strategies")))
     hardware, links = hardware_for(known, shape, device), Links() if tried.virtual else group_links(transport)
     link = links.between or links.inside

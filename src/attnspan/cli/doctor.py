@@ -19,6 +19,7 @@ import torch.distributed as dist
 import typer
 
 from attnspan._version import __version__
+from attnspan.cli.fitting import say
 from attnspan.cli.tokens import optional_size
 from attnspan.dtypes import dtype_name
 from attnspan.errors import RankError, TransportError, integer
@@ -52,10 +53,10 @@ def doctor(
     if count is not None:
         integer("--ranks", count, at_least=2, error=TransportError)
     for line in (*versions(), "", *devices(), ""):
-        typer.echo(line)
+        say(line)
     wrong = on_virtual_ranks() if count is None else on_processes(count)
     for line in wrong or ["all well"]:
-        typer.echo(line)
+        say(line)
     if wrong:
         raise typer.Exit(1)
 
@@ -65,16 +66,16 @@ def on_virtual_ranks() -> list[str]:
     here = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
     for device in here:
         for dtype in DTYPES:
-            typer.echo(f"kernels on {device}, {dtype_name(dtype)}, head dim 64")
+            say(f"kernels on {device}, {dtype_name(dtype)}, head dim 64")
             for line in kernels(device, dtype):
-                typer.echo(f"  {line}")
+                say(f"  {line}")
     typer.echo()
     wrong = []
     for device in here:
         start = time.perf_counter()
         found = loopback(RANKS, device).run(self_test)
         worst = max((each for rank in found for each in rank.strategies), key=attrgetter("error"))
-        typer.echo(
+        say(
             f"self-test on {device}: {len(found[0].strategies)} strategies, {RANKS} virtual ranks, forward and "
             f"backward: largest error {worst.error:.1e} ({worst.strategy}), {time.perf_counter() - start:.1f} s"
         )
@@ -86,17 +87,17 @@ def on_processes(count: int) -> list[str]:
     """Test so many processes; what is wrong."""
     backend = "nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
     group = processes(count, backend, timeout=TIMEOUT, group_timeout=TIMEOUT / 4)
-    typer.echo(f"self-test on {count} {backend} ranks, forward and backward, against dense float64")
+    say(f"self-test on {count} {backend} ranks, forward and backward, against dense float64")
     start = time.perf_counter()
     try:
         found = group.run(self_test)
     except RankError as failed:
         return failures(failed.outcomes)
-    typer.echo(results(found))
+    say(results(found))
     if found[0].link is not None:
-        typer.echo(f"link: {found[0].link}, all ranks sending at once")
+        say(f"link: {found[0].link}, all ranks sending at once")
     took = max(each.seconds for each in found)
-    typer.echo(f"{took:.1f} s, after {time.perf_counter() - start - took:.1f} s to start the processes")
+    say(f"{took:.1f} s, after {time.perf_counter() - start - took:.1f} s to start the processes")
     return complaints(found)
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from attnspan.cli.fitting import say
 from attnspan.cli.options import JsonOption
 from attnspan.cli.tune import bar
 from attnspan.errors import ModelError
@@ -58,7 +59,7 @@ def models(
     for each in kinds(kind):
         of_kind = [one for one in found if one.kind == each]
         for line in _lines(each, of_kind, whole=bool(names)) if of_kind else ():
-            typer.echo(line)
+            say(line)
 
 
 def _is_asked(name: str, names: Sequence[str] | None) -> bool:

@@ -18,6 +18,7 @@ from typing import Annotated, Any
 import typer
 
 from attnspan.cli import options
+from attnspan.cli.fitting import say
 from attnspan.cli.layout import LAYOUTS, LayoutRequest, named
 from attnspan.cli.tokens import size
 from attnspan.errors import PlanError
@@ -72,9 +73,9 @@ def plan(
             per_rank = [rank_data(made, rank) for rank in sampled_ranks(made)]  # all ranks, or a sample of many
             typer.echo(json.dumps({**candidate_data(found), "per_rank": per_rank}, indent=2))
         else:
-            typer.echo(f"{made}\n\npredicted on {machine.name}, the slowest rank:\n{found.timeline}")
+            say(f"{made}\n\npredicted on {machine.name}, the slowest rank:\n{found.timeline}")
             if found.recurrent:
-                typer.echo(f"recurrent layers: {found.recurrent}")
+                say(f"recurrent layers: {found.recurrent}")
         return
     choice = choose(
         parsed,
@@ -88,7 +89,10 @@ def plan(
         keep_keys=keep_keys,
         recurrent=beside,
     )
-    typer.echo(json.dumps(data(choice), indent=2) if as_json else text(choice, inference))
+    if as_json:
+        typer.echo(json.dumps(data(choice), indent=2))
+    else:
+        say(text(choice, inference))
 
 
 def recurrent_layers(text: str, batch: int) -> RecurrentLayers:

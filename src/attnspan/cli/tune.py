@@ -21,6 +21,7 @@ import torch
 import typer
 
 from attnspan.cli import options
+from attnspan.cli.fitting import say
 from attnspan.cli.tokens import optional_size, size
 from attnspan.errors import TuningError
 from attnspan.measure import Ranks, Tuning
@@ -56,7 +57,10 @@ def tune(
         table = table_for(here)
         if table is None:
             raise TuningError(f"no tuning table for {device_name(here)}; run attnspan tune")
-        typer.echo(json.dumps(table.data(), indent=1) if as_json else text(table))
+        if as_json:
+            typer.echo(json.dumps(table.data(), indent=1))
+        else:
+            say(text(table))
         return
     wanted: dict[str, Any] = {
         "dtypes": tuple(dtype or ()),

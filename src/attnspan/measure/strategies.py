@@ -122,9 +122,7 @@ class Bench:
         complaints = set(heard(self.transport, "" if wrong is None else str(wrong), "refusals")) - {""}
         if complaints:
             return Measured(strategy, kernel, refused="; ".join(sorted(complaints)))
-        timelines = [
-            predict(plan, r, self.work.shape, hardware, backward=self.work.backward) for r in range(plan.ranks)
-        ]
+        timelines = self._timelines(plan, hardware)
         seconds, waits = self._timed(watched, lambda: self._step(attend, q, k, v, grad))
         measured = Measured(
             strategy,
@@ -137,6 +135,24 @@ class Bench:
             return measured
         exposed = max(timelines, key=lambda each: each.seconds).exposed
         return replace(measured, exposed=exposed, waits=waits, wire=self._timed(watched, again(watched.calls))[0])
+
+    def forecast(self, strategies: Iterable[str], kernels: Iterable[str] = (AUTO,)) -> float:
+        """About how many seconds `run` will take, as predicted: every repeat, and its messages once more alone."""
+        seconds = 0.0
+        for kernel in kernels:
+            hardware = hardware_for(self.known, self.work.shape, self.transport.device, kernel)
+            for strategy in strategies:
+                try:
+                    timelines = self._timelines(self.work.plan(strategy, hardware), hardware)
+                except AttnspanError:  # refused, and not measured
+                    continue
+                wire = 0.0 if self.virtual else max(each.travelling for each in timelines)
+                seconds += (self.repeats + 1) * (self._predicted(timelines) + wire)
+        return seconds
+
+    def _timelines(self, plan: Plan, hardware: Hardware) -> list[Timeline]:
+        shape, backward = self.work.shape, self.work.backward
+        return [predict(plan, rank, shape, hardware, backward=backward) for rank in range(plan.ranks)]
 
     @property
     def virtual(self) -> bool:

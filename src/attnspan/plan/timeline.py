@@ -52,6 +52,11 @@ class Timeline:
         return sum(event.stop - event.start for event in self.events if event.lane == "compute")
 
     @property
+    def travelling(self) -> float:
+        """Seconds in which messages are on their way."""
+        return sum(event.stop - event.start for event in self.events if event.lane == "link")
+
+    @property
     def exposed(self) -> float:
         """Seconds in which nothing is computed."""
         return self.seconds - self.computing
