@@ -94,7 +94,7 @@ def test_counted_attached_and_checked_models_are_those_of_one_device(capsys):
     assert "32" in capsys.readouterr().out
     assert (
         "2 ranks beside one device"
-        in run(checked, span=span, model=tiny("Llama").requires_grad_(True), batch=labelled())[0]
+        in run(checked, span=span, model=copy.deepcopy(tiny("Llama")).requires_grad_(True), batch=labelled())[0]
     )
     run(own_forward, span=span, F=F, mask=span.Causal(), model=Model(2), batch={"tokens": batch()})
 
@@ -177,7 +177,7 @@ def test_a_program_of_torchs_names_has_the_loss_of_one_device():
 def test_a_profile_a_plan_a_report_and_an_explanation_are_printed(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     [profiled], [_, looked] = sources("bench.md"), sources("quickstart.md")
-    model = tiny("Llama").requires_grad_(True)
+    model = copy.deepcopy(tiny("Llama")).requires_grad_(True)
 
     def rank(world):
         cp = span.ContextParallel(world, seq_len=TOKENS, mask=span.Causal())

@@ -100,10 +100,11 @@ class Dealt:
 def check_neighbours(handle: Enabled, processes: int) -> None:
     """See [Note: neighbours]."""
     transport = handle.transport
+    if transport.ranks == processes == 1:
+        return  # this process alone, with a process group or without
     if not isinstance(transport, Distributed):
-        raise ModelError(
-            "Trainer and accelerate need a process group, or a mesh of one; the handle's ranks are virtual"
-        )
+        whose = "ranks are virtual" if transport.ranks > 1 else f"session is of one of {processes} processes alone"
+        raise ModelError(f"Trainer and accelerate need a process group, or a mesh of one; the handle's {whose}")
     ranks = dist.get_process_group_ranks(transport.group)
     if ranks != list(range(ranks[0], ranks[0] + len(ranks))) or ranks[0] % len(ranks) or processes % len(ranks):
         raise ModelError(
