@@ -84,6 +84,7 @@ from attnspan.integrations.huggingface.checking import (
     check_output,
     tensors_of,
 )
+from attnspan.integrations.huggingface.dealt_towers import deal_tower, whole_tower
 from attnspan.integrations.huggingface.latents import METHOD, LatentSource, latent_source
 from attnspan.integrations.huggingface.layers import AttentionLayer, attention_layers, calls_of, split_idle
 from attnspan.integrations.huggingface.losses import Count, label_kind, loss_of
@@ -108,7 +109,7 @@ from attnspan.integrations.huggingface.towers import (
     decoder_of,
     patterns_of,
     shard_features,
-    towers,
+    towers_of,
 )
 from attnspan.masks import Documents, Full
 from attnspan.parallel import ContextParallel, checkpoint_regions
@@ -166,6 +167,7 @@ def enable(
     over: Group = None,
     outputs: Literal["shards", "whole"] = "shards",
     keep_keys: KeepKeys | None = None,
+    towers: Literal["whole", "dealt"] = "whole",
 ) -> Enabled:
     """Make a transformers model context parallel over the ranks of `cp`, until `disable()` or the end of a `with`.
 
@@ -174,9 +176,10 @@ def enable(
     model with the same whole batch. What comes back is this rank's tokens, or with ``outputs="whole"`` all of them,
     and the loss of all. `over` is the group that gradients are averaged over, if larger than the session's.
     `keep_keys` is that of `ContextParallel`; None is the session's, or with a mesh "auto".
-    A `PeftModel` may be given in place of the model inside.
+    A `PeftModel` may be given in place of the model inside. Every rank runs the towers of images and sounds on the
+    whole batch; with ``towers="dealt"`` each runs them on its part of the images (dealt_towers.py).
     """
-    return Enabled(model, cp, over, outputs, keep_keys)
+    return Enabled(model, cp, over, outputs, keep_keys, towers)
 
 
 @dataclass(frozen=True)
@@ -192,8 +195,9 @@ class Enabled:
     """An enabled model. `session` is that of its latest batch, `layers` are its attention layers, `mixers` others."""
 
     def __init__(
-        self, called: nn.Module, cp: ContextParallel | Group, over: Group, outputs: str, keep_keys: KeepKeys | None
-    ):
+        self, called: nn.Module, cp: ContextParallel | Group, over: Group, outputs: str, keep_keys: KeepKeys | None,
+        towers: str = "whole",
+    ):  # fmt: skip
         model = adapted(called)
         check_adapters(called)
         check_not_enabled(model)
@@ -241,7 +245,10 @@ class Enabled:
         self._score_mod = functools.lru_cache(maxsize=16)(lambda bias, shape: bias.score_mod(shape, device))
         self._recognised: set[object] = set()  # numbers that the model hands to layers, once compared with its family's
         self._pass_of_output: MutableMapping[Tensor, ForwardPass] = WeakTensorKeyDictionary()
-        self._towers = towers(model, self.decoder)
+        self._towers = towers_of(model, self.decoder)
+        self._deals = one_of("towers", towers, ["whole", "dealt"], error=ModelError) == "dealt"
+        if self._deals and not self._towers:
+            raise ModelError(f"towers must be 'whole': {type(model).__name__} has none that could be dealt")
         self._decoder_names = list(inspect.signature(type(self.decoder).forward).parameters)[1:]
         self._whole: WholeBatch | None = None  # while the model runs, before its decoder
         self._running: ForwardPass | None = None
@@ -272,6 +279,8 @@ class Enabled:
             self._hooks.append(self.decoder.register_forward_pre_hook(self._on_decoder, with_kwargs=True))
         for path, tower in self._towers.items():
             self._hooks.append(tower.register_forward_pre_hook(functools.partial(self._on_tower, path)))
+            if self._deals and self.transport.ranks > 1:
+                deal_tower(path, tower, self.transport)
         vars(self.model)["generate"] = _no_generation
         self.live = True
 
@@ -316,6 +325,8 @@ class Enabled:
         for hook in self._hooks:
             hook.remove()
         self._unbind()
+        for tower in self._towers.values() if self._deals else ():
+            whole_tower(tower)
         vars(self.model).pop("generate", None)
         self.live, self._latest_pass = False, None
         for region in list(self._pass_of_region):

@@ -69,7 +69,7 @@ def beside(model: nn.Module, decoder: nn.Module) -> set[nn.Module]:
     return {module for module in model.modules() if module not in inside and decoder not in set(module.modules())}
 
 
-def towers(model: nn.Module, decoder: nn.Module) -> dict[str, nn.Module]:
+def towers_of(model: nn.Module, decoder: nn.Module) -> dict[str, nn.Module]:
     """The modules beside a decoder that do not compute each token by itself, by their paths; those in them left out."""
     outside, found = beside(model, decoder), dict[str, nn.Module]()
     known: set[nn.Module] = set()
