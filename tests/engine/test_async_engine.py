@@ -419,3 +419,31 @@ def test_commands_travel_as_they_are():
     ]
     sent = [*commands, CancelCommand(3), StopCommand()]
     assert unpacked(packed(sent)) == sent
+
+
+def test_what_other_threads_change_is_looked_through_under_the_lock_alone():
+    """Or a call that comes at that moment would end the engine."""
+
+    class Guarded(dict):
+        def __iter__(self):
+            assert served._thread._lock.locked()
+            return super().__iter__()
+
+        def values(self):
+            assert served._thread._lock.locked()
+            return super().values()
+
+        items = values
+
+    served = AsyncEngine(engine())
+    served._thread._open = Guarded()
+
+    async def main():
+        await served.generate(PROMPTS[:2], SEVERAL[:2])
+        stream = served.stream([5], FOREVER)
+        await anext(stream)
+        await served.shutdown(drain=0)
+
+    asyncio.run(main())
+    assert served.failure is None
+    assert served.open_calls == 0

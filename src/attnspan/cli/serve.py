@@ -12,11 +12,15 @@ Under torchrun it joins the group; otherwise it starts `--ranks` processes. docs
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
@@ -110,10 +114,33 @@ def serve(
     here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))  # processes on this machine: each has a GPU, or none has
     device = "cuda" if torch.cuda.device_count() >= here else "cpu"
     asked = Ranks(None if ranks == 1 else ranks, device)
-    if asked.launched or asked.count > 1:
+    if asked.launched:
         asked.run(partial(on_rank, job))
+    elif asked.count > 1:
+        with _signals_for_ranks():
+            asked.run(partial(on_rank, job))
     else:
         _serve(job, torch.device(device))
+
+
+@contextmanager
+def _signals_for_ranks() -> Iterator[None]:
+    """A process that has started ranks hands on what ends a server: rank 0 ends the others. An interrupt of a terminal
+    reaches ranks by itself."""
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        for rank in multiprocessing.active_children():
+            os.kill(rank.pid or 0, number)
+
+    before = {
+        signal.SIGTERM: signal.signal(signal.SIGTERM, forward),
+        signal.SIGINT: signal.signal(signal.SIGINT, lambda number, frame: None),
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def on_rank(job: ServeJob, transport: Transport) -> None:
@@ -128,7 +155,8 @@ def _serve(job: ServeJob, device: torch.device, mesh: Any = None) -> None:
     model, tokenizer = load_model(job.model, device, bar=mesh is None, trust_remote_code=job.trust_remote_code)
     engine = Engine(model, mesh=mesh, tokenizer=tokenizer, **job.options)
     if mesh is not None and dist.get_rank(mesh):
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal interrupts all; rank 0 says when to end
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)  # all ranks are told; rank 0 says when to end
         follow(engine)
         return
     if device.type == "cuda" and mesh is None:

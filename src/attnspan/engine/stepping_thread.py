@@ -250,9 +250,10 @@ class SteppingThread:
         self.idle, self.ended = Event(), Event()
         self.idle.set()
         self._closed: str | None = None
-        self._lock = Lock()  # around the two below, and the count of refused calls
+        self._lock = Lock()  # around the three below, and the count of refused calls
         self._open: dict[int, AsyncCall] = {}
         self._samples = self._next = 0
+        self._added: dict[int, AsyncCall] = {}  # by request: calls that the engine has; the thread's own
         self._inbox: SimpleQueue[Command] = SimpleQueue()  # `put` may be called by a finaliser
         self._loop = EngineLoop(engine)
         Thread(target=copy_context().run, args=(self._run,), name="attnspan-engine", daemon=True).start()
@@ -353,6 +354,7 @@ class SteppingThread:
             call = self._open.get(number)
             if call is not None:
                 call.requests = requests
+                self._added.update((request.number, call) for request in requests)
                 call.deliver(Delivery(requests))
         for command in commands:
             if isinstance(command, CancelCommand):
@@ -376,14 +378,12 @@ class SteppingThread:
 
     def _deliver(self, tokens: Sequence[Token]) -> None:
         """Tokens to their calls. A call ends with the last token of its last sample."""
-        calls = {id(request): call for call in self._open.values() for request in call.requests}
-        by_call: dict[int, list[StreamedToken]] = {}
+        by_call: dict[int, tuple[AsyncCall, list[StreamedToken]]] = {}
         for token in tokens:
-            call = calls.get(id(token.request))
+            call = self._added.get(token.request.number)
             if call is not None:
-                by_call.setdefault(call.number, []).append(call.streamed(token))
-        for number, streamed in by_call.items():
-            call = self._open[number]
+                by_call.setdefault(call.number, (call, []))[1].append(call.streamed(token))
+        for call, streamed in by_call.values():
             ended = all(request.finished for request in call.requests)
             if ended:
                 self.durations = self.durations.plus([monotonic() - call.since])
@@ -394,9 +394,9 @@ class SteppingThread:
         """Tell those whose requests a failed step has ended. See [Note: a step that fails]."""
         self.failed_steps += 1
         log.error("a step of the engine has failed", exc_info=error)
-        for call in list(self._open.values()):
+        for call in set(self._added.values()):
             hit = any(request.error is error for request in call.requests)
-            if hit or (call.requests and all(request.finished for request in call.requests)):
+            if hit or all(request.finished for request in call.requests):
                 self._end(call.number, _caused(StepFailed("a step of the engine failed; the request was ended"), error))
                 self._inbox.put(CancelCommand(call.number))  # what is left of it
 
@@ -409,10 +409,13 @@ class SteppingThread:
     def _end_all(self) -> None:
         with self._lock:
             self._closed = self._closed or "the engine was shut down"
-        for number in list(self._open):
+            numbers = list(self._open)
+        for number in numbers:
             self._end(number, self._closing())
 
     def _forget(self, call: AsyncCall) -> None:
+        for request in call.requests:
+            self._added.pop(request.number, None)
         with self._lock:
             del self._open[call.number]
             self._samples -= call.samples

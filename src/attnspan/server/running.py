@@ -10,7 +10,7 @@ import asyncio
 import logging
 import socket
 from threading import Thread
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, Self
 
 import uvicorn
@@ -40,7 +40,11 @@ class Server:
         self._socket = _bound(config)  # first: an engine whose thread runs must be shut down
         host, port = self._socket.getsockname()[:2]
         self.address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-        self.engine = AsyncEngine(engine, max_waiting=max_waiting)
+        try:
+            self.engine = AsyncEngine(engine, max_waiting=max_waiting)
+        except BaseException:
+            self._socket.close()
+            raise
         self._process = ServerProcess(self.engine, create_app(self.engine, tokenizer, config), config)
         self._thread: Thread | None = None
 
@@ -112,7 +116,14 @@ class ServerProcess(uvicorn.Server):
             )
         )
         self.engine, self.drain = engine, config.drain
+        self._signalled = False
         self._watch: asyncio.Task[None] | None = None
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """A signal is an end like any other: uvicorn would raise it again afterwards."""
+        log.info("ending, by signal %d", sig)
+        self.force_exit, self._signalled = self._signalled, True
+        self.should_exit = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)

@@ -1,0 +1,168 @@
+"""`attnspan serve` listens where it says, ends on a signal, over ranks too, and refuses in one line."""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from typer.testing import CliRunner
+
+from attnspan.cli.app import app
+from tests.pace import patiently, stretched
+from tests.server.servers import ask, chatting, expected, llama
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A model and its tokenizer, as they are saved."""
+    path = tmp_path_factory.mktemp("models") / "small"
+    llama().save_pretrained(path)
+    chatting().save_pretrained(path)
+    return path
+
+
+@contextlib.contextmanager
+def serving(folder, *options, **environment):
+    """The command, once it listens; it must end well at a SIGTERM."""
+    command = [sys.executable, "-m", "attnspan", "serve", "--model", str(folder), "--port", "0", "--pages", "64"]
+    ours = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")} | environment
+    piped = {"stderr": subprocess.PIPE, "text": True, "env": ours, "start_new_session": True}
+    with subprocess.Popen([*command, *options], **piped) as process:
+        try:
+            said = ""
+            while not (found := re.search(r"listening on (http://\S+), as (\S+)", said)):
+                line = process.stderr.readline()
+                assert line, said
+                said += line
+            yield SimpleNamespace(address=found[1], model=found[2])
+            process.send_signal(signal.SIGTERM)
+            assert patiently(lambda seconds: process.wait(seconds) is not None, 60)
+            rest = process.stderr.read()
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 0, rest
+    assert "Traceback" not in said + rest
+
+
+def answered(server, key=None):
+    body = {"model": server.model, "prompt": "the cat", "max_tokens": 9}
+    status, _, said = ask(server, "POST", "/v1/completions", body, {"Authorization": f"Bearer {key}"} if key else None)
+    return said["choices"][0]["text"] if status == 200 else status
+
+
+@pytest.mark.slow  # a process that imports transformers
+def test_the_command_serves_a_folder_and_ends_at_a_signal(folder):
+    with serving(folder, ATTNSPAN_API_KEY="first second") as server:
+        assert server.model == "small"
+        said = expected("the cat", max_new_tokens=9).text
+        assert [answered(server, key) for key in ("first", "second", "third", None)] == [said, said, 401, 401]
+
+
+@pytest.mark.slow  # three processes that import transformers
+def test_over_two_ranks_the_answers_are_those_of_one(folder):
+    with serving(folder, "--ranks", "2", "--served-model-name", "both") as server:
+        assert server.model == "both"
+        assert answered(server) == expected("the cat", max_new_tokens=9).text
+        prompt = "the cat and the dog and the hat sat there on that mat " * 8  # computed by both together
+        body = {"model": "both", "prompt": prompt, "max_tokens": 9, "temperature": 1, "seed": 3}
+        [choice] = ask(server, "POST", "/v1/completions", body)[2]["choices"]
+        assert choice["text"] == expected(prompt, max_new_tokens=9, temperature=1.0, seed=3).text
+
+
+@pytest.mark.slow  # three processes
+def test_a_rank_that_is_lost_ends_the_server(folder):
+    command = [sys.executable, "-m", "attnspan", "serve", "--model", str(folder), "--port", "0", "--pages", "64"]
+    ours = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
+    process = subprocess.Popen(
+        [*command, "--ranks", "2"], stderr=subprocess.PIPE, text=True, env=ours, start_new_session=True
+    )
+    try:
+        for line in process.stderr:
+            if "listening on" in line:
+                break
+        ranks = children(process.pid)
+        assert len(ranks) >= 2
+        os.kill(ranks[-1], signal.SIGKILL)
+        rest = process.communicate(timeout=stretched(120))[1]
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode not in (0, None)
+    assert "rank" in rest
+
+
+def children(pid):
+    """Processes of a process, in the order in which they began, those that torch starts for its own use left out."""
+    found = []
+    for status in Path("/proc").glob("[0-9]*/status"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            text = status.read_text()
+            line = (status.parent / "cmdline").read_text()
+            if re.search(rf"^PPid:\s{pid}$", text, re.MULTILINE) and "resource_tracker" not in line:
+                found.append(int(status.parent.name))
+    return sorted(found)
+
+
+def cli(*arguments):
+    return CliRunner().invoke(app, ["serve", *map(str, arguments)])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--model", "./nowhere"], "--model must be a folder of a model, or a name that transformers finds"),
+        (["--model", str(ROOT / "docs")], "transformers cannot load its model"),
+        (["--port", "70000"], "port must be at most 65535, got 70000"),
+        (["--host", "256.1.1.1"], "cannot listen on host '256.1.1.1', port 0"),
+        (["--api-key", "käse"], "api_keys must be printable ASCII texts without spaces around them; one is not"),
+        (["--max-n", "0"], "max_n must be a whole number >= 1, got 0"),
+        (["--max-waiting", "-1"], "max_waiting must be a whole number >= 0, got -1"),
+        (["--drain", "-1"], "drain must be seconds, at least 0, got -1"),
+        (["--ranks", "0"], "--ranks must be a whole number >= 1, got 0"),
+        (["--pages", "0"], "pages must be a whole number >= 1, got 0"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_done_is_refused_in_one_line(folder, options, message):
+    said = cli("--model", folder, "--port", 0, *options)
+    assert said.exit_code == 2
+    last = said.stderr.splitlines()[-1]
+    assert last.startswith("attnspan: ")
+    assert message in last
+    assert "Traceback" not in said.output
+    assert "käse" not in said.output
+
+
+def test_what_is_not_installed_is_named(folder, monkeypatch):
+    for name in [name for name in sys.modules if name.startswith("attnspan.server")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    said = cli("--model", folder, "--ranks", 0)  # which is refused later
+    assert said.exit_code == 2
+    assert said.stderr.splitlines()[-1] == 'attnspan: uvicorn is not installed; run pip install "attnspan[serve]"'
+
+
+def test_code_of_a_model_is_not_run_unless_it_is_trusted(folder, tmp_path):
+    """A config that names code of its own: transformers refuses, and the code is not run."""
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    config = (tmp_path / "config.json").read_text()
+    own = '"model_type": "own", "auto_map": {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"}'
+    (tmp_path / "config.json").write_text(re.sub(r'"model_type": "llama"', own, config))
+    (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\nclass Own: pass\n")
+    said = cli("--model", tmp_path, "--port", 0)
+    assert said.exit_code == 2
+    assert "transformers cannot load its model" in said.stderr.splitlines()[-1]
+    assert "trust_remote_code" in said.stderr
+    assert not (tmp_path / "ran").exists()
+    said = cli("--model", tmp_path, "--port", 0, "--trust-remote-code")
+    assert said.exit_code != 0  # it is no model
+    assert (tmp_path / "ran").exists()
