@@ -66,6 +66,8 @@ SHARED = ("num_key_value_heads", "swa_num_key_value_heads", "num_kv_heads", "num
 NEAR = ("sliding_window", "local_attention", "attention_window_size", "window_size", "sliding_window_size")
 ALONE = {
     "afmoe": {"global_attn_every_n_layers": 2},
+    "bamba": {"attn_layer_indices": [1]},  # by default there are none, and then transformers does not generate
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 2},
     "dbrx": census.SMALL["dbrx"] | {"resid_pdrop": 0.0},
     "deepseek_v3": {"first_k_dense_replace": 2},
     "exaone4": {"sliding_window_pattern": 2},
