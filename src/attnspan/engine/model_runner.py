@@ -189,14 +189,17 @@ class ModelRunner:
         wanted: list[int] = []
         embedded: list[PromptRows] = []
         for chunk in batch:
-            sample = chunk.sample
+            sample, new, draft = chunk
             if sample.embedded is not None:
-                embedded.append(PromptRows(len(tokens), len(tokens) + chunk.new, sample.computed, sample.embedded))
-            tokens += chunk.tokens
+                embedded.append(PromptRows(len(tokens), len(tokens) + new, sample.computed, sample.embedded))
+            tokens += sample.tokens[sample.computed : sample.computed + new]
             if chunk.last:
-                wanted += range(len(tokens) - 1 - len(chunk.draft), len(tokens))
-        self._attention.grouped = _grouped(batch)
-        fed = [(chunk.sample, chunk.new) for chunk in batch]
+                wanted.append(len(tokens) - 1)
+            if draft:
+                wanted += range(len(tokens), len(tokens) + len(draft))
+                tokens += draft
+        self._attention.grouped = _grouped(batch) if embedded else {}
+        fed = [chunk[:2] for chunk in batch]
         return self._logits(tokens, self._positions(batch), wanted, self._attention, fed, tuple(embedded))
 
     def _positions(self, batch: Sequence[Chunk]) -> Tensor:
@@ -245,7 +248,7 @@ class ModelRunner:
 
 def _adapters_of(rows: Sequence[tuple[Sample, int]]) -> list[tuple[int, str | None]]:
     """The `adapters` of a batch."""
-    if all(sample.adapter is None for sample, _ in rows):
+    if not any([sample.adapter for sample, _ in rows]):  # noqa: C419  # twice as fast
         return []
     return [(count, sample.adapter) for sample, count in rows]
 

@@ -9,8 +9,6 @@ Detokenizers are a cache. One that was lost, because a step was broken off, read
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from itertools import zip_longest
 from typing import TYPE_CHECKING, NamedTuple
 
 from attnspan.engine.detokenizer import Detokenizer, Tokenizer
@@ -33,6 +31,10 @@ class Outcome(NamedTuple):
     text: str
     token: Token
     error: EngineError | None = None  # where there is no next token
+
+    def goes_on_with(self, proposed: int) -> bool:
+        """Whether the sample goes on, and this is the token that was proposed for its place."""
+        return self.answer.token == proposed and self.token.finish_reason is None
 
     def apply(self) -> None:
         """Write it to the sample and its continuation, unless it is there."""
@@ -68,33 +70,23 @@ class OutputProcessor:
         self.tokenizer, self.end_tokens = tokenizer, end_tokens
         self.detokenizers: dict[tuple[int, int], Detokenizer] = {}  # by request and sample
 
-    def outcomes(
-        self, request: Request, sample: Sample, answers: Iterable[ChosenToken], draft: Sequence[int] = ()
-    ) -> list[Outcome]:
-        """What a sample's next tokens come to, as far as they are those of the draft that they were computed after, and
-        the sample goes on; nothing is reported yet."""
-        continuation, found = request.samples[sample.number], list[Outcome]()
-        place, text = len(continuation.token_ids), continuation.text
-        for chosen, proposed in zip_longest(answers, draft):
-            outcome = self._outcome(request, sample, chosen, place, text)
-            found.append(outcome)
-            if outcome.token.finish_reason is not None or chosen.token != proposed:
-                break
-            place, text = place + 1, outcome.text
-        return found
-
-    def _outcome(self, request: Request, sample: Sample, chosen: ChosenToken, place: int, before: str) -> Outcome:
-        """What one token comes to, after so many others and their text."""
-        params, continuation = request.params, request.samples[sample.number]
-        if chosen.token is None:
+    def outcome(self, request: Request, sample: Sample, chosen: ChosenToken, after: Outcome | None = None) -> Outcome:
+        """What a sample's next token comes to, `after` another of the same step; nothing is reported yet."""
+        params, continuation, token_id = request.params, request.samples[sample.number], chosen.token
+        place, before = len(continuation.token_ids), continuation.text
+        if after is not None:
+            place, before = after.place + 1, after.text
+        if token_id is None:
             return self._without_token(request, sample, chosen, place, before)
         reason = None
-        if chosen.token in params.stop_token_ids or (chosen.token in self.end_tokens and not params.ignore_eos):
+        if token_id in params.stop_token_ids or (token_id in self.end_tokens and not params.ignore_eos):
             reason = "stop"
         elif place + 1 == params.max_new_tokens:
             reason = "length"
-        text, reason = self._text(request, sample.number, chosen.token, reason)
-        token = Token(request, sample.number, chosen.token, text, reason)
+        text = ""
+        if self.tokenizer is not None:
+            text, reason = self._text(request, sample.number, token_id, reason)
+        token = Token(request, sample.number, token_id, text, reason)
         return Outcome(sample, continuation, chosen, place, before + text, token)
 
     def _without_token(self, request: Request, sample: Sample, chosen: ChosenToken, place: int, before: str) -> Outcome:
@@ -127,8 +119,6 @@ class OutputProcessor:
 
     def _text(self, request: Request, number: int, token: int, reason: str | None) -> tuple[str, str | None]:
         """What a token adds to the text, and why the sample ends, if it does: stop strings are found here."""
-        if self.tokenizer is None:
-            return "", reason
         detokenizer = self._detokenizer(request, number)
         text = detokenizer.push(token)
         if detokenizer.stopped:

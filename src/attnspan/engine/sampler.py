@@ -107,6 +107,11 @@ class Sampler:
         ruled: list[tuple[int, LogitsRow, LogitsRules]] = []
         for sample, _, draft in chunks:
             draw, rules, want, seed = self.recipes[sample.arrival]
+            if draw is GREEDY and rules is None:
+                count = 1 + sample.forks + len(draft)  # one of both is 0
+                draws += [GREEDY] * count
+                wants += [want] * count
+                continue
             for number in range(sample.number, sample.number + 1 + sample.forks):
                 if rules is not None:
                     row = LogitsRow((sample.arrival, number), sample.tokens, sample.prompt_length)

@@ -64,7 +64,7 @@ class Chunk(NamedTuple):
     @property
     def last(self) -> bool:
         """Whether nothing is left to compute then, so that the next token can be chosen."""
-        return self.new - len(self.draft) == self.sample.remaining
+        return self.new - len(self.draft) == len(self.sample.tokens) - self.sample.computed
 
     @property
     def tokens(self) -> list[int]:
@@ -224,9 +224,9 @@ class Scheduler:
         """The batch was fed to the model, and its keys are in pages."""
         self.counts.steps += 1
         for chunk in batch:
-            sample, count = chunk.sample, chunk.new
+            sample, count, draft = chunk
             self.counts.tokens += count
-            if chunk.draft:
+            if draft:
                 count = self._trim_draft(chunk)
             sample.computed += count
             if self._left_window(sample, count):
@@ -248,7 +248,7 @@ class Scheduler:
         for sample in self.running if limits.context_parallel_from is not None else ():
             if self._is_context_parallel(sample):
                 return [Chunk(sample, sample.remaining)]
-        counts = [1 if sample.remaining == 1 else 0 for sample in self.running]
+        counts = [1 if len(sample.tokens) - sample.computed == 1 else 0 for sample in self.running]
         left = limits.max_tokens - sum(counts)
         if 0 in counts:
             for place, sample in enumerate(self.running):
@@ -260,6 +260,8 @@ class Scheduler:
 
     def _drafted(self, batch: list[Chunk]) -> list[Chunk]:
         """A batch with drafts behind the samples that decode, if there is room. See [Note: drafts]."""
+        if not any([chunk.sample.lookup for chunk in batch]):  # noqa: C419  # twice as fast
+            return batch
         left, drafted = self.limits.max_tokens - sum(chunk.new for chunk in batch), list[Chunk]()
         for chunk in batch:
             sample = chunk.sample
