@@ -18,6 +18,7 @@ RUN_BY = {
     "docs/paged.md": "tests/paged/test_page.py",
     "docs/quickstart.md": "tests/docs/test_quickstart_page.py",
     "docs/recurrence.md": "tests/docs/test_recurrence_page.py",
+    "docs/serving.md": "tests/server/test_serving_page.py",
     "docs/testing.md": "tests/docs/test_testing_page.py",
     "docs/torch_compat.md": "tests/docs/test_short_blocks.py",
     "docs/training.md": "tests/parallel/test_training_page.py",
