@@ -15,7 +15,7 @@ from attnspan import __version__
 ROOT = Path(__file__).parents[1]
 SMOKE = """
 import attnspan as span, torch
-from importlib.metadata import metadata
+from importlib.metadata import distributions
 from importlib.resources import files
 assert "site-packages" in span.__file__, span.__file__
 assert files("attnspan").joinpath("py.typed").is_file() and files("attnspan.inspector").joinpath("page.html").is_file()
@@ -25,7 +25,8 @@ def rank(world):
     return cp.unshard(cp.attention(*cp.shard(list(x), dim=2)), dim=2)
 one, two = (span.testing.loopback(ranks).run(rank)[0] for ranks in (1, 2))
 torch.testing.assert_close(one, two)
-print(metadata("attnspan")["Version"])
+[found] = distributions(name="attnspan", path=[span.__file__.rpartition("/attnspan/")[0]])  # not that of a clone
+print(found.version)
 """
 
 

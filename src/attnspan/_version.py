@@ -1,3 +1,3 @@
 """The version, in the one place that the build and the package both read."""
 
-__version__ = "0.3.0"
+__version__ = "0.4.0"
