@@ -302,6 +302,23 @@ def test_a_decoder_that_runs_by_itself():
     loopback(1).run(rank)
 
 
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_another_attention_set_after_enable_is_refused_before_a_layer_runs(implementation):
+    # Gemma 3 computes masks while the batch is whole, and would add them to the scores of a rank's tokens
+    def rank(world):
+        model = family("gemma3")
+        with enable(model, world):
+            model.set_attn_implementation(implementation)
+            with pytest.raises(ModelError) as raised:
+                model(**batch("gemma3"))
+        return str(raised.value)
+
+    assert loopback(2).run(rank) == 2 * [
+        f"the attention of an enabled model was set to {implementation!r}, which sees a rank's tokens alone; disable() "
+        "it before set_attn_implementation"
+    ]
+
+
 def test_images_without_their_tokens_raise_what_transformers_does():
     given = batch("llava")
     given["input_ids"][1] = given["input_ids"][1].masked_fill(given["input_ids"][1] == IMAGE, 1)

@@ -14,7 +14,7 @@ Shapes: query (B, H, S, D), key (B, Hk, S, D), value (B, Hk, S, Dv), out (B, S, 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -201,3 +201,13 @@ def configs_of(model: PreTrainedModel) -> list[PreTrainedConfig]:
     """The configs of a model's modules, each once: where layers read the name of their attention."""
     found = (getattr(module, "config", None) for module in model.modules())
     return list({id(config): config for config in found if isinstance(config, PreTrainedConfig)}.values())
+
+
+def check_configs(configs: Iterable[PreTrainedConfig]) -> None:
+    """Refuse configs of an enabled model that name another attention since: layers would attend to a rank's tokens."""
+    for config in configs:
+        if config._attn_implementation != NAME:
+            raise ModelError(
+                f"the attention of an enabled model was set to {config._attn_implementation!r}, which sees a rank's "
+                "tokens alone; disable() it before set_attn_implementation"
+            )

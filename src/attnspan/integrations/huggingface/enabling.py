@@ -59,6 +59,7 @@ from attnspan.integrations.huggingface.attention import (
     LayerBinding,
     MixerBinding,
     attend,
+    check_configs,
     configs_of,
     is_bound,
     own_config,
@@ -457,6 +458,7 @@ class Enabled:
     ) -> tuple[ForwardPass | None, Entries]:
         """The pass of a call, and what the model is given; of one with towers, no pass yet, and the whole batch."""
         given: Entries = dict(zip(self._argument_names, args, strict=False)) | kwargs
+        check_configs(config for config, _ in self._before)
         check_call(self.model, given, self.decoder is not self.model)
         if self._adds_to_loss is not None and given.get("labels") is not None:
             raise ModelError(
