@@ -45,6 +45,7 @@ from attnspan.integrations.huggingface.serving import (
     probed_once,
 )
 from attnspan.integrations.huggingface.towers import OUTPUTS, decoder_of, patterns_of
+from attnspan.parallel.dtensors import is_dtensor
 from attnspan.recurrence import PackedSequences, Rule
 
 NAME = "attnspan_probe"
@@ -88,6 +89,11 @@ def probe_attention(
     own = Pattern.of(layer)
     wanted = patterns_of(attention_mask, [own]).get(own, own) if probe.given else own
     check_arguments(layer, attention_mask, arguments | {"s_aux": arguments.get("s_aux") is not None}, wanted)
+    if key.shape[1] != layer.kv_heads and any(map(is_dtensor, module.parameters())):
+        raise ModelError(
+            f"{type(module).__name__} computes {key.shape[1]} of its {layer.kv_heads} key heads: the model is tensor "
+            "parallel, which an engine does not serve; give it a model that is whole on every rank"
+        )
     probe.order.append(module)
     batch, heads, length, _ = query.shape
     return value.new_zeros(batch, length, heads, value.shape[-1]), None
