@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from attnspan.engine import AsyncEngine
 from attnspan.server import ServerConfig, create_app
+from attnspan.server.requests import chat_schema, completion_schema
 from tests.engine.models import tokenizer as without_template
 from tests.server.servers import (
     MODEL,
@@ -257,6 +258,30 @@ def test_logits_that_are_not_numbers_answer_500(server):
     finally:
         handle.remove()
     assert is_well(server)
+
+
+def test_options_that_leave_no_token_answer_400(server):
+    """The request is wrong there, and not the model."""
+    fields = {"allowed_token_ids": [5], "bad_words": [chatting().decode([5])]}
+    status, _, said = ask(server, "POST", COMPLETIONS, completion(**fields))
+    assert (status, is_error(said), said["error"]["code"]) == (400, True, "no_token_left")
+    with client_of(server) as client, pytest.raises(openai.APIError, match="no token may come next"):
+        list(client.completions.create(**completion(), stream=True, extra_body=fields))
+    assert is_well(server)
+
+
+def test_the_document_has_every_path_and_the_schemas_that_bodies_are_checked_by(server):
+    status, _, document = ask(server, "GET", "/openapi.json")
+    assert (status, document["openapi"]) == (200, "3.1.0")
+    for path, methods in document["paths"].items():
+        for method, operation in methods.items():
+            found = ask(server, method.upper(), path.replace("{model}", MODEL), {} if method == "post" else None)[0]
+            assert str(found) in operation["responses"], path
+    for path, make in ((COMPLETIONS, completion_schema), (CHAT, chat_schema)):
+        body = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+        assert body["properties"].keys() == make(ServerConfig(model=MODEL))["properties"].keys()
+        assert body["properties"]["model"]["enum"] == [MODEL]
+        assert body["additionalProperties"] is False
 
 
 def test_a_tokenizer_without_a_template_refuses_chats_by_name():

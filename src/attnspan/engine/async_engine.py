@@ -183,6 +183,11 @@ class AnswerStream(AsyncIterator[StreamedToken]):
             await self._wait()
         return self._mailbox.requests
 
+    @property
+    def requests(self) -> list[Request]:
+        """The requests; none until they are in the engine."""
+        return self._mailbox.requests or []
+
     async def __anext__(self) -> StreamedToken:
         if self._closed:
             raise StopAsyncIteration

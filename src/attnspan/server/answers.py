@@ -6,6 +6,7 @@ a slow reader gets fewer and longer ones. Joined, their texts are the text of th
 
 from __future__ import annotations
 
+import logging
 import secrets
 import time
 from collections.abc import AsyncGenerator, Iterable, Sequence
@@ -13,8 +14,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from attnspan.engine import AnswerStream, StreamedToken
+from attnspan.engine.sampler import NONE_LEFT
 from attnspan.server.chat import ChatTokenizer
 from attnspan.server.faults import Fault
+
+log = logging.getLogger("attnspan.server")
 
 
 @dataclass(slots=True)
@@ -26,8 +30,6 @@ class ChoicePiece:
     finish_reason: str | None = None
 
     def add(self, token: StreamedToken) -> None:
-        if token.finish_reason == "error":
-            raise Fault(500, "the model's logits are not numbers; see the server's log", code="engine_error")
         self.text += token.text
         self.tokens.append(token)
         self.finish_reason = token.finish_reason
@@ -65,6 +67,7 @@ class Answer:
         """All of it, when all of it is there."""
         pieces = [ChoicePiece() for _ in range(choices)]
         async for token in stream:
+            _check_token(stream, token)
             pieces[self._index(token)].add(token)
             self.usage.generated += 1
         found = [self.choice(index, piece) for index, piece in enumerate(pieces)]
@@ -79,6 +82,7 @@ class Answer:
             async for token in stream:
                 pieces: dict[int, ChoicePiece] = {}
                 for each in (token, *stream.waiting()):
+                    _check_token(stream, each)
                     pieces.setdefault(self._index(each), ChoicePiece()).add(each)
                     self.usage.generated += 1
                 for index, piece in pieces.items():
@@ -163,6 +167,17 @@ class ChatAnswer(Answer):
     def _named(self, token: int, logprob: float | None) -> dict[str, Any]:
         text, encoded = self.tokenizer.piece(token)
         return {"token": text, "logprob": _number(logprob), "bytes": encoded}
+
+
+def _check_token(stream: AnswerStream, token: StreamedToken) -> None:
+    """A Fault for a sample that has no next token: its options leave none, or the model's logits are not numbers."""
+    if token.finish_reason != "error":
+        return
+    reason = str(stream.requests[token.prompt].error)
+    if NONE_LEFT in reason:
+        raise Fault(400, f"no token may come next: {NONE_LEFT}", code="no_token_left")
+    log.error("a request has failed: %s", reason)
+    raise Fault(500, "the model's logits are not numbers", code="engine_error")
 
 
 def _number(logprob: float | None) -> float:

@@ -25,7 +25,7 @@ class ChatTokenizer:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer, self._for_pieces = deepcopy(tokenizer), deepcopy(tokenizer)
-        self._thread = ThreadPoolExecutor(1, "attnspan-tokenizer")
+        self._thread = ThreadPoolExecutor(1, "attnspan-tokenizer")  # which ends with this object
 
     async def _in_thread(self, function: Callable[..., T], *args: object) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
@@ -56,7 +56,3 @@ class ChatTokenizer:
         """One token as text, and as bytes, where it is a text of its own."""
         text = self._for_pieces.decode([token], skip_special_tokens=False)
         return text, None if REPLACEMENT in text else list(text.encode())
-
-    def close(self) -> None:
-        """End the thread."""
-        self._thread.shutdown(wait=False)

@@ -47,7 +47,16 @@ def document(config: ServerConfig, completion: Schema, chat: Schema) -> dict[str
             "/v1/models": {"get": _operation("models", {"200": models})},
             "/v1/models/{model}": {
                 "get": _operation("model", {"200": model})
-                | {"parameters": [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}]}
+                | {
+                    "parameters": [
+                        {
+                            "name": "model",
+                            "in": "path",
+                            "required": True,
+                            "schema": {"type": "string", "enum": [config.model]},
+                        }
+                    ]
+                }
             },
             "/health": {
                 "get": {

@@ -60,7 +60,7 @@ def _sampling(config: ServerConfig) -> dict[str, Schema]:
     text = {"type": "string", "minLength": 1, "maxLength": 1000}
     tokens = {"type": "array", "items": TOKEN, "maxItems": 1000}
     return {
-        "model": {"type": "string", "maxLength": 1000},
+        "model": {"type": "string", "enum": [config.model]},
         "n": {"type": "integer", "minimum": 1, "maximum": config.max_n},
         "temperature": {"type": "number", "minimum": 0, "maximum": 100},
         "top_p": {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
