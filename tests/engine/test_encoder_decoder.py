@@ -84,7 +84,7 @@ def test_tokens_are_those_of_model_generate_when_requests_come_and_go(name, host
         expected = true[tuple(request.prompt)]
         assert request.token_ids == (expected[: len(request.token_ids)] if request in cancelled else expected)
     assert engine.counts.swapped_out if host_pages else engine.counts.recomputed, "the pool was to be too small"
-    assert not engine._runner._sources
+    assert not engine._runner._encoded
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -147,7 +147,7 @@ def test_the_model_computes_by_itself_as_before(name):
     true, before = tiny(name)(**given).logits, model.config._attn_implementation
     engine = Engine(model, pages=16)
     engine.warm_up()
-    assert not engine._runner._sources
+    assert not engine._runner._encoded
     engine.generate([prompt], SamplingParams(max_new_tokens=3))
     assert torch.equal(model(**given).logits, true)
     assert model.config._attn_implementation == before
@@ -169,7 +169,7 @@ def test_a_request_that_fails_in_its_encoder_can_be_tried_again():
 def test_a_warm_up_that_is_broken_off_leaves_nothing_for_requests():
     model, [prompt] = copy.deepcopy(tiny("Bart")), asked([9])
     engine = Engine(model, pages=16)
-    handle = model.lm_head.register_forward_pre_hook(lambda *_: 1 / 0 if engine._runner._sources else None)
+    handle = model.lm_head.register_forward_pre_hook(lambda *_: 1 / 0 if engine._runner._encoded else None)
     with pytest.raises(ZeroDivisionError):
         engine.warm_up()
     handle.remove()

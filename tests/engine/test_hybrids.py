@@ -185,13 +185,13 @@ def test_a_planted_defect_is_seen(monkeypatch, defect):
     elif defect == "not at a border":
         monkeypatch.setattr(type(one._scheduler.kv_cache), "to_border", lambda self, computed: None)
     else:
-        attention, before = one._runner._attention, one._runner._attention._before
+        attention, before = one._runner._attention, one._runner._attention._read
 
         def counted_twice(state, used):
             attention.pools.states.write(state, attention.states, before(state, used) * 1.5)
             return attention.pools.states.read(state, attention.states)
 
-        monkeypatch.setattr(attention, "_before", counted_twice)
+        monkeypatch.setattr(attention, "_read", counted_twice)
     true = [greedy(model, prompt, 8) for prompt in asked]
     if defect == "not copied":
         assert [sample.token_ids for sample in one.generate([stem], params)[0].samples] != expected

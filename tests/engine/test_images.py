@@ -167,8 +167,8 @@ def test_no_chunk_ends_within_a_group(lengths, computed, count):
     for length in lengths:
         groups.append((stop + 1, stop + 1 + length))
         stop += 1 + length
-    sample = Sample(0, [0] * 64, 70, computed=computed, together=groups)
-    end = computed + sample.whole(count)
+    sample = Sample(0, [0] * 64, 70, computed=computed, atomic_spans=groups)
+    end = computed + sample.round_to_spans(count)
     inside = [(start, stop) for start, stop in groups if start < end < stop and start >= computed]
     assert computed <= end <= computed + count
     assert not inside

@@ -19,7 +19,7 @@ from torch import Tensor
 from attnspan.engine.config import EngineConfig
 from attnspan.engine.model import LatentHeads, PackedBatch, ServedModel, StateSpec, StepAttention
 from attnspan.engine.model_runner import ModelRunner, PagedStepAttention
-from attnspan.engine.pools import LayerPlace, Pools
+from attnspan.engine.pools import PooledLayer, Pools
 from attnspan.engine.rank_consensus import RankConsensus
 from attnspan.engine.sample import Sample
 from attnspan.engine.scheduler import Chunk
@@ -85,7 +85,7 @@ class ContextParallelRunner(ModelRunner):
 
     def _session_for(self, length: int) -> ContextParallel:
         """A session for a prompt of that length; prompts of the same length share one."""
-        masks: dict[str, Mask] = {_name(place): place.mask for place in self.pools.places} or {"full": Causal()}
+        masks: dict[str, Mask] = {_name(layer): layer.mask for layer in self.pools.layers} or {"full": Causal()}
         if self._session is None:
             self._session = ContextParallel(self.mesh, seq_len=length, mask=masks)
         return self._session.with_mask(masks, seq_len=length)
@@ -101,7 +101,7 @@ class PrefillAttention(StepAttention):
     def _attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
         query, key, value = (each.transpose(0, 1).unsqueeze(0) for each in (query, key, value))  # (1, H, S, D)
         out = self._attention(layer)(query, key, value, sinks=sinks)
-        return self._kept(layer, key, value, out)
+        return self._hand_over(layer, key, value, out)
 
     def _attend_latent(
         self, layer: int, query: Tensor, latent: Tensor, heads: LatentHeads, sinks: Tensor | None
@@ -109,26 +109,26 @@ class PrefillAttention(StepAttention):
         given = query.transpose(0, 1).unsqueeze(0), latent.unsqueeze(0)
         out = self._attention(layer)(*given, expand=heads.expand, sinks=sinks)
         key = latent[None, None]
-        return self._kept(layer, key, key[..., : heads.key.shape[2]], out)
+        return self._hand_over(layer, key, key[..., : heads.key.shape[2]], out)
 
     def _attention(self, layer: int) -> BoundAttention:
-        place = self.paged.pools.places[layer]
-        kind = _name(place), place.scale, place.score_mod
+        paged = self.paged.pools.layers[layer]
+        kind = _name(paged), paged.scale, paged.score_mod
         if kind not in self._attentions:
-            self._attentions[kind] = self.session.attention_for(kind[0], scale=place.scale, score_mod=place.score_mod)
+            self._attentions[kind] = self.session.attention_for(kind[0], scale=paged.scale, score_mod=paged.score_mod)
         return self._attentions[kind]
 
-    def _kept(self, layer: int, key: Tensor, value: Tensor, out: Tensor) -> Tensor:
+    def _hand_over(self, layer: int, key: Tensor, value: Tensor, out: Tensor) -> Tensor:
         """Hand keys over to the pages; the results, (S, H, Dv)."""
-        place = self.paged.pools.places[layer]
-        cache = self.paged.caches[place.pool]
+        paged = self.paged.pools.layers[layer]
+        cache = self.paged.caches[paged.pool]
         assert isinstance(cache, ShardedPages), "made so"
-        cache.from_context_parallel(place.index, key, value, self.session, self.paged.plans[place.pool])
+        cache.from_context_parallel(paged.index, key, value, self.session, self.paged.plans[paged.pool])
         return out.transpose(1, 2).contiguous()[0]
 
     def recurrence(self, state: int, rule: Rule) -> Tensor:
         self.paged.check_state(state, StateSpec(tuple(rule.state_shape), rule.dtype))
-        out, self.paged.after[state] = self.session.recurrence(rule, return_final_state=True)
+        out, self.paged.new_states[state] = self.session.recurrence(rule, return_final_state=True)
         return out
 
     def conv1d(self, state: int, tokens: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -138,9 +138,9 @@ class PrefillAttention(StepAttention):
         last = tokens.new_zeros(1, left, len(weight))
         last[0].index_copy_(0, place[place >= 0], tokens[place >= 0])
         session.transport.all_reduce(last, "last tokens of a convolution").wait()
-        self.paged.after[state] = last
+        self.paged.new_states[state] = last
         return session.conv1d(tokens.unsqueeze(0), weight, bias, dim=1)[0]
 
 
-def _name(place: LayerPlace) -> str:
-    return repr(place.mask)
+def _name(layer: PooledLayer) -> str:
+    return repr(layer.mask)

@@ -40,13 +40,13 @@ from attnspan.engine.config import EngineConfig
 from attnspan.engine.detokenizer import Tokenizer, check_tokenizer
 from attnspan.engine.grammar import Grammars
 from attnspan.engine.journal import Journal
-from attnspan.engine.kv_cache_manager import KVCacheGroup, KVCacheManager
+from attnspan.engine.kv_cache_manager import KVCacheManager
 from attnspan.engine.logits_processor import ends_of
 from attnspan.engine.memory import pages_that_fit
 from attnspan.engine.model import EmbeddedPrompt, EmbedsPrompts, NamesAdapters, ServedModel
 from attnspan.engine.model_runner import ModelRunner
 from attnspan.engine.output_processor import Commit, Outcome, OutputProcessor
-from attnspan.engine.owner import Note, Owned, Owner, call_owned, exclusive
+from attnspan.engine.owner import DroppedHold, Owned, Owner, call_owned, exclusive
 from attnspan.engine.params import SamplingParams
 from attnspan.engine.pools import LONGEST, pools_of
 from attnspan.engine.prompt_lookup import PromptLookup
@@ -60,7 +60,6 @@ from attnspan.engine.scheduler import Chunk, Counts, Limits, Scheduler
 from attnspan.engine.stats import EngineStats, Meter, Totals
 from attnspan.engine.warmup import run_warmup
 from attnspan.errors import EngineError, ModelError, integer
-from attnspan.paged import PrefixCache
 from attnspan.transports import Transport
 from attnspan.transports.group import Group, transport_of
 
@@ -102,25 +101,18 @@ class EngineCore(Owned):
             pages = config.pages or pages_that_fit(info, config, self._consensus)
             config = replace(config, pages=pages, memory_share=None)
             self._pools = pools_of(info, config, ranks)
-            self.max_length = self._longest(info.max_positions, pages * config.page_size * ranks)
+            self.max_length = self._max_length(info.max_positions, pages * config.page_size * ranks)
             self._runner = self._runner_for(mesh, config)
-        groups = [
-            KVCacheGroup(pool.allocator, pool, window, PrefixCache(pool.allocator) if config.prefix_cache else None)
-            for pool, window in zip(self._pools.pools, self._pools.windows, strict=True)
-        ]
-        if self._pools.states is not None:
-            states = self._pools.states.allocator
-            cache = PrefixCache(states) if config.prefix_cache else None
-            groups.append(KVCacheGroup(states, self._pools.states, 2, cache, states=True))
-        self._scheduler = Scheduler(KVCacheManager(groups), self.limits, self._version)
+        kv_cache = KVCacheManager(self._pools.groups(config.prefix_cache))
+        self._scheduler = Scheduler(kv_cache, self.limits, self._version)
         self._table = RequestTable()
         self.default_params = info.defaults  # what requests' params leave to the model
         self._sampler, self._meter = Sampler(), Meter()
         self._unreported: list[Token] = []  # tokens of a step that was interrupted while it was reported
         self._journal = Journal(self._scheduler, self._table.live)
         self._owner = Owner(ranks)
-        self._holds: dict[int, Note] = {}  # by id, as not every note can be hashed once its hold is gone
-        self._notes: deque[Note | Request] = deque()  # see owner.py, [Note: finalisers]
+        self._holds: dict[int, DroppedHold] = {}  # by id, as not every note can be hashed once its hold is gone
+        self._notes: deque[DroppedHold | Request] = deque()  # see owner.py, [Note: finalisers]
         self._known_changes = 0  # how often the parts of the model had changed at the last step
         self._added_since = False  # whether requests came since contents were last compared
         self._next = 0
@@ -180,7 +172,7 @@ class EngineCore(Owned):
             self._served_model, self._pools, config, self.max_length, mesh=mesh, consensus=self._consensus
         )
 
-    def _longest(self, positions: int | None, held: int) -> int:
+    def _max_length(self, positions: int | None, held: int) -> int:
         """The most tokens of a sample: what the model has positions for, and unless no layer sees all, pages."""
         if None in self._pools.windows:
             return min(held, positions) if positions else held
@@ -231,29 +223,13 @@ class EngineCore(Owned):
         params = complete_params(params, self.default_params, self.tokenizer, self.vocabulary)
         self._check_adapter(params.adapter, prompt)
         grammar = self.compile_grammar(params)
-        new, n = params.max_new_tokens or 1, params.n or 1
-        embedded = self._embedded(prompt) if isinstance(prompt, Mapping) else None
-        text = prompt if embedded is None else embedded.tokens
-        assert not isinstance(text, Mapping), "it was embedded"
-        source, tokens = self._for_encoder(encode_prompt(text, self.tokenizer, self.vocabulary))
-        priority = integer("priority", priority, at_least=-(2**31), error=EngineError)
-        number, seed = self._next, secrets.randbits(63) if params.seed is None else params.seed
-        fed = len(tokens) + new - 1  # the last token is never fed, and needs no room
-        sample = Sample(number, array("Q", tokens), fed, forks=n - 1, salt=salt, priority=priority, source=source)
-        sample.adapter = params.adapter
-        if embedded is not None and embedded.content is not None:
-            sample.embedded, sample.together = embedded, embedded.together
+        sample = self._sample(prompt, params, salt, priority)
         self._check_request(sample, params)
         with self._comparing():
-            common = self._consensus.compare_request((source, list(sample.keys), params, salt, priority, number), seed)
-            begun = tuple(tokens) if source else ()
-            request = Request(
-                number, list(source) or tokens, params, common if params.seed is None else seed, salt, begun
-            )
-            request.samples += [Continuation.empty(params) for _ in range(n)]
+            request = self._request(sample, params)
             into.append(request)
             self._journal.begin(redo=partial(self._take_back, request, self._meter.totals))
-            self._next, self._added_since = number + 1, True
+            self._next, self._added_since = request.number + 1, True
             self._sampler.add(request, self.end_tokens, grammar)
             if self._lookup_tokens and sample.embedded is None and self._sampler.may_draft(request):
                 sample.lookup = PromptLookup(self._lookup_tokens)
@@ -262,6 +238,32 @@ class EngineCore(Owned):
             self._meter.add(request)
             self._journal.end()
         return request
+
+    def _sample(self, prompt: Prompt, params: SamplingParams, salt: Hashable, priority: int) -> Sample:
+        """A prompt as the scheduler sees it."""
+        embedded = self._embedded(prompt) if isinstance(prompt, Mapping) else None
+        text = prompt if embedded is None else embedded.tokens
+        assert not isinstance(text, Mapping), "it was embedded"
+        encoder_prompt, tokens = self._for_encoder(encode_prompt(text, self.tokenizer, self.vocabulary))
+        priority = integer("priority", priority, at_least=-(2**31), error=EngineError)
+        fed = len(tokens) + (params.max_new_tokens or 1) - 1  # the last token is never fed, and needs no room
+        sample = Sample(
+            self._next, array("Q", tokens), fed, forks=(params.n or 1) - 1, salt=salt, priority=priority,
+            encoder_prompt=encoder_prompt, adapter=params.adapter,
+        )  # fmt: skip
+        if embedded is not None and embedded.content is not None:
+            sample.embedded, sample.atomic_spans = embedded, embedded.atomic_spans
+        return sample
+
+    def _request(self, sample: Sample, params: SamplingParams) -> Request:
+        """The request of a sample, compared between ranks, with the seed that all of them have."""
+        number, salt, source, tokens = sample.arrival, sample.salt, sample.encoder_prompt, list(sample.tokens)
+        own = secrets.randbits(63) if params.seed is None else params.seed
+        compared = source, list(sample.keys), params, salt, sample.priority, number
+        common = self._consensus.compare_request(compared, own)
+        seed = common if params.seed is None else own
+        samples = [Continuation.empty(params) for _ in range(1 + sample.forks)]
+        return Request(number, list(source) or tokens, params, seed, salt, tuple(tokens) if source else (), samples)
 
     def _take_back(self, request: Request, totals: Totals) -> None:
         """What is broken off while it is added was never added."""
@@ -360,8 +362,8 @@ class EngineCore(Owned):
             if continuation.finish_reason is None:
                 text = continuation.text
                 try:
-                    begun = error is None and continuation.token_ids
-                    text += self._outputs.flush(request, number) if begun else ""
+                    if error is None and continuation.token_ids:
+                        text += self._outputs.flush(request, number)
                 except Exception as failure:
                     failed = failure
                 left.append((continuation, text))
@@ -389,7 +391,7 @@ class EngineCore(Owned):
         self._sampler.discard(request)
         self._meter.discard(request)
         self._table.discard(request)
-        self._runner.forget_sources(request.number)
+        self._runner.forget_encoded(request.number)
 
     @property
     def unfinished(self) -> list[Request]:
@@ -436,9 +438,9 @@ class EngineCore(Owned):
                 self._runner.prepare(batch)
                 self._journal.planned(batch)
                 ended = [chunk for chunk in batch if chunk.last]
-                answers = self._choose(ended, self._runner.run(batch))
+                chosen = self._choose(ended, self._runner.run(batch))
                 self._fingerprint.accept_own_writes()
-                commit = self._outcomes(ended, answers)
+                commit = self._outcomes(ended, chosen)
                 self._journal.commit(partial(self._report, commit), partial(self._record, batch, commit))
         tokens, self._unreported = self._unreported, []
         return tokens
@@ -468,7 +470,7 @@ class EngineCore(Owned):
             self._fail(self._failure)
         while self._notes:
             note = self._notes[0]
-            for request in note.requests if isinstance(note, Note) else [note]:
+            for request in note.requests if isinstance(note, DroppedHold) else [note]:
                 if self._table.holds(request):
                     self._end(request, "cancelled")
             self._holds.pop(id(note), None)
@@ -511,11 +513,11 @@ class EngineCore(Owned):
             return []
         if any([chunk.sample.forks for chunk in chunks]):  # noqa: C419  # twice as fast
             rows = (chunk.sample.forks for chunk in chunks for _ in range(1 + len(chunk.draft)))
-            places = [place for place, forks in enumerate(rows) for _ in range(1 + forks)]
-            logits = logits[torch.tensor(places, device=logits.device)]
+            repeated = [row for row, forks in enumerate(rows) for _ in range(1 + forks)]
+            logits = logits[torch.tensor(repeated, device=logits.device)]
         return self._sampler.choose(logits, chunks)
 
-    def _outcomes(self, chunks: list[Chunk], answers: list[ChosenToken]) -> Commit:
+    def _outcomes(self, chunks: list[Chunk], chosen: list[ChosenToken]) -> Commit:
         """What the step came to; nothing is reported yet. A request whose text cannot be decoded ends."""
         outcomes: list[Outcome] = []
         splits = [(chunk.sample, chunk.sample.split()) for chunk in chunks if chunk.sample.forks]
@@ -525,12 +527,12 @@ class EngineCore(Owned):
             for each in (sample, *forks[id(sample)]) if sample.forks else (sample,):
                 request = self._table.of(each)
                 try:
-                    outcome = self._outputs.outcome(request, each, answers[row])
+                    outcome = self._outputs.outcome(request, each, chosen[row])
                     outcomes.append(outcome)
                     for ahead, proposed in enumerate(draft, 1):
                         if not outcome.goes_on_with(proposed):
                             break
-                        outcome = self._outputs.outcome(request, each, answers[row + ahead], outcome)
+                        outcome = self._outputs.outcome(request, each, chosen[row + ahead], outcome)
                         outcomes.append(outcome)
                 except Exception as error:
                     self._journal.settle()  # to the others, the step did not happen
@@ -542,7 +544,7 @@ class EngineCore(Owned):
             outcomes,
             splits,
             self._unreported + [outcome.token for outcome in outcomes],
-            self._table.places(outcomes),
+            self._table.stream_entries(outcomes),
             self._meter.after(outcomes),
         )
 

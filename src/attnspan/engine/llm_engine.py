@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from attnspan.engine.core import EngineCore
-from attnspan.engine.owner import Hold, Note, exclusive
+from attnspan.engine.owner import DroppedHold, Hold, exclusive
 from attnspan.engine.params import SamplingParams
 from attnspan.engine.progress import progress_bar
 from attnspan.engine.prompts import Prompt, one_or_several, params_for_each, several
@@ -96,7 +96,7 @@ class LLMEngine(EngineCore):
     def _hold(self, requests: list[Request]) -> Hold:
         """What the caller's frame must keep while it wants these requests. See owner.py, [Note: finalisers]."""
         hold = Hold()
-        note = Note(hold, self._notes.append)
+        note = DroppedHold(hold, self._notes.append)
         note.requests = requests
         self._holds[id(note)] = note
         return hold

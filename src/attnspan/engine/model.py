@@ -145,7 +145,7 @@ class EmbeddedPrompt:
     grouped: frozenset[int] = frozenset()
 
     @property
-    def together(self) -> list[tuple[int, int]]:
+    def atomic_spans(self) -> list[tuple[int, int]]:
         """[start, stop) that are computed in one step."""
         return [] if self.groups is None else self.groups.spans
 
@@ -162,14 +162,14 @@ class PromptRows(NamedTuple):
 class PackedBatch(NamedTuple):
     """The new tokens of many sequences, one after another. `keep` are the rows whose logits are wanted; None: all.
 
-    `sources`, of a model with an encoder: for each sequence how many of the tokens are its, and what `encode` made of
+    `encoded`, of a model with an encoder: for each sequence how many of the tokens are its, and what `encode` made of
     its prompt. `adapters`: the same with the adapter that its request names; () if none does.
     """
 
     tokens: Tensor  # (T,) int64
     positions: Tensor  # (T,) int64, each in its own sequence
     keep: Tensor | None = None  # (rows,) int64
-    sources: Sequence[tuple[int, object]] = ()
+    encoded: Sequence[tuple[int, object]] = ()
     embedded: tuple[PromptRows, ...] = ()
     adapters: Sequence[tuple[int, str | None]] = ()  # for each sequence how many of the tokens are its, and which
 

@@ -15,7 +15,7 @@ Shapes: T tokens of the step, C channels, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -39,29 +39,29 @@ CAUSAL = Causal()
 class PagedStepAttention(StepAttention):
     """Attention over `caches`, one for each pool: new keys are written, then queries attend over their sequences.
 
-    Recurrences go on from the states of `states`; the new ones are in `after`. See [Note: new states].
+    Recurrences go on from the states of `states`; the new ones are left in `new_states`. See [Note: new states].
     """
 
     def __init__(self, pools: Pools, caches: Sequence[PagedKVCache], plans: Sequence[StepPlan], kernel: str):
         self.pools, self.caches, self.plans, self.kernel = pools, caches, plans, kernel
         self.grouped: Mapping[int, AfterPrefix] = {}  # masks of a step in which tokens of a group see each other
         self.states: StateStep | None = None
-        self.after: dict[int, Tensor] = {}
+        self.new_states: dict[int, Tensor] = {}
 
     def begin(self, states: StateStep | None) -> None:
         """Another step; what one that failed has left is forgotten."""
-        self.states, self.after = states, {}
+        self.states, self.new_states = states, {}
         if states is not None:
             self.sequences = PackedSequences(states.lengths, self.pools.device)
 
     def recurrence(self, state: int, rule: Rule) -> Tensor:
-        before = self._before(state, StateSpec(tuple(rule.state_shape), rule.dtype))
-        out, self.after[state] = self.sequences.run(rule, before)
+        before = self._read(state, StateSpec(tuple(rule.state_shape), rule.dtype))
+        out, self.new_states[state] = self.sequences.run(rule, before)
         return out
 
     def conv1d(self, state: int, tokens: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        before = self._before(state, StateSpec.convolution(len(weight), weight.shape[1], tokens.dtype))
-        out, self.after[state] = self.sequences.conv1d(tokens, before, weight, bias)
+        before = self._read(state, StateSpec.convolution(len(weight), weight.shape[1], tokens.dtype))
+        out, self.new_states[state] = self.sequences.conv1d(tokens, before, weight, bias)
         return out
 
     def check_state(self, state: int, used: StateSpec) -> None:
@@ -69,11 +69,11 @@ class PagedStepAttention(StepAttention):
         specs = self.pools.state_specs
         if not 0 <= state < len(specs):
             raise ModelError(f"state {state} is used, and the model's info() names {len(specs)} of them")
-        if specs[state] != used or state in self.after:
+        if specs[state] != used or state in self.new_states:
             how = "twice in one step" if specs[state] == used else f"as {used}, and info() says {specs[state]}"
             raise ModelError(f"state {state} is used {how}")
 
-    def _before(self, state: int, used: StateSpec) -> Tensor:
+    def _read(self, state: int, used: StateSpec) -> Tensor:
         """A state of every sequence."""
         self.check_state(state, used)
         assert self.pools.states is not None, "there are states"
@@ -81,13 +81,13 @@ class PagedStepAttention(StepAttention):
         return self.pools.states.read(state, self.states)
 
     def _attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
-        place = self.pools.places[layer]
-        cache, plan = self.caches[place.pool], self.plans[place.pool]
-        cache.write(place.index, key, value, plan)
+        paged = self.pools.layers[layer]
+        cache, plan = self.caches[paged.pool], self.plans[paged.pool]
+        cache.write(paged.index, key, value, plan)
         out = cache.attend(
-            place.index, query, plan, mask=self.grouped.get(layer, place.mask if place.chunked else CAUSAL),
-            score_mod=place.score_mod, sinks=sinks,
-            scale=place.scale, kernel=self.kernel,
+            paged.index, query, plan, mask=self.grouped.get(layer, paged.mask if paged.chunked else CAUSAL),
+            score_mod=paged.score_mod, sinks=sinks,
+            scale=paged.scale, kernel=self.kernel,
         )  # fmt: skip  # beside the layer's own window
         assert isinstance(out, Tensor), "no lse was asked for"
         return out
@@ -108,16 +108,16 @@ class ModelRunner:
         sizes = {"max_sequences": config.max_sequences, "max_tokens": config.max_tokens, "max_length": max_length}
         self.plans = [cache.plan(**sizes) for cache in caches]
         self._attention = PagedStepAttention(pools, caches, self.plans, config.kernel)
-        self._sources: dict[int, tuple[tuple[int, ...], object]] = {}  # by request: its prompt, and what became of it
+        self._encoded: dict[int, tuple[tuple[int, ...], object]] = {}  # by request: its prompt, and what became of it
         self._encodes = model.info().decoder_start is not None
         if self._encodes and config.cuda_graphs:
             raise EngineError("cuda_graphs=True is for models without an encoder; leave cuda_graphs out")
         self._graphs = CudaGraphs(config.max_sequences, self.device) if config.cuda_graphs else None
-        for layer, place in enumerate(pools.places):
-            program = "a soft-cap or a bias" if place.score_mod is not None else "chunks" if place.chunked else None
+        for number, layer in enumerate(pools.layers):
+            program = "a soft-cap or a bias" if layer.score_mod is not None else "chunks" if layer.chunked else None
             if config.cuda_graphs and program is not None:
                 raise EngineError(
-                    f"cuda_graphs=True: layer {layer} has {program}, which no kernel attends with inside a graph; "
+                    f"cuda_graphs=True: layer {number} has {program}, which no kernel attends with inside a graph; "
                     "leave cuda_graphs out"
                 )
 
@@ -126,8 +126,8 @@ class ModelRunner:
         return self.pools.pools
 
     @property
-    def sizes(self) -> list[int]:
-        """Numbers of rows for which something is prepared when they first occur: graphs, if there are any."""
+    def graph_sizes(self) -> list[int]:
+        """The numbers of rows that warm-up runs: those of graphs, or 1 without."""
         return [1] if self._graphs is None else self._graphs.sizes
 
     def forget_graphs(self) -> None:
@@ -136,31 +136,27 @@ class ModelRunner:
             self._graphs.forget()
 
     @property
-    def example(self) -> tuple[int, ...]:
+    def encoder_example(self) -> tuple[int, ...]:
         """A prompt for the encoder, if the model has one."""
         return (0,) if self._encodes else ()
 
-    def forget_sources(self, request: int | None = None) -> None:
+    def forget_encoded(self, request: int | None = None) -> None:
         """A request has ended, or all have: what the encoder made of its prompt is dropped."""
         if request is None:
-            self._sources.clear()
+            self._encoded.clear()
         else:
-            self._sources.pop(request, None)
+            self._encoded.pop(request, None)
 
-    def _source(self, sample: Sample) -> object:
+    def _encode(self, sample: Sample) -> object:
         """What the encoder makes of the prompt of a sample, once for its request."""
-        prompt, source = self._sources.get(sample.arrival, (None, None))
-        if prompt is not sample.source:  # none yet, or of a warm-up that was broken off
+        prompt, encoded = self._encoded.get(sample.arrival, (None, None))
+        if prompt is not sample.encoder_prompt:  # none yet, or of a warm-up that was broken off
             assert isinstance(self.model, EncodingModel), "it has a decoder_start"
-            tokens = torch.tensor(sample.source, dtype=torch.int64, device=self.device)
+            tokens = torch.tensor(sample.encoder_prompt, dtype=torch.int64, device=self.device)
             with torch.no_grad():
-                source = self.model.encode(tokens)
-            self._sources[sample.arrival] = sample.source, source
-        return source
-
-    def _sources_of(self, rows: Iterable[tuple[Sample, int]]) -> list[tuple[int, object]]:
-        """The `sources` of a batch, of samples and their numbers of tokens in it."""
-        return [(count, self._source(sample)) for sample, count in rows] if self._encodes else []
+                encoded = self.model.encode(tokens)
+            self._encoded[sample.arrival] = sample.encoder_prompt, encoded
+        return encoded
 
     def prepare(self, batch: Sequence[Chunk]) -> None:
         """Make room for a batch in every pool, and copy the shared pages that it writes to."""
@@ -175,7 +171,7 @@ class ModelRunner:
         """The batch that was run counts: its new states take the place of the old ones. See [Note: new states]."""
         attention, pool = self._attention, self.pools.states
         if pool is not None and attention.states is not None:
-            for state, after in attention.after.items():
+            for state, after in attention.new_states.items():
                 pool.write(state, attention.states, after)
         attention.begin(None)
 
@@ -221,8 +217,8 @@ class ModelRunner:
         """The logits of the tokens at `wanted`, (wanted, V); of samples that have so many of the tokens each."""
         keep = torch.tensor(wanted, dtype=torch.int64, device=self.device)
         fed = torch.tensor(tokens, device=self.device, dtype=torch.int64)
-        sources, adapters = self._sources_of(rows), _adapters_of(rows)
-        return self._call(PackedBatch(fed, positions.long(), keep, sources, embedded, adapters), attention)
+        encoded = [(count, self._encode(sample)) for sample, count in rows] if self._encodes else []
+        return self._call(PackedBatch(fed, positions.long(), keep, encoded, embedded, _adapters_of(rows)), attention)
 
     def _decode(self, tokens: Tensor) -> Tensor:
         """The logits of every one of (rows,) tokens: what a graph captures."""
@@ -232,12 +228,12 @@ class ModelRunner:
         attention.calls = 0
         with torch.no_grad():
             logits = self.model.step(batch, attention)
-        if attention.calls != len(self.pools.places):
+        if attention.calls != len(self.pools.layers):
             raise ModelError(
-                f"{attention.calls} of {len(self.pools.places)} layers attended over pages in a call of the model; it "
+                f"{attention.calls} of {len(self.pools.layers)} layers attended over pages in a call of the model; it "
                 "has changed since the engine was made: make a new one"
             )
-        states, used = len(self.pools.state_specs), len(self._attention.after)
+        states, used = len(self.pools.state_specs), len(self._attention.new_states)
         if used != states:
             raise ModelError(
                 f"{used} of {states} recurrent states were used in a call of the model; it has "

@@ -1,8 +1,8 @@
 """From a chosen token to what is reported: the text it adds, whether the sample ends there, and why.
 
 The outcome of a step is computed in full before any of it is reported. A commit may be interrupted and completed later
-(journal.py), so everything in it is a state and not an action: the place of a token, the whole text. To apply it twice
-is to apply it once.
+(journal.py), so everything in it is a state and not an action: the position of a token, the whole text. Applying it
+twice is applying it once.
 
 Detokenizers are a cache. One that was lost, because a step was broken off, reads the tokens of its sample again.
 """
@@ -22,44 +22,44 @@ if TYPE_CHECKING:
 
 
 class Outcome(NamedTuple):
-    """The next token of a sample, its place in the answer, and the answer's text with it."""
+    """The next token of a sample, its position in the answer, and the answer's text with it."""
 
     sample: Sample
     continuation: Continuation
-    answer: ChosenToken
-    place: int
+    chosen: ChosenToken
+    position: int
     text: str
     token: Token
     error: EngineError | None = None  # where there is no next token
 
     def goes_on_with(self, proposed: int) -> bool:
         """Whether the sample goes on, and this is the token that was proposed for its place."""
-        return self.answer.token == proposed and self.token.finish_reason is None
+        return self.chosen.token == proposed and self.token.finish_reason is None
 
     def apply(self) -> None:
         """Write it to the sample and its continuation, unless it is there."""
-        sample, continuation, (token, logprob, top, _), place, text, reported, error = self
+        sample, continuation, (token, logprob, top, _), position, text, reported, error = self
         continuation.text = text
         if token is None:
             reported.request.error = error
             return
-        if len(sample.tokens) == sample.prompt_length + place:
+        if len(sample.tokens) == sample.prompt_length + position:
             sample.tokens.append(token)
-        if len(continuation.token_ids) == place:
+        if len(continuation.token_ids) == position:
             continuation.token_ids.append(token)
-        if logprob is not None and continuation.logprobs is not None and len(continuation.logprobs) == place:
+        if logprob is not None and continuation.logprobs is not None and len(continuation.logprobs) == position:
             continuation.logprobs.append(logprob)
-        if top is not None and continuation.top_logprobs is not None and len(continuation.top_logprobs) == place:
+        if top is not None and continuation.top_logprobs is not None and len(continuation.top_logprobs) == position:
             continuation.top_logprobs.append(top)
 
 
 class Commit(NamedTuple):
-    """All of a step: every outcome, samples that fork, what `step` returns, places in streams, and what is counted."""
+    """All of a step: every outcome, samples that fork, what `step` returns, what streams get, and what is counted."""
 
     outcomes: list[Outcome]
     splits: list[tuple[Sample, list[Sample]]]
     tokens: list[Token]
-    places: list[tuple[list[Token], int, Token]]
+    stream_entries: list[tuple[list[Token], int, Token]]
     totals: Totals
 
 
@@ -73,32 +73,34 @@ class OutputProcessor:
     def outcome(self, request: Request, sample: Sample, chosen: ChosenToken, after: Outcome | None = None) -> Outcome:
         """What a sample's next token comes to, `after` another of the same step; nothing is reported yet."""
         params, continuation, token_id = request.params, request.samples[sample.number], chosen.token
-        place, before = len(continuation.token_ids), continuation.text
+        position, before = len(continuation.token_ids), continuation.text
         if after is not None:
-            place, before = after.place + 1, after.text
+            position, before = after.position + 1, after.text
         if token_id is None:
-            return self._without_token(request, sample, chosen, place, before)
+            return self._without_token(request, sample, chosen, position, before)
         reason = None
         if token_id in params.stop_token_ids or (token_id in self.end_tokens and not params.ignore_eos):
             reason = "stop"
-        elif place + 1 == params.max_new_tokens:
+        elif position + 1 == params.max_new_tokens:
             reason = "length"
         text = ""
         if self.tokenizer is not None:
             text, reason = self._text(request, sample.number, token_id, reason)
         token = Token(request, sample.number, token_id, text, reason)
-        return Outcome(sample, continuation, chosen, place, before + text, token)
+        return Outcome(sample, continuation, chosen, position, before + text, token)
 
-    def _without_token(self, request: Request, sample: Sample, chosen: ChosenToken, place: int, before: str) -> Outcome:
+    def _without_token(
+        self, request: Request, sample: Sample, chosen: ChosenToken, position: int, before: str
+    ) -> Outcome:
         """The end of a sample that has no next token. What it computed is not found by others."""
         continuation = request.samples[sample.number]
         error = EngineError(
-            f"sample {sample.number} of request {request.number} ended after {sample.prompt_length + place} tokens: "
+            f"sample {sample.number} of request {request.number} ended after {sample.prompt_length + position} tokens: "
             f"{chosen.failure}"
         )
-        text = self.flush(request, sample.number) if place else ""
+        text = self.flush(request, sample.number) if position else ""
         token = Token(request, sample.number, None, text, "error")
-        return Outcome(sample, continuation, chosen, place, before + text, token, error)
+        return Outcome(sample, continuation, chosen, position, before + text, token, error)
 
     def flush(self, request: Request, number: int) -> str:
         """The end of a sample's text: what was held back because it might have become a stop string."""
@@ -133,7 +135,7 @@ class OutputProcessor:
         found = self.detokenizers.get((request.number, number))
         if found is None:
             assert self.tokenizer is not None, "there is text"
-            found = Detokenizer(self.tokenizer, request.params.stop or (), request.begun or request.prompt)
+            found = Detokenizer(self.tokenizer, request.params.stop or (), request.decoder_prompt or request.prompt)
             for token in request.samples[number].token_ids:
                 found.push(token)
             self.detokenizers[request.number, number] = found

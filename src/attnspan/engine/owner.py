@@ -36,8 +36,8 @@ class Hold:
     """What a caller's frame keeps while it wants its requests."""
 
 
-class Note(ref[Hold]):
-    """A weak reference to a hold, with the requests of the hold: the note that is left when it dies."""
+class DroppedHold(ref[Hold]):
+    """A weak reference to a hold, with the requests to cancel when it dies: the note that it leaves."""
 
     requests: Sequence[Request] = ()  # until it is given some: an interrupt may come first
 

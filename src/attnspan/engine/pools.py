@@ -19,10 +19,11 @@ from torch import Tensor
 
 from attnspan.dtypes import dtype_name
 from attnspan.engine.config import EngineConfig
+from attnspan.engine.kv_cache_manager import KVCacheGroup
 from attnspan.engine.model import LayerSpec, ModelInfo, StateSpec
 from attnspan.errors import EngineError
 from attnspan.masks import Causal, Chunked, Mask, SlidingWindow
-from attnspan.paged import Layer, PageAllocator, PagePool, StatePool
+from attnspan.paged import Layer, PageAllocator, PagePool, PrefixCache, StatePool
 from attnspan.paged.quantised import LARGEST
 from attnspan.parallel.soft_cap import soft_cap
 
@@ -31,8 +32,8 @@ LONGEST = 1 << 31
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LayerPlace:
-    """Where a layer's keys are, and how it attends."""
+class PooledLayer:
+    """Which pool has a layer's keys, at which index there, and how the layer attends."""
 
     pool: int
     index: int
@@ -48,10 +49,21 @@ class Pools:
 
     pools: tuple[PagePool, ...]
     windows: tuple[int | None, ...]  # the widest of each pool; None: everything
-    places: tuple[LayerPlace, ...]  # by layer
+    layers: tuple[PooledLayer, ...]  # by layer
     states: StatePool | None
     state_specs: tuple[StateSpec, ...]
     device: torch.device
+
+    def groups(self, prefix_cache: bool) -> list[KVCacheGroup]:
+        """The same as the scheduler sees them: a group for each pool, and one for states."""
+        kept = [*zip(self.pools, self.windows, strict=True), *([] if self.states is None else [(self.states, 2)])]
+        return [
+            KVCacheGroup(
+                pool.allocator, pool, window, PrefixCache(pool.allocator) if prefix_cache else None,
+                states=pool is self.states,
+            )
+            for pool, window in kept
+        ]  # fmt: skip
 
 
 def _mask(spec: LayerSpec) -> Mask:
@@ -63,7 +75,7 @@ def pools_of(info: ModelInfo, config: EngineConfig, ranks: int) -> Pools:
     """Pools for a model's layers; a page of `ranks` ranks holds `page_size` tokens on each of them."""
     pools: list[PagePool] = []
     windows: list[int | None] = []
-    places: dict[int, LayerPlace] = {}
+    places: dict[int, PooledLayer] = {}
     score_mods = {spec.softcap: soft_cap(spec.softcap) for spec in info.layers if spec.softcap is not None}
     for windowed in (False, True):
         group = {layer: spec for layer, spec in enumerate(info.layers) if (spec.reach is not None) == windowed}
@@ -71,7 +83,7 @@ def pools_of(info: ModelInfo, config: EngineConfig, ranks: int) -> Pools:
             continue
         for index, (layer, spec) in enumerate(group.items()):
             score_mod = spec.score_mod if spec.softcap is None else score_mods[spec.softcap]  # one for all of a cap
-            places[layer] = LayerPlace(len(pools), index, spec.scale, score_mod, _mask(spec), spec.chunk is not None)
+            places[layer] = PooledLayer(len(pools), index, spec.scale, score_mod, _mask(spec), spec.chunk is not None)
         allocator = PageAllocator(
             num_pages=(config.pages or 0) + 1, page_size=config.page_size * ranks, host_pages=config.host_pages
         )

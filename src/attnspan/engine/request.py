@@ -40,7 +40,7 @@ class Request:
     params: SamplingParams
     seed: int
     salt: Hashable = None
-    begun: tuple[int, ...] = ()  # what the samples begin with, if the prompt is for an encoder
+    decoder_prompt: tuple[int, ...] = ()  # what the samples begin with, if `prompt` is for an encoder
     samples: list[Continuation] = field(default_factory=list)
     error: BaseException | None = None
 

@@ -55,15 +55,15 @@ class RequestTable:
         """All samples that run or queue."""
         return (sample for samples in self.samples.values() for sample in samples.values())
 
-    def places(self, outcomes: list[Outcome]) -> list[tuple[list[Token], int, Token]]:
-        """Where in which stream each token will be."""
+    def stream_entries(self, outcomes: list[Outcome]) -> list[tuple[list[Token], int, Token]]:
+        """The tokens that streams get: (stream, index in it, token)."""
         found, ends = [], dict[int, int]()
         for outcome in outcomes if self.streams else ():
             stream = self.streams.get(outcome.token.request.number)
             if stream is not None:
-                place = ends.get(id(stream), len(stream))
-                found.append((stream, place, outcome.token))
-                ends[id(stream)] = place + 1
+                index = ends.get(id(stream), len(stream))
+                found.append((stream, index, outcome.token))
+                ends[id(stream)] = index + 1
         return found
 
     def apply(self, commit: Commit) -> None:
@@ -74,8 +74,8 @@ class RequestTable:
                 self.samples[sample.arrival].update({fork.number: fork for fork in forks})
         for outcome in commit.outcomes:
             outcome.apply()
-        for stream, place, token in commit.places:
-            if len(stream) == place:
+        for stream, index, token in commit.stream_entries:
+            if len(stream) == index:
                 stream.append(token)
         for outcome in commit.outcomes:
             request, number, _, _, reason = outcome.token

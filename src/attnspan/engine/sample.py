@@ -34,7 +34,7 @@ class Sample:
     number: int = 0
     forks: int = 0  # samples that will be split off when its prompt is computed
     salt: Hashable = None
-    source: tuple[int, ...] = ()  # the prompt, if it is for an encoder
+    encoder_prompt: tuple[int, ...] = ()  # the prompt, if it is for an encoder
     version: int = 0  # of the model that it was begun with
     computed: int = 0
     seq: int = -1  # its sequence in the pages, -1 while it has none
@@ -44,7 +44,7 @@ class Sample:
     first_page: int = 0  # a hash of the prompt's first page
     priority: int = 0
     embedded: EmbeddedPrompt | None = None  # its prompt, if that is more than tokens
-    together: Sequence[tuple[int, int]] = ()  # tokens [start, stop) that are computed in one step, ascending
+    atomic_spans: Sequence[tuple[int, int]] = ()  # tokens [start, stop) that are computed in one step, ascending
     prompt_length: int = 0  # how many of the tokens are the prompt: all that there are at first
     adapter: str | None = None  # that it names, of the model's
     lookup: PromptLookup | None = None  # where its next tokens are looked up, if they are
@@ -70,7 +70,7 @@ class Sample:
     def cache_salt(self) -> Hashable:
         """The salt of its pages in the prefix cache: what another version of the model computed, or of another prompt
         of the encoder, is not found."""
-        return self.version, self.salt, self.source, self.adapter
+        return self.version, self.salt, self.encoder_prompt, self.adapter
 
     @property
     def keys(self) -> MutableSequence[int]:
@@ -81,9 +81,9 @@ class Sample:
         keys.extend(self.tokens[self.prompt_length :])
         return keys
 
-    def whole(self, count: int) -> int:
-        """So many of its next tokens, or fewer, that no group is computed in part."""
-        for start, stop in self.together:
+    def round_to_spans(self, count: int) -> int:
+        """The most of its next `count` tokens that split no atomic span."""
+        for start, stop in self.atomic_spans:
             if start < self.computed + count < stop:
                 count = max(start - self.computed, 0)
         return count

@@ -137,7 +137,7 @@ class Scheduler:
         """Queue a sample; EngineError if it could not run even alone."""
         self.check_fits(sample)
         sample.unshared = not self.kv_cache.holds(sample.max_length)
-        sample.first_page = hash((sample.source, *sample.keys[: self._page_size]))
+        sample.first_page = hash((sample.encoder_prompt, *sample.keys[: self._page_size]))
         insort(self.queued, sample, key=_ORDER)
 
     def check_fits(self, sample: Sample) -> None:
@@ -149,7 +149,7 @@ class Scheduler:
                 f"the request does not fit: {prompt} tokens of prompt and up to {sample.max_length - prompt} more, "
                 f"{reason}; shorten it, or give the engine more pages"
             )
-        longest = max((stop - start for start, stop in sample.together), default=0)
+        longest = max((stop - start for start, stop in sample.atomic_spans), default=0)
         room = min(self.limits.max_tokens - self.limits.max_sequences + 1, self.chunk)
         if longest > room:
             raise EngineError(
@@ -254,7 +254,7 @@ class Scheduler:
             for place, sample in enumerate(self.running):
                 if not counts[place]:
                     border = self.kv_cache.to_border(sample.computed) or left
-                    counts[place] = sample.whole(min(sample.remaining, self.chunk, left, border))
+                    counts[place] = sample.round_to_spans(min(sample.remaining, self.chunk, left, border))
                     left -= counts[place]
         return [Chunk(sample, count) for sample, count in zip(self.running, counts, strict=True) if count]
 

@@ -152,15 +152,15 @@ class Meter:
         for outcome in outcomes:
             if outcome.error is not None:
                 spoken -= 1
-            elif outcome.place == 0:
+            elif outcome.position == 0:
                 request = outcome.token.request.number
                 first.append(now - self.added[request])
                 self.began[request, outcome.token.sample] = now
             if outcome.token.finish_reason is not None:
                 reasons.append(outcome.token.finish_reason)
-                if outcome.place and outcome.error is None:
+                if outcome.position and outcome.error is None:
                     request = outcome.token.request.number
-                    later.append((now - self.began[request, outcome.token.sample]) / outcome.place)
+                    later.append((now - self.began[request, outcome.token.sample]) / outcome.position)
         totals = totals.ended(reasons) if reasons else totals
         return replace(
             totals,

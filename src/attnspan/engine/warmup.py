@@ -19,10 +19,10 @@ def run_warmup(runner: ModelRunner, scheduler: Scheduler, max_length: int) -> No
 
     Where it fails, pages are left to the scheduler's `reset`.
     """
-    for lengths in (*([1] * rows for rows in runner.sizes), *([length] for length in LENGTHS)):
+    for lengths in (*([1] * rows for rows in runner.graph_sizes), *([length] for length in LENGTHS)):
         for number, length in enumerate(min(length, max_length - 1) for length in lengths):
             if length and scheduler.kv_cache.refusal(length + 1, scheduler.chunk) is None:
-                sample = Sample(number, [0] * length, length + 1, source=runner.example)
+                sample = Sample(number, [0] * length, length + 1, encoder_prompt=runner.encoder_example)
                 scheduler.add(sample)
                 sample.unshared = True  # it is neither cached nor found
         while batch := scheduler.step():
@@ -35,4 +35,4 @@ def run_warmup(runner: ModelRunner, scheduler: Scheduler, max_length: int) -> No
                     scheduler.remove(sample)
                 else:
                     sample.tokens.append(0)
-    runner.forget_sources()
+    runner.forget_encoded()

@@ -101,7 +101,7 @@ class EncoderDecoderModel(TransformersModel):
             table.copy_(distance_table(getattr(module, COMPUTED), reach, table.device))
         call = partial(at_positions, batch.positions.unsqueeze(0), partial(self._logits, batch))
         with served(self.model, self):
-            return call_served(_call_of(Decoding(attention, batch.sources)), call)
+            return call_served(_call_of(Decoding(attention, batch.encoded)), call)
 
     def check_adapter(self, name: str) -> None:
         """Refused: the encoder computed a prompt with the adapters that are set."""
@@ -262,8 +262,8 @@ class Encoding(ModuleAttention):
 class Decoding(ModuleAttention):
     """Attention of a step of the decoder: over pages, and over the keys of each sequence's prompt."""
 
-    def __init__(self, paged: StepAttention, sources: Sequence[tuple[int, object]]) -> None:
-        self.paged, self.sources = paged, [(count, _made(keys)) for count, keys in sources]
+    def __init__(self, paged: StepAttention, encoded: Sequence[tuple[int, object]]) -> None:
+        self.paged, self.encoded = paged, [(count, _made(keys)) for count, keys in encoded]
 
     def of(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scale: float | None, bias: Tensor | None
@@ -273,8 +273,8 @@ class Decoding(ModuleAttention):
         if key.shape[2]:
             row = (each[0].transpose(0, 1) for each in (query, key, value))
             return self.paged.attend(layer, *row).transpose(0, 1).unsqueeze(0)
-        parts = query.split([count for count, _ in self.sources], dim=2)
-        keys = (each[layer] for _, each in self.sources)
+        parts = query.split([count for count, _ in self.encoded], dim=2)
+        keys = (each[layer] for _, each in self.encoded)
         outs = [_plain(part, *each, scale) for part, each in zip(parts, keys, strict=True)]
         return torch.cat(outs, dim=2)
 
