@@ -134,6 +134,20 @@ def test_a_model_that_gives_all_logits_is_served():
     assert [answer.token_ids for answer in engine(model).generate(asked, SamplingParams(max_new_tokens=8))] == true
 
 
+def test_a_model_that_looks_at_other_tokens_without_attention_is_refused():
+    model = copy.deepcopy(model_of("Olmo2", SIZES))
+    mlp = model.model.layers[0].mlp
+
+    class Shifted(type(mlp)):
+        def forward(self, x):
+            return super().forward(x) + torch.nn.functional.pad(x[:, :-1], (0, 0, 1, 0))
+
+    mlp.__class__ = Shifted
+    wanted = r"model.layers.0.mlp \(Shifted\) looks at tokens beside a token's own, .*, which an engine does not serve"
+    with pytest.raises(ModelError, match=wanted):
+        engine(model)
+
+
 def test_a_model_that_gives_other_logits_is_refused():
     model = copy.deepcopy(model_of("Olmo2", SIZES))
     forward = model.forward

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from attnspan.errors import ModelError
 from attnspan.integrations.huggingface.attention import is_bound
-from attnspan.integrations.huggingface.layers import AttentionLayer, check_is_model, configs
+from attnspan.integrations.huggingface.layers import AttentionLayer, check_is_model, configs, is_left_out
 from attnspan.integrations.huggingface.positions import (
     counts_by_itself,
     counts_content,
@@ -110,7 +110,7 @@ def check_model(
             f"{name}: its head looks at more than one token at a time, or is not known; enable its base model "
             f"(model.{getattr(model, 'base_model_prefix', 'model') or 'model'}) and compute the rest from all tokens"
         )
-    outside = beside(model, decoder)
+    outside, unused = beside(model, decoder), {layer.module for layer in idle}
     found = [(path, module) for path, module in model.named_modules() if module not in outside]
     check_alone(model)
     check_positions(found, counted=True)
@@ -122,7 +122,8 @@ def check_model(
             )
         around = decoder is not module and decoder in set(module.modules())
         after = called_before(module, decoder) if around else ""
-        mixing = None if module in mixers else token_mixing(module, after)
+        runs = module not in mixers and not is_left_out(module, unused)
+        mixing = token_mixing(module, after) if runs else None
         if mixing is not None:
             raise ModelError(
                 f"{path or 'the model'} ({type(module).__name__}) looks at tokens beside a token's own, {mixing}, "

@@ -198,6 +198,12 @@ def split_idle(
     return [layer for layer in found if not layer.cross], [layer for layer in found if layer.cross]
 
 
+def is_left_out(module: nn.Module, idle: Collection[nn.Module]) -> bool:
+    """Whether all attention in a module is `idle`, as in a layer that attends to images that are not there."""
+    inside = [each for each in module.modules() if attends(each)]
+    return bool(inside) and all(each in idle for each in inside)
+
+
 def check_is_model(model: object) -> None:
     """ModelError unless it is a model of transformers."""
     if not isinstance(model, nn.Module) or not isinstance(getattr(model, "config", None), PreTrainedConfig):

@@ -43,6 +43,7 @@ from attnspan.integrations.huggingface.layers import (
     attention_layers,
     check_decodes,
     check_is_model,
+    is_left_out,
     split_idle,
 )
 from attnspan.integrations.huggingface.lora import AdapterRows, forward_by_rows, lora_layers
@@ -51,6 +52,7 @@ from attnspan.integrations.huggingface.mixers import RecurrentMixer, recurrent_m
 from attnspan.integrations.huggingface.own_attention import ASKED, dispatch_forward
 from attnspan.integrations.huggingface.plain_attention import OWN_MASK
 from attnspan.integrations.huggingface.positions import give_positions
+from attnspan.integrations.huggingface.token_mixing import token_mixing
 from attnspan.integrations.huggingface.towers import beside, decoder_of
 from attnspan.recurrence import Rule
 
@@ -241,10 +243,12 @@ def served_layers(model: PreTrainedModel) -> ServedLayers:
     check_is_model(model)
     outside = beside(model, decoder_of(model))
     mixers = recurrent_mixers(model, outside)
-    layers, _ = split_idle(model, attention_layers(model, {mixer.module for mixer in mixers}, beside=outside))
+    layers, idle = split_idle(model, attention_layers(model, {mixer.module for mixer in mixers}, beside=outside))
     check_adapters(model)
     check_alone(adapted(model))
     check_positions((found for found in model.named_modules() if found[1] not in outside), counted=True)
+    if not model.config.is_encoder_decoder:
+        _check_token_mixing(decoder_of(model), {mixer.module for mixer in mixers}, {layer.module for layer in idle})
     _check_compiled(model, {layer.module for layer in layers} | {mixer.module for mixer in mixers})
     if not model.config.is_encoder_decoder and any(layer.bias is None for layer in layers):
         give_positions(counting_modules(adapted(model)))
@@ -280,6 +284,17 @@ def _of_prompt(ask: Callable[P, Pattern]) -> Callable[P, Pattern | None]:
 
 
 pattern_of_prompt = _of_prompt(requested_pattern)
+
+
+def _check_token_mixing(decoder: nn.Module, mixers: set[nn.Module], idle: set[nn.Module]) -> None:
+    """Refuse a decoder that looks at other tokens without attention: a step has those of several samples."""
+    for name, module in decoder.named_modules():
+        mixing = None if module in mixers or is_left_out(module, idle) else token_mixing(module)
+        if mixing is not None:
+            raise ModelError(
+                f"{name or 'the model'} ({type(module).__name__}) looks at tokens beside a token's own, {mixing}, "
+                "which an engine does not serve"
+            )
 
 
 def _check_compiled(model: nn.Module, attends: set[nn.Module]) -> None:
