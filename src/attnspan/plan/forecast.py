@@ -36,6 +36,7 @@ def forecast(plan: Plan, strategies: Iterable[Strategy], setting: ForecastSettin
     >>> from attnspan.layouts import Balanced
     >>> from attnspan.masks import Causal, Documents
     >>> from attnspan.plan.cost import Hardware, Shape
+    >>> from attnspan.plan.strategy import Gather, Needed
     >>> mask = Causal() & Documents([7000, 3000, 6000, 384])
     >>> plan, setting = (
     ...     Plan(mask, Balanced(mask, ranks=2), 16384),
