@@ -59,6 +59,16 @@ def padded(name, side):
     return given | {"attention_mask": padding}, padding
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
+def test_as_many_rows_as_tokens_with_padding(name):
+    given = batch(name, rows=5, length=5)
+    given["attention_mask"] = torch.ones(5, 5, dtype=torch.int64).tril(3)
+    given["labels"] = given["labels"].masked_fill(given["attention_mask"] == 0, -100)
+    true = one_device(name, given)
+    for found in on_ranks(name, given, 2):
+        assert off(found, true, valid=given["attention_mask"])[0] < BOUND
+
+
 @pytest.mark.parametrize("name", [name for name in CAUSAL if name != "gpt-oss"])
 def test_documents_by_their_positions(name):
     given = packed(name)

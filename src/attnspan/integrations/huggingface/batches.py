@@ -121,10 +121,9 @@ def shards_of(
             "transformers models do not compute on no tokens; use longer sequences, padded if need be, or fewer ranks"
         )
     _check_left_padding(sequence, labels)
-    batch = dict(sequence.entries)
-    beside = {"labels": labels, "padding": sequence.padding}
-    batch |= {name: whole for name, whole in beside.items() if whole is not None}
-    cut = dict(session.shard_batch(batch))
+    ours = {"labels": labels, "padding": sequence.padding}
+    beside = {name: whole for name, whole in ours.items() if whole is not None}
+    cut = dict(session.shard_batch(sequence.entries | beside, dims=dict.fromkeys(beside, 1)))
     own, padding = cut.pop("labels", None), cut.pop("padding", None)
     cut["attention_mask"] = torch.ones(
         sequence.rows, session.sharding.tokens, dtype=torch.int64, device=session.transport.device
