@@ -18,7 +18,7 @@ NEW = 7
 WIDE = {"paligemma1": 48, "molmo2": 32}
 """How many tokens of a step prompts want whose tokens see each other, all of them or those of all images."""
 
-SERVED = [name for name in SPECS if name not in ("paligemma", *ALWAYS)]
+SERVED = [name for name in SPECS if name not in ("paligemma", "unlimited-ocr", *ALWAYS)]
 
 
 def model_of(name):
@@ -176,6 +176,12 @@ def test_no_chunk_ends_within_a_group(lengths, computed, count):
 
 
 # ---- bad input -------------------------------------------------------------------------------------------------------
+
+
+def test_layers_that_see_less_in_generation_than_in_training():
+    for serve in (span.Engine, PagedCache):
+        with pytest.raises(ModelError, match="is of the type 'reference_sliding_attention', which is not served"):
+            serve(model_of("unlimited-ocr"), pages=8)
 
 
 @pytest.mark.parametrize("name", ALWAYS)

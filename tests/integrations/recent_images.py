@@ -84,6 +84,19 @@ SPECS = {
             | {"n_routed_experts": 4, "n_shared_experts": 1, "mlp_layer_types": ["dense", "sparse"]},
         },
     ),
+    "unlimited-ocr": (
+        "UnlimitedOcrForConditionalGeneration",
+        {
+            "image_token_id": IMAGE,
+            "vision_config": {
+                "sam_config": SAM | {"image_size": 16, "mlp_dim": 24},
+                "encoder_config": QUERIES | {"image_size": 4, "patch_size": 4},
+            },
+            "text_config": TEXT
+            | EXPERTS
+            | {"num_key_value_heads": 4, "n_routed_experts": 4, "n_shared_experts": 1, "sliding_window": 3},
+        },
+    ),
     "gemma4-unified": (
         "Gemma4UnifiedForConditionalGeneration",
         {
@@ -253,7 +266,7 @@ assert VOCAB == 64
 QWENS = ("glm4.6v", "glm4.5v", "qwen3.5-moe", "qwen2.5-omni", "qwen3-omni")
 """Families whose images lie between two tokens, and come as Qwen's do."""
 
-COUNTS = dict.fromkeys(SPECS, 4) | {"deepseek-ocr2": 5, "minicpm4.6": 1, "minicpm4.7": 1}
+COUNTS = dict.fromkeys(SPECS, 4) | {"deepseek-ocr2": 5, "unlimited-ocr": 3, "minicpm4.6": 1, "minicpm4.7": 1}
 ALWAYS = ("blip-2", "instructblip", "instructblipvideo")
 """Families that must have an image in every call, of which no engine is."""
 
@@ -277,6 +290,8 @@ def inputs(name, many, noise):
         asked = {} if name == "blip-2" else {"qformer_input_ids": torch.arange(many * 5).view(many, 5) % 50 + 3}
         return {"pixel_values": pixels} | asked
     if name == "step3.7":
+        return {"pixel_values": noise(many, 3, 16, 16)}
+    if name == "unlimited-ocr":
         return {"pixel_values": noise(many, 3, 16, 16)}
     if name == "deepseek-ocr2":
         return {"pixel_values": noise(many, 3, 32, 32)}

@@ -87,7 +87,13 @@ from attnspan.integrations.huggingface.checking import (
 )
 from attnspan.integrations.huggingface.dealt_towers import deal_tower, whole_tower
 from attnspan.integrations.huggingface.latents import METHOD, LatentSource, latent_source
-from attnspan.integrations.huggingface.layers import AttentionLayer, attention_layers, calls_of, split_idle
+from attnspan.integrations.huggingface.layers import (
+    WITHOUT_CACHE,
+    AttentionLayer,
+    attention_layers,
+    calls_of,
+    split_idle,
+)
 from attnspan.integrations.huggingface.losses import Count, label_kind, loss_of
 from attnspan.integrations.huggingface.masking import Pattern, given_masks
 from attnspan.integrations.huggingface.mixers import recurrent_mixers
@@ -207,7 +213,7 @@ class Enabled:
         outside = beside(model, self.decoder)
         self.mixers = tuple(recurrent_mixers(model, outside))
         mixing = {mixer.module for mixer in self.mixers}
-        layers, idle = split_idle(model, attention_layers(model, mixing, outside))
+        layers, idle = split_idle(model, attention_layers(model, mixing, outside, WITHOUT_CACHE))
         self.layers, self._idle = tuple(layers), tuple(idle)
         check_model(model, self.decoder, self._idle, mixing)
         self.outputs = one_of("outputs", outputs, ["shards", "whole"], error=ModelError)

@@ -69,6 +69,9 @@ WORDS = {
 }
 
 LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
+WITHOUT_CACHE = {"reference_sliding_attention"}
+"""Types of layers that see everything before a token in a pass without a cache, and less of it in generation."""
+
 RECURRENT_TYPES = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
 """Types of layers that have a recurrent mixer."""
 
@@ -149,14 +152,18 @@ class AttentionLayer:
 
 
 def attention_layers(
-    model: PreTrainedModel, mixers: Collection[nn.Module] = (), beside: Collection[nn.Module] = ()
+    model: PreTrainedModel,
+    mixers: Collection[nn.Module] = (),
+    beside: Collection[nn.Module] = (),
+    more_types: Collection[str] = (),
 ) -> list[AttentionLayer]:
     """The attention layers of a transformers model, in the order of its modules; refuses a model that has others.
 
     `mixers` are modules beside them that the caller serves; those `beside` the decoder run as they are (towers.py).
+    `more_types` are types of layers that the caller serves beside those of everyone.
     """
     check_is_model(model)
-    _check_types(model, set(mixers))
+    _check_types(model, set(mixers), more_types)
     found = [(name, module) for name, module in model.named_modules() if module not in beside]
     times = dict(_repeated(found))
     layers = [
@@ -404,9 +411,9 @@ def _tower(model: PreTrainedModel, module: nn.Module) -> str | None:
     return None
 
 
-def _check_types(model: PreTrainedModel, mixers: set[nn.Module]) -> None:
+def _check_types(model: PreTrainedModel, mixers: set[nn.Module], more: Collection[str]) -> None:
     """Refuse types of layers that are not served; a recurrent one must have one of the mixers."""
-    served = LAYER_TYPES | RECURRENT_TYPES | TYPES_BESIDE if mixers else LAYER_TYPES
+    served = LAYER_TYPES.union(more, RECURRENT_TYPES | TYPES_BESIDE if mixers else ())
     paths = [name.split(".") for name, module in model.named_modules() if module in mixers]
     known = {int(part) for path in paths for part in path if part.isdigit()}
     for key, config in configs(model.config):

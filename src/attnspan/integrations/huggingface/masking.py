@@ -178,7 +178,9 @@ def _pattern(function: MaskFunction) -> Pattern:
             both_ways, window = True, _held(part, "sliding_window") + 1
         elif code is _OR and with_groups is None:
             with_groups = _with_groups(part)
-        elif part is not bidirectional_mask_function and code is not _PACKED:  # what jumps in position_ids is a shard
+        elif (
+            part is not bidirectional_mask_function and code is not _PACKED and not _is_reference(part)
+        ):  # what jumps in position_ids is a shard
             raise _unknown(part)
     if with_groups is None:
         return Pattern(causal, window, chunk=chunk)
@@ -194,6 +196,11 @@ def _pattern(function: MaskFunction) -> Pattern:
 def _with_groups(function: MaskFunction) -> Pattern:
     """A union: of a causal pattern, and of one group of tokens each."""
     parts = _held(function, "mask_functions")
+    if any(map(_is_reference, (each for part in parts for each in _parts(part)))):
+        united = [_pattern(part) for part in parts]
+        if Pattern(True, None) in united and all(each.causal and each.groups is None for each in united):
+            return Pattern(True, None)
+        raise _unknown(function)
     blocks = [part for part in parts if getattr(part, "__code__", None) is _BLOCKS]
     others = [part for part in parts if part not in blocks]
     if len(blocks) != 1 or len(others) != 1 or not (found := _pattern(others[0])).causal or found.groups is not None:
@@ -203,6 +210,16 @@ def _with_groups(function: MaskFunction) -> Pattern:
         return found
     groups = TokenGroups.from_ids(ids)
     return found._replace(groups=groups if any(groups.runs) else None)  # a batch of text has none
+
+
+def _is_reference(function: MaskFunction) -> bool:
+    """Whether a function is that of Unlimited-OCR, by which all tokens of a prompt are seen, in a pass without a cache:
+    then all are of the prompt."""
+    ours = str(getattr(function, "__module__", "")).startswith("transformers.models.unlimited_ocr.")
+    return ours and function.__qualname__ == REFERENCE and _held(function, "prefill_length") == float("inf")
+
+
+REFERENCE = "create_reference_sliding_window_causal_mask.<locals>.prefill_overlay"
 
 
 def _unknown(function: MaskFunction) -> ModelError:
