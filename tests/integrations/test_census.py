@@ -88,13 +88,23 @@ def test_the_command_prints_json():
     ]
 
 
+def test_a_name_may_be_written_as_on_a_model_card():
+    code, said = run("GPT-2", "GPT-NeoX", "--kind", "causal")
+    assert code == 2  # the model type is gpt2
+    assert "is called GPT-2;" in said
+    code, said = run("GPT-NeoX", "--kind", "causal")
+    assert (code, said.splitlines()[1].split()[0]) == (0, "gpt_neox")
+
+
 def test_what_is_not_there_is_refused_by_name():
     assert run("gpt-99") == (
         2,
         f"attnspan: no causal or image-text family of transformers {transformers.__version__} is called gpt-99; "
         "others are not checked\n",
     )
-    assert "is called t5 or gpt-99; others" in run("mistral", "t5", "gpt-99")[1]
+    assert "is called zz or gpt-99; others" in run("mistral", "zz", "gpt-99")[1]
+    assert run("qwen")[1].endswith('is called qwen; did you mean "qwen*"?\n')
+    assert run("mistrall")[1].endswith("is called mistrall; did you mean 'mistral'?\n")
     assert run("--kind", "speech")[1] == ("attnspan: kind must be one of causal, image-text, all, got 'speech'\n")
 
 

@@ -597,7 +597,21 @@ def test_ranks_with_other_data_are_told():
         enable(model, world)
         model(**batch(seed=ContextParallel(world, seq_len=2, mask=span.Full()).rank))
 
-    assert "must be the same on all ranks of the group, which hold parts of one batch" in refusal(rank)
+    said = refusal(rank)
+    assert "must be the same on all ranks of the group, which hold parts of one batch" in said
+    assert "or by SpanTrainer in place of Trainer" in said
+
+
+def test_a_handle_says_what_it_is():
+    def rank(world):
+        handle = enable(family("llama"), world)
+        before = repr(handle)
+        handle.disable()
+        return before, repr(handle)
+
+    [(before, after), _] = loopback(2).run(rank)
+    assert before == "Enabled(LlamaForCausalLM over 2 ranks; attention layers: 2, recurrent mixers: 0)"
+    assert after.endswith("; disabled)")
 
 
 DROPPING = {"Llama": {"attention_dropout": 0.3}, "Bert": NO_DROPOUT | {"attention_probs_dropout_prob": 0.3}}

@@ -10,6 +10,7 @@ import json
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from difflib import get_close_matches
 from fnmatch import fnmatch
 from typing import TYPE_CHECKING, Annotated
 
@@ -29,7 +30,8 @@ NAMES = 26
 
 def models(
     names: Annotated[
-        list[str] | None, typer.Argument(metavar="[NAME]...", help='Model types, such as llama or "qwen*".')
+        list[str] | None,
+        typer.Argument(metavar="[NAME]...", help='Model types or their names, such as llama, Qwen3-Next or "qwen*".'),
     ] = None,
     kind: Annotated[str, typer.Option(metavar="K", help="causal, image-text or all.")] = "all",
     as_json: JsonOption = False,
@@ -46,11 +48,12 @@ def models(
     except ImportError:
         raise ModelError('transformers is not installed; run pip install "attnspan[hf]"') from None
     wanted = [(each, name) for each in kinds(kind) for name in families(each) if _is_asked(name, names)]
-    unknown = [each for each in names or () if not any(fnmatch(name, each) for _, name in wanted)]
+    unknown = [each for each in names or () if not any(_matches(name, each) for _, name in wanted)]
     if unknown:
         sought = "causal or image-text" if kind == "all" else kind
         version, said = transformers.__version__, " or ".join(unknown)
-        raise ModelError(f"no {sought} family of transformers {version} is called {said}; others are not checked")
+        hint = _near(unknown[0], [name for each in kinds(kind) for name in families(each)]) or "others are not checked"
+        raise ModelError(f"no {sought} family of transformers {version} is called {said}; {hint}")
     transformers.logging.set_verbosity_error()
     found = [family(*each) for each in bar(0, "families", wanted)]
     if as_json:
@@ -63,7 +66,34 @@ def models(
 
 
 def _is_asked(name: str, names: Sequence[str] | None) -> bool:
-    return not names or any(fnmatch(name, pattern) for pattern in names)
+    return not names or any(_matches(name, pattern) for pattern in names)
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """Whether a family is meant, as its model type is written or as its card has it.
+
+    >>> _matches("qwen3_next", "Qwen3-Next"), _matches("qwen3_5", "Qwen3.5"), _matches("qwen3", "qwen")
+    (True, True, False)
+    """
+    return fnmatch(_plain(name), _plain(pattern))
+
+
+def _plain(name: str) -> str:
+    return name.lower().replace("-", "_").replace(".", "_")
+
+
+def _near(name: str, names: Sequence[str]) -> str:
+    """What to ask instead of a name that no family has; empty if nothing is near.
+
+    >>> _near("qwen", ["llama", "qwen2", "qwen3"])
+    'did you mean "qwen*"?'
+    >>> _near("mistrall", ["llama", "mistral"]), _near("gpt-99", ["llama", "gpt2"])
+    ("did you mean 'mistral'?", '')
+    """
+    if any(_matches(each, f"{name}*") for each in names):
+        return f'did you mean "{name}*"?'
+    near = get_close_matches(_plain(name), names, n=1, cutoff=0.75)
+    return f"did you mean {near[0]!r}?" if near else ""
 
 
 def _lines(kind: str, found: Sequence[FamilyReport], whole: bool) -> Iterator[str]:

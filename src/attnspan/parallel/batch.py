@@ -116,7 +116,7 @@ def check_one_batch(transport: Transport, said: Mapping[str, int] | ShardError) 
         raise ShardError(
             f"{name} must be the same on all ranks of the group, which hold parts of one batch; rank {rank} has "
             "other data than rank 0: load by data-parallel rank, as in DistributedSampler(num_replicas=dp, "
-            "rank=dp_rank), or on one rank with cp.shard_from"
+            "rank=dp_rank) or by SpanTrainer in place of Trainer, or on one rank with cp.shard_from"
         )
 
 

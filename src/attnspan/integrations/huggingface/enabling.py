@@ -368,6 +368,12 @@ class Enabled:
 
     # ---- what it is ----------------------------------------------------------------------------------------------
 
+    def __repr__(self) -> str:
+        found = f"attention layers: {len(self.layers)}, recurrent mixers: {len(self.mixers)}"
+        return (
+            f"Enabled({type(self.model).__name__} over {self.ranks} ranks; {found}{'' if self.live else '; disabled'})"
+        )
+
     @property
     def ranks(self) -> int:
         """How many ranks a sequence is spread over."""
