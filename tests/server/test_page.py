@@ -12,7 +12,7 @@ from starlette.responses import HTMLResponse
 
 from attnspan.server import api
 from attnspan.server.api import Api
-from attnspan.server.faults import Json
+from attnspan.server.api_errors import Json
 from tests.engine.models import tokenizer
 from tests.pace import stretched
 from tests.server.servers import ask, expected, running, templated, until

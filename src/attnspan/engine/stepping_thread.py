@@ -136,18 +136,18 @@ class AsyncCall:
     deliver: Callable[[Delivery], None]  # from the stepping thread
     since: float = field(default_factory=monotonic)
     requests: list[Request] = field(default_factory=list)
-    places: Counter[tuple[int, int]] = field(default_factory=Counter)  # by request and sample: tokens that were told
+    delivered: Counter[tuple[int, int]] = field(default_factory=Counter)  # tokens, by request and sample
 
     def streamed(self, token: Token) -> StreamedToken:
         """A token of this call; each once, in order."""
         request, sample = token.request, token.sample
-        continuation, place = request.samples[sample], self.places[request.number, sample]
+        continuation, index = request.samples[sample], self.delivered[request.number, sample]
         prompt = next(number for number, each in enumerate(self.requests) if each is request)
         if token.token_id is None:
             return StreamedToken(prompt, sample, None, token.text, token.finish_reason)
-        self.places[request.number, sample] = place + 1
+        self.delivered[request.number, sample] = index + 1
         logprobs, top = continuation.logprobs, continuation.top_logprobs
-        told = None if logprobs is None else logprobs[place], None if top is None else top[place]
+        told = None if logprobs is None else logprobs[index], None if top is None else top[index]
         return StreamedToken(prompt, sample, token.token_id, token.text, token.finish_reason, *told)
 
 

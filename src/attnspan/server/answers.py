@@ -15,8 +15,8 @@ from typing import Any
 
 from attnspan.engine import AnswerStream, StreamedToken
 from attnspan.engine.sampler import NONE_LEFT
+from attnspan.server.api_errors import ApiError
 from attnspan.server.chat import ChatTokenizer
-from attnspan.server.faults import Fault
 
 log = logging.getLogger("attnspan.server")
 
@@ -63,7 +63,7 @@ class Answer:
     def chunks(self, index: int, piece: ChoicePiece, first: bool) -> Iterable[dict[str, Any]]:
         raise NotImplementedError
 
-    async def whole(self, stream: AnswerStream, choices: int) -> dict[str, Any]:
+    async def complete(self, stream: AnswerStream, choices: int) -> dict[str, Any]:
         """All of it, when all of it is there."""
         pieces = [ChoicePiece() for _ in range(choices)]
         async for token in stream:
@@ -118,17 +118,17 @@ class CompletionAnswer(Answer):
             yield choice
 
     def _logprobs(self, piece: ChoicePiece, offset: int) -> dict[str, Any] | None:
-        told = [token for token in piece.tokens if token.logprob is not None and token.token_id is not None]
-        if not told:
+        scored = [token for token in piece.tokens if token.logprob is not None and token.token_id is not None]
+        if not scored:
             return None
-        texts = [self._piece(token.token_id or 0) for token in told]
+        texts = [self._piece(token.token_id or 0) for token in scored]
         tops = [
             None if token.top_logprobs is None
             else {self._piece(each): _number(value) for each, value in token.top_logprobs.items()}
-            for token in told
+            for token in scored
         ]  # fmt: skip
         offsets = [offset + sum(map(len, texts[:place])) for place in range(len(texts))]
-        numbers = [_number(token.logprob) for token in told]
+        numbers = [_number(token.logprob) for token in scored]
         return {"tokens": texts, "token_logprobs": numbers, "top_logprobs": tops, "text_offset": offsets}
 
 
@@ -155,10 +155,10 @@ class ChatAnswer(Answer):
             yield chunk({}, None, piece.finish_reason)
 
     def _logprobs(self, piece: ChoicePiece) -> dict[str, Any] | None:
-        told = [token for token in piece.tokens if token.logprob is not None and token.token_id is not None]
-        if not told:
+        scored = [token for token in piece.tokens if token.logprob is not None and token.token_id is not None]
+        if not scored:
             return None
-        return {"content": [self._entry(token) for token in told], "refusal": None}
+        return {"content": [self._entry(token) for token in scored], "refusal": None}
 
     def _entry(self, token: StreamedToken) -> dict[str, Any]:
         top = [self._named(each, value) for each, value in (token.top_logprobs or {}).items()]
@@ -170,14 +170,14 @@ class ChatAnswer(Answer):
 
 
 def _check_token(stream: AnswerStream, token: StreamedToken) -> None:
-    """A Fault for a sample that has no next token: its options leave none, or the model's logits are not numbers."""
+    """A ApiError for a sample that has no next token: its options leave none, or the model's logits are not numbers."""
     if token.finish_reason != "error":
         return
     reason = str(stream.requests[token.prompt].error)
     if NONE_LEFT in reason:
-        raise Fault(400, f"no token may come next: {NONE_LEFT}", code="no_token_left")
+        raise ApiError(400, f"no token may come next: {NONE_LEFT}", code="no_token_left")
     log.error("a request has failed: %s", reason)
-    raise Fault(500, "the model's logits are not numbers", code="engine_error")
+    raise ApiError(500, "the model's logits are not numbers", code="engine_error")
 
 
 def _number(logprob: float | None) -> float:

@@ -29,9 +29,9 @@ from starlette.types import ASGIApp
 
 from attnspan.engine import AsyncEngine, SamplingParams
 from attnspan.server.answers import Answer, ChatAnswer, CompletionAnswer, Usage
+from attnspan.server.api_errors import ApiError, Json, api_error_of
 from attnspan.server.chat import ChatTokenizer
 from attnspan.server.config import ServerConfig
-from attnspan.server.faults import Fault, Json, fault_of
 from attnspan.server.metrics import ServerMetrics
 from attnspan.server.openapi import document
 from attnspan.server.requests import (
@@ -88,7 +88,7 @@ class Api:
             except ClientGone:
                 response = Response(status_code=499)  # which nobody reads
             except Exception as error:
-                response = fault_of(error).response()
+                response = api_error_of(error).response()
             if not isinstance(response, EventStream):
                 self.metrics.responses[path, response.status_code] += 1
             return response
@@ -100,7 +100,7 @@ class Api:
         self.metrics.responses["other", status] += 1
         reason = {404: "there is nothing at this path", 405: "this path does not take this method"}
         headers = dict(getattr(error, "headers", None) or {})
-        return Fault(status, reason.get(status, "the request is not served"), headers=headers).response()
+        return ApiError(status, reason.get(status, "the request is not served"), headers=headers).response()
 
     # ---- who may ask -------------------------------------------------------------------------------------------------
 
@@ -109,7 +109,7 @@ class Api:
         hosts, host = self.config.hosts, request.headers.get("host", "")
         name = host[: host.index("]") + 1] if host.startswith("[") and "]" in host else host.split(":")[0]
         if hosts is not None and name.lower() not in hosts:
-            raise Fault(403, "this server is not known by this host name; see --allowed-host", code="unknown_host")
+            raise ApiError(403, "this server is not known by this host name; see --allowed-host", code="unknown_host")
 
     def _check_key(self, request: Request) -> None:
         """Every key is compared, so that the time taken tells nothing."""
@@ -120,7 +120,7 @@ class Api:
         matches = [hmac.compare_digest(sent, key) for key in self._keys]
         if kind.lower() != "bearer" or not any(matches):
             challenge = {"WWW-Authenticate": "Bearer"}
-            raise Fault(
+            raise ApiError(
                 401, "an API key is needed, as in: Authorization: Bearer KEY", code="invalid_api_key", headers=challenge
             )
         request.state.salt = None if self.config.shared_prefix_cache else f"key {matches.index(True)}"
@@ -146,7 +146,7 @@ class Api:
         room = self.engine.engine.max_length + 1 - max(map(len, prompts))  # the last token is never fed
         longest = parsed.max_tokens or max(1, min(room, self.config.max_new_tokens))
         if longest > room:
-            raise Fault(
+            raise ApiError(
                 400,
                 f"there is room for {self.engine.engine.max_length} tokens; the prompt has "
                 f"{max(map(len, prompts))}, and max_tokens asks for {longest} more",
@@ -168,7 +168,7 @@ class Api:
                 return EventStream(
                     answer.events(stream, parsed.include_usage), lambda status: self._count(path, status)
                 )
-            body = await unless_gone(request.receive, answer.whole(stream, len(prompts) * answer.samples))
+            body = await unless_gone(request.receive, answer.complete(stream, len(prompts) * answer.samples))
         except BaseException:
             stream.cancel()
             raise
@@ -185,12 +185,12 @@ class Api:
             return
         if len(str(params.json_schema)) > self.config.max_grammar:
             reason = f"the schema must be at most {self.config.max_grammar} characters long"
-            raise Fault(400, reason, param="response_format")
+            raise ApiError(400, reason, param="response_format")
         try:
             async with asyncio.timeout(self.config.grammar_timeout):
                 await asyncio.to_thread(self.engine.engine.compile_grammar, params.over(SamplingParams()))
         except TimeoutError:
-            raise Fault(
+            raise ApiError(
                 400, "the schema takes too long to compile; ask for a simpler one", param="response_format"
             ) from None
 
@@ -215,7 +215,7 @@ class Api:
 
     def _check_model(self, name: str) -> None:
         if name != self.config.model:
-            raise Fault(
+            raise ApiError(
                 404,
                 f"no model is served by this name; there is {self.config.model!r}",
                 param="model",

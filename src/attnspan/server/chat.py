@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from typing import Any, TypeVar
 
-from attnspan.server.faults import Fault
+from attnspan.server.api_errors import ApiError
 
 T = TypeVar("T")
 
@@ -37,7 +37,9 @@ class ChatTokenizer:
     async def apply_template(self, messages: list[dict[str, Any]]) -> list[int]:
         """The tokens of a conversation, up to where the assistant speaks."""
         if getattr(self._tokenizer, "chat_template", None) is None:
-            raise Fault(400, "the model's tokenizer has no chat template; use /v1/completions", code="no_chat_template")
+            raise ApiError(
+                400, "the model's tokenizer has no chat template; use /v1/completions", code="no_chat_template"
+            )
         return await self._in_thread(self._templated, messages)
 
     def _templated(self, messages: list[dict[str, Any]]) -> list[int]:
@@ -45,7 +47,9 @@ class ChatTokenizer:
             text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         except Exception as error:  # templates refuse by raising, and are code of the model's own
             reason = " ".join(str(error).split())[:200]
-            raise Fault(400, f"the model's chat template refuses these messages: {reason}", param="messages") from None
+            raise ApiError(
+                400, f"the model's chat template refuses these messages: {reason}", param="messages"
+            ) from None
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
     async def decode(self, tokens: list[int]) -> str:

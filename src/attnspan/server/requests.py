@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from attnspan.engine import SamplingParams
+from attnspan.server.api_errors import ApiError
 from attnspan.server.config import ServerConfig
-from attnspan.server.faults import Fault
 from attnspan.server.schema import Schema, check
 
 TOKEN: Schema = {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}
@@ -168,13 +168,13 @@ def parse_completion(body: Any, schema: Schema) -> ParsedRequest:
     body = check(_served(body), schema)
     prompt, n = body["prompt"], body.get("n", 1)
     if body.get("best_of", n) != n:
-        raise Fault(400, f"best_of must be n, which is {n}, got {body['best_of']}", param="best_of")
+        raise ApiError(400, f"best_of must be n, which is {n}, got {body['best_of']}", param="best_of")
     single = isinstance(prompt, str) or (isinstance(prompt, list) and isinstance(prompt[0], int))
     logprobs: dict[str, Any] = {}
     if "logprobs" in body:
         logprobs = {"logprobs": True, "top_logprobs": body["logprobs"]}
     if body.get("echo") and logprobs:
-        raise Fault(400, "echo with logprobs is not served: prompts have no log-probabilities", param="echo")
+        raise ApiError(400, "echo with logprobs is not served: prompts have no log-probabilities", param="echo")
     return ParsedRequest(
         (prompt,) if single else tuple(prompt), None, _params(body) | logprobs, body.get("max_tokens", 16),
         *_streamed(body), body.get("echo", False),
@@ -185,10 +185,10 @@ def parse_chat(body: Any, schema: Schema) -> ParsedRequest:
     """What a body of /v1/chat/completions asks for."""
     body = check(_served(body), schema)
     if "top_logprobs" in body and not body.get("logprobs"):
-        raise Fault(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
+        raise ApiError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
     longest = {body[name] for name in ("max_tokens", "max_completion_tokens") if name in body}
     if len(longest) > 1:
-        raise Fault(
+        raise ApiError(
             400, "max_tokens and max_completion_tokens are two names of one field, and differ", param="max_tokens"
         )
     told = {"logprobs": body.get("logprobs", False), "top_logprobs": body.get("top_logprobs", 0)}
@@ -202,14 +202,14 @@ def _served(body: Any) -> Any:
         return body
     for name, reason in REFUSED.items():
         if name in body and body[name] not in NEUTRAL:
-            raise Fault(400, f"{name} is not served: {reason}; leave it out", param=name, code="unsupported_field")
+            raise ApiError(400, f"{name} is not served: {reason}; leave it out", param=name, code="unsupported_field")
     return {name: value for name, value in body.items() if name not in REFUSED}
 
 
 def _streamed(body: Mapping[str, Any]) -> tuple[bool, bool]:
     stream = body.get("stream", False)
     if "stream_options" in body and not stream:
-        raise Fault(400, "stream_options needs stream to be true", param="stream_options")
+        raise ApiError(400, "stream_options needs stream to be true", param="stream_options")
     return stream, body.get("stream_options", {}).get("include_usage", False)
 
 
@@ -239,14 +239,14 @@ def _json_schema(wanted: Mapping[str, Any]) -> str:
     if wanted["type"] == "json_object":
         return '{"type": "object"}'
     if "json_schema" not in wanted:
-        raise Fault(400, "response_format.json_schema is required", param="response_format", code="missing_field")
+        raise ApiError(400, "response_format.json_schema is required", param="response_format", code="missing_field")
     return json.dumps(wanted["json_schema"]["schema"])
 
 
 def _biases(biases: Mapping[str, float]) -> dict[int, float]:
     for token in biases:
         if not (token.isascii() and token.isdigit() and len(token) < 10):
-            raise Fault(
+            raise ApiError(
                 400, f'logit_bias must have tokens as names, such as "50256", got {token[:20]!r}', param="logit_bias"
             )
     return {int(token): bias for token, bias in biases.items()}

@@ -37,7 +37,7 @@ class Server:
     def __init__(self, engine: LLMEngine, tokenizer: Any, config: ServerConfig, *, max_waiting: int = 256) -> None:
         if tokenizer is None:
             raise EngineError("a server needs a tokenizer; give it the one that the model was trained with")
-        self._socket = _bound(config)  # first: an engine whose thread runs must be shut down
+        self._socket = _bind_socket(config)  # first: an engine whose thread runs must be shut down
         host, port = self._socket.getsockname()[:2]
         self.address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         try:
@@ -78,7 +78,7 @@ class Server:
             self._thread.join()
 
 
-def _bound(config: ServerConfig) -> socket.socket:
+def _bind_socket(config: ServerConfig) -> socket.socket:
     """A socket on the address, which nobody else has."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(

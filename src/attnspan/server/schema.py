@@ -8,7 +8,7 @@ where an integer is asked for (JSON has one kind of number).
 {'n': 3}
 >>> check({"n": 0}, {"type": "object", "properties": {"n": {"type": "integer", "minimum": 1}}})
 Traceback (most recent call last):
-attnspan.server.faults.Fault: n must be at least 1, got 0
+attnspan.server.api_errors.ApiError: n must be at least 1, got 0
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from typing import Any
 
-from attnspan.server.faults import Fault
+from attnspan.server.api_errors import ApiError
 
 Schema = Mapping[str, Any]
 
@@ -47,16 +47,16 @@ _SIZES = {
 
 
 def parse(body: bytes) -> Any:
-    """The value that a body is; a Fault if it is none."""
+    """The value that a body is; an ApiError if it is none."""
     try:
         value = json.loads(body.decode("utf-8"), parse_constant=_refuse_constant, parse_float=_finite)
         json.dumps(value, ensure_ascii=False).encode("utf-8")
     except RecursionError:
-        raise Fault(400, "the body is nested too deeply", code="invalid_json") from None
+        raise ApiError(400, "the body is nested too deeply", code="invalid_json") from None
     except UnicodeError:
-        raise Fault(400, "the body holds text that is not valid UTF-8", code="invalid_json") from None
+        raise ApiError(400, "the body holds text that is not valid UTF-8", code="invalid_json") from None
     except ValueError as error:
-        raise Fault(400, f"the body is not valid JSON: {error}", code="invalid_json") from None
+        raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from None
     return value
 
 
@@ -72,7 +72,7 @@ def _finite(text: str) -> float:
 
 
 def check(value: Any, schema: Schema, path: str = "") -> Any:
-    """The value, as the schema has it; a Fault that names what is not as it should be."""
+    """The value, as the schema has it; an ApiError that names what is not as it should be."""
     if "anyOf" in schema:
         return _any_of(value, schema["anyOf"], path)
     kind = schema.get("type")
@@ -108,7 +108,7 @@ def _members(value: dict[str, Any], schema: Schema, path: str) -> dict[str, Any]
                 continue
             near = get_close_matches(name, known, n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
-            raise Fault(
+            raise ApiError(
                 400, f"{_short(inner)} is not a field known here{hint}", param=_short(inner), code="unknown_field"
             )
         if each is None and name in known:
@@ -117,7 +117,7 @@ def _members(value: dict[str, Any], schema: Schema, path: str) -> dict[str, Any]
     for name in schema.get("required", ()):
         if name not in found:
             inner = f"{path}.{name}" if path else name
-            raise Fault(400, f"{inner} is required", param=inner, code="missing_field")
+            raise ApiError(400, f"{inner} is required", param=inner, code="missing_field")
     return found
 
 
@@ -127,7 +127,7 @@ def _any_of(value: Any, schemas: list[Schema], path: str) -> Any:
     for schema in schemas:
         try:
             return check(value, schema, path)
-        except Fault as fault:
+        except ApiError as fault:
             faults.append(fault)
     deepest = max(faults, key=lambda fault: len(fault.param or ""))
     if len(deepest.param or "") > len(path):
@@ -142,9 +142,9 @@ def _is_kind(value: Any, schema: Schema) -> bool:
     return isinstance(value, _KINDS[schema["type"]][0]) and (not isinstance(value, bool) or schema["type"] == "boolean")
 
 
-def _wrong(path: str, rule: str, value: Any) -> Fault:
+def _wrong(path: str, rule: str, value: Any) -> ApiError:
     name = _short(path) or "the body"
-    return Fault(
+    return ApiError(
         400, f"{name} must be {rule}, got {reprlib.repr(value)}", param=_short(path) or None, code="invalid_value"
     )
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -18,8 +18,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from attnspan.server.api_errors import ApiError, api_error_of
 from attnspan.server.config import ServerConfig
-from attnspan.server.faults import Fault, fault_of
 from attnspan.server.schema import parse
 
 T = TypeVar("T")
@@ -37,16 +37,18 @@ async def read_json(request: Request, config: ServerConfig) -> Any:
     """The value that a request's body is."""
     kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
     if kind != "application/json":
-        raise Fault(415, "the content type must be application/json")
+        raise ApiError(415, "the content type must be application/json")
     body = bytearray()
     try:
         async with asyncio.timeout(config.receive_timeout):
             async for part in request.stream():
                 body += part
                 if len(body) > config.max_body:
-                    raise Fault(413, f"the body must be at most {config.max_body} bytes long", headers=CLOSE)
+                    raise ApiError(413, f"the body must be at most {config.max_body} bytes long", headers=CLOSE)
     except TimeoutError:
-        raise Fault(408, f"the body did not arrive within {config.receive_timeout:g} seconds", headers=CLOSE) from None
+        raise ApiError(
+            408, f"the body did not arrive within {config.receive_timeout:g} seconds", headers=CLOSE
+        ) from None
     except ClientDisconnect:
         raise ClientGone from None
     return parse(bytes(body))
@@ -116,7 +118,7 @@ class EventStream(Response):
         except StopAsyncIteration:
             pass
         except Exception as error:
-            yield _line(fault_of(error).body)
+            yield _line(api_error_of(error).body)
         finally:
             await events.aclose()
 
@@ -153,6 +155,3 @@ class Timed:
 
 class SlowReader(Exception):
     """A reader does not read."""
-
-
-Handler = Callable[[Request], Awaitable[Response]]

@@ -2,7 +2,7 @@
 
 | what is raised | status |
 |---|---|
-| Fault | its own |
+| ApiError | its own |
 | EngineBusy | 429, with Retry-After |
 | EngineClosed | 503, with Retry-After |
 | StepFailed | 500 |
@@ -27,7 +27,7 @@ KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_e
 """The `type` of an error, by status; others are invalid_request_error or server_error."""
 
 
-class Fault(Exception):
+class ApiError(Exception):
     """A request that is refused: a status, and the parts of OpenAI's error object."""
 
     def __init__(
@@ -62,19 +62,19 @@ class Json(Response):
         super().__init__(json.dumps(content, allow_nan=False, separators=(",", ":")), status_code, headers)
 
 
-def fault_of(error: BaseException) -> Fault:
+def api_error_of(error: BaseException) -> ApiError:
     """What a client is told of an error."""
     match error:
-        case Fault():
+        case ApiError():
             return error
         case EngineBusy():
             wait = {"Retry-After": str(math.ceil(error.retry_after))}
-            return Fault(429, str(error), code="queue_full", headers=wait)
+            return ApiError(429, str(error), code="queue_full", headers=wait)
         case EngineClosed():
-            return Fault(503, str(error), code="unavailable", headers={"Retry-After": "10"})
+            return ApiError(503, str(error), code="unavailable", headers={"Retry-After": "10"})
         case StepFailed():
-            return Fault(500, "the request failed in the engine; it may be tried again", code="engine_error")
+            return ApiError(500, "the request failed in the engine; it may be tried again", code="engine_error")
         case AttnspanError():
-            return Fault(400, str(error))
+            return ApiError(400, str(error))
     log.error("a request has failed", exc_info=error)
-    return Fault(500, "internal error", code="internal_error")
+    return ApiError(500, "internal error", code="internal_error")
