@@ -100,7 +100,7 @@ def attend(
     check_arguments(binding.layer, attention_mask, asked, binding.enabled.pattern_for(binding.kind))
     check_bias(binding.layer, position_bias)
     if binding.layer.temperature is not None:
-        query = tempered(query, binding.layer.temperature.of(binding.enabled.positions_for(binding.kind)))
+        query = tempered(query, binding.layer.temperature.of(binding.enabled.query_positions()))
     attention = binding.enabled.attention_for(binding.kind)
     tables = binding.enabled.bias_tables(binding.layer, position_bias, query.dtype)
     source, dropout = latents_in(module, key, value), dropout or 0.0

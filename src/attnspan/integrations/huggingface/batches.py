@@ -42,7 +42,7 @@ IDS = "seq_idx"
 REDUNDANT = ("max_length_q", "max_length_k")
 """What comes with lengths of documents, and adds nothing to them."""
 
-TOLD = (*LENGTHS, IDS, *REDUNDANT)
+DOCUMENT_ENTRIES = (*LENGTHS, IDS, *REDUNDANT)
 """What tells documents; of no use to a model that runs on a whole batch."""
 
 DECODER = "decoder_"
@@ -53,16 +53,16 @@ class SequenceInputs:
     """One sequence of a batch, whole: its entries, without those that became part of the mask."""
 
     entries: Entries
-    hidden: tuple[Mask, ...]  # what documents and padding add to every layer's mask
+    batch_masks: tuple[Mask, ...]  # what documents and padding add to every layer's mask
     rows: int
     seq_len: int
     starts: list[int] | None = None  # the first token of every row, if there is padding before
     padding: Tensor | None = None  # (B, S): 0 in padding, if there is any
 
-    def places(self, more: Iterable[Mask] = ()) -> Tensor | None:
+    def document_positions(self, more: Iterable[Mask] = ()) -> Tensor | None:
         """The place of each token in its document, by the batch and `more` masks, or after padding: (1, S) or (B, S).
         None where that is its place in the row."""
-        pieces = [mask.lengths for mask in (*self.hidden, *more) if isinstance(mask, Documents)]
+        pieces = [mask.lengths for mask in (*self.batch_masks, *more) if isinstance(mask, Documents)]
         pieces += [tuple((start, self.seq_len - start) for start in self.starts)] if self.starts is not None else []
         if not pieces:
             return None
@@ -87,9 +87,9 @@ class Shards:
     session: ContextParallel
     entries: Entries = field(repr=False)
     labels: Tensor | None = field(default=None, repr=False)
-    hidden: tuple[Mask, ...] = ()  # as in its `SequenceInputs`
+    batch_masks: tuple[Mask, ...] = ()  # as in its `SequenceInputs`
     padding: Tensor | None = field(default=None, repr=False)  # of this rank's tokens
-    places: Tensor | None = field(default=None, repr=False)  # of the tokens of whole rows
+    document_positions: Tensor | None = field(default=None, repr=False)  # of the tokens of whole rows
 
 
 def sequence_of(given: Entries) -> SequenceInputs:
@@ -105,13 +105,13 @@ def sequence_of(given: Entries) -> SequenceInputs:
     for name in REDUNDANT:
         entries.pop(name, None)
     left, right = any(starts), any(stop < seq_len for stop in stops)
-    hidden = [*([~KeyPadding(starts)] if left else []), *([KeyPadding(stops)] if right else []), *documents]
+    batch_masks = [*([~KeyPadding(starts)] if left else []), *([KeyPadding(stops)] if right else []), *documents]
     padding = mask if left or right else None
-    return SequenceInputs(entries, tuple(hidden), rows, seq_len, starts if left else None, padding)
+    return SequenceInputs(entries, tuple(batch_masks), rows, seq_len, starts if left else None, padding)
 
 
 def shards_of(
-    sequence: SequenceInputs, session: ContextParallel, labels: Tensor | None, places: Tensor | None = None
+    sequence: SequenceInputs, session: ContextParallel, labels: Tensor | None, document_positions: Tensor | None = None
 ) -> Shards:
     """A rank's part of a sequence; `labels` are whole, each at the token that predicts it."""
     empty = [rank for rank, tokens in enumerate(session.sharding.sizes) if not tokens]
@@ -128,7 +128,7 @@ def shards_of(
     cut["attention_mask"] = torch.ones(
         sequence.rows, session.sharding.tokens, dtype=torch.int64, device=session.transport.device
     )
-    return Shards(session, cut, own, sequence.hidden, padding, places)
+    return Shards(session, cut, own, sequence.batch_masks, padding, document_positions)
 
 
 def _check_left_padding(sequence: SequenceInputs, labels: Tensor | None) -> None:

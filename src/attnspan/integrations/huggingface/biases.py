@@ -92,9 +92,9 @@ def _by_slope(table: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tens
 LOOKUPS = {"distance": _by_distance, "key": _by_key, "slope": _by_slope}
 
 
-def placed(table: Tensor, places: Tensor | None) -> Tensor:
-    """A table (H, S) by position as one (R, H, S) by key, for keys that have the positions `places`, (R, S)."""
-    return table[None] if places is None else table[:, places.to(table.device)].transpose(0, 1)
+def table_by_key(table: Tensor, positions: Tensor | None) -> Tensor:
+    """A table (H, S) by position as one (R, H, S) by key, for keys at `positions`, (R, S)."""
+    return table[None] if positions is None else table[:, positions.to(table.device)].transpose(0, 1)
 
 
 # ---- relative position biases ----------------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from attnspan.errors import ModelError, PageError, integer
 from attnspan.integrations.huggingface.layers import attention_layers, decoder_layers
-from attnspan.integrations.huggingface.towers import beside, decoder_of
+from attnspan.integrations.huggingface.towers import decoder_of, modules_outside
 from attnspan.paged import Layer, PageAllocator, PagePool, StepPlan
 
 
@@ -84,8 +84,8 @@ class PagedCache(Cache):
 
     def __init__(self, model: PreTrainedModel, *, pages: int, page_size: int = 16) -> None:
         pages = integer("pages", pages, at_least=1, error=PageError)
-        outside = beside(model, decoder_of(model))
-        layers = decoder_layers(attention_layers(model, beside=outside), "PagedCache")
+        outside = modules_outside(model, decoder_of(model))
+        layers = decoder_layers(attention_layers(model, outside=outside), "PagedCache")
         allocator = PageAllocator(num_pages=pages + 1, page_size=page_size)
         handed = handed_over(model, [layer.name for layer in layers])
         dtypes = dict.fromkeys(each.dtype for pair in handed for each in pair)

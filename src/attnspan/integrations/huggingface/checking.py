@@ -31,7 +31,7 @@ from attnspan.integrations.huggingface.positions import (
     takes_counted,
 )
 from attnspan.integrations.huggingface.token_mixing import token_mixing
-from attnspan.integrations.huggingface.towers import beside, called_before
+from attnspan.integrations.huggingface.towers import called_before, modules_outside
 from attnspan.parallel.attached_forward import is_attached
 from attnspan.parallel.batch import IGNORED
 
@@ -110,7 +110,7 @@ def check_model(
             f"{name}: its head looks at more than one token at a time, or is not known; enable its base model "
             f"(model.{getattr(model, 'base_model_prefix', 'model') or 'model'}) and compute the rest from all tokens"
         )
-    outside, unused = beside(model, decoder), {layer.module for layer in idle}
+    outside, unused = modules_outside(model, decoder), {layer.module for layer in idle}
     found = [(path, module) for path, module in model.named_modules() if module not in outside]
     check_alone(model)
     check_positions(found, counted=True)

@@ -68,7 +68,7 @@ from attnspan.integrations.huggingface.attention import (
     wants_latents,
 )
 from attnspan.integrations.huggingface.batches import (
-    TOLD,
+    DOCUMENT_ENTRIES,
     Entries,
     SequenceInputs,
     Shards,
@@ -77,7 +77,7 @@ from attnspan.integrations.huggingface.batches import (
     shards_of,
     split_decoder,
 )
-from attnspan.integrations.huggingface.biases import ScoreBias, bind_bias, placed, unbind_bias
+from attnspan.integrations.huggingface.biases import ScoreBias, bind_bias, table_by_key, unbind_bias
 from attnspan.integrations.huggingface.checking import (
     check_call,
     check_model,
@@ -109,11 +109,11 @@ from attnspan.integrations.huggingface.sessions import SessionFactory, unseen_by
 from attnspan.integrations.huggingface.towers import (
     FEATURES,
     OUTPUTS,
-    beside,
     check_batch,
     check_given,
     check_runs_before,
     decoder_of,
+    modules_outside,
     patterns_of,
     shard_features,
     towers_of,
@@ -162,7 +162,7 @@ class ForwardPass:
     labels: Tensor | None = None
     count: Count = None
     max_position: int | Tensor = 0
-    places: Tensor | None = None  # of the tokens of a whole row, if not 0, 1, 2, ...
+    document_positions: Tensor | None = None  # of the tokens of a whole row, if not 0, 1, 2, ...
     tables: dict[object, Tensor] = field(default_factory=dict)  # of biases by key
     rerun_regions: WeakSet[object] = field(default_factory=WeakSet)  # checkpointed regions that run again, around it
 
@@ -210,7 +210,7 @@ class Enabled:
         check_not_enabled(model)
         self.decoder = decoder_of(model)
         """The module whose tokens are sharded: the model, or of one with towers its decoder."""
-        outside = beside(model, self.decoder)
+        outside = modules_outside(model, self.decoder)
         self.mixers = tuple(recurrent_mixers(model, outside))
         mixing = {mixer.module for mixer in self.mixers}
         layers, idle = split_idle(model, attention_layers(model, mixing, outside, WITHOUT_CACHE))
@@ -257,12 +257,12 @@ class Enabled:
         if self._deals and not self._towers:
             raise ModelError(f"towers must be 'whole': {type(model).__name__} has none that could be dealt")
         self._decoder_names = list(inspect.signature(type(self.decoder).forward).parameters)[1:]
-        self._whole: WholeBatch | None = None  # while the model runs, before its decoder
+        self._whole_batch: WholeBatch | None = None  # while the model runs, before its decoder
         self._running: ForwardPass | None = None
         self._latest_pass: ForwardPass | None = None
-        self._least_calls = sum(layer.times for layer in self.layers)
+        self._min_calls = sum(layer.times for layer in self.layers)
         asked = (layer.times * (len(calls_of(layer.module)) or 1) for layer in self.layers)
-        self._calls = sum(asked)  # if each asks wherever it can
+        self._max_calls = sum(asked)  # if each asks wherever it can
         self.passes, self._attention_calls = 0, 0
         self._compared = self.transport.ranks == 1  # with other ranks' weights: when they are first used
         self.live, self._lock = False, RLock()
@@ -292,8 +292,8 @@ class Enabled:
         self.live = True
 
     def _bind(self) -> None:
-        self._before = [(config, config._attn_implementation) for config in configs_of(self.decoder)]
-        for config, _ in self._before:
+        self._own_names = [(config, config._attn_implementation) for config in configs_of(self.decoder)]
+        for config, _ in self._own_names:
             config._attn_implementation = NAME
         for layer in self.layers:
             setattr(layer.module, BINDING, LayerBinding(layer, self.kinds.index(self._kind(layer)), self))
@@ -322,7 +322,7 @@ class Enabled:
         for mixer in self.mixers:
             delattr(mixer.module, BINDING)
             mixer.unbind()
-        for config, name in self._before:
+        for config, name in self._own_names:
             config._attn_implementation = name
 
     def disable(self) -> None:
@@ -398,8 +398,8 @@ class Enabled:
 
         A pass in which a layer did not attend has already raised by itself.
         """
-        wanted = passes * self._least_calls
-        if self.passes != passes or self._attention_calls not in (wanted, passes * self._calls):
+        wanted = passes * self._min_calls
+        if self.passes != passes or self._attention_calls not in (wanted, passes * self._max_calls):
             raise ModelError(
                 f"attention must have run in {len(self.layers)} layers x {passes} passes = {wanted} times since the "
                 f"last reset, it ran {self._attention_calls} times in {self.passes} passes"
@@ -436,22 +436,22 @@ class Enabled:
                 "was not enabled"
             )
         begin = eagerly(Enabled._begin_pass) if torch.compiler.is_compiling() else Enabled._begin_pass
-        current, given = begin(self, model, args, kwargs)
-        self._start(current)
+        current, given = begin(self, args, kwargs)
+        self._set_current(current)
         return (), given
 
     def _on_decoder(self, decoder: nn.Module, args: tuple[object, ...], kwargs: Entries) -> tuple[tuple[()], Entries]:
         """Before the decoder's forward, in a model with towers: merged embeddings become shards."""
         begin = eagerly(Enabled._begin_decoder) if torch.compiler.is_compiling() else Enabled._begin_decoder
         current, given = begin(self, args, kwargs)
-        self._start(current)
+        self._set_current(current)
         return (), given
 
     def _on_tower(self, path: str, tower: nn.Module, args: object) -> None:
         if self._running is not None:
             check_runs_before(path, tower)
 
-    def _start(self, current: ForwardPass | None) -> None:
+    def _set_current(self, current: ForwardPass | None) -> None:
         self._running = current
         if current is not None and not current.rerun_regions:
             self._latest_pass = current
@@ -465,12 +465,10 @@ class Enabled:
             raise ModelError(f"{type(self.model).__name__} did not call its decoder, {type(self.decoder).__name__}")
         return end(self, current, output)
 
-    def _begin_pass(
-        self, model: nn.Module, args: tuple[object, ...], kwargs: Entries
-    ) -> tuple[ForwardPass | None, Entries]:
+    def _begin_pass(self, args: tuple[object, ...], kwargs: Entries) -> tuple[ForwardPass | None, Entries]:
         """The pass of a call, and what the model is given; of one with towers, no pass yet, and the whole batch."""
         given: Entries = dict(zip(self._argument_names, args, strict=False)) | kwargs
-        check_configs(config for config, _ in self._before)
+        check_configs(config for config, _ in self._own_names)
         check_call(self.model, given, self.decoder is not self.model)
         if self._adds_to_loss is not None and given.get("labels") is not None:
             raise ModelError(
@@ -485,7 +483,7 @@ class Enabled:
             labels = labels_of(given, self._loss, type(self.model).__name__)
             sequence = sequence_of(given)
             if self.decoder is not self.model:
-                return None, self._begin_whole(given, WholeBatch(sequence, labels, count))
+                return None, self._begin_towers(given, WholeBatch(sequence, labels, count))
             by_content = counted_positions(self.model, given) if given.get("position_ids") is None else None
             if by_content is not None:
                 sequence.entries["position_ids"] = by_content
@@ -494,20 +492,20 @@ class Enabled:
             shards, max_position = self._shards("only", sequence, labels), sequence.max_position
             given, sides = shards.entries, {"only": shards}
         given["use_cache"] = False
-        current = self._pass(sides, {}, count, max_position)
+        current = self._make_pass(sides, {}, count, max_position)
         return current, {name: value for name, value in given.items() if self._is_taken(name)}
 
-    def _begin_whole(self, given: Entries, whole: WholeBatch) -> Entries:
+    def _begin_towers(self, given: Entries, whole: WholeBatch) -> Entries:
         """Before a model with towers runs on a whole batch: what it is given."""
         if not self._compared:
             check_batch(given, self.transport)
         self._check_weights()
-        self._whole = whole
-        return {name: value for name, value in given.items() if name not in TOLD} | {"use_cache": False}
+        self._whole_batch = whole
+        return {name: value for name, value in given.items() if name not in DOCUMENT_ENTRIES} | {"use_cache": False}
 
     def _begin_decoder(self, args: tuple[object, ...], kwargs: Entries) -> tuple[ForwardPass, Entries]:
         """The pass of a decoder's call, and what it is given of what it was called with."""
-        whole, self._whole = self._whole, None
+        whole, self._whole_batch = self._whole_batch, None
         if whole is None:
             raise ModelError(
                 f"{type(self.decoder).__name__} must be called once by the model that was enabled, "
@@ -526,12 +524,12 @@ class Enabled:
         entries = {name: value for name, value in entries.items() if name in kwargs or name in self._decoder_names}
         if mask is not None and not isinstance(mask, Tensor):
             entries["attention_mask"] = given_masks(mask)
-        return self._pass({"only": shards}, patterns, whole.count, sequence.max_position), entries
+        return self._make_pass({"only": shards}, patterns, whole.count, sequence.max_position), entries
 
     def _check_restarts(self, given: Entries, sequence: SequenceInputs) -> None:
         """Refuse positions that start again, in a model that is not given any and counts the tokens of a row."""
-        told = given.get("position_ids") is not None and any(isinstance(mask, Documents) for mask in sequence.hidden)
-        if told and "position_ids" not in self._parameters and any(map(counts_by_itself, self.decoder.modules())):
+        restarts = given.get("position_ids") is not None and any(isinstance(x, Documents) for x in sequence.batch_masks)
+        if restarts and "position_ids" not in self._parameters and any(map(counts_by_itself, self.decoder.modules())):
             raise ModelError(
                 f"position_ids start again inside a row, and {type(self.model).__name__} takes none: it counts the "
                 "tokens of a row; give each document a row of its own"
@@ -551,7 +549,7 @@ class Enabled:
             check_same({"weights or buffers": Weights(self.model).content().whole}, self.transport)  # replicated ones
             self._compared = True
 
-    def _pass(
+    def _make_pass(
         self, sides: dict[Side, Shards], patterns: Mapping[Pattern, Pattern], count: Count, max_position: int | Tensor
     ) -> ForwardPass:
         own = sides["only" if "only" in sides else "decoder"]
@@ -561,9 +559,10 @@ class Enabled:
         again = WeakSet(
             region.name for region in checkpoint_regions.regions() if region.again and region.name is not None
         )
-        before, mixed = _counted(attentions), MixedTokens(own.session, own.padding)
+        before, mixed = _calls_so_far(attentions), MixedTokens(own.session, own.padding)
         return ForwardPass(
-            own.session, encoder, attentions, patterns, before, mixed, own.labels, count, max_position, own.places,
+            own.session, encoder, attentions, patterns, before, mixed, own.labels, count, max_position,
+            own.document_positions,
             rerun_regions=again,
         )  # fmt: skip
 
@@ -579,7 +578,7 @@ class Enabled:
         encoder_inputs, decoder_inputs = (sequence_of(part) for part in split_decoder(given))
         if encoder_inputs.padding is not None and not bool(encoder_inputs.padding.any(1).all()):
             raise ModelError("attention_mask has a row without tokens, to which a decoder cannot attend; leave it out")
-        if any(isinstance(mask, Documents) for mask in (*encoder_inputs.hidden, *decoder_inputs.hidden)):
+        if any(isinstance(mask, Documents) for mask in (*encoder_inputs.batch_masks, *decoder_inputs.batch_masks)):
             raise ModelError(
                 "documents in the sequences of an encoder-decoder are not served: give each a row of its own"
             )
@@ -607,16 +606,16 @@ class Enabled:
 
     def _count(self, current: ForwardPass) -> None:
         """Every layer has attended, once, and every mixer has run."""
-        ran = sum((_counted(current.attentions) - current.calls_before).values())
+        ran = sum((_calls_so_far(current.attentions) - current.calls_before).values())
         self.passes, self._attention_calls = self.passes + 1, self._attention_calls + ran
-        if ran not in (self._least_calls, self._calls) and ran > self._least_calls:
+        if ran not in (self._min_calls, self._max_calls) and ran > self._min_calls:
             raise ModelError(
                 f"attention ran {ran} times in {len(self.layers)} layers: layers that run several times in a pass are "
                 "not served"
             )
-        if ran < self._least_calls:
+        if ran < self._min_calls:
             raise ModelError(
-                f"{ran} of {self._least_calls} attention layers of {type(self.model).__name__} asked for attention in "
+                f"{ran} of {self._min_calls} attention layers of {type(self.model).__name__} asked for attention in "
                 "this pass; the others were left out, or computed it in another way, on this rank's tokens alone"
             )
         left_out = sorted(self._functions - current.mixed.called)
@@ -641,7 +640,8 @@ class Enabled:
         patterns: Mapping[Pattern, Pattern] = MappingProxyType({}),
     ) -> Shards:
         factory = self._factories[side]
-        return shards_of(sequence, factory.session(sequence, patterns), labels, sequence.places(factory.documents))
+        session, positions = factory.session(sequence, patterns), sequence.document_positions(factory.documents)
+        return shards_of(sequence, session, labels, positions)
 
     def _kind(self, layer: AttentionLayer) -> LayerKind:
         side: Side = "only"
@@ -654,12 +654,12 @@ class Enabled:
         """The attention of a kind of layer in a batch: called with shards."""
         if kind.side == "cross":
             keys, session = sides["encoder"], sides["decoder"].session
-            mask = functools.reduce(operator.and_, keys.hidden) if keys.hidden else Full()
+            mask = functools.reduce(operator.and_, keys.batch_masks) if keys.batch_masks else Full()
             return session.cross(keys.session, mask, scale=kind.scale)
         session, name = sides[kind.side].session, self._factories[kind.side].name(kind.pattern)
         score_mod = None if kind.softcap is None else soft_cap(kind.softcap)
         if kind.bias is not None:
-            places = sides[kind.side].places
+            places = sides[kind.side].document_positions
             score_mod = self._score_mod(
                 kind.bias, kind.bias.shape(session.seq_len, 1 if places is None else len(places))
             )
@@ -694,11 +694,12 @@ class Enabled:
                 check_family_bias(layer.name, layer.module, layer.bias, given)
                 self._recognised.add(key)
             table = bias_table(layer.module, layer.bias, current.session.seq_len, given.dtype).to(wide)
-            current.tables[key] = table if layer.bias.kind == "slope" else placed(table, current.places)
+            by_slope = layer.bias.kind == "slope"
+            current.tables[key] = table if by_slope else table_by_key(table, current.document_positions)
         return [current.tables[key]]
 
-    def positions_for(self, kind: int) -> Tensor:
-        """The global positions of the queries of a kind of layer, (S,) or (B, S), in the pass that it runs in."""
+    def query_positions(self) -> Tensor:
+        """The global positions of the queries, (S,) or (B, S), in the pass that a layer runs in."""
         current = self._current_pass()
         assert current.encoder is None, "no encoder-decoder counts positions in its layers"
         return current.session.positions
@@ -721,7 +722,7 @@ class Enabled:
         return found
 
 
-def _counted(attentions: Iterable[BoundAttention]) -> Counter[int]:
+def _calls_so_far(attentions: Iterable[BoundAttention]) -> Counter[int]:
     """How often attention ran, by what counts it."""
     calls = [each.attention.call.uses for each in attentions]
     return Counter({id(uses): uses.forward.total() for uses in calls})

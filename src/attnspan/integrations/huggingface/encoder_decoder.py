@@ -30,7 +30,7 @@ from attnspan.errors import EngineError, ModelError
 from attnspan.integrations.huggingface.biases import COMPUTED, FIRST, ScoreBias, distance_table
 from attnspan.integrations.huggingface.layers import AttentionLayer, attention_layers
 from attnspan.integrations.huggingface.own_attention import own_attention
-from attnspan.integrations.huggingface.positions import at_positions, counts_by_itself, give_positions
+from attnspan.integrations.huggingface.positions import call_at_positions, counts_by_itself, give_positions
 from attnspan.integrations.huggingface.served_model import TransformersModel, positions_of
 from attnspan.integrations.huggingface.serving import (
     ModuleAttention,
@@ -82,7 +82,7 @@ class EncoderDecoderModel(TransformersModel):
         given = {"input_ids": tokens.unsqueeze(0), "decoder_input_ids": start, "past_key_values": Recording(keys)}
         call = partial(self.model, **given, use_cache=False)
         with served(self.model, self):
-            call_served(_call_of(Encoding(self._encoder)), partial(at_positions, torch.zeros_like(start), call))
+            call_served(_call_of(Encoding(self._encoder)), partial(call_at_positions, torch.zeros_like(start), call))
         return keys
 
     def _logits(self, batch: PackedBatch) -> Tensor:
@@ -99,7 +99,7 @@ class EncoderDecoderModel(TransformersModel):
         """Call the decoder on one packed row; the model is served for as long as that takes."""
         for table, module, reach in self._tables:  # see [Note: learned biases]
             table.copy_(distance_table(getattr(module, COMPUTED), reach, table.device))
-        call = partial(at_positions, batch.positions.unsqueeze(0), partial(self._logits, batch))
+        call = partial(call_at_positions, batch.positions.unsqueeze(0), partial(self._logits, batch))
         with served(self.model, self):
             return call_served(_call_of(Decoding(attention, batch.encoded)), call)
 
@@ -120,7 +120,7 @@ class EncoderDecoderModel(TransformersModel):
             )
         return probed._replace(calls=own)
 
-    def _mods(self, layers: list[AttentionLayer]) -> Mapping[nn.Module, ScoreFunction]:
+    def _make_score_mods(self, layers: list[AttentionLayer]) -> Mapping[nn.Module, ScoreFunction]:
         """The learned biases; a layer that computes none has that of the last one before it that does."""
         found: dict[nn.Module, ScoreFunction] = {}
         latest: ScoreFunction | None = None

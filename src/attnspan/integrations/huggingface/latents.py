@@ -41,14 +41,14 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 1e-2, tor
 """Of one product of matrices by two orders of sums, over its largest number."""
 
 
-Asked = Callable[["LatentSource", Tensor], bool]
+WantsLatents = Callable[["LatentSource", Tensor], bool]
 """Whether the call that is under way wants a source's latents, of the numbers (B, 1, S, R) that are multiplied."""
 
 
 class LatentSource:
     """The `expand_kv` of a module whose latents may be `asked` for."""
 
-    def __init__(self, module: nn.Module, asked: Asked) -> None:
+    def __init__(self, module: nn.Module, asked: WantsLatents) -> None:
         self.module, self._asked = module, asked
 
     def bind(self) -> None:
@@ -135,7 +135,7 @@ def latents_in(module: nn.Module, key: Tensor, value: Tensor) -> LatentSource | 
     return source if key is value and isinstance(source, LatentSource) else None
 
 
-def latent_source(module: nn.Module, asked: Asked) -> LatentSource | None:
+def latent_source(module: nn.Module, asked: WantsLatents) -> LatentSource | None:
     """What stands in for a module's keys and values; None for one that is no known layer of latents."""
     cls = class_of(module)
     sized = all(isinstance(getattr(module, name, None), int) for name in SIZES)

@@ -47,7 +47,7 @@ from attnspan.errors import ModelError
 from attnspan.integrations.huggingface.biases import ScoreBias, relative_bias
 from attnspan.integrations.huggingface.classes import class_of
 from attnspan.integrations.huggingface.own_attention import adds_twice, agrees_with_original, own_attention
-from attnspan.integrations.huggingface.plain_attention import Asked
+from attnspan.integrations.huggingface.plain_attention import LayerArgs
 
 INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 """The name, in the modeling files of transformers, of the table of attention functions."""
@@ -154,17 +154,17 @@ class AttentionLayer:
 def attention_layers(
     model: PreTrainedModel,
     mixers: Collection[nn.Module] = (),
-    beside: Collection[nn.Module] = (),
+    outside: Collection[nn.Module] = (),
     more_types: Collection[str] = (),
 ) -> list[AttentionLayer]:
     """The attention layers of a transformers model, in the order of its modules; refuses a model that has others.
 
-    `mixers` are modules beside them that the caller serves; those `beside` the decoder run as they are (towers.py).
+    `mixers` are modules beside them that the caller serves; those `outside` the decoder run as they are (towers.py).
     `more_types` are types of layers that the caller serves beside those of everyone.
     """
     check_is_model(model)
     _check_types(model, set(mixers), more_types)
-    found = [(name, module) for name, module in model.named_modules() if module not in beside]
+    found = [(name, module) for name, module in model.named_modules() if module not in outside]
     times = dict(_repeated(found))
     layers = [
         replace(_layer(model, name, module), times=times.get(module, 1)) for name, module in found if attends(module)
@@ -244,7 +244,7 @@ def _layer(model: PreTrainedModel, name: str, module: nn.Module) -> AttentionLay
             refuse(name, module, "an attention of its own that is not the one known here (transformers 5.22)")
         if adds_twice(module):
             refuse(name, module, 'an ALiBi that transformers adds twice with attn_implementation="eager" (take "sdpa")')
-        return _written_out(name, module, family.asked(module))
+        return _written_out(name, module, family.layer_args(module))
     asked = _arguments(name, module)
     cross, bias = _is_cross(name, module), relative_bias(module) if BIAS in asked else None
     if bias is not None:
@@ -287,7 +287,7 @@ def _layer(model: PreTrainedModel, name: str, module: nn.Module) -> AttentionLay
     )
 
 
-def _written_out(name: str, module: nn.Module, asked: Asked) -> AttentionLayer:
+def _written_out(name: str, module: nn.Module, asked: LayerArgs) -> AttentionLayer:
     """A layer that writes its attention out."""
     cross = _is_cross(name, module)
     return AttentionLayer(

@@ -101,12 +101,12 @@ def _refuse_call(mixer: str, kind: str, *args: object, **kwargs: object) -> NoRe
     raise ModelError(f"{mixer} calls its {kind} by itself, on the tokens that it has alone, which is not served")
 
 
-def recurrent_mixers(model: nn.Module, beside: Collection[nn.Module] = ()) -> list[RecurrentMixer]:
+def recurrent_mixers(model: nn.Module, outside: Collection[nn.Module] = ()) -> list[RecurrentMixer]:
     """The recurrent mixers of a model, in the order of its modules; refuses one in which something is not known.
 
-    Modules `beside` its decoder are left out.
+    Modules `outside` its decoder are left out.
     """
-    found = [(name, module) for name, module in model.named_modules() if module not in beside]
+    found = [(name, module) for name, module in model.named_modules() if module not in outside]
     return [_mixer(name, module) for name, module in found if is_mixer(module)]
 
 

@@ -30,10 +30,10 @@ from attnspan.integrations.huggingface.biases import ScoreBias
 from attnspan.integrations.huggingface.classes import class_of
 from attnspan.integrations.huggingface.plain_attention import (
     CLASSES,
-    Ask,
-    Asked,
+    AttentionFunction,
     Build,
     Given,
+    LayerArgs,
     Method,
     PlainAttention,
     Written,
@@ -44,7 +44,9 @@ Added = Callable[[Tensor, Tensor, Tensor], Tensor]
 """What is added to a score, of (head, query position, key position)."""
 
 
-ASKED: ContextVar[Ask | None] = ContextVar("what such layers ask while an engine calls their model", default=None)
+CURRENT_ATTENTION: ContextVar[AttentionFunction | None] = ContextVar(
+    "what such layers ask while an engine calls their model", default=None
+)
 
 NO_MASK = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device="cpu")
 """What an engine gives MPT for a mask, which converts it and cannot convert None."""
@@ -67,8 +69,8 @@ class Alibi(NamedTuple, Generic[L]):
 class OwnAttention(NamedTuple, Generic[L]):
     """One such class: what a layer asks for, a method in place of one of its, and a tiny layer with calls of it."""
 
-    asked: Callable[[L], Asked]
-    written: Callable[[Ask], Method]
+    layer_args: Callable[[L], LayerArgs]
+    written: Callable[[AttentionFunction], Method]
     example: Callable[[Build], nn.Module]
     given: Callable[[L], list[Given]]  # beside hidden states of five tokens
     width: int = 12
@@ -78,7 +80,7 @@ class OwnAttention(NamedTuple, Generic[L]):
     @staticmethod
     def of(row: PlainAttention[L]) -> OwnAttention[L]:
         """One without biases."""
-        return OwnAttention(row.asked, row.written, row.example, lambda module: row.given(), 16, row.method)
+        return OwnAttention(row.layer_args, row.written, row.example, lambda module: row.given(), 16, row.method)
 
 
 def own_attention(module: nn.Module) -> OwnAttention[Any] | None:
@@ -103,7 +105,7 @@ def adds_twice(module: nn.Module) -> bool:
     return bool(getattr(config, "alibi", False)) and getattr(config, "_attn_implementation", None) == "eager"
 
 
-def bind_forward(module: nn.Module, ask: Ask) -> None:
+def bind_forward(module: nn.Module, ask: AttentionFunction) -> None:
     """Let a layer ask for its attention, if it does not by itself."""
     family = own_attention(module)
     if family is not None:
@@ -120,7 +122,7 @@ def unbind_forward(module: nn.Module) -> None:
 
 
 def dispatch_forward(module: nn.Module) -> None:
-    """Let a layer ask for its attention while an engine calls its model. See [Note: in two ways]."""
+    """Let a layer ask for its attention while an engine calls its model, and compute its own otherwise."""
     family = own_attention(module)
     if family is not None:
         vars(module)[SERVED] = True
@@ -128,7 +130,7 @@ def dispatch_forward(module: nn.Module) -> None:
 
 
 def _dispatched(self: nn.Module, *args: object, **kwargs: object) -> object:
-    ask, family = ASKED.get(), own_attention(self)
+    ask, family = CURRENT_ATTENTION.get(), own_attention(self)
     assert family is not None, "bound to such layers alone"
     method = getattr(type(self), family.method) if ask is None else family.written(ask)
     return method(self, *args, **kwargs)
@@ -210,7 +212,7 @@ class Bloom(HasAlibi, Protocol):
     _reshape: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
-def _bloom(ask: Ask) -> Callable[..., tuple[Tensor, None]]:
+def _bloom(ask: AttentionFunction) -> Callable[..., tuple[Tensor, None]]:
     def forward(
         self: Bloom, hidden_states: Tensor, residual: Tensor, alibi: Tensor, attention_mask: object, **more: object
     ) -> tuple[Tensor, None]:
@@ -223,8 +225,8 @@ def _bloom(ask: Ask) -> Callable[..., tuple[Tensor, None]]:
     return forward
 
 
-def _bloom_asks(module: Bloom) -> Asked:
-    return Asked(
+def _bloom_args(module: Bloom) -> LayerArgs:
+    return LayerArgs(
         heads=module.num_heads,
         kv_heads=module.num_heads,
         head_dim=module.head_dim,
@@ -264,7 +266,7 @@ class Mpt(Written, Protocol):
     out_proj: Callable[[Tensor], Tensor]
 
 
-def _mpt(ask: Ask) -> Callable[..., tuple[Tensor, None]]:
+def _mpt(ask: AttentionFunction) -> Callable[..., tuple[Tensor, None]]:
     def forward(
         self: Mpt, hidden_states: Tensor, position_bias: Tensor, attention_mask: object = None, **more: object
     ) -> tuple[Tensor, None]:  # fmt: skip
@@ -279,8 +281,8 @@ def _mpt(ask: Ask) -> Callable[..., tuple[Tensor, None]]:
     return forward
 
 
-def _mpt_asks(module: Mpt) -> Asked:
-    return Asked(
+def _mpt_args(module: Mpt) -> LayerArgs:
+    return LayerArgs(
         heads=module.n_heads,
         kv_heads=module.n_heads,
         head_dim=module.head_dim,
@@ -332,7 +334,7 @@ class Falcon(HasAlibi, Protocol):
     _split_heads: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
-def _falcon(ask: Ask) -> Callable[..., tuple[Tensor, None]]:
+def _falcon(ask: AttentionFunction) -> Callable[..., tuple[Tensor, None]]:
     def forward(
         self: Falcon, hidden_states: Tensor, alibi: Tensor | None, attention_mask: object, *more: object,
         position_embeddings: tuple[Tensor, Tensor] | None = None, **others: object,
@@ -350,8 +352,8 @@ def _falcon(ask: Ask) -> Callable[..., tuple[Tensor, None]]:
     return forward
 
 
-def _falcon_asks(module: Falcon) -> Asked:
-    return Asked(
+def _falcon_args(module: Falcon) -> LayerArgs:
+    return LayerArgs(
         heads=module.num_heads,
         kv_heads=module.num_kv_heads,
         head_dim=module.head_dim,
@@ -384,11 +386,11 @@ def _falcon_given(module: Falcon) -> list[Given]:
 
 FAMILIES: dict[str, OwnAttention[Any]] = {name: OwnAttention.of(row) for name, row in CLASSES.items()} | {
     "bloom.BloomAttention": OwnAttention(
-        _bloom_asks, _bloom, _bloom_example, _bloom_given, alibi=Alibi(_built, _bloom_adds)
+        _bloom_args, _bloom, _bloom_example, _bloom_given, alibi=Alibi(_built, _bloom_adds)
     ),
-    "mpt.MptAttention": OwnAttention(_mpt_asks, _mpt, _mpt_example, _mpt_given, alibi=Alibi(_mpt_built, _mpt_adds)),
+    "mpt.MptAttention": OwnAttention(_mpt_args, _mpt, _mpt_example, _mpt_given, alibi=Alibi(_mpt_built, _mpt_adds)),
     "falcon.FalconAttention": OwnAttention(
-        _falcon_asks, _falcon, _falcon_example, _falcon_given, alibi=Alibi(_built, _falcon_adds, scaled=True)
+        _falcon_args, _falcon, _falcon_example, _falcon_given, alibi=Alibi(_built, _falcon_adds, scaled=True)
     ),
 }
 """By the folder of a class, and its name."""
@@ -425,7 +427,7 @@ def _agrees(cls: type) -> bool:
         return False
 
 
-def _dense(module: nn.Module, family: OwnAttention[Any]) -> Ask:
+def _dense(module: nn.Module, family: OwnAttention[Any]) -> AttentionFunction:
     """Attention of five tokens, causal where there is a mask."""
     biased = None if family.alibi is None else position_bias(module, torch.float32)
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from attnspan.errors import ModelError
 from attnspan.integrations.huggingface.biases import ScoreBias
 
-Ask = Callable[..., tuple[Tensor, None]]
+AttentionFunction = Callable[..., tuple[Tensor, None]]
 """An attention function, by the signature of AttentionInterface."""
 
 Method = Callable[..., object]
@@ -50,7 +50,7 @@ L = TypeVar("L", bound=Written, contravariant=True)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class LayerArgs:
     """What such a layer asks for: fields of an `AttentionLayer`. Keys are as wide as values."""
 
     heads: int
@@ -87,10 +87,10 @@ class PlainAttention(Generic[L]):
     example: Callable[[Build], nn.Module]  # of a class: layers of width 16
     given: Callable[[], list[Given]]  # cases, beside hidden states of five tokens
 
-    def asked(self, module: L) -> Asked:
+    def layer_args(self, module: L) -> LayerArgs:
         """What a layer asks for."""
         heads, head_dim = self.sizes(module)
-        return Asked(
+        return LayerArgs(
             heads=heads,
             kv_heads=heads,
             head_dim=head_dim,
@@ -109,7 +109,7 @@ class PlainAttention(Generic[L]):
         dropout = self._dropout(module) if module.training else 0.0
         return {"scaling": self.scale(module), "dropout": dropout, "sliding_window": self.window(module)}
 
-    def written(self, ask: Ask) -> Method:
+    def written(self, ask: AttentionFunction) -> Method:
         """What takes the place of the method."""
         raise NotImplementedError
 
@@ -123,7 +123,7 @@ class ScoringMethod(PlainAttention[L]):
     keys_first: bool = False
     listed: bool = False
 
-    def written(self, ask: Ask) -> Method:
+    def written(self, ask: AttentionFunction) -> Method:
         def _attn(
             module: L, query: Tensor, key: Tensor, value: Tensor, attention_mask: object = None, *more: object
         ) -> object:
@@ -151,7 +151,7 @@ class WholeForward(PlainAttention[L]):
     refused: str = ""
     rotate: Callable[[L, Given, list[Tensor]], list[Tensor]] = lambda module, given, heads: heads
 
-    def written(self, ask: Ask) -> Method:
+    def written(self, ask: AttentionFunction) -> Method:
         def forward(module: L, hidden_states: Tensor, **given: object) -> tuple[Tensor, None]:
             if self.refused and given.get(self.refused) is not None:
                 raise ModelError(f"{type(module).__name__} is given {self.refused}, which is not served")

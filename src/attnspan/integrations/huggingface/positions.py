@@ -58,19 +58,19 @@ _POSITIONS: ContextVar[Tensor | None] = ContextVar("positions of the tokens in t
 
 
 def give_positions(counting: Iterable[nn.Module]) -> None:
-    """Let embeddings that count tokens take the positions of an engine's step (`at_positions`)."""
+    """Let embeddings that count tokens take the positions of an engine's step (`call_at_positions`)."""
     for module in counting:
-        if _place not in module._forward_pre_hooks.values():
-            module.register_forward_pre_hook(_place, with_kwargs=True)
+        if _add_positions not in module._forward_pre_hooks.values():
+            module.register_forward_pre_hook(_add_positions, with_kwargs=True)
 
 
-def _place(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> Arguments:
+def _add_positions(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> Arguments:
     """A hook, which does nothing while no engine calls the model."""
     positions = _POSITIONS.get()
     return args, kwargs if positions is None else kwargs | {"position_ids": positions[0]}
 
 
-def at_positions(positions: Tensor, call: Callable[[], T]) -> T:
+def call_at_positions(positions: Tensor, call: Callable[[], T]) -> T:
     """A call, in a context of its own, of a decoder whose tokens have these positions, (1, S)."""
     _POSITIONS.set(positions)
     return call()
@@ -139,18 +139,22 @@ class PositionHook:
 def position_hooks(
     model: PreTrainedModel,
     takes: Container[str],
-    here: Callable[[], ForwardPass],
+    current_pass: Callable[[], ForwardPass],
     encoder: set[nn.Module],
     by_bias: bool = False,
 ) -> list[PositionHook]:
-    """The hooks that give a model's modules the positions of the pass that is `here`; `takes` are forward's arguments.
+    """The hooks that give a model's modules the positions of the current pass; `takes` are forward's arguments.
 
     A model that counts, and takes no positions, is refused. `encoder` are the modules of the first of two sequences.
     Recurrent layers know the order of tokens by themselves: a model of them alone may have no positions at all. So may
     one whose layers all have biases (`by_bias`).
     """
     counting = [module for module in model.modules() if counts_by_itself(module)]
-    hooks = [PositionHook(each, _with_last(here), _without_last) for each in model.modules() if depends_on_length(each)]
+    hooks = [
+        PositionHook(each, _with_last(current_pass), _without_last)
+        for each in model.modules()
+        if depends_on_length(each)
+    ]
     for name in ("position_ids", "decoder_position_ids") if encoder else ("position_ids",):
         if name in takes:
             continue
@@ -160,7 +164,7 @@ def position_hooks(
             raise ModelError(
                 f"{type(model).__name__} takes no {name} and would count each rank's tokens from 0, which is not served"
             )
-        hooks += [PositionHook(module, _own(here, first)) for module in found]
+        hooks += [PositionHook(module, _own(current_pass, first)) for module in found]
     return hooks
 
 
@@ -176,25 +180,25 @@ def _counts(module: nn.Module) -> bool:
     return "arange" in inspect.unwrap(type(module).forward).__code__.co_names
 
 
-def _own(here: Callable[[], ForwardPass], encoder: bool) -> Before:
+def _own(current_pass: Callable[[], ForwardPass], encoder: bool) -> Before:
     """Gives an embedding the positions of a rank's tokens."""
 
     def before(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> Arguments:
-        session = here().encoder if encoder else here().session
+        session = current_pass().encoder if encoder else current_pass().session
         assert session is not None, "an encoder has a session"
         return args, kwargs | {"position_ids": session.positions}
 
     return before
 
 
-def _with_last(here: Callable[[], ForwardPass]) -> Before:
+def _with_last(current_pass: Callable[[], ForwardPass]) -> Before:
     """Gives a rotary embedding, called with (x, position_ids), one token more. See [Note: the last position]."""
 
     def before(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> Arguments:
         named = "position_ids" in kwargs
         ids = kwargs["position_ids"] if named else args[1]
         assert isinstance(ids, Tensor), "rotary embeddings are called with (x, position_ids)"
-        last = torch.as_tensor(here().max_position, dtype=ids.dtype, device=ids.device)
+        last = torch.as_tensor(current_pass().max_position, dtype=ids.dtype, device=ids.device)
         longer = torch.cat([ids, last.expand(*ids.shape[:-1], 1)], dim=-1)
         return (args, kwargs | {"position_ids": longer}) if named else ((args[0], longer, *args[2:]), kwargs)
 

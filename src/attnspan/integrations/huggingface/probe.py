@@ -34,7 +34,7 @@ from attnspan.integrations.huggingface.attention import check_arguments, configs
 from attnspan.integrations.huggingface.checking import check_output
 from attnspan.integrations.huggingface.layers import AttentionLayer, calls_of
 from attnspan.integrations.huggingface.masking import Pattern, given_masks, requested_pattern
-from attnspan.integrations.huggingface.own_attention import ASKED, dispatch_forward
+from attnspan.integrations.huggingface.own_attention import CURRENT_ATTENTION, dispatch_forward
 from attnspan.integrations.huggingface.serving import (
     ProbeResult,
     ServedCall,
@@ -207,7 +207,7 @@ def _check_cache(model: PreTrainedModel, layers: Iterable[AttentionLayer]) -> No
 
 def run_probe(probe: Probe, model: PreTrainedModel, **inputs: Tensor) -> ModelOutput:
     """Call a model whose layers ask for the attention of this name."""
-    before, asked, decoder = _PROBE.set(probe), ASKED.set(probe_attention), decoder_of(model)
+    before, asked, decoder = _PROBE.set(probe), CURRENT_ATTENTION.set(probe_attention), decoder_of(model)
     hooks = [] if decoder is model else [decoder.register_forward_pre_hook(_give_masks, with_kwargs=True)]
     try:
         with torch.no_grad():
@@ -217,7 +217,7 @@ def run_probe(probe: Probe, model: PreTrainedModel, **inputs: Tensor) -> ModelOu
         for hook in hooks:
             hook.remove()
         _PROBE.reset(before)
-        ASKED.reset(asked)
+        CURRENT_ATTENTION.reset(asked)
 
 
 def _give_masks(

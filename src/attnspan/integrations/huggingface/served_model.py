@@ -32,7 +32,7 @@ from attnspan.integrations.huggingface.layers import AttentionLayer
 from attnspan.integrations.huggingface.lora import AdapterRows, check_adapter, is_lora_layer
 from attnspan.integrations.huggingface.mixers import may_be_replaced
 from attnspan.integrations.huggingface.own_attention import NO_MASK, position_bias
-from attnspan.integrations.huggingface.positions import at_positions
+from attnspan.integrations.huggingface.positions import call_at_positions
 from attnspan.integrations.huggingface.probe import probe_model
 from attnspan.integrations.huggingface.serving import (
     WHILE_SERVED,
@@ -45,7 +45,7 @@ from attnspan.integrations.huggingface.serving import (
     serve_latents,
     served,
     served_layers,
-    take_layers,
+    update_layers,
     wants_latents,
 )
 from attnspan.integrations.huggingface.towers import decoder_of
@@ -62,11 +62,11 @@ class TransformersModel:
         _check_takes_tokens(model)
         self._described, self._arguments = layers.described, layers.arguments
         self._latents = _latents_of(layers.attention) if latents else {}
-        self._score_mods = self._mods(layers.attention)
+        self._score_mods = self._make_score_mods(layers.attention)
         serve_latents(model, self._latents.values())
         probed = self._probed(layers)
         self._calls, self._all_logits = probed.calls, probed.all_logits
-        self._take(layers.attention)
+        self._update_layers(layers.attention)
         self._mixers = tuple(mixer for mixer, _ in probed.states)
         self._tempered = any(layer.temperature is not None for layer in layers.attention)
         self._weights = _first_weights(model)
@@ -82,22 +82,22 @@ class TransformersModel:
             defaults=defaults_of(getattr(model, "generation_config", None), stacklevel + 1),
             states=tuple(spec for _, spec in probed.states),
         )
-        self._beside = {"attention_mask": NO_MASK} if model.config.model_type == "mpt" else {}
+        self._extra_arguments = {"attention_mask": NO_MASK} if model.config.model_type == "mpt" else {}
         self._decoder_names = list(inspect.signature(type(self._decoder).forward).parameters)[1:]
-        self._first = 0
+        self._position_offset = 0
         if self._all_logits and (head := head_of(model)) is not None:
             weakref.finalize(self, head.register_forward_pre_hook(keep_logits).remove)
         if self._decoder is not model:
             hook = self._decoder.register_forward_pre_hook(before_decoder, with_kwargs=True)
             weakref.finalize(self, hook.remove)
-            self._first = self._first_position()
+            self._position_offset = self._find_position_offset()
 
     def info(self) -> ModelInfo:
         """As when the engine was made, except for layers that have changed."""
         layers = served_layers(self.model)
         if layers.described == self._described:
-            take_layers(self.model, layers)
-            self._take(layers.attention)
+            update_layers(self.model, layers)
+            self._update_layers(layers.attention)
             return self._info
         return replace(self._info, layers=self._spec_of(layers.attention), states=())
 
@@ -105,7 +105,7 @@ class TransformersModel:
         """What a probe of the model finds."""
         return probe_model(self.model, layers)
 
-    def _take(self, layers: list[AttentionLayer]) -> None:
+    def _update_layers(self, layers: list[AttentionLayer]) -> None:
         """The attention layers as they are now, once for each time that they attend in a pass."""
         self._adapters: set[str | None] = set()  # that were checked since the model last changed
         self._layers = [replace(layers[place], window=window) for place, window in self._calls]
@@ -123,7 +123,7 @@ class TransformersModel:
 
         return tuple(spec(each) for each in layers)
 
-    def _mods(self, layers: list[AttentionLayer]) -> Mapping[nn.Module, ScoreFunction]:
+    def _make_score_mods(self, layers: list[AttentionLayer]) -> Mapping[nn.Module, ScoreFunction]:
         """What changes the scores of layers: one function for all layers of a bias."""
         dtype = next(self.model.parameters()).dtype
         biased = {layer.bias: layer.module for layer in layers if layer.bias is not None}
@@ -136,8 +136,8 @@ class TransformersModel:
             if name is not None:
                 self.check_adapter(name)
                 self._adapters.add(name)
-        batch = batch._replace(positions=batch.positions + self._first) if self._first else batch
-        call = partial(at_positions, batch.positions.unsqueeze(0), partial(self._logits, batch))
+        batch = batch._replace(positions=batch.positions + self._position_offset) if self._position_offset else batch
+        call = partial(call_at_positions, batch.positions.unsqueeze(0), partial(self._logits, batch))
         if self._decoder is not self.model:
             call = partial(call_with_merging, Merging(self._decoder_names, batch), call)
         with served(self.model, self):
@@ -152,7 +152,7 @@ class TransformersModel:
         before = {"past_key_values": TokensBefore(batch.positions)} if self._tempered else {}
         row = dict(zip(self._arguments, (batch.tokens.unsqueeze(0), batch.positions.unsqueeze(0)), strict=False))
         kept = 0 if batch.keep is None else batch.keep
-        out = self.model(**before, **row, **self._beside, use_cache=False, logits_to_keep=kept, **mask)
+        out = self.model(**before, **row, **self._extra_arguments, use_cache=False, logits_to_keep=kept, **mask)
         logits: Tensor = out.logits[0]
         return logits
 
@@ -166,13 +166,13 @@ class TransformersModel:
         given = one_prompt(inputs, self._info.device)
         plain = {name: given[name] for name in ("input_ids", "attention_mask", "use_cache")}
         tokens: list[int] = tensor_in(given, "input_ids")[0].tolist()
-        return embedded(tokens, self._captured(given), self._captured(plain), self._layers, self._first)
+        return embedded(tokens, self._captured(given), self._captured(plain), self._layers, self._position_offset)
 
     def _captured(self, given: Mapping[str, object]) -> dict[str, object]:
         with served(self.model, object()):
             return captured(self.model, self._decoder, self._decoder_names, given)
 
-    def _first_position(self) -> int:
+    def _find_position_offset(self) -> int:
         """The position that the model gives the first token of a text; ModelError if it does not count on from it."""
         tokens = torch.zeros(1, 3, dtype=torch.int64, device=self._info.device)
         given = self._captured({"input_ids": tokens, "use_cache": False})

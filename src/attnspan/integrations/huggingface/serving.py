@@ -49,11 +49,11 @@ from attnspan.integrations.huggingface.layers import (
 from attnspan.integrations.huggingface.lora import AdapterRows, forward_by_rows, lora_layers
 from attnspan.integrations.huggingface.masking import Pattern, requested_pattern
 from attnspan.integrations.huggingface.mixers import RecurrentMixer, recurrent_mixers
-from attnspan.integrations.huggingface.own_attention import ASKED, dispatch_forward
+from attnspan.integrations.huggingface.own_attention import CURRENT_ATTENTION, dispatch_forward
 from attnspan.integrations.huggingface.plain_attention import OWN_MASK
 from attnspan.integrations.huggingface.positions import give_positions
 from attnspan.integrations.huggingface.token_mixing import token_mixing
-from attnspan.integrations.huggingface.towers import beside, decoder_of
+from attnspan.integrations.huggingface.towers import decoder_of, modules_outside
 from attnspan.recurrence import Rule
 
 NAME = "attnspan_paged"
@@ -143,7 +143,7 @@ def call_served(served: ServedCall, call: Callable[[], T]) -> T:
     """Call a model whose layers find this: in a context of its own, so that no interrupt can leave it set."""
     context = copy_context()
     context.run(_ATTENTION.set, served)
-    context.run(ASKED.set, paged_attention)
+    context.run(CURRENT_ATTENTION.set, paged_attention)
     return context.run(call)
 
 
@@ -241,9 +241,9 @@ def served_layers(model: PreTrainedModel) -> ServedLayers:
     if isinstance(model, nn.Module) and is_bound(model):
         raise ModelError("model is enabled for training over ranks; call disable() of its handle before it is served")
     check_is_model(model)
-    outside = beside(model, decoder_of(model))
+    outside = modules_outside(model, decoder_of(model))
     mixers = recurrent_mixers(model, outside)
-    layers, idle = split_idle(model, attention_layers(model, {mixer.module for mixer in mixers}, beside=outside))
+    layers, idle = split_idle(model, attention_layers(model, {mixer.module for mixer in mixers}, outside=outside))
     check_adapters(model)
     check_alone(adapted(model))
     check_positions((found for found in model.named_modules() if found[1] not in outside), counted=True)
@@ -379,7 +379,7 @@ class _Serving:
 
     def probe(self, layers: ServedLayers, name: str, probe: Callable[[], ProbeResult]) -> ProbeResult:
         """See `probed_once`; under the lock."""
-        self.take(layers)
+        self.update_layers(layers)
         if self.described != layers.described:
             self.check_idle()
             self.begin(name, id(self))
@@ -390,7 +390,7 @@ class _Serving:
             self.described = layers.described
         return self.probed
 
-    def take(self, layers: ServedLayers) -> None:
+    def update_layers(self, layers: ServedLayers) -> None:
         """The mixers and LoRA layers of the model, as they are now."""
         modules = [*(mixer.module for mixer in layers.mixers), *layers.lora]
         if len(modules) != len(self.replaced) or any(map(is_not, modules, self.replaced)):
@@ -422,10 +422,10 @@ _LOCK = Lock()
 
 
 def _serving(model: PreTrainedModel) -> _Serving:
-    with _LOCK: return _found(model)  # fmt: skip  # noqa: E701
+    with _LOCK: return _serving_of(model)  # fmt: skip  # noqa: E701
 
 
-def _found(model: PreTrainedModel) -> _Serving:
+def _serving_of(model: PreTrainedModel) -> _Serving:
     found = _SERVED.get(model)
     if found is None or (found.config is not model.config and not found.owners):
         found = _SERVED[model] = _Serving(model)
@@ -460,7 +460,7 @@ def probed_once(
     with serving.lock: return serving.probe(layers, name, probe)  # fmt: skip  # noqa: E701
 
 
-def take_layers(model: PreTrainedModel, layers: ServedLayers) -> None:
+def update_layers(model: PreTrainedModel, layers: ServedLayers) -> None:
     """From here on these are served: a model that has changed may have others of the same description."""
     serving = _serving(model)
-    with serving.lock: serving.take(layers)  # fmt: skip  # noqa: E701
+    with serving.lock: serving.update_layers(layers)  # fmt: skip  # noqa: E701

@@ -82,7 +82,9 @@ class SessionFactory:
         """What layers of a pattern see of a sequence. See [Note: the mask of a session]."""
         length = sequence.seq_len
         data = [] if self.given is None else list(_data(self.given.mask, pattern, length))
-        return functools.reduce(functools.partial(_both, length), [_own(pattern, sequence), *data, *sequence.hidden])
+        return functools.reduce(
+            functools.partial(_both, length), [_own(pattern, sequence), *data, *sequence.batch_masks]
+        )
 
 
 def _own(pattern: Pattern, sequence: SequenceInputs) -> Mask:

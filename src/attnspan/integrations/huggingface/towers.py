@@ -61,7 +61,7 @@ def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
     return found if "inputs_embeds" in inspect.signature(type(found).forward).parameters else model
 
 
-def beside(model: nn.Module, decoder: nn.Module) -> set[nn.Module]:
+def modules_outside(model: nn.Module, decoder: nn.Module) -> set[nn.Module]:
     """The modules of a model that are neither in its decoder nor around it."""
     if decoder is model:
         return set()
@@ -71,7 +71,7 @@ def beside(model: nn.Module, decoder: nn.Module) -> set[nn.Module]:
 
 def towers_of(model: nn.Module, decoder: nn.Module) -> dict[str, nn.Module]:
     """The modules beside a decoder that do not compute each token by itself, by their paths; those in them left out."""
-    outside, found = beside(model, decoder), dict[str, nn.Module]()
+    outside, found = modules_outside(model, decoder), dict[str, nn.Module]()
     known: set[nn.Module] = set()
     for path, module in model.named_modules():
         if module in outside and module not in known and any(map(_mixes, module.modules())):
