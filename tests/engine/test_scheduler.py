@@ -102,7 +102,7 @@ class Driver:
     def step(self):
         scheduler, limits = self.scheduler, self.scheduler.limits
         batch = scheduler.step()
-        assert batch or scheduler.idle
+        assert batch or not (scheduler.running or scheduler.queued)
         assert len(batch) <= limits.max_sequences
         whole = (
             len(batch) == 1
@@ -187,7 +187,7 @@ def test_every_request_ends_as_if_alone_and_pages_hold_what_they_should(stores, 
     driver, expected, step = Driver(stores, limit, guesses), {}, 0
     cancels = defaultdict(list)
     left = sorted(wanted, key=lambda request: request[0])
-    while left or not driver.scheduler.idle:
+    while left or driver.scheduler.running or driver.scheduler.queued:
         while left and left[0][0] <= step:
             _, prompt, new, n, mood, salt, priority = left.pop(0)
             arrival = driver.arrivals
@@ -234,7 +234,7 @@ def alone(num_pages, page_size=4, host_pages=0, window=None, prefixes=False, **l
 
 
 def run(driver):
-    while not driver.scheduler.idle:
+    while driver.scheduler.running or driver.scheduler.queued:
         driver.step()
     return driver.scheduler.counts
 
@@ -342,7 +342,7 @@ def test_what_can_never_run_is_refused_and_leaves_no_trace():
         driver.add([1] * 10, new=3)
     with pytest.raises(EngineError, match=r"n must be at most max_sequences=4, .* got 5"):
         driver.add([1], new=3, n=5)
-    assert driver.scheduler.idle
+    assert not [*driver.scheduler.running, *driver.scheduler.queued]
     with pytest.raises(EngineError, match=r"max_tokens must be at least max_sequences=8, .* got 4"):
         Limits(max_sequences=8, max_tokens=4)
 

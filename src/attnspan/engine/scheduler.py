@@ -188,11 +188,6 @@ class Scheduler:
             sample.forget_pages()
         self._refused = None
 
-    @property
-    def idle(self) -> bool:
-        """Whether there is nothing to do."""
-        return not self.running and not self.queued
-
     # ---- a step ----------------------------------------------------------------------------------------------------
 
     def step(self) -> list[Chunk]:
