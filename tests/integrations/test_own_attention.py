@@ -185,3 +185,13 @@ def test_a_prompt_of_keys_is_refused():
 def test_no_engine_serves_cross_attention_that_is_written_out():
     with pytest.raises(ModelError, match=r"encoder_attn has cross-attention that it writes out by itself; an engine "):
         Engine(copy.deepcopy(family("mvp")).eval(), pages=20)
+
+
+def test_a_window_that_is_in_the_config_alone_is_refused():
+    model = family("gpt-neo")
+    window = model.config.window_size
+    model.config.window_size = window - 1  # on one device, layers hide what they were made with
+    with pytest.raises(ModelError, match=f"was made with a window of {window}, and config.window_size is {window - 1}"):
+        loopback(1).run(lambda world: enable(model, world))
+    with pytest.raises(ModelError, match="which it does not follow"):
+        Engine(model.requires_grad_(False), pages=8)

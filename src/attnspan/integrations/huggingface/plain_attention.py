@@ -209,6 +209,25 @@ class GptNeo(Written, Protocol):
     head_dim: int
     attention_type: str
     config: GptNeoConfig
+    bias: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldWindow(ScoringMethod[GptNeo]):
+    """A layer that hides by what it was made with, whatever its config says since."""
+
+    def layer_args(self, module: GptNeo) -> LayerArgs:
+        """What a layer asks for; refuses a window that is not the one it holds."""
+        found, held = super().layer_args(module), module.bias
+        if found.window is None or held.is_meta:
+            return found
+        seen = int(held[0, 0, -1].sum())  # by the last position
+        if seen != min(found.window, held.shape[-1]):
+            raise ModelError(
+                f"{type(module).__name__} was made with a window of {seen}, and config.window_size is {found.window} "
+                "since, which it does not follow; make the model anew, or set the config back"
+            )
+        return found
 
 
 class GptNeoXJapanese(Written, Protocol):
@@ -313,7 +332,7 @@ _BART = WholeForward[Bart](
 CLASSES: dict[str, PlainAttention[Any]] = {  # of layers that are known by their names
     "codegen.CodeGenAttention": _GPT,
     "gptj.GPTJAttention": _GPT,
-    "gpt_neo.GPTNeoSelfAttention": ScoringMethod[GptNeo](
+    "gpt_neo.GPTNeoSelfAttention": HeldWindow(
         sizes=lambda module: (module.num_heads, module.head_dim),
         scale=lambda module: 1.0,
         dropout="attn_dropout",
