@@ -8,6 +8,10 @@ import pytest
 ROOT = Path(__file__).parents[2]
 RUN_BY = {
     "README.md": "tests/docs/test_readme.py",
+    **{
+        f"docs/api/{page}.md": "tests/docs/test_api_pages.py"
+        for page in ("generation", "huggingface", "layouts", "recurrence", "sessions", "testing")
+    },
     "docs/attention.md": "tests/docs/test_attention_page.py",
     "docs/bench.md": "tests/docs/test_short_blocks.py",
     "docs/documents.md": "tests/docs/test_documents_page.py",
@@ -38,7 +42,7 @@ def test_every_page_with_code_has_a_test_that_reads_it():
 
 
 def test_twin_a_page_without_a_test_is_found(tmp_path, monkeypatch):
-    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "api").mkdir(parents=True)
     for page in (*RUN_BY, "docs/new.md"):
         (tmp_path / page).write_text("```python\nx = 1\n```\n")
     assert with_code(tmp_path) - set(RUN_BY) == {"docs/new.md"}

@@ -249,7 +249,19 @@ class EmbedsPrompts(Protocol):
 @runtime_checkable
 class NamesAdapters(Protocol):
     """A served model whose requests may name an adapter, such as a LoRA: `PackedBatch.adapters` says whose rows are
-    whose."""
+    whose.
+
+    ::
+
+        class Adapted(ServedDecoder, NamesAdapters):
+            def check_adapter(self, name):
+                if name not in self.adapters:
+                    raise span.EngineError(f"no adapter is named {name!r}")
+
+            def step(self, batch, attention):
+                for count, name in batch.adapters:  # so many tokens, and whose adapter; () for none
+                    ...
+    """
 
     def check_adapter(self, name: str) -> None:
         """Raise EngineError, which says why, unless a request may name it now."""
@@ -275,7 +287,18 @@ class ServedModel(Protocol):
 
 @runtime_checkable
 class EncodingModel(ServedModel, Protocol):
-    """A model with an encoder."""
+    """A model with an encoder.
+
+    ::
+
+        class Translator(ServedDecoder, EncodingModel):
+            def encode(self, tokens):
+                return self.encoder(tokens.unsqueeze(0))
+
+            def step(self, batch, attention):
+                for count, encoded in batch.encoded:  # so many tokens, and what `encode` made of their prompt
+                    ...
+    """
 
     def encode(self, tokens: Tensor) -> object:
         """What the decoder reads of a prompt (S,). Kept until its request ends."""

@@ -28,6 +28,10 @@ class ContextParallelStyle(ParallelStyle):
     """SDPA inside the module is the session's attention, and with `flex=True` flex_attention is too.
 
     `mask` names one of the session's masks, if it has several.
+
+    ::
+
+        parallelize_module(model, mesh["cp"], {"layers.*.attention": ContextParallelStyle(session)})
     """
 
     def __init__(self, session: ContextParallel, *, mask: str | None = None, flex: bool = False):

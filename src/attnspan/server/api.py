@@ -51,7 +51,12 @@ PAGE_POLICY = (
 
 
 def create_app(engine: AsyncEngine, tokenizer: Any, config: ServerConfig) -> ASGIApp:
-    """An ASGI app that answers as OpenAI's API does, with an engine that somebody else starts and shuts down."""
+    """An ASGI app that answers as OpenAI's API does, with an engine that somebody else starts and shuts down.
+
+    ::
+
+        app = create_app(AsyncEngine(engine), tokenizer, ServerConfig(model="llama"))
+    """
     return Timed(Api(engine, ChatTokenizer(tokenizer), config).app(), config.send_timeout)
 
 

@@ -96,7 +96,16 @@ class RankOutcome:
 
 
 class Processes:
-    """Ranks that are processes. Each `run` starts its own and ends them; inside ``with`` they live from run to run."""
+    """Ranks that are processes. Each `run` starts its own and ends them; inside ``with`` they live from run to run.
+
+    ::
+
+        with processes(ranks=4) as group:  # a Processes
+            try:
+                group.run(train)
+            except span.RankError as error:
+                print(error.outcomes)  # a RankOutcome for every rank
+    """
 
     def __init__(
         self, ranks: int, backend: str = "gloo", timeout: float = 120.0, group_timeout: float | None = None
