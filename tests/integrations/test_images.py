@@ -319,6 +319,13 @@ def test_another_attention_set_after_enable_is_refused_before_a_layer_runs(imple
     ]
 
 
+def test_as_many_tokens_as_embeddings_of_a_layer_are_wide():
+    width = SPECS["gemma4"][1]["text_config"]["hidden_size_per_layer_input"]
+    given = batch("gemma4", images=((2,), ()), length=width)
+    for found in on_ranks("gemma4", given, 2):
+        assert off(found, one_device("gemma4", given))[0] < BOUND
+
+
 def test_images_without_their_tokens_raise_what_transformers_does():
     given = batch("llava")
     given["input_ids"][1] = given["input_ids"][1].masked_fill(given["input_ids"][1] == IMAGE, 1)

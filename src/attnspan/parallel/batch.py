@@ -56,6 +56,7 @@ IGNORED = -100
 """The label that losses leave out, as torch's cross_entropy does."""
 
 NAMED = {"input_ids": 1, "labels": 1, "shift_labels": 1, "token_type_ids": 1, "inputs_embeds": 1, "position_ids": -1}
+NAMED |= {"per_layer_inputs": 1, "mm_token_type_ids": 1}
 """The dim of the sequence in entries that models know by name."""
 
 TOLD_BY_MASK = {"cu_seqlens", "cu_seq_lens", "cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens_q", "cu_seqlens_k"}
