@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from attnspan.errors import ModelError
 from attnspan.integrations.huggingface import enable
 from attnspan.testing import loopback
 from tests.integrations.families import (
@@ -57,6 +58,13 @@ def padded(name, side):
         given["labels"][padding == 0] = -100
         given["labels"][torch.arange(3), padding.argmax(1)] = -100  # what padding on the left would have to tell
     return given | {"attention_mask": padding}, padding
+
+
+@pytest.mark.parametrize("name", ["bert", "bart"])
+def test_shift_labels_that_one_device_does_not_look_at_are_refused(name):
+    given = batch(name)
+    with pytest.raises(ModelError, match=r"shift_labels must not be given: .* does not look at them on one device"):
+        on_ranks(name, given | {"shift_labels": given["labels"].flip(1)}, 1)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])

@@ -154,11 +154,13 @@ def labels_of(given: Entries, kind: LabelKind | None, model: str) -> Tensor | No
             f"labels: the loss of {model} is not one that is served over ranks (cross entropy of every token); leave "
             "labels out and take handle.session.mean_loss(...) of what it returns"
         )
+    if shifted is not None and kind != "next":
+        raise ModelError(f"shift_labels must not be given: {model} does not look at them on one device; give labels")
     for name, value in (("labels", labels), ("shift_labels", shifted)):
         if value is not None and (not isinstance(value, Tensor) or value.dim() != 2):
             raise ModelError(f"{name} must be a tensor of (B, S), got {_shown(value)}")
     mask = given.get("attention_mask")
-    if kind == "unpadded" and shifted is None and mask is not None:
+    if kind == "unpadded" and mask is not None:
         labels = labels.masked_fill(mask.to(labels.device) == 0, IGNORED)
     return shifted if shifted is not None else align_labels(labels, kind)
 
