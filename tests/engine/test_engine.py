@@ -637,11 +637,14 @@ def test_an_engine_that_was_made_in_inference_mode_goes_on_without():
 
 
 def test_a_model_that_is_called_while_it_is_served_says_so():
-    from attnspan.integrations.huggingface.serving import served, served_layers
+    from attnspan.integrations.huggingface.serving import attention_over_pages, served_layers
 
     model = tiny("Llama")
     served_layers(model)  # as an engine does when it is made: transformers then knows the name
-    with served(model), pytest.raises(EngineError, match="LlamaAttention was called while an engine serves its model"):
+    with (
+        attention_over_pages(model),
+        pytest.raises(EngineError, match="LlamaAttention was called while an engine serves its model"),
+    ):
         model(torch.tensor([[5]]))
 
 
@@ -649,18 +652,18 @@ def test_a_model_that_is_called_while_it_is_served_says_so():
 def test_a_config_is_served_as_by_its_setter(name, plain):
     import transformers
 
-    from attnspan.integrations.huggingface.serving import _is_plain, _Serving
+    from attnspan.integrations.huggingface.serving import _is_plain, _PagedBinding
 
     model, expected = torch.nn.Module(), getattr(transformers, name)()
     model.config = getattr(transformers, name)()
     assert _is_plain(model.config) is plain
-    serving = _Serving(model)
+    binding = _PagedBinding(model)
     for attention in ("attnspan_paged", "eager"):
-        serving.set_attention(model.config, attention)
+        binding.set_attention(model.config, attention)
         expected._attn_implementation = attention
         for one, must in zip(_all_configs(model.config), _all_configs(expected), strict=True):
             assert one._attn_implementation == must._attn_implementation == attention
-        assert serving.attention_of(model.config) == attention
+        assert binding.attention_of(model.config) == attention
 
 
 def test_a_config_whose_attention_lies_elsewhere_is_served_by_its_setter():

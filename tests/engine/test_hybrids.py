@@ -264,11 +264,11 @@ def test_a_model_that_leaves_a_mixer_out_is_refused(layer, why):
 
 
 def test_a_model_whose_mixer_runs_by_itself_while_it_is_served_is_refused():
-    from attnspan.integrations.huggingface.serving import served
+    from attnspan.integrations.huggingface.serving import attention_over_pages
 
     model = tiny("Qwen3Next")
     engine(model)
-    with served(model), pytest.raises(EngineError, match="was called while an engine serves its model"):
+    with attention_over_pages(model), pytest.raises(EngineError, match="was called while an engine serves its model"):
         model.model.layers[0](torch.zeros(1, 2, 32), position_embeddings=None)
 
 

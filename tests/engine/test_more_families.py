@@ -243,11 +243,14 @@ def test_a_model_whose_layers_attend_in_another_order_by_now_is_refused():
 
 
 def test_another_thread_may_not_call_a_model_that_is_being_served():
-    from attnspan.integrations.huggingface.serving import served
+    from attnspan.integrations.huggingface.serving import attention_over_pages
 
     model = model_of("Olmo2", SIZES)
     engine(model)
-    with served(model), pytest.raises(EngineError, match="Olmo2Attention was called while an engine serves its model"):
+    with (
+        attention_over_pages(model),
+        pytest.raises(EngineError, match="Olmo2Attention was called while an engine serves its model"),
+    ):
         model(torch.tensor([[1, 2]]))
 
 

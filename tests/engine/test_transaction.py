@@ -230,7 +230,7 @@ def test_the_model_has_its_own_attention_back_after_a_step_that_was_interrupted_
     before = model.config._attn_implementation
     request = one.add([5, 6, 7], SamplingParams(max_new_tokens=4))
     with monkeypatch.context() as patch:
-        patch.setattr(serving._Serving, "end", Once(serving._Serving.end, error=KeyboardInterrupt))
+        patch.setattr(serving._PagedBinding, "end", Once(serving._PagedBinding.end, error=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             one.step()
     drive(one)

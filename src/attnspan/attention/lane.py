@@ -7,7 +7,7 @@ gradients home. It decides nothing: every question was answered by the plan. The
 there in float32. It travels in float32 too, but where the kernels asked for may round it to the tensors' dtype anyway:
 then in that, which is half the bytes. All ranks must agree, so it does not depend on the tiles (`rounds`).
 
-Shapes: query (B, H, Sq, D), key (B, Hk, Sk, D), value (B, Hk, Sk, Dv); packed buffers as in wire.py.
+Shapes: query (B, H, Sq, D), key (B, Hk, Sk, D), value (B, Hk, Sk, Dv); packed buffers as in attention/wire.py.
 """
 
 from __future__ import annotations

@@ -185,26 +185,30 @@ class TokenCounts:
 
     def __init__(self) -> None:
         self.table: Tensor | None = None
-        self.places: dict[tuple[int, int], tuple[int, int]] = {}  # of a sample: its row, and how many tokens are in it
+        self.table_rows: dict[
+            tuple[int, int], tuple[int, int]
+        ] = {}  # of a sample: its row, and how many tokens are in it
         self.unused: list[int] = []
 
     def of(self, rows: Sequence[LogitsRow], vocabulary: int, device: torch.device) -> Tensor:
         """(R, V) of samples as they are now."""
         if self.table is None or self.table.shape[1] != vocabulary:
-            self.places, self.unused = {}, []
+            self.table_rows, self.unused = {}, []
             with torch.inference_mode(False):  # what is made in inference mode cannot be written to outside of it
                 self.table = torch.zeros(0, vocabulary, dtype=torch.int32, device=device)
         known: list[tuple[int, LogitsRow]] = []
         for row in rows:
-            if self.places.get(row.sample, (0, -1))[1] + 1 != len(row.tokens):
+            if self.table_rows.get(row.sample, (0, -1))[1] + 1 != len(row.tokens):
                 self._fill(row)
             else:
-                known.append((self.places.pop(row.sample)[0], row))  # whatever interrupts this, none is counted twice
+                known.append(
+                    (self.table_rows.pop(row.sample)[0], row)
+                )  # whatever interrupts this, none is counted twice
         if known:
-            places = torch.tensor([place for place, _ in known], device=device)
-            self.table[places, torch.tensor([row.tokens[-1] for _, row in known], device=device)] += 1
-            self.places.update({row.sample: (place, len(row.tokens)) for place, row in known})
-        return self.table[torch.tensor([self.places[row.sample][0] for row in rows], device=device)]
+            indices = torch.tensor([index for index, _ in known], device=device)
+            self.table[indices, torch.tensor([row.tokens[-1] for _, row in known], device=device)] += 1
+            self.table_rows.update({row.sample: (index, len(row.tokens)) for index, row in known})
+        return self.table[torch.tensor([self.table_rows[row.sample][0] for row in rows], device=device)]
 
     def _fill(self, row: LogitsRow) -> None:
         """Count all tokens of a sample."""
@@ -216,7 +220,7 @@ class TokenCounts:
             with torch.inference_mode(False):
                 self.table = torch.cat([self.table, self.table.new_zeros(more, vocabulary)])
             self.unused += range(size, size + more)
-        place = self.unused.pop()
+        index = self.unused.pop()
         counts = torch.zeros(self.table.shape[1], dtype=torch.int32, device="cpu")
         prompt, generated = (
             torch.tensor([token for token in tokens if token < len(counts)], dtype=torch.int64, device="cpu")
@@ -224,13 +228,13 @@ class TokenCounts:
         )
         counts[prompt] = PROMPT
         counts.index_add_(0, generated, torch.ones_like(generated, dtype=torch.int32))
-        self.table[place] = counts.to(self.table.device)
-        self.places[row.sample] = place, len(row.tokens)
+        self.table[index] = counts.to(self.table.device)
+        self.table_rows[row.sample] = index, len(row.tokens)
 
     def discard(self, sample: tuple[int, int]) -> None:
         """A sample has ended."""
-        if sample in self.places:
-            self.unused.append(self.places.pop(sample)[0])
+        if sample in self.table_rows:
+            self.unused.append(self.table_rows.pop(sample)[0])
 
 
 class LogitsProcessor:
@@ -244,31 +248,31 @@ class LogitsProcessor:
     def __call__(self, logits: Tensor, rows: Sequence[LogitsRow], rules: Sequence[LogitsRules]) -> Tensor:
         """Logits (R, V), float32, as the rules have them."""
         scores = self._biased(logits, rows, rules)
-        penalised = [place for place, rule in enumerate(rules) if rule.penalties]
+        penalised = [index for index, rule in enumerate(rules) if rule.penalties]
         if penalised:
             some = torch.tensor(penalised, device=logits.device)
-            counts = self.counts.of([rows[place] for place in penalised], logits.shape[1], logits.device)
-            scores[some] = _penalised(scores[some], counts, [rules[place].penalties for place in penalised])
+            counts = self.counts.of([rows[index] for index in penalised], logits.shape[1], logits.device)
+            scores[some] = _penalised(scores[some], counts, [rules[index].penalties for index in penalised])
         decays = [
-            (place, end, decay)
-            for place, (row, rule) in enumerate(zip(rows, rules, strict=True))
+            (index, end, decay)
+            for index, (row, rule) in enumerate(zip(rows, rules, strict=True))
             if (decay := rule.decay_after(row))
             for end in rule.ends
             if end < logits.shape[1]
         ]
         if decays:
-            places, ends, factors = (torch.tensor(each, device=logits.device) for each in zip(*decays, strict=True))
-            before = scores[places, ends]
-            scores[places, ends] += (before.abs() * factors).masked_fill(~before.isfinite(), 0.0)
-        for place, (row, rule) in enumerate(zip(rows, rules, strict=True)):
+            indices, ends, factors = (torch.tensor(each, device=logits.device) for each in zip(*decays, strict=True))
+            before = scores[indices, ends]
+            scores[indices, ends] += (before.abs() * factors).masked_fill(~before.isfinite(), 0.0)
+        for index, (row, rule) in enumerate(zip(rows, rules, strict=True)):
             forced = rule.forced_after(row)
             if forced is not None:
-                scores[place] = BAN
-                scores[place, [token for token in forced if token < logits.shape[1]]] = 0.0
-        ruled = [place for place, rule in enumerate(rules) if rule.grammar is not None]
+                scores[index] = BAN
+                scores[index, [token for token in forced if token < logits.shape[1]]] = 0.0
+        ruled = [index for index, rule in enumerate(rules) if rule.grammar is not None]
         if ruled:
             some = torch.tensor(ruled, device=logits.device)
-            masks = [self._mask(rows[place], rules[place]) for place in ruled]
+            masks = [self._mask(rows[index], rules[index]) for index in ruled]
             allowed = allowed_by(masks, logits.shape[1], logits.device)
             scores[some] = scores[some].masked_fill(~allowed, BAN)
         return scores
@@ -285,19 +289,19 @@ class LogitsProcessor:
         """A copy of logits with all biases added."""
         device, found = logits.device, list[tuple[int, int, float]]()
         fixed = [rule.bias(logits.shape[1], device) for rule in rules]
-        for place, (row, rule) in enumerate(zip(rows, rules, strict=True)):
-            found += [(place, token, bias) for token, bias in rule.biases_after(row)]
+        for index, (row, rule) in enumerate(zip(rows, rules, strict=True)):
+            found += [(index, token, bias) for token, bias in rule.biases_after(row)]
             n = rule.params.no_repeat_ngram_size
             if n:
                 ngrams = self.ngrams.setdefault(row.sample, NGrams())
-                found += [(place, token, bias) for token, bias in ngrams.bans(row.tokens, n)]
-        places = [place for place, bias in enumerate(fixed) if bias is not None]
+                found += [(index, token, bias) for token, bias in ngrams.bans(row.tokens, n)]
+        indices = [index for index, bias in enumerate(fixed) if bias is not None]
         found = [each for each in found if each[1] < logits.shape[1]]
-        if not places and not found:
+        if not indices and not found:
             return logits.clone()
         biases = torch.zeros_like(logits)
-        if places:
-            biases[torch.tensor(places, device=device)] = torch.stack([bias for bias in fixed if bias is not None])
+        if indices:
+            biases[torch.tensor(indices, device=device)] = torch.stack([bias for bias in fixed if bias is not None])
         if found:
             at, tokens, added = (torch.tensor(each, device=device) for each in zip(*found, strict=True))
             biases.index_put_((at, tokens), added.to(biases.dtype), accumulate=True)

@@ -89,7 +89,7 @@ class Recipe(NamedTuple):
 class Processed(NamedTuple):
     """Rows of logits that are not as the model has them: which, and how they are."""
 
-    places: Sequence[int]
+    rows: Sequence[int]
     scores: Tensor
 
 
@@ -123,9 +123,9 @@ class Sampler:
                     wants.append(want)
         logits, processed = logits.float(), None
         if ruled:
-            places, rows, all_rules = zip(*ruled, strict=True)
-            some = logits if len(places) == len(draws) else logits[torch.tensor(places, device=logits.device)]
-            processed = Processed(places, self.processor(some, rows, all_rules))
+            indices, rows, all_rules = zip(*ruled, strict=True)
+            some = logits if len(indices) == len(draws) else logits[torch.tensor(indices, device=logits.device)]
+            processed = Processed(indices, self.processor(some, rows, all_rules))
         return choose_tokens(logits, draws, wants, processed)
 
     def may_draft(self, request: Request) -> bool:
@@ -175,34 +175,34 @@ def choose_tokens(
     failures = [None if isfinite(most) else NOT_NUMBERS for most in largest.tolist()]  # NaN is above any number
     if processed is not None:
         left, chosen = processed.scores.max(-1)
-        tokens[torch.tensor(processed.places, device=logits.device)] = chosen
-        for place, most in zip(processed.places, left.tolist(), strict=True):
-            failures[place] = failures[place] or (None if isfinite(most) else NONE_LEFT)
-    places = [place for place, draw in enumerate(draws) if draw.temperature > 0]
-    if places:
-        some = torch.tensor(places, device=logits.device)
+        tokens[torch.tensor(processed.rows, device=logits.device)] = chosen
+        for row, most in zip(processed.rows, left.tolist(), strict=True):
+            failures[row] = failures[row] or (None if isfinite(most) else NONE_LEFT)
+    drawn = [row for row, draw in enumerate(draws) if draw.temperature > 0]
+    if drawn:
+        some = torch.tensor(drawn, device=logits.device)
         scores = logits[some]
         if processed is not None:
-            both = [(place, row) for row, place in enumerate(processed.places) if draws[place].temperature > 0]
+            both = [(row, index) for index, row in enumerate(processed.rows) if draws[row].temperature > 0]
             if both:
-                at = {place: row for row, place in enumerate(places)}
-                into = torch.tensor([at[place] for place, _ in both], device=logits.device)
-                scores[into] = processed.scores[torch.tensor([row for _, row in both], device=logits.device)]
-        tokens[some] = draw_tokens(scores, [draws[place] for place in places])
+                at = {row: index for index, row in enumerate(drawn)}
+                into = torch.tensor([at[row] for row, _ in both], device=logits.device)
+                scores[into] = processed.scores[torch.tensor([index for _, index in both], device=logits.device)]
+        tokens[some] = draw_tokens(scores, [draws[row] for row in drawn])
     answers = [
         ChosenToken(None if failure else token, None, None, failure)
         for token, failure in zip(tokens.tolist(), failures, strict=True)
     ]
-    wanted = [place for place, want in enumerate(wants) if want is not None]
+    wanted = [row for row, want in enumerate(wants) if want is not None]
     if wanted:
         some = torch.tensor(wanted, device=logits.device)
         logprobs = logits[some].log_softmax(-1)
         own = logprobs.gather(1, tokens[some].unsqueeze(1)).flatten().tolist()
-        most = max(wants[place] or 0 for place in wanted)
-        values, indices = (side.tolist() for side in logprobs.topk(min(most, logits.shape[1]), dim=-1))
-        for row, place in enumerate(wanted):
-            top = dict(zip(indices[row][: wants[place]], values[row][: wants[place]], strict=True))
-            answers[place] = answers[place]._replace(logprob=own[row], top=top)
+        most = max(wants[row] or 0 for row in wanted)
+        values, tokens_of = (side.tolist() for side in logprobs.topk(min(most, logits.shape[1]), dim=-1))
+        for index, row in enumerate(wanted):
+            top = dict(zip(tokens_of[index][: wants[row]], values[index][: wants[row]], strict=True))
+            answers[row] = answers[row]._replace(logprob=own[index], top=top)
     return answers
 
 
@@ -229,10 +229,10 @@ def probabilities(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
     scores = scores - scores.amax(-1, keepdim=True)  # the likeliest is 0, however small a number it is divided by
     scores = scores / torch.tensor([[draw.temperature] for draw in draws], dtype=torch.float64, device=scores.device)
     asked_of = tuple(zip(*draws, strict=True))
-    for place, (cut, neutral) in CUTS.items():
-        if asked_of[place].count(neutral) < len(draws):
-            rows = [row for row, value in enumerate(asked_of[place]) if value != neutral]
-            asked = torch.tensor([[draws[row][place]] for row in rows], dtype=torch.float64, device=scores.device)
+    for option, (cut, neutral) in CUTS.items():
+        if asked_of[option].count(neutral) < len(draws):
+            rows = [row for row, value in enumerate(asked_of[option]) if value != neutral]
+            asked = torch.tensor([[draws[row][option]] for row in rows], dtype=torch.float64, device=scores.device)
             if len(rows) == len(draws):
                 scores = scores.masked_fill(cut(scores, asked), -torch.inf)
             else:

@@ -32,6 +32,7 @@ from attnspan.server.answers import Answer, ChatAnswer, CompletionAnswer, Usage
 from attnspan.server.api_errors import ApiError, Json, api_error_of
 from attnspan.server.chat import ChatTokenizer
 from attnspan.server.config import ServerConfig
+from attnspan.server.http_io import ClientGone, EventStream, Timed, read_json, unless_gone
 from attnspan.server.metrics import ServerMetrics
 from attnspan.server.openapi import document
 from attnspan.server.requests import (
@@ -42,7 +43,6 @@ from attnspan.server.requests import (
     parse_completion,
     sampling_params,
 )
-from attnspan.server.wire import ClientGone, EventStream, Timed, read_json, unless_gone
 
 PAGE_POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; "

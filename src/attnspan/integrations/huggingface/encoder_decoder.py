@@ -33,12 +33,12 @@ from attnspan.integrations.huggingface.own_attention import own_attention
 from attnspan.integrations.huggingface.positions import call_at_positions, counts_by_itself, give_positions
 from attnspan.integrations.huggingface.served_model import TransformersModel, positions_of
 from attnspan.integrations.huggingface.serving import (
+    ModelCall,
     ModuleAttention,
     ProbeResult,
-    ServedCall,
     ServedLayers,
-    call_served,
-    served,
+    attention_over_pages,
+    run_call,
 )
 
 OTHER_INPUTS = ("input_features", "pixel_values", "input_values", "bbox")
@@ -81,8 +81,8 @@ class EncoderDecoderModel(TransformersModel):
         start = tokens.new_full((1, 1), self._start)
         given = {"input_ids": tokens.unsqueeze(0), "decoder_input_ids": start, "past_key_values": Recording(keys)}
         call = partial(self.model, **given, use_cache=False)
-        with served(self.model, self):
-            call_served(_call_of(Encoding(self._encoder)), partial(call_at_positions, torch.zeros_like(start), call))
+        with attention_over_pages(self.model, self):
+            run_call(_call_of(Encoding(self._encoder)), partial(call_at_positions, torch.zeros_like(start), call))
         return keys
 
     def _logits(self, batch: PackedBatch) -> Tensor:
@@ -100,8 +100,8 @@ class EncoderDecoderModel(TransformersModel):
         for table, module, reach in self._tables:  # see [Note: learned biases]
             table.copy_(distance_table(getattr(module, COMPUTED), reach, table.device))
         call = partial(call_at_positions, batch.positions.unsqueeze(0), partial(self._logits, batch))
-        with served(self.model, self):
-            return call_served(_call_of(Decoding(attention, batch.encoded)), call)
+        with attention_over_pages(self.model, self):
+            return run_call(_call_of(Decoding(attention, batch.encoded)), call)
 
     def check_adapter(self, name: str) -> None:
         """Refused: the encoder computed a prompt with the adapters that are set."""
@@ -142,9 +142,9 @@ class EncoderDecoderModel(TransformersModel):
         return biased
 
 
-def _call_of(modules: ModuleAttention) -> ServedCall:
+def _call_of(modules: ModuleAttention) -> ModelCall:
     """A call in which modules attend as these say."""
-    return ServedCall(StepAttention(), (), (), modules=modules)
+    return ModelCall(StepAttention(), (), (), modules=modules)
 
 
 def _check_plain(layers: Iterable[AttentionLayer], encoder: set[nn.Module]) -> None:

@@ -36,8 +36,8 @@ from attnspan.errors import ModelError
 from attnspan.integrations.huggingface.layers import AttentionLayer
 from attnspan.masks import Causal, Chunked, Full, Mask, SlidingWindow, TokenGroups
 
-MaskFunction = Callable[..., Tensor | bool]
-"""Of (batch, head, query, key), numbers or tensors of them: whether the pair is allowed. transformers' own."""
+IndexMask = Callable[..., Tensor | bool]
+"""transformers' mask function: whether a pair is allowed, of (batch, head, query, key), numbers or tensors."""
 
 
 class _NoTensor(ModelError, AttributeError):
@@ -129,7 +129,7 @@ def requested_pattern(
     q_length: int,
     kv_length: int,
     *,
-    mask_function: MaskFunction = causal_mask_function,
+    mask_function: IndexMask = causal_mask_function,
     local_size: int | None = None,
     config: object = None,
     attention_mask: object = None,
@@ -158,13 +158,13 @@ def _by_arguments(local_size: int | None, config: object, more: dict[str, object
     return Pattern(causal, local_size if causal or local_size is None else local_size + 1)
 
 
-def _read(function: MaskFunction) -> Pattern:
+def _read(function: IndexMask) -> Pattern:
     """A pattern by the function of a mask. See [Note: functions of masks]."""
     PARTS.hold()
     return _pattern(function)
 
 
-def _pattern(function: MaskFunction) -> Pattern:
+def _pattern(function: IndexMask) -> Pattern:
     causal, both_ways, window, chunk, with_groups = False, False, None, None, None
     for part in _parts(function):
         code = getattr(part, "__code__", None)
@@ -193,7 +193,7 @@ def _pattern(function: MaskFunction) -> Pattern:
     )
 
 
-def _with_groups(function: MaskFunction) -> Pattern:
+def _with_groups(function: IndexMask) -> Pattern:
     """A union: of a causal pattern, and of one group of tokens each."""
     parts = _held(function, "mask_functions")
     if any(map(_is_reference, (each for part in parts for each in _parts(part)))):
@@ -212,7 +212,7 @@ def _with_groups(function: MaskFunction) -> Pattern:
     return found._replace(groups=groups if any(groups.runs) else None)  # a batch of text has none
 
 
-def _is_reference(function: MaskFunction) -> bool:
+def _is_reference(function: IndexMask) -> bool:
     """Whether a function is that of Unlimited-OCR, by which all tokens of a prompt are seen, in a pass without a cache:
     then all are of the prompt."""
     ours = str(getattr(function, "__module__", "")).startswith("transformers.models.unlimited_ocr.")
@@ -222,7 +222,7 @@ def _is_reference(function: MaskFunction) -> bool:
 REFERENCE = "create_reference_sliding_window_causal_mask.<locals>.prefill_overlay"
 
 
-def _unknown(function: MaskFunction) -> ModelError:
+def _unknown(function: IndexMask) -> ModelError:
     return ModelError(
         f"the model asks for a mask by {getattr(function, '__qualname__', function)}, which is not served; those that "
         "are: causal or both ways, sliding windows, chunks, groups of tokens that see each other beside those that are "
@@ -230,7 +230,7 @@ def _unknown(function: MaskFunction) -> ModelError:
     )
 
 
-def _parts(function: MaskFunction) -> Iterator[MaskFunction]:
+def _parts(function: IndexMask) -> Iterator[IndexMask]:
     """The functions that one is the intersection of."""
     if getattr(function, "__code__", None) is _AND:
         for each in _held(function, "mask_functions"):
@@ -239,7 +239,7 @@ def _parts(function: MaskFunction) -> Iterator[MaskFunction]:
         yield function
 
 
-def _held(function: MaskFunction, name: str) -> Any:
+def _held(function: IndexMask, name: str) -> Any:
     """What a function made by another holds by a name."""
     assert isinstance(function, FunctionType), "its code is known"
     assert function.__closure__ is not None, "and holds something"
@@ -259,7 +259,7 @@ def _means() -> bool:
     """Whether functions of transformers allow the same pairs as the patterns that are read from them."""
     each = torch.arange(8, device="cpu")
     q, k = torch.meshgrid(each, each, indexing="ij")
-    cases: list[tuple[MaskFunction, Pattern, Tensor]] = [
+    cases: list[tuple[IndexMask, Pattern, Tensor]] = [
         (causal_mask_function, Pattern(True, None), k <= q),
         (and_masks(sliding_window_overlay(3), causal_mask_function), Pattern(True, 3), (k <= q) & (k > q - 3)),
         (

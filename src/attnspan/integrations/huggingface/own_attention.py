@@ -31,12 +31,12 @@ from attnspan.integrations.huggingface.classes import class_of
 from attnspan.integrations.huggingface.plain_attention import (
     CLASSES,
     AttentionFunction,
-    Build,
-    Given,
+    Kwargs,
     LayerArgs,
+    LayerClass,
     Method,
+    OwnAttentionLayer,
     PlainAttention,
-    Written,
 )
 from attnspan.integrations.huggingface.tiny_module import filled
 
@@ -55,7 +55,7 @@ SERVED = "attnspan_served"
 """The attribute of a layer whose model an engine was made for."""
 
 
-L = TypeVar("L", bound=Written)
+L = TypeVar("L", bound=OwnAttentionLayer)
 
 
 class Alibi(NamedTuple, Generic[L]):
@@ -70,9 +70,9 @@ class OwnAttention(NamedTuple, Generic[L]):
     """One such class: what a layer asks for, a method in place of one of its, and a tiny layer with calls of it."""
 
     layer_args: Callable[[L], LayerArgs]
-    written: Callable[[AttentionFunction], Method]
-    example: Callable[[Build], nn.Module]
-    given: Callable[[L], list[Given]]  # beside hidden states of five tokens
+    replacement: Callable[[AttentionFunction], Method]
+    example: Callable[[LayerClass], nn.Module]
+    given: Callable[[L], list[Kwargs]]  # beside hidden states of five tokens
     width: int = 12
     method: str = "forward"
     alibi: Alibi[L] | None = None
@@ -80,7 +80,7 @@ class OwnAttention(NamedTuple, Generic[L]):
     @staticmethod
     def of(row: PlainAttention[L]) -> OwnAttention[L]:
         """One without biases."""
-        return OwnAttention(row.layer_args, row.written, row.example, lambda module: row.given(), 16, row.method)
+        return OwnAttention(row.layer_args, row.replacement, row.example, lambda module: row.given(), 16, row.method)
 
 
 def own_attention(module: nn.Module) -> OwnAttention[Any] | None:
@@ -109,7 +109,7 @@ def bind_forward(module: nn.Module, ask: AttentionFunction) -> None:
     """Let a layer ask for its attention, if it does not by itself."""
     family = own_attention(module)
     if family is not None:
-        vars(module)[family.method] = MethodType(family.written(ask), module)
+        vars(module)[family.method] = MethodType(family.replacement(ask), module)
 
 
 def unbind_forward(module: nn.Module) -> None:
@@ -132,7 +132,7 @@ def dispatch_forward(module: nn.Module) -> None:
 def _dispatched(self: nn.Module, *args: object, **kwargs: object) -> object:
     ask, family = CURRENT_ATTENTION.get(), own_attention(self)
     assert family is not None, "bound to such layers alone"
-    method = getattr(type(self), family.method) if ask is None else family.written(ask)
+    method = getattr(type(self), family.method) if ask is None else family.replacement(ask)
     return method(self, *args, **kwargs)
 
 
@@ -181,7 +181,7 @@ def _alibi(module: nn.Module) -> Alibi[Any]:
     return family.alibi
 
 
-class HasAlibi(Written, Protocol):
+class HasAlibi(OwnAttentionLayer, Protocol):
     """A layer whose ALiBi `build_alibi_tensor` makes."""
 
     num_heads: int
@@ -242,12 +242,12 @@ def _bloom_adds(module: Bloom, dtype: torch.dtype) -> Added:
     return lambda h, q, k: (slopes[h] * k).to(dtype)
 
 
-def _bloom_example(cls: Build) -> nn.Module:
+def _bloom_example(cls: LayerClass) -> nn.Module:
     sizes = {"n_head": 3, "hidden_dropout": 0.0, "attention_dropout": 0.0, "pretraining_tp": 1, "slow_but_exact": False}
     return cls(SimpleNamespace(hidden_size=12, **sizes), 0)
 
 
-def _bloom_given(module: Bloom) -> list[Given]:
+def _bloom_given(module: Bloom) -> list[Kwargs]:
     alibi = _built(module, 5, torch.float32)[:, None]
     return [{"residual": torch.ones(1, 5, 12, device="cpu"), "alibi": alibi, "attention_mask": _hidden()}]
 
@@ -255,7 +255,7 @@ def _bloom_given(module: Bloom) -> list[Given]:
 # ---- MPT -------------------------------------------------------------------------------------------------------------
 
 
-class Mpt(Written, Protocol):
+class Mpt(OwnAttentionLayer, Protocol):
     n_heads: int
     head_dim: int
     layer_idx: int | None
@@ -305,12 +305,12 @@ def _mpt_adds(module: Mpt, dtype: torch.dtype) -> Added:
     return lambda h, q, k: slopes[h] * (k - q)
 
 
-def _mpt_example(cls: Build) -> nn.Module:
+def _mpt_example(cls: LayerClass) -> nn.Module:
     inner = SimpleNamespace(softmax_scale=None, attn_pdrop=0.0, clip_qkv=0.5)
     return cls(SimpleNamespace(hidden_size=12, n_heads=3, max_seq_len=8, attn_config=inner), 0)
 
 
-def _mpt_given(module: Mpt) -> list[Given]:
+def _mpt_given(module: Mpt) -> list[Kwargs]:
     alibi = _file_of(module).build_mpt_alibi_tensor(3, 8, device="cpu")
     return [{"position_bias": alibi, "attention_mask": _hidden() < 0}]
 
@@ -370,13 +370,13 @@ def _falcon_adds(module: Falcon, dtype: torch.dtype) -> Added:
     return lambda h, q, k: (slopes[h] * k).to(dtype)
 
 
-def _falcon_example(cls: Build) -> nn.Module:
+def _falcon_example(cls: LayerClass) -> nn.Module:
     sizes = {"hidden_size": 12, "num_attention_heads": 3, "num_kv_heads": 1, "multi_query": True, "bias": False}
     sizes |= {"hidden_dropout": 0, "attention_dropout": 0, "max_position_embeddings": 8, "alibi": True}
     return cls(SimpleNamespace(new_decoder_architecture=False, _attn_implementation="sdpa", **sizes), 0)
 
 
-def _falcon_given(module: Falcon) -> list[Given]:
+def _falcon_given(module: Falcon) -> list[Kwargs]:
     alibi = _built(module, 5, torch.float32)[:, None]
     return [{"alibi": alibi, "attention_mask": _hidden() + alibi / math.sqrt(module.head_dim)}]
 
@@ -414,7 +414,7 @@ def _agrees(cls: type) -> bool:
             hidden = torch.randn(1, 5, family.width, generator=drawn, device="cpu", dtype=torch.float32)
             for given in family.given(module):
                 true = module(hidden, **given)[0]
-                vars(module)[family.method] = MethodType(family.written(_dense(module, family)), module)
+                vars(module)[family.method] = MethodType(family.replacement(_dense(module, family)), module)
                 found = module(hidden, **given)[0]
                 del vars(module)[family.method]
                 if not torch.allclose(found, true, rtol=1e-4, atol=1e-5):

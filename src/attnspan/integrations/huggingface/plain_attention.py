@@ -30,14 +30,14 @@ AttentionFunction = Callable[..., tuple[Tensor, None]]
 
 Method = Callable[..., object]
 
-Given = Mapping[str, object]
+Kwargs = Mapping[str, object]
 """Arguments by name."""
 
-Build = Callable[..., nn.Module]
+LayerClass = Callable[..., nn.Module]
 """A class of layers, called."""
 
 
-class Written(Protocol):
+class OwnAttentionLayer(Protocol):
     """A layer that writes its attention out. What more there is of one is said where its class is known."""
 
     training: bool
@@ -46,7 +46,7 @@ class Written(Protocol):
         """Those of its projections."""
 
 
-L = TypeVar("L", bound=Written, contravariant=True)
+L = TypeVar("L", bound=OwnAttentionLayer, contravariant=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,8 +84,8 @@ class PlainAttention(Generic[L]):
     window: Callable[[L], int | None] = lambda module: None
     causal: Callable[[L], bool] = lambda module: True
     hides: bool = False
-    example: Callable[[Build], nn.Module]  # of a class: layers of width 16
-    given: Callable[[], list[Given]]  # cases, beside hidden states of five tokens
+    example: Callable[[LayerClass], nn.Module]  # of a class: layers of width 16
+    given: Callable[[], list[Kwargs]]  # cases, beside hidden states of five tokens
 
     def layer_args(self, module: L) -> LayerArgs:
         """What a layer asks for."""
@@ -105,11 +105,11 @@ class PlainAttention(Generic[L]):
         found = getattr(module, self.dropout)
         return float(found.p if isinstance(found, nn.Dropout) else found)
 
-    def _options(self, module: L) -> Given:
+    def _options(self, module: L) -> Kwargs:
         dropout = self._dropout(module) if module.training else 0.0
         return {"scaling": self.scale(module), "dropout": dropout, "sliding_window": self.window(module)}
 
-    def written(self, ask: AttentionFunction) -> Method:
+    def replacement(self, ask: AttentionFunction) -> Method:
         """What takes the place of the method."""
         raise NotImplementedError
 
@@ -123,7 +123,7 @@ class ScoringMethod(PlainAttention[L]):
     keys_first: bool = False
     listed: bool = False
 
-    def written(self, ask: AttentionFunction) -> Method:
+    def replacement(self, ask: AttentionFunction) -> Method:
         def _attn(
             module: L, query: Tensor, key: Tensor, value: Tensor, attention_mask: object = None, *more: object
         ) -> object:
@@ -149,9 +149,9 @@ class WholeForward(PlainAttention[L]):
     out: str = ""
     crossing: str
     refused: str = ""
-    rotate: Callable[[L, Given, list[Tensor]], list[Tensor]] = lambda module, given, heads: heads
+    rotate: Callable[[L, Kwargs, list[Tensor]], list[Tensor]] = lambda module, given, heads: heads
 
-    def written(self, ask: AttentionFunction) -> Method:
+    def replacement(self, ask: AttentionFunction) -> Method:
         def forward(module: L, hidden_states: Tensor, **given: object) -> tuple[Tensor, None]:
             if self.refused and given.get(self.refused) is not None:
                 raise ModelError(f"{type(module).__name__} is given {self.refused}, which is not served")
@@ -180,19 +180,19 @@ def _numbers(*shape: int) -> Tensor:
     return torch.arange(count, dtype=torch.float32, device="cpu").mul(0.7).sin().view(shape)
 
 
-def _masked(**more: object) -> list[Given]:
+def _masked(**more: object) -> list[Kwargs]:
     return [{"attention_mask": _hidden(), **more}]
 
 
-def _at_positions() -> list[Given]:
+def _at_positions() -> list[Kwargs]:
     return _masked(position_ids=torch.arange(5, device="cpu").unsqueeze(0))
 
 
-def _crossing(name: str) -> Callable[[], list[Given]]:
+def _crossing(name: str) -> Callable[[], list[Kwargs]]:
     return lambda: [*_masked(), {name: _numbers(1, 5, 16)}]
 
 
-class Gpt(Written, Protocol):
+class Gpt(OwnAttentionLayer, Protocol):
     """GPT-J and CodeGen."""
 
     num_attention_heads: int
@@ -204,7 +204,7 @@ class GptNeoConfig(Protocol):
     window_size: int
 
 
-class GptNeo(Written, Protocol):
+class GptNeo(OwnAttentionLayer, Protocol):
     num_heads: int
     head_dim: int
     attention_type: str
@@ -230,13 +230,13 @@ class HeldWindow(ScoringMethod[GptNeo]):
         return found
 
 
-class GptNeoXJapanese(Written, Protocol):
+class GptNeoXJapanese(OwnAttentionLayer, Protocol):
     num_attention_heads: int
     head_size: int
     norm_factor: float
 
 
-class OpenAI(Written, Protocol):
+class OpenAI(OwnAttentionLayer, Protocol):
     """The first GPT."""
 
     n_head: int
@@ -244,7 +244,7 @@ class OpenAI(Written, Protocol):
     scale: bool
 
 
-class Bert(Written, Protocol):
+class Bert(OwnAttentionLayer, Protocol):
     num_attention_heads: int
     attention_head_size: int
     is_decoder: bool
@@ -255,14 +255,14 @@ class RoFormer(Bert, Protocol):
     apply_rotary_position_embeddings: Callable[..., tuple[Tensor, ...]]
 
 
-class Bart(Written, Protocol):
+class Bart(OwnAttentionLayer, Protocol):
     num_heads: int
     head_dim: int
     scaling: float
     is_decoder: bool
 
 
-def _rotated(module: RoFormer, given: Given, heads: list[Tensor]) -> list[Tensor]:
+def _rotated(module: RoFormer, given: Kwargs, heads: list[Tensor]) -> list[Tensor]:
     """RoFormer's rotary embeddings, of values too if it is asked for that."""
     positions = given.get("sinusoidal_pos")
     if positions is None:
@@ -271,31 +271,31 @@ def _rotated(module: RoFormer, given: Given, heads: list[Tensor]) -> list[Tensor
     return [*rotate(positions, *heads)] if module.rotary_value else [*rotate(positions, *heads[:2]), heads[2]]
 
 
-def _gpt(cls: Build) -> nn.Module:
+def _gpt(cls: LayerClass) -> nn.Module:
     sizes = {"hidden_size": 16, "num_attention_heads": 4, "rotary_dim": 2, "max_position_embeddings": 8}
     return cls(SimpleNamespace(attn_pdrop=0.0, resid_pdrop=0.0, **sizes), 0)
 
 
-def _gpt_neo(cls: Build) -> nn.Module:
+def _gpt_neo(cls: LayerClass) -> nn.Module:
     sizes = {"hidden_size": 16, "num_heads": 4, "max_position_embeddings": 8, "window_size": 3}
     return cls(SimpleNamespace(attention_dropout=0.0, resid_dropout=0.0, **sizes), "local", 0)
 
 
-def _japanese(cls: Build) -> nn.Module:
+def _japanese(cls: LayerClass) -> nn.Module:
     sizes = {"hidden_size": 16, "num_attention_heads": 4, "rope_parameters": {"partial_rotary_factor": 0.5}}
     return cls(SimpleNamespace(attention_dropout=0.0, **sizes), use_bias=True, layer_idx=0)
 
 
-def _openai(cls: Build) -> nn.Module:
+def _openai(cls: LayerClass) -> nn.Module:
     return cls(16, 8, SimpleNamespace(n_head=4, attn_pdrop=0.0, resid_pdrop=0.0), scale=True)
 
 
-def _bert(cls: Build) -> nn.Module:
+def _bert(cls: LayerClass) -> nn.Module:
     sizes = {"hidden_size": 16, "num_attention_heads": 4, "is_decoder": True, "rotary_value": True}
     return cls(SimpleNamespace(attention_probs_dropout_prob=0.0, **sizes), 0)
 
 
-def _bart(cls: Build) -> nn.Module:
+def _bart(cls: LayerClass) -> nn.Module:
     return cls(embed_dim=16, num_heads=4, is_decoder=True, layer_idx=0)
 
 

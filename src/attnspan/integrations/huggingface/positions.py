@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from attnspan.integrations.huggingface.batches import Entries
     from attnspan.integrations.huggingface.enabling import ForwardPass
 
-Arguments = tuple[tuple[object, ...], dict[str, object]]
-Before = Callable[[nn.Module, tuple[object, ...], dict[str, object]], Arguments]
+ArgsAndKwargs = tuple[tuple[object, ...], dict[str, object]]
+Before = Callable[[nn.Module, tuple[object, ...], dict[str, object]], ArgsAndKwargs]
 After = Callable[[nn.Module, tuple[object, ...], object], object]
 """Hooks before and after forward."""
 
@@ -64,7 +64,7 @@ def give_positions(counting: Iterable[nn.Module]) -> None:
             module.register_forward_pre_hook(_add_positions, with_kwargs=True)
 
 
-def _add_positions(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> Arguments:
+def _add_positions(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> ArgsAndKwargs:
     """A hook, which does nothing while no engine calls the model."""
     positions = _POSITIONS.get()
     return args, kwargs if positions is None else kwargs | {"position_ids": positions[0]}
@@ -183,7 +183,7 @@ def _counts(module: nn.Module) -> bool:
 def _own(current_pass: Callable[[], ForwardPass], encoder: bool) -> Before:
     """Gives an embedding the positions of a rank's tokens."""
 
-    def before(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> Arguments:
+    def before(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> ArgsAndKwargs:
         session = current_pass().encoder if encoder else current_pass().session
         assert session is not None, "an encoder has a session"
         return args, kwargs | {"position_ids": session.positions}
@@ -194,7 +194,7 @@ def _own(current_pass: Callable[[], ForwardPass], encoder: bool) -> Before:
 def _with_last(current_pass: Callable[[], ForwardPass]) -> Before:
     """Gives a rotary embedding, called with (x, position_ids), one token more. See [Note: the last position]."""
 
-    def before(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> Arguments:
+    def before(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> ArgsAndKwargs:
         named = "position_ids" in kwargs
         ids = kwargs["position_ids"] if named else args[1]
         assert isinstance(ids, Tensor), "rotary embeddings are called with (x, position_ids)"

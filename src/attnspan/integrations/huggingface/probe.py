@@ -7,7 +7,7 @@ before any page is written. A window that is in a mask alone, and that no layer 
 layer's from then on.
 
 Pages belong to calls: a layer that attends several times in a pass, as one that is shared between depths, has pages for
-each time. The order of calls is noted here, and compared in every step (`ServedCall.next_layer`).
+each time. The order of calls is noted here, and compared in every step (`ModelCall.next_layer`).
 
 Recurrent mixers run as they are, from states of zeros. Which states they use, and in which order, is found here.
 
@@ -36,13 +36,13 @@ from attnspan.integrations.huggingface.layers import AttentionLayer, calls_of
 from attnspan.integrations.huggingface.masking import Pattern, given_masks, requested_pattern
 from attnspan.integrations.huggingface.own_attention import CURRENT_ATTENTION, dispatch_forward
 from attnspan.integrations.huggingface.serving import (
+    ModelCall,
     ProbeResult,
-    ServedCall,
     ServedLayers,
-    call_served,
     called_while_served,
     head_of,
     probed_once,
+    run_call,
 )
 from attnspan.integrations.huggingface.towers import OUTPUTS, decoder_of, patterns_of
 from attnspan.parallel.dtensors import is_dtensor
@@ -127,9 +127,9 @@ def probe_model(model: PreTrainedModel, layers: ServedLayers) -> ProbeResult:
 
 def _probed(layers: ServedLayers, model: PreTrainedModel) -> ProbeResult:
     states = ProbedStates()
-    call = ServedCall(states, (), None)
+    call = ModelCall(states, (), None)
     probe = Probe(layers.attention, adopts=True)
-    calls = call_served(call, partial(_calls, probe, model, layers.arguments))
+    calls = run_call(call, partial(_calls, probe, model, layers.arguments))
     unused = [mixer for mixer in layers.mixers if mixer.name not in call.used]
     if unused:
         raise ModelError(f"{unused[0].name} is not used in a pass of the model, and an engine serves layers that are")

@@ -70,7 +70,7 @@ Result = Tensor | tuple[Tensor, None]
 
 Caller = Callable[["TokensOfMixer"], Result]
 Function = Callable[..., object]
-Arguments = dict[str, object]
+Kwargs = dict[str, object]
 
 
 class TokensOfMixer(Protocol):
@@ -135,7 +135,7 @@ class SequenceFunctions:
         run = eagerly(SequenceFunctions._run) if torch.compiler.is_compiling() else SequenceFunctions._run
         return run(self, name, args, kwargs)
 
-    def _run(self, name: str, args: tuple[object, ...], kwargs: Arguments) -> Result:
+    def _run(self, name: str, args: tuple[object, ...], kwargs: Kwargs) -> Result:
         here = self.here()
         for each in PACKED:
             if kwargs.get(each) is not None:
@@ -380,39 +380,39 @@ class _Drawn:
         return torch.randn(*shape, generator=self._generator, dtype=torch.float32, device="cpu")
 
 
-def _padded() -> list[Arguments]:
+def _padded() -> list[Kwargs]:
     drawn = _Drawn()
     return [{"hidden_states": drawn(2, 5, 3), "attention_mask": (drawn(2, 5) > 0).long()}]
 
 
-def _convolutions() -> list[Arguments]:
+def _convolutions() -> list[Kwargs]:
     drawn = _Drawn()
     given = {"hidden_states": drawn(2, 3, 5), "weight": drawn(3, 4), "bias": drawn(3)}
     return [given | {"activation": "silu"}, given | {"bias": None}]
 
 
-def _deltas(channels: tuple[int, ...]) -> list[Arguments]:
+def _deltas(channels: tuple[int, ...]) -> list[Kwargs]:
     drawn = _Drawn()
     given = {"query": drawn(2, 5, 2, 4), "key": 0.5 * drawn(2, 5, 2, 4), "value": drawn(2, 5, 2, 3)}
     given |= {"g": -F.softplus(drawn(2, 5, 2, *channels)), "beta": drawn(2, 5, 2).sigmoid()}
     return [given | {"use_qk_l2norm_in_kernel": normalized} for normalized in (True, False)]
 
 
-def _scans() -> list[Arguments]:
+def _scans() -> list[Kwargs]:
     drawn = _Drawn()
-    given: Arguments = {"hidden_states": drawn(2, 5, 4, 3), "dt": drawn(2, 5, 4), "A": -drawn(4).exp()}
+    given: Kwargs = {"hidden_states": drawn(2, 5, 4, 3), "dt": drawn(2, 5, 4), "A": -drawn(4).exp()}
     given |= {"B": drawn(2, 5, 2, 3), "C": drawn(2, 5, 2, 3), "D": drawn(4), "dt_bias": drawn(4), "chunk_size": 3}
     return [given | {"dt_softplus": True, "dt_limit": (0.1, 2.0)}]
 
 
-def _selective_scans() -> list[Arguments]:
+def _selective_scans() -> list[Kwargs]:
     drawn = _Drawn()
     given = {"hidden_states": drawn(2, 4, 5), "dt": drawn(2, 4, 5), "A": -drawn(4, 3).exp(), "B": drawn(2, 3, 5)}
     given |= {"C": drawn(2, 3, 5), "D": drawn(4), "z": drawn(2, 4, 5), "delta_bias": drawn(4)}
     return [given | {"delta_softplus": True}]
 
 
-EXAMPLES: Mapping[str, Callable[[], list[Arguments]]] = {
+EXAMPLES: Mapping[str, Callable[[], list[Kwargs]]] = {
     PADDING: _padded,
     "causal_conv1d_fn": _convolutions,
     "torch_chunk_gated_delta_rule": functools.partial(_deltas, ()),

@@ -36,14 +36,14 @@ from attnspan.integrations.huggingface.positions import call_at_positions
 from attnspan.integrations.huggingface.probe import probe_model
 from attnspan.integrations.huggingface.serving import (
     WHILE_SERVED,
+    ModelCall,
     ProbeResult,
-    ServedCall,
     ServedLayers,
-    call_served,
+    attention_over_pages,
     head_of,
     keep_logits,
+    run_call,
     serve_latents,
-    served,
     served_layers,
     update_layers,
     wants_latents,
@@ -140,11 +140,11 @@ class TransformersModel:
         call = partial(call_at_positions, batch.positions.unsqueeze(0), partial(self._logits, batch))
         if self._decoder is not self.model:
             call = partial(call_with_merging, Merging(self._decoder_names, batch), call)
-        with served(self.model, self):
+        with attention_over_pages(self.model, self):
             keep = batch.keep if self._all_logits else None
             rows = AdapterRows(batch) if batch.adapters else None
             order, mixers = self._order, self._mixers
-            return call_served(ServedCall(attention, order, mixers, self._latents, keep=keep, adapters=rows), call)
+            return run_call(ModelCall(attention, order, mixers, self._latents, keep=keep, adapters=rows), call)
 
     def _logits(self, batch: PackedBatch) -> Tensor:
         # Without an attention_mask, transformers would take the packed samples of a model with towers for documents.
@@ -169,7 +169,7 @@ class TransformersModel:
         return embedded(tokens, self._captured(given), self._captured(plain), self._layers, self._position_offset)
 
     def _captured(self, given: Mapping[str, object]) -> dict[str, object]:
-        with served(self.model, object()):
+        with attention_over_pages(self.model, object()):
             return captured(self.model, self._decoder, self._decoder_names, given)
 
     def _find_position_offset(self) -> int:

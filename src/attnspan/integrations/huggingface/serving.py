@@ -2,7 +2,7 @@
 
 A model asks for attention by name. While it is served the name is `attnspan_paged`, a function registered with
 transformers' own AttentionInterface (`paged_attention`). Its recurrent mixers have methods of their own meanwhile
-(mixers.py). The call under way (`ServedCall`) is a context variable, since not every model passes arguments down to its
+(mixers.py). The call under way (`ModelCall`) is a context variable, since not every model passes arguments down to its
 layers. Threads that serve one model over different pages do not meet. Afterwards the model has its own name and methods
 back.
 
@@ -81,7 +81,7 @@ class ModuleAttention:
 
 
 @dataclass(slots=True, eq=False)
-class ServedCall:
+class ModelCall:
     """A call of a model: attention and states, which layer has which number, and which mixer uses which state."""
 
     attention: StepAttention
@@ -110,7 +110,7 @@ class ServedCall:
 class ServedTokens:
     """The tokens of a call as a mixer sees them. `padding` and `called`: see `TokensOfMixer`."""
 
-    call: ServedCall
+    call: ModelCall
     mixer: str
     padding: Tensor | None = None
     called: set[tuple[str, str]] = field(default_factory=set)
@@ -136,13 +136,13 @@ class ServedTokens:
         return number
 
 
-_ATTENTION: ContextVar[ServedCall | None] = ContextVar("the model call under way", default=None)
+_ATTENTION: ContextVar[ModelCall | None] = ContextVar("the model call under way", default=None)
 
 
-def call_served(served: ServedCall, call: Callable[[], T]) -> T:
+def run_call(model_call: ModelCall, call: Callable[[], T]) -> T:
     """Call a model whose layers find this: in a context of its own, so that no interrupt can leave it set."""
     context = copy_context()
-    context.run(_ATTENTION.set, served)
+    context.run(_ATTENTION.set, model_call)
     context.run(CURRENT_ATTENTION.set, paged_attention)
     return context.run(call)
 
@@ -323,7 +323,7 @@ class ProbeResult(NamedTuple):
     all_logits: bool = False
 
 
-class _Serving:
+class _PagedBinding:
     """The engines that serve a model, the names that its configs had before, and what probing it found."""
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -417,36 +417,36 @@ def _is_plain(config: PreTrainedConfig) -> bool:
     return not config.sub_configs and twin._attn_implementation == NAME
 
 
-_SERVED: WeakKeyDictionary[nn.Module, _Serving] = WeakKeyDictionary()
+_BINDINGS: WeakKeyDictionary[nn.Module, _PagedBinding] = WeakKeyDictionary()
 _LOCK = Lock()
 
 
-def _serving(model: PreTrainedModel) -> _Serving:
-    with _LOCK: return _serving_of(model)  # fmt: skip  # noqa: E701
+def _binding_of(model: PreTrainedModel) -> _PagedBinding:
+    with _LOCK: return _find_binding(model)  # fmt: skip  # noqa: E701
 
 
-def _serving_of(model: PreTrainedModel) -> _Serving:
-    found = _SERVED.get(model)
+def _find_binding(model: PreTrainedModel) -> _PagedBinding:
+    found = _BINDINGS.get(model)
     if found is None or (found.config is not model.config and not found.owners):
-        found = _SERVED[model] = _Serving(model)
+        found = _BINDINGS[model] = _PagedBinding(model)
     return found
 
 
 @contextmanager
-def served(model: PreTrainedModel, owner: object = None) -> Iterator[None]:
+def attention_over_pages(model: PreTrainedModel, owner: object = None) -> Iterator[None]:
     """Inside, the model's attention is `paged_attention`, for one owner at least. See [Note: several engines]."""
-    serving = _serving(model)
+    binding = _binding_of(model)
     try:
-        with serving.lock: serving.begin(serving.name, id(owner))  # fmt: skip  # noqa: E701
+        with binding.lock: binding.begin(binding.name, id(owner))  # fmt: skip  # noqa: E701
         yield
     finally:
-        with serving.lock: serving.end(id(owner))  # fmt: skip  # noqa: E701
+        with binding.lock: binding.end(id(owner))  # fmt: skip  # noqa: E701
 
 
 def serve_latents(model: PreTrainedModel, sources: Iterable[LatentSource]) -> None:
     """While the model is served, these stand in for the keys and values of their modules."""
-    serving = _serving(model)
-    with serving.lock: serving.latents.update((each.module, each) for each in sources)  # fmt: skip  # noqa: E701
+    binding = _binding_of(model)
+    with binding.lock: binding.latents.update((each.module, each) for each in sources)  # fmt: skip  # noqa: E701
 
 
 def probed_once(
@@ -456,11 +456,11 @@ def probed_once(
 
     No engine serves the model meanwhile. An engine for a model that others serve, as on virtual ranks, finds it probed.
     """
-    serving = _serving(model)
-    with serving.lock: return serving.probe(layers, name, probe)  # fmt: skip  # noqa: E701
+    binding = _binding_of(model)
+    with binding.lock: return binding.probe(layers, name, probe)  # fmt: skip  # noqa: E701
 
 
 def update_layers(model: PreTrainedModel, layers: ServedLayers) -> None:
     """From here on these are served: a model that has changed may have others of the same description."""
-    serving = _serving(model)
-    with serving.lock: serving.update_layers(layers)  # fmt: skip  # noqa: E701
+    binding = _binding_of(model)
+    with binding.lock: binding.update_layers(layers)  # fmt: skip  # noqa: E701

@@ -1,4 +1,4 @@
-"""The wire: bodies that may be too long or too slow, clients that go away, streams of events, readers that do not read.
+"""What HTTP may do to a request: bodies too long or too slow, clients that go away, event streams, slow readers.
 
 `unless_gone` runs a coroutine as long as the client is there. `EventStream` sends server-sent events, each
 ``data: JSON``, the last ``data: [DONE]``; while nothing happens it sends a comment every `PING` seconds, so that
