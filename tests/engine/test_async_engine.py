@@ -9,7 +9,7 @@ import torch
 
 from attnspan import Engine, SamplingParams
 from attnspan.engine import AsyncEngine, follow
-from attnspan.engine.stepping_thread import AddCommand, CancelCommand, StopCommand, packed, unpacked
+from attnspan.engine.commands import AddCommand, CancelCommand, StopCommand, packed, unpacked
 from attnspan.errors import EngineBusy, EngineClosed, EngineError, StepFailed, TransportError
 from attnspan.testing import loopback
 from tests.engine.models import prompts, tiny, tokenizer

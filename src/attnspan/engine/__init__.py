@@ -1,7 +1,8 @@
 """Generation: requests that come and go, batched step by step, over a KV cache in pages.
 
     llm_engine.py        generate and stream, over
-    async_engine.py      the same for asyncio, over a thread that owns the engine (stepping_thread.py)
+    async_engine.py      the same for asyncio, over a thread that owns the engine (stepping_thread.py, which is told
+                         commands.py and makes rounds, as every rank does: engine_loop.py)
     core.py              requests in, tokens out: add, step, cancel (request_table.py: those that are unfinished)
     scheduler.py         what is computed next; ints only, as are sample.py and kv_cache_manager.py
     model_runner.py      one call of the model over pages (model.py: what is asked of a model)
@@ -25,6 +26,7 @@ Knows no model library. `attnspan.Engine` wraps transformers models (attnspan/ge
 
 from attnspan.engine.async_engine import AnswerStream, AsyncEngine
 from attnspan.engine.config import EngineConfig
+from attnspan.engine.engine_loop import follow
 from attnspan.engine.fingerprint import ModelFingerprint
 from attnspan.engine.llm_engine import LLMEngine
 from attnspan.engine.model import (
@@ -41,7 +43,7 @@ from attnspan.engine.model import (
 from attnspan.engine.params import SamplingParams
 from attnspan.engine.request import Continuation, Request, Token
 from attnspan.engine.stats import EngineStats, Histogram
-from attnspan.engine.stepping_thread import StreamedToken, follow
+from attnspan.engine.stepping_thread import StreamedToken
 
 __all__ = [
     "AnswerStream",

@@ -1,12 +1,8 @@
 """The one thread that owns an engine: it takes commands, steps while there is something to do, and delivers tokens.
 
-    commands   AddCommand, CancelCommand, StopCommand: from any thread, by `put`
-    EngineLoop     what every rank does in a round: all commands that have come, then one step
-    SteppingThread rounds on this rank, and what is told to those who wait
-
-[Note: over ranks] Ranks of an engine make the same calls in the same order. Rank 0 listens; at the beginning of each
-round it sends its commands to the others, which `follow`. A rank 0 without work sends an empty round every `HEARTBEAT`
-seconds, so that no rank waits longer than its group's timeout.
+    commands.py     AddCommand, CancelCommand, StopCommand: from any thread, by `put`
+    engine_loop.py  a round, on every rank: commands, then a step
+    SteppingThread  rounds on this rank, and what is told to those who wait
 
 [Note: a step that fails] is a transaction that did not happen. If it ended requests by itself (their text cannot be
 decoded), the others go on. Otherwise all open requests end with the error, and later ones find an engine that is as it
@@ -17,20 +13,21 @@ Knows nothing of asyncio: whoever waits is told by a function that may be called
 
 from __future__ import annotations
 
-import json
 import logging
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import nullcontext
 from contextvars import copy_context
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from threading import Event, Lock, Thread
 from time import monotonic
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 
+from attnspan.engine.commands import AddCommand, CancelCommand, Command, StopCommand, packed
+from attnspan.engine.engine_loop import EngineLoop
 from attnspan.engine.llm_engine import LLMEngine
 from attnspan.engine.params import SamplingParams
 from attnspan.engine.prompts import Prompt
@@ -47,59 +44,6 @@ HEARTBEAT = 5.0
 
 LONGEST_WAIT = 60.0
 """Seconds: the longest time after which a caller is asked to try again."""
-
-
-@dataclass(frozen=True, slots=True)
-class AddCommand:
-    """Add all of these prompts, or none."""
-
-    call: int
-    prompts: Sequence[Prompt]
-    params: Sequence[SamplingParams | None]
-    salt: Hashable
-    priority: int
-
-
-@dataclass(frozen=True, slots=True)
-class CancelCommand:
-    """End what is left of a call."""
-
-    call: int
-
-
-@dataclass(frozen=True, slots=True)
-class StopCommand:
-    """End all that is left, and the loop."""
-
-
-Command = AddCommand | CancelCommand | StopCommand
-KINDS = (AddCommand, CancelCommand, StopCommand)
-
-
-def packed(commands: Sequence[Command]) -> bytes:
-    """Commands as they travel to other ranks. JSON, which can hold no code.
-
-    >>> unpacked(packed([AddCommand(3, [[5, 6]], [SamplingParams(n=2)], "salt", 0), StopCommand()]))[1]
-    StopCommand()
-    """
-
-    def fields(command: Command) -> list[Any]:
-        if not isinstance(command, AddCommand):
-            return [getattr(command, name) for name in command.__slots__]
-        params = [None if each is None else asdict(each) for each in command.params]
-        return [command.call, command.prompts, params, command.salt, command.priority]
-
-    return json.dumps([[KINDS.index(type(command)), *fields(command)] for command in commands]).encode()
-
-
-def unpacked(content: bytes) -> list[Command]:
-    """What was packed."""
-    found: list[Command] = []
-    for kind, *fields in json.loads(content):
-        if KINDS[kind] is AddCommand:
-            fields[2] = [None if each is None else SamplingParams(**each) for each in fields[2]]
-        found.append(KINDS[kind](*fields))
-    return found
 
 
 class StreamedToken(NamedTuple):
@@ -149,92 +93,6 @@ class AsyncCall:
         logprobs, top = continuation.logprobs, continuation.top_logprobs
         told = None if logprobs is None else logprobs[index], None if top is None else top[index]
         return StreamedToken(prompt, sample, token.token_id, token.text, token.finish_reason, *told)
-
-
-class Round(NamedTuple):
-    """What a round came to: calls that were added or refused, tokens, and why the step failed, if it did."""
-
-    added: dict[int, list[Request]]
-    refused: dict[int, Exception]
-    tokens: list[Token]
-    failed: BaseException | None
-
-
-class EngineLoop:
-    """What every rank does in a round: commands, then a step."""
-
-    def __init__(self, engine: LLMEngine) -> None:
-        self.engine = engine
-        self.requests: dict[int, list[Request]] = {}  # by call; those that have not all ended
-        self.stopped = False
-
-    def round(self, commands: Sequence[Command]) -> Round:
-        added, refused = dict[int, list[Request]](), dict[int, Exception]()
-        for command in commands:
-            if isinstance(command, AddCommand):
-                try:
-                    added[command.call] = self.requests[command.call] = self._add(command)
-                except Exception as error:
-                    refused[command.call] = error
-            elif isinstance(command, CancelCommand):
-                self._cancel(self.requests.pop(command.call, ()))
-            else:
-                self.stopped = True
-                self._cancel_all()
-        tokens, failed = list[Token](), None
-        if self.engine.failure is not None:
-            failed = self.engine.failure
-        elif self.requests:
-            try:
-                tokens = self.engine.step()
-            except BaseException as error:
-                failed = error
-                if self.engine.failure is None and not any(request.error is error for request in self._all()):
-                    self._cancel_all()
-        for call in [call for call, requests in self.requests.items() if all(each.finished for each in requests)]:
-            del self.requests[call]
-        return Round(added, refused, tokens, failed)
-
-    def _add(self, command: AddCommand) -> list[Request]:
-        requests: list[Request] = []
-        try:
-            for prompt, params in zip(command.prompts, command.params, strict=True):
-                requests.append(self.engine.add(prompt, params, salt=command.salt, priority=command.priority))
-        except Exception:
-            self._cancel(requests)
-            raise
-        return requests
-
-    def _all(self) -> Iterator[Request]:
-        return (request for requests in self.requests.values() for request in requests)
-
-    def _cancel(self, requests: Sequence[Request]) -> None:
-        for request in requests:
-            if not request.finished:
-                try:
-                    self.engine.cancel(request)
-                except Exception as error:  # its last text cannot be decoded; it has ended, and nobody asks
-                    log.warning("request %s was cancelled: %s", request.number, error)
-
-    def _cancel_all(self) -> None:
-        for requests in self.requests.values():
-            self._cancel(requests)
-        self.requests.clear()
-
-
-def follow(engine: LLMEngine) -> None:
-    """Do what rank 0 does, until its `AsyncEngine` is shut down: what every other rank calls.
-
-    Raises what ends the engine: a rank that is lost, or that fails.
-    """
-    transport = engine.transport
-    if transport is None or transport.rank == 0:
-        raise EngineError("follow is for the ranks beside rank 0; rank 0 makes an AsyncEngine of its engine")
-    loop = EngineLoop(engine)
-    while not loop.stopped:
-        loop.round(unpacked(transport.agree(b"", "commands of an engine")[0]))
-        if engine.failure is not None:
-            raise engine.failure
 
 
 class SteppingThread:
