@@ -247,8 +247,6 @@ def served_layers(model: PreTrainedModel) -> ServedLayers:
     check_adapters(model)
     check_alone(adapted(model))
     check_positions((found for found in model.named_modules() if found[1] not in outside), counted=True)
-    if not model.config.is_encoder_decoder:
-        _check_token_mixing(decoder_of(model), {mixer.module for mixer in mixers}, {layer.module for layer in idle})
     _check_compiled(model, {layer.module for layer in layers} | {mixer.module for mixer in mixers})
     if not model.config.is_encoder_decoder and any(layer.bias is None for layer in layers):
         give_positions(counting_modules(adapted(model)))
@@ -257,6 +255,8 @@ def served_layers(model: PreTrainedModel) -> ServedLayers:
         layers = [layer for layer in layers if not layer.cross and layer.module not in encoder]
     layers = [replace(layer, causal=True) for layer in layers] if outside else layers  # masks are looked at by a probe
     check_decodes(layers, "an engine")
+    if not model.config.is_encoder_decoder:
+        _check_token_mixing(decoder_of(model), {mixer.module for mixer in mixers}, {layer.module for layer in idle})
     for layer in layers:
         dispatch_forward(layer.module)
     if not callable(getattr(model, "set_attn_implementation", None)) or head_of(model) is None:
