@@ -40,9 +40,9 @@ def engine(**options):
 
 
 @contextlib.contextmanager
-def running(*, max_waiting=256, tokenizer=None, options=None, **config):
+def running(*, max_waiting=256, tokenizer=None, options=None, model=None, **config):
     """A server of an engine of its own; afterwards no page is lost."""
-    made = engine(**(options or {}))
+    made = engine(**(options or {})) if model is None else Engine(model, pages=512, page_size=8, tokenizer=chatting())
     wishes = {"model": MODEL, "port": 0, "drain": 5.0} | config
     with Server(made, tokenizer or chatting(), ServerConfig(**wishes), max_waiting=max_waiting) as server:
         yield server

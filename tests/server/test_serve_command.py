@@ -1,6 +1,7 @@
 """`attnspan serve` listens where it says, ends on a signal, over ranks too, and refuses in one line."""
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -12,7 +13,9 @@ from types import SimpleNamespace
 import pytest
 from typer.testing import CliRunner
 
+from attnspan import Engine, SamplingParams
 from attnspan.cli.app import app
+from tests.engine.test_adapters_by_name import adapted
 from tests.pace import patiently, stretched
 from tests.server.servers import ask, chatting, expected, llama
 
@@ -99,6 +102,48 @@ def test_a_rank_that_is_lost_ends_the_server(folder):
     assert "rank" in rest
 
 
+@pytest.fixture(scope="module")
+def adapter_folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("adapters")
+    adapted("Llama", {"r": 4}, vocab_size=320).save_pretrained(path)  # in a folder of its name
+    return path / "a"
+
+
+@pytest.mark.slow  # a process that imports transformers and peft
+def test_adapters_are_served_beside_the_model(folder, adapter_folder):
+    own = adapted("Llama", {"r": 4}, vocab_size=320)
+    [answer] = Engine(own, pages=64, tokenizer=chatting()).generate(["the cat"], SamplingParams(max_new_tokens=9))
+    with serving(folder, "--adapter", f"formal={adapter_folder}", "--prompt-lookup-num-tokens", "4") as server:
+        assert server.model == "small,"
+        said = []
+        for name in ("small", "formal"):
+            body = {"model": name, "prompt": "the cat", "max_tokens": 9}
+            said.append(ask(server, "POST", "/v1/completions", body)[2]["choices"][0]["text"])
+        assert said == [expected("the cat", max_new_tokens=9).text, answer.text]
+        assert said[0] != said[1]
+
+
+def test_an_adapter_of_another_model_is_refused_in_one_line(folder, adapter_folder, tmp_path):
+    for file in adapter_folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    config = (tmp_path / "adapter_config.json").read_text()
+    (tmp_path / "adapter_config.json").write_text(config.replace('"r": 4', '"r": 8'))
+    said = cli(
+        "--model", folder, "--port", 0, "--adapter", f"formal={tmp_path}", "--adapter", f"other={adapter_folder}"
+    )
+    assert said.exit_code == 2
+    assert f"attnspan: --adapter formal={tmp_path}: peft cannot load it: " in said.stderr.splitlines()[-1]
+    for file in folder.glob("tokenizer*"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    own = json.loads((adapter_folder / "adapter_config.json").read_text()) | {"base_model_name_or_path": str(folder)}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(own))
+    said = cli("--model", tmp_path, "--port", 0, "--adapter", f"formal={adapter_folder}")
+    assert "--model has an adapter of its own; give its base model" in said.stderr.splitlines()[-1]
+    twice = [f"formal={adapter_folder}"] * 2
+    said = cli("--model", folder, "--port", 0, "--adapter", twice[0], "--adapter", twice[1])
+    assert "--adapter formal is given twice" in said.stderr.splitlines()[-1]
+
+
 def children(pid):
     """Processes of a process, in the order in which they began, those that torch starts for its own use left out."""
     found = []
@@ -127,6 +172,9 @@ def cli(*arguments):
         (["--max-waiting", "-1"], "max_waiting must be a whole number >= 0, got -1"),
         (["--drain", "-1"], "drain must be seconds, at least 0, got -1"),
         (["--ranks", "0"], "--ranks must be a whole number >= 1, got 0"),
+        (["--adapter", "formal"], "--adapter must be NAME=FOLDER, of an adapter that peft has saved, got 'formal'"),
+        (["--adapter", "formal=./nowhere"], "--adapter must be NAME=FOLDER, of an adapter that peft has saved"),
+        (["--prompt-lookup-num-tokens", "-1"], "prompt_lookup_num_tokens must be a whole number >= 0, got -1"),
         (["--pages", "0"], "pages must be a whole number >= 1, got 0"),
     ],
     ids=str,

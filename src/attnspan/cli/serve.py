@@ -3,6 +3,7 @@
 ::
 
     $ attnspan serve --model ./my-model                                  # http://127.0.0.1:8000, a page at /
+    $ attnspan serve --model ./my-model --adapter formal=./my-lora       # as models my-model and formal
     $ ATTNSPAN_API_KEY=secret attnspan serve --model ./my-model --host 0.0.0.0 --port 80
     $ torchrun --nproc-per-node=8 -m attnspan serve --model ./my-model   # rank 0 listens, the others follow
 
@@ -15,7 +16,7 @@ import logging
 import multiprocessing
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -45,6 +46,7 @@ class ServeJob:
     model: str
     config: ServerConfig
     options: dict[str, Any]  # of the engine
+    adapters: dict[str, str]  # their folders, by name
     max_waiting: int
     trust_remote_code: bool
 
@@ -55,6 +57,10 @@ def serve(
     port: Annotated[int, typer.Option(metavar="N", help="0: any that is free.")] = 8000,
     served_model_name: Annotated[
         str | None, typer.Option(metavar="NAME", help="What clients call the model. Default: its folder's name.")
+    ] = None,
+    adapter: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=FOLDER", help="A LoRA adapter of peft, served as a model NAME. Repeatable."),
     ] = None,
     api_key: Annotated[
         list[str] | None,
@@ -80,6 +86,9 @@ def serve(
     max_body: Annotated[int, typer.Option(metavar="BYTES", help="The longest body of a request.")] = 4 << 20,
     max_n: Annotated[int, typer.Option(metavar="N", help="The most samples of a prompt.")] = 16,
     drain: Annotated[float, typer.Option(metavar="SECONDS", help="How long a shutdown awaits open requests.")] = 30.0,
+    prompt_lookup_num_tokens: Annotated[
+        int, typer.Option(metavar="N", help="Tokens to draft from what was said before; 0: none.")
+    ] = 0,
     cuda_graphs: Annotated[bool, typer.Option("--cuda-graphs", help="Decode with CUDA graphs; for one rank.")] = False,
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model.")
@@ -96,11 +105,12 @@ def serve(
             raise
         raise EngineError(f'{missing.name} is not installed; run pip install "attnspan[serve]"') from None
     ranks = integer("--ranks", ranks, at_least=1, error=EngineError)
-    name = checked_model(model)
+    name, adapters = checked_model(model), _folders(adapter or ())
     config = ServerConfig(
         served_model_name or Path(name).resolve().name if Path(name).is_dir() else served_model_name or name,
         host,
         port,
+        adapters=tuple(adapters),
         api_keys=tuple(api_key or ()),
         shared_prefix_cache=shared_prefix_cache,
         allowed_hosts=tuple(allowed_host or ()),
@@ -109,8 +119,11 @@ def serve(
         max_n=max_n,
         drain=drain,
     )
-    options = {"pages": pages, "page_size": page_size, "max_sequences": max_sequences, "cuda_graphs": cuda_graphs}
-    job = ServeJob(name, config, options, max_waiting, trust_remote_code)
+    options = {
+        "pages": pages, "page_size": page_size, "max_sequences": max_sequences, "cuda_graphs": cuda_graphs,
+        "prompt_lookup_num_tokens": prompt_lookup_num_tokens,
+    }  # fmt: skip
+    job = ServeJob(name, config, options, adapters, max_waiting, trust_remote_code)
     here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))  # processes on this machine: each has a GPU, or none has
     device = "cuda" if torch.cuda.device_count() >= here else "cpu"
     asked = Ranks(None if ranks == 1 else ranks, device)
@@ -121,6 +134,43 @@ def serve(
             asked.run(partial(on_rank, job))
     else:
         _serve(job, torch.device(device))
+
+
+def _folders(adapters: Sequence[str]) -> dict[str, str]:
+    """The folders of adapters by their names."""
+    found: dict[str, str] = {}
+    for each in adapters:
+        name, _, folder = each.partition("=")
+        path = Path(folder).expanduser()
+        if not name or not folder or not (path / "adapter_config.json").is_file():
+            raise EngineError(f"--adapter must be NAME=FOLDER, of an adapter that peft has saved, got {each!r}")
+        if name in found:
+            raise EngineError(f"--adapter {name} is given twice; adapters have names of their own")
+        found[name] = str(path)
+    return found
+
+
+def _with_adapters(model: Any, adapters: Mapping[str, str]) -> Any:
+    """The model with its adapters, each of which a request may name."""
+    if not adapters:
+        return model
+    try:
+        from peft import PeftModel
+        from safetensors import SafetensorError
+    except ImportError:
+        raise EngineError("peft is not installed, and --adapter needs it; run pip install peft") from None
+    if hasattr(model, "peft_config"):
+        raise EngineError("--model has an adapter of its own; give its base model, and the adapter by --adapter")
+    for name, folder in adapters.items():
+        try:
+            if isinstance(model, PeftModel):
+                model.load_adapter(folder, adapter_name=name)
+            else:
+                model = PeftModel.from_pretrained(model, folder, adapter_name=name)
+        except (OSError, ValueError, TypeError, KeyError, RuntimeError, SafetensorError) as error:
+            said = " ".join(str(error).split()) or repr(error)
+            raise EngineError(f"--adapter {name}={folder}: peft cannot load it: {said}") from None
+    return model.eval()
 
 
 @contextmanager
@@ -153,7 +203,7 @@ def _serve(job: ServeJob, device: torch.device, mesh: Any = None) -> None:
 
     logging.basicConfig(format="%(asctime)s %(name)s %(levelname)s: %(message)s")
     model, tokenizer = load_model(job.model, device, bar=mesh is None, trust_remote_code=job.trust_remote_code)
-    engine = Engine(model, mesh=mesh, tokenizer=tokenizer, **job.options)
+    engine = Engine(_with_adapters(model, job.adapters), mesh=mesh, tokenizer=tokenizer, **job.options)
     if mesh is not None and dist.get_rank(mesh):
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)  # all ranks are told; rank 0 says when to end
@@ -163,5 +213,5 @@ def _serve(job: ServeJob, device: torch.device, mesh: Any = None) -> None:
         engine.warm_up()
 
     server = Server(engine, tokenizer, job.config, max_waiting=job.max_waiting)
-    typer.echo(f"{engine!r}\nlistening on {server.address}, as {job.config.model}", err=True)
+    typer.echo(f"{engine!r}\nlistening on {server.address}, as {', '.join(job.config.models)}", err=True)
     server.run()

@@ -295,10 +295,14 @@ class EngineCore(Owned):
         """EngineError for an adapter that cannot be named."""
         if name is None:
             return
-        if not isinstance(self._served_model, NamesAdapters):
-            raise EngineError(f"adapter={name!r}: the model is served without adapters; leave adapter out")
         if isinstance(prompt, Mapping):
             raise EngineError(f"adapter={name!r}: a prompt with images is computed by the model as it is set")
+        self.check_adapter(name)
+
+    def check_adapter(self, name: str) -> None:
+        """EngineError, which says why, for an adapter that requests cannot name."""
+        if not isinstance(self._served_model, NamesAdapters):
+            raise EngineError(f"adapter={name!r}: the model is served without adapters; leave adapter out")
         self._served_model.check_adapter(name)
 
     def _check_request(self, sample: Sample, params: SamplingParams) -> None:

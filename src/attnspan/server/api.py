@@ -158,9 +158,9 @@ class Api:
                 param="prompt" if parsed.messages is None else "messages",
                 code="context_length_exceeded",
             )
-        params = sampling_params(parsed, longest)
+        params = sampling_params(parsed, longest, self.config)
         await unless_gone(request.receive, self._compile(params))
-        answer = kind(self.config.model, params.n or 1, self.tokenizer, Usage(sum(map(len, prompts))))
+        answer = kind(parsed.model, params.n or 1, self.tokenizer, Usage(sum(map(len, prompts))))
         if isinstance(answer, CompletionAnswer) and parsed.echo:
             answer.echoes = [
                 text if isinstance(text, str) else await self.tokenizer.decode(text) for text in parsed.prompts
@@ -205,24 +205,25 @@ class Api:
     # ---- everything else ---------------------------------------------------------------------------------------------
 
     async def models(self, request: Request) -> Response:
-        return Json({"object": "list", "data": [self._model()]})
+        return Json({"object": "list", "data": [self._model(name) for name in self.config.models]})
 
     async def one_model(self, request: Request) -> Response:
-        self._check_model(request.path_params["model"])
-        return Json(self._model())
+        name = request.path_params["model"]
+        self._check_model(name)
+        return Json(self._model(name))
 
-    def _model(self) -> dict[str, Any]:
+    def _model(self, name: str) -> dict[str, Any]:
         longest = self.engine.engine.max_length
         return {
-            "id": self.config.model, "object": "model", "created": self.created, "owned_by": "attnspan",
+            "id": name, "object": "model", "created": self.created, "owned_by": "attnspan",
             "max_model_len": longest,
         }  # fmt: skip
 
     def _check_model(self, name: str) -> None:
-        if name != self.config.model:
+        if name not in self.config.models:
             raise ApiError(
                 404,
-                f"no model is served by this name; there is {self.config.model!r}",
+                f"no model is served by this name; there is {', '.join(map(repr, self.config.models))}",
                 param="model",
                 code="model_not_found",
             )

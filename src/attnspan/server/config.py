@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from ipaddress import ip_address
 
 from attnspan.errors import EngineError, integer
@@ -16,7 +16,8 @@ class ServerConfig:
     """Keys, hosts and limits of a server.
 
     `api_keys`: if there are any, requests must bring one; each has a prefix cache of its own unless
-    `shared_prefix_cache`. On a loopback address only `allowed_hosts` and names of this machine are answered, so that a
+    `shared_prefix_cache`. Clients see `adapters` of the model as models of these names; `model` is then the base model.
+    On a loopback address only `allowed_hosts` and names of this machine are answered, so that a
     web page elsewhere cannot reach the server under a name of its own; other addresses answer to any name unless
     `allowed_hosts` are given. Times are in seconds, sizes in bytes.
 
@@ -26,6 +27,7 @@ class ServerConfig:
     """
 
     model: str
+    adapters: Sequence[str] = field(default=(), kw_only=True)
     host: str = "127.0.0.1"
     port: int = 8000
     api_keys: Sequence[str] = ()
@@ -44,6 +46,10 @@ class ServerConfig:
     drain: float = 30.0
 
     def __post_init__(self) -> None:
+        if len(self.models) != 1 + len(self.adapters) or not all(self.models):
+            raise EngineError(
+                f"adapters and the model must have names of their own, got {[self.model, *self.adapters]}"
+            )
         whole = (
             "max_body", "max_new_tokens", "max_prompts", "max_n", "max_stop", "max_grammar", "max_connections",
         )  # fmt: skip
@@ -59,6 +65,15 @@ class ServerConfig:
         for key in self.api_keys:
             if not isinstance(key, str) or not key.isascii() or not key.isprintable() or key.strip() != key or not key:
                 raise EngineError("api_keys must be printable ASCII texts without spaces around them; one is not")
+
+    @property
+    def models(self) -> dict[str, str | None]:
+        """What clients call each model, and the adapter that its requests name.
+
+        >>> ServerConfig("llama", adapters=["formal"]).models
+        {'llama': '__base__', 'formal': 'formal'}
+        """
+        return {self.model: "__base__" if self.adapters else None} | {name: name for name in self.adapters}
 
     @property
     def hosts(self) -> tuple[str, ...] | None:

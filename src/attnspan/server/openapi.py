@@ -53,7 +53,7 @@ def document(config: ServerConfig, completion: Schema, chat: Schema) -> dict[str
                             "name": "model",
                             "in": "path",
                             "required": True,
-                            "schema": {"type": "string", "enum": [config.model]},
+                            "schema": {"type": "string", "enum": list(config.models)},
                         }
                     ]
                 }

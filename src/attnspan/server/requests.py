@@ -47,6 +47,7 @@ NEUTRAL: tuple[object, ...] = (None, [], "", False, "none")
 class ParsedRequest:
     """What a request asks for: prompts (texts or tokens), or messages; and how to answer."""
 
+    model: str
     prompts: tuple[str | list[int], ...]
     messages: list[dict[str, Any]] | None
     params: dict[str, Any]  # of SamplingParams
@@ -60,7 +61,7 @@ def _sampling(config: ServerConfig) -> dict[str, Schema]:
     text = {"type": "string", "minLength": 1, "maxLength": 1000}
     tokens = {"type": "array", "items": TOKEN, "maxItems": 1000}
     return {
-        "model": {"type": "string", "enum": [config.model]},
+        "model": {"type": "string", "enum": list(config.models)},
         "n": {"type": "integer", "minimum": 1, "maximum": config.max_n},
         "temperature": {"type": "number", "minimum": 0, "maximum": 100},
         "top_p": {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
@@ -176,7 +177,8 @@ def parse_completion(body: Any, schema: Schema) -> ParsedRequest:
     if body.get("echo") and logprobs:
         raise ApiError(400, "echo with logprobs is not served: prompts have no log-probabilities", param="echo")
     return ParsedRequest(
-        (prompt,) if single else tuple(prompt), None, _params(body) | logprobs, body.get("max_tokens", 16),
+        body["model"], (prompt,) if single else tuple(prompt), None,
+        _params(body) | logprobs, body.get("max_tokens", 16),
         *_streamed(body), body.get("echo", False),
     )  # fmt: skip
 
@@ -193,7 +195,7 @@ def parse_chat(body: Any, schema: Schema) -> ParsedRequest:
         )
     told = {"logprobs": body.get("logprobs", False), "top_logprobs": body.get("top_logprobs", 0)}
     messages = [_message(each) for each in body["messages"]]
-    return ParsedRequest((), messages, _params(body) | told, next(iter(longest), None), *_streamed(body))
+    return ParsedRequest(body["model"], (), messages, _params(body) | told, next(iter(longest), None), *_streamed(body))
 
 
 def _served(body: Any) -> Any:
@@ -252,9 +254,9 @@ def _biases(biases: Mapping[str, float]) -> dict[int, float]:
     return {int(token): bias for token, bias in biases.items()}
 
 
-def sampling_params(parsed: ParsedRequest, max_new_tokens: int) -> SamplingParams:
+def sampling_params(parsed: ParsedRequest, max_new_tokens: int, config: ServerConfig) -> SamplingParams:
     """The params of a request; EngineError, which names the field, for what they cannot be."""
-    params = dict(parsed.params)
+    params = parsed.params | {"adapter": config.models[parsed.model]}
     if isinstance(params.get("stop"), Sequence) and not params["stop"]:
         del params["stop"]
     return SamplingParams(max_new_tokens=max_new_tokens, **params)

@@ -37,6 +37,8 @@ class Server:
     def __init__(self, engine: LLMEngine, tokenizer: Any, config: ServerConfig, *, max_waiting: int = 256) -> None:
         if tokenizer is None:
             raise EngineError("a server needs a tokenizer; give it the one that the model was trained with")
+        for name in config.adapters:
+            engine.check_adapter(name)
         self._socket = _bind_socket(config)  # first: an engine whose thread runs must be shut down
         host, port = self._socket.getsockname()[:2]
         self.address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
