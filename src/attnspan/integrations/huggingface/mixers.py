@@ -10,7 +10,7 @@ The modeling file and other models are not touched, and virtual ranks do not see
 [Note: all or nothing] A mixer is served if everything in it is known: it calls no other function of a modeling file or
 a package, no convolution as a module, and nothing that moves tokens (token_mixing.py). Its methods are transformers'
 own: a subclass or a patch of elsewhere may mix tokens in ways that no such check finds. Anything else is refused by the
-names of the layer and the function. That all its functions ran is checked in every pass (enabling.py).
+names of the layer and the function. That all its functions ran is checked in every pass (call_counts.py).
 
 Mixers whose recurrence is written out in their forward are rows of written_mixers.py.
 

@@ -31,7 +31,7 @@ from attnspan.integrations.huggingface.mixers import is_mixer
 
 if TYPE_CHECKING:
     from attnspan.integrations.huggingface.batches import Entries
-    from attnspan.integrations.huggingface.enabling import ForwardPass
+    from attnspan.integrations.huggingface.forward_pass import ForwardPass
 
 ArgsAndKwargs = tuple[tuple[object, ...], dict[str, object]]
 Before = Callable[[nn.Module, tuple[object, ...], dict[str, object]], ArgsAndKwargs]

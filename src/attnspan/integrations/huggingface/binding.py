@@ -1,0 +1,95 @@
+"""What is set on the modules and configs of a model while it is enabled, and taken back afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from threading import RLock
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
+
+from transformers import PreTrainedConfig
+
+from attnspan.errors import ModelError
+from attnspan.integrations.huggingface.attention import (
+    BINDING,
+    NAME,
+    LayerBinding,
+    MixerBinding,
+    attend,
+    check_configs,
+    configs_of,
+    is_bound,
+    tune_temperature,
+    wants_latents,
+)
+from attnspan.integrations.huggingface.biases import bind_bias, unbind_bias
+from attnspan.integrations.huggingface.latents import METHOD, LatentSource, latent_source
+from attnspan.integrations.huggingface.own_attention import bind_forward, unbind_forward
+
+if TYPE_CHECKING:
+    from attnspan.integrations.huggingface.enabling import Enabled
+    from attnspan.integrations.huggingface.model_parts import ModelParts
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class ModelBinding:
+    """The bindings of a model's layers and mixers. `kinds` are the numbers of its layers' attentions in a pass."""
+
+    def __init__(self, enabled: Enabled, parts: ModelParts, kinds: Sequence[int]) -> None:
+        self._enabled, self._parts, self._kinds = enabled, parts, kinds
+        self._own_names: list[tuple[PreTrainedConfig, str]] = []  # of the attention of each config
+        self._lock = RLock()
+
+    def bind(self) -> None:
+        """Layers ask for attention over ranks from here on."""
+        self._own_names = [(config, config._attn_implementation) for config in configs_of(self._parts.decoder)]
+        for config, _ in self._own_names:
+            config._attn_implementation = NAME
+        for layer, kind in zip(self._parts.layers, self._kinds, strict=True):
+            setattr(layer.module, BINDING, LayerBinding(layer, kind, self._enabled))
+            source = latent_source(layer.module, wants_latents)
+            if source is not None:
+                source.bind()
+            bind_bias(layer.module, layer.bias, layer.cross)
+            bind_forward(layer.module, attend)
+            tune_temperature(layer, by_itself=False)
+        for layer in self._parts.idle:
+            setattr(layer.module, BINDING, LayerBinding(layer, None, self._enabled))
+        for mixer in self._parts.mixers:
+            setattr(mixer.module, BINDING, MixerBinding(mixer, self._enabled))
+            mixer.bind(self._enabled.mixed_tokens)
+
+    def unbind(self) -> None:
+        """Every module and config is as it was."""
+        for layer in self._parts.idle:
+            delattr(layer.module, BINDING)
+        for layer in self._parts.layers:
+            delattr(layer.module, BINDING)
+            if isinstance(source := vars(layer.module).get(METHOD), LatentSource):
+                source.unbind()
+            unbind_bias(layer.module, layer.cross)
+            unbind_forward(layer.module)
+            tune_temperature(layer, by_itself=True)
+        for mixer in self._parts.mixers:
+            delattr(mixer.module, BINDING)
+            mixer.unbind()
+        for config, name in self._own_names:
+            config._attn_implementation = name
+
+    def check(self) -> None:
+        """Refuse a model whose configs were changed since."""
+        check_configs(config for config, _ in self._own_names)
+
+    def run_again(self, run: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """A region that first ran enabled does so again."""
+        with self._lock:
+            if is_bound(self._parts.model):
+                raise ModelError(
+                    "a checkpointed region runs backward after disable(), and the model is enabled again; run it before"
+                )
+            self.bind()
+            try:
+                return run(*args, **kwargs)
+            finally:
+                self.unbind()

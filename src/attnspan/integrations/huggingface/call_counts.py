@@ -1,0 +1,59 @@
+"""How often the attention of an enabled model has run: once in every layer in every pass, or it is an error."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from attnspan.errors import ModelError
+from attnspan.integrations.huggingface.forward_pass import ForwardPass, calls_so_far
+from attnspan.integrations.huggingface.layers import AttentionLayer, calls_of
+from attnspan.integrations.huggingface.mixers import RecurrentMixer
+
+
+class CallCounts:
+    """Passes, and calls of attention in them, since the last reset."""
+
+    def __init__(self, model: str, layers: Sequence[AttentionLayer], mixers: Iterable[RecurrentMixer]) -> None:
+        self._model, self._layers = model, len(layers)
+        self._functions = {(mixer.name, function) for mixer in mixers for function in mixer.functions}
+        self._min_calls = sum(layer.times for layer in layers)
+        self._max_calls = sum(layer.times * (len(calls_of(layer.module)) or 1) for layer in layers)  # wherever one can
+        self.passes, self._calls = 0, 0
+
+    def reset(self) -> None:
+        """Start counting from 0."""
+        self.passes = self._calls = 0
+
+    def assert_used(self, passes: int = 1) -> None:
+        """Raise unless every attention layer ran once in each of so many forward passes since the last reset.
+
+        A pass in which a layer did not attend has already raised by itself.
+        """
+        wanted = passes * self._min_calls
+        if self.passes != passes or self._calls not in (wanted, passes * self._max_calls):
+            raise ModelError(
+                f"attention must have run in {self._layers} layers x {passes} passes = {wanted} times since the "
+                f"last reset, it ran {self._calls} times in {self.passes} passes"
+            )
+
+    def add(self, current: ForwardPass) -> None:
+        """Every layer has attended, once, and every mixer has run."""
+        ran = sum((calls_so_far(current.attentions) - current.calls_before).values())
+        self.passes, self._calls = self.passes + 1, self._calls + ran
+        if ran not in (self._min_calls, self._max_calls) and ran > self._min_calls:
+            raise ModelError(
+                f"attention ran {ran} times in {self._layers} layers: layers that run several times in a pass are "
+                "not served"
+            )
+        if ran < self._min_calls:
+            raise ModelError(
+                f"{ran} of {self._min_calls} attention layers of {self._model} asked for attention in "
+                "this pass; the others were left out, or computed it in another way, on this rank's tokens alone"
+            )
+        left_out = sorted(self._functions - current.mixed.called)
+        if left_out:
+            mixer, function = left_out[0]
+            raise ModelError(
+                f"{mixer} did not call {function} in this pass, as when the model was enabled; it was left out, or "
+                "computed in another way, on this rank's tokens alone"
+            )

@@ -1,0 +1,134 @@
+"""A forward pass of an enabled model: what holds while it runs, and how a layer finds it.
+
+[Note: the pass of a region] Layers find their session in the latest pass of their model. A checkpointed layer runs
+again in backward, when there may have been another pass; it gets that of its first run (checkpoint_regions.py). If the
+model was disabled by then, it is enabled while the region runs. If the whole call is checkpointed, it is repeated in
+backward, with a pass of its own, which layers then find and which is not counted.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from attnspan.errors import ModelError
+from attnspan.integrations.huggingface.batches import SequenceInputs
+from attnspan.integrations.huggingface.biases import ScoreBias
+from attnspan.integrations.huggingface.losses import Count
+from attnspan.integrations.huggingface.masking import Pattern
+from attnspan.integrations.huggingface.sequence_functions import MixedTokens
+from attnspan.parallel import ContextParallel, checkpoint_regions
+from attnspan.parallel.attentions import BoundAttention
+
+Side = Literal["only", "encoder", "decoder", "cross"]
+
+
+class LayerKind(NamedTuple):
+    """Layers of one kind share an attention. `side` is the sequence that they are of."""
+
+    side: Side
+    pattern: Pattern
+    scale: float
+    softcap: float | None
+    bias: ScoreBias | None
+
+
+@dataclass(frozen=True, eq=False)
+class ForwardPass:
+    """One forward pass: the sessions of its batch, an attention for every kind of layer, and labels for the loss."""
+
+    session: ContextParallel  # of what is returned: the only sequence, or the decoder's
+    encoder: ContextParallel | None
+    attentions: list[BoundAttention]
+    patterns: Mapping[Pattern, Pattern]  # of layers whose masks depend on the batch
+    calls_before: Counter[int]  # how often each session had attended
+    mixed: MixedTokens  # for recurrent mixers
+    labels: Tensor | None = None
+    count: Count = None
+    max_position: int | Tensor = 0
+    document_positions: Tensor | None = None  # of the tokens of a whole row, if not 0, 1, 2, ...
+    tables: dict[object, Tensor] = field(default_factory=dict)  # of biases by key
+    rerun_regions: WeakSet[object] = field(default_factory=WeakSet)  # checkpointed regions that run again, around it
+
+
+@dataclass(frozen=True)
+class WholeBatch:
+    """What is known of a batch while its model runs on all of it, until the decoder is called."""
+
+    sequence: SequenceInputs
+    labels: Tensor | None
+    count: Count
+
+
+class ModelPasses:
+    """The passes of a model: the one that runs, the latest, and those that regions and outputs belong to."""
+
+    def __init__(self) -> None:
+        self.running: ForwardPass | None = None
+        self._latest: ForwardPass | None = None
+        self._of_region: WeakKeyDictionary[object, ForwardPass] = WeakKeyDictionary()  # in which it first ran
+        self._of_output: MutableMapping[Tensor, ForwardPass] = WeakTensorKeyDictionary()
+
+    def begin(self, current: ForwardPass | None) -> None:
+        """A pass runs from here on; None: only once the decoder is called."""
+        self.running = current
+        if current is not None and not current.rerun_regions:
+            self._latest = current
+
+    def end(self) -> ForwardPass | None:
+        """The pass that ran; a layer that runs from here on does so by itself, or in backward."""
+        current, self.running = self.running, None
+        return current
+
+    def returned(self, current: ForwardPass, outputs: Iterable[Tensor]) -> None:
+        """These tensors are what a pass came to."""
+        for each in outputs:
+            self._of_output[each] = current
+
+    def of_output(self, outputs: Iterable[Tensor]) -> ForwardPass:
+        """The pass that one of these tensors is of, or the latest."""
+        known = self._of_output
+        return next((known[each] for each in outputs if each in known), self.latest())
+
+    def latest(self) -> ForwardPass:
+        """The latest pass that was not a repetition."""
+        if self._latest is None:
+            raise ModelError("there is no batch: call the model first")
+        return self._latest
+
+    def disable(self, run_again: Callable[..., object]) -> None:
+        """No pass comes any more; regions of earlier ones run again by `run_again`."""
+        self._latest = None
+        for region in list(self._of_region):
+            checkpoint_regions.rerun_through(region, run_again)
+
+    def current(self) -> ForwardPass:
+        """The pass that a layer runs in. See [Note: the pass of a region]."""
+        found = self.running
+        if torch.compiler.is_compiling():
+            return found  # type: ignore[return-value]
+        for region in reversed(checkpoint_regions.regions()):
+            if region.name is None:
+                continue
+            if found is not None and region.name in found.rerun_regions:
+                continue
+            if region.again and region.name in self._of_region:
+                found = self._of_region[region.name]
+            elif found is not None and not region.again:
+                self._of_region[region.name] = found
+        if found is None:
+            raise ModelError("a layer of an enabled model runs by itself; call the model that was enabled, model(...)")
+        return found
+
+
+def calls_so_far(attentions: Iterable[BoundAttention]) -> Counter[int]:
+    """How often attention ran, by what counts it."""
+    calls = [each.attention.call.uses for each in attentions]
+    return Counter({id(uses): uses.forward.total() for uses in calls})
