@@ -44,7 +44,7 @@ class Attached:
     def __init__(self, attachment: Attachment, module: nn.Module, mask: str | None, run_forward: ForwardRunner | None):
         self.attachment, self.mask, self.run_forward = attachment, mask, run_forward
         self.is_entry = module is attachment.model
-        self.theirs: Callable[..., object] | None = vars(module).get("forward")  # None: that of its class
+        self.original: Callable[..., object] | None = vars(module).get("forward")  # None: that of its class
 
 
 def is_attached(module: nn.Module) -> bool:
@@ -60,9 +60,9 @@ def _forward(self: Any, *args: object, **kwargs: object) -> object:
         self = _caller(self, sys._getframe(1))
     own = self._attnspan
     attachment = own.attachment
-    theirs = _own_forward(self, own) if own.theirs is not None else functools.partial(type(self).forward, self)
+    original = _own_forward(self, own) if own.original is not None else functools.partial(type(self).forward, self)
     if not attachment.live:  # a copy of a model that was attached
-        return theirs(*args, **kwargs)
+        return original(*args, **kwargs)
     if compiling:
         session = attachment.session
         if own.is_entry:
@@ -71,18 +71,22 @@ def _forward(self: Any, *args: object, **kwargs: object) -> object:
         session = attachment.session_of((args, kwargs))
     with attachment.mode(own.mask, session):
         if own.run_forward is not None:
-            return own.run_forward(session, theirs, args, kwargs)
-        return theirs(*args, **kwargs)
+            return own.run_forward(session, original, args, kwargs)
+        return original(*args, **kwargs)
 
 
 def _own_forward(module: nn.Module, own: Attached) -> Callable[..., object]:
     """The forward that lay on a module when it was attached; on a shallow copy of it, bound to the copy."""
-    theirs = own.theirs
-    assert theirs is not None, "asked only where there is one"
-    if isinstance(theirs, MethodType) and isinstance(theirs.__self__, nn.Module) and theirs.__self__ is not module:
-        bound: Callable[..., object] = theirs.__func__.__get__(module)
+    original = own.original
+    assert original is not None, "asked only where there is one"
+    if (
+        isinstance(original, MethodType)
+        and isinstance(original.__self__, nn.Module)
+        and original.__self__ is not module
+    ):
+        bound: Callable[..., object] = original.__func__.__get__(module)
         return bound
-    return theirs
+    return original
 
 
 def _caller(module: nn.Module, frame: FrameType) -> nn.Module:
@@ -103,12 +107,12 @@ def _caller_in(module: nn.Module, frame: FrameType) -> nn.Module:
 
 def wrap(module: nn.Module, own: Attached) -> object:
     """Give a module the forward above; it is returned."""
-    theirs = module.forward
+    original = module.forward
     ours = FunctionType(_forward.__code__, _forward.__globals__, "forward")
-    functools.update_wrapper(ours, getattr(theirs, "__func__", theirs))
+    functools.update_wrapper(ours, getattr(original, "__func__", original))
     first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
     try:  # Trainers read signatures
-        named = inspect.signature(theirs)
+        named = inspect.signature(original)
         vars(ours)["__signature__"] = named.replace(parameters=[first, *(each for each in named.parameters.values())])
     except ValueError:  # of a builtin, or with a first parameter that cannot follow another
         pass
@@ -121,8 +125,8 @@ def unwrap(module: nn.Module) -> None:
     """Give a module its own forward back."""
     own: Attached = vars(module).pop(OWN)
     del vars(module)["forward"]
-    if own.theirs is not None:
-        module.forward = own.theirs
+    if own.original is not None:
+        module.forward = own.original
 
 
 def compare_inputs(session: ContextParallel, given: object) -> None:

@@ -54,11 +54,11 @@ class FlexArgs(NamedTuple):
 
 FlexResult = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]
 
-SDPA: Callable[..., SdpaArgs] = SdpaArgs
-FLEX: Callable[..., FlexArgs] = FlexArgs
+sdpa_args: Callable[..., SdpaArgs] = SdpaArgs
+flex_args: Callable[..., FlexArgs] = FlexArgs
 """From the arguments of an intercepted call, which has whatever types the caller gave."""
 
 
-def flat(tensor: Tensor) -> Tensor:
+def as_4d(tensor: Tensor) -> Tensor:
     """(batch, heads, tokens, head dim); a shard may have no tokens, so that -1 would not do."""
     return tensor.reshape(math.prod(tensor.shape[:-3]), *(1, *tensor.shape)[-3:])

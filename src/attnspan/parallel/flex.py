@@ -44,11 +44,11 @@ def flex_attention(
     attentions: Attentions, args: FlexArgs, name: str | None = None, entry: Entry = "eager"
 ) -> FlexResult:
     """flex_attention of a session. `name` is the mask that a block was opened for, if it was."""
-    core, known = attentions.core, args.block_mask
+    core, block_mask = attentions.core, args.block_mask
     check_args(args, core)
-    if isinstance(known, BoundAttention):
-        check_bound(known, args, core)
-        attend, captured, single = known.by_entry[entry], known.captured.of(args.query), known.single
+    if isinstance(block_mask, BoundAttention):
+        check_bound(block_mask, args, core)
+        attend, captured, single = block_mask.by_entry[entry], block_mask.captured.of(args.query), block_mask.single
     else:
         core.check_scale(args.scale)
         if torch.compiler.is_dynamo_compiling():  # functions are traced between two graphs, if there may be two

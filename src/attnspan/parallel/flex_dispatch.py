@@ -25,13 +25,13 @@ from types import FunctionType
 from typing import TYPE_CHECKING, Self, TypeGuard
 
 import torch
-import torch.nn.attention.flex_attention as theirs
+import torch.nn.attention.flex_attention as torch_flex
 from torch.overrides import TorchFunctionMode
 
 from attnspan.assumptions import Assumption
 from attnspan.parallel.eager import run_eagerly
 
-_FLEX = theirs.flex_attention
+_FLEX = torch_flex.flex_attention
 _LOCK = RLock()  # what is collected ends in whatever thread that happens
 _OPEN = [0]  # blocks and attachments that need it, of all threads
 
@@ -64,23 +64,23 @@ def uninstall() -> None:
     with _LOCK:
         _OPEN[0] -= 1
         if not _OPEN[0]:
-            _FLEX.__code__ = plain.__code__
+            _FLEX.__code__ = torch_flex_attention.__code__
 
 
 def raised_in_flex(raised: object) -> TypeGuard[Exception]:
     """Whether torch's flex_attention raised it, in eager code. See [Note: without it]."""
     if not isinstance(raised, Exception):
         return False
-    return any(frame.f_code is plain.__code__ for frame, _ in walk_tb(raised.__traceback__))
+    return any(frame.f_code is torch_flex_attention.__code__ for frame, _ in walk_tb(raised.__traceback__))
 
 
-def dispatched(*args: object, **kwargs: object) -> object:
+def dispatch(*args: object, **kwargs: object) -> object:
     """flex_attention by the innermost block of this thread, or by torch."""
-    for place in reversed(range(torch._C._len_torch_function_stack())):
-        mode = torch._C._get_function_stack_at(place)
+    for index in reversed(range(torch._C._len_torch_function_stack())):
+        mode = torch._C._get_function_stack_at(index)
         if isinstance(mode, FlexMode):
             return mode.flex_attention(*args, **kwargs)
-    return plain(*args, **kwargs)
+    return torch_flex_attention(*args, **kwargs)
 
 
 def _replacement(
@@ -96,10 +96,10 @@ def _replacement(
     *,
     return_aux: object = None,
 ) -> object:
-    from attnspan.parallel.flex_dispatch import dispatched  # it runs among the names of torch's module
+    from attnspan.parallel.flex_dispatch import dispatch  # it runs among the names of torch's module
 
     rest = (score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options)
-    return dispatched(query, key, value, *rest, return_aux=return_aux)
+    return dispatch(query, key, value, *rest, return_aux=return_aux)
 
 
 _CODE = _replacement.__code__.replace(co_name=_FLEX.__name__)
@@ -107,12 +107,14 @@ _CODE = _replacement.__code__.replace(co_name=_FLEX.__name__)
 
 # A thread without a block may have compiled flex_attention itself: torch's own code is then compiled as usual.
 run_eagerly(_CODE, callees=False)
-run_eagerly(dispatched.__code__, callees=False)
+run_eagerly(dispatch.__code__, callees=False)
 
-plain = FunctionType(_FLEX.__code__, _FLEX.__globals__, _FLEX.__name__, _FLEX.__defaults__, _FLEX.__closure__)
+torch_flex_attention = FunctionType(
+    _FLEX.__code__, _FLEX.__globals__, _FLEX.__name__, _FLEX.__defaults__, _FLEX.__closure__
+)
 """torch's flex_attention, whatever code the function has at present."""
 
-plain.__kwdefaults__ = _FLEX.__kwdefaults__
+torch_flex_attention.__kwdefaults__ = _FLEX.__kwdefaults__
 
 
 class _FlexProbe(FlexMode):
@@ -124,7 +126,7 @@ def _reaches() -> bool:
     """Whether the other code has torch's signature, and hands a call to the innermost block, or else to torch."""
     ours, torchs = (
         [(p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()]
-        for function in (_replacement, plain)
+        for function in (_replacement, torch_flex_attention)
     )
     other = FunctionType(_CODE, _FLEX.__globals__, _FLEX.__name__, _FLEX.__defaults__, _FLEX.__closure__)
     other.__kwdefaults__ = _FLEX.__kwdefaults__

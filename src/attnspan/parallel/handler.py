@@ -21,7 +21,7 @@ from attnspan.attention.agreement import refuse
 from attnspan.attention.call import Inputs
 from attnspan.errors import AttentionError, AttnspanError
 from attnspan.parallel.attentions import Attentions
-from attnspan.parallel.call_args import SDPA, FlexArgs, FlexResult, SdpaArgs, flat
+from attnspan.parallel.call_args import FlexArgs, FlexResult, SdpaArgs, as_4d, sdpa_args
 from attnspan.parallel.dtensors import is_dtensor, run_attention
 from attnspan.parallel.flex import flex_attention
 from attnspan.parallel.guards import Entry, Guards, guarded, guards_of
@@ -43,7 +43,7 @@ class Handler(ABC):
     @cached_property
     def multi_head(self) -> Callable[..., object]:
         """F.multi_head_attention_forward, in eager code."""
-        return multi_head_attention(lambda *args, **kwargs: self.sdpa("eager", SDPA(*args, **kwargs)))
+        return multi_head_attention(lambda *args, **kwargs: self.sdpa("eager", sdpa_args(*args, **kwargs)))
 
 
 class SessionHandler(Handler):
@@ -99,7 +99,7 @@ class SessionHandler(Handler):
         query, key, value = args[:3]
         if query.dim() == 4:
             return run_attention(self.core, attend, Inputs(query, key, value, dropout_p=args.dropout_p))[0]
-        out, _ = attend.run(Inputs(flat(query), flat(key), flat(value), dropout_p=args.dropout_p))
+        out, _ = attend.run(Inputs(as_4d(query), as_4d(key), as_4d(value), dropout_p=args.dropout_p))
         return out.reshape(*query.shape[:-1], value.shape[-1])
 
     def check(self, args: SdpaArgs) -> None:
@@ -108,7 +108,7 @@ class SessionHandler(Handler):
     def refuse(self, attend: Attention, args: SdpaArgs, wrong: AttentionError) -> NoReturn:
         """Raise what is wrong. See [Note: refused together]."""
         if all(isinstance(x, Tensor) and x.dim() > 1 and not is_dtensor(x) for x in args[:3]):
-            inputs = Inputs(flat(args.query), flat(args.key), flat(args.value), dropout_p=args.dropout_p)
+            inputs = Inputs(as_4d(args.query), as_4d(args.key), as_4d(args.value), dropout_p=args.dropout_p)
             try:
                 call = attend.call.for_inputs(inputs)
             except AttnspanError:  # there is no plan for such tensors, on which all could agree

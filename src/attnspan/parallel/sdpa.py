@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from attnspan.assumptions import Assumption
 from attnspan.errors import AttentionError
 from attnspan.parallel import checkpoint_regions, flex_dispatch, multihead
-from attnspan.parallel.call_args import FLEX, SDPA, FlexArgs, FlexResult, SdpaArgs
+from attnspan.parallel.call_args import FlexArgs, FlexResult, SdpaArgs, flex_args, sdpa_args
 from attnspan.parallel.compiled_checkpoints import enter_empty_block
 from attnspan.parallel.eager import eagerly, run_eagerly
 from attnspan.parallel.flex_dispatch import FlexMode, raised_in_flex
@@ -72,7 +72,7 @@ class AttentionMode(FlexMode):
         checkpoint_regions.enter()
         around = _get_current_function_mode()
         # A second mode just like the one that is on would cost every call of torch a detour, and change nothing.
-        self.pushed.append(not (isinstance(around, AttentionMode) and around._does_as(self)))
+        self.pushed.append(not (isinstance(around, AttentionMode) and around._equals(self)))
         if self.flex:
             flex_dispatch.install()
         return super().__enter__() if self.pushed[-1] else self
@@ -89,7 +89,7 @@ class AttentionMode(FlexMode):
         if not self.flex and raised_in_flex(raised[1]):
             raise AttentionError(NO_FLEX) from raised[1]
 
-    def _does_as(self, other: AttentionMode) -> bool:
+    def _equals(self, other: AttentionMode) -> bool:
         return self.handler is other.handler and self.flex == other.flex
 
     def __torch_function__(
@@ -97,10 +97,10 @@ class AttentionMode(FlexMode):
     ) -> object:
         kwargs = kwargs or {}
         if torch.compiler.is_compiling():
-            return self._traced(func, args, kwargs)
+            return self._traced_call(func, args, kwargs)
         name = getattr(func, "__name__", "")
         if isinstance(func, OPS) or _is_attention_name(name):  # nearly every call ends here: it must be cheap
-            return self._dispatched(func, name, args, kwargs)
+            return self._eager_call(func, name, args, kwargs)
         return func(*args, **kwargs)
 
     def flex_attention(self, *args: object, **kwargs: object) -> FlexResult:
@@ -108,17 +108,17 @@ class AttentionMode(FlexMode):
         if not self.flex:  # another block or attachment has put the dispatch in place
             raise AttentionError(NO_FLEX)
         if not torch.compiler.is_compiling():
-            return eagerly(_eager_flex)(self.handler, FLEX(*args, **kwargs))
-        return self.handler.flex(self._compiled_entry(), FLEX(*args, **kwargs))
+            return eagerly(_eager_flex)(self.handler, flex_args(*args, **kwargs))
+        return self.handler.flex(self._compiled_entry(), flex_args(*args, **kwargs))
 
     def _compiled_entry(self) -> Entry:
         """Whether compiled code enters the block itself: see [Note: ways of entry] in guards.py."""
         return self.entry or ("compiled_with_block" if self.compiled else "compiled_in_block")
 
-    def _dispatched(self, func: Function, name: str, args: Args, kwargs: Kwargs) -> object:
+    def _eager_call(self, func: Function, name: str, args: Args, kwargs: Kwargs) -> object:
         """An op, or a function whose name may tell of attention."""
         if func is F.scaled_dot_product_attention or func in SDPA_OPS:
-            return self.handler.sdpa("eager", SDPA(*args, **kwargs))
+            return self.handler.sdpa("eager", sdpa_args(*args, **kwargs))
         if func is F.multi_head_attention_forward:
             check_weights(args, kwargs)
             return self.handler.multi_head(*args, **kwargs)
@@ -128,10 +128,10 @@ class AttentionMode(FlexMode):
             args = tuple(self._reentering(arg) if _is_function(arg) else arg for arg in args)
         return func(*args, **kwargs)
 
-    def _traced(self, func: Function, args: Args, kwargs: Kwargs) -> object:
+    def _traced_call(self, func: Function, args: Args, kwargs: Kwargs) -> object:
         """The same under torch.compile, which follows this code: plain comparisons, no names."""
         if func is F.scaled_dot_product_attention or func is SDPA_OPS[0] or func is SDPA_OPS[1]:
-            return self.handler.sdpa(self._compiled_entry(), SDPA(*args, **kwargs))
+            return self.handler.sdpa(self._compiled_entry(), sdpa_args(*args, **kwargs))
         if func is F.multi_head_attention_forward:
             check_weights(args, kwargs)
             raise AttentionError(
@@ -238,7 +238,7 @@ def _intercepts() -> bool:
     asked: list[SdpaArgs] = []
 
     def attend(*args: object, **kwargs: object) -> Tensor:
-        asked.append(SDPA(*args, **kwargs))
+        asked.append(sdpa_args(*args, **kwargs))
         return asked[-1].value
 
     with _ModeProbe() as probe:
