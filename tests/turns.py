@@ -6,10 +6,10 @@
 import pytest
 
 
-def in_turn(rows, columns):
-    """Every pair, as pytest takes them."""
+def in_turn(rows, columns, seldom=()):
+    """Every pair, as pytest takes them; rows that are tried seldom are all under `slow`."""
     return [
-        pytest.param(row, column, marks=[] if n % len(columns) == m else [pytest.mark.slow])
+        pytest.param(row, column, marks=[] if n % len(columns) == m and row not in seldom else [pytest.mark.slow])
         for n, row in enumerate(rows)
         for m, column in enumerate(columns)
     ]

@@ -12,6 +12,7 @@ from attnspan.integrations.huggingface.cache import PagedCache
 from attnspan.testing import loopback
 from tests.integrations import families
 from tests.integrations.images import SPECS, batch, family
+from tests.integrations.more_images import SELDOM
 from tests.integrations.recent_images import ALWAYS
 
 NEW = 7
@@ -65,7 +66,9 @@ def same(found, wanted):
     )
 
 
-@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SELDOM else []) for name in SERVED]
+)
 def test_tokens_are_those_of_generate(name):
     model, inputs = model_of(name), prompts(name)
     room = WIDE.get(name, 9)  # in chunks, beside each other
@@ -100,6 +103,18 @@ def test_cached_prefixes_are_those_of_the_same_images(name):
     assert found[0] == 0
     assert found[1] >= 16  # all full pages of the first
     assert 6 <= found[2] <= 11  # what is before the second image
+
+
+def test_tokens_that_are_typed_as_an_image_are_another_prefix():
+    model = model_of("ernie4.5-vl")
+    text = prompt("ernie4.5-vl", (), 21)
+    typed = text | {"moe_mm_token_type_ids": torch.zeros(1, 21).long()}
+    typed["moe_mm_token_type_ids"][:, 3:7] = 1  # experts of images compute these
+    true = [generated(model, each) for each in (text, typed)]
+    assert not same(true[:1], true[1:])
+    engine = span.Engine(model, pages=64, page_size=4)
+    for each, wanted in zip((text, typed, text), (*true, true[0]), strict=True):
+        assert same(answers(engine, [each]), [wanted])
 
 
 def test_samples_of_one_prompt():

@@ -11,6 +11,7 @@ from attnspan.testing import loopback
 from tests.integrations.families import BOUND, answers, enabled_answers, off
 from tests.integrations.families import family as text_family
 from tests.integrations.images import SPECS, batch, family
+from tests.integrations.more_images import SELDOM
 from tests.processes import spawn
 from tests.turns import in_turn
 
@@ -21,8 +22,10 @@ REFUSED = {
     "hunyuan-vl": r"what model.vision_tower .* computes of an image is not rows of its own, or depends on the other",
     "molmo2": r"model.multi_modal_projector is called with argument 1 of shape \(12, 2\), which is not a row for each",
     "gemma4-unified": "Gemma4UnifiedForConditionalGeneration has none that could be dealt",
+    "fuyu": "FuyuForCausalLM has none that could be dealt",
 }
 DEALT = [name for name in SPECS if name not in REFUSED]
+CASES = [(2, "several"), (4, "several"), (2, "one"), (2, "text")]
 IMAGES = {"several": ((2, 11), (6,)), "one": ((), (8,)), "text": ((), ())}
 
 
@@ -30,7 +33,7 @@ def on_ranks(ranks, name, given):
     return loopback(ranks).run(lambda world: enabled_answers(world, family(name), given, towers="dealt"))
 
 
-@pytest.mark.parametrize(("name", "case"), in_turn(DEALT, [(2, "several"), (4, "several"), (2, "one"), (2, "text")]))
+@pytest.mark.parametrize(("name", "case"), in_turn(DEALT, CASES, SELDOM))
 def test_a_family_answers_as_on_one_device(name, case):
     ranks, images = case
     given = batch(name, images=IMAGES[images])

@@ -23,10 +23,13 @@ from attnspan.integrations.huggingface.masking import requested_pattern
 from attnspan.testing import loopback
 from tests.integrations.families import BOUND, answers, enabled_answers, gradients, off
 from tests.integrations.images import IMAGE, SPECS, batch, family
+from tests.integrations.more_images import SELDOM
 from tests.processes import spawn
 from tests.turns import in_turn
 
 ROWS = {"several": ((2, 11), (6,)), "one row without": ((), (3, 8, 14)), "text": ((), ())}
+
+CASES = [(2, "several"), (3, "one row without"), (2, "text")]
 
 
 def one_device(name, given):
@@ -37,7 +40,7 @@ def on_ranks(name, given, ranks, **options):
     return loopback(ranks).run(lambda world: enabled_answers(world, family(name), given, **options))
 
 
-@pytest.mark.parametrize(("name", "case"), in_turn(SPECS, [(2, "several"), (3, "one row without"), (2, "text")]))
+@pytest.mark.parametrize(("name", "case"), in_turn(SPECS, CASES, SELDOM))
 def test_a_family_answers_as_on_one_device(name, case):
     ranks, rows = case
     given = batch(name, images=ROWS[rows])

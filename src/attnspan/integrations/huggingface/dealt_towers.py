@@ -7,7 +7,7 @@ Backward adds up, at the rank that computed an image, what the tokens of all ran
 get another share of the gradient on each rank, with the same sum, and their mean over ranks is still one device's.
 
 [Note: what is dealt] The first tensor of a call has a row for each image, (N, ...), or one for each patch of all
-images, (P, D), with a grid (N, 2) or (N, 3) beside it that says how many are whose. All other tensors have N rows, or
+images, (P, ...), with a grid (N, 2) or (N, 3) beside it that says how many are whose. All other tensors have N rows, or
 P. A single image, and images that come as one row, are computed by every rank.
 
 [Note: by themselves] What is computed of an image must not depend on the others. When a tower is first dealt it runs on
@@ -47,10 +47,9 @@ class TowerCall:
         if not tensors:
             return None
         first, grids = tensors[0], [each for each in tensors[1:] if each.dim() == 2 and each.shape[1] in (2, 3)]
-        rows = [1] * len(first)
-        if first.dim() == 2:
-            counts = [each.prod(1).tolist() for each in grids if not each.is_floating_point()]
-            rows = next((each for each in counts if sum(each) == len(first)), [len(first)])
+        counts = [each.prod(1).tolist() for each in grids if not each.is_floating_point()]
+        alone = [len(first)] if first.dim() == 2 else [1] * len(first)
+        rows = next((each for each in counts if sum(each) == len(first)), alone)
         return cls(path, args, kwargs, rows) if len(rows) > 1 else None
 
     def images(self, start: int, stop: int) -> tuple[tuple[object, ...], dict[str, object]]:

@@ -11,8 +11,8 @@ Rotary positions of more than one dim go on behind a prompt as transformers lets
 
 [Note: keys of a prompt] The prefix cache must not take one image for another. A token that the decoder sees as it sees
 plain text is its own key. Any other's is a digest of all that the decoder is given for it: the bits of its embedding,
-position and features; where tokens of an image see each other, of all of that image. So prompts share pages as far as
-the decoder computes the same, and no further.
+position, type and features; where tokens of an image see each other, of all of that image. So prompts share pages as
+far as the decoder computes the same, and no further.
 
 Shapes: S tokens of a prompt, T of a step, N tokens of images, P dims of positions, D width.
 """
@@ -40,7 +40,10 @@ from attnspan.masks import TokenGroups
 
 T = TypeVar("T")
 
-KNOWN = frozenset({"inputs_embeds", "position_ids", "attention_mask", *FEATURES, *FEATURES.values()})
+TYPES = frozenset({"moe_mm_token_type_ids"})
+"""Numbers of each token for a decoder, 0 for a token of text: Ernie 4.5's layers have experts for images."""
+
+KNOWN = frozenset({"inputs_embeds", "position_ids", "attention_mask", *FEATURES, *FEATURES.values(), *TYPES})
 """Tensors for a decoder that are put into steps."""
 
 BEYOND = 1 << 63
@@ -64,6 +67,7 @@ class PromptContent:
     next: Tensor | None  # (P, 1)
     features: Mapping[str, object] = field(default_factory=dict)  # of (N, ...), by their names
     masks: Mapping[str, Tensor] = field(default_factory=dict)  # (S,) or (S, D): which tokens have one
+    types: Mapping[str, Tensor] = field(default_factory=dict)  # (S,)
 
 
 @dataclass(frozen=True)
@@ -181,10 +185,13 @@ def embedded(
     features = {name: found.get(name) for name, where in FEATURES.items() if where in masks}
     for mask in masks.values():
         special |= _of_tokens(mask).to(special.device)
+    types = {name: tensor_in(found, name)[0] for name in sorted(TYPES) if name in found}
+    for each in types.values():
+        special |= each.bool().to(special.device)
     groups, grouped = _groups(found.get("attention_mask"), layers)
     if not special.any() and groups is None:
         return EmbeddedPrompt(tokens, array("Q", tokens), None)
-    content = PromptContent(embeds, positions, following, features, masks)
+    content = PromptContent(embeds, positions, following, features, masks, types)
     keys = array("Q", tokens)
     for row in special.nonzero().flatten().tolist():
         keys[row] = _digest(tokens[row], content, row)
@@ -268,8 +275,9 @@ def _digest(token: int, content: PromptContent, row: int) -> int:
         if where in content.masks and bool(_of_tokens(content.masks[where])[row]):
             at = int(_of_tokens(content.masks[where])[:row].sum())
             rows += _tensors(_rows(content.features[name], at, at + 1))
+    types = [int(each[row]) for each in content.types.values()]
     octets = (each.contiguous().view(torch.uint8).cpu().numpy().tobytes() for each in rows)
-    return _hash(repr((token, positions)).encode(), *octets)
+    return _hash(repr((token, positions, types)).encode(), *octets)
 
 
 # ---- a step ----------------------------------------------------------------------------------------------------------
@@ -282,6 +290,7 @@ def merged(given: dict[str, object], batch: PackedBatch) -> dict[str, object]:
     dims = max((len(content.positions) for _, content in _contents(batch) if content.positions is not None), default=0)
     positions = plain.expand(max(dims, 1), total).clone()
     masks: dict[str, Tensor] = {}
+    types: dict[str, Tensor] = {}
     features: dict[str, list[object]] = {}
     for rows, content in _contents(batch):
         length, count = len(content.embeds), rows.stop - rows.start
@@ -291,6 +300,8 @@ def merged(given: dict[str, object], batch: PackedBatch) -> dict[str, object]:
         if content.positions is not None and content.next is not None:
             beyond = content.next + torch.arange(count - inside, device=plain.device) + max(rows.first - length, 0)
             positions[:, rows.start : rows.stop] = torch.cat([content.positions[:, there], beyond], dim=1)
+        for name, each in content.types.items():
+            types.setdefault(name, each.new_zeros(total))[here] = each[there]
         for name, where in FEATURES.items():
             if where in content.masks and bool(_of_tokens(content.masks[where][there]).any()):
                 mask = content.masks[where]
@@ -298,7 +309,7 @@ def merged(given: dict[str, object], batch: PackedBatch) -> dict[str, object]:
                 step[here] = mask[there]
                 begin, stop = (int(_of_tokens(mask[:end]).sum()) for end in (there.start, there.stop))
                 features.setdefault(name, []).append(_rows(content.features[name], begin, stop))
-    found: dict[str, object] = {where: mask.unsqueeze(0) for where, mask in masks.items()}
+    found: dict[str, object] = {name: rows.unsqueeze(0) for name, rows in (masks | types).items()}
     found |= {name: tree_map(lambda *parts: torch.cat(parts), *each) for name, each in features.items()}
     found["position_ids"] = positions.unsqueeze(1) if dims > 1 else positions
     return given | found | {"inputs_embeds": embeds}

@@ -234,6 +234,14 @@ class TokensBefore:
         """The tokens before a packed row, for each of its tokens as if it were the last."""
         return self.tokens
 
+    def get_query_offset(self, layer: int) -> int:
+        """0: a mask of a step is asked for as without a cache, and not read."""
+        return 0
+
+    def get_mask_sizes(self, queries: int, layer: int) -> tuple[int, int]:
+        """The keys of a step and where they begin."""
+        return queries, 0
+
     def update(self, key: Tensor, value: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         """Both as they are: pages hold what came before."""
         return key, value
