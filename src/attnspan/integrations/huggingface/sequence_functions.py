@@ -177,7 +177,8 @@ def causal_conv1d_fn(
     return (out if activation is None else ACT2FN[activation](out)).to(hidden_states.dtype)
 
 
-def torch_chunk_gated_delta_rule(
+def _delta_rule(
+    rule: Callable[..., Rule],
     here: TokensOfMixer,
     query: Tensor,
     key: Tensor,
@@ -189,32 +190,12 @@ def torch_chunk_gated_delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     **more: object,
 ) -> tuple[Tensor, None]:
-    """The gated delta rule: query and key (B, S, H, K), value (B, S, H, V), g and beta (B, S, H)."""
+    """A delta rule: query and key (B, S, H, K), value (B, S, H, V), beta (B, S, H), g too, or of KDA (B, S, H, K)."""
     _check_states(initial_state, output_final_state)
     dtype = query.dtype
     if use_qk_l2norm_in_kernel:
         query, key = _normalized(query), _normalized(key)
-    return here.recurrence(GatedDelta(query, key, value, g, beta)).to(dtype), None
-
-
-def chunk_kimi_delta_attention(
-    here: TokensOfMixer,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    **more: object,
-) -> tuple[Tensor, None]:
-    """The same with a decay for every channel: g is (B, S, H, K)."""
-    _check_states(initial_state, output_final_state)
-    dtype = query.dtype
-    if use_qk_l2norm_in_kernel:
-        query, key = _normalized(query), _normalized(key)
-    return here.recurrence(KDA(query, key, value, g, beta)).to(dtype), None
+    return here.recurrence(rule(query, key, value, g, beta)).to(dtype), None
 
 
 def mamba2_chunk_scan(
@@ -289,13 +270,14 @@ OURS: dict[str, Callable[..., Result]] = {
     for each in (
         apply_mask_to_padding_states,
         causal_conv1d_fn,
-        torch_chunk_gated_delta_rule,
-        chunk_kimi_delta_attention,
         mamba2_chunk_scan,
         mamba_selective_scan,
         lightning_attention,
         rg_lru_scan,
     )
+} | {
+    "torch_chunk_gated_delta_rule": functools.partial(_delta_rule, GatedDelta),
+    "chunk_kimi_delta_attention": functools.partial(_delta_rule, KDA),
 }
 SEQUENCE = OURS.keys() - {PADDING}
 """Functions that make a module a recurrent mixer."""
