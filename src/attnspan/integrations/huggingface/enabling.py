@@ -31,8 +31,7 @@ from __future__ import annotations
 import functools
 import inspect
 import operator
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Literal, NoReturn, TypeVar
@@ -81,7 +80,7 @@ from attnspan.integrations.huggingface.positions import (
     position_hooks,
 )
 from attnspan.integrations.huggingface.sequence_functions import MixedTokens
-from attnspan.integrations.huggingface.sessions import SessionFactory, unseen_by_mixers
+from attnspan.integrations.huggingface.sessions import session_factories
 from attnspan.integrations.huggingface.towers import (
     FEATURES,
     OUTPUTS,
@@ -145,7 +144,7 @@ class Enabled:
         self.decoder, self.layers, self.mixers = parts.decoder, parts.layers, parts.mixers
         kinds = [self._kind(layer) for layer in self.layers]
         self.kinds = list(dict.fromkeys(kinds))
-        self._factories = self._session_factories(cp, kinds, keep_keys)
+        self._factories = session_factories(cp, kinds, self.mixers, keep_keys)
         self.transport = next(iter(self._factories.values())).transport
         self._deals = one_of("towers", towers, ["whole", "dealt"], error=ModelError) == "dealt"
         if self._deals and not parts.towers:
@@ -161,28 +160,6 @@ class Enabled:
         self._binding = ModelBinding(self, parts, [self.kinds.index(kind) for kind in kinds])
         self.live = False
         self._begin()
-
-    def _session_factories(
-        self, cp: ContextParallel | Group, kinds: Sequence[LayerKind], keep_keys: KeepKeys | None
-    ) -> dict[Side, SessionFactory]:
-        """What makes the sessions of batches, for every sequence of the model."""
-        sides: list[Side] = list(dict.fromkeys(kind.side for kind in kinds if kind.side != "cross")) or ["only"]
-        if len(sides) > 1 and isinstance(cp, ContextParallel) and cp.masks != {"": Full()}:
-            raise ModelError(
-                "cp must be a mesh or a group for an encoder-decoder, whose sequences have masks of their own"
-            )
-        unseen = unseen_by_mixers(cp.mask) if self.mixers and isinstance(cp, ContextParallel) else None
-        if unseen is not None:
-            raise ModelError(
-                f"cp's mask has {unseen!r} in it, which recurrent mixers ({self.mixers[0].name}) do not see; give "
-                "attention_mask with every batch"
-            )
-        if keep_keys not in (None, True, False, "auto"):
-            raise ModelError(f"keep_keys must be True, False or 'auto', got {keep_keys!r}")
-        return {
-            side: SessionFactory(cp, Counter(kind.pattern for kind in kinds if kind.side == side), keep_keys)
-            for side in sides
-        }
 
     def _read_forward(self) -> None:
         """The names of what the model and its decoder are called with, and the loss that it returns."""

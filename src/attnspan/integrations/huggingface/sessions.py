@@ -13,14 +13,16 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 
 from attnspan.errors import ModelError
 from attnspan.integrations.huggingface.batches import SequenceInputs
+from attnspan.integrations.huggingface.forward_pass import LayerKind, Side
 from attnspan.integrations.huggingface.masking import Pattern
+from attnspan.integrations.huggingface.mixers import RecurrentMixer
 from attnspan.layouts import Contiguous
-from attnspan.masks import Causal, Documents, KeyPadding, Mask
+from attnspan.masks import Causal, Documents, Full, KeyPadding, Mask
 from attnspan.masks.combined import And, Not
 from attnspan.parallel import ContextParallel
 from attnspan.parallel.core import SessionOptions
@@ -87,6 +89,30 @@ class SessionFactory:
         )
 
 
+def session_factories(
+    cp: ContextParallel | Group,
+    kinds: Sequence[LayerKind],
+    mixers: Sequence[RecurrentMixer],
+    keep_keys: KeepKeys | None,
+) -> dict[Side, SessionFactory]:
+    """A factory for every sequence of a model with such layers and recurrent mixers."""
+    sides: list[Side] = list(dict.fromkeys(kind.side for kind in kinds if kind.side != "cross")) or ["only"]
+    if len(sides) > 1 and isinstance(cp, ContextParallel) and cp.masks != {"": Full()}:
+        raise ModelError("cp must be a mesh or a group for an encoder-decoder, whose sequences have masks of their own")
+    unseen = _unseen_by_mixers(cp.mask) if mixers and isinstance(cp, ContextParallel) else None
+    if unseen is not None:
+        raise ModelError(
+            f"cp's mask has {unseen!r} in it, which recurrent mixers ({mixers[0].name}) do not see; give "
+            "attention_mask with every batch"
+        )
+    if keep_keys not in (None, True, False, "auto"):
+        raise ModelError(f"keep_keys must be True, False or 'auto', got {keep_keys!r}")
+    return {
+        side: SessionFactory(cp, Counter(kind.pattern for kind in kinds if kind.side == side), keep_keys)
+        for side in sides
+    }
+
+
 def _own(pattern: Pattern, sequence: SequenceInputs) -> Mask:
     """The mask of a pattern; chunks are counted from where the tokens of a row begin, as in transformers."""
     if pattern.chunk is None or sequence.starts is None:
@@ -96,7 +122,7 @@ def _own(pattern: Pattern, sequence: SequenceInputs) -> Mask:
     return Causal() & Documents(lengths)
 
 
-def unseen_by_mixers(mask: Mask) -> Mask | None:
+def _unseen_by_mixers(mask: Mask) -> Mask | None:
     """The first part of a session's mask that recurrent mixers do not know: of all data, they know documents."""
     return next((part for part in _parts(mask) if isinstance(part, KeyPadding | Not)), None)
 
