@@ -343,14 +343,15 @@ def test_over_ranks_rank_0_listens_and_the_others_follow():
 
 
 def test_over_ranks_a_failed_step_ends_the_engine_on_all():
-    model = tiny("Llama")
+    model, failed = tiny("Llama"), []
 
     def rank(world):
         mine = engine(mesh=world)
         if world.rank:
             with pytest.raises((ZeroDivisionError, TransportError)):  # as its own step fails, or rank 0's does first
                 follow(mine)
-            return "failed"
+            failed.append(world.rank)
+            return
 
         async def main():
             served = AsyncEngine(mine)
@@ -364,14 +365,18 @@ def test_over_ranks_a_failed_step_ends_the_engine_on_all():
             with pytest.raises(EngineClosed, match="the engine has failed"):
                 await served.generate([PROMPTS[0]])
             await served.shutdown()
-            return "failed"
+            failed.append(world.rank)
 
-        return asyncio.run(main())
+        asyncio.run(main())
 
     try:
-        assert loopback(2).run(rank) == ["failed", "failed"]
+        loopback(2).run(rank)
+    except TransportError as lost:  # what rank 0 was about to send rank 1, which had failed by then
+        if "never arrived: rank 0 did not wait for" not in str(lost):
+            raise
     finally:
         model.lm_head._forward_pre_hooks.clear()
+    assert sorted(failed) == [0, 1]
 
 
 def test_who_calls_the_wrong_side_is_told():
