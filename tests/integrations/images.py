@@ -185,7 +185,7 @@ SPECS = (
 @functools.cache
 def _built(name):
     transformers.logging.set_verbosity_error()
-    model, sizes = (SPECS | more_images.OWN_LOSS)[name]
+    model, sizes = (SPECS | more_images.REFUSED)[name]
     with torch.random.fork_rng(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.manual_seed(0)
@@ -234,8 +234,6 @@ def batch(name, *, images=((2, 11), (6,)), length=23, seed=0):
     types = (tokens == special).long()
     if name in (*QWENS, "gemma4", *recent_images.TYPED) and name not in ("qwen2.5-omni", "qwen3-omni"):
         given["mm_token_type_ids"] = types
-    if name == "kosmos-2.5":
-        given["image_embeds_position_mask"] = types
     if name == "ernie4.5-vl":
         given["moe_mm_token_type_ids"] = types | (tokens == START) | (tokens == END)
     if name == "gemma3":

@@ -286,7 +286,7 @@ SPECS = {
         },
     ),
 }
-OWN_LOSS = {
+REFUSED = {
     "kosmos-2.5": (
         "Kosmos2_5ForConditionalGeneration",
         {
@@ -299,7 +299,7 @@ OWN_LOSS = {
         },
     ),
 }
-"""Families that are trained without labels, as their loss is their own."""
+"""Families whose decoder puts images among the tokens by itself."""
 
 QWENS = ("cohere-compass", "qwen3-vl-moe", "cosmos3-omni", "glm-ocr", "paddleocr-vl", "ernie4.5-vl")
 """Families whose images lie between two tokens, and are counted in three dimensions."""
@@ -311,7 +311,7 @@ TILED = ("llava-next", "llava-next-video", "llava-onevision", "granite4-vision")
 DAILY = ("kimi-k2.5", "cohere-compass")
 SELDOM = tuple(name for name in SPECS if name not in DAILY)
 
-COUNTS = dict.fromkeys(SPECS | OWN_LOSS, 4)
+COUNTS = dict.fromkeys(SPECS, 4)
 
 
 def inputs(name, many, noise):
@@ -329,9 +329,6 @@ def inputs(name, many, noise):
         return {"pixel_values": noise(many, 3, 3, 8, 8), "image_sizes": torch.tensor([[8, 16]] * many)}
     if name == "emu3":
         return {"pixel_values": noise(many, 3, 4, 2), "image_sizes": torch.tensor([[4, 2]] * many)}
-    if name == "kosmos-2.5":
-        places = torch.cartesian_prod(torch.arange(2.0), torch.arange(2.0)).expand(many, 4, 2)
-        return {"flattened_patches": torch.cat([places, noise(many, 4, 48)], -1)}
     if name == "deepseek-vl-hybrid":
         return {"pixel_values": noise(many, 3, 8, 8), "high_res_pixel_values": noise(many, 3, 16, 16)}
     if name == "fuyu":

@@ -238,6 +238,15 @@ def test_a_tower_that_runs_inside_the_decoder():
     )
 
 
+def test_a_decoder_that_puts_images_among_tokens_by_itself():
+    def rank(world):
+        message = "Kosmos2_5ForConditionalGeneration gives its decoder no embeddings, among which those of images would"
+        with pytest.raises(ModelError, match=message):
+            enable(family("kosmos-2.5"), world)
+
+    loopback(1).run(rank)
+
+
 def test_what_is_given_to_a_decoder_and_is_not_of_its_tokens():
     def change(model):
         def more(module, args, kwargs):

@@ -12,7 +12,7 @@ from attnspan.integrations.huggingface.adapters import adapted, check_adapters
 from attnspan.integrations.huggingface.checking import check_model, check_not_enabled
 from attnspan.integrations.huggingface.layers import WITHOUT_CACHE, AttentionLayer, attention_layers, split_idle
 from attnspan.integrations.huggingface.mixers import RecurrentMixer, recurrent_mixers
-from attnspan.integrations.huggingface.towers import decoder_of, modules_outside, towers_of
+from attnspan.integrations.huggingface.towers import check_merges_before, decoder_of, modules_outside, towers_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,6 +40,7 @@ class ModelParts:
         mixing = {mixer.module for mixer in mixers}
         layers, idle = split_idle(model, attention_layers(model, mixing, outside, WITHOUT_CACHE))
         check_model(model, decoder, idle, mixing)
+        check_merges_before(model, decoder)
         towers = towers_of(model, decoder)
         return cls(called, model, decoder, _encoder_modules(model), tuple(layers), tuple(idle), tuple(mixers), towers)
 

@@ -61,6 +61,15 @@ def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
     return found if "inputs_embeds" in inspect.signature(type(found).forward).parameters else model
 
 
+def check_merges_before(model: nn.Module, decoder: nn.Module) -> None:
+    """ModelError for a decoder that puts images among the tokens by itself, where a rank has some of them."""
+    if decoder is not model and "image_embeds" in inspect.signature(type(decoder).forward).parameters:
+        raise ModelError(
+            f"{type(model).__name__} gives its decoder no embeddings, among which those of images would be, which is "
+            "not served"
+        )
+
+
 def modules_outside(model: nn.Module, decoder: nn.Module) -> set[nn.Module]:
     """The modules of a model that are neither in its decoder nor around it."""
     if decoder is model:
