@@ -50,7 +50,9 @@ def test_a_hybrid_answers_as_on_one_device(name, ranks):
 @pytest.mark.parametrize("name", families("lfm2"))
 def test_rows_with_padding_of_their_own(name, side):
     given, padding = padded(side)
-    true = answers(hybrid(name), given)
+    # transformers' Mamba2 in float32 is 3.5e-5 from float64 where padding is on the left; ranks are 1.3e-5 from it
+    one = hybrid(name).double() if name == "mamba2" else hybrid(name)
+    true = answers(one, given)
     for found in on_ranks(name, given, 3):
         assert off(found, true, valid=padding)[0] < BOUND
 
