@@ -7,6 +7,8 @@ import re
 import signal
 import subprocess
 import sys
+import sysconfig
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,10 +18,11 @@ from typer.testing import CliRunner
 from attnspan import Engine, SamplingParams
 from attnspan.cli.app import app
 from tests.engine.test_adapters_by_name import adapted
-from tests.pace import patiently, stretched
-from tests.server.servers import ask, chatting, expected, llama
+from tests.pace import patiently
+from tests.server.servers import ask, chatting, connected, expected, llama, post, until
 
 ROOT = Path(__file__).parents[2]
+TORCHRUN = str(Path(sysconfig.get_path("scripts")) / "torchrun")
 
 
 @pytest.fixture(scope="module")
@@ -32,27 +35,67 @@ def folder(tmp_path_factory):
 
 
 @contextlib.contextmanager
-def serving(folder, *options, **environment):
-    """The command, once it listens; it must end well at a SIGTERM."""
-    command = [sys.executable, "-m", "attnspan", "serve", "--model", str(folder), "--port", "0", "--pages", "64"]
+def started(folder, *options, launcher=(sys.executable,), **environment):
+    """The command, from its beginning."""
+    command = [*launcher, "-m", "attnspan", "serve", "--model", str(folder), "--port", "0", "--pages", "64"]
     ours = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")} | environment
     piped = {"stderr": subprocess.PIPE, "text": True, "env": ours, "start_new_session": True}
     with subprocess.Popen([*command, *options], **piped) as process:
         try:
-            said = ""
-            while not (found := re.search(r"listening on (http://\S+), as (\S+)", said)):
-                line = process.stderr.readline()
-                assert line, said
-                said += line
-            yield SimpleNamespace(address=found[1], model=found[2])
-            process.send_signal(signal.SIGTERM)
-            assert patiently(lambda seconds: process.wait(seconds) is not None, 60)
-            rest = process.stderr.read()
+            yield process
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-    assert process.returncode == 0, rest
-    assert "Traceback" not in said + rest
+
+
+def listening(process):
+    """The server of a command, once it listens."""
+    said = ""
+    while not (found := re.search(r"listening on (http://\S+), as (\S+)", said)):
+        line = process.stderr.readline()
+        assert line, said
+        said += line
+    return SimpleNamespace(address=found[1], model=found[2], process=process, said=said)
+
+
+def ended(process):
+    """The status and the last words of a command that is to end."""
+    assert patiently(lambda seconds: process.wait(seconds) is not None, 60)
+    return process.returncode, process.stderr.read()
+
+
+@contextlib.contextmanager
+def serving(folder, *options, ends=signal.SIGTERM, **environment):
+    """The command, once it listens; it must end well at a signal."""
+    with started(folder, *options, **environment) as process:
+        server = listening(process)
+        yield server
+        ranks = children(process.pid)
+        process.send_signal(ends)
+        status, rest = ended(process)
+        assert not any(map(lives, ranks))
+    assert status == 0, rest
+    assert "Traceback" not in server.said + rest
+
+
+@contextlib.contextmanager
+def streaming(server):
+    """An answer that goes on for long, once it has begun: a function that reads its events to their end."""
+    body = {"model": server.model, "prompt": "the cat", "max_tokens": 500, "stream": True}
+    with contextlib.closing(connected(server)) as wire:
+        wire.sendall(post("/v1/completions", body))
+        said = wire.recv(65536)
+        assert said.startswith(b"HTTP/1.1 200")
+
+        def rest():
+            parts = [said]
+            while parts[-1]:
+                parts.append(wire.recv(65536))
+            events = re.findall(rb"data: (.*)\n\n", b"".join(parts))
+            assert events[-1] == b"[DONE]"
+            return [json.loads(event) for event in events[:-1]]
+
+        yield rest
 
 
 def answered(server, key=None):
@@ -80,26 +123,64 @@ def test_over_two_ranks_the_answers_are_those_of_one(folder):
         assert choice["text"] == expected(prompt, max_new_tokens=9, temperature=1.0, seed=3).text
 
 
-@pytest.mark.slow  # three processes
-def test_a_rank_that_is_lost_ends_the_server(folder):
-    command = [sys.executable, "-m", "attnspan", "serve", "--model", str(folder), "--port", "0", "--pages", "64"]
-    ours = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
-    process = subprocess.Popen(
-        [*command, "--ranks", "2"], stderr=subprocess.PIPE, text=True, env=ours, start_new_session=True
-    )
-    try:
-        for line in process.stderr:
-            if "listening on" in line:
-                break
+RANKS = {"ranks": (("--ranks", "2"), {}), "torchrun": ((), {"launcher": (TORCHRUN, "--nproc-per-node=2")})}
+
+
+@pytest.mark.slow  # three processes that import transformers
+@pytest.mark.parametrize("how", RANKS)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_all_ranks_and_streams_properly(folder, how, number):
+    options, launcher = RANKS[how]
+    with started(folder, "--drain", "0.2", *options, **launcher) as process:
+        server = listening(process)
         ranks = children(process.pid)
-        assert len(ranks) >= 2
-        os.kill(ranks[-1], signal.SIGKILL)
-        rest = process.communicate(timeout=stretched(120))[1]
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-    assert process.returncode not in (0, None)
-    assert "rank" in rest
+        with streaming(server) as rest:
+            process.send_signal(number)
+            assert rest()[-1]["error"]["code"] == "unavailable"
+        status, _ = ended(process)
+        assert status == (how == "torchrun")  # which ends with an error of its own
+        assert not any(map(lives, ranks))
+
+
+@pytest.mark.slow  # three processes
+@pytest.mark.parametrize("how", RANKS)
+def test_a_rank_that_is_lost_ends_the_server(folder, how):
+    options, launcher = RANKS[how]
+    with started(folder, *options, **launcher) as process:
+        server = listening(process)
+        ranks = children(process.pid)
+        assert len(ranks) == 2
+        with streaming(server) as rest:
+            os.kill(ranks[-1], signal.SIGKILL)
+            assert "error" in rest()[-1]
+        status, said = ended(process)
+        assert status not in (0, None)
+        assert "rank" in said
+        assert not any(map(lives, ranks))
+
+
+@pytest.mark.slow  # processes that import transformers
+def test_a_second_signal_does_not_await_the_open_requests(folder):
+    with started(folder, "--ranks", "2", "--drain", "1000") as process:
+        server = listening(process)
+        with streaming(server) as rest:
+            for _ in range(2):
+                process.send_signal(signal.SIGINT)
+                time.sleep(0.5)
+            assert rest()[-1]["error"]["code"] == "unavailable"
+        assert ended(process)[0] == 0
+
+
+@pytest.mark.slow  # processes that import torch
+def test_a_signal_while_ranks_load_ends_them(folder):
+    with started(folder, "--ranks", "2") as process:
+        until(lambda: len(children(process.pid)) == 2)
+        ranks = children(process.pid)
+        process.send_signal(signal.SIGINT)
+        status, said = ended(process)
+        assert status == 128 + signal.SIGINT, said
+        assert "Traceback" not in said
+        assert not any(map(lives, ranks))
 
 
 @pytest.fixture(scope="module")
@@ -154,6 +235,12 @@ def children(pid):
             if re.search(rf"^PPid:\s{pid}$", text, re.MULTILINE) and "resource_tracker" not in line:
                 found.append(int(status.parent.name))
     return sorted(found)
+
+
+def lives(pid):
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return not re.search(r"^State:\s*[ZX]", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    return False
 
 
 def cli(*arguments):

@@ -16,8 +16,7 @@ import logging
 import multiprocessing
 import os
 import signal
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,7 +30,7 @@ import typer
 from attnspan import Engine
 from attnspan.cli.generate import checked_model, load_model
 from attnspan.engine import follow
-from attnspan.errors import EngineError, integer
+from attnspan.errors import EngineError, RankError, integer
 from attnspan.measure import Ranks
 from attnspan.transports import Transport
 
@@ -130,8 +129,7 @@ def serve(
     if asked.launched:
         asked.run(partial(on_rank, job))
     elif asked.count > 1:
-        with _signals_for_ranks():
-            asked.run(partial(on_rank, job))
+        _on_started_ranks(job, asked)
     else:
         _serve(job, torch.device(device))
 
@@ -173,24 +171,36 @@ def _with_adapters(model: Any, adapters: Mapping[str, str]) -> Any:
     return model.eval()
 
 
-@contextmanager
-def _signals_for_ranks() -> Iterator[None]:
-    """A process that has started ranks hands on what ends a server: rank 0 ends the others. An interrupt of a terminal
-    reaches ranks by itself."""
+def _on_started_ranks(job: ServeJob, asked: Ranks) -> None:
+    """Serve on processes of our own. SIGINT and SIGTERM are handed on to them: rank 0 then ends the others. While they
+    still load, it ends them all."""
+    came: list[int] = []
 
-    def forward(number: int, frame: FrameType | None) -> None:
-        for rank in multiprocessing.active_children():
-            os.kill(rank.pid or 0, number)
+    def hand_on(number: int, frame: FrameType | None) -> None:
+        came.append(number)
+        ranks = multiprocessing.active_children()
+        if len(ranks) < asked.count:  # they are not all there yet, or one is lost
+            raise KeyboardInterrupt
+        for rank in ranks:
+            os.kill(rank.pid or 0, signal.SIGTERM)
 
-    before = {
-        signal.SIGTERM: signal.signal(signal.SIGTERM, forward),
-        signal.SIGINT: signal.signal(signal.SIGINT, lambda number, frame: None),
-    }
+    before = {number: signal.signal(number, hand_on) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield
+        asked.run(partial(on_started_rank, job))
+    except (RankError, KeyboardInterrupt) as error:
+        ended = [str(outcome) for outcome in getattr(error, "outcomes", ())]
+        if came and (not ended or "was ended by SIGTERM" in ended):
+            raise typer.Exit(128 + came[0]) from None
+        raise
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def on_started_rank(job: ServeJob, transport: Transport) -> None:
+    """A rank's part that `_on_started_ranks` has started: interrupts of a terminal are left to that process."""
+    os.setpgrp()
+    on_rank(job, transport)
 
 
 def on_rank(job: ServeJob, transport: Transport) -> None:
@@ -203,10 +213,12 @@ def _serve(job: ServeJob, device: torch.device, mesh: Any = None) -> None:
 
     logging.basicConfig(format="%(asctime)s %(name)s %(levelname)s: %(message)s")
     model, tokenizer = load_model(job.model, device, bar=mesh is None, trust_remote_code=job.trust_remote_code)
-    engine = Engine(_with_adapters(model, job.adapters), mesh=mesh, tokenizer=tokenizer, **job.options)
-    if mesh is not None and dist.get_rank(mesh):
+    follows = mesh is not None and dist.get_rank(mesh) > 0
+    if follows:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)  # all ranks are told; rank 0 says when to end
+    engine = Engine(_with_adapters(model, job.adapters), mesh=mesh, tokenizer=tokenizer, **job.options)
+    if follows:
         follow(engine)
         return
     if device.type == "cuda" and mesh is None:

@@ -139,4 +139,6 @@ class ServerProcess(uvicorn.Server):
         ending = asyncio.create_task(self.engine.shutdown(self.drain))
         await asyncio.sleep(0)  # so that requests of open connections are refused from now on
         await super().shutdown(sockets)
+        if self.force_exit:
+            await self.engine.shutdown(0)
         await ending
