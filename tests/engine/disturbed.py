@@ -20,6 +20,7 @@ from attnspan.engine import sampler
 from attnspan.engine.kv_cache_manager import KVCacheManager
 from attnspan.engine.logits_processor import LogitsProcessor, NGrams, TokenCounts
 from attnspan.engine.model_runner import ModelRunner
+from attnspan.engine.sampler import Sampler
 from attnspan.engine.scheduler import Scheduler
 from attnspan.engine.stats import Meter
 from attnspan.errors import UnknownRequest
@@ -216,8 +217,9 @@ CALLS = [
     (KVCacheManager, "add reserve fork cache_prefix release_windows trim free swap_out swap_in"),
     (Scheduler, "add remove fork step mark_computed _cache_prefix _drop_pages _preempt _admit"),
     (ModelRunner, "prepare run _logits keep_states"),
-    (sampler, "draw_tokens probabilities uniform choose_tokens"),
-    (TokenCounts, "of _fill discard"),
+    (sampler, "draw_tokens uniforms choose_tokens"),
+    (Sampler, "_batch_rows"),
+    (TokenCounts, "of _fill _places _add discard"),
     (NGrams, "bans"),
     (LogitsProcessor, "_biased"),
     (Meter, "add after"),

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from transformers import GenerationConfig
 
 from attnspan import Engine, SamplingParams
-from attnspan.engine.logits_processor import LogitsProcessor, LogitsRow, LogitsRules
+from attnspan.engine.draws import Draw, Draws, probabilities
+from attnspan.engine.logits_processor import LogitsProcessor, LogitsRow, LogitsRules, RuledRows
 from attnspan.engine.request import Request
 from attnspan.engine.sample import Sample
-from attnspan.engine.sampler import Draw, Sampler, choose_tokens, probabilities
+from attnspan.engine.sampler import ChosenToken, Sampler
 from attnspan.engine.scheduler import Chunk
 from attnspan.testing import loopback
 from tests.engine.models import greedy, prompts, tiny, tokenizer
@@ -77,15 +78,17 @@ def logits_of(rows):
     return torch.randn(rows, V, generator=torch.Generator().manual_seed(rows)) * 3
 
 
-def processed(logits, rows, rules, processor=None):
+def ruled(logits, rows, rules):
+    return RuledRows(rows, rules, logits.shape[1], logits.device)
+
+
+def processed(logits, rows, rules):
     """By our own, for the rows that have rules."""
     out = logits.clone()
     places = [place for place, rule in enumerate(rules) if rule is not None]
     if places:
-        found = (processor or LogitsProcessor())(
-            logits[places], [rows[place] for place in places], [rules[place] for place in places]
-        )
-        out[places] = found
+        some = [rows[place] for place in places], [rules[place] for place in places]
+        out[places] = LogitsProcessor()(logits[places], ruled(logits, *some))
     return out
 
 
@@ -111,31 +114,35 @@ def test_cuts_leave_the_probabilities_that_transformers_leaves(asked, temperatur
     if banned:
         logits[:, ::3] = -torch.inf  # by an earlier rule
     draws = [Draw.of(SamplingParams(temperature=temperature, **options)) for options in asked]
-    found = probabilities(logits, draws)
+    found = probabilities(logits, Draws(draws, logits.device))
     for row, options in enumerate(asked):
         scores = oracle({}, [1], 1, (), temperature=temperature, **({"top_k": 0} | options))(logits[row])
         torch.testing.assert_close(found[row], scores.softmax(-1), rtol=1e-9, atol=1e-12)  # float64, both
 
 
-@given(st.lists(st.integers(0, 5), min_size=3, max_size=12), st.integers(0, 3))
-def test_what_is_remembered_of_a_sample_is_what_its_tokens_say(said, forgotten):
+@given(st.lists(st.integers(0, 5), min_size=3, max_size=12), st.integers(0, 3), st.booleans())
+def test_what_is_remembered_of_a_sample_is_what_its_tokens_say(said, forgotten, same):
     params = SamplingParams(repetition_penalty=1.4, frequency_penalty=0.3, no_repeat_ngram_size=2)
     rule, logits, one = LogitsRules.of(params.over(SamplingParams()), frozenset()), logits_of(2), LogitsProcessor()
+    growing = said[:2]
+    batch = ruled(logits, [LogitsRow((0, 0), growing, 2), LogitsRow((0, 1), growing, 2)], [rule] * 2)
     for length in range(2, len(said) + 1):
+        growing[:] = said[:length]
         if length == forgotten:
             one.reset()
-        rows = [LogitsRow((0, 0), said[:length], 2), LogitsRow((0, 1), said[:2] + said[2:length][::-1], 2)]
-        for sample in rows[1:]:
-            one.discard(sample.sample)  # as if it were another each time
-        again = LogitsProcessor()(logits, rows, [rule] * 2)
-        assert one(logits, rows, [rule] * 2).equal(again)
-        assert one(logits, rows, [rule] * 2).equal(again)  # a step that is tried again counts nothing twice
+        rows = batch if same else ruled(logits, [LogitsRow((0, 0), growing, 2), batch.rows[1]], [rule] * 2)
+        one.discard((0, 1))  # as if it were another each time
+        again = LogitsProcessor()(logits, rows)
+        assert one(logits, rows).equal(again)
+        assert one(logits, rows).equal(again)  # a step that is tried again counts nothing twice
 
 
 def test_a_sequence_that_is_longer_than_the_history_adds_nothing():
     params = SamplingParams(sequence_bias={(1, 2): -3.0, (1, 1, 2): -5.0}).over(SamplingParams())
     logits = logits_of(1)
-    [found] = LogitsProcessor()(logits, [LogitsRow((0, 0), [1], 1)], [LogitsRules.of(params, frozenset())])
+    [found] = LogitsProcessor()(
+        logits, ruled(logits, [LogitsRow((0, 0), [1], 1)], [LogitsRules.of(params, frozenset())])
+    )
     assert found[2] == logits[0, 2] - 3.0
 
 
@@ -144,7 +151,7 @@ def test_presence_and_frequency_count_generated_tokens_as_openai_does():
         SamplingParams(presence_penalty=0.5, frequency_penalty=0.25).over(SamplingParams()), frozenset()
     )
     logits = logits_of(1)
-    found = LogitsProcessor()(logits, [LogitsRow((0, 0), [1, 2, 3, 3, 2, 3], 2)], [rule])
+    found = LogitsProcessor()(logits, ruled(logits, [LogitsRow((0, 0), [1, 2, 3, 3, 2, 3], 2)], [rule]))
     expected = logits.clone()
     expected[0, 3] -= 0.5 + 3 * 0.25
     expected[0, 2] -= 0.5 + 0.25
@@ -154,7 +161,9 @@ def test_presence_and_frequency_count_generated_tokens_as_openai_does():
 def test_a_bias_is_added_and_only_allowed_tokens_are_left():
     params = SamplingParams(logit_bias={3: 2.5, 9: -1}, allowed_tokens=[3, 5, 9]).over(SamplingParams())
     logits = logits_of(1)
-    [found] = LogitsProcessor()(logits, [LogitsRow((0, 0), [1], 1)], [LogitsRules.of(params, frozenset())])
+    [found] = LogitsProcessor()(
+        logits, ruled(logits, [LogitsRow((0, 0), [1], 1)], [LogitsRules.of(params, frozenset())])
+    )
     assert found[[3, 5, 9]].equal(logits[0, [3, 5, 9]] + torch.tensor([2.5, 0.0, -1.0]))
     assert found.isfinite().sum() == 3
 
@@ -162,7 +171,7 @@ def test_a_bias_is_added_and_only_allowed_tokens_are_left():
 def test_a_length_penalty_without_bound_leaves_logits_finite():
     params = SamplingParams(exponential_decay_length_penalty=(0, 3.0), max_new_tokens=5000).over(SamplingParams())
     rule, logits = LogitsRules.of(params, frozenset({7})), logits_of(1)
-    [found] = LogitsProcessor()(logits, [LogitsRow((0, 0), [1] * 4000, 1)], [rule])
+    [found] = LogitsProcessor()(logits, ruled(logits, [LogitsRow((0, 0), [1] * 4000, 1)], [rule]))
     assert found.isfinite().all()
     assert found.argmax() == 7
 
@@ -175,11 +184,13 @@ def test_tokens_that_have_no_logits_may_be_named_and_do_nothing():
     }  # fmt: skip
     params, row = SamplingParams(**beyond).over(SamplingParams()), LogitsRow((0, 0), [V, 1, V, 1], 3)
     logits = logits_of(1)
-    [found] = LogitsProcessor()(logits, [row], [LogitsRules.of(params, frozenset())])
+    [found] = LogitsProcessor()(logits, ruled(logits, [row], [LogitsRules.of(params, frozenset())]))
     others = torch.arange(V) != 1
     assert found[others].equal(logits[0, others])
     forced = SamplingParams(forced_bos_token_id=V).over(SamplingParams())
-    [found] = LogitsProcessor()(logits, [LogitsRow((0, 0), [1], 1)], [LogitsRules.of(forced, frozenset())])
+    [found] = LogitsProcessor()(
+        logits, ruled(logits, [LogitsRow((0, 0), [1], 1)], [LogitsRules.of(forced, frozenset())])
+    )
     assert found.isneginf().all()
 
 
@@ -373,4 +384,37 @@ def test_choosing_among_rows_with_and_without_rules_draws_each_from_its_own():
     for place, chunk in enumerate(chunks):
         assert together.choose(logits[place : place + 1], [chunk]) == [answers[place]]
     assert answers[0].token >= 20 <= answers[2].token
-    assert answers[3:] == choose_tokens(logits[3:], [Draw()], [None])
+    assert answers[3] == ChosenToken(int(logits[3].argmax()))
+
+
+MIXED = [
+    {}, {"temperature": 1.0, "seed": 5}, {"temperature": 0.8, "top_p": 0.9, "top_k": 9, "repetition_penalty": 1.3},
+    {"repetition_penalty": 1.2, "frequency_penalty": 0.5}, {"logit_bias": {3: 4.0}, "logprobs": True},
+    {"temperature": 1.3, "allowed_tokens": [*range(9)], "top_logprobs": 2}, {"bad_words": [[1, 2], [5]], "n": 2},
+    {"temperature": 1.0, "presence_penalty": 2.0, "n": 3}, {"no_repeat_ngram_size": 1, "min_p": 0.1},
+]  # fmt: skip
+
+
+@given(st.lists(st.lists(st.integers(0, len(MIXED) - 1), min_size=1, max_size=5, unique=True), min_size=1, max_size=6))
+def test_a_sampler_remembers_nothing_that_changes_a_token(batches):
+    params = [SamplingParams(**{"seed": 1} | options).over(SamplingParams()) for options in MIXED]
+    requests = [Request(number, [1, 2], each, each.seed) for number, each in enumerate(params)]
+
+    def fresh():
+        sampler = Sampler()
+        for request in requests:
+            sampler.add(request, frozenset({7}))
+        return sampler
+
+    one = fresh()
+    samples = [Sample(number, [1, 2, 5], 99, forks=(each.n or 1) - 1) for number, each in enumerate(params)]
+    for step, batch in enumerate(batches):
+        chunks = [Chunk(samples[number], 1) for number in batch]
+        logits = logits_of(step + 1)[:1].expand(sum(1 + samples[number].forks for number in batch), -1)
+        found = one.choose(logits, chunks)
+        assert found == fresh().choose(logits, chunks)
+        assert found == one.choose(logits, chunks)  # a step that is tried again
+        for number in batch:
+            samples[number].tokens.append(found.pop(0).token)
+            del found[: samples[number].forks]
+            samples[number].forks = 0

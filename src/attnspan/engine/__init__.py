@@ -7,8 +7,9 @@
     scheduler.py         what is computed next; ints only, as are sample.py and kv_cache_manager.py
     model_runner.py      one call of the model over pages (model.py: what is asked of a model)
     prompt_lookup.py     drafts of the next tokens, from what the text repeats
-    sampler.py           the next token, from a number of the request's own (logits_processor.py: after penalties, bans;
-                         grammar.py: so that an answer is JSON)
+    sampler.py           the next token, the likeliest or one drawn by a number of the request's own (draws.py), after
+                         penalties and bans (logits_processor.py; grammar.py: so that an answer is JSON), for all rows
+                         of a batch together (row_selection.py)
     output_processor.py  what a step came to: tokens, text (detokenizer.py), and why a sample ends
     cuda_graphs.py       decoding by CUDA graphs (warmup.py: captured beforehand)
 

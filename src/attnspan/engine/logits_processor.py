@@ -17,8 +17,8 @@ however many rows there are. What is found by looking at tokens (n-grams, ends o
 A model may know more tokens than it has logits for; those that have none can be named, and do nothing.
 
 [Note: counts] Which tokens a sample has, and how often, is a row of a table on the device, to which one token is added
-in a step. The row is a cache: it knows how many tokens it has seen, and a sample that has no row gets one from its
-tokens.
+in a step. The row is a cache: it is known how many tokens it has seen, and one that is further behind is counted again
+from the tokens of its sample.
 
 Shapes: R rows, V tokens.
 """
@@ -34,6 +34,7 @@ from torch import Tensor
 
 from attnspan.engine.grammar import GrammarState, allowed_by
 from attnspan.engine.params import SamplingParams
+from attnspan.engine.row_selection import RowSelection
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -42,8 +43,13 @@ Bias = tuple[int, float]
 """A token, and what is added to its logit."""
 
 BAN = float("-inf")
+NO_PENALTIES = (1.0, 0.0, 0.0)
+"""Repetition, frequency and presence, as nothing is penalised."""
 PROMPT = 1 << 30
 """In a count: the token is in the prompt. Beside it is how often it was generated."""
+
+UNKNOWN = -2
+"""In place of how many tokens a row has seen."""
 
 LARGEST = 1e30
 """The largest factor of a length penalty: the end token is the likeliest by far, and logits stay finite."""
@@ -68,7 +74,7 @@ class LogitsRules:
     lengths: tuple[int, ...]  # of the sequences in `endings`
     penalties: tuple[float, float, float] | None  # repetition, frequency, presence
     grammar: LLMatcher | None = None  # at its beginning
-    tensors: dict[int, Tensor] = field(default_factory=dict)  # biases (V,), by V
+    masks: dict[int, Tensor] = field(default_factory=dict)  # of tokens that are allowed (V,), by V
 
     @classmethod
     def of(
@@ -91,30 +97,34 @@ class LogitsRules:
             params.presence_penalty or 0.0,
         )
         asked = (
-            biases, endings, params.allowed_tokens, penalties != (1.0, 0.0, 0.0), params.no_repeat_ngram_size,
+            biases, endings, params.allowed_tokens, penalties != NO_PENALTIES, params.no_repeat_ngram_size,
             params.begin_suppress_tokens, grammar, params.forced_bos_token_id is not None, params.forced_eos_token_id,
             ends and (params.min_new_tokens or params.min_length or params.exponential_decay_length_penalty),
         )  # fmt: skip
         if not any(asked):
             return None
         lengths = tuple({len(tokens) for tokens in endings})
-        used = penalties if penalties != (1.0, 0.0, 0.0) else None
+        used = penalties if penalties != NO_PENALTIES else None
         return cls(params, tuple(ends), tuple(biases.items()), endings, lengths, used, grammar)
 
-    def bias(self, vocabulary: int, device: torch.device) -> Tensor | None:
-        """(V,) what is added in every step; None for nothing."""
-        allowed = self.params.allowed_tokens
-        if not self.biases and allowed is None:
+    def banned(self, vocabulary: int, device: torch.device) -> Tensor | None:
+        """(V,) -inf for tokens that are not among the allowed ones; None if all are."""
+        if self.params.allowed_tokens is None:
             return None
-        if vocabulary not in self.tensors:
-            bias = torch.zeros(vocabulary, device="cpu")
-            if allowed is not None:
-                bias.fill_(BAN)[[token for token in allowed if token < vocabulary]] = 0.0
-            for token, added in self.biases:
-                if token < vocabulary:
-                    bias[token] += added
-            self.tensors[vocabulary] = bias.to(device)
-        return self.tensors[vocabulary]
+        if vocabulary not in self.masks:
+            mask = torch.full((vocabulary,), BAN, device="cpu")
+            mask[[token for token in self.params.allowed_tokens if token < vocabulary]] = 0.0
+            self.masks[vocabulary] = mask.to(device)
+        return self.masks[vocabulary]
+
+    @property
+    def looks_at_tokens(self) -> bool:
+        """Whether biases depend on the step."""
+        params = self.params
+        return bool(
+            self.lengths or params.no_repeat_ngram_size or params.begin_suppress_tokens
+            or (self.ends and (params.min_new_tokens or params.min_length))
+        )  # fmt: skip
 
     def biases_after(self, row: LogitsRow) -> list[Bias]:
         """What else is added in this step; n-grams apart."""
@@ -180,47 +190,127 @@ class NGrams:
         return [(token, BAN) for token in self.after.get(tuple(tokens[len(tokens) - n + 1 :]), ())]
 
 
+class RuledRows:
+    """Rows of logits with the rules of each, and all of these that is the same in every step, as tensors."""
+
+    def __init__(
+        self, rows: Sequence[LogitsRow], rules: Sequence[LogitsRules], vocabulary: int, device: torch.device
+    ) -> None:
+        def where(asks: Iterable[object]) -> RowSelection | None:
+            return RowSelection.where(asks, len(rows), device)
+
+        self.rows, self.rules = rows, rules
+        fixed = [(row, token, bias) for row, rule in enumerate(rules) for token, bias in rule.biases]
+        self.biases = Biases.of(fixed, vocabulary, device)
+        self.bans = [rule.banned(vocabulary, device) for rule in rules]
+        self.banned = where([ban is not None for ban in self.bans])
+        self.looking = [row for row, rule in enumerate(rules) if rule.looks_at_tokens]
+        self.penalised = where([rule.penalties for rule in rules])
+        if self.penalised is not None:
+            self.counted = [rows[row] for row in self.penalised.places]
+            self.penalties = Penalties([rules[row].penalties or NO_PENALTIES for row in self.penalised.places], device)
+        self.decaying = [row for row, rule in enumerate(rules) if rule.params.exponential_decay_length_penalty]
+        self.forced = [
+            row for row, rule in enumerate(rules)
+            if rule.params.forced_bos_token_id is not None or rule.params.forced_eos_token_id is not None
+        ]  # fmt: skip
+        self.constrained = where([rule.grammar is not None for rule in rules])
+
+
+class Biases(NamedTuple):
+    """What is added to some of the logits (R, V)."""
+
+    places: tuple[Tensor, Tensor]  # rows and tokens
+    values: Tensor
+
+    @classmethod
+    def of(cls, found: Iterable[tuple[int, int, float]], vocabulary: int, device: torch.device) -> Biases | None:
+        """Those of tokens that have logits; None if there are none."""
+        found = [each for each in found if each[1] < vocabulary]
+        if not found:
+            return None
+        rows, tokens, values = zip(*found, strict=True)
+        places = torch.tensor(rows, device=device), torch.tensor(tokens, device=device)
+        return cls(places, torch.tensor(values, dtype=torch.float32, device=device))
+
+
+class Penalties:
+    """The penalties of rows, as columns; None where no row has any."""
+
+    def __init__(self, asked: Sequence[tuple[float, float, float]], device: torch.device) -> None:
+        self.repetition, self.frequency, self.presence = (
+            torch.tensor(values, device=device).unsqueeze(-1) if set(values) != {neutral} else None
+            for values, neutral in zip(zip(*asked, strict=True), NO_PENALTIES, strict=True)
+        )
+
+    def apply(self, scores: Tensor, counts: Tensor) -> Tensor:
+        """(R, V) less likely, where their tokens were before."""
+        if self.repetition is not None:
+            scaled = torch.where(scores < 0, scores * self.repetition, scores / self.repetition)
+            scores = torch.where(counts > 0, scaled, scores)
+        if self.frequency is not None or self.presence is not None:
+            generated = counts & (PROMPT - 1)
+            each = 0.0 if self.frequency is None else self.frequency * generated
+            once = 0.0 if self.presence is None else self.presence * (generated > 0)
+            scores = scores - (each + once)
+        return scores
+
+
 class TokenCounts:
     """(rows, V) int32: the tokens of samples. See [Note: counts]."""
 
-    def __init__(self) -> None:
-        self.table: Tensor | None = None
-        self.table_rows: dict[
-            tuple[int, int], tuple[int, int]
-        ] = {}  # of a sample: its row, and how many tokens are in it
+    def __init__(self, vocabulary: int, device: torch.device) -> None:
+        with torch.inference_mode(False):  # what is made in inference mode cannot be written to outside of it
+            self.table = torch.zeros(0, vocabulary, dtype=torch.int32, device=device)
+            self.seen = torch.zeros(0, dtype=torch.int64, device="cpu")  # how many tokens are in each row, or UNKNOWN
+        self.table_rows: dict[tuple[int, int], int] = {}  # of a sample
         self.unused: list[int] = []
+        self._last: tuple[Sequence[LogitsRow], Tensor, Tensor] | None = None  # rows, and where they are in the table
 
-    def of(self, rows: Sequence[LogitsRow], vocabulary: int, device: torch.device) -> Tensor:
-        """(R, V) of samples as they are now."""
-        if self.table is None or self.table.shape[1] != vocabulary:
-            self.table_rows, self.unused = {}, []
-            with torch.inference_mode(False):  # what is made in inference mode cannot be written to outside of it
-                self.table = torch.zeros(0, vocabulary, dtype=torch.int32, device=device)
-        known: list[tuple[int, LogitsRow]] = []
-        for row in rows:
-            if self.table_rows.get(row.sample, (0, -1))[1] + 1 != len(row.tokens):
-                self._fill(row)
-            else:
-                known.append(
-                    (self.table_rows.pop(row.sample)[0], row)
-                )  # whatever interrupts this, none is counted twice
-        if known:
-            indices = torch.tensor([index for index, _ in known], device=device)
-            self.table[indices, torch.tensor([row.tokens[-1] for _, row in known], device=device)] += 1
-            self.table_rows.update({row.sample: (index, len(row.tokens)) for index, row in known})
-        return self.table[torch.tensor([self.table_rows[row.sample][0] for row in rows], device=device)]
+    def of(self, rows: Sequence[LogitsRow]) -> Tensor:
+        """(R, V) of samples as they are now. Rows that are given again, in the same sequence, are found fastest."""
+        places, on_device = self._places(rows)
+        lengths = torch.tensor([len(row.tokens) for row in rows], device="cpu")
+        behind = lengths - self.seen[places]
+        one = behind == 1
+        if not one.all():
+            for index in ((behind != 0) & ~one).nonzero().flatten().tolist():
+                self._fill(rows[index], int(places[index]))
+        if one.any():
+            tokens = torch.tensor([row.tokens[-1] for row in rows], device="cpu")
+            if not one.all():
+                places, lengths, tokens = places[one], lengths[one], tokens[one]
+            self.seen[places] = UNKNOWN  # whatever interrupts this, none is counted twice
+            self.table[places.to(self.table.device), tokens.to(self.table.device)] += 1
+            self.seen[places] = lengths
+        return self.table[on_device]
 
-    def _fill(self, row: LogitsRow) -> None:
-        """Count all tokens of a sample."""
-        self.discard(row.sample)
-        assert self.table is not None, "made"
+    def _places(self, rows: Sequence[LogitsRow]) -> tuple[Tensor, Tensor]:
+        """Where rows are in the table, on the host and on the device. Of new ones nothing is known yet."""
+        if self._last is None or self._last[0] is not rows:
+            for row in rows:
+                if row.sample not in self.table_rows:
+                    self._add(row.sample)
+            places = torch.tensor([self.table_rows[row.sample] for row in rows], device="cpu")
+            self._last = rows, places, places.to(self.table.device)
+        return self._last[1:]
+
+    def _add(self, sample: tuple[int, int]) -> None:
+        """Another sample, of which nothing is known."""
         if not self.unused:
             size, vocabulary = self.table.shape
             more = max(size, 4)
             with torch.inference_mode(False):
                 self.table = torch.cat([self.table, self.table.new_zeros(more, vocabulary)])
+                self.seen = torch.cat([self.seen, self.seen.new_zeros(more)])
             self.unused += range(size, size + more)
         index = self.unused.pop()
+        self.seen[index] = UNKNOWN
+        self.table_rows[sample] = index
+
+    def _fill(self, row: LogitsRow, index: int) -> None:
+        """Count all tokens of a sample."""
+        self.seen[index] = UNKNOWN
         counts = torch.zeros(self.table.shape[1], dtype=torch.int32, device="cpu")
         prompt, generated = (
             torch.tensor([token for token in tokens if token < len(counts)], dtype=torch.int64, device="cpu")
@@ -229,52 +319,56 @@ class TokenCounts:
         counts[prompt] = PROMPT
         counts.index_add_(0, generated, torch.ones_like(generated, dtype=torch.int32))
         self.table[index] = counts.to(self.table.device)
-        self.table_rows[row.sample] = index, len(row.tokens)
+        self.seen[index] = len(row.tokens)
 
     def discard(self, sample: tuple[int, int]) -> None:
         """A sample has ended."""
+        self._last = None
         if sample in self.table_rows:
-            self.unused.append(self.table_rows.pop(sample)[0])
+            self.unused.append(self.table_rows.pop(sample))
 
 
 class LogitsProcessor:
     """The rules of requests, applied to rows of logits, and what is remembered of their samples."""
 
     def __init__(self) -> None:
-        self.counts = TokenCounts()
+        self.counts: TokenCounts | None = None
         self.ngrams: dict[tuple[int, int], NGrams] = {}
         self.grammars: dict[tuple[int, int], GrammarState] = {}
 
-    def __call__(self, logits: Tensor, rows: Sequence[LogitsRow], rules: Sequence[LogitsRules]) -> Tensor:
+    def __call__(self, logits: Tensor, ruled: RuledRows) -> Tensor:
         """Logits (R, V), float32, as the rules have them."""
-        scores = self._biased(logits, rows, rules)
-        penalised = [index for index, rule in enumerate(rules) if rule.penalties]
-        if penalised:
-            some = torch.tensor(penalised, device=logits.device)
-            counts = self.counts.of([rows[index] for index in penalised], logits.shape[1], logits.device)
-            scores[some] = _penalised(scores[some], counts, [rules[index].penalties for index in penalised])
-        decays = [
-            (index, end, decay)
-            for index, (row, rule) in enumerate(zip(rows, rules, strict=True))
-            if (decay := rule.decay_after(row))
-            for end in rule.ends
-            if end < logits.shape[1]
-        ]
-        if decays:
-            indices, ends, factors = (torch.tensor(each, device=logits.device) for each in zip(*decays, strict=True))
-            before = scores[indices, ends]
-            scores[indices, ends] += (before.abs() * factors).masked_fill(~before.isfinite(), 0.0)
-        for index, (row, rule) in enumerate(zip(rows, rules, strict=True)):
-            forced = rule.forced_after(row)
+        vocabulary, device = logits.shape[1], logits.device
+        scores = self._biased(logits, ruled)
+        if ruled.penalised is not None:
+            if self.counts is None or self.counts.table.shape[1] != vocabulary:
+                self.counts = TokenCounts(vocabulary, device)
+            counts = self.counts.of(ruled.counted)
+            scores = ruled.penalised.write(scores, ruled.penalties.apply(ruled.penalised.read(scores), counts))
+        decays = Biases.of(
+            (
+                (row, end, decay)
+                for row in ruled.decaying
+                if (decay := ruled.rules[row].decay_after(ruled.rows[row]))
+                for end in ruled.rules[row].ends
+            ),
+            vocabulary, device,
+        )  # fmt: skip
+        if decays is not None:
+            before = scores[decays.places]
+            scores = scores.index_put(
+                decays.places, before + (before.abs() * decays.values).masked_fill(~before.isfinite(), 0.0)
+            )
+        for row in ruled.forced:
+            forced = ruled.rules[row].forced_after(ruled.rows[row])
             if forced is not None:
-                scores[index] = BAN
-                scores[index, [token for token in forced if token < logits.shape[1]]] = 0.0
-        ruled = [index for index, rule in enumerate(rules) if rule.grammar is not None]
-        if ruled:
-            some = torch.tensor(ruled, device=logits.device)
-            masks = [self._mask(rows[index], rules[index]) for index in ruled]
-            allowed = allowed_by(masks, logits.shape[1], logits.device)
-            scores[some] = scores[some].masked_fill(~allowed, BAN)
+                only = torch.full((vocabulary,), BAN, device="cpu")
+                only[[token for token in forced if token < vocabulary]] = 0.0
+                scores = scores.index_put((torch.tensor(row, device=device),), only.to(device))
+        if ruled.constrained is not None:
+            masks = [self._mask(ruled.rows[row], ruled.rules[row]) for row in ruled.constrained.places]
+            allowed = allowed_by(masks, vocabulary, device)
+            scores = ruled.constrained.write(scores, ruled.constrained.read(scores).masked_fill(~allowed, BAN))
         return scores
 
     def _mask(self, row: LogitsRow, rules: LogitsRules) -> bytes:
@@ -285,42 +379,34 @@ class LogitsProcessor:
             state = self.grammars[row.sample] = GrammarState(rules.grammar)
         return state.mask(row.tokens[row.prompt_length :])
 
-    def _biased(self, logits: Tensor, rows: Sequence[LogitsRow], rules: Sequence[LogitsRules]) -> Tensor:
-        """A copy of logits with all biases added."""
-        device, found = logits.device, list[tuple[int, int, float]]()
-        fixed = [rule.bias(logits.shape[1], device) for rule in rules]
-        for index, (row, rule) in enumerate(zip(rows, rules, strict=True)):
+    def _biased(self, logits: Tensor, ruled: RuledRows) -> Tensor:
+        """Logits with all biases added."""
+        vocabulary, device = logits.shape[1], logits.device
+        found = list[tuple[int, int, float]]()
+        for index in ruled.looking:
+            row, rule = ruled.rows[index], ruled.rules[index]
             found += [(index, token, bias) for token, bias in rule.biases_after(row)]
             n = rule.params.no_repeat_ngram_size
             if n:
                 ngrams = self.ngrams.setdefault(row.sample, NGrams())
                 found += [(index, token, bias) for token, bias in ngrams.bans(row.tokens, n)]
-        indices = [index for index, bias in enumerate(fixed) if bias is not None]
-        found = [each for each in found if each[1] < logits.shape[1]]
-        if not indices and not found:
-            return logits.clone()
+        added = [each for each in (ruled.biases, Biases.of(found, vocabulary, device)) if each is not None]
+        if not added and ruled.banned is None:
+            return logits
         biases = torch.zeros_like(logits)
-        if indices:
-            biases[torch.tensor(indices, device=device)] = torch.stack([bias for bias in fixed if bias is not None])
-        if found:
-            at, tokens, added = (torch.tensor(each, device=device) for each in zip(*found, strict=True))
-            biases.index_put_((at, tokens), added.to(biases.dtype), accumulate=True)
+        if ruled.banned is not None:
+            biases = ruled.banned.write(biases, torch.stack([ban for ban in ruled.bans if ban is not None]))
+        for each in added:
+            biases.index_put_(each.places, each.values, accumulate=True)
         return logits + biases
 
     def discard(self, sample: tuple[int, int]) -> None:
         """A sample has ended."""
-        self.counts.discard(sample)
+        if self.counts is not None:
+            self.counts.discard(sample)
         self.ngrams.pop(sample, None)
         self.grammars.pop(sample, None)
 
     def reset(self) -> None:
         """Forget all samples: what was remembered may be half of a step that was broken off."""
-        self.counts, self.ngrams, self.grammars = TokenCounts(), {}, {}
-
-
-def _penalised(scores: Tensor, counts: Tensor, penalties: Sequence[tuple[float, float, float] | None]) -> Tensor:
-    """(R, V) less likely, where their tokens were before."""
-    repetition, frequency, presence = torch.tensor(penalties, device=scores.device).T.unsqueeze(-1)
-    generated = counts % PROMPT
-    scores = torch.where(counts > 0, torch.where(scores < 0, scores * repetition, scores / repetition), scores)
-    return torch.sub(scores, frequency * generated + presence * (generated > 0))
+        self.counts, self.ngrams, self.grammars = None, {}, {}

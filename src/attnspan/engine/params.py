@@ -7,7 +7,7 @@ alone, so that a request gets the same tokens whatever else is in the batch.
 
 Names and meanings are those of transformers' GenerationConfig, except for `presence_penalty`, `frequency_penalty` and
 `logit_bias`, which are OpenAI's, and for `bad_words`, `allowed_tokens` and `adapter`. The order in which they act is in
-logits_processor.py and sampler.py.
+logits_processor.py and draws.py.
 """
 
 from __future__ import annotations
