@@ -75,7 +75,7 @@ class Guesses:
 
 
 def name(sample):
-    return sample.arrival, sample.number
+    return sample.request_number, sample.number
 
 
 class Driver:
@@ -287,7 +287,7 @@ def test_decoding_goes_on_while_a_long_prompt_comes_in_by_chunks():
     driver.add([1, 0], new=20)
     driver.step()
     driver.add([0] * 30, new=1)
-    counts = [{chunk.sample.arrival: chunk.new for chunk in driver.step()} for _ in range(5)]
+    counts = [{chunk.sample.request_number: chunk.new for chunk in driver.step()} for _ in range(5)]
     assert counts == [{0: 1, 1: 7}] * 4 + [{0: 1, 1: 2}]
 
 

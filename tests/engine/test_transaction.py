@@ -165,7 +165,7 @@ def test_a_scheduler_that_lost_a_sample_says_so_instead_of_being_asked_for_ever(
     one.check()
 
 
-# ---- finalisers ------------------------------------------------------------------------------------------------------
+# ---- finalizers ------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -214,7 +214,7 @@ def test_calls_in_the_middle_of_a_step_are_refused_by_name_and_cancel_is_noted(h
     drive(one)
     assert set(counts) == {2, 1}
     assert refusals[0] == (
-        "step was called in the middle of another call of the same engine, by a hook, a tokenizer or a finaliser; call "
+        "step was called in the middle of another call of the same engine, by a hook, a tokenizer or a finalizer; call "
         "it when that call has returned"
     )
     assert {refusal.split()[0] for refusal in refusals} == {"step", "add", "check", "warm_up"}

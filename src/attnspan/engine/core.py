@@ -112,7 +112,7 @@ class EngineCore(Owned):
         self._journal = Journal(self._scheduler, self._table.live)
         self._owner = Owner(ranks)
         self._holds: dict[int, DroppedHold] = {}  # by id, as not every note can be hashed once its hold is gone
-        self._notes: deque[DroppedHold | Request] = deque()  # see owner.py, [Note: finalisers]
+        self._notes: deque[DroppedHold | Request] = deque()  # see owner.py, [Note: finalizers]
         self._known_changes = 0  # how often the parts of the model had changed at the last step
         self._added_since = False  # whether requests came since contents were last compared
         self._next = 0
@@ -257,7 +257,7 @@ class EngineCore(Owned):
 
     def _request(self, sample: Sample, params: SamplingParams) -> Request:
         """The request of a sample, compared between ranks, with the seed that all of them have."""
-        number, salt, source, tokens = sample.arrival, sample.salt, sample.encoder_prompt, list(sample.tokens)
+        number, salt, source, tokens = sample.request_number, sample.salt, sample.encoder_prompt, list(sample.tokens)
         own = secrets.randbits(63) if params.seed is None else params.seed
         compared = source, list(sample.keys), params, salt, sample.priority, number
         common = self._consensus.compare_request(compared, own)
@@ -339,7 +339,7 @@ class EngineCore(Owned):
     def cancel(self, request: Request) -> None:
         """End a request: its pages are given back, and it keeps what it has. UnknownRequest if it has ended.
 
-        In the middle of a step (by a hook, or a finaliser) it takes effect when the next call begins.
+        In the middle of a step (by a hook, or a finalizer) it takes effect when the next call begins.
         """
         with self._owner.lock: self._cancel(request)  # fmt: skip  # noqa: E701
 

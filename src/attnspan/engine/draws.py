@@ -123,7 +123,7 @@ def uniforms(streams: Tensor, positions: Tensor) -> Tensor:
 
 
 def _absorbed(states: Tensor, words: Tensor) -> Tensor:
-    """States (R,) with a word each mixed in: every bit changes about half of all (the finaliser of SplitMix64)."""
+    """States (R,) with a word each mixed in: every bit changes about half of all (the finalizer of SplitMix64)."""
     x = (states ^ words) + _INCREMENT
     x = (x ^ _shifted(x, 30)) * _FIRST
     x = (x ^ _shifted(x, 27)) * _SECOND

@@ -94,7 +94,7 @@ class LLMEngine(EngineCore):
             del hold  # close() of Python 3.12 keeps what a generator holds, unless there is something to be done
 
     def _hold(self, requests: list[Request]) -> Hold:
-        """What the caller's frame must keep while it wants these requests. See owner.py, [Note: finalisers]."""
+        """What the caller's frame must keep while it wants these requests. See owner.py, [Note: finalizers]."""
         hold = Hold()
         note = DroppedHold(hold, self._notes.append)
         note.requests = requests

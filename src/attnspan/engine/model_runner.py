@@ -149,13 +149,13 @@ class ModelRunner:
 
     def _encode(self, sample: Sample) -> object:
         """What the encoder makes of the prompt of a sample, once for its request."""
-        prompt, encoded = self._encoded.get(sample.arrival, (None, None))
+        prompt, encoded = self._encoded.get(sample.request_number, (None, None))
         if prompt is not sample.encoder_prompt:  # none yet, or of a warm-up that was broken off
             assert isinstance(self.model, EncodingModel), "it has a decoder_start"
             tokens = torch.tensor(sample.encoder_prompt, dtype=torch.int64, device=self.device)
             with torch.no_grad():
                 encoded = self.model.encode(tokens)
-            self._encoded[sample.arrival] = sample.encoder_prompt, encoded
+            self._encoded[sample.request_number] = sample.encoder_prompt, encoded
         return encoded
 
     def prepare(self, batch: Sequence[Chunk]) -> None:

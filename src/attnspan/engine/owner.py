@@ -2,12 +2,12 @@
 
 Methods that read or change an engine are `exclusive`. A call from another thread waits until the one under way returns,
 which for `step` is one call of the model. A call from the same thread, made within another by a hook, a tokenizer or a
-finaliser, cannot wait and is refused.
+finalizer, cannot wait and is refused.
 
 Over ranks the order of calls must be the same on every rank, which no lock can ensure between threads. There the first
 thread that calls owns the engine, and others are refused.
 
-[Note: finalisers] Python may collect garbage at any line, also in the middle of a step. So a caller that goes away only
+[Note: finalizers] Python may collect garbage at any line, also in the middle of a step. So a caller that goes away only
 leaves a note: its requests belong to a `Hold`, which lives as long as the caller's frame, and whose weak reference is
 appended to a queue when it dies. Appending is one call in C: no Python line runs there, and nothing can interrupt it.
 The owner acts on notes when its next call begins.
@@ -67,7 +67,7 @@ class Owner:
         if self.inside.locked():
             raise EngineError(
                 f"{what} was called in the middle of another call of the same engine, by a hook, a tokenizer or a "
-                "finaliser; call it when that call has returned"
+                "finalizer; call it when that call has returned"
             )
         if self.ranks > 1 and self.thread != get_ident():
             if self.thread is not None:

@@ -132,7 +132,7 @@ class RankConsensus:
         content = [repr(self._cancelled).encode()]
         for chunk in batch:
             sample, fed = chunk.sample, chunk.tokens
-            content.append(repr((sample.arrival, sample.number, sample.version, sample.computed, *fed)).encode())
+            content.append(repr((sample.request_number, sample.number, sample.version, sample.computed, *fed)).encode())
         receive = self._post(ACTIVITIES[2], b"".join(content))
         self._cancelled, self._agreed = [], False
 

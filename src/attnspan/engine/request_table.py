@@ -35,7 +35,7 @@ class RequestTable:
         self.requests.pop(request.number, None)
 
     def of(self, sample: Sample) -> Request:
-        return self.requests[sample.arrival]
+        return self.requests[sample.request_number]
 
     def holds(self, request: Request) -> bool:
         """Whether this very request is unfinished."""
@@ -70,8 +70,8 @@ class RequestTable:
         """Append every token, and end samples where they end. What was appended before stays as it is."""
         for sample, forks in commit.splits:
             sample.forks = 0
-            if sample.arrival in self.samples:
-                self.samples[sample.arrival].update({fork.number: fork for fork in forks})
+            if sample.request_number in self.samples:
+                self.samples[sample.request_number].update({fork.number: fork for fork in forks})
         for outcome in commit.outcomes:
             outcome.apply()
         for stream, index, token in commit.stream_entries:

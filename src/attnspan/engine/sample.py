@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class Sample:
-    """Sample `number` of the request that arrived as `arrival`-th. Higher priorities come first, then older ones.
+    """Sample `number` of a request, by the number of that. Higher priorities come first, then older requests.
 
-    >>> sample = Sample(arrival=0, tokens=[5, 6, 7], max_length=8)
+    >>> sample = Sample(request_number=0, tokens=[5, 6, 7], max_length=8)
     >>> sample.remaining
     3
     """
 
-    arrival: int
+    request_number: int  # requests are numbered as they arrive
     tokens: MutableSequence[int]  # in an array of 64 bits each the prefix cache reads them fastest
     max_length: int  # the most tokens it is ever fed
     number: int = 0
@@ -90,8 +90,8 @@ class Sample:
 
     @property
     def order(self) -> tuple[int, int, int]:
-        """The order of samples: by priority, then by arrival, then by number."""
-        return -self.priority, self.arrival, self.number
+        """The order of samples: by priority, then by the age of their request, then by number."""
+        return -self.priority, self.request_number, self.number
 
     @property
     def remaining(self) -> int:

@@ -77,7 +77,7 @@ class BatchRows:
             ]
         self.samples = tuple([sample for sample, _, _ in rows]) if lasting else None  # of the batches that they are for
         self.shape = vocabulary, device
-        asked = [recipes[sample.arrival] for sample, _, _ in rows]
+        asked = [recipes[sample.request_number] for sample, _, _ in rows]
         count = len(rows)
         self.wants = [recipe.logprobs for recipe in asked]
         self.wanted = RowSelection.where([want is not None for want in self.wants], count, device)
@@ -85,7 +85,7 @@ class BatchRows:
         if self.drawn is not None:
             some = [rows[row] for row in self.drawn.places]
             self.draws = Draws([asked[row].draw for row in self.drawn.places], device)
-            seeds = torch.tensor([recipes[sample.arrival].seed for sample, _, _ in some], device="cpu")
+            seeds = torch.tensor([recipes[sample.request_number].seed for sample, _, _ in some], device="cpu")
             self._streams = streams(seeds, torch.tensor([number for _, number, _ in some], device="cpu"))
             self._ahead = torch.tensor([ahead for _, _, ahead in some], device="cpu")
             self._tokens = [sample.tokens for sample, _, _ in some]
@@ -93,7 +93,7 @@ class BatchRows:
         self.ruled = RowSelection.where([recipe.rules is not None for recipe in asked], count, device)
         if self.ruled is not None:
             keyed = [
-                LogitsRow((sample.arrival, number), sample.tokens, sample.prompt_length)
+                LogitsRow((sample.request_number, number), sample.tokens, sample.prompt_length)
                 for (sample, number, _), _ in ruled
             ]
             self.rules = RuledRows(keyed, [rules for _, rules in ruled], vocabulary, device)

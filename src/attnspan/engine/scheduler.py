@@ -113,9 +113,9 @@ class Scheduler:
     >>> scheduler = Scheduler(
     ...     KVCacheManager([KVCacheGroup(allocator, allocator)]), Limits(max_sequences=2, max_tokens=6)
     ... )
-    >>> for arrival, length in enumerate([4, 5, 2]):
-    ...     scheduler.add(Sample(arrival, tokens=[7] * length, max_length=length + 2))
-    >>> [(chunk.sample.arrival, chunk.new) for chunk in scheduler.step()]
+    >>> for number, length in enumerate([4, 5, 2]):
+    ...     scheduler.add(Sample(number, tokens=[7] * length, max_length=length + 2))
+    >>> [(chunk.sample.request_number, chunk.new) for chunk in scheduler.step()]
     [(0, 4), (1, 2)]
     """
 

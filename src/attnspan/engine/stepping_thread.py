@@ -112,7 +112,7 @@ class SteppingThread:
         self._open: dict[int, AsyncCall] = {}
         self._samples = self._next = 0
         self._added: dict[int, AsyncCall] = {}  # by request: calls that the engine has; the thread's own
-        self._inbox: SimpleQueue[Command] = SimpleQueue()  # `put` may be called by a finaliser
+        self._inbox: SimpleQueue[Command] = SimpleQueue()  # `put` may be called by a finalizer
         self._loop = EngineLoop(engine)
         Thread(target=copy_context().run, args=(self._run,), name="attnspan-engine", daemon=True).start()
 
@@ -163,7 +163,7 @@ class SteppingThread:
         return call
 
     def cancel(self, call: AsyncCall) -> None:
-        """End what is left of a call. Does nothing if it has ended; any thread may, and so may a finaliser."""
+        """End what is left of a call. Does nothing if it has ended; any thread may, and so may a finalizer."""
         self._inbox.put(CancelCommand(call.number))
 
     def close(self, reason: str) -> None:

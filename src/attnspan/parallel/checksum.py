@@ -182,7 +182,7 @@ def weights(count: int, device: torch.device) -> Tensor:
 
 @functools.lru_cache(maxsize=32)
 def _weights(count: int, device: torch.device) -> Tensor:
-    """By the finaliser of SplitMix64, of the numbers from 1; shifts of negative numbers are made those of unsigned."""
+    """By the finalizer of SplitMix64, of the numbers from 1; shifts of negative numbers are made those of unsigned."""
     with torch.inference_mode(False):
         x = torch.arange(1, count + 1, device=device) * -0x61C8864680B583EB
         for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
