@@ -5,10 +5,12 @@ On this machine a pair takes a second, a key takes a second to travel, and nothi
 of a key is as wide as the key (float32).
 """
 
+from dataclasses import replace
+
 import pytest
 
 from attnspan.layouts import Contiguous
-from attnspan.masks import Full
+from attnspan.masks import Causal, Full
 from attnspan.masks.tile import Tile
 from attnspan.plan import Hardware, Link, Plan, Shape, predict
 from attnspan.plan.cost import Curve
@@ -108,3 +110,21 @@ def test_small_tiles_of_a_step_are_one_launch_where_they_are_joined():
     assert joint.compute(tiles, flops=1) == pytest.approx(100 + 12)
     assert joint.compute(tiles[:1], flops=1) == 100 + 4
     assert joint.compute(tiles, flops=1e7) == pytest.approx(3 * 100 + 12e7)
+
+
+def test_nothing_travels_under_tiles_of_ranks_that_take_turns():
+    """Two ranks on one device: each tile takes both of them 8 s, and the 2 keys come before or between."""
+    shared = replace(machine(), ranks_per_device=2)
+    for strategy in ("gather", "ring", "needed(2)"):
+        timeline = predict(plan(strategy), 0, SHAPE, shared)
+        assert timeline.seconds == about(2 + 16)
+        assert timeline.exposed == about(timeline.travelling)
+
+
+def test_ranks_that_take_turns_share_the_link_too():
+    """Rank 1 needs the 2 keys of rank 0, which needs none: a message of an average rank takes a second for both."""
+    shared = replace(machine(), ranks_per_device=2)
+    causal = Plan(Causal(), Contiguous(2), 4, "needed(1)")
+    for rank in (0, 1):
+        assert predict(causal, rank, SHAPE, shared).travelling == about(1)
+        assert predict(causal, rank, SHAPE, machine()).travelling == about(2)  # sent, and received

@@ -114,6 +114,8 @@ class Clocks:
         seconds, some = event
         done = (torch.maximum(self.link, self.compute) + seconds) * some
         self.link = torch.maximum(self.link, done)
+        if not self.groups.hardware.overlaps:
+            self._waited(done)
         return done
 
     def _waited(self, arrived: Tensor | None) -> None:

@@ -197,8 +197,8 @@ class Hardware:
     `launch` is then what a tile costs besides, and `launch_backward` in backward. `rounds`: whether gradients of keys
     travel in the tensors' dtype, as those of library kernels on CUDA do. `joins`: operations below which tiles are
     small, and all tiles of a step one call (kernels/registry.py); 0 where each is a call of its own. Ranks that share
-    a device (`ranks_per_device`) take turns on it. `links` says how links were measured; where it is empty, the
-    figures are a preset's.
+    a device (`ranks_per_device`) take turns on it; see `overlaps`. `links` says how links were measured; where it is
+    empty, the figures are a preset's.
 
     >>> Hardware.of("h100-nvlink").ranks_per_node
     8
@@ -229,6 +229,11 @@ class Hardware:
         if isinstance(hardware, Hardware):
             return hardware
         return PRESETS[one_of("hardware", hardware, list(PRESETS), error=PlanError)]
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether messages travel while tiles are computed. See [Note: turns] in timeline.py."""
+        return self.ranks_per_device == 1
 
     def compute(self, tiles: Iterable[Tile], flops: float, *, backward: bool = False) -> float:
         """Seconds for tiles at `flops` operations per pair, forward; or for their backward."""

@@ -256,6 +256,8 @@ class GroupForecast:
     def _seconds(self, keys: Tensor, each: float) -> Tensor:
         """The slower way, and the slower place, of each exchange, (V, G, S)."""
         tokens, peers = keys
+        if not self.hardware.overlaps:  # [Note: turns] in timeline.py
+            tokens, peers = tokens.mean(-2, True).expand_as(tokens), peers.amax(-2, True).expand_as(peers)
         links = self.hardware.inside, self.hardware.between
         places = [link_seconds(link, tokens[:, :, i] * each, peers[:, :, i]) for i, link in enumerate(links)]
         return torch.maximum(*places).amax(1)

@@ -8,6 +8,10 @@ next one's tiles, and those of the last step under nothing. A step waits only fo
 [Note: peers] A rank is looked at alone: its peers are taken to post when it does. That is right for layouts that
 balance, and for the busiest rank of those that do not, which is the one that counts.
 
+[Note: turns] Ranks that take turns on a device gain nothing by messages under tiles: while one computes, the end of
+the message on the other does not run. They share the link as well: one that has little to say leaves it to the others,
+so an exchange takes as long as it would if all had as much.
+
 [Note: copies] What memory costs is estimated by counting passes over buffers: own keys packed to be sent or laid among
 others, results merged, gradients summed. A few per cent on a CPU, less on a GPU.
 """
@@ -22,7 +26,9 @@ from attnspan.layouts.run import tokens_in
 from attnspan.plan.cost import Hardware, Shape
 from attnspan.plan.drawing import in_seconds
 from attnspan.plan.plan import Plan
-from attnspan.plan.step import Step, Transfer
+from attnspan.plan.step import Step
+
+Way = Literal["receives", "sends", "returns", "home"]
 
 
 class Event(NamedTuple):
@@ -164,17 +170,13 @@ class _TimelineWalk:
         """Post the keys of a step; when they will have arrived."""
         if index >= len(self.steps):
             return 0.0
-        steps = self.steps[index]
-        receives, sends = ([t for step in steps for t in getattr(step, way)] for way in ("receives", "sends"))
-        seconds = self._exchange(receives, sends, self.kv_bytes)
+        seconds = self._exchange(index, ("receives", "sends"), self.kv_bytes)
         return self._put("link", max(self.link, self.compute), seconds, f"keys of step {index}")
 
     def _home(self, index: int, before: float) -> float:
         """Post the gradients of a step's keys, once those of the step before are home; when they will be."""
         self._landed(index - 1, before)
-        steps = self.steps[index]
-        returns, home = ([t for step in steps for t in getattr(step, way)] for way in ("returns", "home"))
-        seconds = self._exchange(returns, home, self.travels)
+        seconds = self._exchange(index, ("returns", "home"), self.travels)
         return self._put("link", max(self.link, self.compute), seconds, f"gradients of step {index}")
 
     def _landed(self, index: int, arrived: float) -> None:
@@ -185,20 +187,30 @@ class _TimelineWalk:
         tokens = sum(transfer.tokens for step in self.steps[index] for transfer in step.returns)
         self._computed("sums", self.hardware.copying(tokens * (self.travels + self.kv_bytes * self.wide) / 2))
 
-    def _exchange(self, arriving: list[Transfer], leaving: list[Transfer], each: float) -> float:
+    def _exchange(self, index: int, ways: tuple[Way, Way], each: float) -> float:
         """The slower of what comes in and what goes out, inside the node and between nodes."""
-        plan, rank, node = self.plan, self.rank, self.hardware.ranks_per_node
+        return max(self._one_way(index, way, each) for way in ways)
 
-        def seconds(transfers: list[Transfer], other: Literal["source", "target"]) -> float:
-            sizes, peers = [0.0, 0.0], [set[int](), set[int]()]
-            for transfer in transfers:
-                peer = getattr(transfer, other) * plan.degree + rank % plan.degree
+    def _one_way(self, index: int, way: Way, each: float) -> float:
+        """Seconds for this rank's messages; where ranks take turns, for those of an average one."""
+        ranks = [self.rank] if self.hardware.overlaps else [*range(0, self.plan.ranks, self.plan.degree)]
+        met = [self._messages(rank, index, way) for rank in ranks]
+        inside, between = (each * sum(tokens) / len(ranks) for tokens in list(zip(*met, strict=True))[:2])
+        near, far = (max(peers) for peers in list(zip(*met, strict=True))[2:])
+        return self.hardware.exchange(inside, between, (near, far))
+
+    def _messages(self, rank: int, index: int, way: Way) -> tuple[int, int, int, int]:
+        """The tokens that one rank exchanges in a step inside its node and with other nodes, and its peers there."""
+        plan, node = self.plan, self.hardware.ranks_per_node
+        tokens, peers = [0, 0], [set[int](), set[int]()]
+        for row in range(plan.rows):
+            for transfer in getattr(plan.steps(rank, row)[index], way):
+                other = transfer.source if way in ("receives", "returns") else transfer.target
+                peer = other * plan.degree + rank % plan.degree
                 away = peer // node != rank // node
-                sizes[away] += transfer.tokens * each
+                tokens[away] += transfer.tokens
                 peers[away].add(peer)
-            return self.hardware.exchange(sizes[0], sizes[1], (len(peers[0]), len(peers[1])))
-
-        return max(seconds(arriving, "source"), seconds(leaving, "target"))
+        return tokens[0], tokens[1], len(peers[0]), len(peers[1])
 
     def _heads(self, what: str, query: float, key: float) -> None:
         """An exchange inside a Ulysses group, of some bytes per query and per key that a rank computes with: nothing
@@ -234,6 +246,8 @@ class _TimelineWalk:
             return 0.0  # nothing to wait for
         self.events.append(Event(lane, start, start + seconds, what))
         setattr(self, lane, start + seconds)
+        if not self.hardware.overlaps:
+            self.compute = self.link = start + seconds
         return start + seconds
 
     def _computed(self, what: str, seconds: float) -> None:
