@@ -25,7 +25,7 @@ from attnspan.masks.boxes import Boxes
 from attnspan.masks.content import content
 from attnspan.masks.cover import Cover, bands_of_blocks
 from attnspan.masks.mask import Mask, Rule, Space
-from attnspan.masks.mask_mod import alone, check_reads, rule_of
+from attnspan.masks.mask_mod import check_reads, rule_of, single_row_and_head
 from attnspan.masks.program import Program
 from attnspan.masks.question import Blocks, Question
 from attnspan.masks.snapshot import Copies, Snapshot
@@ -49,7 +49,7 @@ class Listed(Mask):
     lists: Copies = field(compare=False)
     digest: str  # of partial and full
     snapshot: Snapshot | None  # None where partial blocks are allowed whole
-    alone: tuple[bool, bool]  # whether it is for one batch row alone, and for one head
+    single: tuple[bool, bool] = (False, False)
 
     @property
     def program(self) -> Program | None:
@@ -160,8 +160,8 @@ def from_block_mask(block_mask: BlockMask) -> Mask:
     if snapshot is not None:
         check_reads(snapshot.program, rows, heads, "create_block_mask(fn, {} given)")
     lists, digest = Copies(listing(block_mask)), content([partial, full])
-    told = alone(block_mask.mask_mod)
-    return Listed(block_mask, (q_len, kv_len), size, partial, full, lists, digest, snapshot, told)
+    single = single_row_and_head(block_mask.mask_mod)
+    return Listed(block_mask, (q_len, kv_len), size, partial, full, lists, digest, snapshot, single)
 
 
 def listing(block_mask: BlockMask) -> list[torch.Tensor]:

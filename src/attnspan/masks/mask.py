@@ -108,6 +108,11 @@ class Mask(ABC):
         return 1
 
     @property
+    def single(self) -> tuple[bool, bool]:
+        """Whether it is for one batch row alone, and for one head. See parallel/block_masks.py."""
+        return False, False
+
+    @property
     def heads(self) -> int:
         """How many heads the mask tells apart; 1 means that all heads are alike."""
         return 1

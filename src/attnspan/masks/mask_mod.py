@@ -55,7 +55,7 @@ class MaskMod(Mask):
     device: torch.device | str = field(default="cpu", compare=False)
     heads: int = 1
     snapshot: Snapshot = field(init=False)
-    alone: tuple[bool, bool] = field(init=False)  # whether it is for one batch row alone, and for one head
+    single: tuple[bool, bool] = field(init=False)
 
     def __post_init__(self) -> None:
         if not callable(self.fn):
@@ -68,7 +68,7 @@ class MaskMod(Mask):
             lengths = integers("lengths", self.lengths, at_least=1, error=MaskError)
             object.__setattr__(self, "lengths", lengths)
         object.__setattr__(self, "snapshot", Snapshot(self.fn, self.device))
-        object.__setattr__(self, "alone", alone(self.fn))
+        object.__setattr__(self, "single", single_row_and_head(self.fn))
         check_reads(self.program, self.rows, self.heads, "MaskMod(fn, {}=...)")
 
     @property
@@ -123,9 +123,9 @@ def check_reads(program: Program, rows: int, heads: int, usage: str) -> None:
             )
 
 
-def alone(fn: object) -> tuple[bool, bool]:
+def single_row_and_head(fn: object) -> tuple[bool, bool]:
     """Whether a function is for one batch row alone, and for one head, as it was told their index."""
-    found: tuple[bool, bool] = getattr(fn, "alone", (False, False))
+    found: tuple[bool, bool] = getattr(fn, "single", (False, False))
     return found
 
 

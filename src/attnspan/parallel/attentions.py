@@ -35,7 +35,7 @@ from attnspan.errors import AttentionError
 from attnspan.kernels import rounds
 from attnspan.masks import Full, Mask
 from attnspan.masks.fingerprint import fingerprint
-from attnspan.parallel.block_masks import ReadBlockMask, single_row_and_head
+from attnspan.parallel.block_masks import ReadBlockMask
 from attnspan.parallel.call_args import FlexArgs
 from attnspan.parallel.core import Core
 from attnspan.parallel.dtensors import is_dtensor, run_attention
@@ -69,7 +69,7 @@ class BoundAttention:
     def __init__(self, core: Core, attend: Attention, score_mod: ScoreFunction | None = None):
         self.core, self.score_mod, self.scale = core, score_mod, attend.call.scale
         self.attention, self.by_entry = attend, guarded(attend, guards_of(core))
-        self.captured, self.single = attend.captured, single_row_and_head(attend.plan.mask)
+        self.captured = attend.captured
 
     @property
     def mask(self) -> Mask:
@@ -118,7 +118,7 @@ class BoundAttention:
         return self._run(Inputs(query, *keys, sinks, self.captured.of(query), True, *dropped), expand)
 
     def _run(self, inputs: Inputs, expand: Expand | None) -> tuple[Tensor, Tensor]:
-        check_single(self.single, inputs.query)
+        check_single(self.mask, inputs.query)
         return run_attention(self.core, self.attention, inputs, expand)
 
     def __repr__(self) -> str:

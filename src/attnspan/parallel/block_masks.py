@@ -1,7 +1,7 @@
 """The mask of a BlockMask, read once and again when it has changed.
 
-[Note: one of its kind] A BlockMask of one batch row or head stands for all of them. A function that reads the index
-nevertheless is right for tensors of one row, or one head, alone: there the index is 0, and it is told so.
+[Note: single rows and heads] A BlockMask of one batch row or head stands for all of them. A function that reads the
+index nevertheless is right for tensors of one row, or one head, alone: there the index is 0, and it is told so.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from attnspan.errors import MaskError
-from attnspan.masks import Mask, MaskMod
-from attnspan.masks.listed import Listed, listing
+from attnspan.masks import Mask
+from attnspan.masks.listed import listing
 from attnspan.masks.mask import MaskFunction
 from attnspan.masks.tracing import name_of, traced
 
@@ -37,16 +37,16 @@ class ReadBlockMask:
 
 
 def mask_of(block_mask: BlockMask) -> Mask:
-    """The mask of a BlockMask. See [Note: one of its kind]."""
+    """The mask of a BlockMask. See [Note: single rows and heads]."""
     counts = block_mask.kv_num_blocks.shape[:2]
-    mask_mod = only(block_mask.mask_mod, *counts, device=block_mask.kv_indices.device)
+    mask_mod = for_single(block_mask.mask_mod, *counts, device=block_mask.kv_indices.device)
     if mask_mod is not block_mask.mask_mod:
         block_mask = copy(block_mask)
         block_mask.mask_mod = mask_mod
     return Mask.from_block_mask(block_mask)
 
 
-def only(fn: MaskFunction, rows: int, heads: int, *, device: torch.device) -> MaskFunction:
+def for_single(fn: MaskFunction, rows: int, heads: int, *, device: torch.device) -> MaskFunction:
     """A mask_mod for so many batch rows and heads; where it reads the index of the only one, that is told to it."""
     reads = traced(fn, device=device, error=MaskError).reads if 1 in (rows, heads) else frozenset()
     row, head = rows == 1 and "b" in reads, heads == 1 and "h" in reads
@@ -58,10 +58,5 @@ def only(fn: MaskFunction, rows: int, heads: int, *, device: torch.device) -> Ma
         return fn(zero if row else b, zero if head else h, q_idx, kv_idx)
 
     mask_mod.__name__ = name_of(fn)
-    vars(mask_mod)["alone"] = (row, head)
+    vars(mask_mod)["single"] = (row, head)
     return mask_mod
-
-
-def single_row_and_head(mask: Mask) -> tuple[bool, bool]:
-    """Whether a mask is for one batch row alone, and for one head."""
-    return mask.alone if isinstance(mask, MaskMod | Listed) else (False, False)

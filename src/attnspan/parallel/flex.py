@@ -27,7 +27,6 @@ from torch.nn.attention.flex_attention import AuxOutput
 from attnspan.attention.call import Inputs
 from attnspan.errors import AttentionError
 from attnspan.parallel.attentions import Attentions, BoundAttention
-from attnspan.parallel.block_masks import single_row_and_head
 from attnspan.parallel.call_args import FlexArgs, FlexResult
 from attnspan.parallel.dtensors import run_attention
 from attnspan.parallel.eager import eagerly, run_eagerly
@@ -48,7 +47,7 @@ def flex_attention(
     check_args(args, core)
     if isinstance(block_mask, BoundAttention):
         check_bound(block_mask, args, core)
-        attend, captured, single = block_mask.by_entry[entry], block_mask.captured.of(args.query), block_mask.single
+        attend, captured = block_mask.by_entry[entry], block_mask.captured.of(args.query)
     else:
         core.check_scale(args.scale)
         if torch.compiler.is_dynamo_compiling():  # functions are traced between two graphs, if there may be two
@@ -56,8 +55,7 @@ def flex_attention(
         elif torch.compiler.is_compiling():
             raise AttentionError(UNBOUND)
         attend, captured = eagerly(Attentions.for_call)(attentions, args, name)
-        single = single_row_and_head(attend.plan.mask)
-    check_single(single, args.query)
+    check_single(attend.plan.mask, args.query)
     if captured or attend.plan.mask.heads > 1 or attend.call.score is not None:
         check_unsplit(args)
     out, lse = run_attention(core, attend, Inputs(*args[:3], None, captured, args.wants_lse))

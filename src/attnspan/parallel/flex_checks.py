@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from attnspan.errors import AttentionError, ShardError
+from attnspan.masks import Mask
 from attnspan.parallel.call_args import FlexArgs
 from attnspan.parallel.core import Core
 from attnspan.parallel.dtensors import is_split
@@ -93,10 +94,10 @@ def check_lengths(block_mask: BlockMask, core: Core) -> None:
     )
 
 
-def check_single(known: tuple[bool, bool], query: Tensor) -> None:
-    """See [Note: one of its kind] in block_masks.py."""
+def check_single(mask: Mask, query: Tensor) -> None:
+    """See [Note: single rows and heads] in block_masks.py."""
     for dim, what in enumerate(("batch row", "head")):
-        if known[dim] and query.shape[dim] != 1:
+        if mask.single[dim] and query.shape[dim] != 1:
             raise AttentionError(
                 f"block_mask was made for one {what}, and its mask_mod reads the index of it, got query of shape "
                 f"{tuple(query.shape)}; give create_block_mask the number of {what}s"

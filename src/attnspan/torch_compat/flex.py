@@ -21,7 +21,7 @@ from attnspan.errors import AttentionError, ShardError, integer
 from attnspan.layouts import Layout
 from attnspan.layouts.run import Runs
 from attnspan.masks import Mask, MaskMod
-from attnspan.parallel.block_masks import mask_of, only
+from attnspan.parallel.block_masks import for_single, mask_of
 from attnspan.parallel.flex_checks import check_filled
 from attnspan.plan import Plan
 from attnspan.plan.local_blocks import local_block_mask
@@ -59,7 +59,7 @@ def _create_cp_block_mask(
     device = ranks.transport.device
     layout = ranks.default(Q_LEN).layout if balancer is None else layout_of(balancer, ranks.transport.ranks)[0]
     rows, heads = B or 1, H or 1
-    fn = only(mask_mod, rows, heads, device=device)
+    fn = for_single(mask_mod, rows, heads, device=device)
     mask = MaskMod(fn, rows, lengths=(Q_LEN, KV_LEN), device=device, heads=heads)
     return part_of_mask(mask, ranks, layout, size)
 
