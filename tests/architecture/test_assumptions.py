@@ -138,11 +138,11 @@ def moved_local(monkeypatch):
 
 
 def moved_frame(monkeypatch):
-    monkeypatch.setattr("attnspan.parallel.checkpoint_regions._held", lambda generator: None)
+    monkeypatch.setattr("attnspan.parallel.checkpoint_regions._frame_of", lambda generator: None)
 
 
 def moved_rerun(monkeypatch):
-    monkeypatch.setattr("attnspan.parallel.checkpoint_regions._rerun_of", lambda region: None)
+    monkeypatch.setattr("attnspan.parallel.checkpoint_regions._rerun_attribute", lambda region: None)
 
 
 CHECKPOINTING = [moved_file, moved_local, moved_frame, moved_rerun]

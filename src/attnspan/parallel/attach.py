@@ -39,7 +39,7 @@ from torch import nn
 from attnspan.errors import AttentionError
 from attnspan.parallel import checkpoint_regions, compiled_checkpoints, flex_dispatch
 from attnspan.parallel.attached_forward import Attached, ForwardRunner, compare_inputs, is_attached, unwrap, wrap
-from attnspan.parallel.attached_modules import Chosen, modules_to_attach
+from attnspan.parallel.attached_modules import ModulePatterns, modules_to_attach
 from attnspan.parallel.guards import regions_of
 from attnspan.parallel.handler import Handler, UnnamedMask
 from attnspan.parallel.sdpa import AttentionMode
@@ -134,7 +134,7 @@ class Attachment:
         for region in reversed(checkpoint_regions.regions()):
             if region.name is None:
                 continue
-            if not region.again:
+            if not region.recomputing:
                 self._first[region.name] = session
             elif region.name in self._first:
                 session = self._first[region.name]
@@ -219,7 +219,7 @@ LATE = "runs backward after its attachment has ended"
 def attach(
     session: ContextParallel,
     model: nn.Module,
-    modules: Chosen | None,
+    modules: ModulePatterns | None,
     mask: str | None,
     flex: bool = False,
     run_forward: ForwardRunner | None = None,

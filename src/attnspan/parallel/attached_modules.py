@@ -14,7 +14,7 @@ from torch import nn
 from attnspan.errors import AttentionError
 from attnspan.parallel.core import Core
 
-Chosen = nn.Module | str | Iterable[nn.Module | str] | Mapping[str, str]
+ModulePatterns = nn.Module | str | Iterable[nn.Module | str] | Mapping[str, str]
 """Modules, or patterns for their names; with masks, patterns to names of masks."""
 
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
@@ -25,7 +25,7 @@ WILD = frozenset("*?[")
 
 
 def modules_to_attach(
-    core: Core, model: nn.Module, modules: Chosen | None, mask: str | None
+    core: Core, model: nn.Module, modules: ModulePatterns | None, mask: str | None
 ) -> dict[nn.Module, str | None]:
     """The modules to attach, each with the name of its mask; None where attention is refused."""
     if modules is not None and not isinstance(modules, Mapping):

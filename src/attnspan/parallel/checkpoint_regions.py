@@ -9,7 +9,9 @@ batch's mask. Neither torch nor a model announces a region, but the stack shows 
                      (torch 2.15: `_checkpoint_impl`)
     other people's   `forward` and `backward` of an autograd function, as the reentrant kind does it
 
-The object that both runs share is the region's name. [Note: replays] Two rules follow (guards.py, attach.py):
+The object that both runs share is the region's name.
+
+[Note: replays] Two rules follow (guards.py, attach.py):
 
 * attention may run in a region only if it was made context parallel inside of it: the second run then does so too;
 * the second run must find the session that the first one used.
@@ -47,52 +49,52 @@ class CheckpointRegion(NamedTuple):
     """A checkpointed region on the stack: what names it (None: not known), and whether this is its second run."""
 
     name: object | None
-    again: bool
+    recomputing: bool
 
 
-def regions(keeping: bool = True) -> list[CheckpointRegion]:
+def regions(grad_enabled: bool = True) -> list[CheckpointRegion]:
     """The regions around the caller, innermost first.
 
-    `keeping` is whether autograd records: without it, a non-reentrant region does not run again.
+    `grad_enabled` is whether autograd records: without it, a non-reentrant region does not run again.
     """
     SEEN.hold()
-    return list(_regions(sys._getframe(1), keeping))
+    return list(_regions(sys._getframe(1), grad_enabled))
 
 
-def _regions(frame: FrameType | None, keeping: bool) -> Iterator[CheckpointRegion]:
+def _regions(frame: FrameType | None, grad_enabled: bool) -> Iterator[CheckpointRegion]:
     while frame is not None:
         code = frame.f_code
         if code.co_filename == CHECKPOINTS:
-            if code.co_name in DRIVERS and "gen" in frame.f_locals and keeping:
-                yield CheckpointRegion(_held(frame.f_locals["gen"]), again=False)
+            if code.co_name in DRIVERS and "gen" in frame.f_locals and grad_enabled:
+                yield CheckpointRegion(_frame_of(frame.f_locals["gen"]), recomputing=False)
             elif code.co_name == "unpack_hook":
-                yield CheckpointRegion(frame.f_locals.get("frame"), again=True)
-        if code.co_name in ("forward", "backward") and not _torchs(code.co_filename):
+                yield CheckpointRegion(frame.f_locals.get("frame"), recomputing=True)
+        if code.co_name in ("forward", "backward") and not _is_torchs(code.co_filename):
             context = _context(frame)
             if context is not None and (code.co_name == "backward" or any(context.needs_input_grad)):
-                yield CheckpointRegion(context, again=code.co_name == "backward")
+                yield CheckpointRegion(context, recomputing=code.co_name == "backward")
         frame = frame.f_back
 
 
 def rerun_through(region: object, run: Callable[..., object]) -> bool:
     """Have a region run again by `run(function, *args)`, with its own function; False where that is not known."""
-    name = _rerun_of(region)
+    name = _rerun_attribute(region)
     if name is not None:
         setattr(region, name, functools.partial(run, getattr(region, name)))
     return name is not None
 
 
-def _rerun_of(region: object) -> str | None:
+def _rerun_attribute(region: object) -> str | None:
     """The attribute in which a region keeps the function that it runs again."""
     return next((name for name in ("recompute_fn", "run_function") if callable(getattr(region, name, None))), None)
 
 
-def _held(generator: GeneratorType[object, object, object]) -> object | None:
+def _frame_of(generator: GeneratorType[object, object, object]) -> object | None:
     inside = generator.gi_frame
     return None if inside is None else inside.f_locals.get("new_frame")
 
 
-def _torchs(file: str) -> bool:
+def _is_torchs(file: str) -> bool:
     """Compiled code and custom ops run in autograd functions of torch's own, and are not run again."""
     return file.startswith(TORCH) and file != CHECKPOINTS
 
@@ -127,11 +129,11 @@ def leave() -> None:
     _HERE.blocks.pop()
 
 
-def left_behind(keeping: bool = True) -> bool:
+def recomputes_outside_block(grad_enabled: bool = True) -> bool:
     """Whether a region lies between the innermost block and the caller: its second run would not pass the block."""
     around = _HERE.blocks[-1] if _HERE.blocks else []
     known = {id(name) for name in around if name is not None}
-    return any(id(region.name) not in known for region in regions(keeping))
+    return any(id(region.name) not in known for region in regions(grad_enabled))
 
 
 # ---- the proof -------------------------------------------------------------------------------------------------------
@@ -164,14 +166,14 @@ def _sees() -> bool:
         "non-reentrant": lambda run, x: torchs(run, x, use_reentrant=False, preserve_rng_state=False),
         "theirs": _Theirs.apply,
     }
-    return all(_sees_both(kind, again=name != "theirs") for name, kind in kinds.items())
+    return all(_sees_both(kind, rerunnable=name != "theirs") for name, kind in kinds.items())
 
 
-def _sees_both(checkpointed: Callable[..., Tensor], again: bool) -> bool:
+def _sees_both(checkpointed: Callable[..., Tensor], rerunnable: bool) -> bool:
     runs: list[list[CheckpointRegion]] = []
 
     def run(x: Tensor) -> Tensor:
-        runs.append(list(_regions(sys._getframe(), keeping=True)))
+        runs.append(list(_regions(sys._getframe(), grad_enabled=True)))
         return x.sin()
 
     x = torch.ones(1, device="cpu", requires_grad=True)
@@ -179,8 +181,8 @@ def _sees_both(checkpointed: Callable[..., Tensor], again: bool) -> bool:
     if [len(found) for found in runs] != [1, 1]:
         return False
     (first,), (second,) = runs
-    known = first.name is not None and first.name is second.name and (first.again, second.again) == (False, True)
-    return known and (not again or _rerun_of(first.name) is not None)
+    known = first.name is not None and (first, second) == ((first.name, False), (first.name, True))
+    return known and (not rerunnable or _rerun_attribute(first.name) is not None)
 
 
 SEEN = Assumption(

@@ -23,7 +23,7 @@ _OPEN = [0]  # attachments, of all threads
 _THEIRS: list[Callable[..., object]] = []  # the wrapper's own forward, while it has another
 
 
-class Empty(TorchFunctionMode):
+class EmptyBlock(TorchFunctionMode):
     """A block in which nothing is different."""
 
     def __torch_function__(
@@ -38,7 +38,7 @@ class Empty(TorchFunctionMode):
 
 def enter_empty_block() -> None:
     """Enter and leave a block, in code that is being compiled."""
-    with Empty():
+    with EmptyBlock():
         pass
 
 
@@ -65,7 +65,7 @@ def _wrapper() -> type[Any]:
     try:
         from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
     except ImportError:
-        return Empty
+        return EmptyBlock
     return CheckpointWrapper
 
 

@@ -63,7 +63,7 @@ class Core:
         """The same, on the transport of `mesh`."""
         masks = named_masks(mask)
         seq_len = integer("seq_len", seq_len, at_least=1, error=AttentionError)
-        layout = _laid_out(options, masks, seq_len, transport.ranks)
+        layout = _layout_of(options, masks, seq_len, transport.ranks)
         return Core(mesh, transport, seq_len, masks, options, layout, Sharding(layout, seq_len, transport, masks))
 
     @property
@@ -112,7 +112,7 @@ def named_masks(mask: Masks) -> dict[str, Mask]:
     return masks
 
 
-def _laid_out(options: SessionOptions, masks: Mapping[str, Mask], seq_len: int, ranks: int) -> Layout:
+def _layout_of(options: SessionOptions, masks: Mapping[str, Mask], seq_len: int, ranks: int) -> Layout:
     layout, weights = options.layout, options.weights
     if isinstance(layout, Layout):
         if layout.ranks != ranks:

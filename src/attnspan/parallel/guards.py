@@ -36,8 +36,8 @@ _USED: WeakKeyDictionary[object, WeakSet[Core]] = WeakKeyDictionary()  # of each
 def guards_of(core: Core) -> Guards:
     """The checks of a session. See [Note: ways of entry]."""
 
-    def both(keeping: bool = True) -> None:
-        check_block(keeping)
+    def both(grad_enabled: bool = True) -> None:
+        check_block(grad_enabled)
         check_session(core)
 
     return {
@@ -52,9 +52,9 @@ def guarded(attend: Attention, guards: Guards) -> dict[Entry, Attention]:
     return {entry: attend if entry == "eager" else attend.variant(guard=guard) for entry, guard in guards.items()}
 
 
-def check_block(keeping: bool = True) -> None:
+def check_block(grad_enabled: bool = True) -> None:
     """Refuse a call in a region that would run again without its block."""
-    if checkpoint_regions.left_behind(keeping):
+    if checkpoint_regions.recomputes_outside_block(grad_enabled):
         raise AttentionError(
             "attention inside activation checkpointing would run again in backward without its `with cp.sdpa()`, on "
             "this rank's tokens alone; use cp.attach(model), or enter cp.sdpa() inside the checkpointed function"
@@ -67,7 +67,7 @@ def check_session(core: Core) -> None:
         if region.name is None:
             continue
         used = _USED.setdefault(region.name, WeakSet())
-        if not region.again:
+        if not region.recomputing:
             used.add(core)
         elif core not in used:
             raise AttentionError(

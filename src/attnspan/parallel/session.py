@@ -37,7 +37,7 @@ from attnspan.masks import Full, Mask
 from attnspan.masks.borders import documents_of
 from attnspan.parallel import loss
 from attnspan.parallel.attach import Attachment, attach
-from attnspan.parallel.attached_modules import Chosen
+from attnspan.parallel.attached_modules import ModulePatterns
 from attnspan.parallel.attentions import Attentions, BoundAttention
 from attnspan.parallel.batch import Batch, shard_batch
 from attnspan.parallel.call_args import FlexArgs, FlexResult
@@ -252,7 +252,7 @@ class ContextParallel:
         return AttentionMode(self._handlers[None] if unnamed else self._handler(self.core.mask_name(mask)), flex=True)
 
     def attach(
-        self, model: nn.Module, modules: Chosen | None = None, *, mask: str | None = None, flex: bool = False
+        self, model: nn.Module, modules: ModulePatterns | None = None, *, mask: str | None = None, flex: bool = False
     ) -> Attachment:
         """Run the forward of a model's modules inside `sdpa`, when checkpointing runs them again too (attach.py).
 

@@ -141,7 +141,7 @@ class Lifetime:
         """Watch the regions around a call of attention. See [Note: backward inside]."""
         for region in regions(torch.is_grad_enabled()):
             ours = not any(region.name is name for name in self._around if name is not None)
-            if ours and not region.again and region.name not in self._watched:
+            if ours and not region.recomputing and region.name not in self._watched:
                 self._watch(region.name)
 
     def _watch(self, region: Any) -> None:

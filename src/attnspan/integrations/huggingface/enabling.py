@@ -396,7 +396,7 @@ class Enabled:
         attentions = [self._attention(kind, sides) for kind in self.kinds]
         self._check_weights()
         again = WeakSet(
-            region.name for region in checkpoint_regions.regions() if region.again and region.name is not None
+            region.name for region in checkpoint_regions.regions() if region.recomputing and region.name is not None
         )
         before, mixed = calls_so_far(attentions), MixedTokens(own.session, own.padding)
         return ForwardPass(

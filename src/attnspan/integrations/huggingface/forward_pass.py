@@ -119,9 +119,9 @@ class ModelPasses:
                 continue
             if found is not None and region.name in found.rerun_regions:
                 continue
-            if region.again and region.name in self._of_region:
+            if region.recomputing and region.name in self._of_region:
                 found = self._of_region[region.name]
-            elif found is not None and not region.again:
+            elif found is not None and not region.recomputing:
                 self._of_region[region.name] = found
         if found is None:
             raise ModelError("a layer of an enabled model runs by itself; call the model that was enabled, model(...)")
