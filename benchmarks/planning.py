@@ -52,10 +52,9 @@ def new_packs(seq_len: int, documents: int, ranks: int, rows: int, packs: int) -
     from attnspan.attention.call import Inputs
     from attnspan.attention.tuned import _AGREED, UNKNOWN
     from attnspan.transports.loopback import Post, World
-    from attnspan.transports.operations import group_of
 
     world = World(Post(ranks, 60.0), ranks // 2, torch.device("cpu"))
-    _AGREED[group_of(world)] = {"cpu": UNKNOWN}  # what the ranks would tell each other once: that none has a table
+    _AGREED[world.group] = {"cpu": UNKNOWN}  # what the ranks would tell each other once: that none has a table
     drawn = [[lengths_of(seq_len, documents, rows * seed + row) for row in range(rows)] for seed in range(packs)]
     query, key = (torch.empty(rows, heads, 1, 128, device="meta", dtype=torch.bfloat16) for heads in (32, 8))
     first, found = None, []

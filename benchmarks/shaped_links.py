@@ -49,7 +49,7 @@ from attnspan.layouts.balanced import fitting_chunk
 from attnspan.measure import Bench, Tuning, Workload, tune
 from attnspan.measure.tune import linked
 from attnspan.plan import predict
-from attnspan.transports import Distributed, Pending, Transport
+from attnspan.transports import Distributed, Pending, Transport, Wrapped
 from attnspan.tuning import Table
 from benchmarks.report import folded, header, progress
 from benchmarks.silent import Silent
@@ -103,17 +103,12 @@ CELLS = (
 # ---- a link with a delay, where the kernel has none ------------------------------------------------------------------
 
 
-class Late(Transport):
+class Late(Wrapped):
     """A transport whose messages leave only after `seconds`; one thread hands them on, in order. See [Note: links]."""
 
     def __init__(self, transport: Transport, seconds: float):
-        self.transport, self.seconds = transport, seconds
-        self.rank, self.ranks, self.device, self.name = (
-            transport.rank,
-            transport.ranks,
-            transport.device,
-            transport.name,
-        )
+        super().__init__(transport)
+        self.seconds = seconds
         self._posts: queue.Queue[Any] = queue.Queue()
         threading.Thread(target=self._hand_on, daemon=True).start()
 

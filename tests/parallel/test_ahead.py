@@ -14,7 +14,7 @@ from attnspan.parallel import ContextParallel
 from attnspan.plan import kind as kind_module
 from attnspan.plan import plan as plan_module
 from attnspan.testing import loopback
-from attnspan.transports import Transport
+from attnspan.transports import Wrapped
 from tests.pace import stretched
 from tests.processes import spawn
 
@@ -39,13 +39,12 @@ def masks():
     ]
 
 
-class Telling(Transport):
+class Telling(Wrapped):
     """A transport that remembers which threads used it."""
 
     def __init__(self, transport):
-        self.transport, self.threads = transport, set()
-        self.rank, self.ranks = transport.rank, transport.ranks
-        self.device, self.name = transport.device, transport.name
+        super().__init__(transport)
+        self.threads = set()
 
     def _post(self, sends, receives, what):
         self.threads.add(threading.get_ident())

@@ -18,7 +18,7 @@ from collections import defaultdict
 
 import torch
 
-from attnspan.transports import Pending, Transport
+from attnspan.transports import Pending, Wrapped
 from tests.pace import stretched
 
 POISON = 0xFF  # as every byte of a float: NaN
@@ -35,13 +35,12 @@ class Mail:
             return self.boxes[source, target]
 
 
-class SlowWire(Transport):
+class SlowWire(Wrapped):
     """A transport on which keys and gradients take ``seconds``, under way in a thread; the rest goes as before."""
 
     def __init__(self, transport, mail, seconds, only=("keys", "gradients")):
-        self.transport, self.mail, self.seconds, self.only = transport, mail, seconds, only
-        self.rank, self.ranks = transport.rank, transport.ranks
-        self.device, self.name = transport.device, transport.name
+        super().__init__(transport)
+        self.mail, self.seconds, self.only = mail, seconds, only
         self.wrong, self.computed, self.under, self._flying = [], 0, [], []
 
     def _post(self, sends, receives, what):

@@ -18,7 +18,7 @@ from attnspan.layouts import HeadTail
 from attnspan.masks import Causal
 from attnspan.plan import Plan
 from attnspan.testing import loopback
-from attnspan.transports import Pending, Transport
+from attnspan.transports import Pending, Transport, Wrapped
 from tests.transports.slow_wire import POISON, raw
 
 pytestmark = pytest.mark.cuda
@@ -30,13 +30,12 @@ COMPUTE = 20  # microseconds: attention takes longer than that here, and copies 
 TRAVELLING = ("keys", "gradients")
 
 
-class Recorder(Transport):
+class Recorder(Wrapped):
     """A transport that remembers what arrived, exchange by exchange."""
 
     def __init__(self, transport):
-        self.transport, self.log = transport, []
-        self.rank, self.ranks = transport.rank, transport.ranks
-        self.device, self.name = transport.device, transport.name
+        super().__init__(transport)
+        self.log = []
 
     def _post(self, sends, receives, what):
         pending = self.transport._post(sends, receives, what)

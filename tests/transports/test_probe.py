@@ -9,7 +9,7 @@ import torch
 
 from attnspan.errors import TransportError
 from attnspan.testing import loopback
-from attnspan.transports import Counting, Delayed, Pending, Transport, probe
+from attnspan.transports import Counting, Delayed, Pending, Wrapped, probe
 from attnspan.transports.operations import ledger_of
 from attnspan.transports.probe import ENOUGH, GUESS, LARGE, SMALL, THOROUGH, fitting_size, speed
 from tests.pace import stretched
@@ -21,17 +21,16 @@ def around(world):
     return [(world.rank + hop) % world.ranks for hop in hops], [(world.rank - hop) % world.ranks for hop in hops]
 
 
-class Wire(Transport):
+class Wire(Wrapped):
     """Messages that take as long as a link of a known speed would: each peer has a connection, all share one end.
 
     The first `burst` bytes after a pause cost nothing.
     """
 
     def __init__(self, transport, latency, connection, end, burst=0):
-        self.transport, self.latency, self.connection, self.end = transport, latency, connection, end
-        self.burst = burst
-        self.rank, self.ranks = transport.rank, transport.ranks
-        self.device, self.name, self.now = transport.device, transport.name, 0.0
+        super().__init__(transport)
+        self.latency, self.connection, self.end = latency, connection, end
+        self.burst, self.now = burst, 0.0
 
     def _post(self, sends, receives, what):
         pending = self.transport._post(sends, receives, what)

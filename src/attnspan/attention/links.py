@@ -26,7 +26,6 @@ from attnspan.errors import TuningError
 from attnspan.plan import Hardware, Link
 from attnspan.transports import Transport, World
 from attnspan.transports.consensus import heard
-from attnspan.transports.operations import group_of
 from attnspan.transports.probe import ENOUGH, speed
 from attnspan.tuning import is_disabled
 
@@ -65,7 +64,7 @@ def wanted_place(transport: Transport) -> HostAndDevice | None:
     if asked not in ("", "none"):
         raise TuningError(f"{VARIABLE} must be 'none' or unset, got {asked!r}")
     unwanted = asked or is_disabled() or torch.are_deterministic_algorithms_enabled()
-    virtual = isinstance(group_of(transport), World)
+    virtual = isinstance(transport.group, World)
     return None if unwanted or virtual or transport.ranks == 1 else place(transport.device)
 
 

@@ -26,7 +26,6 @@ from attnspan.errors import AttnspanError, TransportError, TuningError
 from attnspan.kernels import KERNELS, rounds
 from attnspan.plan import Hardware, Shape
 from attnspan.transports import Transport, World, consensus
-from attnspan.transports.operations import group_of
 from attnspan.transports.unbroken import unbroken
 from attnspan.tuning import Table, table_for
 
@@ -51,20 +50,20 @@ def agreed(transport: Transport) -> GroupTuning:
     if known is None:
         with unbroken(transport, but=(TuningError,)):
             known = _agree(transport)
-        _AGREED.setdefault(group_of(transport), {})[transport.device.type] = known
+        _AGREED.setdefault(transport.group, {})[transport.device.type] = known
     return known
 
 
 def agreed_before(transport: Transport) -> GroupTuning | None:
     """What all ranks of a group know, if they have agreed on it; asks nobody."""
-    return _AGREED.get(group_of(transport), {}).get(transport.device.type)
+    return _AGREED.get(transport.group, {}).get(transport.device.type)
 
 
 def machine_here(transport: Transport, shape: Shape, kernel: str = "auto") -> Hardware | None:
     """What predictions go by, without asking other ranks: what they agreed on, or else this rank's own table and a
     preset's link. None on virtual ranks, of which one device does everybody's work, and once the group has ended."""
     try:
-        virtual = isinstance(group_of(transport), World)
+        virtual = isinstance(transport.group, World)
     except TransportError:
         return None
     if virtual:

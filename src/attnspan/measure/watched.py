@@ -24,15 +24,14 @@ from torch.utils._pytree import tree_map_only
 
 from attnspan.transports import Pending, Transport
 from attnspan.transports.transport import Messages
+from attnspan.transports.wrapped import Wrapped
 
 
-class Watched(Transport):
+class Watched(Wrapped):
     """A transport, what was asked of it, and how long that was waited for."""
 
     def __init__(self, transport: Transport) -> None:
-        self.transport = transport
-        self.rank, self.ranks = transport.rank, transport.ranks
-        self.device, self.name = transport.device, transport.name
+        super().__init__(transport)
         self.begin()
 
     def begin(self) -> None:
@@ -64,9 +63,6 @@ class Watched(Transport):
     def agree(self, payload: bytes, what: str = "an agreement") -> list[bytes]:
         """As the wrapped transport's."""
         return self.transport.agree(payload, what)
-
-    def _post(self, sends: Messages, receives: Messages, what: str) -> Pending:
-        raise AssertionError("every method goes to the wrapped transport")
 
     def _watched(self, method: Callable[..., Pending], *args: object) -> Pending:
         """The call of a method, timed; repeated, it has tensors of the same shapes."""

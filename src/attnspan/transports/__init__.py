@@ -7,6 +7,7 @@ from attnspan.transports.distributed import Distributed
 from attnspan.transports.group import transport_of
 from attnspan.transports.loopback import Loopback, World
 from attnspan.transports.transport import Pending, Transport
+from attnspan.transports.wrapped import Wrapped
 
 __all__ = [
     "Counting",
@@ -17,6 +18,7 @@ __all__ = [
     "Traffic",
     "Transport",
     "World",
+    "Wrapped",
     "consensus",
     "transport_of",
 ]

@@ -20,6 +20,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from attnspan.transports.transport import Messages, Pending, Transport
+from attnspan.transports.wrapped import Wrapped
 
 
 class Traffic(NamedTuple):
@@ -31,13 +32,11 @@ class Traffic(NamedTuple):
     received: Mapping[int, int] = {}
 
 
-class Counting(Transport):
+class Counting(Wrapped):
     """A transport and the log of its use."""
 
     def __init__(self, transport: Transport) -> None:
-        self.transport = transport
-        self.rank, self.ranks = transport.rank, transport.ranks
-        self.device, self.name = transport.device, transport.name
+        super().__init__(transport)
         self.log: list[Traffic] = []
 
     @property
@@ -85,9 +84,6 @@ class Counting(Transport):
         """As the wrapped transport's. Its few bytes are not counted: they depend on what is said, not on a plan."""
         self.log.append(Traffic("agree", what))
         return self.transport.agree(payload, what)
-
-    def _post(self, sends: Messages, receives: Messages, what: str) -> Pending:
-        raise AssertionError("every method goes to the wrapped transport")
 
     def _noted(self, pending: Pending, event: Traffic) -> Pending:
         self.log.append(event)

@@ -9,16 +9,16 @@ from __future__ import annotations
 from time import monotonic, sleep
 
 from attnspan.transports.transport import Messages, Pending, Transport
+from attnspan.transports.wrapped import Wrapped
 
 
-class Delayed(Transport):
+class Delayed(Wrapped):
     """A transport whose messages take ``seconds`` or longer."""
 
     def __init__(self, transport: Transport, seconds: float) -> None:
-        self.transport, self.seconds = transport, seconds
-        self.rank, self.ranks = transport.rank, transport.ranks
-        self.device, self.name = transport.device, transport.name
+        super().__init__(transport)
+        self.seconds = seconds
 
     def _post(self, sends: Messages, receives: Messages, what: str) -> Pending:
         due = monotonic() + self.seconds
-        return self.transport._post(sends, receives, what).then(lambda: sleep(max(0.0, due - monotonic())))
+        return super()._post(sends, receives, what).then(lambda: sleep(max(0.0, due - monotonic())))

@@ -123,19 +123,12 @@ def under_way(transport: Transport, name: str | int, how: str = "") -> Iterator[
 
 def ledger_of(transport: Transport) -> Ledger:
     """The ledger of a transport's group."""
-    group = group_of(transport)
+    group = transport.group
     ledger = _LEDGERS.get(group)
     return _LEDGERS.setdefault(group, Ledger()) if ledger is None else ledger
 
 
 _LEDGERS: WeakKeyDictionary[object, Ledger] = WeakKeyDictionary()  # by group, for as long as it lives
-
-
-def group_of(transport: Transport) -> object:
-    """What all transports of one group have in common."""
-    while hasattr(transport, "transport"):  # one that wraps another
-        transport = transport.transport
-    return getattr(transport, "group", transport)
 
 
 def _gradient(name: str) -> str:

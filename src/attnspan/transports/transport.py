@@ -12,8 +12,8 @@ All but `agree` return a `Pending` at once. Until it is waited for, what was sen
 received must not be read. After `wait` both are the caller's again: on a CUDA device in the order of the current
 stream (the host does not block), on the CPU outright.
 
-A new transport writes `_post` and inherits the rest. Knows nothing of masks, plans or what the tensors mean: `what` is
-a word for messages, as in "waiting for keys from rank 2".
+A new transport writes `_post` and inherits the rest; one around another is a `Wrapped` (wrapped.py). Knows nothing of
+masks, plans or what the tensors mean: `what` is a word for messages, as in "waiting for keys from rank 2".
 
 [Note: sums] Sums over ranks are taken in rank order and in float32 for half precision, rounded once. Every rank, every
 transport and every run gets the same bits, and the error does not grow with ranks. A transport may use its own
@@ -133,9 +133,7 @@ class Transport(ABC):
 
     def abort(self) -> None:
         """Give the group up: what still waits for other ranks on a device ends, and nothing is sent any more."""
-        wrapped: Transport | None = getattr(self, "transport", None)
-        if wrapped is not None:
-            wrapped.abort()
+        return
 
     @property
     def hosts(self) -> Transport:
@@ -143,8 +141,12 @@ class Transport(ABC):
 
         Where there is none, this one.
         """
-        wrapped: Transport | None = getattr(self, "transport", None)
-        return self if wrapped is None or self.device.type == "cpu" else wrapped.hosts
+        return self
+
+    @property
+    def group(self) -> object:
+        """What all transports of one group have in common."""
+        return self
 
     @property
     def memo(self) -> dict[Hashable, Any]:

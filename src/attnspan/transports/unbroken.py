@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from weakref import WeakKeyDictionary
 
-from attnspan.transports.operations import group_of
 from attnspan.transports.transport import Transport
 
 _BROKEN: WeakKeyDictionary[object, str] = WeakKeyDictionary()  # by group, for as long as it lives: what was raised
@@ -22,7 +21,7 @@ _BROKEN: WeakKeyDictionary[object, str] = WeakKeyDictionary()  # by group, for a
 @contextmanager
 def unbroken(transport: Transport, *, but: tuple[type[Exception], ...] = ()) -> Iterator[None]:
     """Inside, a call is under way; whatever it raises, except `but` these, breaks the group."""
-    group = group_of(transport)
+    group = transport.group
     if group in _BROKEN:
         raise transport.error(
             f"an earlier attention broke off here with {_BROKEN[group]}; its messages may still be under way, and "
