@@ -33,7 +33,7 @@ from attnspan.measure.checkup import self_test
 from attnspan.plan import Shape
 from attnspan.plan.drawing import in_seconds
 from attnspan.transports import Transport
-from attnspan.transports.consensus import heard
+from attnspan.transports.consensus import all_gather_object
 from benchmarks.report import command, folded, header
 
 STRATEGIES = ("auto", "ring", "gather", "needed(1)", "needed(2)", "ulysses")
@@ -60,7 +60,7 @@ def on_rank(job: ClusterJob, transport: Transport) -> dict[str, Any]:
     """One rank's part; all get the same but for times of their own."""
     tested = self_test(transport)
     wrong = [f"{each.strategy}: {each.wrong}" for each in tested.strategies if each.wrong]
-    told = heard(transport, (socket.gethostname(), wrong), "findings")
+    told = all_gather_object(transport, (socket.gethostname(), wrong), "findings")
     rows: dict[str, list[dict[str, Any]]] = {}
     for name, mask in job.works(transport.ranks):
         length = job.tokens * transport.ranks

@@ -44,7 +44,7 @@ def speeds(monkeypatch, real):
     def seconds(self, size):
         mine = found[int(threading.current_thread().name.split()[-1])]
         own = mine.latency + size / (mine.bandwidth if len(self.targets) == 1 else mine.spread)
-        return max(probe.heard(self.transport, own, "a measurement"))
+        return max(probe.all_gather_object(self.transport, own, "a measurement"))
 
     monkeypatch.setattr(probe.LinkProbe, "seconds", seconds)
     return found
@@ -213,7 +213,7 @@ def test_a_rank_that_raises_while_it_measures_breaks_the_group(real, monkeypatch
     def seconds(self, size):
         if self.transport.rank == 1:
             raise MemoryError("no room")
-        return max(probe.heard(self.transport, 1.0, "a measurement"))
+        return max(probe.all_gather_object(self.transport, 1.0, "a measurement"))
 
     monkeypatch.setattr(probe.LinkProbe, "seconds", seconds)
 

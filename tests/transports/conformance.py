@@ -279,16 +279,16 @@ def a_refusal_of_one_rank_is_raised_by_all(transport):
     last = transport.ranks - 1
     words = PageError("no room") if transport.rank == last else ["go", transport.rank]
     with pytest.raises(PageError) as raised:
-        consensus.heard(transport, words, "a test")
+        consensus.all_gather_object(transport, words, "a test")
     assert str(raised.value) == ("no room" if transport.rank == last else f"on rank {last}: no room")
 
 
 def words_come_by_rank_and_the_odd_ranks_are_named(transport):
     words = {"length": 8, "share": 0.1, "rank 1": transport.rank == 1, "sum": 1 << 63}
-    said = consensus.heard(transport, words, "a test")
+    said = consensus.all_gather_object(transport, words, "a test")
     assert said == [{**words, "rank 1": rank == 1} for rank in range(transport.ranks)]
-    assert consensus.odd(said) == [1][: transport.ranks - 1]
-    [(usual, ranks), *others] = consensus.groups(said)
+    assert consensus.differing_ranks(said) == [1][: transport.ranks - 1]
+    [(usual, ranks), *others] = consensus.ranks_by_value(said)
     assert (usual, ranks) == (said[0], [rank for rank in range(transport.ranks) if rank != 1])
     assert others == [({**words, "rank 1": True}, [1])][: transport.ranks - 1]
 
@@ -300,7 +300,7 @@ def refusals_of_many_ranks_make_one_error(transport):
         pass
 
     wrong = [Private("no room"), PoolExhausted(3, 2), KernelError("no kernel")][min(transport.rank, 2)]
-    said = consensus.poll(transport, wrong, "a test")
+    said = consensus.all_gather_outcomes(transport, wrong, "a test")
     assert [type(each) for each in said] == [PageError, PageError, KernelError, KernelError][: transport.ranks]
     error = consensus.refusal(said, mixed=AttentionError)
     assert type(error) is (PageError if transport.ranks < 3 else AttentionError)

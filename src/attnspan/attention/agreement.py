@@ -54,7 +54,7 @@ def agree(call: Call, inputs: Inputs) -> Agreement:
         return call.agreed[signature]
     wrong = refusal(call, inputs)
     words = {**_words(call, inputs), VOTE: str(_keeps(call, inputs))} if wrong is None else wrong
-    said = consensus.poll(call.transport, words, SHARED)
+    said = consensus.all_gather_outcomes(call.transport, words, SHARED)
     votes = {each.pop(VOTE) for each in said if isinstance(each, dict)}
     _raise_if_odd(said)
     plan = call.plan
@@ -85,7 +85,7 @@ def check_mask(mask: Mask, call: Call, inputs: Inputs) -> None:
 def refuse(call: Call, inputs: Inputs, wrong: AttentionError) -> None:
     """Raise what is wrong on this rank; on all of them if they have not agreed on such tensors yet, and will ask."""
     if _signature(call, inputs) not in call.agreed:
-        _raise_if_odd(consensus.poll(call.transport, wrong, SHARED))
+        _raise_if_odd(consensus.all_gather_outcomes(call.transport, wrong, SHARED))
     raise wrong
 
 
@@ -283,7 +283,7 @@ def _raise_if_odd(said: Sequence[dict[str, str] | AttnspanError]) -> None:
     wrong = consensus.refusal(said, mixed=AttentionError)
     if wrong is not None:
         raise wrong
-    usual, *others = consensus.groups(said)
+    usual, *others = consensus.ranks_by_value(said)
     if others:
         raise AttentionError(
             "all ranks must run the same plan, kernel, scale, programs and shapes; "
@@ -304,4 +304,4 @@ def _odd(group: tuple[Any, list[int]], usual: tuple[Any, list[int]]) -> str:
         if mine[name] != theirs[name]
     ]
     verb = "differs" if len(ranks) == 1 else "differ"
-    return f"{consensus.named(ranks)} {verb} from {consensus.named(others)} in {', '.join(differing)}"
+    return f"{consensus.ranks_text(ranks)} {verb} from {consensus.ranks_text(others)} in {', '.join(differing)}"

@@ -25,7 +25,7 @@ import torch
 from attnspan.errors import TuningError
 from attnspan.plan import Hardware, Link
 from attnspan.transports import Transport, World
-from attnspan.transports.consensus import heard
+from attnspan.transports.consensus import all_gather_object
 from attnspan.transports.probe import ENOUGH, speed
 from attnspan.tuning import is_disabled
 
@@ -75,7 +75,7 @@ def place(device: torch.device) -> HostAndDevice:
 
 def group_links(transport: Transport, enough: float = ENOUGH) -> Links:
     """All links of a group, whatever is known of them, with messages of `enough` seconds; a collective."""
-    here = heard(transport, place(transport.device), "where ranks are")
+    here = all_gather_object(transport, place(transport.device), "where ranks are")
     return measured_links(transport, [(host, device) for host, device in here], enough=enough)
 
 

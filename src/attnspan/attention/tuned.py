@@ -100,15 +100,16 @@ def _agree(transport: Transport) -> GroupTuning:
     try:
         table, place = table_for(transport.device), wanted_place(transport)
     except TuningError as refused:
-        said: Sequence[tuple[str, HostAndDevice | None] | AttnspanError] = consensus.poll(transport, refused, SHARED)
+        said: Sequence[tuple[str, HostAndDevice | None] | AttnspanError]
+        said = consensus.all_gather_outcomes(transport, refused, SHARED)
     else:
         text = "" if table is None else json.dumps(table.data(), sort_keys=True)
-        said = consensus.poll(transport, (consensus.digest(text), place), SHARED)
+        said = consensus.all_gather_outcomes(transport, (consensus.digest(text), place), SHARED)
     wrong = consensus.refusal(said)
     if wrong is not None:
         raise wrong
     digests, places = zip(*said, strict=True)
-    if consensus.odd(digests):
+    if consensus.differing_ranks(digests):
         first = transport.agree(text.encode() if transport.rank == 0 else b"", "rank 0's tuning table")[0]
         table = Table.of(json.loads(first), "rank 0's tuning table") if first else None
     if None in places:

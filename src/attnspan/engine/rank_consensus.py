@@ -81,7 +81,7 @@ class RankConsensus:
         def receive() -> list[bytes]:
             with unbroken(transport):
                 records = arrived()
-            others = consensus.odd([each[:1] for each in records])
+            others = consensus.differing_ranks([each[:1] for each in records])
             if others:
                 here, there = (ACTIVITIES[records[rank][0]] for rank in (0, others[0]))
                 raise RanksDiverged(
@@ -94,7 +94,7 @@ class RankConsensus:
 
     def _numbers(self, records: list[bytes], refusal: str) -> list[int]:
         """The numbers of records; EngineError, which names the `ranks`, if their digests differ."""
-        others = consensus.odd([each[:DIGEST] for each in records])
+        others = consensus.differing_ranks([each[:DIGEST] for each in records])
         if others:
             raise EngineError(refusal.format(ranks=others))
         return [int.from_bytes(each[DIGEST:], "little") for each in records]
@@ -137,7 +137,7 @@ class RankConsensus:
         self._cancelled, self._agreed = [], False
 
         def compare() -> None:
-            others = consensus.odd(receive())
+            others = consensus.differing_ranks(receive())
             if others:
                 raise RanksDiverged(
                     f"steps differ between rank 0 and ranks {others}: they cancelled other requests, or chose other "
@@ -160,7 +160,7 @@ class RankConsensus:
                 raise said
             return [said]
         with unbroken(self.transport):
-            return consensus.heard(self.transport, said, what)
+            return consensus.all_gather_object(self.transport, said, what)
 
     def compare_options(self, options: dict[str, Any]) -> None:
         """EngineError if engines differ in an option."""

@@ -31,7 +31,7 @@ from attnspan.plan import Hardware, Plan, Shape, Timeline, predict
 from attnspan.plan.choose import choice_for
 from attnspan.plan.strategy import name_of
 from attnspan.transports import Transport, World
-from attnspan.transports.consensus import heard
+from attnspan.transports.consensus import all_gather_object
 
 AUTO = "auto"
 
@@ -119,7 +119,7 @@ class Bench:
         attend = Attention(plan, watched, kernel=kernel, keep_keys=False)
         q, k, v, grad = self.work.tensors(self.transport.rank, self.transport.device)
         wrong = refusal(attend.call, Inputs(q, k, v))
-        complaints = set(heard(self.transport, "" if wrong is None else str(wrong), "refusals")) - {""}
+        complaints = set(all_gather_object(self.transport, "" if wrong is None else str(wrong), "refusals")) - {""}
         if complaints:
             return Measured(strategy, kernel, refused="; ".join(sorted(complaints)))
         timelines = self._timelines(plan, hardware)
@@ -186,7 +186,7 @@ class Bench:
             work()
             self._synchronise()
             found.append((perf_counter() - start, watched.waited))
-        said = heard(self.transport, found[1:], "measurements")
+        said = all_gather_object(self.transport, found[1:], "measurements")
         slowest = sorted(max(each) for each in zip(*said, strict=True))
         seconds, waits = slowest[len(slowest) // 2]
         return seconds, waits

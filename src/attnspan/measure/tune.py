@@ -21,7 +21,7 @@ from attnspan.measure.stopwatch import seconds
 from attnspan.measure.tiles import SIZES, Case, launch
 from attnspan.plan.cost import DTYPES
 from attnspan.transports import Transport
-from attnspan.transports.consensus import heard
+from attnspan.transports.consensus import all_gather_object
 from attnspan.transports.probe import THOROUGH
 from attnspan.tuning import Table, device_name
 
@@ -116,7 +116,7 @@ def _together(table: Table, transport: Transport) -> Table:
     """The slowest rank's times, and the links."""
     count, rates = len(table.rates), table.rates
     times = [*(r.forward for r in rates), *(r.backward for r in rates), 1 / table.memory_bandwidth, *table.launch]
-    slowest = [max(each) for each in zip(*heard(transport, times, "measurements"), strict=True)]
+    slowest = [max(each) for each in zip(*all_gather_object(transport, times, "measurements"), strict=True)]
     forward, backward, (memory, *fixed) = slowest[:count], slowest[count : 2 * count], slowest[2 * count :]
     rates = tuple(
         replace(rate, forward=there, backward=back) for rate, there, back in zip(rates, forward, backward, strict=True)

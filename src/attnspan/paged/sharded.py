@@ -35,7 +35,7 @@ from attnspan.paged.kv_cache import Options, PagedKVCache
 from attnspan.paged.metadata import Spread
 from attnspan.paged.pool import Layer, PagePool
 from attnspan.paged.step_plan import StepPlan
-from attnspan.transports.consensus import digest, heard, odd
+from attnspan.transports.consensus import all_gather_object, differing_ranks, digest
 from attnspan.transports.group import Group, transport_of
 from attnspan.transports.operations import under_way
 from attnspan.transports.transport import Transport
@@ -183,7 +183,7 @@ class ShardedPages(PagedKVCache):
         """Compare all ranks' tables and lengths; PageError on every rank if they differ. Every rank calls it."""
         rows = self.allocator.rows
         tables = digest([(seq, row.length, row.first, row.table.tolist()) for seq, row in sorted(rows.items())])
-        others = odd(heard(self.transport, tables, "page tables"))
+        others = differing_ranks(all_gather_object(self.transport, tables, "page tables"))
         if others:
             raise PageError(f"page tables differ between rank 0 and ranks {others}; run the same steps on every rank")
 

@@ -46,7 +46,7 @@ from attnspan.masks import KeyPadding
 from attnspan.masks.borders import borders
 from attnspan.parallel.checksum import checksum
 from attnspan.parallel.sharding import check_fill
-from attnspan.transports.consensus import heard, odd
+from attnspan.transports.consensus import all_gather_object, differing_ranks
 
 if TYPE_CHECKING:
     from attnspan.parallel.session import ContextParallel
@@ -110,8 +110,8 @@ def shard_batch(
 
 def check_one_batch(transport: Transport, said: Mapping[str, int] | ShardError) -> None:
     """ShardError on every rank if ranks differ in the checksums of their first batch, or one refuses it."""
-    sums = heard(transport, said, "the first batch")
-    for rank in odd(sums):
+    sums = all_gather_object(transport, said, "the first batch")
+    for rank in differing_ranks(sums):
         first, other = sums[0], sums[rank]
         name = next((name for name in first if other.get(name) != first[name]), "the names of entries")
         raise ShardError(

@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from attnspan.errors import ModelError
 from attnspan.transports import Transport
-from attnspan.transports.consensus import heard, odd
+from attnspan.transports.consensus import all_gather_object, differing_ranks
 
 COLUMNS = 1021
 ROWS = 17
@@ -111,9 +111,9 @@ def check_same(model: Mapping[str, object], transport: Transport) -> None:
 
     Ranks with other random weights, or another checkpoint, would compute parts of different models without an error.
     """
-    by_rank = heard(transport, list(model.values()), "what is known of a model")
+    by_rank = all_gather_object(transport, list(model.values()), "what is known of a model")
     for name, each in zip(model, zip(*by_rank, strict=True), strict=True):
-        others = odd(each)
+        others = differing_ranks(each)
         if others:
             raise ModelError(
                 f"{name} differ between rank 0 and ranks {others}; every rank must have the same: load one checkpoint, "

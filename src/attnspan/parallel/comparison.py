@@ -109,7 +109,7 @@ class Comparison:
     ) -> tuple[dict[str, float], Difference | None, bool]:
         """The largest errors of all ranks, the difference of the first rank that has one, and if they have one loss."""
         said = errors, None if first is None else astuple(first), loss
-        heard = consensus.heard(self.session.transport, said, "what differs")
+        heard = consensus.all_gather_object(self.session.transport, said, "what differs")
         firsts = [Difference(*found) for _, found, _ in heard if found is not None]
         largest = {name: max((each[name] for each, *_ in heard), key=_rank_of) for name in errors}
         losses = [each for *_, each in heard]

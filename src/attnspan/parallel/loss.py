@@ -37,7 +37,7 @@ from attnspan.dtypes import dtype_name, dtype_or_type, lse_dtype
 from attnspan.errors import ShardError, TransportError
 from attnspan.masks.versions import version_of
 from attnspan.transports import Transport
-from attnspan.transports.consensus import digest, heard, odd
+from attnspan.transports.consensus import all_gather_object, differing_ranks, digest
 from attnspan.transports.operations import under_way
 
 BUCKET = 1 << 25
@@ -185,11 +185,11 @@ def _check_said(told: list[list[int]], wrong: Exception | None, transport: Trans
     refused, kinds, given = zip(*told, strict=True)
     if any(refused):
         said = wrong if isinstance(wrong, ShardError) else ShardError(f"{type(wrong).__name__}: {wrong}")
-        heard(transport, "nothing" if wrong is None else said, "what is wrong")
-    for rank in odd(kinds):
+        all_gather_object(transport, "nothing" if wrong is None else said, "what is wrong")
+    for rank in differing_ranks(kinds):
         kind, usual = KINDS[kinds[rank]], KINDS[kinds[0]]
         raise ShardError(f"all ranks must ask for the same; rank {rank} asks for {kind}, rank 0 for {usual}")
-    for rank in odd(given):
+    for rank in differing_ranks(given):
         raise ShardError(f"count must be given on all ranks or on none; ranks {rank} and 0 differ")
 
 
@@ -295,9 +295,10 @@ def average_gradients(parameters: Iterable[torch.nn.Parameter], transport: Trans
     """
     wanting = [parameter for parameter in parameters if parameter.requires_grad]
     flags = "".join("01"[parameter.grad is not None] for parameter in wanting)
-    told = heard(transport, _misfit(wanting, transport) or (_digest(wanting), flags), "which gradients there are")
+    own = _misfit(wanting, transport) or (_digest(wanting), flags)
+    told = all_gather_object(transport, own, "which gradients there are")
     digests, flags_by_rank = zip(*told, strict=True)
-    for rank in odd(digests):
+    for rank in differing_ranks(digests):
         raise ShardError(f"ranks must have the same parameters, in one order; those of rank {rank} and 0 differ")
     anywhere = ["1" in column for column in zip(*flags_by_rank, strict=True)]
     for bucket in _buckets(_gradient(parameter) for parameter, there in zip(wanting, anywhere, strict=True) if there):

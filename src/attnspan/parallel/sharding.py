@@ -37,7 +37,7 @@ from attnspan.parallel.compiled_inputs import handle_of
 from attnspan.parallel.marks import Mark, mark_of, marked
 from attnspan.parallel.moves import GatheredTokens, MovedTokens, Moves
 from attnspan.transports import Transport
-from attnspan.transports.consensus import digest, groups, heard
+from attnspan.transports.consensus import all_gather_object, digest, ranks_by_value
 from attnspan.transports.operations import under_way
 
 
@@ -123,7 +123,7 @@ class Sharding:
             said = source, self._described_all(given, dim, batch_dim, source)
         except ShardError as refusal:
             said = refusal
-        sources, every = zip(*heard(self.transport, said, "the shape of a batch"), strict=True)
+        sources, every = zip(*all_gather_object(self.transport, said, "the shape of a batch"), strict=True)
         if len(set(sources)) > 1:
             raise ShardError(f"source must be the same on every rank, got {list(sources)}, by rank")
         parts = {name: self._handed(given.get(name), TensorMeta(*each), source) for name, *each in every[source]}
@@ -178,7 +178,7 @@ class Sharding:
         name = f"{said} in layout {self._digest}" if isinstance(said, str) else said
         if isinstance(name, str) and name in self._agreed and not again:
             return name
-        usual, *odd = groups(heard(self.transport, name, doing))
+        usual, *odd = ranks_by_value(all_gather_object(self.transport, name, doing))
         if odd:
             raise ShardError(
                 f"all ranks must ask for the same; rank {odd[0][1][0]} asks for {odd[0][0]}, others for {usual[0]}"

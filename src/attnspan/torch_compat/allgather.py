@@ -24,7 +24,7 @@ from attnspan.errors import AttentionError, ShardError
 from attnspan.parallel.moves import GatheredTokens, SummedTokens
 from attnspan.torch_compat.ranks import ranks_of
 from attnspan.transports import Transport
-from attnspan.transports.consensus import heard
+from attnspan.transports.consensus import all_gather_object
 
 
 class Allgather(CustomOpDef):
@@ -125,7 +125,7 @@ def _sizes(k: Tensor, v: Tensor, seq_dim: int, transport: Transport) -> list[int
         raise ShardError(
             f"k and v must have as many tokens in dim {seq_dim}, got shapes {tuple(k.shape)} and {tuple(v.shape)}"
         )
-    return heard(transport, k.shape[seq_dim], "the number of keys")
+    return all_gather_object(transport, k.shape[seq_dim], "the number of keys")
 
 
 def _gathered(tensor: Tensor, dim: int, transport: Transport, sizes: list[int]) -> Tensor:

@@ -39,7 +39,7 @@ from attnspan.torch_compat.errors import AttentionNotImplemented
 from attnspan.torch_compat.options import _cp_options
 from attnspan.torch_compat.sdpa import MASKS, CausalOrFull, DeferredHandler, Lifetime
 from attnspan.transports import Transport
-from attnspan.transports.consensus import heard
+from attnspan.transports.consensus import all_gather_object
 from attnspan.transports.group import Group, transport_of
 
 
@@ -125,7 +125,7 @@ class MeshRanks:
 
     def sizes(self, tokens: int) -> list[int]:
         """How many tokens of a sequence every rank has; they tell each other."""
-        return heard(self.transport, tokens, "the length of a sequence")
+        return all_gather_object(self.transport, tokens, "the length of a sequence")
 
     def length(self, layout: Layout, sizes: list[int], wanted: int | None = None) -> int:
         """The length of a sequence in a layout, of which each rank has some tokens. All ranks refuse, or none."""

@@ -4,12 +4,12 @@ A rank that raised alone would leave the others waiting for its part, and ranks 
 other's messages for their own. So before anything of weight travels each says in a few bytes what it is about to do,
 hears everybody, and names the ranks that differ::
 
-    heard(transport, words, what)      what every rank says, by rank; a refusal of any is raised by all
-    poll(transport, words, what)       the same, with refusals among it; `refusal` makes one error of them
-    post(transport, record, what)      a record of a fixed size that travels while the rank does something else
-    odd(said)                          the ranks that say something else than rank 0
-    groups(said)                       everything that is said, with the ranks that say it, most of them first
-    digest(...)                        a short word for something long
+    all_gather_object(transport, words, what)     what every rank says, by rank; a refusal of any is raised by all
+    all_gather_outcomes(transport, words, what)   the same, with refusals among it; `refusal` makes one error of them
+    post(transport, record, what)                 a record of a fixed size, gathered while the rank does something else
+    differing_ranks(said)                         the ranks that say something else than rank 0
+    ranks_by_value(said)                          what is said, with the ranks that say it, most of them first
+    digest(...)                                   a short word for something long
 
 Words are anything that JSON can write (a tuple arrives as a list), or an error, by which a rank refuses. Errors keep
 their class. `what` names the exchange where it fails. It costs one small exchange; whoever asks often remembers what
@@ -35,10 +35,10 @@ from attnspan.transports.transport import Transport
 T = TypeVar("T")
 
 
-def heard(transport: Transport, words: T | AttnspanError, what: str) -> list[T]:
+def all_gather_object(transport: Transport, words: T | AttnspanError, what: str) -> list[T]:
     """What every rank says, by rank. If any refuses, it raises its own error, and the others one that names it."""
     try:
-        said = poll(transport, words, what)
+        said = all_gather_outcomes(transport, words, what)
     except TransportError as silence:
         if isinstance(words, AttnspanError):
             raise words from silence
@@ -51,12 +51,12 @@ def heard(transport: Transport, words: T | AttnspanError, what: str) -> list[T]:
     return [each for each in said if not isinstance(each, AttnspanError)]
 
 
-def poll(transport: Transport, words: T | AttnspanError, what: str) -> list[T | AttnspanError]:
+def all_gather_outcomes(transport: Transport, words: T | AttnspanError, what: str) -> list[T | AttnspanError]:
     """What every rank says, by rank; the error of one that refuses.
 
     >>> from attnspan.testing import loopback
     >>> def rank(world):
-    ...     return poll(world, AttnspanError("no room") if world.rank else "go", "an example")
+    ...     return all_gather_outcomes(world, AttnspanError("no room") if world.rank else "go", "an example")
     >>> loopback(ranks=2).run(rank)[0]
     ['go', AttnspanError('no room')]
     """
@@ -79,7 +79,8 @@ def refusal(said: Sequence[object], mixed: type[AttnspanError] = AttnspanError) 
     if not kinds:
         return None
     texts = [
-        text if len(ranks) == len(said) else f"on {named(ranks)}: {text}" for (_, text), ranks in complaints.items()
+        text if len(ranks) == len(said) else f"on {ranks_text(ranks)}: {text}"
+        for (_, text), ranks in complaints.items()
     ]
     return (kinds.pop() if len(kinds) == 1 else mixed)("; ".join(texts))
 
@@ -97,19 +98,19 @@ def post(transport: Transport, record: bytes, what: str) -> Callable[[], list[by
     return arrived
 
 
-def odd(said: Sequence[object]) -> list[int]:
+def differing_ranks(said: Sequence[object]) -> list[int]:
     """The ranks that say something else than rank 0.
 
-    >>> odd(["a", "b", "a"])
+    >>> differing_ranks(["a", "b", "a"])
     [1]
     """
     return [rank for rank, each in enumerate(said) if each != said[0]]
 
 
-def groups(said: Sequence[T]) -> list[tuple[T, list[int]]]:
+def ranks_by_value(said: Sequence[T]) -> list[tuple[T, list[int]]]:
     """Everything that is said, with the ranks that say it: what most say first, of equals what the first of them says.
 
-    >>> groups(["a", "b", "b"])
+    >>> ranks_by_value(["a", "b", "b"])
     [('b', [1, 2]), ('a', [0])]
     """
     found: list[tuple[T, list[int]]] = []
@@ -122,10 +123,10 @@ def groups(said: Sequence[T]) -> list[tuple[T, list[int]]]:
     return sorted(found, key=lambda group: -len(group[1]))
 
 
-def named(ranks: Sequence[int]) -> str:
+def ranks_text(ranks: Sequence[int]) -> str:
     """Ranks in a sentence.
 
-    >>> named([1]), named([1, 2])
+    >>> ranks_text([1]), ranks_text([1, 2])
     ('rank 1', 'ranks 1, 2')
     """
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 import torch
 
-from attnspan.transports.consensus import heard
+from attnspan.transports.consensus import all_gather_object
 from attnspan.transports.operations import under_way
 from attnspan.transports.transport import Transport
 
@@ -103,6 +103,6 @@ class LinkProbe:
             if self.transport.device.type == "cuda":
                 torch.cuda.current_stream(self.transport.device).synchronize()
             times.append(perf_counter() - start)
-        said = heard(self.transport, times[1:], "a measurement")
+        said = all_gather_object(self.transport, times[1:], "a measurement")
         rounds: list[float] = [max(each) for each in zip(*said, strict=True)]
         return median(rounds)
