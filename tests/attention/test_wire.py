@@ -12,12 +12,15 @@ from collections import Counter
 import pytest
 import torch
 
+from attnspan.attention import attention
 from attnspan.attention.lane import Lane
 from attnspan.attention.wire import MOST_RUNS
 from attnspan.kernels import rounds
 from attnspan.layouts import Balanced, Contiguous, HeadTail, Striped
 from attnspan.masks import Causal, Documents, Full, KeyPadding, SlidingWindow
+from attnspan.plan import Shape
 from attnspan.plan.heads import split_heads
+from attnspan.plan.traffic import arriving
 from attnspan.testing import loopback
 from attnspan.transports import Counting
 from tests.attention.harness import Problem, on_rank, together
@@ -266,6 +269,34 @@ def test_heads_travel_to_who_takes_them(heads, kv_heads):
             expected[peer] = (there + back) * 8
         assert sent(log) == +expected
         assert {event.what for event in log if event.kind == "exchange"} == {"heads"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("strategy", ["ulysses", "ulysses(2) x needed"])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(8, 4), (8, 2), (3, 1)])
+def test_heads_cost_what_is_planned_forward_and_backward(heads, kv_heads, strategy, dtype):
+    """One message there and one back with each member, in either way; a gradient is as wide as its tensor, unless
+    several members took its key head."""
+    problem = Problem(MASK, HeadTail(4), 34, strategy, heads=heads, kv_heads=kv_heads, dim=4, value_dim=6, dtype=dtype)
+    shape = Shape(heads, kv_heads, 4, 6, problem.rows, str(dtype).removeprefix("torch."))
+    rounded = rounds(problem.kernel, torch.device("cpu"))
+
+    def rank(world):
+        counting = Counting(world)
+        on_rank(problem, counting, lambda *qkv_sinks: without_lse(problem, counting, *qkv_sinks[:3]))
+        return counting.log
+
+    for number, log in enumerate(loopback(4).run(rank)):
+        planned = arriving(problem.plan, shape, number, rounds=rounded)
+        travels = [event for what in ("heads", "keys", "gradients") for event in posted(log, what)]
+        assert received(travels).total() == planned.forward + planned.backward
+        assert len(posted(log, "heads")) == 4
+
+
+def without_lse(problem, group, query, key, value):
+    """An lse that is returned has a gradient, which travels too; here something else stands for it."""
+    out = attention(query, key, value, plan=problem.plan, group=group, kernel=problem.kernel, keep_keys=False)
+    return out, out[..., 0]
 
 
 @pytest.mark.parametrize("inner", STRATEGIES)

@@ -18,9 +18,12 @@ from attnspan.attention import loop
 from attnspan.attention.call import Call, Inputs
 from attnspan.attention.kept import KeptKeys
 from attnspan.attention.lane import Lane, RowsAndHeads
-from attnspan.attention.ulysses import HeadAllToAll, segments
+from attnspan.attention.ulysses import HeadAllToAll, Side, segments
 from attnspan.dtypes import lse_dtype
 from attnspan.kernels import BackwardInputs
+
+SIDES: tuple[Side, Side, Side] = ("query", "key", "key")
+"""Whose tokens query, key and value are, and their gradients."""
 
 
 def forward(call: Call, inputs: Inputs, kept: KeptKeys | None = None) -> tuple[Tensor, Tensor]:
@@ -52,7 +55,7 @@ def backward(
     else:
         lanes = [row.lane() for row in rows]
         grads = loop.backward(call.transport, lanes, finals, sums, weights, kept.loops[0] if kept else None)
-        found = [each.results(inputs.query.dtype) for each in grads]
+        found = [each.results(inputs.query.dtype, inputs.key.dtype) for each in grads]
     whole = (torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*found, strict=True))
     dq, dk, dv = (x.to(inputs.query.dtype).contiguous() for x in whole)  # as the op promises to code that is compiled
     return call.signed(dq), dk, dv, sums, weights
@@ -85,7 +88,7 @@ class PlanRow:
 
     def forward(self, kept: KeptKeys | None) -> tuple[Tensor, Tensor]:
         exchange, (query, key, value) = self._exchange(), self.inputs[:3]
-        tensors = exchange.gather_tokens([query, key, value], ["query", "key", "key"])
+        tensors = exchange.gather_tokens([query, key, value], SIDES)
         lanes = self._head_lanes(exchange, tensors)
         parts = loop.forward(self.call.transport, lanes, kept)
         if kept is not None:
@@ -93,33 +96,35 @@ class PlanRow:
         shape, precision = tensors[0].shape[:3], lse_dtype(query.dtype)
         out = _by_heads([out for out, _ in parts], lambda: query.new_empty(*shape, value.shape[-1]))
         lse = _by_heads([lse for _, lse in parts], lambda: query.new_empty(shape, dtype=precision))
-        (out,) = exchange.scatter_tokens([out], ["query"])
-        (lse,) = exchange.scatter_tokens([lse.unsqueeze(-1)], ["query"])
+        out, lse = exchange.scatter_tokens([out, lse.unsqueeze(-1)], ["query", "query"])
         return out, lse.squeeze(-1)
 
     def backward(
         self, final: BackwardInputs, sums: Sequence[Tensor | None], kept: KeptKeys | None
     ) -> tuple[Tensor, ...]:
         exchange, steps = self._exchange(), kept.loops[self.row] if kept else None
-        precision = lse_dtype(self.inputs.query.dtype)  # all ranks alike, whatever they computed
-        if kept:
-            tensors = kept.heads[self.row]
-            out, grad = exchange.gather_tokens([final.out, final.grad], ["query", "query"])
-        else:
-            *tensors, out, grad = exchange.gather_tokens(
-                [*self.inputs[:3], final.out, final.grad], ["query", "key", "key", "query", "query"]
-            )
-        scalars = [x.unsqueeze(-1) for x in (final.lse, final.grad_lse) if x is not None]
-        lse, *grad_lse = (x.squeeze(-1) for x in exchange.gather_tokens(scalars, ["query"] * len(scalars)))
-        whole = BackwardInputs(grad, grad_lse[0] if grad_lse else None, out, lse, final.sinks)
+        inputs = () if kept else self.inputs[:3]
+        of_rows = [final.out, final.grad, *(x.unsqueeze(-1) for x in (final.lse, final.grad_lse) if x is not None)]
+        of_queries: list[Side] = ["query"] * len(of_rows)
+        gathered = exchange.gather_tokens([*inputs, *of_rows], [*SIDES[: len(inputs)], *of_queries])
+        tensors = kept.heads[self.row] if kept else gathered[:3]
+        out, grad, lse, *grad_lse = gathered[len(inputs) :]
+        whole = BackwardInputs(grad, grad_lse[0].squeeze(-1) if grad_lse else None, out, lse.squeeze(-1), final.sinks)
+        del gathered
         finals = [whole.heads(query) for query, _ in self._segments(exchange)]
         lanes = self._head_lanes(exchange, tensors)
-        parts = [each.results(precision) for each in loop.backward(self.call.transport, lanes, finals, sums, (), steps)]
-        found = [
-            _by_heads([part[i] for part in parts], functools.partial(torch.empty_like, x, dtype=precision))
-            for i, x in enumerate(tensors)
+        narrow = self.inputs.query.dtype
+        # [Note: gradients of heads] in ulysses.py
+        of_keys = lse_dtype(narrow) if exchange.repeats_key_heads else narrow
+        parts = [
+            each.results(narrow, of_keys) for each in loop.backward(self.call.transport, lanes, finals, sums, (), steps)
         ]
-        return tuple(exchange.scatter_tokens(found, ["query", "key", "key"]))
+        found = [
+            _by_heads([part[i] for part in parts], functools.partial(torch.empty_like, x, dtype=dtype))
+            for i, (x, dtype) in enumerate(zip(tensors, (narrow, of_keys, of_keys), strict=True))
+        ]
+        del parts
+        return tuple(exchange.scatter_tokens(found, SIDES))
 
     def _exchange(self) -> HeadAllToAll:
         return self.call.head_exchange(self.row, self.heads, self.kv_heads)
@@ -141,4 +146,6 @@ class PlanRow:
 
 def _by_heads(parts: list[Tensor], empty: Callable[[], Tensor]) -> Tensor:
     """The segments of a share side by side; a rank without heads has none."""
+    if len(parts) == 1:
+        return parts[0]
     return torch.cat(parts, dim=1) if parts else empty()

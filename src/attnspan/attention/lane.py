@@ -257,10 +257,10 @@ class GradientSums:
         of_query = DeferredSum([query.shape], lse_dtype(query.dtype), query.device)
         return cls(of_query, DeferredSum([key.shape, value.shape], lse_dtype(key.dtype), key.device), captured, weights)
 
-    def results(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """dq, dk and dv; what was captured has all of its gradients then."""
+    def results(self, of_query: torch.dtype, of_keys: torch.dtype) -> tuple[Tensor, ...]:
+        """dq, and dk and dv, in these dtypes; what was captured has all of its gradients then."""
         self.row_sums.close()
-        return *self.query.result(dtype), *self.keys.result(dtype)
+        return *self.query.result(of_query), *self.keys.result(of_keys)
 
 
 class StepGrads(NamedTuple):

@@ -1,8 +1,12 @@
 """Ulysses: heads for sequence, the exchange inside a group of ranks.
 
 Before: a rank holds its own tokens, all heads. After: it holds all tokens of its group, by position, and its share of
-the heads (`plan/heads.py`). Each pair of ranks exchanges one message, all tensors of one dtype in it. The way back is
-the same in reverse; gradients of a key head that several ranks took are summed at home, in the order of ranks.
+the heads (`plan/heads.py`). Each pair of ranks exchanges one message of bytes, tensors of any dtypes in it. The way
+back is the same in reverse; gradients of a key head that several ranks took are summed at home, in the order of ranks.
+
+[Note: gradients of heads] A gradient is final on the rank that computed its head, so it is rounded before it travels,
+to the bits it would be rounded to at home. Only gradients of key heads that several ranks took are sums yet to be made,
+and travel in float32.
 
 Shapes: B batch rows, H heads (all), h heads (a share), s own tokens, S tokens of the group.
 """
@@ -11,7 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from math import prod
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,10 +24,39 @@ from torch import Tensor
 from attnspan.attention.recording import travelling
 from attnspan.attention.wire import places
 from attnspan.layouts.run import Runs
-from attnspan.plan.heads import Heads
+from attnspan.plan.heads import Heads, repeats_key_heads
 from attnspan.transports import Transport
 
 Side = Literal["query", "key"]
+Pairs = Sequence[tuple[Tensor, Side]]
+
+
+class Part(NamedTuple):
+    """One tensor of a message."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+class Message:
+    """Tensors in one buffer of bytes; those of the widest dtype come first, so that each begins where its dtype may."""
+
+    def __init__(self, parts: list[Part], device: torch.device):
+        self.parts = parts
+        self.buffer = torch.empty(sum(part.nbytes for part in parts), dtype=torch.uint8, device=device)
+
+    def tensors(self) -> list[Tensor]:
+        """Views of the buffer, in the order in which the parts were named."""
+        order = sorted(range(len(self.parts)), key=lambda i: -self.parts[i].dtype.itemsize)
+        pieces = self.buffer.split([self.parts[i].nbytes for i in order])
+        views = {
+            i: piece.view(self.parts[i].dtype).view(self.parts[i].shape) for i, piece in zip(order, pieces, strict=True)
+        }
+        return [views[i] for i in range(len(self.parts))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +74,10 @@ class HeadAllToAll:
         """This rank's place in the group."""
         return self.transport.rank - self.members.start
 
+    @property
+    def repeats_key_heads(self) -> bool:
+        return repeats_key_heads(self.shares)
+
     def heads(self, member: int, side: Side) -> slice:
         share = getattr(self.shares[member], side)
         return slice(share.start, share.stop)
@@ -56,42 +94,61 @@ class HeadAllToAll:
     def gather_tokens(self, tensors: Sequence[Tensor], sides: Sequence[Side]) -> list[Tensor]:
         """Own tokens of all heads (B, H, s, D) to all tokens of a share of the heads (B, h, S, D)."""
         pairs = list(zip(tensors, sides, strict=True))
-        sent = [[x[:, self.heads(m, side)] for x, side in pairs] for m in range(len(self.members))]
-        shapes = [
-            [(len(x), self._count(self.here, side), self.tokens(m, side), x.shape[3]) for x, side in pairs]
-            for m in range(len(self.members))
-        ]
-        received = self._exchange(sent, shapes)
+        expected = [self._parts(self.here, m, pairs) for m in range(len(self.members))]
+        received = self._exchange(self._cut_by_head(pairs), expected)
         return [self._by_position([parts[i] for parts in received], side) for i, (_, side) in enumerate(pairs)]
 
     def scatter_tokens(self, tensors: Sequence[Tensor], sides: Sequence[Side]) -> list[Tensor]:
         """All tokens of a share of the heads (B, h, S, D) to own tokens of all heads (B, H, s, D), summed."""
         pairs = list(zip(tensors, sides, strict=True))
-        members = range(len(self.members))
-        sent = [[_rows(x, self.rows(m, side)) for x, side in pairs] for m in members]
-        shapes = [
-            [(len(x), self._count(m, side), self.tokens(self.here, side), x.shape[3]) for x, side in pairs]
-            for m in members
-        ]
-        received = self._exchange(sent, shapes)
+        expected = [self._parts(m, self.here, pairs) for m in range(len(self.members))]
+        received = self._exchange(self._cut_by_token(pairs), expected)
         return [self._by_head([parts[i] for parts in received], side) for i, (_, side) in enumerate(pairs)]
 
     # ---- inside ------------------------------------------------------------------------------------------------
 
-    def _exchange(self, sent: list[list[Tensor]], shapes: Sequence[Sequence[tuple[int, ...]]]) -> list[list[Tensor]]:
-        """One message to and from each member: several tensors, one after another."""
-        flat = [torch.cat([x.reshape(-1) for x in parts]) for parts in sent]
-        sizes = [[torch.Size(shape).numel() for shape in each] for each in shapes]
-        buffers = [flat[self.here].new_empty(sum(each)) for each in sizes]
-        others = [m for m in range(len(self.members)) if m != self.here]
+    def _cut_by_head(self, pairs: Pairs) -> list[Message]:
+        """Own tokens, for the member that takes their heads."""
+        messages = []
+        for member in range(len(self.members)):
+            message = Message(self._parts(member, self.here, pairs), pairs[0][0].device)
+            for part, (x, side) in zip(message.tensors(), pairs, strict=True):
+                part.copy_(x[:, self.heads(member, side)])
+            messages.append(message)
+        return messages
+
+    def _cut_by_token(self, pairs: Pairs) -> list[Message]:
+        """Own heads, for the member that holds their tokens."""
+        messages = []
+        for member in range(len(self.members)):
+            message = Message(self._parts(self.here, member, pairs), pairs[0][0].device)
+            for part, (x, side) in zip(message.tensors(), pairs, strict=True):
+                rows = self.rows(member, side)
+                if rows:
+                    torch.cat([x[:, :, piece] for piece in rows], dim=2, out=part)
+            messages.append(message)
+        return messages
+
+    def _exchange(self, sent: list[Message], expected: list[list[Part]]) -> list[list[Tensor]]:
+        """One message to and from each member, and what they say."""
+        here = self.here
+        received = [
+            Message(parts, sent[here].buffer.device) if m != here else sent[here] for m, parts in enumerate(expected)
+        ]
+        others = [m for m in range(len(self.members)) if m != here]
         posted = self.transport.exchange(
-            [(self.members[m], flat[m]) for m in others], [(self.members[m], buffers[m]) for m in others], "heads"
+            [(self.members[m], sent[m].buffer) for m in others],
+            [(self.members[m], received[m].buffer) for m in others],
+            "heads",
         )
         travelling(self.transport, posted, "heads").wait()
-        buffers[self.here] = flat[self.here]
+        return [message.tensors() for message in received]
+
+    def _parts(self, taker: int, holder: int, pairs: Pairs) -> list[Part]:
+        """The heads that one member takes, of the tokens that another holds."""
         return [
-            [part.view(shape) for part, shape in zip(buffer.split(size), each, strict=True)]
-            for buffer, size, each in zip(buffers, sizes, shapes, strict=True)
+            Part((len(x), self._count(taker, side), self.tokens(holder, side), x.shape[3]), x.dtype)
+            for x, side in pairs
         ]
 
     def _count(self, member: int, side: Side) -> int:
@@ -118,10 +175,6 @@ class HeadAllToAll:
         for member, part in enumerate(parts):
             whole[:, self.heads(member, side)] += part
         return whole
-
-
-def _rows(x: Tensor, rows: list[slice]) -> Tensor:
-    return torch.cat([x[:, :, piece] for piece in rows], dim=2) if rows else x[:, :, :0]
 
 
 def segments(share: Heads, group: int) -> list[tuple[slice, slice]]:

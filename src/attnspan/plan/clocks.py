@@ -34,7 +34,8 @@ class Clocks:
 
     def forward(self, work: StepWork, keys: Tensor) -> None:
         each = self.groups.bytes
-        self._heads_forward_out()
+        inputs, results, *_ = self.groups.heads
+        self._heads(inputs)
         self._computed(self._packed(keys))
         arrive = [*_events(keys), None]
         arrived = self._posted(arrive[0])
@@ -44,13 +45,14 @@ class Clocks:
             self._computed(tiles)
         merged = (work.rows.sum(-1) - self.groups.tokens).clamp_(0)
         self._computed(self._copying(merged * ((2 + each.wide) * (each.out + each.lse))))
-        self._heads_forward_back()
+        self._heads(results)
 
     def backward(self, work: StepWork, keys: Tensor, home: Tensor, returns: Tensor, keeps: Tensor) -> None:
         """`home`: seconds of gradients on their way; `returns`: of how many keys they come; `keeps`: whether keys are
         there already."""
         each = self.groups.bytes
-        self._heads_backward_out(keeps)
+        inputs, _, finals, grads = self.groups.heads
+        self._heads(finals + inputs * ~keeps)
         self._computed(self._packed(keys))
         tiles = work.backward + self._copying((work.rows * each.q + work.cols * each.kv) * each.wide)
         landing = self._copying(returns * ((each.travels + each.kv * each.wide) / 2)).unbind(-1)
@@ -64,25 +66,7 @@ class Clocks:
             back, landed = self._posted(way), landing_next
         self._landed(back, landed)
         self._computed(self._copying(self.groups.tokens * (each.q + each.kv)))
-        self._heads_backward_back()
-
-    def _heads_forward_out(self) -> None:
-        each = self.groups.bytes
-        self._heads(each.q + each.kv)
-
-    def _heads_forward_back(self) -> None:
-        each = self.groups.bytes
-        self._heads(each.out)
-        self._heads(each.lse)
-
-    def _heads_backward_out(self, keeps: Tensor) -> None:
-        each = self.groups.bytes
-        self._heads(2 * each.out + (each.q + each.kv) * ~keeps)
-        self._heads(each.lse)
-
-    def _heads_backward_back(self) -> None:
-        each = self.groups.bytes
-        self._heads((each.q + each.kv) * each.wide)
+        self._heads(grads)
 
     def _heads(self, position: float | Tensor) -> None:
         """An exchange inside Ulysses groups, of some bytes for each position that a group holds."""

@@ -17,6 +17,7 @@ from math import exp, log
 from attnspan.dtypes import LONG_NAMES, SIZES
 from attnspan.errors import PlanError, integer, one_of
 from attnspan.masks.tile import Kind, Tile
+from attnspan.plan.heads import repeats_key_heads, split_heads
 
 BACKWARD = 2.5
 """Operations of backward over those of forward: five products of matrices where there were two."""
@@ -121,6 +122,11 @@ class Shape:
     def kv_share(self, degree: int) -> float:
         """The largest part of the key heads that a rank of a Ulysses group of `degree` holds."""
         return max(1, -(-self.kv_heads // degree)) / self.kv_heads
+
+    def widened_heads(self, degree: int) -> float:
+        """How many times as many bytes a gradient of a key has as the key, on its way out of a Ulysses group."""
+        repeats = repeats_key_heads(split_heads(self.heads, self.kv_heads, degree))
+        return max(4, self.width) / self.width if repeats else 1.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,11 +101,12 @@ class GroupForecast:
         """The positions that a group holds on average."""
         return self.plan.seq_len * self.plan.rows / self.count
 
-    @property
+    @cached_property
     def heads(self) -> list[float]:
         """Bytes of a position in each exchange of heads, if keys are kept."""
         each = self.bytes
-        return [each.q + each.kv, each.out, each.lse, 2 * each.out, each.lse, (each.q + each.kv) * each.wide]
+        widened = self.setting.shape.widened_heads(self.degree)
+        return [each.q + each.kv, each.out + each.lse, 2 * each.out + each.lse, each.q + each.kv * widened]
 
     @property
     def copying_heads(self) -> float:
@@ -180,7 +181,7 @@ class GroupForecast:
         clocks.backward(work, fetched, ways, home[0, :, 1].sum(1), keeps)
         seconds, slowest = clocks.compute.max(1)
         exchanges = (torch.stack([keys, fetched, ways]) > 0).sum((0, 3)).gather(1, slowest[:, None]).squeeze(1)
-        heads = 6 if self.degree > 1 else 0
+        heads = len(self.heads) if self.degree > 1 else 0
         busy = (clocks.busy - work.spare.sum(-1)).amax(1)
         columns = (each.tolist() for each in (seconds, exchanges + heads, busy, needs))
         return [Estimate(*each) for each in zip(strategies, *columns, strict=True)]

@@ -7,6 +7,7 @@ summed at home). Where key heads outnumber the ranks, spans end at key-head bord
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -38,3 +39,13 @@ def split_heads(heads: int, kv_heads: int, degree: int) -> tuple[Heads, ...]:
     return tuple(
         Heads(range(a, b), range(a // group, -(-b // group) if b > a else a // group)) for a, b in pairwise(edges)
     )
+
+
+def repeats_key_heads(shares: Sequence[Heads]) -> bool:
+    """Whether several ranks take the same key head, and so each has a part of its gradient.
+
+    >>> repeats_key_heads(split_heads(heads=8, kv_heads=2, degree=4)), repeats_key_heads(split_heads(8, 2, 2))
+    (True, False)
+    """
+    taken = [head for share in shares for head in share.key]
+    return len(taken) > len(set(taken))

@@ -105,13 +105,20 @@ class MemoryRow:
         yield {**kept, "heads": kept["heads"] + here + there}  # sent and received
         yield {**kept, "heads": kept["heads"] + 2 * there + here / plan.degree}  # received and laid out by position
         yield from ({**moment, "heads": kept["heads"] + there} for moment in walk.moments())
-        back = inputs * sizes.wide if self.backward else rows * sizes.out
-        # As the loop left it, side by side, cut by token, flat, and as it arrived.
-        yield {**walk.held, "heads": kept["heads"] + there + 5 * back}
+        back, home = (self._results(*each) for each in (walk.counts, (self._sizes(None), *self._tokens)))
+        yield {**walk.held, "heads": kept["heads"] + there + (3 - 1 / plan.degree) * back}  # computed, sent, received
+        yield {**walk.held, "heads": kept["heads"] + there + 2 * back + home}  # computed, received and laid out by head
 
     def _traded(self, sizes: LaneSizes, rows: int, keys: int) -> float:
+        """What leaves, or arrives, beforehand."""
         inputs = 0.0 if self.keeps and self.backward else rows * sizes.q + keys * sizes.kv
-        return inputs + 2 * rows * sizes.out * self.backward
+        return inputs + rows * (2 * sizes.out + sizes.lse) * self.backward
+
+    def _results(self, sizes: LaneSizes, rows: int, keys: int) -> float:
+        """What leaves, or arrives, afterwards."""
+        if not self.backward:
+            return rows * (sizes.out + sizes.lse)
+        return rows * sizes.q + keys * sizes.kv * self.shape.widened_heads(self.plan.degree)
 
     def _walk(self) -> LaneWalk:
         plan, share = self.plan, None

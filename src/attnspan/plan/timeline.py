@@ -139,14 +139,13 @@ class _TimelineWalk:
         # Every row that several tiles share is read and written again, in float32.
         merged = max(0, rows - self.queries) * (2 + self.wide) * (out + lse)
         self._computed("merges", self.hardware.copying(merged))
-        self._heads("heads back", out, 0.0)
-        self._heads("lse back", lse, 0.0)
+        self._heads("heads back", out + lse, 0.0)
 
     def backward(self, kept: bool) -> None:
         q, out, lse, kv = self.q_bytes, self.out_bytes, self.lse_bytes, self.kv_bytes
         computed = self.expanded_bytes or kv
-        self._heads("heads out", 2 * out if kept else q + 2 * out, 0.0 if kept else kv)
-        self._heads("lse out", lse, 0.0)
+        finals = 2 * out + lse
+        self._heads("heads out", finals if kept else q + finals, 0.0 if kept else kv)
         self._computed("packing", 0.0 if kept else self._packed())
         arrived, home = 0.0 if kept else self._keys(0), 0.0
         for index, steps in enumerate(self.steps):
@@ -162,7 +161,7 @@ class _TimelineWalk:
         self._landed(len(self.steps) - 1, home)
         if any(step.tiles for steps in self.steps for step in steps):
             self._computed("results", self.hardware.copying(self.queries * q + self.keys * kv))
-        self._heads("heads back", q * self.wide, kv * self.wide)
+        self._heads("heads back", q, kv * self.shape.widened_heads(self.plan.degree))
 
     # ---- transfers -------------------------------------------------------------------------------------------------
 

@@ -6,7 +6,8 @@
     backward    the same keys again, if they were not kept, and gradients of keys; under Ulysses heads, there and back
 
 Gradients of keys travel in float32, or where kernels round them anyway in the tensors' dtype (`rounds`, see
-[Note: gradients that travel] in attention/lane.py). Not counted: gradients through lse, and sinks.
+[Note: gradients that travel] in attention/lane.py); those of heads as [Note: gradients of heads] in
+attention/ulysses.py says. Not counted: gradients through lse, and sinks.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ def arriving(plan: Plan, shape: Shape, rank: int, *, kept: bool = False, rounds:
     here, first = rank % plan.degree, rank - rank % plan.degree
     taken_q, taken_k = len(shares[here].query), len(shares[here].key)
     values = shape.kv_values(taken_k)
+    of_keys = narrow * shape.widened_heads(plan.degree)
     forward = backward = 0
     for row in range(plan.rows):
         for step in plan.steps(rank, row):
@@ -56,7 +58,7 @@ def arriving(plan: Plan, shape: Shape, rank: int, *, kept: bool = False, rounds:
             brought = (q * taken_q * dim + k * taken_k * (dim + value_dim)) * narrow  # q, k, v
             forward += brought + own_q * given_q * (value_dim * narrow + wide)  # and out and lse
             backward += (0 if kept else brought) + q * taken_q * (2 * value_dim * narrow + wide)  # out, grad, lse
-            backward += (own_q * given_q * dim + own_k * given_k * (dim + value_dim)) * wide  # gradients
+            backward += own_q * given_q * dim * narrow + int(own_k * given_k * (dim + value_dim) * of_keys)  # gradients
     return Bytes(forward * batch, backward * batch)
 
 
