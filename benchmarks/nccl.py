@@ -52,11 +52,14 @@ AUTO, AGAIN = "auto", "auto, keys travel again"
 LIMIT = 480.0
 """Seconds for everything."""
 
-LEAST, MOST, ENOUGH = 3, 7, 0.5
+LEAST, MOST, ENOUGH = 3, 7, 0.4
 """Turns of a cell: at least, at most, and the seconds for each contender after which no more are begun."""
 
 BAR = 1.5
 """How many times as fast as the better of torch's our best is meant to be."""
+
+NEAR = 1.05
+"""What `auto` may take, over our best strategy."""
 
 TOLERANCE = 0.2
 """The largest error of a token, over its norm or that of an average one. On random data bfloat16 gives up to 0.07, in
@@ -525,14 +528,32 @@ class Row:
     @property
     def speedup(self) -> float | None:
         """The better of torch's over our best."""
-        its, mine = self.best(True), self.best(False)
-        return its.ms / mine.ms if its and mine and its.ms and mine.ms else None
+        return _over(self.best(True), self.best(False))
 
     @property
     def auto(self) -> float | None:
         """auto over our best."""
-        chosen, mine = self.found.get(AUTO), self.best(False)
-        return chosen.ms / mine.ms if chosen and chosen.ms and mine and mine.ms else None
+        return _over(self.found.get(AUTO), self.best(False))
+
+    @property
+    def taken(self) -> Found | None:
+        """The strategy that auto took, as it did by itself."""
+        chosen = self.found.get(AUTO)
+        return self.found.get(chosen.note.replace("needed(1)", "needed")) if chosen else None
+
+    @property
+    def choice(self) -> float | None:
+        """What auto took over our best: both as they did by themselves."""
+        return _over(self.taken, self.best(False))
+
+    @property
+    def noise(self) -> float | None:
+        """auto over the strategy that it took: the same programs."""
+        return _over(self.found.get(AUTO), self.taken)
+
+
+def _over(one: Found | None, other: Found | None) -> float | None:
+    return one.ms / other.ms if one and one.ms and other and other.ms else None
 
 
 def rows(book: Book) -> list[Row]:
@@ -599,7 +620,20 @@ def verdict(found: list[Row]) -> list[str]:
         )
     if autos:
         most = max(autos, key=lambda cell: autos[cell])
-        lines.append(f"- `auto` over our best: **{min(autos.values()):.2f} to {autos[most]:.2f}** (most: {most}).")
+        near = sum(each <= NEAR for each in autos.values())
+        lines.append(
+            f"- `auto` over our best: **{min(autos.values()):.2f} to {autos[most]:.2f}**; at most {NEAR} in "
+            f"**{near} of {len(autos)}** cells (most: {most})."
+        )
+        choices = [row.choice for row in found if row.choice is not None]
+        noise = [row.noise for row in found if row.noise is not None]
+        if choices:
+            near = sum(each <= NEAR for each in choices)
+            lines.append(
+                f"- The strategy that `auto` took over our best, each as it did by itself: **1.00 to "
+                f"{max(choices):.2f}**; at most {NEAR} in **{near} of {len(choices)}**. The same strategy twice, taken "
+                f"by `auto` and by name: {min(noise):.2f} to {max(noise):.2f}, median {statistics.median(noise):.2f}."
+            )
     wrong = [str(each) for row in found for each in row.found.values() if each.ms is not None and not each.right]
     return [*lines, f"- Wrong results: {'; '.join(wrong) or 'none'}."]
 
