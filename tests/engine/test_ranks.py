@@ -11,8 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from attnspan import Engine, SamplingParams
 from attnspan.errors import EngineError, ModelError, TransportError
@@ -239,28 +237,6 @@ def generated(world, family):
 def test_engines_over_real_ranks_say_what_the_plain_model_says(family, ranks, backend):
     first, *others = spawn(ranks, generated, family, backend=backend, timeout=240)
     assert others == [first] * (ranks - 1)
-
-
-def tensor_parallel(world):
-    """Of each rank: whether its model is exact by itself, and what an engine says of it."""
-    model, [prompt] = copy.deepcopy(tiny("Llama")), prompts([9])
-    expected = model(torch.tensor([prompt])).logits
-    mesh = init_device_mesh("cpu", (world.ranks,), mesh_dim_names=("tp",))
-    for layer in model.model.layers:
-        styles = dict.fromkeys(["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"], ColwiseParallel())
-        parallelize_module(layer, mesh, styles | {"self_attn.o_proj": RowwiseParallel()})
-    exact = torch.allclose(model(torch.tensor([prompt])).logits, expected, atol=1e-4)  # float32 logits of size 10
-    with pytest.raises(ModelError) as refused:
-        Engine(model, pages=40)
-    return exact, str(refused.value)
-
-
-def test_a_tensor_parallel_model_is_refused_when_the_engine_is_made():
-    message = (
-        "LlamaAttention computes 1 of its 2 key heads: the model is tensor parallel, which an engine does not serve; "
-        "give it a model that is whole on every rank"
-    )
-    assert spawn(2, tensor_parallel) == [(True, message)] * 2
 
 
 def over_gloo(world):

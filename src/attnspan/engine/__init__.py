@@ -15,6 +15,7 @@
 
     context_parallel_runner.py  prompts under context parallelism, pages over ranks
     rank_consensus.py           that all ranks do the same
+    engine_ranks.py             which ranks share pages, and which a tensor parallel model
 
     params.py, config.py  what a request and an engine are asked for (prompts.py, request.py: what is made of prompts)
     pools.py              where each layer's keys and states are

@@ -7,6 +7,9 @@ that of `ContextParallel`, and each layer's keys are handed over to the pages wh
 the ranks too, and every rank keeps the states after the last token: there are no snapshots within such a prompt.
 
 The rank that has the prompt's last token sends its logits to the others.
+
+A tensor parallel model (engine_ranks.py) exchanges parts of its activations by itself, with ranks that have the same
+tokens. Here its `mesh` are the ranks with the same heads; where there is one, pages and prompts are not spread.
 """
 
 from __future__ import annotations
@@ -53,6 +56,8 @@ class ContextParallelRunner(ModelRunner):
         self._session: ContextParallel | None = None
 
     def _caches(self) -> Sequence[PagedKVCache]:
+        if self.consensus.page_ranks == 1:
+            return super()._caches()
         return [ShardedPages(pool, self.mesh, interleave=pool.page_size) for pool in self.pools.pools]
 
     def run(self, batch: Sequence[Chunk]) -> Tensor:

@@ -38,6 +38,7 @@ import torch
 
 from attnspan.engine.config import EngineConfig
 from attnspan.engine.detokenizer import Tokenizer, check_tokenizer
+from attnspan.engine.engine_ranks import engine_ranks
 from attnspan.engine.grammar import Grammars
 from attnspan.engine.journal import Journal
 from attnspan.engine.kv_cache_manager import KVCacheManager
@@ -61,7 +62,7 @@ from attnspan.engine.stats import EngineStats, Meter, Totals
 from attnspan.engine.warmup import run_warmup
 from attnspan.errors import EngineError, ModelError, integer
 from attnspan.transports import Transport
-from attnspan.transports.group import Group, transport_of
+from attnspan.transports.group import Group
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -80,10 +81,11 @@ class EngineCore(Owned):
         self._decoder_start, self._max_prompt = info.decoder_start, info.max_prompt
         self.vocabulary, self._outputs = info.vocabulary, OutputProcessor(tokenizer, info.end_tokens)
         self._grammars = Grammars(tokenizer, info.vocabulary)
-        self._consensus = RankConsensus(None if mesh is None else transport_of(mesh))
-        ranks = self._consensus.ranks
+        engine_mesh = engine_ranks(mesh, info)
+        self._consensus = RankConsensus(engine_mesh)
+        ranks = self._consensus.page_ranks
         least = max(config.context_parallel_from, 2 * ranks)
-        if config.kv_dtype is not None:  # under context parallelism tokens would see keys as they were before rounding
+        if ranks == 1 or config.kv_dtype is not None:  # tokens would see keys as they were before rounding
             least = LONGEST
         config = replace(config, context_parallel_from=least)
         context_parallel_from = config.context_parallel_from if ranks > 1 else None
@@ -94,7 +96,7 @@ class EngineCore(Owned):
                 f"prompt_lookup_num_tokens={self._lookup_tokens}: the model has recurrent layers, whose states cannot "
                 "be trimmed; leave prompt_lookup_num_tokens out"
             )
-        self._consensus.compare_options(asdict(config) | {"ranks": ranks})
+        self._consensus.compare_options(asdict(config) | {"ranks": ranks, "tp": len(info.tp_ranks)})
         self._fingerprint = model.fingerprint()
         self._consensus.compare_model(self._fingerprint)
         with torch.inference_mode(False):  # tensors made in inference mode could not be written to outside of it
@@ -102,7 +104,7 @@ class EngineCore(Owned):
             config = replace(config, pages=pages, memory_share=None)
             self._pools = pools_of(info, config, ranks)
             self.max_length = self._max_length(info.max_positions, pages * config.page_size * ranks)
-            self._runner = self._runner_for(mesh, config)
+            self._runner = self._runner_for(engine_mesh.pages, config)
         kv_cache = KVCacheManager(self._pools.groups(config.prefix_cache))
         self._scheduler = Scheduler(kv_cache, self.limits, self._version)
         self._table = RequestTable()
@@ -110,7 +112,7 @@ class EngineCore(Owned):
         self._sampler, self._meter = Sampler(), Meter()
         self._unreported: list[Token] = []  # tokens of a step that was interrupted while it was reported
         self._journal = Journal(self._scheduler, self._table.live)
-        self._owner = Owner(ranks)
+        self._owner = Owner(self._consensus.ranks)
         self._holds: dict[int, DroppedHold] = {}  # by id, as not every note can be hashed once its hold is gone
         self._notes: deque[DroppedHold | Request] = deque()  # see owner.py, [Note: finalizers]
         self._known_changes = 0  # how often the parts of the model had changed at the last step
@@ -160,16 +162,17 @@ class EngineCore(Owned):
         """Why the engine takes no more requests; None while it does. See [Note: after an error]."""
         return self._failure
 
-    def _runner_for(self, mesh: Group, config: EngineConfig) -> ModelRunner:
+    def _runner_for(self, pages: Group, config: EngineConfig) -> ModelRunner:
         if self._consensus.ranks == 1:
             return ModelRunner(self._served_model, self._pools, config, self.max_length)
         if config.cuda_graphs:
             raise EngineError("cuda_graphs=True is for one rank: messages between ranks are not part of a graph")
         from attnspan.engine.context_parallel_runner import ContextParallelRunner
 
-        config = replace(config, max_tokens=max(config.max_tokens, self.max_length))  # a whole prompt is one step
+        if self._consensus.page_ranks > 1:
+            config = replace(config, max_tokens=max(config.max_tokens, self.max_length))  # a whole prompt is one step
         return ContextParallelRunner(
-            self._served_model, self._pools, config, self.max_length, mesh=mesh, consensus=self._consensus
+            self._served_model, self._pools, config, self.max_length, mesh=pages, consensus=self._consensus
         )
 
     def _max_length(self, positions: int | None, held: int) -> int:

@@ -43,9 +43,9 @@ def pages_that_fit(info: ModelInfo, config: EngineConfig, consensus: RankConsens
     except EngineError as unknown:
         room = unknown
     rooms = [Room(*each) for each in consensus.gather(room, "free memory")]  # it travels as a list
-    fixed, each = page_bytes(info, config, consensus.ranks)
+    fixed, each = page_bytes(info, config, consensus.page_ranks)
     least = min(room.free / sum(other.memory == room.memory for other in rooms) for room in rooms)
-    needed = _needed(info, config, consensus.ranks)
+    needed = _needed(info, config, consensus.page_ranks)
     most = 2 * config.max_sequences * needed if info.max_positions else MOST  # half of them for cached prefixes
     pages = min(most, int((share * least - fixed) // each)) if each else most
     if pages < needed:

@@ -115,6 +115,9 @@ class ModelInfo:
 
     A model with a `decoder_start` has an encoder, which reads prompts of at most `max_prompt` tokens; what is generated
     begins after that token.
+
+    A tensor parallel model names its `tp_ranks`: the global ranks, in order, that compute it together. Each of them
+    has all logits, and layers with the key heads of its own.
     """
 
     layers: tuple[LayerSpec, ...]
@@ -127,6 +130,7 @@ class ModelInfo:
     decoder_start: int | None = None
     max_prompt: int | None = None
     states: tuple[StateSpec, ...] = ()
+    tp_ranks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

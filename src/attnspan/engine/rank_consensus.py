@@ -3,6 +3,9 @@
 Each rank decides by itself what to do next, and all decide alike because all know the same. What they know is therefore
 compared, and refused on every rank where it differs. One rank alone compares nothing.
 
+[Note: shards] Of a tensor parallel model each rank along "tp" has a shard. Ranks with the same shard are those that
+pages are spread over; their shards are compared too.
+
 [Note: records] What is compared while an engine runs is a record of a fixed size: what a rank is doing, a digest of it,
 and a number. So ranks that do different things, one adding a request while another steps, learn of that as well.
 
@@ -26,11 +29,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+from attnspan.engine.engine_ranks import EngineRanks
 from attnspan.engine.fingerprint import ModelFingerprint
 from attnspan.engine.scheduler import Chunk
 from attnspan.errors import AttnspanError, EngineError, ModelError
 from attnspan.parallel.checksum import check_same
-from attnspan.transports import Transport, consensus
+from attnspan.transports import consensus
+from attnspan.transports.group import transport_of
 from attnspan.transports.unbroken import unbroken
 
 T = TypeVar("T")
@@ -47,10 +52,14 @@ class RanksDiverged(EngineError):
 
 
 class RankConsensus:
-    """The ranks of an engine. `transport` is None for one rank."""
+    """The ranks of an engine. `transport` is None for one rank; `page_ranks` is the number of those that pages are
+    spread over. See [Note: shards]."""
 
-    def __init__(self, transport: Transport | None) -> None:
+    def __init__(self, ranks: EngineRanks) -> None:
+        transport = None if ranks.mesh is None else transport_of(ranks.mesh)
         self.transport = None if transport is None or transport.ranks == 1 else transport
+        self.page_ranks = 1 if self.transport is None else transport_of(ranks.pages).ranks
+        self._shard, self._shards = ranks.shard, list[int | None]()  # of this rank, and of all
         self._cancelled: list[int] = []  # since the last step
         self._agreed = False  # on the model, in this step
 
@@ -99,6 +108,10 @@ class RankConsensus:
             raise EngineError(refusal.format(ranks=others))
         return [int.from_bytes(each[DIGEST:], "little") for each in records]
 
+    def _ranks_with_other_shards(self, said: Sequence[object]) -> list[int]:
+        """The ranks that say something else than the first one with their shard."""
+        return [rank for rank, shard in enumerate(self._shards) if said[rank] != said[self._shards.index(shard)]]
+
     def compare_request(self, request: tuple[Any, ...], seed: int) -> int:
         """Rank 0's seed; EngineError if requests differ."""
         if self.transport is None:
@@ -116,12 +129,16 @@ class RankConsensus:
         """
         if self.transport is None or (self._agreed and not again):
             return
-        records = self._post(ACTIVITIES[1], f"{model.content.whole:x}".encode(), model.version)()
-        versions = self._numbers(
-            records,
-            "the model was changed in another way, or at another time, on rank 0 than on ranks {ranks}: its weights or "
-            "buffers differ; change it on all ranks alike, between the same calls of the engine",
+        refusal = (
+            "the model was changed in another way, or at another time, on {first} than on ranks {ranks}: its weights "
+            "or buffers differ; change it on all ranks alike, between the same calls of the engine"
         )
+        records = self._post(ACTIVITIES[1], f"{model.content.whole:x}".encode(), model.version)()
+        versions = self._numbers(records, refusal.replace("{first}", "rank 0"))
+        if self._shards:
+            others = self._ranks_with_other_shards(self._post(ACTIVITIES[1], f"{model.content.parts:x}".encode())())
+            if others:
+                raise EngineError(refusal.format(first="the first rank with their shard", ranks=others))
         model.version = max(versions)
         self._agreed = True
 
@@ -179,3 +196,16 @@ class RankConsensus:
         with unbroken(self.transport, but=(ModelError,)):
             known = {"weights or buffers": model.content.whole, "modules or adapters": model.description()}
             check_same(known, self.transport)
+        if self._shard is not None:
+            self._compare_shards(model)
+
+    def _compare_shards(self, model: ModelFingerprint) -> None:
+        """ModelError if ranks with the same shard differ in it."""
+        said = self.gather([self._shard, model.content.parts], "shards of a model")
+        self._shards = [shard for shard, _ in said]
+        others = self._ranks_with_other_shards([parts for _, parts in said])
+        if others:
+            raise ModelError(
+                f"shards of the model differ between ranks {others} and the first rank with the same shard; load one "
+                "checkpoint on all ranks"
+            )

@@ -32,6 +32,7 @@ Over pages:
     embedding.py           prompts with images or sounds
     lora.py                LoRA adapters by name, several in one step
     generation_config.py   the defaults of requests
+    tensor_parallel.py     models whose heads lie on several ranks
     cache.py               a transformers `Cache` over pages, for `model.generate`
 
     census.py              every family of transformers: is it trained, and generated with (docs/families.md)
@@ -42,6 +43,7 @@ from typing import TYPE_CHECKING
 from attnspan.integrations.huggingface.cache import PagedCache
 from attnspan.integrations.huggingface.enabling import Enabled, enable
 from attnspan.integrations.huggingface.layers import AttentionLayer, attention_layers
+from attnspan.integrations.huggingface.tensor_parallel import load_tensor_parallel
 
 if TYPE_CHECKING:
     from attnspan.integrations.huggingface.training import SpanTrainer, SpanTrainerMixin, dealing
@@ -55,6 +57,7 @@ __all__ = [
     "attention_layers",
     "dealing",
     "enable",
+    "load_tensor_parallel",
 ]
 
 

@@ -110,10 +110,11 @@ class EncoderDecoderModel(TransformersModel):
     def _probed(self, layers: ServedLayers) -> ProbeResult:
         every = attention_layers(self.model)
         probed = super()._probed(replace(layers, attention=every))
-        _check_plain([replace(every[place], window=window) for place, window in probed.calls], self._encoder)
+        _check_plain([call.layer(every) for call in probed.calls], self._encoder)
         places = {layer.module: place for place, layer in enumerate(layers.attention)}
-        own = [(places[every[place].module], window) for place, window in probed.calls if every[place].module in places]
-        indices = [layers.attention[place].index for place, _ in own]
+        decoding = [call for call in probed.calls if every[call.place].module in places]
+        own = [call._replace(place=places[every[call.place].module]) for call in decoding]
+        indices = [layers.attention[call.place].index for call in own]
         if indices != list(range(len(layers.attention))):
             raise ModelError(
                 f"the layers of a decoder must attend once in a pass, by their index in a cache, got {indices}"

@@ -37,6 +37,7 @@ from attnspan.integrations.huggingface.masking import Pattern, given_masks, requ
 from attnspan.integrations.huggingface.own_attention import CURRENT_ATTENTION, dispatch_forward
 from attnspan.integrations.huggingface.serving import (
     ModelCall,
+    ProbedCall,
     ProbeResult,
     ServedLayers,
     called_while_served,
@@ -44,8 +45,8 @@ from attnspan.integrations.huggingface.serving import (
     probed_once,
     run_call,
 )
+from attnspan.integrations.huggingface.tensor_parallel import on_this_rank, tensor_parallel_mesh
 from attnspan.integrations.huggingface.towers import OUTPUTS, decoder_of, patterns_of
-from attnspan.parallel.dtensors import is_dtensor
 from attnspan.recurrence import PackedSequences, Rule
 
 NAME = "attnspan_probe"
@@ -89,11 +90,8 @@ def probe_attention(
     own = Pattern.of(layer)
     wanted = patterns_of(attention_mask, [own]).get(own, own) if probe.given else own
     check_arguments(layer, attention_mask, arguments | {"s_aux": arguments.get("s_aux") is not None}, wanted)
-    if key.shape[1] != layer.kv_heads and any(map(is_dtensor, module.parameters())):
-        raise ModelError(
-            f"{type(module).__name__} computes {key.shape[1]} of its {layer.kv_heads} key heads: the model is tensor "
-            "parallel, which an engine does not serve; give it a model that is whole on every rank"
-        )
+    if tensor_parallel_mesh(module) is not None:
+        probe.layers[module] = on_this_rank(layer, query.shape[1], key.shape[1], not probe.adopts)
     probe.order.append(module)
     batch, heads, length, _ = query.shape
     return value.new_zeros(batch, length, heads, value.shape[-1]), None
@@ -136,7 +134,7 @@ def _probed(layers: ServedLayers, model: PreTrainedModel) -> ProbeResult:
     return ProbeResult(calls, list(zip(call.used, states.states, strict=True)), probe.all_logits)
 
 
-def _calls(probe: Probe, model: PreTrainedModel, arguments: tuple[str, ...]) -> list[tuple[int, int | None]]:
+def _calls(probe: Probe, model: PreTrainedModel, arguments: tuple[str, ...]) -> list[ProbedCall]:
     tokens = torch.zeros(1, 2, dtype=torch.int64, device=next(model.parameters()).device)
     positions = torch.arange(2, device=tokens.device).unsqueeze(0)
     given: dict[str, Tensor] = dict(zip(arguments, (tokens, positions), strict=False))
@@ -164,7 +162,8 @@ def _calls(probe: Probe, model: PreTrainedModel, arguments: tuple[str, ...]) -> 
         )
     _check_cache(model, probe.layers.values())
     places = {module: place for place, module in enumerate(probe.layers)}
-    return [(places[module], probe.layers[module].window) for module in probe.order]
+    found = ((places[module], probe.layers[module]) for module in probe.order)
+    return [ProbedCall(place, layer.window, layer.kv_heads) for place, layer in found]
 
 
 def probe_pass(model: PreTrainedModel, layers: Iterable[AttentionLayer], **beside: Tensor) -> None:

@@ -48,6 +48,7 @@ from attnspan.integrations.huggingface.serving import (
     update_layers,
     wants_latents,
 )
+from attnspan.integrations.huggingface.tensor_parallel import check_tensor_parallel
 from attnspan.integrations.huggingface.towers import decoder_of
 
 
@@ -61,7 +62,8 @@ class TransformersModel:
         self._decoder = decoder_of(model)
         _check_takes_tokens(model)
         self._described, self._arguments = layers.described, layers.arguments
-        self._latents = _latents_of(layers.attention) if latents else {}
+        tp_ranks = check_tensor_parallel(model, layers)
+        self._latents = _latents_of(layers.attention) if latents and not tp_ranks else {}
         self._score_mods = self._make_score_mods(layers.attention)
         serve_latents(model, self._latents.values())
         probed = self._probed(layers)
@@ -81,6 +83,7 @@ class TransformersModel:
             max_positions=positions_of(model),
             defaults=defaults_of(getattr(model, "generation_config", None), stacklevel + 1),
             states=tuple(spec for _, spec in probed.states),
+            tp_ranks=tp_ranks,
         )
         self._extra_arguments = {"attention_mask": NO_MASK} if model.config.model_type == "mpt" else {}
         self._decoder_names = list(inspect.signature(type(self._decoder).forward).parameters)[1:]
@@ -108,7 +111,7 @@ class TransformersModel:
     def _update_layers(self, layers: list[AttentionLayer]) -> None:
         """The attention layers as they are now, once for each time that they attend in a pass."""
         self._adapters: set[str | None] = set()  # that were checked since the model last changed
-        self._layers = [replace(layers[place], window=window) for place, window in self._calls]
+        self._layers = [call.layer(layers) for call in self._calls]
         self._order = tuple(layer.module for layer in self._layers)
 
     def _spec_of(self, layers: Iterable[AttentionLayer]) -> tuple[LayerSpec, ...]:

@@ -16,7 +16,7 @@ next step. Locks are taken and released within one line (engine/owner.py, [Note:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
 from copy import copy
@@ -314,11 +314,23 @@ def _check_compiled(model: nn.Module, attends: set[nn.Module]) -> None:
             )
 
 
-class ProbeResult(NamedTuple):
-    """What probing a model found: whenever a layer attends its place among the layers, and its window; of each state
-    what it is, and whose; and whether the model computes the logits of all tokens where some are asked for."""
+class ProbedCall(NamedTuple):
+    """That a layer attends: its place among the layers, its window, and the key heads that it has on this rank."""
 
-    calls: list[tuple[int, int | None]]
+    place: int
+    window: int | None
+    kv_heads: int
+
+    def layer(self, layers: Sequence[AttentionLayer]) -> AttentionLayer:
+        """The layer, as it attends."""
+        return replace(layers[self.place], window=self.window, kv_heads=self.kv_heads)
+
+
+class ProbeResult(NamedTuple):
+    """What probing a model found: its layers in the order in which they attend; of each state what it is, and whose;
+    and whether the model computes the logits of all tokens where some are asked for."""
+
+    calls: list[ProbedCall]
     states: list[tuple[str, StateSpec]]
     all_logits: bool = False
 
