@@ -49,7 +49,7 @@ class Nothing:
 
     def step(self, batch, attention):
         attention.calls = 1  # as if the layer had attended
-        return self.logits[: len(batch.tokens) if batch.keep is None else len(batch.keep)]
+        return self.logits[: len(batch.tokens) if batch.logits_to_keep is None else len(batch.logits_to_keep)]
 
     def fingerprint(self) -> ModelFingerprint:
         return ModelFingerprint(self.module)

@@ -43,7 +43,7 @@ class TinyLM(nn.Module):
 
     def step(self, batch, attention):
         logits = self(batch.tokens, batch.positions, attention.attend)
-        return logits if batch.keep is None else logits[batch.keep]
+        return logits if batch.logits_to_keep is None else logits[batch.logits_to_keep]
 
     def fingerprint(self):
         return ModelFingerprint(self)

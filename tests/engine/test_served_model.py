@@ -43,7 +43,7 @@ class Plain(nn.Module):
 
     def step(self, batch, attention):
         logits = self(batch.tokens, batch.positions, attention.attend)
-        return logits if batch.keep is None else logits[batch.keep]
+        return logits if batch.logits_to_keep is None else logits[batch.logits_to_keep]
 
     def fingerprint(self):
         return ModelFingerprint(self)
@@ -157,7 +157,7 @@ class Recurrent(Plain):
 
     def step(self, batch, attention):
         logits = self(batch.tokens, batch.positions, attention.attend, attention.conv1d, attention.recurrence)
-        return logits if batch.keep is None else logits[batch.keep]
+        return logits if batch.logits_to_keep is None else logits[batch.logits_to_keep]
 
 
 def running_mean(x, mean):

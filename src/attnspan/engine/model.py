@@ -13,7 +13,7 @@ attention to the engine, which keeps them in pages::
         for number, layer in enumerate(self.layers):
             query, key, value = layer.project(x)  # (T, H, D), (T, Hk, D), (T, Hk, D)
             x = x + layer.out(attention.attend(number, query, key, value).flatten(1))
-        return self.head(x if batch.keep is None else x[batch.keep])
+        return self.head(x if batch.logits_to_keep is None else x[batch.logits_to_keep])
 
 A recurrent layer leaves its states to the engine in the same way. `ModelInfo.states` lists them, and each is used once
 in a step, by its number::
@@ -164,7 +164,8 @@ class PromptRows(NamedTuple):
 
 
 class PackedBatch(NamedTuple):
-    """The new tokens of many sequences, one after another. `keep` are the rows whose logits are wanted; None: all.
+    """The new tokens of many sequences, one after another. `logits_to_keep` are the rows whose logits are
+    wanted; None: all.
 
     `encoded`, of a model with an encoder: for each sequence how many of the tokens are its, and what `encode` made of
     its prompt. `adapters`: the same with the adapter that its request names; () if none does.
@@ -172,7 +173,7 @@ class PackedBatch(NamedTuple):
 
     tokens: Tensor  # (T,) int64
     positions: Tensor  # (T,) int64, each in its own sequence
-    keep: Tensor | None = None  # (rows,) int64
+    logits_to_keep: Tensor | None = None  # (rows,) int64
     encoded: Sequence[tuple[int, object]] = ()
     embedded: tuple[PromptRows, ...] = ()
     adapters: Sequence[tuple[int, str | None]] = ()  # for each sequence how many of the tokens are its, and which

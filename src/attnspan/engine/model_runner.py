@@ -215,10 +215,10 @@ class ModelRunner:
         embedded: tuple[PromptRows, ...] = (),
     ) -> Tensor:
         """The logits of the tokens at `wanted`, (wanted, V); of samples that have so many of the tokens each."""
-        keep = torch.tensor(wanted, dtype=torch.int64, device=self.device)
+        kept = torch.tensor(wanted, dtype=torch.int64, device=self.device)
         fed = torch.tensor(tokens, device=self.device, dtype=torch.int64)
         encoded = [(count, self._encode(sample)) for sample, count in rows] if self._encodes else []
-        return self._call(PackedBatch(fed, positions.long(), keep, encoded, embedded, _adapters_of(rows)), attention)
+        return self._call(PackedBatch(fed, positions.long(), kept, encoded, embedded, _adapters_of(rows)), attention)
 
     def _decode(self, tokens: Tensor) -> Tensor:
         """The logits of every one of (rows,) tokens: what a graph captures."""

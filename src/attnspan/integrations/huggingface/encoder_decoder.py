@@ -92,7 +92,7 @@ class EncoderDecoderModel(TransformersModel):
             past_key_values=Recorded(self._no_keys),
             use_cache=False,
         )
-        logits: Tensor = out.logits[0] if batch.keep is None else out.logits[0, batch.keep]
+        logits: Tensor = out.logits[0] if batch.logits_to_keep is None else out.logits[0, batch.logits_to_keep]
         return logits
 
     def step(self, batch: PackedBatch, attention: StepAttention) -> Tensor:

@@ -44,7 +44,7 @@ class AdapterRows:
 
     def __init__(self, batch: PackedBatch) -> None:
         self.names = [name for count, name in batch.adapters for _ in range(count)]
-        self.keep, self.device = batch.keep, batch.tokens.device
+        self.logits_to_keep, self.device = batch.logits_to_keep, batch.tokens.device
 
     @cached_property
     def all(self) -> Groups:
@@ -53,14 +53,16 @@ class AdapterRows:
     @cached_property
     def kept(self) -> Groups:
         """Of the rows whose logits are wanted."""
-        return self.all if self.keep is None else self._groups([self.names[row] for row in self.keep.tolist()])
+        if self.logits_to_keep is None:
+            return self.all
+        return self._groups([self.names[row] for row in self.logits_to_keep.tolist()])
 
     def among(self, given: Tensor, what: str) -> Groups:
         """The rows of what a layer is given. See [Note: rows]."""
         if given.dim() == 3 and len(given) == 1:
             if given.shape[1] == len(self.names):
                 return self.all
-            if self.keep is not None and given.shape[1] == len(self.keep):
+            if self.logits_to_keep is not None and given.shape[1] == len(self.logits_to_keep):
                 return self.kept
         raise ModelError(
             f"{what} has LoRA adapters and is given {tuple(given.shape)} in a step of {len(self.names)} tokens, so "

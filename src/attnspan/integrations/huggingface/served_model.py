@@ -144,17 +144,18 @@ class TransformersModel:
         if self._decoder is not self.model:
             call = partial(call_with_merging, Merging(self._decoder_names, batch), call)
         with attention_over_pages(self.model, self):
-            keep = batch.keep if self._all_logits else None
+            kept = batch.logits_to_keep if self._all_logits else None
             rows = AdapterRows(batch) if batch.adapters else None
             order, mixers = self._order, self._mixers
-            return run_call(ModelCall(attention, order, mixers, self._latents, keep=keep, adapters=rows), call)
+            context = ModelCall(attention, order, mixers, self._latents, logits_to_keep=kept, adapters=rows)
+            return run_call(context, call)
 
     def _logits(self, batch: PackedBatch) -> Tensor:
         # Without an attention_mask, transformers would take the packed samples of a model with towers for documents.
         mask = {} if self._decoder is self.model else {"attention_mask": torch.ones_like(batch.tokens).unsqueeze(0)}
         before = {"past_key_values": TokensBefore(batch.positions)} if self._tempered else {}
         row = dict(zip(self._arguments, (batch.tokens.unsqueeze(0), batch.positions.unsqueeze(0)), strict=False))
-        kept = 0 if batch.keep is None else batch.keep
+        kept = 0 if batch.logits_to_keep is None else batch.logits_to_keep
         out = self.model(**before, **row, **self._extra_arguments, use_cache=False, logits_to_keep=kept, **mask)
         logits: Tensor = out.logits[0]
         return logits

@@ -89,7 +89,7 @@ class ModelCall:
     mixers: tuple[str, ...] | None  # by state, in the order of their use; None while that is found out
     latents: Container[nn.Module] = ()  # modules that hand over latents
     modules: ModuleAttention | None = None  # in the place of attention over pages
-    keep: Tensor | None = None  # the tokens whose logits are wanted, of a model that computes all
+    logits_to_keep: Tensor | None = None  # the tokens whose logits are wanted, of a model that computes all
     used: list[str] = field(default_factory=list)  # mixers, by state
     adapters: AdapterRows | None = None  # None: no row names any
     attended: int = 0
@@ -153,10 +153,10 @@ def keep_logits(head: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]
     Every engine of a model registers it; the first one in a call does its work.
     """
     call = _ATTENTION.get()
-    if call is None or call.keep is None:
+    if call is None or call.logits_to_keep is None:
         return None
-    keep, call.keep = call.keep, None
-    return (args[0][:, keep],)
+    kept, call.logits_to_keep = call.logits_to_keep, None
+    return (args[0][:, kept],)
 
 
 def _adapter_rows() -> AdapterRows | None:
