@@ -262,7 +262,7 @@ class EngineCore(Owned):
         """The request of a sample, compared between ranks, with the seed that all of them have."""
         number, salt, source, tokens = sample.request_number, sample.salt, sample.encoder_prompt, list(sample.tokens)
         own = secrets.randbits(63) if params.seed is None else params.seed
-        compared = source, list(sample.keys), params, salt, sample.priority, number
+        compared = source, list(sample.content_ids), params, salt, sample.priority, number
         common = self._consensus.compare_request(compared, own)
         seed = common if params.seed is None else own
         samples = [Continuation.empty(params) for _ in range(1 + sample.forks)]

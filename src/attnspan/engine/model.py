@@ -137,16 +137,16 @@ class ModelInfo:
 class EmbeddedPrompt:
     """A prompt that is more than its tokens, such as one with images; made by the model, which alone reads `content`.
 
-    `keys` stand for the tokens in the prefix cache: numbers that are equal only where all that the model computes with
-    is equal, up to there. `content` None: there is nothing but tokens. Tokens of one of the `groups` see each other in
-    the layers that are `grouped`; those between the first of a group and its last are computed in one step.
+    `content_ids` stand for the tokens in the prefix cache: numbers that are equal only where all that the model
+    computes with is equal, up to there. `content` None: there is nothing but tokens. Tokens of one of the `groups` see
+    each other in the `grouped_layers`; those between the first of a group and its last are computed in one step.
     """
 
     tokens: list[int]
-    keys: array[int]
+    content_ids: array[int]
     content: object
     groups: TokenGroups | None = None
-    grouped: frozenset[int] = frozenset()
+    grouped_layers: frozenset[int] = frozenset()
 
     @property
     def atomic_spans(self) -> list[tuple[int, int]]:

@@ -44,7 +44,9 @@ class PagedStepAttention(StepAttention):
 
     def __init__(self, pools: Pools, caches: Sequence[PagedKVCache], plans: Sequence[StepPlan], kernel: str):
         self.pools, self.caches, self.plans, self.kernel = pools, caches, plans, kernel
-        self.grouped: Mapping[int, AfterPrefix] = {}  # masks of a step in which tokens of a group see each other
+        self.group_masks: Mapping[
+            int, AfterPrefix
+        ] = {}  # by layer, of a step in which tokens of a group see each other
         self.states: StateStep | None = None
         self.new_states: dict[int, Tensor] = {}
 
@@ -85,7 +87,7 @@ class PagedStepAttention(StepAttention):
         cache, plan = self.caches[paged.pool], self.plans[paged.pool]
         cache.write(paged.index, key, value, plan)
         out = cache.attend(
-            paged.index, query, plan, mask=self.grouped.get(layer, paged.mask if paged.chunked else CAUSAL),
+            paged.index, query, plan, mask=self.group_masks.get(layer, paged.mask if paged.chunked else CAUSAL),
             score_mod=paged.score_mod, sinks=sinks,
             scale=paged.scale, kernel=self.kernel,
         )  # fmt: skip  # beside the layer's own window
@@ -194,7 +196,7 @@ class ModelRunner:
             if draft:
                 wanted += range(len(tokens), len(tokens) + len(draft))
                 tokens += draft
-        self._attention.grouped = _grouped(batch) if embedded else {}
+        self._attention.group_masks = _group_masks(batch) if embedded else {}
         fed = [chunk[:2] for chunk in batch]
         return self._logits(tokens, self._positions(batch), wanted, self._attention, fed, tuple(embedded))
 
@@ -249,7 +251,7 @@ def _adapters_of(rows: Sequence[tuple[Sample, int]]) -> list[tuple[int, str | No
     return [(count, sample.adapter) for sample, count in rows]
 
 
-def _grouped(batch: Sequence[Chunk]) -> dict[int, AfterPrefix]:
+def _group_masks(batch: Sequence[Chunk]) -> dict[int, AfterPrefix]:
     """The mask of new tokens, by layer, of a batch in which some of a group are computed."""
     masks: list[Mask] = []
     layers: set[int] = set()
@@ -259,7 +261,7 @@ def _grouped(batch: Sequence[Chunk]) -> dict[int, AfterPrefix]:
         here = () if groups is None else groups.cut(sample.computed, sample.computed + new)
         if sample.embedded is not None and any(here):
             masks[-1] = CAUSAL | TokenGroups((here,), new)
-            layers |= sample.embedded.grouped
+            layers |= sample.embedded.grouped_layers
     return dict.fromkeys(layers, AfterPrefix(masks)) if layers else {}
 
 

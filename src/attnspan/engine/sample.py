@@ -73,13 +73,13 @@ class Sample:
         return self.version, self.salt, self.encoder_prompt, self.adapter
 
     @property
-    def keys(self) -> MutableSequence[int]:
+    def content_ids(self) -> MutableSequence[int]:
         """What stands for its tokens in the prefix cache."""
         if self.embedded is None:
             return self.tokens
-        keys = self.embedded.keys[:]
-        keys.extend(self.tokens[self.prompt_length :])
-        return keys
+        ids = self.embedded.content_ids[:]
+        ids.extend(self.tokens[self.prompt_length :])
+        return ids
 
     def round_to_spans(self, count: int) -> int:
         """The most of its next `count` tokens that split no atomic span."""

@@ -137,7 +137,7 @@ class Scheduler:
         """Queue a sample; EngineError if it could not run even alone."""
         self.check_fits(sample)
         sample.unshared = not self.kv_cache.holds(sample.max_length)
-        sample.first_page = hash((sample.encoder_prompt, *sample.keys[: self._page_size]))
+        sample.first_page = hash((sample.encoder_prompt, *sample.content_ids[: self._page_size]))
         insort(self.queued, sample, key=_ORDER)
 
     def check_fits(self, sample: Sample) -> None:
@@ -317,7 +317,7 @@ class Scheduler:
     def _look_up(self, sample: Sample, version: int) -> None:
         """A sequence for a sample, on pages that the same version of the model has left, if there are any."""
         sample.version = version
-        sample.seq, sample.computed = self.kv_cache.add(sample.keys, sample.cache_salt, not sample.unshared)
+        sample.seq, sample.computed = self.kv_cache.add(sample.content_ids, sample.cache_salt, not sample.unshared)
 
     def _swap_in(self, sample: Sample) -> bool:
         if self.running and not self._fits(sample):
@@ -368,7 +368,7 @@ class Scheduler:
         assert not sample.unshared, "what fits alone was added, and it is alone"
         self._drop_pages(sample)
         sample.unshared = True
-        sample.seq, _ = self.kv_cache.add(sample.keys, sample.cache_salt, False)
+        sample.seq, _ = self.kv_cache.add(sample.content_ids, sample.cache_salt, False)
 
     def _drop_pages(self, sample: Sample) -> None:
         """Give up what a sample has computed."""
@@ -387,7 +387,7 @@ class Scheduler:
         if until is None:
             until = sample.computed - self.kv_cache.keeps_states
         if until - sample.cached >= self._page_size and not sample.unshared:
-            self.kv_cache.cache_prefix(sample.seq, sample.keys[:until], sample.cache_salt)
+            self.kv_cache.cache_prefix(sample.seq, sample.content_ids[:until], sample.cache_salt)
             sample.cached = until - until % self._page_size
 
     def _left_window(self, sample: Sample, count: int) -> bool:

@@ -188,21 +188,21 @@ def embedded(
     types = {name: tensor_in(found, name)[0] for name in sorted(TYPES) if name in found}
     for each in types.values():
         special |= each.bool().to(special.device)
-    groups, grouped = _groups(found.get("attention_mask"), layers)
+    groups, grouped_layers = _groups(found.get("attention_mask"), layers)
     if not special.any() and groups is None:
         return EmbeddedPrompt(tokens, array("Q", tokens), None)
     content = PromptContent(embeds, positions, following, features, masks, types)
-    keys = array("Q", tokens)
+    content_ids = array("Q", tokens)
     for row in special.nonzero().flatten().tolist():
-        keys[row] = _digest(tokens[row], content, row)
+        content_ids[row] = _digest(tokens[row], content, row)
     members: dict[int, list[int]] = {}
     for start, stop, group in () if groups is None else groups.runs[0]:
         members.setdefault(group, []).extend(range(start, stop))
     for rows in members.values():  # what is computed for one of a group depends on all of it
-        whole = _hash(repr([keys[row] for row in rows]).encode())
+        whole = _hash(repr([content_ids[row] for row in rows]).encode())
         for row in rows:
-            keys[row] = _hash(repr((keys[row], whole)).encode())
-    return EmbeddedPrompt(tokens, keys, content, groups, grouped)
+            content_ids[row] = _hash(repr((content_ids[row], whole)).encode())
+    return EmbeddedPrompt(tokens, content_ids, content, groups, grouped_layers)
 
 
 def _check(found: Mapping[str, object], plain: Mapping[str, object]) -> None:
@@ -230,8 +230,8 @@ def _groups(mask: object, layers: Sequence[AttentionLayer]) -> tuple[TokenGroups
             found[each.layer] = each.groups
     if len(set(found.values())) > 1:
         raise EngineError("the tokens of this prompt see each other in different groups by layer, which is not served")
-    grouped = frozenset(place for place, layer in enumerate(layers) if Pattern.of(layer) in found)
-    return next(iter(found.values()), None), grouped
+    grouped_layers = frozenset(place for place, layer in enumerate(layers) if Pattern.of(layer) in found)
+    return next(iter(found.values()), None), grouped_layers
 
 
 def _is_wider(pattern: Pattern) -> bool:
