@@ -47,7 +47,7 @@ from attnspan.engine.memory import pages_that_fit
 from attnspan.engine.model import EmbeddedPrompt, EmbedsPrompts, NamesAdapters, ServedModel
 from attnspan.engine.model_runner import ModelRunner
 from attnspan.engine.output_processor import Commit, Outcome, OutputProcessor
-from attnspan.engine.owner import DroppedHold, Owned, Owner, call_owned, exclusive
+from attnspan.engine.owner import DroppedHold, Owned, Owner, call_owned, exclusive, locked
 from attnspan.engine.params import SamplingParams
 from attnspan.engine.pools import LONGEST, pools_of
 from attnspan.engine.prompt_lookup import PromptLookup
@@ -339,14 +339,12 @@ class EngineCore(Owned):
         self._added_since = False
         return self._fingerprint.version
 
+    @locked
     def cancel(self, request: Request) -> None:
         """End a request: its pages are given back, and it keeps what it has. UnknownRequest if it has ended.
 
         In the middle of a step (by a hook, or a finalizer) it takes effect when the next call begins.
         """
-        with self._owner.lock: self._cancel(request)  # fmt: skip  # noqa: E701
-
-    def _cancel(self, request: Request) -> None:
         if self._owner.reentered:
             self._table.check(request)
             self._notes.append(request)
@@ -401,11 +399,9 @@ class EngineCore(Owned):
         self._runner.forget_encoded(request.number)
 
     @property
+    @locked
     def unfinished(self) -> list[Request]:
         """Requests that have not ended, oldest first."""
-        with self._owner.lock: return self._unfinished()  # fmt: skip  # noqa: E701
-
-    def _unfinished(self) -> list[Request]:
         if self._owner.may_act:
             call_owned(self, EngineCore._settle, (), {})
         return list(self._table.requests.values())
@@ -415,11 +411,9 @@ class EngineCore(Owned):
         """What was computed, found, swapped and recomputed so far."""
         return self._scheduler.counts
 
+    @locked
     def stats(self) -> EngineStats:
         """The engine in numbers, as they are between two steps. Any thread may ask; it waits for a step under way."""
-        with self._owner.lock: return self._stats()  # fmt: skip  # noqa: E701
-
-    def _stats(self) -> EngineStats:
         if self._owner.may_act and self._consensus.ranks == 1:
             call_owned(self, EngineCore._settle, (), {})
         return self._meter.stats(self._scheduler)

@@ -95,6 +95,16 @@ def exclusive(method: Callable[Concatenate[E, P], R]) -> Callable[Concatenate[E,
     return call
 
 
+def locked(method: Callable[Concatenate[E, P], R]) -> Callable[Concatenate[E, P], R]:
+    """A method that waits for calls of other threads, and may be called within one of its own."""
+
+    @wraps(method)
+    def call(self: E, /, *args: P.args, **named: P.kwargs) -> R:
+        with self._owner.lock: return method(self, *args, **named)  # fmt: skip  # noqa: E701
+
+    return call
+
+
 def call_owned(owned: Owned, method: Callable[..., R], args: tuple[object, ...], named: dict[str, object]) -> R:
     """Call a method, under the lock."""
     owned._owner.check(method.__name__.strip("_"))
