@@ -218,7 +218,7 @@ CALLS = [
     (Scheduler, "add remove fork step mark_computed _cache_prefix _drop_pages _preempt _admit"),
     (ModelRunner, "prepare run _logits keep_states"),
     (sampler, "draw_tokens uniforms choose_tokens"),
-    (Sampler, "_batch_rows"),
+    (Sampler, "_metadata_of"),
     (TokenCounts, "of _fill _places _add discard"),
     (NGrams, "bans"),
     (LogitsProcessor, "_biased"),

@@ -117,7 +117,7 @@ def test_a_token_takes_one_byte_for_each_number_and_four_for_each_head(dtype, he
 
 
 def test_free_memory_holds_more_pages_of_eight_bits(monkeypatch):
-    monkeypatch.setattr(memory, "room_of", lambda device: memory.Room("here", 4 << 20))
+    monkeypatch.setattr(memory, "free_memory", lambda device: memory.FreeMemory("here", 4 << 20))
     model = tiny("Llama", max_position_embeddings=4096)
     full, half = (Engine(model, memory_share=1.0, kv_dtype=kv_dtype).stats().pages for kv_dtype in (None, torch.int8))
     assert half > 2.6 * full  # 12 bytes instead of 32 for a head of 8 numbers

@@ -286,7 +286,7 @@ def test_a_seed_gives_the_same_tokens_with_all_options_in_any_company_and_after_
     assert crowded.counts.recomputed
     for one, other in zip(alone, answers, strict=True):
         assert [each.token_ids for each in one.samples] == [each.token_ids for each in other.samples]
-    assert not crowded._sampler.recipes
+    assert not crowded._sampler.requests
     assert not crowded._sampler.processor.counts.table_rows
     assert not crowded._sampler.processor.ngrams
 

@@ -7,7 +7,7 @@ import torch
 
 from attnspan import Engine, EngineError, SamplingParams
 from attnspan.engine import memory
-from attnspan.engine.memory import Room
+from attnspan.engine.memory import FreeMemory
 from attnspan.testing import loopback
 from tests.engine.models import greedy, prompts, tiny
 
@@ -25,7 +25,7 @@ def pages_of(one):
 def has(monkeypatch, *frees, memories=None):
     """Ranks find so many bytes free, each its own, in one memory each or in those that are named."""
     found = list(zip(memories or map(str, range(len(frees))), frees, strict=True))
-    monkeypatch.setattr(memory, "room_of", lambda device: Room(*found.pop()))
+    monkeypatch.setattr(memory, "free_memory", lambda device: FreeMemory(*found.pop()))
 
 
 @pytest.mark.parametrize(("options", "share"), [({}, 0.25), ({"memory_share": 0.9}, 0.9)])
@@ -42,7 +42,7 @@ def test_pages_take_their_share_and_no_page_more_would_fit(family, options, shar
 
 def test_what_this_machine_has_is_found():
     one = engine(memory_share=1e-4)
-    room = memory.room_of(torch.device("cpu"))
+    room = memory.free_memory(torch.device("cpu"))
     assert room.free > 2**28
     assert 0.2 < PAGE * pages_of(one)[0] / (1e-4 * room.free) < 5  # other processes come and go
 
@@ -52,7 +52,7 @@ def test_a_device_has_what_is_free_and_what_torch_keeps_unused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 500)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 200)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="GPU-7"))
-    room = memory.room_of(torch.device("cuda", 1))
+    room = memory.free_memory(torch.device("cuda", 1))
     assert room.free == 1300
     assert room.memory.endswith("GPU-7")
 
@@ -70,9 +70,9 @@ def test_the_limit_of_a_control_group_counts(monkeypatch):
         return files[str(path)]
 
     monkeypatch.setattr(memory.Path, "read_text", read)
-    assert memory.room_of(torch.device("cpu")).free == 20000
+    assert memory.free_memory(torch.device("cpu")).free == 20000
     files["/sys/fs/cgroup/memory.max"] = "max\n"
-    assert memory.room_of(torch.device("cpu")).free == 50 * 1024
+    assert memory.free_memory(torch.device("cpu")).free == 50 * 1024
     files.clear()
     with pytest.raises(EngineError, match="pages must be given: the system does not say how much memory is available"):
         engine()
@@ -113,9 +113,9 @@ def test_what_one_rank_does_not_know_all_refuse(monkeypatch):
     def room(device):
         if unknown.pop():
             raise EngineError("pages must be given: planted")
-        return Room("a", 10**7)
+        return FreeMemory("a", 10**7)
 
-    monkeypatch.setattr(memory, "room_of", room)
+    monkeypatch.setattr(memory, "free_memory", room)
 
     def rank(world):
         with pytest.raises(EngineError, match="pages must be given: planted"):

@@ -3,7 +3,7 @@
 Pages take a share of the memory that is free when the engine is made, with the weights in place: what is left is for
 activations, graphs and whatever else runs. On a CPU they take a smaller share of what the system has available. They
 never take more than could be used. Ranks that share a device share that. Over ranks the number of pages is that of the
-rank with the least room, as block tables are the same on all.
+rank with the least found, as block tables are the same on all.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ MOST = 1 << 20
 """Pages for a model without a last position."""
 
 
-class Room(NamedTuple):
-    """Free bytes, and of which memory: ranks that name the same share it."""
+class FreeMemory(NamedTuple):
+    """Free bytes, and the name of the memory: ranks with the same name share it."""
 
     memory: str
     free: int
@@ -39,12 +39,12 @@ def pages_that_fit(info: ModelInfo, config: EngineConfig, consensus: RankConsens
     """The number of pages for a share of the free memory; EngineError if one sequence of full length does not fit."""
     share = SHARES.get(info.device.type, SHARES["cpu"]) if config.memory_share is None else config.memory_share
     try:
-        room: Room | EngineError = room_of(info.device)
+        found: FreeMemory | EngineError = free_memory(info.device)
     except EngineError as unknown:
-        room = unknown
-    rooms = [Room(*each) for each in consensus.gather(room, "free memory")]  # it travels as a list
+        found = unknown
+    by_rank = [FreeMemory(*each) for each in consensus.gather(found, "free memory")]  # it travels as a list
     fixed, each = page_bytes(info, config, consensus.page_ranks)
-    least = min(room.free / sum(other.memory == room.memory for other in rooms) for room in rooms)
+    least = min(own.free / sum(other.memory == own.memory for other in by_rank) for own in by_rank)
     needed = _needed(info, config, consensus.page_ranks)
     most = 2 * config.max_sequences * needed if info.max_positions else MOST  # half of them for cached prefixes
     pages = min(most, int((share * least - fixed) // each)) if each else most
@@ -58,14 +58,14 @@ def pages_that_fit(info: ModelInfo, config: EngineConfig, consensus: RankConsens
     return pages
 
 
-def room_of(device: torch.device) -> Room:
+def free_memory(device: torch.device) -> FreeMemory:
     """The memory of a device that is free, or that torch keeps and does not use."""
     host = socket.gethostname()
     if device.type != "cuda":
-        return Room(host, _available())
+        return FreeMemory(host, _available())
     free, _ = torch.cuda.mem_get_info(device)
     kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return Room(f"{host} {torch.cuda.get_device_properties(device).uuid}", free + kept)
+    return FreeMemory(f"{host} {torch.cuda.get_device_properties(device).uuid}", free + kept)
 
 
 def page_bytes(info: ModelInfo, config: EngineConfig, ranks: int) -> tuple[int, int]:

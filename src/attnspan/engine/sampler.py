@@ -7,7 +7,7 @@ A row that is no distribution, because it holds NaN or its largest number is inf
 has one whose options leave no token.
 
 [Note: the same batch] What rows ask for is made into tensors, which are kept while the same samples make up the next
-batch (`BatchRows`). A step then looks at no row by itself, except for options that look at its tokens.
+batch (`SamplingMetadata`). A step then looks at no row by itself, except for options that look at its tokens.
 
 Shapes: R rows, V tokens.
 """
@@ -46,7 +46,7 @@ class ChosenToken(NamedTuple):
     failure: str | None = None
 
 
-class Recipe(NamedTuple):
+class RequestSampling(NamedTuple):
     """How the tokens of a request are chosen, made once. `logprobs` are the likeliest that are told; None: none."""
 
     draw: Draw
@@ -55,7 +55,7 @@ class Recipe(NamedTuple):
     seed: int
 
 
-class BatchRows:
+class SamplingMetadata:
     """The rows of a batch, each a sample, its number and how far behind its tokens; what they ask for, as tensors.
 
     A sample has a row, and so has each sample that will be split off from it; one with a draft has another for each
@@ -63,7 +63,7 @@ class BatchRows:
     """
 
     def __init__(
-        self, chunks: Sequence[Chunk], recipes: Mapping[int, Recipe], vocabulary: int, device: torch.device
+        self, chunks: Sequence[Chunk], requests: Mapping[int, RequestSampling], vocabulary: int, device: torch.device
     ) -> None:
         lasting = not any([sample.forks or draft for sample, _, draft in chunks])  # noqa: C419  # twice as fast
         if lasting:
@@ -76,21 +76,21 @@ class BatchRows:
                 for ahead in range(1 + len(draft))
             ]
         self.samples = tuple([sample for sample, _, _ in rows]) if lasting else None  # of the batches that they are for
-        self.shape = vocabulary, device
-        asked = [recipes[sample.request_number] for sample, _, _ in rows]
+        self.made_for = vocabulary, device
+        asked = [requests[sample.request_number] for sample, _, _ in rows]
         count = len(rows)
-        self.wants = [recipe.logprobs for recipe in asked]
+        self.wants = [each.logprobs for each in asked]
         self.wanted = RowSelection.where([want is not None for want in self.wants], count, device)
-        self.drawn = RowSelection.where([recipe.draw is not GREEDY for recipe in asked], count, device)
+        self.drawn = RowSelection.where([each.draw is not GREEDY for each in asked], count, device)
         if self.drawn is not None:
             some = [rows[row] for row in self.drawn.places]
             self.draws = Draws([asked[row].draw for row in self.drawn.places], device)
-            seeds = torch.tensor([recipes[sample.request_number].seed for sample, _, _ in some], device="cpu")
+            seeds = torch.tensor([requests[sample.request_number].seed for sample, _, _ in some], device="cpu")
             self._streams = streams(seeds, torch.tensor([number for _, number, _ in some], device="cpu"))
             self._ahead = torch.tensor([ahead for _, _, ahead in some], device="cpu")
             self._tokens = [sample.tokens for sample, _, _ in some]
-        ruled = [(row, recipe.rules) for row, recipe in zip(rows, asked, strict=True) if recipe.rules is not None]
-        self.ruled = RowSelection.where([recipe.rules is not None for recipe in asked], count, device)
+        ruled = [(row, each.rules) for row, each in zip(rows, asked, strict=True) if each.rules is not None]
+        self.ruled = RowSelection.where([each.rules is not None for each in asked], count, device)
         if self.ruled is not None:
             keyed = [
                 LogitsRow((sample.request_number, number), sample.tokens, sample.prompt_length)
@@ -105,53 +105,53 @@ class BatchRows:
 
 
 class Sampler:
-    """Chooses the tokens of an engine's samples, and knows their requests' recipes."""
+    """Chooses the tokens of an engine's samples, and knows what their requests ask for."""
 
     def __init__(self) -> None:
-        self.recipes: dict[int, Recipe] = {}
+        self.requests: dict[int, RequestSampling] = {}
         self.processor = LogitsProcessor()
-        self._rows: BatchRows | None = None  # of the last batch, see [Note: the same batch]
+        self._rows: SamplingMetadata | None = None  # of the last batch, see [Note: the same batch]
 
     def choose(self, logits: Tensor, chunks: Sequence[Chunk]) -> list[ChosenToken]:
         """A token for each row of logits (R, V): of samples, of those that will be split off from them, and after
         drafts as if they had been chosen."""
-        rows = self._batch_rows(chunks, logits)
+        rows = self._metadata_of(chunks, logits)
         logits, scores = logits.float(), None
         if rows.ruled is not None:
             scores = rows.ruled.write(logits, self.processor(rows.ruled.read(logits), rows.rules))
         return choose_tokens(logits, rows, scores)
 
-    def _batch_rows(self, chunks: Sequence[Chunk], logits: Tensor) -> BatchRows:
+    def _metadata_of(self, chunks: Sequence[Chunk], logits: Tensor) -> SamplingMetadata:
         """The rows of a batch, those of the last one if they are the same."""
-        rows, shape = self._rows, (logits.shape[1], logits.device)
+        rows, made_for = self._rows, (logits.shape[1], logits.device)
         samples, _, drafts = zip(*chunks, strict=True)
-        if rows is None or rows.samples != samples or rows.shape != shape or any(drafts):
-            rows = BatchRows(chunks, self.recipes, *shape)
+        if rows is None or rows.samples != samples or rows.made_for != made_for or any(drafts):
+            rows = SamplingMetadata(chunks, self.requests, *made_for)
             self._rows = rows if rows.samples is not None else None
         return rows
 
     def may_draft(self, request: Request) -> bool:
         """Whether tokens may be chosen after drafts: no option looks at the tokens before."""
-        return self.recipes[request.number].rules is None
+        return self.requests[request.number].rules is None
 
     def add(self, request: Request, end_tokens: frozenset[int], grammar: LLMatcher | None = None) -> None:
         """A request begins."""
         params = request.params
         logprobs = params.top_logprobs if params.logprobs or params.top_logprobs else None
-        self.recipes[request.number] = Recipe(
+        self.requests[request.number] = RequestSampling(
             Draw.of(params), LogitsRules.of(params, end_tokens, grammar), logprobs, signed(request.seed)
         )
 
     def discard(self, request: Request) -> None:
         """A request has ended, or was never added."""
         self._rows = None
-        recipe = self.recipes.pop(request.number, None)
-        if recipe is not None and recipe.rules is not None:
+        sampling = self.requests.pop(request.number, None)
+        if sampling is not None and sampling.rules is not None:
             for number in range(len(request.samples)):
                 self.processor.discard((request.number, number))
 
 
-def choose_tokens(logits: Tensor, rows: BatchRows, scores: Tensor | None = None) -> list[ChosenToken]:
+def choose_tokens(logits: Tensor, rows: SamplingMetadata, scores: Tensor | None = None) -> list[ChosenToken]:
     """A token for each row of logits (R, V), float32; of `scores`, where options have changed any."""
     largest, tokens = (logits if scores is None else scores).max(-1)
     if rows.drawn is not None:
