@@ -48,8 +48,8 @@ COMPARED = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_p
 _OF_TORCH = frozenset(vars(nn.Module())) - {*COMPARED, "training"}
 
 
-class WhileServed(partial[Any]):
-    """A method that a module has of its own while its model is served: no part of the model."""
+class ServingMethod(partial[Any]):
+    """A method that overrides a module's own while its model is served: no part of the model."""
 
 
 _VERSION, _FORWARD = attrgetter("_version"), attrgetter("forward")
@@ -74,62 +74,62 @@ class Parts:
         rebound: Callable[[nn.Module], bool] = lambda module: False,
     ) -> None:
         VERSIONS.hold()
-        self._ignored = ignored  # of a config, or instead of a method
+        self._ignored = ignored  # entries of configs, and methods that modules override while they are served
         self._modules = list(model.modules())
-        self._held = [vars(each) for each in self._modules]
-        instead = [[name for name in dir(type(each)) if name in ignored] for each in self._modules]
-        self._instead = [(at, vars(self._modules[at]), names) for at, names in enumerate(instead) if names]
+        self._dicts = [vars(each) for each in self._modules]
+        overridden = [[name for name in dir(type(each)) if name in ignored] for each in self._modules]
+        self._overridden = [(at, vars(self._modules[at]), names) for at, names in enumerate(overridden) if names]
         self._rebound = [(at, vars(each)) for at, each in enumerate(self._modules) if rebound(each)]
-        configs = {id(each["config"]): each["config"] for each in self._held if hasattr(each.get("config"), "__dict__")}
-        self._configs = [vars(each) for each in configs.values()]
+        configs = [each["config"] for each in self._dicts if hasattr(each.get("config"), "__dict__")]
+        self._configs = [vars(each) for each in {id(config): config for config in configs}.values()]
         own = [
             [name for name, value in list(each.items()) if name not in ignored and _is_part(name, value)]
-            for each in self._held
+            for each in self._dicts
         ]
         self._settings = [itemgetter(*names) for names in own]
         hooks = torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks
         self._containers = [*self._mutable(), *hooks]
         self.weights = Weights(model)
         self._tensors = [each for each in chain(self.weights, self._attributes()) if _has_address(each)]
-        self._counted = [each for each in self._tensors if not each.is_inference()]
+        self._versioned = [each for each in self._tensors if not each.is_inference()]
         self._classes = list(dict.fromkeys(map(type, self._modules)))
-        self._then = self._now()
+        self._snapshot = self._take_snapshot()
         self._copies = [_copied(each) for each in self._containers]
 
-    def _now(self) -> tuple[list[Any], ...]:
+    def _take_snapshot(self) -> tuple[list[Any], ...]:
         """Lists that are made by few calls, for they are made at every step."""
         return (
             list(map(type, self._modules)),
             list(map(_FORWARD, self._classes)),
             self._sizes(),
-            list(map(call, self._settings, self._held)),
+            list(map(call, self._settings, self._dicts)),
             [value for each in self._configs for key, value in each.items() if key not in self._ignored],
             list(map(Tensor.data_ptr, self._tensors)),
-            list(map(_VERSION, self._counted)),
+            list(map(_VERSION, self._versioned)),
         )
 
     def unchanged(self) -> bool:
         """Whether nothing was replaced, set or written since."""
         try:
-            return self._now() == self._then and self._containers == self._copies
+            return self._take_snapshot() == self._snapshot and self._containers == self._copies
         except Exception:  # what was replaced cannot even be compared, as tensors of several numbers
             return False
 
     def _sizes(self) -> list[int]:
-        """How many attributes each module has, without those that stand for a method while the model is served."""
-        sizes = list(map(len, self._held))
-        for at, held, names in self._instead:
-            sizes[at] -= sum(map(held.__contains__, names))
-        for at, held in self._rebound:
-            sizes[at] = _parts_in(held)
+        """How many attributes each module has, without those that override a method while the model is served."""
+        sizes = list(map(len, self._dicts))
+        for at, attributes, names in self._overridden:
+            sizes[at] -= sum(map(attributes.__contains__, names))
+        for at, attributes in self._rebound:
+            sizes[at] = _parts_in(attributes)
         return sizes
 
     def _attributes(self) -> Iterator[Tensor]:
-        return (value for each in self._held for value in list(each.values()) if isinstance(value, Tensor))
+        return (value for each in self._dicts for value in list(each.values()) if isinstance(value, Tensor))
 
     def _mutable(self) -> Iterator[Any]:
         """Dicts, lists and sets: another one in its place is seen by identity, what is done to it is not."""
-        for each in chain(self._held, self._configs):
+        for each in chain(self._dicts, self._configs):
             for name, value in list(each.items()):
                 if isinstance(value, dict | list | set) and name not in _OF_TORCH:
                     yield value
@@ -137,12 +137,12 @@ class Parts:
 
 def _is_part(name: str, value: object) -> bool:
     """Whether an entry of a module is part of the model: torch's other dicts in a module change nothing."""
-    return name not in _OF_TORCH and not isinstance(value, WhileServed)
+    return name not in _OF_TORCH and not isinstance(value, ServingMethod)
 
 
-def _parts_in(held: dict[str, Any]) -> int:
+def _parts_in(attributes: dict[str, Any]) -> int:
     """How many entries a module has; other threads may be serving its model."""
-    return sum(not isinstance(value, WhileServed) for value in list(held.values()))
+    return sum(not isinstance(value, ServingMethod) for value in list(attributes.values()))
 
 
 def _copied(value: Any) -> Any:
@@ -164,7 +164,7 @@ class ModelFingerprint:
     """A model, how often it was found changed (`version`), and how often its parts were (`changes`).
 
     `ignored` are entries of configs that change while the model is served, `rebound` tells of modules that may have
-    methods `WhileServed`. `details` returns what must be alike on every rank of a module beside its class, such as its
+    a `ServingMethod`. `details` returns what must be alike on every rank of a module beside its class, such as its
     adapters.
 
     A change is counted before it is accepted, so that an interrupt in between makes a version too many and never one

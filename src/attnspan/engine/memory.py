@@ -3,7 +3,7 @@
 Pages take a share of the memory that is free when the engine is made, with the weights in place: what is left is for
 activations, graphs and whatever else runs. On a CPU they take a smaller share of what the system has available. They
 never take more than could be used. Ranks that share a device share that. Over ranks the number of pages is that of the
-rank with the least found, as block tables are the same on all.
+rank with the least room, as block tables are the same on all.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attnspan.engine.fingerprint import WhileServed
+from attnspan.engine.fingerprint import ServingMethod
 from attnspan.engine.model import PackedBatch
 from attnspan.errors import EngineError, ModelError
 from attnspan.integrations.huggingface.classes import class_of
@@ -87,7 +87,7 @@ def lora_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def _own_forward(module: nn.Module) -> bool:
-    return not isinstance(vars(module).get("forward", WhileServed(module)), WhileServed)
+    return not isinstance(vars(module).get("forward", ServingMethod(module)), ServingMethod)
 
 
 def is_lora_layer(module: nn.Module) -> bool:

@@ -30,7 +30,7 @@ from typing import NoReturn
 
 from torch import nn
 
-from attnspan.engine.fingerprint import WhileServed
+from attnspan.engine.fingerprint import ServingMethod
 from attnspan.errors import ModelError
 from attnspan.integrations.huggingface.classes import class_of
 from attnspan.integrations.huggingface.sequence_functions import (
@@ -138,7 +138,7 @@ def _mixer(name: str, module: nn.Module) -> RecurrentMixer:
 def _held_unknown(module: nn.Module) -> str | None:
     """What a module calls that is not its class's."""
     for attribute, value in list(vars(module).items()):  # another thread may begin to serve it
-        if not isinstance(value, nn.Module | WhileServed) and _is_foreign(value):
+        if not isinstance(value, nn.Module | ServingMethod) and _is_foreign(value):
             return f"{attribute}, a function of its own beside its class's (as kernels and hooks of accelerate are)"
     return None
 

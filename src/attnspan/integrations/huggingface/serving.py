@@ -30,7 +30,7 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 
-from attnspan.engine.fingerprint import WhileServed
+from attnspan.engine.fingerprint import ServingMethod
 from attnspan.engine.model import StateSpec, StepAttention
 from attnspan.errors import EngineError, ModelError
 from attnspan.integrations.huggingface.adapters import adapted, check_adapters
@@ -350,7 +350,7 @@ class _PagedBinding:
         self.described: list[str] = []
         self.probed = ProbeResult([], [])
         self.replaced: list[nn.Module] = []
-        self.replacements: list[tuple[dict[str, object], str, WhileServed]] = []  # attributes of modules
+        self.replacements: list[tuple[dict[str, object], str, ServingMethod]] = []  # attributes of modules
         self.lock = Lock()
 
     def begin(self, name: str, owner: int) -> None:
@@ -408,12 +408,13 @@ class _PagedBinding:
         if len(modules) != len(self.replaced) or any(map(is_not, modules, self.replaced)):
             self.check_idle()
             self.replacements = [
-                (vars(module), attribute, WhileServed(method))
+                (vars(module), attribute, ServingMethod(method))
                 for mixer in layers.mixers
                 for module, attribute, method in mixer.replacements(partial(_tokens_of, mixer))
             ]
             self.replacements += [
-                (vars(module), "forward", WhileServed(forward_by_rows, module, _adapter_rows)) for module in layers.lora
+                (vars(module), "forward", ServingMethod(forward_by_rows, module, _adapter_rows))
+                for module in layers.lora
             ]
             self.replaced = modules
 
