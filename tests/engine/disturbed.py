@@ -208,9 +208,9 @@ def check_empty(engine):
 
 CALLS = [
     (PageAllocator, "add fork trim release_window free may_swap_out may_swap_in swap_out swap_in needs reserve commit "
-     "prepare adopt keep give_up _drop _take _needed _sharing _reclaimed"),
-    (PrefixCache, "add insert _reclaim _append _touch _left_alone _match _cut _victims"),
-    (PagePool, "write attend copy swap_out swap_in put partial _to_host _from_host"),
+     "prepare adopt keep evict _drop _take _needed _sharing _reclaimed"),
+    (PrefixCache, "add insert _reclaim _append _touch _on_idle _match _evict _victims"),
+    (PagePool, "write attend copy swap_out swap_in write_slots partial _to_host _from_host"),
     (StepPlan, "step _fill"),
     (StatePool, "step read write copy swap_out swap_in _to_host _from_host"),
     (PackedSequences, "run conv1d"),

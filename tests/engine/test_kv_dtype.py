@@ -12,7 +12,7 @@ from attnspan.engine.config import EngineConfig
 from attnspan.engine.pools import pools_of
 from attnspan.errors import EngineError
 from attnspan.integrations.huggingface.served_model import TransformersModel
-from attnspan.paged.quantised import quantised
+from attnspan.paged.quantised import quantise
 from attnspan.testing import loopback
 from tests.engine.models import FAMILIES, HYBRIDS, eager, greedy, prompts, tiny
 from tests.engine.test_latents import model_of
@@ -28,7 +28,7 @@ class Rounding(DynamicCache):
         self.dtype = dtype
 
     def update(self, key, value, layer, *more, **others):
-        key, value = (quantised(each, self.dtype).numbers().to(each.dtype) for each in (key, value))
+        key, value = (quantise(each, self.dtype).dequantise().to(each.dtype) for each in (key, value))
         return super().update(key, value, layer, *more, **others)
 
 

@@ -75,7 +75,7 @@ class Cache:
         """NaN in every slot that no sequence holds a token in; with `new`, in the slots of the coming tokens too."""
         owned = torch.zeros(self.allocator.num_pages, self.allocator.page_size, dtype=torch.bool)
         fresh = dict(zip(self.plan._seen[0], self.plan._metadata.queries, strict=False)) if new else {}
-        for seq, row in self.allocator.rows.items():
+        for seq, row in self.allocator.sequences.items():
             for position in range(row.first, row.length - fresh.get(seq, 0)):
                 if row.host is None:
                     owned[row.table[position // self.allocator.page_size], position % self.allocator.page_size] = True

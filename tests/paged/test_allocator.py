@@ -430,7 +430,7 @@ def test_a_step_that_fails_evicts_nothing():
 
 def test_pages_that_a_cache_keeps_are_idle_once_no_sequence_reads_them_and_free_once_given_up():
     allocator, idle = PageAllocator(num_pages=8, page_size=4), []
-    allocator.attach_cache(when_idle=idle.extend, reclaim=lambda short: False)
+    allocator.attach_cache(on_idle=idle.extend, reclaim=lambda short: False)
     seq = allocator.add(12)
     pages = allocator.table(seq)
     allocator.keep(pages)
@@ -439,15 +439,15 @@ def test_pages_that_a_cache_keeps_are_idle_once_no_sequence_reads_them_and_free_
     allocator.trim(seq, 4)
     assert (sorted(idle), allocator.idle_tail(pages)) == (pages[1:], 2)
     assert [allocator.is_idle(page) for page in pages] == [False, True, True]
-    allocator.give_up(pages[1:])
-    assert (allocator.free_pages, list(allocator.rows)) == (6, [seq])
+    allocator.evict(pages[1:])
+    assert (allocator.free_pages, list(allocator.sequences)) == (6, [seq])
     other = allocator.adopt(pages[:1], 3)
     assert (allocator.table(other), allocator.length(other)) == (pages[:1], 3)
     allocator.check()
     with pytest.raises(TypeError):
         allocator.kept[0] = 1
     with pytest.raises(TypeError):
-        allocator.rows[seq] = None
+        allocator.sequences[seq] = None
 
 
 def test_one_tenant_never_finds_what_another_kept():

@@ -16,7 +16,7 @@ from attnspan.masks import SlidingWindow
 from attnspan.paged import Layer, PageAllocator, PagePool, PrefixCache, StepPlan
 from attnspan.paged.kernels import decode, flex
 from attnspan.paged.metadata import tensors
-from attnspan.paged.quantised import LARGEST, SMALLEST, Quantised, quantised
+from attnspan.paged.quantised import LARGEST, SMALLEST, Quantised, quantise
 from attnspan.paged.scoring import Scoring
 from tests.paged.cases import NAN, Cache, agree
 
@@ -55,7 +55,7 @@ class Stored(Cache):
             for kept, written in ((self.k, self.written_k), (self.v, self.written_v)):
                 new = kept[seq][before[seq] :]
                 written[seq] = torch.cat([written.get(seq, new[:0]), new])
-                kept[seq] = torch.cat([kept[seq][: before[seq]], quantised(new, self.stored).numbers()])
+                kept[seq] = torch.cat([kept[seq][: before[seq]], quantise(new, self.stored).dequantise()])
         return q
 
     def poison(self, new=False):
@@ -93,14 +93,14 @@ def test_a_stored_number_is_within_its_bound(dtype, seed, size, spread):
     x = torch.randn(5, 3, 16, generator=generator) * 10**size
     x = x * 10 ** (-spread * torch.rand(5, 3, 16, generator=generator))
     x[0, 0] = 0.0
-    error = (quantised(x, dtype).numbers().double() - x.double()).abs()
+    error = (quantise(x, dtype).dequantise().double() - x.double()).abs()
     assert (error <= error_bound(x, dtype)).all()
 
 
 @each_dtype
 def test_twin_half_the_bound_is_not_kept(dtype):
     x = torch.randn(2000, 64, generator=torch.Generator().manual_seed(0))
-    error = (quantised(x, dtype).numbers().double() - x.double()).abs()
+    error = (quantise(x, dtype).dequantise().double() - x.double()).abs()
     assert (error > 0.9 * error_bound(x, dtype)).any()
 
 

@@ -76,7 +76,7 @@ class Stats(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Row:
+class SequencePages:
     """One sequence: its length, the length it may grow to unasked, its pages. See [Note: limits], [Note: stamps]."""
 
     length: int
@@ -92,7 +92,7 @@ class Growth(NamedTuple):
 
     seqs: tuple[int, ...]
     counts: tuple[int, ...]
-    rows: list[Row]
+    rows: list[SequencePages]
     starts: list[int]
     lengths: list[int]
 
@@ -120,10 +120,10 @@ class PageAllocator:
         self._free = list(range(self.num_pages - 1, 0, -1))
         self._host_free = list(range(self.host_pages - 1, -1, -1))
         self._readers = [0] * self.num_pages
-        self._rows: dict[int, Row] = {}
+        self._rows: dict[int, SequencePages] = {}
         self._next, self._stamps = 0, count(1)
         self._kept = bytearray(self.num_pages)  # 1 for those that a prefix cache reads
-        self._when_idle: Callable[[list[int]], None] | None = None
+        self._on_idle: Callable[[list[int]], None] | None = None
         self._reclaim: Callable[[int], bool] | None = None
 
     # ---- sequences come and grow ---------------------------------------------------------------------------------
@@ -159,7 +159,7 @@ class PageAllocator:
         rows = [row for row in found if row is not None and row.host is None]
         if len(rows) < len(found) or min(counts, default=0) < 0:
             for seq, new in zip(seqs, counts, strict=True):
-                self.present(seq, "make room for")
+                self.resident(seq, "make room for")
                 if new < 0:
                     raise PageError(
                         f"new_tokens must be a whole number >= 0, got {new} for sequence {seq}; to shorten it, trim"
@@ -203,9 +203,9 @@ class PageAllocator:
         self.epoch += 1
         return given
 
-    def _sharing(self, growing: list[tuple[int, Row, int]]) -> list[Row]:
+    def _sharing(self, growing: list[tuple[int, SequencePages, int]]) -> list[SequencePages]:
         """The rows that write to a last page which others read, so that each needs a copy; the last reader does not."""
-        found: list[Row] = []
+        found: list[SequencePages] = []
         left: dict[int, int] = {}
         for _, row, _ in growing:
             if row.length < len(row.table) * self.page_size:
@@ -222,14 +222,14 @@ class PageAllocator:
         new = sum(max(0, -(-length // self.page_size) - len(row.table)) for _, row, length in growing)
         return len(self._sharing(growing)) + new
 
-    def _growing(self, growth: Growth) -> list[tuple[int, Row, int]]:
+    def _growing(self, growth: Growth) -> list[tuple[int, SequencePages, int]]:
         """The rows that grow beyond their limits, and to which length. See [Note: limits]."""
         found = zip(growth.seqs, growth.rows, growth.lengths, strict=True)
         return [(seq, row, length) for seq, row, length in found if length > row.limit]
 
     def skip(self, seq: int, length: int) -> None:
         """Let a sequence without tokens begin at `length`, as if all pages before were released."""
-        row = self.present(seq, "skip pages of")
+        row = self.resident(seq, "skip pages of")
         length = integer("length", length, error=PageError)
         if row.length or length % self.page_size:
             raise PageError(
@@ -242,7 +242,7 @@ class PageAllocator:
 
     def fork(self, seq: int, n: int = 1) -> list[int]:
         """`n` sequences that read the same pages; the first to write writes to a copy."""
-        row = self.present(seq, "fork")
+        row = self.resident(seq, "fork")
         n = integer("n", n, at_least=1, error=PageError)
         for page in row.table:
             if page:
@@ -254,7 +254,7 @@ class PageAllocator:
 
     def trim(self, seq: int, length: int) -> None:
         """Forget the tokens from `length` on, as after a rejected guess; with 0, all of them."""
-        row = self.present(seq, "trim")
+        row = self.resident(seq, "trim")
         length = integer("length", length, error=PageError)
         if length > row.length:
             raise PageError(
@@ -278,7 +278,7 @@ class PageAllocator:
 
         Their entries become the null page. Returns how many pages were given up.
         """
-        row = self.present(seq, "release pages of")
+        row = self.resident(seq, "release pages of")
         window = integer("window", window, at_least=1, error=PageError)
         before = max(0, row.length - window + 1) // self.page_size
         passed = slice(row.first // self.page_size, before)
@@ -303,7 +303,7 @@ class PageAllocator:
 
     def may_swap_out(self, seq: int) -> bool:
         """Whether there are host pages for all of a sequence."""
-        return sum(map(bool, self.present(seq, "swap out").table)) <= len(self._host_free)
+        return sum(map(bool, self.resident(seq, "swap out").table)) <= len(self._host_free)
 
     def may_swap_in(self, seq: int) -> bool:
         """Whether there are pages for all of a swapped sequence, if need be after a prefix cache gave some up."""
@@ -314,7 +314,7 @@ class PageAllocator:
 
         `copy` is called with them before anything changes: if it raises, nothing has.
         """
-        row = self.present(seq, "swap out")
+        row = self.resident(seq, "swap out")
         pages = [page for page in row.table if page]
         if len(pages) > len(self._host_free):
             raise PoolExhausted(len(pages), len(self._host_free), "host pages")
@@ -362,17 +362,17 @@ class PageAllocator:
 
     # ---- for a prefix cache --------------------------------------------------------------------------------------
 
-    def attach_cache(self, when_idle: Callable[[list[int]], None], reclaim: Callable[[int], bool]) -> None:
+    def attach_cache(self, on_idle: Callable[[list[int]], None], reclaim: Callable[[int], bool]) -> None:
         """A prefix cache is one more reader of the pages that it keeps; there is at most one.
 
-        `when_idle` is called with kept pages that no sequence reads any more. `reclaim` is called when pages are short:
-        it gives up so many, by `give_up`, or returns False and keeps them all.
+        `on_idle` is called with kept pages that no sequence reads any more. `reclaim` is called when pages are short:
+        it gives up so many, by `evict`, or returns False and keeps them all.
         """
         if self._reclaim is not None:
             raise PageError(
                 "allocator already has a prefix cache; one serves all its sequences, with a salt for each tenant"
             )
-        self._when_idle, self._reclaim = when_idle, reclaim
+        self._on_idle, self._reclaim = on_idle, reclaim
 
     def adopt(self, pages: Sequence[int], length: int) -> int:
         """A new sequence of `length` tokens on kept pages that hold them already."""
@@ -386,7 +386,7 @@ class PageAllocator:
             self._kept[page] = 1
             self._readers[page] += 1
 
-    def give_up(self, pages: Sequence[int]) -> None:
+    def evict(self, pages: Sequence[int]) -> None:
         """The cache no longer reads these pages, which were idle: they are free, the last the first to be taken."""
         for page in pages:
             self._kept[page] = self._readers[page] = 0
@@ -421,7 +421,7 @@ class PageAllocator:
         return f"PageAllocator({len(self)} sequences, {self.free_pages} free of {pages})"
 
     @property
-    def rows(self) -> Mapping[int, Row]:
+    def sequences(self) -> Mapping[int, SequencePages]:
         """Every sequence as it is now; not to be written. See [Note: stamps]."""
         return MappingProxyType(self._rows)
 
@@ -430,7 +430,7 @@ class PageAllocator:
         """The id that the next sequence gets."""
         return self._next
 
-    def present(self, seq: int, what: str) -> Row:
+    def resident(self, seq: int, what: str) -> SequencePages:
         """A sequence that is in the pool; of one that is swapped out, refused: cannot do `what`."""
         row = self._row(seq)
         if row.host is not None:
@@ -518,11 +518,11 @@ class PageAllocator:
         """A sequence on pages that count it as a reader already."""
         seq = self._next
         self._next += 1
-        self._rows[seq] = Row(length, length, table, next(self._stamps), first)
+        self._rows[seq] = SequencePages(length, length, table, next(self._stamps), first)
         self.epoch += 1
         return seq
 
-    def _row(self, seq: int) -> Row:
+    def _row(self, seq: int) -> SequencePages:
         row = self._rows.get(seq)
         if row is not None:
             return row
@@ -537,7 +537,7 @@ class PageAllocator:
             raise PageError(f"sequence {seq} is not swapped out; only what was swapped out can be swapped in")
         return host
 
-    def _changed(self, row: Row) -> None:
+    def _changed(self, row: SequencePages) -> None:
         row.stamp = next(self._stamps)
         self.epoch += 1
 
@@ -561,5 +561,5 @@ class PageAllocator:
                 elif left == 1 and kept[page]:
                     idle.append(page)
         if idle:
-            assert self._when_idle is not None, "set by the cache that keeps pages"
-            self._when_idle(idle)
+            assert self._on_idle is not None, "set by the cache that keeps pages"
+            self._on_idle(idle)

@@ -27,7 +27,7 @@ CAUSAL = Causal()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Options:
+class AttendOptions:
     """The arguments of `attend` besides the tensors; a scale of None is that of the layer's head dim."""
 
     mask: Mask | AfterPrefix = CAUSAL
@@ -48,7 +48,7 @@ class PagedKVCache(ABC):
         """Put the new tokens' keys (tokens, key heads, dim) and values where the plan says."""
 
     @abstractmethod
-    def partial(self, layer: int, query: Tensor, plan: StepPlan, options: Options) -> tuple[Tensor, Tensor]:
+    def partial(self, layer: int, query: Tensor, plan: StepPlan, options: AttendOptions) -> tuple[Tensor, Tensor]:
         """(out, lse) over the keys there are, not yet rounded, without sinks."""
 
     def attend(
@@ -70,7 +70,7 @@ class PagedKVCache(ABC):
         is a logit per head that takes part in every softmax and has no value. Returns out (tokens, heads, value dim),
         with `return_lse` also lse (tokens, heads), natural log.
         """
-        out, lse = self.partial(layer, query, plan, Options(mask, score_mod, scale, kernel))
+        out, lse = self.partial(layer, query, plan, AttendOptions(mask, score_mod, scale, kernel))
         if sinks is not None:
             _check_sinks(sinks, lse)
             out, lse = with_sinks(out, lse, sinks)

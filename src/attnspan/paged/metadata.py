@@ -119,7 +119,7 @@ class PagedMetadata:
         """Keys [first, last) of a row as (last - first, Hk, D): a copy, of whole pages except for the ends."""
         if isinstance(pages, Quantised):
             codes, scales = (self.keys_of(part, row, first, last) for part in (pages.codes, pages.scales))
-            return Quantised(codes, scales, pages.dtype).numbers()
+            return Quantised(codes, scales, pages.dtype).dequantise()
         size = self.page_size
         low, high = first // size, -(-last // size)
         # Rows of one long dim, by 64-bit indices: on a CPU ten times as fast as pages of three dims by 32-bit ones.

@@ -29,10 +29,10 @@ from attnspan.masks import Mask
 from attnspan.paged.after_prefix import AfterPrefix
 from attnspan.paged.allocator import PageAllocator
 from attnspan.paged.kernels import choose
-from attnspan.paged.kv_cache import Options, PagedKVCache, check_without_gradients
+from attnspan.paged.kv_cache import AttendOptions, PagedKVCache, check_without_gradients
 from attnspan.paged.metadata import PagedMetadata, Pages, tensors
 from attnspan.paged.page_tensors import PageTensors
-from attnspan.paged.quantised import LARGEST, Quantised, quantised
+from attnspan.paged.quantised import LARGEST, Quantised, quantise
 from attnspan.paged.scoring import Scoring, check_fits, scoring
 from attnspan.paged.step_plan import StepPlan
 
@@ -145,14 +145,14 @@ class PagePool(PageTensors, PagedKVCache):
         self.check_plan(plan)
         for name, given, dim in (("key", key, spec.head_dim), ("value", value, spec.value_dim)):
             self._check(name, given, (plan.tokens, spec.kv_heads, dim), spec.dtype)
-        self.put(index, key, value, plan.slots)
+        self.write_slots(index, key, value, plan.slots)
 
-    def put(self, layer: int, key: Tensor, value: Tensor, slots: Tensor) -> None:
+    def write_slots(self, layer: int, key: Tensor, value: Tensor, slots: Tensor) -> None:
         """Write tokens to slots (tokens,) int64, unchecked; `write` knows the slots of a plan."""
         pairs = (self.keys[layer], key), (self.values[layer], value)
         for pages, given in pairs[:1] if self.layers[layer].values_in_keys else pairs:
             if isinstance(pages, Quantised):
-                found = quantised(given, pages.dtype)
+                found = quantise(given, pages.dtype)
                 pages.codes.flatten(0, 1).index_copy_(0, slots, found.codes)
                 pages.scales.flatten(0, 1).index_copy_(0, slots, found.scales)
             else:
@@ -160,7 +160,7 @@ class PagePool(PageTensors, PagedKVCache):
 
     # ---- attention -------------------------------------------------------------------------------------------------
 
-    def partial(self, layer: int, query: Tensor, plan: StepPlan, options: Options) -> tuple[Tensor, Tensor]:
+    def partial(self, layer: int, query: Tensor, plan: StepPlan, options: AttendOptions) -> tuple[Tensor, Tensor]:
         """(out, lse) over the keys that lie here, not yet rounded: what ranks that share a sequence exchange."""
         index, spec = self.layer(layer)
         self.check_plan(plan)
@@ -244,7 +244,7 @@ class PagePool(PageTensors, PagedKVCache):
         self._check("query", query, (plan.tokens, heads, spec.head_dim), spec.dtype)
 
     def _check_window(self, asked: Scoring, plan: StepPlan) -> None:
-        most = plan.most_window
+        most = plan.max_window
         if most is not None and (asked.window is None or asked.window > most):
             sees = "everything" if asked.window is None else f"a window of {asked.window}"
             raise PageError(

@@ -20,9 +20,9 @@ own early pages were released behind a sliding window do not matter here: the ca
 an answer what others have asked, each has its own. Values of different types are different salts, though Python takes
 1, 1.0 and True for equal.
 
-[Note: runs] Pages that were kept together and that nothing has parted since are one node, a run. Most prompts are like
-no other, and so cost a node each, however many pages they have. A run is parted where another prompt leaves it, or
-uses only its beginning: all pages of a run were last used at the same time.
+[Note: runs] The pages form a radix tree. Pages that were kept together and not split since are one node, a run. Most
+prompts are like no other, and so cost a node each, however many pages they have. A run is split where another prompt
+leaves it, or uses only its beginning: all pages of a run were last used at the same time.
 
 [Note: stale entries] Runs whose last page is idle wait in a heap. An entry is not removed when its run is used again:
 it is out of date about the run's last use, its readers or its children, and is passed over when it comes up. When most
@@ -94,7 +94,7 @@ class PageRun:
         """The run whose first page has exactly these tokens."""
         return self.after.get(page[:WIDTH], {}).get(page)
 
-    def agreeing(self, tokens: bytes, width: int) -> int:
+    def matching_pages(self, tokens: bytes, width: int) -> int:
         """How many pages of so many bytes agree with tokens, the first of which does."""
         if tokens.startswith(self.tokens):
             return len(self.pages)
@@ -107,13 +107,13 @@ class PageRun:
         """The run below whose first page agrees with the most of `tokens` from their start, and with how many."""
         best: tuple[PageRun | None, int] = (None, 0)
         for _, run in zip(range(MOST_COMPARED), reversed(self.after.get(tokens[:WIDTH], {}).values()), strict=False):
-            agreed = _agreed(run.tokens, tokens)
+            agreed = _common_prefix(run.tokens, tokens)
             if agreed > best[1]:
                 best = (run, agreed)
         return best
 
 
-def _agreed(a: bytes, b: bytes) -> int:
+def _common_prefix(a: bytes, b: bytes) -> int:
     """How many leading tokens are the same."""
     pairs = zip(memoryview(a).cast("Q"), memoryview(b).cast("Q"), strict=False)
     return next((i for i, (x, y) in enumerate(pairs) if x != y), min(len(a), len(b)) // WIDTH)
@@ -140,7 +140,7 @@ class PrefixCache:
     """
 
     def __init__(self, allocator: PageAllocator):
-        allocator.attach_cache(when_idle=self._left_alone, reclaim=self._reclaim)
+        allocator.attach_cache(on_idle=self._on_idle, reclaim=self._reclaim)
         self.allocator, self.metrics = allocator, Metrics()
         self._width = allocator.page_size * WIDTH  # bytes of a page's tokens
         self._roots: dict[Hashable, PageRun] = {}
@@ -172,7 +172,7 @@ class PrefixCache:
         Call it when their keys are written. Pages that were released already, and what comes after, are left out.
         """
         prompt, width, salt = _packed(tokens), self._width, _typed(salt)
-        row = self.allocator.present(seq, "keep pages of")
+        row = self.allocator.resident(seq, "keep pages of")
         if len(prompt) > row.length * WIDTH:
             given = len(prompt) // WIDTH
             raise PageError(f"tokens must be at most the {row.length} that sequence {seq} holds, got {given}")
@@ -206,7 +206,7 @@ class PrefixCache:
         """Give up every idle page; how many there were."""
         before = self._count
         for run, count in self._victims(before):
-            self._cut(run, count)
+            self._evict(run, count)
         return before - self._count
 
     def reset(self, next_id: int = 0) -> None:
@@ -262,7 +262,7 @@ class PrefixCache:
         while run is not None and len(tokens) >= width:
             run = run.child(tokens[:width])
             if run is not None:
-                count = run.agreeing(tokens, width)
+                count = run.matching_pages(tokens, width)
                 path.append((run, count))
                 if count < len(run.pages):
                     break
@@ -282,7 +282,7 @@ class PrefixCache:
             last, count = path[-1] if path else (root, 0)
             if count < len(last.pages):
                 partly: PageRun | None = last
-                agreed = _agreed(last.tokens[count * width : (count + 1) * width], rest)
+                agreed = _common_prefix(last.tokens[count * width : (count + 1) * width], rest)
                 beyond = [*path[:-1], (last, count + 1)]
             else:
                 partly, agreed = last.nearest(rest)
@@ -316,13 +316,13 @@ class PrefixCache:
     def _touch(self, run: PageRun, count: int) -> PageRun:
         """Use the first `count` pages of a run; the run that has those and no others."""
         if count < len(run.pages):
-            run = self._parted(run, count)
+            run = self._split(run, count)
         run.used = self._clock
         if self.allocator.is_idle(run.pages[-1]):
-            self._wait(run)
+            self._queue_idle(run)
         return run
 
-    def _parted(self, run: PageRun, count: int) -> PageRun:
+    def _split(self, run: PageRun, count: int) -> PageRun:
         """A run of the first `count` pages, which the rest comes after. See [Note: runs]."""
         width, parent = self._width, run.parent
         assert parent is not None, "a root has no pages"
@@ -333,12 +333,12 @@ class PrefixCache:
         self._tails[head.pages[-1]] = head
         return head
 
-    def _left_alone(self, pages: list[int]) -> None:
+    def _on_idle(self, pages: list[int]) -> None:
         """Pages have no reader any more but the cache."""
         for run in filter(None, map(self._tails.get, pages)):
-            self._wait(run)
+            self._queue_idle(run)
 
-    def _wait(self, run: PageRun) -> None:
+    def _queue_idle(self, run: PageRun) -> None:
         """Queue a run whose last page may be given up, if nothing comes after it."""
         if run.children:
             return
@@ -361,10 +361,10 @@ class PrefixCache:
         victims = self._victims(short)
         if sum(count for _, count in victims) < short:
             for run, _ in victims:
-                self._wait(run)
+                self._queue_idle(run)
             return False
         for run, count in victims:
-            self._cut(run, count)
+            self._evict(run, count)
         return True
 
     def _victims(self, most: int) -> Path:
@@ -391,11 +391,11 @@ class PrefixCache:
                     self._push(parent)
         return victims
 
-    def _cut(self, run: PageRun, count: int) -> None:
+    def _evict(self, run: PageRun, count: int) -> None:
         """Give up the last pages of a run, which have no other reader."""
         pages, parent = run.pages[: -count - 1 : -1], run.parent
         assert parent is not None, "a root holds no page"
-        self.allocator.give_up(pages)
+        self.allocator.evict(pages)
         self._count -= count
         self.metrics.evicted_pages += count
         del self._tails[pages[0]]
@@ -413,7 +413,7 @@ class PrefixCache:
         if not parent.children and parent.parent is None:
             del self._roots[parent.salt]
         elif parent.pages and self.allocator.is_idle(parent.pages[-1]):
-            self._wait(parent)
+            self._queue_idle(parent)
 
 
 def _typed(salt: Hashable) -> Hashable:

@@ -43,15 +43,15 @@ class Quantised(NamedTuple):
         """That of the numbers that the codes stand for."""
         return self.codes.shape
 
-    def numbers(self) -> Tensor:
+    def dequantise(self) -> Tensor:
         """What was stored, in float32."""
         return self.codes.view(self.dtype).float() * self.scales.unsqueeze(-1)
 
 
-def quantised(x: Tensor, dtype: torch.dtype) -> Quantised:
+def quantise(x: Tensor, dtype: torch.dtype) -> Quantised:
     """The codes and scales of numbers.
 
-    >>> quantised(torch.tensor([[0.5, -1.0, 0.0]]), torch.int8).codes.tolist()
+    >>> quantise(torch.tensor([[0.5, -1.0, 0.0]]), torch.int8).codes.tolist()
     [[64, -127, 0]]
     """
     wide = x.float()

@@ -31,7 +31,7 @@ from attnspan.errors import PageError, integer
 from attnspan.kernels.merge import share_of
 from attnspan.layouts import Layout
 from attnspan.layouts.run import positions_of
-from attnspan.paged.kv_cache import Options, PagedKVCache
+from attnspan.paged.kv_cache import AttendOptions, PagedKVCache
 from attnspan.paged.metadata import Spread
 from attnspan.paged.pool import Layer, PagePool
 from attnspan.paged.step_plan import StepPlan
@@ -102,7 +102,7 @@ class ShardedPages(PagedKVCache):
         self._check_plan(plan)
         self.pool.write(layer, key, value, plan)
 
-    def partial(self, layer: int, query: Tensor, plan: StepPlan, options: Options) -> tuple[Tensor, Tensor]:
+    def partial(self, layer: int, query: Tensor, plan: StepPlan, options: AttendOptions) -> tuple[Tensor, Tensor]:
         """(out, lse) over the keys of all ranks: one message to each, the same result on each."""
         self._check_plan(plan)
         return self._joined(*self.pool.partial(layer, query, plan, options))
@@ -141,7 +141,7 @@ class ShardedPages(PagedKVCache):
             ).wait()
         slots = plan.slots.index_select(0, torch.cat(route.receives))
         arrived = torch.cat(receives)
-        self.pool.put(layer, arrived[..., : spec.head_dim], arrived[..., spec.head_dim :], slots)
+        self.pool.write_slots(layer, arrived[..., : spec.head_dim], arrived[..., spec.head_dim :], slots)
 
     def _check_shards(self, spec: Layer, key: Tensor, value: Tensor, tokens: int) -> None:
         """`tokens` are all that this rank holds, of every row."""
@@ -181,7 +181,7 @@ class ShardedPages(PagedKVCache):
 
     def agree(self) -> None:
         """Compare all ranks' tables and lengths; PageError on every rank if they differ. Every rank calls it."""
-        rows = self.allocator.rows
+        rows = self.allocator.sequences
         tables = digest([(seq, row.length, row.first, row.table.tolist()) for seq, row in sorted(rows.items())])
         others = differing_ranks(all_gather_object(self.transport, tables, "page tables"))
         if others:

@@ -39,7 +39,7 @@ import torch
 from torch import Tensor
 
 from attnspan.errors import PageError, integer
-from attnspan.paged.allocator import NULL_PAGE, Growth, Row
+from attnspan.paged.allocator import NULL_PAGE, Growth, SequencePages
 from attnspan.paged.metadata import ONE_RANK, PagedMetadata, Spread
 
 if TYPE_CHECKING:
@@ -87,13 +87,13 @@ class StepPlan:
         device, n = pool.device, self.max_sequences
         # One column more than pages: FlexAttention's kernels read one index past the last.
         self.width = -(-self.max_length // pool.allocator.page_size) + 1
-        self._buffer = _Buffer(n, self.max_tokens, self.width, device)
+        self._buffer = _StepBuffer(n, self.max_tokens, self.width, device)
         self._numbers = array("i", range(n))
-        self._seen: tuple[tuple[int, ...], list[Row], list[int], list[int]] = ((), [], [], [])
+        self._seen: tuple[tuple[int, ...], list[SequencePages], list[int], list[int]] = ((), [], [], [])
         self._epoch = -1
         self.tokens = self.sequences = 0
         self.shared: tuple[Shared, ...] = ()
-        self.most_window: int | None = None  # the longest window that still finds all its pages
+        self.max_window: int | None = None  # the longest window that still finds all its pages
         self.host_lengths: tuple[int, ...] = ()
         self._metadata: PagedMetadata | None = None
 
@@ -153,7 +153,7 @@ class StepPlan:
         buffer.send(n)
         self.tokens, self.sequences, self.host_lengths = offsets[-1], len(rows), tuple(lengths)
         released = [(row, start) for row, start in zip(rows, starts, strict=False) if row.first]
-        self.most_window = min([start - row.first + 1 for row, start in released], default=None)
+        self.max_window = min([start - row.first + 1 for row, start in released], default=None)
         self._metadata = PagedMetadata(
             self.pool.page_size, buffer.tables[:n], buffer.begins[:n], buffer.ends[:n], buffer.offsets[: n + 1],
             buffer.rows[: self.tokens], buffer.positions[: self.tokens], counts,
@@ -164,7 +164,7 @@ class StepPlan:
         self._epoch = self.pool.allocator.epoch
 
     def _located(
-        self, rows: list[Row], starts: list[int], lengths: list[int], counts: tuple[int, ...]
+        self, rows: list[SequencePages], starts: list[int], lengths: list[int], counts: tuple[int, ...]
     ) -> tuple[array[int], array[int], array[int]]:
         """The slot, row and position of every token. A token that lies elsewhere, or is padding, goes to slot 0."""
         size, padding = self.pool.page_size, len(counts) - len(rows)
@@ -199,7 +199,7 @@ class StepPlan:
                 yield [NULL_PAGE] * count
             start += count
 
-    def _common(self, rows: list[Row]) -> tuple[Shared, ...]:
+    def _common(self, rows: list[SequencePages]) -> tuple[Shared, ...]:
         """Neighbours that begin with the same pages; a page in which anyone has a new token is not shared."""
         size, groups, first = self.pool.allocator.page_size, [], 0
         while first < len(rows):
@@ -231,7 +231,7 @@ class StepPlan:
         if self._metadata is None or self._epoch < 0:
             raise PageError("the plan describes no step; call plan.step([(sequence, new_tokens), ...]) first")
         for seq, row, stamp, length in zip(*self._seen, strict=True):
-            if allocator.rows.get(seq) is not row:
+            if allocator.sequences.get(seq) is not row:
                 raise PageError(f"the plan is stale: sequence {seq} was freed after its step; plan a new step")
             if (row.stamp, row.length) != (stamp, length):
                 raise PageError(f"the plan is stale: sequence {seq} was changed after its step; plan a new step")
@@ -305,7 +305,7 @@ class StepPlan:
         return f"StepPlan({self.sequences} sequences, {self.tokens} new tokens, longest {longest})"
 
 
-class _Buffer:
+class _StepBuffer:
     """The ints of a step, on the host and on the device, at fixed places, for n sequences and t tokens::
 
     slots 2 t (64 bits each) | rows t | positions t | offsets n + 1 | lengths n | begins n | ends n | shared 3 n |
@@ -326,7 +326,7 @@ class _Buffer:
         hosts = [self.device_ints]
         if device.type != "cpu":
             hosts = [torch.zeros_like(self.device_ints, device="cpu").pin_memory() for _ in range(2)]
-        self._sides = [_Side(host, n, 2 * t) for host in hosts]
+        self._sides = [_HostBuffer(host, n, 2 * t) for host in hosts]
 
     def begin(self) -> None:
         """Turn to the side that was sent longest ago."""
@@ -335,7 +335,7 @@ class _Buffer:
         if side.sent is not None:
             side.sent.synchronize()
 
-    def put_tables(self, rows: list[Row], stamps: list[int], padding: int) -> None:
+    def put_tables(self, rows: list[SequencePages], stamps: list[int], padding: int) -> None:
         """Block tables, where they differ from what a side holds. A padding row's first page is the null page."""
         side, width = self._sides[self._turn], self.width
         for place in compress(range(len(rows)), map(ne, stamps, side.stamps)):
@@ -373,7 +373,7 @@ class _Buffer:
         return self._zeros.expand(count)
 
 
-class _Side:
+class _HostBuffer:
     """One host buffer: its ints, whose tables it holds, and when it was last sent."""
 
     def __init__(self, host: Tensor, n: int, wide: int) -> None:
