@@ -354,7 +354,7 @@ def costs(case: Case, device: str, ours: Ours) -> list[str]:
     known, [group] = ours.engine.counts.cached, ours.engine._scheduler.kv_cache.groups
     assert group.prefix_cache is not None, "it is on unless asked for"
     asked = [(group.prefix_cache, name) for name in ("add", "insert")]
-    called = [(group.allocator, name) for name in ("_reclaim", "_when_idle")]  # by the allocator, when pages are short
+    called = [(group.allocator, name) for name in ("_reclaim", "_on_idle")]  # by the allocator, when pages are short
     with Stopwatch(*asked, *called) as watch, Timed(device) as timed:
         ours(some)
     hits = ours.engine.counts.cached - known

@@ -29,7 +29,7 @@ from attnspan.paged import PageAllocator, PagePool, PrefixCache, StatePool, Step
 from attnspan.recurrence import PackedSequences
 from tests.engine.models import greedy, prompts, tiny, tokenizer
 
-PARTS = ("engine", "paged", "integrations/huggingface/serv")  # serving.py, served_model.py
+PARTS = ("engine", "paged", "integrations/huggingface/serv")  # serving.py, served_model.py and others
 SOURCES = tuple(str(Path(attnspan.__file__).parent / part) for part in PARTS)
 
 

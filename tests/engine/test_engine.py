@@ -637,7 +637,8 @@ def test_an_engine_that_was_made_in_inference_mode_goes_on_without():
 
 
 def test_a_model_that_is_called_while_it_is_served_says_so():
-    from attnspan.integrations.huggingface.serving import attention_over_pages, served_layers
+    from attnspan.integrations.huggingface.served_layers import served_layers
+    from attnspan.integrations.huggingface.serving_binding import attention_over_pages
 
     model = tiny("Llama")
     served_layers(model)  # as an engine does when it is made: transformers then knows the name
@@ -652,12 +653,12 @@ def test_a_model_that_is_called_while_it_is_served_says_so():
 def test_a_config_is_served_as_by_its_setter(name, plain):
     import transformers
 
-    from attnspan.integrations.huggingface.serving import _is_plain, _PagedBinding
+    from attnspan.integrations.huggingface.serving_binding import ServingBinding, _is_plain
 
     model, expected = torch.nn.Module(), getattr(transformers, name)()
     model.config = getattr(transformers, name)()
     assert _is_plain(model.config) is plain
-    binding = _PagedBinding(model)
+    binding = ServingBinding(model)
     for attention in ("attnspan_paged", "eager"):
         binding.set_attention(model.config, attention)
         expected._attn_implementation = attention
@@ -669,7 +670,7 @@ def test_a_config_is_served_as_by_its_setter(name, plain):
 def test_a_config_whose_attention_lies_elsewhere_is_served_by_its_setter():
     from transformers import LlamaConfig
 
-    from attnspan.integrations.huggingface.serving import _is_plain
+    from attnspan.integrations.huggingface.serving_binding import _is_plain
 
     class Moved(LlamaConfig):
         _attn_implementation = property(lambda self: self.moved, lambda self, name: setattr(self, "moved", name))

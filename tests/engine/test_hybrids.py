@@ -264,7 +264,7 @@ def test_a_model_that_leaves_a_mixer_out_is_refused(layer, why):
 
 
 def test_a_model_whose_mixer_runs_by_itself_while_it_is_served_is_refused():
-    from attnspan.integrations.huggingface.serving import attention_over_pages
+    from attnspan.integrations.huggingface.serving_binding import attention_over_pages
 
     model = tiny("Qwen3Next")
     engine(model)

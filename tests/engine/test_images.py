@@ -159,7 +159,7 @@ def test_ranks_with_other_images_are_refused():
 
 def test_groups_that_are_forgotten_would_be_noticed(monkeypatch):
     model, inputs = model_of("gemma3"), prompts("gemma3")
-    monkeypatch.setattr("attnspan.engine.model_runner._grouped", lambda batch: {})
+    monkeypatch.setattr("attnspan.engine.model_runner._group_masks", lambda batch: {})
     engine = span.Engine(model, pages=64, page_size=4)
     assert not same(answers(engine, inputs), [generated(model, each) for each in inputs])
 

@@ -243,7 +243,7 @@ def test_a_model_whose_layers_attend_in_another_order_by_now_is_refused():
 
 
 def test_another_thread_may_not_call_a_model_that_is_being_served():
-    from attnspan.integrations.huggingface.serving import attention_over_pages
+    from attnspan.integrations.huggingface.serving_binding import attention_over_pages
 
     model = model_of("Olmo2", SIZES)
     engine(model)

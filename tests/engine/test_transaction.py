@@ -224,13 +224,13 @@ def test_calls_in_the_middle_of_a_step_are_refused_by_name_and_cancel_is_noted(h
 
 
 def test_the_model_has_its_own_attention_back_after_a_step_that_was_interrupted_on_its_way_out(monkeypatch):
-    from attnspan.integrations.huggingface import serving
+    from attnspan.integrations.huggingface.serving_binding import ServingBinding
 
     one, model = engine(), tiny("Llama")
     before = model.config._attn_implementation
     request = one.add([5, 6, 7], SamplingParams(max_new_tokens=4))
     with monkeypatch.context() as patch:
-        patch.setattr(serving._PagedBinding, "end", Once(serving._PagedBinding.end, error=KeyboardInterrupt))
+        patch.setattr(ServingBinding, "end", Once(ServingBinding.end, error=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             one.step()
     drive(one)

@@ -27,6 +27,8 @@ Over ranks:
 Over pages:
 
     served_model.py        the model as an engine sees it (encoder_decoder.py: one with an encoder)
+    served_layers.py       its layers; a model that has others is refused
+    serving_binding.py     what is set on it while engines serve it
     serving.py             attention over pages, for as long as one call takes
     probe.py               that the model does as its source says
     embedding.py           prompts with images or sounds

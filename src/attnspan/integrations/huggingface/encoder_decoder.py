@@ -31,15 +31,10 @@ from attnspan.integrations.huggingface.biases import COMPUTED, FIRST, ScoreBias,
 from attnspan.integrations.huggingface.layers import AttentionLayer, attention_layers
 from attnspan.integrations.huggingface.own_attention import own_attention
 from attnspan.integrations.huggingface.positions import call_at_positions, counts_by_itself, give_positions
+from attnspan.integrations.huggingface.served_layers import ServedLayers
 from attnspan.integrations.huggingface.served_model import TransformersModel, positions_of
-from attnspan.integrations.huggingface.serving import (
-    ModelCall,
-    ModuleAttention,
-    ProbeResult,
-    ServedLayers,
-    attention_over_pages,
-    run_call,
-)
+from attnspan.integrations.huggingface.serving import ModelCall, ModuleAttention, run_call
+from attnspan.integrations.huggingface.serving_binding import ProbeResult, attention_over_pages
 
 OTHER_INPUTS = ("input_features", "pixel_values", "input_values", "bbox")
 """What encoders read that are not of texts."""

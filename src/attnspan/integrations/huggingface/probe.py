@@ -35,16 +35,9 @@ from attnspan.integrations.huggingface.checking import check_output
 from attnspan.integrations.huggingface.layers import AttentionLayer, calls_of
 from attnspan.integrations.huggingface.masking import Pattern, given_masks, requested_pattern
 from attnspan.integrations.huggingface.own_attention import CURRENT_ATTENTION, dispatch_forward
-from attnspan.integrations.huggingface.serving import (
-    ModelCall,
-    ProbedCall,
-    ProbeResult,
-    ServedLayers,
-    called_while_served,
-    head_of,
-    probed_once,
-    run_call,
-)
+from attnspan.integrations.huggingface.served_layers import ServedLayers, head_of
+from attnspan.integrations.huggingface.serving import ModelCall, called_while_served, run_call
+from attnspan.integrations.huggingface.serving_binding import ProbedCall, ProbeResult, probed_once
 from attnspan.integrations.huggingface.tensor_parallel import on_this_rank, tensor_parallel_mesh
 from attnspan.integrations.huggingface.towers import OUTPUTS, decoder_of, patterns_of
 from attnspan.recurrence import PackedSequences, Rule

@@ -34,19 +34,14 @@ from attnspan.integrations.huggingface.mixers import may_be_replaced
 from attnspan.integrations.huggingface.own_attention import NO_MASK, position_bias
 from attnspan.integrations.huggingface.positions import call_at_positions
 from attnspan.integrations.huggingface.probe import probe_model
-from attnspan.integrations.huggingface.serving import (
+from attnspan.integrations.huggingface.served_layers import ServedLayers, head_of, served_layers
+from attnspan.integrations.huggingface.serving import ModelCall, keep_logits, run_call, wants_latents
+from attnspan.integrations.huggingface.serving_binding import (
     WHILE_SERVED,
-    ModelCall,
     ProbeResult,
-    ServedLayers,
     attention_over_pages,
-    head_of,
-    keep_logits,
-    run_call,
     serve_latents,
-    served_layers,
     update_layers,
-    wants_latents,
 )
 from attnspan.integrations.huggingface.tensor_parallel import check_tensor_parallel
 from attnspan.integrations.huggingface.towers import decoder_of

@@ -34,7 +34,7 @@ from attnspan.integrations.huggingface.layers import AttentionLayer
 from attnspan.parallel.dtensors import PLAIN, is_dtensor
 
 if TYPE_CHECKING:
-    from attnspan.integrations.huggingface.serving import ServedLayers
+    from attnspan.integrations.huggingface.served_layers import ServedLayers
 
 AXIS = "tp"
 """The axis of a mesh that heads are spread over."""

@@ -1,0 +1,205 @@
+"""What is set on the configs and modules of a transformers model while engines serve it, and taken back afterwards.
+
+[Note: several engines] Several engines may serve one model at once, as virtual ranks do. The first to come sets the
+name of its attention, the last to leave restores it. The name is written to the configs that layers read it from:
+calling `set_attn_implementation`, which visits every module, would cost a small model a tenth of its step.
+
+[Note: interrupts] Engines are kept by identity, not counted: one that was interrupted on its way out leaves with its
+next step. Locks are taken and released within one line (engine/owner.py, [Note: one line]).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from copy import copy
+from dataclasses import replace
+from functools import partial
+from operator import is_not
+from threading import Lock
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from attnspan.engine.fingerprint import ServingMethod
+from attnspan.engine.model import StateSpec
+from attnspan.errors import EngineError
+from attnspan.integrations.huggingface.attention import configs_of
+from attnspan.integrations.huggingface.latents import METHOD, LatentSource
+from attnspan.integrations.huggingface.layers import AttentionLayer
+from attnspan.integrations.huggingface.lora import forward_by_rows
+from attnspan.integrations.huggingface.served_layers import ServedLayers
+from attnspan.integrations.huggingface.serving import NAME, NAME_MERGING, adapter_rows, mixer_tokens
+from attnspan.integrations.huggingface.towers import decoder_of
+
+_ENTRY = "_attn_implementation_internal"
+
+WHILE_SERVED = frozenset({_ENTRY, "_attn_implementation", METHOD})
+"""Entries of a config, or of a module, that change because the model is served."""
+
+
+class ProbedCall(NamedTuple):
+    """That a layer attends: its place among the layers, its window, and the key heads that it has on this rank."""
+
+    place: int
+    window: int | None
+    kv_heads: int
+
+    def layer(self, layers: Sequence[AttentionLayer]) -> AttentionLayer:
+        """The layer, as it attends."""
+        return replace(layers[self.place], window=self.window, kv_heads=self.kv_heads)
+
+
+class ProbeResult(NamedTuple):
+    """What probing a model found: its layers in the order in which they attend; of each state what it is, and whose;
+    and whether the model computes the logits of all tokens where some are asked for."""
+
+    calls: list[ProbedCall]
+    states: list[tuple[str, StateSpec]]
+    all_logits: bool = False
+
+
+class ServingBinding:
+    """The engines that serve a model, the names that its configs had before, and what probing it found."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        decoder = decoder_of(model)
+        self.config = model.config  # if it has another, all are looked for again
+        self.configs = configs_of(decoder)  # one, for nearly every model
+        self.name = NAME if decoder is model else NAME_MERGING
+        self.plain = {id(config) for config in self.configs if _is_plain(config)}
+        self.names: list[str] | None = None  # None while no engine serves it
+        self.owners: set[int] = set()
+        self.latents: dict[nn.Module, LatentSource] = {}
+        self.described: list[str] = []
+        self.probed = ProbeResult([], [])
+        self.replaced: list[nn.Module] = []
+        self.replacements: list[tuple[dict[str, object], str, ServingMethod]] = []  # attributes of modules
+        self.lock = Lock()
+
+    def begin(self, name: str, owner: int) -> None:
+        """An owner comes; again, if its last end was broken off."""
+        if not self.owners:
+            if self.names is None:
+                self.names = [self.attention_of(config) for config in self.configs]
+            for config in self.configs:
+                self.set_attention(config, name)
+        for source in self.latents.values():
+            source.bind()
+        if not self.owners:
+            for held, attribute, method in self.replacements:
+                held[attribute] = method
+        self.owners.add(owner)
+
+    def end(self, owner: int) -> None:
+        self.owners.discard(owner)
+        if not self.owners and self.names is not None:
+            for config, name in zip(self.configs, self.names, strict=True):
+                self.set_attention(config, name)
+            for source in self.latents.values():
+                source.unbind()
+            for held, attribute, _ in self.replacements:
+                held.pop(attribute, None)
+            self.names = None
+
+    def attention_of(self, config: PreTrainedConfig) -> str:
+        name: str = vars(config)[_ENTRY] if id(config) in self.plain else config._attn_implementation
+        return name
+
+    def set_attention(self, config: PreTrainedConfig, name: str) -> None:
+        """`config._attn_implementation = name`, whose setter takes long to look for configs inside."""
+        if id(config) in self.plain:
+            vars(config)[_ENTRY] = name
+        else:
+            config._attn_implementation = name
+
+    def probe(self, layers: ServedLayers, name: str, probe: Callable[[], ProbeResult]) -> ProbeResult:
+        """See `probed_once`; under the lock."""
+        self.update_layers(layers)
+        if self.described != layers.described:
+            self.check_idle()
+            self.begin(name, id(self))
+            try:
+                self.probed = probe()
+            finally:
+                self.end(id(self))
+            self.described = layers.described
+        return self.probed
+
+    def update_layers(self, layers: ServedLayers) -> None:
+        """The mixers and LoRA layers of the model, as they are now."""
+        modules = [*(mixer.module for mixer in layers.mixers), *layers.lora]
+        if len(modules) != len(self.replaced) or any(map(is_not, modules, self.replaced)):
+            self.check_idle()
+            self.replacements = [
+                (vars(module), attribute, ServingMethod(method))
+                for mixer in layers.mixers
+                for module, attribute, method in mixer.replacements(partial(mixer_tokens, mixer))
+            ]
+            self.replacements += [
+                (vars(module), "forward", ServingMethod(forward_by_rows, module, adapter_rows))
+                for module in layers.lora
+            ]
+            self.replaced = modules
+
+    def check_idle(self) -> None:
+        if self.owners:
+            raise EngineError("model has changed, and another engine is in the middle of a step with it")
+
+
+def _is_plain(config: PreTrainedConfig) -> bool:
+    """Whether the name of a config's attention is one entry of it and nothing else, shown by a copy."""
+    twin = copy(config)
+    vars(twin)[_ENTRY] = NAME
+    return not config.sub_configs and twin._attn_implementation == NAME
+
+
+_BINDINGS: WeakKeyDictionary[nn.Module, ServingBinding] = WeakKeyDictionary()
+_LOCK = Lock()
+
+
+def _binding_of(model: PreTrainedModel) -> ServingBinding:
+    with _LOCK: return _find_binding(model)  # fmt: skip  # noqa: E701
+
+
+def _find_binding(model: PreTrainedModel) -> ServingBinding:
+    found = _BINDINGS.get(model)
+    if found is None or (found.config is not model.config and not found.owners):
+        found = _BINDINGS[model] = ServingBinding(model)
+    return found
+
+
+@contextmanager
+def attention_over_pages(model: PreTrainedModel, owner: object = None) -> Iterator[None]:
+    """Inside, the model's attention is `paged_attention`, for one owner at least. See [Note: several engines]."""
+    binding = _binding_of(model)
+    try:
+        with binding.lock: binding.begin(binding.name, id(owner))  # fmt: skip  # noqa: E701
+        yield
+    finally:
+        with binding.lock: binding.end(id(owner))  # fmt: skip  # noqa: E701
+
+
+def serve_latents(model: PreTrainedModel, sources: Iterable[LatentSource]) -> None:
+    """While the model is served, these stand in for the keys and values of their modules."""
+    binding = _binding_of(model)
+    with binding.lock: binding.latents.update((each.module, each) for each in sources)  # fmt: skip  # noqa: E701
+
+
+def probed_once(
+    model: PreTrainedModel, layers: ServedLayers, name: str, probe: Callable[[], ProbeResult]
+) -> ProbeResult:
+    """What `probe` finds with an attention of that name, or has found before of a model with these layers.
+
+    No engine serves the model meanwhile. An engine for a model that others serve, as on virtual ranks, finds it probed.
+    """
+    binding = _binding_of(model)
+    with binding.lock: return binding.probe(layers, name, probe)  # fmt: skip  # noqa: E701
+
+
+def update_layers(model: PreTrainedModel, layers: ServedLayers) -> None:
+    """From here on these are served: a model that has changed may have others of the same description."""
+    binding = _binding_of(model)
+    with binding.lock: binding.update_layers(layers)  # fmt: skip  # noqa: E701
