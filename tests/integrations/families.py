@@ -134,7 +134,7 @@ BIASED = {
 
 GPT = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
 GPT |= {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0, "bos_token_id": None, "eos_token_id": None}
-WRITTEN = {
+INLINE = {
     "gpt-neo": (
         "GPTNeoForCausalLM",
         "GPTNeoConfig",
@@ -166,7 +166,7 @@ BUILDING = Lock()
 @functools.cache
 def _built(name):
     transformers.logging.set_verbosity_error()
-    model, config, sizes = (SPECS | BIASED | WRITTEN)[name]
+    model, config, sizes = (SPECS | BIASED | INLINE)[name]
     kind = "sdpa" if "Falcon" in config else "eager"  # which adds ALiBi twice, in Falcon
     with torch.random.fork_rng(), warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -227,7 +227,7 @@ def test_a_model_that_makes_other_numbers_than_its_family_is_refused(name):
 @pytest.mark.parametrize("name", ["bloom", "mpt", "falcon"])
 def test_a_layer_whose_forward_is_another_is_refused(name, monkeypatch):
     """As in a version of transformers that has changed it."""
-    from attnspan.integrations.huggingface import own_attention
+    from attnspan.integrations.huggingface import inline_attention
 
     model = family(name)
     layer = attention_layers(model)[0]
@@ -236,7 +236,7 @@ def test_a_layer_whose_forward_is_another_is_refused(name, monkeypatch):
     def scaled(self, hidden_states, *args, **kwargs):
         return original(self, 2 * hidden_states, *args, **kwargs)
 
-    own_attention._agrees.cache_clear()
+    inline_attention._agrees.cache_clear()
     monkeypatch.setattr(cls, "forward", scaled)
     wanted = (
         f"{layer.name} ({cls.__name__}) has an attention of its own that is not the one known here "
@@ -246,7 +246,7 @@ def test_a_layer_whose_forward_is_another_is_refused(name, monkeypatch):
         with pytest.raises(ModelError, match=f"^{re.escape(wanted)}$"):
             attention_layers(model)
     finally:
-        own_attention._agrees.cache_clear()
+        inline_attention._agrees.cache_clear()
 
 
 def test_a_subclass_of_elsewhere_is_refused():

@@ -16,7 +16,7 @@ from transformers.models.recurrent_gemma.modeling_recurrent_gemma import Recurre
 
 import attnspan as span
 from attnspan.errors import ModelError
-from attnspan.integrations.huggingface import attention_layers, enable, mixers, written_mixers
+from attnspan.integrations.huggingface import attention_layers, enable, inline_mixers, mixers
 from attnspan.integrations.huggingface.sequence_functions import OURS, PADDING
 from attnspan.parallel import ContextParallel
 from attnspan.testing import loopback, processes
@@ -482,7 +482,7 @@ def test_a_function_that_a_version_changed_is_refused(function, how, monkeypatch
 def test_a_lightning_attention_that_a_version_changed_is_refused(monkeypatch):
     model = hybrid("minimax")
     cls = type(model.model.layers[0].self_attn)
-    monkeypatch.setattr("attnspan.integrations.huggingface.written_mixers._agrees", _proof_of(cls))
+    monkeypatch.setattr("attnspan.integrations.huggingface.inline_mixers._agrees", _proof_of(cls))
     with pytest.raises(
         ModelError, match=r"layers\.0\.self_attn .* has a lightning attention that is not the one known"
     ):
@@ -497,7 +497,7 @@ def _proof_of(cls):
         return cls.decay_factors(self, slope_rate / 2)
 
     changed = type(cls.__name__, (cls,), {"get_slope_rate": get_slope_rate, "decay_factors": decay_factors})
-    proof = written_mixers._agrees.__wrapped__
+    proof = inline_mixers._agrees.__wrapped__
     return lambda _: proof(changed)
 
 
@@ -510,24 +510,24 @@ def _proof_of(cls):
 )
 def test_twin_a_written_mixer_that_computes_something_else_is_told(home, name, method):
     cls = getattr(importlib.import_module(f"transformers.models.{home}.modeling_{home}"), name)
-    assert written_mixers._agrees(cls)
+    assert inline_mixers._agrees(cls)
 
     def reversed_in_time(self, *args, **kwargs):
         first = next(iter(kwargs))
         return getattr(cls, method)(self, *args, **(kwargs | {first: kwargs[first].flip(1)}))
 
-    assert not written_mixers._agrees(type(name, (cls,), {method: reversed_in_time}))
+    assert not inline_mixers._agrees(type(name, (cls,), {method: reversed_in_time}))
 
 
 def test_twin_a_block_whose_convolution_is_another_is_told():
-    assert written_mixers._agrees(RecurrentGemmaRecurrentBlock)
+    assert inline_mixers._agrees(RecurrentGemmaRecurrentBlock)
 
     def dilated(self, *args):
         RecurrentGemmaRecurrentBlock.__init__(self, *args)
         self.conv_1d = nn.Conv1d(6, 6, 3, groups=6, padding=4, dilation=2)
 
     other = type("RecurrentGemmaRecurrentBlock", (RecurrentGemmaRecurrentBlock,), {"__init__": dilated})
-    assert not written_mixers._agrees(other)
+    assert not inline_mixers._agrees(other)
 
 
 def test_positions_that_begin_behind_padding_forget_what_was_before():

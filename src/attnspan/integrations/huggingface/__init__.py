@@ -2,12 +2,12 @@
 
 What is read of a model, for both:
 
-    layers.py              its attention layers, as data
-    own_attention.py       layers that write their attention out (plain_attention.py: most of them, as rows of a table;
+    layers.py              its attention layers, as data (interface_calls.py: what each asks for, by its source)
+    inline_attention.py    layers that compute attention inline (plain_attention.py: most of them, as rows of a table;
                            biases.py: numbers that they add to scores)
     latents.py             layers of multi-head latent attention, whose latents stand in for keys and values
-    mixers.py              recurrent layers (sequence_functions.py: the functions that they call; written_mixers.py:
-                           those that write theirs out; token_mixing.py: what else mixes tokens, which is refused)
+    mixers.py              recurrent layers (sequence_functions.py: the functions that they call; inline_mixers.py:
+                           inline recurrences; token_mixing.py: what else mixes tokens, which is refused)
     adapters.py            adapters of peft that are refused, and those in use
     tiny_module.py         a small module of a class, on which what is read is tried (classes.py: a module's own class)
 

@@ -22,8 +22,8 @@ from attnspan.integrations.huggingface.attention import (
     wants_latents,
 )
 from attnspan.integrations.huggingface.biases import bind_bias, unbind_bias
+from attnspan.integrations.huggingface.inline_attention import bind_forward, unbind_forward
 from attnspan.integrations.huggingface.latents import METHOD, LatentSource, latent_source
-from attnspan.integrations.huggingface.own_attention import bind_forward, unbind_forward
 
 if TYPE_CHECKING:
     from attnspan.integrations.huggingface.enabling import Enabled
@@ -58,7 +58,7 @@ class ModelBinding:
             setattr(layer.module, BINDING, LayerBinding(layer, None, self._enabled))
         for mixer in self._parts.mixers:
             setattr(mixer.module, BINDING, MixerBinding(mixer, self._enabled))
-            mixer.bind(self._enabled.mixed_tokens)
+            mixer.bind(self._enabled.mixer_tokens)
 
     def unbind(self) -> None:
         """Every module and config is as it was."""

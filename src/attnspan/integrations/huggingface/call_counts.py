@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 
 from attnspan.errors import ModelError
 from attnspan.integrations.huggingface.forward_pass import ForwardPass, calls_so_far
-from attnspan.integrations.huggingface.layers import AttentionLayer, calls_of
+from attnspan.integrations.huggingface.interface_calls import calls_of
+from attnspan.integrations.huggingface.layers import AttentionLayer
 from attnspan.integrations.huggingface.mixers import RecurrentMixer
 
 
@@ -50,7 +51,7 @@ class CallCounts:
                 f"{ran} of {self._min_calls} attention layers of {self._model} asked for attention in "
                 "this pass; the others were left out, or computed it in another way, on this rank's tokens alone"
             )
-        left_out = sorted(self._functions - current.mixed.called)
+        left_out = sorted(self._functions - current.mixer_tokens.called)
         if left_out:
             mixer, function = left_out[0]
             raise ModelError(

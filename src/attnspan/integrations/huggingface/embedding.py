@@ -9,8 +9,8 @@ tokens as always, and a hook before the decoder puts the rows of such prompts in
 
 Rotary positions of more than one dim go on behind a prompt as transformers lets them: from those of its last token.
 
-[Note: keys of a prompt] The prefix cache must not take one image for another. A token that the decoder sees as it sees
-plain text is its own key. Any other's is a digest of all that the decoder is given for it: the bits of its embedding,
+[Note: content ids] The prefix cache must not take one image for another. A token that the decoder sees as it sees
+plain text is its own id. Any other's is a digest of all that the decoder is given for it: the bits of its embedding,
 position, type and features; where tokens of an image see each other, of all of that image. So prompts share pages as
 far as the decoder computes the same, and no further.
 
@@ -103,7 +103,7 @@ def call_with_merging(merging: Merging, call: Callable[[], T]) -> T:
 
 
 def capturing() -> bool:
-    """Whether the call under way ends at the decoder; masks are then told, as they are in no step."""
+    """Whether the call under way ends at the decoder. Only then does a model get the masks that it asks for."""
     merging = _MERGING.get()
     return merging is not None and merging.batch is None
 

@@ -64,22 +64,22 @@ from attnspan.integrations.huggingface.forward_pass import (
     ForwardPass,
     LayerKind,
     ModelPasses,
-    Side,
+    SequenceRole,
     WholeBatch,
     calls_so_far,
 )
+from attnspan.integrations.huggingface.inline_attention import bias_table, check_family_bias
 from attnspan.integrations.huggingface.layers import AttentionLayer
 from attnspan.integrations.huggingface.losses import Count, label_kind, loss_of
 from attnspan.integrations.huggingface.masking import Pattern, given_masks
 from attnspan.integrations.huggingface.model_parts import ModelParts
-from attnspan.integrations.huggingface.own_attention import bias_table, check_family_bias
 from attnspan.integrations.huggingface.positions import (
     counted_positions,
     counts_by_itself,
     counts_by_mask,
     position_hooks,
 )
-from attnspan.integrations.huggingface.sequence_functions import MixedTokens
+from attnspan.integrations.huggingface.sequence_functions import ShardedTokens
 from attnspan.integrations.huggingface.sessions import session_factories
 from attnspan.integrations.huggingface.towers import (
     FEATURES,
@@ -316,7 +316,7 @@ class Enabled:
             )
         count = given.pop("num_items_in_batch", None)
         if self.model.config.is_encoder_decoder:
-            given, sides = self._encoder_decoder(given)
+            given, by_role = self._encoder_decoder(given)
             max_position: int | Tensor = 0  # rotary embeddings by length are refused there
         else:
             labels = labels_of(given, self._loss, type(self.model).__name__)
@@ -329,9 +329,9 @@ class Enabled:
             self._check_counting(sequence)
             self._check_restarts(given, sequence)
             shards, max_position = self._shards("only", sequence, labels), sequence.max_position
-            given, sides = shards.entries, {"only": shards}
+            given, by_role = shards.entries, {"only": shards}
         given["use_cache"] = False
-        current = self._make_pass(sides, {}, count, max_position)
+        current = self._make_pass(by_role, {}, count, max_position)
         return current, {name: value for name, value in given.items() if self._is_taken(name)}
 
     def _begin_towers(self, given: Entries, whole: WholeBatch) -> Entries:
@@ -389,23 +389,27 @@ class Enabled:
             self._compared = True
 
     def _make_pass(
-        self, sides: dict[Side, Shards], patterns: Mapping[Pattern, Pattern], count: Count, max_position: int | Tensor
+        self,
+        by_role: dict[SequenceRole, Shards],
+        patterns: Mapping[Pattern, Pattern],
+        count: Count,
+        max_position: int | Tensor,
     ) -> ForwardPass:
-        own = sides["only" if "only" in sides else "decoder"]
-        encoder = sides["encoder"].session if "encoder" in sides else None
-        attentions = [self._attention(kind, sides) for kind in self.kinds]
+        own = by_role["only" if "only" in by_role else "decoder"]
+        encoder = by_role["encoder"].session if "encoder" in by_role else None
+        attentions = [self._attention(kind, by_role) for kind in self.kinds]
         self._check_weights()
         again = WeakSet(
             region.name for region in checkpoint_regions.regions() if region.recomputing and region.name is not None
         )
-        before, mixed = calls_so_far(attentions), MixedTokens(own.session, own.padding)
+        before, tokens = calls_so_far(attentions), ShardedTokens(own.session, own.padding)
         return ForwardPass(
-            own.session, encoder, attentions, patterns, before, mixed, own.labels, count, max_position,
+            own.session, encoder, attentions, patterns, before, tokens, own.labels, count, max_position,
             own.document_positions,
             rerun_regions=again,
         )  # fmt: skip
 
-    def _encoder_decoder(self, given: Entries) -> tuple[Entries, dict[Side, Shards]]:
+    def _encoder_decoder(self, given: Entries) -> tuple[Entries, dict[SequenceRole, Shards]]:
         """The encoder's and the decoder's sequence of a batch: the entries of both, and the shards of each."""
         whole = given.get("labels")
         if given.get("decoder_input_ids") is None and given.get("decoder_inputs_embeds") is None:
@@ -450,32 +454,32 @@ class Enabled:
 
     def _shards(
         self,
-        side: Side,
+        role: SequenceRole,
         sequence: SequenceInputs,
         labels: Tensor | None,
         patterns: Mapping[Pattern, Pattern] = MappingProxyType({}),
     ) -> Shards:
-        factory = self._factories[side]
+        factory = self._factories[role]
         session, positions = factory.session(sequence, patterns), sequence.document_positions(factory.documents)
         return shards_of(sequence, session, labels, positions)
 
     def _kind(self, layer: AttentionLayer) -> LayerKind:
-        side: Side = "only"
+        role: SequenceRole = "only"
         if self.model.config.is_encoder_decoder:
-            side = "cross" if layer.cross else "encoder" if layer.module in self._parts.encoder else "decoder"
-        pattern = Pattern(False, None) if side == "cross" else Pattern.of(layer)
-        return LayerKind(side, pattern, layer.scale, layer.softcap, layer.bias)
+            role = "cross" if layer.cross else "encoder" if layer.module in self._parts.encoder else "decoder"
+        pattern = Pattern(False, None) if role == "cross" else Pattern.of(layer)
+        return LayerKind(role, pattern, layer.scale, layer.softcap, layer.bias)
 
-    def _attention(self, kind: LayerKind, sides: dict[Side, Shards]) -> BoundAttention:
+    def _attention(self, kind: LayerKind, by_role: dict[SequenceRole, Shards]) -> BoundAttention:
         """The attention of a kind of layer in a batch: called with shards."""
-        if kind.side == "cross":
-            keys, session = sides["encoder"], sides["decoder"].session
+        if kind.role == "cross":
+            keys, session = by_role["encoder"], by_role["decoder"].session
             mask = functools.reduce(operator.and_, keys.batch_masks) if keys.batch_masks else Full()
             return session.cross(keys.session, mask, scale=kind.scale)
-        session, name = sides[kind.side].session, self._factories[kind.side].name(kind.pattern)
+        session, name = by_role[kind.role].session, self._factories[kind.role].name(kind.pattern)
         score_mod = None if kind.softcap is None else soft_cap(kind.softcap)
         if kind.bias is not None:
-            places = sides[kind.side].document_positions
+            places = by_role[kind.role].document_positions
             score_mod = self._score_mod(
                 kind.bias, kind.bias.shape(session.seq_len, 1 if places is None else len(places))
             )
@@ -483,9 +487,9 @@ class Enabled:
 
     # ---- what a layer asks ---------------------------------------------------------------------------------------
 
-    def mixed_tokens(self) -> MixedTokens:
+    def mixer_tokens(self) -> ShardedTokens:
         """What a recurrent mixer knows of the pass that it runs in."""
-        return self._passes.current().mixed
+        return self._passes.current().mixer_tokens
 
     def pattern_for(self, kind: int) -> Pattern:
         """The mask of a kind of layer, in the pass that it runs in."""

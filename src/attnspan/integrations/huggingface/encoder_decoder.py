@@ -5,8 +5,8 @@ and values of its cross-attention are kept, (1, H, S, D) for each layer. In a st
 request by request, and self-attention over pages.
 
 [Note: caches] Layers take the keys and values of the encoder from transformers' `EncoderDecoderCache`, or compute them
-and put them there. So `Recording` is a cache that keeps what is put there, and `Recorded` one that says that all of it
-is there already: layers then compute no keys of the encoder, and the attention function knows whose they are.
+and put them there. So `RecordingCache` is a cache that keeps what is put there, and `FilledCache` one that says that
+all of it is there already: layers then compute no keys of the encoder, and the attention function knows whose they are.
 
 [Note: learned biases] The decoder of T5 has a learned bias. Its table is read from the layer at every step, and so
 follows weights as other layers do.
@@ -28,8 +28,8 @@ from attnspan.attention.score import ScoreFunction
 from attnspan.engine.model import ModelInfo, PackedBatch, StepAttention
 from attnspan.errors import EngineError, ModelError
 from attnspan.integrations.huggingface.biases import COMPUTED, FIRST, ScoreBias, distance_table
+from attnspan.integrations.huggingface.inline_attention import inline_attention
 from attnspan.integrations.huggingface.layers import AttentionLayer, attention_layers
-from attnspan.integrations.huggingface.own_attention import own_attention
 from attnspan.integrations.huggingface.positions import call_at_positions, counts_by_itself, give_positions
 from attnspan.integrations.huggingface.served_layers import ServedLayers
 from attnspan.integrations.huggingface.served_model import TransformersModel, positions_of
@@ -74,7 +74,7 @@ class EncoderDecoderModel(TransformersModel):
         """The keys and values of a prompt, for every cross-attention."""
         keys: Keys = {}
         start = tokens.new_full((1, 1), self._start)
-        given = {"input_ids": tokens.unsqueeze(0), "decoder_input_ids": start, "past_key_values": Recording(keys)}
+        given = {"input_ids": tokens.unsqueeze(0), "decoder_input_ids": start, "past_key_values": RecordingCache(keys)}
         call = partial(self.model, **given, use_cache=False)
         with attention_over_pages(self.model, self):
             run_call(_call_of(Encoding(self._encoder)), partial(call_at_positions, torch.zeros_like(start), call))
@@ -84,7 +84,7 @@ class EncoderDecoderModel(TransformersModel):
         out = self.model(
             encoder_outputs=(self._no_keys.new_zeros(1, 1, 1),),
             decoder_input_ids=batch.tokens.unsqueeze(0),
-            past_key_values=Recorded(self._no_keys),
+            past_key_values=FilledCache(self._no_keys),
             use_cache=False,
         )
         logits: Tensor = out.logits[0] if batch.logits_to_keep is None else out.logits[0, batch.logits_to_keep]
@@ -148,7 +148,10 @@ def _check_plain(layers: Iterable[AttentionLayer], encoder: set[nn.Module]) -> N
     for layer in layers:
         decodes = not layer.cross and layer.module not in encoder
         for wrong, what in (
-            (layer.cross and own_attention(layer.module) is not None, "cross-attention that it writes out by itself"),
+            (
+                layer.cross and inline_attention(layer.module) is not None,
+                "cross-attention that it writes out by itself",
+            ),
             (layer.sinks, "sinks"),
             (layer.module in encoder and layer.causal, "attention that does not look ahead"),
             (layer.window is not None and not decodes, "a window"),
@@ -175,7 +178,7 @@ def _count_positions(model: PreTrainedModel, encoder: set[nn.Module]) -> None:
 # ---- caches ----------------------------------------------------------------------------------------------------------
 
 
-class _Passing(Cache):
+class _PassThroughCache(Cache):
     """A cache that keeps nothing: keys are in pages."""
 
     def __init__(self) -> None:
@@ -195,7 +198,7 @@ class _Passing(Cache):
         return 0
 
 
-class _Keeping(_Passing):
+class _DictCache(_PassThroughCache):
     """One that keeps keys and values in a dict."""
 
     def __init__(self, keys: Keys) -> None:
@@ -209,20 +212,20 @@ class _Keeping(_Passing):
         return key_states, value_states
 
 
-class Recording(EncoderDecoderCache):
+class RecordingCache(EncoderDecoderCache):
     """See [Note: caches]."""
 
     def __init__(self, keys: Keys) -> None:
-        super().__init__(_Passing(), _Keeping(keys))
+        super().__init__(_PassThroughCache(), _DictCache(keys))
 
 
-class _Everywhere:
+class _AnyLayer:
     """The keys and values of every layer, which are not looked at."""
 
     def __init__(self, keys: Tensor) -> None:
         self.keys = self.values = keys
 
-    def __getitem__(self, layer: int) -> _Everywhere:
+    def __getitem__(self, layer: int) -> _AnyLayer:
         return self
 
     def get(self, layer: int) -> bool:
@@ -230,12 +233,12 @@ class _Everywhere:
         return True
 
 
-class Recorded(EncoderDecoderCache):
+class FilledCache(EncoderDecoderCache):
     """See [Note: caches]."""
 
     def __init__(self, no_keys: Tensor) -> None:
-        super().__init__(_Passing(), _Passing())
-        vars(self)["is_updated"] = vars(self.cross_attention_cache)["layers"] = _Everywhere(no_keys)
+        super().__init__(_PassThroughCache(), _PassThroughCache())
+        vars(self)["is_updated"] = vars(self.cross_attention_cache)["layers"] = _AnyLayer(no_keys)
 
 
 # ---- attention -------------------------------------------------------------------------------------------------------

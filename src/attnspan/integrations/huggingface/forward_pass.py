@@ -23,17 +23,18 @@ from attnspan.integrations.huggingface.batches import SequenceInputs
 from attnspan.integrations.huggingface.biases import ScoreBias
 from attnspan.integrations.huggingface.losses import Count
 from attnspan.integrations.huggingface.masking import Pattern
-from attnspan.integrations.huggingface.sequence_functions import MixedTokens
+from attnspan.integrations.huggingface.sequence_functions import ShardedTokens
 from attnspan.parallel import ContextParallel, checkpoint_regions
 from attnspan.parallel.attentions import BoundAttention
 
-Side = Literal["only", "encoder", "decoder", "cross"]
+SequenceRole = Literal["only", "encoder", "decoder", "cross"]
+"""Which of a model's sequences: it has one, or two; "cross": queries of the decoder, keys of the encoder."""
 
 
 class LayerKind(NamedTuple):
-    """Layers of one kind share an attention. `side` is the sequence that they are of."""
+    """Layers of one kind share an attention. `role` is that of the sequence that they are of."""
 
-    side: Side
+    role: SequenceRole
     pattern: Pattern
     scale: float
     softcap: float | None
@@ -49,7 +50,7 @@ class ForwardPass:
     attentions: list[BoundAttention]
     patterns: Mapping[Pattern, Pattern]  # of layers whose masks depend on the batch
     calls_before: Counter[int]  # how often each session had attended
-    mixed: MixedTokens  # for recurrent mixers
+    mixer_tokens: ShardedTokens
     labels: Tensor | None = None
     count: Count = None
     max_position: int | Tensor = 0

@@ -19,7 +19,6 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
-import textwrap
 from collections.abc import Callable
 
 import torch
@@ -28,7 +27,7 @@ from torch import Tensor, nn
 from attnspan.engine.model import LatentHeads
 from attnspan.errors import ModelError
 from attnspan.integrations.huggingface.classes import class_of
-from attnspan.integrations.huggingface.layers import PARSING
+from attnspan.integrations.huggingface.interface_calls import parse
 
 METHOD = "expand_kv"
 
@@ -151,9 +150,7 @@ def _hands_over(cls: type[nn.Module]) -> bool:
     if method is None or any(not each.__module__.startswith("transformers.") for each in (method, forward)):
         return False
     try:
-        source = textwrap.dedent(inspect.getsource(forward))
-        with PARSING:
-            tree = ast.parse(source)
+        tree = parse(inspect.getsource(forward))
     except (OSError, TypeError, SyntaxError):
         return False
     for node in ast.walk(tree):

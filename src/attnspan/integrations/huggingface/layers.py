@@ -11,10 +11,8 @@ model.layers.1.self_attn: 4 query heads, 2 key heads of 8, scale 0.354, causal, 
 Transformers models do not compute attention themselves: a layer calls a function that is looked up by the name of an
 implementation (`AttentionInterface`), with everything that it wants of it. A layer is a module whose class does that.
 
-[Note: what a layer asks for] is written in that one call: ``scaling=self.scaling, sliding_window=self.sliding_window``.
-An attribute proves nothing, since a layer may have one that it does not pass on; so the call is read from the source
-of the class, and its arguments are evaluated for the module at hand. They are attributes, numbers and the like. An
-argument that cannot be evaluated, or is not known here, is an unsupported feature, and refused by its name.
+What a layer asks for is read from its source (interface_calls.py). An argument that cannot be evaluated, or is not
+known here, is an unsupported feature, and refused by its name.
 
 [Note: others that mix tokens] A module that mixes tokens in another way (attention without the interface, linear
 attention, convolution, recurrence) would see one rank's tokens alone, or no cache. It is refused by name, too, unless
@@ -33,10 +31,8 @@ import inspect
 import math
 import operator
 import re
-import textwrap
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from threading import Lock
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -46,11 +42,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from attnspan.errors import ModelError
 from attnspan.integrations.huggingface.biases import ScoreBias, relative_bias
 from attnspan.integrations.huggingface.classes import class_of
-from attnspan.integrations.huggingface.own_attention import adds_twice, agrees_with_original, own_attention
+from attnspan.integrations.huggingface.inline_attention import adds_twice, agrees_with_original, inline_attention
+from attnspan.integrations.huggingface.interface_calls import Unclear, calls_of, evaluate, parse
 from attnspan.integrations.huggingface.plain_attention import LayerArgs
-
-INTERFACE = "ALL_ATTENTION_FUNCTIONS"
-"""The name, in the modeling files of transformers, of the table of attention functions."""
 
 SERVED = {"scaling", "dropout", "is_causal", "sliding_window", "softcap", "s_aux"}
 """Arguments that describe the attention of a layer."""
@@ -191,8 +185,8 @@ def _repeated(found: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[nn.Modul
 
 
 def attends(module: nn.Module) -> bool:
-    """Whether a module is a layer that asks for attention, by itself or with a forward of ours (own_attention.py)."""
-    return own_attention(module) is not None or bool(calls_of(module))
+    """Whether a module is a layer that asks for attention, by itself or by a method of ours (inline_attention.py)."""
+    return inline_attention(module) is not None or bool(calls_of(module))
 
 
 def split_idle(
@@ -238,13 +232,13 @@ def decoder_layers(layers: list[AttentionLayer], user: str) -> list[AttentionLay
 
 
 def _layer(model: PreTrainedModel, name: str, module: nn.Module) -> AttentionLayer:
-    family = own_attention(module)
+    family = inline_attention(module)
     if family is not None:
         if not agrees_with_original(module):
             refuse(name, module, "an attention of its own that is not the one known here (transformers 5.22)")
         if adds_twice(module):
             refuse(name, module, 'an ALiBi that transformers adds twice with attn_implementation="eager" (take "sdpa")')
-        return _written_out(name, module, family.layer_args(module))
+        return _inline_layer(name, module, family.layer_args(module))
     asked = _arguments(name, module)
     cross, bias = _is_cross(name, module), relative_bias(module) if BIAS in asked else None
     if bias is not None:
@@ -287,8 +281,8 @@ def _layer(model: PreTrainedModel, name: str, module: nn.Module) -> AttentionLay
     )
 
 
-def _written_out(name: str, module: nn.Module, asked: LayerArgs) -> AttentionLayer:
-    """A layer that writes its attention out."""
+def _inline_layer(name: str, module: nn.Module, asked: LayerArgs) -> AttentionLayer:
+    """A layer with inline attention (inline_attention.py)."""
     cross = _is_cross(name, module)
     return AttentionLayer(
         name=name,
@@ -348,12 +342,35 @@ def _counting(cls: type[nn.Module]) -> str | None:
     forward = inspect.unwrap(cls.forward)
     if "arange" not in forward.__code__.co_names:
         return None
-    with PARSING:
-        return ast.unparse(ast.parse(textwrap.dedent(inspect.getsource(forward))))
+    return ast.unparse(parse(inspect.getsource(forward)))
 
 
 def refuse(name: str, module: nn.Module, feature: str) -> NoReturn:
     raise ModelError(f"{name} ({type(module).__name__}) has {feature}, which is not served")
+
+
+def _arguments(name: str, module: nn.Module) -> dict[str, Any]:
+    """The arguments of a layer's call, evaluated; refuses what cannot be."""
+    found: dict[str, Any] = {}
+    for call in calls_of(module):
+        for argument, expression in call.items():
+            if argument in SERVED:
+                try:
+                    value = evaluate(expression, module)
+                except Unclear as unclear:
+                    if argument == "is_causal":  # a local variable: the module's attribute
+                        continue
+                    refuse(name, module, f"{argument}={ast.unparse(expression)} ({unclear})")
+                if argument in found and not _same(found[argument], value):
+                    refuse(name, module, f"several kinds of {argument}")
+                found[argument] = value
+            else:
+                found.setdefault(argument, True)
+    return found
+
+
+def _same(one: object, other: object) -> bool:
+    return one is other or (isinstance(one, int | float) and isinstance(other, int | float) and one == other)
 
 
 # ---- sizes -----------------------------------------------------------------------------------------------------------
@@ -454,145 +471,3 @@ def is_mixing(module: nn.Module) -> bool:
 
 def _is_innermost(module: nn.Module) -> bool:
     return isinstance(module, MIXERS) or bool(NAMED_MIXERS.search(type(module).__name__))
-
-
-# ---- the call that is read -------------------------------------------------------------------------------------------
-
-
-class _Unclear(Exception):
-    """An expression that cannot be evaluated for a module."""
-
-
-def _arguments(name: str, module: nn.Module) -> dict[str, Any]:
-    """The arguments of a layer's call, evaluated. See [Note: what a layer asks for]."""
-    found: dict[str, Any] = {}
-    for call in calls_of(module):
-        for argument, expression in call.items():
-            if argument in SERVED:
-                try:
-                    value = _evaluate(expression, module)
-                except _Unclear as unclear:
-                    if argument == "is_causal":  # a local variable: the module's attribute
-                        continue
-                    refuse(name, module, f"{argument}={ast.unparse(expression)} ({unclear})")
-                if argument in found and not _same(found[argument], value):
-                    refuse(name, module, f"several kinds of {argument}")
-                found[argument] = value
-            else:
-                found.setdefault(argument, True)
-    return found
-
-
-def _same(one: object, other: object) -> bool:
-    return one is other or (isinstance(one, int | float) and isinstance(other, int | float) and one == other)
-
-
-def calls_of(module: nn.Module) -> tuple[Mapping[str, ast.expr], ...]:
-    """The calls of the interface in a module's class, each as its keyword arguments; none if it is no such layer."""
-    cls: type = type(module)  # that of an nn.Module is not hashable, to mypy
-    return _calls_in(cls)
-
-
-@functools.cache
-def _calls_in(cls: type[nn.Module]) -> tuple[Mapping[str, ast.expr], ...]:
-    if cls.__module__.startswith("torch.") or issubclass(cls, PreTrainedModel):
-        return ()
-    found: list[Mapping[str, ast.expr]] = []
-    seen: set[str] = set()
-    for base in cls.__mro__:
-        if base in (nn.Module, object):
-            break
-        for name, function in vars(base).items():
-            if name not in seen and inspect.isfunction(function):
-                seen.add(name)
-                found += _calls(function)
-    return tuple(found)
-
-
-def _calls(function: Callable[..., object]) -> list[Mapping[str, ast.expr]]:
-    try:
-        source = inspect.getsource(inspect.unwrap(function))
-    except (OSError, TypeError):
-        return []
-    if INTERFACE not in source:
-        return []
-    with PARSING:
-        tree = ast.parse(textwrap.dedent(source))
-    names = {
-        target.id
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Assign | ast.AnnAssign)
-        and node.value is not None
-        and INTERFACE in ast.unparse(node.value)
-        for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
-        if isinstance(target, ast.Name)
-    }
-    return [
-        {keyword.arg: keyword.value for keyword in node.keywords if keyword.arg is not None}
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in names
-    ]
-
-
-PARSING = Lock()  # the parser of Python 3.11 fails, now and then, if two threads use it at once
-
-OPERATORS: dict[type, Callable[..., object]] = {
-    ast.Pow: operator.pow,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv,
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.USub: operator.neg,
-    ast.Not: operator.not_,
-    ast.Eq: operator.eq,
-    ast.NotEq: operator.ne,
-    ast.Gt: operator.gt,
-    ast.Lt: operator.lt,
-    ast.Is: operator.is_,
-    ast.IsNot: operator.is_not,
-}
-FUNCTIONS: dict[str, Callable[..., object]] = {
-    "getattr": getattr,
-    "hasattr": hasattr,
-    "int": int,
-    "float": float,
-    "math.sqrt": math.sqrt,
-}
-
-
-def _evaluate(node: ast.expr, module: nn.Module) -> object:
-    """The value of an expression of `self`, in training."""
-    value = functools.partial(_evaluate, module=module)
-    match node:
-        case ast.Constant():
-            return node.value
-        case ast.Name(id="self"):
-            return module
-        case ast.Attribute(value=ast.Name(id="self"), attr="training"):
-            return True
-        case ast.Attribute():
-            return _read(value(node.value), node.attr)
-        case ast.BinOp() if type(node.op) in OPERATORS:
-            return OPERATORS[type(node.op)](value(node.left), value(node.right))
-        case ast.UnaryOp() if type(node.op) in OPERATORS:
-            return OPERATORS[type(node.op)](value(node.operand))
-        case ast.IfExp():
-            return value(node.body) if value(node.test) else value(node.orelse)
-        case ast.BoolOp():
-            values = [value(each) for each in node.values]
-            return functools.reduce(
-                (lambda a, b: a and b) if isinstance(node.op, ast.And) else lambda a, b: a or b, values
-            )
-        case ast.Compare(ops=[op], comparators=[other]) if type(op) in OPERATORS:
-            return OPERATORS[type(op)](value(node.left), value(other))
-        case ast.Call(keywords=[]) if ast.unparse(node.func) in FUNCTIONS:
-            return FUNCTIONS[ast.unparse(node.func)](*(value(each) for each in node.args))
-    raise _Unclear(f"{ast.unparse(node)} cannot be evaluated for the module")
-
-
-def _read(holder: object, name: str) -> object:
-    if not hasattr(holder, name):
-        raise _Unclear(f"there is no {name!r}")
-    found: object = getattr(holder, name)
-    return found

@@ -171,11 +171,11 @@ def _pattern(function: IndexMask) -> Pattern:
         if part is causal_mask_function:
             causal = True
         elif code is _WINDOW:
-            window = _held(part, "sliding_window")
+            window = _closure_value(part, "sliding_window")
         elif code is _CHUNK:  # counted from where a row's tokens begin (sessions.py)
-            chunk = _held(part, "chunk_size")
+            chunk = _closure_value(part, "chunk_size")
         elif code is _WINDOW_BOTH:
-            both_ways, window = True, _held(part, "sliding_window") + 1
+            both_ways, window = True, _closure_value(part, "sliding_window") + 1
         elif code is _OR and with_groups is None:
             with_groups = _with_groups(part)
         elif (
@@ -195,7 +195,7 @@ def _pattern(function: IndexMask) -> Pattern:
 
 def _with_groups(function: IndexMask) -> Pattern:
     """A union: of a causal pattern, and of one group of tokens each."""
-    parts = _held(function, "mask_functions")
+    parts = _closure_value(function, "mask_functions")
     if any(map(_is_reference, (each for part in parts for each in _parts(part)))):
         united = [_pattern(part) for part in parts]
         if Pattern(True, None) in united and all(each.causal and each.groups is None for each in united):
@@ -205,7 +205,7 @@ def _with_groups(function: IndexMask) -> Pattern:
     others = [part for part in parts if part not in blocks]
     if len(blocks) != 1 or len(others) != 1 or not (found := _pattern(others[0])).causal or found.groups is not None:
         raise _unknown(next((part for part in others if part is not causal_mask_function), function))
-    ids = _held(blocks[0], "block_sequence_ids")
+    ids = _closure_value(blocks[0], "block_sequence_ids")
     if ids.is_meta:  # of a text, by which the census probes a model
         return found
     groups = TokenGroups.from_ids(ids)
@@ -216,7 +216,7 @@ def _is_reference(function: IndexMask) -> bool:
     """Whether a function is that of Unlimited-OCR, by which all tokens of a prompt are seen, in a pass without a cache:
     then all are of the prompt."""
     ours = str(getattr(function, "__module__", "")).startswith("transformers.models.unlimited_ocr.")
-    return ours and function.__qualname__ == REFERENCE and _held(function, "prefill_length") == float("inf")
+    return ours and function.__qualname__ == REFERENCE and _closure_value(function, "prefill_length") == float("inf")
 
 
 REFERENCE = "create_reference_sliding_window_causal_mask.<locals>.prefill_overlay"
@@ -233,13 +233,13 @@ def _unknown(function: IndexMask) -> ModelError:
 def _parts(function: IndexMask) -> Iterator[IndexMask]:
     """The functions that one is the intersection of."""
     if getattr(function, "__code__", None) is _AND:
-        for each in _held(function, "mask_functions"):
+        for each in _closure_value(function, "mask_functions"):
             yield from _parts(each)
     else:
         yield function
 
 
-def _held(function: IndexMask, name: str) -> Any:
+def _closure_value(function: IndexMask, name: str) -> Any:
     """What a function made by another holds by a name."""
     assert isinstance(function, FunctionType), "its code is known"
     assert function.__closure__ is not None, "and holds something"
@@ -255,7 +255,7 @@ _WINDOW_BOTH = sliding_window_bidirectional_overlay(1).__code__
 _PACKED = packed_sequence_mask_function(torch.zeros(1, 1, device="cpu")).__code__
 
 
-def _means() -> bool:
+def _functions_agree() -> bool:
     """Whether functions of transformers allow the same pairs as the patterns that are read from them."""
     each = torch.arange(8, device="cpu")
     q, k = torch.meshgrid(each, each, indexing="ij")
@@ -298,6 +298,6 @@ PARTS = Assumption(
     "functions of masks are what their code and what they hold say",
     "integrations/huggingface/masking.py",
     "the code objects and closures of `transformers.masking_utils`",
-    _means,
+    _functions_agree,
     library="transformers",
 )

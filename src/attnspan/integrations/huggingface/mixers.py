@@ -12,7 +12,7 @@ a package, no convolution as a module, and nothing that moves tokens (token_mixi
 own: a subclass or a patch of elsewhere may mix tokens in ways that no such check finds. Anything else is refused by the
 names of the layer and the function. That all its functions ran is checked in every pass (call_counts.py).
 
-Mixers whose recurrence is written out in their forward are rows of written_mixers.py.
+Mixers that compute their recurrence inline are rows of inline_mixers.py.
 
 [Note: compiled] torch.compile reads globals from the module that is called by their ``__name__``, where the originals
 are; so the scope of such a forward has none. What it compiled it keeps with a code object, and what that needs in the
@@ -33,16 +33,16 @@ from torch import nn
 from attnspan.engine.fingerprint import ServingMethod
 from attnspan.errors import ModelError
 from attnspan.integrations.huggingface.classes import class_of
+from attnspan.integrations.huggingface.inline_mixers import INLINE, unlike_inline
 from attnspan.integrations.huggingface.sequence_functions import (
     DECODING,
     KNOWN,
     SEQUENCE,
+    MixerTokens,
     SequenceFunctions,
-    TokensOfMixer,
     difference,
 )
 from attnspan.integrations.huggingface.token_mixing import MOVING, SUMMING, mixing_in
-from attnspan.integrations.huggingface.written_mixers import WRITTEN, unlike_written
 
 LIBRARIES = {"torch", "builtins", "math"}
 """Where functions come from that mix no tokens, except those that token_mixing.py knows."""
@@ -68,14 +68,14 @@ class RecurrentMixer:
     def __str__(self) -> str:
         return f"{self.name}: {', '.join(self.functions)}"
 
-    def bind(self, here: Callable[[], TokensOfMixer]) -> None:
-        """Run over the ranks of the pass that is `here`."""
-        for module, attribute, method in self.replacements(here):
+    def bind(self, current: Callable[[], MixerTokens]) -> None:
+        """Run over the ranks of the `current` call."""
+        for module, attribute, method in self.replacements(current):
             vars(module)[attribute] = method
 
-    def replacements(self, here: Callable[[], TokensOfMixer]) -> Iterator[tuple[nn.Module, str, Method]]:
-        """What takes the place of methods, for the tokens of the pass that is `here`: (module, attribute, method)."""
-        ours, written = SequenceFunctions(self.name, here), WRITTEN.get(class_of(self.module).__name__)
+    def replacements(self, current: Callable[[], MixerTokens]) -> Iterator[tuple[nn.Module, str, Method]]:
+        """What takes the place of methods, for the tokens of the `current` call: (module, attribute, method)."""
+        ours, written = SequenceFunctions(self.name, current), INLINE.get(class_of(self.module).__name__)
         for attribute, method in self.methods.items():
             yield self.module, attribute, MethodType(rebound(method, ours), self.module)
         for each in self._uncalled:
@@ -113,7 +113,7 @@ def recurrent_mixers(model: nn.Module, outside: Collection[nn.Module] = ()) -> l
 def is_mixer(module: nn.Module) -> bool:
     """Whether a module calls functions that mix tokens."""
     cls = class_of(module)
-    return cls.__name__ in WRITTEN or any(SEQUENCE & called.keys() for _, _, called in _methods(cls))
+    return cls.__name__ in INLINE or any(SEQUENCE & called.keys() for _, _, called in _methods(cls))
 
 
 def may_be_replaced(module: nn.Module) -> bool:
@@ -124,12 +124,12 @@ def may_be_replaced(module: nn.Module) -> bool:
 def _mixer(name: str, module: nn.Module) -> RecurrentMixer:
     """See [Note: all or nothing]."""
     cls = class_of(module)
-    unknown_in = unlike_written if cls.__name__ in WRITTEN else _unknown
+    unknown_in = unlike_inline if cls.__name__ in INLINE else _unknown
     unknown = _held_unknown(module) or unknown_in(cls) or _elsewhere(cls)
     if unknown is not None:
         raise ModelError(f"{name} ({cls.__name__}) has {unknown}, which is not served")
-    if cls.__name__ in WRITTEN:
-        return RecurrentMixer(name, WRITTEN[cls.__name__].functions, {}, module)
+    if cls.__name__ in INLINE:
+        return RecurrentMixer(name, INLINE[cls.__name__].functions, {}, module)
     found = list(_methods(cls))
     functions = dict.fromkeys(each for _, _, called in found for each in called if each in SEQUENCE)
     return RecurrentMixer(name, tuple(functions), {attribute: method for attribute, method, _ in found}, module)
@@ -243,7 +243,7 @@ def rebound(function: FunctionType, ours: SequenceFunctions) -> FunctionType:
     inner, closure = getattr(function, "__wrapped__", None), function.__closure__ or ()
     if inner is not None:
         below = rebound(inner, ours)
-        cells = tuple(CellType(below) if _held(cell) is inner else cell for cell in closure)
+        cells = tuple(CellType(below) if _cell_value(cell) is inner else cell for cell in closure)
         return _again(function, function.__globals__, cells)
     scope = {name: value for name, value in function.__globals__.items() if name != "__name__"}  # [Note: compiled]
     scope |= {name: ours.by_name(name) for name in _names(function.__code__) if name in KNOWN and name in scope}
@@ -253,11 +253,11 @@ def rebound(function: FunctionType, ours: SequenceFunctions) -> FunctionType:
 def _can_be_rebound(function: FunctionType) -> bool:
     """Whether every function around another holds it in its closure."""
     inner = getattr(function, "__wrapped__", None)
-    held = [_held(cell) for cell in function.__closure__ or ()]
+    held = [_cell_value(cell) for cell in function.__closure__ or ()]
     return inner is None or (any(each is inner for each in held) and _can_be_rebound(inner))
 
 
-def _held(cell: CellType) -> object:
+def _cell_value(cell: CellType) -> object:
     try:
         return cell.cell_contents
     except ValueError:  # nothing

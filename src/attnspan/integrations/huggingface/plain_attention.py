@@ -1,4 +1,4 @@
-"""Plain attention that layers write out by themselves, as data: where its parts are, and what takes its place.
+"""Plain attention that layers compute inline, as data: where its parts are, and what takes its place.
 
 A row describes a class of layers by the names of its parts: heads, scale, window. There are two kinds of classes::
 
@@ -6,7 +6,7 @@ A row describes a class of layers by the names of its parts: heads, scale, windo
     WholeForward    forward does all by itself, projections too: it is replaced by one that is written here, for all
 
 What stands in for a method asks an attention function instead. That a class computes what its row says is tried on the
-tiny layer that comes with the row (own_attention.py).
+tiny layer that comes with the row (inline_attention.py).
 
 Shapes: B batch rows, S tokens, H heads, D head dim; query (B, H, S, D).
 """
@@ -37,8 +37,8 @@ LayerClass = Callable[..., nn.Module]
 """A class of layers, called."""
 
 
-class OwnAttentionLayer(Protocol):
-    """A layer that writes its attention out. What more there is of one is said where its class is known."""
+class InlineAttentionLayer(Protocol):
+    """A layer with inline attention. What more there is of one is said where its class is known."""
 
     training: bool
 
@@ -46,7 +46,7 @@ class OwnAttentionLayer(Protocol):
         """Those of its projections."""
 
 
-L = TypeVar("L", bound=OwnAttentionLayer, contravariant=True)
+L = TypeVar("L", bound=InlineAttentionLayer, contravariant=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +109,7 @@ class PlainAttention(Generic[L]):
         dropout = self._dropout(module) if module.training else 0.0
         return {"scaling": self.scale(module), "dropout": dropout, "sliding_window": self.window(module)}
 
-    def replacement(self, ask: AttentionFunction) -> Method:
+    def replacement(self, attend: AttentionFunction) -> Method:
         """What takes the place of the method."""
         raise NotImplementedError
 
@@ -123,14 +123,14 @@ class ScoringMethod(PlainAttention[L]):
     keys_first: bool = False
     listed: bool = False
 
-    def replacement(self, ask: AttentionFunction) -> Method:
+    def replacement(self, attend: AttentionFunction) -> Method:
         def _attn(
             module: L, query: Tensor, key: Tensor, value: Tensor, attention_mask: object = None, *more: object
         ) -> object:
             key = key.mT if self.keys_first else key
             given = query.to(value.dtype), key.to(value.dtype), value
             mask = OWN_MASK if self.hides else attention_mask
-            out = ask(module, *given, mask, **self._options(module))[0].transpose(1, 2)
+            out = attend(module, *given, mask, **self._options(module))[0].transpose(1, 2)
             return [out] if self.listed else (out, None)
 
         return _attn
@@ -151,7 +151,7 @@ class WholeForward(PlainAttention[L]):
     refused: str = ""
     rotate: Callable[[L, Kwargs, list[Tensor]], list[Tensor]] = lambda module, given, heads: heads
 
-    def replacement(self, ask: AttentionFunction) -> Method:
+    def replacement(self, attend: AttentionFunction) -> Method:
         def forward(module: L, hidden_states: Tensor, **given: object) -> tuple[Tensor, None]:
             if self.refused and given.get(self.refused) is not None:
                 raise ModelError(f"{type(module).__name__} is given {self.refused}, which is not served")
@@ -161,7 +161,7 @@ class WholeForward(PlainAttention[L]):
             heads = [getattr(module, name)(x).unflatten(-1, self.sizes(module)).transpose(1, 2) for name, x in inputs]
             heads = heads if other is not None else self.rotate(module, given, heads)
             mask = OWN_MASK if self.hides else given.get("attention_mask")
-            out = ask(module, *heads, mask, **self._options(module))[0].flatten(2)
+            out = attend(module, *heads, mask, **self._options(module))[0].flatten(2)
             return (getattr(module, self.out)(out) if self.out else out), None
 
         return forward
@@ -192,7 +192,7 @@ def _crossing(name: str) -> Callable[[], list[Kwargs]]:
     return lambda: [*_masked(), {name: _numbers(1, 5, 16)}]
 
 
-class Gpt(OwnAttentionLayer, Protocol):
+class Gpt(InlineAttentionLayer, Protocol):
     """GPT-J and CodeGen."""
 
     num_attention_heads: int
@@ -204,7 +204,7 @@ class GptNeoConfig(Protocol):
     window_size: int
 
 
-class GptNeo(OwnAttentionLayer, Protocol):
+class GptNeo(InlineAttentionLayer, Protocol):
     num_heads: int
     head_dim: int
     attention_type: str
@@ -230,13 +230,13 @@ class HeldWindow(ScoringMethod[GptNeo]):
         return found
 
 
-class GptNeoXJapanese(OwnAttentionLayer, Protocol):
+class GptNeoXJapanese(InlineAttentionLayer, Protocol):
     num_attention_heads: int
     head_size: int
     norm_factor: float
 
 
-class OpenAI(OwnAttentionLayer, Protocol):
+class OpenAI(InlineAttentionLayer, Protocol):
     """The first GPT."""
 
     n_head: int
@@ -244,7 +244,7 @@ class OpenAI(OwnAttentionLayer, Protocol):
     scale: bool
 
 
-class Bert(OwnAttentionLayer, Protocol):
+class Bert(InlineAttentionLayer, Protocol):
     num_attention_heads: int
     attention_head_size: int
     is_decoder: bool
@@ -255,7 +255,7 @@ class RoFormer(Bert, Protocol):
     apply_rotary_position_embeddings: Callable[..., tuple[Tensor, ...]]
 
 
-class Bart(OwnAttentionLayer, Protocol):
+class Bart(InlineAttentionLayer, Protocol):
     num_heads: int
     head_dim: int
     scaling: float

@@ -26,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from attnspan.errors import ModelError
-from attnspan.integrations.huggingface.layers import calls_of
+from attnspan.integrations.huggingface.interface_calls import calls_of
 from attnspan.integrations.huggingface.mixers import is_mixer
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def _add_positions(module: nn.Module, args: tuple[object, ...], kwargs: dict[str
 
 
 def call_at_positions(positions: Tensor, call: Callable[[], T]) -> T:
-    """A call, in a context of its own, of a decoder whose tokens have these positions, (1, S)."""
+    """Call a decoder whose tokens have these positions, (1, S); inside the context that `run_call` makes."""
     _POSITIONS.set(positions)
     return call()
 

@@ -32,9 +32,10 @@ from attnspan.engine.model import StateSpec, StepAttention
 from attnspan.errors import ModelError
 from attnspan.integrations.huggingface.attention import check_arguments, configs_of
 from attnspan.integrations.huggingface.checking import check_output
-from attnspan.integrations.huggingface.layers import AttentionLayer, calls_of
+from attnspan.integrations.huggingface.inline_attention import CURRENT_ATTENTION, dispatch_forward
+from attnspan.integrations.huggingface.interface_calls import calls_of
+from attnspan.integrations.huggingface.layers import AttentionLayer
 from attnspan.integrations.huggingface.masking import Pattern, given_masks, requested_pattern
-from attnspan.integrations.huggingface.own_attention import CURRENT_ATTENTION, dispatch_forward
 from attnspan.integrations.huggingface.served_layers import ServedLayers, head_of
 from attnspan.integrations.huggingface.serving import ModelCall, called_while_served, run_call
 from attnspan.integrations.huggingface.serving_binding import ProbedCall, ProbeResult, probed_once

@@ -68,12 +68,12 @@ PADDING = "apply_mask_to_padding_states"
 Result = Tensor | tuple[Tensor, None]
 """What these functions return: an output, or one and the final states, which nobody asks for."""
 
-Caller = Callable[["TokensOfMixer"], Result]
+Caller = Callable[["MixerTokens"], Result]
 Function = Callable[..., object]
 Kwargs = dict[str, object]
 
 
-class TokensOfMixer(Protocol):
+class MixerTokens(Protocol):
     """What a recurrent mixer knows of the tokens that it is called with."""
 
     @property
@@ -92,7 +92,7 @@ class TokensOfMixer(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class MixedTokens:
+class ShardedTokens:
     """What recurrent mixers know of a forward pass over ranks."""
 
     session: ContextParallel
@@ -111,10 +111,10 @@ class MixedTokens:
 
 
 class SequenceFunctions:
-    """The functions of a mixer, for the tokens of the pass that is `here`. Names and arguments are transformers'."""
+    """The functions of a mixer, for the tokens of the `current` call. Names and arguments are transformers'."""
 
-    def __init__(self, mixer: str, here: Callable[[], TokensOfMixer]):
-        self.mixer, self.here = mixer, here
+    def __init__(self, mixer: str, current: Callable[[], MixerTokens]):
+        self.mixer, self.current = mixer, current
 
     def by_name(self, name: str) -> Function:
         """What a mixer calls in the place of a function of its file."""
@@ -136,15 +136,15 @@ class SequenceFunctions:
         return run(self, name, args, kwargs)
 
     def _run(self, name: str, args: tuple[object, ...], kwargs: Kwargs) -> Result:
-        here = self.here()
+        tokens = self.current()
         for each in PACKED:
             if kwargs.get(each) is not None:
                 raise ModelError(
                     f"{self.mixer}: {name} was given {each}; documents of an enabled model are those of its batch, by "
                     "position_ids or cu_seq_lens_q"
                 )
-        here.called.add((self.mixer, name))
-        return OURS[name](here, *args, **kwargs)
+        tokens.called.add((self.mixer, name))
+        return OURS[name](tokens, *args, **kwargs)
 
     def _decoded(self, name: str, *args: object, **kwargs: object) -> NoReturn:
         raise ModelError(f"{self.mixer} calls {name}, which continues a cache; there is none here")
@@ -157,15 +157,15 @@ def _not_fused(*args: object, **kwargs: object) -> None:
 # ---- ours ------------------------------------------------------------------------------------------------------------
 
 
-def apply_mask_to_padding_states(here: TokensOfMixer, hidden_states: Tensor, attention_mask: object) -> Tensor:
+def apply_mask_to_padding_states(tokens: MixerTokens, hidden_states: Tensor, attention_mask: object) -> Tensor:
     """Zero in padding, (B, S, C), by what the batch says: the mask that a model makes is of one rank's tokens."""
-    if here.padding is None:
+    if tokens.padding is None:
         return hidden_states
-    return (hidden_states * here.padding[:, :, None]).to(hidden_states.dtype)
+    return (hidden_states * tokens.padding[:, :, None]).to(hidden_states.dtype)
 
 
 def causal_conv1d_fn(
-    here: TokensOfMixer,
+    tokens: MixerTokens,
     hidden_states: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
@@ -173,13 +173,13 @@ def causal_conv1d_fn(
     **more: object,
 ) -> Tensor:
     """A convolution of (B, C, S) by (C, width)."""
-    out = here.conv1d(hidden_states.to(weight.dtype), weight, bias)
+    out = tokens.conv1d(hidden_states.to(weight.dtype), weight, bias)
     return (out if activation is None else ACT2FN[activation](out)).to(hidden_states.dtype)
 
 
 def _delta_rule(
     rule: Callable[..., Rule],
-    here: TokensOfMixer,
+    tokens: MixerTokens,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -195,11 +195,11 @@ def _delta_rule(
     dtype = query.dtype
     if use_qk_l2norm_in_kernel:
         query, key = _normalized(query), _normalized(key)
-    return here.recurrence(rule(query, key, value, g, beta)).to(dtype), None
+    return tokens.recurrence(rule(query, key, value, g, beta)).to(dtype), None
 
 
 def mamba2_chunk_scan(
-    here: TokensOfMixer,
+    tokens: MixerTokens,
     hidden_states: Tensor,
     dt: Tensor,
     A: Tensor,
@@ -216,11 +216,11 @@ def mamba2_chunk_scan(
     """Mamba2's scan: hidden_states (B, S, H, V), dt (B, S, H), A and D (H,), B and C (B, S, groups, N)."""
     _check_states(initial_states, return_final_states)
     dt = torch.clamp(_step(dt, dt_bias, dt_softplus), min=dt_limit[0], max=dt_limit[1])
-    return here.recurrence(SSD(_wide(hidden_states), _wide(dt), _wide(A), B, C, None if D is None else _wide(D)))
+    return tokens.recurrence(SSD(_wide(hidden_states), _wide(dt), _wide(A), B, C, None if D is None else _wide(D)))
 
 
 def mamba_selective_scan(
-    here: TokensOfMixer,
+    tokens: MixerTokens,
     hidden_states: Tensor,
     dt: Tensor,
     A: Tensor,
@@ -241,28 +241,28 @@ def mamba_selective_scan(
     step = _wide(_step(dt.mT, delta_bias, delta_softplus))  # (B, S, C)
     keys, queries = B.mT.unsqueeze(2), C.mT.unsqueeze(2)  # one head for all
     values = (step * _wide(hidden_states.mT)).unsqueeze(-1)
-    out = here.recurrence(GLA(queries, keys, values, step.unsqueeze(-1) * _wide(A), scale=1.0))
+    out = tokens.recurrence(GLA(queries, keys, values, step.unsqueeze(-1) * _wide(A), scale=1.0))
     out = out.squeeze(-1).mT.to(hidden_states.dtype)
     out = out if D is None else out + hidden_states * D[:, None]
     return out if z is None else out * F.silu(z)
 
 
-def lightning_attention(here: TokensOfMixer, query: Tensor, key: Tensor, value: Tensor, slope_rate: Tensor) -> Tensor:
+def lightning_attention(tokens: MixerTokens, query: Tensor, key: Tensor, value: Tensor, slope_rate: Tensor) -> Tensor:
     """Linear attention of (B, S, H, K) that forgets by exp(-slope) a token: slope_rate is (H, 1, 1)."""
-    return here.recurrence(Lightning(query, key, value, -slope_rate.flatten(), scale=1.0))
+    return tokens.recurrence(Lightning(query, key, value, -slope_rate.flatten(), scale=1.0))
 
 
-def rg_lru_scan(here: TokensOfMixer, hidden_states: Tensor, recurrent_gate: Tensor, reset: Tensor) -> Tensor:
+def rg_lru_scan(tokens: MixerTokens, hidden_states: Tensor, recurrent_gate: Tensor, reset: Tensor) -> Tensor:
     """A state of each channel that is multiplied by its gate, or forgotten, before its input is added: (B, S, C).
 
     Every channel is a head with values of one number. A document begins without a state; what comes before a reset is
     padding.
     """
     kept = _wide(recurrent_gate).clamp(min=LEAST).log()
-    decay = (kept if here.padding is None else torch.where(reset, FORGOTTEN, kept)).unsqueeze(-1)
+    decay = (kept if tokens.padding is None else torch.where(reset, FORGOTTEN, kept)).unsqueeze(-1)
     ones = decay.new_ones(*decay.shape[:2], 1, 1)  # one head for all
     values = _wide(hidden_states).unsqueeze(-1)
-    return here.recurrence(GLA(ones, ones, values, decay, scale=1.0)).squeeze(-1).to(hidden_states.dtype)
+    return tokens.recurrence(GLA(ones, ones, values, decay, scale=1.0)).squeeze(-1).to(hidden_states.dtype)
 
 
 OURS: dict[str, Callable[..., Result]] = {
@@ -338,7 +338,7 @@ def agrees(ours: Caller, theirs: Callable[[], object], padding: Tensor | None = 
     """Whether a function of a pass of five tokens gives, on one rank, what another gives."""
 
     def rank(world: Transport) -> Tensor:
-        return _first(ours(MixedTokens(ContextParallel(world, seq_len=5, mask=Causal()), padding)))
+        return _first(ours(ShardedTokens(ContextParallel(world, seq_len=5, mask=Causal()), padding)))
 
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
         (found,) = loopback(1).run(rank)

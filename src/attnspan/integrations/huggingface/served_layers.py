@@ -11,6 +11,7 @@ from attnspan.errors import ModelError
 from attnspan.integrations.huggingface.adapters import adapted, check_adapters
 from attnspan.integrations.huggingface.attention import is_bound
 from attnspan.integrations.huggingface.checking import check_alone, check_positions, counting_modules
+from attnspan.integrations.huggingface.inline_attention import dispatch_forward
 from attnspan.integrations.huggingface.layers import (
     AttentionLayer,
     attention_layers,
@@ -21,7 +22,6 @@ from attnspan.integrations.huggingface.layers import (
 )
 from attnspan.integrations.huggingface.lora import lora_layers
 from attnspan.integrations.huggingface.mixers import RecurrentMixer, recurrent_mixers
-from attnspan.integrations.huggingface.own_attention import dispatch_forward
 from attnspan.integrations.huggingface.positions import give_positions
 from attnspan.integrations.huggingface.serving import register
 from attnspan.integrations.huggingface.token_mixing import token_mixing

@@ -27,11 +27,11 @@ from attnspan.integrations.huggingface.embedding import (
     tensor_in,
 )
 from attnspan.integrations.huggingface.generation_config import defaults_of
+from attnspan.integrations.huggingface.inline_attention import NO_MASK, position_bias
 from attnspan.integrations.huggingface.latents import LatentSource, latent_source
 from attnspan.integrations.huggingface.layers import AttentionLayer
 from attnspan.integrations.huggingface.lora import AdapterRows, check_adapter, is_lora_layer
 from attnspan.integrations.huggingface.mixers import may_be_replaced
-from attnspan.integrations.huggingface.own_attention import NO_MASK, position_bias
 from attnspan.integrations.huggingface.positions import call_at_positions
 from attnspan.integrations.huggingface.probe import probe_model
 from attnspan.integrations.huggingface.served_layers import ServedLayers, head_of, served_layers

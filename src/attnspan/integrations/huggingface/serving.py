@@ -19,11 +19,11 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from attnspan.engine.model import StepAttention
 from attnspan.errors import EngineError, ModelError
 from attnspan.integrations.huggingface.embedding import capturing
+from attnspan.integrations.huggingface.inline_attention import CURRENT_ATTENTION
 from attnspan.integrations.huggingface.latents import LatentSource, latents_in
 from attnspan.integrations.huggingface.lora import AdapterRows
 from attnspan.integrations.huggingface.masking import Pattern, requested_pattern
 from attnspan.integrations.huggingface.mixers import RecurrentMixer
-from attnspan.integrations.huggingface.own_attention import CURRENT_ATTENTION
 from attnspan.integrations.huggingface.plain_attention import OWN_MASK
 from attnspan.recurrence import Rule
 
@@ -74,7 +74,7 @@ class ModelCall:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ServedTokens:
-    """The tokens of a call as a mixer sees them. `padding` and `called`: see `TokensOfMixer`."""
+    """The tokens of a call as a mixer sees them. `padding` and `called`: see `MixerTokens`."""
 
     call: ModelCall
     mixer: str

@@ -18,7 +18,7 @@ from itertools import pairwise
 
 from attnspan.errors import ModelError
 from attnspan.integrations.huggingface.batches import SequenceInputs
-from attnspan.integrations.huggingface.forward_pass import LayerKind, Side
+from attnspan.integrations.huggingface.forward_pass import LayerKind, SequenceRole
 from attnspan.integrations.huggingface.masking import Pattern
 from attnspan.integrations.huggingface.mixers import RecurrentMixer
 from attnspan.layouts import Contiguous
@@ -94,10 +94,10 @@ def session_factories(
     kinds: Sequence[LayerKind],
     mixers: Sequence[RecurrentMixer],
     keep_keys: KeepKeys | None,
-) -> dict[Side, SessionFactory]:
+) -> dict[SequenceRole, SessionFactory]:
     """A factory for every sequence of a model with such layers and recurrent mixers."""
-    sides: list[Side] = list(dict.fromkeys(kind.side for kind in kinds if kind.side != "cross")) or ["only"]
-    if len(sides) > 1 and isinstance(cp, ContextParallel) and cp.masks != {"": Full()}:
+    roles: list[SequenceRole] = list(dict.fromkeys(kind.role for kind in kinds if kind.role != "cross")) or ["only"]
+    if len(roles) > 1 and isinstance(cp, ContextParallel) and cp.masks != {"": Full()}:
         raise ModelError("cp must be a mesh or a group for an encoder-decoder, whose sequences have masks of their own")
     unseen = _unseen_by_mixers(cp.mask) if mixers and isinstance(cp, ContextParallel) else None
     if unseen is not None:
@@ -108,8 +108,8 @@ def session_factories(
     if keep_keys not in (None, True, False, "auto"):
         raise ModelError(f"keep_keys must be True, False or 'auto', got {keep_keys!r}")
     return {
-        side: SessionFactory(cp, Counter(kind.pattern for kind in kinds if kind.side == side), keep_keys)
-        for side in sides
+        role: SessionFactory(cp, Counter(kind.pattern for kind in kinds if kind.role == role), keep_keys)
+        for role in roles
     }
 
 

@@ -16,12 +16,11 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
-import textwrap
 from collections.abc import Callable, Iterator
 
 from torch import nn
 
-from attnspan.integrations.huggingface.layers import PARSING
+from attnspan.integrations.huggingface.interface_calls import parse
 
 MOVING = frozenset({"roll", "pad", "flip", "conv1d", "unfold", "fft", "fftn", "rfft"})
 """Functions of torch that move tokens, or mix them."""
@@ -60,9 +59,7 @@ def mixing_in(
 
     What is passed to functions that are `uncalled` here is not looked at.
     """
-    source = textwrap.dedent(inspect.getsource(function))
-    with PARSING:
-        tree = ast.parse(source)
+    tree = parse(inspect.getsource(function))
     begin = max((_end_of_call(node, after) for node in ast.walk(tree)), default=0)
     return next((ast.unparse(node) for node in _found(tree, moving, uncalled) if node.lineno > begin), None)
 

@@ -1,9 +1,9 @@
-"""Layers that write their attention out: what it asks for, and a method in its place that asks for it.
+"""Layers with inline attention: what it asks for, and a method in its place that asks for it.
 
-Some classes do not look their attention up by a name. While such a model is enabled or served, each of these layers has
-a method of ours, in which one call of an attention function takes the place of scores and sums. The modeling file and
-other models are not touched. Before that, a tiny layer of the class is compared with its original. Most classes are
-rows of plain_attention.py.
+Some classes compute attention inline: they do not look it up by a name. While such a model is enabled or served, each
+of these layers has a method of ours, in which one call of an attention function takes the place of scores and sums. The
+modeling file and other models are not touched. Before that, a tiny layer of the class is compared with its original.
+Most classes are rows of plain_attention.py.
 
 Bloom, MPT and Falcon add biases (ALiBi), and have a forward that is written here. Their biases are the model's own
 numbers: `build_alibi_tensor` of the modeling file is called for the positions of a whole sequence, and rounds as it
@@ -31,11 +31,11 @@ from attnspan.integrations.huggingface.classes import class_of
 from attnspan.integrations.huggingface.plain_attention import (
     CLASSES,
     AttentionFunction,
+    InlineAttentionLayer,
     Kwargs,
     LayerArgs,
     LayerClass,
     Method,
-    OwnAttentionLayer,
     PlainAttention,
 )
 from attnspan.integrations.huggingface.tiny_module import filled
@@ -55,7 +55,7 @@ SERVED = "attnspan_served"
 """The attribute of a layer whose model an engine was made for."""
 
 
-L = TypeVar("L", bound=OwnAttentionLayer)
+L = TypeVar("L", bound=InlineAttentionLayer)
 
 
 class Alibi(NamedTuple, Generic[L]):
@@ -66,7 +66,7 @@ class Alibi(NamedTuple, Generic[L]):
     scaled: bool = False  # as scores are
 
 
-class OwnAttention(NamedTuple, Generic[L]):
+class InlineAttention(NamedTuple, Generic[L]):
     """One such class: what a layer asks for, a method in place of one of its, and a tiny layer with calls of it."""
 
     layer_args: Callable[[L], LayerArgs]
@@ -78,13 +78,13 @@ class OwnAttention(NamedTuple, Generic[L]):
     alibi: Alibi[L] | None = None
 
     @staticmethod
-    def of(row: PlainAttention[L]) -> OwnAttention[L]:
+    def of(row: PlainAttention[L]) -> InlineAttention[L]:
         """One without biases."""
-        return OwnAttention(row.layer_args, row.replacement, row.example, lambda module: row.given(), 16, row.method)
+        return InlineAttention(row.layer_args, row.replacement, row.example, lambda module: row.given(), 16, row.method)
 
 
-def own_attention(module: nn.Module) -> OwnAttention[Any] | None:
-    """The class of a layer whose attention is written out, if it is one of these."""
+def inline_attention(module: nn.Module) -> InlineAttention[Any] | None:
+    """The class of a layer whose attention is inline, if it is one of these."""
     return FAMILIES.get(_key_of(class_of(module)))
 
 
@@ -105,16 +105,16 @@ def adds_twice(module: nn.Module) -> bool:
     return bool(getattr(config, "alibi", False)) and getattr(config, "_attn_implementation", None) == "eager"
 
 
-def bind_forward(module: nn.Module, ask: AttentionFunction) -> None:
+def bind_forward(module: nn.Module, attend: AttentionFunction) -> None:
     """Let a layer ask for its attention, if it does not by itself."""
-    family = own_attention(module)
+    family = inline_attention(module)
     if family is not None:
-        vars(module)[family.method] = MethodType(family.replacement(ask), module)
+        vars(module)[family.method] = MethodType(family.replacement(attend), module)
 
 
 def unbind_forward(module: nn.Module) -> None:
     """As before: its own, or that of an engine."""
-    family = own_attention(module)
+    family = inline_attention(module)
     if family is not None:
         del vars(module)[family.method]
         if getattr(module, SERVED, False):
@@ -123,16 +123,16 @@ def unbind_forward(module: nn.Module) -> None:
 
 def dispatch_forward(module: nn.Module) -> None:
     """Let a layer ask for its attention while an engine calls its model, and compute its own otherwise."""
-    family = own_attention(module)
+    family = inline_attention(module)
     if family is not None:
         vars(module)[SERVED] = True
         vars(module)[family.method] = MethodType(_dispatched, module)
 
 
 def _dispatched(self: nn.Module, *args: object, **kwargs: object) -> object:
-    ask, family = CURRENT_ATTENTION.get(), own_attention(self)
+    attend, family = CURRENT_ATTENTION.get(), inline_attention(self)
     assert family is not None, "bound to such layers alone"
-    method = getattr(type(self), family.method) if ask is None else family.replacement(ask)
+    method = getattr(type(self), family.method) if attend is None else family.replacement(attend)
     return method(self, *args, **kwargs)
 
 
@@ -175,13 +175,13 @@ def _divisor(module: nn.Module) -> float:
 
 
 def _alibi(module: nn.Module) -> Alibi[Any]:
-    family = own_attention(module)
+    family = inline_attention(module)
     assert family is not None, "asked of layers of these families alone"
     assert family.alibi is not None, "asked of those with ALiBi"
     return family.alibi
 
 
-class HasAlibi(OwnAttentionLayer, Protocol):
+class HasAlibi(InlineAttentionLayer, Protocol):
     """A layer whose ALiBi `build_alibi_tensor` makes."""
 
     num_heads: int
@@ -212,14 +212,14 @@ class Bloom(HasAlibi, Protocol):
     _reshape: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
-def _bloom(ask: AttentionFunction) -> Callable[..., tuple[Tensor, None]]:
+def _bloom(attend: AttentionFunction) -> Callable[..., tuple[Tensor, None]]:
     def forward(
         self: Bloom, hidden_states: Tensor, residual: Tensor, alibi: Tensor, attention_mask: object, **more: object
     ) -> tuple[Tensor, None]:
         query, key, value = self._reshape(self.query_key_value(hidden_states))
         dropout = self.attention_dropout.p if self.training else 0.0
         options = {"scaling": self.inv_norm_factor, "dropout": dropout, "position_bias": alibi}
-        out = self.dense(ask(self, query, key, value, attention_mask, **options)[0].flatten(2))
+        out = self.dense(attend(self, query, key, value, attention_mask, **options)[0].flatten(2))
         return residual + F.dropout(out, self.hidden_dropout, self.training), None
 
     return forward
@@ -255,7 +255,7 @@ def _bloom_given(module: Bloom) -> list[Kwargs]:
 # ---- MPT -------------------------------------------------------------------------------------------------------------
 
 
-class Mpt(OwnAttentionLayer, Protocol):
+class Mpt(InlineAttentionLayer, Protocol):
     n_heads: int
     head_dim: int
     layer_idx: int | None
@@ -266,7 +266,7 @@ class Mpt(OwnAttentionLayer, Protocol):
     out_proj: Callable[[Tensor], Tensor]
 
 
-def _mpt(ask: AttentionFunction) -> Callable[..., tuple[Tensor, None]]:
+def _mpt(attend: AttentionFunction) -> Callable[..., tuple[Tensor, None]]:
     def forward(
         self: Mpt, hidden_states: Tensor, position_bias: Tensor, attention_mask: object = None, **more: object
     ) -> tuple[Tensor, None]:  # fmt: skip
@@ -276,7 +276,7 @@ def _mpt(ask: AttentionFunction) -> Callable[..., tuple[Tensor, None]]:
         dropout = self.attn_dropout_p if self.training else 0.0
         options = {"scaling": self.softmax_scale, "dropout": dropout, "position_bias": position_bias}
         mask = None if attention_mask is NO_MASK else attention_mask
-        return self.out_proj(ask(self, *heads, mask, **options)[0].flatten(2)), None
+        return self.out_proj(attend(self, *heads, mask, **options)[0].flatten(2)), None
 
     return forward
 
@@ -334,7 +334,7 @@ class Falcon(HasAlibi, Protocol):
     _split_heads: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
-def _falcon(ask: AttentionFunction) -> Callable[..., tuple[Tensor, None]]:
+def _falcon(attend: AttentionFunction) -> Callable[..., tuple[Tensor, None]]:
     def forward(
         self: Falcon, hidden_states: Tensor, alibi: Tensor | None, attention_mask: object, *more: object,
         position_embeddings: tuple[Tensor, Tensor] | None = None, **others: object,
@@ -347,7 +347,7 @@ def _falcon(ask: AttentionFunction) -> Callable[..., tuple[Tensor, None]]:
             query, key = _file_of(self).apply_rotary_pos_emb(query, key, *position_embeddings)
         dropout = self.attention_dropout.p if self.training and alibi is not None else 0.0
         options = {"scaling": self.inv_norm_factor, "dropout": dropout, "position_bias": alibi}
-        return self.dense(ask(self, query, key, value, attention_mask, **options)[0].flatten(2)), None
+        return self.dense(attend(self, query, key, value, attention_mask, **options)[0].flatten(2)), None
 
     return forward
 
@@ -384,12 +384,12 @@ def _falcon_given(module: Falcon) -> list[Kwargs]:
 # ---- what they have in common ----------------------------------------------------------------------------------------
 
 
-FAMILIES: dict[str, OwnAttention[Any]] = {name: OwnAttention.of(row) for name, row in CLASSES.items()} | {
-    "bloom.BloomAttention": OwnAttention(
+FAMILIES: dict[str, InlineAttention[Any]] = {name: InlineAttention.of(row) for name, row in CLASSES.items()} | {
+    "bloom.BloomAttention": InlineAttention(
         _bloom_args, _bloom, _bloom_example, _bloom_given, alibi=Alibi(_built, _bloom_adds)
     ),
-    "mpt.MptAttention": OwnAttention(_mpt_args, _mpt, _mpt_example, _mpt_given, alibi=Alibi(_mpt_built, _mpt_adds)),
-    "falcon.FalconAttention": OwnAttention(
+    "mpt.MptAttention": InlineAttention(_mpt_args, _mpt, _mpt_example, _mpt_given, alibi=Alibi(_mpt_built, _mpt_adds)),
+    "falcon.FalconAttention": InlineAttention(
         _falcon_args, _falcon, _falcon_example, _falcon_given, alibi=Alibi(_built, _falcon_adds, scaled=True)
     ),
 }
@@ -427,11 +427,11 @@ def _agrees(cls: type) -> bool:
         return False
 
 
-def _dense(module: nn.Module, family: OwnAttention[Any]) -> AttentionFunction:
+def _dense(module: nn.Module, family: InlineAttention[Any]) -> AttentionFunction:
     """Attention of five tokens, causal where there is a mask."""
     biased = None if family.alibi is None else position_bias(module, torch.float32)
 
-    def ask(
+    def attend(
         self: object, query: Tensor, key: Tensor, value: Tensor, mask: object, *,
         scaling: float, sliding_window: int | None = None, **others: object,
     ) -> tuple[Tensor, None]:  # fmt: skip
@@ -445,4 +445,4 @@ def _dense(module: nn.Module, family: OwnAttention[Any]) -> AttentionFunction:
             scores = scores.masked_fill((k > q) | (q - k >= window), -math.inf)
         return (scores.softmax(-1) @ value).transpose(1, 2), None
 
-    return ask
+    return attend

@@ -1,4 +1,4 @@
-"""Recurrent mixers that write their recurrence out, and what takes its place: a row for each class.
+"""Recurrent mixers that compute their recurrence inline, and what takes its place: a row for each class.
 
 A row says which functions of sequence_functions.py a mixer then calls, and which methods are replaced, of the mixer or
 of convolutions in it::
@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from attnspan.integrations.huggingface.sequence_functions import PADDING, SequenceFunctions, TokensOfMixer, agrees
+from attnspan.integrations.huggingface.sequence_functions import PADDING, MixerTokens, SequenceFunctions, agrees
 from attnspan.integrations.huggingface.tiny_module import filled
 
 Layer = Any
@@ -33,7 +33,7 @@ Replacement = tuple[nn.Module, str, Callable[..., object]]
 """A module, an attribute of it, and what is put there."""
 
 
-class WrittenMixer(NamedTuple):
+class InlineMixer(NamedTuple):
     """One class. `what` it has, in the words of a refusal; a tiny module, and the arguments of a call of it."""
 
     what: str
@@ -44,19 +44,19 @@ class WrittenMixer(NamedTuple):
     outputs: int = 1
 
 
-def unlike_written(cls: type) -> str | None:
+def unlike_inline(cls: type) -> str | None:
     """What a class has that is not what is known here; None if there is nothing."""
-    row = WRITTEN[cls.__name__]
+    row = INLINE[cls.__name__]
     return None if _agrees(cls) else f"{row.what} that is not the one known here (transformers 5.22)"
 
 
 @functools.cache
 def _agrees(cls: type) -> bool:
     """Whether a class computes what it does with the replacements of its row, on five tokens."""
-    row, drawn = WRITTEN[cls.__name__], torch.Generator(device="cpu").manual_seed(0)
+    row, drawn = INLINE[cls.__name__], torch.Generator(device="cpu").manual_seed(0)
 
-    def ours(here: TokensOfMixer) -> Tensor:
-        made = list(row.replacements(module, SequenceFunctions("compared", lambda: here)))
+    def ours(tokens: MixerTokens) -> Tensor:
+        made = list(row.replacements(module, SequenceFunctions("compared", lambda: tokens)))
         for each, attribute, method in made:
             vars(each)[attribute] = method
         found = joined(module(**given))
@@ -175,22 +175,22 @@ def _cca_example(cls: Callable[..., nn.Module]) -> nn.Module:
     return cls(SimpleNamespace(attention_bias=True, cca_time0=3, cca_time1=3, **sizes), 0)
 
 
-WRITTEN = {
-    "MiniMaxLightningAttention": WrittenMixer(
+INLINE = {
+    "MiniMaxLightningAttention": InlineMixer(
         "a lightning attention",
         ("lightning_attention",),
         _lightning,
         _lightning_example,
         lambda drawn: {"hidden_states": drawn(2, 5, 6), "position_embeddings": None, "attention_mask": None},
     ),
-    "RecurrentGemmaRglru": WrittenMixer(
+    "RecurrentGemmaRglru": InlineMixer(
         "a gated recurrence",
         ("rg_lru_scan",),
         _rg_lru,
         _griffin,
         lambda drawn: {"activations": drawn(2, 5, 6), "position_ids": _positions()},
     ),
-    "RecurrentGemmaRecurrentBlock": WrittenMixer(
+    "RecurrentGemmaRecurrentBlock": InlineMixer(
         "a convolution",
         ("causal_conv1d_fn",),
         _griffin_conv,
@@ -202,7 +202,7 @@ WRITTEN = {
             "use_cache": False,
         },
     ),
-    "ZayaCCAProjection": WrittenMixer(
+    "ZayaCCAProjection": InlineMixer(
         "a compressed convolutional attention",
         ("causal_conv1d_fn",),
         _cca,

@@ -10,12 +10,12 @@ import transformers
 
 from attnspan import Engine
 from attnspan.errors import ModelError
-from attnspan.integrations.huggingface import attention_layers, enable, own_attention
+from attnspan.integrations.huggingface import attention_layers, enable, inline_attention
 from attnspan.testing import loopback
 from tests.integrations.families import (
     BART,
     BOUND,
-    WRITTEN,
+    INLINE,
     answers,
     batch,
     enabled_answers,
@@ -28,7 +28,7 @@ from tests.integrations.families import (
 from tests.integrations.test_families import packed, padded
 from tests.turns import in_turn
 
-CAUSAL = [name for name in WRITTEN if name != "mvp"]
+CAUSAL = [name for name in INLINE if name != "mvp"]
 
 
 def class_of(key):
@@ -36,9 +36,9 @@ def class_of(key):
     return getattr(importlib.import_module(f"transformers.models.{folder}.modeling_{folder}"), name)
 
 
-@pytest.mark.parametrize("key", own_attention.FAMILIES)
+@pytest.mark.parametrize("key", inline_attention.FAMILIES)
 def test_a_class_computes_what_its_row_says(key):
-    assert own_attention._agrees(class_of(key))
+    assert inline_attention._agrees(class_of(key))
 
 
 def scaled(module, hidden_states, *args, **kwargs):
@@ -49,11 +49,11 @@ def unscaled(module, query, *args, **kwargs):
     return type(module).__mro__[1]._attn(module, 1.5 * query, *args, **kwargs)
 
 
-@pytest.mark.parametrize("key", own_attention.CLASSES)
+@pytest.mark.parametrize("key", inline_attention.CLASSES)
 def test_twin_a_class_that_computes_something_else_is_told(key):
-    cls, row = class_of(key), own_attention.CLASSES[key]
+    cls, row = class_of(key), inline_attention.CLASSES[key]
     other = {"_attn": unscaled} if row.method == "_attn" else {"forward": scaled}
-    assert not own_attention._agrees(type(cls.__name__, (cls,), {"__module__": cls.__module__, **other}))
+    assert not inline_attention._agrees(type(cls.__name__, (cls,), {"__module__": cls.__module__, **other}))
 
 
 def test_a_window_that_is_another_than_the_row_says_is_told():
@@ -65,21 +65,21 @@ def test_a_window_that_is_another_than_the_row_says_is_told():
             self.attention_type = attention_type
 
     GPTNeoSelfAttention.__module__ = cls.__module__
-    assert not own_attention._agrees(GPTNeoSelfAttention)
+    assert not inline_attention._agrees(GPTNeoSelfAttention)
 
 
 def test_nothing_is_drawn_from_the_random_numbers_of_the_process():
     before = torch.get_rng_state()
-    for key in own_attention.FAMILIES:
+    for key in inline_attention.FAMILIES:
         cls = class_of(key)
-        own_attention._agrees(type(cls.__name__, (cls,), {"__module__": cls.__module__}))
+        inline_attention._agrees(type(cls.__name__, (cls,), {"__module__": cls.__module__}))
     assert torch.equal(before, torch.get_rng_state())
 
 
 def test_a_layer_whose_class_is_another_is_refused(monkeypatch):
     model = family("gpt-j")
     name, layer = next((name, module) for name, module in model.named_modules() if name.endswith(".attn"))
-    own_attention._agrees.cache_clear()
+    inline_attention._agrees.cache_clear()
     monkeypatch.setattr(type(layer), "_attn", lambda self, query, key, value, mask=None: (query, None))
     wanted = (
         f"{name} (GPTJAttention) has an attention of its own that is not the one known here (transformers 5.22), which "
@@ -89,7 +89,7 @@ def test_a_layer_whose_class_is_another_is_refused(monkeypatch):
         with pytest.raises(ModelError, match=f"^{re.escape(wanted)}$"):
             attention_layers(model)
     finally:
-        own_attention._agrees.cache_clear()
+        inline_attention._agrees.cache_clear()
 
 
 # ---- models ----------------------------------------------------------------------------------------------------------
@@ -103,7 +103,7 @@ def test_layers_say_what_they_want():
     ]
 
 
-@pytest.mark.parametrize(("name", "ranks"), in_turn(WRITTEN, [3, 2, 1]))
+@pytest.mark.parametrize(("name", "ranks"), in_turn(INLINE, [3, 2, 1]))
 def test_a_family_answers_as_on_one_device(name, ranks):
     given = batch(name)
     true = one_device(name, given)
@@ -111,7 +111,7 @@ def test_a_family_answers_as_on_one_device(name, ranks):
         assert off(found, true)[0] < BOUND
 
 
-@pytest.mark.parametrize(("name", "side"), in_turn(WRITTEN, ["left", "both", "right"]))
+@pytest.mark.parametrize(("name", "side"), in_turn(INLINE, ["left", "both", "right"]))
 def test_rows_with_padding_of_their_own(name, side):
     given, padding = padded(name, side)
     true = one_device(name, given)
