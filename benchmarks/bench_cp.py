@@ -44,7 +44,7 @@ PASSES = 2
 LONG = 30.0
 """Milliseconds of a call that is timed by hand."""
 
-MOST_RANKS = 8
+MAX_RANKS = 8
 """The most ranks of a work that are timed: those with the most pairs."""
 Times = tuple[float, float]
 
@@ -286,7 +286,7 @@ def busiest(work: Work) -> list[int]:
     """The ranks to time."""
     plan = Plan(work.mask, work.layout, work.seq_len, "needed")
     pairs = {rank: sum(step.area for step in plan.steps(rank)) for rank in range(work.ranks)}
-    return sorted(sorted(pairs, key=lambda rank: -pairs[rank])[:MOST_RANKS])
+    return sorted(sorted(pairs, key=lambda rank: -pairs[rank])[:MAX_RANKS])
 
 
 # ---- merging -------------------------------------------------------------------------------------------------------

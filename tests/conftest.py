@@ -98,7 +98,7 @@ def by_blocks(monkeypatch):
             memo.cache_clear()
 
     forget()
-    monkeypatch.setattr(question, "MOST_SPANS", float("-inf"))
+    monkeypatch.setattr(question, "MAX_SPANS", float("-inf"))
     yield
     forget()
 

@@ -51,7 +51,7 @@ def problems(draw):
 @settings(max_examples=max(1, settings.default.max_examples * 3 // 2))
 def test_any_plan_is_exact(problem, most_runs):
     """Also with transfers of more runs than travel one by one: short sequences have few."""
-    with patch.object(wire, "MOST_RUNS", most_runs):
+    with patch.object(wire, "MAX_RUNS", most_runs):
         check(problem)
 
 

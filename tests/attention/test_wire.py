@@ -14,7 +14,7 @@ import torch
 
 from attnspan.attention import attention
 from attnspan.attention.lane import Lane
-from attnspan.attention.wire import MOST_RUNS
+from attnspan.attention.wire import MAX_RUNS
 from attnspan.kernels import rounds
 from attnspan.layouts import Balanced, Contiguous, HeadTail, Striped
 from attnspan.masks import Causal, Documents, Full, KeyPadding, SlidingWindow
@@ -182,7 +182,7 @@ def test_keys_and_values_travel_in_one_message(strategy, chunk, runs):
     """One message per run of a transfer, or one for all its runs if they are many or handed on; K and V in each."""
     problem = Problem(Full(), Striped(ranks=2, chunk=chunk), 40, strategy, wanted="")
     assert [len(t.runs) for step in problem.plan.steps(0) for t in step.sends] == [runs]
-    messages = 1 if strategy == "ring" or runs > MOST_RUNS else runs
+    messages = 1 if strategy == "ring" or runs > MAX_RUNS else runs
     for tensors in loopback(2).run(lambda world: tensors_sent(problem, world)):
         assert len(tensors) == messages
         assert sum(tensor.nbytes for tensor in tensors) == 20 * problem.rows * weight(problem, problem.dtype)

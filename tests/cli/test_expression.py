@@ -297,7 +297,7 @@ def test_honest_nesting_is_read():
 
 
 def test_the_largest_expression_can_be_used():
-    names = expression.MOST["masks"]
+    names = expression.LIMITS["masks"]
     for text in [" & ".join(["causal"] * names), "~(" * 49 + "causal & " * (names - 1) + "causal" + ")" * 49]:
         mask = parse(text)
         assert mask.work(4) in (10, 6)
@@ -306,7 +306,7 @@ def test_the_largest_expression_can_be_used():
 
 
 def test_too_many_numbers_and_too_long_texts_are_refused():
-    limit = expression.MOST["numbers"]
+    limit = expression.LIMITS["numbers"]
     assert len(parse(f"padding(1*{limit})").lengths) == limit
     assert refusal(f"padding(1*{limit}, 1)").startswith(f"expected at most {limit} numbers in all, got more\n")
     assert refusal(" " * (expression.CHARACTERS + 1)) == (

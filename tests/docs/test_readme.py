@@ -17,7 +17,7 @@ from tests.parallel.model import SEQ_LEN, VOCAB, Llama
 PAGE = Path(__file__).parents[2] / "README.md"
 TEXT = PAGE.read_text(encoding="utf-8")
 TEN_LINES, SDPA, ENABLE, ENGINE = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
-MOST_WORDS = 1000
+MAX_WORDS = 1000
 
 
 def run(block, **names):
@@ -85,4 +85,4 @@ def test_the_drawing_is_what_the_command_prints():
 
 
 def test_it_stays_short():
-    assert len(TEXT.split()) <= MOST_WORDS
+    assert len(TEXT.split()) <= MAX_WORDS

@@ -60,10 +60,10 @@ def test_timelines_are_those_of_the_plan():
 
 
 def test_what_would_be_too_long_to_show_is_left_out(monkeypatch):
-    monkeypatch.setattr(page, "MOST_EVENTS", 60)
+    monkeypatch.setattr(page, "MAX_EVENTS", 60)
     few = page_data(Drawn(Causal(), 4096, {"head_tail": HeadTail(4)}))["layouts"][0]["strategies"]
     assert 0 < len(few) < len(page.STRATEGIES)
-    monkeypatch.setattr(page, "MOST_PIECES", 3)
+    monkeypatch.setattr(page, "MAX_PIECES", 3)
     [none] = page_data(Drawn(SlidingWindow(3), 64, {"striped": Striped(ranks=2)}))["layouts"]
     assert none["strategies"] == []
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from attnspan.inspector.picture import MOST, _allowed, _owners, picture
+from attnspan.inspector.picture import MAX_PIXELS, _allowed, _owners, picture
 from attnspan.layouts import Balanced, Contiguous, HeadTail, Striped
 from attnspan.masks import Causal, Documents, SlidingWindow
 
@@ -23,6 +23,6 @@ def test_every_row_has_the_colour_of_its_owner(layout):
 
 
 def test_a_picture_is_written_whatever_the_length(tmp_path):
-    mask = Causal() & Documents([MOST, 3 * MOST + 1])
-    written = picture(mask, HeadTail(ranks=12), 4 * MOST + 1, tmp_path / "mask.png")
+    mask = Causal() & Documents([MAX_PIXELS, 3 * MAX_PIXELS + 1])
+    written = picture(mask, HeadTail(ranks=12), 4 * MAX_PIXELS + 1, tmp_path / "mask.png")
     assert written.read_bytes().startswith(b"\x89PNG")

@@ -113,7 +113,7 @@ def forget():
 def test_a_function_becomes_the_mask_that_it_is(drawn, q_len, kv_len, block, least, by_blocks):
     fn, rows, heads = drawn
     allowed = create_mask(fn, rows, heads, q_len, kv_len, device="cpu")
-    few = {"FEW": 0, "MOST_SPANS": -1} if by_blocks else {}
+    few = {"FEW": 0, "MAX_SPANS": -1} if by_blocks else {}
     forget()
     with patch.multiple(question, LEAST=least, **few):
         check_cover(MaskMod(fn, rows=rows, heads=heads, block=block), allowed)
@@ -195,7 +195,7 @@ def test_partial_blocks_beyond_a_limit_are_left_to_kernels(pairs, monkeypatch):
     from attnspan.masks import listed
 
     monkeypatch.setattr(question, "BLOCKS_AT_ONCE", 4)
-    monkeypatch.setattr(listed, "MOST_ASKED", 2000)
+    monkeypatch.setattr(listed, "MAX_ASKED", 2000)
     fn = packed
     mask = Mask.from_block_mask(create_block_mask(fn, None, None, 768, 768, "cpu"))
     cover = mask.cover(768)

@@ -16,7 +16,7 @@ from attnspan.masks import SlidingWindow
 from attnspan.paged import Layer, PageAllocator, PagePool, PrefixCache, StepPlan
 from attnspan.paged.kernels import decode, flex
 from attnspan.paged.metadata import tensors
-from attnspan.paged.quantised import LARGEST, SMALLEST, Quantised, quantise
+from attnspan.paged.quantised import MAX_CODES, MIN_SCALE, Quantised, quantise
 from attnspan.paged.scoring import Scoring
 from tests.paged.cases import NAN, Cache, agree
 
@@ -27,7 +27,7 @@ each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def error_bound(x, dtype):
     """How far a stored number may be from each of x: [Note: how far off] in paged/quantised.py."""
     wide = x.double()
-    most = wide.abs().amax(-1, keepdim=True).clamp(min=LARGEST[dtype] * SMALLEST).expand_as(wide)
+    most = wide.abs().amax(-1, keepdim=True).clamp(min=MAX_CODES[dtype] * MIN_SCALE).expand_as(wide)
     rounding = most * 2.0**-22  # of the division and the product, in float32
     if dtype == torch.int8:
         return most / 254 + rounding

@@ -45,13 +45,13 @@ def test_several_rows_are_several_waves_and_the_last_is_nearly_full(rows):
 @pytest.mark.parametrize("longest", [16, 256, 1024, 8192, 1 << 20])
 def test_parts_are_long_enough_to_be_worth_it_and_few_enough_to_join(rows, longest):
     found = splits(rows, longest)
-    assert 1 <= found <= decode.MOST_SPLITS
-    assert found == 1 or longest / (found - 1) >= decode.FEWEST_KEYS
+    assert 1 <= found <= decode.MAX_SPLITS
+    assert found == 1 or longest / (found - 1) >= decode.MIN_KEYS
 
 
 def test_rows_that_do_not_fill_the_device_are_split_as_far_as_is_worth_it():
-    assert splits(1, 2048) == 2048 // decode.FEWEST_KEYS
-    assert splits(2, 1024) == 1024 // decode.FEWEST_KEYS
+    assert splits(1, 2048) == 2048 // decode.MIN_KEYS
+    assert splits(2, 1024) == 1024 // decode.MIN_KEYS
 
 
 @pytest.mark.parametrize(

@@ -114,7 +114,7 @@ def test_a_layout_that_one_session_keeps_is_not_that_of_its_relatives():
 
 
 def test_sessions_that_were_not_used_for_long_are_forgotten_but_live_on(monkeypatch):
-    monkeypatch.setattr(family_module, "MOST_KEPT", 2)
+    monkeypatch.setattr(family_module, "MAX_KEPT", 2)
 
     def rank(world):
         cp = ContextParallel(world, seq_len=S, mask=Causal())

@@ -266,17 +266,17 @@ def check_dropout(dropout_p: object, dropout_seed: object = None) -> None:
         raise AttentionError(f"dropout_p must be a number in [0, 1), got {dropout_p!r}")
     if dropout_seed is None:
         return
-    if isinstance(dropout_seed, bool) or not isinstance(dropout_seed, int) or not 0 <= dropout_seed <= MOST_SEED:
+    if isinstance(dropout_seed, bool) or not isinstance(dropout_seed, int) or not 0 <= dropout_seed <= MAX_SEED:
         raise AttentionError(f"dropout_seed must be an integer in [0, 2**63), got {dropout_seed!r}")
 
 
-MOST_SEED = (1 << 63) - 1
+MAX_SEED = (1 << 63) - 1
 
 
 def seed_tensor(given: int | None) -> Tensor:
     """The seed of a call, as the op takes it: drawn unless it is given. See [Note: seeds]."""
     if given is None:
-        return torch.randint(MOST_SEED, (), dtype=torch.int64, device="cpu")
+        return torch.randint(MAX_SEED, (), dtype=torch.int64, device="cpu")
     return torch.full((), given, dtype=torch.int64, device="cpu")  # compiled, as_tensor has other large numbers
 
 

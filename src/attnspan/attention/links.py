@@ -106,13 +106,13 @@ def node_size(hosts: Sequence[str]) -> int:
     return runs[0][1] if regular else 1
 
 
-MOST_PEERS = 8
+MAX_PEERS = 8
 """To how many peers at once messages are sent: more would measure the same, and need connections to all of them."""
 
 
 def _link(transport: Transport, members: range, enough: float) -> Link:
     """The link among some ranks, this one among them; others measure theirs at the same time."""
-    here, hops = members.index(transport.rank), range(1, min(len(members), MOST_PEERS + 1))
+    here, hops = members.index(transport.rank), range(1, min(len(members), MAX_PEERS + 1))
     targets, sources = ([members[(here + way * hop) % len(members)] for hop in hops] for way in (1, -1))
     latency, bandwidth, spread = (float(f"{each:.2g}") for each in speed(transport, targets, sources, enough))
     return Link(bandwidth, latency, spread if len(hops) > 1 else None)

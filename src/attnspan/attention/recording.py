@@ -21,7 +21,7 @@ from attnspan.transports import Pending, Transport
 
 Kind = Literal["compute", "transfer", "wait"]
 
-MOST_RECORDED = 16
+MAX_RECORDED = 16
 """Of how many passes of one plan and shape the spans are kept."""
 
 
@@ -79,7 +79,7 @@ def recorded(transport: Transport, way: Pass, use: Use) -> Iterator[None]:
     try:
         yield
         recorder.running.stop = now(transport.device)
-        recorder.passes.setdefault((way, use), deque(maxlen=MOST_RECORDED)).append(recorder.running)
+        recorder.passes.setdefault((way, use), deque(maxlen=MAX_RECORDED)).append(recorder.running)
     finally:
         recorder.running = None
 

@@ -23,7 +23,7 @@ Use = tuple[Plan, Shape | None]  # a shape that the cost model cannot weigh is N
 
 Pass = Literal["forward", "backward"]
 
-MOST_TIMED = 16
+MAX_TIMED = 16
 """Of how many passes the times are kept."""
 
 
@@ -60,7 +60,7 @@ class Uses:
         self._time("backward", (plan, shape), timer)
 
     def _time(self, way: Pass, use: Use, timer: PassTimer) -> None:
-        self.timers.setdefault((way, use), deque(maxlen=MOST_TIMED)).append(timer.end())
+        self.timers.setdefault((way, use), deque(maxlen=MAX_TIMED)).append(timer.end())
 
     def took(self, way: Pass, use: Use) -> PassTime:
         """How long passes of a plan take; 0 where no time is known yet."""

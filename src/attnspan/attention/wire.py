@@ -4,7 +4,7 @@ A packed buffer is (S, B, Hk, D + Dv): K and V of one position side by side, so 
 contiguous piece of memory, one message carries both, and what arrives is received in place. Kernels read it through
 views; nothing is copied on arrival.
 
-[Note: messages] A transfer is one message per run, received straight into the arena. With more than `MOST_RUNS` runs it
+[Note: messages] A transfer is one message per run, received straight into the arena. With more than `MAX_RUNS` runs it
 is one message, gathered by the sender and laid out by the receiver: a copy is then cheaper than the latency of many
 small messages. A ring hands whole buffers on, and those are one message always. Both ends decide alike, from the
 transfer alone.
@@ -27,7 +27,7 @@ from attnspan.kernels import write_into
 from attnspan.layouts.run import Run, Runs, tokens_in
 from attnspan.plan.step import Transfer
 
-MOST_RUNS = 8
+MAX_RUNS = 8
 """The most runs of a transfer that travel as messages of their own."""
 
 
@@ -143,7 +143,7 @@ class ReturningGradients:
 
 def _by_run(transfer: Transfer) -> bool:
     """See [Note: messages]."""
-    return len(transfer.runs) <= MOST_RUNS
+    return len(transfer.runs) <= MAX_RUNS
 
 
 class StagedMessage:

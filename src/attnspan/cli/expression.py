@@ -84,7 +84,7 @@ LISTED = (Documents, KeyPadding)
 
 # See [Note: limits].
 NESTING = 50
-MOST = {"masks": 100, "numbers": 1 << 20}
+LIMITS = {"masks": 100, "numbers": 1 << 20}
 CHARACTERS, FILE_BYTES = 1 << 20, 1 << 24
 
 
@@ -141,7 +141,7 @@ class _Parser:
         self.tokens = self.source.tokens()
         self.seq_len = seq_len
         self.index = self.depth = 0
-        self.counts = dict.fromkeys(MOST, 0)
+        self.counts = dict.fromkeys(LIMITS, 0)
 
     def whole_text(self) -> Mask:
         mask = self.expression()
@@ -288,8 +288,8 @@ class _Parser:
 
     def count(self, what: str, more: int, token: Lexeme) -> None:
         self.counts[what] += more
-        if self.counts[what] > MOST[what]:
-            message = f"expected at most {MOST[what]} {what} in all, got more"
+        if self.counts[what] > LIMITS[what]:
+            message = f"expected at most {LIMITS[what]} {what} in all, got more"
             raise self.source.error(message, token.start, token.stop)
 
     def unexpected(self, expected: str) -> ExpressionError:

@@ -48,7 +48,7 @@ from attnspan.masks.band import ceil_div
 from attnspan.masks.drawing import CELLS
 
 COLOURS = ["cyan", "yellow", "magenta", "green", "blue", "red"]
-MOST_RANKS, MOST_RUNS = 32, 4
+MAX_RANKS, MAX_RUNS = 32, 4
 """The most ranks, and runs of a rank, that the text lists; JSON has them all."""
 
 
@@ -120,7 +120,7 @@ class Share:
     runs: tuple[Run, ...]
 
     def __str__(self) -> str:
-        return f"rank {self.rank}: {self.tokens} tokens, {self.work} pairs, {listed(self.runs, MOST_RUNS, what='')}"
+        return f"rank {self.rank}: {self.tokens} tokens, {self.work} pairs, {listed(self.runs, MAX_RUNS, what='')}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,10 +216,10 @@ class View:
         even = f"imbalance {imbalance([share.work for share in shares]):.3f}"
         batch = f" ({self.batch_imbalance(layout):.3f} over the batch)" if self.mask.rows > 1 else ""
         yield Text(f"{name} over {counted(layout.ranks, 'rank')}: {even}{batch}")
-        for share in shares[:MOST_RANKS]:
+        for share in shares[:MAX_RANKS]:
             yield Text(str(share), style=COLOURS[share.rank % len(COLOURS)])
-        if shares[MOST_RANKS:]:
-            yield Text(f"... {len(shares) - MOST_RANKS} more ranks; --json lists them all")
+        if shares[MAX_RANKS:]:
+            yield Text(f"... {len(shares) - MAX_RANKS} more ranks; --json lists them all")
 
 
 def line_owners(shards: tuple[tuple[Run, ...], ...], height: int, lines: int) -> list[list[int]]:

@@ -9,7 +9,7 @@ import torch
 from attnspan.dtypes import dtype_name
 from attnspan.errors import EngineError, integer, one_of
 from attnspan.paged.kernels import KERNELS
-from attnspan.paged.quantised import LARGEST
+from attnspan.paged.quantised import MAX_CODES
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class EngineConfig:
         one_of("kernel", self.kernel, ["auto", *KERNELS], error=EngineError)
         if self.kv_dtype is not None:
             name = dtype_name(self.kv_dtype)
-            one_of("kv_dtype", name, [*map(dtype_name, LARGEST)], error=EngineError)
+            one_of("kv_dtype", name, [*map(dtype_name, MAX_CODES)], error=EngineError)
             object.__setattr__(self, "kv_dtype", name)
             if self.kernel == "flex":
                 raise EngineError(

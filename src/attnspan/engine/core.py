@@ -49,7 +49,7 @@ from attnspan.engine.model_runner import ModelRunner
 from attnspan.engine.output_processor import Commit, Outcome, OutputProcessor
 from attnspan.engine.owner import DroppedHold, Owned, Owner, call_owned, exclusive, locked
 from attnspan.engine.params import SamplingParams
-from attnspan.engine.pools import LONGEST, pools_of
+from attnspan.engine.pools import UNBOUNDED, pools_of
 from attnspan.engine.prompt_lookup import PromptLookup
 from attnspan.engine.prompts import Prompt, complete_params, encode_prompt
 from attnspan.engine.rank_consensus import RankConsensus, RanksDiverged
@@ -86,7 +86,7 @@ class EngineCore(Owned):
         ranks = self._consensus.page_ranks
         least = max(config.context_parallel_from, 2 * ranks)
         if ranks == 1 or config.kv_dtype is not None:  # tokens would see keys as they were before rounding
-            least = LONGEST
+            least = UNBOUNDED
         config = replace(config, context_parallel_from=least)
         context_parallel_from = config.context_parallel_from if ranks > 1 else None
         self.limits = Limits(config.max_sequences, config.max_tokens, context_parallel_from)
@@ -179,7 +179,7 @@ class EngineCore(Owned):
         """The most tokens of a sample: what the model has positions for, and unless no layer sees all, pages."""
         if None in self._pools.windows:
             return min(held, positions) if positions else held
-        return positions or (64 * held if self._pools.windows else LONGEST - 1)
+        return positions or (64 * held if self._pools.windows else UNBOUNDED - 1)
 
     @exclusive
     def warm_up(self) -> None:

@@ -51,7 +51,7 @@ PROMPT = 1 << 30
 UNKNOWN = -2
 """In place of how many tokens a row has seen."""
 
-LARGEST = 1e30
+MAX_FACTOR = 1e30
 """The largest factor of a length penalty: the end token is the likeliest by far, and logits stay finite."""
 
 
@@ -165,9 +165,9 @@ class LogitsRules:
         start, factor = self.params.exponential_decay_length_penalty
         beyond = len(row.tokens) - row.prompt_length - start
         try:
-            return min(factor**beyond - 1, LARGEST) if beyond > 0 else 0.0
+            return min(factor**beyond - 1, MAX_FACTOR) if beyond > 0 else 0.0
         except OverflowError:
-            return LARGEST
+            return MAX_FACTOR
 
 
 def ends_of(params: SamplingParams, end_tokens: frozenset[int]) -> set[int]:

@@ -24,7 +24,7 @@ from attnspan.errors import EngineError
 SHARES = {"cuda": 0.9, "cpu": 0.25}
 """Of the memory that is free, by kind of device, where no share is given."""
 
-MOST = 1 << 20
+MAX_PAGES = 1 << 20
 """Pages for a model without a last position."""
 
 
@@ -46,7 +46,7 @@ def pages_that_fit(info: ModelInfo, config: EngineConfig, consensus: RankConsens
     fixed, each = page_bytes(info, config, consensus.page_ranks)
     least = min(own.free / sum(other.memory == own.memory for other in by_rank) for own in by_rank)
     needed = _needed(info, config, consensus.page_ranks)
-    most = 2 * config.max_sequences * needed if info.max_positions else MOST  # half of them for cached prefixes
+    most = 2 * config.max_sequences * needed if info.max_positions else MAX_PAGES  # half of them for cached prefixes
     pages = min(most, int((share * least - fixed) // each)) if each else most
     if pages < needed:
         longest = f"{info.max_positions} tokens" if info.max_positions else "any length"

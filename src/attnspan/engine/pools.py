@@ -24,10 +24,10 @@ from attnspan.engine.model import LayerSpec, ModelInfo, StateSpec
 from attnspan.errors import EngineError
 from attnspan.masks import Causal, Chunked, Mask, SlidingWindow
 from attnspan.paged import Layer, PageAllocator, PagePool, PrefixCache, StatePool
-from attnspan.paged.quantised import LARGEST
+from attnspan.paged.quantised import MAX_CODES
 from attnspan.parallel.soft_cap import soft_cap
 
-LONGEST = 1 << 31
+UNBOUNDED = 1 << 31
 """More tokens than a sample has."""
 
 
@@ -109,7 +109,7 @@ def _quantised(layer: int, spec: LayerSpec, config: EngineConfig) -> torch.dtype
             f"kv_dtype={config.kv_dtype!r}: layer {layer} keeps latents, which are not stored in 8 bits; leave "
             "kv_dtype out"
         )
-    return next(dtype for dtype in LARGEST if dtype_name(dtype) == config.kv_dtype)
+    return next(dtype for dtype in MAX_CODES if dtype_name(dtype) == config.kv_dtype)
 
 
 def _states_of(info: ModelInfo, config: EngineConfig) -> StatePool | None:
@@ -119,7 +119,7 @@ def _states_of(info: ModelInfo, config: EngineConfig) -> StatePool | None:
     most = config.max_sequences
     allocator = PageAllocator(
         num_pages=1 + (config.states or (2 * most if config.prefix_cache else most)),
-        page_size=config.state_every * config.page_size if config.prefix_cache else LONGEST,
+        page_size=config.state_every * config.page_size if config.prefix_cache else UNBOUNDED,
         host_pages=most if config.host_pages else 0,
     )
     return StatePool(allocator, [(spec.shape, spec.dtype) for spec in info.states], info.device)

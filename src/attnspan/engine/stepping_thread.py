@@ -42,7 +42,7 @@ log = logging.getLogger("attnspan.engine")
 HEARTBEAT = 5.0
 """Seconds between rounds of ranks that have nothing to do."""
 
-LONGEST_WAIT = 60.0
+MAX_WAIT = 60.0
 """Seconds: the longest time after which a caller is asked to try again."""
 
 
@@ -183,7 +183,7 @@ class SteppingThread:
 
     def _retry_after(self) -> float:
         """About how long a call takes."""
-        return min(max(self.durations.mean, 1.0), LONGEST_WAIT)
+        return min(max(self.durations.mean, 1.0), MAX_WAIT)
 
     # ---- in the thread ---------------------------------------------------------------------------------------------
 

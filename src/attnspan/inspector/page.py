@@ -22,10 +22,10 @@ from attnspan.plan.strategy import name_of
 from attnspan.plan.timeline import predict
 
 STRATEGIES = ("gather", "ring", "needed(1)", "needed(2)", "needed(4)", "ulysses")
-MOST_EVENTS = 200_000
+MAX_EVENTS = 200_000
 """Of all timelines of a page; strategies that would exceed them are left out."""
 
-MOST_PIECES = 8_000
+MAX_PIECES = 8_000
 """Of bands and runs that meet; a layout of more, such as tokens dealt one by one, has no timelines."""
 
 
@@ -53,13 +53,13 @@ def write_page(drawn: Drawn, path: str | Path) -> Path:
 def page_data(drawn: Drawn) -> dict[str, Any]:
     """What the page holds: numbers and names alone."""
     labels: dict[str, int] = {}
-    room = MOST_EVENTS
+    room = MAX_EVENTS
     layouts = []
     for name, layout in drawn.layouts.items():
         shards = layout.shards(drawn.seq_len, drawn.row)
         work = layout.works(drawn.mask.bands(drawn.seq_len, row=drawn.row), drawn.seq_len, drawn.row)
         strategies = []
-        for strategy in STRATEGIES if _pieces(drawn, shards) <= MOST_PIECES else ():
+        for strategy in STRATEGIES if _pieces(drawn, shards) <= MAX_PIECES else ():
             found = _timelines(drawn, layout, strategy, labels, room)
             if found is not None:
                 strategies.append(found)

@@ -1,7 +1,7 @@
 """A picture of a mask, each row of queries in the colour of the rank that owns it.
 
-The sequence is looked at in at most `MOST` rows and columns, one position each, so that a picture of a million tokens
-costs what one of a thousand does. Needs matplotlib.
+The sequence is looked at in at most `MAX_PIXELS` rows and columns, one position each, so that a picture of a million
+tokens costs what one of a thousand does. Needs matplotlib.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from attnspan.layouts import Layout
 from attnspan.masks import Mask
 from attnspan.masks.band import Band
 
-MOST = 768
-MOST_NAMED = 16
+MAX_PIXELS = 768
+MAX_NAMED = 16
 """Ranks in the legend."""
 
 
@@ -25,7 +25,7 @@ def picture(mask: Mask, layout: Layout, seq_len: int, path: str | Path, *, row: 
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    positions = torch.arange(0, seq_len, -(-seq_len // MOST), device="cpu")
+    positions = torch.arange(0, seq_len, -(-seq_len // MAX_PIXELS), device="cpu")
     owners = _owners(layout, seq_len, row)[positions]
     allowed = _allowed(mask.bands(seq_len, row=row), positions)
     palette = matplotlib.colormaps["tab10" if layout.ranks <= 10 else "tab20"]
@@ -39,7 +39,7 @@ def picture(mask: Mask, layout: Layout, seq_len: int, path: str | Path, *, row: 
     axes = figure.add_subplot()
     axes.imshow(image.numpy(), extent=(0, seq_len, seq_len, 0), interpolation="nearest")
     axes.set(xlabel="key", ylabel="query", title=f"{seq_len} tokens on {layout.ranks} ranks, {type(layout).__name__}")
-    parts = [f"rank {rank}: {work / max(1, sum(works)):.1%}" for rank, work in enumerate(works[:MOST_NAMED])]
+    parts = [f"rank {rank}: {work / max(1, sum(works)):.1%}" for rank, work in enumerate(works[:MAX_NAMED])]
     handles = [Patch(color=colour, label=part) for part, colour in zip(parts, colours, strict=False)]
     figure.legend(handles=handles, title="work", loc="outside right upper")
     figure.savefig(path, dpi=110)

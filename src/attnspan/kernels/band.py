@@ -31,7 +31,7 @@ traits = Traits(
     joins=SMALL,
 )
 
-MOST_DIM = 256
+MAX_DIM = 256
 
 
 def supports(spec: Spec, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> str | None:
@@ -40,8 +40,8 @@ def supports(spec: Spec, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> str | N
         return f"band {reason}"
     if not has_triton():
         return "band needs the package triton, which is not installed"
-    if (most := max(q.shape[3], v.shape[3])) > MOST_DIM:
-        return f"band needs head dims up to {MOST_DIM}, got {most}"
+    if (most := max(q.shape[3], v.shape[3])) > MAX_DIM:
+        return f"band needs head dims up to {MAX_DIM}, got {most}"
     if spec.scale == 0:  # the largest score is found before scaling: see `attend`
         return "band needs a scale other than 0"
     return None

@@ -49,7 +49,7 @@ traits = Traits(devices=("cuda",), dtypes=(torch.float16, torch.bfloat16), order
 VERSION = "4.0.0b36"
 """The version of flash-attn-4 that is called. See [Note: offsets and lengths]."""
 
-MOST_DIM = {9: 256, 10: 128}
+MAX_DIM = {9: 256, 10: 128}
 """The largest head dim by the GPU's compute capability."""
 
 FORWARD = "q k v softmax_scale window_size_left window_size_right out lse"
@@ -108,13 +108,13 @@ def supports(spec: Spec, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles) -> str |
     if found != VERSION:
         return f"flash4 calls flash-attn-4 {VERSION}, got {found}; pip install 'attnspan[fa4]'"
     major, minor = capability(q.device)
-    if major not in MOST_DIM:
-        known = " and ".join(f"{each}.x" for each in MOST_DIM)
+    if major not in MAX_DIM:
+        known = " and ".join(f"{each}.x" for each in MAX_DIM)
         return f"flash4 needs a GPU of compute capability {known}, got {major}.{minor}"
     if q.shape[3] != v.shape[3]:  # its backward has no others for grouped heads
         return f"flash4 needs one head dim for keys and values, got {q.shape[3]} and {v.shape[3]}"
-    if q.shape[3] % 8 or q.shape[3] > MOST_DIM[major]:
-        return f"flash4 needs a head dim that is a multiple of 8 up to {MOST_DIM[major]}, got {q.shape[3]}"
+    if q.shape[3] % 8 or q.shape[3] > MAX_DIM[major]:
+        return f"flash4 needs a head dim that is a multiple of 8 up to {MAX_DIM[major]}, got {q.shape[3]}"
     if major == 9 and not _pads_alike(q.shape[3]):
         right = ", ".join(str(dim) for dim in range(8, 128, 8) if _pads_alike(dim))
         return f"flash4 needs a head dim of {right} or 128 and more, got {q.shape[3]}: others have wrong gradients"

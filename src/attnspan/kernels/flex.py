@@ -68,7 +68,7 @@ traits = Traits(
 BLOCK = 128
 """Rows and columns of a block."""
 
-LEAST_DIM = 16
+MIN_DIM = 16
 _ONE_AT_A_TIME = RLock()
 _NUMBERS = itertools.count()
 _OPTIONS = {"FORCE_USE_FLEX_ATTENTION": True, "FLOAT32_PRECISION": "'ieee'"}  # never TF32
@@ -81,8 +81,8 @@ def supports(spec: Spec, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles) -> str |
     if not has_triton():
         return "flex needs the package triton, which is not installed"
     for head_dim in (q.shape[3], v.shape[3]):
-        if head_dim < LEAST_DIM:
-            return f"flex needs head dims of at least {LEAST_DIM}, got {head_dim}"
+        if head_dim < MIN_DIM:
+            return f"flex needs head dims of at least {MIN_DIM}, got {head_dim}"
     for program in (spec.mods.score_mod, spec.mods.mask_mod) if spec.mods is not None else ():
         if program is not None and not program.is_flat:
             return f"flex needs programs that combine numbers and look them up, got {program.name}"

@@ -27,7 +27,7 @@ from attnspan.kernels.triton_expressions import HELPERS, TYPES, Expression, oper
 from attnspan.masks.graphs import INDICES, LOOKUP, depending, inputs_of, is_number
 from attnspan.masks.program import Program
 
-MOST_POSITION = 1 << 30
+MAX_POSITION = 1 << 30
 
 FUNCTIONS = (
     *("change", "pull", "allow", "row_start", "row_more", "row_keep"),
@@ -178,7 +178,7 @@ class _TritonSource:
         score = ["score"] if len(arguments) > len(INDICES) else []
         known: dict[fx.Node, Expression] = {}
         for node, text in zip(arguments, [*score, *INDICES], strict=True):
-            known[node] = Expression(text, dtype_of(node), (0, MOST_POSITION) if text in INDICES else None)
+            known[node] = Expression(text, dtype_of(node), (0, MAX_POSITION) if text in INDICES else None)
             if text in INDICES:
                 self.lines.append(f"{text} = {text}.to(tl.int32)")
         if learned is None:

@@ -28,7 +28,7 @@ LOOKS = 2
 """How many windows are measured in a circle, besides one for each of its ranks, to find where the surplus changes its
 sign."""
 
-MOST_LOOKS = 16
+MAX_LOOKS = 16
 """For how many ranks at most; as many fair windows are sought."""
 
 MORE_LOOKS = 64
@@ -122,7 +122,7 @@ class WindowSearch:
 
     def best(self) -> tuple[list[Arc], list[Arc]] | None:
         """The cheapest window that is fair enough, else the fairest, and the rest; None if none can be cut out."""
-        few = min(self.circle.ranks, MOST_LOOKS)
+        few = min(self.circle.ranks, MAX_LOOKS)
         cost, start = self._searched(self.rules.looks + few, 2 + few)
         if cost < SHORT:
             return self._parts(start)

@@ -35,7 +35,7 @@ PARTNERS = 8
 VISITS = 6
 """How many visits in vain before a rank is left as it is."""
 
-MOST_TRIES = 600
+MAX_TRIES = 600
 """How often ranks that are not good enough are mended."""
 
 FINE_TRIES = 48
@@ -44,7 +44,7 @@ FINE_TRIES = 48
 FEW_ABOVE = 8
 """How many of those there may be at most."""
 
-MOST_RUNS = 6
+MAX_RUNS = 6
 """The most pieces that a rank is mended to."""
 
 FEW_RUNS = 4
@@ -75,7 +75,7 @@ def mended(circles: list[Circle], goal: float, enough: float, rules: DivisionRul
     are.
     """
     mending = _Mending(circles, rules)
-    mending.mend(enough, MOST_TRIES)
+    mending.mend(enough, MAX_TRIES)
     if sum(circle.work > goal for circle in mending.circles) <= FEW_ABOVE:
         mending.mend(goal, FINE_TRIES)
     mending.shorten(enough)
@@ -170,6 +170,6 @@ class _Mending:
             pieces.append(piece)
         both = Circle(pieces, 0, 2, heavy.tokens + light.tokens, heavy.work + light.work)
         found = parted(both, heavy.tokens, 1, self.rules.depth, self.rules)
-        if found is None or max(len(circle.pieces) for circle in found) > MOST_RUNS:
+        if found is None or max(len(circle.pieces) for circle in found) > MAX_RUNS:
             return None
         return found[0]._replace(first=heavy.first), found[1]._replace(first=light.first)

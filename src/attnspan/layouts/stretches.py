@@ -15,7 +15,7 @@ from attnspan.layouts.layout import Shards
 from attnspan.layouts.run import Run, joined_runs
 from attnspan.masks.piecewise import Piecewise
 
-MOST = 4
+MAX_STRETCHES = 4
 """With more stretches than this a rank would have too many runs."""
 
 
@@ -32,8 +32,8 @@ def by_stretch(work: Piecewise, seq_len: int, ranks: int) -> Shards | None:
     [0, 1) [3, 8)
     [1, 3) [8, 12)
     """
-    edges = [0, *(edge for edge in work.bends(MOST + 3) if 0 < edge < seq_len), seq_len]
-    if len(edges) > MOST + 1:
+    edges = [0, *(edge for edge in work.bends(MAX_STRETCHES + 3) if 0 < edge < seq_len), seq_len]
+    if len(edges) > MAX_STRETCHES + 1:
         return None
     out: list[list[Run]] = [[] for _ in range(ranks)]
     for start, stop in pairwise(edges):

@@ -52,7 +52,7 @@ BUILTINS = {
 DEEPEST = 32
 """How far values are followed into one another."""
 
-MOST = 4096
+MAX_VALUES = 4096
 """How many values are looked at: to trace a function that reads more is no slower."""
 
 
@@ -97,7 +97,7 @@ class _FunctionReading:
         """A value as what is compared."""
         kind = type(value)
         self.count += 1
-        if self.count > MOST:
+        if self.count > MAX_VALUES:
             raise NoFingerprint
         if kind in NUMBERS:
             return kind, repr(value)

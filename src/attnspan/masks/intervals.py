@@ -30,7 +30,7 @@ from attnspan.masks.program import Program
 from attnspan.masks.range_min_max import RangeMinMax
 from attnspan.masks.range_rules import RULES, Range, equal, high, low, not_nan, surely, unequal
 
-MOST_DIMS, MOST_ENTRIES = 2, 1 << 26
+MAX_DIMS, MAX_ENTRIES = 2, 1 << 26
 """A table that is looked up by more indices that differ between pairs, or is larger, is known by its extremes alone."""
 
 WHOLE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -120,7 +120,7 @@ class Intervals:
             return Range(table.new_zeros(1), table.new_zeros(1), torch.zeros_like(self._fixed[0], dtype=torch.bool))
         inside = [_inside(i, length) for i, length in zip(at, table.shape, strict=True)]
         moving = [dim for dim, i in enumerate(looked_up_at(node)) if i in self._varying]
-        kept = moving[:MOST_DIMS] if table.numel() <= MOST_ENTRIES else []
+        kept = moving[:MAX_DIMS] if table.numel() <= MAX_ENTRIES else []
         if key not in self._tables:
             whole = {dim: slice(None) for dim in moving if dim not in kept}
             fixed = {dim: slice(int(x.low), int(x.high) + 1) for dim, x in enumerate(inside) if dim not in moving}

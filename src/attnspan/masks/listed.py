@@ -33,7 +33,7 @@ from attnspan.masks.snapshot import Copies, Snapshot
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-MOST_ASKED = 1 << 26
+MAX_ASKED = 1 << 26
 """Pairs that are asked when a mask is planned for, to find bands in partial blocks."""
 
 
@@ -93,7 +93,7 @@ class Listed(Mask):
 
     def _cover(self, q_len: int, kv_len: int, row: int) -> Cover:
         if self.heads == 1 and self.program is not None:
-            return self._question(row).cover(self._blocks(row), MOST_ASKED)
+            return self._question(row).cover(self._blocks(row), MAX_ASKED)
         partial, full = self.partial_RHIJ[row], self.full_RHIJ[row]
         certain = full.all(0)
         both = (self._boxes(chosen).spans(self.block[0]) for chosen in (certain, (partial | full).any(0) & ~certain))

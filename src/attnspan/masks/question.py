@@ -38,10 +38,10 @@ from attnspan.masks.row_spans import RowSpans
 FEW = 512
 """So many bands are never too many: short sequences are always exact."""
 
-MOST_SPANS: float = 8
+MAX_SPANS: float = 8
 """A function that allows more spans of keys per row than this, on average, is not turned into bands."""
 
-LEAST = 16
+MIN_BOX = 16
 """Boxes are halved while their halves are at least so high and so wide."""
 
 BLOCKS_AT_ONCE, PAIRS_AT_ONCE = 1 << 12, 1 << 20
@@ -72,7 +72,7 @@ class Question:
 
         Exact where that takes no more bands than there are blocks to be asked; else by blocks.
         """
-        found = FoundPairs(self, most_asked, most_spans=4 * FEW + MOST_SPANS * self.lengths[0])
+        found = FoundPairs(self, most_asked, most_spans=4 * FEW + MAX_SPANS * self.lengths[0])
         for full, boxes in blocks:
             found.put(full, boxes)
         return found.cover()
@@ -92,7 +92,7 @@ class Question:
     def least(self) -> Size:
         """How small boxes become: a block, halved as long as that is worth it and comes out even."""
         height, width = self.block
-        while self.program.is_flat and min(height, width) >= 2 * LEAST and not height % 2 and not width % 2:
+        while self.program.is_flat and min(height, width) >= 2 * MIN_BOX and not height % 2 and not width % 2:
             height, width = height // 2, width // 2
         return height, width
 

@@ -22,7 +22,7 @@ from attnspan.masks.algebra import joined
 from attnspan.masks.band import Band, tight
 from attnspan.masks.spans import merged
 
-MOST_STACKED = 32
+MAX_STACKED = 32
 """The most full tiles of one buffer that are looked at for a better cut: few and large ones gain by it."""
 
 Kind = Literal["full", "causal", "general"]
@@ -104,7 +104,7 @@ def _stacked(full: list[Band]) -> list[Band]:
     >>> _stacked([tight(0, 2, 0, 4), tight(2, 4, 0, 8)])
     [Band(q0=0, q1=4, k0=0, k1=4, lo=-3, hi=3), Band(q0=2, q1=4, k0=4, k1=8, lo=1, hi=5)]
     """
-    if not 2 <= len(full) <= MOST_STACKED:
+    if not 2 <= len(full) <= MAX_STACKED:
         return full
     edges = sorted({edge for band in full for edge in (band.k0, band.k1)})
     columns = (

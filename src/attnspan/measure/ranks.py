@@ -23,7 +23,7 @@ Job = Callable[[Transport], Any]
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 
-LONGEST, PATIENCE = 86400.0, 600.0
+JOB_TIMEOUT, GROUP_TIMEOUT = 86400.0, 600.0
 """Seconds that a job on started processes may take, and that its ranks wait for each other."""
 
 
@@ -78,7 +78,7 @@ class Ranks:
         """Processes of our own; nothing outlives this call."""
         backend = "nccl" if self.device == "cuda" else "gloo"
         try:
-            return processes(self.count, backend, timeout=LONGEST, group_timeout=PATIENCE).run(job)[0]
+            return processes(self.count, backend, timeout=JOB_TIMEOUT, group_timeout=GROUP_TIMEOUT).run(job)[0]
         except RankError as failed:
             if isinstance(failed.__cause__, AttnspanError):
                 raise failed.__cause__ from None

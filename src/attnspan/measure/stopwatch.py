@@ -12,11 +12,13 @@ from time import perf_counter
 import torch
 
 REPEATS = 3
-LEAST = 0.02
+MIN_SECONDS = 0.02
 """Seconds that a measurement lasts at least: what is shorter is run several times between two looks at the clock."""
 
 
-def seconds(work: Callable[[], object], device: torch.device, repeats: int = REPEATS, least: float = LEAST) -> float:
+def seconds(
+    work: Callable[[], object], device: torch.device, repeats: int = REPEATS, least: float = MIN_SECONDS
+) -> float:
     """The least time of one run."""
     work()
     once = _timed(work, device, 1)

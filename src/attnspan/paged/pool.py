@@ -32,7 +32,7 @@ from attnspan.paged.kernels import choose
 from attnspan.paged.kv_cache import AttendOptions, PagedKVCache, check_without_gradients
 from attnspan.paged.metadata import PagedMetadata, Pages, tensors
 from attnspan.paged.page_tensors import PageTensors
-from attnspan.paged.quantised import LARGEST, Quantised, quantise
+from attnspan.paged.quantised import MAX_CODES, Quantised, quantise
 from attnspan.paged.scoring import Scoring, check_fits, scoring
 from attnspan.paged.step_plan import StepPlan
 
@@ -41,7 +41,7 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 Read = Callable[[PagedMetadata, Tensor], tuple[Tensor, Tensor]]
 """Attention of queries over the pages that a metadata names: (out, lse)."""
 
-MOST_KEPT = 64
+MAX_KEPT = 64
 """How many masks a pool remembers the functions of."""
 
 
@@ -70,7 +70,7 @@ class Layer:
         object.__setattr__(self, "value_dim", integer("value_dim", self.value_dim, error=PageError) or self.head_dim)
         if self.window is not None:
             object.__setattr__(self, "window", integer("window", self.window, at_least=1, error=PageError))
-        if self.quantised is not None and self.quantised not in LARGEST:
+        if self.quantised is not None and self.quantised not in MAX_CODES:
             raise PageError(f"quantised must be torch.int8 or torch.float8_e4m3fn, got {self.quantised!r}")
         if self.values_in_keys and (self.quantised is not None or self.value_dim > self.head_dim):
             raise PageError(
@@ -120,7 +120,7 @@ class PagePool(PageTensors, PagedKVCache):
         )  # fmt: skip
         apart = [values for layer, values in zip(self.layers, self.values, strict=True) if not layer.values_in_keys]
         super().__init__(allocator, tensors(*self.keys, *apart), place)
-        self._scoring_of = lru_cache(MOST_KEPT)(partial(scoring, device=self.device))
+        self._scoring_of = lru_cache(MAX_KEPT)(partial(scoring, device=self.device))
 
     def _pages(self, layer: Layer, dim: int, pages: int, device: torch.device) -> Pages:
         shape = (pages, self.page_size, layer.kv_heads, dim)

@@ -45,7 +45,7 @@ from typing import NamedTuple
 from attnspan.errors import PageError, integers
 from attnspan.paged.allocator import NULL_PAGE, PageAllocator
 
-MOST_COMPARED = 16
+MAX_COMPARED = 16
 """How many pages that begin with the same token are compared, newest first, for a partial hit."""
 
 FEW_ENTRIES = 64
@@ -106,7 +106,7 @@ class PageRun:
     def nearest(self, tokens: bytes) -> tuple[PageRun | None, int]:
         """The run below whose first page agrees with the most of `tokens` from their start, and with how many."""
         best: tuple[PageRun | None, int] = (None, 0)
-        for _, run in zip(range(MOST_COMPARED), reversed(self.after.get(tokens[:WIDTH], {}).values()), strict=False):
+        for _, run in zip(range(MAX_COMPARED), reversed(self.after.get(tokens[:WIDTH], {}).values()), strict=False):
             agreed = _common_prefix(run.tokens, tokens)
             if agreed > best[1]:
                 best = (run, agreed)

@@ -24,10 +24,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-SMALLEST = 2.0**-126
+MIN_SCALE = 2.0**-126
 """The smallest scale: below it float32 has fewer bits, and codes would overflow."""
 
-LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+MAX_CODES = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 """The largest code of each dtype."""
 
 
@@ -55,7 +55,7 @@ def quantise(x: Tensor, dtype: torch.dtype) -> Quantised:
     [[64, -127, 0]]
     """
     wide = x.float()
-    scales = (wide.abs().amax(-1) / LARGEST[dtype]).clamp(min=SMALLEST)
+    scales = (wide.abs().amax(-1) / MAX_CODES[dtype]).clamp(min=MIN_SCALE)
     shares = wide / scales.unsqueeze(-1)
     codes = shares.round_() if dtype == torch.int8 else shares
     return Quantised(codes.to(dtype).view(torch.int8), scales, dtype)

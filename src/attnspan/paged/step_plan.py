@@ -45,10 +45,10 @@ from attnspan.paged.metadata import ONE_RANK, PagedMetadata, Spread
 if TYPE_CHECKING:
     from attnspan.paged.pool import PagePool
 
-LONGEST = (1 << 31) - 1
+MAX_INT32 = (1 << 31) - 1
 """See [Note: 32 bits]."""
 
-FEWEST_SHARED = 4
+MIN_SHARED = 4
 """Pages that neighbours must have in common before reading them once is worth a second pass."""
 
 
@@ -74,9 +74,9 @@ class StepPlan:
         self.max_sequences = integer("max_sequences", max_sequences, at_least=1, error=PageError)
         self.max_tokens = integer("max_tokens", max_tokens, at_least=1, error=PageError)
         self.max_length = integer("max_length", max_length, at_least=1, error=PageError)
-        if max(self.max_sequences, self.max_tokens, self.max_length) > LONGEST:
+        if max(self.max_sequences, self.max_tokens, self.max_length) > MAX_INT32:
             raise PageError(
-                f"max_sequences, max_tokens and max_length must be at most {LONGEST}, as positions are 32 bits wide, "
+                f"max_sequences, max_tokens and max_length must be at most {MAX_INT32}, as positions are 32 bits wide, "
                 f"got {max_sequences}, {max_tokens} and {max_length}"
             )
         if pool.page_size * spread.ranks != pool.allocator.page_size:
@@ -206,7 +206,7 @@ class StepPlan:
             last, pages = first + 1, len(rows[first].table) - 1
             while last < len(rows):
                 same = _agreeing(rows[first].table, rows[last].table, min(pages, len(rows[last].table) - 1))
-                if same < FEWEST_SHARED:
+                if same < MIN_SHARED:
                     break
                 last, pages = last + 1, same
             if last - first > 1 and rows[first].first == 0:

@@ -48,7 +48,7 @@ from attnspan.plan.drawing import in_seconds
 from attnspan.plan.local_blocks import local_block_mask
 from attnspan.plan.strategy import name_of
 
-MOST_KEPT = 16
+MAX_KEPT = 16
 """How many BlockMasks, score_mods, and attentions made of them, a session remembers."""
 
 OTHERS = "block_mask"
@@ -235,7 +235,7 @@ class Attentions:
             uses = self.uses if own is None else self.named[own].call.uses
             attend = self.core.attention(mask).variant(score=score, scale=scale, uses=uses, watched=None)
             _keep(self._attends, key, attend)
-            self.past = self.past.settled(self.uses, self.core.rank, self._machine, MOST_KEPT)
+            self.past = self.past.settled(self.uses, self.core.rank, self._machine, MAX_KEPT)
         self._attends.move_to_end(key)
         return self._attends[key]
 
@@ -296,5 +296,5 @@ class Attentions:
 
 def _keep(known: OrderedDict[Key, Value], key: Key, value: Value) -> None:
     known[key] = value
-    if len(known) > MOST_KEPT:
+    if len(known) > MAX_KEPT:
         known.popitem(last=False)

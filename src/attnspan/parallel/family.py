@@ -18,7 +18,7 @@ from attnspan.plan import Shape
 if TYPE_CHECKING:
     from attnspan.parallel.session import ContextParallel
 
-MOST_KEPT = 64
+MAX_KEPT = 64
 """How many sessions a family remembers."""
 
 
@@ -47,7 +47,7 @@ class Family:
             if there is None or there is before:
                 self._sessions[key] = there = found
             self._sessions.move_to_end(key)
-            if len(self._sessions) > MOST_KEPT:
+            if len(self._sessions) > MAX_KEPT:
                 self._sessions.popitem(last=False)
             return there
 

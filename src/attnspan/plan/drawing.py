@@ -10,7 +10,7 @@ from attnspan.masks.drawing import shortened
 from attnspan.plan.plan import Plan
 from attnspan.plan.strategy import name_of
 
-MOST_RANKS = 16
+MAX_RANKS = 16
 """The most ranks that are listed; of more, the first and the last."""
 
 
@@ -115,5 +115,5 @@ def _reasons(plan: Plan) -> list[str]:
 
 
 def _listed(ranks: int) -> list[int]:
-    half = MOST_RANKS // 2
-    return list(range(ranks)) if ranks <= MOST_RANKS else [*range(half), *range(ranks - half, ranks)]
+    half = MAX_RANKS // 2
+    return list(range(ranks)) if ranks <= MAX_RANKS else [*range(half), *range(ranks - half, ranks)]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from attnspan.masks.tile import MOST_STACKED, Kind
+from attnspan.masks.tile import MAX_STACKED, Kind
 from attnspan.plan.cost import BACKWARD, Curve, Hardware
 from attnspan.plan.meetings import Meetings
 
@@ -94,7 +94,7 @@ def _join_own(full: Tensor, cuts: tuple[Tensor, Tensor, Tensor], each: Meetings,
 def _stacked(full: Tensor, rows: Tensor, each: Meetings, place: Tensor, places: int) -> tuple[Tensor, Tensor]:
     """Columns and rows of full tiles where runs of one group share the keys of a band, as tile.py stacks them."""
     fulls = torch.zeros(len(full), places, full.shape[2], dtype=torch.float64, device="cpu")
-    few = fulls.index_add_(1, place, (full > 0).double()).index_select(1, place) <= MOST_STACKED
+    few = fulls.index_add_(1, place, (full > 0).double()).index_select(1, place) <= MAX_STACKED
     few &= ~each.mixed[:, None]
     shared = torch.zeros_like(full)
     shared[:, 1:] = full[:, :-1] * each.again[1:, None]

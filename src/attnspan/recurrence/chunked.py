@@ -36,7 +36,7 @@ from torch import Tensor
 
 from attnspan.recurrence.backward import backward_once
 
-LONGEST = 64
+MAX_CHUNK = 64
 """Tokens of a chunk, at most."""
 
 CACHED = 2**18
@@ -83,7 +83,7 @@ def chunk_size(lengths: Tensor, width: int) -> int:
     >>> chunk_size(torch.tensor([4096]), 128), chunk_size(torch.tensor([3, 4, 5]), 16)
     (64, 4)
     """
-    sizes = [1 << power for power in range(LONGEST.bit_length())]
+    sizes = [1 << power for power in range(MAX_CHUNK.bit_length())]
     return min(sizes, key=lambda size: (int(((lengths + size - 1) // size).sum()) * (size + width) ** 2, size))
 
 

@@ -60,7 +60,7 @@ DECODING = {
 FUSED = {"mamba2_split_conv1d_scan_combined", "mamba_inner_fn"}
 """Functions that compute a whole mixer, or return None, after which it is computed step by step."""
 
-LEAST, FORGOTTEN = 1e-30, -30.0
+MIN_GATE, FORGOTTEN = 1e-30, -30.0
 """The smallest gate of a state, and the logarithm of one that forgets it: what is left is below float32's precision."""
 
 PADDING = "apply_mask_to_padding_states"
@@ -258,7 +258,7 @@ def rg_lru_scan(tokens: MixerTokens, hidden_states: Tensor, recurrent_gate: Tens
     Every channel is a head with values of one number. A document begins without a state; what comes before a reset is
     padding.
     """
-    kept = _wide(recurrent_gate).clamp(min=LEAST).log()
+    kept = _wide(recurrent_gate).clamp(min=MIN_GATE).log()
     decay = (kept if tokens.padding is None else torch.where(reset, FORGOTTEN, kept)).unsqueeze(-1)
     ones = decay.new_ones(*decay.shape[:2], 1, 1)  # one head for all
     values = _wide(hidden_states).unsqueeze(-1)

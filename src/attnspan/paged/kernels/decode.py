@@ -66,13 +66,13 @@ time here: to gather is some 0.3 ms of launches for each row."""
 FEW_TOKENS = 16
 """New tokens of a row up to which keys are read and hardly computed with, so that a copy of them never pays."""
 
-MOST_ROWS = 64
+MAX_ROWS = 64
 """Queries x heads of a group that one program holds at most."""
 
-FEWEST_KEYS = 256
+MIN_KEYS = 256
 """A split shorter than this costs more to start and to combine than it saves."""
 
-MOST_SPLITS = 64
+MAX_SPLITS = 64
 """Parts that one row is joined from at most."""
 
 COMBINED = 32
@@ -112,8 +112,8 @@ def supports(spec: Scoring, metadata: PagedMetadata, q: Tensor, keys: Pages, val
         return f"decode needs a device of compute capability 8.9 for {keys.dtype}, got {_capability(q.device)}"
     if max(keys.shape[3], values.shape[3]) > 256:
         return f"decode needs head dims up to 256, got {keys.shape[3]} and {values.shape[3]}"
-    if q.shape[1] // keys.shape[2] > MOST_ROWS:
-        return f"decode needs at most {MOST_ROWS} query heads for a key head, got {q.shape[1] // keys.shape[2]}"
+    if q.shape[1] // keys.shape[2] > MAX_ROWS:
+        return f"decode needs at most {MAX_ROWS} query heads for a key head, got {q.shape[1] // keys.shape[2]}"
     return None
 
 
@@ -142,7 +142,7 @@ def forward(
     tuning = tuning or _tuning(q, values.shape[3])
     group = heads // keys.shape[2]
     most = metadata.once("most", lambda: max(metadata.queries))
-    rows = min(MOST_ROWS, max(16, _next_power_of_2(group * most)))
+    rows = min(MAX_ROWS, max(16, _next_power_of_2(group * most)))
     per_tile = rows // group
     tiles = -(-most // per_tile)
     splits = _splits(metadata, keys.shape[2] * len(metadata.queries) * tiles, q.device, tuning)
@@ -165,14 +165,14 @@ def forward(
             tokens, heads, tiles, splits, spec.window or 0, spread.interleave, spread.rank,
             size=metadata.page_size, group=group, dim=dim, value_dim=values.shape[3],
             block_d=max(16, _next_power_of_2(dim)), block_v=max(16, _next_power_of_2(values.shape[3])),
-            block_m=rows, block_n=tuning.block, per_tile=per_tile, fewest=FEWEST_KEYS // tuning.block,
+            block_m=rows, block_n=tuning.block, per_tile=per_tile, fewest=MIN_KEYS // tuning.block,
             causal=spec.causal, windowed=spec.window is not None, ranks=spread.ranks, stored=stored, pdl=pdl,
             num_warps=tuning.warps, num_stages=tuning.stages,
         )  # fmt: skip
         if splits > 1:
             combine[tokens, heads, -(-values.shape[3] // COMBINED)](
                 out, lse, part_out, part_lse, tokens, heads, splits, value_dim=values.shape[3],
-                block_v=COMBINED, block_s=16 if splits <= 16 else MOST_SPLITS, pdl=pdl, num_warps=4,
+                block_v=COMBINED, block_s=16 if splits <= 16 else MAX_SPLITS, pdl=pdl, num_warps=4,
                 **({"launch_pdl": True} if pdl else {}),  # the interpreter does not know the word
             )  # fmt: skip
     return out, lse
@@ -197,7 +197,7 @@ def _splits(metadata: PagedMetadata, programs: int, device: torch.device, tuning
     longest = metadata.once("longest", lambda: max(end - begin for begin, end in metadata.spans))
     if metadata.for_graphs or torch.cuda.is_current_stream_capturing():
         longest = metadata.tables.shape[1] * metadata.page_size
-    most = min(-(-longest // FEWEST_KEYS), MOST_SPLITS)
+    most = min(-(-longest // MIN_KEYS), MAX_SPLITS)
     wave = _multiprocessors(device) * tuning.resident
     whole = [wave * waves // programs for waves in range(1, 1 + (tuning.waves if len(metadata.queries) > 1 else 1))]
     return max(1, max((splits for splits in whole if splits <= most), default=most))

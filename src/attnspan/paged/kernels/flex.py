@@ -48,7 +48,7 @@ name = "flex"
 
 QUERY_BLOCK = 128
 
-MOST_NUMBERS = 1 << 31
+MAX_NUMBERS = 1 << 31
 """torch 2.11 cannot compile its own kernels for longer tensors."""
 
 _NUMBERS = itertools.count()
@@ -68,7 +68,7 @@ def supports(spec: Scoring, metadata: PagedMetadata, q: Tensor, keys: Pages, val
         return f"flex needs float32, bfloat16 or float16, got {q.dtype}"
     if min(q.shape[2], values.shape[3]) < 16:
         return f"flex needs head dims of at least 16, got {q.shape[2]} and {values.shape[3]}"
-    if max(keys.shape.numel(), values.shape.numel()) > MOST_NUMBERS:
+    if max(keys.shape.numel(), values.shape.numel()) > MAX_NUMBERS:
         return f"flex needs layers of at most 2^31 numbers, as its kernels count in 32 bits, got {keys.shape.numel()}"
     if metadata.spread.ranks > 1:
         return f"flex reads pages of one rank, got {metadata.spread.ranks} ranks"

@@ -24,7 +24,7 @@ from attnspan.paged.scoring import Scoring, VisibleKeys
 
 name = "gather"
 
-MOST_SCORES = 1 << 22
+MAX_SCORES = 1 << 22
 """The most scores of one row that are in memory at once, where pairs are evaluated."""
 
 
@@ -98,7 +98,7 @@ def _by_pairs(
     heads, (n, m) = q.shape[1], (q.shape[0], k.shape[0])
     at, key_at = metadata.positions[seen.queries], metadata.key_positions(seen.begin, seen.end)
     q, k, v = (x.to(lse.dtype).transpose(0, 1) for x in (q, k, v))
-    block = max(1, MOST_SCORES // (heads * m))
+    block = max(1, MAX_SCORES // (heads * m))
     for low in range(0, n, block):
         some = slice(low, low + block)
         grouped = q[:, some].unflatten(0, (k.shape[0], -1)).flatten(1, 2)  # (Hk, G n, D)
