@@ -25,7 +25,7 @@ import torch
 
 from attnspan import Balanced, Causal, Documents, SlidingWindow
 from attnspan.attention.links import group_links
-from attnspan.attention.tuned import agreed
+from attnspan.attention.tuned import group_tuning
 from attnspan.layouts.balanced import fitting_chunk
 from attnspan.masks import Mask
 from attnspan.measure import Bench, Measured, Ranks, Workload
@@ -65,7 +65,7 @@ def on_rank(job: ClusterJob, transport: Transport) -> dict[str, Any]:
     for name, mask in job.works(transport.ranks):
         length = job.tokens * transport.ranks
         layout = Balanced(mask, ranks=transport.ranks, chunk=fitting_chunk(length, transport.ranks))
-        bench = Bench(Workload(mask, length, layout, job.shape), transport, agreed(transport), job.repeats)
+        bench = Bench(Workload(mask, length, layout, job.shape), transport, group_tuning(transport), job.repeats)
         able = [each for each in STRATEGIES if each != "ulysses" or transport.ranks <= job.shape.heads]
         rows[name] = [each.data() for each in bench.run(able)]
     links = group_links(transport)

@@ -12,7 +12,7 @@ import torch
 import attnspan as span
 from attnspan.attention import attention, links, tuned
 from attnspan.attention.links import Links, measured_links, wanted_place
-from attnspan.attention.tuned import GroupTuning, agreed, hardware_for
+from attnspan.attention.tuned import GroupTuning, group_tuning, hardware_for
 from attnspan.errors import TransportError, TuningError
 from attnspan.layouts import HeadTail
 from attnspan.masks import Causal
@@ -82,7 +82,7 @@ def measured(world):
     with torch.no_grad():
         cp.attention(x, x, x)
         cp.attention(x, x, x)
-    return agreed(world).links, repr(cp.plan.strategy)
+    return group_tuning(world).links, repr(cp.plan.strategy)
 
 
 @on_backends(2, slow=(4,))
@@ -101,7 +101,7 @@ def test_it_is_measured_once_for_a_group(speeds):
     def rank(world):
         counting = Counting(world)
         for _ in range(3):
-            known = agreed(counting)
+            known = group_tuning(counting)
         return known, counting.calls["agree"]
 
     for known, agreements in loopback(RANKS).run(rank):
@@ -113,7 +113,7 @@ def test_nothing_keeps_the_group_alive(speeds):
     speeds.update(dict.fromkeys(range(2), FAST))
 
     def rank(world):
-        agreed(world)
+        group_tuning(world)
         return weakref.ref(world)
 
     found = loopback(2).run(rank)
@@ -126,7 +126,7 @@ def test_nothing_keeps_the_group_alive(speeds):
 
 def planned_with(world):
     counting = Counting(world)
-    known = agreed(counting)
+    known = group_tuning(counting)
     return known.links, [event.what for event in counting.log if event.kind == "exchange"]
 
 
@@ -163,7 +163,7 @@ def test_one_rank_that_asks_for_none_decides_for_all(real, monkeypatch):
 def test_other_values_are_refused_on_every_rank(real, monkeypatch):
     monkeypatch.setenv("ATTNSPAN_LINK", "fast")
     with pytest.raises(TuningError, match=r"^ATTNSPAN_LINK must be 'none' or unset, got 'fast'"):
-        loopback(2).run(agreed)
+        loopback(2).run(group_tuning)
 
 
 def test_what_a_table_has_is_not_measured(speeds, monkeypatch):
@@ -172,7 +172,7 @@ def test_what_a_table_has_is_not_measured(speeds, monkeypatch):
 
     def rank(world):
         links, posted = planned_with(world)
-        return hardware_for(agreed(world), SHAPE, world.device), links, posted
+        return hardware_for(group_tuning(world), SHAPE, world.device), links, posted
 
     for machine, measured, posted in loopback(RANKS).run(rank):
         assert (machine.inside, machine.links) == (Link(1e6, 1e-3), "measured 2026-01-01 by attnspan tune")
@@ -219,9 +219,9 @@ def test_a_rank_that_raises_while_it_measures_breaks_the_group(real, monkeypatch
 
     def rank(world):
         with pytest.raises((MemoryError, TransportError)):
-            agreed(world)
+            group_tuning(world)
         with pytest.raises(TransportError, match="an earlier attention broke off here"):
-            agreed(world)
+            group_tuning(world)
         if world.rank == 1:
             raise MemoryError("no room")
 

@@ -37,7 +37,7 @@ def test_rows_sum_up_to_the_pass_and_predictions_to_the_timeline(mask, strategy)
     def rank(world):
         cp, profile = profiled(world, mask, strategy, passes=1)
         forward, backward = profile.passes
-        assert (forward.way, backward.way, forward.passes) == ("forward", "backward", 1)
+        assert (forward.direction, backward.direction, forward.passes) == ("forward", "backward", 1)
         assert name_of(forward.plan.strategy) == name_of(cp.plan.strategy)
         hardware = cp.attentions.hardware(forward.shape)
         both = predict(forward.plan, cp.rank, forward.shape, hardware, backward=True)
@@ -152,7 +152,7 @@ def test_a_transfer_lasts_as_long_as_its_messages_take(strategy):
 
 def measured(world):
     _, profile = profiled(world, span.Causal(), "needed(2)")
-    return [(each.way, len(each.rows), each.measured > 0) for each in profile.passes]
+    return [(each.direction, len(each.rows), each.measured > 0) for each in profile.passes]
 
 
 def test_real_ranks_are_profiled():

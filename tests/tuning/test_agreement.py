@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from attnspan.attention import attention
-from attnspan.attention.tuned import agreed
+from attnspan.attention.tuned import group_tuning
 from attnspan.errors import AttentionError, TuningError
 from attnspan.layouts import Contiguous
 from attnspan.masks import Causal
@@ -36,7 +36,7 @@ def tables(monkeypatch):
 
 
 def heard(world):
-    known = agreed(world).table
+    known = group_tuning(world).table
     return known and known.date
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from attnspan.attention.handles import handle, held
 from attnspan.attention.latent import Expander
 from attnspan.attention.score import Score
-from attnspan.attention.tuned import GroupTuning, agreed, agreed_before, hardware_for
+from attnspan.attention.tuned import GroupTuning, group_tuning, hardware_for, known_tuning
 from attnspan.attention.ulysses import HeadAllToAll, Side
 from attnspan.attention.uses import Uses
 from attnspan.dtypes import dtype_name, lse_dtype
@@ -123,7 +123,7 @@ class Call:
         """
         if not self.auto:
             return self
-        known = agreed(self.transport)
+        known = group_tuning(self.transport)
         shape = inputs.shape
         if shape is None:
             return self
@@ -140,14 +140,14 @@ class Call:
         """Whether latents of that shape should travel, rather than the keys and values that are made of them."""
         if not self.auto:
             return self.plan.degree == 1
-        machine = hardware_for(agreed(self.transport), shape, self.transport.device, self.kernel)
+        machine = hardware_for(group_tuning(self.transport), shape, self.transport.device, self.kernel)
         return latents_pay(self.plan, shape, machine, self.keep_keys)
 
     def plan_ahead(self, shape: Shape) -> None:
         """Work out what tensors of some shape will need, as far as this rank knows it without asking the others.
 
         What is refused is refused when tensors come."""
-        known = agreed_before(self.transport)
+        known = known_tuning(self.transport)
         if self.auto and known is None:
             return
         with suppress(PlanError, MaskError):

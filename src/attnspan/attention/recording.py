@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from attnspan.attention.pass_timer import Moment, between, now
-from attnspan.attention.uses import Pass, Use
+from attnspan.attention.uses import Direction, Use
 from attnspan.transports import Pending, Transport
 
 Kind = Literal["compute", "transfer", "wait"]
@@ -38,7 +38,7 @@ class TimedSpan(NamedTuple):
 class RecordedPass:
     """One pass, while it runs and afterwards."""
 
-    way: Pass
+    direction: Direction
     use: Use
     device: torch.device
     start: Moment = field(init=False)
@@ -64,22 +64,22 @@ class RecordedPass:
 class Recorder:
     """The latest passes of a group, by what they did."""
 
-    passes: dict[tuple[Pass, Use], deque[RecordedPass]] = field(default_factory=dict)
+    passes: dict[tuple[Direction, Use], deque[RecordedPass]] = field(default_factory=dict)
     running: RecordedPass | None = None
 
 
 @contextmanager
-def recorded(transport: Transport, way: Pass, use: Use) -> Iterator[None]:
+def recorded(transport: Transport, direction: Direction, use: Use) -> Iterator[None]:
     """A block in which one pass runs."""
     recorder: Recorder | None = transport.memo.get(Recorder)
     if recorder is None:
         yield
         return
-    recorder.running = RecordedPass(way, use, transport.device)
+    recorder.running = RecordedPass(direction, use, transport.device)
     try:
         yield
         recorder.running.stop = now(transport.device)
-        recorder.passes.setdefault((way, use), deque(maxlen=MAX_RECORDED)).append(recorder.running)
+        recorder.passes.setdefault((direction, use), deque(maxlen=MAX_RECORDED)).append(recorder.running)
     finally:
         recorder.running = None
 

@@ -80,7 +80,7 @@ def _transformed(what: str, instead: str) -> str:
     return f"{what} cannot run inside torch.func's grad, vjp, jvp, jacrev, jacfwd, hessian or vmap; {instead}"
 
 
-def _wraps() -> bool:
+def _transforms_are_seen() -> bool:
     """A transform of one element, as torch.func begins it: that module takes seconds to import."""
     torchs: Any = torch._C._functorch
     plain, before = torch.ones(1, device="cpu"), _inside()
@@ -97,5 +97,5 @@ WRAPPED = Assumption(
     "torch.func's tensors are told from plain ones",
     "attention/transforms.py",
     "`torch._C._functorch`: `is_functorch_wrapped_tensor`, `is_legacy_batchedtensor`, `peek_interpreter_stack`",
-    _wraps,
+    _transforms_are_seen,
 )

@@ -44,9 +44,9 @@ NO_TUNING = GroupTuning()
 _AGREED: WeakKeyDictionary[object, dict[str, GroupTuning]] = WeakKeyDictionary()  # by group, and kind of device
 
 
-def agreed(transport: Transport) -> GroupTuning:
+def group_tuning(transport: Transport) -> GroupTuning:
     """What all ranks of a group know; the first call is a collective, in which links are measured."""
-    known = agreed_before(transport)
+    known = known_tuning(transport)
     if known is None:
         with unbroken(transport, but=(TuningError,)):
             known = _agree(transport)
@@ -54,7 +54,7 @@ def agreed(transport: Transport) -> GroupTuning:
     return known
 
 
-def agreed_before(transport: Transport) -> GroupTuning | None:
+def known_tuning(transport: Transport) -> GroupTuning | None:
     """What all ranks of a group know, if they have agreed on it; asks nobody."""
     return _AGREED.get(transport.group, {}).get(transport.device.type)
 
@@ -68,7 +68,7 @@ def machine_here(transport: Transport, shape: Shape, kernel: str = "auto") -> Ha
         return None
     if virtual:
         return None
-    known = agreed_before(transport) or GroupTuning(_own_table(transport))
+    known = known_tuning(transport) or GroupTuning(_own_table(transport))
     return hardware_for(known, shape, transport.device, kernel)
 
 

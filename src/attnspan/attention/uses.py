@@ -21,7 +21,7 @@ from attnspan.plan import Plan, Shape
 Use = tuple[Plan, Shape | None]  # a shape that the cost model cannot weigh is None
 
 
-Pass = Literal["forward", "backward"]
+Direction = Literal["forward", "backward"]
 
 MAX_TIMED = 16
 """Of how many passes the times are kept."""
@@ -44,7 +44,7 @@ class Uses:
     from_kept: Counter[Use] = field(default_factory=Counter)  # of the backward passes, those that no key travelled for
     latest: Plan | None = None
     latest_shape: Shape | None = None
-    timers: dict[tuple[Pass, Use], deque[PassTimer]] = field(default_factory=dict)
+    timers: dict[tuple[Direction, Use], deque[PassTimer]] = field(default_factory=dict)
 
     def add_forward(self, plan: Plan, shape: Shape | None, timer: PassTimer) -> None:
         """A forward pass, or its replay."""
@@ -59,20 +59,21 @@ class Uses:
         self.from_kept[plan, shape] += from_kept
         self._time("backward", (plan, shape), timer)
 
-    def _time(self, way: Pass, use: Use, timer: PassTimer) -> None:
-        self.timers.setdefault((way, use), deque(maxlen=MAX_TIMED)).append(timer.end())
+    def _time(self, direction: Direction, use: Use, timer: PassTimer) -> None:
+        self.timers.setdefault((direction, use), deque(maxlen=MAX_TIMED)).append(timer.end())
 
-    def took(self, way: Pass, use: Use) -> PassTime:
+    def took(self, direction: Direction, use: Use) -> PassTime:
         """How long passes of a plan take; 0 where no time is known yet."""
-        known = [seconds for timer in tuple(self.timers.get((way, use), ())) if (seconds := timer.seconds) is not None]
+        timers = tuple(self.timers.get((direction, use), ()))
+        known = [seconds for timer in timers if (seconds := timer.seconds) is not None]
         return PassTime(median(known) if known else 0.0, len(known))
 
     def forget(self, use: Use) -> None:
         """A plan on tensors of some shape, as if it had never run."""
         for counted in (self.forward, self.replayed, self.backward, self.from_kept):
             counted.pop(use, None)
-        for way in ("forward", "backward"):
-            self.timers.pop((way, use), None)
+        for direction in ("forward", "backward"):
+            self.timers.pop((direction, use), None)
 
     def clear(self) -> None:
         """Start again; the plan last used stays known."""
@@ -81,7 +82,7 @@ class Uses:
         self.timers.clear()
 
 
-def _tells() -> bool:
+def _backward_is_seen() -> bool:
     """Whether code knows that it runs in backward."""
     x, found = torch.ones(1, device="cpu", requires_grad=True), []
     y = x * 2
@@ -95,5 +96,5 @@ IN_BACKWARD = Assumption(
     "code that runs in backward is told from code that does not",
     "attention/uses.py",
     "`torch._C._current_graph_task_id`",
-    _tells,
+    _backward_is_seen,
 )

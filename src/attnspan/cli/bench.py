@@ -22,7 +22,7 @@ from typing import Annotated, Any
 import typer
 
 from attnspan.attention.links import Links, group_links
-from attnspan.attention.tuned import GroupTuning, agreed, hardware_for
+from attnspan.attention.tuned import GroupTuning, group_tuning, hardware_for
 from attnspan.cli import options
 from attnspan.cli.expression import write
 from attnspan.cli.fitting import say
@@ -142,7 +142,7 @@ def known_to(job: BenchJob, transport: Transport) -> GroupTuning:
     if job.tuning is not None:
         return GroupTuning(read(job.tuning, device_name(transport.device)))
     if not job.tune:
-        return agreed(transport)
+        return group_tuning(transport)
     shape = job.work.shape
     asked = Tuning.of(
         transport.device,

@@ -91,16 +91,16 @@ class Trial:
         return Causal() & Documents(self.lengths)
 
     @cached_property
-    def whole(self) -> list[Tensor]:
+    def inputs(self) -> list[Tensor]:
         """query, key and value of all ranks."""
         draw, kv_heads = torch.Generator().manual_seed(0), self.shape.heads // 2
         heads = (self.shape.heads, kv_heads, kv_heads)
         return [torch.randn(1, h, sum(self.lengths), DIM, generator=draw, device=draw.device) for h in heads]
 
     @cached_property
-    def true(self) -> list[Tensor]:
+    def expected(self) -> list[Tensor]:
         """Out and gradients, in float64."""
-        return differentiated([x.double() for x in self.whole], partial(dense, self.mask))
+        return differentiated([x.double() for x in self.inputs], partial(dense, self.mask))
 
     def plan(self, strategy: str) -> Plan:
         layout = Balanced(self.mask, ranks=self.ranks, chunk=4)
@@ -112,14 +112,14 @@ def self_test(world: Transport) -> Findings:
     start, trial, found = perf_counter(), Trial(world.ranks), []
     for strategy in strategies(world.ranks):
         try:
-            found.append(tested(trial, strategy, world))
+            found.append(run_strategy(trial, strategy, world))
         except Exception as cause:
             raise TransportError(f"{strategy}: {type(cause).__name__}: {cause}") from cause
     links = group_links(world)
     return Findings(tuple(found), links.between or links.inside, perf_counter() - start)
 
 
-def tested(trial: Trial, strategy: str, world: Transport) -> Finding:
+def run_strategy(trial: Trial, strategy: str, world: Transport) -> Finding:
     """One strategy on one rank."""
     plan, counting = trial.plan(strategy), Counting(world)
     attend, own = Attention(plan, counting, keep_keys=False), plan.layout.positions(plan.seq_len)[world.rank]
@@ -132,8 +132,8 @@ def tested(trial: Trial, strategy: str, world: Transport) -> Finding:
         received = counting.received.total()  # of forward alone
         return out
 
-    found = differentiated([x[:, :, own].to(world.device) for x in trial.whole], counted)
-    pairs = zip(found, trial.true, strict=True)
+    found = differentiated([x[:, :, own].to(world.device) for x in trial.inputs], counted)
+    pairs = zip(found, trial.expected, strict=True)
     error = max(float((a.cpu() - b[:, :, own]).abs().max()) for a, b in pairs)
     return Finding(strategy, error, received, arriving(plan, trial.shape, world.rank).forward)
 

@@ -28,7 +28,7 @@ from attnspan.attention import Attention
 from attnspan.attention.call import Inputs
 from attnspan.attention.latent import Expand, as_keys
 from attnspan.attention.score import DTYPES, Captured, Score, ScoreFunction
-from attnspan.attention.tuned import NO_TUNING, agreed_before, hardware_for, machine_here
+from attnspan.attention.tuned import NO_TUNING, hardware_for, known_tuning, machine_here
 from attnspan.attention.uses import Uses
 from attnspan.dtypes import lse_dtype
 from attnspan.errors import AttentionError
@@ -188,7 +188,7 @@ class Attentions:
     def hardware(self, shape: Shape) -> Hardware:
         """What predictions go by; on virtual ranks a preset."""
         transport = self.core.transport
-        known = agreed_before(transport) or NO_TUNING
+        known = known_tuning(transport) or NO_TUNING
         found = self._machine.hardware(shape)
         return found or hardware_for(known, shape, transport.device, self.core.options.kernel)
 

@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import Any
 
 from attnspan.attention.recording import Kind, RecordedPass, Recorder, TimedSpan
-from attnspan.attention.uses import Pass
+from attnspan.attention.uses import Direction
 from attnspan.errors import AttentionError
 from attnspan.masks.drawing import shortened
 from attnspan.plan import Hardware, Plan, Shape, predict
@@ -53,7 +53,7 @@ class PassProfile:
     plan: Plan
     shape: Shape
     rank: int
-    way: Pass
+    direction: Direction
     passes: int
     predicted: float
     measured: float
@@ -66,8 +66,8 @@ class PassProfile:
             for row in self.rows
         ]
         title = (
-            f"{self.way}, {shortened(repr(self.plan.mask), 50)}, {name_of(self.plan.strategy)}, rank {self.rank} of "
-            f"{self.plan.ranks}\npredicted {in_seconds(self.predicted)}, measured {in_seconds(self.measured)} "
+            f"{self.direction}, {shortened(repr(self.plan.mask), 50)}, {name_of(self.plan.strategy)}, rank {self.rank} "
+            f"of {self.plan.ranks}\npredicted {in_seconds(self.predicted)}, measured {in_seconds(self.measured)} "
             f"(median of {self.passes})"
         )
         return f"{title}\n{table(head, lines)}"
@@ -94,7 +94,7 @@ class Profile:
     @property
     def passes(self) -> tuple[PassProfile, ...]:
         """Every kind of pass that ran: by plan, by the shape of its tensors, forward and backward."""
-        return tuple(self._profile(use, way, found) for way, use, found in self._recorded())
+        return tuple(self._profile(use, direction, found) for direction, use, found in self._recorded())
 
     def trace(self, path: str | Path) -> Path:
         """Write a Chrome trace: of every kind of pass the latest one, below its prediction."""
@@ -104,15 +104,15 @@ class Profile:
     def __str__(self) -> str:
         return "\n\n".join(map(str, self.passes)) or "attention has not run since the block was opened"
 
-    def _recorded(self) -> Iterator[tuple[Pass, tuple[Plan, Shape], list[RecordedPass]]]:
-        for (way, (plan, shape)), found in self._recorder.passes.items():
+    def _recorded(self) -> Iterator[tuple[Direction, tuple[Plan, Shape], list[RecordedPass]]]:
+        for (direction, (plan, shape)), found in self._recorder.passes.items():
             done = [each for each in found if each.seconds is not None]
             if done and shape is not None:
-                yield way, (plan, shape), done
+                yield direction, (plan, shape), done
 
-    def _profile(self, use: tuple[Plan, Shape], way: Pass, found: list[RecordedPass]) -> PassProfile:
+    def _profile(self, use: tuple[Plan, Shape], direction: Direction, found: list[RecordedPass]) -> PassProfile:
         plan, shape = use
-        timeline = Predicted.of(plan, shape, self._transport.rank, self._hardware(shape), way)
+        timeline = Predicted.of(plan, shape, self._transport.rank, self._hardware(shape), direction)
         measured = [_by_row(each.spans, each.seconds or 0.0) for each in found]
         steps = [str(index) for index in range(len(plan.steps(self._transport.rank)))]
         names = [*steps, *([HEADS] if plan.degree > 1 else []), REST]
@@ -125,7 +125,7 @@ class Profile:
             for name in names
         ]
         seconds = median(each.seconds or 0.0 for each in found)
-        where = (plan, shape, self._transport.rank, way, len(found))
+        where = (plan, shape, self._transport.rank, direction, len(found))
         return PassProfile(*where, timeline.seconds, seconds, tuple(rows))
 
     def _events(self) -> Iterator[dict[str, Any]]:
@@ -134,14 +134,14 @@ class Profile:
         for lane, name in enumerate(lanes):
             yield {"ph": "M", "name": "thread_name", "pid": 0, "tid": lane, "args": {"name": name}}
         yield {"ph": "M", "name": "process_name", "pid": 0, "args": {"name": f"rank {self._transport.rank}"}}
-        for way, (plan, shape), found in self._recorded():
-            timeline = Predicted.of(plan, shape, self._transport.rank, self._hardware(shape), way)
+        for direction, (plan, shape), found in self._recorded():
+            timeline = Predicted.of(plan, shape, self._transport.rank, self._hardware(shape), direction)
             latest = found[-1]
             for which, spans in (("predicted", timeline.spans), ("measured", latest.spans)):
                 for kind, what, begin, stop in spans:
                     yield {
                         "ph": "X",
-                        "name": f"{way}: {what}",
+                        "name": f"{direction}: {what}",
                         "pid": 0,
                         "tid": lanes.index(f"{kind}, {which}"),
                         "ts": (start + begin) * 1e6,
@@ -159,9 +159,9 @@ class Predicted:
     rows: dict[str, dict[Kind, float]] = field(default_factory=dict)
 
     @staticmethod
-    def of(plan: Plan, shape: Shape, rank: int, hardware: Hardware, way: Pass) -> Predicted:
+    def of(plan: Plan, shape: Shape, rank: int, hardware: Hardware, direction: Direction) -> Predicted:
         forward = predict(plan, rank, shape, hardware)
-        if way == "forward":
+        if direction == "forward":
             events, start, stop = forward.events, 0.0, forward.seconds
         else:
             both = predict(plan, rank, shape, hardware, backward=True)
