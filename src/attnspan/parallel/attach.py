@@ -38,7 +38,7 @@ from torch import nn
 
 from attnspan.errors import AttentionError
 from attnspan.parallel import checkpoint_regions, compiled_checkpoints, flex_dispatch
-from attnspan.parallel.attached_forward import Attached, ForwardRunner, compare_inputs, is_attached, unwrap, wrap
+from attnspan.parallel.attached_forward import Attached, ForwardRunner, check_inputs, is_attached, unwrap, wrap
 from attnspan.parallel.attached_modules import ModulePatterns, modules_to_attach
 from attnspan.parallel.guards import regions_of
 from attnspan.parallel.handler import Handler, UnnamedMask
@@ -113,8 +113,8 @@ class Attachment:
 
     def session_of(self, given: object) -> ContextParallel:
         """The session that a module attends by, in eager code; what it is given must be a batch of that."""
-        session = self._session_here()
-        compare_inputs(session, given)
+        session = self._current_session()
+        check_inputs(session, given)
         return session
 
     def _enter(self, module: nn.Module, args: object, kwargs: object) -> None:
@@ -125,7 +125,7 @@ class Attachment:
     def _handlers_of(self, session: ContextParallel) -> dict[str, Handler]:
         return {name: session.sdpa(mask=name).handler for name in self._names}
 
-    def _session_here(self) -> ContextParallel:
+    def _current_session(self) -> ContextParallel:
         """The session in use; in a region's second run, that of the first.
 
         Outermost first: what first runs inside a second run does so with the session of that.

@@ -129,16 +129,16 @@ def unwrap(module: nn.Module) -> None:
         module.forward = own.original
 
 
-def compare_inputs(session: ContextParallel, given: object) -> None:
+def check_inputs(session: ContextParallel, given: object) -> None:
     """Refuse shards of another batch, among what a module is given. See [Note: inputs] in attach.py."""
     if isinstance(given, Tensor):
         session.sharding.check_batch(given)
     elif isinstance(given, Mapping):
         for each in given.values():
-            compare_inputs(session, each)
+            check_inputs(session, each)
     elif isinstance(given, list | tuple):
         for each in given:
-            compare_inputs(session, each)
+            check_inputs(session, each)
 
 
 def _finds_caller() -> bool:

@@ -111,27 +111,27 @@ def _context(frame: FrameType) -> Any:
 # ---- where attention was made context parallel ---------------------------------------------------------------------
 
 
-class _Here(threading.local):
+class _OpenBlocks(threading.local):
     def __init__(self) -> None:
-        self.blocks: list[list[object | None]] = []
+        self.regions: list[list[object | None]] = []
 
 
-_HERE = _Here()  # of each thread: the regions around each block in which attention is context parallel
+_BLOCKS = _OpenBlocks()  # of each thread: the regions around each block in which attention is context parallel
 
 
 def enter() -> None:
     """A block begins, in which attention is context parallel."""
-    _HERE.blocks.append([region.name for region in regions()])
+    _BLOCKS.regions.append([region.name for region in regions()])
 
 
 def leave() -> None:
     """It ends."""
-    _HERE.blocks.pop()
+    _BLOCKS.regions.pop()
 
 
 def recomputes_outside_block(grad_enabled: bool = True) -> bool:
     """Whether a region lies between the innermost block and the caller: its second run would not pass the block."""
-    around = _HERE.blocks[-1] if _HERE.blocks else []
+    around = _BLOCKS.regions[-1] if _BLOCKS.regions else []
     known = {id(name) for name in around if name is not None}
     return any(id(region.name) not in known for region in regions(grad_enabled))
 

@@ -11,34 +11,25 @@ Not reached: ``checkpoint(...)`` called in compiled code outside of any attached
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from threading import RLock
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
+from torch.overrides import BaseTorchFunctionMode
 
 _LOCK = RLock()  # what is collected ends in whatever thread that happens
 _OPEN = [0]  # attachments, of all threads
-_THEIRS: list[Callable[..., object]] = []  # the wrapper's own forward, while it has another
+_TORCHS_FORWARD: list[Callable[..., object]] = []  # torch's forward of the wrapper, while it has another
 
 
-class EmptyBlock(TorchFunctionMode):
-    """A block in which nothing is different."""
-
-    def __torch_function__(
-        self,
-        func: Callable[..., object],
-        types: object,
-        args: tuple[object, ...] = (),
-        kwargs: Mapping[str, object] | None = None,
-    ) -> object:
-        return func(*args, **(kwargs or {}))
+class _NoWrapper:
+    """Stands for the wrapper in a torch that has none; torch.compile then refuses what cannot be opened."""
 
 
 def enter_empty_block() -> None:
     """Enter and leave a block, in code that is being compiled."""
-    with EmptyBlock():
+    with BaseTorchFunctionMode():
         pass
 
 
@@ -46,9 +37,9 @@ def install() -> None:
     """An attachment begins."""
     with _LOCK:
         _OPEN[0] += 1
-        if not _THEIRS:
+        if not _TORCHS_FORWARD:
             wrapper = _wrapper()
-            _THEIRS.append(getattr(wrapper, "forward", _forward))
+            _TORCHS_FORWARD.append(getattr(wrapper, "forward", _forward))
             wrapper.forward = _forward
 
 
@@ -57,19 +48,19 @@ def uninstall() -> None:
     with _LOCK:
         _OPEN[0] -= 1
         if not _OPEN[0]:
-            _wrapper().forward = _THEIRS.pop()
+            _wrapper().forward = _TORCHS_FORWARD.pop()
 
 
 def _wrapper() -> type[Any]:
-    """torch's; a class of our own where there is none, so that torch.compile refuses what cannot be opened."""
+    """torch's."""
     try:
         from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
     except ImportError:
-        return EmptyBlock
+        return _NoWrapper
     return CheckpointWrapper
 
 
 def _forward(self: object, *args: object, **kwargs: object) -> object:
     if torch.compiler.is_compiling():
         enter_empty_block()
-    return _THEIRS[0](self, *args, **kwargs)
+    return _TORCHS_FORWARD[0](self, *args, **kwargs)

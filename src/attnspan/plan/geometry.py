@@ -141,8 +141,8 @@ class Geometry:
         askers = self._askers
         used = torch.zeros(self.ranks, dtype=torch.bool, device="cpu")
         # Those that see most come first: under a causal mask the last queries see keys of all ranks.
-        most = max(1, int(askers.many.max())) if len(askers.many) else 1
-        for some in askers.many.argsort(descending=True).split(max(1, AT_ONCE // most)):
+        most = max(1, int(askers.run_counts.max())) if len(askers.run_counts) else 1
+        for some in askers.run_counts.argsort(descending=True).split(max(1, AT_ONCE // most)):
             asking, keys = askers.runs_of(some)
             used[(askers.ranks[asking] - self._key_owners[keys]) % self.ranks] = True
             if bool(used.all()):
@@ -153,7 +153,7 @@ class Geometry:
         """About how many keys each rank receives or sends, whichever are more; those seen twice are counted twice."""
         if self._is_strided:
             return [0] * self.ranks
-        ranks, owners, keys = self._asked
+        ranks, owners, keys = self._demands
         keys = torch.where(ranks == owners, 0, keys)
         received, sent = (keys.new_zeros(self.ranks).index_add(0, each, keys) for each in (ranks, owners))
         most: list[int] = torch.maximum(received, sent).tolist()
@@ -164,7 +164,7 @@ class Geometry:
         return self._queries[2].are_striped or self._keys[2].are_striped
 
     @cached_property
-    def _asked(self) -> tuple[Tensor, Tensor, Tensor]:
+    def _demands(self) -> tuple[Tensor, Tensor, Tensor]:
         """For each run of queries and run of keys that a band joins: both their ranks, and how many keys it is."""
         askers, k_starts, k_stops = self._askers, *_ends(self._keys[0])
         asking, keys = askers.runs_of(torch.arange(len(askers.ranks), device="cpu"))
@@ -172,7 +172,7 @@ class Geometry:
         return askers.ranks[asking], self._key_owners[keys], shared
 
     @cached_property
-    def _askers(self) -> _Readers:
+    def _askers(self) -> _Askers:
         """Every band with each run of queries that it meets, and the keys that those queries see."""
         queries, owners, _ = self._queries
         (q_starts, q_stops), (k_starts, k_stops) = _ends(queries), _ends(self._keys[0])
@@ -184,7 +184,7 @@ class Geometry:
         high = torch.minimum(k1[band], torch.minimum(q1[band], q_stops[query]) + hi[band])
         first = torch.searchsorted(k_stops, low, right=True)
         count = torch.searchsorted(k_starts, high) - first
-        return _Readers(torch.tensor(owners, device="cpu")[query], low, high, first, count)
+        return _Askers(torch.tensor(owners, device="cpu")[query], low, high, first, count)
 
     def _rows_of(self, rank: int) -> list[tuple[int, Band]]:
         """The bands cut to each run of a rank's queries, with the number of the run."""
@@ -213,20 +213,20 @@ class Geometry:
         return self._keys if self.q_shards == self.k_shards else _table(self.q_shards)
 
 
-class _Readers(NamedTuple):
+class _Askers(NamedTuple):
     """Queries that see the keys [low, high): their rank, and the number of the first run of those keys and how many."""
 
     ranks: Tensor
     low: Tensor
     high: Tensor
-    first: Tensor
-    many: Tensor
+    first_run: Tensor
+    run_counts: Tensor
 
     def runs_of(self, some: Tensor) -> tuple[Tensor, Tensor]:
         """For some of them, each with each of its runs of keys: the numbers of both."""
-        asking, turn = counted(self.many[some])
+        asking, turn = counted(self.run_counts[some])
         asking = some[asking]
-        return asking, self.first[asking] + turn
+        return asking, self.first_run[asking] + turn
 
 
 def _ends(runs: Runs) -> tuple[Tensor, Tensor]:
