@@ -34,7 +34,7 @@ from attnspan.errors import AttentionError
 from attnspan.layouts import Layout
 from attnspan.parallel.attached_forward import is_attached
 from attnspan.parallel.batch import IGNORED
-from attnspan.parallel.comparison import Comparison, Difference, ModuleCall, _rank_of, gradient_errors
+from attnspan.parallel.comparison import Comparison, Difference, ModuleCall, gradient_errors, severity
 from attnspan.parallel.core import Masks
 from attnspan.parallel.dense_attention import one_device
 from attnspan.parallel.session import ContextParallel
@@ -79,7 +79,7 @@ class ModelCheck:
             if name in self.errors
         ]
         if gradients:
-            worst = max(gradients, key=lambda name: _rank_of(gradients[name]))
+            worst = max(gradients, key=lambda name: severity(gradients[name]))
             wrong = sum(not error <= self.tolerance for error in gradients.values())
             verdict = f"{wrong} of {len(gradients)} differ, most {worst}" if wrong else f"all {len(gradients)} agree"
             lines.append(["gradients", f"{gradients[worst]:.1e}", verdict])

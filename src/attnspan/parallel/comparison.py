@@ -102,7 +102,7 @@ class Comparison:
     def _largest(self, ours: list[Tensor], dense: list[Tensor]) -> float:
         if len(ours) != len(dense):
             return float("inf")
-        return max((self.error(x, y) for x, y in zip(ours, dense, strict=True)), key=_rank_of, default=0.0)
+        return max((self.error(x, y) for x, y in zip(ours, dense, strict=True)), key=severity, default=0.0)
 
     def agreed(
         self, errors: dict[str, float], first: Difference | None, loss: float
@@ -111,7 +111,7 @@ class Comparison:
         said = errors, None if first is None else astuple(first), loss
         heard = consensus.all_gather_object(self.session.transport, said, "what differs")
         firsts = [Difference(*found) for _, found, _ in heard if found is not None]
-        largest = {name: max((each[name] for each, *_ in heard), key=_rank_of) for name in errors}
+        largest = {name: max((each[name] for each, *_ in heard), key=severity) for name in errors}
         losses = [each for *_, each in heard]
         alike = max(losses) - min(losses) <= self.tolerance * max(map(abs, losses))
         return largest, firsts[0] if firsts else None, alike
@@ -150,6 +150,6 @@ def _error_of(ours: Tensor | None, dense: Tensor | None, at_least: float = 0.0) 
     return float(off.max()) / (max(float(dense.abs().max()), at_least) or 1.0)
 
 
-def _rank_of(error: float) -> float:
+def severity(error: float) -> float:
     """For comparing errors: NaN is the worst."""
     return float("inf") if error != error else error
