@@ -25,7 +25,7 @@ written by the model, and is accepted; it is compared after the first steps, and
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Collection, Container, Iterator
 from functools import partial
 from itertools import chain
 from operator import attrgetter, call, itemgetter
@@ -71,7 +71,7 @@ class Parts:
         self,
         model: nn.Module,
         ignored: Container[str] = (),
-        rebound: Callable[[nn.Module], bool] = lambda module: False,
+        rebound: Callable[[nn.Module], Collection[str]] = lambda module: (),
     ) -> None:
         VERSIONS.hold()
         self._ignored = ignored  # entries of configs, and methods that modules override while they are served
@@ -79,7 +79,8 @@ class Parts:
         self._dicts = [vars(each) for each in self._modules]
         overridden = [[name for name in dir(type(each)) if name in ignored] for each in self._modules]
         self._overridden = [(at, vars(self._modules[at]), names) for at, names in enumerate(overridden) if names]
-        self._rebound = [(at, vars(each)) for at, each in enumerate(self._modules) if rebound(each)]
+        rebound_methods = map(rebound, self._modules)
+        self._rebound = [(at, self._dicts[at], names) for at, names in enumerate(rebound_methods) if names]
         configs = [each["config"] for each in self._dicts if hasattr(each.get("config"), "__dict__")]
         self._configs = [vars(each) for each in {id(config): config for config in configs}.values()]
         own = [
@@ -120,8 +121,8 @@ class Parts:
         sizes = list(map(len, self._dicts))
         for at, attributes, names in self._overridden:
             sizes[at] -= sum(map(attributes.__contains__, names))
-        for at, attributes in self._rebound:
-            sizes[at] = _parts_in(attributes)
+        for at, attributes, methods in self._rebound:
+            sizes[at] -= sum([isinstance(attributes.get(name), ServingMethod) for name in methods])
         return sizes
 
     def _attributes(self) -> Iterator[Tensor]:
@@ -138,11 +139,6 @@ class Parts:
 def _is_part(name: str, value: object) -> bool:
     """Whether an entry of a module is part of the model: torch's other dicts in a module change nothing."""
     return name not in _OF_TORCH and not isinstance(value, ServingMethod)
-
-
-def _parts_in(attributes: dict[str, Any]) -> int:
-    """How many entries a module has; other threads may be serving its model."""
-    return sum(not isinstance(value, ServingMethod) for value in list(attributes.values()))
 
 
 def _copied(value: Any) -> Any:
@@ -163,9 +159,9 @@ def _has_address(tensor: Tensor) -> bool:
 class ModelFingerprint:
     """A model, how often it was found changed (`version`), and how often its parts were (`changes`).
 
-    `ignored` are entries of configs that change while the model is served, `rebound` tells of modules that may have
-    a `ServingMethod`. `details` returns what must be alike on every rank of a module beside its class, such as its
-    adapters.
+    `ignored` are entries of configs that change while the model is served, `rebound` names the attributes of a module
+    that may be a `ServingMethod`. `details` returns what must be alike on every rank of a module beside its class,
+    such as its adapters.
 
     A change is counted before it is accepted, so that an interrupt in between makes a version too many and never one
     too few.
@@ -176,7 +172,7 @@ class ModelFingerprint:
         model: nn.Module,
         ignored: Container[str] = (),
         details: Callable[[nn.Module], object] = lambda module: (),
-        rebound: Callable[[nn.Module], bool] = lambda module: False,
+        rebound: Callable[[nn.Module], Collection[str]] = lambda module: (),
     ) -> None:
         self.model, self.version, self.changes = model, 0, 0
         self._details, self._parts_of = details, partial(Parts, ignored=ignored, rebound=rebound)

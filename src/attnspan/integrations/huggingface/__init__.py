@@ -8,6 +8,7 @@ What is read of a model, for both:
     latents.py             layers of multi-head latent attention, whose latents stand in for keys and values
     mixers.py              recurrent layers (sequence_functions.py: the functions that they call; inline_mixers.py:
                            inline recurrences; token_mixing.py: what else mixes tokens, which is refused)
+    rebinding.py           a function that calls others than its own
     adapters.py            adapters of peft that are refused, and those in use
     tiny_module.py         a small module of a class, on which what is read is tried (classes.py: a module's own class)
 

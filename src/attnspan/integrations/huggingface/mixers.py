@@ -14,9 +14,6 @@ names of the layer and the function. That all its functions ran is checked in ev
 
 Mixers that compute their recurrence inline are rows of inline_mixers.py.
 
-[Note: compiled] torch.compile reads globals from the module that is called by their ``__name__``, where the originals
-are; so the scope of such a forward has none. What it compiled it keeps with a code object, and what that needs in the
-globals of the function; so every such forward has a code object of its own.
 """
 
 from __future__ import annotations
@@ -25,7 +22,7 @@ import functools
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from types import CellType, CodeType, FunctionType, MethodType
+from types import FunctionType, MethodType
 from typing import NoReturn
 
 from torch import nn
@@ -34,6 +31,7 @@ from attnspan.engine.fingerprint import ServingMethod
 from attnspan.errors import ModelError
 from attnspan.integrations.huggingface.classes import class_of
 from attnspan.integrations.huggingface.inline_mixers import INLINE, unlike_inline
+from attnspan.integrations.huggingface.rebinding import can_be_rebound, names_in, rebound
 from attnspan.integrations.huggingface.sequence_functions import (
     DECODING,
     KNOWN,
@@ -76,8 +74,9 @@ class RecurrentMixer:
     def replacements(self, current: Callable[[], MixerTokens]) -> Iterator[tuple[nn.Module, str, Method]]:
         """What takes the place of methods, for the tokens of the `current` call: (module, attribute, method)."""
         ours, written = SequenceFunctions(self.name, current), INLINE.get(class_of(self.module).__name__)
+        functions = {name: ours.by_name(name) for name in KNOWN}
         for attribute, method in self.methods.items():
-            yield self.module, attribute, MethodType(rebound(method, ours), self.module)
+            yield self.module, attribute, MethodType(rebound(method, functions), self.module)
         for each in self._uncalled:
             yield each, "forward", functools.partial(_refuse_call, self.name, type(each).__name__)
         if written is not None:
@@ -116,9 +115,11 @@ def is_mixer(module: nn.Module) -> bool:
     return cls.__name__ in INLINE or any(SEQUENCE & called.keys() for _, _, called in _methods(cls))
 
 
-def may_be_replaced(module: nn.Module) -> bool:
-    """Whether methods of a module may be replaced: a mixer's, and those of modules in it that are not called."""
-    return isinstance(module, UNCALLED) or is_mixer(module)
+def replaceable_methods(module: nn.Module) -> tuple[str, ...]:
+    """The methods of a module that may be replaced: a mixer's, and those of modules in it that are not called."""
+    if is_mixer(module):
+        return ("forward", *(name for name, _ in _attributes(type(module)) if name != "forward"))
+    return ("forward",) if isinstance(module, UNCALLED) else ()
 
 
 def _mixer(name: str, module: nn.Module) -> RecurrentMixer:
@@ -155,7 +156,7 @@ def _unknown(cls: type[nn.Module]) -> str | None:
             differs = difference(each, theirs)
             if differs is not None:
                 return f"{each}, which {differs} in this version of transformers"
-        if not _can_be_rebound(method):
+        if not can_be_rebound(method):
             return f"{attribute}(), decorated in a way that is not known here"
     mixing = next(filter(None, map(_mixing, _own_methods(cls))), None)
     return None if mixing is None else f"a way of its own to mix tokens, {mixing}"
@@ -186,7 +187,7 @@ def _own_methods(cls: type[nn.Module]) -> list[FunctionType]:
     """The forward of a class, and the functions in the class that it mentions."""
     forward = inspect.unwrap(cls.forward)
     own = dict([*_functions_of(cls), *_bare_functions(cls)])
-    return [forward, *(inspect.unwrap(own[name]) for name in _names(forward.__code__) if name in own)]
+    return [forward, *(inspect.unwrap(own[name]) for name in names_in(forward.__code__) if name in own)]
 
 
 def _methods(cls: type[nn.Module]) -> Iterator[tuple[str, FunctionType, dict[str, Method]]]:
@@ -218,7 +219,7 @@ def _attributes(cls: type[nn.Module]) -> list[tuple[str, object]]:
 def _called(function: FunctionType) -> dict[str, Method]:
     """Functions that another calls by global names, without those of torch."""
     scope = function.__globals__
-    named = {name: scope[name] for name in _names(function.__code__) if name in scope}
+    named = {name: scope[name] for name in names_in(function.__code__) if name in scope}
     return {name: value for name, value in named.items() if _is_foreign(value)}
 
 
@@ -226,45 +227,3 @@ def _is_foreign(value: object) -> bool:
     """Whether something is called, is no class, and comes from elsewhere than torch and Python."""
     home = getattr(value, "__module__", None) or type(value).__module__
     return callable(value) and not isinstance(value, type) and str(home).partition(".")[0] not in LIBRARIES
-
-
-def _names(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for each in code.co_consts:
-        if isinstance(each, CodeType):
-            yield from _names(each)
-
-
-# ---- a forward with other functions ----------------------------------------------------------------------------------
-
-
-def rebound(function: FunctionType, ours: SequenceFunctions) -> FunctionType:
-    """A function whose code calls ours, with what it is decorated with."""
-    inner, closure = getattr(function, "__wrapped__", None), function.__closure__ or ()
-    if inner is not None:
-        below = rebound(inner, ours)
-        cells = tuple(CellType(below) if _cell_value(cell) is inner else cell for cell in closure)
-        return _again(function, function.__globals__, cells)
-    scope = {name: value for name, value in function.__globals__.items() if name != "__name__"}  # [Note: compiled]
-    scope |= {name: ours.by_name(name) for name in _names(function.__code__) if name in KNOWN and name in scope}
-    return _again(function, scope, closure)
-
-
-def _can_be_rebound(function: FunctionType) -> bool:
-    """Whether every function around another holds it in its closure."""
-    inner = getattr(function, "__wrapped__", None)
-    held = [_cell_value(cell) for cell in function.__closure__ or ()]
-    return inner is None or (any(each is inner for each in held) and _can_be_rebound(inner))
-
-
-def _cell_value(cell: CellType) -> object:
-    try:
-        return cell.cell_contents
-    except ValueError:  # nothing
-        return None
-
-
-def _again(function: FunctionType, scope: dict[str, object], closure: tuple[CellType, ...]) -> FunctionType:
-    made = FunctionType(function.__code__.replace(), scope, function.__name__, function.__defaults__, closure)
-    made.__kwdefaults__ = function.__kwdefaults__
-    return made

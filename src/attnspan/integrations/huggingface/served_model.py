@@ -31,7 +31,7 @@ from attnspan.integrations.huggingface.inline_attention import NO_MASK, position
 from attnspan.integrations.huggingface.latents import LatentSource, latent_source
 from attnspan.integrations.huggingface.layers import AttentionLayer
 from attnspan.integrations.huggingface.lora import AdapterRows, check_adapter, is_lora_layer
-from attnspan.integrations.huggingface.mixers import may_be_replaced
+from attnspan.integrations.huggingface.mixers import replaceable_methods
 from attnspan.integrations.huggingface.positions import call_at_positions
 from attnspan.integrations.huggingface.probe import probe_model
 from attnspan.integrations.huggingface.served_layers import ServedLayers, head_of, served_layers
@@ -197,7 +197,7 @@ class TransformersModel:
 
     def fingerprint(self) -> ModelFingerprint:
         """Of all its modules; peft adapters are part of what ranks compare."""
-        return ModelFingerprint(self.model, WHILE_SERVED, adapters_in_use, _may_be_replaced)
+        return ModelFingerprint(self.model, WHILE_SERVED, adapters_in_use, _served_methods)
 
     def check_ready(self) -> None:
         """EngineError in training mode, or when the dtype is no longer that of the pages."""
@@ -208,9 +208,9 @@ class TransformersModel:
             raise EngineError(f"model is {found}, and its pages are {dtype}; make a new engine")
 
 
-def _may_be_replaced(module: nn.Module) -> bool:
-    """Whether a module may have methods of ours while its model is served."""
-    return is_lora_layer(module) or may_be_replaced(module)
+def _served_methods(module: nn.Module) -> tuple[str, ...]:
+    """The methods of a module that may be ours while its model is served."""
+    return ("forward",) if is_lora_layer(module) else replaceable_methods(module)
 
 
 def _check_takes_tokens(model: nn.Module) -> None:
