@@ -31,6 +31,7 @@ Over pages:
     served_layers.py       its layers; a model that has others is refused
     serving_binding.py     what is set on it while engines serve it
     serving.py             attention over pages, for as long as one call takes
+    fused_modules.py       modules that run as one kernel on CUDA (fused_kernels.py: the kernels, and their formulas)
     probe.py               that the model does as its source says
     embedding.py           prompts with images or sounds
     lora.py                LoRA adapters by name, several in one step

@@ -11,6 +11,7 @@ from attnspan.errors import ModelError
 from attnspan.integrations.huggingface.adapters import adapted, check_adapters
 from attnspan.integrations.huggingface.attention import is_bound
 from attnspan.integrations.huggingface.checking import check_alone, check_positions, counting_modules
+from attnspan.integrations.huggingface.fused_modules import FusedModule, fused_modules
 from attnspan.integrations.huggingface.inline_attention import dispatch_forward
 from attnspan.integrations.huggingface.layers import (
     AttentionLayer,
@@ -35,6 +36,7 @@ class ServedLayers:
     attention: list[AttentionLayer]
     mixers: list[RecurrentMixer]
     lora: list[nn.Module] = field(default_factory=list)  # with adapters that requests may name
+    fused: list[FusedModule] = field(default_factory=list)  # that run as one kernel
 
     @property
     def described(self) -> list[str]:
@@ -75,7 +77,8 @@ def served_layers(model: PreTrainedModel) -> ServedLayers:
     if not isinstance(getattr(model.get_input_embeddings(), "weight", None), Tensor):
         raise ModelError(f"model must have one embedding for each token, got {type(model).__name__}, which has several")
     register()
-    return ServedLayers(layers, mixers, lora_layers(model))
+    fused = fused_modules(model, (layer.module for layer in layers))
+    return ServedLayers(layers, mixers, lora_layers(model), fused)
 
 
 def head_of(model: PreTrainedModel) -> nn.Module | None:

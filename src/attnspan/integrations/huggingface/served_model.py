@@ -26,6 +26,8 @@ from attnspan.integrations.huggingface.embedding import (
     one_prompt,
     tensor_in,
 )
+from attnspan.integrations.huggingface.fused_kernels import is_available
+from attnspan.integrations.huggingface.fused_modules import may_be_fused
 from attnspan.integrations.huggingface.generation_config import defaults_of
 from attnspan.integrations.huggingface.inline_attention import NO_MASK, position_bias
 from attnspan.integrations.huggingface.latents import LatentSource, latent_source
@@ -197,7 +199,8 @@ class TransformersModel:
 
     def fingerprint(self) -> ModelFingerprint:
         """Of all its modules; peft adapters are part of what ranks compare."""
-        return ModelFingerprint(self.model, WHILE_SERVED, adapters_in_use, _served_methods)
+        methods = partial(_served_methods, fused=is_available(self._info.device))
+        return ModelFingerprint(self.model, WHILE_SERVED, adapters_in_use, methods)
 
     def check_ready(self) -> None:
         """EngineError in training mode, or when the dtype is no longer that of the pages."""
@@ -208,9 +211,10 @@ class TransformersModel:
             raise EngineError(f"model is {found}, and its pages are {dtype}; make a new engine")
 
 
-def _served_methods(module: nn.Module) -> tuple[str, ...]:
+def _served_methods(module: nn.Module, *, fused: bool) -> tuple[str, ...]:
     """The methods of a module that may be ours while its model is served."""
-    return ("forward",) if is_lora_layer(module) else replaceable_methods(module)
+    forward = is_lora_layer(module) or (fused and may_be_fused(module))
+    return ("forward",) if forward else replaceable_methods(module)
 
 
 def _check_takes_tokens(model: nn.Module) -> None:

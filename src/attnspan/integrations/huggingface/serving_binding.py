@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
 from functools import partial
-from operator import is_not
 from threading import Lock
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
@@ -75,8 +74,9 @@ class ServingBinding:
         self.latents: dict[nn.Module, LatentSource] = {}
         self.described: list[str] = []
         self.probed = ProbeResult([], [])
-        self.replaced: list[nn.Module] = []
+        self.replaced: list[tuple[nn.Module, tuple[object, ...]]] = []  # and what each is known as
         self.replacements: list[tuple[dict[str, object], str, ServingMethod]] = []  # attributes of modules
+        self.fused: list[tuple[dict[str, object], str, ServingMethod]] = []  # which are the model's to keep or replace
         self.lock = Lock()
 
     def begin(self, name: str, owner: int) -> None:
@@ -91,6 +91,8 @@ class ServingBinding:
         if not self.owners:
             for held, attribute, method in self.replacements:
                 held[attribute] = method
+            for held, attribute, method in self.fused:
+                held.setdefault(attribute, method)  # a model may have set one of its own while it ran
         self.owners.add(owner)
 
     def end(self, owner: int) -> None:
@@ -102,6 +104,9 @@ class ServingBinding:
                 source.unbind()
             for held, attribute, _ in self.replacements:
                 held.pop(attribute, None)
+            for held, attribute, method in self.fused:
+                if held.get(attribute) is method:
+                    del held[attribute]
             self.names = None
 
     def attention_of(self, config: PreTrainedConfig) -> str:
@@ -129,9 +134,10 @@ class ServingBinding:
         return self.probed
 
     def update_layers(self, layers: ServedLayers) -> None:
-        """The mixers and LoRA layers of the model, as they are now."""
+        """The mixers, LoRA layers and fused modules of the model, as they are now."""
         modules = [*(mixer.module for mixer in layers.mixers), *layers.lora]
-        if len(modules) != len(self.replaced) or any(map(is_not, modules, self.replaced)):
+        replaced = [*((module, ()) for module in modules), *((each.module, each.kind) for each in layers.fused)]
+        if replaced != self.replaced:
             self.check_idle()
             self.replacements = [
                 (vars(module), attribute, ServingMethod(method))
@@ -142,7 +148,8 @@ class ServingBinding:
                 (vars(module), "forward", ServingMethod(forward_by_rows, module, adapter_rows))
                 for module in layers.lora
             ]
-            self.replaced = modules
+            self.fused = [(vars(each.module), "forward", ServingMethod(each.forward)) for each in layers.fused]
+            self.replaced = replaced
 
     def check_idle(self) -> None:
         if self.owners:

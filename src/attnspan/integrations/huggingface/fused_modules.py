@@ -1,0 +1,289 @@
+"""Modules of a model that run as one kernel each while it is served on CUDA: norms, rotary embeddings, gated MLPs.
+
+A step of few tokens is a matter of reading weights, and the small functions between them take as long again: ten
+kernels for a norm. So while a model is served, such modules have a forward of ours (fused_kernels.py). Weights, hooks
+and the modules inside are the model's own; nothing is copied.
+
+[Note: recognised by what it computes] No class is known by name. A module has a forward of ours if its code mentions
+nothing but what the formula needs, if it gives the formula's bits for random tokens of three sizes, and if the kernel
+agrees with the formula on them (`agree`). Any other is left alone: a LayerNorm, an activation that is not known,
+rotary embeddings of interleaved numbers. All of it is looked at again when the model has changed.
+
+A call for which there is no kernel is the module's own, as is one that is to be differentiated.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache, partial
+from types import FunctionType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from attnspan.engine.fingerprint import ServingMethod
+from attnspan.integrations.huggingface.classes import class_of
+from attnspan.integrations.huggingface.fused_kernels import (
+    ACTIVATIONS,
+    DTYPES,
+    NORMS,
+    ROTARIES,
+    agree,
+    fused_gate,
+    fused_norm,
+    fused_rotary,
+    gated,
+    is_available,
+    normed,
+    rotated,
+)
+from attnspan.integrations.huggingface.rebinding import can_be_rebound, names_in, rebound
+from attnspan.integrations.huggingface.tensor_parallel import tensor_parallel_mesh
+
+ROTARY = "apply_rotary_pos_emb"
+"""The function that attention layers call by this name: (q, k, cos, sin)."""
+
+EPSILONS = ("variance_epsilon", "eps", "epsilon")
+ACTIVATION_NAMES = ("act_fn", "activation_fn", "act")
+SEPARATE, MERGED = {"gate_proj", "up_proj", "down_proj"}, {"gate_up_proj", "down_proj"}
+"""Names of parts, by which a module is looked at at all."""
+
+IN_NORMS = frozenset(
+    (*EPSILONS, "weight", "_norm", "dtype", "to", "torch", "float32", "float", "pow", "mean", "rsqrt", "type_as")
+)
+IN_MLPS = frozenset((*ACTIVATION_NAMES, *SEPARATE, *MERGED, "chunk"))
+"""All that their code may mention."""
+
+SIZES = (1e-2, 1.0, 30.0)
+"""Of the tokens on which modules are compared; in float16 larger ones overflow."""
+
+Method = Callable[..., object]
+
+
+class FusedModule(NamedTuple):
+    """A module, what it is known as, and its forward while its model is served."""
+
+    module: nn.Module
+    kind: tuple[object, ...]
+    forward: Method
+
+
+def fused_modules(model: nn.Module, attention: Iterable[nn.Module]) -> list[FusedModule]:
+    """The modules of a model that run as one kernel, and the `attention` layers whose rotary embeddings do.
+
+    Parts that torch has compiled have kernels of their own.
+    """
+    weight = next(model.parameters())
+    if not is_available(weight.device) or weight.dtype not in DTYPES or tensor_parallel_mesh(model) is not None:
+        return []
+    draw = _Draw(weight)
+    attends, left_out = set(attention), _compiled_parts(model)
+    found: list[FusedModule] = []
+    with torch.no_grad():
+        norm_kind, rotary_kind = cache(partial(_norm_kind, draw)), cache(partial(_rotary_kind, draw))
+        for module in dict.fromkeys(model.modules()):
+            if module in left_out or type(module) is not class_of(module) or _own_forward(module):
+                continue
+            if module in attends:
+                found += _with_rotary(module, rotary_kind)
+            elif _is_norm_like(module):
+                found += _norm(module, norm_kind)
+            elif _is_mlp_like(module):
+                found += _mlp(module, draw)
+    return found
+
+
+def may_be_fused(module: nn.Module) -> bool:
+    """Whether the forward of a module may be ours while its model is served."""
+    return _is_norm_like(module) or _is_mlp_like(module) or _rotary_of(module) is not None
+
+
+class _Draw:
+    """Random tokens of a model's dtype, on its device; the process's own random numbers stay as they are."""
+
+    def __init__(self, like: Tensor) -> None:
+        self.dtype, self.device, self._drawn = like.dtype, like.device, torch.Generator().manual_seed(0)
+
+    def __call__(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self._drawn, device="cpu").to(self.device, self.dtype)
+
+    def tokens(self, n: int) -> Tensor:
+        """(1, tokens, n)."""
+        sizes = torch.tensor(SIZES, device=self.device, dtype=self.dtype).repeat(2)
+        return self(1, len(sizes), n) * sizes[:, None]
+
+
+def _own_forward(module: nn.Module) -> bool:
+    """Whether a module's forward is not its class's; one of ours is, in a moment."""
+    return not isinstance(vars(module).get("forward", ServingMethod(module)), ServingMethod)
+
+
+def _compiled_parts(model: nn.Module) -> set[nn.Module]:
+    compiled = (
+        each for each in model.modules() if type(each).__name__ == "OptimizedModule" or each._compiled_call_impl
+    )
+    return {part for each in compiled for part in each.modules()}
+
+
+def _mentions_only(module: nn.Module, names: frozenset[str], *methods: str) -> bool:
+    """Whether the code of its forward, and of methods that it has, mentions these names alone, and takes one tensor."""
+    functions = [getattr(type(module), name, None) for name in ("forward", *methods)]
+    found = [each for each in functions if each is not None]
+    plain = all(isinstance(each, FunctionType) and not hasattr(each, "__wrapped__") for each in found)
+    return plain and all(
+        names.issuperset(names_in(each.__code__)) and len(inspect.signature(each).parameters) == 2 for each in found
+    )
+
+
+# ---- norms -----------------------------------------------------------------------------------------------------------
+
+
+def _is_norm_like(module: nn.Module) -> bool:
+    """Whether it has a weight for each number of a token, and an epsilon, and nothing more."""
+    weight = module._parameters.get("weight")
+    alone = len(module._parameters) == 1 and not module._modules and not list(module.buffers(recurse=False))
+    return alone and weight is not None and weight.dim() == 1 and _epsilon(module) is not None
+
+
+def _epsilon(module: nn.Module) -> str | None:
+    return next((name for name in EPSILONS if isinstance(vars(module).get(name), float)), None)
+
+
+def _norm(module: nn.Module, kind_of: Callable[[type, int, float, str], str | None]) -> Iterator[FusedModule]:
+    name, weight = _epsilon(module), module._parameters["weight"]
+    assert name is not None, "it is like a norm"
+    assert weight is not None, "it is like a norm"
+    if not _mentions_only(module, IN_NORMS, "_norm") or weight.dtype not in DTYPES:
+        return
+    how = kind_of(type(module), len(weight), vars(module)[name], name)
+    if how is not None:
+        yield FusedModule(module, ("norm", how, name), partial(_norm_forward, module, how, name))
+
+
+def _norm_kind(draw: _Draw, cls: type[nn.Module], n: int, eps: float, name: str) -> str | None:
+    """How a norm of a class ends, on random weights, if it is one."""
+    x, weight = draw.tokens(n), draw(n)
+    twin = cls.__new__(cls)
+    nn.Module.__init__(twin)
+    twin.weight = nn.Parameter(weight, requires_grad=False)
+    setattr(twin, name, eps)
+    try:
+        expected = cls.forward(twin, x)
+    except AttributeError:  # it has settings that are not known here
+        return None
+    for how in NORMS:
+        if torch.equal(expected, normed(x, weight, eps, how)):
+            found = fused_norm(x, weight, eps, how)
+            return how if found is not None and agree(found, expected) else None
+    return None
+
+
+def _norm_forward(module: nn.Module, how: str, name: str, *args: Tensor, **kwargs: Tensor) -> object:
+    if len(args) == 1 and not kwargs and not torch.is_grad_enabled():
+        weight = module._parameters["weight"]
+        found = None if weight is None else fused_norm(args[0], weight, vars(module)[name], how)
+        if found is not None:
+            return found
+    return type(module).forward(module, *args, **kwargs)
+
+
+# ---- gated MLPs ------------------------------------------------------------------------------------------------------
+
+
+def _is_mlp_like(module: nn.Module) -> bool:
+    """Whether it has the parts of a gated MLP, and nothing more."""
+    parts = module._modules.keys() - ACTIVATION_NAMES
+    return parts in (SEPARATE, MERGED) and not module._parameters and not list(module.buffers(recurse=False))
+
+
+def _mlp(module: nn.Module, draw: _Draw) -> Iterator[FusedModule]:
+    first = module._modules.get("gate_proj") or module._modules.get("gate_up_proj")
+    width = getattr(first, "in_features", None)
+    hooked = any(each._forward_hooks or each._forward_pre_hooks for each in module.modules())
+    if not isinstance(width, int) or hooked or not _mentions_only(module, IN_MLPS):
+        return
+    activation = _activation(module, draw)
+    if activation is None:
+        return
+    x = draw.tokens(width)
+    gate, up = _gate_and_up(module, x)
+    found, expected = fused_gate(gate, up, activation), gated(gate, up, activation)
+    same = torch.equal(type(module).forward(module, x), _part(module, "down_proj")(expected))
+    if same and found is not None and agree(found, expected):
+        yield FusedModule(module, ("mlp", activation), partial(_mlp_forward, module, activation))
+
+
+def _activation(module: nn.Module, draw: _Draw) -> str | None:
+    """The name of its activation, if it is one of ours."""
+    own = next((getattr(module, name) for name in ACTIVATION_NAMES if hasattr(module, name)), None)
+    if not callable(own):
+        return None
+    x = draw.tokens(64)
+    expected = own(x)
+    return next((name for name, each in ACTIVATIONS.items() if torch.equal(expected, each(x))), None)
+
+
+def _part(module: nn.Module, name: str) -> Callable[[Tensor], Tensor]:
+    part = module._modules[name]
+    assert part is not None, "it is like an MLP"
+    return part
+
+
+def _gate_and_up(module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+    if "gate_up_proj" in module._modules:
+        gate, up = _part(module, "gate_up_proj")(x).chunk(2, dim=-1)
+        return gate, up
+    return _part(module, "gate_proj")(x), _part(module, "up_proj")(x)
+
+
+def _mlp_forward(module: nn.Module, activation: str, *args: Tensor, **kwargs: Tensor) -> object:
+    if len(args) != 1 or kwargs or torch.is_grad_enabled():
+        return type(module).forward(module, *args, **kwargs)
+    gate, up = _gate_and_up(module, args[0])
+    found = fused_gate(gate, up, activation)
+    return _part(module, "down_proj")(gated(gate, up, activation) if found is None else found)
+
+
+# ---- rotary embeddings -----------------------------------------------------------------------------------------------
+
+
+def _rotary_of(module: nn.Module) -> FunctionType | None:
+    """The function by which an attention layer rotates, if it is called by the name that is known."""
+    forward = type(module).forward
+    if not isinstance(forward, FunctionType) or not can_be_rebound(forward):
+        return None
+    inner = inspect.unwrap(forward)
+    found = inner.__globals__.get(ROTARY) if ROTARY in names_in(inner.__code__) else None
+    return found if isinstance(found, FunctionType) else None
+
+
+def _with_rotary(module: nn.Module, kind_of: Callable[[FunctionType], str | None]) -> Iterator[FusedModule]:
+    own, forward = _rotary_of(module), type(module).forward
+    how = None if own is None else kind_of(own)
+    if own is not None and how is not None:
+        assert isinstance(forward, FunctionType), "it was looked at"
+        ours = rebound(forward, {ROTARY: partial(_rotate, own, how)})
+        yield FusedModule(module, ("rotary", own, how), partial(ours, module))
+
+
+def _rotary_kind(draw: _Draw, own: FunctionType) -> str | None:
+    """How a function rounds, if it is a rotary embedding by halves."""
+    (q, k), (cos, sin) = (draw(1, heads, 3, 16) for heads in (4, 2)), (draw(1, 3, 16) for _ in range(2))
+    try:
+        expected = own(q, k, cos, sin)
+    except Exception:  # it takes other arguments, or wants other shapes
+        return None
+    if not isinstance(expected, tuple) or len(expected) != 2:
+        return None
+    for how in ROTARIES:
+        if all(map(torch.equal, expected, (rotated(q, cos, sin, how), rotated(k, cos, sin, how)))):
+            found = fused_rotary(q, k, cos, sin, how)
+            return how if found is not None and all(map(agree, found, expected)) else None
+    return None
+
+
+def _rotate(own: FunctionType, how: str, *args: Tensor, **kwargs: Tensor) -> object:
+    found = None if kwargs or len(args) != 4 or torch.is_grad_enabled() else fused_rotary(*args, how)
+    return own(*args, **kwargs) if found is None else found
