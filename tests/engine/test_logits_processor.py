@@ -380,9 +380,9 @@ def test_choosing_among_rows_with_and_without_rules_draws_each_from_its_own():
     for number, each in enumerate(params):
         together.add(Request(number, [1, 2], each.over(SamplingParams()), each.seed or 0), frozenset())
     chunks = [Chunk(Sample(number, [1, 2], 9), 2) for number in range(4)]
-    answers = together.choose(logits, chunks)
+    answers = together.choose(logits, chunks).read()
     for place, chunk in enumerate(chunks):
-        assert together.choose(logits[place : place + 1], [chunk]) == [answers[place]]
+        assert together.choose(logits[place : place + 1], [chunk]).read() == [answers[place]]
     assert answers[0].token >= 20 <= answers[2].token
     assert answers[3] == ChosenToken(int(logits[3].argmax()))
 
@@ -411,9 +411,9 @@ def test_a_sampler_remembers_nothing_that_changes_a_token(batches):
     for step, batch in enumerate(batches):
         chunks = [Chunk(samples[number], 1) for number in batch]
         logits = logits_of(step + 1)[:1].expand(sum(1 + samples[number].forks for number in batch), -1)
-        found = one.choose(logits, chunks)
-        assert found == fresh().choose(logits, chunks)
-        assert found == one.choose(logits, chunks)  # a step that is tried again
+        found = one.choose(logits, chunks).read()
+        assert found == fresh().choose(logits, chunks).read()
+        assert found == one.choose(logits, chunks).read()  # a step that is tried again
         for number in batch:
             samples[number].tokens.append(found.pop(0).token)
             del found[: samples[number].forks]

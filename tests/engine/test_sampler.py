@@ -34,7 +34,7 @@ def chosen(logits, params):
     sampler = Sampler()
     for number, each in enumerate(params):
         sampler.add(Request(number, [1, 2], each.over(SamplingParams()), each.seed or 0), frozenset())
-    return sampler.choose(logits, [Chunk(Sample(number, [1, 2], 9), 2) for number in range(len(params))])
+    return sampler.choose(logits, [Chunk(Sample(number, [1, 2], 9), 2) for number in range(len(params))]).read()
 
 
 def number_of(seed, sample, position):

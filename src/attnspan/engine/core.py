@@ -516,7 +516,7 @@ class EngineCore(Owned):
             rows = (chunk.sample.forks for chunk in chunks for _ in range(1 + len(chunk.draft)))
             repeated = [row for row, forks in enumerate(rows) for _ in range(1 + forks)]
             logits = logits[torch.tensor(repeated, device=logits.device)]
-        return self._sampler.choose(logits, chunks)
+        return self._sampler.choose(logits, chunks).read()
 
     def _outcomes(self, chunks: list[Chunk], chosen: list[ChosenToken]) -> Commit:
         """What the step came to; nothing is reported yet. A request whose text cannot be decoded ends."""

@@ -112,7 +112,7 @@ class Sampler:
         self.processor = LogitsProcessor()
         self._rows: SamplingMetadata | None = None  # of the last batch, see [Note: the same batch]
 
-    def choose(self, logits: Tensor, chunks: Sequence[Chunk]) -> list[ChosenToken]:
+    def choose(self, logits: Tensor, chunks: Sequence[Chunk]) -> PendingTokens:
         """A token for each row of logits (R, V): of samples, of those that will be split off from them, and after
         drafts as if they had been chosen."""
         rows = self._metadata_of(chunks, logits)
@@ -151,26 +151,51 @@ class Sampler:
                 self.processor.discard((request.number, number))
 
 
-def choose_tokens(logits: Tensor, rows: SamplingMetadata, scores: Tensor | None = None) -> list[ChosenToken]:
+class PendingTokens:
+    """The tokens of R rows, `tokens` (R,) on their device, and what is told of each. `read` waits for them.
+
+    A device may go on with the tokens before the host has seen any: on CUDA the copies to the host have begun.
+    """
+
+    def __init__(self, tokens: Tensor, rows: SamplingMetadata, *numbers: Tensor) -> None:
+        self.tokens, self._rows = tokens, rows
+        self._copied: torch.cuda.Event | None = None
+        if tokens.is_cuda:
+            self._numbers = [each.to("cpu", non_blocking=True) for each in (tokens, *numbers)]  # to pinned memory
+            self._copied = torch.cuda.Event()
+            self._copied.record(torch.cuda.current_stream(tokens.device))
+        else:
+            self._numbers = [tokens.cpu(), *(each.cpu() for each in numbers)]
+
+    def read(self) -> list[ChosenToken]:
+        """A token for each row, in order."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        rows, (tokens, left, given, *logprobs) = self._rows, [each.tolist() for each in self._numbers]
+        answers = list(map(ChosenToken, tokens))
+        if not (all(map(isfinite, given)) and all(map(isfinite, left))):  # NaN is above any number
+            for row, numbers in enumerate(zip(given, left, strict=True)):
+                if not all(map(isfinite, numbers)):
+                    answers[row] = ChosenToken(None, failure=NONE_LEFT if isfinite(numbers[0]) else NOT_NUMBERS)
+        if rows.wanted is not None:
+            for row, own, values, tokens_of in zip(rows.wanted.places, *logprobs, strict=True):
+                want = rows.wants[row] or 0
+                top = dict(zip(tokens_of[:want], values[:want], strict=True))
+                answers[row] = answers[row]._replace(logprob=own, top=top)
+        return answers
+
+
+def choose_tokens(logits: Tensor, rows: SamplingMetadata, scores: Tensor | None = None) -> PendingTokens:
     """A token for each row of logits (R, V), float32; of `scores`, where options have changed any."""
     largest, tokens = (logits if scores is None else scores).max(-1)
     if rows.drawn is not None:
         some = rows.drawn.read(logits if scores is None else scores)
         tokens = rows.drawn.write(tokens, draw_tokens(some, rows.draws, rows.numbers(logits.device)))
-    answers = list(map(ChosenToken, tokens.tolist()))
-    left = largest.tolist()
-    given = left if scores is None else logits.amax(-1).tolist()
-    if not (all(map(isfinite, given)) and all(map(isfinite, left))):  # NaN is above any number
-        for row, numbers in enumerate(zip(given, left, strict=True)):
-            if not all(map(isfinite, numbers)):
-                answers[row] = ChosenToken(None, failure=NONE_LEFT if isfinite(numbers[0]) else NOT_NUMBERS)
+    given = largest if scores is None else logits.amax(-1)
     if rows.wanted is None:
-        return answers
+        return PendingTokens(tokens, rows, largest, given)
     logprobs = rows.wanted.read(logits).log_softmax(-1)
-    own = logprobs.gather(1, rows.wanted.read(tokens).unsqueeze(1)).flatten().tolist()
-    wants = [rows.wants[row] or 0 for row in rows.wanted.places]
-    values, tokens_of = (side.tolist() for side in logprobs.topk(min(max(wants), logits.shape[1]), dim=-1))
-    for index, (row, want) in enumerate(zip(rows.wanted.places, wants, strict=True)):
-        top = dict(zip(tokens_of[index][:want], values[index][:want], strict=True))
-        answers[row] = answers[row]._replace(logprob=own[index], top=top)
-    return answers
+    own = logprobs.gather(1, rows.wanted.read(tokens).unsqueeze(1)).flatten()
+    most = max(rows.wants[row] or 0 for row in rows.wanted.places)
+    values, tokens_of = logprobs.topk(min(most, logits.shape[1]), dim=-1)
+    return PendingTokens(tokens, rows, largest, given, own, values, tokens_of)
