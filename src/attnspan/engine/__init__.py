@@ -12,6 +12,7 @@
                          of a batch together (row_selection.py)
     output_processor.py  what a step came to: tokens, text (detokenizer.py), and why a sample ends
     cuda_graphs.py       decoding by CUDA graphs (warmup.py: captured beforehand)
+    in_flight.py         a step that the device computes while the host reports the one before
 
     context_parallel_runner.py  prompts under context parallelism, pages over ranks
     rank_consensus.py           that all ranks do the same

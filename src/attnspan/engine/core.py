@@ -40,6 +40,7 @@ from attnspan.engine.config import EngineConfig
 from attnspan.engine.detokenizer import Tokenizer, check_tokenizer
 from attnspan.engine.engine_ranks import engine_ranks
 from attnspan.engine.grammar import Grammars
+from attnspan.engine.in_flight import InFlight
 from attnspan.engine.journal import Journal
 from attnspan.engine.kv_cache_manager import KVCacheManager
 from attnspan.engine.logits_processor import ends_of
@@ -56,7 +57,7 @@ from attnspan.engine.rank_consensus import RankConsensus, RanksDiverged
 from attnspan.engine.request import Continuation, Request, Token
 from attnspan.engine.request_table import RequestTable
 from attnspan.engine.sample import Sample
-from attnspan.engine.sampler import ChosenToken, Sampler
+from attnspan.engine.sampler import ChosenToken, PendingTokens, Sampler
 from attnspan.engine.scheduler import Chunk, Counts, Limits, Scheduler
 from attnspan.engine.stats import EngineStats, Meter, Totals
 from attnspan.engine.warmup import run_warmup
@@ -194,6 +195,7 @@ class EngineCore(Owned):
             raise EngineError(f"warm_up is for an engine without requests, got {len(self._table.requests)} unfinished")
         self._served_model.check_ready()
         self._check_changes()
+        self._journal.drop_ahead()
         self._journal.begin()
         with self._on_all_ranks():
             run_warmup(self._runner, Scheduler(self._scheduler.kv_cache, self.limits), self.max_length)
@@ -326,6 +328,7 @@ class EngineCore(Owned):
         self._fingerprint.compare_parts()
         changes = self._fingerprint.changes
         if changes != self._known_changes:
+            self._journal.drop_ahead()
             self._runner.forget_graphs()
             info = self._served_model.info()
             if (info.layers, info.states) != self._layers:
@@ -431,18 +434,17 @@ class EngineCore(Owned):
         self._check_alive()
         self._served_model.check_ready()
         self._check_changes()
-        batch = self._schedule()
+        step = self._adopt_ahead()
+        batch = self._schedule() if step is None else step.batch
         if not batch:
             self._journal.end()
         else:
             with self._on_all_ranks():
-                self._runner.prepare(batch)
-                self._journal.planned(batch)
-                ended = [chunk for chunk in batch if chunk.last]
-                chosen = self._choose(ended, self._runner.run(batch))
+                step = step or self._launch(batch)
+                ahead = self._launch_ahead(step)
                 self._fingerprint.accept_own_writes()
-                commit = self._outcomes(ended, chosen)
-                self._journal.commit(partial(self._report, commit), partial(self._record, batch, commit))
+                commit = self._outcomes(step.ended, step.read())
+                self._journal.commit(partial(self._report, commit), partial(self._record, batch, commit, ahead))
         tokens, self._unreported = self._unreported, []
         return tokens
 
@@ -454,6 +456,39 @@ class EngineCore(Owned):
         if not batch and self._table.samples:  # an error, or callers would step for ever
             raise EngineError("the scheduler has lost a sample; the next call computes all requests again")
         return batch
+
+    def _launch(self, batch: Sequence[Chunk]) -> InFlight:
+        """Let the device compute a batch."""
+        self._runner.prepare(batch)
+        self._journal.planned(batch)
+        ended = [chunk for chunk in batch if chunk.last]
+        return InFlight(batch, ended, self._choose(ended, self._runner.run(batch)))
+
+    def _launch_ahead(self, step: InFlight) -> InFlight | None:
+        """Let the device go on with the tokens that it has, where that is the next step. See in_flight.py."""
+        if not self._runner.runs_ahead or not self._sampler.may_run_ahead(step.batch):
+            return None
+        self._journal.begin()
+        batch = self._scheduler.ahead(step.batch)
+        if batch:
+            self._runner.prepare(batch, ahead=True)
+        self._journal.planned(step.batch)
+        if not batch:
+            return None
+        logits = self._runner.run_ahead(batch, step.tokens_of(batch))
+        return InFlight(batch, batch, self._sampler.choose(logits, batch, behind=1))
+
+    def _adopt_ahead(self) -> InFlight | None:
+        """The step that an earlier call launched, of the samples that have not ended since; None if there is none."""
+        ahead = self._journal.ahead
+        if ahead is None:
+            return None
+        step = ahead.only(self._scheduler.still_running(ahead.batch))
+        if not step.batch:
+            self._journal.drop_ahead()
+            return None
+        self._journal.adopt_ahead(step)
+        return step
 
     def _settle(self) -> None:
         """Carry through or roll back what an earlier call left, and act on notes. Every call begins with it."""
@@ -508,17 +543,17 @@ class EngineCore(Owned):
             self._fail(error)
             raise
 
-    def _choose(self, chunks: list[Chunk], logits: torch.Tensor) -> list[ChosenToken]:
+    def _choose(self, chunks: list[Chunk], logits: torch.Tensor) -> PendingTokens | None:
         """A token for each row of logits, and for samples that will be split off."""
         if not chunks:
-            return []
+            return None
         if any([chunk.sample.forks for chunk in chunks]):  # noqa: C419  # twice as fast
             rows = (chunk.sample.forks for chunk in chunks for _ in range(1 + len(chunk.draft)))
             repeated = [row for row, forks in enumerate(rows) for _ in range(1 + forks)]
             logits = logits[torch.tensor(repeated, device=logits.device)]
-        return self._sampler.choose(logits, chunks).read()
+        return self._sampler.choose(logits, chunks)
 
-    def _outcomes(self, chunks: list[Chunk], chosen: list[ChosenToken]) -> Commit:
+    def _outcomes(self, chunks: Sequence[Chunk], chosen: list[ChosenToken]) -> Commit:
         """What the step came to; nothing is reported yet. A request whose text cannot be decoded ends."""
         outcomes: list[Outcome] = []
         splits = [(chunk.sample, chunk.sample.split()) for chunk in chunks if chunk.sample.forks]
@@ -558,7 +593,7 @@ class EngineCore(Owned):
                 self._discard(outcome.token.request)
         self._unreported = commit.tokens
 
-    def _record(self, batch: Sequence[Chunk], commit: Commit) -> None:
+    def _record(self, batch: Sequence[Chunk], commit: Commit, ahead: InFlight | None) -> None:
         """Tell the scheduler: keys and states are in pages, forks run beside their samples, some samples have ended."""
         scheduler = self._scheduler
         self._runner.keep_states()
@@ -569,6 +604,7 @@ class EngineCore(Owned):
             reason = outcome.token.finish_reason
             if reason is not None:
                 scheduler.remove(outcome.sample, cache=reason != "error")
+        self._journal.ahead = ahead
 
     # ---- checks ----------------------------------------------------------------------------------------------------
 

@@ -68,9 +68,9 @@ class CudaGraphs:
         """All numbers of rows that batches are filled up to."""
         return sorted({self.rows(count) for count in range(1, self._most + 1)})
 
-    def run(self, decode: Decode, tokens: list[int], rows: int) -> Tensor:
-        """The logits (tokens, V) of a step that was planned with so many rows."""
-        self._tokens[: len(tokens)].copy_(torch.tensor(tokens, device="cpu"))
+    def run(self, decode: Decode, tokens: Tensor, rows: int) -> Tensor:
+        """The logits (tokens, V) of a step that was planned with so many rows. Tokens are on the device or pinned."""
+        self._tokens[: len(tokens)].copy_(tokens, non_blocking=True)
         if rows not in self._captured:
             self._captured[rows] = self._capture(decode, self._tokens[:rows])
         captured = self._captured[rows]

@@ -17,6 +17,9 @@ it came, and the next call `settle`s it:
 - while results were reported: they are reported again. `report` sets what must be, and may run twice
 - while it was settled: it is settled again
 
+A step that was launched `ahead` outlasts the call (in_flight.py, [Note: ahead and undone]). It is rolled back with
+whatever is, and counts only when a later call has made it its own batch.
+
 Knows nothing of models, text or threads.
 """
 
@@ -24,6 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
+from attnspan.engine.in_flight import InFlight
 from attnspan.engine.sample import Sample
 from attnspan.engine.scheduler import Chunk, Scheduler
 
@@ -38,6 +42,7 @@ class Journal:
         self.torn = False  # the scheduler's state is being changed
         self.batch: Sequence[Chunk] = ()  # planned, and not computed
         self.redo: Action | None = None  # what makes consistent again what callers see
+        self.ahead: InFlight | None = None  # planned too, and being computed
 
     @property
     def settled(self) -> bool:
@@ -68,6 +73,18 @@ class Journal:
         record()
         self.end()
 
+    def adopt_ahead(self, some: InFlight) -> None:
+        """What was launched ahead, or what is left of it, is the batch of this call."""
+        self.planned(some.batch)
+        self.ahead = None
+
+    def drop_ahead(self) -> None:
+        """What was launched ahead does not count."""
+        if self.ahead is not None:
+            self._roll_back()
+            self.ahead = None
+            self.end()
+
     def settle(self) -> None:
         """Complete or roll back what was broken off."""
         if self.redo is not None:
@@ -75,7 +92,13 @@ class Journal:
             self.redo = None
         if self.torn:
             self.scheduler.reset(self.live())
-        elif self.batch:
-            self.torn = True
-            self.scheduler.rollback(self.batch)
+        else:
+            self._roll_back()
+        self.ahead = None
         self.end()
+
+    def _roll_back(self) -> None:
+        batch = [*self.batch, *(() if self.ahead is None else self.ahead.batch)]
+        if batch:
+            self.torn = True
+            self.scheduler.rollback(batch)

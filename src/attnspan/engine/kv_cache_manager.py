@@ -155,10 +155,12 @@ class KVCacheManager:
             if group.prefix_cache is not None:
                 group.prefix_cache.insert(seq, tokens, salt=salt)
 
-    def release_windows(self, seq: int) -> int:
-        """Give back the pages behind every window; how many."""
+    def release_windows(self, seq: int, computed: int) -> int:
+        """Give back the pages behind every window of the token after so many; how many."""
         windows = [(group.allocator, group.window) for group in self.groups if group.window is not None]
-        return sum(allocator.release_window(seq, window) for allocator, window in windows)
+        return sum(
+            allocator.release_window(seq, window + allocator.length(seq) - computed) for allocator, window in windows
+        )
 
     def trim(self, seq: int, length: int) -> None:
         """Forget the tokens from `length` on."""

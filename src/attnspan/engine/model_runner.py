@@ -24,6 +24,7 @@ from attnspan.engine.config import EngineConfig
 from attnspan.engine.cuda_graphs import CudaGraphs
 from attnspan.engine.model import EncodingModel, PackedBatch, PromptRows, ServedModel, StateSpec, StepAttention
 from attnspan.engine.pools import Pools
+from attnspan.engine.row_selection import host_tensor
 from attnspan.engine.sample import Sample
 from attnspan.engine.scheduler import Chunk
 from attnspan.errors import EngineError, ModelError
@@ -115,6 +116,7 @@ class ModelRunner:
         if self._encodes and config.cuda_graphs:
             raise EngineError("cuda_graphs=True is for models without an encoder; leave cuda_graphs out")
         self._graphs = CudaGraphs(config.max_sequences, self.device) if config.cuda_graphs else None
+        self.runs_ahead = config.cuda_graphs  # else the host is what a step waits for
         for number, layer in enumerate(pools.layers):
             program = "a soft-cap or a bias" if layer.score_mod is not None else "chunks" if layer.chunked else None
             if config.cuda_graphs and program is not None:
@@ -160,9 +162,10 @@ class ModelRunner:
             self._encoded[sample.request_number] = sample.encoder_prompt, encoded
         return encoded
 
-    def prepare(self, batch: Sequence[Chunk]) -> None:
+    def prepare(self, batch: Sequence[Chunk], ahead: bool = False) -> None:
         """Make room for a batch in every pool, and copy the shared pages that it writes to."""
-        pad_to = self._graphs.rows(len(batch)) if self._graphs is not None and _decodes(batch) else None
+        decodes = self._graphs is not None and (ahead or _decodes(batch))
+        pad_to = self._graphs.rows(len(batch)) if self._graphs is not None and decodes else None
         rows = [(chunk.sample.seq, chunk.new) for chunk in batch]
         for plan in self.plans:
             plan.step(rows, pad_to=pad_to)
@@ -181,8 +184,7 @@ class ModelRunner:
         """Feed a prepared batch; the logits (rows, V) after every chunk that ends its sample, in order: one row, or
         one more for each token of a draft."""
         if self._graphs is not None and _decodes(batch):
-            rows = self._graphs.rows(len(batch))
-            return self._graphs.run(self._decode, [chunk.sample.tokens[-1] for chunk in batch], rows)
+            return self.run_ahead(batch, host_tensor([chunk.sample.tokens[-1] for chunk in batch], self.device))
         tokens: list[int] = []
         wanted: list[int] = []
         embedded: list[PromptRows] = []
@@ -200,6 +202,13 @@ class ModelRunner:
         fed = [chunk[:2] for chunk in batch]
         return self._logits(tokens, self._positions(batch), wanted, self._attention, fed, tuple(embedded))
 
+    def run_ahead(self, batch: Sequence[Chunk], tokens: Tensor) -> Tensor:
+        """Feed a prepared batch that decodes these tokens, one for each sample; the logits (rows, V) after them."""
+        if self._graphs is not None:
+            return self._graphs.run(self._decode, tokens, self._graphs.rows(len(batch)))
+        fed = [chunk[:2] for chunk in batch]
+        return self._logits(tokens, self._positions(batch), range(len(batch)), self._attention, fed)
+
     def _positions(self, batch: Sequence[Chunk]) -> Tensor:
         """The position of every token of a prepared batch, (T,)."""
         if self.plans:
@@ -209,16 +218,16 @@ class ModelRunner:
 
     def _logits(
         self,
-        tokens: list[int],
+        tokens: Sequence[int] | Tensor,
         positions: Tensor,
-        wanted: list[int],
+        wanted: Sequence[int],
         attention: StepAttention,
         rows: Sequence[tuple[Sample, int]],
         embedded: tuple[PromptRows, ...] = (),
     ) -> Tensor:
         """The logits of the tokens at `wanted`, (wanted, V); of samples that have so many of the tokens each."""
         kept = torch.tensor(wanted, dtype=torch.int64, device=self.device)
-        fed = torch.tensor(tokens, device=self.device, dtype=torch.int64)
+        fed = torch.as_tensor(tokens, device=self.device, dtype=torch.int64)
         encoded = [(count, self._encode(sample)) for sample, count in rows] if self._encodes else []
         return self._call(PackedBatch(fed, positions.long(), kept, encoded, embedded, _adapters_of(rows)), attention)
 
@@ -228,8 +237,7 @@ class ModelRunner:
 
     def _call(self, batch: PackedBatch, attention: StepAttention) -> Tensor:
         attention.calls = 0
-        with torch.no_grad():
-            logits = self.model.step(batch, attention)
+        with torch.no_grad(): logits = self.model.step(batch, attention)  # fmt: skip  # noqa: E701  # see owner.py
         if attention.calls != len(self.pools.layers):
             raise ModelError(
                 f"{attention.calls} of {len(self.pools.layers)} layers attended over pages in a call of the model; it "

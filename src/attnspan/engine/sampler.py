@@ -98,10 +98,11 @@ class SamplingMetadata:
             ]
             self.rules = RuledRows(keyed, [rules for _, rules in ruled], vocabulary, device)
 
-    def numbers(self, device: torch.device) -> Tensor:
-        """What the tokens of drawn rows are drawn with in this step, float64."""
+    def numbers(self, device: torch.device, behind: int = 0) -> Tensor:
+        """What the tokens of drawn rows are drawn with in this step, float64; the samples lack so many tokens yet."""
         lengths = torch.tensor(list(map(len, self._tokens)), device="cpu")
-        return uniforms(self._streams, lengths + self._ahead).to(device)
+        numbers = uniforms(self._streams, lengths + self._ahead + behind)
+        return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers.to(device)
 
 
 class Sampler:
@@ -112,14 +113,14 @@ class Sampler:
         self.processor = LogitsProcessor()
         self._rows: SamplingMetadata | None = None  # of the last batch, see [Note: the same batch]
 
-    def choose(self, logits: Tensor, chunks: Sequence[Chunk]) -> PendingTokens:
+    def choose(self, logits: Tensor, chunks: Sequence[Chunk], behind: int = 0) -> PendingTokens:
         """A token for each row of logits (R, V): of samples, of those that will be split off from them, and after
-        drafts as if they had been chosen."""
+        drafts as if they had been chosen. The samples may lack tokens that the device has, so many each."""
         rows = self._metadata_of(chunks, logits)
         logits, scores = logits.float(), None
         if rows.ruled is not None:
             scores = rows.ruled.write(logits, self.processor(rows.ruled.read(logits), rows.rules))
-        return choose_tokens(logits, rows, scores)
+        return choose_tokens(logits, rows, scores, behind)
 
     def _metadata_of(self, chunks: Sequence[Chunk], logits: Tensor) -> SamplingMetadata:
         """The rows of a batch, those of the last one if they are the same."""
@@ -133,6 +134,10 @@ class Sampler:
     def may_draft(self, request: Request) -> bool:
         """Whether tokens may be chosen after drafts: no option looks at the tokens before."""
         return self.requests[request.number].rules is None
+
+    def may_run_ahead(self, chunks: Sequence[Chunk]) -> bool:
+        """Whether the tokens after these may be chosen before the host knows theirs: again no option looks at them."""
+        return all([self.requests[chunk.sample.request_number].rules is None for chunk in chunks])  # noqa: C419
 
     def add(self, request: Request, end_tokens: frozenset[int], grammar: LLMatcher | None = None) -> None:
         """A request begins."""
@@ -185,12 +190,14 @@ class PendingTokens:
         return answers
 
 
-def choose_tokens(logits: Tensor, rows: SamplingMetadata, scores: Tensor | None = None) -> PendingTokens:
+def choose_tokens(
+    logits: Tensor, rows: SamplingMetadata, scores: Tensor | None = None, behind: int = 0
+) -> PendingTokens:
     """A token for each row of logits (R, V), float32; of `scores`, where options have changed any."""
     largest, tokens = (logits if scores is None else scores).max(-1)
     if rows.drawn is not None:
         some = rows.drawn.read(logits if scores is None else scores)
-        tokens = rows.drawn.write(tokens, draw_tokens(some, rows.draws, rows.numbers(logits.device)))
+        tokens = rows.drawn.write(tokens, draw_tokens(some, rows.draws, rows.numbers(logits.device, behind)))
     given = largest if scores is None else logits.amax(-1)
     if rows.wanted is None:
         return PendingTokens(tokens, rows, largest, given)

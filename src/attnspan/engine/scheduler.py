@@ -32,6 +32,10 @@ The latest state of a running sample is left out: a page that is read keeps all 
 [Note: context parallelism] A prompt of at least `context_parallel_from` tokens is prefilled by all ranks together: it
 is a step by itself, and not in chunks. One with images is not: every rank has all of its embeddings anyway.
 
+[Note: a step ahead] Where every running sample decodes next, the next batch is known before the tokens are that it is
+fed. `ahead` plans it, if nobody can be admitted meanwhile; then samples may turn out to have ended, and their rows are
+for nothing. What a sample has `computed` is not changed before its tokens are known, so `rollback` forgets both steps.
+
 [Note: drafts] Drafts (prompt_lookup.py) take what a batch has left: tokens of the budget, and free pages. They preempt
 nothing and keep nothing waiting; if they do not all fit, the step goes without.
 
@@ -215,6 +219,22 @@ class Scheduler:
             assert fits, "what fits alone was added"
         return batch
 
+    def ahead(self, batch: Sequence[Chunk]) -> list[Chunk]:
+        """The batch after one whose tokens are not known yet, for which there are pages: a token for every sample that
+        goes on, unless it turns out to end. Empty if that is not known. See [Note: a step ahead]."""
+        if len(batch) != len(self.running) or self._may_admit():
+            return []
+        going = [chunk.sample for chunk in batch if len(chunk.sample.tokens) < chunk.sample.max_length]
+        if not all([_decodes_next(chunk) for chunk in batch]) or (self.queued and len(going) < len(batch)):  # noqa: C419
+            return []
+        found = [Chunk(sample, 1) for sample in going]
+        return found if self._reserve(found) else []
+
+    def still_running(self, batch: Sequence[Chunk]) -> list[int]:
+        """The places in a batch that was planned ahead of samples that have not ended."""
+        running = set(map(id, self.running))
+        return [place for place, chunk in enumerate(batch) if id(chunk.sample) in running]
+
     def mark_computed(self, batch: Sequence[Chunk]) -> None:
         """The batch was fed to the model, and its keys are in pages."""
         self.counts.steps += 1
@@ -227,7 +247,7 @@ class Scheduler:
             if self._left_window(sample, count):
                 if sample.cached < sample.prompt_length or self.kv_cache.keeps_states:
                     self._cache_prefix(sample)
-                self._frees += self.kv_cache.release_windows(sample.seq)
+                self._frees += self.kv_cache.release_windows(sample.seq, sample.computed)
 
     def rollback(self, batch: Sequence[Chunk]) -> None:
         """The batch was planned and not computed: pages forget it."""
@@ -281,14 +301,18 @@ class Scheduler:
         """Whether there are pages for a batch."""
         return self.kv_cache.reserve([(chunk.sample.seq, chunk.new) for chunk in batch])
 
-    def _admit(self) -> bool:
-        """Let the first sample of the queue run, if it fits. See [Note: admission]."""
+    def _may_admit(self) -> bool:
+        """Whether the first sample of the queue might run in the next step, if no other ends."""
         if not self.queued or self._refused == (self.queued[0], self._frees):
             return False
-        sample, rows = self.queued[0], sum(1 + each.forks for each in self.running)
-        budget = self.limits.max_tokens - sum(chunk.new for chunk in self._chunks())
-        if rows + 1 + sample.forks > self.limits.max_sequences or budget <= 0:
+        rows = sum(1 + each.forks for each in self.running)
+        return rows + 1 + self.queued[0].forks <= self.limits.max_sequences
+
+    def _admit(self) -> bool:
+        """Let the first sample of the queue run, if it fits. See [Note: admission]."""
+        if not self._may_admit() or sum(chunk.new for chunk in self._chunks()) >= self.limits.max_tokens:
             return False
+        sample = self.queued[0]
         fits = self._swap_in(sample) if sample.swapped else self._start(sample)
         if not fits:
             self._refused = (sample, self._frees)
@@ -398,3 +422,10 @@ class Scheduler:
                 if behind >= size and (behind // size > (behind - count) // size):
                     return True
         return False
+
+
+def _decodes_next(chunk: Chunk) -> bool:
+    """Whether a sample is fed its next token alone after this chunk, and nothing but tokens."""
+    sample = chunk.sample
+    alone = not sample.forks and sample.lookup is None and sample.embedded is None and sample.adapter is None
+    return alone and chunk.last
