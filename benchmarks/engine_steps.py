@@ -25,9 +25,11 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -37,6 +39,7 @@ import transformers
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from attnspan import Engine, SamplingParams
+from attnspan.integrations.huggingface import served_layers
 from benchmarks import bench_paged
 from benchmarks.report import command, folded, header
 
@@ -209,10 +212,13 @@ TABLES = {
 # ---- decode ----------------------------------------------------------------------------------------------------------
 
 
-def decoding(bench: Bench, name: str, rows: int, length: int, **options: Any) -> tuple[Engine, float]:
+def decoding(
+    bench: Bench, name: str, rows: int, length: int, plain: bool = False, **options: Any
+) -> tuple[Engine, float]:
     """An engine whose rows have computed their prompts, and the seconds that those took."""
     shape, _ = bench.model(name)
     engine = bench.engine(name, rows, length, **options)
+    engine._runner.runs_ahead = bench.cuda and not plain
     prompts = bench.prompts(rows, length, shape.vocabulary)
     for prompt in prompts:
         engine.add(prompt, SamplingParams(max_new_tokens=190, ignore_eos=True))
@@ -225,10 +231,12 @@ def decoding(bench: Bench, name: str, rows: int, length: int, **options: Any) ->
     return engine, taken
 
 
-def decode(bench: Bench, name: str, rows: int, length: int, kv_dtype: str | None = None, profiled: int = 4) -> None:
+def decode(bench: Bench, name: str, rows: int, length: int, kv_dtype: str | None = None, plain: bool = False) -> None:
+    """`plain`: the model's own small functions, and every step when the tokens of the last are read."""
     shape, _ = bench.model(name)
-    engine, taken = decoding(bench, name, rows, length, kv_dtype=kv_dtype)
-    pages, what = kv_dtype or str(bench.dtype)[6:], f"{rows} x {length}"
+    with patch.object(served_layers, "fused_modules", lambda *_: []) if plain else nullcontext():
+        engine, taken = decoding(bench, name, rows, length, plain, kv_dtype=kv_dtype)
+    pages, what = kv_dtype or str(bench.dtype)[6:], f"{rows} x {length}{', plain' if plain else ''}"
     tokens = rows * min(length, length if bench.cuda else 40)
     rate = shape.prefill_flops(rows, tokens // rows) / taken
     began, times = bench.now(), []
@@ -252,7 +260,7 @@ def decode(bench: Bench, name: str, rows: int, length: int, kv_dtype: str | None
             f"  prefill {name} {what}, cold: {tokens / taken:.0f} tokens/s, {rate / bench.matmul_rate:.0%} of matmul",
         )  # fmt: skip
         if bench.cuda:
-            breakdown(bench, engine, name, what, profiled, wall)
+            breakdown(bench, engine, name, what, 4, wall)
 
 
 KINDS = {
@@ -385,10 +393,39 @@ def attention(bench: Bench) -> None:
             )  # fmt: skip
 
 
+# ---- checks ----------------------------------------------------------------------------------------------------------
+
+
+def checks(bench: Bench) -> None:
+    """Tokens of a small model in float32, beside `model.generate`; which modules of it run as one kernel."""
+    model = Shape("small", 256, 704, 4, 8, 4, 32, 4000).model(bench.device, torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0.0, 0.1)
+    lengths = (5, 17, 1, 40, 200, 64, 33, 128)
+    draw = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(1, 4000, (length,), generator=draw).tolist() for length in lengths]
+    engine = Engine(model, pages=512, page_size=PAGE, max_sequences=8, cuda_graphs=bench.cuda)
+    said = [request.token_ids for request in engine.generate(prompts, SamplingParams(max_new_tokens=32))]
+    expected = []
+    for prompt in prompts:
+        tokens = torch.tensor([prompt], device=bench.device)
+        found = model.generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=32, do_sample=False)
+        expected.append(found[0, len(prompt) :].tolist())
+    same = sum(a == b for a, b in zip(said, expected, strict=True))
+    fused = len(served_layers.served_layers(model).fused)
+    bench.notes.append(
+        f"Greedy tokens in float32 equal to those of `model.generate`: {same} of {len(prompts)} answers of 32 tokens, "
+        f"by a small Llama of which {fused} modules run as one kernel."
+    )
+
+
 # ---- all -------------------------------------------------------------------------------------------------------------
 
 
 CELLS: dict[str, Callable[[Bench], None]] = {
+    "checks": checks,
     "1.1B 64 x 512": lambda bench: decode(bench, "1.1B", 64, 512),
     "1.1B 1 x 512": lambda bench: decode(bench, "1.1B", 1, 512),
     "1.1B 64 x 2k": lambda bench: decode(bench, "1.1B", 64, 2048),
@@ -399,6 +436,7 @@ CELLS: dict[str, Callable[[Bench], None]] = {
     "8B 256 x 512": lambda bench: decode(bench, "8B", 256, 512),
     "8B prefill": lambda bench: prefill(bench, "8B", 16, 2048),
     "8B first tokens": lambda bench: first_tokens(bench, "8B"),
+    "1.1B 64 x 512 plain": lambda bench: decode(bench, "1.1B", 64, 512, plain=True),
     "1.1B 32 x 512": lambda bench: decode(bench, "1.1B", 32, 512),
     "attention alone": attention,
     "1.1B 64 x 2k int8": lambda bench: decode(bench, "1.1B", 64, 2048, "int8"),

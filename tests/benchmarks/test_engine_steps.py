@@ -7,15 +7,25 @@ from benchmarks.engine_steps import Bench, Shape, kind_of
 
 
 def test_every_kind_of_cell_is_measured_and_written_down(tmp_path, capsys):
-    cells = ["1.1B 1 x 512", "8B prefill", "8B first tokens", "attention alone", "1.1B 64 x 2k int8"]
+    cells = [
+        "checks",
+        "1.1B 1 x 512",
+        "1.1B 64 x 512 plain",
+        "8B prefill",
+        "8B first tokens",
+        "attention alone",
+        "1.1B 64 x 2k int8",
+    ]
     failed = engine_steps.main([*cells, "--device", "cpu", "--out", str(tmp_path / "page.md")])
     assert failed == []
     page = (tmp_path / "page.md").read_text()
     assert "| 1.1B | float32 | 1 x 512 | " in page
     assert "| 1.1B | int8 | 64 x 2048 | " in page
     assert "| 8B, 32 x 512, first after warm_up (" in page
+    assert "| 1.1B | float32 | 64 x 512, plain | " in page
     assert page.count("## ") == 3
-    assert capsys.readouterr().out.splitlines()[-1].startswith("decode 1.1B int8 64 x 2048: ")
+    assert "Greedy tokens in float32 equal to those of `model.generate`: 8 of 8 answers" in " ".join(page.split())
+    assert "\ndecode 1.1B int8 64 x 2048: " in capsys.readouterr().out
 
 
 def test_no_cell_begins_after_the_limit_and_one_that_fails_ends_no_other(tmp_path):
@@ -34,7 +44,7 @@ def test_no_cell_begins_after_the_limit_and_one_that_fails_ends_no_other(tmp_pat
 def test_cells_that_there_are_not_are_refused(capsys):
     with pytest.raises(SystemExit):
         engine_steps.main(["7B", "--device", "cpu"])
-    assert "no cells of these names: 7B; there are 1.1B 64 x 512, " in capsys.readouterr().err
+    assert "no cells of these names: 7B; there are checks, 1.1B 64 x 512, " in capsys.readouterr().err
 
 
 def test_weights_that_a_step_reads_are_those_of_the_model():
