@@ -64,7 +64,7 @@ class Shape:
         config = LlamaConfig(
             vocab_size=self.vocabulary, hidden_size=self.hidden, intermediate_size=self.inner, head_dim=self.dim,
             num_hidden_layers=self.layers, num_attention_heads=self.heads, num_key_value_heads=self.kv_heads,
-            max_position_embeddings=32768, eos_token_id=None, pad_token_id=0,
+            max_position_embeddings=4096, eos_token_id=None, pad_token_id=0,
         )  # fmt: skip
         torch.manual_seed(0)
         before = torch.get_default_dtype()

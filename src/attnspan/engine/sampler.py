@@ -164,13 +164,11 @@ class PendingTokens:
 
     def __init__(self, tokens: Tensor, rows: SamplingMetadata, *numbers: Tensor) -> None:
         self.tokens, self._rows = tokens, rows
+        self._numbers = [each.to("cpu", non_blocking=tokens.is_cuda) for each in (tokens, *numbers)]  # to pinned memory
         self._copied: torch.cuda.Event | None = None
         if tokens.is_cuda:
-            self._numbers = [each.to("cpu", non_blocking=True) for each in (tokens, *numbers)]  # to pinned memory
             self._copied = torch.cuda.Event()
             self._copied.record(torch.cuda.current_stream(tokens.device))
-        else:
-            self._numbers = [tokens.cpu(), *(each.cpu() for each in numbers)]
 
     def read(self) -> list[ChosenToken]:
         """A token for each row, in order."""

@@ -9,7 +9,8 @@
     sharded.py     pages over ranks, and what context parallelism hands over to them
 
 Below these: kv_cache.py (the interface of pool.py and sharded.py), metadata.py (a step, for kernels), scoring.py (masks
-and score_mods), quantised.py, after_prefix.py, page_tensors.py (what moves with pages).
+and score_mods), quantised.py, slot_writes.py (new keys to their slots, in one kernel), after_prefix.py, page_tensors.py
+(what moves with pages).
 """
 
 from attnspan.paged.after_prefix import AfterPrefix

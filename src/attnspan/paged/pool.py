@@ -26,6 +26,7 @@ from torch import Tensor
 from attnspan.errors import MaskError, PageError, integer
 from attnspan.kernels import merge_into
 from attnspan.masks import Mask
+from attnspan.paged import slot_writes
 from attnspan.paged.after_prefix import AfterPrefix
 from attnspan.paged.allocator import PageAllocator
 from attnspan.paged.kernels import choose
@@ -149,8 +150,13 @@ class PagePool(PageTensors, PagedKVCache):
 
     def write_slots(self, layer: int, key: Tensor, value: Tensor, slots: Tensor) -> None:
         """Write tokens to slots (tokens,) int64, unchecked; `write` knows the slots of a plan."""
-        pairs = (self.keys[layer], key), (self.values[layer], value)
-        for pages, given in pairs[:1] if self.layers[layer].values_in_keys else pairs:
+        pairs = [(self.keys[layer], key), (self.values[layer], value)]
+        if self.layers[layer].values_in_keys:
+            del pairs[1]
+        if all(slot_writes.can_write(*pair) for pair in pairs):
+            slot_writes.write(pairs, slots)
+            return
+        for pages, given in pairs:
             if isinstance(pages, Quantised):
                 found = quantise(given, pages.dtype)
                 pages.codes.flatten(0, 1).index_copy_(0, slots, found.codes)
