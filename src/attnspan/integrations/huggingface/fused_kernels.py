@@ -122,13 +122,14 @@ def fused_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, how: str) -> tu
         return None
     if not cos.shape == sin.shape == (1, tokens, dim) or len({q.device, k.device, cos.device, sin.device}) > 1:
         return None
-    if not (q.stride(3) == k.stride(3) == 1 and cos.is_contiguous() and sin.is_contiguous()):
+    strides = q.stride(1), q.stride(2), k.stride(1), k.stride(2)
+    if not (q.stride(3) == k.stride(3) == 1 and cos.is_contiguous() and sin.is_contiguous()) or 1 in strides:
         return None
     outs = [torch.empty(1, tokens, x.shape[1], dim, dtype=x.dtype, device=x.device).transpose(1, 2) for x in (q, k)]
     q_blocks, k_blocks = -(-heads // HEADS), -(-kv_heads // HEADS)
     _launch(
         "rotary", (tokens, q_blocks + k_blocks), q.device, 2,
-        *outs, q, k, cos, sin, q.stride(1), q.stride(2), k.stride(1), k.stride(2), heads, kv_heads, q_blocks,
+        *outs, q, k, cos, sin, *strides, heads, kv_heads, q_blocks,
         half=dim // 2, block=_next_power_of_2(dim // 2), per=HEADS, wide=how == "wide",
     )  # fmt: skip
     return outs[0], outs[1]
@@ -191,7 +192,7 @@ def _compiled() -> dict[str, Any]:
             factor = factor + 1.0
         tl.store(out + at, (numbers * factor[None, :]).to(out.dtype.element_ty), mask=real)
 
-    @triton.jit(do_not_specialize=["q_h", "q_t", "k_h", "k_t", "heads", "kv_heads", "q_blocks"])
+    @triton.jit(do_not_specialize=["heads", "kv_heads", "q_blocks"])
     def rotary(q_out, k_out, q, k, cos, sin, q_h, q_t, k_h, k_t, heads, kv_heads, q_blocks,
                half: tl.constexpr, block: tl.constexpr, per: tl.constexpr, wide: tl.constexpr):
         token = tl.program_id(0).to(tl.int64)
@@ -221,7 +222,7 @@ def _compiled() -> dict[str, Any]:
         tl.store(to, (a + b).to(dtype), mask=real)
         tl.store(to + half, (c + e).to(dtype), mask=real)
 
-    @triton.jit(do_not_specialize=["gate_t", "up_t"])
+    @triton.jit
     def gate(out, gate, up, gate_t, up_t, n, block: tl.constexpr, kind: tl.constexpr):
         row = tl.program_id(0).to(tl.int64)
         col = tl.program_id(1) * block + tl.arange(0, block)
