@@ -24,6 +24,7 @@ from attnspan.integrations.huggingface.fused_kernels import (
     NORMS,
     ROTARIES,
     agree,
+    fused_add_norm,
     fused_gate,
     fused_norm,
     fused_rotary,
@@ -64,6 +65,16 @@ def drawn(*shape, device, dtype, seed=0):
 def test_a_norm_is_its_formula(shape, how, device, dtype):
     x, weight = drawn(*shape, device=device, dtype=dtype) * 3, drawn(shape[-1], device=device, dtype=dtype, seed=1)
     assert agree(fused_norm(x, weight, 1e-5, how), normed(x, weight, 1e-5, how))
+
+
+@where_kernels_run
+@pytest.mark.parametrize("how", NORMS)
+@pytest.mark.parametrize("shape", [(1, 1, 4096), (1, 7, 24)])
+def test_a_sum_and_its_norm_are_their_formulas_and_the_sum_is_to_the_bit(shape, how, device, dtype):
+    x, other, weight = (drawn(*shape, device=device, dtype=dtype, seed=seed) for seed in range(3))
+    total, found = fused_add_norm(x, other, weight[0, 0], 1e-5, how)
+    assert torch.equal(total, x + other)
+    assert agree(found, normed(x + other, weight[0, 0], 1e-5, how))
 
 
 @where_kernels_run
@@ -109,11 +120,12 @@ def test_every_kernel_is_compiled_for_hopper(dtype, monkeypatch):
     x = drawn(1, 3, 4, 128, device="cpu", dtype=dtype)
     for how in NORMS:
         fused_norm(x, x[0, 0, 0], 1e-5, how)
+        fused_add_norm(x, x, x[0, 0, 0], 1e-5, how)
     for how in ROTARIES:
         fused_rotary(x.transpose(1, 2), x.transpose(1, 2)[:, :2], x[:, :, 0].clone(), x[:, :, 1].clone(), how)
     for activation in ACTIVATIONS:
         fused_gate(x[0, 0], x[0, 1], activation)
-    assert Counter(name for name, _ in compiled) == {"norm": 3, "rotary": 2, "gate": 3}
+    assert Counter(name for name, _ in compiled) == {"norm": 6, "rotary": 2, "gate": 3}
 
 
 @pytest.mark.parametrize("apart", [0.0, 0.9, 2.5])
@@ -163,6 +175,10 @@ def formulas(monkeypatch):
         calls["norm"] += 1
         return normed(x, weight, eps, how)
 
+    def add_norm(x, other, weight, eps, how):
+        calls["add_norm"] += 1
+        return x + other, normed(x + other, weight, eps, how)
+
     def rotary(q, k, cos, sin, how):
         calls["rotary"] += 1
         return None if cos.shape[-1] != q.shape[-1] else tuple(rotated(x, cos, sin, how) for x in (q, k))
@@ -171,8 +187,8 @@ def formulas(monkeypatch):
         calls["gate"] += 1
         return gated(given, up, activation)
 
-    for name, each in (("fused_norm", norm), ("fused_rotary", rotary), ("fused_gate", gate)):
-        monkeypatch.setattr(fused_modules, name, each)
+    for each in (norm, add_norm, rotary, gate):
+        monkeypatch.setattr(fused_modules, f"fused_{each.__name__}", each)
     for module in (fused_modules, served_model):
         monkeypatch.setattr(module, "is_available", lambda device: True)
     return calls
@@ -191,8 +207,8 @@ def kinds(model):
 
 
 KINDS = {
-    "Llama": {("norm", "rounded"): 5, ("mlp", "silu"): 2},
-    "Qwen3": {("norm", "rounded"): 9, ("mlp", "silu"): 2},
+    "Llama": {("norm", "rounded"): 5, ("mlp", "silu"): 2, ("layer", "rounded"): 2},
+    "Qwen3": {("norm", "rounded"): 9, ("mlp", "silu"): 2, ("layer", "rounded"): 2},
     "Phi3": {("norm", "rounded"): 5, ("mlp", "silu"): 2},
     "Gemma3": {("norm", "plus_one"): 13, ("mlp", "gelu_tanh"): 2},
     "GptOss": {("norm", "wide"): 5},
@@ -216,11 +232,9 @@ def test_a_model_is_served_by_them_and_says_the_same(family, formulas):
     said = [request.token_ids for request in engine.generate(asked, SamplingParams(max_new_tokens=9))]
     used, known = Counter(formulas), Counter(each.kind[0] for each in fused(model))
     assert said == [greedy(tiny(family), prompt, 9) for prompt in asked]
-    assert used == {
-        name: engine.counts.steps * known[kind]
-        for kind, name in (("norm", "norm"), ("rotary", "rotary"), ("mlp", "gate"))
-        if known[kind]
-    }
+    known["norm"] -= known["layer"]  # a layer's second norm comes with a sum
+    names = {"norm": "norm", "layer": "add_norm", "rotary": "rotary", "mlp": "gate"}
+    assert used == {name: engine.counts.steps * known[kind] for kind, name in names.items() if known[kind]}
     assert not any("forward" in vars(module) for module in model.modules())
     assert engine._fingerprint.changes == 0
 
@@ -243,7 +257,7 @@ def test_several_engines_serve_them_in_turn_and_a_change_is_looked_at_again(form
 
 def test_a_call_that_is_differentiated_or_has_other_arguments_is_the_modules_own(formulas):
     for each in fused(copy.deepcopy(tiny("Llama"))):
-        if each.kind[0] == "rotary":
+        if each.kind[0] in ("rotary", "layer"):
             continue
         x = torch.randn(1, 3, 32)
         own = type(each.module).forward(each.module, x)
@@ -397,6 +411,80 @@ def test_other_mlps_are_left_alone(mlp, formulas):
     assert kinds(Model(mlp=Mlp())) == {("mlp", "silu"): 1}
 
 
+class Layer(nn.Module):
+    """One that is known; others change something."""
+
+    def __init__(self):
+        super().__init__()
+        self.input_layernorm, self.post_attention_layernorm = Norm(), Norm()
+        self.self_attn, self.mlp = nn.Identity(), nn.Identity()
+
+    def forward(self, x, mask=None, positions=None, **more):
+        first = self.input_layernorm(x)
+        x = x + self.self_attn(hidden_states=first, mask=mask, positions=positions, **more)[0]
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Unpacked(Layer):
+    def forward(self, x, mask=None, **more):
+        attended, _ = self.self_attn(hidden_states=self.input_layernorm(x), mask=mask, **more)
+        return x + attended + self.mlp(self.post_attention_layernorm(x + attended))
+
+
+class Parallel(Layer):
+    def forward(self, x, mask=None, **more):
+        attended, _ = self.self_attn(hidden_states=self.input_layernorm(x), mask=mask, **more)
+        return x + attended + self.mlp(self.post_attention_layernorm(x))
+
+
+class Masked(Layer):
+    """Keeps an argument to itself."""
+
+    def forward(self, x, mask=None, **more):
+        attended, _ = self.self_attn(hidden_states=self.input_layernorm(x), **more)
+        x = x + attended
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Halved(Layer):
+    def forward(self, x, mask=None, **more):
+        attended, _ = self.self_attn(hidden_states=self.input_layernorm(x), mask=mask, **more)
+        x = x + attended
+        return x + 0.5 * self.mlp(self.post_attention_layernorm(x))
+
+
+class Unlike(Layer):
+    """Its second norm is another."""
+
+    def __init__(self):
+        super().__init__()
+        self.post_attention_layernorm = Clamped()
+
+
+@pytest.mark.parametrize("layer", [Parallel(), Masked(), Halved(), Unlike(), patched(Layer())])
+def test_other_layers_are_left_alone(layer, formulas):
+    assert "layer" not in {kind for kind, _ in kinds(Model(layer=layer))}
+    for known in (Layer(), Unpacked()):
+        assert kinds(Model(layer=known))["layer", "rounded"] == 1
+
+
+def test_a_layer_whose_norm_has_a_hook_or_that_is_called_in_another_way_runs_as_it_is(formulas):
+    model = copy.deepcopy(tiny("Llama"))
+    layer = next(each for each in fused(model) if each.kind[0] == "layer")
+    layer.module.self_attn.forward = lambda hidden_states, **_: (hidden_states.cos(), None)
+    x = torch.randn(1, 3, 32)
+    with torch.no_grad():
+        own = type(layer.module).forward(layer.module, x)
+        formulas.clear()
+        assert torch.equal(layer.forward(x), own)
+        assert formulas["add_norm"] == 1
+        assert torch.equal(layer.forward(hidden_states=x), own)
+        seen = []
+        layer.module.post_attention_layernorm.register_forward_hook(lambda *_: seen.append(1))
+        assert torch.equal(layer.forward(x), own)
+    assert formulas["add_norm"] == len(seen) == 1
+
+
 def interleaved(q, k, cos, sin):
     def turned(x):
         return torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
@@ -431,7 +519,7 @@ def test_other_rotary_embeddings_are_left_alone(function, formulas):
     assert fused_modules.fused_modules(model, []) == []
 
 
-@pytest.mark.parametrize("wrong", ["fused_norm", "fused_rotary", "fused_gate"])
+@pytest.mark.parametrize("wrong", ["fused_norm", "fused_add_norm", "fused_rotary", "fused_gate"])
 def test_a_kernel_that_computes_something_else_is_not_used(wrong, formulas, monkeypatch):
     right = getattr(fused_modules, wrong)
 
@@ -440,7 +528,7 @@ def test_a_kernel_that_computes_something_else_is_not_used(wrong, formulas, monk
         return tuple(each * 1.01 for each in found) if isinstance(found, tuple) else found * 1.01
 
     monkeypatch.setattr(fused_modules, wrong, off)
-    kind = {"fused_norm": "norm", "fused_rotary": "rotary", "fused_gate": "mlp"}[wrong]
+    kind = {"fused_norm": "norm", "fused_add_norm": "layer", "fused_rotary": "rotary", "fused_gate": "mlp"}[wrong]
     assert kind not in {each.kind[0] for each in fused(tiny("Llama"))}
     assert len(fused(tiny("Llama"))) >= 4
 

@@ -1,9 +1,9 @@
 """The small functions between a model's matrices, one Triton kernel each: norms, rotary embeddings, gated activations.
 
 In eager torch each of these is up to ten kernels that read and write the same numbers. Here every one comes twice: as a
-formula, in the words of the modeling files (`normed`, `rotated`, `gated`), and as a kernel (`fused_norm`,
-`fused_rotary`, `fused_gate`) that rounds where the formula does. So results differ from the formula's by what a sum in
-another order comes to, and by the exponentials of two libraries: see `agree`.
+formula, in the words of the modeling files (`normed`, `rotated`, `gated`), and as a kernel (`fused_norm`, with a sum
+before it `fused_add_norm`, `fused_rotary`, `fused_gate`) that rounds where the formula does. So results differ from the
+formula's by what a sum in another order comes to, and by the exponentials of two libraries: see `agree`.
 
 A call that a kernel is not for (another dtype, a layout, a device) is answered with None.
 
@@ -102,14 +102,31 @@ def fused_norm(x: Tensor, weight: Tensor, eps: float, how: str) -> Tensor | None
         return None
     if not (x.is_contiguous() and weight.is_contiguous() and weight.device == x.device and x.numel()):
         return None
-    out, rows = torch.empty_like(x), x.numel() // n
-    block = _next_power_of_2(n)
+    out = torch.empty_like(x)
+    _launch_norm((out, x, x, x), weight, eps, how, added=False)
+    return out
+
+
+def fused_add_norm(x: Tensor, other: Tensor, weight: Tensor, eps: float, how: str) -> tuple[Tensor, Tensor] | None:
+    """x + other, and `normed` of that, if there is a kernel for it."""
+    n, likes = x.shape[-1], {(each.dtype, each.device) for each in (x, other, weight)}
+    if x.dtype not in DTYPES or len(likes) > 1 or other.shape != x.shape or n > MAX_NUMBERS or not x.numel():
+        return None
+    if not (x.is_contiguous() and other.is_contiguous() and weight.is_contiguous()):
+        return None
+    total, out = torch.empty_like(x), torch.empty_like(x)
+    _launch_norm((out, total, x, other), weight, eps, how, added=True)
+    return total, out
+
+
+def _launch_norm(tokens: tuple[Tensor, ...], weight: Tensor, eps: float, how: str, added: bool) -> None:
+    n = weight.shape[0]
+    rows, block = tokens[0].numel() // n, _next_power_of_2(n)
     per = max(1, BLOCK // block)
     _launch(
-        "norm", (-(-rows // per),), x.device, 8 if block > 4096 else 4,
-        out, x, weight, rows, eps, 1.0 / n, n=n, block=block, per=per, how=NORMS.index(how),
+        "norm", (-(-rows // per),), weight.device, 4 if block <= 1024 else 8 if block <= 8192 else 16,
+        *tokens, weight, rows, eps, 1.0 / n, n=n, block=block, per=per, how=NORMS.index(how), added=added,
     )  # fmt: skip
-    return out
 
 
 def fused_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, how: str) -> tuple[Tensor, Tensor] | None:
@@ -176,13 +193,17 @@ def _compiled() -> dict[str, Any]:
 
     # fmt: off
     @triton.jit(do_not_specialize=["rows"])
-    def norm(out, x, weight, rows, eps, share,
-             n: tl.constexpr, block: tl.constexpr, per: tl.constexpr, how: tl.constexpr):
+    def norm(out, total, x, other, weight, rows, eps, share,
+             n: tl.constexpr, block: tl.constexpr, per: tl.constexpr, how: tl.constexpr, added: tl.constexpr):
         row = tl.program_id(0).to(tl.int64) * per + tl.arange(0, per)
         col = tl.arange(0, block)
         real = (row < rows)[:, None] & (col < n)[None, :]
         at = row[:, None] * n + col[None, :]
         numbers = tl.load(x + at, mask=real, other=0.0).to(tl.float32)
+        if added:
+            numbers += tl.load(other + at, mask=real, other=0.0).to(tl.float32)
+            tl.store(total + at, numbers.to(out.dtype.element_ty), mask=real)
+            numbers = numbers.to(out.dtype.element_ty).to(tl.float32)
         mean = tl.sum(numbers * numbers, 1) * share
         numbers = numbers * tl.rsqrt(mean + eps)[:, None]
         factor = tl.load(weight + col, mask=col < n, other=0.0).to(tl.float32)

@@ -1,4 +1,5 @@
-"""Modules of a model that run as one kernel each while it is served on CUDA: norms, rotary embeddings, gated MLPs.
+"""Modules of a model that run as one kernel each while it is served on CUDA: norms, rotary embeddings, gated MLPs, and
+the sum before a layer's second norm.
 
 A step of few tokens is a matter of reading weights, and the small functions between them take as long again: ten
 kernels for a norm. So while a model is served, such modules have a forward of ours (fused_kernels.py). Weights, hooks
@@ -15,10 +16,10 @@ A call for which there is no kernel is the module's own, as is one that is to be
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache, partial
 from types import FunctionType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +32,7 @@ from attnspan.integrations.huggingface.fused_kernels import (
     NORMS,
     ROTARIES,
     agree,
+    fused_add_norm,
     fused_gate,
     fused_norm,
     fused_rotary,
@@ -49,6 +51,9 @@ EPSILONS = ("variance_epsilon", "eps", "epsilon")
 ACTIVATION_NAMES = ("act_fn", "activation_fn", "act")
 SEPARATE, MERGED = {"gate_proj", "up_proj", "down_proj"}, {"gate_up_proj", "down_proj"}
 """Names of parts, by which a module is looked at at all."""
+
+FIRST, ATTENTION, SECOND, MLP = LAYER = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
+"""Parts of a layer, by which it is looked at: x + attention(first(x)), and to that mlp(second(...)) of it."""
 
 IN_NORMS = frozenset(
     (*EPSILONS, "weight", "_norm", "dtype", "to", "torch", "float32", "float", "pow", "mean", "rsqrt", "type_as")
@@ -80,7 +85,7 @@ def fused_modules(model: nn.Module, attention: Iterable[nn.Module]) -> list[Fuse
         return []
     draw = _Draw(weight)
     attends, left_out = set(attention), _compiled_parts(model)
-    found: list[FusedModule] = []
+    found, layers = list[FusedModule](), list[nn.Module]()
     with torch.no_grad():
         norm_kind, rotary_kind = cache(partial(_norm_kind, draw)), cache(partial(_rotary_kind, draw))
         for module in dict.fromkeys(model.modules()):
@@ -92,12 +97,18 @@ def fused_modules(model: nn.Module, attention: Iterable[nn.Module]) -> list[Fuse
                 found += _norm(module, norm_kind)
             elif _is_mlp_like(module):
                 found += _mlp(module, draw)
+            elif module._modules.keys() == set(LAYER):
+                layers.append(module)
+        norms = {each.module: each.kind for each in found if each.kind[0] == "norm"}
+        for layer in layers:
+            found += _layer(layer, norms, draw)
     return found
 
 
 def may_be_fused(module: nn.Module) -> bool:
     """Whether the forward of a module may be ours while its model is served."""
-    return _is_norm_like(module) or _is_mlp_like(module) or _rotary_of(module) is not None
+    whole = module._modules.keys() == set(LAYER)
+    return whole or _is_norm_like(module) or _is_mlp_like(module) or _rotary_of(module) is not None
 
 
 class _Draw:
@@ -244,6 +255,69 @@ def _mlp_forward(module: nn.Module, activation: str, *args: Tensor, **kwargs: Te
     gate, up = _gate_and_up(module, args[0])
     found = fused_gate(gate, up, activation)
     return _part(module, "down_proj")(gated(gate, up, activation) if found is None else found)
+
+
+# ---- layers: a sum and the norm after it -----------------------------------------------------------------------------
+
+
+class _Part(nn.Module):
+    """In the place of a part of a layer: some function of what it is given, which it notes."""
+
+    def __init__(self, function: Callable[[Tensor], object]) -> None:
+        super().__init__()
+        self.function, self.given = function, dict[str, object]()
+
+    def forward(self, hidden_states: Tensor, **given: object) -> object:
+        self.given = given
+        return self.function(hidden_states)
+
+
+def _layer(layer: nn.Module, norms: Mapping[nn.Module, tuple[object, ...]], draw: _Draw) -> Iterator[FusedModule]:
+    """A layer whose second norm is known, if it is the formula, and hands its arguments on to attention alone."""
+    forward, kind = type(layer).forward, norms.get(layer._modules[SECOND] or layer)
+    if kind is None or not isinstance(forward, FunctionType) or not set(LAYER).issuperset(names_in(forward.__code__)):
+        return
+    named = list(inspect.signature(forward).parameters.values())[2:]
+    defaults = {each.name: each.default for each in named if each.kind is not each.VAR_KEYWORD}
+    if any(default is inspect.Parameter.empty for default in defaults.values()):
+        return
+    (_, how, name), norm = map(str, kind), layer._modules[SECOND]
+    assert norm is not None, "its kind is known"
+    n = len(next(norm.parameters()))
+    x, weight, eps = draw.tokens(n), draw(n), 1e-5
+    twin, marks = type(layer).__new__(type(layer)), {each: object() for each in [*defaults, "other"][: len(named)]}
+    nn.Module.__init__(twin)
+    parts = {
+        FIRST: _Part(torch.sin), ATTENTION: _Part(lambda y: (torch.cos(y), None)),
+        SECOND: _Part(lambda y: normed(y, weight, eps, how)), MLP: _Part(torch.tanh),
+    }  # fmt: skip
+    for place, part in parts.items():
+        setattr(twin, place, part)
+    attended = torch.cos(torch.sin(x))
+    total, found = x + attended, fused_add_norm(x, attended, weight, eps, how)
+    second = normed(total, weight, eps, how)
+    try:
+        given = forward(twin, x, **marks)
+    except (TypeError, ValueError):  # its parts return something else
+        return
+    same = isinstance(given, Tensor) and torch.equal(given, total + torch.tanh(second))
+    handed = parts[ATTENTION].given == marks and not any(parts[place].given for place in (FIRST, SECOND, MLP))
+    if same and handed and found is not None and torch.equal(found[0], total) and agree(found[1], second):
+        yield FusedModule(layer, ("layer", how, name), partial(_layer_forward, layer, how, name, defaults))
+
+
+def _layer_forward(
+    layer: nn.Module, how: str, name: str, defaults: Mapping[str, object], *args: Tensor, **kwargs: object
+) -> object:
+    parts: dict[str, Any] = layer._modules
+    norm = parts[SECOND]
+    if len(args) != 1 or torch.is_grad_enabled() or norm._forward_hooks or norm._forward_pre_hooks:
+        return type(layer).forward(layer, *args, **kwargs)
+    [x] = args
+    attended, _ = parts[ATTENTION](hidden_states=parts[FIRST](x), **{**defaults, **kwargs})
+    found = fused_add_norm(x, attended, norm.weight, vars(norm)[name], how)
+    total, second = found or (x + attended, None)
+    return total + parts[MLP](norm(total) if second is None else second)
 
 
 # ---- rotary embeddings -----------------------------------------------------------------------------------------------
