@@ -2,6 +2,7 @@
 
 Run: python benchmarks/engine_steps.py --limit 100     Llama shapes of 1.1 and 8 billion weights on a CUDA device
      python benchmarks/engine_steps.py --device cpu    tiny ones, to see that it runs
+     python benchmarks/engine_steps.py --tests         the tests of what makes steps fast come first
 
 A decode step must read all weights but the embedding, and the keys and values of its rows: the share is the time that
 a copy of so many bytes takes on this device, over the step's. Prefill is held against a product of two 8192 x 8192
@@ -18,7 +19,9 @@ from __future__ import annotations
 import argparse
 import functools
 import gc
+import importlib.util
 import re
+import subprocess
 import sys
 import time
 import traceback
@@ -421,6 +424,26 @@ def checks(bench: Bench) -> None:
     )
 
 
+TESTS = (
+    "-m", "cuda", "tests/integrations/test_fused.py", "tests/paged/test_slot_writes.py", "tests/engine/test_ahead.py"
+)  # fmt: skip
+"""Of the kernels that stand in for eager torch, on the device, and of steps that are launched ahead."""
+
+
+def tested() -> tuple[bool, str]:
+    """Whether `TESTS` pass, and what pytest says of them in the end; failures are printed."""
+    workers = ["-n", "8"] if importlib.util.find_spec("xdist") and torch.cuda.is_available() else []
+    call = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *workers, *TESTS]
+    try:
+        done = subprocess.run(call, cwd=RESULTS.parents[1], capture_output=True, text=True, timeout=180)
+    except subprocess.TimeoutExpired:
+        return False, "Tests took more than three minutes."
+    said = [*done.stderr.strip().splitlines(), *done.stdout.strip().splitlines(), ""]
+    if done.returncode:
+        print("\n".join(said[-80:]), flush=True)
+    return done.returncode == 0, f"Tests: {said[-2]}"
+
+
 # ---- all -------------------------------------------------------------------------------------------------------------
 
 
@@ -452,6 +475,7 @@ def main(arguments: list[str] | None = None) -> list[str]:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--limit", type=float, default=600.0, help="seconds after which no cell begins")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--tests", action="store_true", help="tests first, whose seconds do not count")
     options = parser.parse_args(arguments)
     unknown = set(options.cells) - set(CELLS)
     if unknown:
@@ -461,10 +485,11 @@ def main(arguments: list[str] | None = None) -> list[str]:
     if options.device == "cpu":
         torch.set_num_threads(1)
     written = options.out or (None if options.cells or options.device == "cpu" else RESULTS / "engine_steps.md")
+    passed, said = tested() if options.tests else (True, "")
     bench = Bench(options.device, options.limit, written)
     failed = bench.run({name: cell for name, cell in CELLS.items() if not options.cells or name in options.cells})
-    print("\n".join(["", *bench.summary, *bench.notes]), flush=True)
-    return failed
+    print("\n".join(["", *bench.summary, *bench.notes, *filter(None, [said])]), flush=True)
+    return failed if passed else ["tests", *failed]
 
 
 if __name__ == "__main__":

@@ -41,6 +41,16 @@ def test_no_cell_begins_after_the_limit_and_one_that_fails_ends_no_other(tmp_pat
     assert "Not measured, for want of time: first." in page.read_text()
 
 
+def test_tests_come_first_and_are_told_last(monkeypatch, capsys):
+    monkeypatch.setattr(engine_steps, "TESTS", ("tests/test_pace.py",))
+    assert engine_steps.main(["attention alone", "--device", "cpu", "--tests"]) == []
+    assert " passed" in capsys.readouterr().out.splitlines()[-1]
+    monkeypatch.setattr(engine_steps, "TESTS", ("tests/none.py",))
+    passed, said = engine_steps.tested()
+    assert not passed
+    assert said.startswith("Tests: no tests ran")
+
+
 def test_cells_that_there_are_not_are_refused(capsys):
     with pytest.raises(SystemExit):
         engine_steps.main(["7B", "--device", "cpu"])
