@@ -54,7 +54,7 @@ AUTO, AGAIN, ALONE = "auto", "auto, keys travel again", "one device"
 LIMIT = 480.0
 """Seconds for everything."""
 
-LEAST, MOST, ENOUGH = 3, 7, 0.4
+LEAST, MOST, ENOUGH = 4, 7, 0.25
 """Turns of a cell: at least, at most, and the seconds for each contender after which no more are begun."""
 
 BAR = 1.5
@@ -481,6 +481,8 @@ def told_by_first(compute: Callable[[], list[Tensor]], like: list[Tensor]) -> li
     """What rank 0 computes, on every rank."""
     query, key, value, _ = like
     told = compute() if dist.get_rank() == 0 else [torch.empty_like(x) for x in (query, query, key, value)]
+    synchronise(query.device)
+    everyone(None)
     for tensor in told:
         dist.broadcast(tensor, 0)
     synchronise(query.device)
@@ -509,24 +511,32 @@ def prepared(
 def in_turn(ready: dict[str, Ready], device: torch.device) -> dict[str, list[float]]:
     """Seconds of every turn of each contender on this rank; all ranks begin a step together."""
     times: dict[str, list[float]] = {name: [] for name in ready}
-    began = time.perf_counter()
+    began, order = time.perf_counter(), list(ready)
     for turn in range(MOST):
         if turn >= LEAST and everyone(time.perf_counter() - began > ENOUGH * len(ready))[0]:
             break
-        for name, each in ready.items():
+        for name in order if turn % 2 == 0 else order[::-1]:  # nobody runs after the same one always
             everyone(None)
             start = time.perf_counter()
-            each.step()
+            ready[name].step()
             synchronise(device)
             times[name].append(time.perf_counter() - start)
     return times
 
 
 def everyone(said: Any) -> list[Any]:
-    """What every rank says, by rank; also a barrier."""
+    """What every rank says, by rank; also a barrier, of the hosts: NCCL's would keep the shared device from others."""
     heard: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(heard, said)
+    dist.all_gather_object(heard, said, group=hosts())
     return heard
+
+
+@functools.cache
+def hosts() -> dist.ProcessGroup:
+    """All ranks, by messages of the host."""
+    group = dist.new_group(backend="gloo")
+    assert isinstance(group, dist.ProcessGroup), "of all ranks"
+    return group
 
 
 def synchronise(device: torch.device) -> None:
