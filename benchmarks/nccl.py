@@ -54,7 +54,7 @@ AUTO, AGAIN, ALONE = "auto", "auto, keys travel again", "one device"
 LIMIT = 480.0
 """Seconds for everything."""
 
-LEAST, MOST, ENOUGH = 4, 7, 0.25
+LEAST, MOST, ENOUGH = 3, 7, 0.25
 """Turns of a cell: at least, at most, and the seconds for each contender after which no more are begun."""
 
 BAR = 1.5
