@@ -38,7 +38,7 @@ def standing_in(version=flash4.VERSION, on=(9, 0), package=standin_fa4, devices=
         patch.object(flash4, "interface", lambda: package),
         patch.object(flash4, "capability", lambda device: on),
         patch.object(flash4, "traits", replace(flash4.traits, devices=devices, dtypes=dtypes)),
-        patch.object(flash4.TAKES, "held", False),
+        patch.object(flash4.TAKES, "verified", False),
     ):
         standin_fa4.log.clear()
         yield standin_fa4.log
@@ -188,7 +188,7 @@ def test_gradients_are_written_where_they_leave_from():
     with (
         standing_in(package=Watched),
         patch.object(flash4, "_takes", lambda: True),
-        patch.object(flash4.TAKES, "held", True),
+        patch.object(flash4.TAKES, "verified", True),
     ):
         check(problem)
     (apart,) = [each for each in given if each[2][1] == 32]
@@ -287,7 +287,7 @@ def test_the_stand_in_has_the_signatures_of_the_package(name):
     assert [(p.name, p.default) for p in ours.parameters.values()] == [
         (p.name, p.default) for p in theirs.parameters.values()
     ]
-    flash4.TAKES.hold()
+    flash4.TAKES.verify()
 
 
 # ---- "auto" --------------------------------------------------------------------------------------------------------

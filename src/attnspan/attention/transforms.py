@@ -36,7 +36,7 @@ def check_untransformed(
         if _inside():
             raise error(_transformed(what, instead))
         return
-    WRAPPED.hold()
+    WRAPPED.verify()
     # Autograd around a transform cannot record what is inside of it.
     records = _inside() and torch.is_grad_enabled()
     for tensor in tensors:

@@ -48,7 +48,7 @@ class Uses:
 
     def add_forward(self, plan: Plan, shape: Shape | None, timer: PassTimer) -> None:
         """A forward pass, or its replay."""
-        IN_BACKWARD.hold()
+        IN_BACKWARD.verify()
         in_backward = torch._C._current_graph_task_id() != -1
         (self.replayed if in_backward else self.forward)[plan, shape] += 1
         self.latest, self.latest_shape = plan, shape

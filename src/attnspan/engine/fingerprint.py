@@ -73,7 +73,7 @@ class Parts:
         ignored: Container[str] = (),
         rebound: Callable[[nn.Module], bool] = lambda module: False,
     ) -> None:
-        VERSIONS.hold()
+        VERSIONS.verify()
         self._ignored = ignored  # entries of configs, and methods that modules override while they are served
         self._modules = list(model.modules())
         self._dicts = [vars(each) for each in self._modules]

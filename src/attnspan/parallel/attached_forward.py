@@ -91,7 +91,7 @@ def _own_forward(module: nn.Module, own: Attached) -> Callable[..., object]:
 
 def _caller(module: nn.Module, frame: FrameType) -> nn.Module:
     """The module whose forward is called: a shallow copy has the bound method of the original."""
-    _CALLER.hold()
+    _CALLER.verify()
     return _caller_in(module, frame)
 
 

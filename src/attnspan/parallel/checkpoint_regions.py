@@ -57,7 +57,7 @@ def regions(grad_enabled: bool = True) -> list[CheckpointRegion]:
 
     `grad_enabled` is whether autograd records: without it, a non-reentrant region does not run again.
     """
-    SEEN.hold()
+    SEEN.verify()
     return list(_regions(sys._getframe(1), grad_enabled))
 
 

@@ -53,7 +53,7 @@ class FlexMode(TorchFunctionMode):
 def install() -> None:
     """A block or an attachment that needs it begins. See [Note: other code]."""
     with _LOCK:
-        DISPATCHES.hold()
+        DISPATCHES.verify()
         _OPEN[0] += 1  # first: a block that is collected in between ends, and may be the last before this one
         if _FLEX.__code__ is not _CODE:
             _FLEX.__code__ = _CODE

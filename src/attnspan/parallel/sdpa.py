@@ -68,7 +68,7 @@ class AttentionMode(FlexMode):
         self.compiled = torch.compiler.is_compiling()
         if self.compiled:
             return super().__enter__()
-        MODE.hold()
+        MODE.verify()
         checkpoint_regions.enter()
         around = _get_current_function_mode()
         # A second mode just like the one that is on would cost every call of torch a detour, and change nothing.

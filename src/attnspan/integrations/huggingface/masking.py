@@ -160,7 +160,7 @@ def _by_arguments(local_size: int | None, config: object, more: dict[str, object
 
 def _read(function: IndexMask) -> Pattern:
     """A pattern by the function of a mask. See [Note: functions of masks]."""
-    PARTS.hold()
+    PARTS.verify()
     return _pattern(function)
 
 
