@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnspan.errors import KernelError
-from attnspan.kernels import KERNELS, Spec, choose, flash4
+from attnspan.kernels import KERNELS, Spec, choose_kernel, flash4
 from attnspan.layouts import Balanced, Contiguous, HeadTail, Striped
 from attnspan.masks import Causal, Documents, Full, PrefixLM, SinkTokens, SlidingWindow
 from attnspan.masks.tile import Tile
@@ -228,7 +228,7 @@ def test_a_refusal_is_a_reason(there, tensors, scale, reason):
     with standing_in(**there):
         assert KERNELS["flash4"].supports(*request) == reason
         with pytest.raises(KernelError, match=re.escape(f"kernel='flash4' cannot compute {CAUSAL}: {reason}; ")):
-            choose("flash4", *request)
+            choose_kernel("flash4", *request)
     with standing_in():
         assert KERNELS["flash4"].supports(Spec(1.0), *inputs(), (CAUSAL,)) is None
 
@@ -319,7 +319,7 @@ class Measured:
 )
 def test_auto_takes_it_only_where_it_is_installed_and_measured_as_the_fastest(version, preference, chosen):
     with standing_in(version=version):
-        assert choose("auto", Spec(1.0, preference=preference), *inputs(), (CAUSAL, CAUSAL)).name == chosen
+        assert choose_kernel("auto", Spec(1.0, preference=preference), *inputs(), (CAUSAL, CAUSAL)).name == chosen
 
 
 # ---- the package itself --------------------------------------------------------------------------------------------

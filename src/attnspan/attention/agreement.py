@@ -30,7 +30,7 @@ import torch
 from attnspan.attention.call import Agreement, Call, Inputs
 from attnspan.dtypes import dtype_name, lse_dtype
 from attnspan.errors import AttentionError, AttnspanError, KernelError, MaskError, TuningError
-from attnspan.kernels import choose
+from attnspan.kernels import choose_kernel
 from attnspan.layouts.run import tokens_in
 from attnspan.masks import Mask
 from attnspan.masks.content import content
@@ -232,7 +232,7 @@ def _ask_kernel(call: Call, inputs: Inputs) -> None:
     spec, tensors = call.spec(inputs), (inputs.query, *inputs.keys)
     tiles = [tile for row in range(call.plan.rows) for step in call.plan.steps(call.rank, row) for tile in step.tiles]
     for tile in {(tile.kind, tile.asked, len(tile.rows), len(tile.cols)): tile for tile in tiles}.values():
-        if reason := choose(call.kernel, spec, *tensors, (tile,)).supports(spec, *tensors, (tile,)):
+        if reason := choose_kernel(call.kernel, spec, *tensors, (tile,)).supports(spec, *tensors, (tile,)):
             raise KernelError(reason)
 
 

@@ -42,7 +42,7 @@ from attnspan.kernels import (
     Kernel,
     Region,
     RowSums,
-    choose,
+    choose_kernel,
     rounds,
     write_into,
 )
@@ -155,7 +155,7 @@ class Lane:
             self._kernel(step, *keys).forward(self.spec, self.query, *keys, self._region(step), total)
 
     def _kernel(self, step: Step, key: Tensor, value: Tensor) -> Kernel:
-        return choose(self.kernel, self.spec, self.query, key, value, step.tiles)
+        return choose_kernel(self.kernel, self.spec, self.query, key, value, step.tiles)
 
     def _region(self, step: Step) -> Region:
         return Region(step.tiles, functools.partial(self._where, step), self.captured, self._one_step)

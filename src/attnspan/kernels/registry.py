@@ -58,11 +58,14 @@ _AT_ONCE = tuple(kernel.name for kernel in _OTHERS if kernel.traits.optional or 
 _ROUNDING = frozenset(device for kernel in _ALL if kernel.traits.rounds for device in kernel.traits.devices)
 
 
-def choose(name: str, spec: Spec, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles) -> Kernel:
+def choose_kernel(name: str, spec: Spec, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles) -> Kernel:
     """The kernel of that name, or for "auto" the one that suits the tiles; raises KernelError if it cannot.
 
     >>> x, tiles = torch.empty(1, 1, 4, 8), (Tile(range(4), range(4), lo=-3, hi=0),)
-    >>> choose("cpu_flash", Spec(scale=1.0), x, x, x, tiles).name, choose("auto", Spec(scale=1.0), x, x, x, tiles).name
+    >>> (
+    ...     choose_kernel("cpu_flash", Spec(scale=1.0), x, x, x, tiles).name,
+    ...     choose_kernel("auto", Spec(scale=1.0), x, x, x, tiles).name,
+    ... )
     ('cpu_flash', 'auto')
     """
     if name == "auto":

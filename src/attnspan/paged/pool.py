@@ -28,7 +28,7 @@ from attnspan.kernels import merge_into
 from attnspan.masks import Mask
 from attnspan.paged.after_prefix import AfterPrefix
 from attnspan.paged.allocator import PageAllocator
-from attnspan.paged.kernels import choose
+from attnspan.paged.kernels import choose_kernel
 from attnspan.paged.kv_cache import AttendOptions, PagedKVCache, check_without_gradients
 from attnspan.paged.metadata import PagedMetadata, Pages, tensors
 from attnspan.paged.page_tensors import PageTensors
@@ -177,7 +177,7 @@ class PagePool(PageTensors, PagedKVCache):
 
         def read(metadata: PagedMetadata, query: Tensor) -> tuple[Tensor, Tensor]:
             of = asked, metadata, query, self.keys[index], self.values[index]
-            return choose(options.kernel, *of).forward(*of)
+            return choose_kernel(options.kernel, *of).forward(*of)
 
         return self._cascade(read, plan, query) if plan.shared else read(metadata, query)
 
