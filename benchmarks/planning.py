@@ -49,7 +49,7 @@ def clock() -> float:
 def new_packs(seq_len: int, documents: int, ranks: int, rows: int, packs: int) -> dict[str, object]:
     """Milliseconds of each part for new packs, one after another."""
     import attnspan as span
-    from attnspan.attention.call import Inputs
+    from attnspan.attention.inputs import Inputs
     from attnspan.attention.tuned import _AGREED, UNKNOWN
     from attnspan.transports.loopback import Post, World
 
@@ -64,7 +64,7 @@ def new_packs(seq_len: int, documents: int, ranks: int, rows: int, packs: int) -
         make = first.with_mask if first else lambda mask: span.ContextParallel(world, seq_len=seq_len, mask=mask)
         session = make(mask)
         times.append(clock())
-        call = session.attentions.named[""].call.for_inputs(Inputs(query, key, key))
+        call = session.attentions.named[""].bound.for_inputs(Inputs(query, key, key))
         times.append(clock())
         for row in range(rows):
             call.plan.steps(ranks // 2, row)

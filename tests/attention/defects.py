@@ -23,7 +23,7 @@ import pytest
 import torch
 
 from attnspan.attention import lane, loop, ops
-from attnspan.attention.call import Call
+from attnspan.attention.bound_plan import BoundPlan
 from attnspan.attention.lane import Lane
 from attnspan.attention.sums import DeferredSum
 from attnspan.attention.ulysses import HeadAllToAll
@@ -377,7 +377,7 @@ def backward_leaves_out_the_correction_by_grad_times_out(plant):
 
 @defect
 def the_scale_that_was_asked_for_is_ignored(plant):
-    plant(Call, "spec", lambda real: lambda self, inputs: Spec(inputs.query.shape[-1] ** -0.5))
+    plant(BoundPlan, "spec", lambda real: lambda self, inputs: Spec(inputs.query.shape[-1] ** -0.5))
 
 
 @defect
@@ -762,7 +762,7 @@ def every_rank_drops_by_a_seed_of_its_own(plant):
 
         return spec
 
-    plant(Call, "spec", bend)
+    plant(BoundPlan, "spec", bend)
 
 
 @defect

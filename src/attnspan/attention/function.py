@@ -33,8 +33,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from attnspan.attention import ops
 from attnspan.attention.agreement import check_mask, refuse
-from attnspan.attention.call import Call, Inputs
+from attnspan.attention.bound_plan import BoundPlan
 from attnspan.attention.handles import handle
+from attnspan.attention.inputs import Inputs
 from attnspan.attention.latent import Expand, Expander, as_keys
 from attnspan.attention.score import Captured, Score, ScoreFunction
 from attnspan.attention.transforms import check_untransformed
@@ -72,20 +73,20 @@ class Attention:
         check_mesh(plan, group)
         transport = transport_of(group)
         score = score_of(score_mod, transport)
-        self.call = Call(plan, transport, kernel, scale, score, auto, keep_keys, watched=plan.mask)
+        self.bound = BoundPlan(plan, transport, kernel, scale, score, auto, keep_keys, watched=plan.mask)
         self.captured = Captured([], []) if score is None else score.captured
-        self.handle = self.call.handle()
+        self.handle = self.bound.handle()
 
     @property
     def plan(self) -> Plan:
         """What it does."""
-        return self.call.plan
+        return self.bound.plan
 
     def variant(self, **changes: Any) -> Attention:
-        """A copy whose `Call` has other fields; both are counted together, unless `uses` is among them."""
+        """A copy whose `BoundPlan` has other fields; the two share their counts, unless `uses` is among them."""
         other = copy(self)
-        other.call = replace(self.call, **changes)
-        other.handle = other.call.handle()
+        other.bound = replace(self.bound, **changes)
+        other.handle = other.bound.handle()
         return other
 
     def __call__(
@@ -132,7 +133,7 @@ class Attention:
         key = latent.unsqueeze(1)
         inputs = inputs._replace(query=query, key=key, value=key[..., :0])
         try:
-            expander = Expander.of(expand, latent, self.call.transport)
+            expander = Expander.of(expand, latent, self.bound.transport)
         except AttentionError as wrong:
             self._refuse(inputs, wrong)
         return self._run(inputs._replace(expander=expander))
@@ -157,14 +158,14 @@ class Attention:
         if torch.compiler.is_compiling():
             raise wrong
         inputs = inputs._replace(dropout_p=math.nan)  # on which ranks never agreed
-        refuse(self.call.for_inputs(inputs), inputs, wrong)
+        refuse(self.bound.for_inputs(inputs), inputs, wrong)
         raise wrong
 
     @torch._disable_dynamo
     def check_mask(self, mask: Mask, inputs: Inputs) -> None:
         """Refuse tensors, together with the other ranks, if a mask has changed since it was made."""
         inputs = _under_autocast(inputs)
-        check_mask(mask, self.call.for_inputs(inputs), inputs)
+        check_mask(mask, self.bound.for_inputs(inputs), inputs)
 
 
 def attention(

@@ -1,9 +1,9 @@
-"""Handles: what custom ops know objects by.
+"""Handles: tensors that stand for objects in the arguments of custom ops.
 
 [Note: handles] Custom ops take tensors, and torch.compile would recompile for every plan if a plan's parts were
-numbers or strings. So a call is known by a handle: a CPU tensor with its number in `_HELD`. Tensors are not
-specialised on, hence another plan of the same shapes is only another number. The handle carries the call, and the
-autograd graph saves the handle: a call lives as long as anything that may still run it, and no longer.
+numbers or strings. So a bound plan is passed as a handle: a CPU tensor with its number in `_HELD`. torch.compile does
+not specialise on the values of tensors, so another plan of the same shapes is just another number. The handle keeps
+the object alive, and the autograd graph saves the handle: the object lives as long as anything that may still use it.
 """
 
 from __future__ import annotations

@@ -20,7 +20,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attnspan.attention.call import Call, Inputs
+from attnspan.attention.bound_plan import BoundPlan
+from attnspan.attention.inputs import Inputs
 from attnspan.attention.sums import DeferredSum, RunningSum
 from attnspan.attention.wire import (
     ReturningGradients,
@@ -80,17 +81,17 @@ class KeySum(RunningSum):
 class Lane:
     """The keys of one batch row on their way through the steps of one rank."""
 
-    def __init__(self, call: Call, row: int, place: RowsAndHeads, inputs: Inputs):
-        plan, rank, degree = call.plan, call.rank, call.plan.degree
+    def __init__(self, bound: BoundPlan, row: int, place: RowsAndHeads, inputs: Inputs):
+        plan, rank, degree = bound.plan, bound.rank, bound.plan.degree
         steps = plan.steps(rank, row)
         if degree > 1:  # transfers name groups; the peer in another group has this rank's place in its own
             steps = tuple(step.between(degree, rank % degree) for step in steps)
-        self.steps, self.place, self.kernel = steps, place, call.kernel
+        self.steps, self.place, self.kernel = steps, place, bound.kernel
         self._queries, self._own = plan.queries(rank, row), plan.keys(rank, row)
-        self._hands_on = call.is_ring
+        self._hands_on = bound.is_ring
         self.query, self.key, self.value, self.captured = *inputs[:3], inputs.captured
         self.expander = inputs.expander
-        self.spec = call.spec(inputs)
+        self.spec = bound.spec(inputs)
         self._own_places = places(self._own)
         self._own_packed: Tensor | None = None
         self._held: Tensor | None = None  # by a ring, which hands whole buffers on: the next one

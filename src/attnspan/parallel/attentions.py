@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from attnspan.attention import Attention
-from attnspan.attention.call import Inputs
+from attnspan.attention.inputs import Inputs
 from attnspan.attention.latent import Expand, as_keys
 from attnspan.attention.score import DTYPES, Captured, Score, ScoreFunction
 from attnspan.attention.tuned import NO_TUNING, hardware_for, known_tuning, machine_here
@@ -67,7 +67,7 @@ class BoundAttention:
     """
 
     def __init__(self, core: Core, attend: Attention, score_mod: ScoreFunction | None = None):
-        self.core, self.score_mod, self.scale = core, score_mod, attend.call.scale
+        self.core, self.score_mod, self.scale = core, score_mod, attend.bound.scale
         self.attention, self.by_entry = attend, guarded(attend, guards_of(core))
         self.captured = attend.captured
 
@@ -79,7 +79,7 @@ class BoundAttention:
     @property
     def plan(self) -> Plan:
         """What it does: with strategy "auto", what it last did."""
-        return self.attention.call.latest
+        return self.attention.bound.latest
 
     def __call__(
         self,
@@ -155,22 +155,22 @@ class Attentions:
     @property
     def latest_shapes(self) -> dict[str, Shape]:
         """By the name of a mask, the shape of the tensors that attention under it last ran on."""
-        shapes = {name: attend.call.uses.latest_shape for name, attend in self.named.items()}
+        shapes = {name: attend.bound.uses.latest_shape for name, attend in self.named.items()}
         return {name: shape for name, shape in shapes.items() if shape is not None}
 
     def plan_ahead(self, shapes: Mapping[str, Shape]) -> None:
         """Work out what tensors of some shapes, by the name of their mask, will be attended with."""
         for name in shapes.keys() & self.named.keys():
-            self.named[name].call.plan_ahead(shapes[name])
+            self.named[name].bound.plan_ahead(shapes[name])
 
     def report(self) -> Report:
         """What they were used for."""
-        uses = {name: attend.call.uses for name, attend in self.named.items()}
+        uses = {name: attend.bound.uses for name, attend in self.named.items()}
         return report(self.core.rank, self.core.ranks, {**uses, OTHERS: self.uses}, self.past, self._machine)
 
     def explain(self, name: str, recurrent: Sequence[RecurrentLayers] = ()) -> str:
         """See `ContextParallel.explain`."""
-        call = self.named[name].call
+        call = self.named[name].bound
         plan, shape = call.latest, call.uses.latest_shape
         if shape is None:
             return "attention has not run: strategies are compared for the shapes of its tensors"
@@ -200,7 +200,7 @@ class Attentions:
     def reset(self) -> None:
         """Start counting again."""
         for attend in self.named.values():
-            attend.call.uses.clear()
+            attend.bound.uses.clear()
         self.uses.clear()
         self.past = PastUses(OTHERS)
 
@@ -232,7 +232,7 @@ class Attentions:
         """The attention of a mask, a score_mod and a scale."""
         key = mask, score, scale
         if key not in self._attends:
-            uses = self.uses if own is None else self.named[own].call.uses
+            uses = self.uses if own is None else self.named[own].bound.uses
             attend = self.core.attention(mask).variant(score=score, scale=scale, uses=uses, watched=None)
             _keep(self._attends, key, attend)
             self.past = self.past.settled(self.uses, self.core.rank, self._machine, MAX_KEPT)

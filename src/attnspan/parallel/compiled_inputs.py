@@ -1,9 +1,9 @@
 """The inputs of a compiled model, compared with the session in use when the code runs.
 
-torch.compile traces a model once, with tensors that stand for others; which shard comes in, of which batch, is known
-only at run time. So the comparison is an op in the graph, on the tensors themselves and on a handle of the sharding
-(see [Note: handles] in attention/call.py). An op without a used result would be eliminated, so the model goes on with a
-copy of the input: the tokens of a batch, once in each pass.
+torch.compile traces a model once, with tensors that stand for others; which shard comes in, of which batch, is only
+known at run time. So the comparison is an op in the graph, on the tensors themselves and on a handle of the sharding
+([Note: handles] in attention/handles.py). An op whose result is unused would be eliminated, so the model goes on with a
+copy of the input: the tokens of a batch, once per pass.
 
 Knows nothing of modules.
 """

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from attnspan.attention import Attention
-from attnspan.attention.call import Inputs
+from attnspan.attention.inputs import Inputs
 from attnspan.attention.latent import Expand
 from attnspan.errors import AttentionError
 from attnspan.parallel.loss import shared

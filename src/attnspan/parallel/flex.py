@@ -24,7 +24,7 @@ from __future__ import annotations
 import torch
 from torch.nn.attention.flex_attention import AuxOutput
 
-from attnspan.attention.call import Inputs
+from attnspan.attention.inputs import Inputs
 from attnspan.errors import AttentionError
 from attnspan.parallel.attentions import Attentions, BoundAttention
 from attnspan.parallel.call_args import FlexArgs, FlexResult
@@ -56,7 +56,7 @@ def flex_attention(
             raise AttentionError(UNBOUND)
         attend, captured = eagerly(Attentions.for_call)(attentions, args, name)
     check_single(attend.plan.mask, args.query)
-    if captured or attend.plan.mask.heads > 1 or attend.call.score is not None:
+    if captured or attend.plan.mask.heads > 1 or attend.bound.score is not None:
         check_unsplit(args)
     out, lse = run_attention(core, attend, Inputs(*args[:3], None, captured, args.wants_lse))
     if args.return_aux is not None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from attnspan.attention import Attention
 from attnspan.attention.agreement import refuse
-from attnspan.attention.call import Inputs
+from attnspan.attention.inputs import Inputs
 from attnspan.errors import AttentionError, AttnspanError
 from attnspan.parallel.attentions import Attentions
 from attnspan.parallel.call_args import FlexArgs, FlexResult, SdpaArgs, as_4d, sdpa_args
@@ -110,7 +110,7 @@ class SessionHandler(Handler):
         if all(isinstance(x, Tensor) and x.dim() > 1 and not is_dtensor(x) for x in args[:3]):
             inputs = Inputs(as_4d(args.query), as_4d(args.key), as_4d(args.value), dropout_p=args.dropout_p)
             try:
-                call = attend.call.for_inputs(inputs)
+                call = attend.bound.for_inputs(inputs)
             except AttnspanError:  # there is no plan for such tensors, on which all could agree
                 raise wrong from None
             refuse(call, inputs, wrong)

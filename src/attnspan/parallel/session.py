@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, FlexKernelOptions
 
-from attnspan.attention.call import Inputs
+from attnspan.attention.inputs import Inputs
 from attnspan.attention.latent import Expand, as_keys
 from attnspan.attention.score import ScoreFunction
 from attnspan.errors import AttentionError, ShardError, integer
@@ -151,7 +151,7 @@ class ContextParallel:
 
     def plan_of(self, mask: str) -> Plan:
         """The plan of a mask, by its name."""
-        return self.attentions.named[self.core.mask_name(mask)].call.latest
+        return self.attentions.named[self.core.mask_name(mask)].bound.latest
 
     @property
     def positions(self) -> Tensor:

@@ -121,7 +121,7 @@ def wants_latents(source: LatentSource, numbers: Tensor) -> bool:
         return False
     layer, attention = binding.layer, binding.enabled.attention_for(binding.kind)
     sizes = layer.query_heads, layer.kv_heads, layer.head_dim, layer.value_dim, len(numbers)
-    return attention.attention.call.latents_pay(Shape(*sizes, dtype_name(numbers.dtype), source.width))
+    return attention.attention.bound.latents_pay(Shape(*sizes, dtype_name(numbers.dtype), source.width))
 
 
 def tempered(query: Tensor, scales: Tensor) -> Tensor:

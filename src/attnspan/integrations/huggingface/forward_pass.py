@@ -131,5 +131,5 @@ class ModelPasses:
 
 def calls_so_far(attentions: Iterable[BoundAttention]) -> Counter[int]:
     """How often attention ran, by what counts it."""
-    calls = [each.attention.call.uses for each in attentions]
+    calls = [each.attention.bound.uses for each in attentions]
     return Counter({id(uses): uses.forward.total() for uses in calls})
