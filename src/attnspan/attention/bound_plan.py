@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attnspan.attention.handles import handle, held
+from attnspan.attention.handles import handle_of, object_of
 from attnspan.attention.inputs import Inputs
 from attnspan.attention.score import Score
 from attnspan.attention.tuned import GroupTuning, group_tuning, hardware_for, known_tuning
@@ -70,12 +70,12 @@ class BoundPlan:
 
     def handle(self) -> Tensor:
         """A tensor that stands for this object, and keeps it alive. See [Note: handles] in handles.py."""
-        return handle(self)
+        return handle_of(self)
 
     @staticmethod
     def of(handle: Tensor) -> BoundPlan:
         """The bound plan that a handle stands for."""
-        bound = held(handle, "the Attention")
+        bound = object_of(handle, "handle is a copy whose original is gone; keep the Attention that it belongs to")
         assert isinstance(bound, BoundPlan), "the handle of an Attention"
         return bound
 

@@ -34,7 +34,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from attnspan.attention import ops
 from attnspan.attention.agreement import check_mask, refuse
 from attnspan.attention.bound_plan import BoundPlan
-from attnspan.attention.handles import handle
+from attnspan.attention.handles import handle_of
 from attnspan.attention.inputs import Inputs
 from attnspan.attention.latent import Expand, Expander, as_keys
 from attnspan.attention.score import Captured, Score, ScoreFunction
@@ -149,7 +149,7 @@ class Attention:
             captured = [*captured, *expander.weights]
         tensors = (query, key, value, *captured) if sinks is None else (query, key, value, sinks, *captured)
         differentiable = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-        more = (return_lse, differentiable, float(dropout_p), seed, None if expander is None else handle(expander))
+        more = (return_lse, differentiable, float(dropout_p), seed, None if expander is None else handle_of(expander))
         out, lse, _ = ops.attention(query, key, value, sinks, captured, self.handle, *more)
         return out, lse
 

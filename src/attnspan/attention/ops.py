@@ -38,7 +38,7 @@ from torch import Tensor
 from attnspan.attention import execute
 from attnspan.attention.agreement import agree
 from attnspan.attention.bound_plan import BoundPlan
-from attnspan.attention.handles import held
+from attnspan.attention.handles import object_of
 from attnspan.attention.inputs import Inputs
 from attnspan.attention.kept import FROM_KEPT, KeptKeys, keep, kept_by
 from attnspan.attention.latent import Expander
@@ -51,6 +51,8 @@ from attnspan.kernels import BackwardInputs
 from attnspan.kernels.merge import share_of, with_sinks
 from attnspan.transports.operations import under_way
 from attnspan.transports.unbroken import unbroken
+
+EXPANSION_GONE = "handle is a copy whose original is gone; keep the expansion that it belongs to"
 
 
 def _inputs(
@@ -67,7 +69,7 @@ def _inputs(
     """The inputs of a call; weights that expand a latent are no longer among what was captured."""
     if handle is None:
         return Inputs(query, key, value, sinks, captured, return_lse, dropout_p, seed)
-    expander = held(handle, "the expansion")
+    expander = object_of(handle, EXPANSION_GONE)
     assert isinstance(expander, Expander), "handles are of expansions"
     captured = captured[: len(captured) - len(expander.weights)]
     return Inputs(query, key, value, sinks, captured, return_lse, dropout_p, seed, expander)
@@ -177,7 +179,8 @@ def _(
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     query, key, value, sinks, captured, handle, ctx.return_lse, _, ctx.dropout_p, _, expander = inputs
     ctx.save_for_backward(query, key, value, sinks, handle, expander, *output, *captured)
-    ctx.expander = None if expander is None else held(expander, "the expansion")  # hooks may save a copy of its handle
+    # A reference of its own, since hooks may save a copy of the handle.
+    ctx.expander = None if expander is None else object_of(expander, EXPANSION_GONE)
     ctx.wanted = [i for i, x in enumerate(captured) if x.requires_grad]  # hooks may save copies that do not
     ctx.set_materialize_grads(False)
 

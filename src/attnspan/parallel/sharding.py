@@ -27,13 +27,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from attnspan.attention.handles import handle_of
 from attnspan.attention.transforms import check_untransformed
 from attnspan.dtypes import dtype_name
 from attnspan.errors import RecurrenceError, ShardError
 from attnspan.layouts import Layout
 from attnspan.layouts.run import positions_of
 from attnspan.masks import Mask
-from attnspan.parallel.compiled_inputs import handle_of
 from attnspan.parallel.marks import Mark, mark_of, marked
 from attnspan.parallel.moves import GatheredTokens, MovedTokens, Moves
 from attnspan.transports import Transport
@@ -51,7 +51,7 @@ class Sharding:
         with torch.inference_mode(False):  # made during evaluation, it may be saved for backward later
             self.own = self._on(transport.rank).to(transport.device)
         """The global positions here, (rows, tokens), on the group's device. Not to be written to."""
-        self.handle = handle_of(self)
+        self.handle = handle_of(self, keeps=False)
         """Stands for this in compiled code: see compiled_inputs.py."""
         self._agreed: set[str] = set()
 
