@@ -217,14 +217,14 @@ def own_keys_are_left_out_of_the_arena(plant):
         for rows in places.slices(step.own):
             arena.key[:, :, rows], arena.value[:, :, rows] = 0.0, 0.0
 
-    plant(Lane, "_lay_own", lambda real: lay_own)
+    plant(Lane, "_copy_own", lambda real: lay_own)
 
 
 @defect
 def a_ring_hands_on_its_own_keys_at_every_hop(plant):
     def bend(real):
         def leaving(self, transfer):
-            self._held = None
+            self._ring_buffer = None
             return real(self, transfer)
 
         return leaving
@@ -490,7 +490,7 @@ def a_row_without_gradients_keeps_what_was_in_memory(plant):
 
 @defect
 def gradients_of_own_keys_are_not_added(plant):
-    plant(Lane, "_keep_own", lambda real: lambda self, step, keys, grads: None)
+    plant(Lane, "_add_own", lambda real: lambda self, step, keys, grads: None)
 
 
 @defect

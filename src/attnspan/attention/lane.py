@@ -31,7 +31,7 @@ from attnspan.attention.wire import (
     empty,
     leaving,
     packed,
-    places,
+    run_offsets,
     unpacked,
 )
 from attnspan.dtypes import lse_dtype
@@ -81,20 +81,20 @@ class KeySum(RunningSum):
 class Lane:
     """The keys of one batch row on their way through the steps of one rank."""
 
-    def __init__(self, bound: BoundPlan, row: int, place: RowsAndHeads, inputs: Inputs):
+    def __init__(self, bound: BoundPlan, row: int, rows_and_heads: RowsAndHeads, inputs: Inputs):
         plan, rank, degree = bound.plan, bound.rank, bound.plan.degree
         steps = plan.steps(rank, row)
         if degree > 1:  # transfers name groups; the peer in another group has this rank's place in its own
             steps = tuple(step.between(degree, rank % degree) for step in steps)
-        self.steps, self.place, self.kernel = steps, place, bound.kernel
+        self.steps, self.rows_and_heads, self.kernel = steps, rows_and_heads, bound.kernel
         self._queries, self._own = plan.queries(rank, row), plan.keys(rank, row)
-        self._hands_on = bound.is_ring
+        self._is_ring = bound.is_ring
         self.query, self.key, self.value, self.captured = *inputs[:3], inputs.captured
         self.expander = inputs.expander
         self.spec = bound.spec(inputs)
-        self._own_places = places(self._own)
+        self._own_offsets = run_offsets(self._own)
         self._own_packed: Tensor | None = None
-        self._held: Tensor | None = None  # by a ring, which hands whole buffers on: the next one
+        self._ring_buffer: Tensor | None = None  # what a ring sends next: it passes whole buffers on
 
     # ---- keys travel -------------------------------------------------------------------------------------------
 
@@ -103,43 +103,43 @@ class Lane:
         if not step.receives and step.arena == self._own:
             sends = [(t.target, part) for t in step.sends for part in self._leaving(t)]
             return sends, [], Arena(self.key, self.value, is_own=True), []
-        held = places(step.arena)
-        buffer = empty(self.key, self.value, len(held))
+        offsets = run_offsets(step.arena)
+        buffer = empty(self.key, self.value, len(offsets))
         arena = Arena(*unpacked(buffer, self.key.shape[3]), is_own=False)
-        self._lay_own(arena, held, step)
+        self._copy_own(arena, offsets, step)
         if step.own and step.own == self._own:  # own keys are all in the arena: not packed again to be sent
-            sends = [(t.target, part) for t in step.sends for part in leaving(buffer, held, t, whole=False)]
+            sends = [(t.target, part) for t in step.sends for part in leaving(buffer, offsets, t, whole=False)]
         else:
             sends = [(t.target, part) for t in step.sends for part in self._leaving(t)]
         receives, staged = [], []
         for transfer in step.receives:
-            parts, late = arriving(buffer, held, transfer, self._hands_on)
+            parts, late = arriving(buffer, offsets, transfer, self._is_ring)
             receives += [(transfer.source, part) for part in parts]
             staged += [late] if late else []
-        self._held = buffer
+        self._ring_buffer = buffer
         return sends, receives, arena, staged
 
     def _leaving(self, transfer: Transfer) -> list[Tensor]:
-        if self._hands_on:
-            held = self._held if self._held is not None else packed(self.key, self.value)  # own keys leave once
-            return leaving(held, self._own_places, transfer, whole=True)
-        return leaving(self._packed(), self._own_places, transfer, whole=False)
+        if self._is_ring:
+            buffer = packed(self.key, self.value) if self._ring_buffer is None else self._ring_buffer
+            return leaving(buffer, self._own_offsets, transfer, whole=True)
+        return leaving(self._packed(), self._own_offsets, transfer, whole=False)
 
     def _packed(self) -> Tensor:
         if self._own_packed is None:
             self._own_packed = packed(self.key, self.value)
         return self._own_packed
 
-    def _lay_own(self, arena: Arena, held: RunOffsets, step: Step) -> None:
-        """The rank's own keys among those of others."""
-        for to, source in zip(held.slices(step.own), self._own_places.slices(step.own), strict=True):
+    def _copy_own(self, arena: Arena, offsets: RunOffsets, step: Step) -> None:
+        """Copy the rank's own keys to their places in the arena."""
+        for to, source in zip(offsets.slices(step.own), self._own_offsets.slices(step.own), strict=True):
             write_into(arena.key[:, :, to], self.key[:, :, source])
             write_into(arena.value[:, :, to], self.value[:, :, source])
 
     # ---- forward -----------------------------------------------------------------------------------------------
 
     @property
-    def _travels(self) -> torch.dtype:
+    def gradient_dtype(self) -> torch.dtype:
         """What gradients go home in: see [Note: gradients that travel]."""
         own = self.key.dtype
         return own if rounds(self.kernel, self.query.device) else lse_dtype(own)
@@ -159,16 +159,17 @@ class Lane:
         return choose_kernel(self.kernel, self.spec, self.query, key, value, step.tiles)
 
     def _region(self, step: Step) -> Region:
-        return Region(step.tiles, functools.partial(self._where, step), self.captured, self._one_step)
+        return Region(step.tiles, functools.partial(self._global_positions, step), self.captured, self.is_one_step)
 
-    def _where(self, step: Step) -> GlobalPositions:
+    def _global_positions(self, step: Step) -> GlobalPositions:
         """The positions that a step's rows and columns stand for."""
         device = self.query.device
         runs = tuple(run.positions for run in self._queries), tuple(run.positions for run in step.arena)
-        return GlobalPositions(positions(self._queries, device), positions(step.arena, device), *self.place, runs)
+        rows, cols = positions(self._queries, device), positions(step.arena, device)
+        return GlobalPositions(rows, cols, *self.rows_and_heads, runs)
 
     @functools.cached_property
-    def _one_step(self) -> bool:
+    def is_one_step(self) -> bool:
         """Whether one step computes everything, so that its results are final and may be rounded."""
         return sum(bool(step.tiles) for step in self.steps) == 1
 
@@ -182,7 +183,7 @@ class Lane:
         """
         keys = None
         if not arena.is_own:
-            keys = KeySum(empty(self.key, self.value, arena.key.shape[2], self._travels), self.key.shape[3])
+            keys = KeySum(empty(self.key, self.value, arena.key.shape[2], self.gradient_dtype), self.key.shape[3])
         into = grads.keys if keys is None else keys
         if step.tiles and self.expander is None:
             self._backward(step, arena[:2], final, StepGrads(self, grads, into, arena[:2]))
@@ -199,12 +200,12 @@ class Lane:
         """Keys and values are made again; their gradients flow back through what made them."""
         assert self.expander is not None, "there is a latent"
         made = self.expander.recorded(latent)
-        of_latent, of_weights = self.expander.backward(made, *self._of_keys(step, made[:2], final, grads))
+        of_latent, of_weights = self.expander.backward(made, *self._expanded_gradients(step, made[:2], final, grads))
         into.add(range(latent.shape[2]), of_latent, latent[..., :0])
         for weight, part in zip(grads.weights, of_weights, strict=True):
             weight += part
 
-    def _of_keys(
+    def _expanded_gradients(
         self, step: Step, keys: tuple[Tensor, Tensor], final: BackwardInputs, grads: GradientSums
     ) -> tuple[Tensor, ...]:
         """The gradients of keys and values that were made of latents, rounded; their sums are gone."""
@@ -218,25 +219,26 @@ class Lane:
         """Gradients of others' keys leave, those of own keys will arrive."""
         sends = []
         if keys is not None:
-            self._keep_own(step, keys, grads)
-            held = places(step.arena)
-            sends = [(t.target, part) for t in step.home for part in leaving(keys.packed, held, t, whole=False)]
-        return sends, ReturningGradients(step.returns, lambda rows: empty(self.key, self.value, rows, self._travels))
+            self._add_own(step, keys, grads)
+            offsets = run_offsets(step.arena)
+            sends = [(t.target, part) for t in step.home for part in leaving(keys.packed, offsets, t, whole=False)]
+        buffer = functools.partial(empty, self.key, self.value, dtype=self.gradient_dtype)
+        return sends, ReturningGradients(step.returns, buffer)
 
-    def _keep_own(self, step: Step, keys: KeySum, grads: GradientSums) -> None:
+    def _add_own(self, step: Step, keys: KeySum, grads: GradientSums) -> None:
         """Gradients of own keys that lay among those of others."""
-        used = places(step.arena).slices(step.own)
-        for source, to in zip(used, self._own_places.slices(step.own), strict=True):
+        used = run_offsets(step.arena).slices(step.own)
+        for source, to in zip(used, self._own_offsets.slices(step.own), strict=True):
             stacks = (part.unsqueeze(0) for part in keys.result(source))
-            grads.keys.gather(range(to.start, to.stop), *stacks, wait=self._last(step))  # that holds all of `keys`
+            grads.keys.gather(range(to.start, to.stop), *stacks, wait=self._is_last(step))  # that holds all of `keys`
 
     def take_home(self, step: Step, arrivals: ReturningGradients, grads: GradientSums) -> None:
         for run, parts in arrivals.parts():
-            (rows,) = self._own_places.slices((run,))
+            (rows,) = self._own_offsets.slices((run,))
             stacks = unpacked(parts, self.key.shape[3])
-            grads.keys.gather(range(rows.start, rows.stop), *stacks, wait=self._last(step) and not arrivals.many)
+            grads.keys.gather(range(rows.start, rows.stop), *stacks, wait=self._is_last(step) and not arrivals.many)
 
-    def _last(self, step: Step) -> bool:
+    def _is_last(self, step: Step) -> bool:
         return step is self.steps[-1]
 
 
@@ -289,16 +291,16 @@ class StepGrads(NamedTuple):
         """Where they stay or leave from; what is final in the dtype of the tensors."""
         lane = self.lane
         (dq,), begun = (
-            ((lane.query.new_empty(lane.query.shape),), False) if lane._one_step else self.totals.query.open()
+            ((lane.query.new_empty(lane.query.shape),), False) if lane.is_one_step else self.totals.query.open()
         )
         if isinstance(self.keys, KeySum):
             dk, dv = self.keys.views
         else:
-            dk, dv = (x.new_empty(x.shape, dtype=lane._travels) for x in self.like)
+            dk, dv = (x.new_empty(x.shape, dtype=lane.gradient_dtype) for x in self.like)
         return GradientBuffers(dq, dk, dv, begun)
 
     def close(self, into: GradientBuffers) -> None:
-        if self.lane._one_step:
+        if self.lane.is_one_step:
             self.totals.query.add(range(into.dq.shape[2]), into.dq)
         if isinstance(self.keys, KeySum):
             self.keys.open()

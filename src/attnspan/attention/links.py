@@ -58,24 +58,24 @@ class Links:
         )
 
 
-def wanted_place(transport: Transport) -> HostAndDevice | None:
+def place_if_measured(transport: Transport) -> HostAndDevice | None:
     """Where this rank is; None if no link is to be measured."""
     asked = os.environ.get(VARIABLE, "")
     if asked not in ("", "none"):
         raise TuningError(f"{VARIABLE} must be 'none' or unset, got {asked!r}")
     unwanted = asked or is_disabled() or torch.are_deterministic_algorithms_enabled()
     virtual = isinstance(transport.group, World)
-    return None if unwanted or virtual or transport.ranks == 1 else place(transport.device)
+    return None if unwanted or virtual or transport.ranks == 1 else host_and_device(transport.device)
 
 
-def place(device: torch.device) -> HostAndDevice:
+def host_and_device(device: torch.device) -> HostAndDevice:
     """Where a rank is that has a device."""
     return socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
 
 def group_links(transport: Transport, enough: float = ENOUGH) -> Links:
     """All links of a group, whatever is known of them, with messages of `enough` seconds; a collective."""
-    here = all_gather_object(transport, place(transport.device), "where ranks are")
+    here = all_gather_object(transport, host_and_device(transport.device), "where ranks are")
     return measured_links(transport, [(host, device) for host, device in here], enough=enough)
 
 

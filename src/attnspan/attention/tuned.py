@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from attnspan.attention.links import HostAndDevice, Links, measured_links, wanted_place
+from attnspan.attention.links import HostAndDevice, Links, measured_links, place_if_measured
 from attnspan.errors import AttnspanError, TransportError, TuningError
 from attnspan.kernels import KERNELS, rounds
 from attnspan.plan import Hardware, Shape
@@ -98,7 +98,7 @@ def _preset(device: str) -> str:
 
 def _agree(transport: Transport) -> GroupTuning:
     try:
-        table, place = table_for(transport.device), wanted_place(transport)
+        table, place = table_for(transport.device), place_if_measured(transport)
     except TuningError as refused:
         said: Sequence[tuple[str, HostAndDevice | None] | AttnspanError]
         said = consensus.all_gather_outcomes(transport, refused, SHARED)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from attnspan.attention.recording import travelling
-from attnspan.attention.wire import places
+from attnspan.attention.wire import run_offsets
 from attnspan.layouts.run import Runs
 from attnspan.plan.heads import Heads, repeats_key_heads
 from attnspan.transports import Transport
@@ -31,7 +31,7 @@ Side = Literal["query", "key"]
 Pairs = Sequence[tuple[Tensor, Side]]
 
 
-class Part(NamedTuple):
+class MessagePart(NamedTuple):
     """One tensor of a message."""
 
     shape: tuple[int, ...]
@@ -42,10 +42,10 @@ class Part(NamedTuple):
         return prod(self.shape) * self.dtype.itemsize
 
 
-class Message:
+class PackedMessage:
     """Tensors in one buffer of bytes; those of the widest dtype come first, so that each begins where its dtype may."""
 
-    def __init__(self, parts: list[Part], device: torch.device):
+    def __init__(self, parts: list[MessagePart], device: torch.device):
         self.parts = parts
         self.buffer = torch.empty(sum(part.nbytes for part in parts), dtype=torch.uint8, device=device)
 
@@ -84,10 +84,10 @@ class HeadAllToAll:
 
     def rows(self, member: int, side: Side) -> list[slice]:
         """Where a member's tokens lie among the group's."""
-        return places(self.arenas[side]).slices(self.shards[side][member])
+        return run_offsets(self.arenas[side]).slices(self.shards[side][member])
 
     def tokens(self, member: int, side: Side) -> int:
-        return len(places(self.shards[side][member]))
+        return len(run_offsets(self.shards[side][member]))
 
     # ---- there and back ----------------------------------------------------------------------------------------
 
@@ -107,21 +107,21 @@ class HeadAllToAll:
 
     # ---- inside ------------------------------------------------------------------------------------------------
 
-    def _cut_by_head(self, pairs: Pairs) -> list[Message]:
+    def _cut_by_head(self, pairs: Pairs) -> list[PackedMessage]:
         """Own tokens, for the member that takes their heads."""
         messages = []
         for member in range(len(self.members)):
-            message = Message(self._parts(member, self.here, pairs), pairs[0][0].device)
+            message = PackedMessage(self._parts(member, self.here, pairs), pairs[0][0].device)
             for part, (x, side) in zip(message.tensors(), pairs, strict=True):
                 part.copy_(x[:, self.heads(member, side)])
             messages.append(message)
         return messages
 
-    def _cut_by_token(self, pairs: Pairs) -> list[Message]:
+    def _cut_by_token(self, pairs: Pairs) -> list[PackedMessage]:
         """Own heads, for the member that holds their tokens."""
         messages = []
         for member in range(len(self.members)):
-            message = Message(self._parts(self.here, member, pairs), pairs[0][0].device)
+            message = PackedMessage(self._parts(self.here, member, pairs), pairs[0][0].device)
             for part, (x, side) in zip(message.tensors(), pairs, strict=True):
                 rows = self.rows(member, side)
                 if rows:
@@ -129,13 +129,12 @@ class HeadAllToAll:
             messages.append(message)
         return messages
 
-    def _exchange(self, sent: list[Message], expected: list[list[Part]]) -> list[list[Tensor]]:
+    def _exchange(self, sent: list[PackedMessage], expected: list[list[MessagePart]]) -> list[list[Tensor]]:
         """One message to and from each member, and what they say."""
-        here = self.here
-        received = [
-            Message(parts, sent[here].buffer.device) if m != here else sent[here] for m, parts in enumerate(expected)
-        ]
-        others = [m for m in range(len(self.members)) if m != here]
+        others = [m for m in range(len(self.members)) if m != self.here]
+        received = list(sent)  # own heads stay
+        for m in others:
+            received[m] = PackedMessage(expected[m], sent[m].buffer.device)
         posted = self.transport.exchange(
             [(self.members[m], sent[m].buffer) for m in others],
             [(self.members[m], received[m].buffer) for m in others],
@@ -144,10 +143,10 @@ class HeadAllToAll:
         travelling(self.transport, posted, "heads").wait()
         return [message.tensors() for message in received]
 
-    def _parts(self, taker: int, holder: int, pairs: Pairs) -> list[Part]:
+    def _parts(self, taker: int, holder: int, pairs: Pairs) -> list[MessagePart]:
         """The heads that one member takes, of the tokens that another holds."""
         return [
-            Part((len(x), self._count(taker, side), self.tokens(holder, side), x.shape[3]), x.dtype)
+            MessagePart((len(x), self._count(taker, side), self.tokens(holder, side), x.shape[3]), x.dtype)
             for x, side in pairs
         ]
 
@@ -158,7 +157,7 @@ class HeadAllToAll:
     def _by_position(self, parts: list[Tensor], side: Side) -> Tensor:
         """Every member's tokens, put where they belong."""
         batch, heads, _, dim = parts[0].shape
-        whole = parts[0].new_empty(batch, heads, len(places(self.arenas[side])), dim)
+        whole = parts[0].new_empty(batch, heads, len(run_offsets(self.arenas[side])), dim)
         for member, part in enumerate(parts):
             rows = self.rows(member, side)
             for to, piece in zip(rows, part.split([r.stop - r.start for r in rows], dim=2), strict=True):

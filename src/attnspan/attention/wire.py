@@ -82,26 +82,26 @@ class RunOffsets:
 
 
 @lru_cache(maxsize=1024)
-def places(runs: Runs) -> RunOffsets:
+def run_offsets(runs: Runs) -> RunOffsets:
     """Of a buffer of such runs: the same at every call, so found once."""
     return RunOffsets(runs)
 
 
-def leaving(buffer: Tensor, places: RunOffsets, transfer: Transfer, whole: bool) -> list[Tensor]:
+def leaving(buffer: Tensor, offsets: RunOffsets, transfer: Transfer, whole: bool) -> list[Tensor]:
     """The messages of a transfer out of a buffer."""
     if whole:
         return [buffer]
-    pieces = [buffer[rows] for rows in places.slices(transfer.runs)]
+    pieces = [buffer[rows] for rows in offsets.slices(transfer.runs)]
     return pieces if _by_run(transfer) else [torch.cat(pieces)]
 
 
 def arriving(
-    buffer: Tensor, places: RunOffsets, transfer: Transfer, whole: bool
+    buffer: Tensor, offsets: RunOffsets, transfer: Transfer, whole: bool
 ) -> tuple[list[Tensor], StagedMessage | None]:
     """Where the messages of a transfer go, and what is left to do when they have arrived."""
     if whole:
         return [buffer], None
-    pieces = [buffer[rows] for rows in places.slices(transfer.runs)]
+    pieces = [buffer[rows] for rows in offsets.slices(transfer.runs)]
     if _by_run(transfer):
         return pieces, None
     staged = StagedMessage(buffer.new_empty(tokens_in(transfer.runs), *buffer.shape[1:]), pieces)
