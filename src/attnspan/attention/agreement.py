@@ -1,22 +1,24 @@
-"""Agreement: before the first key travels, all ranks go on or all raise.
+"""Agreement: before the first key travels, either all ranks proceed or all raise.
 
-Ranks that run different plans, or tensors of other shapes, would wait for messages that never come or, worse, take
-them for something else. So when a call first sees tensors of some shapes, every rank checks its own, asks the kernel
-about every tile that it will compute, and then tells the others what it runs, in a few short words, or what is wrong.
-All ranks raise if any does, and name the odd one and what is odd. Later calls with the same shapes say nothing but
-their name, in the headers of their messages (transports/operations.py). A rank that later comes with other shapes alone
-asks where the others compute, and all of them hear that they are out of step.
+Ranks that run different plans, or tensors of different shapes, would wait for messages that never arrive or interpret
+one message as another. So the first time that attention runs on tensors of some shapes, every rank checks its own
+tensors, asks the kernel about every tile that it will compute, and sends the others a short description of what it
+runs, or its error. If any rank has an error or a different description, all ranks raise and name that rank and the
+difference. Later calls with the same shapes exchange only their name, in the headers of their messages
+(transports/operations.py). If one rank alone later brings other shapes, it waits for an agreement while the others
+compute; the headers then show all of them that they are out of step.
 
-[Note: masks that change] Plans are remembered by what their masks compute, so the mask of a plan may be an equal one
-that somebody else made. A call watches the mask that its user gave: once the functions in it compute something else,
-the user may expect the attention to follow, and is told to make a new mask.
+[Note: masks that change] Plans are cached by what their masks compute, so the mask of a plan may be an equal one that
+another caller made. A bound plan watches the mask that its own user gave: once the functions in it compute something
+else, the call is refused, and the error asks for a new mask.
 
-[Note: content] Ranks that run one program on other tensors compute parts of different attentions, so the content of
-what programs captured is compared too, where ranks agree: of masks it never changes, of score_mods it is compared once.
+[Note: content] Ranks that run the same program on different captured tensors would compute parts of different
+attentions, so the agreement includes the content of captured tensors. A mask's never changes; a score_mod's is compared
+once.
 
-[Note: seeds] Dropout needs the same seed on every rank (function.py says where it comes from). Where ranks agree it is
-compared with the rest. Seeds of later calls are compared by the headers of their messages, of whose name they are a
-part, and cost no exchange.
+[Note: seeds] Dropout needs the same seed on every rank (function.py explains where it comes from). The agreement
+compares the first one. Seeds of later calls are part of the operation's name, so message headers compare them without
+another exchange.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def agree(bound: BoundPlan, inputs: Inputs) -> Agreement:
-    """Refuse tensors that the plan was not made for, on every rank; what all of them do."""
+    """What all ranks have agreed to do with such tensors; raises on every rank if one cannot, or differs."""
     if bound.watched is not None:
         check_mask(bound.watched, bound, inputs)
     signature = _signature(bound, inputs)
@@ -84,14 +86,14 @@ def check_mask(mask: Mask, bound: BoundPlan, inputs: Inputs) -> None:
 
 
 def refuse(bound: BoundPlan, inputs: Inputs, wrong: AttentionError) -> None:
-    """Raise what is wrong on this rank; on all of them if they have not agreed on such tensors yet, and will ask."""
+    """Raise an error of this rank; on all ranks if these tensors are new, so that the others wait for an agreement."""
     if _signature(bound, inputs) not in bound.agreed:
         _raise_if_odd(consensus.all_gather_outcomes(bound.transport, wrong, SHARED))
     raise wrong
 
 
 def _signature(bound: BoundPlan, inputs: Inputs) -> tuple[object, ...]:
-    """What a call agrees on once."""
+    """What identifies an agreement: calls with the same signature need no further one."""
     tensors, expander = (*inputs[:4], *inputs.captured), inputs.expander
     shapes = (None if x is None else (x.shape, x.dtype, x.device) for x in tensors)
     return_lse = inputs.return_lse and bound.plan.degree > 1  # where its gradient travels
@@ -125,7 +127,7 @@ def refusal(bound: BoundPlan, inputs: Inputs) -> AttentionError | KernelError | 
 
 
 def _misfit(bound: BoundPlan, inputs: Inputs) -> str:
-    """How query, key and value do not fit one another, the group or the plan's batch rows; or nothing."""
+    """Why query, key and value do not fit one another, the group or the plan's batch rows; "" if they do."""
     query, latent = inputs.query, inputs.expander is not None
     names = ("query", "latent") if latent else ("query", "key", "value")
     for name, tensor in zip(names, inputs[:3], strict=False):
@@ -189,7 +191,7 @@ def _wrong_sinks(inputs: Inputs) -> str:
 
 
 def _wrong_captured(bound: BoundPlan, inputs: Inputs) -> str:
-    """What does not fit the score_mod as it was traced, or nothing."""
+    """Which captured tensor differs from the one that the score_mod was traced with; "" if none does."""
     if bound.score is None:
         return ""
     try:
@@ -208,7 +210,7 @@ def _wrong_captured(bound: BoundPlan, inputs: Inputs) -> str:
 
 
 def _no_room(bound: BoundPlan, inputs: Inputs) -> str:
-    """What keys that are to be kept take beyond the memory of the device, or nothing."""
+    """Why keys that are to be kept do not fit into the memory of the device; "" if they do."""
     shape = inputs.shape
     if bound.keep_keys is not True or shape is None:
         return ""
@@ -222,7 +224,7 @@ def _no_room(bound: BoundPlan, inputs: Inputs) -> str:
 
 
 def device_memory(device: torch.device) -> float:
-    """Bytes of memory that a device has."""
+    """The memory of a device in bytes."""
     if device.type == "cuda":
         return float(torch.cuda.get_device_properties(device).total_memory)
     return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
@@ -239,7 +241,7 @@ def _ask_kernel(bound: BoundPlan, inputs: Inputs) -> None:
 
 
 def _words(bound: BoundPlan, inputs: Inputs) -> dict[str, str]:
-    """What this rank runs, by name: the same on every rank that runs the same plan on the same shapes."""
+    """A description of what this rank runs, by name: equal on ranks that run the same plan on the same shapes."""
     query, plan = inputs.query, bound.plan
     mods, rows, (key, value) = bound.mods(query), range(plan.rows), inputs.keys
     return {
@@ -277,7 +279,7 @@ SEEDS = (
 )
 
 HASHED = "#"
-"""How a word begins that says nothing by itself."""
+"""The prefix of words that are hashes, which error messages leave out."""
 
 
 def _raise_if_odd(said: Sequence[dict[str, str] | AttnspanError]) -> None:

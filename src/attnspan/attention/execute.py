@@ -1,9 +1,9 @@
-"""A call, carried out: tensors of this rank in, its out, lse and gradients back.
+"""Execute a bound plan on this rank's tensors: out and lse forward, gradients backward.
 
-Lanes live until results are made, and sums of gradients no longer than that: plan/memory_walk.py counts them so.
+Without Ulysses this is the loop of loop.py over one lane per row of the plan. With Ulysses, heads are exchanged before
+and after the same loop.
 
-Without Ulysses this is the loop of loop.py over one lane per row of the plan. With it, heads are exchanged before and
-after; the loop in between is the same.
+Lanes, and the sums of gradients, are alive until the results are made; plan/memory_walk.py counts memory accordingly.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from attnspan.dtypes import lse_dtype
 from attnspan.kernels import BackwardInputs
 
 SIDES: tuple[Side, Side, Side] = ("query", "key", "key")
-"""Whose tokens query, key and value are, and their gradients."""
+"""Which tokens query, key and value have, and so do their gradients."""
 
 
 def forward(bound: BoundPlan, inputs: Inputs, kept: KeptKeys | None = None) -> tuple[Tensor, Tensor]:
@@ -43,8 +43,8 @@ def forward(bound: BoundPlan, inputs: Inputs, kept: KeptKeys | None = None) -> t
 def backward(
     bound: BoundPlan, inputs: Inputs, final: BackwardInputs, wanted: Sequence[int] = (), kept: KeptKeys | None = None
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor | None], list[Tensor]]:
-    """The gradients of this rank's query, key and value, each in its own dtype; and in the precision that sums are kept
-    in, its part of those of `wanted` ones of the captured tensors, and of the weights that a latent is expanded by."""
+    """The gradients of this rank's query, key and value in their own dtypes; and this rank's part of the gradients of
+    captured tensors (the `wanted` ones) and of the weights that expand a latent, in the precision of sums."""
     rows, captured = _rows(bound, inputs), inputs.captured
     sums = [torch.zeros_like(x, dtype=lse_dtype(x.dtype)) if i in wanted else None for i, x in enumerate(captured)]
     expander = inputs.expander

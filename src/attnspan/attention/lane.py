@@ -1,11 +1,11 @@
-"""One batch row on one rank (or all rows, where they are alike): its tensors, its steps, and what they come to.
+"""A lane: one batch row on one rank (or all rows, if they are alike), with its tensors and its steps.
 
-A lane knows how to send and receive the keys of a step, has a kernel compute the step's tiles, and in backward sends
-gradients home. It decides nothing: every question was answered by the plan. The loop over steps is in loop.py.
+A lane sends and receives the keys of a step, has a kernel compute the step's tiles, and in backward sends gradients
+home. It makes no decisions: they are all in the plan. The loop over steps is in loop.py.
 
-[Note: gradients that travel] Each key's gradient is computed on every rank that saw the key, sent home, and summed
-there in float32. It travels in float32 too, but where the kernels asked for may round it to the tensors' dtype anyway:
-then in that, which is half the bytes. All ranks must agree, so it does not depend on the tiles (`rounds`).
+[Note: gradients that travel] The gradient of a key is computed on every rank that used the key, sent to the key's
+owner, and summed there in float32. It travels in float32, or in the tensors' dtype, which is half the bytes, if the
+requested kernel rounds it to that anyway. Ranks must agree on it, so it does not depend on the tiles (`rounds`).
 
 Shapes: query (B, H, Sq, D), key (B, Hk, Sk, D), value (B, Hk, Sk, Dv); packed buffers as in attention/wire.py.
 """
@@ -61,7 +61,7 @@ class RowsAndHeads(NamedTuple):
 
 
 class Arena(NamedTuple):
-    """The keys and values of one step, or the latents; `is_own` where they are the rank's own tensors as they lie."""
+    """The keys and values of one step, or the latents; with `is_own`, they are the rank's own tensors, not copied."""
 
     key: Tensor
     value: Tensor
@@ -99,7 +99,7 @@ class Lane:
     # ---- keys travel -------------------------------------------------------------------------------------------
 
     def post(self, step: Step) -> tuple[list[Message], list[Message], Arena, list[StagedMessage]]:
-        """The messages of a step, the arena they fill, and what is to be laid out when they have arrived."""
+        """The sends and receives of a step, the arena that they fill, and messages to be copied into it on arrival."""
         if not step.receives and step.arena == self._own:
             sends = [(t.target, part) for t in step.sends for part in self._leaving(t)]
             return sends, [], Arena(self.key, self.value, is_own=True), []
@@ -140,7 +140,7 @@ class Lane:
 
     @property
     def gradient_dtype(self) -> torch.dtype:
-        """What gradients go home in: see [Note: gradients that travel]."""
+        """The dtype in which gradients of keys travel. See [Note: gradients that travel]."""
         own = self.key.dtype
         return own if rounds(self.kernel, self.query.device) else lse_dtype(own)
 
@@ -179,7 +179,8 @@ class Lane:
         """The gradients of every tile of a step, from the final out and lse. See [Note: final out and lse] in
         kernels/kernel.py.
 
-        Returns those of the arena's keys and values; of own ones as they lie none, those are added to `grads`.
+        Returns the gradients of the arena's keys and values; None for an arena of own keys, whose gradients are added
+        to `grads`.
         """
         keys = None
         if not arena.is_own:
@@ -197,7 +198,7 @@ class Lane:
     def _backward_latent(
         self, step: Step, latent: Tensor, final: BackwardInputs, grads: GradientSums, into: DeferredSum | KeySum
     ) -> None:
-        """Keys and values are made again; their gradients flow back through what made them."""
+        """Expand the latents again, and backpropagate the gradients of keys and values through the expansion."""
         assert self.expander is not None, "there is a latent"
         made = self.expander.recorded(latent)
         of_latent, of_weights = self.expander.backward(made, *self._expanded_gradients(step, made[:2], final, grads))
@@ -208,7 +209,7 @@ class Lane:
     def _expanded_gradients(
         self, step: Step, keys: tuple[Tensor, Tensor], final: BackwardInputs, grads: GradientSums
     ) -> tuple[Tensor, ...]:
-        """The gradients of keys and values that were made of latents, rounded; their sums are gone."""
+        """The gradients of expanded keys and values, rounded; their float32 sums are freed."""
         total = DeferredSum([x.shape for x in keys], lse_dtype(self.key.dtype), self.key.device)
         self._backward(step, keys, final, StepGrads(self, grads, total, keys))
         return total.result(self.key.dtype)
@@ -216,7 +217,7 @@ class Lane:
     def send_home(
         self, step: Step, keys: KeySum | None, grads: GradientSums
     ) -> tuple[list[Message], ReturningGradients]:
-        """Gradients of others' keys leave, those of own keys will arrive."""
+        """Sends for the gradients of other ranks' keys, and buffers for those of own keys from other ranks."""
         sends = []
         if keys is not None:
             self._add_own(step, keys, grads)
@@ -226,7 +227,7 @@ class Lane:
         return sends, ReturningGradients(step.returns, buffer)
 
     def _add_own(self, step: Step, keys: KeySum, grads: GradientSums) -> None:
-        """Gradients of own keys that lay among those of others."""
+        """Add the gradients of own keys that were copied into the arena."""
         used = run_offsets(step.arena).slices(step.own)
         for source, to in zip(used, self._own_offsets.slices(step.own), strict=True):
             stacks = (part.unsqueeze(0) for part in keys.result(source))
@@ -244,8 +245,8 @@ class Lane:
 
 @dataclass(frozen=True, slots=True)
 class GradientSums:
-    """Sums of gradients: of the queries, of own keys and values or latents, of what a score_mod captured, and of the
-    weights that a latent is expanded by."""
+    """Sums of the gradients of queries, of own keys and values (or latents), of tensors that a score_mod captured, and
+    of the weights that expand a latent."""
 
     query: DeferredSum
     keys: DeferredSum
@@ -255,20 +256,20 @@ class GradientSums:
 
     @classmethod
     def of(cls, lane: Lane, captured: Sequence[Tensor | None], weights: Sequence[Tensor] = ()) -> GradientSums:
-        """Nothing yet; `captured` and `weights` are sums that all lanes share."""
+        """Empty sums; `captured` and `weights` are shared by all lanes."""
         query, key, value = lane.query, lane.key, lane.value
         of_query = DeferredSum([query.shape], lse_dtype(query.dtype), query.device)
         return cls(of_query, DeferredSum([key.shape, value.shape], lse_dtype(key.dtype), key.device), captured, weights)
 
     def results(self, of_query: torch.dtype, of_keys: torch.dtype) -> tuple[Tensor, ...]:
-        """dq, and dk and dv, in these dtypes; what was captured has all of its gradients then."""
+        """(dq, dk, dv) in these dtypes; sums of captured tensors are complete afterwards."""
         self.row_sums.close()
         return *self.query.result(of_query), *self.keys.result(of_keys)
 
 
 class StepGrads(NamedTuple):
-    """Where a kernel puts the gradients of one step: those of queries in their total; those of keys in a total too, if
-    they stay, or else in the buffer that they leave from."""
+    """Where a kernel puts the gradients of one step: those of queries into their total; those of own keys into their
+    total, those of received keys into the buffer that is sent home."""
 
     lane: Lane
     totals: GradientSums
@@ -288,7 +289,7 @@ class StepGrads(NamedTuple):
         self.keys.add(cols, dk, dv)
 
     def open(self) -> GradientBuffers:
-        """Where they stay or leave from; what is final in the dtype of the tensors."""
+        """Buffers for one writer; dq in the tensors' dtype if this step's is final."""
         lane = self.lane
         (dq,), begun = (
             ((lane.query.new_empty(lane.query.shape),), False) if lane.is_one_step else self.totals.query.open()

@@ -1,12 +1,12 @@
-"""Ulysses: heads for sequence, the exchange inside a group of ranks.
+"""Ulysses: the all-to-all inside a group of ranks that exchanges heads for tokens.
 
-Before: a rank holds its own tokens, all heads. After: it holds all tokens of its group, by position, and its share of
-the heads (`plan/heads.py`). Each pair of ranks exchanges one message of bytes, tensors of any dtypes in it. The way
-back is the same in reverse; gradients of a key head that several ranks took are summed at home, in the order of ranks.
+Before it, a rank holds all heads of its own tokens. After it, a rank holds its share of the heads (`plan/heads.py`) of
+all tokens of the group, by position. Each pair of ranks exchanges one message of bytes, which holds tensors of any
+dtypes. Results go back the same way in reverse. Gradients of a key head that several ranks took are summed by the owner
+of the tokens, in the order of ranks.
 
-[Note: gradients of heads] A gradient is final on the rank that computed its head, so it is rounded before it travels,
-to the bits it would be rounded to at home. Only gradients of key heads that several ranks took are sums yet to be made,
-and travel in float32.
+[Note: gradients of heads] A gradient is final on the rank that computed its head, so it is rounded before it travels.
+Gradients of key heads that several ranks took are yet to be summed, and travel in float32.
 
 Shapes: B batch rows, H heads (all), h heads (a share), s own tokens, S tokens of the group.
 """
@@ -43,7 +43,7 @@ class MessagePart(NamedTuple):
 
 
 class PackedMessage:
-    """Tensors in one buffer of bytes; those of the widest dtype come first, so that each begins where its dtype may."""
+    """Tensors in one buffer of bytes, the widest dtype first, so that each is aligned."""
 
     def __init__(self, parts: list[MessagePart], device: torch.device):
         self.parts = parts
@@ -61,7 +61,7 @@ class PackedMessage:
 
 @dataclass(frozen=True, slots=True)
 class HeadAllToAll:
-    """Who exchanges: the group's ranks, the heads each takes, and the positions each holds, of queries and of keys."""
+    """The exchange of a group: its ranks, the heads that each takes, and the positions that each holds."""
 
     transport: Transport
     members: range
@@ -130,7 +130,7 @@ class HeadAllToAll:
         return messages
 
     def _exchange(self, sent: list[PackedMessage], expected: list[list[MessagePart]]) -> list[list[Tensor]]:
-        """One message to and from each member, and what they say."""
+        """Exchange one message with each member; the tensors received."""
         others = [m for m in range(len(self.members)) if m != self.here]
         received = list(sent)  # own heads stay
         for m in others:
