@@ -28,7 +28,7 @@ class DenseAttention:
     uses: Uses = field(default_factory=Uses)
 
     @property
-    def call(self) -> DenseAttention:
+    def bound(self) -> DenseAttention:
         """Where uses are counted."""
         return self
 
