@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -49,7 +49,52 @@ from attnspan.transports import Transport
 from attnspan.transports.group import Group, transport_of
 
 
-class Attention:
+class AttentionCallable:
+    """The two ways to call attention on this rank's shards: for the output, or for the output and lse."""
+
+    captured: Captured
+
+    def run(self, inputs: Inputs, expand: Expand | None = None) -> tuple[Tensor, Tensor]:
+        """(out, lse) of the inputs."""
+        raise NotImplementedError
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor | None = None,
+        *,
+        expand: Expand | None = None,
+        sinks: Tensor | None = None,
+        dropout_p: float = 0.0,
+        dropout_seed: int | None = None,
+        captured: Sequence[Tensor] | None = None,
+    ) -> Tensor:
+        """The output for this rank's queries (B, H, S, Dv). See [Note: seeds] for dropout.
+
+        `captured` are tensors in place of those that the score_mod captured.
+        """
+        given = self.captured.of(query) if captured is None else captured
+        keys = as_keys(key, value, expand)
+        return self.run(Inputs(query, *keys, sinks, given, False, dropout_p, dropout_seed), expand)[0]
+
+    def with_lse(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor | None = None,
+        *,
+        expand: Expand | None = None,
+        sinks: Tensor | None = None,
+        dropout_p: float = 0.0,
+        dropout_seed: int | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """The output, and the log-sum-exp of every row (B, H, S), differentiable too; on all ranks or on none."""
+        keys = as_keys(key, value, expand)
+        return self.run(Inputs(query, *keys, sinks, self.captured.of(query), True, dropout_p, dropout_seed), expand)
+
+
+class Attention(AttentionCallable):
     """A plan on a group of ranks, callable with this rank's shards.
 
     Make it outside of torch.compile and call it inside: another plan for the same shapes does not recompile.
@@ -88,38 +133,6 @@ class Attention:
         other.bound = replace(self.bound, **changes)
         other.handle = other.bound.handle()
         return other
-
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor | None = None,
-        *,
-        expand: Expand | None = None,
-        sinks: Tensor | None = None,
-        dropout_p: float = 0.0,
-        dropout_seed: int | None = None,
-    ) -> Tensor:
-        """The output for this rank's queries (B, H, S, Dv). See [Note: seeds] for dropout."""
-        dropped = (dropout_p, dropout_seed)
-        keys = as_keys(key, value, expand)
-        return self.run(Inputs(query, *keys, sinks, self.captured.of(query), False, *dropped), expand)[0]
-
-    def with_lse(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor | None = None,
-        *,
-        expand: Expand | None = None,
-        sinks: Tensor | None = None,
-        dropout_p: float = 0.0,
-        dropout_seed: int | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """The output, and the log-sum-exp of every row (B, H, S), differentiable too; on all ranks or on none."""
-        dropped = (dropout_p, dropout_seed)
-        keys = as_keys(key, value, expand)
-        return self.run(Inputs(query, *keys, sinks, self.captured.of(query), True, *dropped), expand)
 
     def run(self, inputs: Inputs, expand: Expand | None = None) -> tuple[Tensor, Tensor]:
         """(out, lse) of the inputs; lse has a gradient if it is returned to the model. With `expand`, key and value

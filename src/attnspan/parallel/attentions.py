@@ -25,8 +25,9 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from attnspan.attention import Attention
+from attnspan.attention.function import AttentionCallable
 from attnspan.attention.inputs import Inputs
-from attnspan.attention.latent import Expand, as_keys
+from attnspan.attention.latent import Expand
 from attnspan.attention.score import DTYPES, Captured, Score, ScoreFunction
 from attnspan.attention.tuned import NO_TUNING, hardware_for, known_tuning, machine_here
 from attnspan.attention.uses import Uses
@@ -58,7 +59,7 @@ Key = TypeVar("Key")
 Value = TypeVar("Value")
 
 
-class BoundAttention:
+class BoundAttention(AttentionCallable):
     """Attention of a session under a mask, a scale and a score_mod; called with shards, or given as `block_mask`.
 
     Made by `ContextParallel.attention_for`, or by `cross` over the keys of another session. The score_mod was traced
@@ -81,43 +82,8 @@ class BoundAttention:
         """What it does: with strategy "auto", what it last did."""
         return self.attention.bound.latest
 
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor | None = None,
-        *,
-        expand: Expand | None = None,
-        sinks: Tensor | None = None,
-        dropout_p: float = 0.0,
-        dropout_seed: int | None = None,
-        captured: Sequence[Tensor] | None = None,
-    ) -> Tensor:
-        """The output for this rank's queries, (B, H, S, Dv); dropout as in `ContextParallel.attention`.
-
-        `captured` are tensors in place of those that the score_mod captured.
-        """
-        dropped = (dropout_p, dropout_seed)
-        keys, given = as_keys(key, value, expand), self.captured.of(query) if captured is None else captured
-        return self._run(Inputs(query, *keys, sinks, given, False, *dropped), expand)[0]
-
-    def with_lse(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor | None = None,
-        *,
-        expand: Expand | None = None,
-        sinks: Tensor | None = None,
-        dropout_p: float = 0.0,
-        dropout_seed: int | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """The output, and the log-sum-exp of every row (B, H, S), differentiable too."""
-        dropped = (dropout_p, dropout_seed)
-        keys = as_keys(key, value, expand)
-        return self._run(Inputs(query, *keys, sinks, self.captured.of(query), True, *dropped), expand)
-
-    def _run(self, inputs: Inputs, expand: Expand | None) -> tuple[Tensor, Tensor]:
+    def run(self, inputs: Inputs, expand: Expand | None = None) -> tuple[Tensor, Tensor]:
+        """(out, lse) of the inputs, which may be DTensors."""
         check_single(self.mask, inputs.query)
         return run_attention(self.core, self.attention, inputs, expand)
 
