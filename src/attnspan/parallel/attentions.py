@@ -39,10 +39,11 @@ from attnspan.masks.fingerprint import fingerprint
 from attnspan.parallel.block_masks import ReadBlockMask
 from attnspan.parallel.call_args import FlexArgs
 from attnspan.parallel.core import Core
-from attnspan.parallel.dtensors import is_dtensor, run_attention
+from attnspan.parallel.dtensors import is_dtensor
 from attnspan.parallel.flex_checks import check_filled, check_lengths, check_single
 from attnspan.parallel.guards import guarded, guards_of
 from attnspan.parallel.report import Machine, PastUses, Report, report
+from attnspan.parallel.run_attention import run_attention
 from attnspan.plan import Hardware, Plan, RecurrentLayers, Shape
 from attnspan.plan.choose import choice_for
 from attnspan.plan.drawing import in_seconds

@@ -28,10 +28,10 @@ from attnspan.attention.inputs import Inputs
 from attnspan.errors import AttentionError
 from attnspan.parallel.attentions import Attentions, BoundAttention
 from attnspan.parallel.call_args import FlexArgs, FlexResult
-from attnspan.parallel.dtensors import run_attention
 from attnspan.parallel.eager import eagerly, run_eagerly
 from attnspan.parallel.flex_checks import check_args, check_bound, check_single, check_unsplit
 from attnspan.parallel.guards import Entry
+from attnspan.parallel.run_attention import run_attention
 
 UNBOUND = (
     "under torch.compile, block_mask must be an attention that was made outside: "

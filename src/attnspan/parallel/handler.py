@@ -22,10 +22,11 @@ from attnspan.attention.inputs import Inputs
 from attnspan.errors import AttentionError, AttnspanError
 from attnspan.parallel.attentions import Attentions
 from attnspan.parallel.call_args import FlexArgs, FlexResult, SdpaArgs, as_4d, sdpa_args
-from attnspan.parallel.dtensors import is_dtensor, run_attention
+from attnspan.parallel.dtensors import is_dtensor
 from attnspan.parallel.flex import flex_attention
 from attnspan.parallel.guards import Entry, Guards, guarded, guards_of
 from attnspan.parallel.multihead import multi_head_attention
+from attnspan.parallel.run_attention import run_attention
 from attnspan.parallel.sdpa_checks import SdpaChecks
 
 

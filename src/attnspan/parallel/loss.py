@@ -32,7 +32,7 @@ import torch.utils.checkpoint
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from attnspan.attention.transforms import check_no_tangents, check_no_transform, check_untransformed
+from attnspan.attention.transforms import check_untransformed
 from attnspan.dtypes import dtype_name, dtype_or_type, lse_dtype
 from attnspan.errors import ShardError, TransportError
 from attnspan.masks.versions import version_of
@@ -354,27 +354,3 @@ def _misfit(parameters: Sequence[torch.nn.Parameter], transport: Transport) -> S
 def _digest(parameters: Sequence[torch.nn.Parameter]) -> str:
     told = [(tuple(_local(parameter).shape), dtype_name(parameter.dtype)) for parameter in parameters]
     return digest(told)
-
-
-def shared(parameter: Tensor, ranks: int) -> Tensor:
-    """The parameter, for a use that sums its gradient over ranks: each rank then takes its part of the sum.
-
-    So what averages gradients over ranks finds `ranks` equal parts, as it finds for every other parameter.
-    """
-    check_no_transform("attention")
-    check_no_tangents("attention", parameter)
-    part: Tensor = _Shared.apply(parameter, ranks)
-    return part
-
-
-class _Shared(torch.autograd.Function):
-    apply: ClassVar[Callable[..., Tensor]]  # torch's, which it does not annotate
-
-    @staticmethod
-    def forward(ctx: Any, parameter: Tensor, ranks: int) -> Tensor:
-        ctx.ranks = ranks
-        return parameter.view_as(parameter)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad / ctx.ranks, None

@@ -42,7 +42,6 @@ from attnspan.parallel.attentions import Attentions, BoundAttention
 from attnspan.parallel.batch import Batch, shard_batch
 from attnspan.parallel.call_args import FlexArgs, FlexResult
 from attnspan.parallel.core import Core, Masks, SessionOptions, named_masks
-from attnspan.parallel.dtensors import run_attention
 from attnspan.parallel.eager import run_eagerly
 from attnspan.parallel.family import Family
 from attnspan.parallel.flex import flex_attention
@@ -51,6 +50,7 @@ from attnspan.parallel.moves import Moves, shifted
 from attnspan.parallel.profile import Profile
 from attnspan.parallel.recurrences import Convolution, Recurrences
 from attnspan.parallel.report import Report, check_used
+from attnspan.parallel.run_attention import run_attention
 from attnspan.parallel.sdpa import AttentionMode
 from attnspan.plan import Plan, Strategy
 from attnspan.plan.choose import KeepKeys
