@@ -1,16 +1,15 @@
-"""The attentions of a session: those of its masks by name, and those of the masks and score_mods that calls bring.
+"""The attentions of a session: one for each of its named masks, and those for masks and score_mods passed to calls.
 
-All are made once and remembered. Functions are traced (masks/tracing.py), and again if they may have changed since
-(masks/fingerprint.py); what is made of them is kept for the latest few, by what they compute, so that a new closure of
-every step is nothing new.
+Each is made once and cached. Functions are traced (masks/tracing.py), and traced again if they may have changed since
+(masks/fingerprint.py). The cache is keyed by what a function computes, so a new closure in every step hits it.
 
-[Note: time of asking] A BlockMask or score_mod counts as it is when it is given: to a call, or to `attention_for`.
-Values of tensors that a score_mod captures are read at the call in either case, so that they may be learned. A mask of
-ours is what its function computed when the mask was made, and is refused once that would be another.
+[Note: time of asking] A BlockMask or score_mod is read when it is passed to a call or to `attention_for`. The values of
+tensors that a score_mod captures are read in every call, so that they can be learned. A `Mask` is what its function
+computed when the mask was made; it is refused once the function computes something else.
 
-[Note: bound attention] Functions cannot be traced inside code that is itself being compiled. A `BoundAttention` is that
-work done before: it is called with shards, or goes where a block_mask goes, and holds tensors and a handle, which
-compiled code takes as inputs. Another one, for other documents, does not recompile.
+[Note: bound attention] Functions cannot be traced in code that is being compiled. A `BoundAttention` is traced before:
+it is called with shards, or passed as a block_mask. It holds tensors and a handle, which compiled code takes as inputs,
+so another one, for other documents, does not recompile.
 """
 
 from __future__ import annotations
@@ -51,10 +50,10 @@ from attnspan.plan.local_blocks import local_block_mask
 from attnspan.plan.strategy import name_of
 
 MAX_KEPT = 16
-"""How many BlockMasks, score_mods, and attentions made of them, a session remembers."""
+"""How many BlockMasks, score_mods, and attentions made of them, a session caches."""
 
 OTHERS = "block_mask"
-"""What masks that are not the session's are called in a report."""
+"""The name in a report for masks that are not the session's."""
 
 Key = TypeVar("Key")
 Value = TypeVar("Value")
@@ -63,9 +62,9 @@ Value = TypeVar("Value")
 class BoundAttention(AttentionCallable):
     """Attention of a session under a mask, a scale and a score_mod; called with shards, or given as `block_mask`.
 
-    Made by `ContextParallel.attention_for`, or by `cross` over the keys of another session. The score_mod was traced
-    then, with the numbers that it read: ask again when they change. Tensors that it captures are found then, and their
-    values read at every call.
+    Made by `ContextParallel.attention_for`, or by `cross` over the keys of another session. That traces the score_mod,
+    with the Python numbers that it reads: make another one when they change. The values of captured tensors are read in
+    every call.
     """
 
     def __init__(self, core: Core, attend: Attention, score_mod: ScoreFunction | None = None):
@@ -80,7 +79,7 @@ class BoundAttention(AttentionCallable):
 
     @property
     def plan(self) -> Plan:
-        """What it does: with strategy "auto", what it last did."""
+        """The plan; with strategy "auto", the one that last ran."""
         return self.attention.bound.latest
 
     def run(self, inputs: Inputs, expand: Expand | None = None) -> tuple[Tensor, Tensor]:
@@ -94,7 +93,7 @@ class BoundAttention(AttentionCallable):
 
 
 class Attentions:
-    """The attentions of a session: `named` by their masks, the others by what calls bring."""
+    """The attentions of a session: `named` ones of its masks, and cached ones of other masks and score_mods."""
 
     def __init__(self, core: Core):
         self.core = core
@@ -126,12 +125,12 @@ class Attentions:
         return {name: shape for name, shape in shapes.items() if shape is not None}
 
     def plan_ahead(self, shapes: Mapping[str, Shape]) -> None:
-        """Work out what tensors of some shapes, by the name of their mask, will be attended with."""
+        """Plan in advance for tensors of some shapes, by the name of their mask."""
         for name in shapes.keys() & self.named.keys():
             self.named[name].bound.plan_ahead(shapes[name])
 
     def report(self) -> Report:
-        """What they were used for."""
+        """How often each ran, in words and bytes."""
         uses = {name: attend.bound.uses for name, attend in self.named.items()}
         return report(self.core.rank, self.core.ranks, {**uses, OTHERS: self.uses}, self.past, self._machine)
 
@@ -153,7 +152,7 @@ class Attentions:
         return "\n".join([*lines, f"ran: {name_of(plan.strategy)}{given}; measured {in_seconds(took)}"])
 
     def hardware(self, shape: Shape) -> Hardware:
-        """What predictions go by; on virtual ranks a preset."""
+        """The hardware that predictions use; on virtual ranks a preset."""
         transport = self.core.transport
         known = known_tuning(transport) or NO_TUNING
         found = self._machine.hardware(shape)
@@ -185,7 +184,7 @@ class Attentions:
     # ---- attentions ----------------------------------------------------------------------------------------------
 
     def for_call(self, args: FlexArgs, name: str | None) -> tuple[Attention, list[Tensor]]:
-        """The attention of a call, and what its score_mod captures at present. See [Note: time of asking]."""
+        """The attention of a call, and the tensors that its score_mod captures. See [Note: time of asking]."""
         query = args.query
         own, mask = self._mask(args.block_mask, name)
         score = None if args.score_mod is None else self._score(args.score_mod, (lse_dtype(query.dtype),))
@@ -207,7 +206,7 @@ class Attentions:
         return self._attends[key]
 
     def _score(self, score_mod: ScoreFunction, dtypes: tuple[torch.dtype, ...]) -> Score:
-        """A score_mod, traced; what has not changed since is not traced again."""
+        """A traced score_mod; cached as long as the function is unchanged."""
         read = fingerprint(score_mod)  # before it runs, and perhaps changes something
         key = (read, dtypes)
         if key not in self._scores:
@@ -221,7 +220,7 @@ class Attentions:
     # ---- masks ---------------------------------------------------------------------------------------------------
 
     def _mask(self, block_mask: object, name: str | None) -> tuple[str | None, Mask]:
-        """What a block_mask means, and its name if it is one of the session's."""
+        """The mask that a block_mask stands for, and its name if it is one of the session's."""
         core, masks = self.core, self.core.masks
         if block_mask is None:
             return self._everything(name)
@@ -238,7 +237,7 @@ class Attentions:
         )
 
     def _everything(self, name: str | None) -> tuple[str, Mask]:
-        """FlexAttention without a mask attends to everything; so must the session."""
+        """The full mask of the session: flex_attention without a block_mask attends to everything."""
         masks = self.core.masks
         known = masks if name is None else {name: masks[name]}
         full = next((own for own, mask in known.items() if mask == Full()), None)

@@ -1,21 +1,21 @@
-"""One number for the bits of many tensors, worked out where they lie: the same for the same bits, on any device.
+"""A checksum of the bits of many tensors, computed on their device; equal bits give equal checksums on any device.
 
-Weights change without a trace: fused optimizers, writes through `.data` and foreign kernels do not raise a tensor's
-version. So contents are compared. Bits are read as whole numbers of 64 bits, whose sums no order of adding changes::
+Weights may change without a new tensor version: fused optimizers, writes through `.data` and foreign kernels do not
+raise it. So contents are compared. Bits are read as 64-bit integers, whose sums do not depend on the order::
 
     words      (blocks, 17, 1021): 17 rows of 1021 words are added up, which reads memory about as fast as it can be
     sums       (blocks, 1021), each times a weight of its column and one of its block, then all added
 
-A prime number of columns puts words that are a power of two apart into different sums, and each sum counts with another
-factor: the same numbers in another order, or a part that moved elsewhere, make another checksum. Upper bits are mixed
-into lower ones before a product, in which they would count for their parity alone; rows are odd so that signs that all
-turn do not cancel there. What is left is chance, of one in 2**64, and words that trade places with one that lies
-exactly 1 to 16 times 1021 words away.
+A prime number of columns puts words that are a power of two apart into different sums, and each sum has another factor:
+the same numbers in another order, or a block that moved, give another checksum. Upper bits are mixed into lower ones
+before a product, where otherwise only their parity would count; the number of rows is odd so that a change of all signs
+does not cancel. Undetected are collisions, with probability 2**-64, and words exchanged with one that is exactly 1 to
+16 times 1021 words away.
 
-Small tensors are put in a row first, so that a model of many costs few kernels.
+Small tensors are concatenated first, so that a model with many of them needs few kernels.
 
-Ranks can compare what lies whole on each; of weights that lie in parts on the ranks (DTensors, FSDP and the like) each
-knows its own.
+Ranks compare the checksums of replicated tensors; of sharded weights (DTensors, FSDP and the like) each rank has its
+own.
 """
 
 from __future__ import annotations

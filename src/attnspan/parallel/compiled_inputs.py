@@ -1,6 +1,6 @@
-"""The inputs of a compiled model, compared with the session in use when the code runs.
+"""Checks the inputs of a compiled model against the session in use when the code runs.
 
-torch.compile traces a model once, with tensors that stand for others; which shard comes in, of which batch, is only
+torch.compile traces a model once, with fake tensors; which batch a tensor is a shard of is only
 known at run time. So the comparison is an op in the graph, on the tensors themselves and on a handle of the sharding
 ([Note: handles] in attention/handles.py). An op whose result is unused would be eliminated, so the model goes on with a
 copy of the input: the tokens of a batch, once per pass.

@@ -13,8 +13,8 @@
 >>> span.testing.loopback(ranks=2).run(rank)
 [torch.Size([1, 2, 128, 8]), torch.Size([1, 2, 128, 8])]
 
-A call brings its mask and score_mod with it, as functions, and means what they compute at the time of the call. The
-attention of a call is found or made by attentions.py. In compiled code it must be there already: a `BoundAttention`.
+A call passes its mask and score_mod as functions, which count as what they compute at the time of the call.
+attentions.py finds or makes the attention for them. Compiled code has to be given a `BoundAttention` instead.
 
 Shapes: query (B, H, S, D), key (B, Hk, S, D), value (B, Hk, S, Dv), S this rank's tokens.
 """
