@@ -450,7 +450,7 @@ class EngineCore(Owned):
         """The next batch. The journal has begun."""
         self._journal.begin()
         with self._comparing():
-            batch = self._scheduler.step()
+            batch = self._scheduler.schedule()
         if not batch and self._table.samples:  # an error, or callers would step for ever
             raise EngineError("the scheduler has lost a sample; the next call computes all requests again")
         return batch
@@ -526,7 +526,7 @@ class EngineCore(Owned):
         row = 0
         for sample, _, draft in chunks:
             for each in (sample, *forks[id(sample)]) if sample.forks else (sample,):
-                request = self._table.of(each)
+                request = self._table.request_of(each)
                 try:
                     outcome = self._outputs.outcome(request, each, chosen[row])
                     outcomes.append(outcome)

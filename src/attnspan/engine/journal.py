@@ -4,7 +4,7 @@ What counts is what callers have seen: requests, and the tokens of their samples
 runs, how far each sample is) can be recomputed from those. So nothing is undone piece by piece::
 
     journal.begin()                  # from here on the scheduler's state is being changed
-    batch = scheduler.step() ...     # ints, copies, swaps
+    batch = scheduler.schedule() ... # ints, copies, swaps
     journal.planned(batch)           # that state is consistent again, and ahead of the model by one batch
     ...                              # the model, sampling, text: results that no caller has seen
     journal.commit(report, record)   # callers see them; then the scheduler's state

@@ -34,7 +34,7 @@ class RequestTable:
         self.samples.pop(request.number, None)
         self.requests.pop(request.number, None)
 
-    def of(self, sample: Sample) -> Request:
+    def request_of(self, sample: Sample) -> Request:
         return self.requests[sample.request_number]
 
     def holds(self, request: Request) -> bool:

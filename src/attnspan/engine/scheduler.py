@@ -115,7 +115,7 @@ class Scheduler:
     ... )
     >>> for number, length in enumerate([4, 5, 2]):
     ...     scheduler.add(Sample(number, tokens=[7] * length, max_length=length + 2))
-    >>> [(chunk.sample.request_number, chunk.new) for chunk in scheduler.step()]
+    >>> [(chunk.sample.request_number, chunk.new) for chunk in scheduler.schedule()]
     [(0, 4), (1, 2)]
     """
 
@@ -190,7 +190,7 @@ class Scheduler:
 
     # ---- a step ----------------------------------------------------------------------------------------------------
 
-    def step(self) -> list[Chunk]:
+    def schedule(self) -> list[Chunk]:
         """The next batch, for which there are pages; empty only if nothing runs or queues."""
         return self._drafted(self._batch())
 

@@ -25,7 +25,7 @@ def run_warmup(runner: ModelRunner, scheduler: Scheduler, max_length: int) -> No
                 sample = Sample(number, [0] * length, length + 1, encoder_prompt=runner.encoder_example)
                 scheduler.add(sample)
                 sample.unshared = True  # it is neither cached nor found
-        while batch := scheduler.step():
+        while batch := scheduler.schedule():
             runner.prepare(batch)
             runner.run(batch)
             runner.keep_states()
