@@ -34,7 +34,7 @@ N = TypeVar("N", int, Tensor)
 class Spread:
     """How positions are dealt to ranks, and which rank this is. See [Note: spread].
 
-    >>> Spread(interleave=2, ranks=2, rank=1).held(7)  # positions 2 and 3, and 6
+    >>> Spread(interleave=2, ranks=2, rank=1).local_length(7)  # positions 2 and 3, and 6
     3
     >>> [Spread(2, 2, 1).position(j) for j in range(3)]
     [2, 3, 6]
@@ -44,7 +44,7 @@ class Spread:
     ranks: int = 1
     rank: int = 0
 
-    def held(self, length: int) -> int:
+    def local_length(self, length: int) -> int:
         """How many of the first `length` positions lie here."""
         rounds, rest = divmod(length, self.interleave * self.ranks)
         return rounds * self.interleave + min(max(rest - self.rank * self.interleave, 0), self.interleave)

@@ -58,9 +58,9 @@ class Scoring:
         begin, end = metadata.host_begins[row], metadata.host_ends[row]
         start = metadata.starts[row]
         if self.causal:
-            end = min(end, metadata.spread.held(metadata.last(row) + 1))
+            end = min(end, metadata.spread.local_length(metadata.last(row) + 1))
         if self.window is not None:
-            begin = max(begin, metadata.spread.held(max(0, start - self.window + 1)))
+            begin = max(begin, metadata.spread.local_length(max(0, start - self.window + 1)))
         return begin, max(begin, end)
 
     def rows(self, metadata: PagedMetadata, done: Container[int] = ()) -> Iterator[VisibleKeys]:

@@ -136,11 +136,12 @@ class StepPlan:
         lengths = growth.lengths + [0] * padding
         starts = growth.starts + [-1] * padding
         offsets = list(accumulate(counts, initial=0))
-        ends = lengths if spread.ranks == 1 else [spread.held(length) for length in lengths]
+        ends = lengths if spread.ranks == 1 else [spread.local_length(length) for length in lengths]
         self.shared = self._common(rows) if share else ()
         begins = array("i", bytes(4 * n))  # zeros
         for group in self.shared:
-            begins[group.first : group.last] = array("i", [spread.held(group.length)]) * (group.last - group.first)
+            rows_of_group = slice(group.first, group.last)
+            begins[rows_of_group] = array("i", [spread.local_length(group.length)] * (group.last - group.first))
         buffer.begin()
         buffer.put_tables(rows, stamps, padding)
         slots, numbers, positions = self._located(rows, starts, lengths, counts)
@@ -149,7 +150,7 @@ class StepPlan:
         buffer.put(lengths=totals, ends=totals if ends is lengths else array("i", ends))
         for place, group in enumerate(self.shared):
             queries = offsets[group.last] - offsets[group.first]
-            buffer.put(3 * place, shared=array("i", (0, queries, spread.held(group.length))))
+            buffer.put(3 * place, shared=array("i", (0, queries, spread.local_length(group.length))))
         buffer.send(n)
         self.tokens, self.sequences, self.host_lengths = offsets[-1], len(rows), tuple(lengths)
         released = [(row, start) for row, start in zip(rows, starts, strict=False) if row.first]
@@ -250,9 +251,10 @@ class StepPlan:
         some = slice(first, first + tokens)
         rows = slice(group.first, group.last)
         latest = max(step.last(row) for row in range(group.first, group.last))
+        length = self.spread.local_length(group.length)
         return PagedMetadata(
             step.page_size, step.tables[group.first : group.first + 1], self._buffer.zero, end, offsets,
-            self._buffer.zeros(tokens), step.positions[some], (tokens,), (0,), (self.spread.held(group.length),),
+            self._buffer.zeros(tokens), step.positions[some], (tokens,), (0,), (length,),
             (min(step.starts[rows]),), latest, self.spread, merged=True,
         )  # fmt: skip
 
