@@ -106,7 +106,7 @@ def ours(plan: Plan, kernel: str, score: Score | None, rank: int) -> tuple[float
     call = BoundPlan(plan, Silent(rank, RANKS, "cuda"), kernel, score=score)
     rows = plan.layout.tokens(plan.seq_len)[rank]
     q, k, v, grad = (random(rows) for _ in range(4))
-    inputs = Inputs(q, k, v, captured=[] if score is None else score.captured.of(q))
+    inputs = Inputs(q, k, v, captured=[] if score is None else score.captured.for_query(q))
 
     def both() -> None:
         out, lse = execute.forward(call, inputs)

@@ -84,8 +84,8 @@ def bend_kernels(plant: Plant, forward: Callable | None = None, backward: Callab
 
         return chosen
 
-    plant(PerTile, "of", of)
-    plant(type(AUTO), "of", of)
+    plant(PerTile, "kernel_for", of)
+    plant(type(AUTO), "kernel_for", of)
 
 
 def unmasked(tile: Tile) -> Tile:

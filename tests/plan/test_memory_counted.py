@@ -57,7 +57,7 @@ def one_call_back(spec, final, q, k, v, tiles, into, *told):
 
 @pytest.fixture
 def stand_ins(monkeypatch):
-    monkeypatch.setattr(type(AUTO), "of", lambda *args: Library)
+    monkeypatch.setattr(type(AUTO), "kernel_for", lambda *args: Library)
     monkeypatch.setattr(lane, "choose_kernel", lambda name, *request: KERNELS["band"] if JOINS[name] else AUTO)
     monkeypatch.setattr(lane, "rounds", lambda name, device: name != "band")
     monkeypatch.setattr(bands, "forward", one_call)

@@ -49,7 +49,7 @@ def backward(
     sums = [torch.zeros_like(x, dtype=lse_dtype(x.dtype)) if i in wanted else None for i, x in enumerate(captured)]
     expander = inputs.expander
     weights = [torch.zeros_like(x, dtype=lse_dtype(x.dtype)) for x in (expander.weights if expander else ())]
-    finals = [final.of(row.batch) for row in rows]
+    finals = [final.batch_rows(row.batch) for row in rows]
     found: Sequence[tuple[Tensor, ...]]
     if bound.plan.degree > 1:
         found = [row.backward(each, sums, kept) for row, each in zip(rows, finals, strict=True)]

@@ -74,7 +74,7 @@ class AttentionCallable:
 
         `captured` are tensors in place of those that the score_mod captured.
         """
-        given = self.captured.of(query) if captured is None else captured
+        given = self.captured.for_query(query) if captured is None else captured
         keys = as_keys(key, value, expand)
         return self.run(Inputs(query, *keys, sinks, given, False, dropout_p, dropout_seed), expand)[0]
 
@@ -90,8 +90,8 @@ class AttentionCallable:
         dropout_seed: int | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The output, and the log-sum-exp of every row (B, H, S), differentiable too; on all ranks or on none."""
-        keys = as_keys(key, value, expand)
-        return self.run(Inputs(query, *keys, sinks, self.captured.of(query), True, dropout_p, dropout_seed), expand)
+        given, keys = self.captured.for_query(query), as_keys(key, value, expand)
+        return self.run(Inputs(query, *keys, sinks, given, True, dropout_p, dropout_seed), expand)
 
 
 class Attention(AttentionCallable):
@@ -232,7 +232,7 @@ def attention(
     auto = strategy == "auto" and not given
     options = {"kernel": kernel, "scale": scale, "score_mod": score, "keep_keys": keep_keys, "auto": auto}
     attend = _memo(transport)(plan, **options)
-    captured = [] if score is None else score.captured.of(query)
+    captured = [] if score is None else score.captured.for_query(query)
     inputs = Inputs(query, *as_keys(key, value, expand), sinks, captured, return_lse, dropout_p, dropout_seed)
     attend.check_mask(plan.mask, inputs)
     out, lse = attend.run(inputs, expand)

@@ -29,7 +29,7 @@ class Captured(NamedTuple):
     single: list[Tensor]
     double: list[Tensor]
 
-    def of(self, query: Tensor) -> list[Tensor]:
+    def for_query(self, query: Tensor) -> list[Tensor]:
         """The tensors for scores of the query's precision."""
         return self.double if query.dtype == torch.float64 else self.single
 

@@ -103,7 +103,7 @@ class _Fastest(PerTile):
     def __init__(self) -> None:
         self.name, self.traits = "auto", Traits(order=0)
 
-    def of(self, spec: Spec, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> TileKernel:
+    def kernel_for(self, spec: Spec, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> TileKernel:
         return fastest(spec, q, k, v, tile)
 
     def supports(self, spec: Spec, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles) -> str | None:
@@ -142,7 +142,7 @@ def refusal(name: str, spec: Spec, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles
         return f"{name} has no dropout"
     odd = None if kernel.traits.programs else _with_program(spec, tiles)
     if odd is not None and spec.mods is not None:
-        return f"{name} runs no {spec.mods.of(odd)}"
+        return f"{name} runs no {spec.mods.needed_by(odd)}"
     return kernel.supports(spec, q, k, v, tiles)
 
 
@@ -154,7 +154,7 @@ def refusals(spec: Spec, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles) -> dict[
 
 def _with_program(spec: Spec, tiles: Tiles) -> Tile | None:
     """The first tile that needs a program."""
-    return None if spec.mods is None else next(filter(spec.mods.of, tiles), None)
+    return None if spec.mods is None else next(filter(spec.mods.needed_by, tiles), None)
 
 
 def _unusual(spec: Spec, tiles: Tiles) -> Tile | None:

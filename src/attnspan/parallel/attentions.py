@@ -189,7 +189,8 @@ class Attentions:
         own, mask = self._mask(args.block_mask, name)
         score = None if args.score_mod is None else self._score(args.score_mod, (lse_dtype(query.dtype),))
         scale = None if args.scale == query.shape[-1] ** -0.5 else args.scale
-        attend, captured = self._attention(own, mask, score, scale), [] if score is None else score.captured.of(query)
+        attend = self._attention(own, mask, score, scale)
+        captured = [] if score is None else score.captured.for_query(query)
         if not isinstance(args.block_mask, BlockMask) and not is_dtensor(query):
             attend.check_mask(mask, Inputs(*args[:3], captured=captured))
         return attend, captured

@@ -47,7 +47,7 @@ def flex_attention(
     check_args(args, core)
     if isinstance(block_mask, BoundAttention):
         check_bound(block_mask, args, core)
-        attend, captured = block_mask.by_entry[entry], block_mask.captured.of(args.query)
+        attend, captured = block_mask.by_entry[entry], block_mask.captured.for_query(args.query)
     else:
         core.check_scale(args.scale)
         if torch.compiler.is_dynamo_compiling():  # functions are traced between two graphs, if there may be two
