@@ -1,4 +1,4 @@
-"""The pages themselves: keys and values of every layer, and attention over them.
+"""A pool of pages: the keys and values of every layer, and attention over them.
 
 A layer's pages are two tensors that never move, (pages, page_size, key heads, dim), so that one token's keys of all
 heads lie side by side. Layers may differ in heads, dims, dtype and window; they share page numbers, so one block table
@@ -8,10 +8,11 @@ serves all of them.
 layer of the pool sees further. Models that mix windowed and full layers keep two pools, each with an allocator of its
 own; a layer that would look behind what was released is refused.
 
-[Note: shared beginnings] Where rows of a plan begin with the same pages (`share=True`), those are read once: the
-queries of all these rows together over the shared keys, then each row over its own, joined by lse.
+[Note: shared beginnings] If rows of a plan begin with the same pages (`share=True`), those are read once (cascade
+attention): the queries of all these rows attend to the shared keys together, then each row to its own keys, merged by
+lse.
 
-Nothing here waits for the device, and nothing follows the size of the pool.
+No operation waits for the device, and none takes time in proportion to the size of the pool.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ Read = Callable[[PagedMetadata, Tensor], tuple[Tensor, Tensor]]
 """Attention of queries over the pages that a metadata names: (out, lse)."""
 
 MAX_KEPT = 64
-"""How many masks a pool remembers the functions of."""
+"""How many masks a pool caches the scoring of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +53,8 @@ class Layer:
     >>> Layer(kv_heads=8, head_dim=128, window=4096).value_dim
     128
 
-    With `values_in_keys` a value is the first `value_dim` numbers of its key, and is not stored beside it. So latents
-    are kept, which queries attend over as one key head (engine/model.py, [Note: latents]).
+    With `values_in_keys` a value is the first `value_dim` numbers of its key, and is not stored separately. This is for
+    latents, which queries attend over as one key head (engine/model.py, [Note: latents]).
     """
 
     kv_heads: int
