@@ -1,12 +1,12 @@
-"""A token drawn at random, by temperature and cuts, with a number that nothing but the request decides.
+"""Draws tokens at random, by temperature and cuts, with numbers that depend on the request alone.
 
-The number is between 0 and 1, from a counter-based generator keyed on (seed, sample, position) (`uniforms`). No state
-is shared, so a request gets the same tokens in any batch, on any device, and after preemption. The number is looked up
-in the cumulative sum of the probabilities, in float64.
+A number in [0, 1) comes from a counter-based generator keyed on (seed, sample, position) (`uniforms`). There is no
+shared state, so a request gets the same tokens in any batch, on any device, and after preemption. The number is looked
+up in the cumulative sum of the probabilities, in float64.
 
 Logits are divided by the temperature, and cut by `top_h`, `top_k`, `top_p`, `min_p`, `typical_p`, `epsilon_cutoff` and
-`eta_cutoff`, in this order, each by the probabilities that the one before has left, as in transformers. Each looks only
-at the rows that ask for it.
+`eta_cutoff`, in this order, each on the probabilities that the previous one left, as in transformers. Each is applied
+only to the rows that use it.
 
 Shapes: R rows, V tokens.
 """

@@ -1,7 +1,7 @@
-"""Warm-up: prompts of zeros are run before the first request, so that no request waits for what happens only once.
+"""Warm-up: runs prompts of zeros before the first request, which compiles kernels and captures graphs.
 
-Kernels are compiled for numbers of new tokens, and graphs are captured for numbers of rows. Both happen here, in pages
-that are given back; nothing is found, kept or counted.
+Kernels are compiled for numbers of new tokens, and graphs are captured for numbers of rows. The pages are freed
+afterwards; nothing is cached or counted.
 """
 
 from __future__ import annotations
