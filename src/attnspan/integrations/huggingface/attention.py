@@ -1,12 +1,12 @@
 """The attention function of enabled models, registered with transformers by the name ``"attnspan"``.
 
-transformers looks it up for every call of a layer and passes it the module, shards of query, key and value, the mask
-that the model asked for (masking.py) and the options of the layer. The module has a `LayerBinding`: its layer as
-data, and the enabled model that it belongs to, which knows the batch. The arguments are compared with what the layer
-was enabled for, and any difference is refused before anything travels.
+transformers looks it up in every call of a layer and passes the module, shards of query, key and value, the mask that
+the model asked for (masking.py) and the options of the layer. The module has a `LayerBinding`: its layer as data, and
+the enabled model that it belongs to, which has the state of the pass. Arguments that differ from the layer's are
+refused before any communication.
 
-Registered when the first model is enabled. A module without a binding belongs to a model that was not enabled: an
-error.
+Registered when the first model is enabled. A module without a binding belongs to a model that was not enabled, which is
+an error.
 
 Shapes: query (B, H, S, D), key (B, Hk, S, D), value (B, Hk, S, Dv), out (B, S, H, Dv), S this rank's tokens.
 """
@@ -52,7 +52,7 @@ def register() -> None:
 
 @dataclass(frozen=True, eq=False)
 class LayerBinding:
-    """What a module of an enabled model knows: its layer, the number of its attention in a pass, and the model."""
+    """Set on a module of an enabled model: its layer, the index of its kind of attention, and the model."""
 
     layer: AttentionLayer
     kind: int | None  # None: cross-attention in a decoder without its encoder
@@ -112,8 +112,8 @@ def attend(
 
 
 def wants_latents(source: LatentSource, numbers: Tensor) -> bool:
-    """Whether a layer's latents are to travel: under a strategy that was given, unless it exchanges heads; with "auto"
-    where that is predicted to take less time. Compiled code, and matrices that are sharded, move keys and values."""
+    """Whether a layer's latents travel instead of keys and values: with a given strategy, unless it exchanges heads;
+    with "auto" if that is predicted to be faster. Not in compiled code, nor if the matrix is sharded."""
     binding: LayerBinding | None = getattr(source.module, BINDING, None)
     if torch.compiler.is_compiling() or binding is None or binding.kind is None:
         return False
@@ -125,18 +125,18 @@ def wants_latents(source: LatentSource, numbers: Tensor) -> bool:
 
 
 def tempered(query: Tensor, scales: Tensor) -> Tensor:
-    """Queries multiplied by a number for each position, of (S,) or (B, S), and rounded as transformers does."""
+    """Queries times a factor for each position, (S,) or (B, S), rounded as in transformers."""
     return (query * scales.unsqueeze(-2).unsqueeze(-1) if scales.dim() == 2 else query * scales.unsqueeze(-1)).to(query)
 
 
 def tune_temperature(layer: AttentionLayer, by_itself: bool) -> None:
-    """Whether a layer that tunes its temperature does so by itself, or leaves it to `attend`."""
+    """Let a layer with temperature tuning do that itself, or leave it to `attend`."""
     if layer.temperature is not None:
         vars(layer.module)["attn_temperature_tuning"] = by_itself
 
 
 def check_arguments(layer: AttentionLayer, mask: object, arguments: Mapping[str, object], wanted: Pattern) -> None:
-    """Refuse a call whose arguments differ from those of its layer, or its mask from the `wanted` one."""
+    """Refuse a call whose arguments differ from its layer's, or whose mask is not the `wanted` one."""
     by_default: dict[str, object] = {"scaling": layer.scale, "is_causal": layer.causal}
     always: dict[str, object] = {"sliding_window": layer.window, "softcap": layer.softcap, "s_aux": layer.sinks}
     for name, own in (by_default | always).items():

@@ -1,13 +1,12 @@
-"""Layers with inline attention: what it asks for, and a method in its place that asks for it.
+"""Layers that compute attention inline, and replacement methods that call an attention function instead.
 
-Some classes compute attention inline: they do not look it up by a name. While such a model is enabled or served, each
-of these layers has a method of ours, in which one call of an attention function takes the place of scores and sums. The
-modeling file and other models are not touched. Before that, a tiny layer of the class is compared with its original.
-Most classes are rows of plain_attention.py.
+Some classes compute attention inline, without transformers' AttentionInterface. While such a model is enabled or
+served, each of these layers has a replacement method, which calls an attention function instead. The modeling file and
+other models are not changed. Before that, a tiny layer of the class is compared with its original. Most classes are
+rows of a table in plain_attention.py.
 
-Bloom, MPT and Falcon add biases (ALiBi), and have a forward that is written here. Their biases are the model's own
-numbers: `build_alibi_tensor` of the modeling file is called for the positions of a whole sequence, and rounds as it
-does there.
+Bloom, MPT and Falcon add biases (ALiBi); their forward is rewritten here. The biases are the model's own numbers:
+`build_alibi_tensor` of the modeling file is called for the positions of a whole sequence, with its own rounding.
 """
 
 from __future__ import annotations
