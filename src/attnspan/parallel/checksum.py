@@ -182,10 +182,21 @@ def weights(count: int, device: torch.device) -> Tensor:
 
 @functools.lru_cache(maxsize=32)
 def _weights(count: int, device: torch.device) -> Tensor:
-    """By the finalizer of SplitMix64, of the numbers from 1; shifts of negative numbers are made those of unsigned."""
     with torch.inference_mode(False):
-        x = torch.arange(1, count + 1, device=device) * -0x61C8864680B583EB
-        for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
-            x = (x ^ (x >> shift) & (1 << 64 - shift) - 1) * factor
-        x ^= (x >> 31) & (1 << 33) - 1
-        return x | 1
+        return mixed(torch.arange(1, count + 1, device=device) * GOLDEN) | 1
+
+
+GOLDEN = -0x61C8864680B583EB
+"""The increment of SplitMix64, as an int64."""
+
+
+def mixed(x: Tensor) -> Tensor:
+    """The finalizer of SplitMix64 on int64 words: changing a bit of a word changes each bit with probability 1/2."""
+    x = (x ^ shifted_right(x, 30)) * -0x40A7B892E31B1A47
+    x = (x ^ shifted_right(x, 27)) * -0x6B2FB644ECCEEE15
+    return x ^ shifted_right(x, 31)
+
+
+def shifted_right(x: Tensor, bits: int) -> Tensor:
+    """A logical shift to the right of int64 words."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
