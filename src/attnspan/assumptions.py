@@ -21,12 +21,22 @@ ARCHITECTURE.md lists every assumption, and a test compares the list.
 from __future__ import annotations
 
 from collections.abc import Callable
-from threading import Lock, Thread
+from concurrent.futures import ThreadPoolExecutor
+from threading import Lock
+from typing import TypeVar
 
 from attnspan.errors import AttnspanError
 
+T = TypeVar("T")
+
 ALL: dict[str, Assumption] = {}
 """Every assumption of the modules that are imported, by its claim."""
+
+
+def in_new_thread(function: Callable[[], T]) -> T:
+    """Call a function in a new thread, in which none of the caller's modes and hooks is active."""
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="attnspan self-test") as executor:
+        return executor.submit(function).result()
 
 
 class Assumption:
@@ -48,25 +58,17 @@ class Assumption:
         with self._lock:
             if self.verified:
                 return
-            answers: list[object] = []
-            thread = Thread(target=lambda: answers.append(self._answer()), name="attnspan checks an assumption")
-            thread.start()
-            thread.join()
-            (answer,) = answers or [None]
-            if answer is not True:
-                reason = answer if isinstance(answer, Exception) else None
+            reason = None
+            try:
+                self.verified = in_new_thread(self.check) is True
+            except Exception as raised:  # whatever a version that moved things may raise
+                reason = raised
+            if not self.verified:
                 raise AttnspanError(
                     f"{self.place}: with this version of {self.library} it does not hold that {self.claim} "
                     f"({self.leans_on}), and results could be wrong without a word; use a version that attnspan was "
                     f"tested with{'' if reason is None else f' ({type(reason).__name__}: {reason})'}"
                 ) from reason
-            self.verified = True
-
-    def _answer(self) -> object:
-        try:
-            return self.check()
-        except Exception as raised:  # whatever a version that moved things may raise
-            return raised
 
     def __repr__(self) -> str:
         return f"Assumption({self.claim!r}, verified={self.verified})"

@@ -23,7 +23,6 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from threading import Thread
 from types import FunctionType, MethodType
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
@@ -32,6 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, saved_tensors_hooks
 
+from attnspan.assumptions import in_new_thread
 from attnspan.dtypes import dtype_name
 from attnspan.errors import AttentionError
 from attnspan.kernels.autograd import differentiable
@@ -106,7 +106,7 @@ class Expander:
         tried = transport.memo.setdefault(Expander, WeakKeyDictionary()).setdefault(_owner(expand), set())
         what = (getattr(expand, "__name__", ""), latent.shape[2], latent.dtype, *(x.shape for x in weights))
         if what not in tried:
-            _in_a_thread(lambda: found._try(_example(latent)))
+            in_new_thread(lambda: found._try(_example(latent)))
             tried.add(what)
         return found
 
@@ -270,20 +270,3 @@ def _owner(expand: Expand) -> Hashable:
 
 def _same(x: Tensor) -> Tensor:
     return x
-
-
-def _in_a_thread(work: Callable[[], None]) -> None:
-    """Run a function without the caller's modes and hooks."""
-    raised: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            work()
-        except BaseException as wrong:
-            raised.append(wrong)
-
-    thread = Thread(target=run, name="attnspan tries an expansion")
-    thread.start()
-    thread.join()
-    if raised:
-        raise raised[0]
