@@ -16,7 +16,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,6 @@ from attnspan.errors import ModelError
 from attnspan.integrations.huggingface.latents import LatentSource, latents_in
 from attnspan.integrations.huggingface.layers import AttentionLayer
 from attnspan.integrations.huggingface.masking import Pattern, requested_pattern
-from attnspan.integrations.huggingface.mixers import RecurrentMixer
 from attnspan.integrations.huggingface.plain_attention import OWN_MASK
 from attnspan.plan import Shape
 
@@ -51,26 +50,21 @@ def register() -> None:
 
 
 @dataclass(frozen=True, eq=False)
-class LayerBinding:
-    """Set on a module of an enabled model: its layer, the index of its kind of attention, and the model."""
+class ModuleBinding:
+    """Set on the attention layers and recurrent mixers of an enabled model."""
 
-    layer: AttentionLayer
-    kind: int | None  # None: cross-attention in a decoder without its encoder
     enabled: Enabled
 
-    def __deepcopy__(self, memo: object) -> LayerBinding:
+    def __deepcopy__(self, memo: object) -> Self:
         return self  # a copy of a model is enabled as the model is
 
 
 @dataclass(frozen=True, eq=False)
-class MixerBinding:
-    """The same of a recurrent mixer."""
+class LayerBinding(ModuleBinding):
+    """The binding of an attention layer: also its data, and the index of its kind of attention in a pass."""
 
-    mixer: RecurrentMixer
-    enabled: Enabled
-
-    def __deepcopy__(self, memo: object) -> MixerBinding:
-        return self
+    layer: AttentionLayer
+    kind: int | None  # None: cross-attention in a decoder without its encoder
 
 
 def attend(

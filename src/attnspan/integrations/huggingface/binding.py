@@ -13,7 +13,7 @@ from attnspan.integrations.huggingface.attention import (
     BINDING,
     NAME,
     LayerBinding,
-    MixerBinding,
+    ModuleBinding,
     attend,
     check_configs,
     configs_of,
@@ -47,7 +47,7 @@ class ModelBinding:
         for config, _ in self._own_names:
             config._attn_implementation = NAME
         for layer, kind in zip(self._parts.layers, self._kinds, strict=True):
-            setattr(layer.module, BINDING, LayerBinding(layer, kind, self._enabled))
+            setattr(layer.module, BINDING, LayerBinding(self._enabled, layer, kind))
             source = latent_source(layer.module, wants_latents)
             if source is not None:
                 source.bind()
@@ -55,9 +55,9 @@ class ModelBinding:
             bind_forward(layer.module, attend)
             tune_temperature(layer, by_itself=False)
         for layer in self._parts.idle:
-            setattr(layer.module, BINDING, LayerBinding(layer, None, self._enabled))
+            setattr(layer.module, BINDING, LayerBinding(self._enabled, layer, None))
         for mixer in self._parts.mixers:
-            setattr(mixer.module, BINDING, MixerBinding(mixer, self._enabled))
+            setattr(mixer.module, BINDING, ModuleBinding(self._enabled))
             mixer.bind(self._enabled.mixer_tokens)
 
     def unbind(self) -> None:

@@ -36,6 +36,7 @@ from attnspan.integrations.huggingface.plain_attention import (
     LayerClass,
     Method,
     PlainAttention,
+    causal_mask,
 )
 from attnspan.integrations.huggingface.tiny_module import filled
 
@@ -248,7 +249,7 @@ def _bloom_example(cls: LayerClass) -> nn.Module:
 
 def _bloom_given(module: Bloom) -> list[Kwargs]:
     alibi = _built(module, 5, torch.float32)[:, None]
-    return [{"residual": torch.ones(1, 5, 12, device="cpu"), "alibi": alibi, "attention_mask": _hidden()}]
+    return [{"residual": torch.ones(1, 5, 12, device="cpu"), "alibi": alibi, "attention_mask": causal_mask()}]
 
 
 # ---- MPT -------------------------------------------------------------------------------------------------------------
@@ -311,7 +312,7 @@ def _mpt_example(cls: LayerClass) -> nn.Module:
 
 def _mpt_given(module: Mpt) -> list[Kwargs]:
     alibi = _file_of(module).build_mpt_alibi_tensor(3, 8, device="cpu")
-    return [{"position_bias": alibi, "attention_mask": _hidden() < 0}]
+    return [{"position_bias": alibi, "attention_mask": causal_mask() < 0}]
 
 
 # ---- Falcon ----------------------------------------------------------------------------------------------------------
@@ -377,7 +378,7 @@ def _falcon_example(cls: LayerClass) -> nn.Module:
 
 def _falcon_given(module: Falcon) -> list[Kwargs]:
     alibi = _built(module, 5, torch.float32)[:, None]
-    return [{"alibi": alibi, "attention_mask": _hidden() + alibi / math.sqrt(module.head_dim)}]
+    return [{"alibi": alibi, "attention_mask": causal_mask() + alibi / math.sqrt(module.head_dim)}]
 
 
 # ---- what they have in common ----------------------------------------------------------------------------------------
@@ -393,11 +394,6 @@ FAMILIES: dict[str, InlineAttention[Any]] = {name: InlineAttention.of(row) for n
     ),
 }
 """By the folder of a class, and its name."""
-
-
-def _hidden() -> Tensor:
-    """A causal mask of five tokens, as numbers to add."""
-    return torch.full((1, 1, 5, 5), torch.finfo(torch.float32).min, device="cpu").triu(1)
 
 
 # ---- compared --------------------------------------------------------------------------------------------------------
