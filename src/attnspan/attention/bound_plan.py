@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -23,11 +22,10 @@ from attnspan.kernels import Mods, Spec, explain_programs, runs_programs
 from attnspan.layouts.run import Runs
 from attnspan.masks import Mask
 from attnspan.masks.tracing import traced
-from attnspan.plan import Hardware, Plan, Ring, Shape
+from attnspan.plan import Hardware, Plan, Shape
 from attnspan.plan.choose import KeepKeys
 from attnspan.plan.heads import split_heads
 from attnspan.plan.kind import latents_pay, strategy_for
-from attnspan.plan.strategy import between_groups
 from attnspan.transports import Transport
 from attnspan.tuning import table_for
 
@@ -172,11 +170,6 @@ class BoundPlan:
         }
         arenas: dict[Side, Runs] = {"query": plan.queries(self.rank, row), "key": plan.keys(self.rank, row)}
         return HeadAllToAll(self.transport, members, split_heads(heads, kv_heads, degree), shards, arenas)
-
-    @cached_property
-    def is_ring(self) -> bool:
-        """Whether buffers are handed on whole from rank to rank."""
-        return isinstance(between_groups(self.plan.strategy), Ring)
 
 
 def _chosen(plan: Plan, shape: Shape, hardware: Hardware, keep_keys: KeepKeys) -> Plan:

@@ -22,6 +22,7 @@ from attnspan.attention.lane import Lane, RowsAndHeads
 from attnspan.attention.ulysses import HeadAllToAll, Side, segments
 from attnspan.dtypes import lse_dtype
 from attnspan.kernels import BackwardInputs
+from attnspan.plan.heads import repeats_key_heads
 
 SIDES: tuple[Side, Side, Side] = ("query", "key", "key")
 """Which tokens query, key and value have, and so do their gradients."""
@@ -116,7 +117,7 @@ class PlanRow:
         lanes = self._head_lanes(exchange, tensors)
         narrow = self.inputs.query.dtype
         # [Note: gradients of heads] in ulysses.py
-        of_keys = lse_dtype(narrow) if exchange.repeats_key_heads else narrow
+        of_keys = lse_dtype(narrow) if repeats_key_heads(exchange.shares) else narrow
         grads = loop.backward(self.bound.transport, lanes, finals, sums, (), steps)
         parts = [each.results(narrow, of_keys) for each in grads]
         del grads

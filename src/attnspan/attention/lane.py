@@ -48,7 +48,9 @@ from attnspan.kernels import (
     write_into,
 )
 from attnspan.layouts.run import Runs, positions_of
+from attnspan.plan import Ring
 from attnspan.plan.step import Step, Transfer
+from attnspan.plan.strategy import between_groups
 
 Message = tuple[int, Tensor]
 
@@ -88,7 +90,7 @@ class Lane:
             steps = tuple(step.between(degree, rank % degree) for step in steps)
         self.steps, self.rows_and_heads, self.kernel = steps, rows_and_heads, bound.kernel
         self._queries, self._own = plan.queries(rank, row), plan.keys(rank, row)
-        self._is_ring = bound.is_ring
+        self._is_ring = isinstance(between_groups(plan.strategy), Ring)  # which passes whole buffers on
         self.query, self.key, self.value, self.captured = *inputs[:3], inputs.captured
         self.expander = inputs.expander
         self.spec = bound.spec(inputs)

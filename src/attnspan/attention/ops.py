@@ -55,24 +55,14 @@ from attnspan.transports.unbroken import unbroken
 EXPANSION_GONE = "handle is a copy whose original is gone; keep the expansion that it belongs to"
 
 
-def _inputs(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sinks: Tensor | None,
-    captured: Sequence[Tensor],
-    return_lse: bool,
-    dropout_p: float,
-    seed: int | None,
-    handle: Tensor | None,
-) -> Inputs:
-    """The inputs of a call; weights that expand a latent are no longer among what was captured."""
+def _with_expander(inputs: Inputs, handle: Tensor | None) -> Inputs:
+    """The inputs of an op; weights that expand a latent are then no longer among captured tensors."""
     if handle is None:
-        return Inputs(query, key, value, sinks, captured, return_lse, dropout_p, seed)
+        return inputs
     expander = object_of(handle, EXPANSION_GONE)
     assert isinstance(expander, Expander), "handles are of expansions"
-    captured = captured[: len(captured) - len(expander.weights)]
-    return Inputs(query, key, value, sinks, captured, return_lse, dropout_p, seed, expander)
+    captured = inputs.captured[: len(inputs.captured) - len(expander.weights)]
+    return inputs._replace(captured=captured, expander=expander)
 
 
 @torch.library.custom_op("attnspan::attention", mutates_args=())
@@ -91,7 +81,8 @@ def attention(
 ) -> tuple[Tensor, Tensor, Tensor]:
     check_no_tangents("attention", query, key, value, sinks, *captured)  # see transforms.py
     seed = None if dropout_seed is None else int(dropout_seed)
-    inputs = _inputs(query, key, value, sinks, captured, return_lse, dropout_p, seed, expander)
+    inputs = Inputs(query, key, value, sinks, captured, return_lse, dropout_p, seed)
+    inputs = _with_expander(inputs, expander)
     bound = BoundPlan.of(handle).for_inputs(inputs)
     if bound.guard is not None:
         bound.guard()
@@ -143,7 +134,8 @@ def attention_backward(
     expander: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
     number, seed = header.tolist()  # see [Note: saved seeds]
-    inputs = _inputs(query, key, value, sinks, captured, return_lse, dropout_p, seed, expander)
+    inputs = Inputs(query, key, value, sinks, captured, return_lse, dropout_p, seed)
+    inputs = _with_expander(inputs, expander)
     bound = BoundPlan.of(handle).for_inputs(inputs)
     if grad_lse is None and return_lse and bound.plan.degree > 1:  # see [Note: gradients of lse over ranks]
         grad_lse = torch.zeros_like(lse)

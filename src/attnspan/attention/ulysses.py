@@ -24,7 +24,7 @@ from torch import Tensor
 from attnspan.attention.recording import travelling
 from attnspan.attention.wire import run_offsets
 from attnspan.layouts.run import Runs
-from attnspan.plan.heads import Heads, repeats_key_heads
+from attnspan.plan.heads import Heads
 from attnspan.transports import Transport
 
 Side = Literal["query", "key"]
@@ -73,10 +73,6 @@ class HeadAllToAll:
     def here(self) -> int:
         """This rank's place in the group."""
         return self.transport.rank - self.members.start
-
-    @property
-    def repeats_key_heads(self) -> bool:
-        return repeats_key_heads(self.shares)
 
     def heads(self, member: int, side: Side) -> slice:
         share = getattr(self.shares[member], side)

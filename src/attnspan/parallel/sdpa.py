@@ -72,7 +72,8 @@ class AttentionMode(FlexMode):
         checkpoint_regions.enter()
         around = _get_current_function_mode()
         # A second mode equal to the active one would add overhead to every call of torch, and change nothing.
-        self.pushed.append(not (isinstance(around, AttentionMode) and around._equals(self)))
+        same = isinstance(around, AttentionMode) and around.handler is self.handler and around.flex == self.flex
+        self.pushed.append(not same)
         if self.flex:
             flex_dispatch.install()
         return super().__enter__() if self.pushed[-1] else self
@@ -88,9 +89,6 @@ class AttentionMode(FlexMode):
             super().__exit__(*raised)
         if not self.flex and raised_in_flex(raised[1]):
             raise AttentionError(NO_FLEX) from raised[1]
-
-    def _equals(self, other: AttentionMode) -> bool:
-        return self.handler is other.handler and self.flex == other.flex
 
     def __torch_function__(
         self, func: Function, types: object, args: Args = (), kwargs: Kwargs | None = None
