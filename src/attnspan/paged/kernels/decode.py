@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from attnspan.kernels.merge import has_triton
-from attnspan.paged.kernels.decode_programs import programs
+from attnspan.paged.kernels.decode_programs import FLOATS, INTS, programs
 from attnspan.paged.metadata import PagedMetadata, Pages
 from attnspan.paged.quantised import Quantised
 from attnspan.paged.scoring import Scoring
@@ -125,7 +125,7 @@ def forward(
     dtype = torch.float32 if metadata.merged else q.dtype
     out, lse = q.new_empty(tokens, heads, values.shape[3], dtype=dtype), q.new_empty(tokens, heads, dtype=torch.float32)
     if tokens:
-        call = _call_of(spec, metadata, q, keys, values, tuning or _tuning(q, values.shape[3]))
+        call = _call_of(spec, metadata, q, keys, values, tuning)
         with _device_guard(q.device):
             if call.per_tile >= call.most and len(metadata.queries) <= SHARED_ROWS[-1]:
                 _attend_shares(call, out, lse)
@@ -154,21 +154,23 @@ class DecodeCall(NamedTuple):
 
 
 def _call_of(
-    spec: Scoring, metadata: PagedMetadata, q: Tensor, keys: Pages, values: Pages, tuning: DecodeTuning
+    spec: Scoring, metadata: PagedMetadata, q: Tensor, keys: Pages, values: Pages, tuning: DecodeTuning | None
 ) -> DecodeCall:
-    stored = isinstance(keys, Quantised)
-    keys, key_scales = _codes_and_scales(keys)
-    values, value_scales = _codes_and_scales(values)
-    q, keys, values = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, keys, values))
     group, dim, value_dim = q.shape[1] // keys.shape[2], q.shape[2], values.shape[3]
     most = metadata.once("most", lambda: max(metadata.queries))
     rows = min(MAX_ROWS, max(16, _next_power_of_2(group * most)))
+    stored, words = isinstance(keys, Quantised), _words(q, keys, values)
+    tuning = tuning or _tuning(q, value_dim, rows if words else 0)
+    keys, key_scales = _codes_and_scales(keys, words)
+    values, value_scales = _codes_and_scales(values, words)
+    q, keys, values = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, keys, values))
     spread = metadata.spread
     constants = {
         "size": metadata.page_size, "group": group, "dim": dim, "value_dim": value_dim,
         "block_d": max(16, _next_power_of_2(dim)), "block_v": max(16, _next_power_of_2(value_dim)), "block_m": rows,
         "block_n": tuning.block, "fewest": MIN_KEYS // tuning.block,
-        "causal": spec.causal, "windowed": spec.window is not None, "ranks": spread.ranks, "stored": stored,
+        "causal": spec.causal, "windowed": spec.window is not None, "ranks": spread.ranks,
+        "stored": stored, "words": words,
         "pdl": q.is_cuda and torch.version.cuda is not None and _capability(q.device) >= (9, 0),
         "num_warps": tuning.warps, "num_stages": tuning.stages,
     }  # fmt: skip
@@ -223,13 +225,35 @@ def _attend_splits(call: DecodeCall, out: Tensor, lse: Tensor) -> None:
         )  # fmt: skip
 
 
-def _codes_and_scales(pages: Pages) -> tuple[Tensor, Tensor]:
-    """Codes and scales; of pages that have none, themselves twice."""
-    return (pages.codes.view(pages.dtype), pages.scales) if isinstance(pages, Quantised) else (pages, pages)
+def _words(q: Tensor, keys: Pages, values: Pages) -> int:
+    """Whether codes are loaded four at once, and what they are. See [Note: codes] in decode_programs.py."""
+    if not (isinstance(keys, Quantised) and isinstance(values, Quantised)) or q.dtype == torch.float32:
+        return 0
+    # NVIDIA's assembler makes numbers of them; the interpreter has none.
+    if q.device.type != "cuda" or torch.version.cuda is None or _capability(q.device) < (9, 0):
+        return 0
+    codes = (keys.codes, values.codes)
+    whole = all(
+        x.stride(3) == 1 and not any(n % 4 for n in (x.shape[3], x.storage_offset(), *x.stride()[:3])) for x in codes
+    )
+    return (INTS if keys.dtype == torch.int8 else FLOATS) if whole else 0
 
 
-def _tuning(q: Tensor, value_dim: int) -> DecodeTuning:
-    row = (q.shape[2] + value_dim) * q.element_size()  # codes too are multiplied as numbers of the query's dtype
+def _codes_and_scales(pages: Pages, words: int) -> tuple[Tensor, Tensor]:
+    """Codes, or words of four, and scales; of pages that have none, themselves twice."""
+    if not isinstance(pages, Quantised):
+        return pages, pages
+    return pages.codes.view(torch.int32 if words else pages.dtype), pages.scales
+
+
+def _tuning(q: Tensor, value_dim: int, code_rows: int = 0) -> DecodeTuning:
+    """`code_rows`: rows that a program holds, where codes are loaded as words."""
+    dims = q.shape[2] + value_dim
+    if code_rows:
+        return DecodeTuning(
+            block=128 if code_rows == 16 and dims <= 256 else 64, stages=2, resident=3 if dims <= 256 else 2
+        )
+    row = dims * q.element_size()  # codes too are multiplied as numbers of the query's dtype
     if row > 512:  # keys and values in flight must fit beside the queries
         return DecodeTuning(block=32, stages=3 if row <= 1024 else 2, resident=2)
     return DecodeTuning()

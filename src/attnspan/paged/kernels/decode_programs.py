@@ -27,7 +27,9 @@ its slot.
 
 [Note: codes] Keys in 8 bits are multiplied as the codes they are, exact in every dtype of a query, and a score is
 scaled afterwards. A value's scale goes into its weight, over the largest scale of the block, so that weights stay
-between 0 and 1 and half precision has room for them.
+between 0 and 1 and half precision has room for them. Where queries are in half precision, four codes are loaded as one
+word and become float16, in half the instructions that bfloat16 takes. Each query is divided by a power of two first,
+so that its largest number is between 1 and 2: in float16 the others are exact then, or off by at most 2^-25.
 """
 
 from __future__ import annotations
@@ -37,6 +39,37 @@ from typing import Any, NamedTuple
 
 VARYING = ["width", "tokens", "splits", "tiles", "shares", "row_count", "most", "window", "interleave", "rank"]
 """Numbers that differ from step to step: Triton would recompile for 1, for multiples of 16, and for the rest."""
+
+INT8, FLOAT8 = (
+    """
+{
+.reg .b32 shifted, two, middle;
+mov.b32 middle, 0x64806480;
+xor.b32 shifted, $4, 0x80808080;
+prmt.b32 two, shifted, 0x64646464, 0x4140;
+sub.rn.f16x2 two, two, middle;
+mov.b32 {$0, $1}, two;
+prmt.b32 two, shifted, 0x64646464, 0x4342;
+sub.rn.f16x2 two, two, middle;
+mov.b32 {$2, $3}, two;
+}
+""",
+    """
+{
+.reg .b16 low, high;
+.reg .b32 two;
+mov.b32 {low, high}, $4;
+cvt.rn.f16x2.e4m3x2 two, low;
+mov.b32 {$0, $1}, two;
+cvt.rn.f16x2.e4m3x2 two, high;
+mov.b32 {$2, $3}, two;
+}
+""",
+)
+"""PTX that makes float16 of the four codes in a word. An int8 plus 128 is the lower byte of itself plus 1152."""
+
+INTS, FLOATS = 1, 2
+"""What the codes in words are; 0 where codes are not loaded as words."""
 
 tl: Any = None  # triton.language: Triton looks names up among the globals of what it compiles, so it must be one
 
@@ -55,17 +88,36 @@ def programs() -> DecodePrograms:
     import triton
     import triton.language as tl
 
+    unpack_int8, unpack_float8 = tl.constexpr(INT8), tl.constexpr(FLOAT8)
+
     # fmt: off
+    @triton.jit
+    def numbers(words, rows: tl.constexpr, cols: tl.constexpr, are_ints: tl.constexpr):
+        """Codes, four in a word, (rows, cols / 4), as float16 (rows, cols). See [Note: codes]."""
+        asm: tl.constexpr = unpack_int8 if are_ints else unpack_float8
+        a, b, c, d = tl.inline_asm_elementwise(asm, "=h,=h,=h,=h,r", [words], is_pure=True, pack=1,
+                                               dtype=(tl.float16, tl.float16, tl.float16, tl.float16))
+        return tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [rows, cols])
+
     @triton.jit
     def attend_blocks(
         rows, at, table, head, begin, end, low, high, keys, values, key_scales, value_scales, scale,
         k_p, k_s, k_h, v_p, v_s, v_h, s_p, s_s, s_h, window, interleave, rank,
         size: tl.constexpr, dim: tl.constexpr, value_dim: tl.constexpr, block_d: tl.constexpr, block_v: tl.constexpr,
         block_m: tl.constexpr, block_n: tl.constexpr, causal: tl.constexpr, windowed: tl.constexpr, ranks: tl.constexpr,
-        stored: tl.constexpr,
+        stored: tl.constexpr, words: tl.constexpr,
     ):
         """Queries `rows` at positions `at` over the keys [low, high) of a row, of those that it owns: (sum of weighted
         values, largest score, sum of weights), scores in powers of two."""
+        if words > 0:  # see [Note: codes]
+            d4 = tl.arange(0, block_d // 4)
+            dv4 = tl.arange(0, block_v // 4)
+            largest = tl.max(tl.abs(rows.to(tl.float32)), 1)
+            exponent = tl.floor(tl.log2(tl.maximum(largest, 1e-30)))
+            rows = (rows.to(tl.float32) * tl.exp2(-exponent)[:, None]).to(tl.float16)
+            row_scale = scale * tl.exp2(exponent)[:, None]
+        else:
+            row_scale = scale
         row_max = tl.full([block_m], float("-inf"), tl.float32)
         row_sum = tl.zeros([block_m], tl.float32)
         acc = tl.zeros([block_m, block_v], tl.float32)
@@ -81,9 +133,14 @@ def programs() -> DecodePrograms:
             next_key = start + block_n + lead  # see [Note: one block ahead]
             next_page = tl.load(table + next_key // size, mask=next_key < high, other=0)
             slot = step % size if block_n % size == 0 else key % size  # a fifth of the instructions less
-            k = tl.load(keys + (page * k_p + slot * k_s)[:, None] + head * k_h + d[None, :],
-                        mask=owned[:, None] & (d < dim)[None, :], other=0.0)
-            scores = tl.dot(rows, tl.trans(k.to(rows.dtype)), input_precision="ieee") * scale
+            if words > 0:
+                codes = tl.load(keys + (page * k_p + slot * k_s)[:, None] + head * k_h + d4[None, :],
+                                mask=owned[:, None] & (d4 < dim // 4)[None, :], other=0)
+                k = numbers(codes, block_n, block_d, words == 1)
+            else:
+                k = tl.load(keys + (page * k_p + slot * k_s)[:, None] + head * k_h + d[None, :],
+                            mask=owned[:, None] & (d < dim)[None, :], other=0.0).to(rows.dtype)
+            scores = tl.dot(rows, tl.trans(k), input_precision="ieee") * row_scale
             if stored:
                 scaled = page * s_p + slot * s_s + head * s_h
                 scores = scores * tl.load(key_scales + scaled, mask=owned, other=0.0)[None, :]
@@ -103,14 +160,21 @@ def programs() -> DecodePrograms:
             base = tl.where(new_max == float("-inf"), 0.0, new_max)
             weights = tl.exp2(scores - base[:, None])
             alpha = tl.exp2(row_max - base)
-            v = tl.load(values + (page * v_p + slot * v_s)[:, None] + head * v_h + dv[None, :],
-                        mask=owned[:, None] & (dv < value_dim)[None, :], other=0.0)
+            if words > 0:
+                codes = tl.load(values + (page * v_p + slot * v_s)[:, None] + head * v_h + dv4[None, :],
+                                mask=owned[:, None] & (dv4 < value_dim // 4)[None, :], other=0)
+                v = numbers(codes, block_n, block_v, words == 1)
+            else:
+                v = tl.load(values + (page * v_p + slot * v_s)[:, None] + head * v_h + dv[None, :],
+                            mask=owned[:, None] & (dv < value_dim)[None, :], other=0.0)
+                if stored:
+                    v = v.to(rows.dtype)
             row_sum = row_sum * alpha + tl.sum(weights, 1)
             if stored:
                 scales = tl.load(value_scales + scaled, mask=owned, other=0.0)
                 most = tl.max(scales, 0)
                 weights = weights * (scales / tl.where(most == 0.0, 1.0, most))[None, :]
-                found = tl.dot(weights.to(rows.dtype), v.to(rows.dtype), input_precision="ieee") * most
+                found = tl.dot(weights.to(v.dtype), v, input_precision="ieee") * most
             else:
                 found = tl.dot(weights.to(v.dtype), v, input_precision="ieee")
             acc = acc * alpha[:, None] + found
@@ -135,7 +199,7 @@ def programs() -> DecodePrograms:
         size: tl.constexpr, group: tl.constexpr, dim: tl.constexpr, value_dim: tl.constexpr, block_d: tl.constexpr,
         block_v: tl.constexpr, block_m: tl.constexpr, block_n: tl.constexpr, block_r: tl.constexpr,
         fewest: tl.constexpr, causal: tl.constexpr, windowed: tl.constexpr, ranks: tl.constexpr, stored: tl.constexpr,
-        pdl: tl.constexpr,
+        words: tl.constexpr, pdl: tl.constexpr,
     ):
         """A share of all rows' blocks, of one key head. `joined` (2, rows): the first and last share of each row."""
         if pdl:  # see [Note: PDL]
@@ -190,7 +254,7 @@ def programs() -> DecodePrograms:
             acc, row_max, row_sum = attend_blocks(
                 rows, at, tables + row.to(tl.int64) * width, head, row_begin, row_end, row_low, row_high, keys, values,
                 key_scales, value_scales, scale, k_p, k_s, k_h, v_p, v_s, v_h, s_p, s_s, s_h, window, interleave, rank,
-                size, dim, value_dim, block_d, block_v, block_m, block_n, causal, windowed, ranks, stored)
+                size, dim, value_dim, block_d, block_v, block_m, block_n, causal, windowed, ranks, stored, words)
             if (block == row_from) & (upto == row_from + row_blocks):  # all of the row
                 store(out, lse, token * heads + qh, real, acc, row_max, row_sum, value_dim, block_v)
             else:
@@ -246,7 +310,7 @@ def programs() -> DecodePrograms:
         size: tl.constexpr, group: tl.constexpr, dim: tl.constexpr, value_dim: tl.constexpr, block_d: tl.constexpr,
         block_v: tl.constexpr, block_m: tl.constexpr, block_n: tl.constexpr, per_tile: tl.constexpr,
         fewest: tl.constexpr, causal: tl.constexpr, windowed: tl.constexpr, ranks: tl.constexpr, stored: tl.constexpr,
-        pdl: tl.constexpr,
+        words: tl.constexpr, pdl: tl.constexpr,
     ):
         """Some queries of a row, of one key head, over a split of their keys."""
         if pdl:  # see [Note: PDL]
@@ -289,7 +353,7 @@ def programs() -> DecodePrograms:
         acc, row_max, row_sum = attend_blocks(
             rows, at, tables + row.to(tl.int64) * width, head, begin, end, low, high, keys, values, key_scales,
             value_scales, scale, k_p, k_s, k_h, v_p, v_s, v_h, s_p, s_s, s_h, window, interleave, rank,
-            size, dim, value_dim, block_d, block_v, block_m, block_n, causal, windowed, ranks, stored)
+            size, dim, value_dim, block_d, block_v, block_m, block_n, causal, windowed, ranks, stored, words)
         store(out, lse, place, real, acc, row_max, row_sum, value_dim, block_v)
 
     @triton.jit(do_not_specialize=VARYING)
