@@ -72,7 +72,7 @@ class ChunkMaps(NamedTuple):
 
     def read(self, state: Tensor) -> Tensor:
         """The output, given the states before chunks."""
-        return torch.baddbmm(*(x.flatten(0, 1) for x in (self.out, self.reads, state))).view_as(self.out)
+        return _added(self.out, self.reads, state)
 
 
 def chunk_size(lengths: Tensor, width: int) -> int:
@@ -105,11 +105,15 @@ def _maps(inputs: RuleInputs) -> ChunkMaps:
         (pairs,), (reads,), kept, total = _decayed([query], key, factor)
         return ChunkMaps(pairs @ value, reads, total.mT, kept.mT @ value)
     (pairs, among), (reads, known), kept, total = _decayed([query, key], key, factor)
-    solved = TriangularSolve.apply(beta * among, beta * torch.cat([value, known], -1))
-    new, old = (x.contiguous() for x in solved.split([value.shape[-1], key.shape[-1]], -1))
-    a = kept.mT @ -old
+    new, old = TriangularSolve.apply(beta * among, beta * value, -beta * known)
+    a = kept.mT @ old
     a.diagonal(dim1=-2, dim2=-1).add_(total.squeeze(2))
-    return ChunkMaps(pairs @ new, reads - pairs @ old, a, kept.mT @ new)
+    return ChunkMaps(pairs @ new, _added(reads, pairs, old), a, kept.mT @ new)
+
+
+def _added(tensor: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """``tensor + left @ right`` in one operation."""
+    return torch.baddbmm(*(x.flatten(0, 1) for x in (tensor, left, right))).view_as(tensor)
 
 
 class Decayed(NamedTuple):
@@ -225,12 +229,14 @@ def _like(factor: Tensor, grad: Tensor) -> Tensor:
 
 
 class TriangularSolve(torch.autograd.Function):
-    """``(1 + L)^-1 right``, where L is what `lower` has below the diagonal; the inverse is put together by halves."""
+    """``(1 + L)^-1 right`` of some tensors, where L is what `lower` has below the diagonal; the inverse is put together
+    by halves.
+    """
 
-    apply: ClassVar[Callable[[Tensor, Tensor], Tensor]]  # torch's, which it does not annotate
+    apply: ClassVar[_Tensors]  # torch's, which it does not annotate
 
     @staticmethod
-    def forward(ctx: Any, lower: Tensor, right: Tensor) -> Tensor:
+    def forward(ctx: Any, lower: Tensor, *right: Tensor) -> tuple[Tensor, ...]:
         inverse = torch.diag_embed(torch.ones_like(lower[..., 0]))
         size = 1
         while size < lower.shape[-1]:
@@ -238,13 +244,14 @@ class TriangularSolve(torch.autograd.Function):
             first, second = blocks[..., :size, :size].contiguous(), blocks[..., size:, size:].contiguous()
             _between(inverse, size).copy_(-second @ (_between(lower, size) @ first))
             size *= 2
-        solved = inverse @ right
-        ctx.save_for_backward(inverse, solved)
+        solved = tuple(inverse @ each for each in right)
+        ctx.save_for_backward(inverse, *solved)
         return solved
 
     @staticmethod
     @backward_once
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        inverse, solved = ctx.saved_tensors
-        d_right = inverse.mT @ grad
-        return -(d_right @ solved.mT).tril(-1), d_right
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        inverse, *solved = ctx.saved_tensors
+        d_right = [inverse.mT @ grad for grad in grads]
+        d_lower, *more = (each @ found.mT for each, found in zip(d_right, solved, strict=True))
+        return -sum(more, start=d_lower).tril(-1), *d_right
