@@ -100,11 +100,11 @@ def _by_head(tokens: Tensor) -> Tensor:
 
 def _maps(inputs: RuleInputs) -> ChunkMaps:
     query, key, value, decay, beta = inputs
-    factor = key.new_ones(*key.shape[:3], 1) if decay is None else decay.exp()
+    decay = key.new_zeros(*key.shape[:3], 1) if decay is None else decay
     if beta is None:
-        (pairs,), (reads,), kept, total = _decayed([query], key, factor)
+        (pairs,), (reads,), kept, total = _decayed([query], key, decay)
         return ChunkMaps(pairs @ value, reads, total.mT, kept.mT @ value)
-    (pairs, among), (reads, known), kept, total = _decayed([query, key], key, factor)
+    (pairs, among), (reads, known), kept, total = _decayed([query, key], key, decay)
     new, old = TriangularSolve.apply(beta * among, beta * value, -beta * known)
     a = kept.mT @ old
     a.diagonal(dim1=-2, dim2=-1).add_(total.squeeze(2))
@@ -127,13 +127,33 @@ class Decayed(NamedTuple):
     total: Tensor
 
 
-def _decayed(rows: list[Tensor], key: Tensor, factor: Tensor) -> Decayed:
-    if factor.shape[-1] > 1 or key.shape[-1] == 1:
-        return _by_halves(rows, key, factor)
-    one = torch.ones_like(factor)  # what is alike for all channels is worked out for one
-    (weights,), (arriving,), leaving, total = _by_halves([one], one, factor)
+def _decayed(rows: list[Tensor], key: Tensor, decay: Tensor) -> Decayed:
+    if decay.shape[-1] > 1:
+        return _by_halves(rows, key, decay.exp())
+    weights = Weights.apply(decay)
+    arriving, leaving = decay[:, :, :1].exp() * weights[..., :1], weights[:, :, -1:].mT
     pairs = [(row @ key.mT) * weights for row in rows]
-    return Decayed(pairs, [row * arriving for row in rows], key * leaving, total)
+    return Decayed(pairs, [row * arriving for row in rows], key * leaving, arriving[:, :, -1:])
+
+
+class Weights(torch.autograd.Function):
+    """Decays between the tokens of a chunk, the same for all channels: (n, H, C, 1) as (n, H, C, C), see above."""
+
+    apply: ClassVar[Callable[[Tensor], Tensor]]  # torch's, which it does not annotate
+
+    @staticmethod
+    def forward(ctx: Any, decay: Tensor) -> Tensor:
+        later = decay.new_ones(decay.shape[2], decay.shape[2], dtype=torch.bool).tril(-1)
+        weights = torch.where(later, decay.exp(), 1).cumprod(2).tril_()
+        ctx.save_for_backward(weights)
+        return weights
+
+    @staticmethod
+    @backward_once
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (weights,) = ctx.saved_tensors
+        d_sums = (grad * weights).flip(2).cumsum(2).flip(2)  # over the tokens from this one on
+        return d_sums.tril_(-1).sum(-1, keepdim=True)
 
 
 def _by_halves(rows: list[Tensor], key: Tensor, factor: Tensor) -> Decayed:
