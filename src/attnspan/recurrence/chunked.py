@@ -43,6 +43,10 @@ CACHED = 2**18
 """Numbers of a tensor that are worked on together on a CPU, where larger ones leave its cache between operations."""
 
 
+SOLVED = 16
+"""Tokens of a block that is inverted."""
+
+
 class RuleInputs(NamedTuple):
     """Tokens in the words of the law above; decay and beta may be missing."""
 
@@ -143,8 +147,8 @@ class Weights(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, decay: Tensor) -> Tensor:
-        later = decay.new_ones(decay.shape[2], decay.shape[2], dtype=torch.bool).tril(-1)
-        weights = torch.where(later, decay.exp(), 1).cumprod(2).tril_()
+        one = decay.new_ones(decay.shape[2], decay.shape[2])
+        weights = torch.addcmul(one.triu(), decay.exp(), one.tril(-1)).cumprod(2).tril_()
         ctx.save_for_backward(weights)
         return weights
 
@@ -157,8 +161,8 @@ class Weights(torch.autograd.Function):
 
 
 def _by_halves(rows: list[Tensor], key: Tensor, factor: Tensor) -> Decayed:
-    key, total, *found = DecayByHalves.apply(key, factor, *rows)
-    return Decayed(found[: len(rows)], found[len(rows) :], key, total)
+    pairs, found, key, total = DecayByHalves.apply(torch.stack(rows, 3), key, factor)
+    return Decayed(pairs.unbind(3), found.unbind(3), key, total)
 
 
 class _Tensors(Protocol):
@@ -166,60 +170,53 @@ class _Tensors(Protocol):
 
 
 class DecayByHalves(torch.autograd.Function):
-    """See [Note: no division]: of keys, factors and rows, keys and factors of the chunk, pairs, and rows.
+    """See [Note: no division]: of rows (n, H, C, R, K), keys and factors, what `Decayed` has; pairs (n, H, C, R, C).
 
-    Blocks of tokens are (n, H, blocks, tokens, K). Of each step, what its products are made of is kept for backward.
+    Blocks of tokens are (n, H, blocks, tokens, ...). Of each step, what its products are made of is kept for backward.
     """
 
     apply: ClassVar[_Tensors]  # torch's, which it does not annotate
 
     @staticmethod
-    def forward(ctx: Any, key: Tensor, factor: Tensor, *rows: Tensor) -> tuple[Tensor, ...]:
-        pairs = [torch.diag_embed((row * key).sum(-1)) for row in rows]
-        reads, kept, total = [row * factor for row in rows], key.clone(), factor
-        saved = [key, factor, *rows]
+    def forward(ctx: Any, rows: Tensor, key: Tensor, factor: Tensor) -> tuple[Tensor, ...]:
+        pairs = torch.diag_embed((rows * key.unsqueeze(3)).sum(-1).mT, dim1=2, dim2=4)
+        reads, kept, total = rows * factor.unsqueeze(3), key.clone(), factor
+        saved = [rows, key, factor]
         size = 1
         while size < key.shape[2]:
-            early, late = _halves(kept, size)[0], [_halves(row, size)[1] for row in reads]
-            leaving, *arriving = (_copied(x) for x in (early, *late)) if any(ctx.needs_input_grad) else (early, *late)
-            first, second = (x.unsqueeze(3).contiguous() for x in (total[:, :, ::2], total[:, :, 1::2]))
-            for each, row in zip(pairs, arriving, strict=True):
-                _between(each, size).copy_(row @ leaving.mT)
-            for place, row in zip(late, arriving, strict=True):
-                torch.mul(row, first, out=place)
+            early, late = _halves(kept, size)[0], _halves(reads, size)[1]
+            leaving, arriving = (_copied(x) for x in (early, late)) if any(ctx.needs_input_grad) else (early, late)
+            first, second = total[:, :, ::2, None], total[:, :, 1::2, None]
+            found = leaving @ arriving.flatten(3, 4).mT  # in this order it is faster where blocks are small
+            _between(pairs, size).copy_(found.mT.unflatten(3, (size, -1)))
+            torch.mul(arriving, first.unsqueeze(3), out=late)
             torch.mul(leaving, second, out=early)
-            saved += [leaving, first, second, *arriving]
+            saved += [leaving, arriving, first, second]
             total, size = (first * second).squeeze(3), 2 * size
         ctx.save_for_backward(*saved)
-        ctx.rows = len(rows)
-        return kept, total, *pairs, *reads
+        return pairs, reads, kept, total
 
     @staticmethod
     @backward_once
-    def backward(ctx: Any, d_key: Tensor, d_total: Tensor, *grads: Tensor) -> tuple[Tensor, ...]:
-        count, saved = ctx.rows, list(ctx.saved_tensors)
-        d_pairs, d_reads, d_kept = grads[:count], [grad.clone() for grad in grads[count:]], d_key.clone()
+    def backward(
+        ctx: Any, d_pairs: Tensor, d_reads: Tensor, d_key: Tensor, d_total: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        saved, d_reads, d_kept = list(ctx.saved_tensors), d_reads.clone(), d_key.clone()
         size = d_kept.shape[2]
         while size > 1:
             size //= 2
-            (leaving, first, second, *arriving), saved = saved[-3 - count :], saved[: -3 - count]
-            early, d_total = _halves(d_kept, size)[0], d_total.unsqueeze(3)
-            d_first, d_second = d_total * second, d_total * first + _like(second, early * leaving)
-            early *= second
-            for each, d_row, row in zip(d_pairs, d_reads, arriving, strict=True):
-                late, d_between = _halves(d_row, size)[1], _between(each, size).contiguous()
-                d_first += _like(first, late * row)
-                late.copy_(torch.addcmul(d_between @ leaving, late, first))
-                early += d_between.mT @ row
+            (leaving, arriving, first, second), saved = saved[-4:], saved[:-4]
+            early, late, d_total = _halves(d_kept, size)[0], _halves(d_reads, size)[1], d_total.unsqueeze(3)
+            d_between = _between(d_pairs, size).flatten(3, 4)
+            d_first = d_total * second + (late * arriving).sum((3, 4)).unsqueeze(3)
+            d_second = d_total * first + (early * leaving).sum(3, keepdim=True)
+            torch.addcmul((d_between @ leaving).view_as(late), late, first.unsqueeze(3), out=late)
+            torch.addcmul(d_between.mT @ arriving.flatten(3, 4), early, second, out=early)
             d_total = torch.stack([d_first, d_second], 3).flatten(2, 4)
-        key, factor, *rows = saved
-        d_factor = d_total
-        for each, d_read, row in zip(d_pairs, d_reads, rows, strict=True):
-            own = each.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
-            d_factor = d_factor + _like(factor, d_read * row)
-            d_kept.addcmul_(own, row)
-            d_read.mul_(factor).addcmul_(own, key)
-        return d_kept, d_factor, *d_reads
+        rows, key, factor = saved
+        own = d_pairs.diagonal(dim1=2, dim2=4).mT.unsqueeze(-1)
+        d_factor = d_total + (d_reads * rows).sum(3)
+        return d_reads.mul_(factor.unsqueeze(3)).addcmul_(own, key.unsqueeze(3)), d_kept + (own * rows).sum(3), d_factor
 
 
 def _halves(tokens: Tensor, size: int) -> tuple[Tensor, Tensor]:
@@ -233,45 +230,49 @@ def _copied(view: Tensor) -> Tensor:
 
 
 def _squares(pairs: Tensor, size: int) -> Tensor:
-    """The squares of such blocks along the diagonal: (n, H, C / size, size, size)."""
-    by_block: Tensor = pairs.unflatten(3, (-1, size)).unflatten(2, (-1, size))
-    return by_block.diagonal(dim1=2, dim2=4).movedim(-1, 2)
+    """The squares of such blocks along the diagonal of (n, H, C, ..., C): (n, H, C / size, size, ..., size)."""
+    by_block: Tensor = pairs.unflatten(-1, (-1, size)).unflatten(2, (-1, size))
+    return by_block.diagonal(dim1=2, dim2=-2).movedim(-1, 2)
 
 
 def _between(pairs: Tensor, size: int) -> Tensor:
     """The pairs of each second block with the first before it."""
-    return _squares(pairs, 2 * size)[..., size:, :size]
-
-
-def _like(factor: Tensor, grad: Tensor) -> Tensor:
-    """A gradient summed to the shape of a factor."""
-    return grad.sum_to_size(factor.shape)
+    return _squares(pairs, 2 * size)[:, :, :, size:, ..., :size]
 
 
 class TriangularSolve(torch.autograd.Function):
-    """``(1 + L)^-1 right`` of some tensors, where L is what `lower` has below the diagonal; the inverse is put together
-    by halves.
+    """``(1 + L)^-1 right`` of some tensors, where L is what `lower` has below the diagonal.
+
+    Blocks of tokens on the diagonal are inverted, and the others substituted block by block: few products, and large.
     """
 
     apply: ClassVar[_Tensors]  # torch's, which it does not annotate
 
     @staticmethod
     def forward(ctx: Any, lower: Tensor, *right: Tensor) -> tuple[Tensor, ...]:
-        inverse = torch.diag_embed(torch.ones_like(lower[..., 0]))
-        size = 1
-        while size < lower.shape[-1]:
-            blocks = _squares(inverse, 2 * size)
-            first, second = blocks[..., :size, :size].contiguous(), blocks[..., size:, size:].contiguous()
-            _between(inverse, size).copy_(-second @ (_between(lower, size) @ first))
-            size *= 2
-        solved = tuple(inverse @ each for each in right)
-        ctx.save_for_backward(inverse, *solved)
-        return solved
+        blocks = _squares(lower, min(SOLVED, lower.shape[-1]))
+        one = torch.eye(blocks.shape[-1], dtype=lower.dtype, device=lower.device).expand_as(blocks)
+        inverse = torch.linalg.solve_triangular(blocks, one, upper=False, unitriangular=True)
+        solved = [_substituted(lower, inverse, each) for each in right]
+        ctx.save_for_backward(lower, inverse, *solved)
+        return tuple(solved)
 
     @staticmethod
     @backward_once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
-        inverse, *solved = ctx.saved_tensors
-        d_right = [inverse.mT @ grad for grad in grads]
+        lower, inverse, *solved = ctx.saved_tensors
+        d_right = [_substituted(lower.mT, inverse.mT, grad, upwards=True) for grad in grads]
         d_lower, *more = (each @ found.mT for each, found in zip(d_right, solved, strict=True))
         return -sum(more, start=d_lower).tril(-1), *d_right
+
+
+def _substituted(triangle: Tensor, inverse: Tensor, right: Tensor, upwards: bool = False) -> Tensor:
+    """Block by block: what is already solved is taken from the right side of the next one."""
+    triangle, inverse, rest = (x.flatten(0, 1) for x in (triangle, inverse, right))
+    solved, (count, size) = torch.empty_like(rest), inverse.shape[1:3]
+    for i in reversed(range(count)) if upwards else range(count):
+        rows = slice(i * size, (i + 1) * size)
+        done = slice((i + 1) * size, None) if upwards else slice(i * size)
+        known = torch.baddbmm(rest[:, rows], triangle[:, rows, done], solved[:, done], alpha=-1)
+        solved[:, rows] = inverse[:, i] @ known
+    return solved.view_as(right)
