@@ -67,7 +67,8 @@ class PackedSequences:
         chunks, (own, back) = self._chunks[size], self._order
         parts = chunked(rule.expanded_inputs().each(lambda x: tokens_in_chunks(x[0], chunks)))
         a, b = maps_of(parts)
-        states, after = AffineMaps(rule.MATRIX).scan(a, b, before.index_select(0, own), chunks.sizes[2])
+        states = torch.empty_like(b)
+        after = AffineMaps(rule.MATRIX).scan(a, b, before.index_select(0, own), chunks.sizes[2], states)
         return outputs_of(parts, states, chunks).unsqueeze(0), after.index_select(0, back)
 
     @cached_property
