@@ -91,10 +91,13 @@ def chunk_size(lengths: Tensor, width: int) -> int:
     return min(sizes, key=lambda size: (int(((lengths + size - 1) // size).sum()) * (size + width) ** 2, size))
 
 
-def chunked(inputs: RuleInputs) -> list[ChunkMaps]:
-    """The maps of chunks, whose size is a power of two, some together; of tokens before heads, (n, C, H, ...)."""
+def chunked(inputs: RuleInputs, factor: float = 1) -> list[ChunkMaps]:
+    """The maps of chunks, whose size is a power of two, some together; of tokens before heads, (n, C, H, ...).
+
+    Outputs are multiplied by a factor.
+    """
     count = max(1, CACHED // inputs.key.shape[1:].numel()) if inputs.key.device.type == "cpu" else len(inputs.key)
-    return [_maps(part.each(_by_head)) for part in (inputs.split(count) if len(inputs.key) else [inputs])]
+    return [_maps(part.each(_by_head), factor) for part in (inputs.split(count) if len(inputs.key) else [inputs])]
 
 
 def _by_head(tokens: Tensor) -> Tensor:
@@ -102,8 +105,9 @@ def _by_head(tokens: Tensor) -> Tensor:
     return tokens.transpose(1, 2).contiguous()
 
 
-def _maps(inputs: RuleInputs) -> ChunkMaps:
+def _maps(inputs: RuleInputs, factor: float) -> ChunkMaps:
     query, key, value, decay, beta = inputs
+    query = query if factor == 1 else query * factor
     decay = key.new_zeros(*key.shape[:3], 1) if decay is None else decay
     if beta is None:
         (pairs,), (reads,), kept, total = _decayed([query], key, decay)
@@ -161,7 +165,7 @@ class Weights(torch.autograd.Function):
 
 
 def _by_halves(rows: list[Tensor], key: Tensor, factor: Tensor) -> Decayed:
-    pairs, found, key, total = DecayByHalves.apply(torch.stack(rows, 3), key, factor)
+    pairs, found, key, total = DecayByHalves.apply(key, factor, *rows)
     return Decayed(pairs.unbind(3), found.unbind(3), key, total)
 
 
@@ -170,7 +174,7 @@ class _Tensors(Protocol):
 
 
 class DecayByHalves(torch.autograd.Function):
-    """See [Note: no division]: of rows (n, H, C, R, K), keys and factors, what `Decayed` has; pairs (n, H, C, R, C).
+    """See [Note: no division]: of keys, factors and R tensors, what `Decayed` has, as (n, H, C, R, C) and (n, H, C, R, K).
 
     Blocks of tokens are (n, H, blocks, tokens, ...). Of each step, what its products are made of is kept for backward.
     """
@@ -178,10 +182,10 @@ class DecayByHalves(torch.autograd.Function):
     apply: ClassVar[_Tensors]  # torch's, which it does not annotate
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, key: Tensor, factor: Tensor) -> tuple[Tensor, ...]:
-        pairs = torch.diag_embed((rows * key.unsqueeze(3)).sum(-1).mT, dim1=2, dim2=4)
-        reads, kept, total = rows * factor.unsqueeze(3), key.clone(), factor
-        saved = [rows, key, factor]
+    def forward(ctx: Any, key: Tensor, factor: Tensor, *rows: Tensor) -> tuple[Tensor, ...]:
+        pairs = torch.diag_embed(torch.stack([(row * key).sum(-1) for row in rows], 2), dim1=2, dim2=4)
+        reads, kept, total = torch.stack([row * factor for row in rows], 3), key.clone(), factor
+        saved = [key, factor, *rows]
         size = 1
         while size < key.shape[2]:
             early, late = _halves(kept, size)[0], _halves(reads, size)[1]
@@ -200,12 +204,12 @@ class DecayByHalves(torch.autograd.Function):
     @backward_once
     def backward(
         ctx: Any, d_pairs: Tensor, d_reads: Tensor, d_key: Tensor, d_total: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         saved, d_reads, d_kept = list(ctx.saved_tensors), d_reads.clone(), d_key.clone()
         size = d_kept.shape[2]
         while size > 1:
             size //= 2
-            (leaving, arriving, first, second), saved = saved[-4:], saved[:-4]
+            *saved, leaving, arriving, first, second = saved
             early, late, d_total = _halves(d_kept, size)[0], _halves(d_reads, size)[1], d_total.unsqueeze(3)
             d_between = _between(d_pairs, size).flatten(3, 4)
             d_first = d_total * second + (late * arriving).sum((3, 4)).unsqueeze(3)
@@ -213,10 +217,12 @@ class DecayByHalves(torch.autograd.Function):
             torch.addcmul((d_between @ leaving).view_as(late), late, first.unsqueeze(3), out=late)
             torch.addcmul(d_between.mT @ arriving.flatten(3, 4), early, second, out=early)
             d_total = torch.stack([d_first, d_second], 3).flatten(2, 4)
-        rows, key, factor = saved
-        own = d_pairs.diagonal(dim1=2, dim2=4).mT.unsqueeze(-1)
-        d_factor = d_total + (d_reads * rows).sum(3)
-        return d_reads.mul_(factor.unsqueeze(3)).addcmul_(own, key.unsqueeze(3)), d_kept + (own * rows).sum(3), d_factor
+        (key, factor, *rows), d_rows = saved, []
+        for row, d_read, own in zip(rows, d_reads.unbind(3), d_pairs.diagonal(dim1=2, dim2=4).unbind(2), strict=True):
+            d_total = torch.addcmul(d_total, d_read, row)
+            d_kept.addcmul_(own.unsqueeze(-1), row)
+            d_rows.append(torch.addcmul(d_read * factor, own.unsqueeze(-1), key))
+        return d_kept, d_total, *d_rows
 
 
 def _halves(tokens: Tensor, size: int) -> tuple[Tensor, Tensor]:
