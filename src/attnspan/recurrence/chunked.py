@@ -17,10 +17,11 @@ below the diagonal. So a chunk is four tensors, which depend on the chunk alone:
 
 [Note: no division] Between tokens there is a product of factors exp(g) <= 1, and it is multiplied up, never divided
 out: prefix sums become large after a strong decay, their differences are rounded, and where a gate is shut (g = -inf)
-they are NaN. With a decay per channel, P does not factor into q and k without exp(-g), which overflows. So P is put
-together by halves: between a block of tokens and the next, queries decay from the border and keys to it. Two blocks and
-what is between them are a block of twice the size, in which the later queries have decayed by the earlier block, and
-the earlier keys by the later one. In the end these are the q exp(prefix) and k exp(suffix) of the chunk.
+they are NaN. A decay that channels share is multiplied up for every pair of tokens. With a decay per channel, P does
+not factor into q and k without exp(-g), which overflows. So P is put together by halves: between a block of tokens and
+the next, queries decay from the border and keys to it. Two blocks and what is between them are a block of twice the
+size, in which the later queries have decayed by the earlier block, and the earlier keys by the later one. In the end
+these are the q exp(prefix) and k exp(suffix) of the chunk.
 
 Shapes: n chunks, H heads, C tokens, K and V head dims; g is (n, H, C, 1) or (n, H, C, K), beta (n, H, C, 1).
 """
@@ -42,9 +43,8 @@ MAX_CHUNK = 64
 CACHED = 2**18
 """Numbers of a tensor that are worked on together on a CPU, where larger ones leave its cache between operations."""
 
-
 SOLVED = 16
-"""Tokens of a block that is inverted."""
+"""Tokens of a block whose triangle is inverted: larger ones take longer to invert, smaller ones make small products."""
 
 
 class RuleInputs(NamedTuple):
@@ -145,7 +145,7 @@ def _decayed(rows: list[Tensor], key: Tensor, decay: Tensor) -> Decayed:
 
 
 class Weights(torch.autograd.Function):
-    """Decays between the tokens of a chunk, the same for all channels: (n, H, C, 1) as (n, H, C, C), see above."""
+    """A decay (n, H, C, 1) that channels share, multiplied up between tokens: (n, H, C, C), 0 above the diagonal."""
 
     apply: ClassVar[Callable[[Tensor], Tensor]]  # torch's, which it does not annotate
 
@@ -160,8 +160,8 @@ class Weights(torch.autograd.Function):
     @backward_once
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         (weights,) = ctx.saved_tensors
-        d_sums = (grad * weights).flip(2).cumsum(2).flip(2)  # over the tokens from this one on
-        return d_sums.tril_(-1).sum(-1, keepdim=True)
+        later: Tensor = (grad * weights).flip(2).cumsum(2).flip(2)  # the sums over this token and those after it
+        return later.tril_(-1).sum(-1, keepdim=True)
 
 
 def _by_halves(rows: list[Tensor], key: Tensor, factor: Tensor) -> Decayed:
@@ -174,7 +174,7 @@ class _Tensors(Protocol):
 
 
 class DecayByHalves(torch.autograd.Function):
-    """See [Note: no division]: of keys, factors and R tensors, what `Decayed` has, as (n, H, C, R, C) and (n, H, C, R, K).
+    """See [Note: no division]: of keys, factors and R rows, what `Decayed` has: pairs (n, H, C, R, C), rows of R too.
 
     Blocks of tokens are (n, H, blocks, tokens, ...). Of each step, what its products are made of is kept for backward.
     """
@@ -184,9 +184,10 @@ class DecayByHalves(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, key: Tensor, factor: Tensor, *rows: Tensor) -> tuple[Tensor, ...]:
         pairs = torch.diag_embed(torch.stack([(row * key).sum(-1) for row in rows], 2), dim1=2, dim2=4)
-        reads, kept, total = torch.stack([row * factor for row in rows], 3), key.clone(), factor
-        saved = [key, factor, *rows]
-        size = 1
+        reads, kept, total = key.new_empty(*key.shape[:3], len(rows), key.shape[3]), key.clone(), factor
+        for row, read in zip(rows, reads.unbind(3), strict=True):
+            torch.mul(row, factor, out=read)
+        saved, size = [key, factor, *rows], 1
         while size < key.shape[2]:
             early, late = _halves(kept, size)[0], _halves(reads, size)[1]
             leaving, arriving = (_copied(x) for x in (early, late)) if any(ctx.needs_input_grad) else (early, late)
@@ -202,9 +203,7 @@ class DecayByHalves(torch.autograd.Function):
 
     @staticmethod
     @backward_once
-    def backward(
-        ctx: Any, d_pairs: Tensor, d_reads: Tensor, d_key: Tensor, d_total: Tensor
-    ) -> tuple[Tensor, ...]:
+    def backward(ctx: Any, d_pairs: Tensor, d_reads: Tensor, d_key: Tensor, d_total: Tensor) -> tuple[Tensor, ...]:
         saved, d_reads, d_kept = list(ctx.saved_tensors), d_reads.clone(), d_key.clone()
         size = d_kept.shape[2]
         while size > 1:

@@ -143,7 +143,7 @@ class AffineMaps:
         return grad @ state.mT if self.matrix else grad * state
 
     def apply(self, a: Tensor, state: Tensor, b: Tensor | None, out: Tensor) -> None:
-        """What maps make of states, with nothing added if b is none, into a part of a tensor. Without a dim of heads."""
+        """What maps make of states, with nothing added if b is none, into a part of a tensor; heads are maps too."""
         if self.matrix:
             torch.bmm(a, state, out=out) if b is None else torch.baddbmm(b, a, state, out=out)
         else:
