@@ -25,7 +25,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attnspan import Balanced, Causal, Contiguous, Documents, HeadTail, Layout, Plan, SlidingWindow
 from attnspan.attention import execute
-from attnspan.attention.call import Call, Inputs
+from attnspan.attention.bound_plan import BoundPlan
+from attnspan.attention.inputs import Inputs
 from attnspan.errors import KernelError
 from attnspan.kernels import BackwardInputs, GradientBuffers, Spec, bands, flash4
 from attnspan.kernels.merge import PartialResult, merge
@@ -252,7 +253,7 @@ ONE_DEVICE = {"fa4": by_fa4, "cudnn": by_cudnn, "flex": by_flex, "band": by_band
 def ours(work: Work, schedule: Schedule, rank: int) -> Times:
     """Forward, and forward + backward, of one rank."""
     plan = Plan(work.mask, work.layout, work.seq_len, schedule.strategy)
-    call = Call(plan, Silent(rank, work.ranks, DEVICE), schedule.kernel)
+    call = BoundPlan(plan, Silent(rank, work.ranks, DEVICE), schedule.kernel)
     rows = plan.layout.tokens(work.seq_len)[rank]
     q, k, v = (random(heads, rows) for heads in (work.heads, work.kv_heads, work.kv_heads))
     grad = random(work.heads, rows)

@@ -40,7 +40,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnspan import Balanced, Causal, Documents, HeadTail, Layout, Mask, Plan
 from attnspan.attention import Attention, execute
-from attnspan.attention.call import Call, Inputs
+from attnspan.attention.bound_plan import BoundPlan
+from attnspan.attention.inputs import Inputs
 from attnspan.kernels import BackwardInputs
 from attnspan.testing import loopback
 from attnspan.transports.group import transport_of
@@ -213,7 +214,7 @@ def tensors_in(tree: Any) -> Iterator[Tensor]:
 def memory(work: Workload, layout: str, strategy: str) -> dict[str, float]:
     """Bytes: what the plan says a rank holds of keys and values, and what was counted."""
     plan = Plan(work.built(), work.layout(layout, dist.get_world_size()), work.tokens, strategy)
-    call, rank = Call(plan, transport_of(None)), dist.get_rank()
+    call, rank = BoundPlan(plan, transport_of(None)), dist.get_rank()
     rows = plan.layout.tokens(work.tokens)[rank]
     q, k, v, grad = (x.detach() for x in work.tensors(rows))
     said = plan.peak_keys(rank) * KEY_HEADS * 2 * DIM * k.element_size()

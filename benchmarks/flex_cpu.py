@@ -103,8 +103,8 @@ def measured(name: str, who: str) -> tuple[float, float]:
 
     def ours(world):
         attend = Attention(Plan(mask, Contiguous(1), TOKENS, "gather"), world, score_mod=score_mod)
-        attend.call.plan.steps(0)
-        attend.call.mods(q)
+        attend.bound.plan.steps(0)
+        attend.bound.mods(q)
         return attend
 
     attend = loopback(1).run(ours)[0] if who == "attnspan" else None

@@ -20,7 +20,8 @@ import torch
 
 from attnspan import Balanced, Causal, Documents, HeadTail, Layout, Mask, Plan, RoundRobinByWork
 from attnspan.attention import execute
-from attnspan.attention.call import Call, Inputs
+from attnspan.attention.bound_plan import BoundPlan
+from attnspan.attention.inputs import Inputs
 from attnspan.attention.score import Score
 from attnspan.kernels import BackwardInputs
 from benchmarks.report import folded, header
@@ -102,10 +103,10 @@ def enqueued(fn) -> float:
 
 def ours(plan: Plan, kernel: str, score: Score | None, rank: int) -> tuple[float, float, float]:
     """Forward, and forward + backward, of one rank; and how long forward takes to be enqueued."""
-    call = Call(plan, Silent(rank, RANKS, "cuda"), kernel, score=score)
+    call = BoundPlan(plan, Silent(rank, RANKS, "cuda"), kernel, score=score)
     rows = plan.layout.tokens(plan.seq_len)[rank]
     q, k, v, grad = (random(rows) for _ in range(4))
-    inputs = Inputs(q, k, v, captured=[] if score is None else score.captured.of(q))
+    inputs = Inputs(q, k, v, captured=[] if score is None else score.captured.for_query(q))
 
     def both() -> None:
         out, lse = execute.forward(call, inputs)

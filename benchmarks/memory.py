@@ -16,7 +16,8 @@ import torch
 
 from attnspan import Causal, HeadTail, Plan
 from attnspan.attention import execute
-from attnspan.attention.call import Call, Inputs
+from attnspan.attention.bound_plan import BoundPlan
+from attnspan.attention.inputs import Inputs
 from attnspan.kernels import BackwardInputs
 from attnspan.plan import Shape
 from attnspan.transports import Pending
@@ -48,7 +49,7 @@ class Keeping(Silent):
 
 def measured(plan: Plan, rank: int, shape: Shape, kernel: str) -> tuple[int, int]:
     """The peak of forward and of backward, in bytes."""
-    call = Call(plan, Keeping(rank, RANKS, "cuda"), kernel)
+    call = BoundPlan(plan, Keeping(rank, RANKS, "cuda"), kernel)
     rows = plan.layout.tokens(plan.seq_len)[rank]
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()

@@ -6,6 +6,8 @@ compiles and agrees, is compared with dense attention in float32 on one device, 
 of a cell take turns, so that a machine that is slower for a while is slower for all of them; of every turn the slowest
 rank counts, and the median is reported. A result that differs from the reference is marked as wrong.
 
+"one device" is the floor where ranks share it: all of the attention on one of them, while the others wait.
+
 torch's contenders: `alltoall` and `allgather` are its ring over SDPA (head-tail; causal or full masks only), `flex` its
 all-gather over compiled flex_attention, with the balancer named.
 
@@ -48,11 +50,11 @@ RESULT = Path(__file__).parent / "results" / "nccl.md"
 RANKS, TOKENS, HEADS, DIM = (4, 2), (32768, 16384), ((32, 8), (32, 32), (32, 1)), 128
 STRATEGIES = ("ring", "gather", "needed", "needed(2)", "ulysses")
 HYBRIDS = ("ulysses(2) x ring", "ulysses(2) x gather", "ulysses(2) x needed")
-AUTO, AGAIN = "auto", "auto, keys travel again"
+AUTO, AGAIN, ALONE = "auto", "auto, keys travel again", "one device"
 LIMIT = 480.0
 """Seconds for everything."""
 
-LEAST, MOST, ENOUGH = 3, 7, 0.4
+LEAST, MOST, ENOUGH = 3, 7, 0.25
 """Turns of a cell: at least, at most, and the seconds for each contender after which no more are begun."""
 
 BAR = 1.5
@@ -177,6 +179,7 @@ def contenders(cell: Cell) -> dict[str, Contender]:
         **{f"torch flex, {name}": partial(torch_flex, name) for name in balancers},
         **{strategy: partial(ours, strategy) for strategy in strategies},
         AGAIN: partial(ours, AUTO, keep_keys=False),
+        ALONE: alone,
     }
 
 
@@ -209,6 +212,21 @@ def ours(strategy: str, cell: Cell, whole: list[Tensor], keep_keys: Literal["aut
         return next(line for line in said.splitlines() if line.startswith("link: "))
 
     return Ready(positions, tensors, attend, lambda: name_of(cp.plan.strategy), link)
+
+
+def alone(cell: Cell, whole: list[Tensor]) -> Ready:
+    """Everything on the first rank, and nothing on the others."""
+    positions = torch.arange(cell.tokens if dist.get_rank() == 0 else 0, device=whole[0].device)
+    cp = span.ContextParallel(whole[0].device, seq_len=cell.tokens, mask=cell.built())
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        if not len(positions):
+            return query * (key.sum() + value.sum())
+        out = cp.attention(query, key, value)
+        assert isinstance(out, Tensor), "no lse was asked for"
+        return out
+
+    return Ready(positions, [x[:, :, positions].contiguous() for x in whole], attend)
 
 
 class RingModule(nn.Module):
@@ -334,6 +352,8 @@ def reference(mask_mod: Callable[..., Tensor], whole: list[Tensor]) -> list[Tens
 
 def error(found: Sequence[Tensor], true: Sequence[Tensor], positions: Tensor) -> float:
     """The largest of any token: the norm of its error over its norm, or over that of an average token if larger."""
+    if not len(positions):
+        return 0.0
     worst = []
     for a, b in zip(found, true, strict=True):
         b_own = b[:, :, positions].float()
@@ -417,14 +437,20 @@ def on_rank(world: Transport, job: Job) -> None:
             continue
         if job.device == "cuda":
             torch._dynamo.reset()  # else the shapes of many cells exceed the compiler's limit
+        began = time.perf_counter()
         whole = data(cell, job.device)
         true = told_by_first(lambda cell=cell, whole=whole: reference(cell.mask_mod(job.device), whole), whole)
+        if rank == 0:
+            print(f"{cell}: reference after {time.perf_counter() - began:.1f} s", flush=True)
         ready: dict[str, Ready] = {}
         found: dict[str, Found] = {}
         for name in left:
             if rank == 0:
                 book.add(Found(str(cell), name, reason=UNFINISHED))
+            began = time.perf_counter()
             made, found[name] = prepared(cell, name, contenders(cell)[name], whole, true)
+            if rank == 0:
+                print(f"{cell}: {name}: ready after {time.perf_counter() - began:.1f} s", flush=True)
             if made is not None:
                 ready[name] = made
             elif rank == 0:
@@ -455,6 +481,8 @@ def told_by_first(compute: Callable[[], list[Tensor]], like: list[Tensor]) -> li
     """What rank 0 computes, on every rank."""
     query, key, value, _ = like
     told = compute() if dist.get_rank() == 0 else [torch.empty_like(x) for x in (query, query, key, value)]
+    synchronise(query.device)
+    everyone(None)
     for tensor in told:
         dist.broadcast(tensor, 0)
     synchronise(query.device)
@@ -483,24 +511,32 @@ def prepared(
 def in_turn(ready: dict[str, Ready], device: torch.device) -> dict[str, list[float]]:
     """Seconds of every turn of each contender on this rank; all ranks begin a step together."""
     times: dict[str, list[float]] = {name: [] for name in ready}
-    began = time.perf_counter()
+    began, order = time.perf_counter(), list(ready)
     for turn in range(MOST):
         if turn >= LEAST and everyone(time.perf_counter() - began > ENOUGH * len(ready))[0]:
             break
-        for name, each in ready.items():
+        for name in order if turn % 2 == 0 else order[::-1]:  # nobody runs after the same one always
             everyone(None)
             start = time.perf_counter()
-            each.step()
+            ready[name].step()
             synchronise(device)
             times[name].append(time.perf_counter() - start)
     return times
 
 
 def everyone(said: Any) -> list[Any]:
-    """What every rank says, by rank; also a barrier."""
+    """What every rank says, by rank; also a barrier, of the hosts: NCCL's would keep the shared device from others."""
     heard: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(heard, said)
+    dist.all_gather_object(heard, said, group=hosts())
     return heard
+
+
+@functools.cache
+def hosts() -> dist.ProcessGroup:
+    """All ranks, by messages of the host."""
+    group = dist.new_group(backend="gloo")
+    assert isinstance(group, dist.ProcessGroup), "of all ranks"
+    return group
 
 
 def synchronise(device: torch.device) -> None:
@@ -520,15 +556,19 @@ class Row:
 
     def best(self, torchs: bool) -> Found | None:
         """The fastest right one, of torch's or of our strategies; auto is none of them."""
-        able = [
-            f for n, f in self.found.items() if n.startswith("torch") == torchs and n not in (AUTO, AGAIN) and f.right
-        ]
+        others = (AUTO, AGAIN, ALONE)
+        able = [f for n, f in self.found.items() if n.startswith("torch") == torchs and n not in others and f.right]
         return min(able, key=lambda each: each.ms or 0.0, default=None)
 
     @property
     def speedup(self) -> float | None:
         """The better of torch's over our best."""
         return _over(self.best(True), self.best(False))
+
+    @property
+    def room(self) -> float | None:
+        """The better of torch's over one device: what the speedup would be if nothing travelled."""
+        return _over(self.best(True), self.found.get(ALONE))
 
     @property
     def auto(self) -> float | None:
@@ -618,6 +658,13 @@ def verdict(found: list[Row]) -> list[str]:
             f"- The better of torch's over our best: **{speedups[least]:.2f} to {max(speedups.values()):.2f}**; at "
             f"least {BAR} in **{met} of {len(speedups)}** cells (least: {least})."
         )
+        rooms = [row.room for row in found if row.room is not None]
+        if rooms:
+            lines.append(
+                f"- The better of torch's over one device alone, which no strategy of ranks that share it can pass: "
+                f"**{min(rooms):.2f} to {max(rooms):.2f}**; less than {BAR} in **{sum(r < BAR for r in rooms)} of "
+                f"{len(rooms)}** cells."
+            )
     if autos:
         most = max(autos, key=lambda cell: autos[cell])
         near = sum(each <= NEAR for each in autos.values())
@@ -641,14 +688,14 @@ def verdict(found: list[Row]) -> list[str]:
 def section(found: list[Row], notes: dict[str, int]) -> list[str]:
     order = [name for row in found for name in contenders(row.cell)]
     theirs = [name for name in dict.fromkeys(order) if name.startswith("torch")]
-    mine = [*STRATEGIES, *(name for name in HYBRIDS if name in order), AUTO, AGAIN]
+    mine = [*STRATEGIES, *(name for name in HYBRIDS if name in order), AUTO, AGAIN, ALONE]
     names = [*theirs, *mine]
-    head = ["ranks", "tokens", "heads", *names, "torch / our best", "auto / our best"]
+    head = ["ranks", "tokens", "heads", *names, "torch / one device", "torch / our best", "auto / our best"]
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     for row in found:
         best = {id(row.best(True)), id(row.best(False))}
         shown = [_shown(row.found.get(name), best, notes) for name in names]
-        ratios = [f"**{each:.2f}**" if each is not None else "" for each in (row.speedup, row.auto)]
+        ratios = [f"**{each:.2f}**" if each is not None else "" for each in (row.room, row.speedup, row.auto)]
         heads = f"{row.cell.heads}:{row.cell.kv_heads}"
         lines.append("| " + " | ".join([str(row.cell.ranks), short(row.cell.tokens), heads, *shown, *ratios]) + " |")
     return lines

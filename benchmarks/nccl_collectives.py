@@ -182,7 +182,7 @@ def on_rank(world: Transport, sizes: Sequence[float], device: str) -> list[Row]:
 def page(rows: Sequence[Row], program: str) -> str:
     lines = [
         *header("NCCL's own collectives, batches and priorities", program),
-        f"Wall milliseconds, the slowest rank, median of {TURNS} turns; {versions()}. MiB: a rank's shard in float32.",
+        f"Wall milliseconds, the slowest rank, median of {TURNS} turns; {versions()} products. MiB: a rank's shard.",
         "",
     ]
     for what, names in ORDER.items():

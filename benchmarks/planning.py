@@ -49,12 +49,12 @@ def clock() -> float:
 def new_packs(seq_len: int, documents: int, ranks: int, rows: int, packs: int) -> dict[str, object]:
     """Milliseconds of each part for new packs, one after another."""
     import attnspan as span
-    from attnspan.attention.call import Inputs
-    from attnspan.attention.tuned import _AGREED, UNKNOWN
+    from attnspan.attention.inputs import Inputs
+    from attnspan.attention.tuned import _AGREED, NO_TUNING
     from attnspan.transports.loopback import Post, World
 
     world = World(Post(ranks, 60.0), ranks // 2, torch.device("cpu"))
-    _AGREED[world.group] = {"cpu": UNKNOWN}  # what the ranks would tell each other once: that none has a table
+    _AGREED[world.group] = {"cpu": NO_TUNING}  # what the ranks would tell each other once: that none has a table
     drawn = [[lengths_of(seq_len, documents, rows * seed + row) for row in range(rows)] for seed in range(packs)]
     query, key = (torch.empty(rows, heads, 1, 128, device="meta", dtype=torch.bfloat16) for heads in (32, 8))
     first, found = None, []
@@ -64,7 +64,7 @@ def new_packs(seq_len: int, documents: int, ranks: int, rows: int, packs: int) -
         make = first.with_mask if first else lambda mask: span.ContextParallel(world, seq_len=seq_len, mask=mask)
         session = make(mask)
         times.append(clock())
-        call = session.attentions.named[""].call.for_inputs(Inputs(query, key, key))
+        call = session.attentions.named[""].bound.for_inputs(Inputs(query, key, key))
         times.append(clock())
         for row in range(rows):
             call.plan.steps(ranks // 2, row)

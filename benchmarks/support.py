@@ -278,7 +278,7 @@ def _as_on_a_gpu() -> Iterator[None]:
         patch.object(flex, "has_triton", lambda: True),
         patch.object(flash4, "installed", lambda: flash4.VERSION),
         patch.object(flash4, "capability", lambda device: (9, 0)),
-        patch.object(flash4.TAKES, "held", True),
+        patch.object(flash4.TAKES, "verified", True),
     ):
         yield
 

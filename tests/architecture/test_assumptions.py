@@ -33,15 +33,15 @@ for each in pkgutil.walk_packages(span.__path__, "attnspan."):
 def unproven(monkeypatch):
     """Assumptions as in a new process."""
     for each in ALL.values():
-        monkeypatch.setattr(each, "held", False)
+        monkeypatch.setattr(each, "verified", False)
     return monkeypatch
 
 
 @pytest.mark.parametrize("claim", ALL)
 def test_every_assumption_holds_with_the_versions_that_are_installed(claim, unproven):
     before = torch.get_rng_state()
-    ALL[claim].hold()
-    assert ALL[claim].held
+    ALL[claim].verify()
+    assert ALL[claim].verified
     assert torch.equal(before, torch.get_rng_state())  # a proof draws no random numbers
 
 
@@ -86,22 +86,22 @@ def test_a_check_runs_once_in_a_thread_of_its_own_and_a_no_is_never_remembered_a
     it = claimed(lambda: asked.append(threading.current_thread()) or answers[len(asked) - 1])
     for _ in range(3):  # only True is a yes
         with pytest.raises(AttnspanError, match=r"errors.py: with this version of torch it does not hold that a test"):
-            it.hold()
-    it.hold()
-    it.hold()
+            it.verify()
+    it.verify()
+    it.verify()
     assert len(asked) == 4
     assert threading.current_thread() not in asked
 
 
 def test_whatever_a_check_raises_is_a_no(claimed):
     with pytest.raises(AttnspanError, match=r"AttributeError: moved"):
-        claimed(lambda: (_ for _ in ()).throw(AttributeError("moved"))).hold()
+        claimed(lambda: (_ for _ in ()).throw(AttributeError("moved"))).verify()
 
 
 def test_threads_that_ask_at_once_wait_for_one_check(claimed):
     asked = []
     it = claimed(lambda: asked.append(1) is None)
-    threads = [threading.Thread(target=it.hold) for _ in range(8)]
+    threads = [threading.Thread(target=it.verify) for _ in range(8)]
     for each in threads:
         each.start()
     for each in threads:
@@ -202,7 +202,7 @@ def attached(cp, mine):
 def test_programs_refuse_where_autograd_does_not_come_back(unproven):
     unproven.setattr("attnspan.kernels.autograd._autograd_back", contextlib.nullcontext)
     with pytest.raises(AttnspanError, match="autograd can be switched on inside a custom op"):
-        ALL["autograd can be switched on inside a custom op"].hold()
+        ALL["autograd can be switched on inside a custom op"].verify()
 
 
 def test_versions_that_do_not_count_are_refused(unproven):

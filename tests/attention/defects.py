@@ -23,7 +23,7 @@ import pytest
 import torch
 
 from attnspan.attention import lane, loop, ops
-from attnspan.attention.call import Call
+from attnspan.attention.bound_plan import BoundPlan
 from attnspan.attention.lane import Lane
 from attnspan.attention.sums import DeferredSum
 from attnspan.attention.ulysses import HeadAllToAll
@@ -84,8 +84,8 @@ def bend_kernels(plant: Plant, forward: Callable | None = None, backward: Callab
 
         return chosen
 
-    plant(PerTile, "of", of)
-    plant(type(AUTO), "of", of)
+    plant(PerTile, "kernel_for", of)
+    plant(type(AUTO), "kernel_for", of)
 
 
 def unmasked(tile: Tile) -> Tile:
@@ -217,14 +217,14 @@ def own_keys_are_left_out_of_the_arena(plant):
         for rows in places.slices(step.own):
             arena.key[:, :, rows], arena.value[:, :, rows] = 0.0, 0.0
 
-    plant(Lane, "_lay_own", lambda real: lay_own)
+    plant(Lane, "_copy_own", lambda real: lay_own)
 
 
 @defect
 def a_ring_hands_on_its_own_keys_at_every_hop(plant):
     def bend(real):
         def leaving(self, transfer):
-            self._held = None
+            self._ring_buffer = None
             return real(self, transfer)
 
         return leaving
@@ -377,7 +377,7 @@ def backward_leaves_out_the_correction_by_grad_times_out(plant):
 
 @defect
 def the_scale_that_was_asked_for_is_ignored(plant):
-    plant(Call, "spec", lambda real: lambda self, inputs: Spec(inputs.query.shape[-1] ** -0.5))
+    plant(BoundPlan, "spec", lambda real: lambda self, inputs: Spec(inputs.query.shape[-1] ** -0.5))
 
 
 @defect
@@ -490,7 +490,7 @@ def a_row_without_gradients_keeps_what_was_in_memory(plant):
 
 @defect
 def gradients_of_own_keys_are_not_added(plant):
-    plant(Lane, "_keep_own", lambda real: lambda self, step, keys, grads: None)
+    plant(Lane, "_add_own", lambda real: lambda self, step, keys, grads: None)
 
 
 @defect
@@ -762,7 +762,7 @@ def every_rank_drops_by_a_seed_of_its_own(plant):
 
         return spec
 
-    plant(Call, "spec", bend)
+    plant(BoundPlan, "spec", bend)
 
 
 @defect

@@ -510,7 +510,7 @@ def test_a_graph_keeps_its_call_alive_and_lets_it_go():
     def rank(world):
         query, key, value = torch.randn(3, 1, 2, 12, 8).requires_grad_().unbind()
         attend = ready(world, 12)
-        alive = weakref.ref(attend.call)
+        alive = weakref.ref(attend.bound)
         out = attend(query, key, value)
         del attend
         gc.collect()

@@ -171,7 +171,7 @@ def test_compiled_code_hands_them_on():
         plan = Plan(Causal(), Contiguous(1), 8, "gather")
         attend, counted = Attention(plan, world, keep_keys=True), []
         found = run(attend, *tensors(world))
-        counted = attend.call.uses.from_kept.total()
+        counted = attend.bound.uses.from_kept.total()
         return same(found, gradients(Attention(plan, world), *tensors(world))), counted
 
     assert loopback(1).run(rank) == [(True, 1)]
@@ -222,7 +222,7 @@ def test_auto_keeps_what_takes_no_more_memory_than_autograd_on_every_rank(strate
     def rank(world):
         attend = Attention(plan, world, keep_keys="auto")
         gradients(attend, *tensors(world, 16, heads=2))
-        return attend.call.uses.from_kept.total()
+        return attend.bound.uses.from_kept.total()
 
     assert loopback(4).run(rank) == [int(keeps)] * 4
 
@@ -238,7 +238,7 @@ def test_one_rank_without_room_decides_for_all():
     def rank(world):
         attend = Attention(plan, world, keep_keys="auto")
         gradients(attend, *tensors(world, 16, heads=2))
-        return attend.call.uses.from_kept.total()
+        return attend.bound.uses.from_kept.total()
 
     assert loopback(4).run(rank) == [0] * 4
 

@@ -11,7 +11,7 @@ import torch
 
 import attnspan as span
 from attnspan.attention import attention, links, tuned
-from attnspan.attention.links import Links, measured_links, wanted_place
+from attnspan.attention.links import Links, measured_links, place_if_measured
 from attnspan.attention.tuned import GroupTuning, group_tuning, hardware_for
 from attnspan.errors import TransportError, TuningError
 from attnspan.layouts import HeadTail
@@ -154,9 +154,9 @@ def test_runs_that_must_be_alike_measure_nothing(real, monkeypatch):
 
 def test_one_rank_that_asks_for_none_decides_for_all(real, monkeypatch):
     def place(transport):
-        return None if transport.rank == 1 else wanted_place(transport)
+        return None if transport.rank == 1 else place_if_measured(transport)
 
-    monkeypatch.setattr(tuned, "wanted_place", place)
+    monkeypatch.setattr(tuned, "place_if_measured", place)
     assert loopback(3).run(planned_with) == [(Links(), [])] * 3
 
 

@@ -209,7 +209,7 @@ def test_every_program_here_combines_numbers_and_looks_them_up(name):
 
     def rank(world):
         score_mod = whole.scoring.of(*whole.whole.captured) if whole.scoring else None
-        mods = Attention(whole.plan, world, kernel="blocks", score_mod=score_mod).call.mods(whole.whole.query)
+        mods = Attention(whole.plan, world, kernel="blocks", score_mod=score_mod).bound.mods(whole.whole.query)
         return [program.is_flat for program in (mods.score_mod, mods.mask_mod) if program is not None]
 
     assert all(loopback(1).run(rank)[0])

@@ -8,7 +8,7 @@ import torch
 from attnspan.errors import RankError
 from attnspan.measure.checkup import dense, differentiated
 from benchmarks import nccl
-from benchmarks.nccl import AGAIN, AUTO, STRATEGIES, UNFINISHED, Book, Cell, Found
+from benchmarks.nccl import AGAIN, ALONE, AUTO, STRATEGIES, UNFINISHED, Book, Cell, Found
 from tests.processes import Patient
 
 SMALL = ("--device", "cpu", "--tokens", "256", "--cells", "2 ranks, 32:1, documents")
@@ -18,7 +18,7 @@ def test_strategies_are_measured_and_rivals_that_cannot_run_are_named(tmp_path, 
     monkeypatch.setattr(nccl.span.testing, "processes", Patient)
     nccl.main([*SMALL, "--out", str(tmp_path / "page.md")])
     found = {row["contender"]: Found(**row) for row in json.loads((tmp_path / "page.json").read_text())}
-    assert {name for name, each in found.items() if each.right} == {*STRATEGIES, AUTO, AGAIN}
+    assert {name for name, each in found.items() if each.right} == {*STRATEGIES, AUTO, AGAIN, ALONE}
     reason = "flex_attention has no backward on a CPU"
     assert {each.reason for name, each in found.items() if name.startswith("torch")} == {reason}
     page = (tmp_path / "page.md").read_text()
@@ -61,11 +61,15 @@ def test_a_wrong_result_is_marked_and_is_nobodys_best(tmp_path):
         ("ring", 200.0, 0.01),
         ("gather", 150.0, 0.01),
         ("auto", 180.0, 0.01),
+        ("one device", 120.0, 0.01),
     ):
         book.add(Found(cell, name, ms, error))
     page = nccl.page(book, "python -m benchmarks.nccl")
     assert "| **300** | 10.0 wrong |  | 200 | **150** |" in page
     assert "**2.00 to 2.00**; at least 1.5 in **1 of 1** cells" in page
+    assert "**2.50 to 2.50**; less than 1.5 in **0 of 1** cells" in " ".join(page.split()), (
+        "what one device takes is the limit"
+    )
     assert "`auto` over our best: **1.20 to 1.20**" in page
     assert f"Wrong results: {cell}: torch allgather 10.0 ms, WRONG, error 0.9000." in page
 

@@ -215,7 +215,7 @@ CALLS = [
     (StatePool, "step read write copy swap_out swap_in _to_host _from_host"),
     (PackedSequences, "run conv1d"),
     (KVCacheManager, "add reserve fork cache_prefix release_windows trim free swap_out swap_in"),
-    (Scheduler, "add remove fork step mark_computed _cache_prefix _drop_pages _preempt _admit"),
+    (Scheduler, "add remove fork schedule mark_computed _cache_prefix _drop_pages _preempt _admit"),
     (ModelRunner, "prepare run _logits keep_states"),
     (sampler, "draw_tokens uniforms choose_tokens"),
     (Sampler, "_metadata_of"),

@@ -101,7 +101,7 @@ class Driver:
 
     def step(self):
         scheduler, limits = self.scheduler, self.scheduler.limits
-        batch = scheduler.step()
+        batch = scheduler.schedule()
         assert batch or not (scheduler.running or scheduler.queued)
         assert len(batch) <= limits.max_sequences
         whole = (
@@ -350,7 +350,7 @@ def test_what_can_never_run_is_refused_and_leaves_no_trace():
 def test_a_step_that_failed_can_be_planned_again():
     driver = alone(num_pages=6)
     driver.add([1] * 9, new=3)
-    batch = driver.scheduler.step()
+    batch = driver.scheduler.schedule()
     driver.shadows[0].allocator.step([(chunk.sample.seq, chunk.new) for chunk in batch])
     driver.scheduler.rollback(batch)
     assert run(driver).tokens == 9 + 2

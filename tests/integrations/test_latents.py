@@ -7,7 +7,7 @@ import torch
 import transformers
 
 import attnspan as span
-from attnspan.attention.call import Call
+from attnspan.attention.bound_plan import BoundPlan
 from attnspan.integrations.huggingface import enable, latents
 from attnspan.plan import Shape
 from attnspan.plan.traffic import arriving
@@ -76,7 +76,7 @@ def test_under_ulysses_keys_travel_and_by_default_what_is_faster(monkeypatch):
         assert width == {None}
         assert off(found, true)[0] < BOUND
     for pays, expected in ((True, 24), (False, None)):
-        monkeypatch.setattr(Call, "latents_pay", lambda self, shape, pays=pays: pays)
+        monkeypatch.setattr(BoundPlan, "latents_pay", lambda self, shape, pays=pays: pays)
         for found, width in loopback(2).run(lambda w: enabled(w, model, given, "auto")):
             assert width == {expected}
             assert off(found, true)[0] < BOUND

@@ -27,7 +27,7 @@ from attnspan.kernels import (
     band,
     band_mods,
     bands,
-    choose,
+    choose_kernel,
     triton_mods,
 )
 from attnspan.kernels.agenda import Runs, agenda
@@ -139,13 +139,13 @@ def test_band_computes_the_programs_that_it_can_compile_and_never_falls_back(mon
     monkeypatch.setattr("attnspan.kernels.kernel.Traits.runs_on", lambda *_: True)
     program = traced(fn, "score_mod", score=torch.float32)
     spec = Spec(0.1, Mods(program, traced(lambda b, h, q, k: q >= k)))
-    assert choose("auto", spec, x, x, x, TILES).name == ("band" if fn is soft_cap else "flex")
+    assert choose_kernel("auto", spec, x, x, x, TILES).name == ("band" if fn is soft_cap else "flex")
     if fn is soft_cap:
-        assert choose("band", spec, x, x, x, TILES) is KERNELS["band"]
+        assert choose_kernel("band", spec, x, x, x, TILES) is KERNELS["band"]
         return
     why = "band cannot compile aten.lgamma.default in lgamma; flex can on CUDA, blocks anywhere"
     with pytest.raises(KernelError, match=f"^kernel='band' cannot compute .*: {why}; for this tile use"):
-        choose("band", spec, x, x, x, TILES)
+        choose_kernel("band", spec, x, x, x, TILES)
 
 
 def test_a_mask_mod_is_compiled_only_where_it_is_asked(monkeypatch):
@@ -153,9 +153,9 @@ def test_a_mask_mod_is_compiled_only_where_it_is_asked(monkeypatch):
     monkeypatch.setattr("attnspan.kernels.kernel.Traits.runs_on", lambda *_: True)
     mask = traced(lambda b, h, q, k: torch.lgamma(q.float()) > 3)
     spec = Spec(0.1, Mods(traced(soft_cap, "score_mod", score=torch.float32), mask))
-    assert choose("band", spec, x, x, x, TILES) is KERNELS["band"]
+    assert choose_kernel("band", spec, x, x, x, TILES) is KERNELS["band"]
     with pytest.raises(KernelError, match=r"band cannot compile aten\.lgamma\.default in <lambda>"):
-        choose("band", spec, x, x, x, (TILES[0]._replace(asked=True),))
+        choose_kernel("band", spec, x, x, x, (TILES[0]._replace(asked=True),))
 
 
 # ---- exact -----------------------------------------------------------------------------------------------------------

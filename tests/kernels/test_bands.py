@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnspan.kernels import AUTO, KERNELS, BackwardInputs, GradientBuffers, Spec, band_hopper, bands, choose
+from attnspan.kernels import AUTO, KERNELS, BackwardInputs, GradientBuffers, Spec, band_hopper, bands, choose_kernel
 from attnspan.kernels.agenda import agenda
 from attnspan.layouts import Balanced, HeadTail
 from attnspan.masks import Causal, Documents, Full, SlidingWindow
@@ -65,7 +65,7 @@ def test_the_most_work_comes_first():
 def test_nothing_is_joined_where_band_cannot_compute():
     x = torch.empty(1, 1, 4, 8)
     tiles = (Tile(range(4), range(4), -3, 0),)
-    assert choose("auto", Spec(1.0), x, x, x, tiles) is AUTO
+    assert choose_kernel("auto", Spec(1.0), x, x, x, tiles) is AUTO
 
 
 def test_the_cost_model_joins_what_the_registry_joins():

@@ -29,7 +29,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from attnspan.errors import KernelError
-from attnspan.kernels import KERNELS, choose
+from attnspan.kernels import KERNELS, choose_kernel
 from tests import oracle
 from tests.kernels.cases import CASES, DTYPES, TILES, Case, Problem
 
@@ -109,11 +109,11 @@ def check(kernel, case):
     assert (reason is not None) == refuses(kernel, case), reason
     if reason is not None:
         with pytest.raises(KernelError) as refusal:
-            choose(*request)
+            choose_kernel(*request)
         assert reason in str(refusal.value)
         return
-    check_forward(choose(*request).kernel, problem)
-    check_backward(choose(*request).kernel, problem)
+    check_forward(choose_kernel(*request).kernel, problem)
+    check_backward(choose_kernel(*request).kernel, problem)
 
 
 def check_forward(kernel, problem):

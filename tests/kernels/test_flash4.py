@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnspan.errors import KernelError
-from attnspan.kernels import KERNELS, Spec, choose, flash4
+from attnspan.kernels import KERNELS, Spec, choose_kernel, flash4
 from attnspan.layouts import Balanced, Contiguous, HeadTail, Striped
 from attnspan.masks import Causal, Documents, Full, PrefixLM, SinkTokens, SlidingWindow
 from attnspan.masks.tile import Tile
@@ -38,7 +38,7 @@ def standing_in(version=flash4.VERSION, on=(9, 0), package=standin_fa4, devices=
         patch.object(flash4, "interface", lambda: package),
         patch.object(flash4, "capability", lambda device: on),
         patch.object(flash4, "traits", replace(flash4.traits, devices=devices, dtypes=dtypes)),
-        patch.object(flash4.TAKES, "held", False),
+        patch.object(flash4.TAKES, "verified", False),
     ):
         standin_fa4.log.clear()
         yield standin_fa4.log
@@ -188,7 +188,7 @@ def test_gradients_are_written_where_they_leave_from():
     with (
         standing_in(package=Watched),
         patch.object(flash4, "_takes", lambda: True),
-        patch.object(flash4.TAKES, "held", True),
+        patch.object(flash4.TAKES, "verified", True),
     ):
         check(problem)
     (apart,) = [each for each in given if each[2][1] == 32]
@@ -228,7 +228,7 @@ def test_a_refusal_is_a_reason(there, tensors, scale, reason):
     with standing_in(**there):
         assert KERNELS["flash4"].supports(*request) == reason
         with pytest.raises(KernelError, match=re.escape(f"kernel='flash4' cannot compute {CAUSAL}: {reason}; ")):
-            choose("flash4", *request)
+            choose_kernel("flash4", *request)
     with standing_in():
         assert KERNELS["flash4"].supports(Spec(1.0), *inputs(), (CAUSAL,)) is None
 
@@ -287,7 +287,7 @@ def test_the_stand_in_has_the_signatures_of_the_package(name):
     assert [(p.name, p.default) for p in ours.parameters.values()] == [
         (p.name, p.default) for p in theirs.parameters.values()
     ]
-    flash4.TAKES.hold()
+    flash4.TAKES.verify()
 
 
 # ---- "auto" --------------------------------------------------------------------------------------------------------
@@ -319,7 +319,7 @@ class Measured:
 )
 def test_auto_takes_it_only_where_it_is_installed_and_measured_as_the_fastest(version, preference, chosen):
     with standing_in(version=version):
-        assert choose("auto", Spec(1.0, preference=preference), *inputs(), (CAUSAL, CAUSAL)).name == chosen
+        assert choose_kernel("auto", Spec(1.0, preference=preference), *inputs(), (CAUSAL, CAUSAL)).name == chosen
 
 
 # ---- the package itself --------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from attnspan.errors import KernelError
-from attnspan.kernels import KERNELS, Spec, band, choose, fastest, refusals
+from attnspan.kernels import KERNELS, Spec, band, choose_kernel, fastest, refusals
 from attnspan.masks.tile import Tile
 from tests.kernels.cases import deterministic
 
@@ -93,7 +93,7 @@ def test_a_refusal_is_a_reason(kernel, placed, tile, reason):
     assert KERNELS[kernel].supports(SPEC, q, k, v, (tile,)) == reason
     assert refusals(SPEC, q, k, v, (tile,))[kernel] == reason
     with pytest.raises(KernelError, match=re.escape(f"kernel={kernel!r} cannot compute {tile}: {reason}; ")):
-        choose(kernel, SPEC, q, k, v, (tile,))
+        choose_kernel(kernel, SPEC, q, k, v, (tile,))
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_without_triton_auto_takes_the_next(placed, tile, chosen, monkeypatch):
     assert fastest(SPEC, *inputs(**placed), tile).name == chosen
     reason = "band needs the package triton, which is not installed"
     with pytest.raises(KernelError, match=re.escape(f"kernel='band' cannot compute {tile}: {reason}; ")):
-        choose("band", SPEC, *inputs(**placed), (tile,))
+        choose_kernel("band", SPEC, *inputs(**placed), (tile,))
 
 
 def test_a_scale_of_nothing_is_refused_by_band_alone():
@@ -149,7 +149,7 @@ def test_where_torch_must_be_deterministic_auto_leaves_cudnn_out_and_asking_for_
         assert fastest(SPEC, *inputs(), CAUSAL).name == "band"
         reason = "cudnn's backward is not deterministic, which torch.use_deterministic_algorithms(True) asks for"
         with pytest.raises(KernelError, match=re.escape(f"{CAUSAL}: {reason}; for this tile use band or ")):
-            choose("cudnn", SPEC, *inputs(), (CAUSAL,))
+            choose_kernel("cudnn", SPEC, *inputs(), (CAUSAL,))
     with deterministic(warn_only=True):
         assert fastest(SPEC, *inputs(), CAUSAL).name == "cudnn"
 
@@ -161,7 +161,7 @@ def test_an_explicit_request_names_those_that_would_do():
         "for this tile use band or cuda_flash or efficient or reference, or auto"
     )
     with pytest.raises(KernelError, match=f"^{re.escape(message)}$"):
-        choose("cudnn", SPEC, *inputs(), (WINDOW,))
+        choose_kernel("cudnn", SPEC, *inputs(), (WINDOW,))
 
 
 def test_a_name_that_is_no_kernel_is_refused_with_the_nearest():
@@ -170,7 +170,7 @@ def test_a_name_that_is_no_kernel_is_refused_with_the_nearest():
         "got 'cuda-flash'; did you mean 'cuda_flash'?"
     )
     with pytest.raises(KernelError, match=f"^{re.escape(message)}$"):
-        choose("cuda-flash", SPEC, *inputs(), (FULL,))
+        choose_kernel("cuda-flash", SPEC, *inputs(), (FULL,))
 
 
 def test_where_none_can_auto_tells_every_reason():

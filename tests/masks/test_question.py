@@ -115,7 +115,7 @@ def test_a_function_becomes_the_mask_that_it_is(drawn, q_len, kv_len, block, lea
     allowed = create_mask(fn, rows, heads, q_len, kv_len, device="cpu")
     few = {"FEW": 0, "MAX_SPANS": -1} if by_blocks else {}
     forget()
-    with patch.multiple(question, LEAST=least, **few):
+    with patch.multiple(question, MIN_BOX=least, **few):
         check_cover(MaskMod(fn, rows=rows, heads=heads, block=block), allowed)
         if by_blocks:
             check_cover(Mask.from_block_mask(create_block_mask(fn, rows, heads, q_len, kv_len, "cpu", 16)), allowed)

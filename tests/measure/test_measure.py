@@ -63,7 +63,7 @@ def test_of_ranks_that_measure_together_the_slowest_counts(monkeypatch):
 
 
 def test_what_hosts_hold_tells_links_apart(monkeypatch):
-    monkeypatch.setattr(links, "place", lambda device: (threading.current_thread().name, ""))
+    monkeypatch.setattr(links, "host_and_device", lambda device: (threading.current_thread().name, ""))
     asked = Tuning.of(CPU, sizes=(16,), kernels=("cpu_flash",), heads=1, head_dims=(8,))
     found = loopback(2).run(lambda world: tune(asked, world))[0]
     assert (found.inside, found.ranks_per_node) == (None, 1)

@@ -59,9 +59,20 @@ def test_long_rows_are_joined_from_parts(page_size, lengths, window):
     seqs = [cache.add(length) for length in lengths]
     for new in (1, 3):
         cache.step([(seq, new) for seq in seqs])
-        metadata = cache.plan.metadata
-        assert decode._splits(metadata, 2 * len(lengths), cache.pool.device, decode.DecodeTuning()) > 1
+        shares = decode._shares(2, cache.pool.device, decode.DecodeTuning())
+        assert 3000 / decode.MIN_KEYS > 10 < shares, "the long row lies in many"
         agree(cache.attend(kernel="decode"), cache.expected(), torch.float32)
+
+
+@pytest.mark.parametrize("rows", [31, 60, 300])
+@pytest.mark.parametrize("window", [None, 100])
+def test_keys_of_many_rows_are_dealt_in_shares(rows, window):
+    """Rows of all lengths, some without a token in the step."""
+    cache = cuda_cache(16, dtype=torch.bfloat16, pages=rows * 40, window=window, max_sequences=rows, max_tokens=4000)
+    seqs = [cache.add(1 + row * 7919 % 600) for row in range(rows)]
+    for new in (lambda row: 1, lambda row: row % 4):
+        cache.step([(seq, new(row)) for row, seq in enumerate(seqs)])
+        agree(cache.attend(kernel="decode"), cache.expected(), torch.bfloat16)
 
 
 @pytest.mark.parametrize("kernel", ["auto", "decode", "flex"])

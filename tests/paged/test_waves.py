@@ -1,6 +1,6 @@
-"""How many parts `decode` splits rows into: whole waves of programs, on a device of 132 multiprocessors.
+"""How many parts `decode` cuts keys into: whole waves of programs, on a device of 132 multiprocessors.
 
-Programs are (key head, row) pairs, eight key heads; a wave is what the device holds at once.
+Of steps with long rows, programs are (key head, row) pairs, eight key heads; a wave is what the device holds at once.
 """
 
 from types import SimpleNamespace
@@ -27,6 +27,12 @@ def splits(rows, longest):
     )
     metadata.spans = ()
     return decode._splits(metadata, 8 * rows, torch.device("cuda"), TUNING)
+
+
+@pytest.mark.parametrize("key_heads", [1, 2, 8, 12, 132, 1000])
+def test_shares_are_one_wave(key_heads):
+    found = decode._shares(key_heads, torch.device("cuda"), TUNING)
+    assert found == 1 or WAVE - key_heads < key_heads * found <= WAVE
 
 
 @pytest.mark.parametrize("longest", [32768, 131072, 1 << 20])

@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import attnspan as span
-from attnspan.attention.call import Inputs
+from attnspan.attention.inputs import Inputs
 from attnspan.errors import AttentionError
 from attnspan.parallel.dense_attention import DenseAttention
 from attnspan.plan import Plan

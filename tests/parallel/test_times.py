@@ -93,7 +93,7 @@ def test_times_are_forgotten_with_the_rest():
         cp = trained(world)
         cp.reset()
         trained_again = trained(world, passes=1)
-        return cp.attentions.named[""].call.uses.timers, len(trained_again.report().lines)
+        return cp.attentions.named[""].bound.uses.timers, len(trained_again.report().lines)
 
     assert loopback(2).run(rank) == [({}, 1)] * 2
 

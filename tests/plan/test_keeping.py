@@ -97,7 +97,7 @@ def test_a_session_keeps_what_its_plan_says(mask):
         heads = (SHAPE.heads, SHAPE.kv_heads, SHAPE.kv_heads)
         q, k, v = (torch.randn(1, h, TOKENS // RANKS, SHAPE.head_dim, requires_grad=True) for h in heads)
         cp.attention(q, k, v).sum().backward()
-        return cp.plan, cp.attentions.named[""].call.uses.from_kept.total()
+        return cp.plan, cp.attentions.named[""].bound.uses.from_kept.total()
 
     plan, kept = loopback(RANKS).run(rank)[0]
     says = choose(

@@ -52,9 +52,9 @@ def test_the_steps_of_one_rank_do_not_list_the_pairs_of_all_ranks():
     plan = Plan(Causal(), HeadTail(256), 1 << 16, "needed(2)")
     assert len(plan.steps(100)) == 2
     assert plan.geometry(0).shifts == {*range(1, 256)}
-    assert "_asked" not in vars(plan.geometry(0))
+    assert "_demands" not in vars(plan.geometry(0))
     assert len(plan.group_traffic()) == 256
-    assert "_asked" in vars(plan.geometry(0)), "traffic does"
+    assert "_demands" in vars(plan.geometry(0)), "traffic does"
 
 
 @given(plans())

@@ -9,7 +9,8 @@ import torch
 
 from attnspan import Causal, HeadTail, Plan
 from attnspan.attention import execute, lane, sums
-from attnspan.attention.call import Call, Inputs
+from attnspan.attention.bound_plan import BoundPlan
+from attnspan.attention.inputs import Inputs
 from attnspan.attention.kept import KeptKeys
 from attnspan.attention.latent import Expander
 from attnspan.kernels import AUTO, KERNELS, BackwardInputs, accumulator, bands
@@ -56,8 +57,8 @@ def one_call_back(spec, final, q, k, v, tiles, into, *told):
 
 @pytest.fixture
 def stand_ins(monkeypatch):
-    monkeypatch.setattr(type(AUTO), "of", lambda *args: Library)
-    monkeypatch.setattr(lane, "choose", lambda name, *request: KERNELS["band"] if JOINS[name] else AUTO)
+    monkeypatch.setattr(type(AUTO), "kernel_for", lambda *args: Library)
+    monkeypatch.setattr(lane, "choose_kernel", lambda name, *request: KERNELS["band"] if JOINS[name] else AUTO)
     monkeypatch.setattr(lane, "rounds", lambda name, device: name != "band")
     monkeypatch.setattr(bands, "forward", one_call)
     monkeypatch.setattr(bands, "backward", one_call_back)
@@ -71,7 +72,7 @@ def size(*tensors):
 
 def counted(plan, rank, kv_heads, kernel, kept=None):
     """The peaks of forward and backward."""
-    call = Call(plan, Keeping(rank, RANKS, "cpu"), kernel)
+    call = BoundPlan(plan, Keeping(rank, RANKS, "cpu"), kernel)
     tokens = plan.layout.tokens(TOKENS)[rank]
     q, k, v = (torch.zeros(1, heads, tokens, DIM, dtype=HALF) for heads in (HEADS, kv_heads, kv_heads))
     with torch.no_grad(), Live() as forward:
@@ -112,7 +113,7 @@ def counted_latents(plan, rank, kept):
     def expand(latent):
         return (latent @ weight).unflatten(-1, (HEADS, -1)).transpose(1, 2).split(DIM, dim=-1)
 
-    call, tokens = Call(plan, Keeping(rank, RANKS, "cpu"), "auto"), plan.layout.tokens(TOKENS)[rank]
+    call, tokens = BoundPlan(plan, Keeping(rank, RANKS, "cpu"), "auto"), plan.layout.tokens(TOKENS)[rank]
     query, latent = torch.zeros(1, HEADS, tokens, DIM, dtype=HALF), torch.zeros(1, 1, tokens, LATENT, dtype=HALF)
     inputs = Inputs(query, latent, latent[..., :0], expander=Expander(expand, [], *sizes, None))
     with torch.no_grad(), Live() as forward:

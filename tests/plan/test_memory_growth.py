@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from attnspan.attention import execute
-from attnspan.attention.call import Call, Inputs
+from attnspan.attention.bound_plan import BoundPlan
+from attnspan.attention.inputs import Inputs
 from attnspan.kernels import BackwardInputs
 from attnspan.layouts import Contiguous, HeadTail
 from attnspan.masks import Causal, Full, SlidingWindow
@@ -61,7 +62,7 @@ def plan_for(strategy, mask, layout, ranks):
 def measured(plan):
     """The peak and the largest tensor, forward and backward, of a rank in the middle."""
     rank = plan.ranks // 2
-    call = Call(plan, Silent(rank, plan.ranks, "cpu"))
+    call = BoundPlan(plan, Silent(rank, plan.ranks, "cpu"))
     q, k, v, grad = (torch.randn(1, heads, TOKENS, 16) for heads in (2, 1, 1, 2))
     with torch.no_grad(), Live() as forward:
         out, lse = execute.forward(call, Inputs(q, k, v))

@@ -113,7 +113,7 @@ def test_parts_with_other_arguments_are_refused(monkeypatch):
     monkeypatch.setattr(fla, "_misfit", lambda rule: None)
     monkeypatch.setattr(fla_package, "installed", lambda: fla.VERSION)
     monkeypatch.setattr(fla_package, "part", lambda name: lambda q, k: None)
-    monkeypatch.setattr(fla.TAKES, "held", False)
+    monkeypatch.setattr(fla.TAKES, "verified", False)
     assert "cannot call fla-core 0.6.0: recurrence/fla_package.py: with this version" in KERNELS["fla"].refuses(
         lightning()
     )

@@ -30,7 +30,7 @@ def tables(monkeypatch):
             raise mine
         return mine
 
-    for module in ("tuned", "call"):
+    for module in ("tuned", "bound_plan"):
         monkeypatch.setattr(sys.modules[f"attnspan.attention.{module}"], "table_for", finding)
     return found
 

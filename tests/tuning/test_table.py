@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from attnspan.errors import TuningError
-from attnspan.kernels import KERNELS, Spec, choose, fastest
+from attnspan.kernels import KERNELS, Spec, choose_kernel, fastest
 from attnspan.layouts import HeadTail
 from attnspan.masks import Causal
 from attnspan.masks.tile import Tile
@@ -160,7 +160,7 @@ def test_auto_takes_the_kernel_that_the_table_prefers_and_the_registrys_where_it
     assert fastest(Spec(1.0), x, x, x, full(1024)).name == "cpu_flash"
     causal = Tile(range(1024), range(1024), -1023, 0)
     assert fastest(spec, x, x, x, causal).name == "cpu_flash"
-    assert choose("cpu_flash", spec, x, x, x, (full(1024),)).name == "cpu_flash"
+    assert choose_kernel("cpu_flash", spec, x, x, x, (full(1024),)).name == "cpu_flash"
 
 
 def test_a_kernel_that_refuses_is_not_taken_however_fast_it_was():

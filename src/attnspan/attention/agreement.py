@@ -1,22 +1,24 @@
-"""Agreement: before the first key travels, all ranks go on or all raise.
+"""Agreement: before the first key travels, either all ranks proceed or all raise.
 
-Ranks that run different plans, or tensors of other shapes, would wait for messages that never come or, worse, take
-them for something else. So when a call first sees tensors of some shapes, every rank checks its own, asks the kernel
-about every tile that it will compute, and then tells the others what it runs, in a few short words, or what is wrong.
-All ranks raise if any does, and name the odd one and what is odd. Later calls with the same shapes say nothing but
-their name, in the headers of their messages (transports/operations.py). A rank that later comes with other shapes alone
-asks where the others compute, and all of them hear that they are out of step.
+Ranks that run different plans, or tensors of different shapes, would wait for messages that never arrive or interpret
+one message as another. So the first time that attention runs on tensors of some shapes, every rank checks its own
+tensors, asks the kernel about every tile that it will compute, and sends the others a short description of what it
+runs, or its error. If any rank has an error or a different description, all ranks raise and name that rank and the
+difference. Later calls with the same shapes exchange only their name, in the headers of their messages
+(transports/operations.py). If one rank alone later brings other shapes, it waits for an agreement while the others
+compute; the headers then show all of them that they are out of step.
 
-[Note: masks that change] Plans are remembered by what their masks compute, so the mask of a plan may be an equal one
-that somebody else made. A call watches the mask that its user gave: once the functions in it compute something else,
-the user may expect the attention to follow, and is told to make a new mask.
+[Note: masks that change] Plans are cached by what their masks compute, so the mask of a plan may be an equal one that
+another caller made. A bound plan watches the mask that its own user gave: once the functions in it compute something
+else, the call is refused, and the error asks for a new mask.
 
-[Note: content] Ranks that run one program on other tensors compute parts of different attentions, so the content of
-what programs captured is compared too, where ranks agree: of masks it never changes, of score_mods it is compared once.
+[Note: content] Ranks that run the same program on different captured tensors would compute parts of different
+attentions, so the agreement includes the content of captured tensors. A mask's never changes; a score_mod's is compared
+once.
 
-[Note: seeds] Dropout needs the same seed on every rank (function.py says where it comes from). Where ranks agree it is
-compared with the rest. Seeds of later calls are compared by the headers of their messages, of whose name they are a
-part, and cost no exchange.
+[Note: seeds] Dropout needs the same seed on every rank (function.py explains where it comes from). The agreement
+compares the first one. Seeds of later calls are part of the operation's name, so message headers compare them without
+another exchange.
 """
 
 from __future__ import annotations
@@ -27,10 +29,11 @@ from typing import Any
 
 import torch
 
-from attnspan.attention.call import Agreement, Call, Inputs
+from attnspan.attention.bound_plan import Agreement, BoundPlan
+from attnspan.attention.inputs import Inputs
 from attnspan.dtypes import dtype_name, lse_dtype
 from attnspan.errors import AttentionError, AttnspanError, KernelError, MaskError, TuningError
-from attnspan.kernels import choose
+from attnspan.kernels import choose_kernel
 from attnspan.layouts.run import tokens_in
 from attnspan.masks import Mask
 from attnspan.masks.content import content
@@ -45,55 +48,55 @@ SHARED = "a plan that all ranks share"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-def agree(call: Call, inputs: Inputs) -> Agreement:
-    """Refuse tensors that the plan was not made for, on every rank; what all of them do."""
-    if call.watched is not None:
-        check_mask(call.watched, call, inputs)
-    signature = _signature(call, inputs)
-    if signature in call.agreed:
-        return call.agreed[signature]
-    wrong = refusal(call, inputs)
-    words = {**_words(call, inputs), VOTE: str(_keeps(call, inputs))} if wrong is None else wrong
-    said = consensus.all_gather_outcomes(call.transport, words, SHARED)
+def agree(bound: BoundPlan, inputs: Inputs) -> Agreement:
+    """What all ranks have agreed to do with such tensors; raises on every rank if one cannot, or differs."""
+    if bound.watched is not None:
+        check_mask(bound.watched, bound, inputs)
+    signature = _signature(bound, inputs)
+    if signature in bound.agreed:
+        return bound.agreed[signature]
+    wrong = refusal(bound, inputs)
+    words = {**_words(bound, inputs), VOTE: str(_keeps(bound, inputs))} if wrong is None else wrong
+    said = consensus.all_gather_outcomes(bound.transport, words, SHARED)
     votes = {each.pop(VOTE) for each in said if isinstance(each, dict)}
     _raise_if_odd(said)
-    plan = call.plan
+    plan = bound.plan
     name = f"attention over {repr(plan.mask)[:80]} by {plan.strategy!r} [{_hashed(said[0])}]"
-    call.agreed[signature] = Agreement(name, votes == {"True"})
-    return call.agreed[signature]
+    bound.agreed[signature] = Agreement(name, votes == {"True"})
+    return bound.agreed[signature]
 
 
 VOTE = "keep keys here"
 
 
-def _keeps(call: Call, inputs: Inputs) -> bool:
+def _keeps(bound: BoundPlan, inputs: Inputs) -> bool:
     """Whether this rank would keep keys. See [Note: when auto keeps] in kept.py."""
     shape = inputs.shape
-    if call.keep_keys != "auto" or shape is None:
-        return call.keep_keys is True
-    return call.plan.may_keep(call.rank, shape)
+    if bound.keep_keys != "auto" or shape is None:
+        return bound.keep_keys is True
+    return bound.plan.may_keep(bound.rank, shape)
 
 
-def check_mask(mask: Mask, call: Call, inputs: Inputs) -> None:
+def check_mask(mask: Mask, bound: BoundPlan, inputs: Inputs) -> None:
     """Refuse a mask that has changed. See [Note: masks that change]."""
     try:
         mask.check_fresh()
     except MaskError as changed:
-        refuse(call, inputs, AttentionError(f"mask: {changed}"))
+        refuse(bound, inputs, AttentionError(f"mask: {changed}"))
 
 
-def refuse(call: Call, inputs: Inputs, wrong: AttentionError) -> None:
-    """Raise what is wrong on this rank; on all of them if they have not agreed on such tensors yet, and will ask."""
-    if _signature(call, inputs) not in call.agreed:
-        _raise_if_odd(consensus.all_gather_outcomes(call.transport, wrong, SHARED))
+def refuse(bound: BoundPlan, inputs: Inputs, wrong: AttentionError) -> None:
+    """Raise an error of this rank; on all ranks if these tensors are new, so that the others wait for an agreement."""
+    if _signature(bound, inputs) not in bound.agreed:
+        _raise_if_odd(consensus.all_gather_outcomes(bound.transport, wrong, SHARED))
     raise wrong
 
 
-def _signature(call: Call, inputs: Inputs) -> tuple[object, ...]:
-    """What a call agrees on once."""
+def _signature(bound: BoundPlan, inputs: Inputs) -> tuple[object, ...]:
+    """What identifies an agreement: calls with the same signature need no further one."""
     tensors, expander = (*inputs[:4], *inputs.captured), inputs.expander
     shapes = (None if x is None else (x.shape, x.dtype, x.device) for x in tensors)
-    return_lse = inputs.return_lse and call.plan.degree > 1  # where its gradient travels
+    return_lse = inputs.return_lse and bound.plan.degree > 1  # where its gradient travels
     return (
         *shapes,
         expander and expander.makes,
@@ -103,19 +106,19 @@ def _signature(call: Call, inputs: Inputs) -> tuple[object, ...]:
     )  # which some kernels then refuse
 
 
-def refusal(call: Call, inputs: Inputs) -> AttentionError | KernelError | None:
+def refusal(bound: BoundPlan, inputs: Inputs) -> AttentionError | KernelError | None:
     """What is wrong on this rank, or None."""
     misfit = (
-        _misfit(call, inputs)
-        or _wrong_length(call, inputs)
+        _misfit(bound, inputs)
+        or _wrong_length(bound, inputs)
         or _wrong_sinks(inputs)
-        or _wrong_captured(call, inputs)
-        or _no_room(call, inputs)
+        or _wrong_captured(bound, inputs)
+        or _no_room(bound, inputs)
     )
     if misfit:
         return AttentionError(misfit)
     try:
-        _ask_kernel(call, inputs)
+        _ask_kernel(bound, inputs)
     except KernelError as refused:
         return refused
     except TuningError as refused:  # this rank's own table, by which it would choose kernels
@@ -123,8 +126,8 @@ def refusal(call: Call, inputs: Inputs) -> AttentionError | KernelError | None:
     return None
 
 
-def _misfit(call: Call, inputs: Inputs) -> str:
-    """How query, key and value do not fit one another, the group or the plan's batch rows; or nothing."""
+def _misfit(bound: BoundPlan, inputs: Inputs) -> str:
+    """Why query, key and value do not fit one another, the group or the plan's batch rows; "" if they do."""
     query, latent = inputs.query, inputs.expander is not None
     names = ("query", "latent") if latent else ("query", "key", "value")
     for name, tensor in zip(names, inputs[:3], strict=False):
@@ -136,35 +139,35 @@ def _misfit(call: Call, inputs: Inputs) -> str:
     shapes = f"{tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}{' as expanded' if latent else ''}"
     if query.dtype not in DTYPES:
         return f"query must be float32, bfloat16, float16 or float64, got {dtype_name(query.dtype)}"
-    if query.device != call.transport.device:
-        return f"query must be on {call.transport.device}, where the group's tensors are, got {query.device}"
+    if query.device != bound.transport.device:
+        return f"query must be on {bound.transport.device}, where the group's tensors are, got {query.device}"
     if key.shape[:3] != value.shape[:3] or key.shape[0] != query.shape[0] or key.shape[3] != query.shape[3]:
         return f"query, key and value must fit one another, got shapes {shapes}"
     if 0 in (*query.shape[:2], key.shape[1], query.shape[3], value.shape[3]):
         return f"query, key and value must have a batch, heads and a head dim, got shapes {shapes}"
     if query.shape[1] % key.shape[1]:
         return f"query heads must be a multiple of key heads, got {query.shape[1]} and {key.shape[1]}"
-    if latent and call.plan.degree > 1:
+    if latent and bound.plan.degree > 1:
         return (
-            f"strategy: {name_of(call.plan.strategy)} exchanges heads, and a latent has none; use 'ring', 'gather', "
+            f"strategy: {name_of(bound.plan.strategy)} exchanges heads, and a latent has none; use 'ring', 'gather', "
             "'needed' or 'auto', on a mesh of one axis, or expand it before"
         )
-    if call.plan.mask.heads not in (1, query.shape[1]):
-        return f"query must have the mask's {call.plan.mask.heads} heads, got {query.shape[1]}"
-    if call.plan.rows not in (1, query.shape[0]):
-        return f"query must have the plan's {call.plan.rows} batch rows, got {query.shape[0]}"
+    if bound.plan.mask.heads not in (1, query.shape[1]):
+        return f"query must have the mask's {bound.plan.mask.heads} heads, got {query.shape[1]}"
+    if bound.plan.rows not in (1, query.shape[0]):
+        return f"query must have the plan's {bound.plan.rows} batch rows, got {query.shape[0]}"
     return ""
 
 
-def _wrong_length(call: Call, inputs: Inputs) -> str:
-    plan, latent = call.plan, inputs.expander is not None
+def _wrong_length(bound: BoundPlan, inputs: Inputs) -> str:
+    plan, latent = bound.plan, inputs.expander is not None
     for name, tensor, layout, length in (
         ("query", inputs.query, plan.layout, plan.seq_len),
         ("latent" if latent else "key", inputs.key, plan.key_layout, plan.key_len),
     ):
         got = tensor.shape[2]
         for row in range(plan.rows):
-            expected = tokens_in(layout.runs(length, call.rank, row))
+            expected = tokens_in(layout.runs(length, bound.rank, row))
             if got != expected:
                 if tensor.shape[1] == expected and name != "latent":
                     return (
@@ -187,12 +190,12 @@ def _wrong_sinks(inputs: Inputs) -> str:
     return ""
 
 
-def _wrong_captured(call: Call, inputs: Inputs) -> str:
-    """What does not fit the score_mod as it was traced, or nothing."""
-    if call.score is None:
+def _wrong_captured(bound: BoundPlan, inputs: Inputs) -> str:
+    """Which captured tensor differs from the one that the score_mod was traced with; "" if none does."""
+    if bound.score is None:
         return ""
     try:
-        program = call.score.program(lse_dtype(inputs.query.dtype))
+        program = bound.score.program(lse_dtype(inputs.query.dtype))
     except AttentionError as wrong:
         return str(wrong)
     for found, traced in zip(inputs.captured, program.captured, strict=True):
@@ -206,12 +209,12 @@ def _wrong_captured(call: Call, inputs: Inputs) -> str:
     return ""
 
 
-def _no_room(call: Call, inputs: Inputs) -> str:
-    """What keys that are to be kept take beyond the memory of the device, or nothing."""
+def _no_room(bound: BoundPlan, inputs: Inputs) -> str:
+    """Why keys that are to be kept do not fit into the memory of the device; "" if they do."""
     shape = inputs.shape
-    if call.keep_keys is not True or shape is None:
+    if bound.keep_keys is not True or shape is None:
         return ""
-    kept, memory = call.plan.kept_bytes(call.rank, shape), device_memory(inputs.query.device)
+    kept, memory = bound.plan.kept_bytes(bound.rank, shape), device_memory(inputs.query.device)
     if kept <= memory:
         return ""
     return (
@@ -221,25 +224,26 @@ def _no_room(call: Call, inputs: Inputs) -> str:
 
 
 def device_memory(device: torch.device) -> float:
-    """Bytes of memory that a device has."""
+    """The memory of a device in bytes."""
     if device.type == "cuda":
         return float(torch.cuda.get_device_properties(device).total_memory)
     return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
 
 
-def _ask_kernel(call: Call, inputs: Inputs) -> None:
+def _ask_kernel(bound: BoundPlan, inputs: Inputs) -> None:
     """Raise what the kernel would at any tile of this rank."""
-    spec, tensors = call.spec(inputs), (inputs.query, *inputs.keys)
-    tiles = [tile for row in range(call.plan.rows) for step in call.plan.steps(call.rank, row) for tile in step.tiles]
+    spec, tensors = bound.spec(inputs), (inputs.query, *inputs.keys)
+    plan = bound.plan
+    tiles = [tile for row in range(plan.rows) for step in plan.steps(bound.rank, row) for tile in step.tiles]
     for tile in {(tile.kind, tile.asked, len(tile.rows), len(tile.cols)): tile for tile in tiles}.values():
-        if reason := choose(call.kernel, spec, *tensors, (tile,)).supports(spec, *tensors, (tile,)):
+        if reason := choose_kernel(bound.kernel, spec, *tensors, (tile,)).supports(spec, *tensors, (tile,)):
             raise KernelError(reason)
 
 
-def _words(call: Call, inputs: Inputs) -> dict[str, str]:
-    """What this rank runs, by name: the same on every rank that runs the same plan on the same shapes."""
-    query, plan = inputs.query, call.plan
-    mods, rows, (key, value) = call.mods(query), range(plan.rows), inputs.keys
+def _words(bound: BoundPlan, inputs: Inputs) -> dict[str, str]:
+    """A description of what this rank runs, by name: equal on ranks that run the same plan on the same shapes."""
+    query, plan = inputs.query, bound.plan
+    mods, rows, (key, value) = bound.mods(query), range(plan.rows), inputs.keys
     return {
         "batch": str(query.shape[0]),
         "heads": str(query.shape[1]),
@@ -253,9 +257,9 @@ def _words(call: Call, inputs: Inputs) -> dict[str, str]:
         "dropout_p": str(float(inputs.dropout_p)),
         "dropout_seed": "none" if inputs.dropout is None else str(inputs.dropout.seed),
         "strategy": repr(plan.strategy),
-        "kernel": call.kernel,
-        "keep_keys": str(call.keep_keys),
-        "scale": repr(call.scale),
+        "kernel": bound.kernel,
+        "keep_keys": str(bound.keep_keys),
+        "scale": repr(bound.scale),
         "tokens": f"{plan.seq_len} x {plan.key_len}",
         "programs": _hashed("" if mods is None else mods.key),
         "captured tensors": _hashed("" if mods is None else mods.content, content(inputs.captured)),
@@ -275,7 +279,7 @@ SEEDS = (
 )
 
 HASHED = "#"
-"""How a word begins that says nothing by itself."""
+"""The prefix of words that are hashes, which error messages leave out."""
 
 
 def _raise_if_odd(said: Sequence[dict[str, str] | AttnspanError]) -> None:

@@ -1,9 +1,9 @@
-"""A call, carried out: tensors of this rank in, its out, lse and gradients back.
+"""Execute a bound plan on this rank's tensors: out and lse forward, gradients backward.
 
-Lanes live until results are made, and sums of gradients no longer than that: plan/memory_walk.py counts them so.
+Without Ulysses this is the loop of loop.py over one lane per row of the plan. With Ulysses, heads are exchanged before
+and after the same loop.
 
-Without Ulysses this is the loop of loop.py over one lane per row of the plan. With it, heads are exchanged before and
-after; the loop in between is the same.
+Lanes, and the sums of gradients, are alive until the results are made; plan/memory_walk.py counts memory accordingly.
 """
 
 from __future__ import annotations
@@ -15,58 +15,60 @@ import torch
 from torch import Tensor
 
 from attnspan.attention import loop
-from attnspan.attention.call import Call, Inputs
+from attnspan.attention.bound_plan import BoundPlan
+from attnspan.attention.inputs import Inputs
 from attnspan.attention.kept import KeptKeys
 from attnspan.attention.lane import Lane, RowsAndHeads
 from attnspan.attention.ulysses import HeadAllToAll, Side, segments
 from attnspan.dtypes import lse_dtype
 from attnspan.kernels import BackwardInputs
+from attnspan.plan.heads import repeats_key_heads
 
 SIDES: tuple[Side, Side, Side] = ("query", "key", "key")
-"""Whose tokens query, key and value are, and their gradients."""
+"""Which tokens query, key and value have, and so do their gradients."""
 
 
-def forward(call: Call, inputs: Inputs, kept: KeptKeys | None = None) -> tuple[Tensor, Tensor]:
+def forward(bound: BoundPlan, inputs: Inputs, kept: KeptKeys | None = None) -> tuple[Tensor, Tensor]:
     """(out, lse) of this rank's queries; what arrives stays in `kept`."""
-    rows = _rows(call, inputs)
-    if call.plan.degree > 1:
+    rows = _rows(bound, inputs)
+    if bound.plan.degree > 1:
         parts = [row.forward(kept) for row in rows]
     else:
         lanes = [row.lane() for row in rows]
-        parts = loop.forward(call.transport, lanes, kept)
+        parts = loop.forward(bound.transport, lanes, kept)
     if len(parts) == 1:
         return parts[0]
     return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
 
 
 def backward(
-    call: Call, inputs: Inputs, final: BackwardInputs, wanted: Sequence[int] = (), kept: KeptKeys | None = None
+    bound: BoundPlan, inputs: Inputs, final: BackwardInputs, wanted: Sequence[int] = (), kept: KeptKeys | None = None
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor | None], list[Tensor]]:
-    """The gradients of this rank's query, key and value, each in its own dtype; and in the precision that sums are kept
-    in, its part of those of `wanted` ones of the captured tensors, and of the weights that a latent is expanded by."""
-    rows, captured = _rows(call, inputs), inputs.captured
+    """The gradients of this rank's query, key and value in their own dtypes; and this rank's part of the gradients of
+    captured tensors (the `wanted` ones) and of the weights that expand a latent, in the precision of sums."""
+    rows, captured = _rows(bound, inputs), inputs.captured
     sums = [torch.zeros_like(x, dtype=lse_dtype(x.dtype)) if i in wanted else None for i, x in enumerate(captured)]
     expander = inputs.expander
     weights = [torch.zeros_like(x, dtype=lse_dtype(x.dtype)) for x in (expander.weights if expander else ())]
-    finals = [final.of(row.batch) for row in rows]
+    finals = [final.batch_rows(row.batch) for row in rows]
     found: Sequence[tuple[Tensor, ...]]
-    if call.plan.degree > 1:
+    if bound.plan.degree > 1:
         found = [row.backward(each, sums, kept) for row, each in zip(rows, finals, strict=True)]
     else:
         lanes = [row.lane() for row in rows]
-        grads = loop.backward(call.transport, lanes, finals, sums, weights, kept.loops[0] if kept else None)
+        grads = loop.backward(bound.transport, lanes, finals, sums, weights, kept.loops[0] if kept else None)
         found = [each.results(inputs.query.dtype, inputs.key.dtype) for each in grads]
     whole = (torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*found, strict=True))
     dq, dk, dv = (x.to(inputs.query.dtype).contiguous() for x in whole)  # as the op promises to code that is compiled
-    return call.signed(dq), dk, dv, sums, weights
+    return bound.signed(dq), dk, dv, sums, weights
 
 
-def _rows(call: Call, inputs: Inputs) -> list[PlanRow]:
+def _rows(bound: BoundPlan, inputs: Inputs) -> list[PlanRow]:
     """The rows of the plan: one for all batch rows, or one for each."""
-    query, key, value = call.signed(inputs.query), inputs.key, inputs.value
-    batches = [slice(0, len(query))] if call.plan.rows == 1 else [slice(row, row + 1) for row in range(len(query))]
+    query, key, value = bound.signed(inputs.query), inputs.key, inputs.value
+    batches = [slice(0, len(query))] if bound.plan.rows == 1 else [slice(row, row + 1) for row in range(len(query))]
     return [
-        PlanRow(call, row, batch, inputs._replace(query=query[batch], key=key[batch], value=value[batch]))
+        PlanRow(bound, row, batch, inputs._replace(query=query[batch], key=key[batch], value=value[batch]))
         for row, batch in enumerate(batches)
     ]
 
@@ -78,8 +80,8 @@ class PlanRow:
     of this rank's share of them.
     """
 
-    def __init__(self, call: Call, row: int, batch: slice, inputs: Inputs):
-        self.call, self.row, self.batch, self.inputs = call, row, batch, inputs
+    def __init__(self, bound: BoundPlan, row: int, batch: slice, inputs: Inputs):
+        self.bound, self.row, self.batch, self.inputs = bound, row, batch, inputs
         self.heads, self.kv_heads = inputs.query.shape[1], inputs.key.shape[1]
 
     def lane(self) -> Lane:
@@ -90,7 +92,7 @@ class PlanRow:
         exchange, (query, key, value) = self._exchange(), self.inputs[:3]
         tensors = exchange.gather_tokens([query, key, value], SIDES)
         lanes = self._head_lanes(exchange, tensors)
-        parts = loop.forward(self.call.transport, lanes, kept)
+        parts = loop.forward(self.bound.transport, lanes, kept)
         if kept is not None:
             kept.heads.append(tensors)
         shape, precision = tensors[0].shape[:3], lse_dtype(query.dtype)
@@ -115,10 +117,10 @@ class PlanRow:
         lanes = self._head_lanes(exchange, tensors)
         narrow = self.inputs.query.dtype
         # [Note: gradients of heads] in ulysses.py
-        of_keys = lse_dtype(narrow) if exchange.repeats_key_heads else narrow
-        parts = [
-            each.results(narrow, of_keys) for each in loop.backward(self.call.transport, lanes, finals, sums, (), steps)
-        ]
+        of_keys = lse_dtype(narrow) if repeats_key_heads(exchange.shares) else narrow
+        grads = loop.backward(self.bound.transport, lanes, finals, sums, (), steps)
+        parts = [each.results(narrow, of_keys) for each in grads]
+        del grads
         found = [
             _by_heads([part[i] for part in parts], functools.partial(torch.empty_like, x, dtype=dtype))
             for i, (x, dtype) in enumerate(zip(tensors, (narrow, of_keys, of_keys), strict=True))
@@ -127,7 +129,7 @@ class PlanRow:
         return tuple(exchange.scatter_tokens(found, SIDES))
 
     def _exchange(self) -> HeadAllToAll:
-        return self.call.head_exchange(self.row, self.heads, self.kv_heads)
+        return self.bound.head_exchange(self.row, self.heads, self.kv_heads)
 
     def _segments(self, exchange: HeadAllToAll) -> list[tuple[slice, slice]]:
         return segments(exchange.shares[exchange.here], self.heads // self.kv_heads)
@@ -141,7 +143,7 @@ class PlanRow:
         ]
 
     def _lane(self, inputs: Inputs, heads: range) -> Lane:
-        return Lane(self.call, self.row, RowsAndHeads(range(self.batch.start, self.batch.stop), heads), inputs)
+        return Lane(self.bound, self.row, RowsAndHeads(range(self.batch.start, self.batch.stop), heads), inputs)
 
 
 def _by_heads(parts: list[Tensor], empty: Callable[[], Tensor]) -> Tensor:

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -33,8 +33,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from attnspan.attention import ops
 from attnspan.attention.agreement import check_mask, refuse
-from attnspan.attention.call import Call, Inputs
-from attnspan.attention.handles import handle
+from attnspan.attention.bound_plan import BoundPlan
+from attnspan.attention.handles import handle_of
+from attnspan.attention.inputs import Inputs
 from attnspan.attention.latent import Expand, Expander, as_keys
 from attnspan.attention.score import Captured, Score, ScoreFunction
 from attnspan.attention.transforms import check_untransformed
@@ -48,7 +49,52 @@ from attnspan.transports import Transport
 from attnspan.transports.group import Group, transport_of
 
 
-class Attention:
+class AttentionCallable:
+    """The two ways to call attention on this rank's shards: for the output, or for the output and lse."""
+
+    captured: Captured
+
+    def run(self, inputs: Inputs, expand: Expand | None = None) -> tuple[Tensor, Tensor]:
+        """(out, lse) of the inputs."""
+        raise NotImplementedError
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor | None = None,
+        *,
+        expand: Expand | None = None,
+        sinks: Tensor | None = None,
+        dropout_p: float = 0.0,
+        dropout_seed: int | None = None,
+        captured: Sequence[Tensor] | None = None,
+    ) -> Tensor:
+        """The output for this rank's queries (B, H, S, Dv). See [Note: seeds] for dropout.
+
+        `captured` are tensors in place of those that the score_mod captured.
+        """
+        given = self.captured.for_query(query) if captured is None else captured
+        keys = as_keys(key, value, expand)
+        return self.run(Inputs(query, *keys, sinks, given, False, dropout_p, dropout_seed), expand)[0]
+
+    def with_lse(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor | None = None,
+        *,
+        expand: Expand | None = None,
+        sinks: Tensor | None = None,
+        dropout_p: float = 0.0,
+        dropout_seed: int | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """The output, and the log-sum-exp of every row (B, H, S), differentiable too; on all ranks or on none."""
+        given, keys = self.captured.for_query(query), as_keys(key, value, expand)
+        return self.run(Inputs(query, *keys, sinks, given, True, dropout_p, dropout_seed), expand)
+
+
+class Attention(AttentionCallable):
     """A plan on a group of ranks, callable with this rank's shards.
 
     Make it outside of torch.compile and call it inside: another plan for the same shapes does not recompile.
@@ -72,53 +118,21 @@ class Attention:
         check_mesh(plan, group)
         transport = transport_of(group)
         score = score_of(score_mod, transport)
-        self.call = Call(plan, transport, kernel, scale, score, auto, keep_keys, watched=plan.mask)
+        self.bound = BoundPlan(plan, transport, kernel, scale, score, auto, keep_keys, watched=plan.mask)
         self.captured = Captured([], []) if score is None else score.captured
-        self.handle = self.call.handle()
+        self.handle = self.bound.handle()
 
     @property
     def plan(self) -> Plan:
         """What it does."""
-        return self.call.plan
+        return self.bound.plan
 
     def variant(self, **changes: Any) -> Attention:
-        """A copy whose `Call` has other fields; both are counted together, unless `uses` is among them."""
+        """A copy whose `BoundPlan` has other fields; the two share their counts, unless `uses` is among them."""
         other = copy(self)
-        other.call = replace(self.call, **changes)
-        other.handle = other.call.handle()
+        other.bound = replace(self.bound, **changes)
+        other.handle = other.bound.handle()
         return other
-
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor | None = None,
-        *,
-        expand: Expand | None = None,
-        sinks: Tensor | None = None,
-        dropout_p: float = 0.0,
-        dropout_seed: int | None = None,
-    ) -> Tensor:
-        """The output for this rank's queries (B, H, S, Dv). See [Note: seeds] for dropout."""
-        dropped = (dropout_p, dropout_seed)
-        keys = as_keys(key, value, expand)
-        return self.run(Inputs(query, *keys, sinks, self.captured.of(query), False, *dropped), expand)[0]
-
-    def with_lse(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor | None = None,
-        *,
-        expand: Expand | None = None,
-        sinks: Tensor | None = None,
-        dropout_p: float = 0.0,
-        dropout_seed: int | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """The output, and the log-sum-exp of every row (B, H, S), differentiable too; on all ranks or on none."""
-        dropped = (dropout_p, dropout_seed)
-        keys = as_keys(key, value, expand)
-        return self.run(Inputs(query, *keys, sinks, self.captured.of(query), True, *dropped), expand)
 
     def run(self, inputs: Inputs, expand: Expand | None = None) -> tuple[Tensor, Tensor]:
         """(out, lse) of the inputs; lse has a gradient if it is returned to the model. With `expand`, key and value
@@ -132,7 +146,7 @@ class Attention:
         key = latent.unsqueeze(1)
         inputs = inputs._replace(query=query, key=key, value=key[..., :0])
         try:
-            expander = Expander.of(expand, latent, self.call.transport)
+            expander = Expander.of(expand, latent, self.bound.transport)
         except AttentionError as wrong:
             self._refuse(inputs, wrong)
         return self._run(inputs._replace(expander=expander))
@@ -148,7 +162,7 @@ class Attention:
             captured = [*captured, *expander.weights]
         tensors = (query, key, value, *captured) if sinks is None else (query, key, value, sinks, *captured)
         differentiable = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-        more = (return_lse, differentiable, float(dropout_p), seed, None if expander is None else handle(expander))
+        more = (return_lse, differentiable, float(dropout_p), seed, None if expander is None else handle_of(expander))
         out, lse, _ = ops.attention(query, key, value, sinks, captured, self.handle, *more)
         return out, lse
 
@@ -157,14 +171,14 @@ class Attention:
         if torch.compiler.is_compiling():
             raise wrong
         inputs = inputs._replace(dropout_p=math.nan)  # on which ranks never agreed
-        refuse(self.call.for_inputs(inputs), inputs, wrong)
+        refuse(self.bound.for_inputs(inputs), inputs, wrong)
         raise wrong
 
     @torch._disable_dynamo
     def check_mask(self, mask: Mask, inputs: Inputs) -> None:
         """Refuse tensors, together with the other ranks, if a mask has changed since it was made."""
         inputs = _under_autocast(inputs)
-        check_mask(mask, self.call.for_inputs(inputs), inputs)
+        check_mask(mask, self.bound.for_inputs(inputs), inputs)
 
 
 def attention(
@@ -218,7 +232,7 @@ def attention(
     auto = strategy == "auto" and not given
     options = {"kernel": kernel, "scale": scale, "score_mod": score, "keep_keys": keep_keys, "auto": auto}
     attend = _memo(transport)(plan, **options)
-    captured = [] if score is None else score.captured.of(query)
+    captured = [] if score is None else score.captured.for_query(query)
     inputs = Inputs(query, *as_keys(key, value, expand), sinks, captured, return_lse, dropout_p, dropout_seed)
     attend.check_mask(plan.mask, inputs)
     out, lse = attend.run(inputs, expand)

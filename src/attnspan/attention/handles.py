@@ -1,9 +1,9 @@
-"""Handles: what custom ops know objects by.
+"""Handles: tensors that stand for objects in the arguments of custom ops.
 
 [Note: handles] Custom ops take tensors, and torch.compile would recompile for every plan if a plan's parts were
-numbers or strings. So a call is known by a handle: a CPU tensor with its number in `_HELD`. Tensors are not
-specialised on, hence another plan of the same shapes is only another number. The handle carries the call, and the
-autograd graph saves the handle: a call lives as long as anything that may still run it, and no longer.
+numbers or strings. So a bound plan is passed as a handle: a CPU tensor with its number in `_HELD`. torch.compile does
+not specialise on the values of tensors, so another plan of the same shapes is just another number. The handle keeps
+the object alive, and the autograd graph saves the handle: the object lives as long as anything that may still use it.
 """
 
 from __future__ import annotations
@@ -23,19 +23,20 @@ _NUMBERS = itertools.count(1)
 # Made where compiled code breaks off, it is not looked into: torch 2.11 warns of weak references. (As by
 # torch.compiler.disable, which would import the compiler together with this module.)
 @torch._disable_dynamo
-def handle(thing: object) -> Tensor:
-    """A tensor that stands for an object, and keeps it alive. See [Note: handles]."""
+def handle_of(thing: object, *, keeps: bool = True) -> Tensor:
+    """A tensor that stands for an object, and with `keeps` keeps it alive. See [Note: handles]."""
     number = next(_NUMBERS)
     with torch.inference_mode(False):  # made during evaluation, it may be saved for backward later
         found = torch.tensor(number, device="cpu")
-    vars(found)["thing"] = thing  # torch keeps attributes for as long as the tensor lives
+    if keeps:
+        vars(found)["thing"] = thing  # torch keeps attributes for as long as the tensor lives
     _HELD[number] = thing
     return found
 
 
-def held(handle: Tensor, belongs_to: str) -> object:
-    """The object that a handle stands for. See [Note: handles]."""
+def object_of(handle: Tensor, gone: str) -> object:
+    """The object that a handle stands for; an AttentionError that says `gone` if it no longer exists."""
     thing = _HELD.get(int(handle))
     if thing is None:
-        raise AttentionError(f"handle is a copy whose original is gone; keep {belongs_to} that it belongs to")
+        raise AttentionError(gone)
     return thing

@@ -1,11 +1,11 @@
-"""One batch row on one rank (or all rows, where they are alike): its tensors, its steps, and what they come to.
+"""A lane: one batch row on one rank (or all rows, if they are alike), with its tensors and its steps.
 
-A lane knows how to send and receive the keys of a step, has a kernel compute the step's tiles, and in backward sends
-gradients home. It decides nothing: every question was answered by the plan. The loop over steps is in loop.py.
+A lane sends and receives the keys of a step, has a kernel compute the step's tiles, and in backward sends gradients
+home. It makes no decisions: they are all in the plan. The loop over steps is in loop.py.
 
-[Note: gradients that travel] Each key's gradient is computed on every rank that saw the key, sent home, and summed
-there in float32. It travels in float32 too, but where the kernels asked for may round it to the tensors' dtype anyway:
-then in that, which is half the bytes. All ranks must agree, so it does not depend on the tiles (`rounds`).
+[Note: gradients that travel] The gradient of a key is computed on every rank that used the key, sent to the key's
+owner, and summed there in float32. It travels in float32, or in the tensors' dtype, which is half the bytes, if the
+requested kernel rounds it to that anyway. Ranks must agree on it, so it does not depend on the tiles (`rounds`).
 
 Shapes: query (B, H, Sq, D), key (B, Hk, Sk, D), value (B, Hk, Sk, Dv); packed buffers as in attention/wire.py.
 """
@@ -20,7 +20,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attnspan.attention.call import Call, Inputs
+from attnspan.attention.bound_plan import BoundPlan
+from attnspan.attention.inputs import Inputs
 from attnspan.attention.sums import DeferredSum, RunningSum
 from attnspan.attention.wire import (
     ReturningGradients,
@@ -30,7 +31,7 @@ from attnspan.attention.wire import (
     empty,
     leaving,
     packed,
-    places,
+    run_offsets,
     unpacked,
 )
 from attnspan.dtypes import lse_dtype
@@ -42,12 +43,14 @@ from attnspan.kernels import (
     Kernel,
     Region,
     RowSums,
-    choose,
+    choose_kernel,
     rounds,
     write_into,
 )
 from attnspan.layouts.run import Runs, positions_of
+from attnspan.plan import Ring
 from attnspan.plan.step import Step, Transfer
+from attnspan.plan.strategy import between_groups
 
 Message = tuple[int, Tensor]
 
@@ -60,7 +63,7 @@ class RowsAndHeads(NamedTuple):
 
 
 class Arena(NamedTuple):
-    """The keys and values of one step, or the latents; `is_own` where they are the rank's own tensors as they lie."""
+    """The keys and values of one step, or the latents; with `is_own`, they are the rank's own tensors, not copied."""
 
     key: Tensor
     value: Tensor
@@ -80,66 +83,66 @@ class KeySum(RunningSum):
 class Lane:
     """The keys of one batch row on their way through the steps of one rank."""
 
-    def __init__(self, call: Call, row: int, place: RowsAndHeads, inputs: Inputs):
-        plan, rank, degree = call.plan, call.rank, call.plan.degree
+    def __init__(self, bound: BoundPlan, row: int, rows_and_heads: RowsAndHeads, inputs: Inputs):
+        plan, rank, degree = bound.plan, bound.rank, bound.plan.degree
         steps = plan.steps(rank, row)
         if degree > 1:  # transfers name groups; the peer in another group has this rank's place in its own
             steps = tuple(step.between(degree, rank % degree) for step in steps)
-        self.steps, self.place, self.kernel = steps, place, call.kernel
+        self.steps, self.rows_and_heads, self.kernel = steps, rows_and_heads, bound.kernel
         self._queries, self._own = plan.queries(rank, row), plan.keys(rank, row)
-        self._hands_on = call.is_ring
+        self._is_ring = isinstance(between_groups(plan.strategy), Ring)  # which passes whole buffers on
         self.query, self.key, self.value, self.captured = *inputs[:3], inputs.captured
         self.expander = inputs.expander
-        self.spec = call.spec(inputs)
-        self._own_places = places(self._own)
+        self.spec = bound.spec(inputs)
+        self._own_offsets = run_offsets(self._own)
         self._own_packed: Tensor | None = None
-        self._held: Tensor | None = None  # by a ring, which hands whole buffers on: the next one
+        self._ring_buffer: Tensor | None = None  # what a ring sends next: it passes whole buffers on
 
     # ---- keys travel -------------------------------------------------------------------------------------------
 
     def post(self, step: Step) -> tuple[list[Message], list[Message], Arena, list[StagedMessage]]:
-        """The messages of a step, the arena they fill, and what is to be laid out when they have arrived."""
+        """The sends and receives of a step, the arena that they fill, and messages to be copied into it on arrival."""
         if not step.receives and step.arena == self._own:
             sends = [(t.target, part) for t in step.sends for part in self._leaving(t)]
             return sends, [], Arena(self.key, self.value, is_own=True), []
-        held = places(step.arena)
-        buffer = empty(self.key, self.value, len(held))
+        offsets = run_offsets(step.arena)
+        buffer = empty(self.key, self.value, len(offsets))
         arena = Arena(*unpacked(buffer, self.key.shape[3]), is_own=False)
-        self._lay_own(arena, held, step)
+        self._copy_own(arena, offsets, step)
         if step.own and step.own == self._own:  # own keys are all in the arena: not packed again to be sent
-            sends = [(t.target, part) for t in step.sends for part in leaving(buffer, held, t, whole=False)]
+            sends = [(t.target, part) for t in step.sends for part in leaving(buffer, offsets, t, whole=False)]
         else:
             sends = [(t.target, part) for t in step.sends for part in self._leaving(t)]
         receives, staged = [], []
         for transfer in step.receives:
-            parts, late = arriving(buffer, held, transfer, self._hands_on)
+            parts, late = arriving(buffer, offsets, transfer, self._is_ring)
             receives += [(transfer.source, part) for part in parts]
             staged += [late] if late else []
-        self._held = buffer
+        self._ring_buffer = buffer
         return sends, receives, arena, staged
 
     def _leaving(self, transfer: Transfer) -> list[Tensor]:
-        if self._hands_on:
-            held = self._held if self._held is not None else packed(self.key, self.value)  # own keys leave once
-            return leaving(held, self._own_places, transfer, whole=True)
-        return leaving(self._packed(), self._own_places, transfer, whole=False)
+        if self._is_ring:
+            buffer = packed(self.key, self.value) if self._ring_buffer is None else self._ring_buffer
+            return leaving(buffer, self._own_offsets, transfer, whole=True)
+        return leaving(self._packed(), self._own_offsets, transfer, whole=False)
 
     def _packed(self) -> Tensor:
         if self._own_packed is None:
             self._own_packed = packed(self.key, self.value)
         return self._own_packed
 
-    def _lay_own(self, arena: Arena, held: RunOffsets, step: Step) -> None:
-        """The rank's own keys among those of others."""
-        for to, source in zip(held.slices(step.own), self._own_places.slices(step.own), strict=True):
+    def _copy_own(self, arena: Arena, offsets: RunOffsets, step: Step) -> None:
+        """Copy the rank's own keys to their places in the arena."""
+        for to, source in zip(offsets.slices(step.own), self._own_offsets.slices(step.own), strict=True):
             write_into(arena.key[:, :, to], self.key[:, :, source])
             write_into(arena.value[:, :, to], self.value[:, :, source])
 
     # ---- forward -----------------------------------------------------------------------------------------------
 
     @property
-    def _travels(self) -> torch.dtype:
-        """What gradients go home in: see [Note: gradients that travel]."""
+    def gradient_dtype(self) -> torch.dtype:
+        """The dtype in which gradients of keys travel. See [Note: gradients that travel]."""
         own = self.key.dtype
         return own if rounds(self.kernel, self.query.device) else lse_dtype(own)
 
@@ -155,19 +158,20 @@ class Lane:
             self._kernel(step, *keys).forward(self.spec, self.query, *keys, self._region(step), total)
 
     def _kernel(self, step: Step, key: Tensor, value: Tensor) -> Kernel:
-        return choose(self.kernel, self.spec, self.query, key, value, step.tiles)
+        return choose_kernel(self.kernel, self.spec, self.query, key, value, step.tiles)
 
     def _region(self, step: Step) -> Region:
-        return Region(step.tiles, functools.partial(self._where, step), self.captured, self._one_step)
+        return Region(step.tiles, functools.partial(self._global_positions, step), self.captured, self.is_one_step)
 
-    def _where(self, step: Step) -> GlobalPositions:
+    def _global_positions(self, step: Step) -> GlobalPositions:
         """The positions that a step's rows and columns stand for."""
         device = self.query.device
         runs = tuple(run.positions for run in self._queries), tuple(run.positions for run in step.arena)
-        return GlobalPositions(positions(self._queries, device), positions(step.arena, device), *self.place, runs)
+        rows, cols = positions(self._queries, device), positions(step.arena, device)
+        return GlobalPositions(rows, cols, *self.rows_and_heads, runs)
 
     @functools.cached_property
-    def _one_step(self) -> bool:
+    def is_one_step(self) -> bool:
         """Whether one step computes everything, so that its results are final and may be rounded."""
         return sum(bool(step.tiles) for step in self.steps) == 1
 
@@ -177,11 +181,12 @@ class Lane:
         """The gradients of every tile of a step, from the final out and lse. See [Note: final out and lse] in
         kernels/kernel.py.
 
-        Returns those of the arena's keys and values; of own ones as they lie none, those are added to `grads`.
+        Returns the gradients of the arena's keys and values; None for an arena of own keys, whose gradients are added
+        to `grads`.
         """
         keys = None
         if not arena.is_own:
-            keys = KeySum(empty(self.key, self.value, arena.key.shape[2], self._travels), self.key.shape[3])
+            keys = KeySum(empty(self.key, self.value, arena.key.shape[2], self.gradient_dtype), self.key.shape[3])
         into = grads.keys if keys is None else keys
         if step.tiles and self.expander is None:
             self._backward(step, arena[:2], final, StepGrads(self, grads, into, arena[:2]))
@@ -195,18 +200,18 @@ class Lane:
     def _backward_latent(
         self, step: Step, latent: Tensor, final: BackwardInputs, grads: GradientSums, into: DeferredSum | KeySum
     ) -> None:
-        """Keys and values are made again; their gradients flow back through what made them."""
+        """Expand the latents again, and backpropagate the gradients of keys and values through the expansion."""
         assert self.expander is not None, "there is a latent"
         made = self.expander.recorded(latent)
-        of_latent, of_weights = self.expander.backward(made, *self._of_keys(step, made[:2], final, grads))
+        of_latent, of_weights = self.expander.backward(made, *self._expanded_gradients(step, made[:2], final, grads))
         into.add(range(latent.shape[2]), of_latent, latent[..., :0])
         for weight, part in zip(grads.weights, of_weights, strict=True):
             weight += part
 
-    def _of_keys(
+    def _expanded_gradients(
         self, step: Step, keys: tuple[Tensor, Tensor], final: BackwardInputs, grads: GradientSums
     ) -> tuple[Tensor, ...]:
-        """The gradients of keys and values that were made of latents, rounded; their sums are gone."""
+        """The gradients of expanded keys and values, rounded; their float32 sums are freed."""
         total = DeferredSum([x.shape for x in keys], lse_dtype(self.key.dtype), self.key.device)
         self._backward(step, keys, final, StepGrads(self, grads, total, keys))
         return total.result(self.key.dtype)
@@ -214,35 +219,36 @@ class Lane:
     def send_home(
         self, step: Step, keys: KeySum | None, grads: GradientSums
     ) -> tuple[list[Message], ReturningGradients]:
-        """Gradients of others' keys leave, those of own keys will arrive."""
+        """Sends for the gradients of other ranks' keys, and buffers for those of own keys from other ranks."""
         sends = []
         if keys is not None:
-            self._keep_own(step, keys, grads)
-            held = places(step.arena)
-            sends = [(t.target, part) for t in step.home for part in leaving(keys.packed, held, t, whole=False)]
-        return sends, ReturningGradients(step.returns, lambda rows: empty(self.key, self.value, rows, self._travels))
+            self._add_own(step, keys, grads)
+            offsets = run_offsets(step.arena)
+            sends = [(t.target, part) for t in step.home for part in leaving(keys.packed, offsets, t, whole=False)]
+        buffer = functools.partial(empty, self.key, self.value, dtype=self.gradient_dtype)
+        return sends, ReturningGradients(step.returns, buffer)
 
-    def _keep_own(self, step: Step, keys: KeySum, grads: GradientSums) -> None:
-        """Gradients of own keys that lay among those of others."""
-        used = places(step.arena).slices(step.own)
-        for source, to in zip(used, self._own_places.slices(step.own), strict=True):
+    def _add_own(self, step: Step, keys: KeySum, grads: GradientSums) -> None:
+        """Add the gradients of own keys that were copied into the arena."""
+        used = run_offsets(step.arena).slices(step.own)
+        for source, to in zip(used, self._own_offsets.slices(step.own), strict=True):
             stacks = (part.unsqueeze(0) for part in keys.result(source))
-            grads.keys.gather(range(to.start, to.stop), *stacks, wait=self._last(step))  # that holds all of `keys`
+            grads.keys.gather(range(to.start, to.stop), *stacks, wait=self._is_last(step))  # that holds all of `keys`
 
     def take_home(self, step: Step, arrivals: ReturningGradients, grads: GradientSums) -> None:
         for run, parts in arrivals.parts():
-            (rows,) = self._own_places.slices((run,))
+            (rows,) = self._own_offsets.slices((run,))
             stacks = unpacked(parts, self.key.shape[3])
-            grads.keys.gather(range(rows.start, rows.stop), *stacks, wait=self._last(step) and not arrivals.many)
+            grads.keys.gather(range(rows.start, rows.stop), *stacks, wait=self._is_last(step) and not arrivals.many)
 
-    def _last(self, step: Step) -> bool:
+    def _is_last(self, step: Step) -> bool:
         return step is self.steps[-1]
 
 
 @dataclass(frozen=True, slots=True)
 class GradientSums:
-    """Sums of gradients: of the queries, of own keys and values or latents, of what a score_mod captured, and of the
-    weights that a latent is expanded by."""
+    """Sums of the gradients of queries, of own keys and values (or latents), of tensors that a score_mod captured, and
+    of the weights that expand a latent."""
 
     query: DeferredSum
     keys: DeferredSum
@@ -252,20 +258,20 @@ class GradientSums:
 
     @classmethod
     def of(cls, lane: Lane, captured: Sequence[Tensor | None], weights: Sequence[Tensor] = ()) -> GradientSums:
-        """Nothing yet; `captured` and `weights` are sums that all lanes share."""
+        """Empty sums; `captured` and `weights` are shared by all lanes."""
         query, key, value = lane.query, lane.key, lane.value
         of_query = DeferredSum([query.shape], lse_dtype(query.dtype), query.device)
         return cls(of_query, DeferredSum([key.shape, value.shape], lse_dtype(key.dtype), key.device), captured, weights)
 
     def results(self, of_query: torch.dtype, of_keys: torch.dtype) -> tuple[Tensor, ...]:
-        """dq, and dk and dv, in these dtypes; what was captured has all of its gradients then."""
+        """(dq, dk, dv) in these dtypes; sums of captured tensors are complete afterwards."""
         self.row_sums.close()
         return *self.query.result(of_query), *self.keys.result(of_keys)
 
 
 class StepGrads(NamedTuple):
-    """Where a kernel puts the gradients of one step: those of queries in their total; those of keys in a total too, if
-    they stay, or else in the buffer that they leave from."""
+    """Where a kernel puts the gradients of one step: those of queries into their total; those of own keys into their
+    total, those of received keys into the buffer that is sent home."""
 
     lane: Lane
     totals: GradientSums
@@ -285,19 +291,19 @@ class StepGrads(NamedTuple):
         self.keys.add(cols, dk, dv)
 
     def open(self) -> GradientBuffers:
-        """Where they stay or leave from; what is final in the dtype of the tensors."""
+        """Buffers for one writer; dq in the tensors' dtype if this step's is final."""
         lane = self.lane
         (dq,), begun = (
-            ((lane.query.new_empty(lane.query.shape),), False) if lane._one_step else self.totals.query.open()
+            ((lane.query.new_empty(lane.query.shape),), False) if lane.is_one_step else self.totals.query.open()
         )
         if isinstance(self.keys, KeySum):
             dk, dv = self.keys.views
         else:
-            dk, dv = (x.new_empty(x.shape, dtype=lane._travels) for x in self.like)
+            dk, dv = (x.new_empty(x.shape, dtype=lane.gradient_dtype) for x in self.like)
         return GradientBuffers(dq, dk, dv, begun)
 
     def close(self, into: GradientBuffers) -> None:
-        if self.lane._one_step:
+        if self.lane.is_one_step:
             self.totals.query.add(range(into.dq.shape[2]), into.dq)
         if isinstance(self.keys, KeySum):
             self.keys.open()

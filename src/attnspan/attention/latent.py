@@ -1,20 +1,20 @@
-"""Latents: what travels is smaller than what is computed with, and is expanded where it arrives.
+"""Latents (MLA): a small vector per token travels, and is expanded to keys and values where it arrives.
 
-Multi-head latent attention (MLA) computes the keys and values of all heads from one small vector a token, its latent:
-576 numbers, where DeepSeek-V3's keys and values are 40,960. An expansion is that function, ``expand(latent) -> (key,
-value)``. Every rank runs it for the tokens that it attends over; latents, and in backward their gradients, travel.
+Multi-head latent attention (MLA) computes the keys and values of all heads from one small vector per token, the latent:
+576 numbers, where DeepSeek-V3's keys and values are 40,960. The expansion is that function, ``expand(latent) -> (key,
+value)``. Every rank runs it for the tokens that it attends over. Only latents travel, and in backward their gradients.
 
-[Note: weights] An expansion is a function, a method or a module, and reads its weights where they are. They are found
-by running it on one token and walking the graph that autograd makes of it. So they are inputs of the autograd node,
-and get gradients as those of a Linear do: of the tokens that this rank attended over. The sum over ranks is the
+[Note: weights] An expansion is a function, a method or a module, and reads its weights itself. They are found by
+running it on one token and walking the autograd graph of the result. So they are inputs of the autograd node and get
+gradients, like the weights of a Linear: those of the tokens that this rank attended over. The sum over ranks is the
 gradient on one device, which is what DDP and FSDP2 average.
 
-[Note: token by token] A latent is expanded away from where it was made, among other tokens. A function that mixes
-tokens, asks for their places or draws random numbers would give other keys there. So an expansion is tried when it is
-first seen: a token alone and among others must have the same keys. That runs in a thread of its own, so that it is not
-recorded by what watches the caller's, such as activation checkpointing.
+[Note: token by token] A latent is expanded on another rank, among other tokens. A function that mixes tokens, depends
+on their indices or draws random numbers would give different keys there. So a new expansion is tested once: a token
+must have the same keys alone and among others. The test runs in a new thread, so that hooks of the caller's thread,
+such as those of activation checkpointing, do not record it.
 
-Inside of attention, a latent (B, S, R) is a key (B, 1, S, R) whose value has no size, and travels as keys do.
+Inside attention, a latent (B, S, R) is a key (B, 1, S, R) with a value of size 0, and travels as keys do.
 Shapes: latent (B, S, R), key (B, Hk, S, D), value (B, Hk, S, Dv).
 """
 
@@ -23,7 +23,6 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from threading import Thread
 from types import FunctionType, MethodType
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
@@ -32,6 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, saved_tensors_hooks
 
+from attnspan.assumptions import in_new_thread
 from attnspan.dtypes import dtype_name
 from attnspan.errors import AttentionError
 from attnspan.kernels.autograd import differentiable
@@ -40,30 +40,30 @@ from attnspan.transports import Transport
 Expand = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 TRIED = 4
-"""The tokens that an expansion is tried on."""
+"""The number of tokens that an expansion is tested on."""
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
-"""How far apart two results of one token may be, over the largest number: products of matrices of other sizes sum in
-another order. Tokens that are mixed, or told their places, are about 1 apart."""
+"""The largest difference between two results for one token, relative to the largest number: matrix products of
+different sizes sum in a different order. If tokens are mixed, or told their indices, the difference is about 1."""
 
 SHARDED = "RegisterPostBackwardFunction"
-"""In the graph of what a module computes that FSDP2 shards by itself."""
+"""The autograd node in the output of a module that FSDP2 shards as a unit of its own."""
 
 _PLAIN = (Tensor, nn.Parameter)
 
 EXPANDING: ContextVar[bool] = ContextVar("whether a latent is being expanded", default=False)
-"""Modules are called then as often as there are buffers of latents, not once for each call of attention."""
+"""While set, modules are called once per buffer of latents, not once per call of attention."""
 
 
 def as_keys(key: Tensor, value: Tensor | None, expand: Expand | None) -> tuple[Tensor, Tensor]:
-    """Key and value as they are, or a latent in the place of both."""
+    """Key and value; with `expand`, the latent in place of both."""
     if (value is None) != (expand is not None):
         raise AttentionError("give key and value, or a latent and what expands it: (query, latent, expand=function)")
     return key, key if value is None else value
 
 
 class Expanded(NamedTuple):
-    """Keys and values of latents; for backward with the graph that they were made in."""
+    """Keys and values made of latents; for backward, with the autograd graph."""
 
     key: Tensor
     value: Tensor
@@ -73,18 +73,18 @@ class Expanded(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Expander:
-    """An expansion, as found when attention was called: the weights that want gradients, and what it makes."""
+    """An expansion as of one call of attention: its weights that require gradients, and the shapes that it returns."""
 
     expand: Expand = field(repr=False)
     weights: Sequence[Tensor]
     heads: int
     head_dim: int
     v_head_dim: int
-    autocast: torch.dtype | None  # that the caller's was on for
+    autocast: torch.dtype | None  # of the caller's autocast, if that was on
 
     @staticmethod
     def of(expand: Expand, latent: Tensor, transport: Transport) -> Expander:
-        """What an expansion does with such a latent (B, S, R); tried, if it is new to the group."""
+        """The expander for a latent (B, S, R), tested if the expansion is new to the group."""
         if latent.dim() != 3 or not latent.is_floating_point():
             raise AttentionError(
                 f"latent must be (batch, tokens, numbers), floating point, got {dtype_name(latent.dtype)} of shape "
@@ -106,7 +106,7 @@ class Expander:
         tried = transport.memo.setdefault(Expander, WeakKeyDictionary()).setdefault(_owner(expand), set())
         what = (getattr(expand, "__name__", ""), latent.shape[2], latent.dtype, *(x.shape for x in weights))
         if what not in tried:
-            _in_a_thread(lambda: found._try(_example(latent)))
+            in_new_thread(lambda: found._try(_example(latent)))
             tried.add(what)
         return found
 
@@ -116,7 +116,8 @@ class Expander:
         return self.heads, self.head_dim, self.v_head_dim
 
     def stand_ins(self, latent: Tensor) -> tuple[Tensor, Tensor]:
-        """What kernels are asked with: keys and values of latents (B, 1, S, R), without their memory."""
+        """Keys and values of the shapes that latents (B, 1, S, R) expand to, without their memory: to ask kernels
+        with."""
         batch, _, tokens, _ = latent.shape
         one = [latent.new_empty(batch, self.heads, 1, dim) for dim in (self.head_dim, self.v_head_dim)]
         key, value = (x.expand(-1, -1, tokens, -1) for x in one)
@@ -130,7 +131,7 @@ class Expander:
             return Expanded(*made_of(self.expand, latent.squeeze(1)))
 
     def recorded(self, latent: Tensor) -> Expanded:
-        """The same, and what `backward` goes back through."""
+        """The same, with the graph that `backward` needs."""
         with differentiable(), self._as_called(latent):
             latent = latent.detach().requires_grad_()
             made = made_of(self.expand, latent.squeeze(1))
@@ -215,8 +216,8 @@ def made_of(expand: Expand, latent: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _check_unsharded(made: tuple[Tensor, ...]) -> None:
-    """Refuse a module that FSDP2 shards by itself: it would gather and reduce weights whenever an expansion runs, which
-    ranks do not do alike."""
+    """Refuse a module that FSDP2 shards as its own unit: it would gather and reduce weights in every expansion, and
+    ranks run different numbers of them."""
     if any(SHARDED in node.name() for node in _nodes(made)):
         raise AttentionError(
             "expand calls a module that FSDP2 shards by itself; shard the layer that calls attention instead"
@@ -236,7 +237,7 @@ def _alike(x: Tensor, y: Tensor) -> bool:
 
 
 def _nodes(made: tuple[Tensor, ...]) -> Iterator[Node]:
-    """Every node of the graph that tensors were made in, once."""
+    """Every node of the autograd graph of some tensors, once."""
     found: set[Node] = set()
     waiting = [x.grad_fn for x in made]
     while waiting:
@@ -260,7 +261,7 @@ def _is_leaf(node: Node) -> bool:
 
 
 def _owner(expand: Expand) -> Hashable:
-    """What lives as long as an expansion is the same: its module, or its code."""
+    """The object whose lifetime is that of the expansion: its module, or its code."""
     if isinstance(expand, MethodType) and isinstance(expand.__self__, nn.Module):
         return expand.__self__
     function = expand.__func__ if isinstance(expand, MethodType) else expand
@@ -269,20 +270,3 @@ def _owner(expand: Expand) -> Hashable:
 
 def _same(x: Tensor) -> Tensor:
     return x
-
-
-def _in_a_thread(work: Callable[[], None]) -> None:
-    """Do some work where none of the caller's modes and hooks is on."""
-    raised: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            work()
-        except BaseException as wrong:
-            raised.append(wrong)
-
-    thread = Thread(target=run, name="attnspan tries an expansion")
-    thread.start()
-    thread.join()
-    if raised:
-        raise raised[0]

@@ -1,14 +1,14 @@
-"""The links of a group: measured when "auto" first runs on it, the same numbers on every rank.
+"""The links of a group: latency and bandwidth, measured when "auto" first runs on the group.
 
-Each rank says where it is: its host, and its device if that is a GPU. Ranks of one host that follow each other are
-the node of the cost model (plan/cost.py). The link inside a host is measured with all of its ranks sending at once, the
-link between hosts with all ranks of all hosts (transports/probe.py). Numbers are rounded to two digits: more of them
-would be noise, and groups with the same link share what was chosen for them.
+Each rank reports its host, and its device if that is a GPU. Consecutive ranks on one host are a node of the cost model
+(plan/cost.py). The link inside a host is measured with all of its ranks sending at once, the link between hosts with
+all ranks of all hosts (transports/probe.py). Numbers are rounded to two digits, beyond which they are noise; so groups
+with similar links share cached choices. All ranks get the same numbers.
 
-Not measured: what a table of `attnspan tune` has; a group of one; virtual ranks, whose messages do not travel. Nor
-anything where a rank asks for that by ``ATTNSPAN_LINK=none`` or ``ATTNSPAN_TUNING=none``, or for algorithms that are
-deterministic (torch.use_deterministic_algorithms): another run would measure another link, might take another strategy,
-and would round otherwise. Figures are then those of the preset, or of the table.
+Not measured are links that a table of `attnspan tune` has, groups of one rank, and virtual ranks. Nothing is measured
+if any rank sets ``ATTNSPAN_LINK=none`` or ``ATTNSPAN_TUNING=none``, or asks for deterministic algorithms
+(torch.use_deterministic_algorithms): another run could measure another link, choose another strategy, and round
+differently. The table's or the preset's figures are used then.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ HostAndDevice = tuple[str, str]  # a host, and a device if that is a GPU
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """What was measured of a group; None where nothing was."""
+    """The measured links of a group; None where nothing was measured."""
 
     inside: Link | None = None
     between: Link | None = None
@@ -44,7 +44,7 @@ class Links:
     ranks_per_device: int = 1
 
     def on(self, machine: Hardware) -> Hardware:
-        """A machine with these links."""
+        """A copy of the machine with these links."""
         if self.ranks_per_node is None:
             return machine
         measured = {name: link for name in ("inside", "between") if (link := getattr(self, name)) is not None}
@@ -58,31 +58,31 @@ class Links:
         )
 
 
-def wanted_place(transport: Transport) -> HostAndDevice | None:
-    """Where this rank is; None if no link is to be measured."""
+def place_if_measured(transport: Transport) -> HostAndDevice | None:
+    """The host and device of this rank; None if no link is to be measured."""
     asked = os.environ.get(VARIABLE, "")
     if asked not in ("", "none"):
         raise TuningError(f"{VARIABLE} must be 'none' or unset, got {asked!r}")
     unwanted = asked or is_disabled() or torch.are_deterministic_algorithms_enabled()
     virtual = isinstance(transport.group, World)
-    return None if unwanted or virtual or transport.ranks == 1 else place(transport.device)
+    return None if unwanted or virtual or transport.ranks == 1 else host_and_device(transport.device)
 
 
-def place(device: torch.device) -> HostAndDevice:
-    """Where a rank is that has a device."""
+def host_and_device(device: torch.device) -> HostAndDevice:
+    """This host, and the uuid of the device if it is a GPU."""
     return socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
 
 def group_links(transport: Transport, enough: float = ENOUGH) -> Links:
-    """All links of a group, whatever is known of them, with messages of `enough` seconds; a collective."""
-    here = all_gather_object(transport, place(transport.device), "where ranks are")
+    """Measure all links of a group, with messages of `enough` seconds; a collective."""
+    here = all_gather_object(transport, host_and_device(transport.device), "where ranks are")
     return measured_links(transport, [(host, device) for host, device in here], enough=enough)
 
 
 def measured_links(
     transport: Transport, places: Sequence[HostAndDevice], known: Links | None = None, enough: float = ENOUGH
 ) -> Links:
-    """The links between ranks at some places, except those that are known; a collective."""
+    """Measure the links between ranks at these places, except those that are known; a collective."""
     known, local = known or Links(), node_size([host for host, _ in places])
     rank, ranks = transport.rank, transport.ranks
     first = rank - rank % local
@@ -96,7 +96,7 @@ def measured_links(
 
 
 def node_size(hosts: Sequence[str]) -> int:
-    """How many ranks that follow each other are on one host; 1 where hosts have different numbers, or come again.
+    """How many consecutive ranks share a host; 1 if the number varies, or a host appears twice.
 
     >>> node_size(["a", "a", "b", "b"]), node_size(["a", "a", "b"]), node_size(["a", "b", "a", "b"])
     (2, 1, 1)
@@ -107,11 +107,11 @@ def node_size(hosts: Sequence[str]) -> int:
 
 
 MAX_PEERS = 8
-"""To how many peers at once messages are sent: more would measure the same, and need connections to all of them."""
+"""The most peers that messages are sent to at once: more would measure the same, and need more connections."""
 
 
 def _link(transport: Transport, members: range, enough: float) -> Link:
-    """The link among some ranks, this one among them; others measure theirs at the same time."""
+    """The link among some ranks, including this one; other groups of ranks measure theirs at the same time."""
     here, hops = members.index(transport.rank), range(1, min(len(members), MAX_PEERS + 1))
     targets, sources = ([members[(here + way * hop) % len(members)] for hop in hops] for way in (1, -1))
     latency, bandwidth, spread = (float(f"{each:.2g}") for each in speed(transport, targets, sources, enough))

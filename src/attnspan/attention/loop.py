@@ -1,10 +1,10 @@
 """Forward and backward: two short loops over the steps of a plan.
 
-At every step: wait for its keys, start the next step's exchange, compute. So an exchange travels under the compute of
-the step before it, and at most two arenas are alive. In backward the gradients of a step's keys go home under the
-compute of the next. Keys that forward kept (kept.py) do not travel again.
+Each iteration waits for the step's keys, starts the exchange of the next step, and computes. So communication overlaps
+with the compute of the previous step, and at most two arenas are alive. In backward the gradients of a step's keys are
+sent home during the compute of the next step. Keys that forward kept (kept.py) do not travel again.
 
-Batch rows whose steps differ are lanes of their own; their messages travel together.
+Batch rows with different steps are separate lanes; their messages are exchanged together.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def backward(
     weights: Sequence[Tensor] = (),
     kept: Steps | None = None,
 ) -> list[GradientSums]:
-    """The gradients of every lane; those of what a score_mod captured are added to `captured`, those of what expands
-    latents to `weights`."""
+    """The gradients of every lane. Gradients of captured tensors are added to `captured`, those of an expansion's
+    weights to `weights`."""
     grads = [GradientSums.of(lane, captured, weights) for lane in lanes]
     post: Callable[[int], KeyExchange | KeptStep] = (
         partial(KeyExchange, transport, lanes) if kept is None else partial(KeptStep, kept)
@@ -77,7 +77,7 @@ def backward(
 
 
 class KeyExchange:
-    """The keys of one step, on their way; past the last step, nothing."""
+    """The exchange of one step's keys, under way; empty after the last step."""
 
     def __init__(self, transport: Transport, lanes: Sequence[Lane], index: int):
         sends: list[Message] = []
@@ -104,7 +104,7 @@ class KeyExchange:
 
 
 class KeptStep:
-    """The keys of one step, as they were kept."""
+    """The keys of one step that forward kept."""
 
     def __init__(self, kept: Steps, index: int):
         self._arenas = kept[index] if index < len(kept) else []
@@ -115,7 +115,7 @@ class KeptStep:
 
 
 class GradientExchange:
-    """The gradients of one step's keys, on their way to their owners."""
+    """The exchange of one step's key gradients with their owners, under way."""
 
     def __init__(
         self,

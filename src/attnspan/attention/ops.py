@@ -37,8 +37,9 @@ from torch import Tensor
 
 from attnspan.attention import execute
 from attnspan.attention.agreement import agree
-from attnspan.attention.call import Call, Inputs
-from attnspan.attention.handles import held
+from attnspan.attention.bound_plan import BoundPlan
+from attnspan.attention.handles import object_of
+from attnspan.attention.inputs import Inputs
 from attnspan.attention.kept import FROM_KEPT, KeptKeys, keep, kept_by
 from attnspan.attention.latent import Expander
 from attnspan.attention.pass_timer import PassTimer
@@ -51,25 +52,17 @@ from attnspan.kernels.merge import share_of, with_sinks
 from attnspan.transports.operations import under_way
 from attnspan.transports.unbroken import unbroken
 
+EXPANSION_GONE = "handle is a copy whose original is gone; keep the expansion that it belongs to"
 
-def _inputs(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sinks: Tensor | None,
-    captured: Sequence[Tensor],
-    return_lse: bool,
-    dropout_p: float,
-    seed: int | None,
-    handle: Tensor | None,
-) -> Inputs:
-    """The inputs of a call; weights that expand a latent are no longer among what was captured."""
+
+def _with_expander(inputs: Inputs, handle: Tensor | None) -> Inputs:
+    """The inputs of an op; weights that expand a latent are then no longer among captured tensors."""
     if handle is None:
-        return Inputs(query, key, value, sinks, captured, return_lse, dropout_p, seed)
-    expander = held(handle, "the expansion")
+        return inputs
+    expander = object_of(handle, EXPANSION_GONE)
     assert isinstance(expander, Expander), "handles are of expansions"
-    captured = captured[: len(captured) - len(expander.weights)]
-    return Inputs(query, key, value, sinks, captured, return_lse, dropout_p, seed, expander)
+    captured = inputs.captured[: len(inputs.captured) - len(expander.weights)]
+    return inputs._replace(captured=captured, expander=expander)
 
 
 @torch.library.custom_op("attnspan::attention", mutates_args=())
@@ -88,19 +81,20 @@ def attention(
 ) -> tuple[Tensor, Tensor, Tensor]:
     check_no_tangents("attention", query, key, value, sinks, *captured)  # see transforms.py
     seed = None if dropout_seed is None else int(dropout_seed)
-    inputs = _inputs(query, key, value, sinks, captured, return_lse, dropout_p, seed, expander)
-    call = Call.of(handle).for_inputs(inputs)
-    if call.guard is not None:
-        call.guard()
-    with unbroken(call.transport, but=(AttentionError, KernelError)):
-        agreed = agree(call, inputs)
+    inputs = Inputs(query, key, value, sinks, captured, return_lse, dropout_p, seed)
+    inputs = _with_expander(inputs, expander)
+    bound = BoundPlan.of(handle).for_inputs(inputs)
+    if bound.guard is not None:
+        bound.guard()
+    with unbroken(bound.transport, but=(AttentionError, KernelError)):
+        agreed = agree(bound, inputs)
     kept, timer = KeptKeys() if differentiable and agreed.keeps_keys else None, PassTimer(query.device)
-    with unbroken(call.transport), _as_given(query), under_way(call.transport, agreed.name_of(inputs)) as operation:
-        with recorded(call.transport, "forward", (call.plan, inputs.shape)):
-            out, lse = execute.forward(call, inputs, kept)
+    with unbroken(bound.transport), _as_given(query), under_way(bound.transport, agreed.name_of(inputs)) as operation:
+        with recorded(bound.transport, "forward", (bound.plan, inputs.shape)):
+            out, lse = execute.forward(bound, inputs, kept)
         if sinks is not None:  # see [Note: sinks]
             out, lse = with_sinks(out, lse, sinks[None, :, None])
-    call.uses.add_forward(call.plan, inputs.shape, timer)
+    bound.uses.add_forward(bound.plan, inputs.shape, timer)
     header = torch.tensor([operation.header, seed or 0], device="cpu")  # see [Note: saved seeds]
     return out.contiguous(), lse.contiguous(), keep(header, kept)
 
@@ -140,21 +134,22 @@ def attention_backward(
     expander: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
     number, seed = header.tolist()  # see [Note: saved seeds]
-    inputs = _inputs(query, key, value, sinks, captured, return_lse, dropout_p, seed, expander)
-    call = Call.of(handle).for_inputs(inputs)
-    if grad_lse is None and return_lse and call.plan.degree > 1:  # see [Note: gradients of lse over ranks]
+    inputs = Inputs(query, key, value, sinks, captured, return_lse, dropout_p, seed)
+    inputs = _with_expander(inputs, expander)
+    bound = BoundPlan.of(handle).for_inputs(inputs)
+    if grad_lse is None and return_lse and bound.plan.degree > 1:  # see [Note: gradients of lse over ranks]
         grad_lse = torch.zeros_like(lse)
     assert return_lse or grad_lse is None, "an lse that was not returned has no gradient"
     final, kept = BackwardInputs(grad, grad_lse, out, lse, sinks is not None), kept_by(header)
     how, timer = FROM_KEPT if kept else "", PassTimer(query.device)
-    with unbroken(call.transport), _as_given(query), under_way(call.transport, number, how):
-        d_sinks = query.new_empty(0) if sinks is None else _sink_gradient(call, final, sinks)
-        with recorded(call.transport, "backward", (call.plan, inputs.shape)):
-            dq, dk, dv, parts, of_weights = execute.backward(call, inputs, final, wanted, kept)
-        d_captured = [_over_ranks(call, part, x) for part, x in zip(parts, inputs.captured, strict=True)]
+    with unbroken(bound.transport), _as_given(query), under_way(bound.transport, number, how):
+        d_sinks = query.new_empty(0) if sinks is None else _sink_gradient(bound, final, sinks)
+        with recorded(bound.transport, "backward", (bound.plan, inputs.shape)):
+            dq, dk, dv, parts, of_weights = execute.backward(bound, inputs, final, wanted, kept)
+        d_captured = [_over_ranks(bound, part, x) for part, x in zip(parts, inputs.captured, strict=True)]
         weights = captured[len(d_captured) :]
         d_captured += [part.to(x.dtype) for part, x in zip(of_weights, weights, strict=True)]
-    call.uses.add_backward(call.plan, inputs.shape, kept is not None, timer)
+    bound.uses.add_backward(bound.plan, inputs.shape, kept is not None, timer)
     return dq, dk, dv, d_sinks, d_captured
 
 
@@ -176,7 +171,8 @@ def _(
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     query, key, value, sinks, captured, handle, ctx.return_lse, _, ctx.dropout_p, _, expander = inputs
     ctx.save_for_backward(query, key, value, sinks, handle, expander, *output, *captured)
-    ctx.expander = None if expander is None else held(expander, "the expansion")  # hooks may save a copy of its handle
+    # A reference of its own, since hooks may save a copy of the handle.
+    ctx.expander = None if expander is None else object_of(expander, EXPANSION_GONE)
     ctx.wanted = [i for i, x in enumerate(captured) if x.requires_grad]  # hooks may save copies that do not
     ctx.set_materialize_grads(False)
 
@@ -206,21 +202,21 @@ def _as_given(query: Tensor) -> torch.autocast:
     return torch.autocast(query.device.type, enabled=False)
 
 
-def _sink_gradient(call: Call, final: BackwardInputs, sinks: Tensor) -> Tensor:
+def _sink_gradient(bound: BoundPlan, final: BackwardInputs, sinks: Tensor) -> Tensor:
     lse = final.lse
     weight = share_of(sinks.to(lse.dtype)[None, :, None].expand_as(lse), lse)
     slope = -(final.grad.to(lse.dtype) * final.out.to(lse.dtype)).sum(-1)
     if final.grad_lse is not None:
         slope = slope + final.grad_lse
     total = (weight * slope).sum(dim=(0, 2))
-    call.transport.all_reduce(total, "gradients of sinks").wait()
+    bound.transport.all_reduce(total, "gradients of sinks").wait()
     return total.to(sinks.dtype)
 
 
-def _over_ranks(call: Call, part: Tensor | None, tensor: Tensor) -> Tensor:
+def _over_ranks(bound: BoundPlan, part: Tensor | None, tensor: Tensor) -> Tensor:
     """The gradient of a captured tensor, which all ranks hold alike: the sum of their parts. See [Note: captured]."""
     if part is None:
         return tensor.new_empty(0)
     part = part.contiguous()
-    call.transport.all_reduce(part, "gradients of captured tensors").wait()
+    bound.transport.all_reduce(part, "gradients of captured tensors").wait()
     return part.to(tensor.dtype)

@@ -1,6 +1,6 @@
-"""How long passes take: on the CPU by the clock, on CUDA by events that the device passes and nobody waits for.
+"""How long passes take: by the clock on CPUs, by events on CUDA, without waiting for the device.
 
-A pass that a device has not finished yet has no time, and neither has one inside a CUDA graph that is being captured.
+The time of a pass is unknown until the device has finished it, and in a CUDA graph that is being captured.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ Moment = float | torch.cuda.Event | None
 
 
 class PassTimer:
-    """One pass, from when it is made to `end`."""
+    """Times one pass, from construction to `end`."""
 
     __slots__ = ("_device", "_start", "_stop")
 
@@ -23,7 +23,7 @@ class PassTimer:
         self._start = now(device)
 
     def end(self) -> PassTimer:
-        """All of the pass was launched."""
+        """To be called when all of the pass has been launched."""
         self._stop = now(self._device)
         return self
 

@@ -1,8 +1,8 @@
-"""Spans of a pass: when its steps were computed, when messages were on their way, and when they were waited for.
+"""Timed spans of a pass: computing, transfers, and waiting for them.
 
-Recorded while a group is profiled (parallel/profile.py); otherwise a pass looks once per step whether it is. A
-transfer lasts from when its messages are posted until they have been waited for. It may have ended before that: only
-who waits knows that messages are there. So the time of a transfer that is hidden under compute is an upper bound.
+Recorded while a group is profiled (parallel/profile.py); otherwise the cost is one check per step. A transfer lasts
+from posting its messages until they have been waited for. It may have finished earlier, which only a wait would reveal;
+so the recorded time of a transfer that overlaps with compute is an upper bound.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from attnspan.transports import Pending, Transport
 Kind = Literal["compute", "transfer", "wait"]
 
 MAX_RECORDED = 16
-"""Of how many passes of one plan and shape the spans are kept."""
+"""How many passes are kept for each plan and shape."""
 
 
 class TimedSpan(NamedTuple):
@@ -94,7 +94,7 @@ def computing(transport: Transport, what: str) -> Iterator[None]:
 
 
 def travelling(transport: Transport, pending: Pending, what: str) -> Pending:
-    """Messages that have just been posted; how long they travel and are waited for is recorded."""
+    """The pending messages, whose transfer and wait are recorded if the group is profiled."""
     running, posted = _running(transport)
     if running is None:
         return pending

@@ -1,9 +1,9 @@
-"""A score_mod on its way through an attention: traced, and told apart by what it computes.
+"""A traced score_mod, identified by what it computes.
 
-Users write a new closure for every step, or one function for all: what matters is the program (masks/program.py) and
-the tensors it captured, which are inputs of the attention like queries are, so that they may differ from call to call
-and get gradients. Two score_mods with the same program, on tensors of the same shapes, are the same here; nothing is
-agreed on again, and nothing is recompiled, for them.
+Users may write a new closure for every step. What counts is the program that it traces to (masks/program.py); tensors
+that it captures are inputs of attention, like queries: they may differ from call to call and get gradients. Two
+score_mods with the same program, on tensors of the same shapes, are equal: ranks do not agree again, and nothing is
+recompiled.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Captured(NamedTuple):
     single: list[Tensor]
     double: list[Tensor]
 
-    def of(self, query: Tensor) -> list[Tensor]:
-        """Those for the scores of such queries."""
+    def for_query(self, query: Tensor) -> list[Tensor]:
+        """The tensors for scores of the query's precision."""
         return self.double if query.dtype == torch.float64 else self.single
 
 

@@ -1,9 +1,9 @@
-"""Sums of gradients that touch memory as little as can be.
+"""Sums of gradients with as few passes over memory as possible.
 
-A gradient is a sum of tiles' gradients, and most rows of a large buffer belong to one tile only. `RunningSum`, for what
-will travel, needs no zeros: the first part of a row is written, later ones are added, rows without any become zero.
-`DeferredSum`, for what stays, lets parts wait until they are asked for, and then adds and rounds them in one pass: a
-float32 sum that each part is added to as it comes would be read and written every time.
+A gradient is the sum of the gradients of tiles, and most rows of a large buffer belong to a single tile. `RunningSum`,
+for gradients that are sent, is not zeroed first: the first part of a row is written, later ones are added, and rows
+without any become zero. `DeferredSum`, for gradients that stay, collects parts until the total is needed, then adds and
+rounds them in one pass; adding each part to a float32 sum at once would read and write the sum every time.
 
 Shapes: every view and part is (B, H, S, anything); rows are those of dim 2.
 """
@@ -40,7 +40,7 @@ class RunningSum:
 
     def add(self, rows: range, *parts: Tensor) -> None:
         """Add one part per view to some rows."""
-        for first, last, seen in self._stretches(rows):
+        for first, last, seen in self._row_ranges(rows):
             at = slice(*_bounds(rows[first:last]))
             for view, part in zip(self.views, parts, strict=True):
                 (add_into if seen else write_into)(view[:, :, at], part[:, :, first:last])
@@ -62,23 +62,23 @@ class RunningSum:
 
     def gather(self, rows: range, stacks: Sequence[Sequence[Tensor]]) -> None:
         """Add all parts of some stacks per view to some rows, in one pass."""
-        for first, last, seen in self._stretches(rows):
+        for first, last, seen in self._row_ranges(rows):
             at = slice(*_bounds(rows[first:last]))
             for view, parts in zip(self.views, stacks, strict=True):
                 sum_into(view[:, :, at], [stack[:, :, :, first:last] for stack in parts], add=seen)
         self._seen[slice(*_bounds(rows))] = b"\1" * len(rows)
 
     def result(self, rows: slice = slice(None)) -> tuple[Tensor, ...]:
-        """Some rows of the views, those that nothing was added to filled with zeros."""
+        """Some rows of the views; rows without parts are zero."""
         start, stop, _ = rows.indices(len(self._seen))
-        for first, last, seen in self._stretches(range(start, stop)):
+        for first, last, seen in self._row_ranges(range(start, stop)):
             if not seen:
                 for view in self.views:
                     view[:, :, start + first : start + last] = 0
         return tuple(view[:, :, rows] for view in self.views)
 
-    def _stretches(self, rows: range) -> Iterator[tuple[int, int, bool]]:
-        """(first, last, seen) of the stretches of rows that were all written, or all not."""
+    def _row_ranges(self, rows: range) -> Iterator[tuple[int, int, bool]]:
+        """(first, last, seen) of the ranges of rows that were all written, or all not."""
         marks = self._seen[slice(*_bounds(rows))]
         first = 0
         while first < len(marks):
@@ -97,10 +97,10 @@ class StackedParts(NamedTuple):
 
 
 class DeferredSum:
-    """Sums over the same rows of several tensors, of parts that wait.
+    """Sums over the same rows of several tensors, added up when the total is needed.
 
-    They must not change until the total is asked for. As many wait for a row as take no more memory than a sum in
-    `dtype` and the part that is added to it; with one more, all of them are added to such a sum.
+    Parts must not change until then. The parts of a row wait as long as they take no more memory than a sum in `dtype`
+    and one part would; with one more, all of them are added to such a sum.
 
     >>> total = DeferredSum([torch.Size((1, 1, 4, 1))], torch.float32)
     >>> total.add(range(0, 2), torch.ones(1, 1, 2, 1))
@@ -121,7 +121,7 @@ class DeferredSum:
         self.gather(rows, *(part.unsqueeze(0) for part in parts))
 
     def gather(self, rows: range, *stacks: Tensor, wait: bool = True) -> None:
-        """Add all parts of one stack per view to some rows; at once, if they are not to wait."""
+        """Add all parts of one stack per view to some rows; at once unless `wait`."""
         width = self._dtype.itemsize / stacks[0].element_size()
         if crowded([each.rows for each in self._waiting], rows, width, self._sum is not None):
             self._settle()
@@ -133,26 +133,26 @@ class DeferredSum:
             self._settle()
 
     def open(self) -> tuple[tuple[Tensor, ...], bool]:
-        """For one writer of all rows: the sum in memory, and whether it must be added to."""
+        """The sum in memory, for one writer of all rows, and whether the writer must add to it."""
         self._settle()
         total = self._begun()
         return total.views, total.open()
 
     def _settle(self) -> None:
-        """Add what waits to a sum in memory, and let go of it."""
-        for rows, waiting in self._stretches():
+        """Add waiting parts to a sum in memory, and free them."""
+        for rows, waiting in self._row_ranges():
             if waiting:
                 self._begun().gather(rows, waiting)
         self._waiting.clear()
 
     def result(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """The totals in a dtype, contiguous, rows that nothing was added to filled with zeros."""
+        """The totals in a dtype, contiguous; rows without parts are zero."""
         ready = self._ready()
         if ready is not None and all(part.dtype == dtype and _is_own(part) for part in ready):
             return ready
         summed = () if self._sum is None else self._sum.result()
         found = tuple(torch.empty(shape, dtype=dtype, device=self._device) for shape in self._shapes)
-        for rows, waiting in self._stretches():
+        for rows, waiting in self._row_ranges():
             at = slice(rows.start, rows.stop)
             for index, target in enumerate(found):
                 stacks = [view[:, :, at].unsqueeze(0) for view in summed[index : index + 1]]
@@ -164,7 +164,7 @@ class DeferredSum:
         return found
 
     def _ready(self) -> tuple[Tensor, ...] | None:
-        """What is the total as it lies: a sum that nothing waits for, or one part of all rows."""
+        """The total if it is in memory already: a sum without waiting parts, or a single part of all rows."""
         if self._sum is not None:
             return None if self._waiting else self._sum.result()
         stacks = [each.stacks for each in self._waiting if len(each.rows) == self._shapes[0][2]]
@@ -179,7 +179,7 @@ class DeferredSum:
             )
         return self._sum
 
-    def _stretches(self) -> Iterator[tuple[range, list[list[Tensor]]]]:
+    def _row_ranges(self) -> Iterator[tuple[range, list[list[Tensor]]]]:
         """Rows for which the same parts wait, and these, by view."""
         edges = sorted({0, self._shapes[0][2], *(edge for w in self._waiting for edge in (w.rows.start, w.rows.stop))})
         for start, stop in pairwise(edges):

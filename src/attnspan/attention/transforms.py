@@ -1,17 +1,15 @@
-"""Which derivatives attention has: reverse mode, once. Everything else is refused in words.
+"""Attention has first derivatives in reverse mode. All other derivatives are refused with an error.
 
-torch's autograd asks an op for its derivatives in several ways, and an op that has none for one of them is not always
-an error: forward mode (``torch.func.jvp``, ``jacfwd``, ``torch.autograd.forward_ad``) takes a missing one for zero.
-What rows of another rank do to this one's would need an exchange of tangents, in an order of its own. So::
+torch does not always raise if an op lacks a derivative: forward mode (``torch.func.jvp``, ``jacfwd``,
+``torch.autograd.forward_ad``) treats a missing one as zero. Forward mode would need an exchange of tangents between
+ranks. So::
 
-    backward, also under compiled autograd               served
-    forward mode                                         refused: a tangent would be lost without a word
-    torch.func.grad, vjp, jacrev, hessian, vmap          refused: torch would refuse, and say what its own code lacks
-    create_graph=True, then a second backward            refused when the second one is asked for
+    backward, also under compiled autograd               supported
+    forward mode                                         refused: tangents would be dropped silently
+    torch.func.grad, vjp, jacrev, hessian, vmap          refused: torch's own error would not name the cause
+    create_graph=True, then a second backward            refused in the second backward
 
-A tangent is looked for by the op too, when it runs: compiled code hands it tensors that no other code of ours sees.
-
-Knows nothing of plans or ranks.
+The op checks for tangents as well when it runs, since compiled code calls it directly.
 """
 
 from __future__ import annotations
@@ -31,12 +29,12 @@ INSTEAD = "use backward(), or torch.autograd.grad(...) without create_graph"
 def check_untransformed(
     what: str, *tensors: Tensor | None, instead: str = INSTEAD, error: type[AttnspanError] = AttentionError
 ) -> None:
-    """Refuse tensors of torch.func's transforms, and those with tangents."""
-    if torch.compiler.is_compiling():  # which follows this code, and cannot look at a tensor
+    """Refuse tensors inside torch.func's transforms, and tensors with tangents."""
+    if torch.compiler.is_compiling():  # dynamo traces this code, and cannot inspect a tensor
         if _inside():
             raise error(_transformed(what, instead))
         return
-    WRAPPED.hold()
+    WRAPPED.verify()
     # Autograd around a transform cannot record what is inside of it.
     records = _inside() and torch.is_grad_enabled()
     for tensor in tensors:
@@ -46,7 +44,7 @@ def check_untransformed(
 
 
 def check_no_transform(what: str) -> None:
-    """Refuse to begin an autograd function of ours inside a transform of torch.func, whatever its tensors are."""
+    """Refuse to start an autograd function of this library inside a transform of torch.func."""
     if _inside():
         raise AttentionError(_transformed(what, INSTEAD))
 
@@ -54,19 +52,19 @@ def check_no_transform(what: str) -> None:
 def check_no_tangents(
     what: str, *tensors: Tensor | None, instead: str = INSTEAD, error: type[AttnspanError] = AttentionError
 ) -> None:
-    """Refuse tensors with tangents of forward-mode AD, wherever an op runs."""
+    """Refuse tensors with tangents of forward-mode AD; also called by ops."""
     for tensor in tensors:
         if tensor is not None and tensor.is_floating_point() and unpack_dual(tensor).tangent is not None:
             raise error(f"{what} has no forward-mode derivative, and a tensor with a tangent came in; {instead}")
 
 
 def _inside() -> bool:
-    """Whether a transform of torch.func is on, in this thread."""
+    """Whether a transform of torch.func is active in this thread."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
-# What torch.compiler.assume_constant_result does, which would import all of dynamo to say so. Compiled code is guarded
-# on the transforms around it, and those inside of it are on while it is followed.
+# As torch.compiler.assume_constant_result does, without importing dynamo. Compiled code is guarded on the transforms
+# around it, and transforms inside it are active while it is traced.
 vars(_inside)["_dynamo_marked_constant"] = True
 
 
@@ -81,7 +79,7 @@ def _transformed(what: str, instead: str) -> str:
 
 
 def _transforms_are_seen() -> bool:
-    """A transform of one element, as torch.func begins it: that module takes seconds to import."""
+    """Whether a transform of one element is seen; started as torch.func does, whose import takes seconds."""
     torchs: Any = torch._C._functorch
     plain, before = torch.ones(1, device="cpu"), _inside()
     level = torchs._grad_increment_nesting()

@@ -1,13 +1,11 @@
-"""What "auto" knows of the machine: a table of measured times and links, the same on every rank, or a preset.
+"""The tuning of a group: the table of measured times, and the links, that "auto" plans with on every rank.
 
-Each process finds its own table (tuning/store.py), and files differ: one host was tuned, another not, or on another
-day. Ranks that chose a strategy by tables of their own would run different plans. So when a group first runs "auto",
-its ranks tell each other a hash of what they found. If all found the same, that is it; else all take rank 0's, which
-it then sends. A table that cannot be read is refused on every rank. Links that are not in it are measured then
-(links.py), unless a rank asks for none.
+Each process loads its own table (tuning/store.py), and hosts may have different ones. Ranks that chose a strategy by
+different tables would run different plans. So when a group first runs "auto", its ranks compare hashes of their
+tables. If they differ, all use rank 0's, which it sends. A table that cannot be read is refused on every rank. Links
+that the table lacks are then measured (links.py), unless a rank opts out. Without a table, a preset is used.
 
-Kernels are chosen by each rank's own table: which one computes a tile does not concern the others, whose devices may
-differ.
+Kernels are chosen by each rank's own table: they do not have to be the same on all ranks, whose devices may differ.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from attnspan.attention.links import HostAndDevice, Links, measured_links, wanted_place
+from attnspan.attention.links import HostAndDevice, Links, measured_links, place_if_measured
 from attnspan.errors import AttnspanError, TransportError, TuningError
 from attnspan.kernels import KERNELS, rounds
 from attnspan.plan import Hardware, Shape
@@ -33,7 +31,7 @@ SHARED = "a tuning table that all ranks share"
 
 
 class GroupTuning(NamedTuple):
-    """What all ranks of a group plan with."""
+    """The table and links that all ranks of a group plan with."""
 
     table: Table | None = None
     links: Links = Links()
@@ -45,7 +43,7 @@ _AGREED: WeakKeyDictionary[object, dict[str, GroupTuning]] = WeakKeyDictionary()
 
 
 def group_tuning(transport: Transport) -> GroupTuning:
-    """What all ranks of a group know; the first call is a collective, in which links are measured."""
+    """The tuning of a group; the first call is a collective, which measures links."""
     known = known_tuning(transport)
     if known is None:
         with unbroken(transport, but=(TuningError,)):
@@ -55,13 +53,13 @@ def group_tuning(transport: Transport) -> GroupTuning:
 
 
 def known_tuning(transport: Transport) -> GroupTuning | None:
-    """What all ranks of a group know, if they have agreed on it; asks nobody."""
+    """The tuning of a group if its ranks have agreed on one already; no communication."""
     return _AGREED.get(transport.group, {}).get(transport.device.type)
 
 
 def machine_here(transport: Transport, shape: Shape, kernel: str = "auto") -> Hardware | None:
-    """What predictions go by, without asking other ranks: what they agreed on, or else this rank's own table and a
-    preset's link. None on virtual ranks, of which one device does everybody's work, and once the group has ended."""
+    """The hardware that predictions use, without communication: the group's tuning, or else this rank's own table with
+    a preset's links. None on virtual ranks, which share one device, and once the group has ended."""
     try:
         virtual = isinstance(transport.group, World)
     except TransportError:
@@ -80,7 +78,7 @@ def _own_table(transport: Transport) -> Table | None:
 
 
 def hardware_for(known: GroupTuning, shape: Shape, device: torch.device, kernel: str = "auto") -> Hardware:
-    """What the cost model predicts with."""
+    """The hardware of the cost model, for tensors of some shape."""
     table = known.table
     base = Hardware.of(_preset(table.device if table else "") if device.type == "cuda" else "cpu-gloo")
     if kernel == "auto":
@@ -92,13 +90,13 @@ def hardware_for(known: GroupTuning, shape: Shape, device: torch.device, kernel:
 
 
 def _preset(device: str) -> str:
-    """The preset whose links a device is likely to have."""
+    """The preset with the likeliest links for a device."""
     return next((f"{name}-nvlink" for name in ("h200", "a100") if name in device.lower()), "h100-nvlink")
 
 
 def _agree(transport: Transport) -> GroupTuning:
     try:
-        table, place = table_for(transport.device), wanted_place(transport)
+        table, place = table_for(transport.device), place_if_measured(transport)
     except TuningError as refused:
         said: Sequence[tuple[str, HostAndDevice | None] | AttnspanError]
         said = consensus.all_gather_outcomes(transport, refused, SHARED)

@@ -1,12 +1,12 @@
-"""Ulysses: heads for sequence, the exchange inside a group of ranks.
+"""Ulysses: the all-to-all inside a group of ranks that exchanges heads for tokens.
 
-Before: a rank holds its own tokens, all heads. After: it holds all tokens of its group, by position, and its share of
-the heads (`plan/heads.py`). Each pair of ranks exchanges one message of bytes, tensors of any dtypes in it. The way
-back is the same in reverse; gradients of a key head that several ranks took are summed at home, in the order of ranks.
+Before it, a rank holds all heads of its own tokens. After it, a rank holds its share of the heads (`plan/heads.py`) of
+all tokens of the group, by position. Each pair of ranks exchanges one message of bytes, which holds tensors of any
+dtypes. Results go back the same way in reverse. Gradients of a key head that several ranks took are summed by the owner
+of the tokens, in the order of ranks.
 
-[Note: gradients of heads] A gradient is final on the rank that computed its head, so it is rounded before it travels,
-to the bits it would be rounded to at home. Only gradients of key heads that several ranks took are sums yet to be made,
-and travel in float32.
+[Note: gradients of heads] A gradient is final on the rank that computed its head, so it is rounded before it travels.
+Gradients of key heads that several ranks took are yet to be summed, and travel in float32.
 
 Shapes: B batch rows, H heads (all), h heads (a share), s own tokens, S tokens of the group.
 """
@@ -22,16 +22,16 @@ import torch
 from torch import Tensor
 
 from attnspan.attention.recording import travelling
-from attnspan.attention.wire import places
+from attnspan.attention.wire import run_offsets
 from attnspan.layouts.run import Runs
-from attnspan.plan.heads import Heads, repeats_key_heads
+from attnspan.plan.heads import Heads
 from attnspan.transports import Transport
 
 Side = Literal["query", "key"]
 Pairs = Sequence[tuple[Tensor, Side]]
 
 
-class Part(NamedTuple):
+class MessagePart(NamedTuple):
     """One tensor of a message."""
 
     shape: tuple[int, ...]
@@ -42,10 +42,10 @@ class Part(NamedTuple):
         return prod(self.shape) * self.dtype.itemsize
 
 
-class Message:
-    """Tensors in one buffer of bytes; those of the widest dtype come first, so that each begins where its dtype may."""
+class PackedMessage:
+    """Tensors in one buffer of bytes, the widest dtype first, so that each is aligned."""
 
-    def __init__(self, parts: list[Part], device: torch.device):
+    def __init__(self, parts: list[MessagePart], device: torch.device):
         self.parts = parts
         self.buffer = torch.empty(sum(part.nbytes for part in parts), dtype=torch.uint8, device=device)
 
@@ -61,7 +61,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class HeadAllToAll:
-    """Who exchanges: the group's ranks, the heads each takes, and the positions each holds, of queries and of keys."""
+    """The exchange of a group: its ranks, the heads that each takes, and the positions that each holds."""
 
     transport: Transport
     members: range
@@ -74,20 +74,16 @@ class HeadAllToAll:
         """This rank's place in the group."""
         return self.transport.rank - self.members.start
 
-    @property
-    def repeats_key_heads(self) -> bool:
-        return repeats_key_heads(self.shares)
-
     def heads(self, member: int, side: Side) -> slice:
         share = getattr(self.shares[member], side)
         return slice(share.start, share.stop)
 
     def rows(self, member: int, side: Side) -> list[slice]:
         """Where a member's tokens lie among the group's."""
-        return places(self.arenas[side]).slices(self.shards[side][member])
+        return run_offsets(self.arenas[side]).slices(self.shards[side][member])
 
     def tokens(self, member: int, side: Side) -> int:
-        return len(places(self.shards[side][member]))
+        return len(run_offsets(self.shards[side][member]))
 
     # ---- there and back ----------------------------------------------------------------------------------------
 
@@ -107,21 +103,21 @@ class HeadAllToAll:
 
     # ---- inside ------------------------------------------------------------------------------------------------
 
-    def _cut_by_head(self, pairs: Pairs) -> list[Message]:
+    def _cut_by_head(self, pairs: Pairs) -> list[PackedMessage]:
         """Own tokens, for the member that takes their heads."""
         messages = []
         for member in range(len(self.members)):
-            message = Message(self._parts(member, self.here, pairs), pairs[0][0].device)
+            message = PackedMessage(self._parts(member, self.here, pairs), pairs[0][0].device)
             for part, (x, side) in zip(message.tensors(), pairs, strict=True):
                 part.copy_(x[:, self.heads(member, side)])
             messages.append(message)
         return messages
 
-    def _cut_by_token(self, pairs: Pairs) -> list[Message]:
+    def _cut_by_token(self, pairs: Pairs) -> list[PackedMessage]:
         """Own heads, for the member that holds their tokens."""
         messages = []
         for member in range(len(self.members)):
-            message = Message(self._parts(self.here, member, pairs), pairs[0][0].device)
+            message = PackedMessage(self._parts(self.here, member, pairs), pairs[0][0].device)
             for part, (x, side) in zip(message.tensors(), pairs, strict=True):
                 rows = self.rows(member, side)
                 if rows:
@@ -129,13 +125,12 @@ class HeadAllToAll:
             messages.append(message)
         return messages
 
-    def _exchange(self, sent: list[Message], expected: list[list[Part]]) -> list[list[Tensor]]:
-        """One message to and from each member, and what they say."""
-        here = self.here
-        received = [
-            Message(parts, sent[here].buffer.device) if m != here else sent[here] for m, parts in enumerate(expected)
-        ]
-        others = [m for m in range(len(self.members)) if m != here]
+    def _exchange(self, sent: list[PackedMessage], expected: list[list[MessagePart]]) -> list[list[Tensor]]:
+        """Exchange one message with each member; the tensors received."""
+        others = [m for m in range(len(self.members)) if m != self.here]
+        received = list(sent)  # own heads stay
+        for m in others:
+            received[m] = PackedMessage(expected[m], sent[m].buffer.device)
         posted = self.transport.exchange(
             [(self.members[m], sent[m].buffer) for m in others],
             [(self.members[m], received[m].buffer) for m in others],
@@ -144,10 +139,10 @@ class HeadAllToAll:
         travelling(self.transport, posted, "heads").wait()
         return [message.tensors() for message in received]
 
-    def _parts(self, taker: int, holder: int, pairs: Pairs) -> list[Part]:
+    def _parts(self, taker: int, holder: int, pairs: Pairs) -> list[MessagePart]:
         """The heads that one member takes, of the tokens that another holds."""
         return [
-            Part((len(x), self._count(taker, side), self.tokens(holder, side), x.shape[3]), x.dtype)
+            MessagePart((len(x), self._count(taker, side), self.tokens(holder, side), x.shape[3]), x.dtype)
             for x, side in pairs
         ]
 
@@ -158,7 +153,7 @@ class HeadAllToAll:
     def _by_position(self, parts: list[Tensor], side: Side) -> Tensor:
         """Every member's tokens, put where they belong."""
         batch, heads, _, dim = parts[0].shape
-        whole = parts[0].new_empty(batch, heads, len(places(self.arenas[side])), dim)
+        whole = parts[0].new_empty(batch, heads, len(run_offsets(self.arenas[side])), dim)
         for member, part in enumerate(parts):
             rows = self.rows(member, side)
             for to, piece in zip(rows, part.split([r.stop - r.start for r in rows], dim=2), strict=True):

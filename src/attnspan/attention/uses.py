@@ -1,8 +1,8 @@
-"""What a call was used for: a witness, kept where attention really runs.
+"""Counts of how often attention ran, by plan and shape.
 
-Counted inside the custom op, so that compiled code counts too, and a layer that went another way does not. A
-recomputation by activation checkpointing runs inside backward; it is a replay, not another use. The latest passes are
-timed (pass_timer.py).
+Counted inside the custom op, so that compiled code counts too, and a layer that bypassed attention does not. A
+recomputation by activation checkpointing runs inside backward, and counts as a replay. The latest passes are timed
+(pass_timer.py).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Use = tuple[Plan, Shape | None]  # a shape that the cost model cannot weigh is N
 Direction = Literal["forward", "backward"]
 
 MAX_TIMED = 16
-"""Of how many passes the times are kept."""
+"""How many passes are timed."""
 
 
 class PassTime(NamedTuple):
@@ -48,7 +48,7 @@ class Uses:
 
     def add_forward(self, plan: Plan, shape: Shape | None, timer: PassTimer) -> None:
         """A forward pass, or its replay."""
-        IN_BACKWARD.hold()
+        IN_BACKWARD.verify()
         in_backward = torch._C._current_graph_task_id() != -1
         (self.replayed if in_backward else self.forward)[plan, shape] += 1
         self.latest, self.latest_shape = plan, shape
@@ -69,7 +69,7 @@ class Uses:
         return PassTime(median(known) if known else 0.0, len(known))
 
     def forget(self, use: Use) -> None:
-        """A plan on tensors of some shape, as if it had never run."""
+        """Drop the counts of a plan on tensors of some shape."""
         for counted in (self.forward, self.replayed, self.backward, self.from_kept):
             counted.pop(use, None)
         for direction in ("forward", "backward"):

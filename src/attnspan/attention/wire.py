@@ -1,13 +1,12 @@
-"""Keys and values as they travel: both in one buffer, positions outermost.
+"""The wire format of keys and values: both in one buffer, with positions outermost.
 
-A packed buffer is (S, B, Hk, D + Dv): K and V of one position side by side, so that any run of positions is one
-contiguous piece of memory, one message carries both, and what arrives is received in place. Kernels read it through
-views; nothing is copied on arrival.
+A packed buffer is (S, B, Hk, D + Dv): K and V of one position are adjacent, so that any run of positions is contiguous,
+one message carries both, and messages are received in place. Kernels read views of the buffer; nothing is copied on
+arrival.
 
-[Note: messages] A transfer is one message per run, received straight into the arena. With more than `MAX_RUNS` runs it
-is one message, gathered by the sender and laid out by the receiver: a copy is then cheaper than the latency of many
-small messages. A ring hands whole buffers on, and those are one message always. Both ends decide alike, from the
-transfer alone.
+[Note: messages] A transfer is one message per run, received directly into the arena. With more than `MAX_RUNS` runs it
+is a single message, which the sender gathers and the receiver scatters: the copies are cheaper than the latency of many
+small messages. A ring passes whole buffers on, always as one message. Both ends decide from the transfer alone.
 
 Knows transfers and tensors, nothing of kernels. Shapes: B batch rows, Hk key heads, S positions, D and Dv head dims.
 """
@@ -28,7 +27,7 @@ from attnspan.layouts.run import Run, Runs, tokens_in
 from attnspan.plan.step import Transfer
 
 MAX_RUNS = 8
-"""The most runs of a transfer that travel as messages of their own."""
+"""The most runs of a transfer that are sent as separate messages."""
 
 
 def packed(key: Tensor, value: Tensor) -> Tensor:
@@ -52,7 +51,7 @@ def unpacked(buffer: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
 
 
 class RunOffsets:
-    """Where runs lie in a buffer that holds other runs one after another."""
+    """Where runs lie in a buffer that is a concatenation of larger runs."""
 
     def __init__(self, runs: Runs):
         self._found: dict[Runs, list[slice]] = {}
@@ -82,26 +81,26 @@ class RunOffsets:
 
 
 @lru_cache(maxsize=1024)
-def places(runs: Runs) -> RunOffsets:
-    """Of a buffer of such runs: the same at every call, so found once."""
+def run_offsets(runs: Runs) -> RunOffsets:
+    """The offsets of a buffer of these runs, cached: every call asks again."""
     return RunOffsets(runs)
 
 
-def leaving(buffer: Tensor, places: RunOffsets, transfer: Transfer, whole: bool) -> list[Tensor]:
-    """The messages of a transfer out of a buffer."""
+def leaving(buffer: Tensor, offsets: RunOffsets, transfer: Transfer, whole: bool) -> list[Tensor]:
+    """The messages to send for a transfer, as views of a buffer where possible."""
     if whole:
         return [buffer]
-    pieces = [buffer[rows] for rows in places.slices(transfer.runs)]
+    pieces = [buffer[rows] for rows in offsets.slices(transfer.runs)]
     return pieces if _by_run(transfer) else [torch.cat(pieces)]
 
 
 def arriving(
-    buffer: Tensor, places: RunOffsets, transfer: Transfer, whole: bool
+    buffer: Tensor, offsets: RunOffsets, transfer: Transfer, whole: bool
 ) -> tuple[list[Tensor], StagedMessage | None]:
-    """Where the messages of a transfer go, and what is left to do when they have arrived."""
+    """The buffers to receive a transfer into, and a message to be scattered on arrival, if there is one."""
     if whole:
         return [buffer], None
-    pieces = [buffer[rows] for rows in places.slices(transfer.runs)]
+    pieces = [buffer[rows] for rows in offsets.slices(transfer.runs)]
     if _by_run(transfer):
         return pieces, None
     staged = StagedMessage(buffer.new_empty(tokens_in(transfer.runs), *buffer.shape[1:]), pieces)
@@ -109,10 +108,10 @@ def arriving(
 
 
 class ReturningGradients:
-    """Gradients that come home from several ranks.
+    """Buffers for the gradients of own keys that other ranks send home.
 
-    Those of one run lie side by side, so that all of them are added in one pass; a transfer of many runs comes as one
-    message and is taken apart. The order is the plan's: the same sum on every run.
+    Gradients of one run are adjacent, so that one pass sums them all; a transfer of many runs arrives as one message,
+    which is split. The order is the plan's, so that the sum has the same bits in every execution.
     """
 
     def __init__(self, transfers: Sequence[Transfer], empty: Callable[[int], Tensor]):
@@ -130,11 +129,11 @@ class ReturningGradients:
 
     @property
     def many(self) -> bool:
-        """Whether they are of so many runs that each is best added by itself."""
+        """Whether there are so many runs that each is best added separately."""
         return bool(self._apart)
 
     def parts(self) -> Iterator[tuple[Run, Tensor]]:
-        """What arrived for each run, (any number, S, B, Hk, D + Dv), to be summed."""
+        """The gradients that arrived for each run, (any number, S, B, Hk, D + Dv), to be summed."""
         yield from self._together.items()
         for transfer, buffer in self._apart:
             pieces = buffer.split([len(run.positions) for run in transfer.runs])
@@ -147,16 +146,16 @@ def _by_run(transfer: Transfer) -> bool:
 
 
 class StagedMessage:
-    """A message of many runs that waits to be laid out."""
+    """A message of many runs, to be scattered when it has arrived."""
 
     def __init__(self, buffer: Tensor, pieces: Sequence[Tensor]):
         self.buffer, self._pieces = buffer, pieces
 
     def land(self) -> None:
-        """Copy what arrived to where it belongs."""
+        """Copy each part to its place."""
         for piece, part in zip(self._pieces, self.parts(), strict=True):
             piece.copy_(part)
 
     def parts(self) -> Iterator[Tensor]:
-        """The message, cut into the pieces it is made of."""
+        """The message, split into its pieces."""
         yield from self.buffer.split([len(piece) for piece in self._pieces])

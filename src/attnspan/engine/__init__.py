@@ -1,28 +1,27 @@
-"""Generation: requests that come and go, batched step by step, over a KV cache in pages.
+"""Generation: continuous batching of requests over a paged KV cache.
 
-    llm_engine.py        generate and stream, over
-    async_engine.py      the same for asyncio, over a thread that owns the engine (stepping_thread.py, which is told
-                         commands.py and makes rounds, as every rank does: engine_loop.py)
-    core.py              requests in, tokens out: add, step, cancel (request_table.py: those that are unfinished)
-    scheduler.py         what is computed next; ints only, as are sample.py and kv_cache_manager.py
-    model_runner.py      one call of the model over pages (model.py: what is asked of a model)
-    prompt_lookup.py     drafts of the next tokens, from what the text repeats
-    sampler.py           the next token, the likeliest or one drawn by a number of the request's own (draws.py), after
-                         penalties and bans (logits_processor.py; grammar.py: so that an answer is JSON), for all rows
-                         of a batch together (row_selection.py)
-    output_processor.py  what a step came to: tokens, text (detokenizer.py), and why a sample ends
-    cuda_graphs.py       decoding by CUDA graphs (warmup.py: captured beforehand)
-    in_flight.py         a step that the device computes while the host reports the one before
+    llm_engine.py        generate and stream, on top of core.py
+    async_engine.py      the same for asyncio: a thread owns the engine (stepping_thread.py), takes commands
+                         (commands.py), and makes one step per round, as every rank does (engine_loop.py)
+    core.py              add, step and cancel (request_table.py: unfinished requests)
+    scheduler.py         the next batch; ints only, as in sample.py and kv_cache_manager.py
+    model_runner.py      one call of the model over pages (model.py: the protocol of models)
+    prompt_lookup.py     prompt-lookup speculation: drafts of the next tokens
+    sampler.py           the next token, greedy or drawn (draws.py), after penalties and bans (logits_processor.py;
+                         grammar.py: JSON schemas), for all rows of a batch at once (row_selection.py)
+    output_processor.py  the outcome of a step: tokens, text (detokenizer.py), and why a sample ends
+    cuda_graphs.py       decoding by CUDA graphs (warmup.py: captured in advance)
+    in_flight.py         a step that the device computes while the host reports the previous one
 
-    context_parallel_runner.py  prompts under context parallelism, pages over ranks
-    rank_consensus.py           that all ranks do the same
-    engine_ranks.py             which ranks share pages, and which a tensor parallel model
+    context_parallel_runner.py  prompts under context parallelism, pages spread over ranks
+    rank_consensus.py           checks that all ranks do the same
+    engine_ranks.py             which ranks share pages, and which share a tensor parallel model
 
-    params.py, config.py  what a request and an engine are asked for (prompts.py, request.py: what is made of prompts)
-    pools.py              where each layer's keys and states are
-    journal.py            a step is a transaction (owner.py: whose turn it is)
-    fingerprint.py        what the model computes (progress.py: bars)
-    stats.py              what an engine has done, in numbers (memory.py: how many pages there is room for)
+    params.py, config.py  the options of a request and of an engine (prompts.py: inputs; request.py: results)
+    pools.py              the page pools of layers and of recurrent states
+    journal.py            a step is a transaction (owner.py: one call at a time)
+    fingerprint.py        detects changes of the model (progress.py: progress bars)
+    stats.py              statistics (memory.py: how many pages fit into memory)
 
 Knows no model library. `attnspan.Engine` wraps transformers models (attnspan/generation.py).
 """

@@ -4,10 +4,10 @@
         async for token in engine.stream("Once upon a time", SamplingParams(max_new_tokens=100)):
             print(token.text, end="")
 
-A stream belongs to the coroutine that reads it. One that is closed, dropped or cancelled ends its requests, and their
-pages are free with the next step. Tokens wait in the stream until they are read; no more can wait than were asked for.
+A stream belongs to the coroutine that reads it. If it is closed, dropped or cancelled, its requests are cancelled, and
+the next step frees their pages. Unread tokens are buffered in the stream; their number is bounded by `max_new_tokens`.
 
-The queue is bounded: `max_waiting` samples beside those that run. What does not fit is refused at once (EngineBusy).
+The queue is bounded by `max_waiting` samples, besides running ones. Calls that do not fit raise EngineBusy at once.
 """
 
 from __future__ import annotations

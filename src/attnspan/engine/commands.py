@@ -1,4 +1,4 @@
-"""What the ranks of an engine are told to do at the beginning of a round, and how it travels to them."""
+"""Commands that rank 0 sends to all ranks of an engine at the beginning of a round, and their serialization."""
 
 from __future__ import annotations
 

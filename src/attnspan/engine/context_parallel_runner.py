@@ -1,10 +1,10 @@
-"""The model over ranks: long prompts computed by all of them, each a part, and pages spread over all.
+"""Runs a model over ranks: pages are spread over all ranks, and long prompts use context parallelism.
 
-A step over pages is the same on every rank: each has the new tokens, keeps the keys that are its own, attends over
-those, and one message joins the results (paged/sharded.py). That spreads memory; every rank still computes every token.
-A long prompt is spread in time as well: under context parallelism each rank feeds its shard of the tokens, attention is
-that of `ContextParallel`, and each layer's keys are handed over to the pages where they belong. Recurrences run over
-the ranks too, and every rank keeps the states after the last token: there are no snapshots within such a prompt.
+In a step over pages every rank has all new tokens, keeps its own part of their keys, attends over that part, and merges
+the results in one exchange (paged/sharded.py). That divides memory; every rank still computes every token. A long
+prompt divides compute as well: each rank feeds its shard of the tokens, attention is that of `ContextParallel`, and
+each layer's keys are then sent to the ranks whose pages hold them. Recurrences run over the ranks too, and every rank
+keeps the states after the last token: there are no snapshots within such a prompt.
 
 The rank that has the prompt's last token sends its logits to the others.
 

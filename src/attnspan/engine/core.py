@@ -1,26 +1,26 @@
-"""The core of the engine: requests in, tokens out, over one pool of pages.
+"""The core of the engine: add requests, step, and read tokens from them.
 
-`add` requests at any time, call `step` as long as there is something to do, and look at the requests, which fill as it
-goes. A step is one call of the model for whatever is due, prompts and single tokens together (scheduler.py), and then a
-token for every sample with no tokens left to compute (sampler.py).
+Call `add` at any time, and `step` as long as there are unfinished requests; their `samples` grow. A step is one call of
+the model for the scheduled batch, prompts and decoding together (scheduler.py), and then one token for every sample
+with no tokens left to compute (sampler.py).
 
-[Note: after an error] A step is a transaction (journal.py): whatever fails, and whatever interrupts it, the engine is
-afterwards as before the step, so that it can be tried again, or as after it, if tokens were already being reported.
-Over ranks a step cannot be tried again: if a rank does not answer, or fails by itself, the others cannot know how far
-it came, and what it sends next would be taken for what it owes. Every request ends with that error, all pages are
-given back, the engine takes no more requests, and nothing else is sent on that group (transports/unbroken.py).
+[Note: after an error] A step is a transaction (journal.py): after an error or an interrupt, the engine is as it was
+before the step, which can be retried, or as after it, if tokens were already being reported. Over ranks a step cannot
+be retried: if a rank fails or does not answer, the others do not know how far it came, and would mistake its next
+messages for missing ones. Then every request ends with that error, all pages are freed, the engine takes no more
+requests, and its group is not used again (transports/unbroken.py).
 
-[Note: threads] One call is under way at a time, and calls of other threads wait for it; over ranks they are refused.
-Callers that go away leave notes (owner.py).
+[Note: threads] One call runs at a time. Calls from other threads wait for it; over ranks they are refused. Callers that
+are garbage collected leave notes (owner.py).
 
-[Note: the same on every rank] With a mesh, every rank makes its engine of the same model and gives it the same requests
-in the same order; seeds that were not given are rank 0's. Requests are compared when they come, and logits have the
-same bits on every rank, so that all choose the same tokens.
+[Note: the same on every rank] With a mesh, every rank makes its engine with the same model and adds the same requests
+in the same order; seeds that are not given are drawn by rank 0. Requests are compared when they are added, and logits
+have the same bits on every rank, so that all ranks choose the same tokens.
 
-[Note: a model that changes] What another model computed must not be found by later prompts. A model that was trained,
-reloaded, or changed in any other way is recognised by its fingerprint (fingerprint.py): how often it was found changed
-is part of the salt, and captured graphs are dropped with its parts. A request that is under way continues with the keys
-it has, and leaves nothing to be found.
+[Note: a model that changes] Later prompts must not find pages that another version of the model computed. A model that
+was trained, reloaded, or changed otherwise is detected by its fingerprint (fingerprint.py). Its version is part of the
+salt, and captured graphs are dropped when its parts change. A request in progress continues with the keys that it has,
+and its pages are not found by others.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ if TYPE_CHECKING:
 
 
 class EngineCore(Owned):
-    """Requests in, tokens out, with any `ServedModel`; all that `generate` and `stream` are made of."""
+    """Requests in, tokens out, for any `ServedModel`; the base of `generate` and `stream`."""
 
     def __init__(
         self, model: ServedModel, config: EngineConfig, *, mesh: Group = None, tokenizer: Tokenizer | None = None
@@ -140,7 +140,7 @@ class EngineCore(Owned):
         self._outputs.end_tokens = tokens
 
     def compile_grammar(self, params: SamplingParams) -> LLMatcher | None:
-        """Compile what params need, and keep it for requests; EngineError for what cannot be served. Any thread may."""
+        """Compile and cache the grammar of params; EngineError if it is not supported. From any thread."""
         if params.json_schema is None:
             return None
         if self.tokenizer is None:
@@ -184,9 +184,9 @@ class EngineCore(Owned):
 
     @exclusive
     def warm_up(self) -> None:
-        """Do now what a first request would wait for: compile kernels, capture graphs of every size.
+        """Compile kernels and capture graphs of every size now, so that the first request does not wait for them.
 
-        Over ranks, on all of them. Nothing of it is counted or kept, but cached prefixes may have to make room for it.
+        Over ranks, to be called on all of them. Leaves no counts and no pages, but may evict cached prefixes.
         EngineError while there are requests.
         """
         self._settle()
@@ -206,7 +206,7 @@ class EngineCore(Owned):
     def add(
         self, prompt: Prompt, params: SamplingParams | None = None, *, salt: Hashable = None, priority: int = 0
     ) -> Request:
-        """A new request. What it computes can be found by later prompts that begin alike and have the same salt.
+        """A new request. Later prompts with a common prefix and the same salt can reuse its pages.
 
         Requests of a higher `priority` are admitted first and preempted last (scheduler.py, [Note: order]).
         """
@@ -245,7 +245,7 @@ class EngineCore(Owned):
         return request
 
     def _sample(self, prompt: Prompt, params: SamplingParams, salt: Hashable, priority: int) -> Sample:
-        """A prompt as the scheduler sees it."""
+        """The scheduler's sample of a prompt."""
         embedded = self._embedded(prompt) if isinstance(prompt, Mapping) else None
         text = prompt if embedded is None else embedded.tokens
         assert not isinstance(text, Mapping), "it was embedded"
@@ -261,7 +261,7 @@ class EngineCore(Owned):
         return sample
 
     def _request(self, sample: Sample, params: SamplingParams) -> Request:
-        """The request of a sample, compared between ranks, with the seed that all of them have."""
+        """The request of a sample, compared between ranks, with a seed that is the same on all."""
         number, salt, source, tokens = sample.request_number, sample.salt, sample.encoder_prompt, list(sample.tokens)
         own = secrets.randbits(63) if params.seed is None else params.seed
         compared = source, list(sample.content_ids), params, salt, sample.priority, number
@@ -271,12 +271,12 @@ class EngineCore(Owned):
         return Request(number, list(source) or tokens, params, seed, salt, tuple(tokens) if source else (), samples)
 
     def _take_back(self, request: Request, totals: Totals) -> None:
-        """What is broken off while it is added was never added."""
+        """Undo the addition of a request that was interrupted."""
         self._discard(request)
         self._meter.totals = totals
 
     def _for_encoder(self, tokens: list[int]) -> tuple[tuple[int, ...], list[int]]:
-        """What the encoder reads of a prompt, and what the decoder does: all of it, if there is no encoder."""
+        """The tokens for the encoder, and those for the decoder; without an encoder, all are for the decoder."""
         if self._decoder_start is None:
             return (), tokens
         if self._max_prompt is not None and len(tokens) > self._max_prompt:
@@ -286,7 +286,7 @@ class EngineCore(Owned):
         return tuple(tokens), [self._decoder_start]
 
     def _embedded(self, inputs: Mapping[str, Any]) -> EmbeddedPrompt:
-        """A prompt of more than tokens, computed as far as its embeddings."""
+        """A prompt with images or sounds, run up to its embeddings."""
         model = self._served_model
         if not isinstance(model, EmbedsPrompts):
             raise EngineError(
@@ -305,7 +305,7 @@ class EngineCore(Owned):
         self.check_adapter(name)
 
     def check_adapter(self, name: str) -> None:
-        """EngineError, which says why, for an adapter that requests cannot name."""
+        """Raise an EngineError with the reason, if requests cannot name this adapter."""
         if not isinstance(self._served_model, NamesAdapters):
             raise EngineError(f"adapter={name!r}: the model is served without adapters; leave adapter out")
         self._served_model.check_adapter(name)
@@ -324,7 +324,7 @@ class EngineCore(Owned):
             )
 
     def _check_changes(self) -> None:
-        """Notice a model whose parts have changed. See [Note: a model that changes]."""
+        """Detect a change of the model's parts. See [Note: a model that changes]."""
         self._fingerprint.compare_parts()
         changes = self._fingerprint.changes
         if changes != self._known_changes:
@@ -336,7 +336,7 @@ class EngineCore(Owned):
             self._known_changes = changes
 
     def _version(self, found: bool) -> int:
-        """The version of the model for a request that begins, on `found` pages or on none."""
+        """The version of the model for a sample that starts, on `found` cached pages or on none."""
         read = (found or self._added_since) and self._fingerprint.compare_content()
         self._consensus.compare_version(self._fingerprint, again=read)
         self._added_since = False
@@ -344,9 +344,9 @@ class EngineCore(Owned):
 
     @locked
     def cancel(self, request: Request) -> None:
-        """End a request: its pages are given back, and it keeps what it has. UnknownRequest if it has ended.
+        """Cancel a request: its pages are freed, and its tokens so far stay. UnknownRequest if it has ended.
 
-        In the middle of a step (by a hook, or a finalizer) it takes effect when the next call begins.
+        Called during a step (by a hook or a finalizer), it takes effect when the next call begins.
         """
         if self._owner.reentered:
             self._table.check(request)
@@ -362,7 +362,7 @@ class EngineCore(Owned):
             raise failed
 
     def _end(self, request: Request, reason: str, error: BaseException | None = None) -> Exception | None:
-        """End what is left of a request; why the end of its text could not be decoded, if it could not."""
+        """End the unfinished samples of a request; the error, if the end of a text could not be decoded."""
         left, failed = [], None
         if reason == "cancelled":
             self._consensus.cancelled(request.number)
@@ -411,12 +411,12 @@ class EngineCore(Owned):
 
     @property
     def counts(self) -> Counts:
-        """What was computed, found, swapped and recomputed so far."""
+        """Counts of tokens and samples that were computed, found in the cache, swapped and recomputed."""
         return self._scheduler.counts
 
     @locked
     def stats(self) -> EngineStats:
-        """The engine in numbers, as they are between two steps. Any thread may ask; it waits for a step under way."""
+        """Statistics between two steps. From any thread; waits for a running step."""
         if self._owner.may_act and self._consensus.ranks == 1:
             call_owned(self, EngineCore._settle, (), {})
         return self._meter.stats(self._scheduler)
@@ -425,10 +425,10 @@ class EngineCore(Owned):
 
     @exclusive
     def step(self) -> list[Token]:
-        """Call the model once for what is due; the tokens that came of it. Empty if there is nothing to do, or while
-        a long prompt is computed in chunks.
+        """Run one batch; the tokens that it generated. Empty if nothing is scheduled, or while a long prompt is
+        computed in chunks.
 
-        Tokens of a step that was interrupted while they were reported come with the next.
+        Tokens of a step that was interrupted while reporting are returned by the next one.
         """
         self._settle()
         self._check_alive()
@@ -452,7 +452,7 @@ class EngineCore(Owned):
         """The next batch. The journal has begun."""
         self._journal.begin()
         with self._comparing():
-            batch = self._scheduler.step()
+            batch = self._scheduler.schedule()
         if not batch and self._table.samples:  # an error, or callers would step for ever
             raise EngineError("the scheduler has lost a sample; the next call computes all requests again")
         return batch
@@ -491,7 +491,7 @@ class EngineCore(Owned):
         return step
 
     def _settle(self) -> None:
-        """Carry through or roll back what an earlier call left, and act on notes. Every call begins with it."""
+        """Complete or roll back an interrupted call, and act on notes. The first thing in every call."""
         if not self._journal.settled:
             self._outputs.reset()
             self._sampler.processor.reset()
@@ -514,7 +514,7 @@ class EngineCore(Owned):
 
     @contextmanager
     def _on_all_ranks(self) -> Iterator[None]:
-        """Inside, ranks do the same; a rank that fails ends the engine on all of them. See [Note: after an error]."""
+        """A block in which an error of one rank ends the engine on all ranks. See [Note: after an error]."""
         if self._consensus.transport is None:
             yield
             return
@@ -528,8 +528,8 @@ class EngineCore(Owned):
 
     @contextmanager
     def _comparing(self) -> Iterator[None]:
-        """Inside, ranks compare what they are about to do. What all refuse has not happened; any other error ends the
-        engine on all of them."""
+        """A block in which ranks compare what they are about to do. A refusal by all ranks is rolled back; any other
+        error ends the engine on all ranks."""
         if self._consensus.ranks == 1:
             yield
             return
@@ -544,7 +544,7 @@ class EngineCore(Owned):
             raise
 
     def _choose(self, chunks: list[Chunk], logits: torch.Tensor) -> PendingTokens | None:
-        """A token for each row of logits, and for samples that will be split off."""
+        """A token for each row of logits, and for each fork that a sample will have."""
         if not chunks:
             return None
         if any([chunk.sample.forks for chunk in chunks]):  # noqa: C419  # twice as fast
@@ -554,14 +554,14 @@ class EngineCore(Owned):
         return self._sampler.choose(logits, chunks)
 
     def _outcomes(self, chunks: Sequence[Chunk], chosen: list[ChosenToken]) -> Commit:
-        """What the step came to; nothing is reported yet. A request whose text cannot be decoded ends."""
+        """The outcomes of a step, before anything is reported. A request whose text cannot be decoded ends."""
         outcomes: list[Outcome] = []
         splits = [(chunk.sample, chunk.sample.split()) for chunk in chunks if chunk.sample.forks]
         forks = {id(sample): group for sample, group in splits}
         row = 0
         for sample, _, draft in chunks:
             for each in (sample, *forks[id(sample)]) if sample.forks else (sample,):
-                request = self._table.of(each)
+                request = self._table.request_of(each)
                 try:
                     outcome = self._outputs.outcome(request, each, chosen[row])
                     outcomes.append(outcome)
@@ -585,7 +585,7 @@ class EngineCore(Owned):
         )
 
     def _report(self, commit: Commit) -> None:
-        """Let callers see a step; it may run twice."""
+        """Make a step visible to callers; may run twice."""
         self._table.apply(commit)
         self._meter.totals = commit.totals
         for outcome in commit.outcomes:
@@ -594,7 +594,7 @@ class EngineCore(Owned):
         self._unreported = commit.tokens
 
     def _record(self, batch: Sequence[Chunk], commit: Commit, ahead: InFlight | None) -> None:
-        """Tell the scheduler: keys and states are in pages, forks run beside their samples, some samples have ended."""
+        """Update the scheduler: keys and states are in pages, forks run, some samples have ended."""
         scheduler = self._scheduler
         self._runner.keep_states()
         scheduler.mark_computed(batch)
@@ -610,7 +610,7 @@ class EngineCore(Owned):
 
     @exclusive
     def check(self) -> None:
-        """Hold pages, queues and requests to what must be true of them; AssertionError if anything is not."""
+        """Check the invariants of pages, queues and requests; AssertionError if one is violated."""
         self._settle()
         scheduler = self._scheduler
         scheduler.kv_cache.check()

@@ -1,12 +1,12 @@
-"""A token drawn at random, by temperature and cuts, with a number that nothing but the request decides.
+"""Draws tokens at random, by temperature and cuts, with numbers that depend on the request alone.
 
-The number is between 0 and 1, from a counter-based generator keyed on (seed, sample, position) (`uniforms`). No state
-is shared, so a request gets the same tokens in any batch, on any device, and after preemption. The number is looked up
-in the cumulative sum of the probabilities, in float64.
+A number in [0, 1) comes from a counter-based generator keyed on (seed, sample, position) (`uniforms`). There is no
+shared state, so a request gets the same tokens in any batch, on any device, and after preemption. The number is looked
+up in the cumulative sum of the probabilities, in float64.
 
 Logits are divided by the temperature, and cut by `top_h`, `top_k`, `top_p`, `min_p`, `typical_p`, `epsilon_cutoff` and
-`eta_cutoff`, in this order, each by the probabilities that the one before has left, as in transformers. Each looks only
-at the rows that ask for it.
+`eta_cutoff`, in this order, each on the probabilities that the previous one left, as in transformers. Each is applied
+only to the rows that use it.
 
 Shapes: R rows, V tokens.
 """
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from attnspan.engine.params import SamplingParams
 from attnspan.engine.row_selection import RowSelection
+from attnspan.parallel.checksum import GOLDEN, mixed, shifted_right
 
 
 class Draw(NamedTuple):
@@ -104,9 +105,6 @@ def signed(bits: int) -> int:
     return bits - ((bits >> 63) << 64)
 
 
-_INCREMENT, _FIRST, _SECOND = (signed(x) for x in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
-
-
 def streams(seeds: Tensor, samples: Tensor) -> Tensor:
     """Where the generators (R,) of samples begin; all are int64, whose arithmetic is modulo 2**64."""
     return _absorbed(_absorbed(torch.zeros_like(seeds), seeds), samples)
@@ -119,20 +117,12 @@ def uniforms(streams: Tensor, positions: Tensor) -> Tensor:
     >>> uniforms(stream, torch.tensor([0])) != uniforms(stream, torch.tensor([1]))
     tensor([True])
     """
-    return _shifted(_absorbed(streams, positions), 11).double() * 2.0**-53
+    return shifted_right(_absorbed(streams, positions), 11).double() * 2.0**-53
 
 
 def _absorbed(states: Tensor, words: Tensor) -> Tensor:
-    """States (R,) with a word each mixed in: every bit changes about half of all (the finalizer of SplitMix64)."""
-    x = (states ^ words) + _INCREMENT
-    x = (x ^ _shifted(x, 30)) * _FIRST
-    x = (x ^ _shifted(x, 27)) * _SECOND
-    return x ^ _shifted(x, 31)
-
-
-def _shifted(x: Tensor, bits: int) -> Tensor:
-    """Bits further down, with zeros above them."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
+    """States (R,) with a word each mixed in."""
+    return mixed((states ^ words) + GOLDEN)
 
 
 # ---- cuts: tokens (R, V) to leave out, by scores and what each row asks for (R, 1); never all ------------------------

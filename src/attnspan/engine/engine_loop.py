@@ -1,8 +1,8 @@
-"""What every rank of an engine does in a round: all commands that have come, then one step.
+"""The loop that every rank of an engine runs: each round executes the new commands, then makes one step.
 
-[Note: over ranks] Ranks of an engine make the same calls in the same order. Rank 0 listens (stepping_thread.py); at the
-beginning of each round it sends its commands to the others, which `follow`. A rank 0 without work sends an empty round
-every few seconds (`HEARTBEAT`), so that no rank waits longer than its group's timeout.
+[Note: over ranks] The ranks of an engine make the same calls in the same order. Rank 0 receives commands
+(stepping_thread.py) and sends them to the others, which `follow`, at the beginning of each round. Without work it sends
+an empty round every few seconds (`HEARTBEAT`), so that no rank waits longer than its group's timeout.
 """
 
 from __future__ import annotations

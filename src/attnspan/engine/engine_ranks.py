@@ -1,13 +1,13 @@
-"""The ranks of an engine, by what they share: all of them the requests, some of them the pages.
+"""The ranks of an engine: all of them share the requests, and some of them share pages.
 
-Without tensor parallelism every rank has the whole model, and pages are spread over all ranks. A model that is tensor
-parallel is computed by the ranks along the axis "tp" of the mesh: each has some of the heads, and pages of their keys.
-Pages are spread over the rest of the mesh, whose ranks have the same heads::
+Without tensor parallelism every rank has the whole model, and pages are spread over all ranks. A tensor parallel model
+is computed by the ranks along the axis "tp" of the mesh: each has some of the heads, and the pages of their keys. Pages
+are spread over the other axes of the mesh, along which ranks have the same heads::
 
     mesh of ("tp", "cp")      rank 0: heads 0-3, even pages     rank 1: heads 0-3, odd pages
     2 x 2, of 8 heads         rank 2: heads 4-7, even pages     rank 3: heads 4-7, odd pages
 
-All ranks schedule alike, since they compare the same requests and have the same logits.
+All ranks schedule the same batches, since they have the same requests and the same logits.
 """
 
 from __future__ import annotations

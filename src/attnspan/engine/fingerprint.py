@@ -1,8 +1,8 @@
-"""What a model computes with, as something that can be compared: its parts, their settings, the bits of its weights.
+"""Detects changes of a model by a fingerprint: its modules, their settings, and the bits of its weights.
 
-Keys that another model computed must not be found by later prompts, and a CUDA graph replays the model that it was
-captured from. The same Python object may become another model at any time: trained, reloaded, with an adapter switched
-or a hook added. A fingerprint has two halves.
+Later prompts must not find keys that another version of the model computed, and a CUDA graph replays the model that it
+was captured from. A model may change at any time: by training, loading weights, switching an adapter, or adding a hook.
+A fingerprint has two parts.
 
 **Parts** (`Parts`): the modules and their classes, everything that is set on them (numbers, switches, replaced methods,
 active adapters), hooks, configs, and where each parameter and buffer lies and how often torch saw it written. Comparing
@@ -15,11 +15,11 @@ a request begins that was added since the last comparison, and whenever one begi
 Both are needed: content so that no page of another model is ever served; parts so that pages of different versions stay
 apart even if the weights return to what they were.
 
-Not noticed: weights that are written without a trace, and written back to the bit, between two steps of requests that
-were all added before.
+Not detected: weights that are changed without a new version, and restored bit by bit, between two steps without new
+requests.
 
-[Note: what a model writes itself] Some models set attributes while they run. What differs right after a step was
-written by the model, and is accepted; it is compared after the first steps, and then as long as it keeps changing.
+[Note: what a model writes itself] Some models set attributes while they run. Differences right after a step were made
+by the model itself, and are accepted; they are looked for after the first steps, and then as long as there are any.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Parts:
         ignored: Container[str] = (),
         rebound: Callable[[nn.Module], Collection[str]] = lambda module: (),
     ) -> None:
-        VERSIONS.hold()
+        VERSIONS.verify()
         self._ignored = ignored  # entries of configs, and methods that modules override while they are served
         self._modules = list(model.modules())
         self._dicts = [vars(each) for each in self._modules]

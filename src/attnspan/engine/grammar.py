@@ -1,8 +1,8 @@
-"""Answers in JSON: a grammar leaves the tokens by which a text can still become JSON of a schema.
+"""Constrains answers to JSON of a schema: a grammar bans the tokens that cannot continue the text.
 
-llguidance compiles a schema over a tokenizer, follows a sample's tokens, and says at each place which may come next; an
-end token may, where the text is complete. A grammar's state is a cache: it knows how many tokens it has seen, and a
-sample that has none gets one from its tokens.
+llguidance compiles a schema for a tokenizer, consumes a sample's tokens, and computes which tokens may come next,
+including end tokens where the text is complete. A grammar's state is a cache: it counts the tokens that it has
+consumed, and can be rebuilt from the tokens of its sample.
 
 Compiling takes milliseconds, and more for a large schema; `Grammars.compiled` may be called from any thread beforehand.
 llguidance's own limits bound how large a grammar may become and how long a step of it may take. Whitespace between

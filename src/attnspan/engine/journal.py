@@ -1,20 +1,20 @@
-"""A step is a transaction: whatever breaks it off, at whatever line, the engine is afterwards as before, or as after.
+"""The journal makes a step a transaction: after an interrupt at any line, the engine is as before the step or after it.
 
-What counts is what callers have seen: requests, and the tokens of their samples. Everything else (pages, prefixes, what
-runs, how far each sample is) can be recomputed from those. So nothing is undone piece by piece::
+The state that counts is what callers have seen: requests, and the tokens of their samples. Everything else (pages,
+prefixes, the queue, the progress of samples) can be recomputed from it. So nothing needs to be undone piece by piece::
 
-    journal.begin()                  # from here on the scheduler's state is being changed
-    batch = scheduler.step() ...     # ints, copies, swaps
+    journal.begin()                  # the scheduler's state is about to change
+    batch = scheduler.schedule() ... # ints, copies, swaps
     journal.planned(batch)           # that state is consistent again, and ahead of the model by one batch
     ...                              # the model, sampling, text: results that no caller has seen
-    journal.commit(report, record)   # callers see them; then the scheduler's state
+    journal.commit(report, record)   # callers see them; then the scheduler's state is updated
 
-No handler runs when something fails, since an interrupt could come in the middle of that too. The journal says how far
-it came, and the next call `settle`s it:
+No handler runs when something fails, since an interrupt could hit the handler too. The journal records how far the step
+came, and the next call `settle`s it. If the step was interrupted
 
-- while the scheduler's state was being changed: all pages are given back, and samples are recomputed from their tokens
+- while the scheduler's state changed: all pages are freed, and samples are recomputed from their tokens
 - while the model computed: the batch is rolled back, which costs nothing
-- while results were reported: they are reported again. `report` sets what must be, and may run twice
+- while results were reported: they are reported again; `report` is idempotent
 - while it was settled: it is settled again
 
 A step that was launched `ahead` outlasts the call (in_flight.py, [Note: ahead and undone]). It is rolled back with
@@ -35,27 +35,27 @@ Action = Callable[[], None]
 
 
 class Journal:
-    """How far the call under way has come. `live` are the samples that there are."""
+    """How far the running call has come. `live` returns the unfinished samples."""
 
     def __init__(self, scheduler: Scheduler, live: Callable[[], Iterable[Sample]]) -> None:
         self.scheduler, self.live = scheduler, live
-        self.torn = False  # the scheduler's state is being changed
-        self.batch: Sequence[Chunk] = ()  # planned, and not computed
-        self.redo: Action | None = None  # what makes consistent again what callers see
+        self.torn = False  # whether the scheduler's state is inconsistent
+        self.batch: Sequence[Chunk] = ()  # planned and not computed yet
+        self.redo: Action | None = None  # completes an interrupted report
         self.ahead: InFlight | None = None  # planned too, and being computed
 
     @property
     def settled(self) -> bool:
-        """Whether nothing was broken off."""
+        """Whether no call was interrupted."""
         return not (self.torn or self.batch or self.redo)
 
     def begin(self, redo: Action | None = None) -> None:
-        """The scheduler's state is about to change; `redo` completes what callers see, any number of times."""
+        """The scheduler's state is about to change; `redo` completes an interrupted report, and is idempotent."""
         self.torn = True
         self.redo = redo
 
     def planned(self, batch: Sequence[Chunk]) -> None:
-        """The scheduler's state is consistent, and there is room for a batch that is not computed."""
+        """The scheduler's state is consistent again, one batch ahead of the model."""
         self.batch = batch
         self.torn = False
 
@@ -86,7 +86,7 @@ class Journal:
             self.end()
 
     def settle(self) -> None:
-        """Complete or roll back what was broken off."""
+        """Complete or roll back an interrupted call."""
         if self.redo is not None:
             self.redo()
             self.redo = None

@@ -1,17 +1,17 @@
-"""The KV cache as the scheduler sees it: which samples fit, over one group of layers or several.
+"""The KV cache as the scheduler sees it: whether samples fit, over one group of layers or several.
 
-Layers that see everything and layers that see a window cannot share pages if the latter are to give theirs back (see
-paged/pool.py, [Note: windows]), so a model that has both keeps two groups, each with pages of its own. A sample is the
-same sequence in each, because each gets the same calls in the same order; it fits if it fits in all.
+Layers with full attention and layers with a window cannot share pages if the latter are to free theirs (paged/pool.py,
+[Note: windows]), so a model with both has two groups, each with its own pages. A sample has the same sequence id in
+each, because all groups get the same calls in the same order; it fits if it fits in all.
 
 [Note: the most a window needs] A sample that feeds `chunk` tokens through a window of W sees W - 1 keys before them,
-and the pages at both ends may be partly used: (W + chunk - 2) // page_size + 2 pages, however long it grows.
+and the pages at both ends may be partly used: at most (W + chunk - 2) // page_size + 2 pages, however long it grows.
 
-[Note: states] The states of recurrent layers are a group too (paged/states.py): a sample holds one page, and for a
-moment two. They are cached and given back like pages behind a window of two tokens. A cached page is the state at its
-end, so a prompt begins at such a border, and steps end there (`to_border`).
+[Note: states] The states of recurrent layers are a group too (paged/states.py), in which a sample holds one page, and
+two during a step. They are cached and freed like pages with a window of two tokens. A cached page is the state at its
+end, so prompts start at page borders, and steps end there (`to_border`).
 
-Ints only: a `Swapper` moves what is swapped.
+Ints only: a `Swapper` moves swapped pages.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class Swapper(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KVCacheGroup:
-    """Layers that share page tables: their allocator, what moves its pages, their window, and their prefix cache.
+    """Layers that share page tables: their allocator, its swapper, their window, and their prefix cache.
 
-    `states`: what they keep is states, and no keys. See [Note: states].
+    `states`: they keep recurrent states instead of keys. See [Note: states].
     """
 
     allocator: PageAllocator
@@ -48,7 +48,7 @@ class KVCacheGroup:
 
     @property
     def num_pages(self) -> int:
-        """Pages that tokens can be in."""
+        """Usable pages, without the null page."""
         return self.allocator.num_pages - 1
 
     def max_pages(self, length: int, chunk: int) -> int:
@@ -79,7 +79,7 @@ class KVCacheManager:
         return any(group.states for group in self.groups)
 
     def to_border(self, computed: int) -> int | None:
-        """The most tokens after so many that one step may compute, so that it ends at a border; None: any number."""
+        """The most tokens that one step may compute after `computed`, so that it ends at a border; None: any number."""
         return self._border - computed % self._border if self.keeps_states else None
 
     def refusal(self, length: int, chunk: int) -> str | None:
@@ -102,7 +102,7 @@ class KVCacheManager:
         return chunk
 
     def add(self, tokens: Sequence[int], salt: Hashable, shared: bool = True) -> tuple[int, int]:
-        """A new sequence, and how many of its tokens the prefix cache has; at least the last is left to compute."""
+        """A new sequence, and how many of its tokens the prefix cache has; at least the last has to be computed."""
         found: list[tuple[int, int]] = []
         for group in self.groups:
             if shared and group.prefix_cache is not None:
@@ -120,10 +120,10 @@ class KVCacheManager:
     def reserve(
         self, batch: Sequence[tuple[int, int]], *, spare: int = 0, chunk: int | None = None, newcomer: int = 0
     ) -> bool:
-        """Whether (sequence, new tokens) all fit with pages to spare, if need be after cached prefixes are evicted.
+        """Whether all (sequence, new tokens) fit with `spare` pages left, after evicting cached prefixes if necessary.
 
-        With `chunk`, tokens beyond a window and a chunk do not count for windowed layers: they come later, when
-        earlier ones have gone. `newcomer` are the tokens of one more sample, which has no pages here yet.
+        With `chunk`, windowed layers only count a window and a chunk of tokens, since earlier pages are freed before
+        later ones are needed. `newcomer` is the number of tokens of one more sample, which has no pages yet.
         """
         for group in self.groups:
             asked, extra = batch, 0
@@ -133,13 +133,13 @@ class KVCacheManager:
                 asked = [(seq, min(new, group.window + chunk)) for seq, new in batch]
             if newcomer:
                 extra = group.max_pages(newcomer, newcomer if chunk is None else chunk)
-            extra += 0 if group.states else spare  # who needs another state is among those asked about
+            extra += 0 if group.states else spare  # a state that is needed is in the batch already
             if not group.allocator.reserve(group.allocator.needs(asked) + extra):
                 return False
         return True
 
     def holds(self, length: int) -> bool:
-        """Whether every group has pages for so many tokens at once, windows or not."""
+        """Whether every group has pages for so many tokens at once, without freeing any behind windows."""
         return all(
             -(-length // group.allocator.page_size) <= group.num_pages for group in self.groups if not group.states
         )
@@ -156,7 +156,7 @@ class KVCacheManager:
                 group.prefix_cache.insert(seq, tokens, salt=salt)
 
     def release_windows(self, seq: int, computed: int) -> int:
-        """Give back the pages behind every window of the token after so many; how many."""
+        """Free the pages behind every window of the token after so many; their number."""
         windows = [(group.allocator, group.window) for group in self.groups if group.window is not None]
         return sum(
             allocator.release_window(seq, window + allocator.length(seq) - computed) for allocator, window in windows
@@ -189,12 +189,12 @@ class KVCacheManager:
         return True
 
     def reset(self) -> None:
-        """Forget everything: all pages are free, no prefix is cached, and ids are the same in every group again."""
+        """Free all pages and cached prefixes; ids are the same in every group again."""
         next_id = max(group.allocator.next_id for group in self.groups)
         for group in self.groups:
             (group.allocator if group.prefix_cache is None else group.prefix_cache).reset(next_id)
 
     def check(self) -> None:
-        """Hold every group to what must be true of it."""
+        """Check the invariants of every group."""
         for group in self.groups:
             (group.allocator if group.prefix_cache is None else group.prefix_cache).check()

@@ -1,10 +1,10 @@
-"""Generation in one call: `generate` and `stream`, made of the core's `add` and `step`::
+"""`generate` and `stream`, built on the core's `add` and `step`::
 
     engine = attnspan.Engine(model, pages=1024)
     for answer in engine.generate(prompts, SamplingParams(max_new_tokens=100)):
         print(answer.token_ids)
 
-Requests belong to the call that made them: one that fails, or a stream that is let go of, ends them.
+Requests belong to the call that made them: they are cancelled if it fails, or if its stream is closed or dropped.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class LLMEngine(EngineCore):
         priority: int = 0,
         progress: bool = False,
     ) -> list[Request]:
-        """Continue every prompt; the finished requests in the order of the prompts.
+        """Generate a continuation of every prompt; the finished requests, in the order of the prompts.
 
-        `params` is one for all, or one for each. If anything goes wrong, none of these requests is left behind.
+        `params` is one for all prompts, or a list with one for each. After an error none of these requests is left.
         """
         requests: list[Request] = []
-        hold = self._hold(requests)  # should the `finally` be interrupted
+        hold = self._hold(requests)  # in case the `finally` is interrupted
         try:
             self._add_all(requests, prompts, params, salt, priority)
             with progress_bar(requests, progress) as advance:
@@ -60,16 +60,16 @@ class LLMEngine(EngineCore):
         salt: Hashable = None,
         priority: int = 0,
     ) -> Iterator[Token]:
-        """The tokens of one prompt, or of several, as they come. A stream that is closed or dropped ends its requests.
+        """The tokens of one prompt, or of several, as they are generated. Closing or dropping the stream cancels them.
 
-        Several streams, `generate` and `step` may take turns on one engine: each stream has all of its own tokens.
+        Several streams, `generate` and `step` may be interleaved on one engine: each stream gets all of its own tokens.
         """
         stream = self._streamed(one_or_several(prompts), params, salt, priority)
-        next(stream)  # as far as its first yield: requests are added now, and end if the stream is dropped unread
+        next(stream)  # run to the first yield: requests are added now, and cancelled if the stream is dropped unread
         return stream
 
     def _streamed(self, prompts: Iterable[Prompt], params: Params, salt: Hashable, priority: int) -> Iterator[Any]:
-        """None at first, then tokens. A reader that goes away drops the hold, which leaves a note, and no more."""
+        """None first, then tokens. If the reader drops the generator, its hold leaves a note."""
         requests: list[Request] = []
         tokens: list[Token] = []
         hold = self._hold(requests)
@@ -94,7 +94,7 @@ class LLMEngine(EngineCore):
             del hold  # close() of Python 3.12 keeps what a generator holds, unless there is something to be done
 
     def _hold(self, requests: list[Request]) -> Hold:
-        """What the caller's frame must keep while it wants these requests. See owner.py, [Note: finalizers]."""
+        """An object that the caller's frame keeps while it wants these requests. See owner.py, [Note: finalizers]."""
         hold = Hold()
         note = DroppedHold(hold, self._notes.append)
         note.requests = requests

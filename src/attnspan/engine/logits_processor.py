@@ -1,4 +1,4 @@
-"""What a request's options make of its logits, before a token is chosen: penalties, biases, bans and forced tokens.
+"""Applies a request's options to its logits before a token is chosen: penalties, biases, bans and forced tokens.
 
 In the order and meaning of transformers' processors:
 
@@ -16,9 +16,9 @@ Only rows of requests that ask for any of it come here, and all of them together
 however many rows there are. What is found by looking at tokens (n-grams, ends of sequences) is found on the host.
 A model may know more tokens than it has logits for; those that have none can be named, and do nothing.
 
-[Note: counts] Which tokens a sample has, and how often, is a row of a table on the device, to which one token is added
-in a step. The row is a cache: it is known how many tokens it has seen, and one that is further behind is counted again
-from the tokens of its sample.
+[Note: counts] How often each token occurs in a sample is a row of a table on the device, updated by one token per step.
+The row is a cache: it has a count of the tokens that it includes, and is recounted from the sample's tokens if it is
+more than one behind.
 
 Shapes: R rows, V tokens.
 """

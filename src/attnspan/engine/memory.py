@@ -1,4 +1,4 @@
-"""How many pages there is memory for, where an engine is not told.
+"""Computes how many pages fit into memory, for engines without `pages`.
 
 Pages take a share of the memory that is free when the engine is made, with the weights in place: what is left is for
 activations, graphs and whatever else runs. On a CPU they take a smaller share of what the system has available. They

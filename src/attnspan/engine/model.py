@@ -1,12 +1,12 @@
-"""What an engine needs of a model: four methods, and the data that they speak in.
+"""The protocol of models that an engine can serve: four methods, and their data types.
 
     info()                   its layers, vocabulary, end tokens and positions, as data
     step(batch, attention)   one packed step: tokens of many sequences in one row -> logits
-    fingerprint()            what notices that the model has changed (fingerprint.py)
-    check_ready()            why it cannot compute now, if it cannot
+    fingerprint()            detects changes of the model (fingerprint.py)
+    check_ready()            raises if the model cannot compute now
 
-Any object with these methods can be served. A plain PyTorch model computes keys and values as usual and leaves
-attention to the engine, which keeps them in pages::
+Any object with these methods can be served. A plain PyTorch model computes keys and values as usual and passes them to
+the engine's attention, which keeps them in pages::
 
     def step(self, batch, attention):
         x = self.embed(batch.tokens) + self.positions(batch.positions)
@@ -15,21 +15,21 @@ attention to the engine, which keeps them in pages::
             x = x + layer.out(attention.attend(number, query, key, value).flatten(1))
         return self.head(x if batch.logits_to_keep is None else x[batch.logits_to_keep])
 
-A recurrent layer leaves its states to the engine in the same way. `ModelInfo.states` lists them, and each is used once
-in a step, by its number::
+The engine keeps the states of recurrent layers too. `ModelInfo.states` lists them, and each is used once in a step, by
+its index::
 
     mixed = attention.conv1d(0, x @ w_in, self.filters)  # (T, C), (C, width)
     x = x + attention.recurrence(1, Lightning(query, key, value, decay)).flatten(2)[0]  # (1, T, H, D) each
 
-examples/16_custom_model.py is a whole one; attnspan.integrations.huggingface serves transformers models.
+examples/16_custom_model.py is a complete model; attnspan.integrations.huggingface serves transformers models.
 
-[Note: latents] A layer of multi-head latent attention makes keys and values of a latent by one matrix. Pages keep the
-latent, ``LayerSpec(kv_heads=1, head_dim=R + P, value_dim=R, latent=True)``, and `attend_latent` attends over it: since
-``q @ (W c) == (W.T @ q) @ c``, the matrix of keys is applied to queries, and that of values to results (`LatentHeads`).
-A prompt that ranks compute together is expanded instead.
+[Note: latents] A layer of multi-head latent attention (MLA) computes keys and values from a latent by one matrix. Pages
+keep the latent, ``LayerSpec(kv_heads=1, head_dim=R + P, value_dim=R, latent=True)``, and `attend_latent` attends over
+it: since ``q @ (W c) == (W.T @ q) @ c``, the key matrix is absorbed into queries, and the value matrix is applied to
+results (`LatentHeads`). A prompt that ranks compute together is expanded instead.
 
-Shapes: T tokens of the step, H query heads, Hk key heads, D head dim, V vocabulary, C channels; of latents R numbers
-that are multiplied and P that are part of keys as they are.
+Shapes: T tokens of the step, H query heads, Hk key heads, D head dim, V vocabulary, C channels; a latent has R numbers
+that are multiplied and P that are part of keys unchanged.
 """
 
 from __future__ import annotations

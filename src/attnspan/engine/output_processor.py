@@ -1,10 +1,9 @@
-"""From a chosen token to what is reported: the text it adds, whether the sample ends there, and why.
+"""Turns a chosen token into an outcome: the text that it adds, whether the sample ends, and why.
 
-The outcome of a step is computed in full before any of it is reported. A commit may be interrupted and completed later
-(journal.py), so everything in it is a state and not an action: the position of a token, the whole text. Applying it
-twice is applying it once.
+All outcomes of a step are computed before any of them is reported. A commit may be interrupted and completed later
+(journal.py), so it holds states instead of actions: the position of a token, the whole text. Applying it is idempotent.
 
-Detokenizers are a cache. One that was lost, because a step was broken off, reads the tokens of its sample again.
+Detokenizers are a cache. After an interrupted step, a new one reads the tokens of its sample again.
 """
 
 from __future__ import annotations
@@ -33,11 +32,11 @@ class Outcome(NamedTuple):
     error: EngineError | None = None  # where there is no next token
 
     def goes_on_with(self, proposed: int) -> bool:
-        """Whether the sample goes on, and this is the token that was proposed for its place."""
+        """Whether the sample continues, and its token is the one that the draft proposed."""
         return self.chosen.token == proposed and self.token.finish_reason is None
 
     def apply(self) -> None:
-        """Write it to the sample and its continuation, unless it is there."""
+        """Write it to the sample and its continuation, unless it is there already."""
         sample, continuation, (token, logprob, top, _), position, text, reported, error = self
         continuation.text = text
         if token is None:
@@ -54,7 +53,7 @@ class Outcome(NamedTuple):
 
 
 class Commit(NamedTuple):
-    """All of a step: every outcome, samples that fork, what `step` returns, what streams get, and what is counted."""
+    """The result of a step: outcomes, new forks, the tokens for `step` and for streams, and the totals."""
 
     outcomes: list[Outcome]
     splits: list[tuple[Sample, list[Sample]]]
@@ -92,7 +91,7 @@ class OutputProcessor:
     def _without_token(
         self, request: Request, sample: Sample, chosen: ChosenToken, position: int, before: str
     ) -> Outcome:
-        """The end of a sample that has no next token. What it computed is not found by others."""
+        """The end of a sample without a next token, whose pages are not cached."""
         continuation = request.samples[sample.number]
         error = EngineError(
             f"sample {sample.number} of request {request.number} ended after {sample.prompt_length + position} tokens: "
@@ -103,7 +102,7 @@ class OutputProcessor:
         return Outcome(sample, continuation, chosen, position, before + text, token, error)
 
     def flush(self, request: Request, number: int) -> str:
-        """The end of a sample's text: what was held back because it might have become a stop string."""
+        """The rest of a sample's text, held back because it could have become a stop string."""
         if self.tokenizer is None:
             return ""
         detokenizer = self._detokenizer(request, number)
@@ -116,7 +115,7 @@ class OutputProcessor:
             self.detokenizers.pop((request.number, number), None)
 
     def reset(self) -> None:
-        """Forget all text: detokenizers may have read tokens that were never reported."""
+        """Drop all detokenizers, which may have read tokens that were never reported."""
         self.detokenizers.clear()
 
     def _text(self, request: Request, number: int, token: int, reason: str | None) -> tuple[str, str | None]:

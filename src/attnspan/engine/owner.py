@@ -1,19 +1,19 @@
-"""One call of an engine at a time: which thread owns it meanwhile, and what happens to calls from elsewhere.
+"""Allows one call of an engine at a time, and defines what happens to calls from other threads.
 
-Methods that read or change an engine are `exclusive`. A call from another thread waits until the one under way returns,
-which for `step` is one call of the model. A call from the same thread, made within another by a hook, a tokenizer or a
-finalizer, cannot wait and is refused.
+Methods that read or change an engine are `exclusive`. A call from another thread waits until the running one returns,
+which for `step` is one call of the model. A nested call from the same thread, by a hook, a tokenizer or a finalizer,
+cannot wait and is refused.
 
-Over ranks the order of calls must be the same on every rank, which no lock can ensure between threads. There the first
-thread that calls owns the engine, and others are refused.
+Over ranks the order of calls must be the same on every rank, which locks between threads cannot ensure. There the first
+thread that calls owns the engine, and calls from others are refused.
 
-[Note: finalizers] Python may collect garbage at any line, also in the middle of a step. So a caller that goes away only
-leaves a note: its requests belong to a `Hold`, which lives as long as the caller's frame, and whose weak reference is
-appended to a queue when it dies. Appending is one call in C: no Python line runs there, and nothing can interrupt it.
-The owner acts on notes when its next call begins.
+[Note: finalizers] Python may collect garbage at any line, even in the middle of a step. So a caller that is collected
+only leaves a note: its requests belong to a `Hold`, which lives as long as the caller's frame, and whose weak reference
+is appended to a queue when it dies. Appending is one call in C: no Python line runs, and nothing can interrupt it. The
+owner acts on notes when its next call begins.
 
-[Note: one line] A `with` whose block is on the same line has no line between the block and the release at which an
-interrupt (or a debugger, or a tracer that raises) could come. Where several lines are needed, they are a function.
+[Note: one line] A `with` whose block is on the same line has no line between block and release at which an interrupt
+(or a debugger, or a tracer that raises) could come. Longer blocks are moved into a function.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ E = TypeVar("E", bound="Owned")
 
 
 class Hold:
-    """What a caller's frame keeps while it wants its requests."""
+    """An object that a caller's frame keeps while it wants its requests."""
 
 
 class DroppedHold(ref[Hold]):
-    """A weak reference to a hold, with the requests to cancel when it dies: the note that it leaves."""
+    """A weak reference to a hold, with the requests to cancel when the hold dies."""
 
     requests: Sequence[Request] = ()  # until it is given some: an interrupt may come first
 

@@ -1,4 +1,4 @@
-"""How a request is continued: how far, how randomly, what it must and must not say, and where it stops.
+"""The options of a request: length, sampling, penalties, bans, and stopping conditions.
 
 A field that is None is what the model asks for (`ModelInfo.defaults`: of a transformers model its generation_config),
 else neutral. So a request says what `model.generate` says with the same options: it is greedy unless a temperature is

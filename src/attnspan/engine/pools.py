@@ -1,12 +1,12 @@
-"""The page pools of a model: where the keys of each layer are, and how it attends; where its recurrent states are.
+"""The page pools of a model: the pool and the attention of each layer, and the pool of recurrent states.
 
-Layers that see everything and layers that see a window lie in different pools, since the second give back the pages
-that a window has left behind. So do layers that see a chunk, which reaches back no further than a window of its size. A
-layer knows its pool and its index there. Soft-caps are a score_mod.
+Layers with full attention and layers with a window are in different pools, since the latter free the pages that their
+window has left. Layers with chunked attention are in the second pool too: a chunk reaches back no further than a window
+of its size. Each layer has an index in its pool. Soft-caps are a score_mod.
 
-[Note: snapshots] States have a pool of their own, one page of which is a state of every layer (paged/states.py). With a
-prefix cache it stands for the tokens of `state_every` pages, so that there are snapshots from which other prompts
-begin; without one, for a whole sample. States are not spread over ranks: each rank has all of them.
+[Note: snapshots] Recurrent states have a pool of their own; one page holds a state of every layer (paged/states.py).
+With a prefix cache it stands for the tokens of `state_every` pages, so that there are snapshots from which other
+prompts can start; without one, for a whole sample. States are not spread over ranks: each rank has all of them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Drafts of a sample's next tokens, looked up where its text repeats itself: prompt-lookup speculation.
+"""Prompt-lookup speculation: drafts of a sample's next tokens, found where its text repeats itself.
 
 The draft is what followed the latest earlier occurrence of the last few tokens, in the prompt or the answer. It is fed
 behind the sample's own token, in the same step, so the model gives logits after each of its tokens. The token chosen

@@ -1,4 +1,4 @@
-"""Prompts and params as callers give them, checked and brought into one form: lists of tokens, one params for each."""
+"""Checks and normalizes the prompts and params of callers: lists of tokens, with one params each."""
 
 from __future__ import annotations
 

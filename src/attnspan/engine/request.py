@@ -1,4 +1,4 @@
-"""What a caller holds: a request and its continuations, which grow while the engine steps, and the tokens of a step."""
+"""The objects that callers hold: requests, their continuations, which grow with every step, and tokens."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The unfinished requests of an engine: their samples that run or queue, and the streams that read their tokens.
+"""The unfinished requests of an engine: their running and queued samples, and the streams that read their tokens.
 
-Everything here is what callers see, or leads to it. It is changed by assignments that may run twice, so that a change
-that was broken off is completed by running it again (journal.py).
+This is the state that callers see. Changes are idempotent assignments, so that an interrupted change is completed by
+applying it again (journal.py).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class RequestTable:
         self.samples.pop(request.number, None)
         self.requests.pop(request.number, None)
 
-    def of(self, sample: Sample) -> Request:
+    def request_of(self, sample: Sample) -> Request:
         return self.requests[sample.request_number]
 
     def holds(self, request: Request) -> bool:

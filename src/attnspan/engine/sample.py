@@ -1,8 +1,8 @@
-"""One continuation of one prompt, as the scheduler sees it: tokens, and how many of them are in pages.
+"""A sample: one continuation of one prompt, as the scheduler sees it.
 
-All progress is two numbers. Tokens [0, computed) have their keys in pages; tokens [computed, len(tokens)) are still to
-be fed to the model: all of a prompt at first, one while decoding, everything again after a preemption. When none
-remains, the model's logits give the next token. So prefill, chunks of it, decoding and recomputing are one case.
+Its progress is two numbers. Tokens [0, computed) have their keys in pages; tokens [computed, len(tokens)) are still to
+be fed to the model: the whole prompt at first, one token while decoding, everything again after a preemption. When none
+remains, the logits give the next token. So prefill, chunked prefill, decode and recomputation are one case.
 
 Ints only: knows nothing of models, tensors or text.
 """
@@ -32,32 +32,32 @@ class Sample:
     tokens: MutableSequence[int]  # in an array of 64 bits each the prefix cache reads them fastest
     max_length: int  # the most tokens it is ever fed
     number: int = 0
-    forks: int = 0  # samples that will be split off when its prompt is computed
+    forks: int = 0  # samples that share its prompt, and start when that is computed
     salt: Hashable = None
     encoder_prompt: tuple[int, ...] = ()  # the prompt, if it is for an encoder
     version: int = 0  # of the model that it was begun with
     computed: int = 0
     seq: int = -1  # its sequence in the pages, -1 while it has none
     swapped: bool = False
-    unshared: bool = False  # it must not begin on pages of others: see scheduler.py, [Note: alone]
+    unshared: bool = False  # it must not start on cached pages: see scheduler.py, [Note: alone]
     cached: int = 0  # tokens whose full pages the prefix cache has been given
     first_page: int = 0  # a hash of the prompt's first page
     priority: int = 0
-    embedded: EmbeddedPrompt | None = None  # its prompt, if that is more than tokens
+    embedded: EmbeddedPrompt | None = None  # its prompt, if it has images or sounds
     atomic_spans: Sequence[tuple[int, int]] = ()  # tokens [start, stop) that are computed in one step, ascending
     prompt_length: int = 0  # how many of the tokens are the prompt: all that there are at first
-    adapter: str | None = None  # that it names, of the model's
-    lookup: PromptLookup | None = None  # where its next tokens are looked up, if they are
+    adapter: str | None = None  # the name of the adapter that computes it
+    lookup: PromptLookup | None = None  # with prompt-lookup speculation
 
     def __post_init__(self) -> None:
         self.prompt_length = self.prompt_length or len(self.tokens)
 
     def forget_pages(self) -> None:
-        """Its pages were given back: all of its tokens are to be computed."""
+        """Its pages were freed: all of its tokens have to be computed again."""
         self.seq, self.swapped, self.computed, self.cached = -1, False, 0, 0
 
     def split(self) -> list[Sample]:
-        """The samples that waited for the prompt, with the same tokens; they have no pages yet."""
+        """The forks that waited for the prompt: the same tokens, no pages yet."""
         return [
             replace(
                 self, number=self.number + fork, seq=-1, tokens=self.tokens[:], forks=0,
@@ -68,13 +68,13 @@ class Sample:
 
     @property
     def cache_salt(self) -> Hashable:
-        """The salt of its pages in the prefix cache: what another version of the model computed, or of another prompt
-        of the encoder, is not found."""
+        """The salt of its pages in the prefix cache: pages of another version of the model, adapter or encoder prompt
+        are not found."""
         return self.version, self.salt, self.encoder_prompt, self.adapter
 
     @property
     def content_ids(self) -> MutableSequence[int]:
-        """What stands for its tokens in the prefix cache."""
+        """The ids of its tokens in the prefix cache."""
         if self.embedded is None:
             return self.tokens
         ids = self.embedded.content_ids[:]

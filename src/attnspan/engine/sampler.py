@@ -1,13 +1,13 @@
-"""The next token of every row of logits: the likeliest, or one drawn at random (draws.py).
+"""Chooses the next token of every row of logits: greedily, or drawn at random (draws.py).
 
-Logits are first what the request's options make of them (logits_processor.py). Log-probabilities are the model's own,
-before any of that.
+The request's options are applied to the logits first (logits_processor.py). Log-probabilities are those of the model,
+before any options.
 
-A row that is no distribution, because it holds NaN or its largest number is infinite, has no next token: None. Neither
-has one whose options leave no token.
+A row without a distribution, because it holds NaN or its largest number is infinite, has no next token (None), nor has
+a row whose options ban every token.
 
-[Note: the same batch] What rows ask for is made into tensors, which are kept while the same samples make up the next
-batch (`SamplingMetadata`). A step then looks at no row by itself, except for options that look at its tokens.
+[Note: the same batch] The options of all rows are tensors, which are kept while consecutive batches have the same
+samples (`SamplingMetadata`). So a step has no loop over rows, except for options that depend on tokens.
 
 Shapes: R rows, V tokens.
 """

@@ -1,43 +1,43 @@
-"""What is computed next: one step is a ragged batch of (sample, number of its tokens), within a budget of tokens.
+"""The scheduler: each step is a ragged batch of (sample, number of its tokens), within a token budget.
 
-Samples run, or they queue. Those that run have pages; those that queue have none, or have them on the host. A step::
+Samples are running or queued. Running samples have pages; queued ones have none, or have them on the host. A step::
 
-    1. every running sample that decodes gets its one token; prompts share the rest of the budget, first in order first
+    1. every running sample that decodes gets its one token; prompts share the rest of the budget, in order
     2. while that needs more pages than there are, the running sample that is last in order is preempted
-    3. if none was, the first sample of the queue is admitted, and the next, while pages, rows and budget allow
+    3. if none was preempted, queued samples are admitted in order, while pages, rows and budget allow
 
-[Note: order] The order is that of priorities; among equals, scheduling is first come, first served. The first of the
-queue is admitted, and the last that runs is preempted, so of one priority every running sample is older than every
-queued one. A sample that arrives preempts nothing by itself: it waits at the head of the queue until there is room. The
-first that runs goes on; it fits into the pool alone (`add` checks that) and ends. So every sample has its turn, if
-those of higher priorities leave it one: nothing else guards against starvation.
+[Note: order] Samples are ordered by priority; among equals, scheduling is first come, first served. The first queued
+sample is admitted, and the last running one is preempted, so within a priority every running sample is older than every
+queued one. A new sample preempts nothing: it waits at the head of the queue until there is room. The first running
+sample always continues; it fits into the pool alone (`add` checks that) and ends. So every sample gets its turn, unless
+samples of higher priority keep arriving: nothing guards against that starvation.
 
-[Note: preemption] A preempted sample keeps its tokens. Its pages are swapped to the host if there is room, and return
-as they were; else they are given up, and their content is recomputed, except for what the prefix cache has.
+[Note: preemption] A preempted sample keeps its tokens. Its pages are swapped to the host if there is room, and are
+swapped in again unchanged; else they are freed, and recomputed except for what the prefix cache has.
 
-[Note: admission] A prompt is admitted only if there are pages for all of it beside what running samples still need,
-and a page for each of them to grow into: a preemption halfway would waste what was computed.
+[Note: admission] A prompt is admitted only if there are pages for all of it, for what running samples still need, and
+one page for each of them to grow into: a preemption halfway would waste computed pages.
 
-[Note: alone] A sample that runs alone may still lack a page: it began on a shared page that it must copy, and holds the
-original. It is restarted on pages of its own. For a similar reason a sample that grows longer than a windowed pool
-shares nothing: a prefix cache gives up pages from the end, and would keep all that a window left behind.
+[Note: alone] A sample that runs alone may still lack a page: if it started on a shared page that it must copy, while it
+holds the original. It is restarted on pages of its own. Similarly, a sample that grows longer than a windowed pool
+shares nothing: a prefix cache evicts pages from the end, and would keep all pages that the window has left.
 
-[Note: cached on demand] The prefix cache is given what a sample computed when a sample with the same first page is
-about to be admitted, or when its pages are about to go. Most are like no other, and are cached once, when they end.
-The latest state of a running sample is left out: a page that is read keeps all cached ones before it from eviction.
+[Note: cached on demand] The pages of a sample are given to the prefix cache when a sample with the same first page is
+about to be admitted, or before they are freed. Most samples share no prefix, and are cached once, when they end. The
+latest state of a running sample is left out: a page that is in use keeps all cached ones before it from eviction.
 
-[Note: reset] What a sample has computed can be recomputed from its tokens. So whatever breaks off a step halfway,
-`reset` gives back all pages and queues every sample from its first token, as if all had been preempted.
+[Note: reset] Everything that a sample has computed can be recomputed from its tokens. So after an interrupted step,
+`reset` frees all pages and queues every sample from its first token, as if all had been preempted.
 
-[Note: context parallelism] A prompt of at least `context_parallel_from` tokens is prefilled by all ranks together: it
-is a step by itself, and not in chunks. One with images is not: every rank has all of its embeddings anyway.
+[Note: context parallelism] A prompt of at least `context_parallel_from` tokens is prefilled by all ranks together, as a
+step by itself and without chunks. Prompts with images are not: every rank has all of their embeddings anyway.
 
-[Note: a step ahead] Where every running sample decodes next, the next batch is known before the tokens are that it is
-fed. `ahead` plans it, if nobody can be admitted meanwhile; then samples may turn out to have ended, and their rows are
-for nothing. What a sample has `computed` is not changed before its tokens are known, so `rollback` forgets both steps.
+[Note: a step ahead] Where every running sample decodes next, the next batch is known before its tokens are. `ahead`
+plans it, if nobody can be admitted meanwhile. Samples may turn out to have ended; the results of their rows are then
+dropped. `computed` of a sample does not change before its tokens are known, so `rollback` forgets both steps.
 
-[Note: drafts] Drafts (prompt_lookup.py) take what a batch has left: tokens of the budget, and free pages. They preempt
-nothing and keep nothing waiting; if they do not all fit, the step goes without.
+[Note: drafts] Drafts (prompt_lookup.py) only use the budget and pages that a batch leaves. They preempt nothing and
+delay nothing; if they do not all fit, the step runs without them.
 
 Ints only: knows nothing of models, tensors or time. The same calls give the same steps, on every rank.
 """
@@ -59,7 +59,7 @@ _ORDER = attrgetter("order")
 
 
 class Chunk(NamedTuple):
-    """The next `new` tokens of a sample; the last of them may be a draft of what comes after its own."""
+    """The next `new` tokens of a sample, including those of a draft at the end."""
 
     sample: Sample
     new: int
@@ -67,12 +67,12 @@ class Chunk(NamedTuple):
 
     @property
     def last(self) -> bool:
-        """Whether nothing is left to compute then, so that the next token can be chosen."""
+        """Whether it computes the rest of the sample, so that the next token can be chosen."""
         return self.new - len(self.draft) == len(self.sample.tokens) - self.sample.computed
 
     @property
     def tokens(self) -> list[int]:
-        """What is fed."""
+        """The tokens that are fed to the model."""
         begin = self.sample.computed
         return [*self.sample.tokens[begin : begin + self.new], *self.draft]
 
@@ -95,7 +95,7 @@ class Limits:
 
 @dataclass(slots=True)
 class Counts:
-    """What happened so far."""
+    """Counts since the engine was made."""
 
     steps: int = 0
     tokens: int = 0  # fed to the model
@@ -109,7 +109,7 @@ class Counts:
 
 
 class Scheduler:
-    """Samples that run and that queue, over the pages of a KV cache.
+    """Running and queued samples, over the pages of a KV cache.
 
     >>> from attnspan.engine.kv_cache_manager import KVCacheGroup
     >>> from attnspan.paged import PageAllocator
@@ -119,7 +119,7 @@ class Scheduler:
     ... )
     >>> for number, length in enumerate([4, 5, 2]):
     ...     scheduler.add(Sample(number, tokens=[7] * length, max_length=length + 2))
-    >>> [(chunk.sample.request_number, chunk.new) for chunk in scheduler.step()]
+    >>> [(chunk.sample.request_number, chunk.new) for chunk in scheduler.schedule()]
     [(0, 4), (1, 2)]
     """
 
@@ -127,7 +127,7 @@ class Scheduler:
         self, kv_cache: KVCacheManager, limits: Limits, version: Callable[[bool], int] = lambda found: 0
     ) -> None:
         self.kv_cache, self.limits, self.counts = kv_cache, limits, Counts()
-        self._version = version  # of the model, for a sample that begins on `found` pages or on none
+        self._version = version  # the version of the model, for a sample that starts on cached pages or on none
         self.chunk = kv_cache.max_chunk(limits.max_tokens)
         self.running: list[Sample] = []
         self.queued: list[Sample] = []
@@ -194,7 +194,7 @@ class Scheduler:
 
     # ---- a step ----------------------------------------------------------------------------------------------------
 
-    def step(self) -> list[Chunk]:
+    def schedule(self) -> list[Chunk]:
         """The next batch, for which there are pages; empty only if nothing runs or queues."""
         return self._drafted(self._batch())
 
@@ -258,7 +258,7 @@ class Scheduler:
     # ---- within ----------------------------------------------------------------------------------------------------
 
     def _chunks(self) -> list[Chunk]:
-        """What running samples would compute: a token for those that decode, then prompts, first in order first."""
+        """The next chunks of running samples: a token for those that decode, then prompts, in order."""
         limits = self.limits
         for sample in self.running if limits.context_parallel_from is not None else ():
             if self._is_context_parallel(sample):
@@ -289,7 +289,7 @@ class Scheduler:
         return drafted if drafted != batch and self._reserve(drafted) else batch
 
     def _trim_draft(self, chunk: Chunk) -> int:
-        """Forget the keys of what was proposed and not chosen; how many tokens of the chunk count."""
+        """Trim the keys of rejected draft tokens; how many tokens of the chunk count."""
         sample = chunk.sample
         count = max(len(sample.tokens) - 1 - sample.computed, 0)  # the last that was chosen was not fed
         self.kv_cache.trim(sample.seq, sample.computed + count)
@@ -309,7 +309,7 @@ class Scheduler:
         return rows + 1 + self.queued[0].forks <= self.limits.max_sequences
 
     def _admit(self) -> bool:
-        """Let the first sample of the queue run, if it fits. See [Note: admission]."""
+        """Admit the first queued sample if it fits. See [Note: admission]."""
         if not self._may_admit() or sum(chunk.new for chunk in self._chunks()) >= self.limits.max_tokens:
             return False
         sample = self.queued[0]
@@ -322,7 +322,7 @@ class Scheduler:
         return True
 
     def _start(self, sample: Sample) -> bool:
-        """Let a sample begin, on cached pages if there are any; whether it fits."""
+        """Start a sample, on cached pages if there are any; whether it fits."""
         for other in self.running:  # see [Note: cached on demand]
             if other.first_page == sample.first_page:
                 self._cache_prefix(other)
@@ -339,7 +339,7 @@ class Scheduler:
         return True
 
     def _look_up(self, sample: Sample, version: int) -> None:
-        """A sequence for a sample, on pages that the same version of the model has left, if there are any."""
+        """Add the sample's sequence, on cached pages of this version of the model, if there are any."""
         sample.version = version
         sample.seq, sample.computed = self.kv_cache.add(sample.content_ids, sample.cache_salt, not sample.unshared)
 
@@ -395,7 +395,7 @@ class Scheduler:
         sample.seq, _ = self.kv_cache.add(sample.content_ids, sample.cache_salt, False)
 
     def _drop_pages(self, sample: Sample) -> None:
-        """Give up what a sample has computed."""
+        """Free the pages of a sample, which has to be recomputed."""
         self._free(sample)
         self.counts.recomputed += 1
 
@@ -415,7 +415,7 @@ class Scheduler:
             sample.cached = until - until % self._page_size
 
     def _left_window(self, sample: Sample, count: int) -> bool:
-        """Whether a page may have fallen behind a window: only where a page was begun."""
+        """Whether a page may have left a window, which happens only where a new page was begun."""
         for group in self.kv_cache.groups:
             if group.window is not None:
                 size, behind = group.allocator.page_size, sample.computed - group.window + 1

@@ -1,7 +1,7 @@
-"""Warm-up: prompts of zeros are run before the first request, so that no request waits for what happens only once.
+"""Warm-up: runs prompts of zeros before the first request, which compiles kernels and captures graphs.
 
 Kernels are compiled for numbers of new tokens, libraries choose and load theirs by the tokens of a step, and graphs are
-captured for numbers of rows. All of it happens here, in pages that are given back; nothing is found, kept or counted.
+captured for numbers of rows. The pages are freed afterwards; nothing is cached or counted.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def run_warmup(runner: ModelRunner, scheduler: Scheduler, max_length: int) -> No
                 sample = Sample(number, [0] * length, length + 1, encoder_prompt=runner.encoder_example)
                 scheduler.add(sample)
                 sample.unshared = True  # it is neither cached nor found
-        while batch := scheduler.step():
+        while batch := scheduler.schedule():
             runner.prepare(batch)
             runner.run(batch)
             runner.keep_states()

@@ -18,7 +18,7 @@ from attnspan.kernels.kernel import (
 from attnspan.kernels.merge import merge_into
 from attnspan.kernels.mods import GlobalPositions, Mods
 from attnspan.kernels.per_tile import PerTile
-from attnspan.kernels.registry import AUTO, KERNELS, choose, fastest, refusal, refusals, rounds, runs_programs
+from attnspan.kernels.registry import AUTO, KERNELS, choose_kernel, fastest, refusal, refusals, rounds, runs_programs
 from attnspan.kernels.row_sums import RowSums
 
 __all__ = [
@@ -40,7 +40,7 @@ __all__ = [
     "TileKernel",
     "Traits",
     "add_into",
-    "choose",
+    "choose_kernel",
     "explain_programs",
     "fastest",
     "merge_into",

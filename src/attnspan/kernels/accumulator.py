@@ -1,11 +1,10 @@
-"""Attention of many rows, gathered tile by tile, with as few passes over memory as can be.
+"""Accumulates the partial results of tiles into attention, with as few passes over memory as possible.
 
-A row's keys come in several tiles. Its first two partial results wait as they came; with a third they are joined into a
-buffer in the accumulator's precision, and each later one waits until the next. So nothing is copied that one tile
-computed alone, and the last join writes the result itself, in its own dtype, in one pass: two tiles are read and
-written once.
+The keys of a row come in several tiles. Its first two partial results are kept as they are; a third one causes them to
+be merged into a buffer in the accumulator's precision, and each later one waits for the next. So the result of a single
+tile is never copied, and the last merge writes the final result, in its own dtype, in one pass.
 
-Rows are kept in stretches that had the same tiles; a tile that covers part of a stretch cuts it. Knows nothing of
+Rows are kept in row ranges that had the same tiles; a tile that covers part of a row range splits it. Knows nothing of
 masks or ranks. Shapes: out (B, H, S, D), lse (B, H, S).
 """
 
@@ -47,7 +46,7 @@ class Accumulator:
         self, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device | str = "cpu"
     ) -> None:
         self._shape, self._dtype, self._device = shape, dtype, device
-        self._stretches = [_MergedRows(0, shape[2])] if shape[2] else []
+        self._row_ranges = [_MergedRows(0, shape[2])] if shape[2] else []
         self._buffer: PartialResult | None = None
 
     def add(self, rows: range, out: Tensor, lse: Tensor) -> None:
@@ -57,72 +56,76 @@ class Accumulator:
             return
         self._cut(rows.start)
         self._cut(rows.stop)
-        index = bisect_left(self._stretches, rows.start, key=lambda stretch: stretch.start)
-        while index < len(self._stretches) and self._stretches[index].start < rows.stop:
-            stretch = self._stretches[index]
-            if len(stretch.waiting) + stretch.summed == 2:
-                self._settle(stretch)
-            part = PartialResult(out, lse).rows(stretch.start - rows.start, stretch.stop - rows.start)
-            stretch.waiting.append(part)
+        index = bisect_left(self._row_ranges, rows.start, key=lambda row_range: row_range.start)
+        while index < len(self._row_ranges) and self._row_ranges[index].start < rows.stop:
+            row_range = self._row_ranges[index]
+            if len(row_range.waiting) + row_range.summed == 2:
+                self._settle(row_range)
+            part = PartialResult(out, lse).rows(row_range.start - rows.start, row_range.stop - rows.start)
+            row_range.waiting.append(part)
             index += 1
 
     def result(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """(out, lse); a row that was never added has out 0 and lse -inf."""
-        if len(self._stretches) == 1 and not self._stretches[0].summed and len(self._stretches[0].waiting) == 1:
-            out, lse = self._stretches[0].waiting[0]
+        if len(self._row_ranges) == 1 and not self._row_ranges[0].summed and len(self._row_ranges[0].waiting) == 1:
+            out, lse = self._row_ranges[0].waiting[0]
             return out.to(dtype), lse.to(self._dtype)
         final = self._empty(dtype)
-        for stretch in self._stretches:
-            self._finish(stretch, final.rows(stretch.start, stretch.stop))
+        for row_range in self._row_ranges:
+            self._finish(row_range, final.rows(row_range.start, row_range.stop))
         return final.out, final.lse
 
     # ---- inside ------------------------------------------------------------------------------------------------
 
-    def _settle(self, stretch: _MergedRows) -> None:
-        """Everything that a stretch holds into the buffer."""
-        self._finish(stretch, self._summed(stretch))
-        stretch.summed, stretch.waiting = True, []
+    def _settle(self, row_range: _MergedRows) -> None:
+        """Merge all parts of a row range into the buffer."""
+        self._finish(row_range, self._summed(row_range))
+        row_range.summed, row_range.waiting = True, []
 
-    def _finish(self, stretch: _MergedRows, into: PartialResult) -> None:
-        """Write what a stretch holds, two parts at most."""
-        parts = ([self._summed(stretch)] if stretch.summed else []) + stretch.waiting
+    def _finish(self, row_range: _MergedRows, into: PartialResult) -> None:
+        """Write the merge of a row range's parts, two at most."""
+        parts = ([self._summed(row_range)] if row_range.summed else []) + row_range.waiting
         if len(parts) == 2:
             merge(into, *parts)
             return
         out, lse = parts[0] if parts else (0.0, -torch.inf)
         into.out[...], into.lse[...] = out, lse
 
-    def _summed(self, stretch: _MergedRows) -> PartialResult:
+    def _summed(self, row_range: _MergedRows) -> PartialResult:
         if self._buffer is None:
             self._buffer = self._empty(self._dtype)
-        return self._buffer.rows(stretch.start, stretch.stop)
+        return self._buffer.rows(row_range.start, row_range.stop)
 
     def _empty(self, dtype: torch.dtype) -> PartialResult:
         out = torch.empty(self._shape, dtype=dtype, device=self._device)
         return PartialResult(out, torch.empty(self._shape[:3], dtype=self._dtype, device=self._device))
 
     def _cut(self, row: int) -> None:
-        """Make a row the start of a stretch."""
-        index = bisect_left(self._stretches, row, key=lambda stretch: stretch.stop)
-        if index == len(self._stretches) or self._stretches[index].start >= row or self._stretches[index].stop == row:
+        """Make a row the start of a row range."""
+        index = bisect_left(self._row_ranges, row, key=lambda row_range: row_range.stop)
+        if (
+            index == len(self._row_ranges)
+            or self._row_ranges[index].start >= row
+            or self._row_ranges[index].stop == row
+        ):
             return
-        whole = self._stretches[index]
+        whole = self._row_ranges[index]
         at = row - whole.start
         left, right = (
             [part.rows(first, last) for part in whole.waiting]
             for first, last in ((0, at), (at, whole.stop - whole.start))
         )
-        self._stretches[index : index + 1] = [
+        self._row_ranges[index : index + 1] = [
             _MergedRows(whole.start, row, whole.summed, left),
             _MergedRows(row, whole.stop, whole.summed, right),
         ]
 
     def _add_strided(self, rows: range, part: PartialResult) -> None:
-        """Every n-th row would cut into stretches of one row: settle all rows instead, and join in the buffer."""
-        for stretch in self._stretches:
-            self._settle(stretch)
-        self._stretches = [_MergedRows(0, self._shape[2], summed=True)]
-        buffer = self._summed(self._stretches[0])
+        """Every n-th row would cut into row ranges of one row: settle all rows instead, and join in the buffer."""
+        for row_range in self._row_ranges:
+            self._settle(row_range)
+        self._row_ranges = [_MergedRows(0, self._shape[2], summed=True)]
+        buffer = self._summed(self._row_ranges[0])
         at = (slice(None), slice(None), slice(rows.start, rows.stop, rows.step))
         target = PartialResult(buffer.out[at], buffer.lse[at])
         merge(target, target, part)

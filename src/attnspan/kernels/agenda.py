@@ -1,21 +1,21 @@
 """The work of a kernel that computes many tiles in one call: which block of rows sees which columns.
 
-Rows that lie in the same tiles are a stretch; a stretch is cut into blocks, and every block is the work of one program,
-which goes over the stretch's tiles one after another. So a row's keys are met by one program alone: its result is
-whole, and nothing is merged::
+Consecutive rows that lie in the same tiles are a row range. A row range is cut into blocks; each block is computed by
+one program, which loops over the range's tiles. So one program sees all keys of a row: its result is final, and nothing
+is merged::
 
     rows of a tile        columns of its tile
     [ 0, 70)              [0, 70)  causal               block [ 0, 64): tile 0
     [40, 90)              [70, 99) full                 block [40, 70): tiles 0 and 1 ...
 
-Seen from the other side, a block of columns and the rows that see it, it is the same with the diagonals turned round.
-Blocks with the most work come first, so that programs end together. Rows in no tile are blocks without work: what is
-theirs is written all the same.
+For columns, and the rows that see them, the same holds with the diagonals mirrored. Blocks with the most work come
+first, so that programs finish at about the same time. Rows in no tile are blocks without work; their results are
+written too.
 
-Where programs ask for positions, tiles are cut where runs of neighbours in the sequence end, so that positions are
-affine in the rows of a block and in the columns of a span; tables say how.
+Programs that need positions have their tiles cut at the ends of runs, so that positions are affine in the rows of a
+block and in the columns of a span; tables hold the coefficients.
 
-Pure data, but that the tables end up on a device, where they stay for the next call with the same tiles.
+Pure data, except that the tables are on a device, where they are cached for the next call with the same tiles.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def agenda(
     spans: list[tuple[int, int, int, int]] = []
     places: list[AffinePositions] = []
     own, others = ((), ()) if runs is None else (runs if side == "rows" else runs[::-1])
-    for first, last, met in _stretches(_spans(tiles, side, own, others), count):
+    for first, last, met in _row_ranges(_spans(tiles, side, own, others), count):
         at = len(spans)
         met = list(_joined(met, first, last - 1))
         spans += [(span.start, span.stop, span.lo, span.hi) for span in met]
@@ -187,7 +187,7 @@ def _span(tile: Tile, side: Side) -> TileSpan:
     )
 
 
-def _stretches(spans: list[TileSpan], count: int) -> Iterator[tuple[int, int, list[TileSpan]]]:
+def _row_ranges(spans: list[TileSpan], count: int) -> Iterator[tuple[int, int, list[TileSpan]]]:
     """(first, last + 1, spans) of rows that lie in the same ones."""
     edges = sorted({0, count, *(edge for span in spans for edge in (span.rows.start, span.rows.stop))})
     starting: dict[int, list[TileSpan]] = {}

@@ -27,7 +27,7 @@ class AtenOp:
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.known.hold()
+        self.known.verify()
         return self.op(*args, **kwargs)
 
     @property

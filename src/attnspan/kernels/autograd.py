@@ -22,7 +22,7 @@ _AUTOGRAD = (
 @contextmanager
 def differentiable() -> Iterator[None]:
     """Autograd, inside of a custom op, where torch has switched it off for everything below."""
-    _BELOW.hold()
+    _BELOW.verify()
     with _autograd_back():
         yield
 

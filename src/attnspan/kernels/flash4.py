@@ -121,7 +121,7 @@ def supports(spec: Spec, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles) -> str |
     if spec.scale <= 0:  # the largest score is found before scaling
         return f"flash4 needs a scale above 0, got {spec.scale}"
     try:
-        TAKES.hold()
+        TAKES.verify()
     except AttnspanError as moved:
         return f"flash4 cannot call flash-attn-4 {found}: {moved}"
     return None

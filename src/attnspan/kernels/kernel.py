@@ -151,7 +151,7 @@ class BackwardInputs:
     lse: Tensor
     sinks: bool = False
 
-    def of(self, rows: slice) -> BackwardInputs:
+    def batch_rows(self, rows: slice) -> BackwardInputs:
         """Some batch rows."""
         return self._at(rows)
 

@@ -27,7 +27,7 @@ class Mods:
     score_mod: Program | None = None
     mask_mod: Program | None = None
 
-    def of(self, tile: Tile) -> str:
+    def needed_by(self, tile: Tile) -> str:
         """What a kernel must be able to run for a tile, or nothing."""
         if self.score_mod is not None:
             return f"score_mod ({self.score_mod.name})"

@@ -35,7 +35,7 @@ class PerTile:
     def __init__(self, kernel: TileKernel):
         self.kernel, self.name, self.traits = kernel, kernel.name, kernel.traits
 
-    def of(self, spec: Spec, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> TileKernel:
+    def kernel_for(self, spec: Spec, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> TileKernel:
         """What computes a tile."""
         return self.kernel
 
@@ -54,7 +54,7 @@ class PerTile:
         """Tile by tile, into the total."""
         for tile in self.tiles(region):
             query, key, value = sliced(q, k, v, tile)
-            kernel = self.of(spec, query, key, value, tile)
+            kernel = self.kernel_for(spec, query, key, value, tile)
             total.add(tile.rows, *kernel.forward(placed(spec, region, tile.rows, tile.cols), query, key, value, tile))
 
     def backward(
@@ -73,7 +73,7 @@ class PerTile:
         """dq, dk and dv of one tile."""
         rows = as_slice(tile.rows)
         out, lse, grad = final.out[:, :, rows], final.lse[:, :, rows], final.grad[:, :, rows]
-        dq, dk, dv = self.of(spec, q, k, v, tile).backward(spec, grad, q, k, v, out, lse, tile)
+        dq, dk, dv = self.kernel_for(spec, q, k, v, tile).backward(spec, grad, q, k, v, out, lse, tile)
         if final.grad_lse is not None:
             more_dq, more_dk = self._through_lse(spec, final.grad_lse[:, :, rows], q, k, lse, tile)
             dq, dk = dq.to(lse_dtype(dq.dtype)) + more_dq, dk.to(lse_dtype(dk.dtype)) + more_dk
@@ -84,7 +84,7 @@ class PerTile:
     ) -> tuple[Tensor, Tensor]:
         """What a gradient of lse adds to dq and dk. See [Note: gradients of lse]."""
         spec = replace(spec, dropout=None)
-        kernel = self.of(spec, q, k, k, tile)
+        kernel = self.kernel_for(spec, q, k, k, tile)
         weight = (grad_lse * spec.scale).unsqueeze(-1)
         mean_key, part_lse = kernel.forward(spec, q, k, k, tile)
         share = (part_lse - lse).exp().unsqueeze(-1)

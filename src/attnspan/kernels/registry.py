@@ -58,11 +58,14 @@ _AT_ONCE = tuple(kernel.name for kernel in _OTHERS if kernel.traits.optional or 
 _ROUNDING = frozenset(device for kernel in _ALL if kernel.traits.rounds for device in kernel.traits.devices)
 
 
-def choose(name: str, spec: Spec, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles) -> Kernel:
+def choose_kernel(name: str, spec: Spec, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles) -> Kernel:
     """The kernel of that name, or for "auto" the one that suits the tiles; raises KernelError if it cannot.
 
     >>> x, tiles = torch.empty(1, 1, 4, 8), (Tile(range(4), range(4), lo=-3, hi=0),)
-    >>> choose("cpu_flash", Spec(scale=1.0), x, x, x, tiles).name, choose("auto", Spec(scale=1.0), x, x, x, tiles).name
+    >>> (
+    ...     choose_kernel("cpu_flash", Spec(scale=1.0), x, x, x, tiles).name,
+    ...     choose_kernel("auto", Spec(scale=1.0), x, x, x, tiles).name,
+    ... )
     ('cpu_flash', 'auto')
     """
     if name == "auto":
@@ -100,7 +103,7 @@ class _Fastest(PerTile):
     def __init__(self) -> None:
         self.name, self.traits = "auto", Traits(order=0)
 
-    def of(self, spec: Spec, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> TileKernel:
+    def kernel_for(self, spec: Spec, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> TileKernel:
         return fastest(spec, q, k, v, tile)
 
     def supports(self, spec: Spec, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles) -> str | None:
@@ -139,7 +142,7 @@ def refusal(name: str, spec: Spec, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles
         return f"{name} has no dropout"
     odd = None if kernel.traits.programs else _with_program(spec, tiles)
     if odd is not None and spec.mods is not None:
-        return f"{name} runs no {spec.mods.of(odd)}"
+        return f"{name} runs no {spec.mods.needed_by(odd)}"
     return kernel.supports(spec, q, k, v, tiles)
 
 
@@ -151,7 +154,7 @@ def refusals(spec: Spec, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles) -> dict[
 
 def _with_program(spec: Spec, tiles: Tiles) -> Tile | None:
     """The first tile that needs a program."""
-    return None if spec.mods is None else next(filter(spec.mods.of, tiles), None)
+    return None if spec.mods is None else next(filter(spec.mods.needed_by, tiles), None)
 
 
 def _unusual(spec: Spec, tiles: Tiles) -> Tile | None:

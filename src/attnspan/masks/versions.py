@@ -13,7 +13,7 @@ from attnspan.assumptions import Assumption
 
 def version_of(tensor: Tensor) -> int:
     """How often a tensor was written to; 0 for those of inference mode, which are not counted."""
-    VERSIONS.hold()
+    VERSIONS.verify()
     return 0 if tensor.is_inference() else tensor._version
 
 

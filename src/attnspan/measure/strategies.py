@@ -20,7 +20,7 @@ from torch import Tensor
 
 from attnspan.attention import Attention
 from attnspan.attention.agreement import refusal
-from attnspan.attention.call import Inputs
+from attnspan.attention.inputs import Inputs
 from attnspan.attention.tuned import NO_TUNING, GroupTuning, hardware_for
 from attnspan.dtypes import LONG_NAMES
 from attnspan.errors import AttnspanError
@@ -118,7 +118,7 @@ class Bench:
         watched = Watched(self.transport)
         attend = Attention(plan, watched, kernel=kernel, keep_keys=False)
         q, k, v, grad = self.work.tensors(self.transport.rank, self.transport.device)
-        wrong = refusal(attend.call, Inputs(q, k, v))
+        wrong = refusal(attend.bound, Inputs(q, k, v))
         complaints = set(all_gather_object(self.transport, "" if wrong is None else str(wrong), "refusals")) - {""}
         if complaints:
             return Measured(strategy, kernel, refused="; ".join(sorted(complaints)))

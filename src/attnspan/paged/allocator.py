@@ -1,35 +1,33 @@
-"""Which pages belong to which sequence: a page table of ints, and nothing else.
+"""The page allocator: which pages belong to which sequence, in ints alone.
 
 A sequence's tokens lie in pages of `page_size` slots; token p is in slot ``p % page_size`` of the page
-``table[p // page_size]``. Pages are counted by their readers, so that sequences share what they have in common::
+``table[p // page_size]``. Pages have reference counts, so that sequences can share them::
 
     a = allocator.add()  # a sequence without tokens
     allocator.step([(a, 5)])  # room for 5 tokens more
     b, c = allocator.fork(a, 2)  # all three read the same pages
     allocator.step([(a, 1), (b, 1), (c, 1)])  # two get a copy of the last page, the third keeps it
 
-What has to be done to the tensors (`copies`, swaps) is returned as pairs of page numbers; pool.py does it. Page 0 is
-the null page: it belongs to no sequence, stands in tables where there is nothing, and takes writes that do not count.
+The copies and swaps that the tensors need are returned as pairs of page numbers; pool.py executes them. Page 0 is the
+null page: it belongs to no sequence, is the placeholder in tables, and takes writes that do not count.
 
-[Note: limits] A step is mostly "one token more, and there is room". Each sequence therefore knows the length up to
-which it may grow with no question asked: the end of its last page while it is the page's only reader, its own length
-as soon as the page may have another. Whatever makes a page shared lowers that limit; a sequence that meets it is
-looked at more closely.
+[Note: limits] Most steps append one token to a page with room. So each sequence has a limit up to which it may grow
+without further checks: the end of its last page while it is the page's only reader, or its own length once the page may
+have another reader. Sharing a page lowers the limit; growth beyond it takes the slow path.
 
-[Note: all or nothing] Every operation looks first and then acts. `step` reads its whole batch, refuses what makes no
-sense, and counts pages only if there is not plainly room for the worst case; from then on nothing can fail. Pages are
-copied and swapped in the same order: the contents move to free pages, which no sequence reads, then the tables change.
-A move that fails leaves everything as it was.
+[Note: all or nothing] Every operation validates first and then acts. `step` reads its whole batch, refuses invalid
+ones, and counts pages exactly only if the worst case might not fit; after that nothing can fail. Copies and swaps first
+move contents to free pages, which no sequence reads, then change the tables. A move that fails leaves everything
+unchanged.
 
-[Note: reset] An exception that breaks off an operation halfway (KeyboardInterrupt can come at any line) leaves counts
-that contradict each other. `reset` forgets all sequences, so that their owner can begin them again.
+[Note: reset] An exception in the middle of an operation (KeyboardInterrupt can come at any line) leaves inconsistent
+counts. `reset` forgets all sequences, so that their owner can start them again.
 
-[Note: stamps] A copy of a table can be recognised as current: each row has a stamp, a number that is
-given out once, and gets a new one when an entry of its table changes, or when it was trimmed. So a row is as it was if
-its stamp and its length are.
+[Note: stamps] Stamps show whether a copy of a table is current: each row has one, a unique number that is replaced when
+an entry of the table changes or the row is trimmed. A row is unchanged if its stamp and its length are.
 
-Time: O(1) for each page that changes hands, and nothing follows the size of the pool but making it, `check` and
-`stats`. Knows nothing of tensors, devices, layers or what tokens are.
+Time: O(1) for each page that is taken or freed. Only the constructor, `check` and `stats` take time in proportion to
+the pool. Knows nothing of tensors, devices, layers or what tokens are.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The interface of a KV cache in pages, the same on one device (`PagePool`) and over ranks (`ShardedPages`).
+"""The interface of a paged KV cache, on one device (`PagePool`) or over ranks (`ShardedPages`).
 
-`attend` adds sinks and rounds last: both need the whole softmax, of which a rank or a group of rows has computed a
-part (`partial`).   Shapes: out (tokens, heads, value dim), lse (tokens, heads).
+`attend` applies sinks and rounds at the end: both need the softmax over all keys, of which `partial` only covers those
+of a rank or of a group of rows.   Shapes: out (tokens, heads, value dim), lse (tokens, heads).
 """
 
 from __future__ import annotations

@@ -1,18 +1,17 @@
-"""The attention metadata of a step, as kernels get it: the pages and positions of each sequence's keys and queries.
+"""The attention metadata of a step, for kernels: the pages and positions of each sequence's keys and queries.
 
 A step is a batch of B rows, each a sequence, and T packed queries. Row b has the queries ``offsets[b]`` to
-``offsets[b + 1]`` and sees the keys ``begins[b]`` to ``ends[b]`` of those that lie here; key j is in slot ``j %
-page_size`` of page ``tables[b, j // page_size]``. What lies in any other slot belongs to no sequence, may be NaN,
-and must not reach a result.
+``offsets[b + 1]`` and sees the local keys ``begins[b]`` to ``ends[b]``; key j is in slot ``j % page_size`` of page
+``tables[b, j // page_size]``. All other slots are unowned, may hold NaN, and must not affect a result.
 
 [Note: rows of several sequences] Sequences that share pages may read them as one row (pool.py, [Note: shared
-beginnings]). Its queries are then at any positions, in any order, and `latest` is the last of them.
+beginnings]). Its queries then have any positions, in any order, and `latest` is the largest of them.
 
 [Note: spread] On one device key j is position j. Over ranks, runs of `interleave` positions are dealt in turn, and key
 j of rank r is position ``(j // interleave * ranks + r) * interleave + j % interleave``. Positions grow with j.
 
-The same numbers twice: as int32 tensors, for kernels that run on them, and as ints, for what the host decides
-(sizes and slices) without asking the device. Knows nothing of layers, masks or scores.
+The numbers are stored twice: as int32 tensors for kernels, and as ints for decisions on the host (sizes and slices),
+which must not wait for the device. Knows nothing of layers, masks or scores.
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ N = TypeVar("N", int, Tensor)
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """How positions are dealt to ranks, and which rank this is. See [Note: spread].
+    """How positions are distributed over ranks, and the number of this rank. See [Note: spread].
 
-    >>> Spread(interleave=2, ranks=2, rank=1).held(7)  # positions 2 and 3, and 6
+    >>> Spread(interleave=2, ranks=2, rank=1).local_length(7)  # positions 2 and 3, and 6
     3
     >>> [Spread(2, 2, 1).position(j) for j in range(3)]
     [2, 3, 6]
@@ -44,13 +43,13 @@ class Spread:
     ranks: int = 1
     rank: int = 0
 
-    def held(self, length: int) -> int:
-        """How many of the first `length` positions lie here."""
+    def local_length(self, length: int) -> int:
+        """How many of the first `length` positions are on this rank."""
         rounds, rest = divmod(length, self.interleave * self.ranks)
         return rounds * self.interleave + min(max(rest - self.rank * self.interleave, 0), self.interleave)
 
     def position(self, key: N) -> N:
-        """The position of the key-th key that lies here; of ints and of tensors."""
+        """The position of this rank's key number `key`; an int or a tensor."""
         if self.ranks == 1:
             return key
         run = key // self.interleave
@@ -64,7 +63,7 @@ Pages = Tensor | Quantised
 
 
 def tensors(*pages: Pages) -> list[Tensor]:
-    """What pages are made of: themselves, or their codes and scales."""
+    """The tensors of pages: the pages themselves, or their codes and scales."""
     return [x for each in pages for x in ((each.codes, each.scales) if isinstance(each, Quantised) else (each,))]
 
 
@@ -90,7 +89,7 @@ class PagedMetadata:
     memo: dict[object, Any] = field(default_factory=dict, repr=False)
 
     def once(self, what: object, work: Callable[[], T]) -> T:
-        """The result of `work`, which is done once a step: layers that are alike share it."""
+        """The result of `work`, computed once per step and shared by layers."""
         if what not in self.memo:
             self.memo[what] = work()
         found: T = self.memo[what]

@@ -1,4 +1,4 @@
-"""The pages themselves: keys and values of every layer, and attention over them.
+"""A pool of pages: the keys and values of every layer, and attention over them.
 
 A layer's pages are two tensors that never move, (pages, page_size, key heads, dim), so that one token's keys of all
 heads lie side by side. Layers may differ in heads, dims, dtype and window; they share page numbers, so one block table
@@ -8,10 +8,11 @@ serves all of them.
 layer of the pool sees further. Models that mix windowed and full layers keep two pools, each with an allocator of its
 own; a layer that would look behind what was released is refused.
 
-[Note: shared beginnings] Where rows of a plan begin with the same pages (`share=True`), those are read once: the
-queries of all these rows together over the shared keys, then each row over its own, joined by lse.
+[Note: shared beginnings] If rows of a plan begin with the same pages (`share=True`), those are read once (cascade
+attention): the queries of all these rows attend to the shared keys together, then each row to its own keys, merged by
+lse.
 
-Nothing here waits for the device, and nothing follows the size of the pool.
+No operation waits for the device, and none takes time in proportion to the size of the pool.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from attnspan.masks import Mask
 from attnspan.paged import slot_writes
 from attnspan.paged.after_prefix import AfterPrefix
 from attnspan.paged.allocator import PageAllocator
-from attnspan.paged.kernels import choose
+from attnspan.paged.kernels import choose_kernel
 from attnspan.paged.kv_cache import AttendOptions, PagedKVCache, check_without_gradients
 from attnspan.paged.metadata import PagedMetadata, Pages, tensors
 from attnspan.paged.page_tensors import PageTensors
@@ -43,7 +44,7 @@ Read = Callable[[PagedMetadata, Tensor], tuple[Tensor, Tensor]]
 """Attention of queries over the pages that a metadata names: (out, lse)."""
 
 MAX_KEPT = 64
-"""How many masks a pool remembers the functions of."""
+"""How many masks a pool caches the scoring of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +54,8 @@ class Layer:
     >>> Layer(kv_heads=8, head_dim=128, window=4096).value_dim
     128
 
-    With `values_in_keys` a value is the first `value_dim` numbers of its key, and is not stored beside it. So latents
-    are kept, which queries attend over as one key head (engine/model.py, [Note: latents]).
+    With `values_in_keys` a value is the first `value_dim` numbers of its key, and is not stored separately. This is for
+    latents, which queries attend over as one key head (engine/model.py, [Note: latents]).
     """
 
     kv_heads: int
@@ -183,7 +184,7 @@ class PagePool(PageTensors, PagedKVCache):
 
         def read(metadata: PagedMetadata, query: Tensor) -> tuple[Tensor, Tensor]:
             of = asked, metadata, query, self.keys[index], self.values[index]
-            return choose(options.kernel, *of).forward(*of)
+            return choose_kernel(options.kernel, *of).forward(*of)
 
         return self._cascade(read, plan, query) if plan.shared else read(metadata, query)
 

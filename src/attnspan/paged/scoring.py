@@ -1,15 +1,15 @@
-"""The scores of one attention over pages: the mask, the window, the scale and the score_mod.
+"""How attention over pages is scored: the mask, the window, the scale and the score_mod.
 
-A mask here speaks of positions in a sequence: query p and key k of the same sequence, both counted from its start. So
-``Causal()`` means the same for a prompt, the third chunk of it, and one token. Masks that part their batch rows speak
-of the rows of the plan, in order.
+Masks refer to positions in a sequence: query p and key k of the same sequence, both counted from its start. So
+``Causal()`` means the same for a prompt, the third chunk of it, and one token. Masks with several batch rows refer to
+the rows of the plan, in order.
 
-The masks that matter for speed are two numbers, `causal` and `window`, which every kernel knows; any other is
-evaluated pair by pair, through its mask_mod. [Note: bounds] The two numbers also bound every other mask: with `causal`
-no later key counts, and with `window` none further back, so that pages outside need not be read.
+Common masks are two numbers, `causal` and `window`, which every kernel supports; any other is evaluated pair by pair,
+through its mask_mod. [Note: bounds] The two numbers also bound other masks: with `causal` no later key counts, and with
+`window` none further back, so that pages outside are not read.
 
-[Note: one pair at a time] A FlexAttention function is written for one pair of numbers. It is evaluated under vmap, as
-FlexAttention does, over the rows' own positions.
+[Note: one pair at a time] A FlexAttention function takes one pair of indices. It is evaluated under vmap, as
+FlexAttention does, over the positions of a row.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Scoring:
 
     @property
     def program(self) -> str:
-        """What a kernel must run besides the two numbers, or nothing."""
+        """The kind of function that a kernel must evaluate besides the two numbers; "" for none."""
         return "score_mod" if self.score_mod is not None else "mask" if self.mask_mod is not None else ""
 
     def visible(self, metadata: PagedMetadata, row: int) -> tuple[int, int]:
@@ -58,9 +58,9 @@ class Scoring:
         begin, end = metadata.host_begins[row], metadata.host_ends[row]
         start = metadata.starts[row]
         if self.causal:
-            end = min(end, metadata.spread.held(metadata.last(row) + 1))
+            end = min(end, metadata.spread.local_length(metadata.last(row) + 1))
         if self.window is not None:
-            begin = max(begin, metadata.spread.held(max(0, start - self.window + 1)))
+            begin = max(begin, metadata.spread.local_length(max(0, start - self.window + 1)))
         return begin, max(begin, end)
 
     def rows(self, metadata: PagedMetadata, done: Container[int] = ()) -> Iterator[VisibleKeys]:
@@ -140,7 +140,7 @@ def _numbers(mask: Mask) -> Scoring | None:
 
 
 def check_fits(mask: Mask, lengths: tuple[int, ...], heads: int) -> None:
-    """Refuse a mask that does not speak of so many rows or heads, or of sequences so long."""
+    """Refuse a mask for other numbers of rows or heads, or for shorter sequences."""
     mask.check_heads(heads)
     if not lengths:
         return

@@ -1,7 +1,7 @@
-"""Pages over ranks: every rank holds a part of each sequence, and all of them attend.
+"""Pages spread over ranks: every rank holds a part of each sequence, and all ranks attend.
 
 The allocator and its page numbers are the same on every rank. A page of the allocator holds ranks x `page_size` tokens:
-`page_size` slots on each rank. Positions are dealt in turn, `interleave` at a time::
+`page_size` slots on each rank. Positions are distributed round robin, `interleave` at a time::
 
     2 ranks, page_size 4, interleave 2      positions  0 1 2 3 4 5 6 7     rank 0 holds 0 1 4 5 of a page
                                             rank       0 0 1 1 0 0 1 1     rank 1 holds 2 3 6 7

@@ -1,7 +1,7 @@
-"""One step of many sequences: which tokens are new, where they go, and which pages each sequence reads.
+"""The plan of a step over pages: the new tokens of many sequences, their slots, and the pages that each sequence reads.
 
 A plan is made once and refilled at every step. Its tensors are views of buffers that never move and are padded to
-the sizes it was made for, so that compiled code and CUDA graphs find every step in the same place::
+the maximum sizes, so that compiled code and CUDA graphs find every step at the same address::
 
     plan = StepPlan(pool, max_sequences=64, max_tokens=2048, max_length=32768)
     plan.step([(a, 700), (b, 1), (c, 1)])  # a prompt and two tokens: room is made, tables are sent
@@ -9,17 +9,17 @@ the sizes it was made for, so that compiled code and CUDA graphs find every step
         pool.write(layer, k, v, plan)
         out = pool.attend(layer, q, plan)
 
-[Note: one copy] The host writes everything into one buffer of ints (where each token goes, offsets, lengths, block
-tables), and one copy takes it to the device; nothing is computed there. A table is written where its stamp is not the
-one that its place was written with (allocator.py, [Note: stamps]). On CUDA the host writes to two pinned buffers in
-turn, and waits only if the device is two steps behind.
+[Note: one copy] The host writes everything into one buffer of ints (slots, offsets, lengths, block tables), and one
+copy sends it to the device; nothing is computed there. A table is only rewritten if its stamp has changed
+(allocator.py, [Note: stamps]). On CUDA the host alternates between two pinned buffers, and waits only if the device is
+two steps behind.
 
-[Note: stale plans] A plan describes its sequences as they are after its step. When one of them grows, is trimmed or
-freed, the plan is refused rather than used; other sequences may come and go.
+[Note: stale plans] A plan describes its sequences as they are after its step. Once one of them grows, is trimmed or
+freed, the plan is refused; other sequences may come and go.
 
-[Note: padding] With `pad_to`, rows without tokens fill a batch up to a fixed size: each has one query at position -1,
-which sees nothing and gets 0, and whose key goes to the null page. Kernels then decide for the longest sequence that
-the plan allows, as they do while a graph is captured: what ran before a capture is what is captured.
+[Note: padding] With `pad_to`, empty rows fill a batch up to a fixed size: each has one query at position -1, which sees
+nothing and gets 0, and whose key goes to the null page. Kernels are then configured for the longest sequence that the
+plan allows, as during graph capture, so that the kernels that are warmed up are those that are captured.
 
 [Note: 32 bits] Positions, lengths and pages are int32 on the device, so no sequence may be longer; slots are int64.
 
@@ -136,11 +136,12 @@ class StepPlan:
         lengths = growth.lengths + [0] * padding
         starts = growth.starts + [-1] * padding
         offsets = list(accumulate(counts, initial=0))
-        ends = lengths if spread.ranks == 1 else [spread.held(length) for length in lengths]
+        ends = lengths if spread.ranks == 1 else [spread.local_length(length) for length in lengths]
         self.shared = self._common(rows) if share else ()
         begins = array("i", bytes(4 * n))  # zeros
         for group in self.shared:
-            begins[group.first : group.last] = array("i", [spread.held(group.length)]) * (group.last - group.first)
+            rows_of_group = slice(group.first, group.last)
+            begins[rows_of_group] = array("i", [spread.local_length(group.length)] * (group.last - group.first))
         buffer.begin()
         buffer.put_tables(rows, stamps, padding)
         slots, numbers, positions = self._located(rows, starts, lengths, counts)
@@ -149,7 +150,7 @@ class StepPlan:
         buffer.put(lengths=totals, ends=totals if ends is lengths else array("i", ends))
         for place, group in enumerate(self.shared):
             queries = offsets[group.last] - offsets[group.first]
-            buffer.put(3 * place, shared=array("i", (0, queries, spread.held(group.length))))
+            buffer.put(3 * place, shared=array("i", (0, queries, spread.local_length(group.length))))
         buffer.send(n)
         self.tokens, self.sequences, self.host_lengths = offsets[-1], len(rows), tuple(lengths)
         released = [(row, start) for row, start in zip(rows, starts, strict=False) if row.first]
@@ -250,9 +251,10 @@ class StepPlan:
         some = slice(first, first + tokens)
         rows = slice(group.first, group.last)
         latest = max(step.last(row) for row in range(group.first, group.last))
+        length = self.spread.local_length(group.length)
         return PagedMetadata(
             step.page_size, step.tables[group.first : group.first + 1], self._buffer.zero, end, offsets,
-            self._buffer.zeros(tokens), step.positions[some], (tokens,), (0,), (self.spread.held(group.length),),
+            self._buffer.zeros(tokens), step.positions[some], (tokens,), (0,), (length,),
             (min(step.starts[rows]),), latest, self.spread, merged=True,
         )  # fmt: skip
 

@@ -1,32 +1,33 @@
-"""What a training script touches: `ContextParallel`, and the ways by which a model's attention reaches it.
+"""`ContextParallel`, the session of a training script, and the ways in which a model's attention reaches it.
 
-    session.py                ContextParallel (family.py: sessions that come from one another)
-    core.py                   what a session's parts share: ranks, masks, options
+    session.py                ContextParallel (family.py: sessions made from one another by with_mask)
+    core.py                   what the parts of a session share: ranks, masks, options
     attentions.py             its attentions, by mask and score_mod (soft_cap.py: one such score_mod)
+    run_attention.py          the call of one of them (dtensors.py: on DTensors)
     recurrences.py            its recurrences
-    sharding.py               cutting and joining tensors (moves.py: between layouts; dtensors.py: as DTensors;
-                              marks.py: what a shard remembers of its session)
+    sharding.py               sharding and unsharding of tensors (moves.py: tokens between shards; marks.py: which
+                              tensors are shards)
     batch.py                  whole batches, entry by entry
     loss.py                   losses over all ranks
 
-Calls of torch's attention that a session answers:
+Interception of torch's SDPA and flex_attention:
 
-    sdpa.py                   the block of cp.sdpa() and cp.flex(), which sees them
-    flex_dispatch.py          how flex_attention reaches a block
-    call_args.py              their arguments, by name
-    handler.py                who answers them (sdpa_checks.py, flex_checks.py: which are accepted)
+    sdpa.py                   the torch function mode of cp.sdpa() and cp.flex()
+    flex_dispatch.py          how flex_attention reaches that mode
+    call_args.py              the arguments of intercepted calls, by name
+    handler.py                what answers intercepted calls (sdpa_checks.py, flex_checks.py: which are accepted)
     flex.py                   flex_attention (block_masks.py: the mask of a BlockMask)
     multihead.py              nn.MultiheadAttention
     attach.py                 cp.attach (attached_modules.py: which modules; attached_forward.py: their forward)
     style.py                  the same for torch's parallelize_module
-    checkpoint_regions.py     activation checkpointing, which runs regions again (guards.py: by which rules)
-    compiled_checkpoints.py   the same in compiled code (compiled_inputs.py: inputs; eager.py: what is left alone)
+    checkpoint_regions.py     activation checkpointing, which recomputes regions (guards.py: the rules for attention)
+    compiled_checkpoints.py   the same in compiled code (compiled_inputs.py: inputs; eager.py: what is not compiled)
 
-What ran, and whether it was right:
+Verification and statistics:
 
-    checking.py               check_model (comparison.py: of two runs; dense_attention.py: that of one device)
-    checksum.py               one number for the bits of many tensors
-    report.py, profile.py     what a session was used for, and how long its steps took
+    checking.py               check_model (comparison.py: of two runs; dense_attention.py: on one device)
+    checksum.py               a checksum of many tensors
+    report.py, profile.py     how often attention ran, and how long its steps took
 """
 
 from typing import TYPE_CHECKING

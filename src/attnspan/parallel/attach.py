@@ -1,9 +1,9 @@
-"""``cp.attach(model)``: attention in a model's modules is context parallel, also when checkpointing runs them again.
+"""``cp.attach(model)``: attention in a model's modules is context parallel, also when checkpointing recomputes them.
 
-The forward of every chosen module runs in a block of ``cp.sdpa()``, or of ``cp.flex()`` with `flex=True`. A
-checkpointed region that calls such a module enters that block again in backward, when a ``with`` around the training
-step has been left. A region that calls SDPA or flex_attention outside of any attached module is refused when it first
-runs (checkpoint_regions.py).
+The forward of every chosen module runs in a block of ``cp.sdpa()``, or of ``cp.flex()`` with `flex=True`. When backward
+recomputes a checkpointed region, after a ``with`` around the training step has ended, the module's forward enters the
+block again. A region that calls SDPA or flex_attention outside of any attached module is refused when it first runs
+(checkpoint_regions.py).
 
 >>> import torch
 >>> import attnspan as span
@@ -17,13 +17,13 @@ runs (checkpoint_regions.py).
 >>> span.testing.loopback(ranks=2).run(rank)
 [1, 1]
 
-[Note: inputs] An input that comes straight from `shard` identifies its batch. The session in use must be the one that
+[Note: inputs] An input that comes directly from `shard` identifies its batch. The session in use must be the one that
 sharded it: after a forgotten `use`, the model would attend under the documents of the previous batch. Inputs are
-checked where the model is entered and in every attached module; by an op, where the whole model is compiled.
+checked in the forward of the model and of every attached module; if the whole model is compiled, by an op.
 
 [Note: after the end] Backward may run after the attachment has ended, and a region that first ran attached must be
-recomputed attached. When the attachment ends, it notifies every region that is still alive and used attention: its
-recomputation attaches the modules for as long as it takes, or refuses if they are attached to something else by then.
+recomputed attached. So when the attachment ends, it hooks every region that is still alive and used attention: the
+recomputation attaches the modules while it runs, or refuses if they are attached to something else by then.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ UNNAMED = UnnamedMask()
 
 
 class Attachment:
-    """A model attached to a session; `detach` it, or leave its ``with``, to end that. `use` is for the next batch."""
+    """A model attached to a session, until `detach` or the end of a ``with``. `use` is for the next batch."""
 
     def __init__(
         self,
@@ -65,18 +65,18 @@ class Attachment:
         self._several = False  # whether there was more than one session
         self.model, self._masks, self._run_forward = model, dict(masks), run_forward
         self._sessions: WeakSet[ContextParallel] = WeakSet({session})
-        self._first: WeakKeyDictionary[object, ContextParallel] = WeakKeyDictionary()  # of each region's first run
-        self._notified: WeakSet[object] = WeakSet()  # regions that know that it has ended
-        self._lock, self._running = RLock(), 0  # second runs after the end, at present
+        self._first: WeakKeyDictionary[object, ContextParallel] = WeakKeyDictionary()  # by region, of its first run
+        self._notified: WeakSet[object] = WeakSet()  # regions that were hooked after the end
+        self._lock, self._running = RLock(), 0  # recomputations after the end that are running
         self._names = sorted({name for name in masks.values() if name is not None})
         self.session = session
         self._handlers = self._handlers_of(session)
         self._begin()
 
     def use(self, session: ContextParallel) -> Attachment:
-        """From here on attention is that of another session, such as `cp.with_mask(...)` of the next batch.
+        """Use another session from now on, such as `cp.with_mask(...)` of the next batch.
 
-        A region that ran before is run again with the session it had then.
+        A region that ran before is recomputed with the session that it had then.
         """
         if session is not self.session:
             self._handlers = self._handlers_of(session)
@@ -85,7 +85,7 @@ class Attachment:
         return self
 
     def detach(self) -> None:
-        """Give the modules, and all copies of them, their own forward back. See [Note: after the end]."""
+        """Restore the forward of the modules, and of all copies of them. See [Note: after the end]."""
         if self.live:
             self._end()
 
@@ -112,7 +112,7 @@ class Attachment:
         return session.flex(mask=name) if self.flex else session.sdpa(mask=name)
 
     def session_of(self, given: object) -> ContextParallel:
-        """The session that a module attends by, in eager code; what it is given must be a batch of that."""
+        """The session of a module's forward in eager code, whose inputs must be shards of that session."""
         session = self._current_session()
         check_inputs(session, given)
         return session
@@ -126,9 +126,9 @@ class Attachment:
         return {name: session.sdpa(mask=name).handler for name in self._names}
 
     def _current_session(self) -> ContextParallel:
-        """The session in use; in a region's second run, that of the first.
+        """The session in use; in the recomputation of a region, the session of its first run.
 
-        Outermost first: what first runs inside a second run does so with the session of that.
+        Outer regions come first: a region that first runs inside a recomputation uses that one's session.
         """
         session = self.session
         for region in reversed(checkpoint_regions.regions()):
@@ -155,7 +155,7 @@ class Attachment:
         self._hook = None
         if self.model not in self._masks:
             self._hook = self.model.register_forward_pre_hook(self._enter, with_kwargs=True)
-        if self.flex:  # for as long as it is attached: torch.compile follows a block without entering it
+        if self.flex:  # while attached: torch.compile traces a block without entering it
             flex_dispatch.install()
         compiled_checkpoints.install()
         self._installed = finalize(self, _uninstall, self.flex)
@@ -180,14 +180,14 @@ class Attachment:
                 self._notify(region)
 
     def _notify(self, region: object) -> None:
-        """From here on the region runs again attached, or not at all. See [Note: after the end]."""
+        """Have the region recomputed attached, or refused. See [Note: after the end]."""
         known = checkpoint_regions.rerun_through(region, self._run)
         if not known and hasattr(region, "register_prehook"):  # the node of an autograd function
             region.register_prehook(self._refuse)
         self._notified.add(region)
 
     def _run(self, again: Callable[..., object], *args: object, **kwargs: object) -> object:
-        """Run a region again, attached for as long as any thread of autograd does so."""
+        """Recompute a region, attached as long as any autograd thread does so."""
         with self._lock:
             if not self._running:
                 for module in self._masks:

@@ -1,12 +1,12 @@
 """The forward of an attached module: its own, in a block of the session in use.
 
-`forward` is wrapped instead of hooked because a ``with`` is left on any exception, including an interrupt, and because
-torch.compile follows it. Copies of a model stay attached, and follow `use` and `detach`. A shallow copy shares the
-wrapper, which finds the called module on the stack; torch.compile cannot look there and needs a deep copy.
+`forward` is wrapped, not hooked, because a ``with`` ends on any exception, including an interrupt, and because
+torch.compile traces it. Copies of a model stay attached, and follow `use` and `detach`. A shallow copy shares the
+wrapper, which finds the called module on the stack; torch.compile cannot inspect the stack and needs a deep copy.
 
-[Note: one graph] torch.compile guards on the identity of a `forward` that is set on a module, except a bound method,
-where it guards on the code. So all modules have one function, bound to each, and what differs is kept beside it in an
-`Attached`. Blocks that are compiled one by one then share a graph, if they are alike.
+[Note: one graph] torch.compile guards on the identity of a `forward` that is set on a module, except for a bound
+method, where it guards on the code. So all modules are bound to one function, and their differences are kept in an
+`Attached`. Equal blocks that are compiled one by one then share a graph.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
 MODULES = nn.modules.module.__file__
 
 ForwardRunner = Callable[["ContextParallel", Callable[..., object], tuple[object, ...], dict[str, object]], object]
-"""What runs a module's forward, given a session, that forward, its args and its kwargs."""
+"""Runs a module's forward: called with the session, that forward, its args and its kwargs."""
 
 OWN = "_attnspan"
 """The attribute in which a module keeps its `Attached`."""
 
 
 class Attached:
-    """What the forward of one module has to know; kept on the module. See [Note: one graph]."""
+    """The state of one attached module, kept on the module. See [Note: one graph]."""
 
     def __init__(self, attachment: Attachment, module: nn.Module, mask: str | None, run_forward: ForwardRunner | None):
         self.attachment, self.mask, self.run_forward = attachment, mask, run_forward
@@ -48,7 +48,7 @@ class Attached:
 
 
 def is_attached(module: nn.Module) -> bool:
-    """Whether a module is attached at present."""
+    """Whether a module is attached now."""
     own = vars(module).get(OWN)
     return isinstance(own, Attached) and own.attachment.live
 
@@ -76,7 +76,7 @@ def _forward(self: Any, *args: object, **kwargs: object) -> object:
 
 
 def _own_forward(module: nn.Module, own: Attached) -> Callable[..., object]:
-    """The forward that lay on a module when it was attached; on a shallow copy of it, bound to the copy."""
+    """The `forward` attribute that a module had when it was attached; of a shallow copy, bound to the copy."""
     original = own.original
     assert original is not None, "asked only where there is one"
     if (
@@ -91,7 +91,7 @@ def _own_forward(module: nn.Module, own: Attached) -> Callable[..., object]:
 
 def _caller(module: nn.Module, frame: FrameType) -> nn.Module:
     """The module whose forward is called: a shallow copy has the bound method of the original."""
-    _CALLER.hold()
+    _CALLER.verify()
     return _caller_in(module, frame)
 
 
@@ -122,7 +122,7 @@ def wrap(module: nn.Module, own: Attached) -> object:
 
 
 def unwrap(module: nn.Module) -> None:
-    """Give a module its own forward back."""
+    """Restore a module's own forward."""
     own: Attached = vars(module).pop(OWN)
     del vars(module)["forward"]
     if own.original is not None:
@@ -130,7 +130,7 @@ def unwrap(module: nn.Module) -> None:
 
 
 def check_inputs(session: ContextParallel, given: object) -> None:
-    """Refuse shards of another batch, among what a module is given. See [Note: inputs] in attach.py."""
+    """Refuse shards of another batch among the inputs of a module. See [Note: inputs] in attach.py."""
     if isinstance(given, Tensor):
         session.sharding.check_batch(given)
     elif isinstance(given, Mapping):
@@ -142,7 +142,7 @@ def check_inputs(session: ContextParallel, given: object) -> None:
 
 
 def _finds_caller() -> bool:
-    """A shallow copy of a module is found as the caller of its original's bound method, and the original as its own."""
+    """Whether the caller is found: a shallow copy that shares its original's bound method, and the original."""
 
     class Probed(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

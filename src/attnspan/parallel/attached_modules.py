@@ -1,7 +1,7 @@
-"""Which modules of a model are attached, and under which mask each of them attends.
+"""Which modules of a model are attached, and with which mask each of them attends.
 
-Modules are chosen as they are, or by patterns for their names. With masks by pattern, a module has the mask of the
-innermost claim around it; modules that call no attention of their own, such as Linear, are left alone.
+Modules are given as objects or by patterns for their names. If patterns name masks, a module has the mask of the
+innermost matching module around it. Modules that cannot call attention themselves, such as Linear, are not attached.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ ModulePatterns = nn.Module | str | Iterable[nn.Module | str] | Mapping[str, str]
 """Modules, or patterns for their names; with masks, patterns to names of masks."""
 
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
-"""Parts of module names that compiling and checkpointing add."""
+"""Parts of module names that torch.compile and checkpoint wrappers add."""
 
 WILD = frozenset("*?[")
-"""What makes a pattern of a name."""
+"""Characters that make a name a pattern."""
 
 
 def modules_to_attach(
@@ -37,7 +37,7 @@ def modules_to_attach(
 
 
 def _claimed(core: Core, model: nn.Module, patterns: Mapping[str, str]) -> dict[nn.Module, str]:
-    """The outermost modules that each pattern fits, with the name of its mask; a plain name goes before a pattern."""
+    """The outermost modules that each pattern matches, with the name of its mask; plain names override patterns."""
     by_kind: tuple[dict[nn.Module, str], dict[nn.Module, str]] = {}, {}
     for pattern, mask in patterns.items():
         name, claims = core.mask_name(mask), by_kind[not WILD.intersection(pattern)]
@@ -51,7 +51,7 @@ def _claimed(core: Core, model: nn.Module, patterns: Mapping[str, str]) -> dict[
 
 
 def _outermost(modules: list[nn.Module]) -> list[nn.Module]:
-    """Those that are not part of others: "layers.*" fits all that is in a layer, too."""
+    """Modules that are not inside others of the list: "layers.*" also matches everything inside a layer."""
     inside = {inner for module in modules for inner in module.modules() if inner is not module}
     return [module for module in modules if module not in inside]
 

@@ -1,16 +1,15 @@
-"""The attentions of a session: those of its masks by name, and those of the masks and score_mods that calls bring.
+"""The attentions of a session: one for each of its named masks, and those for masks and score_mods passed to calls.
 
-All are made once and remembered. Functions are traced (masks/tracing.py), and again if they may have changed since
-(masks/fingerprint.py); what is made of them is kept for the latest few, by what they compute, so that a new closure of
-every step is nothing new.
+Each is made once and cached. Functions are traced (masks/tracing.py), and traced again if they may have changed since
+(masks/fingerprint.py). The cache is keyed by what a function computes, so a new closure in every step hits it.
 
-[Note: time of asking] A BlockMask or score_mod counts as it is when it is given: to a call, or to `attention_for`.
-Values of tensors that a score_mod captures are read at the call in either case, so that they may be learned. A mask of
-ours is what its function computed when the mask was made, and is refused once that would be another.
+[Note: time of asking] A BlockMask or score_mod is read when it is passed to a call or to `attention_for`. The values of
+tensors that a score_mod captures are read in every call, so that they can be learned. A `Mask` is what its function
+computed when the mask was made; it is refused once the function computes something else.
 
-[Note: bound attention] Functions cannot be traced inside code that is itself being compiled. A `BoundAttention` is that
-work done before: it is called with shards, or goes where a block_mask goes, and holds tensors and a handle, which
-compiled code takes as inputs. Another one, for other documents, does not recompile.
+[Note: bound attention] Functions cannot be traced in code that is being compiled. A `BoundAttention` is traced before:
+it is called with shards, or passed as a block_mask. It holds tensors and a handle, which compiled code takes as inputs,
+so another one, for other documents, does not recompile.
 """
 
 from __future__ import annotations
@@ -25,8 +24,9 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from attnspan.attention import Attention
-from attnspan.attention.call import Inputs
-from attnspan.attention.latent import Expand, as_keys
+from attnspan.attention.function import AttentionCallable
+from attnspan.attention.inputs import Inputs
+from attnspan.attention.latent import Expand
 from attnspan.attention.score import DTYPES, Captured, Score, ScoreFunction
 from attnspan.attention.tuned import NO_TUNING, hardware_for, known_tuning, machine_here
 from attnspan.attention.uses import Uses
@@ -38,10 +38,11 @@ from attnspan.masks.fingerprint import fingerprint
 from attnspan.parallel.block_masks import ReadBlockMask
 from attnspan.parallel.call_args import FlexArgs
 from attnspan.parallel.core import Core
-from attnspan.parallel.dtensors import is_dtensor, run_attention
+from attnspan.parallel.dtensors import is_dtensor
 from attnspan.parallel.flex_checks import check_filled, check_lengths, check_single
 from attnspan.parallel.guards import guarded, guards_of
 from attnspan.parallel.report import Machine, PastUses, Report, report
+from attnspan.parallel.run_attention import run_attention
 from attnspan.plan import Hardware, Plan, RecurrentLayers, Shape
 from attnspan.plan.choose import choice_for
 from attnspan.plan.drawing import in_seconds
@@ -49,25 +50,25 @@ from attnspan.plan.local_blocks import local_block_mask
 from attnspan.plan.strategy import name_of
 
 MAX_KEPT = 16
-"""How many BlockMasks, score_mods, and attentions made of them, a session remembers."""
+"""How many BlockMasks, score_mods, and attentions made of them, a session caches."""
 
 OTHERS = "block_mask"
-"""What masks that are not the session's are called in a report."""
+"""The name in a report for masks that are not the session's."""
 
 Key = TypeVar("Key")
 Value = TypeVar("Value")
 
 
-class BoundAttention:
+class BoundAttention(AttentionCallable):
     """Attention of a session under a mask, a scale and a score_mod; called with shards, or given as `block_mask`.
 
-    Made by `ContextParallel.attention_for`, or by `cross` over the keys of another session. The score_mod was traced
-    then, with the numbers that it read: ask again when they change. Tensors that it captures are found then, and their
-    values read at every call.
+    Made by `ContextParallel.attention_for`, or by `cross` over the keys of another session. That traces the score_mod,
+    with the Python numbers that it reads: make another one when they change. The values of captured tensors are read in
+    every call.
     """
 
     def __init__(self, core: Core, attend: Attention, score_mod: ScoreFunction | None = None):
-        self.core, self.score_mod, self.scale = core, score_mod, attend.call.scale
+        self.core, self.score_mod, self.scale = core, score_mod, attend.bound.scale
         self.attention, self.by_entry = attend, guarded(attend, guards_of(core))
         self.captured = attend.captured
 
@@ -78,46 +79,11 @@ class BoundAttention:
 
     @property
     def plan(self) -> Plan:
-        """What it does: with strategy "auto", what it last did."""
-        return self.attention.call.latest
+        """The plan; with strategy "auto", the one that last ran."""
+        return self.attention.bound.latest
 
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor | None = None,
-        *,
-        expand: Expand | None = None,
-        sinks: Tensor | None = None,
-        dropout_p: float = 0.0,
-        dropout_seed: int | None = None,
-        captured: Sequence[Tensor] | None = None,
-    ) -> Tensor:
-        """The output for this rank's queries, (B, H, S, Dv); dropout as in `ContextParallel.attention`.
-
-        `captured` are tensors in place of those that the score_mod captured.
-        """
-        dropped = (dropout_p, dropout_seed)
-        keys, given = as_keys(key, value, expand), self.captured.of(query) if captured is None else captured
-        return self._run(Inputs(query, *keys, sinks, given, False, *dropped), expand)[0]
-
-    def with_lse(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor | None = None,
-        *,
-        expand: Expand | None = None,
-        sinks: Tensor | None = None,
-        dropout_p: float = 0.0,
-        dropout_seed: int | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """The output, and the log-sum-exp of every row (B, H, S), differentiable too."""
-        dropped = (dropout_p, dropout_seed)
-        keys = as_keys(key, value, expand)
-        return self._run(Inputs(query, *keys, sinks, self.captured.of(query), True, *dropped), expand)
-
-    def _run(self, inputs: Inputs, expand: Expand | None) -> tuple[Tensor, Tensor]:
+    def run(self, inputs: Inputs, expand: Expand | None = None) -> tuple[Tensor, Tensor]:
+        """(out, lse) of the inputs, which may be DTensors."""
         check_single(self.mask, inputs.query)
         return run_attention(self.core, self.attention, inputs, expand)
 
@@ -127,7 +93,7 @@ class BoundAttention:
 
 
 class Attentions:
-    """The attentions of a session: `named` by their masks, the others by what calls bring."""
+    """The attentions of a session: `named` ones of its masks, and cached ones of other masks and score_mods."""
 
     def __init__(self, core: Core):
         self.core = core
@@ -155,22 +121,22 @@ class Attentions:
     @property
     def latest_shapes(self) -> dict[str, Shape]:
         """By the name of a mask, the shape of the tensors that attention under it last ran on."""
-        shapes = {name: attend.call.uses.latest_shape for name, attend in self.named.items()}
+        shapes = {name: attend.bound.uses.latest_shape for name, attend in self.named.items()}
         return {name: shape for name, shape in shapes.items() if shape is not None}
 
     def plan_ahead(self, shapes: Mapping[str, Shape]) -> None:
-        """Work out what tensors of some shapes, by the name of their mask, will be attended with."""
+        """Plan in advance for tensors of some shapes, by the name of their mask."""
         for name in shapes.keys() & self.named.keys():
-            self.named[name].call.plan_ahead(shapes[name])
+            self.named[name].bound.plan_ahead(shapes[name])
 
     def report(self) -> Report:
-        """What they were used for."""
-        uses = {name: attend.call.uses for name, attend in self.named.items()}
+        """How often each ran, in words and bytes."""
+        uses = {name: attend.bound.uses for name, attend in self.named.items()}
         return report(self.core.rank, self.core.ranks, {**uses, OTHERS: self.uses}, self.past, self._machine)
 
     def explain(self, name: str, recurrent: Sequence[RecurrentLayers] = ()) -> str:
         """See `ContextParallel.explain`."""
-        call = self.named[name].call
+        call = self.named[name].bound
         plan, shape = call.latest, call.uses.latest_shape
         if shape is None:
             return "attention has not run: strategies are compared for the shapes of its tensors"
@@ -186,7 +152,7 @@ class Attentions:
         return "\n".join([*lines, f"ran: {name_of(plan.strategy)}{given}; measured {in_seconds(took)}"])
 
     def hardware(self, shape: Shape) -> Hardware:
-        """What predictions go by; on virtual ranks a preset."""
+        """The hardware that predictions use; on virtual ranks a preset."""
         transport = self.core.transport
         known = known_tuning(transport) or NO_TUNING
         found = self._machine.hardware(shape)
@@ -200,7 +166,7 @@ class Attentions:
     def reset(self) -> None:
         """Start counting again."""
         for attend in self.named.values():
-            attend.call.uses.clear()
+            attend.bound.uses.clear()
         self.uses.clear()
         self.past = PastUses(OTHERS)
 
@@ -218,12 +184,13 @@ class Attentions:
     # ---- attentions ----------------------------------------------------------------------------------------------
 
     def for_call(self, args: FlexArgs, name: str | None) -> tuple[Attention, list[Tensor]]:
-        """The attention of a call, and what its score_mod captures at present. See [Note: time of asking]."""
+        """The attention of a call, and the tensors that its score_mod captures. See [Note: time of asking]."""
         query = args.query
         own, mask = self._mask(args.block_mask, name)
         score = None if args.score_mod is None else self._score(args.score_mod, (lse_dtype(query.dtype),))
         scale = None if args.scale == query.shape[-1] ** -0.5 else args.scale
-        attend, captured = self._attention(own, mask, score, scale), [] if score is None else score.captured.of(query)
+        attend = self._attention(own, mask, score, scale)
+        captured = [] if score is None else score.captured.for_query(query)
         if not isinstance(args.block_mask, BlockMask) and not is_dtensor(query):
             attend.check_mask(mask, Inputs(*args[:3], captured=captured))
         return attend, captured
@@ -232,7 +199,7 @@ class Attentions:
         """The attention of a mask, a score_mod and a scale."""
         key = mask, score, scale
         if key not in self._attends:
-            uses = self.uses if own is None else self.named[own].call.uses
+            uses = self.uses if own is None else self.named[own].bound.uses
             attend = self.core.attention(mask).variant(score=score, scale=scale, uses=uses, watched=None)
             _keep(self._attends, key, attend)
             self.past = self.past.settled(self.uses, self.core.rank, self._machine, MAX_KEPT)
@@ -240,7 +207,7 @@ class Attentions:
         return self._attends[key]
 
     def _score(self, score_mod: ScoreFunction, dtypes: tuple[torch.dtype, ...]) -> Score:
-        """A score_mod, traced; what has not changed since is not traced again."""
+        """A traced score_mod; cached as long as the function is unchanged."""
         read = fingerprint(score_mod)  # before it runs, and perhaps changes something
         key = (read, dtypes)
         if key not in self._scores:
@@ -254,7 +221,7 @@ class Attentions:
     # ---- masks ---------------------------------------------------------------------------------------------------
 
     def _mask(self, block_mask: object, name: str | None) -> tuple[str | None, Mask]:
-        """What a block_mask means, and its name if it is one of the session's."""
+        """The mask that a block_mask stands for, and its name if it is one of the session's."""
         core, masks = self.core, self.core.masks
         if block_mask is None:
             return self._everything(name)
@@ -271,7 +238,7 @@ class Attentions:
         )
 
     def _everything(self, name: str | None) -> tuple[str, Mask]:
-        """FlexAttention without a mask attends to everything; so must the session."""
+        """The full mask of the session: flex_attention without a block_mask attends to everything."""
         masks = self.core.masks
         known = masks if name is None else {name: masks[name]}
         full = next((own for own, mask in known.items() if mask == Full()), None)

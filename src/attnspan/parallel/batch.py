@@ -1,4 +1,4 @@
-"""A batch as a data loader gives it, cut for the ranks: every entry is sharded, passed, dropped or refused, by a rule.
+"""Shards a batch from a data loader: every entry is sharded, passed, dropped or refused, by these rules.
 
 >>> import torch
 >>> import attnspan as span
@@ -22,12 +22,12 @@ The rules, in this order; `dims` overrules the last four::
     no dim of S              passed as it came: (B,) tensors, scalars, text
     anything else            refused: a dim of S might be the sequence
 
-Whole tensors are needed on every rank. Not known here: what a model does with an entry.
+Every rank needs the whole tensors.
 
-[Note: one batch] The ranks of a group hold parts of one sequence, so all must load the same batch. A loader that deals
-by global rank gives each another one, and nothing later would notice: shapes agree, and the loss looks like a loss. So
-the first batch of a session and of all that come from it by `with_mask` is compared, by a sum of each entry of whole
-numbers, and what one rank refuses in it, all refuse. Later batches are cut without asking other ranks.
+[Note: one batch] The ranks of a group hold parts of one sequence, so all must load the same batch. A data loader that
+distributes by global rank gives each a different one, which would go unnoticed: shapes agree, and the loss is
+plausible. So ranks compare checksums of the integer entries of the first batch of a session and of all sessions made
+from it by `with_mask`; if one rank refuses that batch, all do. Later batches are sharded without communication.
 
 Shapes: B batch rows, S tokens of the whole sequence.
 """
@@ -68,8 +68,8 @@ TOLD_BY_MASK |= {"max_length_q", "max_length_k", "max_seqlen", "max_seqlen_q", "
 class Batch(Mapping[str, Any]):
     """A rank's part of a batch: a read-only dict, so that ``model(**batch)`` works, and what was done to make it.
 
-    `session` is the one to use for this batch: another than was asked if padding was made a mask. `done` tells for each
-    entry what became of it.
+    `session` is the one to use for this batch: a different one if padding became part of its mask. `done` says for each
+    entry what was done with it.
     """
 
     entries: Mapping[str, object] = field(repr=False)

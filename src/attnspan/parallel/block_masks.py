@@ -1,7 +1,7 @@
-"""The mask of a BlockMask, read once and again when it has changed.
+"""The mask of a BlockMask, read once, and again when the BlockMask has changed.
 
-[Note: single rows and heads] A BlockMask of one batch row or head stands for all of them. A function that reads the
-index nevertheless is right for tensors of one row, or one head, alone: there the index is 0, and it is told so.
+[Note: single rows and heads] A BlockMask of one batch row or head applies to all of them. If its function reads that
+index, it is only valid for tensors with one row, or one head; it is then evaluated with index 0.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class ReadBlockMask:
 
     @property
     def is_current(self) -> bool:
-        """Whether the BlockMask still means the mask."""
+        """Whether the BlockMask still stands for the mask."""
         same = self.block_mask.mask_mod is self.mask_mod
         same = same and all(x is y for x, y in zip_longest(self.tensors, listing(self.block_mask)))
         return same and self.mask.is_current
@@ -47,7 +47,7 @@ def mask_of(block_mask: BlockMask) -> Mask:
 
 
 def for_single(fn: MaskFunction, rows: int, heads: int, *, device: torch.device) -> MaskFunction:
-    """A mask_mod for so many batch rows and heads; where it reads the index of the only one, that is told to it."""
+    """A mask_mod for so many batch rows and heads; an index that it reads and that has one value becomes 0."""
     reads = traced(fn, device=device, error=MaskError).reads if 1 in (rows, heads) else frozenset()
     row, head = rows == 1 and "b" in reads, heads == 1 and "h" in reads
     if not row and not head:

@@ -1,16 +1,16 @@
-"""``check_model``: a model on one device and on ranks, side by side, and the first module in which they part.
+"""``check_model``: compares a model on one device with the same model over ranks, and finds where they first differ.
 
-A user's model is run twice from the same weights: dense, on one device, with torch's own operations; and context
-parallel, on a mesh or on virtual ranks in this process. Loss, logits and every parameter's gradient (averaged over
-ranks) are compared, and the inputs and outputs of every module, so that a mistake has a place:
+The model runs twice with the same weights: dense, on one device, with torch's own operations; and context parallel, on
+a mesh or on virtual ranks in this process. Loss, logits and the gradient of every parameter (averaged over ranks) are
+compared, and the inputs and outputs of every module, which locates a mistake:
 
-    a module whose inputs agree and whose output does not is where it is;
-    where every module agrees and the loss does not, it is in the labels or in how the loss is averaged.
+    in a module whose inputs agree and whose output does not;
+    if every module agrees and the loss does not, in the labels or in the averaging of the loss.
 
-dense_attention.py is the dense side, comparison.py says how the two are compared.
+dense_attention.py is the dense side, comparison.py compares the two.
 
-What it does not know: tensors that no module takes or returns. Models are put in eval mode, so that dropout does not
-tell the runs apart. Everything is held in memory at once, and the dense run holds S x S masks: use small sizes.
+Tensors that no module takes or returns are not compared. Models run in eval mode, because dropout would differ.
+Everything is in memory at once, and the dense run holds S x S masks: use small sizes.
 """
 
 from __future__ import annotations

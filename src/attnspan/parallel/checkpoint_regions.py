@@ -1,8 +1,8 @@
-"""Activation checkpointing, seen from inside: the regions on the stack that will be, or are being, recomputed.
+"""Finds the activation checkpointing regions on the stack, and whether they are being recomputed.
 
-A checkpointed region runs twice, the second time in backward. What surrounded its first run, a ``with`` block or the
-session of that batch, may be gone by then. Attention would silently run on this rank's tokens alone, or under another
-batch's mask. Neither torch nor a model announces a region, but the stack shows it::
+A checkpointed region runs twice, the second time in backward. The ``with`` block or the batch's session around its
+first run may be gone by then. Attention would silently run on this rank's tokens only, or under the mask of another
+batch. torch does not announce a region, but the stack shows it::
 
     reentrant        CheckpointFunction.forward, then CheckpointFunction.backward, both with one `ctx`
     non-reentrant    `checkpoint`, which holds a generator with a `_CheckpointFrame`, then `unpack_hook` with the same
@@ -13,13 +13,13 @@ The object that both runs share is the region's name.
 
 [Note: replays] Two rules follow (guards.py, attach.py):
 
-* attention may run in a region only if it was made context parallel inside of it: the second run then does so too;
-* the second run must find the session that the first one used.
+* attention may run in a region only if its block begins inside the region: then the recomputation enters it too;
+* the recomputation must use the session that the first run used.
 
-All this is read from names that torch does not promise. Before they are first relied on, they are tried on a checkpoint
-of one element of each kind (`_sees`).
+This relies on undocumented names in torch. Before the first use they are tested on a checkpoint of one element of each
+kind (`_sees`).
 
-Not detected: third-party checkpointing that works by saved-tensor hooks. Knows nothing of attention.
+Not detected: third-party checkpointing by saved-tensor hooks. Knows nothing of attention.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ from attnspan.assumptions import Assumption
 TORCH = dirname(torch.__file__)
 CHECKPOINTS = torch.utils.checkpoint.__file__
 DRIVERS = ("checkpoint", "_checkpoint_impl")
-"""What drives the generator of a non-reentrant region: until torch 2.13, and in 2.15."""
+"""The functions that drive the generator of a non-reentrant region: until torch 2.13, and in 2.15."""
 
 
 class CheckpointRegion(NamedTuple):
-    """A checkpointed region on the stack: what names it (None: not known), and whether this is its second run."""
+    """A checkpointed region on the stack: the object that identifies it, or None, and whether it is recomputed."""
 
     name: object | None
     recomputing: bool
@@ -55,9 +55,9 @@ class CheckpointRegion(NamedTuple):
 def regions(grad_enabled: bool = True) -> list[CheckpointRegion]:
     """The regions around the caller, innermost first.
 
-    `grad_enabled` is whether autograd records: without it, a non-reentrant region does not run again.
+    `grad_enabled` is whether autograd records: a non-reentrant region is not recomputed otherwise.
     """
-    SEEN.hold()
+    SEEN.verify()
     return list(_regions(sys._getframe(1), grad_enabled))
 
 
@@ -77,7 +77,7 @@ def _regions(frame: FrameType | None, grad_enabled: bool) -> Iterator[Checkpoint
 
 
 def rerun_through(region: object, run: Callable[..., object]) -> bool:
-    """Have a region run again by `run(function, *args)`, with its own function; False where that is not known."""
+    """Have a region recomputed by `run(function, *args)`, with its function; False if its kind is unknown."""
     name = _rerun_attribute(region)
     if name is not None:
         setattr(region, name, functools.partial(run, getattr(region, name)))
@@ -85,7 +85,7 @@ def rerun_through(region: object, run: Callable[..., object]) -> bool:
 
 
 def _rerun_attribute(region: object) -> str | None:
-    """The attribute in which a region keeps the function that it runs again."""
+    """The attribute in which a region keeps the function that it recomputes."""
     return next((name for name in ("recompute_fn", "run_function") if callable(getattr(region, name, None))), None)
 
 
@@ -95,7 +95,7 @@ def _frame_of(generator: GeneratorType[object, object, object]) -> object | None
 
 
 def _is_torchs(file: str) -> bool:
-    """Compiled code and custom ops run in autograd functions of torch's own, and are not run again."""
+    """Whether a file is torch's: its autograd functions, for compiled code and custom ops, do not recompute."""
     return file.startswith(TORCH) and file != CHECKPOINTS
 
 
@@ -120,17 +120,18 @@ _BLOCKS = _OpenBlocks()  # of each thread: the regions around each block in whic
 
 
 def enter() -> None:
-    """A block begins, in which attention is context parallel."""
+    """To be called when a context parallel block begins."""
     _BLOCKS.regions.append([region.name for region in regions()])
 
 
 def leave() -> None:
-    """It ends."""
+    """To be called when it ends."""
     _BLOCKS.regions.pop()
 
 
 def recomputes_outside_block(grad_enabled: bool = True) -> bool:
-    """Whether a region lies between the innermost block and the caller: its second run would not pass the block."""
+    """Whether there is a region between the innermost block and the caller: it would be recomputed without the
+    block."""
     around = _BLOCKS.regions[-1] if _BLOCKS.regions else []
     known = {id(name) for name in around if name is not None}
     return any(id(region.name) not in known for region in regions(grad_enabled))
@@ -140,7 +141,7 @@ def recomputes_outside_block(grad_enabled: bool = True) -> bool:
 
 
 class _Theirs(torch.autograd.Function):
-    """Checkpointing as other people write it."""
+    """Third-party checkpointing."""
 
     @staticmethod
     def forward(ctx: Any, run: Callable[..., Tensor], x: Tensor) -> Tensor:
@@ -159,7 +160,7 @@ class _Theirs(torch.autograd.Function):
 
 
 def _sees() -> bool:
-    """Whether one region is seen in both runs of a checkpoint, by one name; and whether torch's can be told to run."""
+    """Whether a region is found in both runs of a checkpoint, with one identity, and torch's can be rerun."""
     torchs = torch.utils.checkpoint.checkpoint
     kinds = {
         "reentrant": lambda run, x: torchs(run, x, use_reentrant=True, preserve_rng_state=False),

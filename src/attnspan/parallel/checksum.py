@@ -1,21 +1,21 @@
-"""One number for the bits of many tensors, worked out where they lie: the same for the same bits, on any device.
+"""A checksum of the bits of many tensors, computed on their device; equal bits give equal checksums on any device.
 
-Weights change without a trace: fused optimizers, writes through `.data` and foreign kernels do not raise a tensor's
-version. So contents are compared. Bits are read as whole numbers of 64 bits, whose sums no order of adding changes::
+Weights may change without a new tensor version: fused optimizers, writes through `.data` and foreign kernels do not
+raise it. So contents are compared. Bits are read as 64-bit integers, whose sums do not depend on the order::
 
     words      (blocks, 17, 1021): 17 rows of 1021 words are added up, which reads memory about as fast as it can be
     sums       (blocks, 1021), each times a weight of its column and one of its block, then all added
 
-A prime number of columns puts words that are a power of two apart into different sums, and each sum counts with another
-factor: the same numbers in another order, or a part that moved elsewhere, make another checksum. Upper bits are mixed
-into lower ones before a product, in which they would count for their parity alone; rows are odd so that signs that all
-turn do not cancel there. What is left is chance, of one in 2**64, and words that trade places with one that lies
-exactly 1 to 16 times 1021 words away.
+A prime number of columns puts words that are a power of two apart into different sums, and each sum has another factor:
+the same numbers in another order, or a block that moved, give another checksum. Upper bits are mixed into lower ones
+before a product, where otherwise only their parity would count; the number of rows is odd so that a change of all signs
+does not cancel. Undetected are collisions, with probability 2**-64, and words exchanged with one that is exactly 1 to
+16 times 1021 words away.
 
-Small tensors are put in a row first, so that a model of many costs few kernels.
+Small tensors are concatenated first, so that a model with many of them needs few kernels.
 
-Ranks can compare what lies whole on each; of weights that lie in parts on the ranks (DTensors, FSDP and the like) each
-knows its own.
+Ranks compare the checksums of replicated tensors; of sharded weights (DTensors, FSDP and the like) each rank has its
+own.
 """
 
 from __future__ import annotations
@@ -182,10 +182,21 @@ def weights(count: int, device: torch.device) -> Tensor:
 
 @functools.lru_cache(maxsize=32)
 def _weights(count: int, device: torch.device) -> Tensor:
-    """By the finalizer of SplitMix64, of the numbers from 1; shifts of negative numbers are made those of unsigned."""
     with torch.inference_mode(False):
-        x = torch.arange(1, count + 1, device=device) * -0x61C8864680B583EB
-        for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
-            x = (x ^ (x >> shift) & (1 << 64 - shift) - 1) * factor
-        x ^= (x >> 31) & (1 << 33) - 1
-        return x | 1
+        return mixed(torch.arange(1, count + 1, device=device) * GOLDEN) | 1
+
+
+GOLDEN = -0x61C8864680B583EB
+"""The increment of SplitMix64, as an int64."""
+
+
+def mixed(x: Tensor) -> Tensor:
+    """The finalizer of SplitMix64 on int64 words: changing a bit of a word changes each bit with probability 1/2."""
+    x = (x ^ shifted_right(x, 30)) * -0x40A7B892E31B1A47
+    x = (x ^ shifted_right(x, 27)) * -0x6B2FB644ECCEEE15
+    return x ^ shifted_right(x, 31)
+
+
+def shifted_right(x: Tensor, bits: int) -> Tensor:
+    """A logical shift to the right of int64 words."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)

@@ -1,7 +1,7 @@
 """Two runs of a model compared: loss, gradients, and what every module was given and returned.
 
-Each rank takes its own tokens of the dense run's tensors, wherever in their shape the sequence is. A tensor without a
-sequence must be the same on every rank. Errors are relative to the largest magnitude in the tensor.
+Each rank compares with its own tokens of the dense run's tensors; the sequence is found by shape. A tensor without one
+must be the same on every rank. Errors are relative to the largest magnitude in the tensor.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Checkpointing inside torch.compile: blocks may begin in a checkpointed function.
 
-torch.compile follows a checkpointed function as the body of an operator. It lets a body change the stack of torch
-function modes, as a block does, only if the code around it has done so before. ``torch.compile(checkpoint_wrapper(
-block))`` has no code of ours around the body: the block's attention is attached, and the wrapper is torch's. So while a
-model is attached, the wrapper's forward first enters and leaves an empty block. In eager code it does nothing.
+torch.compile traces a checkpointed function as the body of an operator. A body may change the stack of torch function
+modes, as a block does, only if the code around it has done so before. In ``torch.compile(checkpoint_wrapper(block))``
+the code around the body is torch's. So while a model is attached, the forward of torch's CheckpointWrapper first enters
+and leaves an empty block. In eager code this does nothing.
 
-Not reached: ``checkpoint(...)`` called in compiled code outside of any attached module. torch.compile refuses it
+Not covered: ``checkpoint(...)`` called in compiled code outside of any attached module. torch.compile refuses it
 ("Unsafe side effect"); attach the module that calls it.
 """
 
@@ -28,7 +28,7 @@ class _NoWrapper:
 
 
 def enter_empty_block() -> None:
-    """Enter and leave a block, in code that is being compiled."""
+    """Enter and leave a block in code that is being compiled."""
     with BaseTorchFunctionMode():
         pass
 

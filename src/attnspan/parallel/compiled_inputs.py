@@ -1,37 +1,26 @@
-"""The inputs of a compiled model, compared with the session in use when the code runs.
+"""Checks the inputs of a compiled model against the session in use when the code runs.
 
-torch.compile traces a model once, with tensors that stand for others; which shard comes in, of which batch, is known
-only at run time. So the comparison is an op in the graph, on the tensors themselves and on a handle of the sharding
-(see [Note: handles] in attention/call.py). An op without a used result would be eliminated, so the model goes on with a
-copy of the input: the tokens of a batch, once in each pass.
+torch.compile traces a model once, with fake tensors; which batch a tensor is a shard of is only
+known at run time. So the comparison is an op in the graph, on the tensors themselves and on a handle of the sharding
+([Note: handles] in attention/handles.py). An op whose result is unused would be eliminated, so the model goes on with a
+copy of the input: the tokens of a batch, once per pass.
 
 Knows nothing of modules.
 """
 
 from __future__ import annotations
 
-import itertools
-from typing import TYPE_CHECKING, Any
-from weakref import WeakValueDictionary
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
-from attnspan.errors import AttentionError
+from attnspan.attention.handles import object_of
 
 if TYPE_CHECKING:
     from attnspan.parallel.sharding import Sharding
 
-_SHARDINGS: WeakValueDictionary[int, Sharding] = WeakValueDictionary()
-_NUMBERS = itertools.count(1)
-
-
-def handle_of(sharding: Sharding) -> Tensor:
-    """A tensor that stands for a sharding, which keeps it."""
-    number = next(_NUMBERS)
-    _SHARDINGS[number] = sharding
-    with torch.inference_mode(False):  # made during evaluation, it may be saved for backward later
-        return torch.tensor(number, device="cpu")
+GONE = "the session that the model was compiled with is gone; keep it, or use() another"
 
 
 def checked_inputs(sharding: Sharding, given: object) -> Any:
@@ -49,10 +38,7 @@ def checked_inputs(sharding: Sharding, given: object) -> Any:
 
 @torch.library.custom_op("attnspan::compared", mutates_args=())
 def compared(tensor: Tensor, handle: Tensor) -> Tensor:
-    sharding = _SHARDINGS.get(int(handle))
-    if sharding is None:
-        raise AttentionError("the session that the model was compiled with is gone; keep it, or use() another")
-    sharding.check_batch(tensor)
+    cast("Sharding", object_of(handle, GONE)).check_batch(tensor)
     return tensor.clone(memory_format=torch.preserve_format)
 
 

@@ -1,9 +1,8 @@
-"""The core of a session: its ranks, its sequence, its masks, and where tokens lie.
+"""The core of a session: its ranks, its sequence, its masks, and its layout.
 
-A session (session.py) is made of parts: attention by name or by BlockMask, blocks, attached modules, DTensors,
-checks. Attention, handlers and DTensors are built from it; `attach` and `shard_batch` take the session itself. It is
-frozen: another batch is another core. Two cores are never equal, whatever they hold, so that a core tells whose
-attention a checkpointed region used.
+The parts of a session (session.py) that run attention and intercept calls are built from its core; `attach` and
+`shard_batch` take the session itself. A core is frozen: another batch has another core. Cores are compared by identity,
+so that a core identifies the session whose attention a checkpointed region used.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ Masks = Mask | Mapping[str, Mask]
 
 @dataclass(frozen=True, slots=True)
 class SessionOptions:
-    """How a session works, as asked for; another session of the family is made with the same."""
+    """The options of a session, as given; `with_mask` passes them on."""
 
     layout: Layout | str = "auto"
     strategy: Strategy | str = "auto"

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from attnspan.attention.call import Inputs
+from attnspan.attention.inputs import Inputs
 from attnspan.attention.latent import Expand, made_of
 from attnspan.attention.pass_timer import PassTimer
 from attnspan.attention.uses import Uses
@@ -28,7 +28,7 @@ class DenseAttention:
     uses: Uses = field(default_factory=Uses)
 
     @property
-    def call(self) -> DenseAttention:
+    def bound(self) -> DenseAttention:
         """Where uses are counted."""
         return self
 

@@ -1,13 +1,13 @@
-"""DTensors in and out: the carrier of shards that are laid out by a session.
+"""DTensors that hold the shards of a session.
 
 A DTensor that is sharded on the sequence over the session's ranks holds, on each rank, that rank's tokens in the order
-of the session's layout; its other mesh axes may shard batch or heads. Attention takes the local tensors, and gives
-back a DTensor with the query's placements.
+of the session's layout; its other mesh axes may shard batch or heads. Attention takes the local tensors, and returns a
+DTensor with the query's placements (run_attention.py).
 
-[Note: order] `Shard(2)` promises contiguous chunks in order of ranks. The tokens are the layout's, which are usually
-not contiguous: ``full_tensor()`` of the result is in the layout's order. What is computed token by token does not
-mind; `ContextParallel.unshard` of the local tensors restores the order. Sizes are another matter, since DTensor derives
-them: a layout that deals other numbers of tokens than DTensor's own chunks is refused.
+[Note: order] `Shard(2)` stands for contiguous chunks in the order of ranks. The tokens here are the layout's, which are
+usually not contiguous: ``full_tensor()`` of a result is in the layout's order. Computations on single tokens are not
+affected, and `ContextParallel.unshard` of the local tensors restores the order. But DTensor derives sizes from
+placements, so a layout whose ranks hold other numbers of tokens than DTensor's chunks is refused.
 """
 
 from __future__ import annotations
@@ -19,11 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnspan.attention import Attention
-from attnspan.attention.call import Inputs
-from attnspan.attention.latent import Expand
 from attnspan.errors import AttentionError
-from attnspan.parallel.loss import shared
 from attnspan.transports.distributed import Distributed
 
 if TYPE_CHECKING:  # importing DTensor takes as long as all of this package: only sessions with DTensors pay for it
@@ -36,35 +32,6 @@ PLAIN = (Tensor, torch.nn.Parameter)
 
 SEQ = 2
 """The dim of the sequence in (B, H, S, D)."""
-
-
-def run_attention(core: Core, attend: Attention, inputs: Inputs, expand: Expand | None = None) -> tuple[Tensor, Tensor]:
-    """(out, lse) of an attention on local tensors; for DTensors they are DTensors too. With `expand`, key and value are
-    a latent.
-
-    Sinks and captured tensors are the same on every rank and get the sum of all ranks' gradients; each rank takes its
-    part, see [Note: averages] in loss.py.
-    """
-    tensors = inputs[:3]
-    plain = all(type(x) in PLAIN for x in tensors)
-    sharded = [] if plain else [x for x in tensors if is_dtensor(x)]
-    if sharded and expand is not None:
-        raise AttentionError("query and latent must be plain tensors, got DTensors; give to_local() of each")
-    if sharded:
-        _check_all(core, tensors, sharded)
-        query, key, value = (x.to_local() for x in sharded)
-        inputs = inputs._replace(query=query, key=key, value=value)
-    if inputs.sinks is not None:
-        inputs = inputs._replace(sinks=shared(inputs.sinks, core.ranks))
-    if inputs.captured:
-        parts = [shared(x, core.ranks) if x.requires_grad else x for x in inputs.captured]
-        inputs = inputs._replace(captured=parts)
-    out, lse = attend.run(inputs, expand)
-    if not sharded:
-        return out, lse
-    given = sharded[0]
-    mesh, placements, shape = given.device_mesh, given.placements, tuple(given.shape[:3])
-    return as_dtensor(out, mesh, placements, (*shape, out.shape[3])), as_dtensor(lse, mesh, placements, shape)
 
 
 def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
@@ -82,7 +49,8 @@ def is_split(tensor: Tensor) -> bool:
     )
 
 
-def _check_all(core: Core, tensors: tuple[Tensor, ...], sharded: list[DTensor]) -> None:
+def check_dtensors(core: Core, tensors: tuple[Tensor, ...], sharded: list[DTensor]) -> None:
+    """Refuse DTensors beside plain tensors, and DTensors that do not hold the session's shards."""
     if len(sharded) < len(tensors):
         kinds = ", ".join(type(x).__name__ for x in tensors)
         raise AttentionError(f"query, key and value must all be DTensors or all plain tensors, got {kinds}")

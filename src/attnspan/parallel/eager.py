@@ -1,11 +1,11 @@
-"""Code that torch.compile leaves alone.
+"""Code that torch.compile does not compile.
 
-`eagerly` is for functions: compiled code ends a graph before them, runs them as they are, and begins another.
+`eagerly` is for functions: compiled code has a graph break before them, and runs them eagerly.
 
-[Note: frames of our own] Where torch.compile gives up on a user's function, or breaks off at a call, it goes on to
-compile what is called there, function by function. Our code between the user and torch sees all kinds of arguments, and
-would be compiled until the recompilation limit is hit. `run_eagerly` tells dynamo to run such frames as they are; as
-part of a user's function they are followed as before.
+[Note: frames of our own] At a graph break, torch.compile goes on to compile the functions that are called there, one by
+one. This library's code between the user and torch is called with all kinds of arguments, and would be compiled until
+the recompilation limit is reached. `run_eagerly` tells dynamo to skip such frames; as part of a user's function they
+are traced as usual.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _DISABLED: dict[Callable[..., object], Callable[..., Any]] = {}  # a function ea
 
 
 def eagerly(function: Callable[P, R]) -> Callable[P, R]:
-    """A function, of a module or a class, of which nothing is compiled, nor of what it calls."""
+    """A function that runs eagerly, with everything that it calls, when compiled code calls it."""
     if "torch._dynamo" not in sys.modules:  # to import it takes longer than all of this package
         return function
     if function not in _DISABLED:  # to make one takes longer than a small call
@@ -33,7 +33,7 @@ def eagerly(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def run_eagerly(code: CodeType, *, callees: bool = True) -> None:
-    """Keep torch.compile from compiling code, and what it calls, by itself. See [Note: frames of our own]."""
+    """Have torch.compile skip frames of a code object, and their callees. See [Note: frames of our own]."""
     try:
         from torch._C._dynamo import eval_frame
 

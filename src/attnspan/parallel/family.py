@@ -1,9 +1,9 @@
-"""A family: the sessions that come from one another by `with_mask`, remembered by their masks, length and layout.
+"""A family: the sessions made from one another by `with_mask`, cached by their masks, length and layout.
 
-[Note: plans ahead] Another batch's session may be made in another thread while this one's runs, so what a family has in
-common is changed under a lock, and no session is planned under it: asking for a known session never waits. A
-new session is planned at once for the shape that attention last ran on, steps of this rank included, so that its first
-call finds them. Nothing is asked of other ranks for that; what only they can tell waits for the first call.
+[Note: plans ahead] The session of the next batch may be made in another thread while this batch runs. So the cache has
+a lock, and planning happens outside it: looking up a known session never waits. A new session is planned at once for
+the shape that attention last ran on, including this rank's steps, so that its first call finds the plan. This needs no
+communication; what ranks have to exchange waits for the first call.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from attnspan.parallel.session import ContextParallel
 
 MAX_KEPT = 64
-"""How many sessions a family remembers."""
+"""How many sessions a family caches."""
 
 
 class Family:
-    """Sessions by what they are made of, the least recently asked for first."""
+    """An LRU cache of sessions."""
 
     def __init__(self, key: object, first: ContextParallel) -> None:
         self._sessions = OrderedDict({key: first})
@@ -31,7 +31,7 @@ class Family:
         self.compared_batch = False  # whether ranks were found to load the same batch: [Note: one batch] in batch.py
 
     def session(self, key: object, made: Callable[[], ContextParallel]) -> ContextParallel:
-        """The session that is known, or a new one, planned. See [Note: plans ahead]."""
+        """The cached session, or a new one, planned. See [Note: plans ahead]."""
         with self._lock:
             known = self._sessions.get(key)
         if known is None or not all(mask.is_current for mask in known.masks.values()):  # its functions moved
@@ -41,7 +41,7 @@ class Family:
         return self._remember(key, known, known)
 
     def _remember(self, key: object, found: ContextParallel, before: ContextParallel | None) -> ContextParallel:
-        """A session, or the one that another thread has put in the place of the same one meanwhile."""
+        """Cache a session, unless another thread cached one first; the cached one."""
         with self._lock:
             there = self._sessions.get(key)
             if there is None or there is before:

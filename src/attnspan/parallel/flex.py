@@ -13,8 +13,8 @@
 >>> span.testing.loopback(ranks=2).run(rank)
 [torch.Size([1, 2, 128, 8]), torch.Size([1, 2, 128, 8])]
 
-A call brings its mask and score_mod with it, as functions, and means what they compute at the time of the call. The
-attention of a call is found or made by attentions.py. In compiled code it must be there already: a `BoundAttention`.
+A call passes its mask and score_mod as functions, which count as what they compute at the time of the call.
+attentions.py finds or makes the attention for them. Compiled code has to be given a `BoundAttention` instead.
 
 Shapes: query (B, H, S, D), key (B, Hk, S, D), value (B, Hk, S, Dv), S this rank's tokens.
 """
@@ -24,14 +24,14 @@ from __future__ import annotations
 import torch
 from torch.nn.attention.flex_attention import AuxOutput
 
-from attnspan.attention.call import Inputs
+from attnspan.attention.inputs import Inputs
 from attnspan.errors import AttentionError
 from attnspan.parallel.attentions import Attentions, BoundAttention
 from attnspan.parallel.call_args import FlexArgs, FlexResult
-from attnspan.parallel.dtensors import run_attention
 from attnspan.parallel.eager import eagerly, run_eagerly
 from attnspan.parallel.flex_checks import check_args, check_bound, check_single, check_unsplit
 from attnspan.parallel.guards import Entry
+from attnspan.parallel.run_attention import run_attention
 
 UNBOUND = (
     "under torch.compile, block_mask must be an attention that was made outside: "
@@ -47,7 +47,7 @@ def flex_attention(
     check_args(args, core)
     if isinstance(block_mask, BoundAttention):
         check_bound(block_mask, args, core)
-        attend, captured = block_mask.by_entry[entry], block_mask.captured.of(args.query)
+        attend, captured = block_mask.by_entry[entry], block_mask.captured.for_query(args.query)
     else:
         core.check_scale(args.scale)
         if torch.compiler.is_dynamo_compiling():  # functions are traced between two graphs, if there may be two
@@ -56,7 +56,7 @@ def flex_attention(
             raise AttentionError(UNBOUND)
         attend, captured = eagerly(Attentions.for_call)(attentions, args, name)
     check_single(attend.plan.mask, args.query)
-    if captured or attend.plan.mask.heads > 1 or attend.call.score is not None:
+    if captured or attend.plan.mask.heads > 1 or attend.bound.score is not None:
         check_unsplit(args)
     out, lse = run_attention(core, attend, Inputs(*args[:3], None, captured, args.wants_lse))
     if args.return_aux is not None:

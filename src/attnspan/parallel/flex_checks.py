@@ -1,4 +1,4 @@
-"""What a session accepts of flex_attention's arguments; everything else is refused by name, alike on every rank."""
+"""Checks of flex_attention's arguments: what a session does not support is refused by name, equally on every rank."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from attnspan.parallel.attentions import BoundAttention
 
 PROMISES = ("ROWS_GUARANTEED_SAFE", "BLOCKS_ARE_CONTIGUOUS")
-"""Options that tell of the mask, and ask for nothing."""
+"""Options that describe the mask, and change nothing."""
 
 USUAL = {"BACKEND": "AUTO", "PRESCALE_QK": False, "WRITE_DQ": True, "FORCE_USE_FLEX_ATTENTION": False, "USE_TMA": False}
-"""Options at the values that they have anyway."""
+"""Options with their default values."""
 
 
 def check_args(args: FlexArgs, core: Core) -> None:
-    """Refuse what cannot be served; it is the same on every rank."""
+    """Refuse unsupported arguments."""
     query, key, value = args[:3]
     if not torch.compiler.is_compiling():
         for tensor in (query, key, value):
@@ -105,13 +105,13 @@ def check_single(mask: Mask, query: Tensor) -> None:
 
 
 def check_filled(sizes: list[int]) -> None:
-    """Refuse to make BlockMasks, on every rank, where one of them has no queries."""
+    """Refuse to make BlockMasks, on every rank, if a rank has no queries."""
     if 0 in sizes:
         raise ShardError(f"block_mask: rank {sizes.index(0)} has no tokens, and there is no BlockMask of no queries")
 
 
 def check_unsplit(args: FlexArgs) -> None:
-    """Programs are asked by batch row and head, of which a DTensor may hold but some."""
+    """Refuse DTensors that are sharded on batch or heads: programs need the global index of both."""
     if is_split(args.query):
         raise AttentionError(
             "query must have all batch rows and heads here for a score_mod, or a mask of several heads: it is a "

@@ -1,16 +1,17 @@
-"""Dispatch of torch's flex_attention to the blocks in which attention is context parallel.
+"""Dispatch of torch's flex_attention to the context parallel block of the current thread.
 
-SDPA hands itself to torch function modes (sdpa.py); flex_attention is plain Python and does not. Before a mode sees
-its operator, it has refused the BlockMask of a whole sequence for queries that are a shard. So while a block of
-``cp.flex()`` is open, the function has other code, which looks for a block among the modes of its thread and otherwise
-runs torch's. There is one function object, under whatever name it was imported or compiled.
+SDPA is passed to torch function modes (sdpa.py); flex_attention is a plain Python function, and is not. Its operator
+is, but before that it has already refused the BlockMask of the whole sequence for the queries of a shard. So while a
+``cp.flex()`` block is open, the code object of flex_attention is replaced by one that looks for a block among the modes
+of the thread, and calls torch's code if there is none. Replacing the code works under whatever name the function was
+imported or compiled, as there is only one function object.
 
-[Note: other code] The first block or attachment that needs it, of all threads, puts it in place, and the last one takes
-it away. In a thread without a block it costs a look at an empty stack. torch.compile follows it, and guards on it, as
-on any code.
+[Note: other code] The first block or attachment that needs it, in any thread, installs the replacement, and the last
+one removes it. In a thread without a block it costs a look at an empty stack. torch.compile traces it and guards on it,
+like any code.
 
-[Note: without it] A block of ``cp.sdpa()`` leaves the function alone. What torch's code then does ends in an error, in
-eager and in compiled code: it refuses a BlockMask of other lengths, or calls its operator, which the mode sees and
+[Note: without it] A block of ``cp.sdpa()`` does not replace the code. torch's own code then ends in an error, both
+eager and compiled: it refuses a BlockMask of other lengths, or calls its operator, which the mode intercepts and
 refuses. `raised_in_flex` recognises both when the block ends, so that the error can say what to do.
 
 Knows nothing of sessions.
@@ -32,12 +33,12 @@ from attnspan.assumptions import Assumption
 from attnspan.parallel.eager import run_eagerly
 
 _FLEX = torch_flex.flex_attention
-_LOCK = RLock()  # what is collected ends in whatever thread that happens
+_LOCK = RLock()  # garbage collection may end a block in any thread, at any time
 _OPEN = [0]  # blocks and attachments that need it, of all threads
 
 
 class FlexMode(TorchFunctionMode):
-    """A mode that flex_attention is handed to."""
+    """A mode that calls of flex_attention are handed to."""
 
     if TYPE_CHECKING:  # torch's, which it does not annotate
 
@@ -51,16 +52,16 @@ class FlexMode(TorchFunctionMode):
 
 
 def install() -> None:
-    """A block or an attachment that needs it begins. See [Note: other code]."""
+    """To be called when a block or an attachment begins that needs it. See [Note: other code]."""
     with _LOCK:
-        DISPATCHES.hold()
+        DISPATCHES.verify()
         _OPEN[0] += 1  # first: a block that is collected in between ends, and may be the last before this one
         if _FLEX.__code__ is not _CODE:
             _FLEX.__code__ = _CODE
 
 
 def uninstall() -> None:
-    """It ends."""
+    """To be called when it ends."""
     with _LOCK:
         _OPEN[0] -= 1
         if not _OPEN[0]:
@@ -68,7 +69,7 @@ def uninstall() -> None:
 
 
 def raised_in_flex(raised: object) -> TypeGuard[Exception]:
-    """Whether torch's flex_attention raised it, in eager code. See [Note: without it]."""
+    """Whether torch's flex_attention raised this, in eager code. See [Note: without it]."""
     if not isinstance(raised, Exception):
         return False
     return any(frame.f_code is torch_flex_attention.__code__ for frame, _ in walk_tb(raised.__traceback__))
@@ -123,7 +124,7 @@ class _FlexProbe(FlexMode):
 
 
 def _reaches() -> bool:
-    """Whether the other code has torch's signature, and hands a call to the innermost block, or else to torch."""
+    """Whether the replacement has torch's signature, and calls the innermost block."""
     ours, torchs = (
         [(p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()]
         for function in (_replacement, torch_flex_attention)

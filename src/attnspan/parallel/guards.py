@@ -1,13 +1,13 @@
-"""Attention in checkpointed regions: the two rules of [Note: replays] in checkpoint_regions.py, by the way of entry.
+"""Guards: checks of attention in checkpointed regions, by the two rules of [Note: replays] in checkpoint_regions.py.
 
 [Note: ways of entry] A call of attention comes in one of three ways::
 
     eager                  from eager code: both rules are checked before the call
-    compiled_with_block    from compiled code that enters the block itself, whenever it runs: only the session has to be
-                           the same
-    compiled_in_block      from compiled code inside a block of eager code: both rules
+    compiled_with_block    from compiled code that enters the block itself, also when it runs again: only the second
+                           rule, that the session is the same
+    compiled_in_block      from compiled code inside a block that eager code entered: both rules
 
-In compiled code the op checks them when it runs, since only then there is a stack to look at.
+For compiled code the op checks them when it runs, since only then there is a stack to inspect.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 Entry = Literal["eager", "compiled_with_block", "compiled_in_block"]
 
 Guards = Mapping[Entry, Callable[[], None]]
-"""What is checked before a call, by its way of entry."""
+"""The check before a call, by its way of entry."""
 
 _USED: WeakKeyDictionary[object, WeakSet[Core]] = WeakKeyDictionary()  # of each region's first run
 

@@ -1,10 +1,11 @@
-"""What a block hands intercepted calls to: a session's attention, or a refusal.
+"""Handlers answer the calls that a block intercepts: with a session's attention, or with an error.
 
-A handler answers two functions, SDPA and flex_attention, whose calls come in one of three ways; the way is an argument
-([Note: ways of entry] in guards.py). nn.MultiheadAttention is SDPA in other code (multihead.py).
+A handler has one method for SDPA and one for flex_attention. Calls come in one of three ways, which are an argument
+([Note: ways of entry] in guards.py). nn.MultiheadAttention is run by code that calls SDPA (multihead.py).
 
-[Note: refused together] A rank that raised alone would leave the others waiting for its keys. So in eager code it tells
-them, as long as they ask: when tensors of such shapes first come (attention/agreement.py). Later it raises alone.
+[Note: refused together] A rank that raised alone would leave the others waiting for its keys. So in eager code all
+ranks raise together if tensors of such shapes come for the first time, when ranks agree anyway
+(attention/agreement.py). After that a rank raises alone.
 """
 
 from __future__ import annotations
@@ -18,19 +19,20 @@ from torch import Tensor
 
 from attnspan.attention import Attention
 from attnspan.attention.agreement import refuse
-from attnspan.attention.call import Inputs
+from attnspan.attention.inputs import Inputs
 from attnspan.errors import AttentionError, AttnspanError
 from attnspan.parallel.attentions import Attentions
 from attnspan.parallel.call_args import FlexArgs, FlexResult, SdpaArgs, as_4d, sdpa_args
-from attnspan.parallel.dtensors import is_dtensor, run_attention
+from attnspan.parallel.dtensors import is_dtensor
 from attnspan.parallel.flex import flex_attention
 from attnspan.parallel.guards import Entry, Guards, guarded, guards_of
 from attnspan.parallel.multihead import multi_head_attention
+from attnspan.parallel.run_attention import run_attention
 from attnspan.parallel.sdpa_checks import SdpaChecks
 
 
 class Handler(ABC):
-    """Answers intercepted calls. Made in eager code, before anything is compiled that uses it."""
+    """Answers intercepted calls. Made in eager code, before compiled code uses it."""
 
     @abstractmethod
     def sdpa(self, entry: Entry, args: SdpaArgs) -> Tensor:
@@ -47,7 +49,7 @@ class Handler(ABC):
 
 
 class SessionHandler(Handler):
-    """A session's attention; SDPA under the mask of a name, and refused if that is None."""
+    """A session's attention. SDPA uses the mask called `name`; it is refused if that is None."""
 
     def __init__(self, attentions: Attentions, name: str | None, guards: Guards | None = None):
         self.core, self.attentions, self.name = attentions.core, attentions, name
@@ -78,7 +80,7 @@ class SessionHandler(Handler):
         return self._run(self.by_entry[entry], args)
 
     def _checked(self, args: SdpaArgs) -> Attention:
-        """The attention of a call of eager code, once nothing speaks against it."""
+        """The attention for a call in eager code, after all checks."""
         for tensor in args[:3]:
             self.core.sharding.check_mark(tensor)
         attend = self.by_entry["eager"] if self.checks.has_usual_scale(args) else self._with_scale(args)
@@ -106,11 +108,11 @@ class SessionHandler(Handler):
         self.checks.check(args)
 
     def refuse(self, attend: Attention, args: SdpaArgs, wrong: AttentionError) -> NoReturn:
-        """Raise what is wrong. See [Note: refused together]."""
+        """Raise an error. See [Note: refused together]."""
         if all(isinstance(x, Tensor) and x.dim() > 1 and not is_dtensor(x) for x in args[:3]):
             inputs = Inputs(as_4d(args.query), as_4d(args.key), as_4d(args.value), dropout_p=args.dropout_p)
             try:
-                call = attend.call.for_inputs(inputs)
+                call = attend.bound.for_inputs(inputs)
             except AttnspanError:  # there is no plan for such tensors, on which all could agree
                 raise wrong from None
             refuse(call, inputs, wrong)
@@ -118,7 +120,7 @@ class SessionHandler(Handler):
 
 
 class UnnamedMask(Handler):
-    """Stands where a module has no mask: its attention is refused."""
+    """The handler of a module without a mask, which refuses attention."""
 
     def sdpa(self, entry: Entry, args: SdpaArgs) -> NoReturn:
         raise AttentionError(

@@ -1,21 +1,21 @@
 """Losses and metrics over tokens that lie on many ranks.
 
-[Note: averages] DDP and FSDP2 average gradients over ranks. A mean over a rank's own tokens would then weigh a token on
-a rank with few valid ones more than another, and a rank with none would give NaN. Here the value is the mean over the
-valid tokens of all ranks, the same on each, and the gradient of each rank's tokens is `ranks / count`: averaged over
-ranks, the gradients of all parameters are those of one device. Training without DDP or FSDP2 averages them with
+[Note: averages] DDP and FSDP2 average gradients over ranks. With a mean over each rank's own tokens, tokens on ranks
+with few valid ones would weigh more, and a rank with none would give NaN. Here the value is the mean over the valid
+tokens of all ranks, the same on each, and the gradient of each rank's tokens is `ranks / count`: averaged over ranks,
+the gradients of all parameters are those of one device. Training without DDP or FSDP2 averages them with
 `ContextParallel.average_gradients`.
 
-[Note: a count of many] A mean over several micro-batches has one count, that of all of them, known before the first
-backward. Given as `count`, each micro-batch's loss is its part of the mean, and the parts and their gradients add up.
-A count must be taken over the ranks that the mean is over. So a sum remembers its ranks (by identity, as marks.py does
-for shards), a count that was summed over other ranks is refused, and beyond the session's own ranks nothing else is
-taken: a plain number does not tell whose tokens it counts.
+[Note: a count of many] With gradient accumulation, the mean is over the tokens of all micro-batches, whose number must
+be known before the first backward. With that number as `count`, the losses of micro-batches, and their gradients, add
+up to the mean's. The count must be taken over the same ranks as the mean. So a sum remembers its ranks (in a table by
+identity, like marks.py), and a count summed over other ranks is refused. With `over`, a count must be such a sum: a
+plain number does not tell whose tokens it counts.
 
-[Note: one row each] A rank says what it computes, or that it refuses, from host to host, and brings one row of three
-whole numbers: the bits of its sum, its number of valid tokens, and the bits of its count. Every rank gets what all say
-and bring, and compares: all go on or all raise, whatever is wrong on one of them, and equal counts are equal bits. Only
-counts are read, which costs a wait for the device. The words of a refusal travel only after one.
+[Note: one row each] Each rank sends a record of what it computes, or that it refuses, from host to host, and
+contributes one row of three integers: the bits of its sum, its number of valid tokens, and the bits of its count. Every
+rank compares all records and rows, so all proceed or all raise. Only counts are read on the host, which waits for the
+device. The text of an error is exchanged only after a refusal.
 
 Shapes: per_token and valid have one shape, any. Sums are taken in float64 and numbers of tokens in int64, so that 2^24
 tokens are not one too few; the result has the values' dtype, float32 for half precision and whole numbers.
@@ -32,7 +32,7 @@ import torch.utils.checkpoint
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from attnspan.attention.transforms import check_no_tangents, check_no_transform, check_untransformed
+from attnspan.attention.transforms import check_untransformed
 from attnspan.dtypes import dtype_name, dtype_or_type, lse_dtype
 from attnspan.errors import ShardError, TransportError
 from attnspan.masks.versions import version_of
@@ -354,27 +354,3 @@ def _misfit(parameters: Sequence[torch.nn.Parameter], transport: Transport) -> S
 def _digest(parameters: Sequence[torch.nn.Parameter]) -> str:
     told = [(tuple(_local(parameter).shape), dtype_name(parameter.dtype)) for parameter in parameters]
     return digest(told)
-
-
-def shared(parameter: Tensor, ranks: int) -> Tensor:
-    """The parameter, for a use that sums its gradient over ranks: each rank then takes its part of the sum.
-
-    So what averages gradients over ranks finds `ranks` equal parts, as it finds for every other parameter.
-    """
-    check_no_transform("attention")
-    check_no_tangents("attention", parameter)
-    part: Tensor = _Shared.apply(parameter, ranks)
-    return part
-
-
-class _Shared(torch.autograd.Function):
-    apply: ClassVar[Callable[..., Tensor]]  # torch's, which it does not annotate
-
-    @staticmethod
-    def forward(ctx: Any, parameter: Tensor, ranks: int) -> Tensor:
-        ctx.ranks = ranks
-        return parameter.view_as(parameter)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad / ctx.ranks, None

@@ -1,7 +1,7 @@
-"""What a tensor remembers of being sharded, so that a second time, or another layout, is noticed.
+"""Marks of shards, which reveal tensors that are sharded twice or used with another layout.
 
-A mark is kept beside the tensor and not on it: copies, files and what is computed from a shard know nothing of it, and
-it goes when the tensor goes. So a mark proves a mistake; that there is none proves nothing.
+A mark is kept in a table with weak keys, not on the tensor: copies, saved tensors and results computed from a shard
+have none. So a mark can prove a mistake, and its absence proves nothing.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Tokens that go from shard to shard: who sends which, and where they land.
+"""Moves of tokens between shards: which tokens each rank sends, and where they land.
 
-Moves are worked out once from the layout, as data; then any tensor's tokens travel by them, and its gradient the same
-way back, where what comes back of one token is added up. Only what crosses between ranks is on the wire. `shifted` are
-the moves of a shift, `before` those that bring every stretch the tokens before it (recurrence/plan.py).
+Moves are derived once from the layout, as data, and then applied to any tensor. Its gradient takes the reverse way, and
+is summed where a token went to several places. Only tokens that cross ranks travel. `shifted` are the moves of a shift,
+`before` those that bring the preceding tokens to every stretch (recurrence/plan.py).
 
 Shapes: tensors have tokens outermost, (T, ...); where batch rows move differently, T counts through all of them.
 """

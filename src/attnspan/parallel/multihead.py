@@ -1,7 +1,8 @@
 """nn.MultiheadAttention inside a block: F.multi_head_attention_forward with the SDPA of a session.
 
-The function hands itself to the torch function mode, which is off while it handles that: what the function then calls
-is not intercepted. So the same code is given other names to look up. Eager code alone: torch.compile cannot follow it.
+torch passes this function to the torch function mode, which is disabled while it handles the call, so that the SDPA
+call inside is not intercepted. So the function's code runs with other globals, in which SDPA is the session's. In eager
+code only: torch.compile cannot trace that.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor
 from attnspan.errors import AttentionError
 
 NEED_WEIGHTS = 15
-"""The place of `need_weights` among the arguments of F.multi_head_attention_forward."""
+"""The index of `need_weights` among the arguments of F.multi_head_attention_forward."""
 
 
 def multi_head_attention(attend: Callable[..., Tensor]) -> Callable[..., object]:

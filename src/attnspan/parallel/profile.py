@@ -1,12 +1,12 @@
 """Passes of attention step by step, measured beside predicted: what `ContextParallel.profile` records.
 
 Each pass has a row for every step of its plan, one for the exchanges of heads, and one for the rest: packing, merging,
-sums. Measured are the medians of the latest passes on this rank (attention/recording.py says what of); predicted is the
-timeline (plan/timeline.py). A step's transfers are its keys, and in backward the gradients that go home after it. The
-time of a transfer under compute is an upper bound, as only waiting for it tells that it has ended.
+sums. Measured times are medians of the latest passes on this rank (attention/recording.py); predicted ones come from
+the timeline (plan/timeline.py). The transfers of a step are its keys, and in backward the gradients sent home after it.
+The time of a transfer that overlaps with compute is an upper bound, since only a wait shows that it has ended.
 
-Virtual ranks are threads of one process. Their computing is measured as it is, while a transfer is a copy, and waiting
-includes the work of other ranks.
+Virtual ranks are threads of one process: their compute times are real, a transfer is a copy, and waiting includes the
+work of other ranks.
 """
 
 from __future__ import annotations

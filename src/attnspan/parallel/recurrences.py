@@ -1,13 +1,12 @@
-"""The recurrences of a session: its documents and ranks, for recurrent layers and short convolutions.
+"""The recurrences of a session: recurrent layers and short convolutions over its documents and ranks.
 
-States are those of documents, counted through the batch rows: (documents, ...), as packed kernels have them. Where a
-row is one document, that is one state for each row. Initial states are given whole on every rank; their gradient is on
-the rank where the document begins, zero on the others. Final states come whole to every rank: see [Note: gradients] in
+There is one state per document, numbered through the batch rows: (documents, ...), as in packed kernels. If each row is
+one document, that is one state per row. Initial states are given whole on every rank; their gradient is on the rank
+where the document begins, and zero on the others. Final states are whole on every rank: see [Note: gradients] in
 sharding.py.
 
-[Note: short runs] Maps have the size of states, however few tokens they stand for. A layout with many short stretches
-moves more in maps than in gathering the tokens would take, or computes more for maps than for tokens; the first call
-that does says so.
+[Note: short runs] A map has the size of a state, however few tokens it stands for. With many short stretches, maps take
+more traffic than gathering the tokens would, or more work than the tokens themselves; the first such call warns.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
-"""What a session was used for: the witness of attention/uses.py, in words and bytes.
+"""Reports what a session was used for: calls, bytes, work and times of its attention.
 
-Counted where attention ran, so a layer that went another way is missing here: `ContextParallel.assert_used` is how a
-training script proves that none did. Bytes are those that arrived at this rank from others, worked out from the plan
-(plan/traffic.py); a replay of a checkpointed region is a forward pass. Not counted: what other calls of the session
-move.
+Calls are counted where attention runs (attention/uses.py), so layers that bypass it are missing;
+`ContextParallel.assert_used` proves that there are none. Bytes are those received from other ranks, derived from the
+plan (plan/traffic.py); a replay of a checkpointed region counts as a forward pass. Traffic of other methods of the
+session is not counted.
 
-Times are the medians of the latest passes on this rank (attention/pass_timer.py), beside what the cost model predicts
-of them. Where the two are apart by more than half of what was predicted, the report says so. On virtual ranks, which
-take turns on one device, nothing is predicted.
+Times are the medians of the latest passes on this rank (attention/pass_timer.py), next to the cost model's prediction,
+with a warning if they differ by more than half of it. Nothing is predicted on virtual ranks, which share one device.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""``with cp.sdpa():`` F.scaled_dot_product_attention inside is context parallel, for that block and thread.
+"""``with cp.sdpa():`` makes F.scaled_dot_product_attention context parallel in the block, in the current thread.
 
-A torch function mode: it sees every call of a torch function, by whatever name that was imported, inside torch.compile
-too, and ends with its block. Calls of SDPA are compared with the session, argument by argument, then served by it or
-refused. ``with cp.flex():`` is such a block too, which flex_attention reaches (flex_dispatch.py), with masks of its own
-(flex.py). Attention by any other function (flex_attention in ``cp.sdpa()``, varlen, the fused encoder layer,
-MultiheadAttention with weights) would see this rank's tokens alone and is refused, as are ops of other libraries whose
-names tell of attention. What no mode can see: TorchScript, kernels that are no ops, ops whose names say nothing
-(``fwd``), attention written out as matmuls, which is what torch.compile makes of
-torch._scaled_dot_product_attention_math. `ContextParallel.assert_used` counts what did run.
+The block is a torch function mode: it intercepts every call of a torch function, under whatever name it was imported,
+and inside torch.compile. The arguments of SDPA are checked against the session, which then computes the call or
+refuses it. ``with cp.flex():`` is such a block for flex_attention as well (flex_dispatch.py), whose calls bring their
+own masks (flex.py). Attention by any other function (flex_attention in ``cp.sdpa()``, varlen, the fused encoder layer,
+MultiheadAttention with weights) would only see this rank's tokens and is refused, as are ops of other libraries with
+attention in their names. A mode cannot intercept TorchScript, kernels that are not ops, ops with other names (``fwd``),
+or attention written as matmuls, which is what torch.compile makes of torch._scaled_dot_product_attention_math.
+`ContextParallel.assert_used` counts the calls that did run.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ FUSED = {
     torch._transformer_encoder_layer_fwd,
     *(each for name, each in vars(torch).items() if "attention" in name and isinstance(each, BuiltinFunctionType)),
 }
-"""Attention in functions of torch that are no ops."""
+"""torch functions that compute attention and are not ops."""
 
 OPS = (OpOverload, OpOverloadPacket, HigherOrderOperator)
 
 SDPA_OPS = (torch.ops.aten.scaled_dot_product_attention, torch.ops.aten.scaled_dot_product_attention.default)
 
 ATTENTION_NAMES = re.compile(r"(?<!fl)att(?!er)|flash|fmha|mha_|(?<!f)sdp(?!_choice)|transformer")
-"""What names of attention have in common; not flatten, scatter or FSDP."""
+"""Matches names of attention functions, and not flatten, scatter or FSDP."""
 
 
 class AttentionMode(FlexMode):
@@ -60,19 +60,20 @@ class AttentionMode(FlexMode):
     def __init__(self, handler: Handler, flex: bool = False, entry: Entry | None = None):
         super().__init__()
         self.handler, self.flex = handler, flex
-        self.entry = entry  # of calls in compiled code, where the block stands for another that was entered before
-        self.compiled = False  # whether the block was compiled with what is in it
+        self.entry = entry  # of calls in compiled code, if this block repeats one that was entered before
+        self.compiled = False  # whether the block itself is in compiled code
         self.pushed: list[bool] = []
 
     def __enter__(self) -> AttentionMode:
         self.compiled = torch.compiler.is_compiling()
         if self.compiled:
             return super().__enter__()
-        MODE.hold()
+        MODE.verify()
         checkpoint_regions.enter()
         around = _get_current_function_mode()
-        # A second mode just like the one that is on would cost every call of torch a detour, and change nothing.
-        self.pushed.append(not (isinstance(around, AttentionMode) and around._equals(self)))
+        # A second mode equal to the active one would add overhead to every call of torch, and change nothing.
+        same = isinstance(around, AttentionMode) and around.handler is self.handler and around.flex == self.flex
+        self.pushed.append(not same)
         if self.flex:
             flex_dispatch.install()
         return super().__enter__() if self.pushed[-1] else self
@@ -89,9 +90,6 @@ class AttentionMode(FlexMode):
         if not self.flex and raised_in_flex(raised[1]):
             raise AttentionError(NO_FLEX) from raised[1]
 
-    def _equals(self, other: AttentionMode) -> bool:
-        return self.handler is other.handler and self.flex == other.flex
-
     def __torch_function__(
         self, func: Function, types: object, args: Args = (), kwargs: Kwargs | None = None
     ) -> object:
@@ -104,7 +102,7 @@ class AttentionMode(FlexMode):
         return func(*args, **kwargs)
 
     def flex_attention(self, *args: object, **kwargs: object) -> FlexResult:
-        """A call of flex_attention, which modes do not see by themselves."""
+        """A call of flex_attention, which flex_dispatch.py hands over."""
         if not self.flex:  # another block or attachment has put the dispatch in place
             raise AttentionError(NO_FLEX)
         if not torch.compiler.is_compiling():
@@ -116,7 +114,7 @@ class AttentionMode(FlexMode):
         return self.entry or ("compiled_with_block" if self.compiled else "compiled_in_block")
 
     def _eager_call(self, func: Function, name: str, args: Args, kwargs: Kwargs) -> object:
-        """An op, or a function whose name may tell of attention."""
+        """An op, or a function with attention in its name."""
         if func is F.scaled_dot_product_attention or func in SDPA_OPS:
             return self.handler.sdpa("eager", sdpa_args(*args, **kwargs))
         if func is F.multi_head_attention_forward:
@@ -129,7 +127,7 @@ class AttentionMode(FlexMode):
         return func(*args, **kwargs)
 
     def _traced_call(self, func: Function, args: Args, kwargs: Kwargs) -> object:
-        """The same under torch.compile, which follows this code: plain comparisons, no names."""
+        """The same under torch.compile, which traces this code: only comparisons by identity."""
         if func is F.scaled_dot_product_attention or func is SDPA_OPS[0] or func is SDPA_OPS[1]:
             return self.handler.sdpa(self._compiled_entry(), sdpa_args(*args, **kwargs))
         if func is F.multi_head_attention_forward:
@@ -149,10 +147,10 @@ class AttentionMode(FlexMode):
         return func(*args, **kwargs)
 
     def _with_reentering(self, func: HigherOrderOperator, args: Args) -> Args:
-        """The arguments of an operator on functions: a checkpointed one, a branch, the body of a loop.
+        """The arguments of a higher-order operator (checkpoint, cond, loop) whose functions enter the mode again.
 
-        The mode is off while such an operator is followed, so functions enter it again; which dynamo allows only if
-        a block was entered before in the code that it follows (compiled_checkpoints.py).
+        torch disables the mode inside such an operator. dynamo lets the functions enter a mode only if the code around
+        them entered one before (compiled_checkpoints.py).
         """
         if func is torch.ops.higher_order.flex_attention:
             raise AttentionError(NO_OPERATOR if self.flex else NO_FLEX)
@@ -184,12 +182,12 @@ def _is_function(arg: object) -> TypeGuard[Function]:
 
 @functools.lru_cache(maxsize=4096)
 def _is_attention_name(name: str) -> bool:
-    """Whether the name of a function may tell of attention."""
+    """Whether a name looks like that of an attention function."""
     return ATTENTION_NAMES.search(name) is not None
 
 
 def _is_attention(func: object) -> bool:
-    """Whether a function is attention on what it is given: one of torch's, or an op that is called so."""
+    """Whether a function computes attention: one of torch's, or an op whose name or library says so."""
     if not isinstance(func, OPS):
         return isinstance(func, BuiltinFunctionType) and func in FUSED
     library = (getattr(func, "__module__", None) or "").removeprefix("torch._ops.")
@@ -231,7 +229,7 @@ class _ModeProbe(TorchFunctionMode):
 
 
 def _intercepts() -> bool:
-    """Whether a mode sees SDPA and MultiheadAttention by the functions compared with, and the latter can be rewired."""
+    """Whether a mode intercepts SDPA and MultiheadAttention, and the latter can be given another SDPA."""
     x, weight = torch.ones(2, 1, 4, device="cpu"), torch.ones(12, 4, device="cpu")
     # No module is made for it, which would draw random numbers.
     given = (x, x, x, 4, 1, weight, weight[:, 0], None, None, False, 0.0, weight[:4], weight[:4, 0], False, None, False)

@@ -1,4 +1,4 @@
-"""ContextParallel: one sequence, its masks and its layout, on a group of ranks. What a training script touches.
+"""ContextParallel: a sequence, its masks and its layout on a group of ranks; the entry point of a training script.
 
 >>> import torch
 >>> import attnspan as span
@@ -12,9 +12,9 @@
 [0, 1, 2, 7] [[1, 2, -100, -100]]
 [3, 4, 5, 6] [[4, 5, 6, 7]]
 
-All state of a session that matters is its core (core.py): another batch is another session (`with_mask`), and several
-live at once. The only thing of torch's that it changes is the code of flex_attention, while `flex()` or an attachment
-with ``flex=True`` is open (flex_dispatch.py). It counts what it is used for (report.py).
+A session is defined by its core (core.py), which is frozen: another batch is another session (`with_mask`), and several
+can be alive. Nothing of torch is changed, except the code of flex_attention while `flex()` or an attachment with
+``flex=True`` is open (flex_dispatch.py).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, FlexKernelOptions
 
-from attnspan.attention.call import Inputs
+from attnspan.attention.inputs import Inputs
 from attnspan.attention.latent import Expand, as_keys
 from attnspan.attention.score import ScoreFunction
 from attnspan.errors import AttentionError, ShardError, integer
@@ -42,7 +42,6 @@ from attnspan.parallel.attentions import Attentions, BoundAttention
 from attnspan.parallel.batch import Batch, shard_batch
 from attnspan.parallel.call_args import FlexArgs, FlexResult
 from attnspan.parallel.core import Core, Masks, SessionOptions, named_masks
-from attnspan.parallel.dtensors import run_attention
 from attnspan.parallel.eager import run_eagerly
 from attnspan.parallel.family import Family
 from attnspan.parallel.flex import flex_attention
@@ -51,6 +50,7 @@ from attnspan.parallel.moves import Moves, shifted
 from attnspan.parallel.profile import Profile
 from attnspan.parallel.recurrences import Convolution, Recurrences
 from attnspan.parallel.report import Report, check_used
+from attnspan.parallel.run_attention import run_attention
 from attnspan.parallel.sdpa import AttentionMode
 from attnspan.plan import Plan, Strategy
 from attnspan.plan.choose import KeepKeys
@@ -68,8 +68,8 @@ class ContextParallel:
     torch.device: this process alone.
     `mask` is one mask, or a dict of them by name for models whose layers differ; `layout` is then balanced over all,
     by `weights` (how many layers have each). `strategy` and `kernel` are chosen by the shapes of the tensors if "auto".
-    With `keep_keys` the keys that arrive stay until backward, which then moves gradients alone; "auto" keeps them where
-    they take no more memory than what autograd saves of a call.
+    With `keep_keys` received keys are kept until backward, which then only moves gradients; "auto" keeps them if they
+    take no more memory than what autograd saves of a call.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class ContextParallel:
         self.mesh, self.transport, self.seq_len, self.masks = core.mesh, core.transport, core.seq_len, core.masks
         self.options, self.layout, self.sharding = core.options, core.layout, core.sharding
         self.attentions = Attentions(core)
-        self.layers: int | Mapping[str, int] | None = None  # that attend by it, where somebody has counted them
+        self.layers: int | Mapping[str, int] | None = None  # the number of attention layers, if a caller has set it
         self.family = Family(_key(core.masks, core.seq_len, core.options.layout), self)
         self._moves: dict[tuple[int, bool], Moves] = {}
         self._recurrences = Recurrences(core)
@@ -102,10 +102,10 @@ class ContextParallel:
     # ---- other sequences -----------------------------------------------------------------------------------------
 
     def with_mask(self, mask: Masks, *, seq_len: int | None = None, layout: Layout | None = None) -> ContextParallel:
-        """The same on another sequence: the next batch, with other documents. Remembered, so that asking is cheap.
+        """A session for another sequence, such as the next batch with other documents; cached.
 
-        What was sharded by one session is no shard of another whose layout differs, as "auto" differs with the mask;
-        `layout` keeps one, for this session and for those that come from it. May be called in another thread while this
+        A shard of one session is no shard of another with a different layout, and an "auto" layout depends on the mask;
+        `layout` fixes one, for the new session and for those made from it. May be called in another thread while this
         session is in use: [Note: plans ahead] in family.py.
         """
         length = self.seq_len if seq_len is None else seq_len
@@ -114,7 +114,7 @@ class ContextParallel:
         return self.family.session(_key(named_masks(mask), length, options.layout), made)
 
     def _sibling(self, mask: Masks, seq_len: int, options: SessionOptions) -> ContextParallel:
-        """A session of this family, on the same transport: another thread has another current device."""
+        """A session of this family on the same transport, since another thread has another current device."""
         other = ContextParallel.__new__(ContextParallel)
         other._begin(Core.on(self.mesh, self.transport, seq_len, mask, options))
         other.family = self.family
@@ -131,7 +131,7 @@ class ContextParallel:
 
     @property
     def rank(self) -> int:
-        """This rank's number in the group; of a mesh, its place there, row by row."""
+        """This rank's number in the group; in a mesh of two axes, counted row by row."""
         return self.transport.rank
 
     @property
@@ -146,18 +146,18 @@ class ContextParallel:
 
     @property
     def plan(self) -> Plan:
-        """The plan of the first mask; with strategy "auto", the one last used, or before that one with "needed"."""
+        """The plan of the first mask; with strategy "auto", the one that last ran, or "needed" before any call."""
         return self.plan_of(next(iter(self.masks)))
 
     def plan_of(self, mask: str) -> Plan:
         """The plan of a mask, by its name."""
-        return self.attentions.named[self.core.mask_name(mask)].call.latest
+        return self.attentions.named[self.core.mask_name(mask)].bound.latest
 
     @property
     def positions(self) -> Tensor:
-        """The global positions of this rank's tokens, on the group's device: (S,), or (B, S) if rows lie differently.
+        """The global positions of this rank's tokens, on the group's device: (S,), or (B, S) if batch rows differ.
 
-        Rotary embeddings, and everything else that asks where a token is, need these. A copy: do with it as you like.
+        Rotary embeddings and other position embeddings need these. A copy, which may be modified.
         """
         own = self.sharding.own
         return own[0].clone() if self.layout.rows == 1 else own.clone()
@@ -188,7 +188,7 @@ class ContextParallel:
         seeded alike on all ranks, or given.
         """
         attend = self.attentions.named[self.core.mask_name(mask)]
-        if not torch.compiler.is_compiling():  # what is computed from a shard bears no mark: only the plainest mistake
+        if not torch.compiler.is_compiling():  # finds only shards passed directly: computed tensors have no mark
             for tensor in (query, key, value):
                 if tensor is not None:
                     self.sharding.check_mark(tensor)
@@ -213,9 +213,9 @@ class ContextParallel:
         """torch's flex_attention on shards: this rank's queries over the keys of all ranks (flex.py).
 
         `block_mask` is the BlockMask of the whole sequence, a mask, the name of one of the session's, or a result of
-        `attention_for`. None attends to everything, as in torch, and is refused where the session's mask does not.
-        score_mod and mask_mod see global positions; tensors that a score_mod captures get gradients, to be averaged
-        like others.
+        `attention_for`. None attends to everything, as in torch, and is refused unless the session's mask does too.
+        score_mod and mask_mod see global positions; tensors that a score_mod captures get gradients, which are averaged
+        over ranks like those of other parameters.
         """
         rest = (score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options, return_aux)
         return flex_attention(self.attentions, FlexArgs(query, key, value, *rest))
@@ -229,14 +229,15 @@ class ContextParallel:
     ) -> BoundAttention:
         """Attention under a mask, a scale and a score_mod, made once and called with shards: `attend(q, k, v)`.
 
-        `mask` is a mask, the BlockMask of the whole sequence, or the name of one of the session's; None is its only
-        one. Made outside of torch.compile and used inside, also as the `block_mask` of flex_attention; another one does
-        not recompile.
+        `mask` is a mask, the BlockMask of the whole sequence, or the name of one of the session's; None stands for the
+        session's only one. Make it outside of torch.compile and use it inside, also as the `block_mask` of
+        flex_attention; another one does not recompile.
         """
         return self.attentions.attention_for(mask, scale, score_mod)
 
     def sdpa(self, *, mask: str | None = None) -> AttentionMode:
-        """A block for ``with``: F.scaled_dot_product_attention inside is this session's, in this thread (sdpa.py).
+        """A context manager: inside, F.scaled_dot_product_attention is this session's attention, in this thread
+        (sdpa.py).
 
         flex_attention is refused, see `flex`. `mask` names one of the session's masks, if it has several. Activation
         checkpointing needs `attach`.
@@ -244,9 +245,9 @@ class ContextParallel:
         return AttentionMode(self._handler(self.core.mask_name(mask)))
 
     def flex(self, *, mask: str | None = None) -> AttentionMode:
-        """A block for ``with``: torch's flex_attention inside is this session's, in this thread, as `flex_attention`.
+        """A context manager: inside, torch's flex_attention is `flex_attention` of this session, in this thread.
 
-        SDPA is served too; `mask` names one of the session's masks for it, if it has several.
+        SDPA is this session's too; `mask` names one of its masks for it, if it has several.
         """
         unnamed = mask is None and len(self.masks) > 1
         return AttentionMode(self._handlers[None] if unnamed else self._handler(self.core.mask_name(mask)), flex=True)
@@ -254,16 +255,16 @@ class ContextParallel:
     def attach(
         self, model: nn.Module, modules: ModulePatterns | None = None, *, mask: str | None = None, flex: bool = False
     ) -> Attachment:
-        """Run the forward of a model's modules inside `sdpa`, when checkpointing runs them again too (attach.py).
+        """Run the forward of a model's modules inside `sdpa`, also when checkpointing recomputes them (attach.py).
 
-        `modules` are modules, or patterns for their names such as "layers.*.attention"; without, all. A dict gives
-        patterns names of masks, and `mask` is then for the rest. Modules that call flex_attention need `flex=True`.
-        The result ends it by `detach`, or as a ``with``.
+        `modules` are modules, or patterns for their names such as "layers.*.attention"; by default all. A dict maps
+        patterns to names of masks, and `mask` is then for the rest. Modules that call flex_attention need `flex=True`.
+        The result has a `detach`, and is a context manager.
         """
         return attach(self, model, modules, mask, flex)
 
     def _handler(self, name: str) -> SessionHandler:
-        """What a block under a mask hands calls to; made once, in eager code."""
+        """The handler of blocks under a mask; made once, in eager code."""
         if name not in self._handlers:
             if torch.compiler.is_compiling():
                 raise AttentionError("under torch.compile, call cp.sdpa() once outside before it is used inside")
@@ -277,21 +278,21 @@ class ContextParallel:
         return replace(self.attentions.report(), recurrences=dict(self._recurrences.uses))
 
     def explain(self, mask: str | None = None) -> str:
-        """Why attention runs as it does, in words.
+        """Explain the choice of strategy, in words.
 
-        Every strategy as predicted for the tensors that it last ran on, why the others lost, and what was measured of
-        rates, links and this session's own passes. `mask` names one of several masks. Recurrent layers that ran too
-        count in the times, as many as there were for each call of attention.
+        Shows the predicted time of every strategy for the tensors that attention last ran on, why the others lost, and
+        measured rates, links and passes of this session. `mask` names one of several masks. Recurrent layers that ran
+        count in the times, in proportion to calls of attention.
         """
         calls = self.report().calls
         return self.attentions.explain(self.core.mask_name(mask), self._recurrences.layers(calls) if calls else [])
 
     def profile(self) -> Profile:
-        """A block for ``with``: every attention on this session's ranks, step by step, measured beside predicted.
+        """A context manager that records every attention on this session's ranks, step by step, with predictions.
 
-        Prints as a table for each kind of pass, forward and backward: computing, transfers and waiting of every step
-        on this rank; `trace(FILE)` writes the same for a trace viewer (profile.py). Sessions of other masks on these
-        ranks count too; recurrent layers do not.
+        Prints as a table for each kind of pass, forward and backward: compute, transfers and waiting of every step on
+        this rank; `trace(FILE)` writes the same for a trace viewer (profile.py). Includes sessions with other masks on
+        these ranks, but no recurrent layers.
         """
         return Profile(self.transport, self.attentions.hardware)
 
@@ -303,7 +304,7 @@ class ContextParallel:
     def assert_used(self, layers: int | Mapping[str, int] | None = None, *, passes: int = 1) -> None:
         """Raise unless attention ran once in each of `layers`, in each of `passes` forward passes since the last reset.
 
-        For masks by name, `layers` may be a dict of such counts. A model that was enabled has told its own.
+        With several masks, `layers` may be a dict of such counts by name. Models that were enabled set it themselves.
         """
         known = self.layers if layers is None else layers
         if known is None:
@@ -315,8 +316,8 @@ class ContextParallel:
     def shard(self, tensor: object, dim: int = 1, *, batch_dim: int = 0) -> Any:
         """This rank's tokens of a whole tensor, or of each in dicts and lists. Differentiable, out of place.
 
-        Of a BlockMask, or a mask, it is the BlockMask of this rank's queries in their order, against all keys in the
-        order of the sequence (`unshard` gathers them): for calls of flex_attention outside of this session.
+        A BlockMask or mask becomes the BlockMask of this rank's queries, in their order, against all keys in the order
+        of the sequence (`unshard` gathers those): for calls of flex_attention outside of this session.
         """
         return _each(lambda x: self._shard(x, dim, batch_dim), tensor)
 
@@ -333,12 +334,12 @@ class ContextParallel:
         padding: Literal["refuse", "mask"] = "refuse",
         dims: Mapping[str, int | None] | None = None,
     ) -> Batch:
-        """This rank's part of a whole batch by name, such as a data loader gives: see batch.py for the rules.
+        """This rank's part of a whole batch, a dict such as a data loader returns; batch.py has the rules.
 
         Adds `position_ids`, the global positions, if there are none. With `shift_labels` also `shift_labels`: the label
         of the next token, -100 at the ends of documents. An `attention_mask` that pads on the right must be in the
-        session's mask; with ``padding="mask"`` it is put there, and the result's `session` is the one to use. `dims`
-        tells the dim of the sequence of entries that cannot be told by their names or shapes; None for none.
+        session's mask; with ``padding="mask"`` it is added to it, and the result's `session` is the one to use. `dims`
+        gives the sequence dim of entries whose name and shape do not determine it; None if they have none.
         """
         return shard_batch(self, batch, shift_labels=shift_labels, padding=padding, dims=dims or {})
 
@@ -369,9 +370,9 @@ class ContextParallel:
         batch_dim: int = 0,
         documents: bool = False,
     ) -> Tensor:
-        """A shard whose position p holds what was at p - by, as torch.roll counts; `fill` where nothing comes from.
+        """Shift a shard along the sequence: position p gets what was at p - by, as in torch.roll, or `fill`.
 
-        With `documents`, nothing comes from another document of the mask. Labels for the next token are
+        With `documents`, no token crosses to another document of the mask. Labels for the next token are
         ``cp.shift(tokens, by=-1, fill=-100, documents=True)``.
         """
         if not isinstance(by, int) or isinstance(by, bool):
@@ -390,7 +391,7 @@ class ContextParallel:
     def stretches(self) -> list[list[Run]]:
         """For each batch row that lies differently, this rank's stretches in the order of its shard.
 
-        A stretch is neighbouring positions of one document: what a recurrent layer runs over in one go.
+        A stretch is a run of consecutive positions of one document, over which a recurrent layer runs at once.
         """
         return self._recurrences.stretches
 
@@ -404,11 +405,10 @@ class ContextParallel:
     ) -> Tensor | tuple[Tensor, Tensor]:
         """A recurrent layer over the whole sequence, for this rank's tokens: `cp.recurrence(GatedDelta(q, k, v, ...))`.
 
-        The state begins anew with every document of the mask. `initial_state` has a state for each document, counted
-        through the batch rows, and is the same on every rank; so are the final states with `return_final_state`. One
-        message goes to each rank that waits for a state of this one's, forward and backward (recurrence/plan.py).
-        `kernel` is "chunked", "fla" or "auto" (recurrence/kernels.py); one that is named and does not take the rule
-        raises its reason.
+        The state is reset at every document of the mask. `initial_state` has one state per document, numbered through
+        the batch rows, the same on every rank; so do the final states of `return_final_state`. Each rank that needs a
+        state of this one gets one message, forward and backward (recurrence/plan.py). `kernel` is "chunked", "fla" or
+        "auto" (recurrence/kernels.py); a named kernel that does not support the rule raises its reason.
         """
         out, final = self._recurrences.run(rule, initial_state, return_final_state, kernel)
         return out if final is None else (out, final)
@@ -425,7 +425,7 @@ class ContextParallel:
         """A short causal convolution along the sequence, a filter for each channel, within documents.
 
         `tensor` is (B, S, channels), or (B, channels, S) with ``dim=2``; `weight` is (channels, width), or that of a
-        depthwise nn.Conv1d. Its last column meets the token itself. `activation` is "silu" or none.
+        depthwise nn.Conv1d. Its last column is multiplied with the token itself. `activation` is "silu" or None.
         """
         return self._recurrences.conv1d(tensor, Convolution(weight, bias, dim, activation))
 
@@ -447,12 +447,12 @@ class ContextParallel:
         count: Tensor | float | None = None,
         over: Group = None,
     ) -> Tensor:
-        """The mean over the valid tokens of all ranks, with the gradient that averaging makes right.
+        """The mean over the valid tokens of all ranks; averaging its gradients over ranks gives those of one device.
 
-        `over` is the group that gradients are averaged over, if larger than this one: data-parallel ranks too.
-        `count` is the number of tokens to divide by, if it is not that of this batch: with gradient accumulation, the
-        valid tokens of all micro-batches and ranks. `cp.sum` counts them; with `over`, `cp.sum(..., over=)` of the same
-        group, and nothing else is taken. Waits for the device, to raise on all ranks what is wrong on one.
+        `over` is the group that gradients are averaged over, if it is larger and includes data-parallel ranks. `count`
+        is the number of tokens to divide by, if not that of this batch: with gradient accumulation, the valid tokens of
+        all micro-batches and ranks, as `cp.sum` counts them. With `over` it must be a result of `cp.sum(..., over=)`
+        with the same group. Waits for the device, so that an error of one rank is raised on all.
         """
         return loss.mean_loss(per_token, valid, self._over(over), count, self.transport)
 
@@ -464,19 +464,19 @@ class ContextParallel:
         return loss.mean(values, valid, self._over(over))
 
     def sum(self, values: Tensor, valid: Tensor | None = None, *, over: Group = None) -> Tensor:
-        """The sum of a metric over all ranks, without a gradient; that of whole numbers or bools is whole.
+        """The sum of a metric over all ranks, without a gradient; an integer for integers and bools.
 
         `over` is a larger group to sum over, as in `mean_loss`.
         """
         return loss.total(values, valid, self._over(over))
 
     def average_gradients(self, model: nn.Module | Iterable[nn.Parameter], *, over: Group = None) -> None:
-        """Average gradients over ranks, where neither DDP nor FSDP2 does."""
+        """Average gradients over ranks; for models without DDP or FSDP2."""
         parameters = model.parameters() if isinstance(model, nn.Module) else model
         loss.average_gradients(parameters, self._over(over))
 
     def _over(self, group: Group) -> Transport:
-        """The ranks that something is averaged over: all of the session's, and perhaps more."""
+        """The ranks to average over, which must include the session's."""
         if group is None:
             return self.transport
         over = transport_of(group)
@@ -499,12 +499,12 @@ run_eagerly(ContextParallel.flex_attention.__code__)
 
 
 def _key(masks: Mapping[str, Mask], seq_len: int, layout: Layout | str) -> object:
-    """By which `with_mask` remembers a session."""
+    """The key of a session in the cache of `with_mask`."""
     return tuple(masks.items()), seq_len, layout
 
 
 def _each(do: Callable[[Any], object], tree: object) -> Any:
-    """Dicts, lists and tuples of tensors, each done."""
+    """Apply a function to every tensor in dicts, lists and tuples."""
     if isinstance(tree, Mapping):
         return {key: _each(do, value) for key, value in tree.items()}
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):  # a named one takes its items apart

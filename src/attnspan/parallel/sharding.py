@@ -1,18 +1,18 @@
-"""How tensors lie on the ranks: cut them, put them back together, and move them along the sequence.
+"""Shard, unshard and shift tensors along the sequence.
 
-A tensor that runs along the sequence, whatever else it has, is whole on every rank or split as the layout says. All
-three moves are out of place, keep dtype and device, give contiguous results, and have a gradient::
+A tensor with a sequence dim is whole on every rank, or sharded by the layout. All three operations are out of place,
+keep dtype and device, return contiguous tensors, and are differentiable::
 
-    shard      whole -> own tokens        nothing travels; backward puts zeros at what others own
-    unshard    own tokens -> whole        every shard to everybody; backward sums over ranks what belongs to each
-    shift      own tokens -> own tokens   position p gets what was at p - by: only what crosses a border travels
+    shard      whole -> own tokens        no communication; backward fills other ranks' tokens with zeros
+    unshard    own tokens -> whole        all-gather; backward sums over ranks and returns own tokens
+    shift      own tokens -> own tokens   position p gets what was at p - by; only tokens that cross ranks travel
 
-[Note: gradients] Each is the exact adjoint of the other way for a loss that is the sum of what the ranks compute. A
-loss that all ranks compute alike from an unsharded tensor is therefore counted once per rank, and gradients that are
-then averaged over ranks, as DDP and FSDP2 do, are those of one device. See [Note: averages] in loss.py.
+[Note: gradients] Backward is the exact adjoint for a loss that is the sum of the ranks' losses. A loss that all ranks
+compute equally from an unsharded tensor therefore counts once per rank; averaging gradients over ranks, as DDP and
+FSDP2 do, then gives those of one device. See [Note: averages] in loss.py.
 
 [Note: asking once] Before the first unshard or shift of a shape, ranks agree on it and on the layout
-(transports/consensus.py); later ones of that shape go at once.
+(transports/consensus.py); later ones of that shape need no agreement.
 
 Shapes: dim is that of the sequence, B batch rows; a layout that deals rows differently also needs to know their dim.
 """
@@ -27,13 +27,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from attnspan.attention.handles import handle_of
 from attnspan.attention.transforms import check_untransformed
 from attnspan.dtypes import dtype_name
 from attnspan.errors import RecurrenceError, ShardError
 from attnspan.layouts import Layout
 from attnspan.layouts.run import positions_of
 from attnspan.masks import Mask
-from attnspan.parallel.compiled_inputs import handle_of
 from attnspan.parallel.marks import Mark, mark_of, marked
 from attnspan.parallel.moves import GatheredTokens, MovedTokens, Moves
 from attnspan.transports import Transport
@@ -51,7 +51,7 @@ class Sharding:
         with torch.inference_mode(False):  # made during evaluation, it may be saved for backward later
             self.own = self._on(transport.rank).to(transport.device)
         """The global positions here, (rows, tokens), on the group's device. Not to be written to."""
-        self.handle = handle_of(self)
+        self.handle = handle_of(self, keeps=False)
         """Stands for this in compiled code: see compiled_inputs.py."""
         self._agreed: set[str] = set()
 
@@ -67,7 +67,7 @@ class Sharding:
 
     @property
     def mark(self) -> Mark:
-        """What tells a shard of this sequence from others."""
+        """The mark of this session's shards."""
         return Mark(self.layout, self.seq_len, self.transport.rank, self.masks)
 
     def _on(self, rank: int) -> Tensor:
@@ -83,7 +83,7 @@ class Sharding:
         return marked(_as(tensor.dtype, at.take(_plain(tensor), self.own)), self.mark)
 
     def shard_on(self, rank: int, tensor: Tensor, dim: int, batch_dim: int = 0) -> Tensor:
-        """A rank's part of a tensor that is whole here, to compare with: it is not to be attended to on this one."""
+        """The shard of another rank, of a tensor that is whole here; for comparisons."""
         at = self._in_full(tensor, dim, batch_dim)
         return _as(tensor.dtype, at.take(_plain(tensor), self._on(rank).to(tensor.device)))
 
@@ -100,7 +100,7 @@ class Sharding:
         return marked(self.moved(tensor, dim, batch_dim, moves, fill), self.mark)
 
     def moved(self, tensor: Tensor, dim: int, batch_dim: int, moves: Moves, fill: complex) -> Tensor:
-        """What moves bring here; `fill` where nothing lands."""
+        """The tokens that moves bring to this rank; `fill` where none lands."""
         check_untransformed(moves.name.split()[0], tensor, error=ShardError)
 
         def look() -> Dims:
@@ -303,7 +303,7 @@ class Dims(NamedTuple):
 
 
 class TensorMeta(NamedTuple):
-    """What others must know of a tensor: where its dims are, and all of its shape except the sequence."""
+    """What other ranks must know of a tensor: its dtype, its dims, and its shape without the sequence."""
 
     seq: int
     batch: int | None
@@ -317,7 +317,7 @@ def _meta_of(tensor: Tensor, at: Dims) -> TensorMeta:
 
 
 def _described(tensor: Tensor, at: Dims) -> str:
-    """A tensor by what all ranks' must have in common."""
+    """A description of what the tensors of all ranks must have in common."""
     meta = _meta_of(tensor, at)
     rows = "" if at.batch is None else f", batch rows in dim {at.batch}"
     return f"{meta.dtype} {meta.shape} along dim {at.seq}{rows}"
@@ -342,7 +342,7 @@ def _dim(name: str, dim: int, tensor: Tensor) -> int:
 
 
 def check_fill(fill: complex, dtype: torch.dtype) -> None:
-    """Refuse a number that would become another one: -100 has no place among bytes, nor 0.5 among whole numbers."""
+    """Refuse a number that the dtype cannot represent: -100 in unsigned, or 0.5 in integral dtypes."""
     try:
         kept = torch.full((), fill, dtype=dtype, device="cpu").item()
         rounds = dtype.is_floating_point or dtype.is_complex

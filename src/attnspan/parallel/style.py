@@ -3,8 +3,8 @@
     parallelize_module(model, mesh, {"layers.*.attention": ContextParallelStyle(cp)})
 
 The module is attached (attach.py). Arguments that are DTensors over the session's ranks, sharded along the sequence or
-replicated, come in as local tensors; if any was sharded, tensors that the module returns go out as DTensors with its
-placements. What such a DTensor means is told in dtensors.py, [Note: order].
+replicated, are passed to it as local tensors; if any was sharded, tensors that the module returns become DTensors with
+its placements. [Note: order] in dtensors.py says what such a DTensor stands for.
 """
 
 from __future__ import annotations

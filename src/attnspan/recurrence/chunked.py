@@ -17,10 +17,11 @@ below the diagonal. So a chunk is four tensors, which depend on the chunk alone:
 
 [Note: no division] Between tokens there is a product of factors exp(g) <= 1, and it is multiplied up, never divided
 out: prefix sums become large after a strong decay, their differences are rounded, and where a gate is shut (g = -inf)
-they are NaN. With a decay per channel, P does not factor into q and k without exp(-g), which overflows. So P is put
-together by halves: between a block of tokens and the next, queries decay from the border and keys to it. Two blocks and
-what is between them are a block of twice the size, in which the later queries have decayed by the earlier block, and
-the earlier keys by the later one. In the end these are the q exp(prefix) and k exp(suffix) of the chunk.
+they are NaN. A decay that channels share is multiplied up for every pair of tokens. With a decay per channel, P does
+not factor into q and k without exp(-g), which overflows. So P is put together by halves: between a block of tokens and
+the next, queries decay from the border and keys to it. Two blocks and what is between them are a block of twice the
+size, in which the later queries have decayed by the earlier block, and the earlier keys by the later one. In the end
+these are the q exp(prefix) and k exp(suffix) of the chunk.
 
 Shapes: n chunks, H heads, C tokens, K and V head dims; g is (n, H, C, 1) or (n, H, C, K), beta (n, H, C, 1).
 """
@@ -41,6 +42,9 @@ MAX_CHUNK = 64
 
 CACHED = 2**18
 """Numbers of a tensor that are worked on together on a CPU, where larger ones leave its cache between operations."""
+
+SOLVED = 16
+"""Tokens of a block whose triangle is inverted: larger ones take longer to invert, smaller ones make small products."""
 
 
 class RuleInputs(NamedTuple):
@@ -72,7 +76,7 @@ class ChunkMaps(NamedTuple):
 
     def read(self, state: Tensor) -> Tensor:
         """The output, given the states before chunks."""
-        return torch.baddbmm(*(x.flatten(0, 1) for x in (self.out, self.reads, state))).view_as(self.out)
+        return _added(self.out, self.reads, state)
 
 
 def chunk_size(lengths: Tensor, width: int) -> int:
@@ -87,10 +91,13 @@ def chunk_size(lengths: Tensor, width: int) -> int:
     return min(sizes, key=lambda size: (int(((lengths + size - 1) // size).sum()) * (size + width) ** 2, size))
 
 
-def chunked(inputs: RuleInputs) -> list[ChunkMaps]:
-    """The maps of chunks, whose size is a power of two, some together; of tokens before heads, (n, C, H, ...)."""
+def chunked(inputs: RuleInputs, factor: float = 1) -> list[ChunkMaps]:
+    """The maps of chunks, whose size is a power of two, some together; of tokens before heads, (n, C, H, ...).
+
+    Outputs are multiplied by a factor.
+    """
     count = max(1, CACHED // inputs.key.shape[1:].numel()) if inputs.key.device.type == "cpu" else len(inputs.key)
-    return [_maps(part.each(_by_head)) for part in (inputs.split(count) if len(inputs.key) else [inputs])]
+    return [_maps(part.each(_by_head), factor) for part in (inputs.split(count) if len(inputs.key) else [inputs])]
 
 
 def _by_head(tokens: Tensor) -> Tensor:
@@ -98,18 +105,23 @@ def _by_head(tokens: Tensor) -> Tensor:
     return tokens.transpose(1, 2).contiguous()
 
 
-def _maps(inputs: RuleInputs) -> ChunkMaps:
+def _maps(inputs: RuleInputs, factor: float) -> ChunkMaps:
     query, key, value, decay, beta = inputs
-    factor = key.new_ones(*key.shape[:3], 1) if decay is None else decay.exp()
+    query = query if factor == 1 else query * factor
+    decay = key.new_zeros(*key.shape[:3], 1) if decay is None else decay
     if beta is None:
-        (pairs,), (reads,), kept, total = _decayed([query], key, factor)
+        (pairs,), (reads,), kept, total = _decayed([query], key, decay)
         return ChunkMaps(pairs @ value, reads, total.mT, kept.mT @ value)
-    (pairs, among), (reads, known), kept, total = _decayed([query, key], key, factor)
-    solved = TriangularSolve.apply(beta * among, beta * torch.cat([value, known], -1))
-    new, old = (x.contiguous() for x in solved.split([value.shape[-1], key.shape[-1]], -1))
-    a = kept.mT @ -old
+    (pairs, among), (reads, known), kept, total = _decayed([query, key], key, decay)
+    new, old = TriangularSolve.apply(beta * among, beta * value, -beta * known)
+    a = kept.mT @ old
     a.diagonal(dim1=-2, dim2=-1).add_(total.squeeze(2))
-    return ChunkMaps(pairs @ new, reads - pairs @ old, a, kept.mT @ new)
+    return ChunkMaps(pairs @ new, _added(reads, pairs, old), a, kept.mT @ new)
+
+
+def _added(tensor: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """``tensor + left @ right`` in one operation."""
+    return torch.baddbmm(*(x.flatten(0, 1) for x in (tensor, left, right))).view_as(tensor)
 
 
 class Decayed(NamedTuple):
@@ -123,18 +135,38 @@ class Decayed(NamedTuple):
     total: Tensor
 
 
-def _decayed(rows: list[Tensor], key: Tensor, factor: Tensor) -> Decayed:
-    if factor.shape[-1] > 1 or key.shape[-1] == 1:
-        return _by_halves(rows, key, factor)
-    one = torch.ones_like(factor)  # what is alike for all channels is worked out for one
-    (weights,), (arriving,), leaving, total = _by_halves([one], one, factor)
+def _decayed(rows: list[Tensor], key: Tensor, decay: Tensor) -> Decayed:
+    if decay.shape[-1] > 1:
+        return _by_halves(rows, key, decay.exp())
+    weights = Weights.apply(decay)
+    arriving, leaving = decay[:, :, :1].exp() * weights[..., :1], weights[:, :, -1:].mT
     pairs = [(row @ key.mT) * weights for row in rows]
-    return Decayed(pairs, [row * arriving for row in rows], key * leaving, total)
+    return Decayed(pairs, [row * arriving for row in rows], key * leaving, arriving[:, :, -1:])
+
+
+class Weights(torch.autograd.Function):
+    """A decay (n, H, C, 1) that channels share, multiplied up between tokens: (n, H, C, C), 0 above the diagonal."""
+
+    apply: ClassVar[Callable[[Tensor], Tensor]]  # torch's, which it does not annotate
+
+    @staticmethod
+    def forward(ctx: Any, decay: Tensor) -> Tensor:
+        one = decay.new_ones(decay.shape[2], decay.shape[2])
+        weights = torch.addcmul(one.triu(), decay.exp(), one.tril(-1)).cumprod(2).tril_()
+        ctx.save_for_backward(weights)
+        return weights
+
+    @staticmethod
+    @backward_once
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (weights,) = ctx.saved_tensors
+        later: Tensor = (grad * weights).flip(2).cumsum(2).flip(2)  # the sums over this token and those after it
+        return later.tril_(-1).sum(-1, keepdim=True)
 
 
 def _by_halves(rows: list[Tensor], key: Tensor, factor: Tensor) -> Decayed:
-    key, total, *found = DecayByHalves.apply(key, factor, *rows)
-    return Decayed(found[: len(rows)], found[len(rows) :], key, total)
+    pairs, found, key, total = DecayByHalves.apply(key, factor, *rows)
+    return Decayed(pairs.unbind(3), found.unbind(3), key, total)
 
 
 class _Tensors(Protocol):
@@ -142,60 +174,54 @@ class _Tensors(Protocol):
 
 
 class DecayByHalves(torch.autograd.Function):
-    """See [Note: no division]: of keys, factors and rows, keys and factors of the chunk, pairs, and rows.
+    """See [Note: no division]: of keys, factors and R rows, what `Decayed` has: pairs (n, H, C, R, C), rows of R too.
 
-    Blocks of tokens are (n, H, blocks, tokens, K). Of each step, what its products are made of is kept for backward.
+    Blocks of tokens are (n, H, blocks, tokens, ...). Of each step, what its products are made of is kept for backward.
     """
 
     apply: ClassVar[_Tensors]  # torch's, which it does not annotate
 
     @staticmethod
     def forward(ctx: Any, key: Tensor, factor: Tensor, *rows: Tensor) -> tuple[Tensor, ...]:
-        pairs = [torch.diag_embed((row * key).sum(-1)) for row in rows]
-        reads, kept, total = [row * factor for row in rows], key.clone(), factor
-        saved = [key, factor, *rows]
-        size = 1
+        pairs = torch.diag_embed(torch.stack([(row * key).sum(-1) for row in rows], 2), dim1=2, dim2=4)
+        reads, kept, total = key.new_empty(*key.shape[:3], len(rows), key.shape[3]), key.clone(), factor
+        for row, read in zip(rows, reads.unbind(3), strict=True):
+            torch.mul(row, factor, out=read)
+        saved, size = [key, factor, *rows], 1
         while size < key.shape[2]:
-            early, late = _halves(kept, size)[0], [_halves(row, size)[1] for row in reads]
-            leaving, *arriving = (_copied(x) for x in (early, *late)) if any(ctx.needs_input_grad) else (early, *late)
-            first, second = (x.unsqueeze(3).contiguous() for x in (total[:, :, ::2], total[:, :, 1::2]))
-            for each, row in zip(pairs, arriving, strict=True):
-                _between(each, size).copy_(row @ leaving.mT)
-            for place, row in zip(late, arriving, strict=True):
-                torch.mul(row, first, out=place)
+            early, late = _halves(kept, size)[0], _halves(reads, size)[1]
+            leaving, arriving = (_copied(x) for x in (early, late)) if any(ctx.needs_input_grad) else (early, late)
+            first, second = total[:, :, ::2, None], total[:, :, 1::2, None]
+            found = leaving @ arriving.flatten(3, 4).mT  # in this order it is faster where blocks are small
+            _between(pairs, size).copy_(found.mT.unflatten(3, (size, -1)))
+            torch.mul(arriving, first.unsqueeze(3), out=late)
             torch.mul(leaving, second, out=early)
-            saved += [leaving, first, second, *arriving]
+            saved += [leaving, arriving, first, second]
             total, size = (first * second).squeeze(3), 2 * size
         ctx.save_for_backward(*saved)
-        ctx.rows = len(rows)
-        return kept, total, *pairs, *reads
+        return pairs, reads, kept, total
 
     @staticmethod
     @backward_once
-    def backward(ctx: Any, d_key: Tensor, d_total: Tensor, *grads: Tensor) -> tuple[Tensor, ...]:
-        count, saved = ctx.rows, list(ctx.saved_tensors)
-        d_pairs, d_reads, d_kept = grads[:count], [grad.clone() for grad in grads[count:]], d_key.clone()
+    def backward(ctx: Any, d_pairs: Tensor, d_reads: Tensor, d_key: Tensor, d_total: Tensor) -> tuple[Tensor, ...]:
+        saved, d_reads, d_kept = list(ctx.saved_tensors), d_reads.clone(), d_key.clone()
         size = d_kept.shape[2]
         while size > 1:
             size //= 2
-            (leaving, first, second, *arriving), saved = saved[-3 - count :], saved[: -3 - count]
-            early, d_total = _halves(d_kept, size)[0], d_total.unsqueeze(3)
-            d_first, d_second = d_total * second, d_total * first + _like(second, early * leaving)
-            early *= second
-            for each, d_row, row in zip(d_pairs, d_reads, arriving, strict=True):
-                late, d_between = _halves(d_row, size)[1], _between(each, size).contiguous()
-                d_first += _like(first, late * row)
-                late.copy_(torch.addcmul(d_between @ leaving, late, first))
-                early += d_between.mT @ row
+            *saved, leaving, arriving, first, second = saved
+            early, late, d_total = _halves(d_kept, size)[0], _halves(d_reads, size)[1], d_total.unsqueeze(3)
+            d_between = _between(d_pairs, size).flatten(3, 4)
+            d_first = d_total * second + (late * arriving).sum((3, 4)).unsqueeze(3)
+            d_second = d_total * first + (early * leaving).sum(3, keepdim=True)
+            torch.addcmul((d_between @ leaving).view_as(late), late, first.unsqueeze(3), out=late)
+            torch.addcmul(d_between.mT @ arriving.flatten(3, 4), early, second, out=early)
             d_total = torch.stack([d_first, d_second], 3).flatten(2, 4)
-        key, factor, *rows = saved
-        d_factor = d_total
-        for each, d_read, row in zip(d_pairs, d_reads, rows, strict=True):
-            own = each.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
-            d_factor = d_factor + _like(factor, d_read * row)
-            d_kept.addcmul_(own, row)
-            d_read.mul_(factor).addcmul_(own, key)
-        return d_kept, d_factor, *d_reads
+        (key, factor, *rows), d_rows = saved, []
+        for row, d_read, own in zip(rows, d_reads.unbind(3), d_pairs.diagonal(dim1=2, dim2=4).unbind(2), strict=True):
+            d_total = torch.addcmul(d_total, d_read, row)
+            d_kept.addcmul_(own.unsqueeze(-1), row)
+            d_rows.append(torch.addcmul(d_read * factor, own.unsqueeze(-1), key))
+        return d_kept, d_total, *d_rows
 
 
 def _halves(tokens: Tensor, size: int) -> tuple[Tensor, Tensor]:
@@ -209,42 +235,49 @@ def _copied(view: Tensor) -> Tensor:
 
 
 def _squares(pairs: Tensor, size: int) -> Tensor:
-    """The squares of such blocks along the diagonal: (n, H, C / size, size, size)."""
-    by_block: Tensor = pairs.unflatten(3, (-1, size)).unflatten(2, (-1, size))
-    return by_block.diagonal(dim1=2, dim2=4).movedim(-1, 2)
+    """The squares of such blocks along the diagonal of (n, H, C, ..., C): (n, H, C / size, size, ..., size)."""
+    by_block: Tensor = pairs.unflatten(-1, (-1, size)).unflatten(2, (-1, size))
+    return by_block.diagonal(dim1=2, dim2=-2).movedim(-1, 2)
 
 
 def _between(pairs: Tensor, size: int) -> Tensor:
     """The pairs of each second block with the first before it."""
-    return _squares(pairs, 2 * size)[..., size:, :size]
-
-
-def _like(factor: Tensor, grad: Tensor) -> Tensor:
-    """A gradient summed to the shape of a factor."""
-    return grad.sum_to_size(factor.shape)
+    return _squares(pairs, 2 * size)[:, :, :, size:, ..., :size]
 
 
 class TriangularSolve(torch.autograd.Function):
-    """``(1 + L)^-1 right``, where L is what `lower` has below the diagonal; the inverse is put together by halves."""
+    """``(1 + L)^-1 right`` of some tensors, where L is what `lower` has below the diagonal.
 
-    apply: ClassVar[Callable[[Tensor, Tensor], Tensor]]  # torch's, which it does not annotate
+    Blocks of tokens on the diagonal are inverted, and the others substituted block by block: few products, and large.
+    """
+
+    apply: ClassVar[_Tensors]  # torch's, which it does not annotate
 
     @staticmethod
-    def forward(ctx: Any, lower: Tensor, right: Tensor) -> Tensor:
-        inverse = torch.diag_embed(torch.ones_like(lower[..., 0]))
-        size = 1
-        while size < lower.shape[-1]:
-            blocks = _squares(inverse, 2 * size)
-            first, second = blocks[..., :size, :size].contiguous(), blocks[..., size:, size:].contiguous()
-            _between(inverse, size).copy_(-second @ (_between(lower, size) @ first))
-            size *= 2
-        solved = inverse @ right
-        ctx.save_for_backward(inverse, solved)
-        return solved
+    def forward(ctx: Any, lower: Tensor, *right: Tensor) -> tuple[Tensor, ...]:
+        blocks = _squares(lower, min(SOLVED, lower.shape[-1]))
+        one = torch.eye(blocks.shape[-1], dtype=lower.dtype, device=lower.device).expand_as(blocks)
+        inverse = torch.linalg.solve_triangular(blocks, one, upper=False, unitriangular=True)
+        solved = [_substituted(lower, inverse, each) for each in right]
+        ctx.save_for_backward(lower, inverse, *solved)
+        return tuple(solved)
 
     @staticmethod
     @backward_once
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        inverse, solved = ctx.saved_tensors
-        d_right = inverse.mT @ grad
-        return -(d_right @ solved.mT).tril(-1), d_right
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        lower, inverse, *solved = ctx.saved_tensors
+        d_right = [_substituted(lower.mT, inverse.mT, grad, upwards=True) for grad in grads]
+        d_lower, *more = (each @ found.mT for each, found in zip(d_right, solved, strict=True))
+        return -sum(more, start=d_lower).tril(-1), *d_right
+
+
+def _substituted(triangle: Tensor, inverse: Tensor, right: Tensor, upwards: bool = False) -> Tensor:
+    """Block by block: what is already solved is taken from the right side of the next one."""
+    triangle, inverse, rest = (x.flatten(0, 1) for x in (triangle, inverse, right))
+    solved, (count, size) = torch.empty_like(rest), inverse.shape[1:3]
+    for i in reversed(range(count)) if upwards else range(count):
+        rows = slice(i * size, (i + 1) * size)
+        done = slice((i + 1) * size, None) if upwards else slice(i * size)
+        known = torch.baddbmm(rest[:, rows], triangle[:, rows, done], solved[:, done], alpha=-1)
+        solved[:, rows] = inverse[:, i] @ known
+    return solved.view_as(right)

@@ -71,7 +71,7 @@ class Fla:
         if reason := _misfit(rule):
             return reason
         try:
-            TAKES.hold()
+            TAKES.verify()
         except AttnspanError as moved:
             return f"it cannot call fla-core {found}: {moved}"
         return None

@@ -59,7 +59,7 @@ class PlainChunked:
         return rule.expanded_inputs()
 
     def run(self, rule: LinearRule, inputs: RuleInputs, initial: Tensor, scan: Scan) -> tuple[Tensor, Tensor]:
-        parts = chunked(inputs.each(lambda x: tokens_in_chunks(x, scan.chunks)))
+        parts = chunked(inputs.each(lambda x: tokens_in_chunks(x, scan.chunks)), rule.factor)
         before, after = StateScan.apply(*maps_of(parts), initial, scan)
         return outputs_of(parts, before, scan.chunks), after
 

@@ -65,9 +65,10 @@ class PackedSequences:
         if size not in self._chunks:
             self._chunks[size] = on_device(Chunks.of(self._plan, size), self.device)
         chunks, (own, back) = self._chunks[size], self._order
-        parts = chunked(rule.expanded_inputs().each(lambda x: tokens_in_chunks(x[0], chunks)))
+        parts = chunked(rule.expanded_inputs().each(lambda x: tokens_in_chunks(x[0], chunks)), rule.factor)
         a, b = maps_of(parts)
-        states, after = AffineMaps(rule.MATRIX).scan(a, b, before.index_select(0, own), chunks.sizes[2])
+        states = b.new_empty(b.shape)
+        after = AffineMaps(rule.MATRIX).scan(a, b, before.index_select(0, own), chunks.sizes[2], states)
         return outputs_of(parts, states, chunks).unsqueeze(0), after.index_select(0, back)
 
     @cached_property
@@ -111,4 +112,4 @@ def _one_each(rule: LinearRule, before: Tensor) -> tuple[Tensor, Tensor]:
     state = before if decay is None else before * decay.exp().mT
     new = value if beta is None else beta * (value - key @ state)
     state = state + key.mT @ new
-    return (query @ state).squeeze(2).unsqueeze(0), state
+    return (rule.factor * query @ state).squeeze(2).unsqueeze(0), state

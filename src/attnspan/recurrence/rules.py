@@ -130,11 +130,11 @@ class LinearRule(Rule):
         """The tokens in the words of chunked.py, as they came: (B, S, G or H, ...) each, without the factor."""
 
     def expanded_inputs(self) -> RuleInputs:
-        """The same with all heads and the factor, in the dtype of the computation."""
+        """The same with all heads, in the dtype of the computation."""
         inputs = self.inputs().each(lambda x: x.to(self.dtype))
         heads = inputs.value.shape[2]
         query, key = (_repeated(x, heads) for x in (inputs.query, inputs.key))
-        return inputs._replace(query=query if self.factor == 1 else query * self.factor, key=key)
+        return inputs._replace(query=query, key=key)
 
     def finish_output(self, out: Tensor) -> Tensor:
         """The output, from what the state gives."""

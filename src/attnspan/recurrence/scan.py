@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import repeat
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
@@ -67,33 +67,37 @@ class SavedScan(NamedTuple):
 def states_of(scan: Scan, a: Tensor, b: Tensor, initial: Tensor) -> tuple[SavedScan, Tensor, int]:
     """The states before every chunk and after every stretch, and what the exchange is known by."""
     maps, mapped, (middle, last, first) = AffineMaps(scan.matrix), scan.mapped, scan.chunks.sizes
+    states = b.new_empty(b.shape)
     (a_middle, a_last, a_first), (b_middle, b_last, b_first) = scan.by_kind(a), scan.by_kind(b)
-    (before, product), (after, whole) = maps.open(a_middle, b_middle, mapped, middle)
-    known, ends = maps.scan(a_first, b_first, initial, first)
+    before, later, known = scan.by_kind(states)
+    product, whole = maps.products(a_middle, mapped, middle)
+    after = maps.scan(a_middle, b_middle, b.new_zeros(mapped, *b.shape[1:]), middle, before)
+    ends = maps.scan(a_first, b_first, initial, first, known)
     nobodys = b.new_zeros(scan.waiting - mapped, *b.shape[1:])
     every = torch.cat([after, nobodys, ends])
     header, arrived = _exchange_maps(scan, scan.routes[0], whole, every, scan.name)
-    before = before + maps.act(product, _rows(arrived, scan.chunks.stretch[: len(before)]))
-    after = after + maps.act(whole, arrived[:mapped])
-    later, ended = maps.scan(a_last, b_last, arrived[mapped:], last)
-    return SavedScan(a, product, whole, torch.cat([before, later, known])), torch.cat([after, ended, ends]), header
+    before += maps.act(product, _rows(arrived, scan.chunks.stretch[: len(before)]))
+    after += maps.act(whole, arrived[:mapped])
+    ended = maps.scan(a_last, b_last, arrived[mapped:], last, later)
+    return SavedScan(a, product, whole, states), torch.cat([after, ended, ends]), header
 
 
 def gradients(scan: Scan, known: SavedScan, header: int, d_states: Tensor, d_after: Tensor) -> tuple[Tensor, Tensor]:
     """After every chunk, and of the states at the beginnings, from those of what `states_of` gave."""
     maps, (middle, last, first) = AffineMaps(scan.matrix), scan.chunks.sizes
     mapped, waiting, route = scan.mapped, scan.waiting, scan.routes[1]
+    d_chunks = d_states.new_empty(d_states.shape)
     (a_middle, a_last, a_first), (d_middle, d_last, d_first) = scan.by_kind(known.a), scan.by_kind(d_states)
-    d_later, ended = maps.scan_back(a_last, d_last, d_after[mapped:waiting], last)
+    d_before, d_later, d_known = scan.by_kind(d_chunks)
+    ended = maps.scan_back(a_last, d_last, d_after[mapped:waiting], last, d_later)
     whole = maps.transposed(known.whole)
     added = maps.act(whole, d_after[:mapped])
     for size, part in _steps(middle, maps.act(maps.transposed(known.product), d_middle)):
         added[:size] += part
     _, arrived = _exchange_maps(scan, route, whole, torch.cat([added, ended]), header)
     d_after = d_after.index_add(0, route.targets, arrived)
-    d_before, _ = maps.scan_back(a_middle, d_middle, d_after[:mapped], middle)
-    d_known, d_initial = maps.scan_back(a_first, d_first, d_after[waiting:], first)
-    return torch.cat([d_before, d_later, d_known]), d_initial
+    maps.scan_back(a_middle, d_middle, d_after[:mapped], middle, d_before)
+    return d_chunks, maps.scan_back(a_first, d_first, d_after[waiting:], first, d_known)
 
 
 class _Apply(Protocol):
@@ -139,49 +143,51 @@ class AffineMaps:
         return grad @ state.mT if self.matrix else grad * state
 
     def apply(self, a: Tensor, state: Tensor, b: Tensor | None, out: Tensor) -> None:
-        """What maps make of states, with nothing added if b is none, into a part of a tensor."""
-        if not len(out):
-            return
-        if not self.matrix:
+        """What maps make of states, with nothing added if b is none, into a part of a tensor; heads are maps too."""
+        if self.matrix:
+            torch.bmm(a, state, out=out) if b is None else torch.baddbmm(b, a, state, out=out)
+        else:
             torch.mul(a, state, out=out) if b is None else torch.addcmul(b, a, state, out=out)
-            return
-        flat = [x.flatten(0, 1) for x in (a, state)]
-        into = out.view(-1, *out.shape[2:])
-        torch.bmm(*flat, out=into) if b is None else torch.baddbmm(b.flatten(0, 1), *flat, out=into)
 
-    def open(self, a: Tensor, b: Tensor, count: int, sizes: Sequence[int]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """A scan from zero, and the products of A on the way."""
+    def products(self, a: Tensor, count: int, sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Of A: those before each map, and of all of a stretch."""
         one = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device) if self.matrix else a.new_ones(1)
-        product, whole = self.scan(a, None, one.expand(count, *a.shape[1:]), sizes)
-        before, after = self.scan(a, b, b.new_zeros(count, *b.shape[1:]), sizes)
-        return (before, product), (after, whole)
+        before = a.new_empty(a.shape)
+        return before, self.scan(a, None, one.expand(count, *a.shape[1:]), sizes, before)
 
-    def scan(self, a: Tensor, b: Tensor | None, state: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """The states before each map and at the ends, for maps that follow each other step by step."""
-        before, ends = state.new_empty(sum(sizes), *state.shape[1:]), state.clone(memory_format=torch.contiguous_format)
-        if sizes:
-            before[: sizes[0]] = state[: sizes[0]]
-        stop = 0
-        for size, more in pairwise([*sizes, 0]):  # so many go on
-            start, stop = stop, stop + size
-            for part, out in (
-                (slice(start, start + more), before[stop : stop + more]),
-                (slice(start + more, stop), ends[more:size]),
-            ):
-                self.apply(a[part], before[part], None if b is None else b[part], out)
-        return before, ends
+    def scan(self, a: Tensor, b: Tensor | None, state: Tensor, sizes: Sequence[int], before: Tensor) -> Tensor:
+        """The states at the ends, for maps that follow each other step by step; those before each map into `before`."""
+        ends = state.clone(memory_format=torch.contiguous_format)
+        steps, last = _by_step(before, sizes), ends.flatten(0, 1)
+        if steps:
+            steps[0].copy_(last[: len(steps[0])])
+        adds = repeat(None) if b is None else _by_step(b, sizes)
+        for each, now, add, then in zip(_by_step(a, sizes), steps, adds, [*steps[1:], last[:0]], strict=False):
+            more, count = len(then), len(now)  # so many go on
+            for part, out in ((slice(more), then), (slice(more, count), last[more:count])):
+                if len(out):
+                    self.apply(each[part], now[part], None if add is None else add[part], out)
+        return ends
 
-    def scan_back(self, a: Tensor, grads: Tensor, ends: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Gradients after each map, and at the beginnings: `grads` are those of the states before maps, as such."""
-        after, begins = ends.new_empty(sum(sizes), *ends.shape[1:]), ends.clone(memory_format=torch.contiguous_format)
-        a, stop = self.transposed(a), sum(sizes)
-        for size, more, last in zip(sizes[::-1], (0, *sizes[:0:-1]), (*sizes[-2::-1], 0), strict=False):
-            start = stop - size
-            after[start + more : stop] = ends[more:size]  # these end here
-            out = after[start - last : start - last + size] if start else begins[:size]
-            self.apply(a[start:stop], after[start:stop], grads[start:stop], out)
-            stop = start
-        return after, begins
+    def scan_back(self, a: Tensor, grads: Tensor, ends: Tensor, sizes: Sequence[int], after: Tensor) -> Tensor:
+        """Gradients at the beginnings, and those after each map into `after`; `grads` are those of the states before
+        maps, as such.
+        """
+        begins = ends.clone(memory_format=torch.contiguous_format)
+        steps, first = _by_step(after, sizes), ends.flatten(0, 1)
+        into = [begins.flatten(0, 1), *steps]
+        maps = list(zip(_by_step(self.transposed(a), sizes), steps, _by_step(grads, sizes), into, strict=False))
+        more = 0
+        for each, now, grad, out in reversed(maps):
+            now[more:] = first[more : len(now)]  # these end here
+            more = len(now)
+            self.apply(each, now, grad, out[:more])
+        return begins
+
+
+def _by_step(maps: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
+    """Those of each step, and heads as maps of their own."""
+    return maps.flatten(0, 1).split([size * maps.shape[1] for size in sizes]) if sizes else ()
 
 
 def _steps(sizes: Sequence[int], tensor: Tensor) -> list[tuple[int, Tensor]]:
@@ -207,7 +213,8 @@ def _exchange_maps(scan: Scan, route: Route, a: Tensor, b: Tensor, name: str | i
     all_a = torch.cat([a, *(part.view(shape) for (part, _), (shape, _) in zip(came, shapes, strict=True))])
     all_b = torch.cat([b, *(part.view(shape) for (_, part), (_, shape) in zip(came, shapes, strict=True))])
     matrices, states = _rows(all_a, route.link_matrices), _rows(all_b, route.links)
-    before, ends = maps.scan(matrices, states, _rows(all_b, route.heads), route.sizes)
+    before = states.new_empty(states.shape)
+    ends = maps.scan(matrices, states, _rows(all_b, route.heads), route.sizes, before)
     return operation.header, _rows(torch.cat([before, ends]), route.reads)
 
 

@@ -1,45 +1,45 @@
 """Transformers models over ranks (`enable`, for training) and over pages (`attnspan.Engine`, `PagedCache`).
 
-What is read of a model, for both:
+Reading a model, for both:
 
-    layers.py              its attention layers, as data (interface_calls.py: what each asks for, by its source)
-    inline_attention.py    layers that compute attention inline (plain_attention.py: most of them, as rows of a table;
-                           biases.py: numbers that they add to scores)
-    latents.py             layers of multi-head latent attention, whose latents stand in for keys and values
+    layers.py              attention layers as data (interface_calls.py: the arguments of their attention, from source)
+    inline_attention.py    layers that compute attention inline (plain_attention.py: a table of most of them;
+                           biases.py: biases that they add to scores)
+    latents.py             layers of multi-head latent attention (MLA)
     mixers.py              recurrent layers (sequence_functions.py: the functions that they call; inline_mixers.py:
-                           inline recurrences; token_mixing.py: what else mixes tokens, which is refused)
+                           inline recurrences; token_mixing.py: other modules that mix tokens, which are refused)
     rebinding.py           a function that calls others than its own
-    adapters.py            adapters of peft that are refused, and those in use
-    tiny_module.py         a small module of a class, on which what is read is tried (classes.py: a module's own class)
+    adapters.py            peft adapters: those that are refused, and those in use
+    tiny_module.py         a small module of a class, for self-tests (classes.py: the class of a module)
 
 Over ranks:
 
-    enabling.py            a call of the model: before, in the layers, after
-    model_parts.py         what there is in the model (checking.py: what is refused)
-    binding.py             what is set on its modules and configs
-    forward_pass.py        what holds during a pass (call_counts.py: that every layer attends in it)
-    batches.py             a whole batch becomes shards (sessions.py: and a session)
+    enabling.py            `enable`, and the hooks around a call of the model
+    model_parts.py         the parts of the model (checking.py: what is refused)
+    binding.py             attributes that are set on its modules and configs
+    forward_pass.py        the state of one forward pass (call_counts.py: checks that every layer attends in it)
+    batches.py             sharding of a whole batch (sessions.py: and its session)
     attention.py           the attention function of layers (masking.py: the masks that they ask for)
     positions.py           modules that count tokens
     losses.py              the loss over all ranks
-    towers.py              images and sounds (dealt_towers.py: over ranks)
+    towers.py              images and sounds (dealt_towers.py: distributed over ranks)
     training.py            Trainer and accelerate
 
 Over pages:
 
-    served_model.py        the model as an engine sees it (encoder_decoder.py: one with an encoder)
-    served_layers.py       its layers; a model that has others is refused
-    serving_binding.py     what is set on it while engines serve it
-    serving.py             attention over pages, for as long as one call takes
-    fused_modules.py       modules that run as one kernel on CUDA (fused_kernels.py: the kernels, and their formulas)
-    probe.py               that the model does as its source says
+    served_model.py        the model as a `ServedModel` (encoder_decoder.py: one with an encoder)
+    served_layers.py       its layers, checked
+    serving_binding.py     attributes that are set on it while engines serve it
+    serving.py             attention over pages during one call
+    fused_modules.py       modules that run as one kernel on CUDA (fused_kernels.py: the kernels and their formulas)
+    probe.py               a self-test: the model runs on two tokens
     embedding.py           prompts with images or sounds
     lora.py                LoRA adapters by name, several in one step
     generation_config.py   the defaults of requests
-    tensor_parallel.py     models whose heads lie on several ranks
+    tensor_parallel.py     tensor parallel models
     cache.py               a transformers `Cache` over pages, for `model.generate`
 
-    census.py              every family of transformers: is it trained, and generated with (docs/families.md)
+    census.py              which families of transformers are supported (docs/families.md)
 """
 
 from typing import TYPE_CHECKING

@@ -1,7 +1,7 @@
-"""Adapters of peft: those that are refused by name, because they use a whole row of tokens, and those in use.
+"""peft adapters: those that are refused, because they depend on a whole row of tokens, and those in use.
 
-Most adapters change layers, and compute each token by itself; they are as exact as the model. Nothing of peft is
-imported: adapters are recognised by the attributes of their classes.
+Most adapters change layers that process tokens one by one, and are as exact as the model. peft is not imported:
+adapters are recognised by the attributes of their classes.
 """
 
 from __future__ import annotations

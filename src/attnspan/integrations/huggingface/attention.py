@@ -1,12 +1,12 @@
 """The attention function of enabled models, registered with transformers by the name ``"attnspan"``.
 
-transformers looks it up for every call of a layer and passes it the module, shards of query, key and value, the mask
-that the model asked for (masking.py) and the options of the layer. The module has a `LayerBinding`: its layer as
-data, and the enabled model that it belongs to, which knows the batch. The arguments are compared with what the layer
-was enabled for, and any difference is refused before anything travels.
+transformers looks it up in every call of a layer and passes the module, shards of query, key and value, the mask that
+the model asked for (masking.py) and the options of the layer. The module has a `LayerBinding`: its layer as data, and
+the enabled model that it belongs to, which has the state of the pass. Arguments that differ from the layer's are
+refused before any communication.
 
-Registered when the first model is enabled. A module without a binding belongs to a model that was not enabled: an
-error.
+Registered when the first model is enabled. A module without a binding belongs to a model that was not enabled, which is
+an error.
 
 Shapes: query (B, H, S, D), key (B, Hk, S, D), value (B, Hk, S, Dv), out (B, S, H, Dv), S this rank's tokens.
 """
@@ -16,7 +16,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,6 @@ from attnspan.errors import ModelError
 from attnspan.integrations.huggingface.latents import LatentSource, latents_in
 from attnspan.integrations.huggingface.layers import AttentionLayer
 from attnspan.integrations.huggingface.masking import Pattern, requested_pattern
-from attnspan.integrations.huggingface.mixers import RecurrentMixer
 from attnspan.integrations.huggingface.plain_attention import OWN_MASK
 from attnspan.plan import Shape
 
@@ -51,26 +50,21 @@ def register() -> None:
 
 
 @dataclass(frozen=True, eq=False)
-class LayerBinding:
-    """What a module of an enabled model knows: its layer, the number of its attention in a pass, and the model."""
+class ModuleBinding:
+    """Set on the attention layers and recurrent mixers of an enabled model."""
 
-    layer: AttentionLayer
-    kind: int | None  # None: cross-attention in a decoder without its encoder
     enabled: Enabled
 
-    def __deepcopy__(self, memo: object) -> LayerBinding:
+    def __deepcopy__(self, memo: object) -> Self:
         return self  # a copy of a model is enabled as the model is
 
 
 @dataclass(frozen=True, eq=False)
-class MixerBinding:
-    """The same of a recurrent mixer."""
+class LayerBinding(ModuleBinding):
+    """The binding of an attention layer: also its data, and the index of its kind of attention in a pass."""
 
-    mixer: RecurrentMixer
-    enabled: Enabled
-
-    def __deepcopy__(self, memo: object) -> MixerBinding:
-        return self
+    layer: AttentionLayer
+    kind: int | None  # None: cross-attention in a decoder without its encoder
 
 
 def attend(
@@ -112,8 +106,8 @@ def attend(
 
 
 def wants_latents(source: LatentSource, numbers: Tensor) -> bool:
-    """Whether a layer's latents are to travel: under a strategy that was given, unless it exchanges heads; with "auto"
-    where that is predicted to take less time. Compiled code, and matrices that are sharded, move keys and values."""
+    """Whether a layer's latents travel instead of keys and values: with a given strategy, unless it exchanges heads;
+    with "auto" if that is predicted to be faster. Not in compiled code, nor if the matrix is sharded."""
     binding: LayerBinding | None = getattr(source.module, BINDING, None)
     if torch.compiler.is_compiling() or binding is None or binding.kind is None:
         return False
@@ -121,22 +115,22 @@ def wants_latents(source: LatentSource, numbers: Tensor) -> bool:
         return False
     layer, attention = binding.layer, binding.enabled.attention_for(binding.kind)
     sizes = layer.query_heads, layer.kv_heads, layer.head_dim, layer.value_dim, len(numbers)
-    return attention.attention.call.latents_pay(Shape(*sizes, dtype_name(numbers.dtype), source.width))
+    return attention.attention.bound.latents_pay(Shape(*sizes, dtype_name(numbers.dtype), source.width))
 
 
 def tempered(query: Tensor, scales: Tensor) -> Tensor:
-    """Queries multiplied by a number for each position, of (S,) or (B, S), and rounded as transformers does."""
+    """Queries times a factor for each position, (S,) or (B, S), rounded as in transformers."""
     return (query * scales.unsqueeze(-2).unsqueeze(-1) if scales.dim() == 2 else query * scales.unsqueeze(-1)).to(query)
 
 
 def tune_temperature(layer: AttentionLayer, by_itself: bool) -> None:
-    """Whether a layer that tunes its temperature does so by itself, or leaves it to `attend`."""
+    """Let a layer with temperature tuning do that itself, or leave it to `attend`."""
     if layer.temperature is not None:
         vars(layer.module)["attn_temperature_tuning"] = by_itself
 
 
 def check_arguments(layer: AttentionLayer, mask: object, arguments: Mapping[str, object], wanted: Pattern) -> None:
-    """Refuse a call whose arguments differ from those of its layer, or its mask from the `wanted` one."""
+    """Refuse a call whose arguments differ from its layer's, or whose mask is not the `wanted` one."""
     by_default: dict[str, object] = {"scaling": layer.scale, "is_causal": layer.causal}
     always: dict[str, object] = {"sliding_window": layer.window, "softcap": layer.softcap, "s_aux": layer.sinks}
     for name, own in (by_default | always).items():

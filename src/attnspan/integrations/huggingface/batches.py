@@ -1,20 +1,20 @@
-"""A batch as transformers' collators give it, whole on every rank, sharded for the forward pass of one.
+"""Shards a batch from a transformers collator, which is whole on every rank, for the forward pass of one rank.
 
-Entries about which tokens see each other go into the session's mask, the rest is sharded (parallel/batch.py)::
+Entries that determine which tokens see each other become part of the session's mask; the rest is sharded
+(parallel/batch.py)::
 
-    attention_mask        ones where tokens are: padding at either end becomes part of the mask
-    position_ids          where they do not go up by one, a document begins, if there is no attention_mask
-    cu_seq_lens_q, _k     the same, as lengths (a batch of one row)
-    seq_idx               the same, as the number of every token's document
-    labels, shift_labels  moved while they are whole, and kept from the model (losses.py)
-    decoder_*             the second sequence of an encoder-decoder, with a session of its own
+    attention_mask        ones for tokens; padding at either end becomes part of the mask
+    position_ids          without attention_mask, a document begins where they do not increase by one
+    cu_seq_lens_q, _k     documents by cumulative lengths (a batch of one row)
+    seq_idx               documents by a number for every token
+    labels, shift_labels  shifted while they are whole, and not passed to the model (losses.py)
+    decoder_*             the second sequence of an encoder-decoder, which has its own session
 
-The model gets, beside its tokens, their global positions and an attention_mask of ones: without one, transformers would
-take the jumps in a shard's positions for documents. Recurrent mixers, which have no mask, get a rank's padding.
+The model gets its tokens with their global positions, and an attention_mask of ones: without one, transformers would
+interpret jumps in a shard's positions as documents. Recurrent mixers, which have no mask, get the rank's padding.
 
-[Note: as on one device] transformers ignores documents if an attention_mask is given as well. A batch with both is
-ambiguous, and refused. Labels are shifted across the borders of documents, as on one device: a collator that packs puts
--100 there.
+[Note: as on one device] transformers ignores documents if an attention_mask is given too. A batch with both is
+ambiguous, and refused. Labels are shifted across document borders, as on one device: packing collators put -100 there.
 
 Shapes: B batch rows, S tokens of the whole sequence.
 """
@@ -35,22 +35,22 @@ from attnspan.parallel import ContextParallel
 from attnspan.parallel.batch import IGNORED
 
 Entries = dict[str, Any]
-"""What a batch is made of, by the names of forward's arguments: tensors, and whatever else a collator adds."""
+"""A batch by the names of forward's arguments: tensors, and whatever else a collator adds."""
 
 LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens")
 IDS = "seq_idx"
 REDUNDANT = ("max_length_q", "max_length_k")
-"""What comes with lengths of documents, and adds nothing to them."""
+"""Entries that accompany the lengths of documents, and are redundant."""
 
 DOCUMENT_ENTRIES = (*LENGTHS, IDS, *REDUNDANT)
-"""What tells documents; of no use to a model that runs on a whole batch."""
+"""Entries that describe documents; not passed to a model that runs on a whole batch."""
 
 DECODER = "decoder_"
 
 
 @dataclass(frozen=True)
 class SequenceInputs:
-    """One sequence of a batch, whole: its entries, without those that became part of the mask."""
+    """One whole sequence of a batch: its entries, without those that became part of the mask."""
 
     entries: Entries
     batch_masks: tuple[Mask, ...]  # what documents and padding add to every layer's mask
@@ -60,8 +60,8 @@ class SequenceInputs:
     padding: Tensor | None = None  # (B, S): 0 in padding, if there is any
 
     def document_positions(self, more: Iterable[Mask] = ()) -> Tensor | None:
-        """The place of each token in its document, by the batch and `more` masks, or after padding: (1, S) or (B, S).
-        None where that is its place in the row."""
+        """The index of each token in its document, given the batch's and `more` masks, or after left padding: (1, S) or
+        (B, S). None if that is its index in the row."""
         pieces = [mask.lengths for mask in (*self.batch_masks, *more) if isinstance(mask, Documents)]
         pieces += [tuple((start, self.seq_len - start) for start in self.starts)] if self.starts is not None else []
         if not pieces:
@@ -82,7 +82,7 @@ class SequenceInputs:
 
 @dataclass(frozen=True)
 class Shards:
-    """What a rank's forward pass gets of a sequence, and the session it lies by."""
+    """A rank's part of a sequence, and its session."""
 
     session: ContextParallel
     entries: Entries = field(repr=False)

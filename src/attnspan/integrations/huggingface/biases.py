@@ -1,18 +1,18 @@
-"""Numbers that a layer adds to its scores: relative position biases and ALiBi, as score_mods over global positions.
+"""Biases that layers add to scores, relative position biases and ALiBi, as score_mods over global positions.
 
-A model that adds a tensor of (B, H, S, S) to its scores has made it of a few numbers, which a score_mod looks up::
+A model that adds a tensor of (B, H, S, S) to its scores computes it from a small table, which a score_mod can look up::
 
     distance    table[h, clamp(k - q, -reach, reach) + reach]    T5 and kin: learned, and the same from `reach` on
     key         table[row, h, k]                                 Bloom, Falcon: rounded as the model rounds
     slope       table[h] * (k - q)                               MPT
 
-so that it may be evaluated for any pair of positions, on any rank and over pages. The table is an argument of the call.
-A learned one is computed where the model computes its bias: in the forward of the first layer, from which the model
-hands it to the others, so that gradients, checkpoints and sharded parameters are those of any other tensor.
+So it can be evaluated for any pair of positions, on any rank and over pages. The table is an argument of the call. A
+learned one is computed where the model computes its bias: in the forward of the first layer, from which the model
+passes it to the others, so that gradients, checkpointing and sharded parameters work as for any other tensor.
 
-[Note: by distance] A layer of T5 has a method `compute_bias(query_length, key_length, ...)`. While it is enabled, that
-gives the table instead, which is read from the original method at two rows of queries. That the original goes by
-distance alone, and no longer changes beyond the reach, is tried on a module of the class before a model is enabled.
+[Note: by distance] A layer of T5 has a method `compute_bias(query_length, key_length, ...)`. While enabled, that method
+returns the table instead, which is read from two rows of the original's result. A self-test on a module of the class
+checks that the original depends on distance only, and is constant beyond the reach.
 
 Shapes: table (H, 2 * reach + 1), (R, H, S) for R = 1 or B rows, or (H,).
 """

@@ -1,4 +1,4 @@
-"""What is set on the modules and configs of a model while it is enabled, and taken back afterwards."""
+"""Attributes that are set on the modules and configs of a model while it is enabled, and removed afterwards."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from attnspan.integrations.huggingface.attention import (
     BINDING,
     NAME,
     LayerBinding,
-    MixerBinding,
+    ModuleBinding,
     attend,
     check_configs,
     configs_of,
@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 class ModelBinding:
-    """The bindings of a model's layers and mixers. `kinds` are the numbers of its layers' attentions in a pass."""
+    """The bindings of a model's layers and mixers. `kinds` has the index of each layer's kind of attention."""
 
     def __init__(self, enabled: Enabled, parts: ModelParts, kinds: Sequence[int]) -> None:
         self._enabled, self._parts, self._kinds = enabled, parts, kinds
@@ -42,12 +42,12 @@ class ModelBinding:
         self._lock = RLock()
 
     def bind(self) -> None:
-        """Layers ask for attention over ranks from here on."""
+        """From now on layers use attention over ranks."""
         self._own_names = [(config, config._attn_implementation) for config in configs_of(self._parts.decoder)]
         for config, _ in self._own_names:
             config._attn_implementation = NAME
         for layer, kind in zip(self._parts.layers, self._kinds, strict=True):
-            setattr(layer.module, BINDING, LayerBinding(layer, kind, self._enabled))
+            setattr(layer.module, BINDING, LayerBinding(self._enabled, layer, kind))
             source = latent_source(layer.module, wants_latents)
             if source is not None:
                 source.bind()
@@ -55,13 +55,13 @@ class ModelBinding:
             bind_forward(layer.module, attend)
             tune_temperature(layer, by_itself=False)
         for layer in self._parts.idle:
-            setattr(layer.module, BINDING, LayerBinding(layer, None, self._enabled))
+            setattr(layer.module, BINDING, LayerBinding(self._enabled, layer, None))
         for mixer in self._parts.mixers:
-            setattr(mixer.module, BINDING, MixerBinding(mixer, self._enabled))
+            setattr(mixer.module, BINDING, ModuleBinding(self._enabled))
             mixer.bind(self._enabled.mixer_tokens)
 
     def unbind(self) -> None:
-        """Every module and config is as it was."""
+        """Restore every module and config."""
         for layer in self._parts.idle:
             delattr(layer.module, BINDING)
         for layer in self._parts.layers:
@@ -78,11 +78,11 @@ class ModelBinding:
             config._attn_implementation = name
 
     def check(self) -> None:
-        """Refuse a model whose configs were changed since."""
+        """Refuse a model whose configs were changed in the meantime."""
         check_configs(config for config, _ in self._own_names)
 
     def run_again(self, run: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """A region that first ran enabled does so again."""
+        """Recompute a region with the model enabled, as when it first ran."""
         with self._lock:
             if is_bound(self._parts.model):
                 raise ModelError(

@@ -1,18 +1,18 @@
-"""A transformers `Cache` whose keys and values lie in pages, for a plain `model.generate`.
+"""A transformers `Cache` with keys and values in pages, for a plain `model.generate`.
 
     cache = PagedCache(model, pages=1024)
     out = model.generate(tokens, past_key_values=cache, max_new_tokens=100)
 
-Every row of the batch is a sequence of an allocator. Keys are written to pages as they come, and copied into one
-contiguous tensor at every call, since that is what the model's own attention wants. So memory follows the tokens that
-are there, rows of a beam share pages, and results are those of any other cache, with any attention implementation and
-any mask, for one copy per layer and step.
+Every row of the batch is a sequence of an allocator. New keys are written to pages, and all keys are copied into one
+contiguous tensor in every call, which the model's own attention needs. So memory grows with the actual tokens, beams
+share pages, and results are those of any other cache, with any attention implementation and any mask, at the cost of
+one copy per layer and step.
 
-What a layer hands to a cache is probed when the cache is made, by running the model on one token: most hand over keys
-and values of their heads, some what both are made of (the latents of DeepSeek-V3), and pages hold either.
+The shapes that layers pass to a cache are probed when it is made, by running the model on one token: most pass the keys
+and values of their heads, some the latents of both (DeepSeek-V3). Pages can hold either.
 
-Rows are filled alike: a batch with padding stores the padding too, which the attention mask hides as usual. Layers with
-a window keep all their keys here (the mask cuts them; only the engine gives pages back).
+All rows have the same length: padding is stored too, and hidden by the attention mask as usual. Layers with a window
+keep all their keys here (the mask hides them; only the engine frees pages).
 
 | what generation does | here |
 |---|---|
@@ -25,7 +25,7 @@ a window keep all their keys here (the mask cuts them; only the engine gives pag
 | gradients | refused: pages hold numbers alone |
 | offloading, quantised caches, linear attention, cross-attention | refused |
 
-`reset()` gives all pages back, and so does letting go of the cache.
+`reset()` frees all pages, and so does dropping the cache.
 """
 
 from __future__ import annotations

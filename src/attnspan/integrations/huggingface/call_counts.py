@@ -1,4 +1,4 @@
-"""How often the attention of an enabled model has run: once in every layer in every pass, or it is an error."""
+"""Counts how often attention ran in an enabled model: once per layer in every pass, else it is an error."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class CallCounts:
             )
 
     def add(self, current: ForwardPass) -> None:
-        """Every layer has attended, once, and every mixer has run."""
+        """Raise unless every layer attended once in this pass, and every mixer ran."""
         ran = sum((calls_so_far(current.attentions) - current.calls_before).values())
         self.passes, self._calls = self.passes + 1, self._calls + ran
         if ran not in (self._min_calls, self._max_calls) and ran > self._min_calls:

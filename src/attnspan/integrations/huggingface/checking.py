@@ -1,13 +1,13 @@
-"""What is refused of a model, or of a call of it, besides what its attention layers ask for (layers.py).
+"""Refuses models, and calls of them, that would be wrong on a rank's tokens; layers.py checks attention layers.
 
-A rank has some of the tokens. Whatever is computed of each token by itself is right as it is; the rest is found here,
+A rank has only some of the tokens. Computations on single tokens are right without changes; others are detected here,
 by the names of transformers' classes and the arguments of their methods::
 
-    heads        that look at one token for all, such as the class of a text
+    heads        that use one token for the whole text, such as classifiers
     mixing       of tokens without attention (token_mixing.py)
-    positions    must be taken: a model that counts would count each rank's tokens from 0
-    outputs      must be of each token, or they were taken of a rank's tokens
-    calls        that want what no rank has (weights of attention, the last logits), or a cache
+    positions    have to be an argument: a model that counts would count each rank's tokens from 0
+    outputs      must have one entry per token
+    calls        that ask for what no rank has (attention weights, the last logits), or for a cache
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The class that a module was written as.
+"""The class that a module was defined with.
 
-FSDP2 gives a module that it shards a class made by torch, between the module and its own: the source of its forward,
-its name and its home are those of the class below.
+FSDP2 replaces the class of a module that it shards by a generated subclass; the source of forward, the name and the
+module of the class are those of its base.
 """
 
 

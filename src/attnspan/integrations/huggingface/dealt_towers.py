@@ -1,17 +1,17 @@
-"""Towers whose images are dealt over ranks: each rank computes some, and all get what was computed of every image.
+"""Towers whose images are distributed over ranks: each rank computes some, and all ranks gather the results.
 
-    rank r       runs the tower on images [N r / R, N (r + 1) / R), or on the first if these are none
+    rank r       runs the tower on images [N r / R, N (r + 1) / R), or on the first one if that is empty
     every rank   gathers the rows of all images
 
-Backward adds up, at the rank that computed an image, what the tokens of all ranks want of it. So a tower's parameters
-get another share of the gradient on each rank, with the same sum, and their mean over ranks is still one device's.
+Backward sums the gradients of all ranks' tokens at the rank that computed the image. So the gradient of a tower's
+parameters is divided differently between ranks, with the same sum: the mean over ranks is still that of one device.
 
 [Note: what is dealt] The first tensor of a call has a row for each image, (N, ...), or one for each patch of all
-images, (P, ...), with a grid (N, 2) or (N, 3) beside it that says how many are whose. All other tensors have N rows, or
-P. A single image, and images that come as one row, are computed by every rank.
+images, (P, ...), together with a grid (N, 2) or (N, 3) that gives the patches of each image. All other tensors have N
+or P rows. A single image, and images in a single row, are computed by every rank.
 
-[Note: by themselves] What is computed of an image must not depend on the others. When a tower is first dealt it runs on
-its first image, and on its first two, in evaluation and without gradients: the rows of the first must be the same.
+[Note: by themselves] The result of an image must not depend on other images. Before a tower is first distributed, it
+runs on its first image, and on its first two, in eval mode and without gradients: the rows of the first must be equal.
 """
 
 from __future__ import annotations

@@ -1,18 +1,17 @@
-"""Prompts with images or sounds: computed as far as the decoder once, and fed to it in steps like any other tokens.
+"""Prompts with images or sounds: embedded once, and fed to the decoder in steps like any other tokens.
 
-A processor's output for one prompt is given to the model as it is, and the call ends where the decoder is called, with
-what it is called with (`captured`): merged embeddings, positions, features per token. Steps then call the model on
-tokens as always, and a hook before the decoder puts the rows of such prompts in (`Merging`)::
+The model is called with a processor's output for one prompt, and the call is ended where it calls its decoder; the
+decoder's arguments are captured (`captured`): merged embeddings, positions, features per token. Steps then call the
+model on tokens as usual, and a hook before the decoder inserts the rows of such prompts (`Merging`)::
 
     model(input_ids=tokens)             embeds tokens, knows of no image
         decoder(inputs_embeds, ...)     rows of prompts replaced: embeddings, positions, DeepStack features
 
-Rotary positions of more than one dim go on behind a prompt as transformers lets them: from those of its last token.
+Rotary positions with more than one dim continue after a prompt as in transformers: from those of its last token.
 
-[Note: content ids] The prefix cache must not take one image for another. A token that the decoder sees as it sees
-plain text is its own id. Any other's is a digest of all that the decoder is given for it: the bits of its embedding,
-position, type and features; where tokens of an image see each other, of all of that image. So prompts share pages as
-far as the decoder computes the same, and no further.
+[Note: content ids] The prefix cache must distinguish images. The id of a token with the decoder inputs of plain text is
+the token itself. Other ids are digests of all decoder inputs for the token: the bits of its embedding, position, type
+and features, and of the whole image if its tokens see each other. So prompts share exactly the pages that are equal.
 
 Shapes: S tokens of a prompt, T of a step, N tokens of images, P dims of positions, D width.
 """

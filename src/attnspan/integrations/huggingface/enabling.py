@@ -1,4 +1,4 @@
-"""``enable(model, cp)``: a transformers model whose sequences are sharded over ranks, and nothing else changes.
+"""``enable(model, cp)`` makes a transformers model context parallel, without other changes to the model or its use.
 
 >>> import copy, torch
 >>> import attnspan as span
@@ -14,16 +14,16 @@
 >>> span.testing.loopback(ranks=2).run(rank)
 [((1, 7, 64), True), ((1, 6, 64), True)]
 
-The model is called with whole batches, the same on every rank, and computes this rank's tokens. Four places do it, and
-positions.py adds hooks where a module counts positions itself:
+The model is called with whole batches, the same on every rank, and computes this rank's tokens. This takes four
+interventions, besides hooks for modules that count positions (positions.py):
 
-    before forward    the batch becomes a session and shards (batches.py); with towers, before the decoder's (towers.py)
-    attention         layers ask for the implementation "attnspan" (attention.py)
-    recurrence        mixers have a forward whose functions are over ranks (mixers.py)
-    after forward     the loss, over all ranks (losses.py); a layer that did not run is an error
+    before forward    the batch becomes a session and shards (batches.py); with towers, before the decoder (towers.py)
+    attention         layers call the implementation "attnspan" (attention.py)
+    recurrence        mixers have a forward that calls functions over ranks (mixers.py)
+    after forward     the loss over all ranks (losses.py), and an error if a layer did not run
 
-[Note: a config of its own] The implementation is an entry of the config, which another model may share. So an enabled
-model gets a copy; a model that was made from the same config is not touched.
+[Note: a config of its own] The attention implementation is an entry of the config, which other models may share. So an
+enabled model gets a copy of its config; other models with the same config do not change.
 """
 
 from __future__ import annotations
@@ -119,19 +119,19 @@ def enable(
 ) -> Enabled:
     """Make a transformers model context parallel over the ranks of `cp`, until `disable()` or the end of a `with`.
 
-    `cp` is a mesh, a process group or a virtual world, or a session: its ranks, layout, strategy and kernel are used,
-    and the documents and padding of its mask, beside those of each batch (sessions.py). Every rank then calls the
-    model with the same whole batch. What comes back is this rank's tokens, or with ``outputs="whole"`` all of them,
-    and the loss of all. `over` is the group that gradients are averaged over, if larger than the session's.
-    `keep_keys` is that of `ContextParallel`; None is the session's, or with a mesh "auto".
-    A `PeftModel` may be given in place of the model inside. Every rank runs the towers of images and sounds on the
-    whole batch; with ``towers="dealt"`` each runs them on its part of the images (dealt_towers.py).
+    `cp` is a mesh, a process group or a virtual world, or a session, whose ranks, layout, strategy and kernel are used,
+    and the documents and padding of its mask in addition to those of each batch (sessions.py). Every rank then calls
+    the model with the same whole batch. It returns this rank's tokens, or all of them with ``outputs="whole"``, and the
+    loss of all ranks. `over` is the group that gradients are averaged over, if larger than the session's. `keep_keys`
+    is that of `ContextParallel`; None is the session's, or "auto" with a mesh. A `PeftModel` may be given instead of
+    the model inside. Every rank runs the towers of images and sounds on the whole batch, or with ``towers="dealt"`` on
+    its part of the images (dealt_towers.py).
     """
     return Enabled(model, cp, over, outputs, keep_keys, towers)
 
 
 class Enabled:
-    """An enabled model. `session` is that of its latest batch, `layers` are its attention layers, `mixers` others."""
+    """An enabled model, with the `session` of its latest batch, its attention `layers` and recurrent `mixers`."""
 
     def __init__(
         self, called: nn.Module, cp: ContextParallel | Group, over: Group, outputs: str, keep_keys: KeepKeys | None,
@@ -162,7 +162,7 @@ class Enabled:
         self._begin()
 
     def _read_forward(self) -> None:
-        """The names of what the model and its decoder are called with, and the loss that it returns."""
+        """Read the arguments of the model and its decoder, and the kind of its loss."""
         self._loss = label_kind(self.model)
         self._adds_to_loss = adds_to_loss(self._parts.called, self.model)
         self._parameters = inspect.signature(type(self.model).forward).parameters
@@ -195,7 +195,7 @@ class Enabled:
         self.live = True
 
     def disable(self) -> None:
-        """Give the model its own attention back; backward may come later. See forward_pass.py."""
+        """Restore the model's own attention; backward may still follow. See forward_pass.py."""
         if not self.live:
             return
         for hook in self._hooks:
@@ -335,7 +335,7 @@ class Enabled:
         return current, {name: value for name, value in given.items() if self._is_taken(name)}
 
     def _begin_towers(self, given: Entries, whole: WholeBatch) -> Entries:
-        """Before a model with towers runs on a whole batch: what it is given."""
+        """The arguments of a model with towers, which runs on the whole batch."""
         if not self._compared:
             check_batch(given, self.transport)
         self._check_weights()
@@ -343,7 +343,7 @@ class Enabled:
         return {name: value for name, value in given.items() if name not in DOCUMENT_ENTRIES} | {"use_cache": False}
 
     def _begin_decoder(self, args: tuple[object, ...], kwargs: Entries) -> tuple[ForwardPass, Entries]:
-        """The pass of a decoder's call, and what it is given of what it was called with."""
+        """The pass of a decoder's call, and the decoder's new arguments."""
         whole, self._whole_batch = self._whole_batch, None
         if whole is None:
             raise ModelError(
@@ -366,7 +366,7 @@ class Enabled:
         return self._make_pass({"only": shards}, patterns, whole.count, sequence.max_position), entries
 
     def _check_restarts(self, given: Entries, sequence: SequenceInputs) -> None:
-        """Refuse positions that start again, in a model that is not given any and counts the tokens of a row."""
+        """Refuse documents by position_ids in a model that takes none and counts the tokens of a row."""
         restarts = given.get("position_ids") is not None and any(isinstance(x, Documents) for x in sequence.batch_masks)
         if restarts and "position_ids" not in self._parameters and any(map(counts_by_itself, self.decoder.modules())):
             raise ModelError(
@@ -488,20 +488,21 @@ class Enabled:
     # ---- what a layer asks ---------------------------------------------------------------------------------------
 
     def mixer_tokens(self) -> ShardedTokens:
-        """What a recurrent mixer knows of the pass that it runs in."""
+        """The tokens of the current pass, for a recurrent mixer."""
         return self._passes.current().mixer_tokens
 
     def pattern_for(self, kind: int) -> Pattern:
-        """The mask of a kind of layer, in the pass that it runs in."""
+        """The mask of a kind of layer in the current pass."""
         patterns, own = self._passes.current().patterns, self.kinds[kind].pattern
         return patterns.get(own, own) if patterns else own
 
     def attention_for(self, kind: int) -> BoundAttention:
-        """The attention of a kind of layer, in the pass that it runs in. See [Note: the pass of a region]."""
+        """The attention of a kind of layer in the current pass. See [Note: the pass of a region] in forward_pass.py."""
         return self._passes.current().attentions[kind]
 
     def bias_tables(self, layer: AttentionLayer, given: Tensor | None, dtype: torch.dtype) -> list[Tensor] | None:
-        """What the bias of a layer looks up, for queries of a dtype; `given` is what the model hands to the layer."""
+        """The tables of a layer's bias, for queries of a dtype; `given` is the bias that the model passed to the
+        layer."""
         if layer.bias is None or given is None:
             return None
         wide = lse_dtype(dtype)

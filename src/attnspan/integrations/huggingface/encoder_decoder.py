@@ -1,12 +1,12 @@
-"""An encoder-decoder of transformers as an engine sees it: its decoder over pages, its encoder once for each request.
+"""A transformers encoder-decoder as a `ServedModel`: its decoder runs over pages, its encoder once per request.
 
-`encode` runs the whole model on a prompt and one token. The encoder attends by plain SDPA; of the decoder only the keys
-and values of its cross-attention are kept, (1, H, S, D) for each layer. In a step a cross-attention attends over those,
-request by request, and self-attention over pages.
+`encode` runs the whole model on a prompt and one token. The encoder uses plain SDPA; of the decoder only the keys and
+values of cross-attention are kept, (1, H, S, D) for each layer. In a step cross-attention uses those, request by
+request, and self-attention runs over pages.
 
-[Note: caches] Layers take the keys and values of the encoder from transformers' `EncoderDecoderCache`, or compute them
-and put them there. So `RecordingCache` is a cache that keeps what is put there, and `FilledCache` one that says that
-all of it is there already: layers then compute no keys of the encoder, and the attention function knows whose they are.
+[Note: caches] Layers read the encoder's keys and values from transformers' `EncoderDecoderCache`, or compute them and
+store them there. `RecordingCache` records what is stored. `FilledCache` reports that all of it is present: layers then
+compute no keys of the encoder, and the attention function supplies those of each request.
 
 [Note: learned biases] The decoder of T5 has a learned bias. Its table is read from the layer at every step, and so
 follows weights as other layers do.

@@ -1,9 +1,9 @@
-"""A forward pass of an enabled model: what holds while it runs, and how a layer finds it.
+"""The state of a forward pass of an enabled model, and how layers find it.
 
-[Note: the pass of a region] Layers find their session in the latest pass of their model. A checkpointed layer runs
-again in backward, when there may have been another pass; it gets that of its first run (checkpoint_regions.py). If the
-model was disabled by then, it is enabled while the region runs. If the whole call is checkpointed, it is repeated in
-backward, with a pass of its own, which layers then find and which is not counted.
+[Note: the pass of a region] Layers use the session of the current pass of their model. A checkpointed layer is
+recomputed in backward, possibly after another pass; it uses the pass of its first run (checkpoint_regions.py). If the
+model was disabled by then, it is enabled during the recomputation. If the whole call is checkpointed, its recomputation
+has a pass of its own, which layers then use and which is not counted.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class ForwardPass:
 
 @dataclass(frozen=True)
 class WholeBatch:
-    """What is known of a batch while its model runs on all of it, until the decoder is called."""
+    """A batch while a model with towers runs on all of it, until it calls its decoder."""
 
     sequence: SequenceInputs
     labels: Tensor | None
@@ -69,7 +69,7 @@ class WholeBatch:
 
 
 class ModelPasses:
-    """The passes of a model: the one that runs, the latest, and those that regions and outputs belong to."""
+    """The passes of a model: the running one, the latest, and those of checkpointed regions and outputs."""
 
     def __init__(self) -> None:
         self.running: ForwardPass | None = None
@@ -78,23 +78,23 @@ class ModelPasses:
         self._of_output: MutableMapping[Tensor, ForwardPass] = WeakTensorKeyDictionary()
 
     def begin(self, current: ForwardPass | None) -> None:
-        """A pass runs from here on; None: only once the decoder is called."""
+        """A pass begins; None if it begins only when the decoder is called."""
         self.running = current
         if current is not None and not current.rerun_regions:
             self._latest = current
 
     def end(self) -> ForwardPass | None:
-        """The pass that ran; a layer that runs from here on does so by itself, or in backward."""
+        """The pass that ran; from now on layers can only run in backward."""
         current, self.running = self.running, None
         return current
 
     def returned(self, current: ForwardPass, outputs: Iterable[Tensor]) -> None:
-        """These tensors are what a pass came to."""
+        """Record the tensors that a pass returned."""
         for each in outputs:
             self._of_output[each] = current
 
     def of_output(self, outputs: Iterable[Tensor]) -> ForwardPass:
-        """The pass that one of these tensors is of, or the latest."""
+        """The pass that returned one of these tensors, or the latest."""
         known = self._of_output
         return next((known[each] for each in outputs if each in known), self.latest())
 
@@ -105,7 +105,7 @@ class ModelPasses:
         return self._latest
 
     def disable(self, run_again: Callable[..., object]) -> None:
-        """No pass comes any more; regions of earlier ones run again by `run_again`."""
+        """No more passes; regions of earlier ones are recomputed through `run_again`."""
         self._latest = None
         for region in list(self._of_region):
             checkpoint_regions.rerun_through(region, run_again)
@@ -131,5 +131,5 @@ class ModelPasses:
 
 def calls_so_far(attentions: Iterable[BoundAttention]) -> Counter[int]:
     """How often attention ran, by what counts it."""
-    calls = [each.attention.call.uses for each in attentions]
+    calls = [each.attention.bound.uses for each in attentions]
     return Counter({id(uses): uses.forward.total() for uses in calls})

@@ -1,4 +1,4 @@
-"""What a model's generation_config asks for, as the defaults of an engine's requests.
+"""The defaults of an engine's requests, from a model's generation_config.
 
 Every setting is one of these:
 

@@ -1,13 +1,12 @@
-"""Layers with inline attention: what it asks for, and a method in its place that asks for it.
+"""Layers that compute attention inline, and replacement methods that call an attention function instead.
 
-Some classes compute attention inline: they do not look it up by a name. While such a model is enabled or served, each
-of these layers has a method of ours, in which one call of an attention function takes the place of scores and sums. The
-modeling file and other models are not touched. Before that, a tiny layer of the class is compared with its original.
-Most classes are rows of plain_attention.py.
+Some classes compute attention inline, without transformers' AttentionInterface. While such a model is enabled or
+served, each of these layers has a replacement method, which calls an attention function instead. The modeling file and
+other models are not changed. Before that, a tiny layer of the class is compared with its original. Most classes are
+rows of a table in plain_attention.py.
 
-Bloom, MPT and Falcon add biases (ALiBi), and have a forward that is written here. Their biases are the model's own
-numbers: `build_alibi_tensor` of the modeling file is called for the positions of a whole sequence, and rounds as it
-does there.
+Bloom, MPT and Falcon add biases (ALiBi); their forward is rewritten here. The biases are the model's own numbers:
+`build_alibi_tensor` of the modeling file is called for the positions of a whole sequence, with its own rounding.
 """
 
 from __future__ import annotations
@@ -37,6 +36,7 @@ from attnspan.integrations.huggingface.plain_attention import (
     LayerClass,
     Method,
     PlainAttention,
+    causal_mask,
 )
 from attnspan.integrations.huggingface.tiny_module import filled
 
@@ -249,7 +249,7 @@ def _bloom_example(cls: LayerClass) -> nn.Module:
 
 def _bloom_given(module: Bloom) -> list[Kwargs]:
     alibi = _built(module, 5, torch.float32)[:, None]
-    return [{"residual": torch.ones(1, 5, 12, device="cpu"), "alibi": alibi, "attention_mask": _hidden()}]
+    return [{"residual": torch.ones(1, 5, 12, device="cpu"), "alibi": alibi, "attention_mask": causal_mask()}]
 
 
 # ---- MPT -------------------------------------------------------------------------------------------------------------
@@ -312,7 +312,7 @@ def _mpt_example(cls: LayerClass) -> nn.Module:
 
 def _mpt_given(module: Mpt) -> list[Kwargs]:
     alibi = _file_of(module).build_mpt_alibi_tensor(3, 8, device="cpu")
-    return [{"position_bias": alibi, "attention_mask": _hidden() < 0}]
+    return [{"position_bias": alibi, "attention_mask": causal_mask() < 0}]
 
 
 # ---- Falcon ----------------------------------------------------------------------------------------------------------
@@ -378,7 +378,7 @@ def _falcon_example(cls: LayerClass) -> nn.Module:
 
 def _falcon_given(module: Falcon) -> list[Kwargs]:
     alibi = _built(module, 5, torch.float32)[:, None]
-    return [{"alibi": alibi, "attention_mask": _hidden() + alibi / math.sqrt(module.head_dim)}]
+    return [{"alibi": alibi, "attention_mask": causal_mask() + alibi / math.sqrt(module.head_dim)}]
 
 
 # ---- what they have in common ----------------------------------------------------------------------------------------
@@ -394,11 +394,6 @@ FAMILIES: dict[str, InlineAttention[Any]] = {name: InlineAttention.of(row) for n
     ),
 }
 """By the folder of a class, and its name."""
-
-
-def _hidden() -> Tensor:
-    """A causal mask of five tokens, as numbers to add."""
-    return torch.full((1, 1, 5, 5), torch.finfo(torch.float32).min, device="cpu").triu(1)
 
 
 # ---- compared --------------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
-"""Recurrent mixers that compute their recurrence inline, and what takes its place: a row for each class.
+"""Recurrent mixers that compute their recurrence inline, and its replacement, as one row for each class.
 
-A row says which functions of sequence_functions.py a mixer then calls, and which methods are replaced, of the mixer or
-of convolutions in it::
+A row has the functions of sequence_functions.py that the mixer then calls, and the methods that are replaced, in the
+mixer or in its convolutions::
 
     MiniMaxLightningAttention     forward    lightning attention
     RecurrentGemmaRglru           its scan   a gate and an input for each channel

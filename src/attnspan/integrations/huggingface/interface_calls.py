@@ -1,9 +1,9 @@
-"""What a layer of a transformers model asks its AttentionInterface for, read from the source of its class.
+"""The arguments that a layer of a transformers model passes to its AttentionInterface, read from its source.
 
-A layer calls a function that is looked up by the name of an implementation, with everything that it wants of it:
-``scaling=self.scaling, sliding_window=self.sliding_window``. An attribute proves nothing, since a layer may have one
-that it does not pass on; so the call is read from the source, and its arguments are evaluated for the module at hand.
-They are attributes, numbers and the like.
+A layer calls a function that it looks up by the name of an implementation, with arguments such as
+``scaling=self.scaling, sliding_window=self.sliding_window``. Attributes alone prove nothing, since a layer may not pass
+them on; so the call is parsed from the source, and its arguments are evaluated for the module. They are attributes,
+numbers, and simple expressions.
 """
 
 from __future__ import annotations

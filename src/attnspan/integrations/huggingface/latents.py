@@ -1,17 +1,17 @@
-"""Layers of multi-head latent attention (MLA): what stands in for their keys and values where latents are wanted.
+"""Layers of multi-head latent attention (MLA), and how the attention function gets their latents.
 
-Such a layer (DeepSeek V2 and V3, Mistral 4, GLM-4.7 Flash, LongCat, MiniCPM3 and others) makes keys and values by one
-method, and hands them to the attention function as they are::
+Such a layer (DeepSeek V2 and V3, Mistral 4, GLM-4.7 Flash, LongCat, MiniCPM3 and others) computes keys and values by
+one method, and passes them to the attention function unchanged::
 
     key, value = self.expand_kv(kv_nope, k_rot)  # (B, 1, S, R), (B, 1, S, P) -> (B, H, S, N + P), (B, H, S, Dv)
 
-While its model is served or enabled, the module has an `expand_kv` of its own, a `LatentSource`. Asked for latents, it
-hands over the latent (B, 1, S, R + P) in the place of both, one tensor, and the attention function expands it where it
-is needed.
+While its model is served or enabled, a `LatentSource` replaces the module's `expand_kv`. If latents are wanted, it
+returns the latent (B, 1, S, R + P) in place of key and value, as one tensor, and the attention function expands it
+where that is needed.
 
-[Note: known layers] Both are read from the class: that the method is transformers' own, and that nothing else happens
-to what it returns. To be absorbed into queries, the matrix must be a plain Linear, and is compared with the method on a
-few latents. Any other layer hands over keys and values, which is right, and takes more memory and bytes.
+[Note: known layers] Two things are read from the class: that the method is transformers' own, and that its results are
+not changed afterwards. To be absorbed into queries, the matrix must be a plain Linear, and is compared with the method
+on a few latents. All other layers pass keys and values, which is correct and takes more memory and traffic.
 """
 
 from __future__ import annotations

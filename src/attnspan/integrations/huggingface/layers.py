@@ -8,19 +8,19 @@
 model.layers.0.self_attn: 4 query heads, 2 key heads of 8, scale 0.354, causal, window 5
 model.layers.1.self_attn: 4 query heads, 2 key heads of 8, scale 0.354, causal, window 5
 
-Transformers models do not compute attention themselves: a layer calls a function that is looked up by the name of an
-implementation (`AttentionInterface`), with everything that it wants of it. A layer is a module whose class does that.
+transformers layers call a function that is looked up by the name of an implementation (`AttentionInterface`), with all
+options as arguments. A module whose class does that is an attention layer.
 
-What a layer asks for is read from its source (interface_calls.py). An argument that cannot be evaluated, or is not
-known here, is an unsupported feature, and refused by its name.
+The arguments are read from its source (interface_calls.py). An argument that cannot be evaluated, or is unknown, is an
+unsupported feature, and refused by its name.
 
 [Note: others that mix tokens] A module that mixes tokens in another way (attention without the interface, linear
-attention, convolution, recurrence) would see one rank's tokens alone, or no cache. It is refused by name, too, unless
-the caller serves it: the recurrent mixers of mixers.py, over ranks. It is recognised by its class: one called attention
-that neither uses the interface nor contains a layer that does; torch's own modules of that kind; and layer types in the
-config that are not full or sliding attention.
+attention, convolution, recurrence) would only see one rank's tokens, or no cache. It is refused by name, unless the
+caller supports it, like the recurrent mixers of mixers.py. Such modules are recognised by class: classes with attention
+in their name that neither use the interface nor contain a layer that does; torch's own modules of that kind; and layer
+types in the config other than full or sliding attention.
 
-Not known here: the masks of a model; they are compared when they are made (masking.py).
+The masks of a model are not read here, but compared when they are made (masking.py).
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
 """LoRA adapters of peft by name: several in one packed row, beside rows of the base model.
 
-A LoRA layer computes ``base(x) + B(A(x)) * scaling`` with its active adapters. A step whose samples name adapters does
-not switch them: for as long as the model is served, the forward of such layers is `forward_by_rows`. The base layer
-runs once on all rows, and each adapter on those that name it. Rows that name none are computed by the layer's own
-forward, as the model is set.
+A LoRA layer computes ``base(x) + B(A(x)) * scaling`` with its active adapters. Adapters are not switched for a step:
+while the model is served, the forward of such layers is `forward_by_rows`. The base layer runs once on all rows, and
+each adapter on the rows that name it. Rows that name none are computed by the layer's own forward, with the adapters
+that are active in the model.
 
-Served are plain LoRAs on Linear layers. Other layers that adapters changed, and other kinds of LoRA, are refused by
-name when a request asks for an adapter; active for the whole model, they are served as ever (adapters.py). The formula
-is compared with the layer's own forward on two tokens. Nothing of peft is imported.
+Supported are plain LoRAs on Linear layers. Requests that name an adapter are refused if it changes other layers, or is
+another kind of LoRA; such adapters can still be active for the whole model (adapters.py). The formula is compared with
+the layer's own forward on two tokens. peft is not imported.
 
-[Note: rows] A layer must be given all rows of the step in their order, (1, T, ...), or those whose logits are wanted.
-Layers inside of experts are given a choice of rows, without that first dim, and are refused when that happens.
+[Note: rows] A layer must get all rows of the step in order, (1, T, ...), or those whose logits are computed. Layers
+inside experts get a selection of rows, without the first dim, which is refused.
 
 Shapes: T rows of a step.
 """

@@ -1,17 +1,17 @@
 """The loss of ``model(labels=...)``: the mean over the tokens of all ranks, as one device would take it.
 
-A model's own would be the mean over a rank's tokens, with labels shifted within the shard. So labels never reach the
-model: they are shifted while they are whole (batches.py), and the loss is computed from the logits. That is the loss of
-the model only if it is cross entropy, token by token; its kind is read from the model:
+The model's own loss would be the mean over a rank's tokens, with labels shifted within the shard. So labels are not
+passed to the model: they are shifted while they are whole (batches.py), and the loss is computed from the logits. This
+equals the model's loss only if that is cross entropy per token; its kind is read from the model:
 
     next      causal models: a token's label is the next token
     unpadded  the same, without labels in padding, whatever they are (audio models)
     own       masked models, classes of tokens, encoder-decoders: a token's label is its own
 
-and everything else (a class of the whole text, the balance of experts) is refused when labels come.
+Everything else (classes of whole texts, balancing of experts) is refused when labels are given.
 
-[Note: a count] With `num_items_in_batch` the sum of a batch's losses is divided by that, and not by the batch's own
-tokens: batches whose gradients are accumulated are parts of one mean, over ranks as on one device.
+[Note: a count] With `num_items_in_batch` the sum of a batch's losses is divided by that number instead of the batch's
+own tokens: with gradient accumulation, all batches are parts of one mean, over ranks as on one device.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""The masks that a transformers model asks for, reduced to data: direction, window, and groups of tokens.
+"""The masks that a transformers model asks for, as data: direction, window, and groups of tokens.
 
 A model asks for a mask once per forward pass and kind of layer, by the name of the implementation, and passes it to its
-layers. Ours is no tensor but a `Pattern`; documents and padding are in the session already (batches.py), and so are
-groups, which differ from batch to batch (towers.py). A layer compares the pattern that it gets with that of its
-attention in the pass (attention.py), so a model that asks for anything else is noticed.
+layers. This implementation returns a `Pattern` instead of a tensor. Documents and padding are in the session already
+(batches.py), and so are groups, which differ between batches (towers.py). A layer compares the pattern that it is given
+with that of its attention in this pass (attention.py), so other masks are detected.
 
-[Note: functions of masks] transformers describes a mask by a function of indices. The function is recognised by its
-code: those below are made by public functions of `transformers.masking_utils`, and hold their sizes. Every other is
-refused. Compiled code cannot look inside functions; there the arguments of the request decide (`local_size`, and
+[Note: functions of masks] transformers describes a mask by a function of indices. It is recognised by its code object:
+those below are made by public functions of `transformers.masking_utils`, with their sizes in the closure. All others
+are refused. Compiled code cannot inspect functions; there the other arguments of the request decide (`local_size`, and
 whether a mask may be skipped).
 """
 
@@ -160,7 +160,7 @@ def _by_arguments(local_size: int | None, config: object, more: dict[str, object
 
 def _read(function: IndexMask) -> Pattern:
     """A pattern by the function of a mask. See [Note: functions of masks]."""
-    PARTS.hold()
+    PARTS.verify()
     return _pattern(function)
 
 

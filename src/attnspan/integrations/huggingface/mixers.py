@@ -1,16 +1,16 @@
-"""The recurrent mixers of a transformers model, and their forward over ranks, or in a step of an engine.
+"""The recurrent mixers of a transformers model, and their forward over ranks or in a step of an engine.
 
 A mixer is a module whose forward calls, by name, a function that mixes tokens (sequence_functions.py). While its model
-is enabled, or served (serving.py), it has a forward of its own, of the same code, for which these names are ours::
+is enabled or served (serving.py), its forward is replaced by one with the same code and other globals::
 
     forward = FunctionType(original.__code__, {**original.__globals__, "causal_conv1d_fn": ours, ...})
 
-The modeling file and other models are not touched, and virtual ranks do not see each other's. `unbind` removes it.
+The modeling file and other models are not changed, and virtual ranks do not interfere. `unbind` removes it.
 
-[Note: all or nothing] A mixer is served if everything in it is known: it calls no other function of a modeling file or
-a package, no convolution as a module, and nothing that moves tokens (token_mixing.py). Its methods are transformers'
-own: a subclass or a patch of elsewhere may mix tokens in ways that no such check finds. Anything else is refused by the
-names of the layer and the function. That all its functions ran is checked in every pass (call_counts.py).
+[Note: all or nothing] A mixer is supported if everything in it is known: it calls no other function of a modeling file
+or a package, no convolution as a module, and nothing that moves tokens (token_mixing.py). Its methods must be
+transformers' own, because subclasses and patches may mix tokens in ways that no check detects. Anything else is refused
+with the names of the layer and the function. Every pass checks that all its functions ran (call_counts.py).
 
 Mixers that compute their recurrence inline are rows of inline_mixers.py.
 

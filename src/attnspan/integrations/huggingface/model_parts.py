@@ -1,4 +1,4 @@
-"""The parts of a model that is to be enabled, read from it once; a model that has others is refused."""
+"""The parts of a model that is enabled, read once; unsupported parts are refused."""
 
 from __future__ import annotations
 

@@ -170,7 +170,7 @@ class WholeForward(PlainAttention[L]):
 # ---- classes ---------------------------------------------------------------------------------------------------------
 
 
-def _hidden() -> Tensor:
+def causal_mask() -> Tensor:
     """A causal mask of five tokens, as numbers to add."""
     return torch.full((1, 1, 5, 5), torch.finfo(torch.float32).min, device="cpu").triu(1)
 
@@ -181,7 +181,7 @@ def _numbers(*shape: int) -> Tensor:
 
 
 def _masked(**more: object) -> list[Kwargs]:
-    return [{"attention_mask": _hidden(), **more}]
+    return [{"attention_mask": causal_mask(), **more}]
 
 
 def _at_positions() -> list[Kwargs]:

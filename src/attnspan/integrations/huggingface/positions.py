@@ -1,14 +1,14 @@
-"""Modules that use positions, and the hooks that give them those of a rank's tokens.
+"""Modules that use positions, and the hooks that pass them the positions of a rank's tokens.
 
-Most get a shard's positions as they are, which are global. Others do not::
+Most modules get the global positions of the shard as an argument. Exceptions are::
 
     counting      embeddings that count tokens from 0 unless positions are given (BART; GPT-2 and the like take them)
     by the mask   embeddings that count the ones of an attention_mask unless positions are given (OPT)
     by length     rotary embeddings whose frequencies depend on the last position: "dynamic" and "longrope"
 
-[Note: the last position] Rotary embeddings by length use the largest of the positions they get, which on a rank is that
-of its own tokens. So they also get the largest of the whole sequence, as one more token, which is removed from what
-they return: the frequencies are those of one device, and so is what they keep from batch to batch.
+[Note: the last position] Rotary embeddings by length use the largest position that they get, which on a rank is that of
+its own tokens. So they also get the largest of the whole sequence, as an additional token, which is removed from their
+result: the frequencies, and the state kept between batches, are those of one device.
 """
 
 from __future__ import annotations

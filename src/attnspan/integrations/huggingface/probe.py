@@ -1,17 +1,16 @@
-"""A probe of a model before it is served: it is run on two tokens with attention that computes nothing.
+"""Probes a model before it is served, by running it on two tokens with an attention that computes nothing.
 
-What the layers of a model want is written in their source (layers.py); whether the model does so shows only when it
-runs. A mask may have numbers of the model's own; a layer may attend twice, or not at all. An engine would not notice,
-and generate other tokens. So each call is compared here with its layer, and a model that differs is refused by name,
-before any page is written. A window that is in a mask alone, and that no layer mentions, is found here, and is the
-layer's from then on.
+The source of a model's layers says what attention they need (layers.py); only a run shows what the model does. A mask
+may have numbers of its own; a layer may attend twice, or not at all. An engine would then silently generate other
+tokens. So the probe compares each call with its layer, and refuses a model that differs, before any page is written. A
+window that is only in a mask, and in no layer, is found here and becomes the layer's.
 
-Pages belong to calls: a layer that attends several times in a pass, as one that is shared between depths, has pages for
-each time. The order of calls is noted here, and compared in every step (`ModelCall.next_layer`).
+Pages belong to calls: a layer that attends several times in a pass, such as one shared between depths, has pages for
+each time. The probe records the order of calls, which every step compares (`ModelCall.next_layer`).
 
-Recurrent mixers run as they are, from states of zeros. Which states they use, and in which order, is found here.
+Recurrent mixers run unchanged, from states of zeros. The probe records which states they use, and in which order.
 
-What holds for two tokens is taken to hold for any number.
+It assumes that other numbers of tokens behave like two.
 """
 
 from __future__ import annotations

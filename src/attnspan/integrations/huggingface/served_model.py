@@ -1,4 +1,4 @@
-"""A transformers model as an engine sees it: the four methods of `attnspan.engine.ServedModel`."""
+"""A transformers model with the four methods of `attnspan.engine.ServedModel`."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Attention over pages, and recurrences over states, for a transformers model, for as long as one call of it takes.
+"""Attention over pages, and recurrences over states, during one call of a transformers model.
 
-A model asks for attention by name. While it is served (serving_binding.py) the name is `attnspan_paged`, a function
-registered with transformers' own AttentionInterface (`paged_attention`), and its recurrent mixers have methods of their
-own (mixers.py). Both find the call under way (`ModelCall`) in a context variable, since not every model passes
-arguments down to its layers. Threads that serve one model over different pages do not meet.
+A model looks up its attention by name. While it is served (serving_binding.py) the name is `attnspan_paged`, a function
+registered with transformers' AttentionInterface (`paged_attention`), and its recurrent mixers have replaced methods
+(mixers.py). Both find the current `ModelCall` in a context variable, since not every model passes arguments down to its
+layers. Threads that serve one model over different pages do not interfere.
 """
 
 from __future__ import annotations

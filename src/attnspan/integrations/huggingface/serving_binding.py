@@ -1,11 +1,11 @@
-"""What is set on the configs and modules of a transformers model while engines serve it, and taken back afterwards.
+"""Attributes that are set on the configs and modules of a transformers model while engines serve it.
 
-[Note: several engines] Several engines may serve one model at once, as virtual ranks do. The first to come sets the
-name of its attention, the last to leave restores it. The name is written to the configs that layers read it from:
-calling `set_attn_implementation`, which visits every module, would cost a small model a tenth of its step.
+[Note: several engines] Several engines may serve one model at once, as virtual ranks do. The first one sets the name of
+its attention, the last one restores it. The name is written directly to the configs that layers read it from:
+`set_attn_implementation`, which visits every module, would take a tenth of a small model's step.
 
-[Note: interrupts] Engines are kept by identity, not counted: one that was interrupted on its way out leaves with its
-next step. Locks are taken and released within one line (engine/owner.py, [Note: one line]).
+[Note: interrupts] Engines are kept in a set by identity, not counted: one whose exit was interrupted leaves after its
+next step. Locks are acquired and released within one line (engine/owner.py, [Note: one line]).
 """
 
 from __future__ import annotations

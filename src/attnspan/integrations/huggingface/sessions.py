@@ -1,12 +1,12 @@
-"""The sessions of a model's batches: a mask for every pattern of its layers, joined with what each batch hides.
+"""The sessions of a model's batches: a mask for every pattern of its layers, combined with documents and padding.
 
-A `SessionFactory` is made once, of a group or of a session that was given. Each batch gets a session of it
-(`ContextParallel.with_mask`), with one layout for all its masks, balanced by how many layers have each. Without any
-attention layer there is nothing to balance: every rank has one run of tokens, and the mask is there for its documents.
+A `SessionFactory` is made once, from a group or a given session. It makes a session for each batch
+(`ContextParallel.with_mask`), with one layout for all its masks, balanced by the number of layers that have each.
+Without attention layers the layout is contiguous, and the mask only carries the documents.
 
-[Note: the mask of a session] A session that is given has a mask of its own. Its `Documents` and `KeyPadding` go into
-every layer's mask. The rest must not hide keys that a layer sees: `Causal()` is right for causal layers, also with a
-window; for an encoder it is a mistake, and refused.
+[Note: the mask of a session] A given session has its own mask. Its `Documents` and `KeyPadding` become part of every
+layer's mask. The rest must not hide keys that a layer sees: `Causal()` is fine for causal layers, also with a window;
+for an encoder it is a mistake, and refused.
 """
 
 from __future__ import annotations

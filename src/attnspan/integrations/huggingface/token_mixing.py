@@ -1,14 +1,14 @@
-"""Modules that mix tokens without attention, recognised by the source of their forward.
+"""Detects modules that mix tokens without attention, by the source of their forward.
 
-A rank has some of the tokens, so ``x[:, 1:]`` does not hold the next token of each, nor ``x[:, 0]`` the first of all.
-Such a module would run on a rank without an error, and be wrong. It is recognised by the source of its class::
+On a rank with some of the tokens, ``x[:, 1:]`` is not the next token of each, and ``x[:, 0]`` not the first of all.
+Such a module would run without an error, and be wrong. It is detected by expressions in its source::
 
-    x[:, 0]  x[:, -1]  x[:, 1:]  x[:, :-1]      one token for all, or all moved by one: numbers at the place of tokens
+    x[:, 0]  x[:, -1]  x[:, 1:]  x[:, :-1]      constant indices in the dim of tokens
     roll(x)  pad(x)  conv1d(x)  flip(x)         functions that move tokens
-    cumsum(x)  einsum(x)  ...                   functions that may sum over them, where recurrences are (mixers.py)
+    cumsum(x)  einsum(x)  ...                   functions that may sum over tokens, in recurrences (mixers.py)
 
-Attention is checked elsewhere (layers.py). Not known here: modules without source, and other functions that forward
-calls; the output of a model is checked too (checking.py).
+Attention is checked elsewhere (layers.py). Not detected: modules without source, and functions that forward calls; the
+output of a model is checked too (checking.py).
 """
 
 from __future__ import annotations

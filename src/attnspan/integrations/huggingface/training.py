@@ -184,7 +184,7 @@ class SpanTrainerMixin(_Trainer):
             raise ModelError("neftune_noise_alpha: noise would be drawn for each rank's tokens, and is not served")
         if num_items_in_batch is None:
             return super().compute_loss(model, inputs, return_outputs, **more)
-        COUNTS.hold()
+        COUNTS.verify()
         if self.span.ranks > 1 and not self.args.average_tokens_across_devices:
             raise ModelError("average_tokens_across_devices must be True: Trainer's count of tokens would be rounded")
         over = self.span.transport if self.span.over is None else transport_of(self.span.over)

@@ -1,42 +1,25 @@
-"""Attention that walks the block table itself: one Triton kernel that reads every key once, and one that joins splits.
+"""Attention that walks the block table itself: Triton programs that read every key once, and others that join parts.
 
-Decoding is a matter of reading keys fast. A program takes one key head of one row and a part (a split) of its keys; the
-query heads of that key head, and several queries if the row has them, are the rows of one small matrix, so each key
-is read once for all of them::
+Decoding is a matter of reading keys fast. A program takes one key head and some keys of a row; the query heads of that
+key head, and several queries if the row has them, are the rows of one small matrix, so each key is read once for all of
+them. Programs of neighbouring key heads run at the same time, and heads of one token lie side by side in a page:
+together they read whole lines of memory. decode_programs.py has the programs, and how keys are dealt to them in steps
+that decode ([Note: shares]) and in those with longer rows::
 
-    program (key head, split, row)      for pages of its part: scores, running maximum, weights, sum
-    program (query, head)               joins the splits by lse, if there are several
-
-Programs of neighbouring key heads run at the same time, and heads of one token lie side by side in a page: together
-they read whole lines of memory. There are as many splits as keep the device busy, so one sequence of 128k keys is
-read as fast as many short ones.
-
-[Note: one block ahead] Which page a key is in must be known before the key can be loaded. The pages of the next block
-are therefore loaded together with the keys of this one: otherwise Triton spends a stage of its pipeline on the table,
-and no key is in flight while another is multiplied.
+    program (key head, share)           all rows of a step, cut into equal shares: as many as fit on the device
+    program (key head, split, tile)     some queries of a row, and a part of its keys
 
 [Note: waves] Programs that fit on the device at once are a wave. A wave costs its start, and a last one that is not
-full leaves the device idle: a row that is alone is split into as many parts as make one whole wave. Rows may differ in
-length, and those of a captured step will, so where there are several, each is split into more and shorter parts, which
-are whole waves still.
+full leaves the device idle. Shares are one wave. Splits of a row that is alone are one wave too; where there are
+several, which differ in length, each is split into more and shorter parts, which are whole waves still.
 
-[Note: PDL] Programmatic dependent launch: `combine` is launched when the last programs of `attend_split` have begun,
-and waits on the device until they have ended, so that its launch is hidden. It needs compute capability 9.0.
-
-[Note: few variants] A kernel is compiled for each of its constants, which takes a second. So `attend_split`
-announces a dependent launch whether or not there will be a `combine`, which costs nothing, and `combine` is there for
-16 parts and for 64.
+[Note: few variants] A kernel is compiled for each of its constants, which takes a second. So programs announce a
+dependent launch whether or not there will be one, which costs nothing; those that join splits are there for 16 parts
+and for 64; and those that deal shares, for steps of up to 32, 256 and 1024 rows.
 
 [Note: capture] Which keys a program reads is decided by numbers on the device. A captured graph therefore serves later
-steps, of other lengths, with the splits it was captured with; they are chosen for the longest sequence that the
-plan allows.
-
-[Note: unowned slots] A key past a row's end is not loaded: its score is -inf and its value 0, whatever is in
-its slot.
-
-[Note: codes] Keys in 8 bits are multiplied as the codes they are, exact in every dtype of a query, and a score is
-scaled afterwards. A value's scale goes into its weight, over the largest scale of the block, so that weights stay
-between 0 and 1 and half precision has room for them.
+steps, of other lengths. Splits are those that it was captured with, chosen for the longest sequence that the plan
+allows.
 
 Knows causal masks and windows; masks and score_mods are for other kernels. Half precision is summed in float32;
 float32 is multiplied as it is, without the tensor cores' shorter form.
@@ -52,6 +35,7 @@ import torch
 from torch import Tensor
 
 from attnspan.kernels.merge import has_triton
+from attnspan.paged.kernels.decode_programs import FLOATS, INTS, programs
 from attnspan.paged.metadata import PagedMetadata, Pages
 from attnspan.paged.quantised import Quantised
 from attnspan.paged.scoring import Scoring
@@ -78,10 +62,16 @@ MAX_SPLITS = 64
 COMBINED = 32
 """Numbers of a head that one program combines: more programs, each of which waits for less."""
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+MANY = 2048
+"""Heads of all queries from which a program joins whole ones: there are enough programs then."""
 
-VARYING = ["width", "tokens", "splits", "tiles", "window", "interleave", "rank"]
-"""Numbers that differ from step to step: Triton would recompile for 1, for multiples of 16, and for the rest."""
+REGISTERS = 504
+"""Of a thread, divided among the programs that a multiprocessor holds: 65,536 for programs of 128 threads."""
+
+SHARED_ROWS = (32, 256, 1024)
+"""Rows of a step whose keys are dealt in shares, at most: see [Note: few variants]."""
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class DecodeTuning(NamedTuple):
@@ -131,63 +121,149 @@ def forward(
     spec: Scoring, metadata: PagedMetadata, q: Tensor, keys: Pages, values: Pages, tuning: DecodeTuning | None = None
 ) -> tuple[Tensor, Tensor]:
     """out (T, H, Dv) in q's dtype, or float32 where it is merged, and lse (T, H) in float32."""
-    stored = isinstance(keys, Quantised)
-    keys, key_scales = _codes_and_scales(keys)
-    values, value_scales = _codes_and_scales(values)
-    tokens, heads, dim = q.shape
+    tokens, heads, _ = q.shape
     dtype = torch.float32 if metadata.merged else q.dtype
     out, lse = q.new_empty(tokens, heads, values.shape[3], dtype=dtype), q.new_empty(tokens, heads, dtype=torch.float32)
-    if not tokens:
-        return out, lse
-    tuning = tuning or _tuning(q, values.shape[3])
-    group = heads // keys.shape[2]
-    most = metadata.once("most", lambda: max(metadata.queries))
-    rows = min(MAX_ROWS, max(16, _next_power_of_2(group * most)))
-    per_tile = rows // group
-    tiles = -(-most // per_tile)
-    splits = _splits(metadata, keys.shape[2] * len(metadata.queries) * tiles, q.device, tuning)
-    part_out, part_lse = out, lse
-    if splits > 1:
-        part_out = q.new_empty(splits, *out.shape, dtype=torch.float32)
-        part_lse = q.new_empty(splits, *lse.shape, dtype=torch.float32)
-    spread = metadata.spread
-    pdl = q.is_cuda and torch.version.cuda is not None and _capability(q.device) >= (9, 0)
-    grid = (keys.shape[2], splits, len(metadata.queries) * tiles)
-    attend_split, combine = _compiled()
-    last_dense = [x if x.stride(-1) == 1 else x.contiguous() for x in (q, keys, values)]
-    q, keys, values = last_dense
-    with _device_guard(q.device):
-        attend_split[grid](
-            part_out, part_lse, q, keys, values, key_scales, value_scales, metadata.tables, metadata.begins,
-            metadata.ends, metadata.offsets, metadata.positions, spec.scale * 1.4426950408889634,
-            metadata.tables.stride(0),
-            q.stride(0), q.stride(1), *keys.stride()[:3], *values.stride()[:3], *key_scales.stride()[:3],
-            tokens, heads, tiles, splits, spec.window or 0, spread.interleave, spread.rank,
-            size=metadata.page_size, group=group, dim=dim, value_dim=values.shape[3],
-            block_d=max(16, _next_power_of_2(dim)), block_v=max(16, _next_power_of_2(values.shape[3])),
-            block_m=rows, block_n=tuning.block, per_tile=per_tile, fewest=MIN_KEYS // tuning.block,
-            causal=spec.causal, windowed=spec.window is not None, ranks=spread.ranks, stored=stored, pdl=pdl,
-            num_warps=tuning.warps, num_stages=tuning.stages,
-        )  # fmt: skip
-        if splits > 1:
-            combine[tokens, heads, -(-values.shape[3] // COMBINED)](
-                out, lse, part_out, part_lse, tokens, heads, splits, value_dim=values.shape[3],
-                block_v=COMBINED, block_s=16 if splits <= 16 else MAX_SPLITS, pdl=pdl, num_warps=4,
-                **({"launch_pdl": True} if pdl else {}),  # the interpreter does not know the word
-            )  # fmt: skip
+    if tokens:
+        call = _call_of(spec, metadata, q, keys, values, tuning)
+        with _device_guard(q.device):
+            if call.per_tile >= call.most and len(metadata.queries) <= SHARED_ROWS[-1]:
+                _attend_shares(call, out, lse)
+            else:
+                _attend_splits(call, out, lse)
     return out, lse
 
 
-def _codes_and_scales(pages: Pages) -> tuple[Tensor, Tensor]:
-    """Codes and scales; of pages that have none, themselves twice."""
-    return (pages.codes.view(pages.dtype), pages.scales) if isinstance(pages, Quantised) else (pages, pages)
+class DecodeCall(NamedTuple):
+    """What both ways to attend are told: tensors, then numbers, then constants that programs are compiled for."""
+
+    metadata: PagedMetadata
+    tensors: tuple[Any, ...]
+    strides: tuple[int, ...]
+    numbers: tuple[int, ...]
+    constants: dict[str, Any]
+    tuning: DecodeTuning
+    key_heads: int
+    most: int  # queries of a row
+    per_tile: int  # queries that a program holds
+
+    @property
+    def pdl(self) -> dict[str, bool]:
+        """For programs that join: launched while those that attend run."""
+        return {"pdl": True, "launch_pdl": True} if self.constants["pdl"] else {"pdl": False}  # no word of interpreters
 
 
-def _tuning(q: Tensor, value_dim: int) -> DecodeTuning:
-    row = (q.shape[2] + value_dim) * q.element_size()  # codes too are multiplied as numbers of the query's dtype
+def _call_of(
+    spec: Scoring, metadata: PagedMetadata, q: Tensor, keys: Pages, values: Pages, tuning: DecodeTuning | None
+) -> DecodeCall:
+    group, dim, value_dim = q.shape[1] // keys.shape[2], q.shape[2], values.shape[3]
+    most = metadata.once("most", lambda: max(metadata.queries))
+    rows = min(MAX_ROWS, max(16, _next_power_of_2(group * most)))
+    stored, words = isinstance(keys, Quantised), _words(q, keys, values)
+    tuning = tuning or _tuning(q, value_dim, rows if words else 0)
+    keys, key_scales = _codes_and_scales(keys, words)
+    values, value_scales = _codes_and_scales(values, words)
+    q, keys, values = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, keys, values))
+    spread = metadata.spread
+    constants = {
+        "size": metadata.page_size, "group": group, "dim": dim, "value_dim": value_dim,
+        "block_d": max(16, _next_power_of_2(dim)), "block_v": max(16, _next_power_of_2(value_dim)), "block_m": rows,
+        "block_n": tuning.block, "fewest": MIN_KEYS // tuning.block,
+        "causal": spec.causal, "windowed": spec.window is not None, "ranks": spread.ranks,
+        "stored": stored, "words": words,
+        "pdl": q.is_cuda and torch.version.cuda is not None and _capability(q.device) >= (9, 0),
+        "num_warps": tuning.warps, "num_stages": tuning.stages,
+    }  # fmt: skip
+    return DecodeCall(
+        metadata,
+        (q, keys, values, key_scales, value_scales, metadata.tables, metadata.begins, metadata.ends, metadata.offsets,
+         metadata.positions, spec.scale * 1.4426950408889634, metadata.tables.stride(0)),
+        (q.stride(0), q.stride(1), *keys.stride()[:3], *values.stride()[:3], *key_scales.stride()[:3]),
+        (spec.window or 0, spread.interleave, spread.rank),
+        constants, tuning, keys.shape[2], most, rows // group,
+    )  # fmt: skip
+
+
+def _attend_shares(call: DecodeCall, out: Tensor, lse: Tensor) -> None:
+    """All rows' keys, dealt in equal shares. See [Note: shares] in decode_programs.py."""
+    kernels, metadata = programs(), call.metadata
+    (tokens, heads, value_dim), rows = out.shape, len(metadata.queries)
+    shares = _shares(call.key_heads, out.device, call.tuning)
+    places = (shares + rows) * call.most
+    part_out, part_lse = (lse.new_empty(places, heads, *dims) for dims in ((value_dim,), ()))
+    joined = metadata.tables.new_empty(2, rows)
+    block_r = next(size for size in SHARED_ROWS if rows <= size)
+    registers = {"maxnreg": REGISTERS // call.tuning.resident} if out.is_cuda and torch.version.cuda else {}
+    kernels.attend_shares[call.key_heads, shares](
+        out, lse, part_out, part_lse, joined, *call.tensors, *call.strides, heads, rows, call.most, shares,
+        *call.numbers, block_r=block_r, **call.constants, **registers,
+    )  # fmt: skip
+    block_v = COMBINED if tokens * heads < MANY else _next_power_of_2(value_dim)
+    kernels.join_shares[tokens, heads, -(-value_dim // block_v)](
+        out, lse, part_out, part_lse, joined, metadata.rows, metadata.offsets, heads, rows, call.most,
+        value_dim=value_dim, block_v=block_v, block_s=16, num_warps=4, **call.pdl,
+    )  # fmt: skip
+
+
+def _attend_splits(call: DecodeCall, out: Tensor, lse: Tensor) -> None:
+    """Rows tile by tile, their keys in splits."""
+    kernels, metadata = programs(), call.metadata
+    tokens, heads, value_dim = out.shape
+    tiles = -(-call.most // call.per_tile)
+    splits = _splits(metadata, call.key_heads * len(metadata.queries) * tiles, out.device, call.tuning)
+    part_out, part_lse = out, lse
+    if splits > 1:
+        part_out, part_lse = (lse.new_empty(splits, *x.shape) for x in (out, lse))
+    kernels.attend_split[call.key_heads, splits, len(metadata.queries) * tiles](
+        part_out, part_lse, *call.tensors, *call.strides, tokens, heads, tiles, splits, *call.numbers,
+        per_tile=call.per_tile, **call.constants,
+    )  # fmt: skip
+    if splits > 1:
+        kernels.join_splits[tokens, heads, -(-value_dim // COMBINED)](
+            out, lse, part_out, part_lse, tokens, heads, splits, value_dim=value_dim, block_v=COMBINED,
+            block_s=16 if splits <= 16 else MAX_SPLITS, num_warps=4, **call.pdl,
+        )  # fmt: skip
+
+
+def _words(q: Tensor, keys: Pages, values: Pages) -> int:
+    """Whether codes are loaded four at once, and what they are. See [Note: codes] in decode_programs.py."""
+    if not (isinstance(keys, Quantised) and isinstance(values, Quantised)) or q.dtype == torch.float32:
+        return 0
+    # NVIDIA's assembler makes numbers of them; the interpreter has none.
+    if q.device.type != "cuda" or torch.version.cuda is None or _capability(q.device) < (9, 0):
+        return 0
+    codes = (keys.codes, values.codes)
+    whole = all(
+        x.stride(3) == 1 and not any(n % 4 for n in (x.shape[3], x.storage_offset(), *x.stride()[:3])) for x in codes
+    )
+    return (INTS if keys.dtype == torch.int8 else FLOATS) if whole else 0
+
+
+def _codes_and_scales(pages: Pages, words: int) -> tuple[Tensor, Tensor]:
+    """Codes, or words of four, and scales; of pages that have none, themselves twice."""
+    if not isinstance(pages, Quantised):
+        return pages, pages
+    return pages.codes.view(torch.int32 if words else pages.dtype), pages.scales
+
+
+def _tuning(q: Tensor, value_dim: int, code_rows: int = 0) -> DecodeTuning:
+    """`code_rows`: rows that a program holds, where codes are loaded as words."""
+    dims = q.shape[2] + value_dim
+    if code_rows:
+        return DecodeTuning(
+            block=128 if code_rows == 16 and dims <= 256 else 64, stages=2, resident=3 if dims <= 256 else 2
+        )
+    row = dims * q.element_size()  # codes too are multiplied as numbers of the query's dtype
     if row > 512:  # keys and values in flight must fit beside the queries
         return DecodeTuning(block=32, stages=3 if row <= 1024 else 2, resident=2)
     return DecodeTuning()
+
+
+def _shares(key_heads: int, device: torch.device, tuning: DecodeTuning) -> int:
+    """As many as fit on the device at once, with all key heads."""
+    if device.type != "cuda":
+        return 3  # the interpreter
+    return max(1, _multiprocessors(device) * tuning.resident // key_heads)
 
 
 def _splits(metadata: PagedMetadata, programs: int, device: torch.device, tuning: DecodeTuning) -> int:
@@ -220,140 +296,3 @@ def _device_guard(device: torch.device) -> Any:
 def _next_power_of_2(n: int) -> int:
     """The power of two that holds n."""
     return 1 << (n - 1).bit_length()
-
-
-tl: Any = None  # triton.language: Triton looks names up among the globals of what it compiles, so it must be one
-
-
-@cache
-def _compiled() -> tuple[Any, Any]:
-    global tl
-    import triton
-    import triton.language as tl
-
-    # fmt: off
-    @triton.jit(do_not_specialize=VARYING)
-    def attend_split(
-        out, lse, q, keys, values, key_scales, value_scales, tables, begins, ends, offsets, positions, scale, width,
-        q_t, q_h, k_p, k_s, k_h, v_p, v_s, v_h, s_p, s_s, s_h, tokens, heads, tiles, splits, window, interleave, rank,
-        size: tl.constexpr, group: tl.constexpr, dim: tl.constexpr, value_dim: tl.constexpr, block_d: tl.constexpr,
-        block_v: tl.constexpr, block_m: tl.constexpr, block_n: tl.constexpr, per_tile: tl.constexpr,
-        fewest: tl.constexpr, causal: tl.constexpr, windowed: tl.constexpr, ranks: tl.constexpr, stored: tl.constexpr,
-        pdl: tl.constexpr,
-    ):
-        if pdl:  # see [Note: PDL]
-            tl.extra.cuda.gdc_launch_dependents()
-        head = tl.program_id(0).to(tl.int64)
-        split = tl.program_id(1)
-        row = tl.program_id(2) // tiles
-        tile = tl.program_id(2) % tiles
-        first = tl.load(offsets + row)
-        count = tl.load(offsets + row + 1) - first
-        begin = tl.load(begins + row)
-        end = tl.load(ends + row)
-        if tile * per_tile >= count:
-            return
-        m = tl.arange(0, block_m)
-        query = tile * per_tile + m // group
-        real = (m < per_tile * group) & (query < count)
-        token = (first + query).to(tl.int64)
-        at = tl.load(positions + token, mask=real, other=0)
-        qh = head * group + m % group
-        d = tl.arange(0, block_d)
-        dv = tl.arange(0, block_v)
-        rows = tl.load(q + token[:, None] * q_t + qh[:, None] * q_h + d[None, :],
-                       mask=real[:, None] & (d < dim)[None, :], other=0.0)
-
-        if ranks == 1:
-            if causal:
-                end = tl.minimum(end, tl.max(tl.where(real, at, -1)) + 1)
-            if windowed:
-                begin = tl.maximum(begin, tl.min(tl.where(real, at, 2147483647)) - window + 1)
-        low = begin // block_n * block_n
-        blocks = tl.cdiv(tl.maximum(end - low, 0), block_n)
-        per_split = tl.maximum(tl.cdiv(blocks, splits), fewest)
-        low += split * per_split * block_n
-        high = tl.minimum(end, low + per_split * block_n)
-        place = (split.to(tl.int64) * tokens + token) * heads + qh
-        if (split > 0) & (low >= end):  # nothing is left for this part; `combine` passes over it
-            tl.store(lse + place, tl.full([block_m], float("-inf"), tl.float32), mask=real)
-            return
-
-        row_max = tl.full([block_m], float("-inf"), tl.float32)
-        row_sum = tl.zeros([block_m], tl.float32)
-        acc = tl.zeros([block_m, block_v], tl.float32)
-        table = tables + row.to(tl.int64) * width
-        step = tl.arange(0, block_n)
-        lead = 0 if size % block_n == 0 else step  # one page for all of a block, or one for each key
-        next_page = tl.load(table + (low + lead) // size, mask=low + lead < high, other=0)
-        for start in range(low, high, block_n):
-            key = start + step
-            owned = (key >= begin) & (key < end)
-            page = next_page.to(tl.int64)
-            next_key = start + block_n + lead  # see [Note: one block ahead]
-            next_page = tl.load(table + next_key // size, mask=next_key < high, other=0)
-            slot = step % size if block_n % size == 0 else key % size  # a fifth of the instructions less
-            k = tl.load(keys + (page * k_p + slot * k_s)[:, None] + head * k_h + d[None, :],
-                        mask=owned[:, None] & (d < dim)[None, :], other=0.0)
-            scores = tl.dot(rows, tl.trans(k.to(rows.dtype)), input_precision="ieee") * scale
-            if stored:
-                scaled = page * s_p + slot * s_s + head * s_h
-                scores = scores * tl.load(key_scales + scaled, mask=owned, other=0.0)[None, :]
-            seen = owned[None, :]
-            if causal or windowed:
-                if ranks == 1:
-                    position = key
-                else:
-                    run = key // interleave
-                    position = (run * ranks + rank) * interleave + key - run * interleave
-                if causal:
-                    seen = seen & (position[None, :] <= at[:, None])
-                if windowed:
-                    seen = seen & (position[None, :] > at[:, None] - window)
-            scores = tl.where(seen, scores, float("-inf"))
-            new_max = tl.maximum(row_max, tl.max(scores, 1))
-            base = tl.where(new_max == float("-inf"), 0.0, new_max)
-            weights = tl.exp2(scores - base[:, None])
-            alpha = tl.exp2(row_max - base)
-            v = tl.load(values + (page * v_p + slot * v_s)[:, None] + head * v_h + dv[None, :],
-                        mask=owned[:, None] & (dv < value_dim)[None, :], other=0.0)
-            row_sum = row_sum * alpha + tl.sum(weights, 1)
-            if stored:
-                scales = tl.load(value_scales + scaled, mask=owned, other=0.0)
-                most = tl.max(scales, 0)
-                weights = weights * (scales / tl.where(most == 0.0, 1.0, most))[None, :]
-                found = tl.dot(weights.to(rows.dtype), v.to(rows.dtype), input_precision="ieee") * most
-            else:
-                found = tl.dot(weights.to(v.dtype), v, input_precision="ieee")
-            acc = acc * alpha[:, None] + found
-            row_max = new_max
-
-        whole = tl.where(row_sum == 0.0, 1.0, row_sum)
-        tl.store(out + place[:, None] * value_dim + dv[None, :], (acc / whole[:, None]).to(out.dtype.element_ty),
-                 mask=real[:, None] & (dv < value_dim)[None, :])
-        row_lse = tl.where(row_sum == 0.0, float("-inf"), (row_max + tl.log2(whole)) * 0.6931471805599453)
-        tl.store(lse + place, row_lse, mask=real)
-
-    @triton.jit(do_not_specialize=["tokens", "splits"])
-    def combine(out, lse, part_out, part_lse, tokens, heads, splits,
-                value_dim: tl.constexpr, block_v: tl.constexpr, block_s: tl.constexpr, pdl: tl.constexpr):
-        if pdl:
-            tl.extra.cuda.gdc_wait()
-        place = tl.program_id(0).to(tl.int64) * heads + tl.program_id(1)
-        many = tl.full([], 1, tl.int64) * tokens * heads  # in 64 bits
-        s = tl.arange(0, block_s)
-        dv = tl.program_id(2) * block_v + tl.arange(0, block_v)
-        parts = tl.load(part_lse + s * many + place, mask=s < splits, other=float("-inf"))
-        row_max = tl.max(parts, 0)
-        base = tl.where(row_max == float("-inf"), 0.0, row_max)
-        weights = tl.exp(parts - base)
-        row_sum = tl.sum(weights, 0)
-        whole = tl.where(row_sum == 0.0, 1.0, row_sum)
-        each = tl.load(part_out + (s * many + place)[:, None] * value_dim + dv[None, :],
-                       mask=(s < splits)[:, None] & (dv < value_dim)[None, :], other=0.0)
-        joined = tl.sum(tl.where((weights > 0.0)[:, None], each * (weights / whole)[:, None], 0.0), 0)
-        tl.store(out + place * value_dim + dv, joined.to(out.dtype.element_ty), mask=dv < value_dim)
-        tl.store(lse + place, tl.where(row_sum == 0.0, float("-inf"), base + tl.log(whole)))
-    # fmt: on
-
-    return attend_split, combine

@@ -1,33 +1,31 @@
-"""A plan bound to a group, ready to be called: what forward and backward share."""
+"""A plan bound to a group of ranks, with a kernel, a scale and a score_mod: the state that all passes share."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from attnspan.attention.handles import handle, held
-from attnspan.attention.latent import Expander
+from attnspan.attention.handles import handle_of, object_of
+from attnspan.attention.inputs import Inputs
 from attnspan.attention.score import Score
 from attnspan.attention.tuned import GroupTuning, group_tuning, hardware_for, known_tuning
 from attnspan.attention.ulysses import HeadAllToAll, Side
 from attnspan.attention.uses import Uses
-from attnspan.dtypes import dtype_name, lse_dtype
+from attnspan.dtypes import lse_dtype
 from attnspan.errors import AttentionError, MaskError, PlanError
-from attnspan.kernels import Dropout, Mods, Spec, explain_programs, runs_programs
+from attnspan.kernels import Mods, Spec, explain_programs, runs_programs
 from attnspan.layouts.run import Runs
 from attnspan.masks import Mask
 from attnspan.masks.tracing import traced
-from attnspan.plan import Hardware, Plan, Ring, Shape
+from attnspan.plan import Hardware, Plan, Shape
 from attnspan.plan.choose import KeepKeys
 from attnspan.plan.heads import split_heads
 from attnspan.plan.kind import latents_pay, strategy_for
-from attnspan.plan.strategy import between_groups
 from attnspan.transports import Transport
 from attnspan.tuning import table_for
 
@@ -44,44 +42,9 @@ class Agreement(NamedTuple):
         return self.name + seed
 
 
-class Inputs(NamedTuple):
-    """The tensors of one call on this rank, whether its lse is returned to the model, and dropout."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    sinks: Tensor | None = None
-    captured: Sequence[Tensor] = ()  # by the score_mod
-    return_lse: bool = False
-    dropout_p: float = 0.0
-    dropout_seed: int | None = None
-    expander: Expander | None = None  # of a latent, which is then the key, beside a value of no size
-
-    @property
-    def keys(self) -> tuple[Tensor, Tensor]:
-        """Key and value as kernels see them, or what stands in for those of a latent."""
-        return (self.key, self.value) if self.expander is None else self.expander.stand_ins(self.key)
-
-    @property
-    def dropout(self) -> Dropout | None:
-        """What kernels drop, or None; before a seed is drawn, by the seed 0."""
-        return Dropout(self.dropout_p, self.dropout_seed or 0) if self.dropout_p else None
-
-    @property
-    def shape(self) -> Shape | None:
-        """What a choice of strategy depends on; None for tensors that will be refused."""
-        query, (key, value) = self.query, self.keys
-        latent = None if self.expander is None else self.key.shape[3]
-        try:
-            sizes = query.shape[1], key.shape[1], query.shape[3], value.shape[3], query.shape[0]
-            return Shape(*sizes, dtype_name(query.dtype), latent)
-        except (IndexError, PlanError):
-            return None
-
-
 @dataclass(eq=False)
-class Call:
-    """One attention: a plan, this rank's end of the group, the kernel, scale and score_mod asked for."""
+class BoundPlan:
+    """A plan, this rank's end of the group, and the kernel, scale and score_mod that were asked for."""
 
     plan: Plan
     transport: Transport
@@ -94,7 +57,7 @@ class Call:
     guard: Callable[[], None] | None = field(default=None, repr=False)  # asked before a forward pass; may refuse
     watched: Mask | None = field(default=None, repr=False)  # refused once it has changed, see agreement.py
     agreed: dict[tuple[object, ...], Agreement] = field(default_factory=dict, init=False, repr=False)  # by shapes
-    _suited: dict[Shape, Call] = field(default_factory=dict, init=False, repr=False)
+    _suited: dict[Shape, BoundPlan] = field(default_factory=dict, init=False, repr=False)
     _mods: dict[tuple[torch.device, torch.dtype], Mods | None] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -104,22 +67,22 @@ class Call:
             raise AttentionError(f"group must have the plan's {self.plan.ranks} ranks, got {self.transport.ranks}")
 
     def handle(self) -> Tensor:
-        """A tensor that stands for this call, and keeps it alive. See [Note: handles] in handles.py."""
-        return handle(self)
+        """A tensor that stands for this object, and keeps it alive. See [Note: handles] in handles.py."""
+        return handle_of(self)
 
     @staticmethod
-    def of(handle: Tensor) -> Call:
-        """The call that a handle stands for."""
-        call = held(handle, "the Attention")
-        assert isinstance(call, Call), "handles are of calls"
-        return call
+    def of(handle: Tensor) -> BoundPlan:
+        """The bound plan that a handle stands for."""
+        bound = object_of(handle, "handle is a copy whose original is gone; keep the Attention that it belongs to")
+        assert isinstance(bound, BoundPlan), "the handle of an Attention"
+        return bound
 
-    def for_inputs(self, inputs: Inputs) -> Call:
-        """This call, or where the strategy is "auto", the one whose strategy suits the shapes of the inputs.
+    def for_inputs(self, inputs: Inputs) -> BoundPlan:
+        """This object; with strategy "auto", one whose strategy suits the shapes of the inputs.
 
-        Chosen here and not earlier because only tensors tell their shapes; chosen by a pure function of them and of a
-        table and links that all ranks share (tuned.py), so that all choose alike. Tensors that no shape can be read
-        from are refused later, by all ranks together.
+        The strategy is chosen here because shapes are only known once tensors arrive. It is a pure function of the
+        shapes and of a tuning table and links that all ranks share (tuned.py), so that all ranks choose the same.
+        Tensors without a readable shape are refused later, by all ranks together.
         """
         if not self.auto:
             return self
@@ -129,7 +92,7 @@ class Call:
             return self
         return self._suiting(shape, known)
 
-    def _suiting(self, shape: Shape, known: GroupTuning) -> Call:
+    def _suiting(self, shape: Shape, known: GroupTuning) -> BoundPlan:
         if shape not in self._suited:
             machine = hardware_for(known, shape, self.transport.device, self.kernel)
             plan = _chosen(self.plan, shape, machine, self.keep_keys)
@@ -137,16 +100,14 @@ class Call:
         return self._suited[shape]
 
     def latents_pay(self, shape: Shape) -> bool:
-        """Whether latents of that shape should travel, rather than the keys and values that are made of them."""
+        """Whether latents of that shape should travel, rather than the keys and values that they expand to."""
         if not self.auto:
             return self.plan.degree == 1
         machine = hardware_for(group_tuning(self.transport), shape, self.transport.device, self.kernel)
         return latents_pay(self.plan, shape, machine, self.keep_keys)
 
     def plan_ahead(self, shape: Shape) -> None:
-        """Work out what tensors of some shape will need, as far as this rank knows it without asking the others.
-
-        What is refused is refused when tensors come."""
+        """Plan for tensors of some shape in advance, without communication. Errors are left to the call itself."""
         known = known_tuning(self.transport)
         if self.auto and known is None:
             return
@@ -187,7 +148,7 @@ class Call:
 
     @property
     def programs(self) -> list[str]:
-        """What is to be said of the programs that ran."""
+        """Lines of `explain` on the programs that ran."""
         return [line for mods in self._mods.values() for line in explain_programs(mods, asked=self.plan.asks)]
 
     def _found_mods(self, device: torch.device, dtype: torch.dtype) -> Mods | None:
@@ -209,11 +170,6 @@ class Call:
         }
         arenas: dict[Side, Runs] = {"query": plan.queries(self.rank, row), "key": plan.keys(self.rank, row)}
         return HeadAllToAll(self.transport, members, split_heads(heads, kv_heads, degree), shards, arenas)
-
-    @cached_property
-    def is_ring(self) -> bool:
-        """Whether buffers are handed on whole from rank to rank."""
-        return isinstance(between_groups(self.plan.strategy), Ring)
 
 
 def _chosen(plan: Plan, shape: Shape, hardware: Hardware, keep_keys: KeepKeys) -> Plan:
