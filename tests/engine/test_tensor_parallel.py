@@ -33,6 +33,9 @@ def folder(tmp_path_factory):
     transformers.GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=8).save_pretrained(root / "GPT2")
     three = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 48}
     tiny("Llama", **three).config.save_pretrained(root / "ThreeHeads")
+    fused = {"hidden_size": 24, "num_attention_heads": 3, "intermediate_size": 48, "num_hidden_layers": 1}
+    fused |= {"vocab_size": 32, "bos_token_id": 1, "eos_token_id": None}
+    transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**fused)).save_pretrained(root / "Fused")
     return root
 
 
@@ -104,6 +107,29 @@ def attempts(world, folder):
         refusal(lambda: load_tensor_parallel(str(folder / "ThreeHeads"), mesh)),
     ]
     return said, refused
+
+
+def over_an_axis_of_one(world, folder):
+    """Tokens of a model on a mesh whose axis "tp" has one rank, and what its engine is."""
+    mesh = mesh_of(1, 2, names=("tp", "cp"))
+    engine = Engine(loaded(folder, "Llama", mesh), mesh=mesh, **SIZES)
+    return engine.generate(prompts([40]), SamplingParams(max_new_tokens=5))[0].token_ids, heads_of(engine)
+
+
+def test_an_axis_of_one_rank_leaves_the_model_whole_and_spreads_pages_over_the_others(folder):
+    true = greedy(tiny("Llama"), prompts([40])[0], 5)
+    assert spawn(2, over_an_axis_of_one, folder) == [(true, [2, 2])] * 2
+
+
+def in_parts_of_heads(world, folder):
+    mesh = mesh_of(2, names=("tp",))
+    return refusal(lambda: Engine(loaded(folder, "Fused", mesh), mesh=mesh, pages=40))
+
+
+def test_a_model_whose_own_code_does_not_run_on_shards_is_refused_by_name(folder):
+    for said in spawn(2, in_parts_of_heads, folder):
+        assert said.startswith("ModelError: GPTNeoXForCausalLM does not run tensor parallel over 2 ranks: shape ")
+        assert said.endswith("; load it whole, or take another number of ranks")
 
 
 REFUSED = [

@@ -19,6 +19,7 @@ subclass, which the model leaves when it is loaded, hands it the mesh that is me
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
@@ -28,7 +29,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from attnspan.errors import ModelError
+from attnspan.errors import AttnspanError, ModelError
 from attnspan.integrations.huggingface.adapters import adapted
 from attnspan.integrations.huggingface.layers import AttentionLayer
 from attnspan.parallel.dtensors import PLAIN, is_dtensor
@@ -181,6 +182,20 @@ def check_tensor_parallel(model: PreTrainedModel, layers: ServedLayers) -> tuple
             "tensor parallel over one axis, and not sharded otherwise"
         )
     return tuple(dist.get_process_group_ranks(mesh.get_group()))
+
+
+@contextmanager
+def naming_failures(model: PreTrainedModel, tp_ranks: tuple[int, ...]) -> Iterator[None]:
+    """Inside, a tensor parallel model is probed: what its own code raises there is a ModelError that names it."""
+    try:
+        yield
+    except Exception as error:
+        if not tp_ranks or isinstance(error, AttnspanError):
+            raise
+        raise ModelError(
+            f"{type(adapted(model)).__name__} does not run tensor parallel over {len(tp_ranks)} ranks: {error}; load it "
+            "whole, or take another number of ranks"
+        ) from error
 
 
 def _is_fully_sharded(model: nn.Module) -> bool:
