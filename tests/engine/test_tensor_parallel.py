@@ -33,6 +33,9 @@ def folder(tmp_path_factory):
     transformers.GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=8).save_pretrained(root / "GPT2")
     three = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 48}
     tiny("Llama", **three).config.save_pretrained(root / "ThreeHeads")
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 4}
+    sizes |= {"head_dim": 8, "vocab_size": 32, "num_hidden_layers": 1}
+    transformers.HrmTextConfig(**sizes).save_pretrained(root / "HrmText")
     fused = {"hidden_size": 24, "num_attention_heads": 3, "intermediate_size": 48, "num_hidden_layers": 1}
     fused |= {"vocab_size": 32, "bos_token_id": 1, "eos_token_id": None}
     transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**fused)).save_pretrained(root / "Fused")
@@ -105,6 +108,7 @@ def attempts(world, folder):
         refusal(lambda: load_tensor_parallel(str(folder / "Llama"), other)),
         refusal(lambda: load_tensor_parallel(str(folder / "GPT2"), mesh)),
         refusal(lambda: load_tensor_parallel(str(folder / "ThreeHeads"), mesh)),
+        refusal(lambda: load_tensor_parallel(str(folder / "HrmText"), mesh)),
     ]
     return said, refused
 
@@ -145,6 +149,8 @@ REFUSED = [
     "whole, and spread pages over the ranks",
     "ModelError: model.layers.0.self_attn (LlamaAttention) has 3 key heads, which cannot be dealt to 2 ranks; take a "
     "mesh whose axis 'tp' divides them",
+    "ModelError: HrmTextForCausalLM has files in which model.L_module.layers.0.mlp.gate_proj.weight is not a tensor of "
+    "its own, and transformers cuts that before it divides it; load it whole, and spread pages over the ranks",
 ]
 
 

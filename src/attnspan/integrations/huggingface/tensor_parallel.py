@@ -14,11 +14,16 @@ it. That is for generation; in training its gradient would be a sum over ranks.
 
 [Note: loading] `from_pretrained` reads of each file what belongs to this rank, and makes a mesh of all processes. A
 subclass, which the model leaves when it is loaded, hands it the mesh that is meant.
+
+[Note: fused weights] Some families have files in which several weights are one tensor. `from_pretrained` takes this
+rank's part of that tensor, and divides it afterwards: the parts are rows of other weights (found with HrmText of 5.22).
+Such a family is refused. Weights that are joined, as those of experts are, are right.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, cast
@@ -110,6 +115,7 @@ def _plan_for(model: PreTrainedModel, ranks: int) -> dict[str, str]:
             f"{name} has no tp_plan in transformers, by which its layers would be dealt to ranks; load it whole, and "
             "spread pages over the ranks"
         )
+    _check_files(model, plan)
     changed: dict[str, str] = {}
     for path, module, heads in _key_heads(model):
         wanted = f"{replace_layer_number_by_wildcard(path)}."
@@ -123,6 +129,36 @@ def _plan_for(model: PreTrainedModel, ranks: int) -> dict[str, str]:
                 f"a mesh whose axis {AXIS!r} divides them"
             )
     return changed
+
+
+def _check_files(model: PreTrainedModel, plan: Mapping[str, str]) -> None:
+    """ModelError for a model with a weight that would be cut before it is made. See [Note: fused weights]."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
+    from transformers.distributed.tensor_parallel import replace_layer_number_by_wildcard
+
+    cut = []
+    for name, _ in model.named_parameters():
+        path = replace_layer_number_by_wildcard(name)
+        if path in plan or path.rpartition(".")[0] in plan:
+            cut.append(name)
+    for converter in get_model_conversion_mapping(model):
+        if not isinstance(converter, WeightConverter):
+            continue
+        if all(isinstance(each, Concatenate | MergeModulelist) for each in converter.operations):
+            continue
+        made = re.compile("|".join(_as_pattern(each) for each in converter.target_patterns))
+        found = next(filter(made.search, cut), None)
+        if found is not None:
+            raise ModelError(
+                f"{type(model).__name__} has files in which {found} is not a tensor of its own, and transformers cuts "
+                "that before it divides it; load it whole, and spread pages over the ranks"
+            )
+
+
+def _as_pattern(target: str) -> str:
+    """The names that a conversion of transformers may give, as a regular expression."""
+    return re.sub(r"\\\*|\\\\\d", ".*", re.escape(target.strip("^$")))
 
 
 def _key_heads(model: nn.Module) -> Iterator[tuple[str, nn.Module, int]]:
@@ -193,8 +229,8 @@ def naming_failures(model: PreTrainedModel, tp_ranks: tuple[int, ...]) -> Iterat
         if not tp_ranks or isinstance(error, AttnspanError):
             raise
         raise ModelError(
-            f"{type(adapted(model)).__name__} does not run tensor parallel over {len(tp_ranks)} ranks: {error}; load it "
-            "whole, or take another number of ranks"
+            f"{type(adapted(model)).__name__} does not run tensor parallel over {len(tp_ranks)} ranks: {error}; load "
+            "it whole, or take another number of ranks"
         ) from error
 
 
