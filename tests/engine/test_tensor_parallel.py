@@ -125,6 +125,24 @@ def test_an_axis_of_one_rank_leaves_the_model_whole_and_spreads_pages_over_the_o
     assert spawn(2, over_an_axis_of_one, folder) == [(true, [2, 2])] * 2
 
 
+def with_adapters(world, folder):
+    """What is said of adapters that peft has put into a tensor parallel model, and into a module of it."""
+    import peft
+
+    mesh = mesh_of(2, names=("tp",))
+    lora = peft.LoraConfig(r=2, target_modules=["q_proj", "o_proj"])
+    around, inside = loaded(folder, "Llama", mesh), loaded(folder, "Llama", mesh)
+    peft.inject_adapter_in_model(lora, inside.model)
+    models = peft.get_peft_model(around, lora).eval(), inside.eval()
+    return [refusal(lambda model=model: Engine(model, mesh=mesh, pages=40)) for model in models]
+
+
+def test_adapters_of_a_tensor_parallel_model_are_refused_wherever_they_are(folder):
+    pytest.importorskip("peft")
+    why = "LlamaForCausalLM is tensor parallel and has adapters of peft, which an engine does not serve; load it whole"
+    assert spawn(2, with_adapters, folder) == [[f"ModelError: {why}"] * 2] * 2
+
+
 def in_parts_of_heads(world, folder):
     mesh = mesh_of(2, names=("tp",))
     return refusal(lambda: Engine(loaded(folder, "Fused", mesh), mesh=mesh, pages=40))

@@ -35,7 +35,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from attnspan.errors import AttnspanError, ModelError
-from attnspan.integrations.huggingface.adapters import adapted
+from attnspan.integrations.huggingface.adapters import adapted, adapters_in_use
 from attnspan.integrations.huggingface.layers import AttentionLayer
 from attnspan.parallel.dtensors import PLAIN, is_dtensor
 
@@ -205,7 +205,7 @@ def check_tensor_parallel(model: PreTrainedModel, layers: ServedLayers) -> tuple
     name = type(adapted(model)).__name__
     refused = {
         "recurrent layers": layers.mixers,
-        "adapters of peft": getattr(model, "peft_config", None),
+        "adapters of peft": getattr(model, "peft_config", None) or any(map(adapters_in_use, model.modules())),
         "an encoder": model.config.is_encoder_decoder,
         "quantised weights": getattr(adapted(model), "hf_quantizer", None),
     }
