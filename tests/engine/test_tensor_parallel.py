@@ -10,7 +10,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from attnspan import Engine, SamplingParams
 from attnspan.errors import AttnspanError
-from attnspan.integrations.huggingface import load_tensor_parallel
+from attnspan.integrations.huggingface import enable, load_tensor_parallel
 from tests.devices import mesh_of
 from tests.engine.models import greedy, prompts, tiny
 from tests.engine.test_cuda import check_said
@@ -33,6 +33,7 @@ def folder(tmp_path_factory):
     transformers.GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=8).save_pretrained(root / "GPT2")
     three = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 48}
     tiny("Llama", **three).config.save_pretrained(root / "ThreeHeads")
+    tiny("Llama", num_key_value_heads=1).save_pretrained(root / "OneKeyHead")
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 4}
     sizes |= {"head_dim": 8, "vocab_size": 32, "num_hidden_layers": 1}
     transformers.HrmTextConfig(**sizes).save_pretrained(root / "HrmText")
@@ -141,6 +142,24 @@ def test_adapters_of_a_tensor_parallel_model_are_refused_wherever_they_are(folde
     pytest.importorskip("peft")
     why = "LlamaForCausalLM is tensor parallel and has adapters of peft, which an engine does not serve; load it whole"
     assert spawn(2, with_adapters, folder) == [[f"ModelError: {why}"] * 2] * 2
+
+
+def enabled_with_one_key_head(world, folder):
+    """Logits of an enabled model whose key head is on both ranks, and what is said of gradients through it."""
+    mesh = mesh_of(1, 2, names=("cp", "tp"))
+    model, tokens = loaded(folder, "OneKeyHead", mesh), torch.tensor(prompts([20]))
+    with enable(model, mesh["cp"]):
+        with torch.no_grad():
+            logits = model(tokens).logits
+        return logits, refusal(lambda: model.requires_grad_(True)(tokens))
+
+
+def test_a_key_head_that_is_on_every_rank_is_not_trained(folder):
+    model = tiny("Llama", num_key_value_heads=1)
+    true = model(torch.tensor(prompts([20]))).logits
+    for logits, said in spawn(2, enabled_with_one_key_head, folder):
+        torch.testing.assert_close(logits, true, rtol=0, atol=1e-4)  # float32, sums in another order
+        assert said.startswith("ModelError: model.layers.0.self_attn has 2 of its 4 query heads on this rank and 1 of")
 
 
 def in_parts_of_heads(world, folder):

@@ -184,6 +184,12 @@ def on_this_rank(layer: AttentionLayer, query_heads: int, kv_heads: int, trains:
     """A layer with the heads that it has here; ModelError unless its key heads are those of its query heads."""
     if (query_heads, kv_heads) == (layer.query_heads, layer.kv_heads):
         return layer
+    check_heads(layer, query_heads, kv_heads, trains)
+    return replace(layer, query_heads=query_heads, kv_heads=kv_heads)
+
+
+def check_heads(layer: AttentionLayer, query_heads: int, kv_heads: int, trains: bool) -> None:
+    """ModelError for heads on this rank, other than all of a layer, with which attention would be another."""
     in_step = query_heads * layer.kv_heads == kv_heads * layer.query_heads
     if not in_step and (trains or kv_heads != 1):  # see [Note: one key head]
         raise ModelError(
@@ -194,7 +200,6 @@ def on_this_rank(layer: AttentionLayer, query_heads: int, kv_heads: int, trains:
     for what, asked in (("a bias by the number of a head", layer.bias), ("sinks", layer.sinks)):
         if asked:
             raise ModelError(f"{layer.name} has {what}, which is not served where heads are on several ranks")
-    return replace(layer, query_heads=query_heads, kv_heads=kv_heads)
 
 
 def check_tensor_parallel(model: PreTrainedModel, layers: ServedLayers) -> tuple[int, ...]:
