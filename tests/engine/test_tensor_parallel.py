@@ -14,6 +14,7 @@ from attnspan.integrations.huggingface import enable, load_tensor_parallel
 from tests.devices import mesh_of
 from tests.engine.models import greedy, prompts, tiny
 from tests.engine.test_cuda import check_said
+from tests.integrations import images
 from tests.processes import on_backends, spawn
 
 FAMILIES = ["Llama", "Qwen3", "Mistral", "Gemma2", "Gemma3", "Phi3"]
@@ -33,6 +34,8 @@ def folder(tmp_path_factory):
     transformers.GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=8).save_pretrained(root / "GPT2")
     three = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 48}
     tiny("Llama", **three).config.save_pretrained(root / "ThreeHeads")
+    transformers.LlavaConfig().save_pretrained(root / "Llava")
+    images.family("llama4").save_pretrained(root / "Llama4")
     tiny("Llama", num_key_value_heads=1).save_pretrained(root / "OneKeyHead")
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 4}
     sizes |= {"head_dim": 8, "vocab_size": 32, "num_hidden_layers": 1}
@@ -110,6 +113,7 @@ def attempts(world, folder):
         refusal(lambda: load_tensor_parallel(str(folder / "GPT2"), mesh)),
         refusal(lambda: load_tensor_parallel(str(folder / "ThreeHeads"), mesh)),
         refusal(lambda: load_tensor_parallel(str(folder / "HrmText"), mesh)),
+        refusal(lambda: load_tensor_parallel(str(folder / "Llava"), mesh)),
     ]
     return said, refused
 
@@ -142,6 +146,19 @@ def test_adapters_of_a_tensor_parallel_model_are_refused_wherever_they_are(folde
     pytest.importorskip("peft")
     why = "LlamaForCausalLM is tensor parallel and has adapters of peft, which an engine does not serve; load it whole"
     assert spawn(2, with_adapters, folder) == [[f"ModelError: {why}"] * 2] * 2
+
+
+def of_text_and_images(world, folder):
+    """Logits of the text model in files of one that sees images too."""
+    with torch.no_grad():
+        return loaded(folder, "Llama4", mesh_of(2, names=("tp",)))(torch.tensor([[5, 6, 7, 8, 9]])).logits
+
+
+def test_the_text_model_in_files_of_a_larger_one_is_loaded(folder):
+    whole = transformers.AutoModelForCausalLM.from_pretrained(folder / "Llama4").eval().requires_grad_(False)
+    true = whole(torch.tensor([[5, 6, 7, 8, 9]])).logits
+    for logits in spawn(2, of_text_and_images, folder):
+        torch.testing.assert_close(logits, true, rtol=0, atol=1e-4)  # float32, sums in another order
 
 
 def enabled_with_one_key_head(world, folder):
@@ -188,6 +205,8 @@ REFUSED = [
     "mesh whose axis 'tp' divides them",
     "ModelError: HrmTextForCausalLM has files in which model.L_module.layers.0.mlp.gate_proj.weight is not a tensor of "
     "its own, and transformers cuts that before it divides it; load it whole, and spread pages over the ranks",
+    "ModelError: a LlavaConfig is not of a causal model, by transformers' AutoModelForCausalLM, and others are not "
+    "loaded tensor parallel; load it whole, and spread pages over the ranks",
 ]
 
 

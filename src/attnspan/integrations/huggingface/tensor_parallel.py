@@ -32,7 +32,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from attnspan.errors import AttnspanError, ModelError
 from attnspan.integrations.huggingface.adapters import adapted, adapters_in_use
@@ -68,7 +74,7 @@ def load_tensor_parallel(
     if AXIS not in names:
         raise ModelError(f"mesh must have an axis {AXIS!r}, got {mesh!r}")
     axis = mesh[AXIS]
-    config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+    config = _config_for(AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code), trust_remote_code)
     with torch.device("meta"):
         empty: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     sharded = DistributedConfig(tp_size=axis.size(), tp_plan=_plan_for(empty, axis.size()) or None)
@@ -79,6 +85,25 @@ def load_tensor_parallel(
     model.__class__ = own
     model.eval()
     return model
+
+
+def _config_for(config: PreTrainedConfig, trust_remote_code: bool) -> PreTrainedConfig:
+    """What a causal model is made of: a config, or the text's in it. ModelError for a config of other models."""
+    kind = type(config)
+    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        if trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}):
+            return config
+        raise ModelError(
+            f"a {kind.__name__} is not of a causal model, by transformers' AutoModelForCausalLM, and others are not "
+            "loaded tensor parallel; load it whole, and spread pages over the ranks"
+        )
+    wanted = getattr(MODEL_FOR_CAUSAL_LM_MAPPING[kind], "config_class", kind)
+    if wanted != config.sub_configs.get("text_config"):
+        return config
+    text = config.get_text_config()
+    if (quantised := getattr(config, "quantization_config", None)) is not None:
+        text.quantization_config = quantised  # as AutoModelForCausalLM does; it is refused next
+    return text
 
 
 class _OnAxis:
