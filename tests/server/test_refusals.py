@@ -4,6 +4,7 @@ import asyncio
 import json
 import math
 import re
+import signal
 import time
 from contextlib import closing
 
@@ -324,6 +325,37 @@ def test_a_body_that_does_not_come_is_not_awaited_for_ever():
             answer = wire.recv(4096)
             assert answer.startswith(b"HTTP/1.1 408")
         assert is_well(server)
+
+
+def test_a_stream_that_a_second_signal_ends_says_so_to_its_end(caplog):
+    with running(drain=1000.0) as server:
+        assert is_well(server)  # its app is loaded
+        config = server._process.config
+        config.loaded_app = slow_to_end(config.loaded_app)
+        with closing(connected(server)) as wire:
+            wire.sendall(post(COMPLETIONS, completion(max_tokens=450, stream=True)))
+            said = wire.recv(4096)
+            for _ in range(2):
+                server._process.handle_exit(signal.SIGINT, None)
+                time.sleep(0.2)
+            while part := wire.recv(65536):
+                said += part
+    *_, last, end = re.findall(rb"data: (.*)\n\n", said)
+    assert (json.loads(last)["error"]["code"], end) == ("unavailable", b"[DONE]")
+    assert "Exception" not in caplog.text
+
+
+def slow_to_end(app):
+    """An app that hesitates before the end of a stream."""
+
+    async def slow(scope, receive, send):
+        async def late(message):
+            await asyncio.sleep(0.3 * message.get("body", b"").endswith(b"[DONE]\n\n"))
+            await send(message)
+
+        await app(scope, receive, late)
+
+    return slow
 
 
 @pytest.mark.parametrize("stream", [False, True])

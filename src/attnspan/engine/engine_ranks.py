@@ -38,16 +38,20 @@ class EngineRanks:
 def engine_ranks(mesh: Group, info: ModelInfo) -> EngineRanks:
     """The ranks of a mesh for a model; EngineError if the model is tensor parallel over other ranks than its axis "tp".
 
-    A mesh without this axis is for a model that is whole on every rank.
+    A mesh without this axis, or with one of a single rank, is for a model that is whole on every rank.
     """
     names = (mesh.mesh_dim_names or ()) if isinstance(mesh, DeviceMesh) else ()
+    rest = tuple(name for name in names if name != AXIS)
     if not info.tp_ranks:
-        if AXIS in names:
+        if rest == names:
+            return EngineRanks(mesh, mesh)
+        assert isinstance(mesh, DeviceMesh), "it has names"
+        if mesh[AXIS].size() > 1:
             raise EngineError(
                 f"mesh has an axis {AXIS!r}, and the model is whole on this rank; load it with load_tensor_parallel, "
                 "or give a mesh without that axis"
             )
-        return EngineRanks(mesh, mesh)
+        return EngineRanks(mesh, mesh[rest] if rest else info.device)
     if AXIS not in names:
         raise EngineError(
             f"the model is tensor parallel over ranks {list(info.tp_ranks)}; give mesh= a DeviceMesh whose axis "
@@ -60,5 +64,4 @@ def engine_ranks(mesh: Group, info: ModelInfo) -> EngineRanks:
             f"the model is tensor parallel over ranks {list(info.tp_ranks)}, and axis {AXIS!r} of mesh has ranks "
             f"{list(along)}; give the mesh that the model was loaded with"
         )
-    rest = tuple(name for name in names if name != AXIS)
     return EngineRanks(mesh, mesh[rest] if rest else info.device, mesh.get_local_rank(AXIS))

@@ -22,6 +22,9 @@ from attnspan.server.config import ServerConfig
 
 log = logging.getLogger("attnspan.server")
 
+LAST_WORDS = 1.0
+"""Seconds in which responses that a second signal ends may send what they have."""
+
 
 class Server:
     """An engine behind OpenAI's API, at `address`: `run()` until a signal comes, or within ``with``, in a thread.
@@ -138,7 +141,17 @@ class ServerProcess(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         ending = asyncio.create_task(self.engine.shutdown(self.drain))
         await asyncio.sleep(0)  # so that requests of open connections are refused from now on
+        forcing = asyncio.create_task(self._end_streams_when_forced())
         await super().shutdown(sockets)
         if self.force_exit:
-            await self.engine.shutdown(0)
+            await forcing
+        forcing.cancel()
         await ending
+        if self.server_state.tasks:  # uvicorn does not await them when it is forced
+            await asyncio.wait(self.server_state.tasks, timeout=LAST_WORDS)
+
+    async def _end_streams_when_forced(self) -> None:
+        """At a second signal, whatever uvicorn awaits at that time: from Python 3.12 on it awaits open connections."""
+        while not self.force_exit:
+            await asyncio.sleep(0.1)
+        await self.engine.shutdown(0)

@@ -28,6 +28,7 @@ from attnspan.integrations.huggingface.latents import LatentSource, latents_in
 from attnspan.integrations.huggingface.layers import AttentionLayer
 from attnspan.integrations.huggingface.masking import Pattern, requested_pattern
 from attnspan.integrations.huggingface.plain_attention import OWN_MASK
+from attnspan.integrations.huggingface.tensor_parallel import check_heads
 from attnspan.plan import Shape
 
 if TYPE_CHECKING:
@@ -95,9 +96,12 @@ def attend(
     check_bias(binding.layer, position_bias)
     if binding.layer.temperature is not None:
         query = tempered(query, binding.layer.temperature.of(binding.enabled.query_positions()))
+    source = latents_in(module, key, value)
+    if source is None and query.shape[1] != binding.layer.query_heads:  # the model is tensor parallel
+        check_heads(binding.layer, query.shape[1], key.shape[1], key.requires_grad or value.requires_grad)
     attention = binding.enabled.attention_for(binding.kind)
     tables = binding.enabled.bias_tables(binding.layer, position_bias, query.dtype)
-    source, dropout = latents_in(module, key, value), dropout or 0.0
+    dropout = dropout or 0.0
     if source is None:
         out = attention(query, key, value, sinks=s_aux, dropout_p=dropout, captured=tables)
     else:

@@ -45,7 +45,7 @@ from attnspan.integrations.huggingface.serving_binding import (
     serve_latents,
     update_layers,
 )
-from attnspan.integrations.huggingface.tensor_parallel import check_tensor_parallel
+from attnspan.integrations.huggingface.tensor_parallel import check_tensor_parallel, naming_failures
 from attnspan.integrations.huggingface.towers import decoder_of
 
 
@@ -63,7 +63,8 @@ class TransformersModel:
         self._latents = _latents_of(layers.attention) if latents and not tp_ranks else {}
         self._score_mods = self._make_score_mods(layers.attention)
         serve_latents(model, self._latents.values())
-        probed = self._probed(layers)
+        with naming_failures(model, tp_ranks):
+            probed = self._probed(layers)
         self._calls, self._all_logits = probed.calls, probed.all_logits
         self._update_layers(layers.attention)
         self._mixers = tuple(mixer for mixer, _ in probed.states)

@@ -14,11 +14,17 @@ it. That is for generation; in training its gradient would be a sum over ranks.
 
 [Note: loading] `from_pretrained` reads of each file what belongs to this rank, and makes a mesh of all processes. A
 subclass, which the model leaves when it is loaded, hands it the mesh that is meant.
+
+[Note: fused weights] Some families have files in which several weights are one tensor. `from_pretrained` takes this
+rank's part of that tensor, and divides it afterwards: the parts are rows of other weights (found with HrmText of 5.22).
+Such a family is refused. Weights that are joined, as those of experts are, are right.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
@@ -26,10 +32,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
-from attnspan.errors import ModelError
-from attnspan.integrations.huggingface.adapters import adapted
+from attnspan.errors import AttnspanError, ModelError
+from attnspan.integrations.huggingface.adapters import adapted, adapters_in_use
 from attnspan.integrations.huggingface.layers import AttentionLayer
 from attnspan.parallel.dtensors import PLAIN, is_dtensor
 
@@ -62,7 +74,7 @@ def load_tensor_parallel(
     if AXIS not in names:
         raise ModelError(f"mesh must have an axis {AXIS!r}, got {mesh!r}")
     axis = mesh[AXIS]
-    config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+    config = _config_for(AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code), trust_remote_code)
     with torch.device("meta"):
         empty: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     sharded = DistributedConfig(tp_size=axis.size(), tp_plan=_plan_for(empty, axis.size()) or None)
@@ -73,6 +85,25 @@ def load_tensor_parallel(
     model.__class__ = own
     model.eval()
     return model
+
+
+def _config_for(config: PreTrainedConfig, trust_remote_code: bool) -> PreTrainedConfig:
+    """What a causal model is made of: a config, or the text's in it. ModelError for a config of other models."""
+    kind = type(config)
+    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        if trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}):
+            return config
+        raise ModelError(
+            f"a {kind.__name__} is not of a causal model, by transformers' AutoModelForCausalLM, and others are not "
+            "loaded tensor parallel; load it whole, and spread pages over the ranks"
+        )
+    wanted = getattr(MODEL_FOR_CAUSAL_LM_MAPPING[kind], "config_class", kind)
+    if wanted != config.sub_configs.get("text_config"):
+        return config
+    text = config.get_text_config()
+    if (quantised := getattr(config, "quantization_config", None)) is not None:
+        text.quantization_config = quantised  # as AutoModelForCausalLM does; it is refused next
+    return text
 
 
 class _OnAxis:
@@ -109,6 +140,7 @@ def _plan_for(model: PreTrainedModel, ranks: int) -> dict[str, str]:
             f"{name} has no tp_plan in transformers, by which its layers would be dealt to ranks; load it whole, and "
             "spread pages over the ranks"
         )
+    _check_files(model, plan)
     changed: dict[str, str] = {}
     for path, module, heads in _key_heads(model):
         wanted = f"{replace_layer_number_by_wildcard(path)}."
@@ -122,6 +154,36 @@ def _plan_for(model: PreTrainedModel, ranks: int) -> dict[str, str]:
                 f"a mesh whose axis {AXIS!r} divides them"
             )
     return changed
+
+
+def _check_files(model: PreTrainedModel, plan: Mapping[str, str]) -> None:
+    """ModelError for a model with a weight that would be cut before it is made. See [Note: fused weights]."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
+    from transformers.distributed.tensor_parallel import replace_layer_number_by_wildcard
+
+    cut = []
+    for name, _ in model.named_parameters():
+        path = replace_layer_number_by_wildcard(name)
+        if path in plan or path.rpartition(".")[0] in plan:
+            cut.append(name)
+    for converter in get_model_conversion_mapping(model):
+        if not isinstance(converter, WeightConverter):
+            continue
+        if all(isinstance(each, Concatenate | MergeModulelist) for each in converter.operations):
+            continue
+        made = re.compile("|".join(_as_pattern(each) for each in converter.target_patterns))
+        found = next(filter(made.search, cut), None)
+        if found is not None:
+            raise ModelError(
+                f"{type(model).__name__} has files in which {found} is not a tensor of its own, and transformers cuts "
+                "that before it divides it; load it whole, and spread pages over the ranks"
+            )
+
+
+def _as_pattern(target: str) -> str:
+    """The names that a conversion of transformers may give, as a regular expression."""
+    return re.sub(r"\\\*|\\\\\d", ".*", re.escape(target.strip("^$")))
 
 
 def _key_heads(model: nn.Module) -> Iterator[tuple[str, nn.Module, int]]:
@@ -147,6 +209,12 @@ def on_this_rank(layer: AttentionLayer, query_heads: int, kv_heads: int, trains:
     """A layer with the heads that it has here; ModelError unless its key heads are those of its query heads."""
     if (query_heads, kv_heads) == (layer.query_heads, layer.kv_heads):
         return layer
+    check_heads(layer, query_heads, kv_heads, trains)
+    return replace(layer, query_heads=query_heads, kv_heads=kv_heads)
+
+
+def check_heads(layer: AttentionLayer, query_heads: int, kv_heads: int, trains: bool) -> None:
+    """ModelError for heads on this rank, other than all of a layer, with which attention would be another."""
     in_step = query_heads * layer.kv_heads == kv_heads * layer.query_heads
     if not in_step and (trains or kv_heads != 1):  # see [Note: one key head]
         raise ModelError(
@@ -157,7 +225,6 @@ def on_this_rank(layer: AttentionLayer, query_heads: int, kv_heads: int, trains:
     for what, asked in (("a bias by the number of a head", layer.bias), ("sinks", layer.sinks)):
         if asked:
             raise ModelError(f"{layer.name} has {what}, which is not served where heads are on several ranks")
-    return replace(layer, query_heads=query_heads, kv_heads=kv_heads)
 
 
 def check_tensor_parallel(model: PreTrainedModel, layers: ServedLayers) -> tuple[int, ...]:
@@ -168,7 +235,7 @@ def check_tensor_parallel(model: PreTrainedModel, layers: ServedLayers) -> tuple
     name = type(adapted(model)).__name__
     refused = {
         "recurrent layers": layers.mixers,
-        "adapters of peft": getattr(model, "peft_config", None),
+        "adapters of peft": getattr(model, "peft_config", None) or any(map(adapters_in_use, model.modules())),
         "an encoder": model.config.is_encoder_decoder,
         "quantised weights": getattr(adapted(model), "hf_quantizer", None),
     }
@@ -181,6 +248,20 @@ def check_tensor_parallel(model: PreTrainedModel, layers: ServedLayers) -> tuple
             "tensor parallel over one axis, and not sharded otherwise"
         )
     return tuple(dist.get_process_group_ranks(mesh.get_group()))
+
+
+@contextmanager
+def naming_failures(model: PreTrainedModel, tp_ranks: tuple[int, ...]) -> Iterator[None]:
+    """Inside, a tensor parallel model is probed: what its own code raises there is a ModelError that names it."""
+    try:
+        yield
+    except Exception as error:
+        if not tp_ranks or isinstance(error, AttnspanError):
+            raise
+        raise ModelError(
+            f"{type(adapted(model)).__name__} does not run tensor parallel over {len(tp_ranks)} ranks: {error}; load "
+            "it whole, or take another number of ranks"
+        ) from error
 
 
 def _is_fully_sharded(model: nn.Module) -> bool:
