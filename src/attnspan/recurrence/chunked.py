@@ -138,13 +138,13 @@ class Decayed(NamedTuple):
 def _decayed(rows: list[Tensor], key: Tensor, decay: Tensor) -> Decayed:
     if decay.shape[-1] > 1:
         return _by_halves(rows, key, decay.exp())
-    weights = Weights.apply(decay)
+    weights = DecayWeights.apply(decay)
     arriving, leaving = decay[:, :, :1].exp() * weights[..., :1], weights[:, :, -1:].mT
     pairs = [(row @ key.mT) * weights for row in rows]
     return Decayed(pairs, [row * arriving for row in rows], key * leaving, arriving[:, :, -1:])
 
 
-class Weights(torch.autograd.Function):
+class DecayWeights(torch.autograd.Function):
     """A decay (n, H, C, 1) that channels share, multiplied up between tokens: (n, H, C, C), 0 above the diagonal."""
 
     apply: ClassVar[Callable[[Tensor], Tensor]]  # torch's, which it does not annotate
