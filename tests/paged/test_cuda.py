@@ -68,8 +68,10 @@ def test_long_rows_are_joined_from_parts(page_size, lengths, window):
 @pytest.mark.parametrize("window", [None, 100])
 def test_keys_of_many_rows_are_dealt_in_shares(rows, window):
     """Rows of all lengths, some without a token in the step."""
-    cache = cuda_cache(16, dtype=torch.bfloat16, pages=rows * 40, window=window, max_sequences=rows, max_tokens=4000)
-    seqs = [cache.add(1 + row * 7919 % 600) for row in range(rows)]
+    sizes = {"pages": rows * 40, "max_sequences": rows, "max_tokens": rows * 600, "max_length": 700}
+    cache = cuda_cache(16, dtype=torch.bfloat16, window=window, **sizes)
+    seqs = [cache.add() for _ in range(rows)]
+    cache.step([(seq, 1 + row * 7919 % 600) for row, seq in enumerate(seqs)])
     for new in (lambda row: 1, lambda row: row % 4):
         cache.step([(seq, new(row)) for row, seq in enumerate(seqs)])
         agree(cache.attend(kernel="decode"), cache.expected(), torch.bfloat16)

@@ -198,10 +198,11 @@ def _attend_shares(call: DecodeCall, out: Tensor, lse: Tensor) -> None:
         out, lse, part_out, part_lse, joined, *call.tensors, *call.strides, heads, rows, call.most, shares,
         *call.numbers, block_r=block_r, **call.constants, **registers,
     )  # fmt: skip
-    block_v = COMBINED if tokens * heads < MANY else _next_power_of_2(value_dim)
+    # Few programs join parts of many shares each, many join few.
+    block_v, block_s = (COMBINED, 64) if tokens * heads < MANY else (_next_power_of_2(value_dim), 16)
     kernels.join_shares[tokens, heads, -(-value_dim // block_v)](
         out, lse, part_out, part_lse, joined, metadata.rows, metadata.offsets, heads, rows, call.most,
-        value_dim=value_dim, block_v=block_v, block_s=16, num_warps=4, **call.pdl,
+        value_dim=value_dim, block_v=block_v, block_s=block_s, num_warps=4, **call.pdl,
     )  # fmt: skip
 
 

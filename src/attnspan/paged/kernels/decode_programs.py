@@ -40,6 +40,10 @@ from typing import Any, NamedTuple
 VARYING = ["width", "tokens", "splits", "tiles", "shares", "row_count", "most", "window", "interleave", "rank"]
 """Numbers that differ from step to step: Triton would recompile for 1, for multiples of 16, and for the rest."""
 
+NO_POSITION = 1 << 30
+"""After every position: where a row without queries begins. Even a loop that never runs compares keys a few blocks past
+its begin with its end, to load ahead, so these have to be int32 numbers as well."""
+
 INT8, FLOAT8 = (
     """
 {
@@ -89,6 +93,8 @@ def programs() -> DecodePrograms:
     import triton.language as tl
 
     unpack_int8, unpack_float8 = tl.constexpr(INT8), tl.constexpr(FLOAT8)
+
+    no_position = tl.constexpr(NO_POSITION)
 
     # fmt: off
     @triton.jit
@@ -213,9 +219,9 @@ def programs() -> DecodePrograms:
         begin = tl.load(begins + r, mask=known, other=0)
         end = tl.load(ends + r, mask=known, other=0)
         if windowed and ranks == 1:
-            least = tl.full([block_r], 2147483647, tl.int32)
+            least = tl.full([block_r], no_position, tl.int32)
             for i in range(most):
-                least = tl.minimum(least, tl.load(positions + offset + i, mask=i < count, other=2147483647))
+                least = tl.minimum(least, tl.load(positions + offset + i, mask=i < count, other=no_position))
             begin = tl.maximum(begin, least - window + 1)
         low = begin // block_n * block_n
         blocks = tl.where((count > 0) & (end > begin), tl.cdiv(end - low, block_n), 0)
@@ -244,7 +250,7 @@ def programs() -> DecodePrograms:
             row_begin = tl.load(begins + row)
             row_end = tl.load(ends + row)
             if windowed and ranks == 1:
-                row_begin = tl.maximum(row_begin, tl.min(tl.where(real, at, 2147483647)) - window + 1)
+                row_begin = tl.maximum(row_begin, tl.min(tl.where(real, at, no_position)) - window + 1)
             row_low = row_begin // block_n * block_n
             row_blocks = tl.where((row_end > row_begin) & (tl.load(offsets + row + 1) > first),
                                   tl.cdiv(row_end - row_low, block_n), 0)
@@ -339,7 +345,7 @@ def programs() -> DecodePrograms:
             if causal:
                 end = tl.minimum(end, tl.max(tl.where(real, at, -1)) + 1)
             if windowed:
-                begin = tl.maximum(begin, tl.min(tl.where(real, at, 2147483647)) - window + 1)
+                begin = tl.maximum(begin, tl.min(tl.where(real, at, no_position)) - window + 1)
         low = begin // block_n * block_n
         blocks = tl.cdiv(tl.maximum(end - low, 0), block_n)
         per_split = tl.maximum(tl.cdiv(blocks, splits), fewest)
