@@ -1,8 +1,10 @@
 """A link is measured as it is, alike on every rank, and as an operation of its group."""
 
+import random
 import threading
 import time
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
@@ -49,8 +51,8 @@ def wired(monkeypatch):
     """Time that messages alone take: a clock for each rank's thread."""
     clocks = {}
 
-    def on(world, **speeds):
-        wire = clocks[threading.get_ident()] = Wire(world, **speeds)
+    def on(world, kind=Wire, **speeds):
+        wire = clocks[threading.get_ident()] = kind(world, **speeds)
         return wire
 
     def now():
@@ -60,12 +62,39 @@ def wired(monkeypatch):
     return on
 
 
+class Jittery(Wire):
+    """A wire whose every exchange takes up to a fifth of its latency more or less, as others take their turns."""
+
+    def __init__(self, transport, seed, **speeds):
+        super().__init__(transport, **speeds)
+        self.draw = random.Random(seed * transport.ranks + transport.rank)
+
+    def _post(self, sends, receives, what):
+        pending = super()._post(sends, receives, what)
+
+        def finish():
+            pending.wait()
+            self.now += self.latency / 5 * self.draw.uniform(-1, 1)
+
+        return Pending(finish)
+
+
 SPEEDS = [  # latency, bytes per second of a connection and of an end
     (1e-5, 3e11, 3e11),
     (2e-5, 1e9, 2.5e9),
     (5e-4, 1.2e7, 1.2e7),
     (2e-2, 1.2e7, 1.2e7),
 ]
+
+
+def test_a_latency_that_varies_leaves_the_bandwidth_right(wired):
+    def rank(world, seed):
+        return speed(wired(world, Jittery, seed=seed, latency=7.5e-3, connection=1.5e9, end=2e9), *around(world))
+
+    for seed in range(20):
+        (found, *_) = loopback(4).run(partial(rank, seed=seed))
+        assert found.bandwidth == pytest.approx(1.5e9, rel=0.1)
+        assert found.spread == pytest.approx(2e9, rel=0.1)
 
 
 @pytest.mark.parametrize(("latency", "connection", "end"), SPEEDS)

@@ -9,9 +9,11 @@ Three exchanges are timed, of messages that nobody reads::
 Each is done a few times in a row; the first, for which connections are made and buffers of the network fill up, does
 not count. A round takes as long as it does on the slowest rank, and the median of the rounds counts: a pause of a host
 is not the link's, and neither is what a network lets pass after one. All ranks hear of all, so that every rank
-returns the same numbers. Messages grow towards one that takes `enough` seconds more than a few bytes do, or twice as
-long as they if that is longer; half of that will do. On a fast link all takes milliseconds; with a latency of 20 ms
-about a second. Many networks let some bytes pass at full speed after a pause: `THOROUGH` outlasts them.
+returns the same numbers. Messages grow towards one whose bytes take `enough` seconds, or twice the latency if that is
+longer (but not much over `STEADY`); half of that will do. So a latency that varies by a fifth, as it does where ranks
+take turns on a device, leaves the bandwidth right to within a tenth. On a fast link everything takes milliseconds;
+with a latency of 20 ms about a second. Many networks let some bytes pass at full speed after a pause: `THOROUGH`
+outlasts them.
 
 On a CUDA device the host waits for the device before it looks at the clock. The exchanges are one operation of the
 group (operations.py): ranks that do something else meanwhile are told that they are out of step.
@@ -36,6 +38,9 @@ SMALL, GUESS, LARGE = 1 << 10, 1 << 17, 1 << 25
 
 ENOUGH, THOROUGH = 4e-3, 0.1
 """Seconds that a large message should take: before a group is first used, and where there is time."""
+
+STEADY = 0.02
+"""Seconds of bytes beside which a latency need not be steady."""
 
 
 class Speed(NamedTuple):
@@ -62,10 +67,15 @@ def fitting_size(size: int, seconds: float, latency: float, enough: float = ENOU
     >>> fitting_size(1 << 16, seconds=6e-3, latency=5e-4), fitting_size(1 << 16, seconds=2e-5, latency=2e-5)
     (65536, 33554432)
     """
-    wanted = size / _travelling(seconds, latency) * max(enough, latency)
+    wanted = size / _travelling(seconds, latency) * _wanted(latency, enough)
     while size < min(wanted, LARGE):
         size *= 2
     return size
+
+
+def _wanted(latency: float, enough: float) -> float:
+    """Seconds that the bytes of a large message should take."""
+    return max(enough, latency, min(2 * latency, STEADY))
 
 
 def _travelling(seconds: float, latency: float) -> float:
@@ -83,7 +93,7 @@ class LinkProbe:
         """Seconds before the first byte, and bytes per second that arrive from all peers together."""
         latency, size = self.seconds(SMALL), GUESS
         seconds = self.seconds(size)
-        while seconds - latency < max(enough, latency) / 2 and size < LARGE:
+        while seconds - latency < _wanted(latency, enough) / 2 and size < LARGE:
             size = max(2 * size, fitting_size(size, seconds, latency, enough))
             seconds = self.seconds(size)
         return latency, size / _travelling(seconds, latency)
