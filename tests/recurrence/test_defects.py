@@ -80,7 +80,7 @@ def uncorrected(patch):
 def forgotten_initial_state(patch):
     """Chains begin with nothing."""
     whole = scan.states_of
-    patch.setattr(scan, "states_of", lambda job, a, b, initial: whole(job, a, b, initial * 0))
+    patch.setattr(scan, "states_of", lambda job, maps, initial: whole(job, maps, initial * 0))
 
 
 DEFECTS = [

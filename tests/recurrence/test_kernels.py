@@ -138,25 +138,25 @@ class PlainLaw(fla_laws.Law):
         terms = x._replace(query=x.query * self.call.scale).each(cut)
         heads = terms.value.shape[2]
         query, key = (y.repeat_interleave(heads // y.shape[2], 2) for y in (terms.query, terms.key))
-        (maps,) = chunked(terms._replace(query=query, key=key))
-        return maps, lengths
+        (reads,), maps = chunked(terms._replace(query=query, key=key))
+        return reads, maps, lengths
 
     def maps(self):
-        maps, _ = self._chunks(self.x)
+        _, maps, _ = self._chunks(self.x)
         return fla_laws.LawMaps((), (), maps.a, maps.b)
 
     def outputs(self, made, states):
         return self._read(self.x, states)
 
     def _read(self, x, states):
-        maps, lengths = self._chunks(x)
-        read = maps.read(states).transpose(1, 2)
+        reads, _, lengths = self._chunks(x)
+        read = reads.read(states, None)
         return torch.cat([part[:length] for part, length in zip(read, lengths, strict=True)]).unsqueeze(0)
 
     def _graph(self, states):
         with torch.enable_grad():
             x, states = self.x.each(lambda y: y.detach().requires_grad_()), states.detach().requires_grad_()
-            maps, _ = self._chunks(x)
+            _, maps, _ = self._chunks(x)
             after = maps.a @ states if maps.a.shape[-1] > 1 else maps.a * states
             return x, states, self._read(x, states), after + maps.b
 

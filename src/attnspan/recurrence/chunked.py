@@ -12,8 +12,9 @@ Unrolled over a chunk of C tokens all of it is matrix products. With sums of g o
     out = P v + (q exp(prefix)) S         after = exp(total) S + (k exp(suffix))' v
 
 and for the delta rule, v is replaced by u - W S, where (1 + L) [u W] = beta [v, k exp(prefix)] and L is P with k for q
-below the diagonal. So a chunk is four tensors, which depend on the chunk alone: ``out = out0 + reads @ S`` and
-``after = A S + B``, A a matrix for the delta rule, else a decay.
+below the diagonal. So a chunk is a few tensors, which depend on the chunk alone: ``out = out0 + reads @ S`` and
+``after = A S + B``, A a matrix for the delta rule, else a decay. Or the delta rule's are left as they are: then the scan
+finds ``inner = u - W S``, and ``out = P inner + reads @ S`` (maps.py, [Note: factors]).
 
 [Note: no division] Between tokens there is a product of factors exp(g) <= 1, and it is multiplied up, never divided
 out: prefix sums become large after a strong decay, their differences are rounded, and where a gate is shut (g = -inf)
@@ -28,7 +29,7 @@ Shapes: n chunks, H heads, C tokens, K and V head dims; g is (n, H, C, 1) or (n,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import repeat
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -36,9 +37,13 @@ import torch
 from torch import Tensor
 
 from attnspan.recurrence.backward import backward_once
+from attnspan.recurrence.maps import Maps, joined
 
 MAX_CHUNK = 64
 """Tokens of a chunk, at most."""
+
+MAX_FACTORS = 32
+"""The same where maps are factors: a change of state then costs C * width, so that pairs are the larger part sooner."""
 
 CACHED = 2**18
 """Numbers of a tensor that are worked on together on a CPU, where larger ones leave its cache between operations."""
@@ -66,20 +71,22 @@ class RuleInputs(NamedTuple):
         return [RuleInputs(*part) for part in zip(*(repeat(None) if x is None else x.split(count) for x in self))]  # noqa: B905
 
 
-class ChunkMaps(NamedTuple):
-    """Chunks as maps: ``out = out + reads @ state`` and ``after = a (@ or *) state + b``."""
+class Reads(NamedTuple):
+    """How chunks read the states before them: ``out = own + reads @ state``.
 
-    out: Tensor
+    Where maps are factors, `own` is still to be multiplied by what goes through them: see [Note: factors] in maps.py.
+    """
+
+    own: Tensor
     reads: Tensor
-    a: Tensor
-    b: Tensor
 
-    def read(self, state: Tensor) -> Tensor:
-        """The output, given the states before chunks."""
-        return _added(self.out, self.reads, state)
+    def read(self, state: Tensor, inner: Tensor | None) -> Tensor:
+        """The output of tokens before heads, (n, C, H, V). Once: without gradients, it takes the place of `own`."""
+        own = self.own if inner is None else self.own @ inner
+        return _added(own, self.reads, state, in_place=not torch.is_grad_enabled()).transpose(1, 2)
 
 
-def chunk_size(lengths: Tensor, width: int) -> int:
+def chunk_size(lengths: Tensor, width: int, factors: bool = False) -> int:
     """How many tokens a chunk has, for stretches of some lengths and a head dim: the power of two with the least work.
 
     A chunk costs its pairs, its reads of a state and its change of one: (C + width)^2, filled or not.
@@ -87,17 +94,27 @@ def chunk_size(lengths: Tensor, width: int) -> int:
     >>> chunk_size(torch.tensor([4096]), 128), chunk_size(torch.tensor([3, 4, 5]), 16)
     (64, 4)
     """
-    sizes = [1 << power for power in range(MAX_CHUNK.bit_length())]
+    most = MAX_FACTORS if factors else MAX_CHUNK
+    sizes = [1 << power for power in range(most.bit_length())]
     return min(sizes, key=lambda size: (int(((lengths + size - 1) // size).sum()) * (size + width) ** 2, size))
 
 
-def chunked(inputs: RuleInputs, factor: float = 1) -> list[ChunkMaps]:
-    """The maps of chunks, whose size is a power of two, some together; of tokens before heads, (n, C, H, ...).
+def chunked(inputs: RuleInputs, factor: float = 1, factors: bool = False) -> tuple[list[Reads], Maps]:
+    """How chunks read, some together, and all maps; of tokens before heads, (n, C, H, ...), where C is a power of two.
 
-    Outputs are multiplied by a factor.
+    Outputs are multiplied by a factor. Maps of delta rules may be kept as factors: see [Note: factors] in maps.py.
     """
     count = max(1, CACHED // inputs.key.shape[1:].numel()) if inputs.key.device.type == "cpu" else len(inputs.key)
-    return [_maps(part.each(_by_head), factor) for part in (inputs.split(count) if len(inputs.key) else [inputs])]
+    parts = inputs.split(count) if len(inputs.key) else [inputs]
+    reads: list[Reads] = []
+
+    def maps() -> Iterator[Maps]:
+        for part in parts:
+            read, found = _maps(part.each(_by_head), factor, factors)
+            reads.append(read)
+            yield found
+
+    return reads, joined(maps(), len(inputs.key))
 
 
 def _by_head(tokens: Tensor) -> Tensor:
@@ -105,23 +122,26 @@ def _by_head(tokens: Tensor) -> Tensor:
     return tokens.transpose(1, 2).contiguous()
 
 
-def _maps(inputs: RuleInputs, factor: float) -> ChunkMaps:
+def _maps(inputs: RuleInputs, factor: float, factors: bool) -> tuple[Reads, Maps]:
     query, key, value, decay, beta = inputs
     query = query if factor == 1 else query * factor
     decay = key.new_zeros(*key.shape[:3], 1) if decay is None else decay
     if beta is None:
         (pairs,), (reads,), kept, total = _decayed([query], key, decay)
-        return ChunkMaps(pairs @ value, reads, total.mT, kept.mT @ value)
+        return Reads(pairs @ value, reads), Maps(total.mT, kept.mT @ value)
     (pairs, among), (reads, known), kept, total = _decayed([query, key], key, decay)
     new, old = TriangularSolve.apply(beta * among, beta * value, -beta * known)
+    if factors:
+        return Reads(pairs, reads), Maps(total.mT, left=kept, right=old, new=new)
     a = kept.mT @ old
     a.diagonal(dim1=-2, dim2=-1).add_(total.squeeze(2))
-    return ChunkMaps(pairs @ new, _added(reads, pairs, old), a, kept.mT @ new)
+    return Reads(pairs @ new, _added(reads, pairs, old)), Maps(a, kept.mT @ new)
 
 
-def _added(tensor: Tensor, left: Tensor, right: Tensor) -> Tensor:
+def _added(tensor: Tensor, left: Tensor, right: Tensor, in_place: bool = False) -> Tensor:
     """``tensor + left @ right`` in one operation."""
-    return torch.baddbmm(*(x.flatten(0, 1) for x in (tensor, left, right))).view_as(tensor)
+    flat, left, right = (x.flatten(0, 1) for x in (tensor, left, right))
+    return torch.baddbmm(flat, left, right, out=flat if in_place else None).view_as(tensor)
 
 
 class Decayed(NamedTuple):

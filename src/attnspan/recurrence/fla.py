@@ -44,6 +44,8 @@ from attnspan.recurrence.backward import backward_once
 from attnspan.recurrence.chunked import RuleInputs
 from attnspan.recurrence.fla_laws import EmptyLaw, Law, law_of
 from attnspan.recurrence.fla_package import ONE_AT_A_TIME, TAKES, VERSION, PartCall, installed
+from attnspan.recurrence.maps import Maps, Passed
+from attnspan.recurrence.plan import RankPlan
 from attnspan.recurrence.rules import LinearRule
 from attnspan.recurrence.scan import SavedScan, Scan, gradients, states_of
 
@@ -76,9 +78,9 @@ class Fla:
             return f"it cannot call fla-core {found}: {moved}"
         return None
 
-    def size(self, rule: LinearRule, lengths: Tensor) -> int:
+    def size(self, rule: LinearRule, plan: RankPlan) -> int:
         """A power of two: chunks that are as long as they can be while there are enough for all of a GPU."""
-        tokens, heads = int(lengths.sum()), rule.sizes["H"] * rule.sizes["B"]
+        tokens, heads = int(plan.lengths.sum()), rule.sizes["H"] * rule.sizes["B"]
         most = max(SHORTEST, tokens * heads // BUSY)
         return 1 << (most - 1).bit_length()
 
@@ -175,24 +177,26 @@ class FlaFunction(torch.autograd.Function):
         with ONE_AT_A_TIME:
             made = law.maps()
         a, b = (each.index_select(0, chunks.at) for each in (made.a, made.b))
-        known, after, ctx.header = states_of(job.scan, a, b, initial)
+        known, after, ctx.header = states_of(job.scan, Maps(a, b), initial)
         with ONE_AT_A_TIME:
             out = law.outputs(made, known.states.index_select(0, chunks.order))
         ctx.job, ctx.count = job, len(made.saved)
-        ctx.save_for_backward(*x, *made.saved, *known)
+        ctx.save_for_backward(*x, a, *made.saved, *known)
         return out, after
 
     @staticmethod
     @backward_once
     def backward(ctx: Any, d_out: Tensor, d_after: Tensor) -> tuple[Tensor | None, ...]:
         tensors, job, count, d_out = ctx.saved_tensors, ctx.job, ctx.count, d_out.contiguous()
-        x, saved, known = RuleInputs(*tensors[:5]), tensors[5 : 5 + count], SavedScan(*tensors[5 + count :])
+        x, a, saved = RuleInputs(*tensors[:5]), tensors[5], tensors[6 : 6 + count]
+        known = SavedScan(*tensors[6 + count :])
         law, chunks = _law(x, job.call), job.scan.chunks.packed
         states = known.states.index_select(0, chunks.order)
         with ONE_AT_A_TIME:
             reached = law.state_gradients(saved, states, d_out)
         d_states = reached.states.index_select(0, chunks.at)
-        after, d_initial = gradients(job.scan, known, ctx.header, d_states, d_after.contiguous())
+        ends = d_after.contiguous()
+        (after, _), d_initial = gradients(job.scan, Maps(a), known, ctx.header, Passed(d_states), ends)
         with ONE_AT_A_TIME:
             grads = law.backward(saved, reached, states, (d_out, after.index_select(0, chunks.order)))
         each = (None if g is None or y is None else g.to(y.dtype) for g, y in zip(grads, x, strict=True))

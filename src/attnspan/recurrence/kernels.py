@@ -19,8 +19,9 @@ from torch import Tensor
 
 from attnspan.errors import RecurrenceError, one_of
 from attnspan.recurrence import fla
-from attnspan.recurrence.chunked import ChunkMaps, RuleInputs, chunk_size, chunked
-from attnspan.recurrence.plan import Chunks
+from attnspan.recurrence.chunked import Reads, RuleInputs, chunk_size, chunked
+from attnspan.recurrence.maps import Passed, joined, split
+from attnspan.recurrence.plan import Chunks, RankPlan
 from attnspan.recurrence.rules import LinearRule, Rule
 from attnspan.recurrence.scan import Scan, StateScan
 
@@ -34,8 +35,8 @@ class RecurrenceKernel(Protocol):
     def refuses(self, rule: LinearRule) -> str | None:
         """Why it does not take a rule, or None."""
 
-    def size(self, rule: LinearRule, lengths: Tensor) -> int:
-        """Tokens of a chunk, for stretches of these lengths."""
+    def size(self, rule: LinearRule, plan: RankPlan) -> int:
+        """Tokens of a chunk, for the stretches of a rank."""
 
     def inputs(self, rule: LinearRule) -> RuleInputs:
         """The tensors of a rule that it takes, (B, S, ...)."""
@@ -52,16 +53,17 @@ class PlainChunked:
     def refuses(self, rule: LinearRule) -> str | None:
         return None
 
-    def size(self, rule: LinearRule, lengths: Tensor) -> int:
-        return chunk_size(lengths, rule.sizes["K"])
+    def size(self, rule: LinearRule, plan: RankPlan) -> int:
+        return chunk_size(plan.lengths, rule.sizes["K"], in_factors(rule, plan.mapped))
 
     def inputs(self, rule: LinearRule) -> RuleInputs:
         return rule.expanded_inputs()
 
     def run(self, rule: LinearRule, inputs: RuleInputs, initial: Tensor, scan: Scan) -> tuple[Tensor, Tensor]:
-        parts = chunked(inputs.each(lambda x: tokens_in_chunks(x, scan.chunks)), rule.factor)
-        before, after = StateScan.apply(*maps_of(parts), initial, scan)
-        return outputs_of(parts, before, scan.chunks), after
+        tokens = inputs.each(lambda x: tokens_in_chunks(x, scan.chunks))
+        reads, maps = chunked(tokens, rule.factor, in_factors(rule, scan.mapped))
+        before, after, inner = StateScan.apply(initial, scan, *maps)
+        return outputs_of(reads, Passed(before, inner), scan.chunks), after
 
 
 KERNELS = MappingProxyType[str, RecurrenceKernel]({"chunked": PlainChunked(), "fla": fla.Fla()})
@@ -83,19 +85,23 @@ def chosen(kernel: str, rule: Rule) -> RecurrenceKernel | None:
     return KERNELS[kernel]
 
 
+def in_factors(rule: LinearRule, mapped: int) -> bool:
+    """Whether the maps of chunks are kept as factors, if so many stretches are needed as maps.
+
+    See [Note: factors] in maps.py.
+    """
+    on_cpu = next(iter(rule.tensors.values())).device.type == "cpu"
+    return rule.MATRIX and on_cpu and not mapped
+
+
 # ---- tokens and chunks -------------------------------------------------------------------------------------------
 
 
-def maps_of(parts: Sequence[ChunkMaps]) -> tuple[Tensor, Tensor]:
-    """A and B of all chunks."""
-    return torch.cat([part.a for part in parts]), torch.cat([part.b for part in parts])
-
-
-def outputs_of(parts: Sequence[ChunkMaps], before: Tensor, chunks: Chunks) -> Tensor:
-    """The output (T, H, V) of all tokens, given the states before chunks."""
-    states = before.split([len(part.out) for part in parts])
-    out = torch.cat([part.read(state).transpose(1, 2) for part, state in zip(parts, states, strict=True)])
-    out = out.flatten(0, 1)
+def outputs_of(reads: Sequence[Reads], passed: Passed, chunks: Chunks) -> Tensor:
+    """The output (T, H, V) of all tokens, given the states before chunks and what goes through their factors."""
+    by_part = split(passed, [len(each.own) for each in reads])
+    found = (Passed(each.read(*part)) for each, part in zip(reads, by_part, strict=True))
+    out = joined(found, len(passed.states)).states.flatten(0, 1)
     return out if chunks.in_order else out.index_select(0, chunks.back)
 
 

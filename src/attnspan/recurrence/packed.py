@@ -24,10 +24,10 @@ from torch.nn import functional as F
 from attnspan.layouts.document_runs import Stretches
 from attnspan.recurrence.affine import Affine
 from attnspan.recurrence.chunked import chunk_size, chunked
-from attnspan.recurrence.kernels import maps_of, outputs_of, tokens_in_chunks
+from attnspan.recurrence.kernels import in_factors, outputs_of, tokens_in_chunks
+from attnspan.recurrence.maps import AffineMaps, Passed
 from attnspan.recurrence.plan import Chunks, RankPlan, on_device
 from attnspan.recurrence.rules import LinearRule, Rule
-from attnspan.recurrence.scan import AffineMaps
 
 
 class PackedSequences:
@@ -61,15 +61,16 @@ class PackedSequences:
             return rule.finish_output(out).contiguous(), rule.state_out(after)
 
     def _in_chunks(self, rule: LinearRule, before: Tensor) -> tuple[Tensor, Tensor]:
-        size = chunk_size(self._plan.stretches.length, rule.sizes["K"])
+        factors = in_factors(rule, mapped=0)
+        size = chunk_size(self._plan.lengths, rule.sizes["K"], factors)
         if size not in self._chunks:
             self._chunks[size] = on_device(Chunks.of(self._plan, size), self.device)
         chunks, (own, back) = self._chunks[size], self._order
-        parts = chunked(rule.expanded_inputs().each(lambda x: tokens_in_chunks(x[0], chunks)), rule.factor)
-        a, b = maps_of(parts)
-        states = b.new_empty(b.shape)
-        after = AffineMaps(rule.MATRIX).scan(a, b, before.index_select(0, own), chunks.sizes[2], states)
-        return outputs_of(parts, states, chunks).unsqueeze(0), after.index_select(0, back)
+        tokens = rule.expanded_inputs().each(lambda x: tokens_in_chunks(x[0], chunks))
+        reads, maps = chunked(tokens, rule.factor, factors)
+        passed = Passed.empty(maps, before)
+        after = AffineMaps(rule.MATRIX).scan(maps, before.index_select(0, own), chunks.sizes[2], passed)
+        return outputs_of(reads, passed, chunks).unsqueeze(0), after.index_select(0, back)
 
     @cached_property
     def _order(self) -> tuple[Tensor, Tensor]:

@@ -65,6 +65,11 @@ class RankPlan:
         return mine[torch.where(begins, 2, ends.int()).argsort(stable=True)]
 
     @cached_property
+    def lengths(self) -> Tensor:
+        """Their tokens."""
+        return self.stretches.length[self.own]
+
+    @cached_property
     def waiting(self) -> int:
         """How many of them wait for a state."""
         return int((self.stretches.step[self.own] > 0).sum())

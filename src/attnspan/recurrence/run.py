@@ -21,6 +21,7 @@ from torch import Tensor
 from attnspan.layouts.document_runs import Stretches
 from attnspan.recurrence.affine import Affine
 from attnspan.recurrence.kernels import RecurrenceKernel
+from attnspan.recurrence.maps import Maps
 from attnspan.recurrence.plan import Chunks, RankPlan, Route, on_device
 from attnspan.recurrence.rules import LinearRule, Rule
 from attnspan.recurrence.scan import Scan, StateScan
@@ -87,7 +88,7 @@ class Recurrence:
     def _linear(
         self, rule: LinearRule, initial: Tensor | None, name: str, kernel: RecurrenceKernel
     ) -> tuple[Tensor, Tensor]:
-        chunks, alike = self._chunked(kernel.size(rule, self._lengths)), self.stretches.rows == 1
+        chunks, alike = self._chunked(kernel.size(rule, self.plan)), self.stretches.rows == 1
         inputs = kernel.inputs(rule).each(lambda x: _outermost(x, alike))
         heads, begin = (inputs.value.shape[1], rule.sizes["K"], rule.sizes["V"]), self._begin
         if initial is None:
@@ -109,9 +110,9 @@ class Recurrence:
         unit = nothing if rule.diagonal else nothing.new_zeros(len(nothing), nothing.shape[1], nothing.shape[1])
         a = torch.stack([unit, *(rule.flat(a) for a, _ in maps), *[unit] * len(begun)])[1:]
         b = torch.stack([nothing, *(rule.flat(b) for _, b in maps), *(rule.flat(end) for _, end in begun)])[1:]
-        chunks = self._chunked(max([1, *self._lengths.tolist()]))
+        chunks = self._chunked(max([1, *self.plan.lengths.tolist()]))
         scan = Scan(plan.mapped, plan.waiting, chunks, self._routes, self.transport, name, not rule.diagonal)
-        before, after = StateScan.apply(a, b, b.new_zeros(len(self._begin), *b.shape[1:]), scan)
+        before, after, _ = StateScan.apply(b.new_zeros(len(self._begin), *b.shape[1:]), scan, *Maps(a, b))
         states = before.reshape(len(before), rows, *rule.state_shape)
         outs = [rule.call(inputs, state)[0] for (inputs, _), state in zip(waiting, states, strict=False)]
         out = self._joined(outs + [out for out, _ in begun]) if made_up is None else made_up[0]
@@ -136,10 +137,6 @@ class Recurrence:
         with torch.inference_mode(False):
             device = self.transport.device
             return on_device(self.plan.forward, device), on_device(self.plan.backward, device)
-
-    @property
-    def _lengths(self) -> Tensor:
-        return self.stretches.length[self.plan.own]
 
     def _chunked(self, size: int) -> Chunks:
         if size not in self._chunks:

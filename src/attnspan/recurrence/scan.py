@@ -14,6 +14,9 @@ Gradients are the same from the end to the beginning, with transposed matrices: 
 its chunks; maps are exchanged and composed along the other route; then one scan backwards gives the gradient after
 each chunk, which is B's, and with the states A's. The products of step 1 are kept for that.
 
+Maps that are factors have no matrix to multiply (maps.py): such are those of ranks without step 1, all of whose
+stretches begin or end a chain. Their scans leave behind what goes through the factors too.
+
 Both passes cost one scan of each chunk and one exchange. A scan goes step by step, over all stretches at once.
 
 Shapes: n chunks, s stretches, H heads (batch rows among them if all lie alike), (K, V) a state; A is (n, H, K, K), or
@@ -24,13 +27,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import repeat
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from attnspan.recurrence.backward import backward_once
+from attnspan.recurrence.maps import AffineMaps, Maps, Passed, T, split
 from attnspan.recurrence.plan import Chunks, Route
 from attnspan.transports import Transport
 from attnspan.transports.operations import under_way
@@ -49,145 +52,93 @@ class Scan:
     name: str
     matrix: bool  # whether A is one, or a decay
 
-    def by_kind(self, chunks: Tensor) -> tuple[Tensor, ...]:
+    def by_kind(self, chunks: T) -> list[T]:
         """Those of stretches in the middle of a chain, at its end, and at its beginning."""
-        kinds: tuple[Tensor, ...] = chunks.split([sum(sizes) for sizes in self.chunks.sizes])
-        return kinds
+        return split(chunks, [sum(sizes) for sizes in self.chunks.sizes])
 
 
 class SavedScan(NamedTuple):
-    """What backward must know of a scan."""
+    """What backward must know of a scan, beside its maps."""
 
-    a: Tensor
     product: Tensor  # of matrices on the way, in the middle of chains
     whole: Tensor  # of all of a stretch there
     states: Tensor  # before every chunk
+    inner: Tensor | None  # what goes through the factors of every chunk, where maps are those
 
 
-def states_of(scan: Scan, a: Tensor, b: Tensor, initial: Tensor) -> tuple[SavedScan, Tensor, int]:
+def states_of(scan: Scan, given: Maps, initial: Tensor) -> tuple[SavedScan, Tensor, int]:
     """The states before every chunk and after every stretch, and what the exchange is known by."""
     maps, mapped, (middle, last, first) = AffineMaps(scan.matrix), scan.mapped, scan.chunks.sizes
-    states = b.new_empty(b.shape)
-    (a_middle, a_last, a_first), (b_middle, b_last, b_first) = scan.by_kind(a), scan.by_kind(b)
-    before, later, known = scan.by_kind(states)
-    product, whole = maps.products(a_middle, mapped, middle)
-    after = maps.scan(a_middle, b_middle, b.new_zeros(mapped, *b.shape[1:]), middle, before)
-    ends = maps.scan(a_first, b_first, initial, first, known)
-    nobodys = b.new_zeros(scan.waiting - mapped, *b.shape[1:])
-    every = torch.cat([after, nobodys, ends])
+    nothing = initial.new_zeros(scan.waiting, *initial.shape[1:])
+    passed = Passed.empty(given, initial)
+    (of_middle, of_last, of_first), (before, later, known) = scan.by_kind(given), scan.by_kind(passed)
+    product, whole = maps.products(of_middle, nothing[:mapped], middle)
+    after = maps.scan(of_middle, nothing[:mapped], middle, Passed(before.states))
+    ends = maps.scan(of_first, initial, first, known)
+    every = torch.cat([after, nothing[mapped:], ends])
     header, arrived = _exchange_maps(scan, scan.routes[0], whole, every, scan.name)
-    before += maps.act(product, _rows(arrived, scan.chunks.stretch[: len(before)]))
+    before.states.add_(maps.act(product, _rows(arrived, scan.chunks.stretch[: len(product)])))
     after += maps.act(whole, arrived[:mapped])
-    ended = maps.scan(a_last, b_last, arrived[mapped:], last, later)
-    return SavedScan(a, product, whole, states), torch.cat([after, ended, ends]), header
+    ended = maps.scan(of_last, arrived[mapped:], last, later)
+    return SavedScan(product, whole, *passed), torch.cat([after, ended, ends]), header
 
 
-def gradients(scan: Scan, known: SavedScan, header: int, d_states: Tensor, d_after: Tensor) -> tuple[Tensor, Tensor]:
-    """After every chunk, and of the states at the beginnings, from those of what `states_of` gave."""
+def gradients(
+    scan: Scan, given: Maps, known: SavedScan, header: int, grads: Passed, d_after: Tensor
+) -> tuple[Passed, Tensor]:
+    """After every chunk and of what goes through factors, and of the states at the beginnings.
+
+    From those of what `states_of` gave: before every chunk and of what goes through factors, and after stretches.
+    """
+    given = given._replace(b=grads.states, new=grads.inner)
     maps, (middle, last, first) = AffineMaps(scan.matrix), scan.chunks.sizes
     mapped, waiting, route = scan.mapped, scan.waiting, scan.routes[1]
-    d_chunks = d_states.new_empty(d_states.shape)
-    (a_middle, a_last, a_first), (d_middle, d_last, d_first) = scan.by_kind(known.a), scan.by_kind(d_states)
-    d_before, d_later, d_known = scan.by_kind(d_chunks)
-    ended = maps.scan_back(a_last, d_last, d_after[mapped:waiting], last, d_later)
-    whole = maps.transposed(known.whole)
+    passed = Passed.empty(given, known.states)
+    (of_middle, of_last, of_first), (before, later, begun) = scan.by_kind(given), scan.by_kind(passed)
+    ended = maps.scan_back(of_last, d_after[mapped:waiting], last, later)
+    whole, d_middle = maps.transposed(known.whole), scan.by_kind(grads)[0].states
     added = maps.act(whole, d_after[:mapped])
     for size, part in _steps(middle, maps.act(maps.transposed(known.product), d_middle)):
         added[:size] += part
     _, arrived = _exchange_maps(scan, route, whole, torch.cat([added, ended]), header)
     d_after = d_after.index_add(0, route.targets, arrived)
-    maps.scan_back(a_middle, d_middle, d_after[:mapped], middle, d_before)
-    return d_chunks, maps.scan_back(a_first, d_first, d_after[waiting:], first, d_known)
+    maps.scan_back(of_middle, d_after[:mapped], middle, before)
+    return passed, maps.scan_back(of_first, d_after[waiting:], first, begun)
 
 
 class _Apply(Protocol):
-    def __call__(self, a: Tensor, b: Tensor, initial: Tensor, scan: Scan) -> tuple[Tensor, Tensor]: ...
+    def __call__(self, initial: Tensor, scan: Scan, *maps: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]: ...
 
 
 class StateScan(torch.autograd.Function):
-    """The state before every chunk, and after every stretch, from their maps and the states at the beginnings."""
+    """The states before every chunk and after every stretch, and what goes through factors.
+
+    From the states at the beginnings and the tensors of `Maps`.
+    """
 
     apply: ClassVar[_Apply]  # torch's, which it does not annotate
 
     @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor, initial: Tensor, scan: Scan) -> tuple[Tensor, Tensor]:
-        known, after, ctx.header = states_of(scan, a, b, initial)
-        ctx.save_for_backward(*known)
+    def forward(ctx: Any, initial: Tensor, scan: Scan, *maps: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        given = Maps(*maps)  # type: ignore[arg-type]
+        known, after, ctx.header = states_of(scan, given, initial)
+        ctx.save_for_backward(given.a, given.left, given.right, *known)
         ctx.scan = scan
-        return known.states, after
+        return known.states, after, known.inner
 
     @staticmethod
     @backward_once
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        known = SavedScan(*ctx.saved_tensors)
-        d_b, d_initial = gradients(ctx.scan, known, ctx.header, *(each.contiguous() for each in grads))
-        d_a = AffineMaps(ctx.scan.matrix).outer(d_b, known.states).sum_to_size(known.a.shape)
-        return d_a, d_b, d_initial, None
-
-
-@dataclass(frozen=True)
-class AffineMaps:
-    """What can be done with maps whose A is a matrix, or a decay."""
-
-    matrix: bool
-
-    def act(self, a: Tensor, state: Tensor) -> Tensor:
-        """A of a state."""
-        return a @ state if self.matrix else a * state
-
-    def transposed(self, a: Tensor) -> Tensor:
-        return a.mT if self.matrix else a
-
-    def outer(self, grad: Tensor, state: Tensor) -> Tensor:
-        """The gradient of A, from those of what it made of states; of a decay before it is summed to its shape."""
-        return grad @ state.mT if self.matrix else grad * state
-
-    def apply(self, a: Tensor, state: Tensor, b: Tensor | None, out: Tensor) -> None:
-        """What maps make of states, with nothing added if b is none, into a part of a tensor; heads are maps too."""
-        if self.matrix:
-            torch.bmm(a, state, out=out) if b is None else torch.baddbmm(b, a, state, out=out)
-        else:
-            torch.mul(a, state, out=out) if b is None else torch.addcmul(b, a, state, out=out)
-
-    def products(self, a: Tensor, count: int, sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Of A: those before each map, and of all of a stretch."""
-        one = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device) if self.matrix else a.new_ones(1)
-        before = a.new_empty(a.shape)
-        return before, self.scan(a, None, one.expand(count, *a.shape[1:]), sizes, before)
-
-    def scan(self, a: Tensor, b: Tensor | None, state: Tensor, sizes: Sequence[int], before: Tensor) -> Tensor:
-        """The states at the ends, for maps that follow each other step by step; those before each map into `before`."""
-        ends = state.clone(memory_format=torch.contiguous_format)
-        steps, last = _by_step(before, sizes), ends.flatten(0, 1)
-        if steps:
-            steps[0].copy_(last[: len(steps[0])])
-        adds = repeat(None) if b is None else _by_step(b, sizes)
-        for each, now, add, then in zip(_by_step(a, sizes), steps, adds, [*steps[1:], last[:0]], strict=False):
-            more, count = len(then), len(now)  # so many go on
-            for part, out in ((slice(more), then), (slice(more, count), last[more:count])):
-                if len(out):
-                    self.apply(each[part], now[part], None if add is None else add[part], out)
-        return ends
-
-    def scan_back(self, a: Tensor, grads: Tensor, ends: Tensor, sizes: Sequence[int], after: Tensor) -> Tensor:
-        """Gradients at the beginnings, and those after each map into `after`; `grads` are those of the states before
-        maps, as such.
-        """
-        begins = ends.clone(memory_format=torch.contiguous_format)
-        steps, first = _by_step(after, sizes), ends.flatten(0, 1)
-        into = [begins.flatten(0, 1), *steps]
-        maps = list(zip(_by_step(self.transposed(a), sizes), steps, _by_step(grads, sizes), into, strict=False))
-        more = 0
-        for each, now, grad, out in reversed(maps):
-            now[more:] = first[more : len(now)]  # these end here
-            more = len(now)
-            self.apply(each, now, grad, out[:more])
-        return begins
-
-
-def _by_step(maps: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
-    """Those of each step, and heads as maps of their own."""
-    return maps.flatten(0, 1).split([size * maps.shape[1] for size in sizes]) if sizes else ()
+    def backward(ctx: Any, d_states: Tensor, d_after: Tensor, d_inner: Tensor | None) -> tuple[Tensor | None, ...]:
+        a, left, right, *saved = ctx.saved_tensors
+        known, maps = SavedScan(*saved), AffineMaps(ctx.scan.matrix)
+        grads = Passed(d_states.contiguous(), None if d_inner is None else d_inner.contiguous())
+        given = Maps(a, left=left, right=right)
+        (d_chunks, d_new), d_initial = gradients(ctx.scan, given, known, ctx.header, grads, d_after.contiguous())
+        if d_new is None or known.inner is None:
+            d_a = maps.outer(d_chunks, known.states).sum_to_size(a.shape)
+            return d_initial, None, d_a, d_chunks, None, None, None
+        d_a = (d_chunks * known.states).sum_to_size(a.shape)
+        return d_initial, None, d_a, None, maps.outer(known.inner, d_chunks), maps.outer(d_new, known.states), d_new
 
 
 def _steps(sizes: Sequence[int], tensor: Tensor) -> list[tuple[int, Tensor]]:
@@ -214,7 +165,7 @@ def _exchange_maps(scan: Scan, route: Route, a: Tensor, b: Tensor, name: str | i
     all_b = torch.cat([b, *(part.view(shape) for (_, part), (_, shape) in zip(came, shapes, strict=True))])
     matrices, states = _rows(all_a, route.link_matrices), _rows(all_b, route.links)
     before = states.new_empty(states.shape)
-    ends = maps.scan(matrices, states, _rows(all_b, route.heads), route.sizes, before)
+    ends = maps.scan(Maps(matrices, states), _rows(all_b, route.heads), route.sizes, Passed(before))
     return operation.header, _rows(torch.cat([before, ends]), route.reads)
 
 
