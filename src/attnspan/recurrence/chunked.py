@@ -48,8 +48,9 @@ MAX_FACTORS = 32
 CACHED = 2**18
 """Numbers of a tensor that are worked on together on a CPU, where larger ones leave its cache between operations."""
 
-SOLVED = 16
-"""Tokens of a block whose triangle is inverted: larger ones take longer to invert, smaller ones make small products."""
+INVERTED, SOLVED = 32, 16
+"""Tokens of a block whose triangle is inverted, by products above the second size, and row by row below it: larger ones
+take longer to invert, smaller ones make small products."""
 
 
 class RuleInputs(NamedTuple):
@@ -275,9 +276,7 @@ class TriangularSolve(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, lower: Tensor, *right: Tensor) -> tuple[Tensor, ...]:
-        blocks = _squares(lower, min(SOLVED, lower.shape[-1]))
-        one = torch.eye(blocks.shape[-1], dtype=lower.dtype, device=lower.device).expand_as(blocks)
-        inverse = torch.linalg.solve_triangular(blocks, one, upper=False, unitriangular=True)
+        inverse = _inverted(lower, min(INVERTED, lower.shape[-1]))
         solved = [_substituted(lower, inverse, each) for each in right]
         ctx.save_for_backward(lower, inverse, *solved)
         return tuple(solved)
@@ -291,6 +290,22 @@ class TriangularSolve(torch.autograd.Function):
         return -sum(more, start=d_lower).tril(-1), *d_right
 
 
+def _inverted(lower: Tensor, size: int) -> Tensor:
+    """The inverses of blocks of so many tokens, (n, H, C / size, size, size): of larger ones by those of halves."""
+    if size <= SOLVED:
+        blocks = _squares(lower, size)
+        one = torch.eye(size, dtype=lower.dtype, device=lower.device).expand_as(blocks)
+        found: Tensor = torch.linalg.solve_triangular(blocks, one, upper=False, unitriangular=True)
+        return found
+    half = size // 2
+    halves = _inverted(lower, half)
+    first, second = halves[:, :, ::2], halves[:, :, 1::2]
+    inverse = lower.new_zeros(*first.shape[:3], size, size)
+    inverse[..., :half, :half], inverse[..., half:, half:] = first, second
+    inverse[..., half:, :half] = -(second @ (_between(lower, half) @ first))
+    return inverse
+
+
 def _substituted(triangle: Tensor, inverse: Tensor, right: Tensor, upwards: bool = False) -> Tensor:
     """Block by block: what is already solved is taken from the right side of the next one."""
     triangle, inverse, rest = (x.flatten(0, 1) for x in (triangle, inverse, right))
@@ -298,6 +313,8 @@ def _substituted(triangle: Tensor, inverse: Tensor, right: Tensor, upwards: bool
     for i in reversed(range(count)) if upwards else range(count):
         rows = slice(i * size, (i + 1) * size)
         done = slice((i + 1) * size, None) if upwards else slice(i * size)
-        known = torch.baddbmm(rest[:, rows], triangle[:, rows, done], solved[:, done], alpha=-1)
+        known = rest[:, rows]
+        if i != (count - 1 if upwards else 0):
+            known = torch.baddbmm(known, triangle[:, rows, done], solved[:, done], alpha=-1)
         solved[:, rows] = inverse[:, i] @ known
     return solved.view_as(right)
