@@ -13,8 +13,8 @@ Unrolled over a chunk of C tokens all of it is matrix products. With sums of g o
 
 and for the delta rule, v is replaced by u - W S, where (1 + L) [u W] = beta [v, k exp(prefix)] and L is P with k for q
 below the diagonal. So a chunk is a few tensors, which depend on the chunk alone: ``out = out0 + reads @ S`` and
-``after = A S + B``, A a matrix for the delta rule, else a decay. Or the delta rule's are left as they are: then the scan
-finds ``inner = u - W S``, and ``out = P inner + reads @ S`` (maps.py, [Note: factors]).
+``after = A S + B``, A a matrix for the delta rule, else a decay. Or the delta rule's are left as they are: then the
+scan finds ``inner = u - W S``, and ``out = P inner + reads @ S`` (maps.py, [Note: factors]).
 
 [Note: no division] Between tokens there is a product of factors exp(g) <= 1, and it is multiplied up, never divided
 out: prefix sums become large after a strong decay, their differences are rounded, and where a gate is shut (g = -inf)

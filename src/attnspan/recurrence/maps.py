@@ -131,11 +131,11 @@ class AffineMaps:
             return ends
         steps, last = _by_step(passed.states, sizes), ends.flatten(0, 1)
         steps[0].copy_(last[: len(steps[0])])
-        into = [out for now, then in pairwise([*steps, last[:0]]) for out in (then, last[len(then) : len(now)])]
-        counts = [len(out) for out in into]  # of maps after which stretches go on, and of those that end them
+        places = [out for now, then in pairwise([*steps, last[:0]]) for out in (then, last[len(then) : len(now)])]
+        into = [out for out in places if len(out)]
+        counts = [len(out) for out in into]  # of maps after which stretches go on, or that end them
         for each, at, out in zip(split(by_head(maps), counts), split(by_head(passed), counts), into, strict=True):
-            if len(out):
-                self.apply(each, at.states, out, at.inner)
+            self.apply(each, at.states, out, at.inner)
         return ends
 
     def scan_back(self, maps: Maps, ends: Tensor, sizes: Sequence[int], passed: Passed) -> Tensor:
