@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from attnspan.layouts import Contiguous, HeadTail
-from attnspan.recurrence import chunked
+from attnspan.recurrence import chunked, kernels
 from tests.recurrence.cases import Case, distance, on_ranks, truth
 
 
@@ -32,3 +32,13 @@ def test_keys_that_repeat_are_solved_within_rounding_in_float32():
     rounded = case.rounded(torch.float32)
     apart = distance(on_ranks(rounded, torch.float32), truth(rounded))
     assert apart["out"] < 2e-6, apart
+
+
+@pytest.mark.parametrize("rule", ["GatedDelta", "KDA"])
+def test_maps_multiplied_out_are_the_same_as_factors(rule, monkeypatch):
+    case = Case(rule, Contiguous(1), 300, [[180, 120]], 1, key_dim=40, value_dim=7)
+    expected = truth(case)
+    for factors in (True, False):
+        monkeypatch.setattr(kernels, "in_factors", lambda rule, mapped, kept=factors: kept)
+        apart = distance(on_ranks(case), expected)
+        assert max(apart.values()) < 1e-9, (factors, apart)

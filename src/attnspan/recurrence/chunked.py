@@ -42,8 +42,9 @@ from attnspan.recurrence.maps import Maps, joined
 MAX_CHUNK = 64
 """Tokens of a chunk, at most."""
 
-MAX_FACTORS = 32
-"""The same where maps are factors: a change of state then costs C * width, so that pairs are the larger part sooner."""
+FACTORS_CHUNK = 32
+"""The same where maps are factors and heads are narrow: a change of state then costs C * width, so that pairs are the
+larger part sooner. With wide heads the states of all chunks fill memory, and pages of it take longer than products."""
 
 CACHED = 2**18
 """Numbers of a tensor that are worked on together on a CPU, where larger ones leave its cache between operations."""
@@ -95,7 +96,7 @@ def chunk_size(lengths: Tensor, width: int, factors: bool = False) -> int:
     >>> chunk_size(torch.tensor([4096]), 128), chunk_size(torch.tensor([3, 4, 5]), 16)
     (64, 4)
     """
-    most = MAX_FACTORS if factors else MAX_CHUNK
+    most = min(MAX_CHUNK, max(FACTORS_CHUNK, width // 2)) if factors else MAX_CHUNK
     sizes = [1 << power for power in range(most.bit_length())]
     return min(sizes, key=lambda size: (int(((lengths + size - 1) // size).sum()) * (size + width) ** 2, size))
 
