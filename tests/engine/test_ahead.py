@@ -170,7 +170,7 @@ def test_warming_up_forgets_what_was_launched_for_samples_that_have_ended(ahead)
     assert said(one.generate([[5, 6]], SamplingParams(max_new_tokens=9))) == said([whole])
 
 
-@pytest.mark.parametrize("method", ["prepare", "run_ahead"])
+@pytest.mark.parametrize("method", ["prepare", "run_decode"])
 def test_a_step_whose_next_one_fails_has_not_happened(method, ahead, monkeypatch):
     one, [prompt] = engine(), prompts([7])
     request = one.add(prompt, SamplingParams(max_new_tokens=8))
@@ -178,7 +178,7 @@ def test_a_step_whose_next_one_fails_has_not_happened(method, ahead, monkeypatch
     own, failed = getattr(one._runner, method), []
 
     def fails(batch, *args, **named):
-        if (named or method == "run_ahead") and not failed:
+        if (named or method == "run_decode") and not failed:
             failed.append(batch)
             raise MemoryError("planted")
         return own(batch, *args, **named)

@@ -120,9 +120,9 @@ class Driver:
             assert most < min(order for order in queued if order[0] == priority), "no younger one of a kind runs first"
         for shadow in self.shadows:
             shadow.feed(batch)
-        splits = [(chunk.sample, chunk.sample.split()) for chunk in batch if chunk.sample.forks and chunk.last]
+        splits = [(chunk.sample, chunk.sample.split()) for chunk in batch if chunk.sample.forks and chunk.gets_token]
         done = [each for sample, forks in splits for each in (sample, *forks)]
-        done += [chunk.sample for chunk in batch if chunk.last and not chunk.sample.forks]
+        done += [chunk.sample for chunk in batch if chunk.gets_token and not chunk.sample.forks]
         for each in done:
             each.tokens.append(next_token(each))
         for chunk in batch:

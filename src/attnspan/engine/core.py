@@ -443,7 +443,7 @@ class EngineCore(Owned):
                 step = step or self._launch(batch)
                 ahead = self._launch_ahead(step)
                 self._fingerprint.accept_own_writes()
-                commit = self._outcomes(step.ended, step.read())
+                commit = self._outcomes(step.token_chunks, step.read())
                 self._journal.commit(partial(self._report, commit), partial(self._record, batch, commit, ahead))
         tokens, self._unreported = self._unreported, []
         return tokens
@@ -458,14 +458,14 @@ class EngineCore(Owned):
         return batch
 
     def _launch(self, batch: Sequence[Chunk]) -> InFlight:
-        """Let the device compute a batch."""
+        """Launch a batch: the device computes it while the host goes on."""
         self._runner.prepare(batch)
         self._journal.planned(batch)
-        ended = [chunk for chunk in batch if chunk.last]
-        return InFlight(batch, ended, self._choose(ended, self._runner.run(batch)))
+        token_chunks = [chunk for chunk in batch if chunk.gets_token]
+        return InFlight(batch, token_chunks, self._choose(token_chunks, self._runner.run(batch)))
 
     def _launch_ahead(self, step: InFlight) -> InFlight | None:
-        """Let the device go on with the tokens that it has, where that is the next step. See in_flight.py."""
+        """Launch the step after one whose tokens the host has not read, if it is known already. See in_flight.py."""
         if not self._runner.runs_ahead or not self._sampler.may_run_ahead(step.batch):
             return None
         self._journal.begin()
@@ -475,11 +475,14 @@ class EngineCore(Owned):
         self._journal.planned(step.batch)
         if not batch:
             return None
-        logits = self._runner.run_ahead(batch, step.tokens_of(batch))
-        return InFlight(batch, batch, self._sampler.choose(logits, batch, behind=1))
+        logits = self._runner.run_decode(batch, step.inputs_of(batch))
+        return InFlight(batch, batch, self._sampler.choose(logits, batch, unread=1))
 
     def _adopt_ahead(self) -> InFlight | None:
-        """The step that an earlier call launched, of the samples that have not ended since; None if there is none."""
+        """The step that an earlier call launched ahead, without samples that have ended since; None if there is none.
+
+        It is the batch of this call from now on.
+        """
         ahead = self._journal.ahead
         if ahead is None:
             return None
@@ -565,10 +568,10 @@ class EngineCore(Owned):
                 try:
                     outcome = self._outputs.outcome(request, each, chosen[row])
                     outcomes.append(outcome)
-                    for ahead, proposed in enumerate(draft, 1):
+                    for offset, proposed in enumerate(draft, 1):
                         if not outcome.goes_on_with(proposed):
                             break
-                        outcome = self._outputs.outcome(request, each, chosen[row + ahead], outcome)
+                        outcome = self._outputs.outcome(request, each, chosen[row + offset], outcome)
                         outcomes.append(outcome)
                 except Exception as error:
                     self._journal.settle()  # to the others, the step did not happen

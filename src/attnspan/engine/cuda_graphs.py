@@ -2,7 +2,7 @@
 
 A step in which every sample gets one token is always the same work on other numbers, and the numbers are where they
 were: plans never move (paged/step_plan.py), tokens are copied into a buffer that stays. A batch is padded to one of a
-few sizes with rows that see nothing, so that a handful of graphs serve every batch.
+few sizes with rows that see no key, so that a handful of graphs serve every batch.
 
 A model that reads numbers back to the host halfway cannot be captured, and is refused with CUDA's own message; one with
 soft-caps is refused before (model_runner.py). An engine without `cuda_graphs` serves both.
@@ -59,14 +59,14 @@ class CudaGraphs:
             self._captured.clear()
             self._memory = torch.cuda.graph_pool_handle()
 
-    def rows(self, count: int) -> int:
-        """How many rows a batch is filled up to."""
+    def padded_rows(self, count: int) -> int:
+        """How many rows a batch of so many is padded to."""
         return min(padded(count), self._most)
 
     @property
     def sizes(self) -> list[int]:
-        """All numbers of rows that batches are filled up to."""
-        return sorted({self.rows(count) for count in range(1, self._most + 1)})
+        """All numbers of rows that batches are padded to."""
+        return sorted({self.padded_rows(count) for count in range(1, self._most + 1)})
 
     def run(self, decode: Decode, tokens: Tensor, rows: int) -> Tensor:
         """The logits (tokens, V) of a step that was planned with so many rows. Tokens are on the device or pinned."""

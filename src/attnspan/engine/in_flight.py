@@ -6,13 +6,14 @@ the next::
     device   | step 1 | step 2 | step 3 |
     host     launch 1, launch 2, read 1, report 1 | launch 3, read 2, report 2 | ...
 
-A step is launched ahead when it is known before the tokens are that it is fed: they are on the device (scheduler.py,
-[Note: a step ahead]). A sample may then turn out to have ended, at a stop token, by a stop string, or because it was
-cancelled. Its row was computed for nothing; the others' count.
+A step is launched ahead if its batch is known before the tokens of the step before are: they are on the device
+(scheduler.py, [Note: a step ahead]). One call of `EngineCore.step` launches it (`_launch_ahead`), and the next one
+adopts it (`_adopt_ahead`). By then a sample may have ended, at a stop token, by a stop string, or because it was
+cancelled. Its row was computed for nothing; the other rows count.
 
-[Note: ahead and undone] A step ahead is planned and not computed, as the journal sees it: whatever breaks off a call
-rolls it back. The device may still be computing it. What it writes is behind the tokens that count, in pages that
-others get from work that comes later on the same stream.
+[Note: ahead and undone] To the journal, a step ahead is a batch that is planned and not computed: whatever breaks off a
+call rolls it back. The device may still be computing it. That does no harm: it writes behind the tokens that count, and
+work that reuses its pages comes later on the same stream.
 
 Knows nothing of requests or text.
 """
@@ -31,15 +32,15 @@ from attnspan.engine.scheduler import Chunk
 
 @dataclass(frozen=True, slots=True, eq=False)
 class InFlight:
-    """What is fed, which chunks get tokens, and where these are among those that are pending."""
+    """A batch that was launched, which of its chunks get a token, and where those tokens will be."""
 
     batch: Sequence[Chunk]
-    ended: Sequence[Chunk]
-    pending: PendingTokens | None  # None: no chunk ends its sample
-    rows: Sequence[int] | None = None  # None: all of them
+    token_chunks: Sequence[Chunk]  # all but those of prompts that are not at their end
+    pending: PendingTokens | None  # None: no chunk gets a token
+    rows: Sequence[int] | None = None  # of `pending`, one for each of `token_chunks`; None: all rows, with forks' ones
 
     def only(self, places: Sequence[int]) -> InFlight:
-        """Some of the chunks of a step that was launched ahead, of which each has a row."""
+        """The chunks at some places of a batch that was launched ahead, in which every chunk gets one token."""
         if len(places) == len(self.batch):
             return self
         some = [self.batch[place] for place in places]
@@ -47,14 +48,15 @@ class InFlight:
             some, some, self.pending, [place if self.rows is None else self.rows[place] for place in places]
         )
 
-    def tokens_of(self, batch: Sequence[Chunk]) -> Tensor:
-        """On the device, what a batch is fed that goes on with some of these chunks, in their order."""
+    def inputs_of(self, batch: Sequence[Chunk]) -> Tensor:
+        """The tokens of this step that a next `batch` is fed, on the device: its samples are some of this one's, in
+        the same order."""
         assert self.pending is not None, "each chunk has a token"
         tokens, going = self.pending.tokens, {id(chunk.sample) for chunk in batch}
-        if self.rows is None and len(batch) == len(self.ended):
+        if self.rows is None and len(batch) == len(self.token_chunks):
             return tokens
-        rows = range(len(self.ended)) if self.rows is None else self.rows
-        kept = [row for row, chunk in zip(rows, self.ended, strict=True) if id(chunk.sample) in going]
+        rows = range(len(self.token_chunks)) if self.rows is None else self.rows
+        kept = [row for row, chunk in zip(rows, self.token_chunks, strict=True) if id(chunk.sample) in going]
         return tokens[host_tensor(kept, tokens.device).to(tokens.device, non_blocking=True)]
 
     def read(self) -> list[ChosenToken]:

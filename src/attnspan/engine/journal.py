@@ -42,7 +42,7 @@ class Journal:
         self.torn = False  # whether the scheduler's state is inconsistent
         self.batch: Sequence[Chunk] = ()  # planned and not computed yet
         self.redo: Action | None = None  # completes an interrupted report
-        self.ahead: InFlight | None = None  # planned too, and being computed
+        self.ahead: InFlight | None = None  # the next batch, launched already: planned too, and not counted yet
 
     @property
     def settled(self) -> bool:
@@ -73,13 +73,13 @@ class Journal:
         record()
         self.end()
 
-    def adopt_ahead(self, some: InFlight) -> None:
-        """What was launched ahead, or what is left of it, is the batch of this call."""
-        self.planned(some.batch)
+    def adopt_ahead(self, step: InFlight) -> None:
+        """The step that was launched ahead is the batch of this call; `step` is what is left of it."""
+        self.planned(step.batch)
         self.ahead = None
 
     def drop_ahead(self) -> None:
-        """What was launched ahead does not count."""
+        """Roll back a step that was launched ahead: it does not count."""
         if self.ahead is not None:
             self._roll_back()
             self.ahead = None

@@ -2,7 +2,7 @@
 
     runner = ModelRunner(model, pools_of(model.info(), config, ranks=1), config, max_length=4096)
     runner.prepare(batch)  # pages
-    logits = runner.run(batch)  # a row for every chunk that ends its sample
+    logits = runner.run(batch)  # a row for every chunk that gets a token
 
 Each pool has a plan of its own (pools.py). Knows nothing of requests, text or what is done with logits.
 
@@ -116,7 +116,7 @@ class ModelRunner:
         if self._encodes and config.cuda_graphs:
             raise EngineError("cuda_graphs=True is for models without an encoder; leave cuda_graphs out")
         self._graphs = CudaGraphs(config.max_sequences, self.device) if config.cuda_graphs else None
-        self.runs_ahead = config.cuda_graphs  # else the host is what a step waits for
+        self.runs_ahead = config.cuda_graphs  # without graphs the device waits for the host anyway
         for number, layer in enumerate(pools.layers):
             program = "a soft-cap or a bias" if layer.score_mod is not None else "chunks" if layer.chunked else None
             if config.cuda_graphs and program is not None:
@@ -163,9 +163,12 @@ class ModelRunner:
         return encoded
 
     def prepare(self, batch: Sequence[Chunk], ahead: bool = False) -> None:
-        """Make room for a batch in every pool, and copy the shared pages that it writes to."""
+        """Make room for a batch in every pool, and copy the shared pages that it writes to.
+
+        A batch `ahead` decodes tokens that its samples do not have yet (in_flight.py).
+        """
         decodes = self._graphs is not None and (ahead or _decodes(batch))
-        pad_to = self._graphs.rows(len(batch)) if self._graphs is not None and decodes else None
+        pad_to = self._graphs.padded_rows(len(batch)) if self._graphs is not None and decodes else None
         rows = [(chunk.sample.seq, chunk.new) for chunk in batch]
         for plan in self.plans:
             plan.step(rows, pad_to=pad_to)
@@ -181,10 +184,10 @@ class ModelRunner:
         attention.begin(None)
 
     def run(self, batch: Sequence[Chunk]) -> Tensor:
-        """Feed a prepared batch; the logits (rows, V) after every chunk that ends its sample, in order: one row, or
+        """Feed a prepared batch; the logits (rows, V) after every chunk that gets a token, in order: one row, or
         one more for each token of a draft."""
         if self._graphs is not None and _decodes(batch):
-            return self.run_ahead(batch, host_tensor([chunk.sample.tokens[-1] for chunk in batch], self.device))
+            return self.run_decode(batch, host_tensor([chunk.sample.tokens[-1] for chunk in batch], self.device))
         tokens: list[int] = []
         wanted: list[int] = []
         embedded: list[PromptRows] = []
@@ -193,7 +196,7 @@ class ModelRunner:
             if sample.embedded is not None:
                 embedded.append(PromptRows(len(tokens), len(tokens) + new, sample.computed, sample.embedded))
             tokens += sample.tokens[sample.computed : sample.computed + new]
-            if chunk.last:
+            if chunk.gets_token:
                 wanted.append(len(tokens) - 1)
             if draft:
                 wanted += range(len(tokens), len(tokens) + len(draft))
@@ -202,10 +205,11 @@ class ModelRunner:
         fed = [chunk[:2] for chunk in batch]
         return self._logits(tokens, self._positions(batch), wanted, self._attention, fed, tuple(embedded))
 
-    def run_ahead(self, batch: Sequence[Chunk], tokens: Tensor) -> Tensor:
-        """Feed a prepared batch that decodes these tokens, one for each sample; the logits (rows, V) after them."""
+    def run_decode(self, batch: Sequence[Chunk], tokens: Tensor) -> Tensor:
+        """Feed a prepared batch one token for each sample, from `tokens`, which the host may not have read yet; the
+        logits (rows, V) after them."""
         if self._graphs is not None:
-            return self._graphs.run(self._decode, tokens, self._graphs.rows(len(batch)))
+            return self._graphs.run(self._decode, tokens, self._graphs.padded_rows(len(batch)))
         fed = [chunk[:2] for chunk in batch]
         return self._logits(tokens, self._positions(batch), range(len(batch)), self._attention, fed)
 
@@ -232,7 +236,7 @@ class ModelRunner:
         return self._call(PackedBatch(fed, positions.long(), kept, encoded, embedded, _adapters_of(rows)), attention)
 
     def _decode(self, tokens: Tensor) -> Tensor:
-        """The logits of every one of (rows,) tokens: what a graph captures."""
+        """The logits of each of (rows,) tokens: the call of the model that a graph captures."""
         return self._call(PackedBatch(tokens, self.plans[0].positions.long()), self._attention)
 
     def _call(self, batch: PackedBatch, attention: StepAttention) -> Tensor:
@@ -276,6 +280,6 @@ def _group_masks(batch: Sequence[Chunk]) -> dict[int, AfterPrefix]:
 def _decodes(batch: Sequence[Chunk]) -> bool:
     """Whether every sample is fed one token, its last, and knows nothing but tokens."""
     return all(
-        chunk.new == 1 and chunk.last and chunk.sample.embedded is None and chunk.sample.adapter is None
+        chunk.new == 1 and chunk.gets_token and chunk.sample.embedded is None and chunk.sample.adapter is None
         for chunk in batch
     )

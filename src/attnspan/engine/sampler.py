@@ -56,10 +56,10 @@ class RequestSampling(NamedTuple):
 
 
 class SamplingMetadata:
-    """The rows of a batch, each a sample, its number and how far behind its tokens; what they ask for, as tensors.
+    """The rows of logits of a batch, and the options of each row's request, as tensors.
 
-    A sample has a row, and so has each sample that will be split off from it; one with a draft has another for each
-    token of it, as if they had been chosen.
+    A row is (sample, sample number, draft offset). A sample has one row, another for each fork that will be split off
+    from it, and with a draft one more for each draft token, as if the tokens before it had been chosen.
     """
 
     def __init__(
@@ -70,10 +70,10 @@ class SamplingMetadata:
             rows = [(sample, sample.number, 0) for sample, _, _ in chunks]
         else:
             rows = [
-                (sample, number, ahead)
+                (sample, number, offset)
                 for sample, _, draft in chunks
                 for number in range(sample.number, sample.number + 1 + sample.forks)
-                for ahead in range(1 + len(draft))
+                for offset in range(1 + len(draft))
             ]
         self.samples = tuple([sample for sample, _, _ in rows]) if lasting else None  # of the batches that they are for
         self.made_for = vocabulary, device
@@ -87,7 +87,7 @@ class SamplingMetadata:
             self.draws = Draws([asked[row].draw for row in self.drawn.places], device)
             seeds = torch.tensor([requests[sample.request_number].seed for sample, _, _ in some], device="cpu")
             self._streams = streams(seeds, torch.tensor([number for _, number, _ in some], device="cpu"))
-            self._ahead = torch.tensor([ahead for _, _, ahead in some], device="cpu")
+            self._draft_offsets = torch.tensor([offset for _, _, offset in some], device="cpu")
             self._tokens = [sample.tokens for sample, _, _ in some]
         ruled = [(row, each.rules) for row, each in zip(rows, asked, strict=True) if each.rules is not None]
         self.ruled = RowSelection.where([each.rules is not None for each in asked], count, device)
@@ -98,10 +98,10 @@ class SamplingMetadata:
             ]
             self.rules = RuledRows(keyed, [rules for _, rules in ruled], vocabulary, device)
 
-    def numbers(self, device: torch.device, behind: int = 0) -> Tensor:
-        """What the tokens of drawn rows are drawn with in this step, float64; the samples lack so many tokens yet."""
+    def numbers(self, device: torch.device, unread: int = 0) -> Tensor:
+        """The random numbers of drawn rows in this step, float64. `unread`: as in `Sampler.choose`."""
         lengths = torch.tensor(list(map(len, self._tokens)), device="cpu")
-        numbers = uniforms(self._streams, lengths + self._ahead + behind)
+        numbers = uniforms(self._streams, lengths + self._draft_offsets + unread)
         return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers.to(device)
 
 
@@ -113,14 +113,16 @@ class Sampler:
         self.processor = LogitsProcessor()
         self._rows: SamplingMetadata | None = None  # of the last batch, see [Note: the same batch]
 
-    def choose(self, logits: Tensor, chunks: Sequence[Chunk], behind: int = 0) -> PendingTokens:
-        """A token for each row of logits (R, V): of samples, of those that will be split off from them, and after
-        drafts as if they had been chosen. The samples may lack tokens that the device has, so many each."""
+    def choose(self, logits: Tensor, chunks: Sequence[Chunk], unread: int = 0) -> PendingTokens:
+        """A token for each row of logits (R, V), which are the rows of `SamplingMetadata`.
+
+        `unread` is how many tokens of each sample the device has and the host has not read.
+        """
         rows = self._metadata_of(chunks, logits)
         logits, scores = logits.float(), None
         if rows.ruled is not None:
             scores = rows.ruled.write(logits, self.processor(rows.ruled.read(logits), rows.rules))
-        return choose_tokens(logits, rows, scores, behind)
+        return choose_tokens(logits, rows, scores, unread)
 
     def _metadata_of(self, chunks: Sequence[Chunk], logits: Tensor) -> SamplingMetadata:
         """The rows of a batch, those of the last one if they are the same."""
@@ -136,7 +138,7 @@ class Sampler:
         return self.requests[request.number].rules is None
 
     def may_run_ahead(self, chunks: Sequence[Chunk]) -> bool:
-        """Whether the tokens after these may be chosen before the host knows theirs: again no option looks at them."""
+        """Whether a step may be launched before the host has read the tokens of these chunks: no option looks at them."""
         return all([self.requests[chunk.sample.request_number].rules is None for chunk in chunks])  # noqa: C419
 
     def add(self, request: Request, end_tokens: frozenset[int], grammar: LLMatcher | None = None) -> None:
@@ -157,9 +159,9 @@ class Sampler:
 
 
 class PendingTokens:
-    """The tokens of R rows, `tokens` (R,) on their device, and what is told of each. `read` waits for them.
+    """The tokens of R rows, `tokens` (R,) on their device, with their log-probabilities; `read` waits for them.
 
-    A device may go on with the tokens before the host has seen any: on CUDA the copies to the host have begun.
+    On CUDA the copies to the host have begun, and a next step may use `tokens` before they arrive.
     """
 
     def __init__(self, tokens: Tensor, rows: SamplingMetadata, *numbers: Tensor) -> None:
@@ -189,13 +191,13 @@ class PendingTokens:
 
 
 def choose_tokens(
-    logits: Tensor, rows: SamplingMetadata, scores: Tensor | None = None, behind: int = 0
+    logits: Tensor, rows: SamplingMetadata, scores: Tensor | None = None, unread: int = 0
 ) -> PendingTokens:
     """A token for each row of logits (R, V), float32; of `scores`, where options have changed any."""
     largest, tokens = (logits if scores is None else scores).max(-1)
     if rows.drawn is not None:
         some = rows.drawn.read(logits if scores is None else scores)
-        tokens = rows.drawn.write(tokens, draw_tokens(some, rows.draws, rows.numbers(logits.device, behind)))
+        tokens = rows.drawn.write(tokens, draw_tokens(some, rows.draws, rows.numbers(logits.device, unread)))
     given = largest if scores is None else logits.amax(-1)
     if rows.wanted is None:
         return PendingTokens(tokens, rows, largest, given)

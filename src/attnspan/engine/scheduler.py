@@ -32,9 +32,10 @@ latest state of a running sample is left out: a page that is in use keeps all ca
 [Note: context parallelism] A prompt of at least `context_parallel_from` tokens is prefilled by all ranks together, as a
 step by itself and without chunks. Prompts with images are not: every rank has all of their embeddings anyway.
 
-[Note: a step ahead] Where every running sample decodes next, the next batch is known before its tokens are. `ahead`
-plans it, if nobody can be admitted meanwhile. Samples may turn out to have ended; the results of their rows are then
-dropped. `computed` of a sample does not change before its tokens are known, so `rollback` forgets both steps.
+[Note: a step ahead] If every running sample decodes next, the next batch is known before the tokens of this one are.
+`ahead` plans it, unless a queued sample might be admitted instead. Samples may turn out to have ended; the results of
+their rows are then dropped. `computed` of a sample does not change before its tokens are known, so `rollback` undoes
+both steps.
 
 [Note: drafts] Drafts (prompt_lookup.py) only use the budget and pages that a batch leaves. They preempt nothing and
 delay nothing; if they do not all fit, the step runs without them.
@@ -66,8 +67,8 @@ class Chunk(NamedTuple):
     draft: tuple[int, ...] = ()
 
     @property
-    def last(self) -> bool:
-        """Whether it computes the rest of the sample, so that the next token can be chosen."""
+    def gets_token(self) -> bool:
+        """Whether it reaches the end of the sample's tokens, so that its logits choose the next one."""
         return self.new - len(self.draft) == len(self.sample.tokens) - self.sample.computed
 
     @property
@@ -231,7 +232,7 @@ class Scheduler:
         return found if self._reserve(found) else []
 
     def still_running(self, batch: Sequence[Chunk]) -> list[int]:
-        """The places in a batch that was planned ahead of samples that have not ended."""
+        """Which chunks of a batch that was planned ahead are of samples that have not ended, by their places in it."""
         running = set(map(id, self.running))
         return [place for place, chunk in enumerate(batch) if id(chunk.sample) in running]
 
@@ -428,4 +429,4 @@ def _decodes_next(chunk: Chunk) -> bool:
     """Whether a sample is fed its next token alone after this chunk, and nothing but tokens."""
     sample = chunk.sample
     alone = not sample.forks and sample.lookup is None and sample.embedded is None and sample.adapter is None
-    return alone and chunk.last
+    return alone and chunk.gets_token
