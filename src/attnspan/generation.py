@@ -86,6 +86,6 @@ def served_model(
         from attnspan.integrations.huggingface.encoder_decoder import EncoderDecoderModel
 
         return EncoderDecoderModel(cast("PreTrainedModel", model), stacklevel + 1)
-    from attnspan.integrations.huggingface.served_model import TransformersModel
+    from attnspan.integrations.huggingface.transformers_model import TransformersModel
 
     return TransformersModel(cast("PreTrainedModel", model), stacklevel + 1, latents=latents)  # which checks it

@@ -252,7 +252,7 @@ def test_the_engine_knows_no_model_library():
 )
 def test_twin_a_model_library_in_the_engine_is_found_wherever_it_is_imported(source):
     assert len(model_libraries(source, "attnspan.engine.model_runner")) == 1
-    assert model_libraries(source, "attnspan.integrations.huggingface.serving") == []
+    assert model_libraries(source, "attnspan.integrations.huggingface.paged_attention") == []
 
 
 def test_every_part_of_the_package_has_its_row():

@@ -24,12 +24,13 @@ from attnspan.engine.sampler import Sampler
 from attnspan.engine.scheduler import Scheduler
 from attnspan.engine.stats import Meter
 from attnspan.errors import UnknownRequest
-from attnspan.integrations.huggingface import serving
+from attnspan.integrations.huggingface import paged_attention
 from attnspan.paged import PageAllocator, PagePool, PrefixCache, StatePool, StepPlan
 from attnspan.recurrence import PackedSequences
 from tests.engine.models import greedy, prompts, tiny, tokenizer
 
-PARTS = ("engine", "paged", "integrations/huggingface/serv")  # serving.py, served_model.py and others
+STEP_FILES = ("paged_attention.py", "transformers_model.py", "served_layers.py", "serving_binding.py")
+PARTS = ("engine", "paged", *(f"integrations/huggingface/{name}" for name in STEP_FILES))
 SOURCES = tuple(str(Path(attnspan.__file__).parent / part) for part in PARTS)
 
 
@@ -201,7 +202,7 @@ def check_empty(engine):
         assert (stats.sequences, stats.used, stats.host_free) == (0, 0, stats.host_pages), "a page is lost"
     left = engine._holds, engine._notes, engine._outputs.detokenizers, engine._table.streams, engine._table.samples
     assert not any(left), f"something is left: {left}"
-    assert serving._ATTENTION.get() is None, "the attention of a broken-off call is left"
+    assert paged_attention._CALL.get() is None, "the attention of a broken-off call is left"
 
 
 # ---- faults ----------------------------------------------------------------------------------------------------------

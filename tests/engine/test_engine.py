@@ -9,7 +9,7 @@ import torch
 
 from attnspan import Engine, SamplingParams
 from attnspan.errors import EngineError, ModelError, UnknownRequest
-from attnspan.integrations.huggingface.served_model import positions_of
+from attnspan.integrations.huggingface.transformers_model import positions_of
 from tests.engine.models import VOCABULARY, greedy, prompts, tiny, tokenizer
 
 

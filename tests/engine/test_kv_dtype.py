@@ -11,7 +11,7 @@ from attnspan.engine import memory
 from attnspan.engine.config import EngineConfig
 from attnspan.engine.pools import pools_of
 from attnspan.errors import EngineError
-from attnspan.integrations.huggingface.served_model import TransformersModel
+from attnspan.integrations.huggingface.transformers_model import TransformersModel
 from attnspan.paged.quantised import quantise
 from attnspan.testing import loopback
 from tests.engine.models import FAMILIES, HYBRIDS, eager, greedy, prompts, tiny

@@ -9,7 +9,7 @@ from attnspan import Engine, SamplingParams
 from attnspan.engine import LatentHeads
 from attnspan.errors import ModelError, PageError
 from attnspan.integrations.huggingface import latents
-from attnspan.integrations.huggingface.served_model import TransformersModel
+from attnspan.integrations.huggingface.transformers_model import TransformersModel
 from attnspan.paged import Layer, PageAllocator, PagePool
 from attnspan.testing import loopback
 from tests.engine.models import greedy, prompts

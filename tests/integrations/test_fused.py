@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from attnspan import Engine, SamplingParams
-from attnspan.integrations.huggingface import fused_kernels, fused_modules, served_model
+from attnspan.integrations.huggingface import fused_kernels, fused_modules, transformers_model
 from attnspan.integrations.huggingface.fused_kernels import (
     ACTIVATIONS,
     NORMS,
@@ -189,7 +189,7 @@ def formulas(monkeypatch):
 
     for each in (norm, add_norm, rotary, gate):
         monkeypatch.setattr(fused_modules, f"fused_{each.__name__}", each)
-    for module in (fused_modules, served_model):
+    for module in (fused_modules, transformers_model):
         monkeypatch.setattr(module, "is_available", lambda device: True)
     return calls
 

@@ -138,7 +138,7 @@ class Sampler:
         return self.requests[request.number].rules is None
 
     def may_run_ahead(self, chunks: Sequence[Chunk]) -> bool:
-        """Whether a step may be launched before the host has read the tokens of these chunks: no option looks at them."""
+        """Whether a step may be launched before the host has read the tokens of these: no option looks at them."""
         return all([self.requests[chunk.sample.request_number].rules is None for chunk in chunks])  # noqa: C419
 
     def add(self, request: Request, end_tokens: frozenset[int], grammar: LLMatcher | None = None) -> None:

@@ -27,10 +27,10 @@ Over ranks:
 
 Over pages:
 
-    served_model.py        the model as a `ServedModel` (encoder_decoder.py: one with an encoder)
+    transformers_model.py  the model as a `ServedModel` (encoder_decoder.py: one with an encoder)
     served_layers.py       its layers, checked
     serving_binding.py     attributes that are set on it while engines serve it
-    serving.py             attention over pages during one call
+    paged_attention.py     the attention function of layers, during one call of the model
     fused_modules.py       modules that run as one kernel on CUDA (fused_kernels.py: the kernels and their formulas)
     probe.py               a self-test: the model runs on two tokens
     embedding.py           prompts with images or sounds

@@ -34,7 +34,7 @@ from transformers.models.auto import modeling_auto
 from attnspan.errors import AttnspanError, ModelError, one_of
 from attnspan.integrations.huggingface.enabling import enable
 from attnspan.integrations.huggingface.probe import probe_pass
-from attnspan.integrations.huggingface.served_model import TransformersModel
+from attnspan.integrations.huggingface.transformers_model import TransformersModel
 from attnspan.testing import loopback
 
 Kind = Literal["causal", "image-text"]

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,7 @@ from attnspan.integrations.huggingface.masking import Pattern
 from attnspan.integrations.huggingface.towers import FEATURES
 from attnspan.masks import TokenGroups
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 TYPES = frozenset({"moe_mm_token_type_ids"})
@@ -94,11 +95,11 @@ def before_decoder(
     return None if merging is None else merging(args, kwargs)
 
 
-def call_with_merging(merging: Merging, call: Callable[[], T]) -> T:
-    """Call a model whose decoder is given what this says."""
+def call_with_merging(merging: Merging, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """The result of a function that calls a model, whose decoder is given what `merging` says."""
     context = copy_context()
     context.run(_MERGING.set, merging)
-    return context.run(call)
+    return context.run(function, *args, **kwargs)
 
 
 def capturing() -> bool:
@@ -111,7 +112,7 @@ def captured(model: nn.Module, decoder: nn.Module, names: list[str], given: Mapp
     """What a decoder is called with when its model is called; the model is as before."""
     with _unwritten(model, decoder), torch.no_grad():
         try:
-            call_with_merging(Merging(names), lambda: model(**given))
+            call_with_merging(Merging(names), model, **given)
         except _Captured as call:
             return {name: value for name, value in call.given.items() if value is not None}
     raise EngineError(f"{type(model).__name__} did not call its decoder, {type(decoder).__name__}")

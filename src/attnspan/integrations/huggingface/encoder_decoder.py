@@ -30,11 +30,11 @@ from attnspan.errors import EngineError, ModelError
 from attnspan.integrations.huggingface.biases import COMPUTED, FIRST, ScoreBias, distance_table
 from attnspan.integrations.huggingface.inline_attention import inline_attention
 from attnspan.integrations.huggingface.layers import AttentionLayer, attention_layers
+from attnspan.integrations.huggingface.paged_attention import ModelCall, ModuleAttention, run_call
 from attnspan.integrations.huggingface.positions import call_at_positions, counts_by_itself, give_positions
 from attnspan.integrations.huggingface.served_layers import ServedLayers
-from attnspan.integrations.huggingface.served_model import TransformersModel, positions_of
-from attnspan.integrations.huggingface.serving import ModelCall, ModuleAttention, run_call
 from attnspan.integrations.huggingface.serving_binding import ProbeResult, attention_over_pages
+from attnspan.integrations.huggingface.transformers_model import TransformersModel, positions_of
 
 OTHER_INPUTS = ("input_features", "pixel_values", "input_values", "bbox")
 """What encoders read that are not of texts."""
@@ -77,7 +77,7 @@ class EncoderDecoderModel(TransformersModel):
         given = {"input_ids": tokens.unsqueeze(0), "decoder_input_ids": start, "past_key_values": RecordingCache(keys)}
         call = partial(self.model, **given, use_cache=False)
         with attention_over_pages(self.model, self):
-            run_call(_call_of(Encoding(self._encoder)), partial(call_at_positions, torch.zeros_like(start), call))
+            run_call(_call_of(Encoding(self._encoder)), call_at_positions, torch.zeros_like(start), call)
         return keys
 
     def _logits(self, batch: PackedBatch) -> Tensor:
@@ -94,9 +94,9 @@ class EncoderDecoderModel(TransformersModel):
         """Call the decoder on one packed row; the model is served for as long as that takes."""
         for table, module, reach in self._tables:  # see [Note: learned biases]
             table.copy_(distance_table(getattr(module, COMPUTED), reach, table.device))
-        call = partial(call_at_positions, batch.positions.unsqueeze(0), partial(self._logits, batch))
         with attention_over_pages(self.model, self):
-            return run_call(_call_of(Decoding(attention, batch.encoded)), call)
+            model_call, positions = _call_of(Decoding(attention, batch.encoded)), batch.positions.unsqueeze(0)
+            return run_call(model_call, call_at_positions, positions, self._logits, batch)
 
     def check_adapter(self, name: str) -> None:
         """Refused: the encoder computed a prompt with the adapters that are set."""

@@ -1,7 +1,7 @@
 """The recurrent mixers of a transformers model, and their forward over ranks or in a step of an engine.
 
 A mixer is a module whose forward calls, by name, a function that mixes tokens (sequence_functions.py). While its model
-is enabled or served (serving.py), its forward is replaced by one with the same code and other globals::
+is enabled or served (paged_attention.py), its forward is replaced by one with the same code and other globals::
 
     forward = FunctionType(original.__code__, {**original.__globals__, "causal_conv1d_fn": ours, ...})
 

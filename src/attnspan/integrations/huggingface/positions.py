@@ -17,7 +17,7 @@ import inspect
 from collections.abc import Callable, Container, Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeGuard, TypeVar
+from typing import TYPE_CHECKING, ParamSpec, Protocol, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +40,7 @@ After = Callable[[nn.Module, tuple[object, ...], object], object]
 
 BY_LENGTH = ("dynamic", "longrope")
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -70,10 +71,11 @@ def _add_positions(module: nn.Module, args: tuple[object, ...], kwargs: dict[str
     return args, kwargs if positions is None else kwargs | {"position_ids": positions[0]}
 
 
-def call_at_positions(positions: Tensor, call: Callable[[], T]) -> T:
-    """Call a decoder whose tokens have these positions, (1, S); inside the context that `run_call` makes."""
+def call_at_positions(positions: Tensor, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """The result of a function that calls a decoder, whose tokens have these positions, (1, S). To be called inside
+    `run_call`, whose context ends with the call."""
     _POSITIONS.set(positions)
-    return call()
+    return function(*args, **kwargs)
 
 
 CONTENT = "create_position_ids_from_input"

@@ -20,7 +20,6 @@ from collections import Counter
 from collections.abc import Iterable
 from contextvars import ContextVar
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -35,8 +34,8 @@ from attnspan.integrations.huggingface.inline_attention import CURRENT_ATTENTION
 from attnspan.integrations.huggingface.interface_calls import calls_of
 from attnspan.integrations.huggingface.layers import AttentionLayer
 from attnspan.integrations.huggingface.masking import Pattern, given_masks, requested_pattern
+from attnspan.integrations.huggingface.paged_attention import ModelCall, called_while_served, run_call
 from attnspan.integrations.huggingface.served_layers import ServedLayers, head_of
-from attnspan.integrations.huggingface.serving import ModelCall, called_while_served, run_call
 from attnspan.integrations.huggingface.serving_binding import ProbedCall, ProbeResult, probed_once
 from attnspan.integrations.huggingface.tensor_parallel import on_this_rank, tensor_parallel_mesh
 from attnspan.integrations.huggingface.towers import OUTPUTS, decoder_of, patterns_of
@@ -120,7 +119,7 @@ def _probed(layers: ServedLayers, model: PreTrainedModel) -> ProbeResult:
     states = ProbedStates()
     call = ModelCall(states, (), None)
     probe = Probe(layers.attention, adopts=True)
-    calls = run_call(call, partial(_calls, probe, model, layers.arguments))
+    calls = run_call(call, _calls, probe, model, layers.arguments)
     unused = [mixer for mixer in layers.mixers if mixer.name not in call.used]
     if unused:
         raise ModelError(f"{unused[0].name} is not used in a pass of the model, and an engine serves layers that are")

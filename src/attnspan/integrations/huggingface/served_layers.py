@@ -23,8 +23,8 @@ from attnspan.integrations.huggingface.layers import (
 )
 from attnspan.integrations.huggingface.lora import lora_layers
 from attnspan.integrations.huggingface.mixers import RecurrentMixer, recurrent_mixers
+from attnspan.integrations.huggingface.paged_attention import register
 from attnspan.integrations.huggingface.positions import give_positions
-from attnspan.integrations.huggingface.serving import register
 from attnspan.integrations.huggingface.token_mixing import token_mixing
 from attnspan.integrations.huggingface.towers import decoder_of, modules_outside
 

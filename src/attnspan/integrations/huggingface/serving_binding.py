@@ -29,8 +29,8 @@ from attnspan.integrations.huggingface.attention import configs_of
 from attnspan.integrations.huggingface.latents import METHOD, LatentSource
 from attnspan.integrations.huggingface.layers import AttentionLayer
 from attnspan.integrations.huggingface.lora import forward_by_rows
+from attnspan.integrations.huggingface.paged_attention import NAME, NAME_MERGING, adapter_rows, mixer_tokens
 from attnspan.integrations.huggingface.served_layers import ServedLayers
-from attnspan.integrations.huggingface.serving import NAME, NAME_MERGING, adapter_rows, mixer_tokens
 from attnspan.integrations.huggingface.towers import decoder_of
 
 _ENTRY = "_attn_implementation_internal"

@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 
 class ModuleAttention:
-    """Attention of modules that are not all a decoder's over pages."""
+    """Attention, module by module, where not every module is a decoder's layer over pages (encoder_decoder.py)."""
 
     def of(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scale: float | None, bias: Tensor | None
@@ -48,20 +48,21 @@ class ModuleAttention:
 
 @dataclass(slots=True, eq=False)
 class ModelCall:
-    """A call of a model: attention and states, which layer has which number, and which mixer uses which state."""
+    """A call of a model under way: its attention, the modules in the order in which a probe saw them attend, and how
+    far the call has come."""
 
     attention: StepAttention
-    order: tuple[nn.Module, ...]  # the modules that attend, as they come in a pass; some more than once
-    mixers: tuple[str, ...] | None  # by state, in the order of their use; None while that is found out
+    order: tuple[nn.Module, ...]  # by layer number: the module that attends; some attend more than once
+    mixers: tuple[str, ...] | None  # by state number: the mixer that uses it; None while a probe finds that out
     latents: Container[nn.Module] = ()  # modules that hand over latents
-    modules: ModuleAttention | None = None  # in the place of attention over pages
+    modules: ModuleAttention | None = None  # in place of `attention`, if set
     logits_to_keep: Tensor | None = None  # the tokens whose logits are wanted, of a model that computes all
-    used: list[str] = field(default_factory=list)  # mixers, by state
+    used: list[str] = field(default_factory=list)  # by state number, so far: the mixer that used it
     adapters: AdapterRows | None = None  # None: no row names any
-    attended: int = 0
+    attended: int = 0  # how many layers have, so far
 
     def next_layer(self, module: nn.Module) -> int:
-        """The number of the layer that attends now, which must be the one of a module."""
+        """The number of the layer that attends now; ModelError if another module than `module` has that number."""
         number = self.attended
         if self.order[number : number + 1] != (module,):
             raise ModelError(
@@ -102,15 +103,16 @@ class ServedTokens:
         return number
 
 
-_ATTENTION: ContextVar[ModelCall | None] = ContextVar("the model call under way", default=None)
+_CALL: ContextVar[ModelCall | None] = ContextVar("the model call under way", default=None)
 
 
-def run_call(model_call: ModelCall, call: Callable[[], T]) -> T:
-    """Call a model whose layers find this: in a context of its own, so that no interrupt can leave it set."""
+def run_call(model_call: ModelCall, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """The result of a function in which layers find `model_call`: in a context of its own, so that no interrupt can
+    leave it set."""
     context = copy_context()
-    context.run(_ATTENTION.set, model_call)
+    context.run(_CALL.set, model_call)
     context.run(CURRENT_ATTENTION.set, paged_attention)
-    return context.run(call)
+    return context.run(function, *args, **kwargs)
 
 
 def keep_logits(head: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
@@ -118,7 +120,7 @@ def keep_logits(head: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]
 
     Every engine of a model registers it; the first one in a call does its work.
     """
-    call = _ATTENTION.get()
+    call = _CALL.get()
     if call is None or call.logits_to_keep is None:
         return None
     kept, call.logits_to_keep = call.logits_to_keep, None
@@ -127,19 +129,19 @@ def keep_logits(head: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]
 
 def adapter_rows() -> AdapterRows | None:
     """Which rows of the call under way name which adapter."""
-    call = _ATTENTION.get()
+    call = _CALL.get()
     return None if call is None else call.adapters
 
 
 def wants_latents(source: LatentSource, _: Tensor) -> bool:
     """Whether the call that is under way wants a module's latents."""
-    call = _ATTENTION.get()
+    call = _CALL.get()
     return call is not None and source.module in call.latents
 
 
 def mixer_tokens(mixer: RecurrentMixer) -> ServedTokens:
     """What a mixer knows of the call under way."""
-    call = _ATTENTION.get()
+    call = _CALL.get()
     if call is None:
         raise called_while_served(mixer.module)
     return ServedTokens(call, mixer.name)
@@ -157,8 +159,11 @@ def paged_attention(
     position_bias: Tensor | None = None,
     **checked: object,
 ) -> tuple[Tensor, None]:
-    """The attention function; what `checked` may hold was read from the layers, and probed, when the model came."""
-    call = _ATTENTION.get()
+    """The attention function of a served model, for one layer.
+
+    The arguments in `checked` were read from the layer's source, and compared with a probe, when the engine was made.
+    """
+    call = _CALL.get()
     if call is None:
         raise called_while_served(module)
     if attention_mask is not None and attention_mask is not OWN_MASK:

@@ -34,10 +34,10 @@ from attnspan.integrations.huggingface.latents import LatentSource, latent_sourc
 from attnspan.integrations.huggingface.layers import AttentionLayer
 from attnspan.integrations.huggingface.lora import AdapterRows, check_adapter, is_lora_layer
 from attnspan.integrations.huggingface.mixers import replaceable_methods
+from attnspan.integrations.huggingface.paged_attention import ModelCall, keep_logits, run_call, wants_latents
 from attnspan.integrations.huggingface.positions import call_at_positions
 from attnspan.integrations.huggingface.probe import probe_model
 from attnspan.integrations.huggingface.served_layers import ServedLayers, head_of, served_layers
-from attnspan.integrations.huggingface.serving import ModelCall, keep_logits, run_call, wants_latents
 from attnspan.integrations.huggingface.serving_binding import (
     WHILE_SERVED,
     ProbeResult,
@@ -138,17 +138,22 @@ class TransformersModel:
                 self.check_adapter(name)
                 self._adapters.add(name)
         batch = batch._replace(positions=batch.positions + self._position_offset) if self._position_offset else batch
-        call = partial(call_at_positions, batch.positions.unsqueeze(0), partial(self._logits, batch))
-        if self._decoder is not self.model:
-            call = partial(call_with_merging, Merging(self._decoder_names, batch), call)
         with attention_over_pages(self.model, self):
             kept = batch.logits_to_keep if self._all_logits else None
             rows = AdapterRows(batch) if batch.adapters else None
             order, mixers = self._order, self._mixers
-            context = ModelCall(attention, order, mixers, self._latents, logits_to_keep=kept, adapters=rows)
-            return run_call(context, call)
+            model_call = ModelCall(attention, order, mixers, self._latents, logits_to_keep=kept, adapters=rows)
+            return run_call(model_call, self._run, batch)
+
+    def _run(self, batch: PackedBatch) -> Tensor:
+        """The logits of a batch, whose positions and images the model's hooks find while it runs."""
+        positions = batch.positions.unsqueeze(0)
+        if self._decoder is self.model:
+            return call_at_positions(positions, self._logits, batch)
+        return call_with_merging(Merging(self._decoder_names, batch), call_at_positions, positions, self._logits, batch)
 
     def _logits(self, batch: PackedBatch) -> Tensor:
+        """Call the model."""
         # Without an attention_mask, transformers would take the packed samples of a model with towers for documents.
         mask = {} if self._decoder is self.model else {"attention_mask": torch.ones_like(batch.tokens).unsqueeze(0)}
         before = {"past_key_values": TokensBefore(batch.positions)} if self._tempered else {}
