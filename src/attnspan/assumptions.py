@@ -5,11 +5,11 @@ activation checkpoint is running, which functions a mask was composed of. A late
 guard that looks in the wrong place lets everything pass. So each such place declares an `Assumption`, which tests
 itself once on the smallest possible example and raises if that fails::
 
-    SEEN = Assumption(
+    REGIONS_SEEN = Assumption(
         "checkpointed regions are seen", "parallel/checkpoint_regions.py", "names in torch.utils.checkpoint", _sees
     )
     ...
-    SEEN.verify()  # in the first line of every function that relies on it
+    REGIONS_SEEN.verify()  # in the first line of every function that relies on it
 
 [Note: fail closed] An assumption holds only if its check returns True. An exception in the check counts as a failure,
 and failures are not cached: the check runs again next time. Nothing runs at import. Each check runs in a new thread, so

@@ -57,7 +57,7 @@ def regions(grad_enabled: bool = True) -> list[CheckpointRegion]:
 
     `grad_enabled` is whether autograd records: a non-reentrant region is not recomputed otherwise.
     """
-    SEEN.verify()
+    REGIONS_SEEN.verify()
     return list(_regions(sys._getframe(1), grad_enabled))
 
 
@@ -186,7 +186,7 @@ def _sees_both(checkpointed: Callable[..., Tensor], rerunnable: bool) -> bool:
     return known and (not rerunnable or _rerun_attribute(first.name) is not None)
 
 
-SEEN = Assumption(
+REGIONS_SEEN = Assumption(
     "checkpointed regions are seen in both runs",
     "parallel/checkpoint_regions.py",
     "the file of `torch.utils.checkpoint`, local names in `checkpoint` or `_checkpoint_impl`, `unpack_hook`, "

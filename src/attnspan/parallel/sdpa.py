@@ -68,7 +68,7 @@ class AttentionMode(FlexMode):
         self.compiled = torch.compiler.is_compiling()
         if self.compiled:
             return super().__enter__()
-        MODE.verify()
+        MODE_INTERCEPTS.verify()
         checkpoint_regions.enter()
         around = _get_current_function_mode()
         # A second mode equal to the active one would add overhead to every call of torch, and change nothing.
@@ -250,7 +250,7 @@ def _intercepts() -> bool:
     return current and both and len(asked) == 1 and places[multihead.NEED_WEIGHTS] == "need_weights"
 
 
-MODE = Assumption(
+MODE_INTERCEPTS = Assumption(
     "a torch function mode sees SDPA and MultiheadAttention",
     "parallel/sdpa.py",
     "`_get_current_function_mode`, names in `F.multi_head_attention_forward` and the place of `need_weights`",

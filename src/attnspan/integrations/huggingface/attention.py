@@ -62,10 +62,10 @@ class ModuleBinding:
 
 @dataclass(frozen=True, eq=False)
 class LayerBinding(ModuleBinding):
-    """The binding of an attention layer: also its data, and the index of its kind of attention in a pass."""
+    """The binding of an attention layer: also its data, and the index of its kind in `Enabled.kinds`."""
 
     layer: AttentionLayer
-    kind: int | None  # None: cross-attention in a decoder without its encoder
+    kind_index: int | None  # None: cross-attention in a decoder without its encoder
 
 
 def attend(
@@ -87,19 +87,19 @@ def attend(
             f"{type(module).__name__} asks for attnspan's attention, and its model was not enabled: call "
             "enable(model, cp), or model.set_attn_implementation('sdpa') to go on without"
         )
-    if binding.kind is None:
+    if binding.kind_index is None:
         raise ModelError(
             f"{binding.layer.name} attends to another sequence, and the model is enabled as a decoder without encoder"
         )
     asked = {"s_aux": s_aux is not None, **arguments}
-    check_arguments(binding.layer, attention_mask, asked, binding.enabled.pattern_for(binding.kind))
+    check_arguments(binding.layer, attention_mask, asked, binding.enabled.pattern_for(binding.kind_index))
     check_bias(binding.layer, position_bias)
     if binding.layer.temperature is not None:
         query = tempered(query, binding.layer.temperature.of(binding.enabled.query_positions()))
     source = latents_in(module, key, value)
     if source is None and query.shape[1] != binding.layer.query_heads:  # the model is tensor parallel
         check_heads(binding.layer, query.shape[1], key.shape[1], key.requires_grad or value.requires_grad)
-    attention = binding.enabled.attention_for(binding.kind)
+    attention = binding.enabled.attention_for(binding.kind_index)
     tables = binding.enabled.bias_tables(binding.layer, position_bias, query.dtype)
     dropout = dropout or 0.0
     if source is None:
@@ -113,11 +113,11 @@ def wants_latents(source: LatentSource, numbers: Tensor) -> bool:
     """Whether a layer's latents travel instead of keys and values: with a given strategy, unless it exchanges heads;
     with "auto" if that is predicted to be faster. Not in compiled code, nor if the matrix is sharded."""
     binding: LayerBinding | None = getattr(source.module, BINDING, None)
-    if torch.compiler.is_compiling() or binding is None or binding.kind is None:
+    if torch.compiler.is_compiling() or binding is None or binding.kind_index is None:
         return False
     if any(type(x) is not nn.Parameter for x in source.matrix.parameters()):
         return False
-    layer, attention = binding.layer, binding.enabled.attention_for(binding.kind)
+    layer, attention = binding.layer, binding.enabled.attention_for(binding.kind_index)
     sizes = layer.query_heads, layer.kv_heads, layer.head_dim, layer.value_dim, len(numbers)
     return attention.attention.bound.latents_pay(Shape(*sizes, dtype_name(numbers.dtype), source.width))
 

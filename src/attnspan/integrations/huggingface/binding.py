@@ -34,10 +34,10 @@ T = TypeVar("T")
 
 
 class ModelBinding:
-    """The bindings of a model's layers and mixers. `kinds` has the index of each layer's kind of attention."""
+    """The bindings of a model's layers and mixers. `kind_indices` has the index in `Enabled.kinds` of each layer's."""
 
-    def __init__(self, enabled: Enabled, parts: ModelParts, kinds: Sequence[int]) -> None:
-        self._enabled, self._parts, self._kinds = enabled, parts, kinds
+    def __init__(self, enabled: Enabled, parts: ModelParts, kind_indices: Sequence[int]) -> None:
+        self._enabled, self._parts, self._kind_indices = enabled, parts, kind_indices
         self._own_names: list[tuple[PreTrainedConfig, str]] = []  # of the attention of each config
         self._lock = RLock()
 
@@ -46,8 +46,8 @@ class ModelBinding:
         self._own_names = [(config, config._attn_implementation) for config in configs_of(self._parts.decoder)]
         for config, _ in self._own_names:
             config._attn_implementation = NAME
-        for layer, kind in zip(self._parts.layers, self._kinds, strict=True):
-            setattr(layer.module, BINDING, LayerBinding(self._enabled, layer, kind))
+        for layer, kind_index in zip(self._parts.layers, self._kind_indices, strict=True):
+            setattr(layer.module, BINDING, LayerBinding(self._enabled, layer, kind_index))
             source = latent_source(layer.module, wants_latents)
             if source is not None:
                 source.bind()

@@ -142,8 +142,9 @@ class Enabled:
         """What the model returns: this rank's tokens, or all."""
         self._parts, self.model, self.over = parts, parts.model, over
         self.decoder, self.layers, self.mixers = parts.decoder, parts.layers, parts.mixers
-        kinds = [self._kind(layer) for layer in self.layers]
+        kinds = [self._kind_of(layer) for layer in self.layers]
         self.kinds = list(dict.fromkeys(kinds))
+        """The kinds that layers are of, each once. Bindings and passes refer to them by index."""
         self._factories = session_factories(cp, kinds, self.mixers, keep_keys)
         self.transport = next(iter(self._factories.values())).transport
         self._deals = one_of("towers", towers, ["whole", "dealt"], error=ModelError) == "dealt"
@@ -152,14 +153,14 @@ class Enabled:
         self._read_forward()
         device = self.transport.device
         self._score_mod = functools.lru_cache(maxsize=16)(lambda bias, shape: bias.score_mod(shape, device))
-        self._recognised: set[object] = set()  # numbers that the model hands to layers, once compared with its family's
+        self._recognised: set[object] = set()  # biases that the model handed to layers, compared with its family's
         self._whole_batch: WholeBatch | None = None  # while the model runs, before its decoder
-        self._compared = self.transport.ranks == 1  # with other ranks' weights: when they are first used
+        self._compared = self.transport.ranks == 1  # whether weights were compared with other ranks', in the first pass
         self._passes = ModelPasses()
         self._counts = CallCounts(type(self.model).__name__, self.layers, self.mixers)
         self._binding = ModelBinding(self, parts, [self.kinds.index(kind) for kind in kinds])
         self.live = False
-        self._begin()
+        self._install()
 
     def _read_forward(self) -> None:
         """Read the arguments of the model and its decoder, and the kind of its loss."""
@@ -173,7 +174,8 @@ class Enabled:
 
     # ---- beginning and ending ------------------------------------------------------------------------------------
 
-    def _begin(self) -> None:
+    def _install(self) -> None:
+        """Bind the layers, and register all hooks."""
         by_bias = bool(self.layers) and all(layer.bias or layer.cross for layer in self.layers)
         takes = self._parameters if self.decoder is self.model else self._decoder_names
         hooks = position_hooks(self.decoder, takes, self._passes.current, self._parts.encoder, by_bias)
@@ -397,7 +399,7 @@ class Enabled:
     ) -> ForwardPass:
         own = by_role["only" if "only" in by_role else "decoder"]
         encoder = by_role["encoder"].session if "encoder" in by_role else None
-        attentions = [self._attention(kind, by_role) for kind in self.kinds]
+        attentions = [self._bound_attention(kind, by_role) for kind in self.kinds]
         self._check_weights()
         again = WeakSet(
             region.name for region in checkpoint_regions.regions() if region.recomputing and region.name is not None
@@ -463,15 +465,15 @@ class Enabled:
         session, positions = factory.session(sequence, patterns), sequence.document_positions(factory.documents)
         return shards_of(sequence, session, labels, positions)
 
-    def _kind(self, layer: AttentionLayer) -> LayerKind:
+    def _kind_of(self, layer: AttentionLayer) -> LayerKind:
         role: SequenceRole = "only"
         if self.model.config.is_encoder_decoder:
             role = "cross" if layer.cross else "encoder" if layer.module in self._parts.encoder else "decoder"
         pattern = Pattern(False, None) if role == "cross" else Pattern.of(layer)
         return LayerKind(role, pattern, layer.scale, layer.softcap, layer.bias)
 
-    def _attention(self, kind: LayerKind, by_role: dict[SequenceRole, Shards]) -> BoundAttention:
-        """The attention of a kind of layer in a batch: called with shards."""
+    def _bound_attention(self, kind: LayerKind, by_role: dict[SequenceRole, Shards]) -> BoundAttention:
+        """The attention of layers of a kind, in a batch with these shards."""
         if kind.role == "cross":
             keys, session = by_role["encoder"], by_role["decoder"].session
             mask = functools.reduce(operator.and_, keys.batch_masks) if keys.batch_masks else Full()
@@ -485,20 +487,20 @@ class Enabled:
             )
         return session.attention_for(name, scale=kind.scale, score_mod=score_mod)
 
-    # ---- what a layer asks ---------------------------------------------------------------------------------------
+    # ---- what a layer asksks ---------------------------------------------------------------------------------------
 
     def mixer_tokens(self) -> ShardedTokens:
         """The tokens of the current pass, for a recurrent mixer."""
         return self._passes.current().mixer_tokens
 
-    def pattern_for(self, kind: int) -> Pattern:
+    def pattern_for(self, kind_index: int) -> Pattern:
         """The mask of a kind of layer in the current pass."""
-        patterns, own = self._passes.current().patterns, self.kinds[kind].pattern
+        patterns, own = self._passes.current().patterns, self.kinds[kind_index].pattern
         return patterns.get(own, own) if patterns else own
 
-    def attention_for(self, kind: int) -> BoundAttention:
+    def attention_for(self, kind_index: int) -> BoundAttention:
         """The attention of a kind of layer in the current pass. See [Note: the pass of a region] in forward_pass.py."""
-        return self._passes.current().attentions[kind]
+        return self._passes.current().attentions[kind_index]
 
     def bias_tables(self, layer: AttentionLayer, given: Tensor | None, dtype: torch.dtype) -> list[Tensor] | None:
         """The tables of a layer's bias, for queries of a dtype; `given` is the bias that the model passed to the

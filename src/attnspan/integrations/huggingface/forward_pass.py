@@ -32,7 +32,7 @@ SequenceRole = Literal["only", "encoder", "decoder", "cross"]
 
 
 class LayerKind(NamedTuple):
-    """Layers of one kind share an attention. `role` is that of the sequence that they are of."""
+    """What layers that share a `BoundAttention` have in common; `role` says which sequence they attend in."""
 
     role: SequenceRole
     pattern: Pattern
@@ -47,16 +47,16 @@ class ForwardPass:
 
     session: ContextParallel  # of what is returned: the only sequence, or the decoder's
     encoder: ContextParallel | None
-    attentions: list[BoundAttention]
-    patterns: Mapping[Pattern, Pattern]  # of layers whose masks depend on the batch
-    calls_before: Counter[int]  # how often each session had attended
+    attentions: list[BoundAttention]  # by index in `Enabled.kinds`
+    patterns: Mapping[Pattern, Pattern]  # from a layer's pattern to its pattern in this batch, where they differ
+    calls_before: Counter[int]  # `calls_so_far` when it began
     mixer_tokens: ShardedTokens
     labels: Tensor | None = None
     count: Count = None
     max_position: int | Tensor = 0
     document_positions: Tensor | None = None  # of the tokens of a whole row, if not 0, 1, 2, ...
-    tables: dict[object, Tensor] = field(default_factory=dict)  # of biases by key
-    rerun_regions: WeakSet[object] = field(default_factory=WeakSet)  # checkpointed regions that run again, around it
+    tables: dict[object, Tensor] = field(default_factory=dict)  # of biases, made when a layer first asks
+    rerun_regions: WeakSet[object] = field(default_factory=WeakSet)  # checkpointed regions whose recomputation made it
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,9 @@ class ModelPasses:
     def __init__(self) -> None:
         self.running: ForwardPass | None = None
         self._latest: ForwardPass | None = None
-        self._of_region: WeakKeyDictionary[object, ForwardPass] = WeakKeyDictionary()  # in which it first ran
+        self._of_region: WeakKeyDictionary[object, ForwardPass] = (
+            WeakKeyDictionary()
+        )  # the pass in which a region first ran
         self._of_output: MutableMapping[Tensor, ForwardPass] = WeakTensorKeyDictionary()
 
     def begin(self, current: ForwardPass | None) -> None:
@@ -130,6 +132,6 @@ class ModelPasses:
 
 
 def calls_so_far(attentions: Iterable[BoundAttention]) -> Counter[int]:
-    """How often attention ran, by what counts it."""
+    """How often attention has run, by the id of the `Uses` that counts it."""
     calls = [each.attention.bound.uses for each in attentions]
     return Counter({id(uses): uses.forward.total() for uses in calls})

@@ -160,7 +160,7 @@ def _by_arguments(local_size: int | None, config: object, more: dict[str, object
 
 def _read(function: IndexMask) -> Pattern:
     """A pattern by the function of a mask. See [Note: functions of masks]."""
-    PARTS.verify()
+    MASK_FUNCTIONS.verify()
     return _pattern(function)
 
 
@@ -294,7 +294,7 @@ def _functions_agree() -> bool:
     return True
 
 
-PARTS = Assumption(
+MASK_FUNCTIONS = Assumption(
     "functions of masks are what their code and what they hold say",
     "integrations/huggingface/masking.py",
     "the code objects and closures of `transformers.masking_utils`",
