@@ -147,10 +147,10 @@ class TransformersModel:
 
     def _run(self, batch: PackedBatch) -> Tensor:
         """The logits of a batch, whose positions and images the model's hooks find while it runs."""
-        positions = batch.positions.unsqueeze(0)
         if self._decoder is self.model:
-            return call_at_positions(positions, self._logits, batch)
-        return call_with_merging(Merging(self._decoder_names, batch), call_at_positions, positions, self._logits, batch)
+            return call_at_positions(batch.positions.unsqueeze(0), self._logits, batch)
+        merging = Merging(self._decoder_names, batch)
+        return call_with_merging(merging, call_at_positions, batch.positions.unsqueeze(0), self._logits, batch)
 
     def _logits(self, batch: PackedBatch) -> Tensor:
         """Call the model."""
