@@ -69,7 +69,7 @@ def test_nothing_is_joined_where_band_cannot_compute():
 
 
 def test_the_cost_model_joins_what_the_registry_joins():
-    assert Hardware.of("h100-nvlink").joins == KERNELS["band"].traits.joins
+    assert Hardware.of("h100-nvlink").joins_below == KERNELS["band"].traits.joins_below
 
 
 MASKS = {

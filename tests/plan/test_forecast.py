@@ -29,7 +29,7 @@ MEASURED = replace(
     between=Link(5e8, 2e-4, spread=6e8),
     ranks_per_node=2,
     launch_backward=5e-5,
-    joins=1e8,
+    joins_below=1e8,
     curves=tuple(
         Curve(kind, (16.0, 256.0, 4096.0), (1e9 * rate, 8e9 * rate, 2e10 * rate), (5e8 * rate, 3e9 * rate, 9e9 * rate))
         for kind, rate in (("full", 1.0), ("causal", 0.9), ("general", 0.5))

@@ -26,7 +26,7 @@ def machine(key=1.0, pair=1.0, rounds=False):
         for kind in ("full", "causal", "general")
     )
     return Hardware(
-        "slow", 1, 1, 1, 1e9, 1e15, link, link, launch=INSTANT, curves=curves, rounds=rounds, joins=0.0
+        "slow", 1, 1, 1, 1e9, 1e15, link, link, launch=INSTANT, curves=curves, rounds=rounds, joins_below=0.0
     )  # fmt: skip
 
 
@@ -105,7 +105,9 @@ def test_gradients_of_half_precision_are_twice_as_wide_unless_kernels_round_them
 def test_small_tiles_of_a_step_are_one_launch_where_they_are_joined():
     tiles = [Tile(range(i, i + 2), range(2), -1, 1) for i in (0, 2, 4)]
     link = Link(1.0, 1.0)
-    apart, joint = (Hardware("", 1, 1, 1, 1, 1, link, link, half_rows=0, launch=100.0, joins=j) for j in (0.0, 1e6))
+    apart, joint = (
+        Hardware("", 1, 1, 1, 1, 1, link, link, half_rows=0, launch=100.0, joins_below=j) for j in (0.0, 1e6)
+    )
     assert apart.compute(tiles, flops=1) == 3 * 100 + 12
     assert joint.compute(tiles, flops=1) == pytest.approx(100 + 12)
     assert joint.compute(tiles[:1], flops=1) == 100 + 4

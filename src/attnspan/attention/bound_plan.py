@@ -51,10 +51,10 @@ class BoundPlan:
     kernel: str = "auto"
     scale: float | None = None
     score: Score | None = None
-    auto: bool = False  # the strategy is not the plan's, but the one that suits the tensors
+    auto: bool = False  # whether `for_inputs` chooses the strategy by shapes; the plan's own is then a placeholder
     keep_keys: KeepKeys = False  # from forward to backward, see kept.py
     uses: Uses = field(default_factory=Uses, repr=False)  # shared by the calls that suit different shapes
-    guard: Callable[[], None] | None = field(default=None, repr=False)  # asked before a forward pass; may refuse
+    guard: Callable[[], None] | None = field(default=None, repr=False)  # called before a forward pass; may refuse
     watched: Mask | None = field(default=None, repr=False)  # refused once it has changed, see agreement.py
     agreed: dict[tuple[object, ...], Agreement] = field(default_factory=dict, init=False, repr=False)  # by shapes
     _suited: dict[Shape, BoundPlan] = field(default_factory=dict, init=False, repr=False)
@@ -149,12 +149,14 @@ class BoundPlan:
     @property
     def programs(self) -> list[str]:
         """Lines of `explain` on the programs that ran."""
-        return [line for mods in self._mods.values() for line in explain_programs(mods, asked=self.plan.asks)]
+        return [
+            line for mods in self._mods.values() for line in explain_programs(mods, asked=self.plan.has_asked_pairs)
+        ]
 
     def _found_mods(self, device: torch.device, dtype: torch.dtype) -> Mods | None:
         score = None if self.score is None else self.score.program(dtype).on(device)
         plan, mask = self.plan, None
-        if plan.asks or score is not None or runs_programs(self.kernel):
+        if plan.has_asked_pairs or score is not None or runs_programs(self.kernel):
             mask_mod = plan.mask.mask_mod(plan.seq_len, plan.key_len)
             mask = replace(traced(mask_mod, error=AttentionError).on(device), name=repr(plan.mask))
         return None if score is mask is None else Mods(score, mask)

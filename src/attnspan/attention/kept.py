@@ -25,14 +25,14 @@ from attnspan.attention.lane import Arena
 
 FROM_KEPT = " from kept keys"
 
-Steps = list[list[Arena]]  # by step, then by lane
+ArenasByStep = list[list[Arena]]  # and in each step by lane
 
 
 @dataclass
 class KeptKeys:
     """The arenas that each loop over steps received, in the order of the loops, and the tensors of their lanes."""
 
-    loops: list[Steps] = field(default_factory=list)
+    loops: list[ArenasByStep] = field(default_factory=list)
     heads: list[list[Tensor]] = field(default_factory=list)  # under Ulysses: query, key, value of this rank's heads
 
 

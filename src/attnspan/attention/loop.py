@@ -14,7 +14,7 @@ from functools import partial
 
 from torch import Tensor
 
-from attnspan.attention.kept import KeptKeys, Steps
+from attnspan.attention.kept import ArenasByStep, KeptKeys
 from attnspan.attention.lane import Arena, GradientSums, KeySum, Lane, Message
 from attnspan.attention.recording import computing, travelling
 from attnspan.kernels import Accumulator, BackwardInputs
@@ -24,17 +24,17 @@ from attnspan.transports import Pending, Transport
 def forward(transport: Transport, lanes: Sequence[Lane], kept: KeptKeys | None = None) -> list[tuple[Tensor, Tensor]]:
     """(out, lse) of every lane."""
     totals = [lane.accumulator() for lane in lanes]
-    steps: Steps = []
+    received: ArenasByStep = []
     coming = KeyExchange(transport, lanes, 0)
-    for index in range(_steps(lanes)):
+    for index in range(_step_count(lanes)):
         arenas = coming.wait()
         coming = KeyExchange(transport, lanes, index + 1)
         with computing(transport, f"tiles of step {index}"):
             _compute(lanes, arenas, totals, index)
         if kept is not None:
-            steps.append(arenas)
+            received.append(arenas)
     if kept is not None:
-        kept.loops.append(steps)
+        kept.loops.append(received)
     return [total.result(lane.query.dtype) for lane, total in zip(lanes, totals, strict=True)]
 
 
@@ -50,7 +50,7 @@ def backward(
     finals: Sequence[BackwardInputs],
     captured: Sequence[Tensor | None] = (),
     weights: Sequence[Tensor] = (),
-    kept: Steps | None = None,
+    kept: ArenasByStep | None = None,
 ) -> list[GradientSums]:
     """The gradients of every lane. Gradients of captured tensors are added to `captured`, those of an expansion's
     weights to `weights`."""
@@ -60,7 +60,7 @@ def backward(
     )
     coming = post(0)
     going: GradientExchange | None = None
-    for index in range(_steps(lanes)):
+    for index in range(_step_count(lanes)):
         arenas = coming.wait()
         coming = post(index + 1)
         with computing(transport, f"gradients of step {index}"):
@@ -84,7 +84,7 @@ class KeyExchange:
         receives: list[Message] = []
         self._arenas: list[Arena] = []
         self._staged = []
-        for lane in lanes if index < _steps(lanes) else []:
+        for lane in lanes if index < _step_count(lanes) else []:
             out, into, arena, staged = lane.post(lane.steps[index])
             sends += out
             receives += into
@@ -106,7 +106,7 @@ class KeyExchange:
 class KeptStep:
     """The keys of one step that forward kept."""
 
-    def __init__(self, kept: Steps, index: int):
+    def __init__(self, kept: ArenasByStep, index: int):
         self._arenas = kept[index] if index < len(kept) else []
 
     def wait(self) -> list[Arena]:
@@ -145,5 +145,5 @@ class GradientExchange:
             lane.take_home(step, arrivals, grad)
 
 
-def _steps(lanes: Sequence[Lane]) -> int:
+def _step_count(lanes: Sequence[Lane]) -> int:
     return len(lanes[0].steps) if lanes else 0  # a rank of a large Ulysses group may have no heads

@@ -89,7 +89,11 @@ def attention(
     with unbroken(bound.transport, but=(AttentionError, KernelError)):
         agreed = agree(bound, inputs)
     kept, timer = KeptKeys() if differentiable and agreed.keeps_keys else None, PassTimer(query.device)
-    with unbroken(bound.transport), _as_given(query), under_way(bound.transport, agreed.name_of(inputs)) as operation:
+    with (
+        unbroken(bound.transport),
+        _without_autocast(query),
+        under_way(bound.transport, agreed.name_of(inputs)) as operation,
+    ):
         with recorded(bound.transport, "forward", (bound.plan, inputs.shape)):
             out, lse = execute.forward(bound, inputs, kept)
         if sinks is not None:  # see [Note: sinks]
@@ -142,7 +146,7 @@ def attention_backward(
     assert return_lse or grad_lse is None, "an lse that was not returned has no gradient"
     final, kept = BackwardInputs(grad, grad_lse, out, lse, sinks is not None), kept_by(header)
     how, timer = FROM_KEPT if kept else "", PassTimer(query.device)
-    with unbroken(bound.transport), _as_given(query), under_way(bound.transport, number, how):
+    with unbroken(bound.transport), _without_autocast(query), under_way(bound.transport, number, how):
         d_sinks = query.new_empty(0) if sinks is None else _sink_gradient(bound, final, sinks)
         with recorded(bound.transport, "backward", (bound.plan, inputs.shape)):
             dq, dk, dv, parts, of_weights = execute.backward(bound, inputs, final, wanted, kept)
@@ -168,7 +172,7 @@ def _(
     return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape), d_sinks, d_captured
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     query, key, value, sinks, captured, handle, ctx.return_lse, _, ctx.dropout_p, _, expander = inputs
     ctx.save_for_backward(query, key, value, sinks, handle, expander, *output, *captured)
     # A reference of its own, since hooks may save a copy of the handle.
@@ -189,16 +193,16 @@ def _backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None, _: None) -
     return dq, dk, dv, None if sinks is None else d_sinks, d_captured, *[None] * 6
 
 
-def _second(ctx: Any, *grads: Tensor | None) -> NoReturn:
+def _refuse_second_derivatives(ctx: Any, *grads: Tensor | None) -> NoReturn:
     raise AttentionError("attention has no second derivatives; take gradients without create_graph=True")
 
 
-attention.register_autograd(_backward, setup_context=_save)
-attention_backward.register_autograd(_second)
+attention.register_autograd(_backward, setup_context=_setup_context)
+attention_backward.register_autograd(_refuse_second_derivatives)
 
 
-def _as_given(query: Tensor) -> torch.autocast:
-    """Inside, autocast is off: inputs were cast on their way in, and float32 sums must stay what they are."""
+def _without_autocast(query: Tensor) -> torch.autocast:
+    """A block without autocast: inputs were cast before the op, and float32 sums must stay float32."""
     return torch.autocast(query.device.type, enabled=False)
 
 

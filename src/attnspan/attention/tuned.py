@@ -82,10 +82,10 @@ def hardware_for(known: GroupTuning, shape: Shape, device: torch.device, kernel:
     table = known.table
     base = Hardware.of(_preset(table.device if table else "") if device.type == "cuda" else "cpu-gloo")
     if kernel == "auto":
-        joins = base.joins if shape.width < 4 else 0.0
+        joins_below = base.joins_below if shape.width < 4 else 0.0
     else:
-        joins = inf if kernel in KERNELS and KERNELS[kernel].traits.joins else 0.0
-    base = replace(base, rounds=rounds(kernel, device), joins=joins)
+        joins_below = inf if kernel in KERNELS and KERNELS[kernel].traits.joins_below else 0.0
+    base = replace(base, rounds=rounds(kernel, device), joins_below=joins_below)
     return known.links.on(base if table is None else table.hardware(shape, base, kernel))
 
 

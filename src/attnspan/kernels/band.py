@@ -28,7 +28,7 @@ traits = Traits(
     order=20,
     dropout=True,
     programs=True,
-    joins=SMALL,
+    joins_below=SMALL,
 )
 
 MAX_DIM = 256

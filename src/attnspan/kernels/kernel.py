@@ -108,9 +108,9 @@ class Traits:
     """Whether "auto" takes it only where it was measured on the device, and is expected to be the fastest for all tiles
     of a step in one call: then for all of them."""
 
-    joins: float = 0.0
-    """Operations of a tile below which "auto" has it compute all tiles of a step in half precision, if it can compute
-    them in one call; 0 where it cannot."""
+    joins_below: float = 0.0
+    """Operations of an average tile below which "auto" has it compute all tiles of a step in one call, not in float32;
+    0 for a kernel that computes tiles one by one."""
 
     def runs_on(self, device: torch.device) -> bool:
         return not self.devices or device.type in self.devices

@@ -22,7 +22,7 @@ from attnspan.masks.tile import Tile
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Mods:
-    """What changes scores, and what says which pairs of asked tiles count; None where there is neither."""
+    """What changes scores, and what decides which pairs of asked tiles (masks/tile.py) count; each may be None."""
 
     score_mod: Program | None = None
     mask_mod: Program | None = None

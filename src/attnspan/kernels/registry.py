@@ -12,9 +12,9 @@ this device, its order comes first. Four kinds of steps are not taken apart:
 * Dropout is for a kernel that has it and takes all tiles. Other kernels refuse, by a rule that is here too.
 * A kernel that is `optional` takes all tiles where it is installed and `Spec.preference`, which has measured it,
   expects it to take less time for them in one call than others do; never where nothing was measured.
-* A kernel that `joins` takes all tiles in one call where no kernel before it in order can compute any of them, or where
-  they are many and small: launches and merges cost more than a faster kernel gains. Not in float32, which goes through
-  no tensor cores, nor tiles of every n-th row or column.
+* A kernel with `joins_below` takes all tiles in one call where no kernel before it in order can compute any of them, or
+  where they are many and small: launches and merges cost more than a faster kernel gains. Not in float32, which goes
+  through no tensor cores, nor tiles of every n-th row or column.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in sorted(_ALL, key
 _PROGRAMS = tuple(kernel for kernel in KERNELS.values() if kernel.traits.programs)
 _ONLY_PROGRAMS = tuple(kernel for kernel in _PROGRAMS if kernel.traits.only_programs)
 _OTHERS = tuple(kernel for kernel in KERNELS.values() if not kernel.traits.only_programs)
-_JOINING = tuple((kernel, _OTHERS[:index]) for index, kernel in enumerate(_OTHERS) if kernel.traits.joins)
+_JOINING = tuple((kernel, _OTHERS[:index]) for index, kernel in enumerate(_OTHERS) if kernel.traits.joins_below)
 _WHOLE = (*(kernel for kernel, _ in _JOINING), *_ONLY_PROGRAMS)  # those that take all tiles
-_AT_ONCE = tuple(kernel.name for kernel in _OTHERS if kernel.traits.optional or kernel.traits.joins)
+_AT_ONCE = tuple(kernel.name for kernel in _OTHERS if kernel.traits.optional or kernel.traits.joins_below)
 _ROUNDING = frozenset(device for kernel in _ALL if kernel.traits.rounds for device in kernel.traits.devices)
 
 
@@ -183,7 +183,7 @@ def _joining(spec: Spec, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles) -> Kerne
             if not dense:
                 continue
             flops = 2 * q.shape[0] * q.shape[1] * (q.shape[3] + v.shape[3]) * area
-            small = len(tiles) > 1 and flops < kernel.traits.joins * len(tiles)
+            small = len(tiles) > 1 and flops < kernel.traits.joins_below * len(tiles)
             if small or all(other.supports(spec, q, k, v, (tile,)) for other in faster for tile in kinds):
                 return kernel
     return None

@@ -1,14 +1,14 @@
-"""What a plan is made from where a mask is a function: the pairs that are certain, and those that must be asked.
+"""What a plan is made from where a mask is a function: pairs that are certain, and pairs that must be asked.
 
-Bands say exactly which pairs count. A function can only be asked, pair by pair, and what it answers may need a band for
-every few pairs. So a plan is content with less: two disjoint sets of bands, where every allowed pair lies in one of
-them::
+Bands say exactly which pairs count. A function can only be evaluated, pair by pair, and its results may need a band for
+every few pairs. So a plan is made from less: two disjoint sets of bands, where every allowed pair lies in one of them.
+They are what full and partial blocks are to a BlockMask::
 
-    certain   every pair of them counts                       any kernel computes them
-    asked     some of their pairs count, the function knows    a kernel that can ask computes them
+    certain   all of their pairs count     any kernel computes them
+    asked     some of their pairs count    a kernel that evaluates the function computes them
 
 Layouts, transfers and work are decided by both together, which is never less than what is needed; results stay exact,
-because the function is asked again where it matters. A mask of our own has nothing to be asked.
+because kernels evaluate the function again for asked pairs. The library's own masks have none.
 
 The two combine like the masks they stand for. With the outer set (certain and asked) and the inner one (certain)::
 
@@ -29,7 +29,7 @@ from attnspan.masks.row_spans import RowSpans
 
 
 class Cover(NamedTuple):
-    """Disjoint bands: all pairs of `certain` count, of `asked` perhaps; no others do.
+    """Disjoint bands: all pairs of `certain` count, those of `asked` may; no others do.
 
     >>> Cover((tight(0, 4, 0, 4),)).is_exact
     True
@@ -45,7 +45,7 @@ class Cover(NamedTuple):
 
     @property
     def is_exact(self) -> bool:
-        """Whether nothing needs to be asked."""
+        """Whether no pair needs to be asked."""
         return not self.asked
 
     @classmethod

@@ -43,7 +43,8 @@ class Tile(NamedTuple):
     lo: int
     hi: int
     asked: bool = False
-    """Whether only some of its pairs count, and the mask's function must be asked: see masks/cover.py."""
+    """Whether only some of its pairs count, and kernels must evaluate the mask's function, as in a partial block
+    of a BlockMask: see masks/cover.py."""
 
     @property
     def kind(self) -> Kind:

@@ -201,10 +201,10 @@ class Hardware:
 
     `half_rows` is how many rows a tile needs to reach half its rate. Where there are `curves`, they say it better;
     `launch` is then what a tile costs besides, and `launch_backward` in backward. `rounds`: whether gradients of keys
-    travel in the tensors' dtype, as those of library kernels on CUDA do. `joins`: operations below which tiles are
-    small, and all tiles of a step one call (kernels/registry.py); 0 where each is a call of its own. Ranks that share
-    a device (`ranks_per_device`) take turns on it; see `overlaps`. `links` says how links were measured; where it is
-    empty, the figures are a preset's.
+    travel in the tensors' dtype, as those of library kernels on CUDA do. `joins_below`: operations below which tiles
+    are small, and all tiles of a step one call (kernels/registry.py); 0 where each is a call of its own. Ranks that
+    share a device (`ranks_per_device`) take turns on it; see `overlaps`. `links` says how links were measured; where it
+    is empty, the figures are a preset's.
 
     >>> Hardware.of("h100-nvlink").ranks_per_node
     8
@@ -223,7 +223,7 @@ class Hardware:
     launch: float = 1e-5
     launch_backward: float | None = None
     rounds: bool = True
-    joins: float = 1.5e11
+    joins_below: float = 1.5e11
     curves: tuple[Curve, ...] = ()
     ranks_per_device: int = 1
     note: str = field(default="", compare=False)
@@ -253,9 +253,9 @@ class Hardware:
 
     def _joined(self, sizes: list[tuple[Kind, int, int]], flops: float) -> bool:
         """Whether tiles are computed in one call: many small ones, or such as need a kernel for bands anyway."""
-        if not self.joins or len(sizes) < 2:
+        if not self.joins_below or len(sizes) < 2:
             return False
-        small = flops * sum(area for _, _, area in sizes) < self.joins * len(sizes)
+        small = flops * sum(area for _, _, area in sizes) < self.joins_below * len(sizes)
         return small or all(kind == "general" for kind, _, _ in sizes)
 
     def rate(self, kind: Kind, rows: int, area: int, backward: bool = False) -> float:
@@ -325,7 +325,7 @@ PRESETS = {
             half_rows=16,
             launch=3e-5,
             rounds=False,
-            joins=0.0,
+            joins_below=0.0,
             note="a laptop: one core per rank",
         ),
     )

@@ -130,16 +130,16 @@ class Plan:
         return self.cover(row).bands
 
     def cover(self, row: int = 0) -> Cover:
-        """Which pairs of one batch row are certain, and which the mask's function must be asked about."""
+        """Which pairs of one batch row are certain, and for which the mask's function must be evaluated."""
         return self.mask.cover(self.seq_len, self.key_len, row if self.mask.rows > 1 else 0)
 
     def band_columns(self, row: int = 0) -> tuple[Columns, Bands]:
-        """`bands` as columns of numbers, and those of them that the mask's function must be asked about."""
+        """`bands` as columns of numbers, and those of them for which the mask's function must be evaluated."""
         return self.mask.band_columns(self.seq_len, self.key_len, row if self.mask.rows > 1 else 0)
 
     @property
-    def asks(self) -> bool:
-        """Whether kernels must ask the mask's function."""
+    def has_asked_pairs(self) -> bool:
+        """Whether kernels must evaluate the mask's function for some pairs."""
         return any(self.band_columns(row)[1] for row in range(self.mask.rows))
 
     # ---- what it amounts to ------------------------------------------------------------------------------------

@@ -57,7 +57,9 @@ class StepWork(NamedTuple):
         if not machine.curves:
             times += [BACKWARD * seconds for seconds in times]
         flops = groups.flops
-        is_joint = (tiles > 1) & ((flops * area < machine.joins * tiles) | (plain == 0)) & (machine.joins > 0)
+        is_joint = (
+            (tiles > 1) & ((flops * area < machine.joins_below * tiles) | (plain == 0)) & (machine.joins_below > 0)
+        )
         launches = machine.launch, machine.launch if machine.launch_backward is None else machine.launch_backward
         each_alone = [flops * seconds * machine.ranks_per_device for seconds in times[::2]]
         forward, backward_ = (
