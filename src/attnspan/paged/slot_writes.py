@@ -1,14 +1,15 @@
-"""New keys and values to their slots, in one kernel: rounded to 8 bits on the way, where pages hold those.
+"""One kernel that writes new keys and values to their slots, and rounds them to 8 bits if the pages hold codes.
 
-A decode step writes a token's keys and values in every layer. In eager torch that is a copy for each, and some twenty
-kernels where they are rounded to 8 bits (quantised.py). Here a program takes the keys of a token, or its values::
+A decode step writes a token's keys and values in every layer. In eager torch that is two copies, or some twenty kernels
+if they are rounded to 8 bits (quantised.py). Here one program takes the keys of a token, or its values::
 
-    program (token, keys or values)      largest of each head, scale, codes, to its slot
+    program (token, 0 or 1)    largest number of each head -> scale -> codes -> slot
+    without codes              numbers -> slot
 
-Numbers that are not rounded are copied as they are. Codes and scales are those of `quantise` on CUDA, where torch
-divides by a number that is the same for all by multiplying.
+Codes and scales are those of `quantise` on CUDA, where torch divides by a constant by a product with its inverse.
 
-Knows nothing of plans and pages.   Shapes: T tokens, H key heads, D head dim, S slots.
+Knows nothing of plans and block tables.   Shapes: T tokens, H key heads, D head dim, S slots. In the kernel, strides
+are named after a tensor and a dim: g `given`, o `other`, i `into`, j `other_into`; t token, h head, s slot.
 """
 
 from __future__ import annotations
@@ -24,16 +25,17 @@ from attnspan.paged.metadata import Pages
 from attnspan.paged.quantised import MAX_CODES, MIN_SCALE, Quantised
 
 MAX_NUMBERS = 16384
-"""Numbers of a token, of keys or of values, that one program holds."""
+"""The most numbers that one program holds: a token's keys, or its values."""
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 VARYING = ["g_t", "g_h", "o_t", "o_h", "i_s", "i_h", "j_s", "j_h", "heads", "dim", "other_dim"]
-"""Numbers of keys in the place of which a program may take those of values: none may be a constant of the compiler."""
+"""Arguments that the compiler must not specialise on: a program for values assigns theirs to the names of those for
+keys, which a constant would not allow."""
 
 
 def can_write(pages: Pages, given: Tensor) -> bool:
-    """Whether the kernel is for these: on CUDA, the numbers of a head side by side."""
+    """Whether the kernel supports these: on CUDA, with the numbers of a head contiguous."""
     heads, dim = given.shape[1:]
     known = given.dtype in DTYPES and _next_power_of_2(heads) * _next_power_of_2(dim) <= MAX_NUMBERS
     apart = isinstance(pages, Tensor) and pages.stride(-1) != 1
@@ -60,7 +62,7 @@ def write(pairs: list[tuple[Pages, Tensor]], slots: Tensor) -> None:
 
 
 def _flat(pages: Pages) -> tuple[Tensor, Tensor]:
-    """Slots (S, H, D) and their scales (S, H); of pages that have none, themselves twice."""
+    """Slots (S, H, D) and their scales (S, H); for pages without scales the slots twice, which the kernel ignores."""
     if isinstance(pages, Quantised):
         codes = pages.codes.view(pages.dtype).flatten(0, 1)
         return codes, pages.scales.flatten(0, 1)

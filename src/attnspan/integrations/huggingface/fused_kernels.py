@@ -1,11 +1,16 @@
 """The small functions between a model's matrices, one Triton kernel each: norms, rotary embeddings, gated activations.
 
-In eager torch each of these is up to ten kernels that read and write the same numbers. Here every one comes twice: as a
-formula, in the words of the modeling files (`normed`, `rotated`, `gated`), and as a kernel (`fused_norm`, with a sum
-before it `fused_add_norm`, `fused_rotary`, `fused_gate`) that rounds where the formula does. So results differ from the
-formula's by what a sum in another order comes to, and by the exponentials of two libraries: see `agree`.
+In eager torch each of these is up to ten kernels that read and write the same numbers. Here each is defined twice: as
+a formula, written as in the modeling files, and as a kernel that rounds where the formula does::
 
-A call that a kernel is not for (another dtype, a layout, a device) is answered with None.
+    formula    kernel
+    normed     fused_norm, and fused_add_norm with a sum before it
+    rotated    fused_rotary
+    gated      fused_gate
+
+Results differ from the formula's only by the order of sums and by the two libraries' exponentials: see `agree`.
+
+A kernel returns None for a call that it does not support, such as another dtype, layout or device.
 
 Shapes: T tokens, N numbers of a token, H query heads, Hk key heads, D head dim.
 """
@@ -29,16 +34,16 @@ MAX_NUMBERS = 16384
 """Numbers of a token that one program holds."""
 
 BLOCK = 1024
-"""Numbers that a program takes, of functions that look at one at a time, and at least of a norm."""
+"""Numbers that a program of an elementwise function takes; a program of a norm takes at least as many."""
 
 HEADS = 4
 """Heads that a program rotates."""
 
 NORMS = ("rounded", "wide", "plus_one")
-"""How a norm ends: rounded before it is scaled, as Llama's; after it, as OLMo's; scaled by 1 + weight, as Gemma's."""
+"""How a norm ends: rounded before it is scaled (Llama), after it (OLMo), or scaled by 1 + weight (Gemma)."""
 
 ROTARIES = ("rounded", "wide")
-"""Whether products are rounded before they are added, as Llama's; or everything once, as Cohere's."""
+"""Whether products are rounded before they are added (Llama), or only their sum (Cohere)."""
 
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,

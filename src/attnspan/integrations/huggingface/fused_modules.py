@@ -1,16 +1,20 @@
 """Modules of a model that run as one kernel each while it is served on CUDA: norms, rotary embeddings, gated MLPs, and
 the sum before a layer's second norm.
 
-A step of few tokens is a matter of reading weights, and the small functions between them take as long again: ten
-kernels for a norm. So while a model is served, such modules have a forward of ours (fused_kernels.py). Weights, hooks
-and the modules inside are the model's own; nothing is copied.
+A step of few tokens takes the time of reading the weights, and in eager torch as long again for the small functions
+between them: a norm alone is ten kernels. So while a model is served, such modules have another forward, which calls
+one kernel (fused_kernels.py). Weights, hooks and submodules are the model's own; nothing is copied.
 
-[Note: recognised by what it computes] No class is known by name. A module has a forward of ours if its code mentions
-nothing but what the formula needs, if it gives the formula's bits for random tokens of three sizes, and if the kernel
-agrees with the formula on them (`agree`). Any other is left alone: a LayerNorm, an activation that is not known,
-rotary embeddings of interleaved numbers. All of it is looked at again when the model has changed.
+[Note: recognised by what it computes] No class is known by name. A module gets another forward if three things hold:
 
-A call for which there is no kernel is the module's own, as is one that is to be differentiated.
+    names    the code of its forward mentions nothing but what the formula needs
+    bits     on random tokens of three magnitudes it returns the bits of the formula
+    kernel   on the same tokens the kernel agrees with the formula (`agree`)
+
+Any other module keeps its forward: a LayerNorm, an unknown activation, rotary embeddings of interleaved numbers. When
+the model has changed, all its modules are compared again.
+
+The module's own forward still answers calls that the kernel does not support, and calls under autograd.
 """
 
 from __future__ import annotations
@@ -50,25 +54,29 @@ ROTARY = "apply_rotary_pos_emb"
 EPSILONS = ("variance_epsilon", "eps", "epsilon")
 ACTIVATION_NAMES = ("act_fn", "activation_fn", "act")
 SEPARATE, MERGED = {"gate_proj", "up_proj", "down_proj"}, {"gate_up_proj", "down_proj"}
-"""Names of parts, by which a module is looked at at all."""
+"""Names of the submodules of a gated MLP; modules with others are not looked at."""
 
 FIRST, ATTENTION, SECOND, MLP = LAYER = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
-"""Parts of a layer, by which it is looked at: x + attention(first(x)), and to that mlp(second(...)) of it."""
+"""Parts of a decoder layer that is looked at: y = x + attention(first(x)), then y + mlp(second(y))."""
 
 IN_NORMS = frozenset(
     (*EPSILONS, "weight", "_norm", "dtype", "to", "torch", "float32", "float", "pow", "mean", "rsqrt", "type_as")
 )
 IN_MLPS = frozenset((*ACTIVATION_NAMES, *SEPARATE, *MERGED, "chunk"))
-"""All that their code may mention."""
+"""All names that the code of norms and of gated MLPs may mention."""
 
 SIZES = (1e-2, 1.0, 30.0)
-"""Of the tokens on which modules are compared; in float16 larger ones overflow."""
+"""Magnitudes of the tokens on which modules are compared; in float16 larger ones overflow."""
 
 Method = Callable[..., object]
 
 
 class FusedModule(NamedTuple):
-    """A module, what it is known as, and its forward while its model is served."""
+    """A module, the formula that it was recognised as, and its forward while its model is served.
+
+    `kind` is the formula and its settings, such as ("norm", "rounded", "eps"). Modules of the same kinds as before need
+    no new forward when a model is looked at again.
+    """
 
     module: nn.Module
     kind: tuple[object, ...]
@@ -127,7 +135,7 @@ class _Draw:
 
 
 def _own_forward(module: nn.Module) -> bool:
-    """Whether a module's forward is not its class's; one of ours is, in a moment."""
+    """Whether a module's forward is neither its class's nor one that serving has set, which is removed after a step."""
     return not isinstance(vars(module).get("forward", ServingMethod(module)), ServingMethod)
 
 
@@ -139,7 +147,8 @@ def _compiled_parts(model: nn.Module) -> set[nn.Module]:
 
 
 def _mentions_only(module: nn.Module, names: frozenset[str], *methods: str) -> bool:
-    """Whether the code of its forward, and of methods that it has, mentions these names alone, and takes one tensor."""
+    """Whether the code of a module's forward, and of those `methods` that it has, mentions only these names, and takes
+    one argument."""
     functions = [getattr(type(module), name, None) for name in ("forward", *methods)]
     found = [each for each in functions if each is not None]
     plain = all(isinstance(each, FunctionType) and not hasattr(each, "__wrapped__") for each in found)
@@ -152,7 +161,7 @@ def _mentions_only(module: nn.Module, names: frozenset[str], *methods: str) -> b
 
 
 def _is_norm_like(module: nn.Module) -> bool:
-    """Whether it has a weight for each number of a token, and an epsilon, and nothing more."""
+    """Whether a module has one weight vector and an epsilon, and nothing more."""
     weight = module._parameters.get("weight")
     alone = len(module._parameters) == 1 and not module._modules and not list(module.buffers(recurse=False))
     return alone and weight is not None and weight.dim() == 1 and _epsilon(module) is not None
@@ -174,7 +183,7 @@ def _norm(module: nn.Module, kind_of: Callable[[type, int, float, str], str | No
 
 
 def _norm_kind(draw: _Draw, cls: type[nn.Module], n: int, eps: float, name: str) -> str | None:
-    """How a norm of a class ends, on random weights, if it is one."""
+    """Which of `NORMS` a class computes, found on random weights; None if it is no such norm."""
     x, weight = draw.tokens(n), draw(n)
     twin = cls.__new__(cls)
     nn.Module.__init__(twin)
@@ -261,7 +270,7 @@ def _mlp_forward(module: nn.Module, activation: str, *args: Tensor, **kwargs: Te
 
 
 class _Part(nn.Module):
-    """In the place of a part of a layer: some function of what it is given, which it notes."""
+    """Stands in for a part of a layer: computes some function, and records its other arguments."""
 
     def __init__(self, function: Callable[[Tensor], object]) -> None:
         super().__init__()
@@ -273,7 +282,8 @@ class _Part(nn.Module):
 
 
 def _layer(layer: nn.Module, norms: Mapping[nn.Module, tuple[object, ...]], draw: _Draw) -> Iterator[FusedModule]:
-    """A layer whose second norm is known, if it is the formula, and hands its arguments on to attention alone."""
+    """A layer whose second norm was recognised, if its forward is the formula of `LAYER` and passes its other arguments
+    to attention alone."""
     forward, kind = type(layer).forward, norms.get(layer._modules[SECOND] or layer)
     if kind is None or not isinstance(forward, FunctionType) or not set(LAYER).issuperset(names_in(forward.__code__)):
         return
@@ -324,7 +334,7 @@ def _layer_forward(
 
 
 def _rotary_of(module: nn.Module) -> FunctionType | None:
-    """The function by which an attention layer rotates, if it is called by the name that is known."""
+    """The function that an attention layer calls by the name `ROTARY`; None if there is none that can be replaced."""
     forward = type(module).forward
     if not isinstance(forward, FunctionType) or not can_be_rebound(forward):
         return None
@@ -343,7 +353,7 @@ def _with_rotary(module: nn.Module, kind_of: Callable[[FunctionType], str | None
 
 
 def _rotary_kind(draw: _Draw, own: FunctionType) -> str | None:
-    """How a function rounds, if it is a rotary embedding by halves."""
+    """Which of `ROTARIES` a function computes; None if it is no rotary embedding by halves."""
     (q, k), (cos, sin) = (draw(1, heads, 3, 16) for heads in (4, 2)), (draw(1, 3, 16) for _ in range(2))
     try:
         expected = own(q, k, cos, sin)

@@ -1,12 +1,12 @@
-"""A function that calls others than its own: the same code, with a scope in which some global names are ours.
+"""Copies of functions with other globals: the same code, in which some global names are bound to our functions.
 
     forward = rebound(original, {"causal_conv1d_fn": ours})
 
-The modeling file and other models are not touched, and virtual ranks do not see each other's.
+The modeling file and other models do not change, and each virtual rank can have a copy of its own.
 
-[Note: compiled] torch.compile reads globals from the module that is called by their ``__name__``, where the originals
-are; so the scope of such a function has none. What it compiled it keeps with a code object, and what that needs in the
-globals of the function; so every such function has a code object of its own.
+[Note: compiled] torch.compile looks globals up in the module that ``__name__`` among them names, where the originals
+are. So the globals of a copy have no ``__name__``. It caches compiled code by code object, and stores what that code
+needs among the globals of the function. So every copy has a code object of its own.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from types import CellType, CodeType, FunctionType
 
 
 def rebound(function: FunctionType, functions: Mapping[str, object]) -> FunctionType:
-    """A function whose code calls these, with what it is decorated with."""
+    """A copy of a function in which these names are bound to `functions`; its decorators are copied too."""
     inner, closure = getattr(function, "__wrapped__", None), function.__closure__ or ()
     if inner is not None:
         below = rebound(inner, functions)
@@ -28,7 +28,7 @@ def rebound(function: FunctionType, functions: Mapping[str, object]) -> Function
 
 
 def can_be_rebound(function: FunctionType) -> bool:
-    """Whether every function around another holds it in its closure."""
+    """Whether each decorator of a function holds what it decorates in its closure, where a copy can replace it."""
     inner = getattr(function, "__wrapped__", None)
     held = [_cell_value(cell) for cell in function.__closure__ or ()]
     return inner is None or (any(each is inner for each in held) and can_be_rebound(inner))

@@ -1,8 +1,16 @@
-"""The Triton programs of the kernel `decode`: attention over the pages of a block table, and what joins parts of rows.
+"""The Triton programs of the kernel `decode`: attention over the pages of a block table.
 
-Steps come in two sorts. In one, every row's queries fit into a program: decoding, and a few guessed tokens. Its keys
-are dealt in equal shares (`attend_shares`, `join_shares`). In the other rows are long: each has programs of its own for
-its queries, and each of those for as many splits of its keys (`attend_split`, `join_splits`).
+A program computes a row's result over some of its keys; where a row's keys are in several programs, a second launch
+joins the parts. Two pairs of programs serve two sorts of steps, between which decode.py chooses::
+
+    attend_shares, join_shares    short rows, whose queries fit into one program: decoding, with or without drafts.
+                                  The keys of all rows are dealt to programs in equal shares.
+    attend_split, join_splits     long rows: programs for tiles of a row's queries, each over one split of its keys
+
+Both call `attend_blocks`, which is FlashAttention over blocks of keys, and `store`.
+
+Names of strides: a tensor and a dim, such as k_p, k_s, k_h: k keys, v values, s scales, q queries; p page, s slot,
+h head, t token.
 
 [Note: shares] The blocks of all rows, one row after another, are one long list, cut into as many equal shares as
 programs fit on the device at once. A program goes over its share, which may begin and end inside of a row::
@@ -41,8 +49,8 @@ VARYING = ["width", "tokens", "splits", "tiles", "shares", "row_count", "most", 
 """Numbers that differ from step to step: Triton would recompile for 1, for multiples of 16, and for the rest."""
 
 NO_POSITION = 1 << 30
-"""After every position: where a row without queries begins. Even a loop that never runs compares keys a few blocks past
-its begin with its end, to load ahead, so these have to be int32 numbers as well."""
+"""A position after all others, where a row without queries begins. Its loop over keys never runs, but the comparison
+that loads ahead still adds a few blocks to it, so that int32 must have room above it."""
 
 INT8, FLOAT8 = (
     """
@@ -70,10 +78,11 @@ mov.b32 {$2, $3}, two;
 }
 """,
 )
-"""PTX that makes float16 of the four codes in a word. An int8 plus 128 is the lower byte of itself plus 1152."""
+"""PTX that makes float16 of the four codes in a word. int8: code + 128, as the lower byte of a float16 between 1024 and
+2048, is the number code + 1152, of which 1152 is subtracted."""
 
 INTS, FLOATS = 1, 2
-"""What the codes in words are; 0 where codes are not loaded as words."""
+"""Values of `words`: what the codes in a word are. 0: codes are not loaded as words."""
 
 tl: Any = None  # triton.language: Triton looks names up among the globals of what it compiles, so it must be one
 
