@@ -155,7 +155,8 @@ class EmbeddedPrompt:
 
 
 class PromptRows(NamedTuple):
-    """Rows [start, stop) of a packed batch: of a sequence that begins with an `EmbeddedPrompt`, from `first` on."""
+    """Tokens [start, stop) of a packed batch: those of a sequence that begins with an `EmbeddedPrompt`, from its token
+    number `first` on."""
 
     start: int
     stop: int
@@ -164,11 +165,11 @@ class PromptRows(NamedTuple):
 
 
 class PackedBatch(NamedTuple):
-    """The new tokens of many sequences, one after another. `logits_to_keep` are the rows whose logits are
-    wanted; None: all.
+    """The new tokens of many sequences, one after another: T tokens, one row of the model.
 
-    `encoded`, of a model with an encoder: for each sequence how many of the tokens are its, and what `encode` made of
-    its prompt. `adapters`: the same with the adapter that its request names; () if none does.
+    `logits_to_keep` are the indices of the tokens whose logits are wanted; None: all. `encoded` and `adapters` have a
+    pair for each sequence: its number of tokens here, and what `encode` made of its prompt (for a model with an
+    encoder), or the adapter that its request names. `adapters` is () if no request names one.
     """
 
     tokens: Tensor  # (T,) int64
@@ -176,7 +177,7 @@ class PackedBatch(NamedTuple):
     logits_to_keep: Tensor | None = None  # (rows,) int64
     encoded: Sequence[tuple[int, object]] = ()
     embedded: tuple[PromptRows, ...] = ()
-    adapters: Sequence[tuple[int, str | None]] = ()  # for each sequence how many of the tokens are its, and which
+    adapters: Sequence[tuple[int, str | None]] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -214,7 +215,7 @@ class StepAttention:
     calls = 0
 
     def recurrence(self, state: int, rule: Rule) -> Tensor:
-        """Go on with each sequence's recurrence, from its state: rules of (1, T, ...), as `rule` names them."""
+        """Continue each sequence's recurrence from its state number `state`; the tensors of `rule` are (1, T, ...)."""
         raise NotImplementedError
 
     def conv1d(self, state: int, tokens: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -111,7 +111,9 @@ class ModelRunner:
         sizes = {"max_sequences": config.max_sequences, "max_tokens": config.max_tokens, "max_length": max_length}
         self.plans = [cache.plan(**sizes) for cache in caches]
         self._attention = PagedStepAttention(pools, caches, self.plans, config.kernel)
-        self._encoded: dict[int, tuple[tuple[int, ...], object]] = {}  # by request: its prompt, and what became of it
+        self._encoded: dict[
+            int, tuple[tuple[int, ...], object]
+        ] = {}  # by request: its prompt, and the encoder's result
         self._encodes = model.info().decoder_start is not None
         if self._encodes and config.cuda_graphs:
             raise EngineError("cuda_graphs=True is for models without an encoder; leave cuda_graphs out")
@@ -126,7 +128,7 @@ class ModelRunner:
                 )
 
     def _caches(self) -> Sequence[PagedKVCache]:
-        """What is written to and read, for each pool."""
+        """The cache of each pool: the pool itself, or over ranks its share of pages."""
         return self.pools.pools
 
     @property
@@ -176,7 +178,7 @@ class ModelRunner:
         self._attention.begin(None if states is None else states.step(rows))
 
     def keep_states(self) -> None:
-        """The batch that was run counts: its new states take the place of the old ones. See [Note: new states]."""
+        """Write the new states of the batch that was run in place of the old ones. See [Note: new states]."""
         attention, pool = self._attention, self.pools.states
         if pool is not None and attention.states is not None:
             for state, after in attention.new_states.items():
@@ -229,7 +231,7 @@ class ModelRunner:
         rows: Sequence[tuple[Sample, int]],
         embedded: tuple[PromptRows, ...] = (),
     ) -> Tensor:
-        """The logits of the tokens at `wanted`, (wanted, V); of samples that have so many of the tokens each."""
+        """The logits of the tokens at `wanted`, (wanted, V); `rows` are the samples, each with its number of tokens."""
         kept = torch.tensor(wanted, dtype=torch.int64, device=self.device)
         fed = torch.as_tensor(tokens, device=self.device, dtype=torch.int64)
         encoded = [(count, self._encode(sample)) for sample, count in rows] if self._encodes else []
@@ -278,7 +280,7 @@ def _group_masks(batch: Sequence[Chunk]) -> dict[int, AfterPrefix]:
 
 
 def _decodes(batch: Sequence[Chunk]) -> bool:
-    """Whether every sample is fed one token, its last, and knows nothing but tokens."""
+    """Whether every sample is fed one token, its last, and has no images or adapter: a batch for a graph."""
     return all(
         chunk.new == 1 and chunk.gets_token and chunk.sample.embedded is None and chunk.sample.adapter is None
         for chunk in batch

@@ -38,7 +38,7 @@ _OPEN = [0]  # blocks and attachments that need it, of all threads
 
 
 class FlexMode(TorchFunctionMode):
-    """A mode that calls of flex_attention are handed to."""
+    """The base of `AttentionMode` (sdpa.py): a mode to which `dispatch` passes calls of flex_attention."""
 
     if TYPE_CHECKING:  # torch's, which it does not annotate
 

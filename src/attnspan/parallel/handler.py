@@ -49,7 +49,7 @@ class Handler(ABC):
 
 
 class SessionHandler(Handler):
-    """A session's attention. SDPA uses the mask called `name`; it is refused if that is None."""
+    """A session's attention. SDPA uses the mask called `name`; with None, it is refused."""
 
     def __init__(self, attentions: Attentions, name: str | None, guards: Guards | None = None):
         self.core, self.attentions, self.name = attentions.core, attentions, name
@@ -105,6 +105,7 @@ class SessionHandler(Handler):
         return out.reshape(*query.shape[:-1], value.shape[-1])
 
     def check(self, args: SdpaArgs) -> None:
+        """Refuse arguments that the session's attention does not have. torch_compat overrides it."""
         self.checks.check(args)
 
     def refuse(self, attend: Attention, args: SdpaArgs, wrong: AttentionError) -> NoReturn:

@@ -60,9 +60,9 @@ class AttentionMode(FlexMode):
     def __init__(self, handler: Handler, flex: bool = False, entry: Entry | None = None):
         super().__init__()
         self.handler, self.flex = handler, flex
-        self.entry = entry  # of calls in compiled code, if this block repeats one that was entered before
+        self.entry = entry  # the way of entry of compiled calls, if this block repeats one that was entered before
         self.compiled = False  # whether the block itself is in compiled code
-        self.pushed: list[bool] = []
+        self.pushed: list[bool] = []  # for each time it is open: whether it is on torch's stack of modes
 
     def __enter__(self) -> AttentionMode:
         self.compiled = torch.compiler.is_compiling()

@@ -40,7 +40,8 @@ WHILE_SERVED = frozenset({_ENTRY, "_attn_implementation", METHOD})
 
 
 class ProbedCall(NamedTuple):
-    """That a layer attends: its place among the layers, its window, and the key heads that it has on this rank."""
+    """A call of attention in a probed pass: the place of its layer among the layers, the window that it used, and the
+    key heads on this rank. A layer that attends twice has two."""
 
     place: int
     window: int | None
@@ -52,8 +53,8 @@ class ProbedCall(NamedTuple):
 
 
 class ProbeResult(NamedTuple):
-    """What probing a model found: its layers in the order in which they attend; of each state what it is, and whose;
-    and whether the model computes the logits of all tokens where some are asked for."""
+    """What probing a model found: calls of attention in their order; for each state the name of its mixer, and its spec;
+    and whether the model computes the logits of all tokens though few are wanted."""
 
     calls: list[ProbedCall]
     states: list[tuple[str, StateSpec]]
@@ -61,26 +62,27 @@ class ProbeResult(NamedTuple):
 
 
 class ServingBinding:
-    """The engines that serve a model, the names that its configs had before, and what probing it found."""
+    """What serving changes in a model: engines in a step, attributes that they set and restore, what a probe found."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         decoder = decoder_of(model)
-        self.config = model.config  # if it has another, all are looked for again
+        self.config = model.config  # a model that has another one by now gets another binding
         self.configs = configs_of(decoder)  # one, for nearly every model
-        self.name = NAME if decoder is model else NAME_MERGING
+        self.name = NAME if decoder is model else NAME_MERGING  # of the attention while it is served
         self.plain = {id(config) for config in self.configs if _is_plain(config)}
-        self.names: list[str] | None = None  # None while no engine serves it
-        self.owners: set[int] = set()
+        self.names: list[str] | None = None  # by config: its own attention, to be restored; None while not served
+        self.owners: set[int] = set()  # engines in a step, by id
         self.latents: dict[nn.Module, LatentSource] = {}
         self.described: list[str] = []
         self.probed = ProbeResult([], [])
-        self.replaced: list[tuple[nn.Module, tuple[object, ...]]] = []  # and what each is known as
-        self.replacements: list[tuple[dict[str, object], str, ServingMethod]] = []  # attributes of modules
-        self.fused: list[tuple[dict[str, object], str, ServingMethod]] = []  # which are the model's to keep or replace
+        self.replaced: list[tuple[nn.Module, tuple[object, ...]]] = []  # modules with other methods, and their kinds
+        self.replacements: list[tuple[dict[str, object], str, ServingMethod]] = []  # (vars of a module, name, method)
+        self.fused: list[tuple[dict[str, object], str, ServingMethod]] = []  # likewise; a model's own take precedence
         self.lock = Lock()
 
     def begin(self, name: str, owner: int) -> None:
-        """An owner comes; again, if its last end was broken off."""
+        """An owner's step begins; the first owner sets the attributes. An owner whose `end` was interrupted may begin
+        again."""
         if not self.owners:
             if self.names is None:
                 self.names = [self.attention_of(config) for config in self.configs]
@@ -96,6 +98,7 @@ class ServingBinding:
         self.owners.add(owner)
 
     def end(self, owner: int) -> None:
+        """An owner's step ends; the last owner restores the attributes."""
         self.owners.discard(owner)
         if not self.owners and self.names is not None:
             for config, name in zip(self.configs, self.names, strict=True):
@@ -207,6 +210,6 @@ def probed_once(
 
 
 def update_layers(model: PreTrainedModel, layers: ServedLayers) -> None:
-    """From here on these are served: a model that has changed may have others of the same description."""
+    """Serve these layers from now on: a model that has changed may have other modules with the same description."""
     binding = _binding_of(model)
     with binding.lock: binding.update_layers(layers)  # fmt: skip  # noqa: E701
