@@ -1,4 +1,34 @@
-"""Kernels: the tiles between two buffers in, (out, lse) out, and the way back. kernel.py has the contract."""
+"""Kernels: the tiles between two buffers in, (out, lse) out, and the way back.
+
+    kernel.py        the contract of a kernel, and of one that computes one tile (per_tile.py: from that to all tiles)
+    registry.py      all kernels, and which one computes a step
+
+Kernels, by name:
+
+    cudnn.py, cuda_flash.py, efficient.py, cpu_flash.py    torch's (aten.py: its private ops; parts.py: tiles in parts)
+    flash4.py                                              FlashAttention-4
+    band.py                                                our own, in Triton (bands.py: all tiles in one call)
+    flex.py                                                FlexAttention, compiled: any program
+    blocks.py                                              any program on any device, block by block
+    reference.py                                           the formulas, in plain torch
+
+Inside of our own:
+
+    agenda.py            which block of rows sees which columns
+    band_programs.py     in Triton
+    band_hopper.py       in Gluon, for Hopper GPUs (hopper_programs.py)
+    band_mods.py         score_mods and mask_mods (triton_mods.py, triton_expressions.py: as Triton code;
+                         mod_lookups.py: where they look numbers up)
+
+Shared by kernels:
+
+    accumulator.py       partial results of tiles (merge.py: of two)
+    adding.py            sums into tensors of any layout (row_sums.py: of what score_mods learn row by row)
+    mods.py              score_mods and mask_mods at global positions (split.py: a program in two)
+    segments.py          tiles as sequences of variable length
+    dropout.py           dropout by positions
+    autograd.py          autograd inside of a custom op
+"""
 
 from attnspan.kernels.accumulator import Accumulator
 from attnspan.kernels.adding import add_into, sum_into, write_into

@@ -40,7 +40,7 @@ WHILE_SERVED = frozenset({_ENTRY, "_attn_implementation", METHOD})
 
 
 class ProbedCall(NamedTuple):
-    """A call of attention in a probed pass: the place of its layer among the layers, the window that it used, and the
+    """A call of attention in a probed pass: the place of its layer among the layers, the window that it used, and its
     key heads on this rank. A layer that attends twice has two."""
 
     place: int
@@ -53,7 +53,7 @@ class ProbedCall(NamedTuple):
 
 
 class ProbeResult(NamedTuple):
-    """What probing a model found: calls of attention in their order; for each state the name of its mixer, and its spec;
+    """What probing a model found: calls of attention in their order; for each state the name of its mixer and its spec;
     and whether the model computes the logits of all tokens though few are wanted."""
 
     calls: list[ProbedCall]
