@@ -441,7 +441,7 @@ class EngineCore(Owned):
         else:
             with self._on_all_ranks():
                 step = step or self._launch(batch)
-                ahead = self._launch_ahead(step)
+                ahead = self._launch_ahead(step)  # before `read`, which waits for the device
                 self._fingerprint.accept_own_writes()
                 commit = self._outcomes(step.token_chunks, step.read())
                 self._journal.commit(partial(self._report, commit), partial(self._record, batch, commit, ahead))
@@ -472,7 +472,7 @@ class EngineCore(Owned):
         batch = self._scheduler.ahead(step.batch)
         if batch:
             self._runner.prepare(batch, ahead=True)
-        self._journal.planned(step.batch)
+        self._journal.planned(step.batch)  # its samples are those of the batch ahead: a rollback undoes both
         if not batch:
             return None
         logits = self._runner.run_decode(batch, step.inputs_of(batch))

@@ -1,9 +1,9 @@
 """The recurrent mixers of a transformers model, and their forward over ranks or in a step of an engine.
 
 A mixer is a module whose forward calls, by name, a function that mixes tokens (sequence_functions.py). While its model
-is enabled or served (paged_attention.py), its forward is replaced by one with the same code and other globals::
+is enabled (binding.py) or served (serving_binding.py), its forward is a copy with other globals (rebinding.py)::
 
-    forward = FunctionType(original.__code__, {**original.__globals__, "causal_conv1d_fn": ours, ...})
+    forward = rebound(original, {"causal_conv1d_fn": ours, ...})
 
 The modeling file and other models are not changed, and virtual ranks do not interfere. `unbind` removes it.
 
@@ -13,7 +13,6 @@ transformers' own, because subclasses and patches may mix tokens in ways that no
 with the names of the layer and the function. Every pass checks that all its functions ran (call_counts.py).
 
 Mixers that compute their recurrence inline are rows of inline_mixers.py.
-
 """
 
 from __future__ import annotations
