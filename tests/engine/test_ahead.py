@@ -12,7 +12,7 @@ from attnspan import Engine, SamplingParams
 from attnspan.engine import core
 from attnspan.engine.model_runner import ModelRunner
 from tests.devices import on_every_device
-from tests.engine.disturbed import Faults, interrupt
+from tests.engine.disturbed import Faults, catalogue, interrupt
 from tests.engine.models import greedy, prompts, tiny, tokenizer
 from tests.engine.test_disturbed import at_lines, faulty
 
@@ -193,15 +193,23 @@ def test_a_step_whose_next_one_fails_has_not_happened(method, ahead, monkeypatch
     assert request.token_ids == greedy(tiny("Llama"), prompt, 8)
 
 
+def forget_catalogue(family, counts):
+    """What was counted while the first test of a process made the answers that histories are compared with."""
+    catalogue(family)
+    counts.update(dict.fromkeys(counts, 0))
+
+
 @pytest.mark.parametrize("family", ["Llama", "Gemma3"])
 def test_an_interrupt_at_any_line_changes_no_answer(family, ahead):
+    forget_catalogue(family, ahead)
     history = at_lines(family, interrupt, seed=9, count=40)
     assert history.raised >= 30
     assert history.finished > 4
-    assert ahead["adopted"] > 50
+    assert ahead["adopted"] > 20
 
 
 def test_calls_that_fail_change_no_answer(ahead):
+    forget_catalogue("Llama", ahead)
     history = faulty("Llama", Faults(seed=5), seed=6, count=20, patience=6)
     assert history.raised >= 10
     assert ahead["adopted"] > 20
