@@ -51,3 +51,18 @@ def test_any_step_is_dense_attention(seed, monkeypatch):
         some = draw.sample(seqs, draw.randint(1, len(seqs)))
         cache.step([(seq, draw.choice([0, 1, 1, 1, 2])) for seq in some[1:]] + [(some[0], 1)])
         agree(cache.attend(kernel="decode"), cache.expected(), torch.float32)
+
+
+@pytest.mark.parametrize("shares", [1, 3, 9])
+@pytest.mark.parametrize("window", [None, 12, 30])
+def test_rows_that_begin_alike_read_their_pages_once(shares, window, monkeypatch):
+    monkeypatch.setattr(decode, "_shares", lambda *_: shares)
+    monkeypatch.setattr(decode, "MIN_KEYS", 16)
+    monkeypatch.setattr(decode, "_tuning", lambda *_: decode.DecodeTuning(block=16))
+    cache = Cache(page_size=4, pages=300, heads=6, kv_heads=2, dim=16, dtype=torch.float32, window=window)
+    a, other = cache.add(37), cache.add(5)
+    b, c = cache.fork(a, 2)
+    for new in (3, 1, 3, 2), (1, 1, 1, 1), (1, 0, 2, 0):
+        cache.step(list(zip((other, a, b, c), new, strict=True)), share=True)
+        assert cache.plan.shared
+        agree(cache.attend(kernel="decode"), cache.expected(), torch.float32)

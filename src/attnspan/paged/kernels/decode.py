@@ -201,8 +201,8 @@ def _attend_shares(call: DecodeCall, out: Tensor, lse: Tensor) -> None:
     # Few programs join parts of many shares each, many join few.
     block_v, block_s = (COMBINED, 64) if tokens * heads < MANY else (_next_power_of_2(value_dim), 16)
     kernels.join_shares[tokens, heads, -(-value_dim // block_v)](
-        out, lse, part_out, part_lse, joined, metadata.rows, metadata.offsets, heads, rows, call.most,
-        value_dim=value_dim, block_v=block_v, block_s=block_s, num_warps=4, **call.pdl,
+        out, lse, part_out, part_lse, joined, metadata.rows, metadata.rows.stride(0), metadata.offsets, heads, rows,
+        call.most, value_dim=value_dim, block_v=block_v, block_s=block_s, num_warps=4, **call.pdl,
     )  # fmt: skip
 
 

@@ -45,7 +45,19 @@ from __future__ import annotations
 from functools import cache
 from typing import Any, NamedTuple
 
-VARYING = ["width", "tokens", "splits", "tiles", "shares", "row_count", "most", "window", "interleave", "rank"]
+VARYING = [
+    "width",
+    "rows_t",
+    "tokens",
+    "splits",
+    "tiles",
+    "shares",
+    "row_count",
+    "most",
+    "window",
+    "interleave",
+    "rank",
+]
 """Numbers that differ from step to step: Triton would recompile for 1, for multiples of 16, and for the rest."""
 
 NO_POSITION = 1 << 30
@@ -281,13 +293,13 @@ def programs() -> DecodePrograms:
 
     @triton.jit(do_not_specialize=VARYING)
     def join_shares(
-        out, lse, part_out, part_lse, joined, rows, offsets, heads, row_count, most,
+        out, lse, part_out, part_lse, joined, rows, rows_t, offsets, heads, row_count, most,
         value_dim: tl.constexpr, block_v: tl.constexpr, block_s: tl.constexpr, pdl: tl.constexpr,
     ):
         """Some numbers of a query's head, of rows that lie in several shares; 0 and -inf of rows without keys."""
         token = tl.program_id(0)
         head = tl.program_id(1)
-        row = tl.load(rows + token)
+        row = tl.load(rows + token * rows_t)  # those of a shared beginning are one number
         query = token - tl.load(offsets + row)
         if pdl:
             tl.extra.cuda.gdc_wait()
