@@ -15,7 +15,7 @@ PROMPTS = ["Attention over ranks", "A mask is", "The KV cache in pages", "Every 
 LONG = "A prompt that is longer than the pages of one rank, and so it is spread over all of them. " * 6
 
 start = time.perf_counter()
-model, tokenizer, first, last = trained(steps=120)
+model, tokenizer, first, last = trained(steps=160)
 took = time.perf_counter() - start
 print(
     f"{model.num_parameters():,} parameters have read this repository, loss {first:.2f} to {last:.2f}, in {took:.0f} s"
