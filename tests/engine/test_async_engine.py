@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import re
 import threading
 
 import pytest
@@ -371,8 +372,8 @@ def test_over_ranks_a_failed_step_ends_the_engine_on_all():
 
     try:
         loopback(2).run(rank)
-    except TransportError as lost:  # what rank 0 was about to send rank 1, which had failed by then
-        if "never arrived: rank 0 did not wait for" not in str(lost):
+    except TransportError as lost:  # the commands of the next round, for which one rank had posted its end by then
+        if not re.search(r"never arrived: rank [01] did not wait for .*commands of an engine", str(lost)):
             raise
     finally:
         model.lm_head._forward_pre_hooks.clear()
