@@ -1,4 +1,4 @@
-"""Packages that are called below what they document: which version is here, and whether a function is as it was read.
+"""Packages that may be missing, or are called below what they document: what is here, and whether it is as it was read.
 
 What leans on them is of one version, and an `Assumption` (assumptions.py) compares arguments before the first call.
 """
@@ -30,3 +30,13 @@ def takes(function: Callable[..., object], names: str) -> bool:
     open_ended = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
     needed = {name for name, each in found.items() if each.default is each.empty and each.kind not in open_ended}
     return needed <= set(names.split()) <= set(found)
+
+
+@cache
+def has_triton() -> bool:
+    """Whether Triton can be imported."""
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        return False
+    return True

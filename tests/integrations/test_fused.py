@@ -32,7 +32,7 @@ from attnspan.integrations.huggingface.fused_kernels import (
     normed,
     rotated,
 )
-from attnspan.kernels.merge import has_triton
+from attnspan.packages import has_triton
 from tests.engine.models import FAMILIES, greedy, prompts, tiny
 from tests.kernels.compiling import Compiling
 

@@ -32,11 +32,11 @@ from attnspan.kernels import (
 )
 from attnspan.kernels.agenda import Runs, agenda
 from attnspan.kernels.band_programs import NO_CODE, BandPrograms, programs
-from attnspan.kernels.merge import has_triton
 from attnspan.layouts import Contiguous, HeadTail, Striped
 from attnspan.masks import Causal, Documents, Full, KeyPadding, MaskMod, SlidingWindow
 from attnspan.masks.tile import Tile
 from attnspan.masks.tracing import traced
+from attnspan.packages import has_triton
 from tests.attention.harness import Problem, Scoring, check
 from tests.attention.programs import problem
 from tests.kernels.compiling import Compiling

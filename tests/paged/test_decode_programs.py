@@ -11,7 +11,7 @@ import random
 import pytest
 import torch
 
-from attnspan.kernels.merge import has_triton
+from attnspan.packages import has_triton
 from attnspan.paged.kernels import decode
 from tests.kernels.interpreter import interpreted
 from tests.paged.cases import Cache, agree

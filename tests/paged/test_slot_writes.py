@@ -10,7 +10,7 @@ import os
 import pytest
 import torch
 
-from attnspan.kernels.merge import has_triton
+from attnspan.packages import has_triton
 from attnspan.paged import slot_writes
 from attnspan.paged.quantised import Quantised, quantise
 from tests.kernels.compiling import Compiling

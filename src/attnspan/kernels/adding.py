@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attnspan.kernels.merge import has_triton
+from attnspan.packages import has_triton
 
 tl: Any = None  # triton.language: Triton looks names up among the globals of what it compiles, so it must be one
 

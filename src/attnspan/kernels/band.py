@@ -14,8 +14,8 @@ from torch import Tensor
 
 from attnspan.kernels import bands
 from attnspan.kernels.kernel import BackwardInputs, GradientBuffers, Spec, Tiles, Traits
-from attnspan.kernels.merge import has_triton
 from attnspan.masks.tile import Tile
+from attnspan.packages import has_triton
 
 name = "band"
 

@@ -44,12 +44,12 @@ from attnspan.dtypes import lse_dtype
 from attnspan.kernels.accumulator import Accumulator
 from attnspan.kernels.autograd import differentiable
 from attnspan.kernels.kernel import BackwardInputs, Gradients, Region, Spec, Tiles, Traits
-from attnspan.kernels.merge import has_triton
 from attnspan.kernels.mods import Mods
 from attnspan.kernels.split import split, tables
 from attnspan.masks.blocks import lists_of_tiles
 from attnspan.masks.mask import MaskFunction
 from attnspan.masks.program import Program
+from attnspan.packages import has_triton
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask

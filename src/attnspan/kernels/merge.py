@@ -20,6 +20,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from attnspan.packages import has_triton
+
 
 def merge_into(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
     """Join (part_out, part_lse) into (out, lse), in place.
@@ -93,15 +95,6 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> PartialResult:
 def share_of(part: Tensor, whole: Tensor) -> Tensor:
     """e^part / e^whole of two lse; nothing of nothing is nothing."""
     return (part - whole).exp().masked_fill(part == -torch.inf, 0.0)
-
-
-@cache
-def has_triton() -> bool:
-    try:
-        import triton  # noqa: F401
-    except ImportError:
-        return False
-    return True
 
 
 tl: Any = None  # triton.language: Triton looks names up among the globals of what it compiles, so it must be one

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnspan.kernels.merge import has_triton
+from attnspan.packages import has_triton
 from attnspan.paged.metadata import Pages
 from attnspan.paged.quantised import MAX_CODES, MIN_SCALE, Quantised
 

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from attnspan.kernels.merge import has_triton
+from attnspan.packages import has_triton
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 

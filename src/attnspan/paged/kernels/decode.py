@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attnspan.kernels.merge import has_triton
+from attnspan.packages import has_triton
 from attnspan.paged.kernels.decode_programs import FLOATS, INTS, programs
 from attnspan.paged.metadata import PagedMetadata, Pages
 from attnspan.paged.quantised import Quantised
