@@ -113,3 +113,16 @@ def test_masks_and_reference_are_what_they_say(mask):
     assert nccl.error(found, true, rows) < 1e-5
     off = differentiated(inputs, lambda q, k, v: dense(built, q, k, v) * 1.25)
     assert nccl.error(off[:1], true[:1], rows) > nccl.TOLERANCE, "an error of a quarter is seen"
+
+
+def test_who_may_be_the_fastest_of_a_side_goes_on():
+    first = {
+        "torch flex, PTRR": 1.0,
+        "torch alltoall": 1.7,
+        "ring": 5.0,
+        "needed": 3.3,
+        AUTO: 9.0,
+        AGAIN: 5.3,
+        ALONE: 0.1,
+    }
+    assert nccl.near(first) == ["torch flex, PTRR", "ring", "needed", AUTO, ALONE]

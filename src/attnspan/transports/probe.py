@@ -9,11 +9,11 @@ Three exchanges are timed, of messages that nobody reads::
 Each is done a few times in a row; the first, for which connections are made and buffers of the network fill up, does
 not count. A round takes as long as it does on the slowest rank, and the median of the rounds counts: a pause of a host
 is not the link's, and neither is what a network lets pass after one. All ranks hear of all, so that every rank
-returns the same numbers. Messages grow towards one whose bytes take `enough` seconds, or twice the latency if that is
-longer (but not much over `STEADY`); half of that will do. So a latency that varies by a fifth, as it does where ranks
-take turns on a device, leaves the bandwidth right to within a tenth. On a fast link everything takes milliseconds;
-with a latency of 20 ms about a second. Many networks let some bytes pass at full speed after a pause: `THOROUGH`
-outlasts them.
+returns the same numbers. Messages grow towards one whose bytes take `enough` seconds, or eight latencies if that is
+longer (but not more than `STEADY`, unless a latency is); half of that will do. So where ranks take turns on a device,
+and whatever they do ends with a turn, the bandwidth is right to within a tenth. On a fast link everything takes
+milliseconds; with a latency of 20 ms about two seconds. Many networks let some bytes pass at full speed after a pause:
+`THOROUGH` outlasts them.
 
 On a CUDA device the host waits for the device before it looks at the clock. The exchanges are one operation of the
 group (operations.py): ranks that do something else meanwhile are told that they are out of step.
@@ -33,13 +33,13 @@ from attnspan.transports.operations import under_way
 from attnspan.transports.transport import Transport
 
 REPEATS = 5
-SMALL, GUESS, LARGE = 1 << 10, 1 << 17, 1 << 25
+SMALL, GUESS, LARGE = 1 << 10, 1 << 17, 1 << 27
 """Bytes of messages: few, for a first guess, and at most."""
 
 ENOUGH, THOROUGH = 4e-3, 0.1
 """Seconds that a large message should take: before a group is first used, and where there is time."""
 
-STEADY = 0.02
+STEADY = 0.08
 """Seconds of bytes beside which a latency need not be steady."""
 
 
@@ -65,7 +65,7 @@ def fitting_size(size: int, seconds: float, latency: float, enough: float = ENOU
     >>> fitting_size(size=1 << 16, seconds=1e-4, latency=3.6e-5)  # 1 GB/s
     4194304
     >>> fitting_size(1 << 16, seconds=6e-3, latency=5e-4), fitting_size(1 << 16, seconds=2e-5, latency=2e-5)
-    (65536, 33554432)
+    (65536, 134217728)
     """
     wanted = size / _travelling(seconds, latency) * _wanted(latency, enough)
     while size < min(wanted, LARGE):
@@ -75,7 +75,7 @@ def fitting_size(size: int, seconds: float, latency: float, enough: float = ENOU
 
 def _wanted(latency: float, enough: float) -> float:
     """Seconds that the bytes of a large message should take."""
-    return max(enough, latency, min(2 * latency, STEADY))
+    return max(enough, latency, min(8 * latency, STEADY))
 
 
 def _travelling(seconds: float, latency: float) -> float:
