@@ -55,6 +55,12 @@ def test_on_a_cpu_it_is_the_chunked_one():
     assert chosen("auto", lightning()).name == chosen("chunked", lightning()).name == "chunked"
 
 
+def test_auto_takes_the_package_for_half_precision_where_it_can(monkeypatch):
+    monkeypatch.setattr(fla.Fla, "refuses", lambda self, rule: None)
+    assert chosen("auto", lightning()).name == "fla"
+    assert chosen("auto", lightning(torch.float32)).name == "chunked"
+
+
 def test_one_that_is_named_and_cannot_raises_its_reason_on_every_rank():
     def rank(world):
         cp = span.ContextParallel(world, seq_len=8, mask=span.Causal())
@@ -143,7 +149,8 @@ class PlainLaw(fla_laws.Law):
 
     def maps(self):
         _, maps, _ = self._chunks(self.x)
-        return fla_laws.LawMaps((), (), maps.a, maps.b)
+        at = self.call.chunks.at
+        return fla_laws.LawMaps((), (), maps.a.index_select(0, at), maps.b.index_select(0, at))
 
     def outputs(self, made, states):
         return self._read(self.x, states)
@@ -220,6 +227,21 @@ def test_the_chunked_one_is_exact_on_cuda(rule):
         assert found < (2e-5 if name in ("decay", "A", "D", "dt") else 2e-6), far
 
 
+def on_average(case, kernel, dtype):
+    """How far a kernel's ranks are from the oracle on CUDA, by name: root mean squares, over those of the oracle."""
+    ranks = loopback(case.layout.ranks, "cuda", timeout=600)
+    found = ranks.run(lambda world: of_rank(case, world, dtype, session=lambda cp: By(cp, kernel)))
+    on_cpu = [(out.cpu(), final.cpu(), {name: x.cpu() for name, x in grads.items()}) for out, final, grads in found]
+    (out, final, grads), expected = summed(case, on_cpu), truth(case)
+    pairs = {"out": (out, expected[0]), "final": (final, expected[1])}
+    pairs |= {name: (grads[name], grad) for name, grad in expected[2].items()}
+    return {name: float((a.double() - b).norm() / b.norm()) for name, (a, b) in pairs.items()}
+
+
+FEW = ("A", "D")
+"""Gradients of a few numbers, each a sum over all tokens: their errors are of no average."""
+
+
 @pytest.mark.cuda
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("rule", RULES)
@@ -228,13 +250,17 @@ def test_over_ranks_the_package_errs_as_on_one_device(rule, dtype, package, monk
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")  # as TF32
     try:
-        cases = [case_of(rule, layout, dim=64, heads=4).rounded(dtype) for layout in (Contiguous(1), HeadTail(2))]
-        alone, ranks = (apart(case, dtype, "fla", "cuda") for case in cases)
+        shape = {"groups": 1, "key_dim": 64, "value_dim": 128, "heads": 4}
+        layouts = Contiguous(1), HeadTail(2)
+        cases = [Case(rule, each, 512, [[300, 1, 211]], 1, **shape).rounded(dtype) for each in layouts]
+        alone, ranks = (on_average(case, "fla", dtype) for case in cases)
     finally:
         torch.set_float32_matmul_precision(before)
+    least = 1e-5 if dtype == torch.bfloat16 else 5e-4  # a rounding of TF32
     assert max(*alone.values(), *ranks.values()) < 0.03, (alone, ranks)
     for name, found in ranks.items():
-        assert found <= 1.1 * alone[name] + 1e-5, (name, alone, ranks)
+        few = name in FEW or (name == "decay" and rule == "Lightning")
+        assert found <= (2 if few else 1.1) * alone[name] + least, (name, alone, ranks)
 
 
 @pytest.mark.cuda

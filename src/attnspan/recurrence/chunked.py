@@ -31,6 +31,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import repeat
+from threading import Lock
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
@@ -52,6 +53,9 @@ CACHED = 2**18
 INVERTED, SOLVED = 32, 16
 """Tokens of a block whose triangle is inverted, by products above the second size, and row by row below it: larger ones
 take longer to invert, smaller ones make small products."""
+
+ONE_AT_A_TIME = Lock()
+"""Held while torch solves: on CUDA it loads a library when it first does, and raises if two threads do so together."""
 
 
 class RuleInputs(NamedTuple):
@@ -296,7 +300,8 @@ def _inverted(lower: Tensor, size: int) -> Tensor:
     if size <= SOLVED:
         blocks = _squares(lower, size)
         one = torch.eye(size, dtype=lower.dtype, device=lower.device).expand_as(blocks)
-        found: Tensor = torch.linalg.solve_triangular(blocks, one, upper=False, unitriangular=True)
+        with ONE_AT_A_TIME:
+            found: Tensor = torch.linalg.solve_triangular(blocks, one, upper=False, unitriangular=True)
         return found
     half = size // 2
     halves = _inverted(lower, half)

@@ -176,12 +176,11 @@ class FlaFunction(torch.autograd.Function):
         law, chunks = _law(x, job.call), job.scan.chunks.packed
         with ONE_AT_A_TIME:
             made = law.maps()
-        a, b = (each.index_select(0, chunks.at) for each in (made.a, made.b))
-        known, after, ctx.header = states_of(job.scan, Maps(a, b), initial)
+        known, after, ctx.header = states_of(job.scan, Maps(made.a, made.b), initial)
         with ONE_AT_A_TIME:
             out = law.outputs(made, known.states.index_select(0, chunks.order))
         ctx.job, ctx.count = job, len(made.saved)
-        ctx.save_for_backward(*x, a, *made.saved, *known)
+        ctx.save_for_backward(*x, made.a, *made.saved, *known)
         return out, after
 
     @staticmethod

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from attnspan.recurrence.chunked import RuleInputs
 from attnspan.recurrence.fla_package import PartCall
+from attnspan.recurrence.programs import SolvedPieces, delta_maps
 
 
 class LawMaps(NamedTuple):
@@ -46,7 +47,7 @@ class Law(ABC):
 
     @abstractmethod
     def maps(self) -> LawMaps:
-        """The maps of the states over each chunk."""
+        """The maps of the states over each chunk, in the order of the scan."""
 
     @abstractmethod
     def outputs(self, made: LawMaps, states: Tensor) -> Tensor:
@@ -65,24 +66,18 @@ FORWARD, BACKWARD = (f"ops.common.chunk_delta_h chunk_gated_delta_rule_{each}" f
 """The pass over states of the delta rules, and its way back."""
 
 
-def _delta_maps(call: PartCall, k: Tensor, w: Tensor, u: Tensor, **gates: Tensor | None) -> tuple[Tensor, Tensor]:
-    """A and B of a delta rule, together in one tensor."""
-    heads, value = u.shape[2:]
-    both = k.new_empty(len(call.chunks.order), heads, k.shape[-1], value + k.shape[-1], dtype=torch.float32)
-    call("ops.cp.chunk_fwd chunk_cp_fwd_h", k=k, w=w, u=u, hm=both, multi_seqs=True, **gates)
-    b, a = both.split([value, k.shape[-1]], -1)
-    return a, b
-
-
 class GatedDeltaLaw(Law):
     """The delta rule, with one decay for a head, or none."""
+
+    def _maps(self, known: SolvedPieces) -> tuple[Tensor, Tensor]:
+        return delta_maps(known, self.call.chunks.cu_seqlens, self.call.chunks.order)
 
     def maps(self) -> LawMaps:
         x, call = self.x, self.call
         g = None if x.decay is None else call.summed(x.decay)
         intra = "ops.gated_delta_rule.chunk_fwd chunk_gated_delta_rule_fwd_intra"
         w, u, inverse = call(intra, k=x.key, v=x.value, g=g, beta=x.beta)
-        return LawMaps((g, inverse), (w, u), *_delta_maps(call, x.key, w, u, g=g))
+        return LawMaps((g, inverse), (w, u), *self._maps(SolvedPieces(x.key, w, u, g)))
 
     def outputs(self, made: LawMaps, states: Tensor) -> Tensor:
         x, call = self.x, self.call
@@ -113,7 +108,7 @@ class GatedDeltaLaw(Law):
         return d_q, d_k + d_k2, d_v, None if g is None else call.summed_back(d_g + d_g2), d_beta
 
 
-class KDALaw(Law):
+class KDALaw(GatedDeltaLaw):
     """The delta rule, with a decay for each channel."""
 
     def maps(self) -> LawMaps:
@@ -121,7 +116,7 @@ class KDALaw(Law):
         g = call.summed(x.decay) if x.decay is not None else None
         tokens = {"q": x.query, "k": x.key, "v": x.value, "gk": g, "beta": x.beta}
         w, u, _, keys, pairs, inverse = call("ops.kda.chunk_intra chunk_kda_fwd_intra", scale=call.scale, **tokens)
-        return LawMaps((g, pairs, inverse), (w, u, keys), *_delta_maps(call, keys, w, u, gk=g))
+        return LawMaps((g, pairs, inverse), (w, u, keys), *self._maps(SolvedPieces(keys, w, u, g)))
 
     def outputs(self, made: LawMaps, states: Tensor) -> Tensor:
         x, call = self.x, self.call
@@ -163,7 +158,7 @@ class DecayLaw(Law):
         forward = {"k": x.key, "v": x.value, self.GATE: g, "h0": None, "output_final_state": True}
         _, b = call("ops.common.chunk_h chunk_fwd_h", **forward)
         a = b.new_ones(*b.shape[:2], 1, 1) if x.decay is None else call.totals(x.decay)
-        return LawMaps((g,), (), a, b)
+        return LawMaps((g,), (), *(each.index_select(0, call.chunks.at) for each in (a, b)))
 
     def outputs(self, made: LawMaps, states: Tensor) -> Tensor:
         x, call = self.x, self.call

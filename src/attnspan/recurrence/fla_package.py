@@ -26,7 +26,6 @@ LN2 = 1.4426950216
 
 PARTS = {
     "ops.utils.cumsum chunk_local_cumsum": "g chunk_size reverse scale cu_seqlens chunk_indices",
-    "ops.cp.chunk_fwd chunk_cp_fwd_h": "k w u hm g gk cu_seqlens chunk_size multi_seqs",
     "ops.common.chunk_delta_h chunk_gated_delta_rule_fwd_h": (
         "k w u g gk initial_state output_final_state chunk_size cu_seqlens chunk_indices chunk_offsets"
     ),

@@ -5,7 +5,8 @@ tokens and the state after every stretch. In between it calls the scan, which al
 in, states before chunks come out (scan.py). A kernel that is named and does not take a rule raises its reason.
 
 ``chunked`` is plain torch, in float32 or float64, on every device. ``fla`` calls the Triton kernels of
-flash-linear-attention (fla.py). ``auto`` is `chunked`: `fla` has not been measured on a GPU yet, and is used by name.
+flash-linear-attention (fla.py), which multiply in the dtype of the tokens. ``auto`` takes `fla` for tokens in half
+precision where it can (on an H200 it is two to seven times as fast), else `chunked`.
 """
 
 from __future__ import annotations
@@ -78,7 +79,9 @@ def chosen(kernel: str, rule: Rule) -> RecurrenceKernel | None:
                 f"kernel must be 'auto' for {type(rule).__name__}, which runs by itself, got {kernel!r}"
             )
         return None
-    kernel = "chunked" if kernel == "auto" else kernel
+    if kernel == "auto":
+        half = rule.inputs().key.dtype in (torch.bfloat16, torch.float16)
+        return KERNELS["fla" if half and KERNELS["fla"].refuses(rule) is None else "chunked"]
     reason = KERNELS[kernel].refuses(rule)
     if reason is not None:
         raise RecurrenceError(f"kernel={kernel!r} does not take this {type(rule).__name__}: {reason}")

@@ -5,10 +5,10 @@ may be multiplied out, or kept as two factors, which is less work before the sca
 
     inner = new + right @ before          after = a * before + left' inner + b
 
-[Note: factors] Multiplied out, A and what outputs read take two products of every chunk, and the scan one: a single
-launch a step, while GPUs wait for launches alone. CPUs wait for products: there factors are kept, and ``inner`` is what
-outputs need of the state besides. Where a rank's stretches are
-needed as maps, their products are needed too, and are multiplied out.
+[Note: factors] Multiplied out, A and what outputs read take two products of every chunk, and the scan one; on CUDA a
+Triton program takes all steps of it (programs.py). CPUs wait for products: there factors are kept, and ``inner`` is
+what outputs need of the state besides. Where a rank's stretches are needed as maps, their products are needed too, and
+are multiplied out.
 
 Shapes: n chunks, H heads, (K, V) a state, C tokens; a is (n, H, K, K), or anything that (n, H, K, V) can be multiplied
 by; b is (n, H, K, V), left and right (n, H, C, K), new and inner (n, H, C, V).
@@ -23,6 +23,8 @@ from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+
+from attnspan.recurrence import programs
 
 
 class Maps(NamedTuple):
@@ -129,6 +131,8 @@ class AffineMaps:
         ends = state.clone(memory_format=torch.contiguous_format)
         if not sizes:
             return ends
+        if maps.left is None and programs.can_scan(maps.a, state):
+            return programs.scan(programs.Scanned(maps.a, maps.b, self.matrix), state, tuple(sizes), passed.states)
         steps, last = _by_step(passed.states, sizes), ends.flatten(0, 1)
         steps[0].copy_(last[: len(steps[0])])
         places = [out for now, then in pairwise([*steps, last[:0]]) for out in (then, last[len(then) : len(now)])]
@@ -145,6 +149,9 @@ class AffineMaps:
         begins = ends.clone(memory_format=torch.contiguous_format)
         if not sizes:
             return begins
+        if maps.left is None and programs.can_scan(maps.a, ends):
+            from_ends = programs.Scanned(maps.a, maps.b, self.matrix, back=True)
+            return programs.scan(from_ends, ends, tuple(sizes), passed.states)
         steps, first, more = _by_step(passed.states, sizes), ends.flatten(0, 1), 0
         counts, into = [len(step) for step in steps], [begins.flatten(0, 1), *steps]
         back = maps._replace(left=maps.right, right=maps.left)
