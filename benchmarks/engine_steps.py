@@ -11,8 +11,10 @@ matrices in bfloat16. Both ceilings are measured in the same run. Weights are ra
 tokens, CUDA graphs. Steps are timed by the clock, from call to call.
 
 A breakdown is `torch.profiler`'s of some steps, by the names of kernels. `idle`: no kernel runs, the device waits for
-the host. Cells come in the order of their value; none begins when `--limit` seconds have passed, and the page is
-written after each.
+the host. Requests that arrive over a second wait for their first tokens: the load of a server, without HTTP.
+
+Cells come in the order of their value; none begins when `--limit` seconds have passed, and the page is written after
+each.
 """
 
 from __future__ import annotations
@@ -204,12 +206,14 @@ class Bench:
 
 
 DECODE, WHERE, PREFILL, PAGES = "Decode", "Where a decode step's time goes, ms", "Prefill", "Attention over pages"
+ARRIVALS = "Time to first token, ms, of requests that arrive over a second"
 TABLES = {
     DECODE: ("model", "pages", "batch x length", "step ms", "limit ms", "roof ms", "share", "of the roof"),
     WHERE: ("model", "batch x length", "matmuls", "attention", "norm, rotary, activation", "sampling", "copies",
             "idle", "of a step", "kernels"),
     PREFILL: ("what", "tokens", "seconds", "tokens / s", "TFLOP/s", "share of the matmul rate"),
     PAGES: ("lengths", "pages", "ms", "of a copy", "over bf16"),
+    ARRIVALS: ("what", "median", "of nine in ten", "of the last", "tokens / s"),
 }  # fmt: skip
 
 
@@ -378,6 +382,43 @@ def first_tokens(bench: Bench, name: str, rows: int = 32, length: int = 512) -> 
         )  # fmt: skip
 
 
+# ---- under load ------------------------------------------------------------------------------------------------------
+
+
+def arrivals(bench: Bench, name: str, requests: int = 64, plain: bool = False) -> None:
+    """Prompts of 128 to 1,024 tokens that arrive at random within a second, each answered by 64 tokens.
+
+    `plain` as in `decode`.
+    """
+    shape, _ = bench.model(name)
+    draw = torch.Generator().manual_seed(requests)
+    lengths = torch.randint(128, 1025, (requests,), generator=draw).tolist()
+    due = sorted(torch.rand(requests, generator=draw).tolist()) if requests > 1 else [0.0]
+    with patch.object(served_layers, "fused_modules", lambda *_: []) if plain else nullcontext():
+        engine = bench.engine(name, requests, 1024, max_tokens=2048 if bench.cuda else 64)
+        engine.warm_up()
+    engine._runner.runs_ahead = bench.cuda and not plain
+    prompts = [bench.prompts(1, length, shape.vocabulary)[0] for length in lengths]
+    waits, waiting, began = [], {}, bench.now()
+    while prompts or engine.unfinished:
+        while prompts and due[0] <= time.perf_counter() - began:
+            request = engine.add(prompts.pop(0), SamplingParams(max_new_tokens=64, ignore_eos=True))
+            waiting[request] = due.pop(0)
+        if engine.unfinished:
+            engine.step()
+        elif prompts:
+            time.sleep(max(0.0, due[0] - (time.perf_counter() - began)))
+        now = time.perf_counter() - began
+        waits += [now - waiting.pop(request) for request in list(waiting) if request.token_ids]
+    taken, waits = bench.now() - began, sorted(1e3 * wait for wait in waits)
+    median, most, last = waits[requests // 2], waits[requests * 9 // 10], waits[-1]
+    what = f"{name}, {f'{requests} requests' if requests > 1 else 'one request'}{', plain' if plain else ''}"
+    bench.row(
+        ARRIVALS, (what, *(f"{each:.0f}" for each in (median, most, last)), f"{64 * requests / taken:.0f}"),
+        f"first tokens, {what}: {median:.0f} ms, nine in ten {most:.0f}, the last {last:.0f}",
+    )  # fmt: skip
+
+
 # ---- attention alone -------------------------------------------------------------------------------------------------
 
 
@@ -464,6 +505,9 @@ CELLS: dict[str, Callable[[Bench], None]] = {
     "8B 256 x 512": lambda bench: decode(bench, "8B", 256, 512),
     "8B prefill": lambda bench: prefill(bench, "8B", 16, 2048),
     "8B first tokens": lambda bench: first_tokens(bench, "8B"),
+    "8B arrivals": lambda bench: arrivals(bench, "8B"),
+    "8B arrivals plain": lambda bench: arrivals(bench, "8B", plain=True),
+    "8B one arrival": lambda bench: arrivals(bench, "8B", requests=1),
     "1.1B 32 x 512": lambda bench: decode(bench, "1.1B", 32, 512),
     "attention alone": attention,
     "1.1B 64 x 2k int8": lambda bench: decode(bench, "1.1B", 64, 2048, "int8"),

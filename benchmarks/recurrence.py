@@ -84,7 +84,7 @@ class Took(NamedTuple):
     together: float
 
 
-def over(layout: Layout, rule: str, backward: bool, length: int = TOKENS) -> tuple[Took, Tensor]:
+def over(layout: Layout, rule: str, backward: bool, length: int = TOKENS, times: int = TIMES) -> tuple[Took, Tensor]:
     """What ranks take, forward or with backward, and the output."""
     given = tensors(rule, length)
 
@@ -101,7 +101,7 @@ def over(layout: Layout, rule: str, backward: bool, length: int = TOKENS) -> tup
             return out
 
         with torch.set_grad_enabled(backward):
-            return cp.unshard(work().detach()), [timed(world, work) for _ in range(TIMES)]
+            return cp.unshard(work().detach()), [timed(world, work) for _ in range(times)]
 
     def timed(world: span.testing.World, work: Callable[[], Tensor]) -> float:
         world.agree(b"")
@@ -129,7 +129,7 @@ def against_the_loop() -> list[str]:
         for x in given.values():
             x.requires_grad_()
         slow_both = seconds(lambda: loop(rule, given).sum().backward(), 1)  # noqa: B023
-        fast, out = over(Contiguous(1), rule, backward=False)
+        fast, out = over(Contiguous(1), rule, backward=False, times=4 * TIMES)
         both, _ = over(Contiguous(1), rule, backward=True)
         error = float((out - expected).abs().max() / expected.abs().max())
         ratios = {"forward": slow / fast.slowest, "with backward": slow_both / both.slowest}

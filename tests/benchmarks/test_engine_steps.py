@@ -13,6 +13,7 @@ def test_every_kind_of_cell_is_measured_and_written_down(tmp_path, capsys):
         "1.1B 64 x 512 plain",
         "8B prefill",
         "8B first tokens",
+        "8B arrivals",
         "attention alone",
         "1.1B 64 x 2k int8",
     ]
@@ -23,7 +24,8 @@ def test_every_kind_of_cell_is_measured_and_written_down(tmp_path, capsys):
     assert "| 1.1B | int8 | 64 x 2048 | " in page
     assert "| 8B, 32 x 512, first after warm_up (" in page
     assert "| 1.1B | float32 | 64 x 512, plain | " in page
-    assert page.count("## ") == 3
+    assert "| 8B, 64 requests | " in page
+    assert page.count("## ") == 4
     assert "Greedy tokens in float32 equal to those of `model.generate`: 8 of 8 answers" in " ".join(page.split())
     assert "\ndecode 1.1B int8 64 x 2048: " in capsys.readouterr().out
 

@@ -36,12 +36,10 @@ class Maps(NamedTuple):
     right: Tensor | None = None
     new: Tensor | None = None
 
-    def inner(self, state: Tensor, out: Tensor | None = None) -> Tensor:
-        """What goes through the factors, given the states before maps."""
+    def inner(self, state: Tensor, new: Tensor | None) -> Tensor:
+        """What goes through the factors, given the states before maps; in the place of `new`, which may be none."""
         assert self.right is not None, "maps that are multiplied out have no factors"
-        if self.new is None:
-            return torch.bmm(self.right, state, out=out)
-        return torch.baddbmm(self.new, self.right, state, out=out)
+        return torch.bmm(self.right, state) if new is None else torch.baddbmm(new, self.right, state, out=new)
 
 
 class Passed(NamedTuple):
@@ -52,8 +50,8 @@ class Passed(NamedTuple):
 
     @staticmethod
     def empty(maps: Maps, states: Tensor) -> Passed:
-        """Room for it, for states like these."""
-        inner = None if maps.new is None else torch.empty_like(maps.new)
+        """Room for it, for states like these; what goes through factors begins with what is new."""
+        inner = None if maps.new is None else maps.new.clone()
         return Passed(states.new_empty(len(maps.a), *states.shape[1:]), inner)
 
 
