@@ -15,6 +15,9 @@ all-gather over compiled flex_attention, with the balancer named.
     PYTHONPATH=src python -m benchmarks.nccl --cells "4 ranks, causal" "32:8, 32k" --resume --out FILE
     PYTHONPATH=src python -m benchmarks.nccl --device cpu --tokens 512 --cells "2 ranks, 32:8" --out FILE
 
+`--compile-first` compiles what torch compiles for all cells before the time of `--limit` begins: some groups of
+processes take cells in turn, and leave the code in torch's cache on disk.
+
 The page is written after every cell, and the figures after every contender, to FILE.json. What is there is kept by
 --resume. A contender that takes its group down, or hangs, is skipped, and the others go on in new processes.
 """
@@ -29,6 +32,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -473,6 +477,19 @@ def on_rank(world: Transport, job: Job) -> None:
             job.out.write_text(page(book, job.program))
 
 
+def compile_cells(world: Transport, job: Job) -> None:
+    """One rank's part of what torch compiles, which stays in its cache on disk."""
+    warnings.simplefilter("ignore")
+    for cell in job.cells:
+        torch._dynamo.reset()
+        whole = data(cell, job.device)
+        for name, contender in contenders(cell).items():
+            if name.startswith("torch flex") and not refusal(name, job.device):
+                contender(cell, whole).step()
+        if world.rank == 0:
+            print(f"{cell}: compiled", flush=True)
+
+
 def data(cell: Cell, device: str) -> list[Tensor]:
     """query, key, value and the gradient of out: whole, and the same on every rank."""
     draw = torch.Generator(device).manual_seed(0)
@@ -758,10 +775,10 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS), metavar="N")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--limit", type=float, default=LIMIT, metavar="S", help="seconds for everything")
+    parser.add_argument("--compile-first", action="store_true", help="before the limit's time begins")
     parser.add_argument("--resume", action="store_true", help="keep what the .json file has")
     args = parser.parse_args(given)
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # ranks compile at the same time as it is
-    until = time.time() + args.limit
     wanted = cells(args.tokens, args.cells)
     if any(length < 256 or length % 8 for length in args.tokens):
         parser.error(f"--tokens: multiples of 8 from 256 on hold the documents, got {args.tokens}")
@@ -769,6 +786,9 @@ def main(given: Sequence[str] | None = None) -> None:
         parser.error(f"--cells: none matches; cells are named as {cells(args.tokens, ())[0]}")
     Book(args.out, args.resume).forget_unfinished()
     program = command("python -m benchmarks.nccl") if given is None else "python -m benchmarks.nccl"
+    if args.compile_first:
+        compile_first(wanted, Job((), args.device, args.out, program, 0.0))
+    until = time.time() + args.limit
     for ranks in RANKS:
         some = tuple(cell for cell in wanted if cell.ranks == ranks)
         run(Job(some, args.device, args.out, program, until))
@@ -776,6 +796,27 @@ def main(given: Sequence[str] | None = None) -> None:
     args.out.write_text(page(book, program))
     print(summary(rows(book)))
     print(f"{args.out}: {len(book.found)} results, {time.time() - until + args.limit:.0f} s")
+
+
+GROUPS = {4: 3, 2: 2}
+"""Groups of so many ranks that compile at once: for 16 cores."""
+
+
+def compile_first(wanted: Sequence[Cell], job: Job) -> None:
+    """Compile for all cells, in several groups of processes at once."""
+    parts = [
+        replace(job, cells=tuple(cell for cell in wanted if cell.ranks == ranks)[first::count])
+        for ranks, count in GROUPS.items()
+        for first in range(count)
+    ]
+    backend = "nccl" if job.device == "cuda" else "gloo"
+
+    def compiled(part: Job) -> None:
+        if part.cells:
+            span.testing.processes(part.cells[0].ranks, backend, timeout=300, group_timeout=60).run(compile_cells, part)
+
+    with ThreadPoolExecutor(len(parts)) as pool:
+        list(pool.map(compiled, parts))
 
 
 def run(job: Job) -> None:

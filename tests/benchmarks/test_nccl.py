@@ -126,3 +126,21 @@ def test_who_may_be_the_fastest_of_a_side_goes_on():
         ALONE: 0.1,
     }
     assert nccl.near(first) == ["torch flex, PTRR", "ring", "needed", AUTO, ALONE]
+
+
+def test_every_cell_is_compiled_for_once(tmp_path, monkeypatch):
+    given = []
+
+    class Ranks:
+        def __init__(self, ranks, *_, **__):
+            self.ranks = ranks
+
+        def run(self, fn, job):
+            assert fn is nccl.compile_cells
+            assert {cell.ranks for cell in job.cells} == {self.ranks}
+            given.extend(job.cells)
+
+    monkeypatch.setattr(nccl.span.testing, "processes", Ranks)
+    wanted = nccl.cells((512,), ())
+    nccl.compile_first(wanted, nccl.Job((), "cpu", tmp_path / "page.md", "", 0.0))
+    assert sorted(map(str, given)) == sorted(map(str, wanted))
