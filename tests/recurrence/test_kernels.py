@@ -153,7 +153,7 @@ class PlainLaw(fla_laws.Law):
         return fla_laws.LawMaps((), (), maps.a.index_select(0, at), maps.b.index_select(0, at))
 
     def outputs(self, made, states):
-        return self._read(self.x, states)
+        return self._read(self.x, states.index_select(0, self.call.chunks.order))
 
     def _read(self, x, states):
         reads, _, lengths = self._chunks(x)

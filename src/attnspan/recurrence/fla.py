@@ -5,9 +5,10 @@ states, piece after piece; outputs, side by side. The second is short of paralle
 other. So stretches are cut into chunks of a thousand tokens or more, and its kernels run on all chunks at once::
 
     1. alone     each piece by itself (`Law.maps`)
-    2. maps      A and B of each chunk, with A in float32; for decays, A is their product
+    2. maps      A and B of each chunk (programs.py for delta rules); for decays, A is their product
     3. scan      states before chunks, over all ranks (scan.py)
-    4. outputs   states piece after piece, from those before chunks, and outputs (`Law.outputs`)
+    4. outputs   states piece after piece, from those before chunks, and outputs (`Law.outputs`; in one program for
+                 delta rules)
 
 [Note: backward] The gradient after a chunk, D, and the state before it, S, are what its tokens have to know: maps give
 ``A S + B``, so gradients of A and B are those of the final state of a chunk that began with S. Backward therefore runs
@@ -64,6 +65,7 @@ class Fla:
     """The kernel: see above."""
 
     name: str = "fla"
+    exact: bool = False
 
     def refuses(self, rule: LinearRule) -> str | None:
         if (found := installed()) is None:
@@ -173,12 +175,12 @@ class FlaFunction(torch.autograd.Function):
     def forward(ctx: Any, *given: Any) -> tuple[Tensor, Tensor]:
         *tokens, initial, job = given
         x = RuleInputs(*tokens).each(lambda each: each.contiguous())
-        law, chunks = _law(x, job.call), job.scan.chunks.packed
+        law = _law(x, job.call)
         with ONE_AT_A_TIME:
             made = law.maps()
         known, after, ctx.header = states_of(job.scan, Maps(made.a, made.b), initial)
         with ONE_AT_A_TIME:
-            out = law.outputs(made, known.states.index_select(0, chunks.order))
+            out = law.outputs(made, known.states)
         ctx.job, ctx.count = job, len(made.saved)
         ctx.save_for_backward(*x, made.a, *made.saved, *known)
         return out, after

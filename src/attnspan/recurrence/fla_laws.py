@@ -15,7 +15,7 @@ from torch import Tensor
 
 from attnspan.recurrence.chunked import RuleInputs
 from attnspan.recurrence.fla_package import PartCall
-from attnspan.recurrence.programs import SolvedPieces, delta_maps
+from attnspan.recurrence.programs import Queries, SolvedPieces, can_read, delta_maps, delta_outputs
 
 
 class LawMaps(NamedTuple):
@@ -51,11 +51,11 @@ class Law(ABC):
 
     @abstractmethod
     def outputs(self, made: LawMaps, states: Tensor) -> Tensor:
-        """What the tokens read out of the states."""
+        """What the tokens read out of the states before chunks, which are in the order of the scan."""
 
     @abstractmethod
     def state_gradients(self, saved: Any, states: Tensor, grad: Tensor) -> StateGradients:
-        """Gradients of the states before chunks, from that of outputs."""
+        """Gradients of the states before chunks, from that of outputs; here and below, as chunks lie on the rank."""
 
     @abstractmethod
     def backward(self, saved: Any, reached: StateGradients, states: Tensor, grads: Grads) -> tuple[Tensor | None, ...]:
@@ -72,6 +72,11 @@ class GatedDeltaLaw(Law):
     def _maps(self, known: SolvedPieces) -> tuple[Tensor, Tensor]:
         return delta_maps(known, self.call.chunks.cu_seqlens, self.call.chunks.order)
 
+    def _read(self, known: SolvedPieces, queries: Queries, states: Tensor) -> Tensor | None:
+        """The outputs in one program, where that can hold them."""
+        chunks = self.call.chunks
+        return delta_outputs(known, queries, states, chunks.cu_seqlens, chunks.order) if can_read(known) else None
+
     def maps(self) -> LawMaps:
         x, call = self.x, self.call
         g = None if x.decay is None else call.summed(x.decay)
@@ -82,7 +87,10 @@ class GatedDeltaLaw(Law):
     def outputs(self, made: LawMaps, states: Tensor) -> Tensor:
         x, call = self.x, self.call
         (g, _), (w, u) = made.saved, made.recomputed
-        h, new, _ = call(FORWARD, True, k=x.key, w=w, u=u, g=g, initial_state=states, output_final_state=False)
+        if (read := self._read(SolvedPieces(x.key, w, u, g), Queries(x.query, None, call.scale), states)) is not None:
+            return read
+        begin = states.index_select(0, call.chunks.order)
+        h, new, _ = call(FORWARD, True, k=x.key, w=w, u=u, g=g, initial_state=begin, output_final_state=False)
         out: Tensor = call("ops.common.chunk_o chunk_fwd_o", q=x.query, k=x.key, v=new, h=h, g=g, scale=call.scale)
         return out
 
@@ -121,7 +129,10 @@ class KDALaw(GatedDeltaLaw):
     def outputs(self, made: LawMaps, states: Tensor) -> Tensor:
         x, call = self.x, self.call
         (g, pairs, _), (w, u, keys) = made.saved, made.recomputed
-        h, new, _ = call(FORWARD, True, k=keys, w=w, u=u, gk=g, initial_state=states, output_final_state=False)
+        if (read := self._read(SolvedPieces(keys, w, u, g), Queries(x.query, pairs, call.scale), states)) is not None:
+            return read
+        begin = states.index_select(0, call.chunks.order)
+        h, new, _ = call(FORWARD, True, k=keys, w=w, u=u, gk=g, initial_state=begin, output_final_state=False)
         out: Tensor = call("ops.gla.chunk chunk_gla_fwd_o_gk", q=x.query, v=new, g=g, A=pairs, h=h, scale=call.scale)
         return out
 
@@ -163,7 +174,7 @@ class DecayLaw(Law):
     def outputs(self, made: LawMaps, states: Tensor) -> Tensor:
         x, call = self.x, self.call
         (g,) = made.saved
-        h = self._states(g, states)
+        h = self._states(g, states.index_select(0, call.chunks.order))
         out: Tensor = call("ops.common.chunk_o chunk_fwd_o", q=x.query, k=x.key, v=x.value, h=h, g=g, scale=call.scale)
         return out
 
@@ -195,7 +206,7 @@ class GLALaw(DecayLaw):
     def outputs(self, made: LawMaps, states: Tensor) -> Tensor:
         x, call = self.x, self.call
         (g,) = made.saved
-        h, pairs = self._states(g, states), self._pairs(g)
+        h, pairs = self._states(g, states.index_select(0, call.chunks.order)), self._pairs(g)
         out: Tensor = call(
             "ops.gla.chunk chunk_gla_fwd_o_gk", q=x.query, v=x.value, g=g, A=pairs, h=h, scale=call.scale
         )

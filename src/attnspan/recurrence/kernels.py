@@ -33,6 +33,10 @@ class RecurrenceKernel(Protocol):
     @property
     def name(self) -> str: ...
 
+    @property
+    def exact(self) -> bool:
+        """Whether products of states are to be as exact as float32's; otherwise they may be as TF32's."""
+
     def refuses(self, rule: LinearRule) -> str | None:
         """Why it does not take a rule, or None."""
 
@@ -49,7 +53,7 @@ class RecurrenceKernel(Protocol):
 class PlainChunked:
     """Chunk by chunk, in plain torch: chunked.py."""
 
-    name = "chunked"
+    name, exact = "chunked", True
 
     def refuses(self, rule: LinearRule) -> str | None:
         return None

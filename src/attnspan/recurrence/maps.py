@@ -95,10 +95,18 @@ class AffineMaps:
     """What can be done with maps whose a is a matrix, multiplied out or not, or a decay."""
 
     matrix: bool
+    exact: bool = True  # where Triton multiplies: as float32 or as TF32
 
     def act(self, a: Tensor, state: Tensor) -> Tensor:
         """A of a state."""
         return a @ state if self.matrix else a * state
+
+    def add(self, into: Tensor, a: Tensor, state: Tensor) -> None:
+        """Add A of a state."""
+        if self.matrix:
+            into.flatten(0, 1).baddbmm_(a.flatten(0, 1), state.flatten(0, 1))
+        else:
+            into.addcmul_(a, state)
 
     def transposed(self, a: Tensor) -> Tensor:
         return a.mT if self.matrix else a
@@ -124,13 +132,24 @@ class AffineMaps:
         before = whole.new_empty(len(maps.a), *whole.shape[1:])
         return before, self.scan(maps._replace(b=None, new=None), whole, sizes, Passed(before))
 
+    def compose(
+        self, maps: Maps, zero: Tensor, sizes: Sequence[int], states: Tensor
+    ) -> tuple[tuple[Tensor, Tensor], Tensor]:
+        """The `products` of stretches, and where each ends if it begins with zero; `states` are those before maps."""
+        if self.matrix and sizes and programs.can_scan(maps.a, zero):
+            return programs.compose(self._scanned(maps), zero, tuple(sizes), states)
+        return self.products(maps, zero, sizes), self.scan(maps, zero, sizes, Passed(states))
+
+    def _scanned(self, maps: Maps) -> programs.Scanned:
+        return programs.Scanned(maps.a, maps.b, self.matrix, self.exact)
+
     def scan(self, maps: Maps, state: Tensor, sizes: Sequence[int], passed: Passed) -> Tensor:
         """The states at the ends, for maps that follow each other step by step."""
         ends = state.clone(memory_format=torch.contiguous_format)
         if not sizes:
             return ends
         if maps.left is None and programs.can_scan(maps.a, state):
-            return programs.scan(programs.Scanned(maps.a, maps.b, self.matrix), state, tuple(sizes), passed.states)
+            return programs.scan(self._scanned(maps), state, tuple(sizes), passed.states)
         steps, last = _by_step(passed.states, sizes), ends.flatten(0, 1)
         steps[0].copy_(last[: len(steps[0])])
         places = [out for now, then in pairwise([*steps, last[:0]]) for out in (then, last[len(then) : len(now)])]
@@ -148,8 +167,7 @@ class AffineMaps:
         if not sizes:
             return begins
         if maps.left is None and programs.can_scan(maps.a, ends):
-            from_ends = programs.Scanned(maps.a, maps.b, self.matrix, back=True)
-            return programs.scan(from_ends, ends, tuple(sizes), passed.states)
+            return programs.scan(self._scanned(maps), ends, tuple(sizes), passed.states, back=True)
         steps, first, more = _by_step(passed.states, sizes), ends.flatten(0, 1), 0
         counts, into = [len(step) for step in steps], [begins.flatten(0, 1), *steps]
         back = maps._replace(left=maps.right, right=maps.left)

@@ -33,8 +33,8 @@ class Route:
     from others, rank after rank. Matrices have a table of their own, since the first of a chain needs none.
     """
 
-    sends: tuple[Tensor, ...]  # by peer: own rows whose maps go there
-    sent_matrices: tuple[Tensor, ...]  # by peer: those of them that go with a matrix
+    messages: tuple[tuple[Tensor, Tensor], ...]  # own rows whose matrices go somewhere, and whose states do
+    message_to: tuple[int, ...]  # by peer: which of them; -1 for none
     receives: tuple[int, ...]  # by peer: how many maps come
     received_matrices: tuple[int, ...]
     heads: Tensor  # by chain: the row of its first stretch
@@ -98,7 +98,10 @@ class RankPlan:
         """
 
         def count(route: Route, peer: int) -> int:
-            return len(route.sent_matrices[peer]) * matrix + len(route.sends[peer]) * state
+            matrices, states = (
+                map(len, route.messages[route.message_to[peer]]) if route.message_to[peer] >= 0 else (0, 0)
+            )
+            return matrices * matrix + states * state
 
         return [(count(self.forward, peer), count(self.backward, peer)) for peer in range(self.ranks)]
 
@@ -124,9 +127,11 @@ class RankPlan:
         leaving, coming = [sent(self.rank, peer) for peer in peers], [sent(peer, self.rank) for peer in peers]
         row_of, matrix_of = self._tables(step, own, torch.cat(coming))
         heads, links, reads = self._links(step, last[self.rank])
+        distinct = {tuple(each.tolist()): each for each in leaving if len(each)}
+        numbers = {which: number for number, which in enumerate(distinct)}
         return Route(
-            tuple(row_of[each] for each in leaving),
-            tuple(row_of[each[step[each] > 0]] for each in leaving),
+            tuple((row_of[each[step[each] > 0]], row_of[each]) for each in distinct.values()),
+            tuple(numbers.get(tuple(each.tolist()), -1) for each in leaving),
             tuple(len(each) for each in coming),
             tuple(int((step[each] > 0).sum()) for each in coming),
             row_of[heads],

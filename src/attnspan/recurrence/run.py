@@ -21,7 +21,7 @@ from torch import Tensor
 from attnspan.layouts.document_runs import Stretches
 from attnspan.recurrence.affine import Affine
 from attnspan.recurrence.kernels import RecurrenceKernel
-from attnspan.recurrence.maps import Maps
+from attnspan.recurrence.maps import AffineMaps, Maps
 from attnspan.recurrence.plan import Chunks, RankPlan, Route, on_device
 from attnspan.recurrence.rules import LinearRule, Rule
 from attnspan.recurrence.scan import Scan, StateScan
@@ -95,7 +95,8 @@ class Recurrence:
             begins = inputs.value.new_zeros(len(begin), *heads, dtype=rule.dtype)
         else:
             begins = rule.state_in(initial).flatten(1, 2).index_select(0, begin)
-        scan = Scan(self.plan.mapped, self.plan.waiting, chunks, self._routes, self.transport, name, rule.MATRIX)
+        maps = AffineMaps(rule.MATRIX, kernel.exact)
+        scan = Scan(self.plan.mapped, self.plan.waiting, chunks, self._routes, self.transport, name, maps)
         out, after = kernel.run(rule, inputs, begins, scan)
         return rule.finish_output(_innermost(out, rule.sizes["B"], alike)), rule.state_out(self._ends(after, rule))
 
@@ -111,7 +112,9 @@ class Recurrence:
         a = torch.stack([unit, *(rule.flat(a) for a, _ in maps), *[unit] * len(begun)])[1:]
         b = torch.stack([nothing, *(rule.flat(b) for _, b in maps), *(rule.flat(end) for _, end in begun)])[1:]
         chunks = self._chunked(max([1, *self.plan.lengths.tolist()]))
-        scan = Scan(plan.mapped, plan.waiting, chunks, self._routes, self.transport, name, not rule.diagonal)
+        scan = Scan(
+            plan.mapped, plan.waiting, chunks, self._routes, self.transport, name, AffineMaps(not rule.diagonal)
+        )
         before, after, _ = StateScan.apply(b.new_zeros(len(self._begin), *b.shape[1:]), scan, *Maps(a, b))
         states = before.reshape(len(before), rows, *rule.state_shape)
         outs = [rule.call(inputs, state)[0] for (inputs, _), state in zip(waiting, states, strict=False)]

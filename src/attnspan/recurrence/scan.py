@@ -50,7 +50,7 @@ class Scan:
     routes: tuple[Route, Route]  # forward, backward
     transport: Transport
     name: str
-    matrix: bool  # whether A is one, or a decay
+    maps: AffineMaps
 
     def by_kind(self, chunks: T) -> list[T]:
         """Those of stretches in the middle of a chain, at its end, and at its beginning."""
@@ -68,17 +68,16 @@ class SavedScan(NamedTuple):
 
 def states_of(scan: Scan, given: Maps, initial: Tensor) -> tuple[SavedScan, Tensor, int]:
     """The states before every chunk and after every stretch, and what the exchange is known by."""
-    maps, mapped, (middle, last, first) = AffineMaps(scan.matrix), scan.mapped, scan.chunks.sizes
+    maps, mapped, (middle, last, first) = scan.maps, scan.mapped, scan.chunks.sizes
     nothing = initial.new_zeros(scan.waiting, *initial.shape[1:])
     passed = Passed.empty(given, initial)
     (of_middle, of_last, of_first), (before, later, known) = scan.by_kind(given), scan.by_kind(passed)
-    product, whole = maps.products(of_middle, nothing[:mapped], middle)
-    after = maps.scan(of_middle, nothing[:mapped], middle, Passed(before.states))
+    (product, whole), after = maps.compose(of_middle, nothing[:mapped], middle, before.states)
     ends = maps.scan(of_first, initial, first, known)
     every = torch.cat([after, nothing[mapped:], ends])
     header, arrived = _exchange_maps(scan, scan.routes[0], whole, every, scan.name)
-    before.states.add_(maps.act(product, _rows(arrived, scan.chunks.stretch[: len(product)])))
-    after += maps.act(whole, arrived[:mapped])
+    maps.add(before.states, product, _rows(arrived, scan.chunks.stretch[: len(product)]))
+    maps.add(after, whole, arrived[:mapped])
     ended = maps.scan(of_last, arrived[mapped:], last, later)
     return SavedScan(product, whole, *passed), torch.cat([after, ended, ends]), header
 
@@ -91,7 +90,7 @@ def gradients(
     From those of what `states_of` gave: before every chunk and of what goes through factors, and after stretches.
     """
     given = given._replace(b=grads.states, new=grads.inner)
-    maps, (middle, last, first) = AffineMaps(scan.matrix), scan.chunks.sizes
+    maps, (middle, last, first) = scan.maps, scan.chunks.sizes
     mapped, waiting, route = scan.mapped, scan.waiting, scan.routes[1]
     passed = Passed.empty(given, known.states)
     (of_middle, of_last, of_first), (before, later, begun) = scan.by_kind(given), scan.by_kind(passed)
@@ -130,7 +129,7 @@ class StateScan(torch.autograd.Function):
     @backward_once
     def backward(ctx: Any, d_states: Tensor, d_after: Tensor, d_inner: Tensor | None) -> tuple[Tensor | None, ...]:
         a, left, right, *saved = ctx.saved_tensors
-        known, maps = SavedScan(*saved), AffineMaps(ctx.scan.matrix)
+        known, maps = SavedScan(*saved), ctx.scan.maps
         grads = Passed(d_states.contiguous(), None if d_inner is None else d_inner.contiguous())
         given = Maps(a, left=left, right=right)
         (d_chunks, d_new), d_initial = gradients(ctx.scan, given, known, ctx.header, grads, d_after.contiguous())
@@ -149,11 +148,10 @@ def _steps(sizes: Sequence[int], tensor: Tensor) -> list[tuple[int, Tensor]]:
 @torch._disable_dynamo  # compiled autograd looks into backward passes, and has no business in transports
 def _exchange_maps(scan: Scan, route: Route, a: Tensor, b: Tensor, name: str | int) -> tuple[int, Tensor]:
     """Send maps of stretches where they are needed, and compose what came: the states that arrive at targets."""
-    transport, maps = scan.transport, AffineMaps(scan.matrix)
-    leaving = [
-        (peer, torch.cat([_rows(a, route.sent_matrices[peer]).flatten(), _rows(b, route.sends[peer]).flatten()]))
-        for peer in range(transport.ranks)
-    ]
+    transport, maps = scan.transport, scan.maps
+    messages = [torch.cat([_rows(a, some).flatten(), _rows(b, all_).flatten()]) for some, all_ in route.messages]
+    messages.append(b.new_empty(0))  # number -1
+    leaving = [(peer, messages[number]) for peer, number in enumerate(route.message_to)]
     counts = list(zip(route.received_matrices, route.receives, strict=True))
     shapes = [((matrices, *a.shape[1:]), (states, *b.shape[1:])) for matrices, states in counts]
     split = [[torch.Size(shape).numel() for shape in each] for each in shapes]
